@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, TypeVar, get_args, get_origin
@@ -289,3 +289,11 @@ class EvalReport(Frozen):
     style: tuple[StyleEffect, ...] = ()
     judging: Judging | None = None
     answering: dict[str, Answering] = {}
+
+
+def keys_that_are_no_text(where: str, value: Any) -> Iterator[str]:
+    """Yields a sentence for each key inside the mapping `value`, at any depth, that is no text: YAML reads on, off, 1 as other things."""
+    for key, inner in value.items() if isinstance(value, Mapping) else ():
+        if not isinstance(key, str):
+            yield f"{where}: the key {key!r} is no text: put it in quotes (YAML reads on, off, yes and no as true and false)"
+        yield from keys_that_are_no_text(f"{where}.{key}", inner)

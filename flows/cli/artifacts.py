@@ -14,7 +14,7 @@ from typing import Annotated, Literal
 from cyclopts import App, Parameter
 
 from flows.cli import history
-from flows.cli.show import OK, console, show_board, show_differences, show_garbage, show_lineage, show_runs, show_stages, show_stores
+from flows.cli.show import OK, Whole, console, show_board, show_differences, show_garbage, show_lineage, show_runs, show_stages, show_stores
 from rlhf_core.recipe.load import load_recipe
 from rlhf_core.recipe.plan import plan
 from rlhf_core.runs.lineage import data_of, stage_of
@@ -119,7 +119,7 @@ def lineage(checkpoint: str, *, out: Path | None = None) -> int:
 
 
 def gc(
-    artifacts: Artifacts = Path("artifacts"), *, keep_runs: int | None = None, older_than: str | None = None, delete: bool = False
+    artifacts: Artifacts = Path("artifacts"), *, keep_runs: Whole | None = None, older_than: str | None = None, delete: bool = False
 ) -> int:
     """Show which run keeps which stage, and what no run keeps: other stages, and resume states of stages that are done.
 
@@ -144,13 +144,13 @@ def gc(
 def serve_reward(
     checkpoint: str,
     *,
-    port: int = 8000,
+    port: Whole = 8000,
     host: str = "127.0.0.1",
     allow_host: str = "",
     home: Path = Path(".alignflow"),
     without_key: bool = False,
     template: str = "chat",
-    micro_batch_size: int = 8,
+    micro_batch_size: Whole = 8,
 ) -> int:
     """Serve a reward model over HTTP, for `reward: {url: "http://HOST:PORT", api_key_env: ALIGNFLOW_REWARD_KEY}`. Ends with Ctrl-C.
 
@@ -195,8 +195,8 @@ def leaderboard(
     control: tuple[Literal["length", "markdown"], ...] = ("length", "markdown"),
     category: tuple[str, ...] = (),
     tokenizer: str | None = None,
-    rounds: int = 1000,
-    seed: int = 0,
+    rounds: Whole = 1000,
+    seed: Whole = 0,
     max_failed: float = 0.02,
     json: Path | None = None,
 ) -> int:

@@ -13,7 +13,7 @@ from cyclopts import App, Parameter
 from rich.console import Console
 
 from flows.cli.operate.dashboard import TOKEN, show_address
-from flows.cli.show import Override, RecipePlace, table_of
+from flows.cli.show import Override, RecipePlace, Whole, table_of
 from rlhf_core.cluster.rank_environment import free_port
 from rlhf_core.config import IterativeFeedback
 from rlhf_core.recipe.inboxes import inboxes_of
@@ -35,19 +35,19 @@ def serve(
     *given: str,
     home: Path = Path(".alignflow"),
     host: str = "127.0.0.1",
-    port: int = 4200,
+    port: Whole = 4200,
     allow_host: str = "",
     schedule: bool = True,
     cron: str = "0 2 * * *",
     timezone: str = "UTC",
     every: float | None = None,
-    max_rounds: int | None = None,
+    max_rounds: Whole | None = None,
     min_gain: float | None = None,
-    feedback_port: int = 4300,
-    dashboard_port: int = 0,
+    feedback_port: Whole = 4300,
+    dashboard_port: Whole = 0,
     on_feedback: OnFeedback = False,
-    trigger_port: int | None = None,
-    starts_an_hour: int = 12,
+    trigger_port: Whole | None = None,
+    starts_an_hour: Whole = 12,
 ) -> int:
     """Start a Prefect server, a worker and the deployments of recipes on this machine; Ctrl-C ends it all.
 

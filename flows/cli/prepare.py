@@ -8,7 +8,7 @@ from itertools import count as counted
 from pathlib import Path
 from typing import Literal
 
-from flows.cli.show import OK, Override, RecipePlace, console, errors, show_migration, show_pins
+from flows.cli.show import OK, Override, RecipePlace, Whole, console, errors, show_migration, show_pins
 from rlhf_core.preflight.inputs import check_inputs, check_machine, further_problems, needs
 from rlhf_core.recipe.load import load_recipe
 from rlhf_core.recipe.plan import plan
@@ -17,7 +17,7 @@ from rlhf_core.system.files import write_text
 from rlhf_core.system.processes import ENVIRONMENT, WRONG_INPUT
 
 
-def migrate(script: Path, *, out: Path | None = None, gpus: int = 8) -> int:
+def migrate(script: Path, *, out: Path | None = None, gpus: Whole = 8) -> int:
     """Turn a launch script of OpenRLHF, in its flat or its dotted flags, into a recipe. Executes nothing of it.
 
     Args:
@@ -82,12 +82,12 @@ def validate(recipe: RecipePlace, *overrides: Override, here: bool = False) -> i
 def forecast(
     recipe: RecipePlace,
     *overrides: Override,
-    gpus: int = 0,
+    gpus: Whole = 0,
     gpu: Literal["h200", "h100", "h800", "a100", "a800"] = "h200",
     gpu_memory: float | None = None,
     flops: float | None = None,
     bandwidth: float | None = None,
-    nodes: int | None = None,
+    nodes: Whole | None = None,
     network: float | None = None,
 ) -> int:
     """Estimate memory of each GPU and seconds of an iteration, and recommend a placement. Starts nothing.

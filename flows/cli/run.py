@@ -11,7 +11,7 @@ from contextlib import contextmanager
 
 import httpx
 
-from flows.cli.show import OK, TERMINATED, Override, RecipePlace, console, show_end, show_pins, show_plan
+from flows.cli.show import OK, TERMINATED, Override, RecipePlace, Whole, console, show_end, show_pins, show_plan
 from rlhf_core.preflight.inputs import MachineLacks, require_here
 from rlhf_core.recipe.dry_run import outlook
 from rlhf_core.recipe.gates import ApprovalAwaited, GateFailed
@@ -30,7 +30,7 @@ def run(
     name: str | None = None,
     dry_run: bool = False,
     latest: bool = False,
-    jobs: int | None = None,
+    jobs: Whole | None = None,
 ) -> int:
     """Run all stages of a recipe that are not done yet.
 

@@ -39,6 +39,7 @@ if TYPE_CHECKING:  # imports scipy, which most commands do not need
 
 OK, FAILED, WAITS, INTERRUPTED, TERMINATED = 0, 1, 4, 130, 143  # WRONG_INPUT and ENVIRONMENT, 2 and 3, are also those of a stage's process
 RecipePlace = Annotated[str, Parameter(help="YAML file, or its URI (https://, or what fsspec knows, such as s3://).")]
+Whole = Annotated[int, Parameter(converter=lambda kind, tokens: whole_number(tokens[0].value))]
 Override = Annotated[str, Parameter(help="STAGE.FIELD=VALUE, such as ppo.actor_learning_rate=5e-7, or seed=1.")]
 COLOURS = dict.fromkeys(("skip", "fetch", "done", "skipped"), "green") | {"run": "cyan", "failed": "red", "not run": "dim"}
 
@@ -286,3 +287,11 @@ def _default(info: FieldInfo) -> str:
 
 def _text(text: str) -> str:
     return " ".join(text.split()).replace("{}", "`{}`")
+
+
+def whole_number(text: str) -> int:
+    """Reads the value of an option. Raises ValueError for 1.5, which the parser would round."""
+    try:
+        return int(text)
+    except ValueError:
+        raise ValueError(f"{text!r} is no whole number") from None

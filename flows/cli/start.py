@@ -12,7 +12,7 @@ from typing import Literal, get_args
 
 import yaml
 
-from flows.cli.show import OK, console
+from flows.cli.show import OK, Whole, console
 from rlhf_core.hub.ids import is_remote
 from rlhf_core.hub.positions import positions_of, stored_config
 from rlhf_core.preflight.inputs import MachineLacks
@@ -100,7 +100,7 @@ def init(
     preference_data: str | None = None,
     prompts: str | None = None,
     questions: str | None = None,
-    gpus: int | None = None,
+    gpus: Whole | None = None,
     name: str | None = None,
 ) -> int:
     """Write a commented recipe to start from, recipe.yaml. Asks for what no flag gives; without a terminal every needed flag is required.

@@ -14,7 +14,7 @@ from ray.util.placement_group import PlacementGroup, placement_group
 
 from rlhf_core.cluster.layout import Layout, Slot, by_node, shortage, too_large
 from rlhf_core.cluster.ray_internals import SafePathJob, report_missing
-from rlhf_core.cluster.reach import Place, answering, head, lost, reach
+from rlhf_core.cluster.reach import Place, answering, head, lost, place_of, reach
 from rlhf_core.runs.launch import SECRET_NAME
 from rlhf_core.system.machine import NodeLost, num_gpus
 from rlhf_core.system.secret_file import private_folder
@@ -89,7 +89,7 @@ def leave() -> None:
 def _nodes(identities: Collection[str] | None = None) -> list[Place]:
     """Returns the living nodes of the cluster, all or these."""
     living = [node for node in ray.nodes() if node["Alive"] and (identities is None or node["NodeID"] in identities)]
-    return [Place(f"the Ray node {node['NodeManagerAddress']}", node["NodeManagerAddress"], node["NodeManagerPort"]) for node in living]
+    return [place_of(node) for node in living]
 
 
 def _wait_for_nodes() -> None:

@@ -11,7 +11,7 @@ import os
 import selectors
 import socket
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import ExitStack
 from threading import Thread
 from typing import Any, NamedTuple
@@ -98,6 +98,11 @@ def own_node() -> Place:
     """Returns the Ray process (raylet) of the node of this process."""
     own = ray.get_runtime_context().get_node_id()
     (node,) = [node for node in ray.nodes() if node["NodeID"] == own]
+    return place_of(node)
+
+
+def place_of(node: Mapping[str, Any]) -> Place:
+    """Returns where the Ray process of an entry of `ray.nodes()` answers."""
     return Place(f"the Ray node {node['NodeManagerAddress']}", node["NodeManagerAddress"], node["NodeManagerPort"])
 
 

@@ -349,11 +349,11 @@ class PPO(Optimised, Rewarded, Routed):
         offloads: dict[str, Sequence[str]] = {"adam_offload": self.adam_offload, "param_offload": self.param_offload}
         for field, roles in (offloads | {"ref_reward_offload": ["reference"] * self.ref_reward_offload}).items():
             if without := [role for role in roles if role in self.groups and not self.groups[role].gpus]:
-                yield f"{field} frees a GPU's memory, and {', '.join(without)} has none: set gpus of its ranks, or leave it out"
+                yield f"{field} frees a GPU's memory, and these have none: {', '.join(without)}: set gpus of their ranks"
         if self.ref_reward_shard and self.ref_reward_offload:
             yield "ref_reward_shard and ref_reward_offload are two ways to free the same memory: set one of them"
         if self.ref_reward_shard and (alone := [name for name in self.read_only if self.groups[name].world_size == 1]):
-            yield f"ref_reward_shard cuts a model over its ranks, and {', '.join(alone)} has one: give it several, or leave it out"
+            yield f"ref_reward_shard cuts a model over its ranks, and these have one: {', '.join(alone)}: leave it out"
         for names in self.together:
             check_together({name: self.placed[name] for name in names})
 

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from rlhf_core.records import Config, NotInDigest, Positive, Ranks, Rate, check
+from rlhf_core.records import Config, NotInDigest, Positive, Ranks, Rate, check, keys_that_are_no_text
 
 # Options of vLLM's engine that are not for `vllm.engine`, and why.
 NOT_FOR_ENGINE = {
@@ -69,7 +69,10 @@ class Vllm(Config):
         yield from (f"vllm.engine.{name}: {NOT_FOR_ENGINE[name]}, so leave it out" for name in self.engine if name in NOT_FOR_ENGINE)
         if self.engine.get("quantization") not in (None, "fp8"):
             yield "vllm.engine.quantization: new weights could be loaded as fp8 alone: set it to fp8, or leave it out"
-        if self.drafts is not None and (not isinstance(self.drafts, dict) or self.drafts.get("method") not in ("ngram", "ngram_gpu")):
+        yield from keys_that_are_no_text("vllm.engine", self.engine)
+        if self.drafts is not None and not isinstance(self.drafts, dict):
+            yield "vllm.engine.speculative_config must be a mapping, such as {method: ngram, num_speculative_tokens: 3}"
+        elif self.drafts is not None and self.drafts.get("method") not in ("ngram", "ngram_gpu"):
             yield "vllm.engine.speculative_config: another model's drafts would not follow the weights: set method to ngram or ngram_gpu"
         for name in ("quantization", "speculative_config"):
             if self.engine.get(name) is not None and not self.gpus:

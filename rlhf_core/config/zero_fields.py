@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
-from rlhf_core.records import Config, NotInDigest, check
+from rlhf_core.records import Config, NotInDigest, check, keys_that_are_no_text
 
 ZERO = "zero_optimization"
 # Options that are not for `deepspeed`, and why; those of its block zero_optimization behind a dot.
@@ -59,7 +59,7 @@ SPEED_ONLY = frozenset(
 
 
 class ZeroFields(Config):
-    """What DeepSpeed does besides sharding."""
+    """Options of DeepSpeed beside the ZeRO stage."""
 
     zero_hpz: Annotated[bool, NotInDigest] = Field(
         False,
@@ -69,7 +69,7 @@ class ZeroFields(Config):
     deepspeed: dict[str, Any] = Field(
         {},
         description="further options of DeepSpeed by its own names, such as {zero_optimization: {reduce_bucket_size: 100000000}}; they "
-        "override ours. Options that only decide speed or memory are not in the digest",
+        "override alignflow's. Options that only decide speed or memory are not in the digest",
     )
 
     @check
@@ -78,6 +78,7 @@ class ZeroFields(Config):
         if not isinstance(zero, dict):
             yield f"deepspeed.{ZERO}={zero!r} must be a mapping of DeepSpeed's options"
             return
+        yield from keys_that_are_no_text("deepspeed", self.deepspeed)
         for name in (*self.deepspeed, *(f"{ZERO}.{name}" for name in zero)):
             if name in NOT_FOR_DEEPSPEED:
                 yield f"deepspeed.{name}: {NOT_FOR_DEEPSPEED[name]}, so leave it out"

@@ -18,6 +18,7 @@ from rlhf_core.config.rewards import Environment
 from rlhf_core.data.chat import Renderer
 from rlhf_core.data.documents import Prompt
 from rlhf_core.data.rows.columns import Located, tools_of
+from rlhf_core.environments.admission import Admission
 from rlhf_core.environments.calls import call_format
 from rlhf_core.environments.process import LOOK_SECONDS, Failed, Process
 from rlhf_core.environments.trajectory import Full, Limits, Trajectory
@@ -58,7 +59,7 @@ class Episodes:
         self._config, self._renderer, self._limits, self._background, self._engines = config, renderer, limits, background, engines
         self._numbers, self._processes = itertools.count(), list[Process | None]([None] * config.processes)
         self._starting = [asyncio.Lock() for _ in self._processes]
-        self._room = asyncio.Semaphore(config.concurrency * config.processes)
+        self._admissions = [Admission(config.concurrency) for _ in self._processes]
         try:
             self._tools = background.run(self._process(0)).tools
             self._calls = call_format(renderer) if self._tools else None
@@ -76,27 +77,28 @@ class Episodes:
                 task.cancel()
 
     async def _episode(self, asked: Asked, sampling: Sampling) -> Episode:
-        async with self._room:
-            attempt, deaths = 0, 0
-            while True:
-                seed = random.Random(f"{asked.seed}-{attempt}-{deaths}").getrandbits(48) if attempt or deaths else asked.seed
-                tools = [*tools_of(Located("the prompts", asked.prompt.row)), *self._tools]
-                self._calls = self._calls or (call_format(self._renderer) if tools else None)
-                trajectory = Trajectory(asked.prompt, self._renderer, self._limits, tools, self._calls)
-                clock = Clock(self._config.timeout)
-                try:
-                    rewards = await self._attempt(asked, seed, trajectory, sampling, clock)
-                    return Episode(trajectory, rewards, "", attempt + 1, clock.spent)
-                except Failed as failed:
-                    deaths += not failed.guilty
-                    attempt += failed.guilty or deaths > DEATHS
-                    if attempt >= self._config.max_attempts:
-                        return Episode(trajectory, [], str(failed), attempt, clock.spent)
+        attempt, deaths = 0, 0
+        while True:
+            seed = random.Random(f"{asked.seed}-{attempt}-{deaths}").getrandbits(48) if attempt or deaths else asked.seed
+            tools = [*tools_of(Located("the prompts", asked.prompt.row)), *self._tools]
+            self._calls = self._calls or (call_format(self._renderer) if tools else None)
+            trajectory = Trajectory(asked.prompt, self._renderer, self._limits, tools, self._calls)
+            clock = Clock(self._config.timeout)
+            number = next(self._numbers)
+            try:
+                async with self._admissions[number % len(self._processes)]:
+                    rewards = await self._attempt(number, asked, seed, trajectory, sampling, clock)
+                return Episode(trajectory, rewards, "", attempt + 1, clock.spent)
+            except Failed as failed:
+                deaths += not failed.guilty
+                attempt += failed.guilty or deaths > DEATHS
+                if attempt >= self._config.max_attempts:
+                    return Episode(trajectory, [], str(failed), attempt, clock.spent)
 
-    async def _attempt(self, asked: Asked, seed: int, trajectory: Trajectory, sampling: Sampling, clock: Clock) -> list[float]:
+    async def _attempt(self, number: int, asked: Asked, seed: int, trajectory: Trajectory, sampling: Sampling, clock: Clock) -> list[float]:
         """Runs one attempt; returns the reward of each answer. Raises Failed."""
-        number = next(self._numbers)
-        process = await self._process(number % len(self._processes))
+        which = number % len(self._processes)
+        process = await self._process(which)
         engine, turn, done = self._engines.reserve(), 0, False
         mailbox = process.episodes[number] = asyncio.Queue()
         task = {**asked.prompt.row, "messages": list(asked.prompt.messages)}
@@ -120,6 +122,7 @@ class Episodes:
                     done = True
                     if len(told["rewards"]) != trajectory.turns:  # a wait for an answer was cancelled
                         raise Failed("an answer came that nobody waited for: the environment cancelled model.answer()")
+                    self._admissions[which].finished()
                     return list(told["rewards"])
                 try:
                     tokens, room = trajectory.ask(told["ask"])
@@ -144,6 +147,8 @@ class Episodes:
         async with self._starting[which]:
             process = self._processes[which]
             if process is None or process.ended:
+                if process is not None:
+                    self._admissions[which].died(process.shared)
                 own = self._config
                 process = await Process.start(str(own.file), own.class_name, own.options, own.timeout, own.sandbox)
                 self._processes[which] = process

@@ -7,7 +7,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 
@@ -29,14 +29,19 @@ StartOf = Callable[[Node, str], str | None]  # the folder or Hub id that a name'
 
 
 def family_problems(nodes: Sequence[Node], start_of: StartOf, trust_remote_code: bool = False) -> list[str]:
-    """Why models of untested families cannot be used as the stages use them, of those in folders here; and which options of engines and of
-    DeepSpeed the installed releases do not have."""
+    """Why models of untested families cannot be used as the stages use them, of those in folders here."""
     asked: dict[tuple[str, str], str] = {}
     for node in nodes:
         for field, name, use in _uses(node):
             place = start_of(node, name)
             if place is not None and not is_remote(place) and (kind := _model_type(place)) and kind not in TESTED:
                 asked.setdefault((place, use), f"stages.{node.name}.{field}")
+    return _problems(asked, trust_remote_code)
+
+
+def option_problems(nodes: Sequence[Node]) -> list[str]:
+    """Says which options of engines and of DeepSpeed the installed releases do not have."""
+    asked: dict[tuple[str, str], str] = {}
     for node in nodes:
         for name, wanted in ((name, wanted) for groups in node.config.turns for name, wanted in groups.items()):
             if isinstance(wanted, Vllm) and wanted.engine:
@@ -44,8 +49,12 @@ def family_problems(nodes: Sequence[Node], start_of: StartOf, trust_remote_code:
                 asked.setdefault((json.dumps(wanted.engine, sort_keys=True, default=str), OPTIONS), where)
         if isinstance(node.config, Optimised) and node.config.deepspeed:
             asked.setdefault((json.dumps(node.config.deepspeed, sort_keys=True, default=str), DEEPSPEED), f"stages.{node.name}.deepspeed")
+    return _problems(asked, trust_remote_code=False)
+
+
+def _problems(asked: Mapping[tuple[str, str], str], trust_remote_code: bool) -> list[str]:
     told = _ask(tuple((place, use, _changed(place)) for place, use in asked), trust_remote_code) if asked else ()
-    return [f"{where}: {problem}" for where, problem in zip(asked.values(), told, strict=False) if problem]
+    return [f"{where}: {line}" for where, lines in zip(asked.values(), told, strict=False) for line in lines.splitlines()]
 
 
 def _uses(node: Node) -> Iterator[tuple[str, str, str]]:
@@ -95,7 +104,7 @@ def _problem(place: str, use: str, trust_remote_code: bool) -> str:
     if use == DEEPSPEED:
         from rlhf_core.training.zero_engine import unknown
 
-        return unknown(json.loads(place))
+        return "\n".join(unknown(json.loads(place)))
     from transformers import AutoConfig
 
     try:

@@ -26,7 +26,7 @@ from rlhf_core.data.rows.mixture import check_columns, load_rows
 from rlhf_core.environments.sandbox import available
 from rlhf_core.hub.ids import is_remote
 from rlhf_core.hub.vocabulary import tokenizer_place
-from rlhf_core.preflight.family import family_problems
+from rlhf_core.preflight.family import family_problems, option_problems
 from rlhf_core.preflight.lengths import length_problems
 from rlhf_core.preflight.models import model_problem, sampling_problems, unfit_models, unlike_vocabulary, vocabulary_problems
 from rlhf_core.preflight.questions import question_problems, selecting_questions, shared_questions
@@ -74,6 +74,8 @@ def check_inputs(plan: Plan, nodes: Sequence[Node]) -> list[str]:
     for node in todo:
         unfit |= {fault: told for fault, told in unfit_models(node).items() if fault not in unfit}
     problems = [*broken.values(), *unfit.values()]
+    if importlib.util.find_spec("torch") is not None:
+        problems += option_problems(todo)
     if not problems and importlib.util.find_spec("torch") is not None:
         problems += family_problems(todo, partial(_start_of, plan), plan.recipe.trust_remote_code)
     frames = _frames(plan, todo, broken) if importlib.util.find_spec("transformers") is not None else {}

@@ -22,7 +22,7 @@ from rlhf_core.training.deepspeed_patches import forget_order, patch_library, re
 from rlhf_core.training.engine import AdamW, adamw_optimizer, check_finite, elements
 from rlhf_core.training.process_group import PATIENCE, backend, join_ranks
 from rlhf_core.training.state_files import read_parts, stored_steps, write_parts
-from rlhf_core.training.zero_options import ZeroOptions, engine_config, require_known, unknown_option
+from rlhf_core.training.zero_options import ZeroOptions, engine_config, require_known, unknown_options
 from rlhf_core.training.zero_parts import make_state, steps_of, to_weights, zero_parts
 
 
@@ -43,12 +43,12 @@ def join_group() -> None:
     library().init_distributed(dist_backend=backend(), timeout=PATIENCE, verbose=False)  # under torchrun it joins them
 
 
-def unknown(options: Mapping[str, Any]) -> str:
-    """Says which option of a recipe's `deepspeed` the installed DeepSpeed does not know; "" where it knows all, or is not installed."""
+def unknown(options: Mapping[str, Any]) -> list[str]:
+    """Says which options of a recipe's `deepspeed` the installed DeepSpeed does not know; nothing where it is not installed."""
     try:
-        return unknown_option(library(), options)
+        return unknown_options(library(), options)
     except ImportError:
-        return ""
+        return []
 
 
 class ZeroEngine:

@@ -7,6 +7,8 @@ from collections.abc import Iterator, KeysView, Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
+from pydantic import ValidationError
+
 from rlhf_core.config import Optimised, Ranks
 from rlhf_core.config.zero_fields import ZERO
 from rlhf_core.forecast.memory import copies
@@ -61,29 +63,29 @@ def engine_config(
     }
 
 
-def unknown_option(deepspeed: Any, options: Mapping[str, Any]) -> str:
-    """Says which option of `deepspeed` the installed DeepSpeed does not know, or refuses; "" where it takes all."""
+def unknown_options(deepspeed: Any, options: Mapping[str, Any]) -> list[str]:
+    """Says which options of `deepspeed` the installed DeepSpeed does not know, or refuses; a sentence each."""
     asked = _Asked({"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 1, **options})
     version = deepspeed.__version__
     try:
         deepspeed.runtime.config.DeepSpeedConfig(asked)
-    except (ValueError, AssertionError, KeyError, TypeError, deepspeed.runtime.config.DeepSpeedConfigError) as error:
-        errors = getattr(error, "errors", None)
-        if errors is None:
-            return f"DeepSpeed {version} refuses it: {' '.join(str(error).split())}"
-        first = errors()[0]
-        where = ".".join(map(str, first["loc"]))
-        if first["type"] == "extra_forbidden":
-            return _strange(version, where, _fields(deepspeed))
-        return f"DeepSpeed {version} refuses {where}: {first['msg']}"
-    found = list(asked.unread())
-    return _strange(version, found[0], sorted(asked.asked)) if found else ""
+    except ValidationError as error:
+        inside = f"{ZERO}." if error.title == "DeepSpeedZeroConfig" else ""
+        found = [(f"{inside}{'.'.join(map(str, each['loc']))}", each) for each in error.errors()]
+        known = [f"{inside}{name}" for name in _fields(deepspeed)]
+        return [
+            _strange(version, where, known) if each["type"] == "extra_forbidden" else f"DeepSpeed {version} refuses {where}: {each['msg']}"
+            for where, each in found
+        ]
+    except Exception as error:  # it reads a wrong value in many ways
+        return [f"DeepSpeed {version} refuses it: {' '.join(str(error).split()) or type(error).__name__}"]
+    return [_strange(version, name, sorted(asked.asked)) for name in asked.unread()]
 
 
 def require_known(deepspeed: Any, options: Mapping[str, Any]) -> None:
-    """Raises ValueError as `unknown_option` says."""
-    if options and (told := unknown_option(deepspeed, options)):
-        raise ValueError(f"deepspeed: {told}")
+    """Raises ValueError with the lines of `unknown_options`."""
+    if options and (told := unknown_options(deepspeed, options)):
+        raise ValueError("\n".join(f"deepspeed: {line}" for line in told))
 
 
 def _strange(version: str, name: str, known: list[str]) -> str:

@@ -103,7 +103,7 @@ def test_the_secret_changes_and_only_guesses_are_trained_on(game: Path) -> None:
 @pytest.fixture(scope="module")
 def faulty(guesser: Path) -> Path:
     (guesser / "faulty.py").write_text(FAULTY)
-    environment = {"path": str(guesser / "faulty.py:Faulty"), "max_attempts": 8, "timeout": 1.0, "processes": 2, "max_turns": 3}
+    environment = {"path": str(guesser / "faulty.py:Faulty"), "max_attempts": 12, "timeout": 1.0, "processes": 2, "max_turns": 3}
     sizes = {"rollout_batch_size": 16, "n_samples_per_prompt": 2, "train_batch_size": 32, "generate_max_len": 40}
     config = ppo(guesser, environment, max_steps=4, max_failed_rewards=0.2, advantage_estimator="reinforce_pp", **sizes)
     write_request(guesser / "faulty", config, {"base": str(guesser / "sft" / "checkpoint")})

@@ -9,7 +9,7 @@ from rich.console import Console
 
 from flows.cli.artifacts import Artifacts
 from flows.cli.operate.page_server import host_names, server_config, token_shown
-from flows.cli.show import OK
+from flows.cli.show import OK, Whole
 from rlhf_core.system.secret_file import kept_secret
 
 TOKEN = "dashboard-token"  # noqa: S105 (the name of the file in the home folder)
@@ -19,7 +19,7 @@ def dashboard(
     artifacts: Artifacts = Path("artifacts"),
     *,
     host: str = "127.0.0.1",
-    port: int = 0,
+    port: Whole = 0,
     allow_host: str = "",
     home: Path = Path(".alignflow"),
 ) -> int:

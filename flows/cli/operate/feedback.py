@@ -11,7 +11,7 @@ from rich.markup import escape
 from rich.status import Status
 
 from flows.cli.operate.page_server import host_names, server_config
-from flows.cli.show import FAILED, OK, table_of
+from flows.cli.show import FAILED, OK, Whole, table_of
 from rlhf_core.cluster.rank_environment import free_port
 from rlhf_core.feedback.inbox import Inbox
 from rlhf_core.feedback.leaks import Questions
@@ -131,7 +131,7 @@ def serve(
     inbox: list[Path] | None = None,
     home: Path = Path(".alignflow"),
     host: str = "127.0.0.1",
-    port: int = 4300,
+    port: Whole = 4300,
     allow_host: str = "",
 ) -> int:
     """Take feedback over HTTP: POST /feedback/NAME with a bearer token, until Ctrl-C.

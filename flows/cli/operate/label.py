@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from flows.cli.operate.page_server import host_names, server_config, token_shown
-from flows.cli.show import OK, console, table_of
+from flows.cli.show import OK, Whole, console, table_of
 from rlhf_core.system.redaction import plain
 from rlhf_core.system.secret_file import kept_secret
 
@@ -25,14 +25,14 @@ def label(
     *,
     out: Path | None = None,
     agreement: Path | None = None,
-    sample: int = 200,
-    seed: int = 0,
-    per_item: int = 2,
+    sample: Whole = 200,
+    seed: Whole = 0,
+    per_item: Whole = 2,
     repeat: float = 0.05,
     models: str = "",
     artifacts: Path = Path("artifacts"),
     host: str = "127.0.0.1",
-    port: int = 8020,
+    port: Whole = 8020,
     allow_host: str = "",
     home: Path = Path(".alignflow"),
 ) -> int:

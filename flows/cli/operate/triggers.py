@@ -9,7 +9,7 @@ from pathlib import Path
 from rich.console import Console
 
 from flows.cli.operate.page_server import server_config
-from flows.cli.show import OK
+from flows.cli.show import OK, Whole
 from rlhf_core.cluster.rank_environment import free_port
 from rlhf_core.system.machine import MachineLacks
 
@@ -21,9 +21,9 @@ def serve_triggers(
     *deployments: str,
     home: Path = Path(".alignflow"),
     host: str = "127.0.0.1",
-    port: int = 4301,
+    port: Whole = 4301,
     allow_host: str = "",
-    starts_an_hour: int = 12,
+    starts_an_hour: Whole = 12,
 ) -> int:
     """Start runs of deployments on requests: POST /trigger/FLOW/NAME with a bearer token, until Ctrl-C.
 

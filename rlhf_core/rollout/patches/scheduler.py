@@ -1,4 +1,4 @@
-"""Schedules steps in which every request decodes one token, with a tenth of the Python work of vLLM's own scheduler.
+"""Schedules steps in which every request decodes one token, with less Python work than vLLM's own scheduler.
 
 With a small model on a fast GPU the host decides how long such a step takes, and vLLM spends about 15 microseconds of it on each request.
 Requests that begin, end, are preempted or need more than their next token go through vLLM's own code. For the releases in

@@ -53,7 +53,7 @@ def test_ppo_names_the_roles() -> None:
     config = ppo(param_offload=True, adam_offload=["critic"])
     assert config.offloaded("param") == ("actor", "critic") and config.offloaded("adam") == ("critic",) and config.needs_deepspeed
     assert not ppo().needs_deepspeed
-    with pytest.raises(ValidationError, match="param_offload frees a GPU's memory, and actor has none"):
+    with pytest.raises(ValidationError, match="param_offload frees a GPU's memory, and these have none: actor: set gpus"):
         ppo(param_offload=["actor"], actor_ranks={})
 
 

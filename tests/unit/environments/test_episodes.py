@@ -162,6 +162,12 @@ def test_a_third_of_all_fails_and_nothing_is_lost(make: Make, renderer: Renderer
     assert time.monotonic() - start < 60
 
 
+def test_episodes_that_end_their_process_do_not_stop_the_others(make: Make, renderer: Renderer) -> None:
+    rows: list[dict[str, Any]] = [{"faults": ["exit"], "number": i} for i in range(48)]
+    found = run(make(options={"share": 0.3}, max_attempts=14, timeout=30.0), renderer, rows)
+    assert all(episode.rewards for episode in found), "each runs alone before another ends its process for the tenth time"
+
+
 def test_turns_end(make: Make, renderer: Renderer) -> None:
     (found,) = run(make(), renderer, [{"fault": "many"}])
     assert found.trajectory.turns == 3 and found.rewards == [0.0, 0.0, 0.0] and not found.failure

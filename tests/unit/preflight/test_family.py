@@ -9,7 +9,7 @@ import pytest
 from transformers import CONFIG_MAPPING
 
 from rlhf_core.preflight import family
-from rlhf_core.preflight.family import family_problems
+from rlhf_core.preflight.family import family_problems, option_problems
 from rlhf_core.preflight.models import sampling_problems, unfit_models
 from rlhf_core.recipe.load import load_recipe
 from rlhf_core.recipe.plan import Node, plan
@@ -70,7 +70,7 @@ def test_a_model_that_vllm_has_no_class_for_is_refused_where_it_answers(tmp_path
 def test_an_option_that_vllm_does_not_have_is_told(tmp_path: Path) -> None:
     pytest.importorskip("vllm")
     todo = nodes(tmp_path, "ppo.vllm.engine={max_num_seq: 4}")
-    (told,) = family_problems(todo, lambda node, name: None)
+    (told,) = option_problems(todo)
     assert told.startswith("stages.ppo.vllm.engine: vLLM ") and told.endswith("has no option 'max_num_seq'; did you mean max_num_seqs?")
 
 
@@ -125,6 +125,6 @@ def test_options_that_deepspeed_does_not_have_are_told_before_a_run(tmp_path: Pa
     monkeypatch.chdir(tmp_path)
     wrong, right = '{"zero_optimization": {"overlap_com": false}}', '{"zero_optimization": {"overlap_comm": false}}'
     found = nodes(tmp_path, f"stages.sft.deepspeed={wrong}", f"stages.ppo.deepspeed={right}")
-    told = family_problems(found, lambda node, name: None)
+    told = option_problems(found)
     assert [problem.partition(": DeepSpeed ")[0] for problem in told] == ["stages.sft.deepspeed"]
-    assert told[0].endswith("has no option 'overlap_com'; did you mean overlap_comm?")
+    assert told[0].endswith("has no option 'zero_optimization.overlap_com'; did you mean zero_optimization.overlap_comm?")

@@ -31,7 +31,8 @@ NGRAM = {"method": "ngram", "num_speculative_tokens": 3}
     ("engine", "gpus", "told"),
     [
         ({"speculative_config": {"method": "eagle"}}, 1, "drafts would not follow the weights: set method to ngram"),
-        ({"speculative_config": 1}, 1, "set method to ngram"),
+        ({"speculative_config": "ngram"}, 1, "must be a mapping, such as {method: ngram, num_speculative_tokens: 3}"),
+        ({"additional_config": {True: 1}}, 0, "vllm.engine.additional_config: the key True is no text: put it in quotes"),
         ({"speculative_config": NGRAM}, 0, "vllm.engine.speculative_config needs a GPU"),
         ({"quantization": "awq"}, 1, "new weights could be loaded as fp8 alone: set it to fp8"),
         ({"quantization": "fp8"}, 0, "vllm.engine.quantization needs a GPU, and gpus is 0"),

@@ -20,16 +20,22 @@ FETCHING = {"stage3_prefetch_bucket_size": 7}
     [
         ({"zero_optimization": {"reduce_bucket_size": 5, "stage3_max_live_parameters": 5}}, ""),
         ({"zero_optimization": {"max_live_parameters": 5}, "comms_logger": {"enabled": True}, "aio": {"block_size": 1}}, ""),
-        ({"zero_optimization": {"reduce_bucket_sz": 5}}, "has no option 'reduce_bucket_sz'; did you mean reduce_bucket_size?"),
+        (
+            {"zero_optimization": {"reduce_bucket_sz": 5}},
+            "has no option 'zero_optimization.reduce_bucket_sz'; did you mean zero_optimization.reduce_bucket_size?",
+        ),
         ({"zero_optimisation": {}}, "has no option 'zero_optimisation'; did you mean zero_optimization?"),
         ({"data_types": {"grad_accum_dtyp": "fp32"}}, "has no option 'data_types.grad_accum_dtyp'"),
-        ({"zero_optimization": {"reduce_bucket_size": "a"}}, "refuses reduce_bucket_size: Input should be a valid integer"),
+        (
+            {"zero_optimization": {"reduce_bucket_size": "a"}},
+            "refuses zero_optimization.reduce_bucket_size: Input should be a valid integer",
+        ),
         ({"communication_data_type": "fp31"}, "refuses it: Invalid communication_data_type"),
         ({"nebula": {}}, "refuses it: Nebula checkpointing has been removed"),
     ],
 )
 def test_the_installed_release_says_what_it_knows(options: dict[str, Any], told: str) -> None:
-    found = unknown(options)
+    found = "".join(unknown(options))
     assert told in found and bool(found) == bool(told)
     if told:
         with pytest.raises(ValueError, match=r"^deepspeed: DeepSpeed 0\.19"):
@@ -57,3 +63,23 @@ def test_a_copy_is_shared_by_the_ranks_of_a_node(nodes: int, expected: int) -> N
     ranks = Ranks(num_nodes=nodes, num_ranks_per_node=8, gpus=1)
     config = SFT.model_validate({"data": {"sources": "rows.jsonl"}, "ranks": ranks, "adam_offload": True})
     assert options_of(config.model_copy(update={"zero_hpz": True}), "model", ranks) == ZeroOptions(True, False, expected, {})
+
+
+def test_all_that_is_unknown_or_wrong_is_said_at_once() -> None:
+    found = unknown({"foo": 1, "bar": 2})
+    assert len(found) == 2 and "'foo'" in found[0] and "'bar'" in found[1]
+    found = unknown({"zero_optimization": {"reduce_bucket_size": "a", "allgather_bucket_size": "b"}})
+    assert [line.split(": ")[0] for line in found] == [
+        f"DeepSpeed {library().__version__} refuses zero_optimization.{name}" for name in ("reduce_bucket_size", "allgather_bucket_size")
+    ]
+
+
+@pytest.mark.parametrize("options", [{"aio": 3}, {"flops_profiler": [1]}])
+def test_values_that_deepspeed_cannot_read_are_refused(options: dict[str, Any]) -> None:
+    (found,) = unknown(options)
+    assert "refuses" in found
+
+
+def test_keys_that_are_no_text_are_refused_at_any_depth() -> None:
+    with pytest.raises(ValueError, match=r"deepspeed\.zero_optimization: the key True is no text: put it in quotes"):
+        SFT.model_validate({"data": {"sources": "rows.jsonl"}, "deepspeed": {"zero_optimization": {True: 2, "a": 3}}})

@@ -1,0 +1,35 @@
+"""Decides how many episodes a process of an environment runs at once, so that episodes that end their process do not stop all others."""
+
+from __future__ import annotations
+
+import asyncio
+
+
+class Admission:
+    """Lets at most `most` episodes run at once; fewer for some time after the process has died under them.
+
+    Additive increase and multiplicative decrease, as of TCP's window (Chiu & Jain 1989): a death halves the number, down to one episode,
+    which no other can end; every finished attempt adds one.
+    """
+
+    def __init__(self, most: int):
+        self._most = self._limit = most
+        self._running, self._changed = 0, asyncio.Condition()
+
+    async def __aenter__(self) -> None:
+        async with self._changed:
+            await self._changed.wait_for(lambda: self._running < self._limit)
+            self._running += 1
+
+    async def __aexit__(self, *_: object) -> None:
+        async with self._changed:
+            self._running -= 1
+            self._changed.notify(max(0, self._limit - self._running))
+
+    def died(self, episodes: int) -> None:
+        """Halves the limit. `episodes`: how many the process ran when it died."""
+        self._limit = max(1, min(self._limit, episodes) // 2)
+
+    def finished(self) -> None:
+        """Raises the limit by one."""
+        self._limit = min(self._most, self._limit + 1)
