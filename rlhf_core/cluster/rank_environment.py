@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from torch.distributed import Store  # type: ignore[attr-defined]
 
 STORE = "ALIGNFLOW_STORE"  # environment variable: address of the store of this rank's group
+PATIENCE = timedelta(days=1)  # of collectives: a rank may read or write for long; their wait ends when no rank makes progress
 RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", STORE)
 
 # What helps a role or a stage whose GPU has no memory left.

@@ -3,16 +3,11 @@
 from __future__ import annotations
 
 import os
-from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 
-from rlhf_core.cluster.rank_environment import STORE, open_store
-
-# Ranks may wait in a barrier while one reads or writes. The wait for their group ends when none makes progress.
-COLLECTIVE_SECONDS = 24 * 3600
-PATIENCE = timedelta(seconds=COLLECTIVE_SECONDS)
+from rlhf_core.cluster.rank_environment import PATIENCE, STORE, open_store
 
 
 def backend() -> str:

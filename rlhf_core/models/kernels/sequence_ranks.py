@@ -8,7 +8,6 @@ same loss, and differentiates it by its own tokens: the gradients of the N ranks
 
 from __future__ import annotations
 
-from datetime import timedelta
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -16,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional as F
 
-PATIENCE = timedelta(days=1)  # as that of the default group: another rank may read or write for long
+from rlhf_core.cluster.rank_environment import PATIENCE
 
 
 class SequenceRanks(NamedTuple):
