@@ -200,6 +200,8 @@ def options_on(config: PPO, count: int, size: Size, gpu: Gpu) -> dict[str, dict[
         }
         others = f"{' and '.join(judges)} on {judging}, " if judges else ""
         options[f"actor and reference on {actor}, {others}vLLM on {left}"] = split
+        if min(actor, each) > 1 and config.read_only:
+            options[f"the same, reference and reward sharded ({actor} + {each} + {left})"] = split | {"ref_reward_shard": True}
         if config.has_critic:
             offload = {"adam_offload": ["critic"], "zero_stage": most if actor > 1 else 2}
             options[f"the same, the critic's Adam offloaded ({actor} + {each} + {left})"] = split | offload

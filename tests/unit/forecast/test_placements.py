@@ -335,7 +335,7 @@ def test_switches_of_a_recipe_hide_no_placement(fields: dict[str, Any]) -> None:
     switched = PPO.model_validate(plain.model_dump() | fields)
     gpu, size = on_nodes(GPUS["h100"], 16, 2, None), size_of_config(LLAMA | SHAPES["7B"])
     names = [[found.name.partition(";")[0] for found in options(config, 16, size, gpu)] for config in (plain, switched)]
-    assert names[0] == names[1] and len(names[0]) == 8
+    assert names[0] == names[1] and len(names[0]) == 9 == len(set(names[0]))
     assert all(found.fields["param_offload"] is False for found in options(switched, 16, size, gpu)), "slower, and all fits without"
 
 
