@@ -123,9 +123,10 @@ def _with_other_passes(name: str, config: PPO, fields: dict[str, Any], sizes: Ma
 
 
 def _best(found: list[Placement], gpu: Gpu) -> Placement:
-    """The fastest that fits, the first of equals (within 1 %); the first of all where none fits."""
+    """The fastest that fits, the first of equals (within 1 %); where none fits, the one that needs the least memory."""
     fastest = min((placement.total for placement in found if placement.fits(gpu)), default=0.0)
-    return next((placement for placement in found if placement.fits(gpu) and placement.total <= 1.01 * fastest), found[0])
+    least = min(found, key=lambda placement: placement.peak)
+    return next((placement for placement in found if placement.fits(gpu) and placement.total <= 1.01 * fastest), least)
 
 
 def choose(found: list[Placement], gpu: Gpu) -> Placement | None:

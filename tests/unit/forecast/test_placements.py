@@ -354,3 +354,18 @@ def test_weights_in_host_memory_are_tried_where_nothing_else_fits() -> None:
 def test_options_of_deepspeed_are_not_put_into_plain_torch() -> None:
     block = ONE.model_copy(update={"deepspeed": {"wall_clock_breakdown": True}, "zero_stage": 2})
     assert [found.fields["zero_stage"] for found in options(block, 1, SMALL_MODEL, H200)] == [1, 1, 2]
+
+
+def test_what_no_placement_of_ppo_tries_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "base").mkdir()
+    shape = {"hidden_size": 3584, "intermediate_size": 18944, "num_attention_heads": 28, "num_key_value_heads": 4}
+    Qwen2Config(**shape, **LARGE).save_pretrained(tmp_path / "base")
+    stage = {"prompts": {"sources": "c.jsonl"}, "actor": "base", "critic": "base", "reward": [{"function": "a.py:f"}], "dtype": "bfloat16"}
+    stage |= {"generate_max_len": 131072, "micro_rollout_batch_size": 1, "micro_train_batch_size": 1, "train_batch_size": 8}
+    content = {"name": "long", "base_model": str(tmp_path / "base"), "stages": {"ppo": stage | {"rollout_batch_size": 8}}}
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(content))
+    assert main(["plan", str(tmp_path / "recipe.yaml"), "--gpus", "4", "--gpu-memory", "48"]) == 0
+    tries = "a larger sequence_parallel_size, more GPUs, lora or a smaller model"  # host memory and shards are tried
+    said = capsys.readouterr().out
+    assert f"none of these fits 48 GiB, with shorter passes neither: {tries}\n" in said
+    assert "ppo, all together, weights and Adam offloaded" in " ".join(said.split()), "phases of what needs the least memory"
