@@ -6,14 +6,16 @@ import json
 import os
 import shutil
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from threading import Thread
 from typing import Any, NamedTuple
 
 from rlhf_core.runs.run_dir import STATE, RunDir
 from rlhf_core.system.files import sync_to_disk, write_text
 
 LOOP = "loop.json"
+LOOK_SECONDS = 0.1
 STATE_BYTES = 16  # per trained parameter: its weight twice, and Adam's two moments in fp32
 
 
@@ -77,10 +79,43 @@ def kept_zero_stage(run: RunDir, layout: Mapping[str, int | str]) -> int | None:
     return int(kept["zero_stage"]) if kept and same else None
 
 
-def save(run: RunDir, step: int, keep: int, loop: Mapping[str, Any], write: Callable[[Path], None]) -> None:
-    """Stores a state: `write(folder)` fills a temporary folder, which is then renamed. The newest `keep` states stay."""
+class Publishing:
+    """Waits on a thread until other threads and processes have written `files` of an open state, then closes it."""
+
+    def __init__(self, run: RunDir, step: int, keep: int, loop: Mapping[str, Any], files: Sequence[str]):
+        self._error: BaseException | None = None
+        self._state, self._files = (run, step, keep, loop), [open_state(run, step, clear=False) / file for file in files]
+        self._thread = Thread(target=self._work, name="state publisher", daemon=True)
+        self._thread.start()
+
+    def _work(self) -> None:
+        try:
+            while not all(file.exists() for file in self._files):
+                time.sleep(LOOK_SECONDS)
+            close_state(*self._state)
+        except BaseException as error:  # raised in the main thread
+            self._error = error
+
+    def wait(self) -> None:
+        """Returns once the state is complete. Raises what ended the thread, such as OSError of a full disk. Whoever writes one of the files
+        raises what keeps it from that: ask it first."""
+        self._thread.join()
+        if self._error is not None:
+            raise self._error
+
+
+def save(
+    run: RunDir, step: int, keep: int, loop: Mapping[str, Any], write: Callable[[Path], None], files: Sequence[str] = ()
+) -> Publishing:
+    """Stores a state: `write(folder)` fills a temporary folder, which is renamed once `files`, which others write, are there too. The
+    newest `keep` states stay."""
     write(open_state(run, step, clear=True))
-    close_state(run, step, keep, loop)
+    return Publishing(run, step, keep, loop, files)
+
+
+def rank_file(rank: int) -> str:
+    """Returns the name of a rank's part of a state."""
+    return f"rank-{rank:05d}.safetensors"
 
 
 def open_state(run: RunDir, step: int, clear: bool) -> Path:

@@ -1,10 +1,12 @@
-"""Counts this process's CPUs and GPUs, and explains errors of writing to a disk. Torch-free."""
+"""Counts this process's CPUs, GPUs and free memory, and explains errors of writing to a disk. Torch-free."""
 
 from __future__ import annotations
 
 import errno
 import os
 from pathlib import Path
+
+import psutil
 
 
 class MachineLacks(RuntimeError):
@@ -31,11 +33,28 @@ def num_cpus() -> int:
 
 def num_gpus() -> int:
     """Returns the number of NVIDIA GPUs this process can see: device files, limited by CUDA_VISIBLE_DEVICES."""
-    devices = sum(path.name.removeprefix("nvidia").isdigit() for path in Path("/dev").glob("nvidia[0-9]*"))
+    devices = gpu_devices()
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is None:
         return devices
     return min(devices, len([device for device in visible.split(",") if device.strip() not in ("", "-1")]))
+
+
+def gpu_devices() -> int:
+    """Returns the number of NVIDIA GPUs of this machine or container: its device files."""
+    return sum(path.name.removeprefix("nvidia").isdigit() for path in Path("/dev").glob("nvidia[0-9]*"))
+
+
+def free_memory() -> int:
+    """Returns the bytes of host memory that can be had without swapping, limited by a container's (cgroup v2)."""
+    free = int(psutil.virtual_memory().available)
+    group = Path("/sys/fs/cgroup")
+    try:
+        limit, used = (int((group / f"memory.{name}").read_text()) for name in ("max", "current"))
+        cached = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())["inactive_file"]
+        return min(free, limit - used + int(cached))
+    except (OSError, ValueError):
+        return free
 
 
 def gpu_names() -> tuple[str, ...]:
@@ -50,7 +69,6 @@ DISK_PROBLEMS = {
     errno.EROFS: "it can only be read; set another folder",
     errno.EFBIG: "a file is larger than this process may write (ulimit -f); raise the limit",
 }
-TORCH_CUT = "a file of tensors could not be written completely, as when its disk is full; free some space"
 
 
 def disk_problem(error: BaseException) -> str | None:
@@ -63,7 +81,5 @@ def disk_problem(error: BaseException) -> str | None:
         for number, reason in DISK_PROBLEMS.items():
             if getattr(cause, "errno", None) == number or f"(os error {number})" in str(cause) or os.strerror(number) in str(cause):
                 return reason
-        if "inline_container.cc" in str(cause):  # torch.save, whose error does not contain the errno
-            return TORCH_CUT
         cause = cause.__cause__ or cause.__context__
     return None

@@ -15,7 +15,8 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
-from rlhf_core.training.state_files import KINDS, Part, read_parts, stored_steps, write_parts
+from rlhf_core.training.state_files import KINDS, Part, read_parts, stored_steps
+from rlhf_core.training.state_writer import StateWriter
 
 
 class AdamW(NamedTuple):
@@ -53,7 +54,11 @@ class Engine(Protocol):
         """Frees cached memory of the allocator."""
 
     def save_state(self, folder: Path) -> None:
-        """Writes what this rank trains, after at least one step (`state_files`)."""
+        """Copies what this rank trains, and has it written beside the next steps (`state_writer`); `step` and `finish_saving` raise
+        what fails."""
+
+    def finish_saving(self) -> None:
+        """Waits until the last state is written."""
 
     def load_state(self, folder: Path) -> None:
         """Reads what any number of ranks have written; a collective. Raises ValueError for the state of another model."""
@@ -76,6 +81,7 @@ class TorchEngine:
         self._weights = {name: p for name, p in module.named_parameters() if p.requires_grad}
         self._optimised = {name: p.detach().float() if p.dtype.itemsize < 4 else p for name, p in self._weights.items()}
         self._optimizer = adamw_optimizer(self._optimised.values(), adamw)
+        self._writer = StateWriter(0, 1)
 
     def __call__(self, *inputs: Any) -> Any:
         return self.module(*inputs)
@@ -84,6 +90,7 @@ class TorchEngine:
         loss.backward()
 
     def step(self, learning_rate: float) -> float:
+        self._writer.check()
         in_bf16 = [name for name, weight in self._weights.items() if weight is not self._optimised[name]]
         for name in in_bf16:
             weight = self._weights[name]
@@ -111,7 +118,10 @@ class TorchEngine:
     def save_state(self, folder: Path) -> None:
         steps = max((float(state["step"]) for state in self._optimizer.state.values()), default=0.0)  # none: an actor that is frozen yet
         self._make_state(0.0)
-        write_parts(folder, 0, steps, self._parts())
+        self._writer.start(folder, steps, self._parts())
+
+    def finish_saving(self) -> None:
+        self._writer.finish()
 
     def load_state(self, folder: Path) -> None:
         self._optimizer.state.clear()

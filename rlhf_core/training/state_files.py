@@ -1,13 +1,15 @@
 """The files of a training state: each rank writes its parts of the trained weights and of Adam's moments, in fp32 and by name.
 
 Any number of ranks reads them, under any ZeRO stage: a rank reads the elements that it holds, from the files of those that held them.
-`rank-00003.safetensors` has tensors called KIND/FIRST/NAME: elements of a weight's KINDS from FIRST on, the weight flattened.
+A rank's file (`rank_file`) has tensors called KIND/FIRST/NAME: elements of a weight's KINDS from FIRST on, the weight flattened.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack
+from itertools import chain
 from pathlib import Path
 from typing import NamedTuple
 
@@ -17,6 +19,7 @@ from torch import Tensor
 
 from rlhf_core.hub.model_files import tensors_of
 from rlhf_core.models.weight_files import fill, make_file, meta
+from rlhf_core.runs.resume_state import rank_file
 from rlhf_core.system import progress
 
 KINDS = ("weight", "exp_avg", "exp_avg_sq")
@@ -40,13 +43,20 @@ class Stored(NamedTuple):
     key: str
 
 
-def write_parts(folder: Path, rank: int, steps: float, parts: Iterable[Part]) -> None:
-    """Writes the file of one rank, tensor by tensor."""
-    tensors = {f"{kind}/{part.start}/{part.name}": tensor for part in parts for kind, tensor in part.tensors.items()}
-    file = folder / f"rank-{rank:05d}.safetensors"
-    make_file(file, {STEPS: meta((), torch.float64)} | {key: meta((tensor.numel(),), torch.float32) for key, tensor in tensors.items()})
-    flat = ((key, tensor.detach().reshape(-1)) for key, tensor in tensors.items())
-    fill([file], [(STEPS, torch.tensor(steps, dtype=torch.float64)), *flat], tensors)
+def by_key(parts: Iterable[Part]) -> dict[str, Tensor]:
+    """Returns the tensors of parts, flat, by their names in the file."""
+    return {f"{kind}/{part.start}/{part.name}": tensor.detach().reshape(-1) for part in parts for kind, tensor in part.tensors.items()}
+
+
+def write_tensors(folder: Path, rank: int, steps: float, tensors: Mapping[str, Sequence[Tensor]]) -> None:
+    """Writes the file of one rank, tensor by tensor. `tensors`: of `by_key`, each in pieces. The file has its name once it is complete."""
+    file = folder / rank_file(rank)
+    begun = file.with_name(f".{file.name}")
+    shapes = {key: meta((sum(map(len, pieces)),), torch.float32) for key, pieces in tensors.items()}
+    make_file(begun, {STEPS: meta((), torch.float64)} | shapes)
+    whole = ((key, pieces[0] if len(pieces) == 1 else torch.cat(list(pieces))) for key, pieces in tensors.items())
+    fill([begun], chain([(STEPS, torch.tensor(steps, dtype=torch.float64))], whole), tensors)
+    os.replace(begun, file)
 
 
 def stored_steps(folder: Path) -> float:

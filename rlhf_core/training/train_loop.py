@@ -62,6 +62,7 @@ def fit(engine: Engine, run: RunDir, task: Task, config: Trainable, seed: int) -
     tracker = Tracker(run, total, first) if engine.rank == 0 else None
     trainable = sum(elements(weight) for weight in engine.module.parameters() if weight.requires_grad)
     cadence = resume_state.Cadence(config.save_steps, config.save_minutes, run.path, trainable)
+    saving = Saving(engine, run, config.keep_checkpoints)
 
     for step in range(first, total):
         items = items_of_step(task.items, step, steps_per_epoch, config.train_batch_size, seed)
@@ -80,8 +81,9 @@ def fit(engine: Engine, run: RunDir, task: Task, config: Trainable, seed: int) -
             tracker.log(done, metrics, show=task.show)
         if done < total and due(engine, cadence, done):
             loop = {"recent": recent, "evaluation": evaluation, "trained": trained, "layout": layout_of(config)}
-            save_on_all_ranks(engine, run, done, config.keep_checkpoints, loop)
+            saving.begin(done, loop)
             cadence.saved()
+    saving.finish()
     if tracker:
         tracker.close()
     if not trained:
@@ -196,15 +198,27 @@ def held_out_metrics(engine: Engine, micro_batches: Sequence[Any], loss: Callabl
     return {f"eval/{name}": value for name, value in sum_metrics(engine, sums).items()}
 
 
-def save_on_all_ranks(engine: Engine, run: RunDir, step: int, keep: int, loop: dict[str, Any]) -> None:
-    """Writes a resume state on every rank; rank 0 publishes it when all have finished."""
-    if engine.rank == 0:
-        resume_state.open_state(run, step, clear=True)
-    engine.barrier()
-    folder = resume_state.open_state(run, step, clear=False)
-    with progress.files(folder):
-        engine.save_state(folder)
-    engine.barrier()
-    if engine.rank == 0:
-        resume_state.close_state(run, step, keep, loop)
-    engine.barrier()
+class Saving:
+    """Saves the states of a training stage beside its steps; on every rank. Rank 0 publishes a state once all have written their part."""
+
+    def __init__(self, engine: Engine, run: RunDir, keep: int):
+        self._engine, self._run, self._keep = engine, run, keep
+        self._publishing: resume_state.Publishing | None = None
+
+    def begin(self, step: int, loop: dict[str, Any]) -> None:
+        """Returns when every rank has copied its part; a collective. Raises what the state before failed with, such as OSError."""
+        self.finish()
+        engine, run = self._engine, self._run
+        if engine.rank == 0:
+            resume_state.open_state(run, step, clear=True)
+        engine.barrier()
+        engine.save_state(resume_state.open_state(run, step, clear=False))
+        if engine.rank == 0:
+            files = [resume_state.rank_file(rank) for rank in range(engine.world_size)]
+            self._publishing = resume_state.Publishing(run, step, self._keep, loop, files)
+
+    def finish(self) -> None:
+        """Waits for the last state."""
+        self._engine.finish_saving()
+        if self._publishing:
+            self._publishing.wait()

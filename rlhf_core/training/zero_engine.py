@@ -22,7 +22,8 @@ from rlhf_core.system.gc_pause import uncollected
 from rlhf_core.training.deepspeed_patches import forget_order, patch_library, reduce_beside_host
 from rlhf_core.training.engine import AdamW, adamw_optimizer, check_finite, elements
 from rlhf_core.training.process_group import backend, join_ranks
-from rlhf_core.training.state_files import read_parts, stored_steps, write_parts
+from rlhf_core.training.state_files import read_parts, stored_steps
+from rlhf_core.training.state_writer import StateWriter
 from rlhf_core.training.zero_options import ZeroOptions, engine_config, require_known, unknown_options
 from rlhf_core.training.zero_parts import make_state, steps_of, to_weights, zero_parts
 
@@ -70,6 +71,7 @@ class ZeroEngine:
         join_group()
         self.rank, self.world_size, self.sharing = dist.get_rank(), dist.get_world_size(), 1
         self.zero_stage = zero_stage
+        self._writer = StateWriter(self.rank, self.world_size)
         self._trains = False
         self._frozen = not all(parameter.requires_grad for parameter in module.parameters())
         fetching = {}
@@ -103,6 +105,7 @@ class ZeroEngine:
         self._engine.backward(loss * self.world_size, scale_wrt_gas=False)
 
     def step(self, learning_rate: float) -> float:
+        self._writer.check()
         for group in self._engine.optimizer.param_groups:
             group["lr"] = learning_rate
         self._engine.step()
@@ -131,7 +134,10 @@ class ZeroEngine:
         optimizer = self._engine.optimizer
         if not optimizer.optimizer.state:  # no step was taken, as of an actor that is frozen yet
             make_state(optimizer, self.zero_stage, 0.0)
-        write_parts(folder, self.rank, steps_of(optimizer), zero_parts(optimizer, self.module, self.zero_stage, self.rank))
+        self._writer.start(folder, steps_of(optimizer), zero_parts(optimizer, self.module, self.zero_stage, self.rank))
+
+    def finish_saving(self) -> None:
+        self._writer.finish()
 
     def load_state(self, folder: Path) -> None:
         optimizer, names = self._engine.optimizer, [name for name, weight in self.module.named_parameters() if weight.requires_grad]

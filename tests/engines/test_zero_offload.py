@@ -54,6 +54,7 @@ before = [step() for _ in range(2)]
 folder.mkdir(exist_ok=True)
 engine.barrier()
 engine.save_state(folder)
+engine.finish_saving()
 engine.barrier()
 after = [step() for _ in range(2)]
 engine.load_state(resumed)

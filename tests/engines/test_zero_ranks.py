@@ -45,6 +45,7 @@ if do == "train":
         step(index)
     folder.mkdir(exist_ok=True)
     engine.save_state(folder)
+    engine.finish_saving()
 else:
     engine.load_state(folder)
 engine.barrier()

@@ -36,6 +36,7 @@ limit = torch.distributed.distributed_c10d._get_default_group()._get_backend(tor
 assert limit == PATIENCE and limit.total_seconds() >= 24 * 3600, "one rank may write for hours"
 step(first, 4)
 first.save_state(Path(sys.argv[2]))
+first.finish_saving()
 whole = [step(first, 4) for _ in range(3)]
 second = engine(1)
 second.load_state(Path(sys.argv[2]))

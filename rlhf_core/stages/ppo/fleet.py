@@ -23,6 +23,7 @@ from rlhf_core.rollout.dispatch import Background, Engines
 from rlhf_core.rollout.engine import Answer, Sampling
 from rlhf_core.rollout.sampler_role import SamplerRole
 from rlhf_core.rollout.weight_transfer import Rendezvous, choose_route
+from rlhf_core.runs.resume_state import rank_file
 from rlhf_core.stages.ppo.records import Experience, Rollout, Scores
 from rlhf_core.stages.ppo.roles import Actor, Critic, ModelRole, Reference, Reward, Steps, Trained, Update
 from rlhf_core.stages.ppo.roofline import Machine, floors
@@ -316,9 +317,16 @@ class Fleet:
         return metrics
 
     def save_state(self, folder: Path) -> None:
+        """Has the roles write their parts (`state_files`) beside the next iterations."""
         for group in self.trained:
             (folder / group.name).mkdir()
         wait_all([group.call("save", Trained.save_state, str(folder / group.name)) for group in self.trained], self.timeout)
+
+    def state_files(self) -> list[str]:
+        return [f"{group.name}/{rank_file(rank)}" for group in self.trained for rank in range(group.world_size)]
+
+    def finish_saving(self) -> None:
+        wait_all([group.call("save", Trained.finish_saving) for group in self.trained], self.timeout)
 
     def load_state(self, folder: Path) -> None:
         wait_all([group.call("resume", Trained.load_state, str(folder / group.name)) for group in self.trained], self.timeout)

@@ -179,8 +179,10 @@ class Trained(ModelRole):
         self.engine.release()
 
     def save_state(self, folder: str) -> None:
-        with progress.files(Path(folder)):
-            self.engine.save_state(Path(folder))
+        self.engine.save_state(Path(folder))
+
+    def finish_saving(self) -> None:
+        self.engine.finish_saving()
 
     def load_state(self, folder: str) -> None:
         with progress.files(Path(folder)):

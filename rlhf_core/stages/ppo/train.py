@@ -89,7 +89,8 @@ def train(request: StageRequest, run: RunDir, groups: Mapping[str, Group], begun
         first = resume.step if resume else 0
         kl = KLController(config.init_kl_coef, config.kl_target, config.kl_horizon)
         carried, best = Carried(0, {}), None
-        named = {resume.loop["best"][0]} if resume and resume.loop.get("best") else set()  # the best that the newest state names
+        named = (resume.loop["best"][0],) if resume and resume.loop.get("best") else ()  # bests of the last two states
+        publishing: resume_state.Publishing | None = None
         found = fleet.probe(setup.probe, synced=False)  # before the first transfer; raises EngineDiffers
         print(f"log-probs of vLLM and trainer differ by up to {found.gap:.2g}, {found.bound:.2g} are allowed", flush=True)
         if resume:
@@ -128,11 +129,14 @@ def train(request: StageRequest, run: RunDir, groups: Mapping[str, Group], begun
                 break
             if done < iterations and cadence.due(done):
                 state = iteration_state(kl, carried) | {"layout": layout_of(config) | {"zero_stage": fleet.zero_stage}, "best": best}
-                resume_state.save(run, done, config.keep_checkpoints, state, partial(save_state, fleet, carried, collector))
+                finish_saving(fleet, publishing)
+                write = partial(save_state, fleet, carried, collector)
+                publishing = resume_state.save(run, done, config.keep_checkpoints, state, write, fleet.state_files())
                 cadence.saved()
                 if best:
-                    named = {best.iteration}
+                    named = (*named[-1:], best.iteration)
                     keep_best(run, named)
+        finish_saving(fleet, publishing)
         tracker.close()
     if best:
         best_checkpoint(run, best.iteration, run / "checkpoint")
@@ -166,6 +170,13 @@ def save_state(fleet: Fleet, carried: Carried, collector: Collector | None, fold
         write_collected(folder, collector.state())
     if carried.ahead is not None:
         write_ahead(folder, carried.ahead)
+
+
+def finish_saving(fleet: Fleet, publishing: resume_state.Publishing | None) -> None:
+    """Waits until the last state is complete. Raises what it failed with."""
+    if publishing:
+        fleet.finish_saving()
+        publishing.wait()
 
 
 def start_asking(config: PPO, renderer: Renderer, groups: Mapping[str, Group]) -> Asking:

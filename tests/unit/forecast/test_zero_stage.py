@@ -318,7 +318,7 @@ def test_a_group_gets_a_request_with_a_stage(tmp_path: Path, capsys: pytest.Capt
     assert resolved(sft(zero_stage=2), 48) == 2
     estimate = peak_of_training(sft(), BIG, 2, 48 * GIB) / GIB
     assert f"it may run out of memory: an estimated {estimate:.1f} GiB on a GPU of 48.0" in capsys.readouterr().out
-    resume_state.save(run, 3, 1, {"layout": {"ranks": 4, "zero_stage": 2}}, lambda folder: None)
+    resume_state.save(run, 3, 1, {"layout": {"ranks": 4, "zero_stage": 2}}, lambda folder: None).wait()
     assert resolved(sft(), 100) == 2, "other GPUs do not change what a state was made with"
 
 

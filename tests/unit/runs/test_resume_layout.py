@@ -18,7 +18,7 @@ def sft(**changed: Any) -> SFT:
 
 def with_state(folder: Path, layout: dict[str, int | str]) -> RunDir:
     run = RunDir(folder)
-    resume_state.save(run, 3, 1, {"layout": layout}, lambda _: None)
+    resume_state.save(run, 3, 1, {"layout": layout}, lambda _: None).wait()
     return run
 
 

@@ -349,7 +349,7 @@ def test_a_failed_copy_is_told_unless_its_state_gives_way_to_a_newer_one(newer: 
     run, told, tried = RunDir(tmp_path / "sft-0"), [], threading.Event()
 
     def save(step: int) -> None:
-        resume_state.save(run, step, 2, {}, lambda folder: None)
+        resume_state.save(run, step, 2, {}, lambda folder: None).wait()
 
     def put_state(run: RunDir, name: str) -> None:
         if name == "step-1":

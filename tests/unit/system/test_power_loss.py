@@ -60,7 +60,7 @@ FILES = {"actor", "weights.safetensors", "loader.json"}
 
 
 def test_a_state(tmp_path: Path, written: Written) -> None:
-    resume_state.save(RunDir(tmp_path), 3, 1, {"epoch": 1}, fill)
+    resume_state.save(RunDir(tmp_path), 3, 1, {"epoch": 1}, fill).wait()
     assert written.when["step-3"] >= FILES
     found = resume_state.latest(RunDir(tmp_path))
     assert found is not None and found.step == 3 and found.loop == {"epoch": 1} and os.listdir(tmp_path / STATE) == ["step-3"]

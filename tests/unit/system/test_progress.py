@@ -34,7 +34,7 @@ from rlhf_core.stages.ppo import roles
 from rlhf_core.stages.reference_logprobs import dealt_logprobs
 from rlhf_core.system import progress
 from rlhf_core.system.files import sync_to_disk
-from rlhf_core.training.train_loop import Task, accumulate, fit, save_on_all_ranks
+from rlhf_core.training.train_loop import Saving, Task, accumulate, fit
 from tests.support.tiny_models import reward_model
 
 
@@ -151,8 +151,8 @@ def test_weights_of_a_state_or_model_count_while_they_are_written_or_read(
     trained = len(list(actor.module.parameters()))
     for write in (
         lambda: actor.export(str(tmp_path / "model")),
-        lambda: actor.save_state(str(tmp_path)),
-        lambda: save_on_all_ranks(actor.engine, RunDir(tmp_path / "sft"), 1, 1, {}),  # of a training stage
+        lambda: (actor.save_state(str(tmp_path)), actor.finish_saving()),
+        lambda: ((saving := Saving(actor.engine, RunDir(tmp_path / "sft"), 1)).begin(1, {}), saving.finish()),  # of a training stage
     ):
         looks.clear()
         write()

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from rlhf_core.training.state_files import KINDS, Part, read_parts, stored_steps, write_parts
+from rlhf_core.training.state_files import KINDS, Part, by_key, read_parts, stored_steps, write_tensors
 
 WEIGHTS = {"a.weight": torch.arange(35.0).view(5, 7), "b": torch.arange(3.0)}
 
@@ -24,7 +24,7 @@ def parts(ranks: int, rank: int, filled: bool) -> Iterator[Part]:
 
 def write(folder: Path, ranks: int) -> None:
     for rank in range(ranks):
-        write_parts(folder, rank, 7, parts(ranks, rank, filled=True))
+        write_tensors(folder, rank, 7, {key: [tensor] for key, tensor in by_key(parts(ranks, rank, filled=True)).items()})
 
 
 @pytest.mark.parametrize(("writers", "readers"), [(4, 4), (4, 3), (4, 1), (1, 4), (3, 5)])

@@ -6,7 +6,9 @@ import json
 import shutil
 from itertools import pairwise
 from pathlib import Path
+from threading import Event
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -22,9 +24,11 @@ from rlhf_core.config.kinds import metrics_of
 from rlhf_core.config.metrics import BALANCE
 from rlhf_core.data.documents import Document
 from rlhf_core.models.scoring import STATISTICS, RewardScorer, stored_statistics
+from rlhf_core.models.weight_files import fill
 from rlhf_core.runs import resume_state
 from rlhf_core.runs.metrics_log import read_metrics
 from rlhf_core.runs.run_dir import Outcome, RunDir, StageRequest
+from rlhf_core.training import train_loop
 from rlhf_core.training.engine import AdamW, TorchEngine, learning_rate
 from rlhf_core.training.train_loop import deal, items_of_step, replicas, turns
 
@@ -261,3 +265,24 @@ def test_a_stage_without_any_gradient_fails(kind: str, material: Path, tmp_path:
     monkeypatch.setattr(TorchEngine, "step", lambda self, rate: 0.0)
     with pytest.raises(RuntimeError, match="nothing was trained"):
         run(config_of(kind, material, samples=8), material, tmp_path)
+
+
+def test_steps_go_on_while_a_state_is_written(material: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    go, rate = Event(), train_loop.learning_rate
+    filled: list[int] = []
+
+    def later(*args: Any) -> None:
+        assert go.wait(60), "step 4 waits for the state of step 2"
+        filled.append(1)
+        fill(*args)
+
+    def reached(step: int, *rest: Any) -> float:
+        if step == 3:
+            assert not filled
+            go.set()
+        return rate(step, *rest)
+
+    monkeypatch.setattr("rlhf_core.training.state_files.fill", later)
+    monkeypatch.setattr(train_loop, "learning_rate", reached)
+    run(config_of("sft", material, save_steps=2), material, tmp_path)
+    assert filled == [1, 1] and (tmp_path / "state" / "step-4").is_dir()
