@@ -64,7 +64,7 @@ def nodes_in(planned: Plan, count: int) -> int | None:
 
 def sizes_of(planned: Plan, node: Node, config: PPO) -> dict[str, Size]:
     """Returns the size of each role's model. Raises ValueError as `model_size`."""
-    names = {"actor": config.actor} | ({"reference": config.reference or config.actor} if config.has_reference else {})
+    names = {"actor": config.actor} | ({"reference": config.reference or config.actor} if "reference" in config.groups else {})
     names |= {f"reward:{source.title}": source.model for source in config.reward_models}
     if config.has_critic:
         names["critic"] = config.critic or config.reward_models[0].model

@@ -140,7 +140,9 @@ class PPO(Optimised, Rewarded, Routed):
 
     actor_ranks: Annotated[Ranks, NotInDigest] = Ranks()
     critic_ranks: Annotated[Ranks, NotInDigest] = Ranks()
-    reference_ranks: Annotated[Ranks, NotInDigest] = Ranks()
+    reference_ranks: Annotated[Ranks, NotInDigest] = Field(
+        Ranks(), description="unused with `lora` where the reference is the actor's starting model: it is the actor without adapters then"
+    )
     reward_ranks: Annotated[Ranks, NotInDigest] = Ranks()
     colocate_actor_ref: Annotated[bool, NotInDigest] = Field(False, description="actor and reference share their GPUs, rank by rank")
     colocate_critic_reward: Annotated[bool, NotInDigest] = Field(
@@ -177,6 +179,16 @@ class PPO(Optimised, Rewarded, Routed):
     def has_reference(self) -> bool:
         """Whether a reference is loaded: one that the recipe names, or that a KL is taken to."""
         return self.reference is not None or self.init_kl_coef > 0 or self.kl_target is not None
+
+    @property
+    def reference_in_actor(self) -> bool:
+        """Whether the reference is the actor without its adapters: both start from the same model, whose weights are frozen."""
+        return self.has_reference and self.lora is not None and self.reference in (None, self.actor)
+
+    @property
+    def scorings(self) -> dict[str, int]:
+        """How often each group scores the answers of an iteration."""
+        return dict.fromkeys(self.groups, 1) | {"actor": (not self.one_update) + self.reference_in_actor}
 
     @property
     def continuous(self) -> bool:
@@ -220,7 +232,8 @@ class PPO(Optimised, Rewarded, Routed):
         """The processes of each model; reward models are called `reward:<title>`."""
         trained = {"actor": self.actor_ranks} | ({"critic": self.critic_ranks} if self.has_critic else {})
         rewards = {f"reward:{source.title}": source.ranks or self.reward_ranks for source in self.reward_models}
-        return trained | ({"reference": self.reference_ranks} if self.has_reference else {}) | rewards
+        loaded = self.has_reference and not self.reference_in_actor
+        return trained | ({"reference": self.reference_ranks} if loaded else {}) | rewards
 
     def sharing_of(self, role: str) -> int:
         """Returns how many ranks of a group compute each pass together: one where a model that is only read has other numbers of ranks."""
@@ -246,7 +259,7 @@ class PPO(Optimised, Rewarded, Routed):
             return [[*self.groups, "sampler"]]
         critic_reward = [name for name in self.groups if name == "critic" or name.startswith("reward:")]
         actor_ref = ["actor", "reference"]
-        chosen = ((self.colocate_actor_ref and self.has_reference, actor_ref), (self.colocate_critic_reward, critic_reward))
+        chosen = ((self.colocate_actor_ref and "reference" in self.groups, actor_ref), (self.colocate_critic_reward, critic_reward))
         return [names for wanted, names in chosen if wanted]
 
     @field_validator("adam_offload", "param_offload", mode="before")

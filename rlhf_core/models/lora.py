@@ -6,7 +6,8 @@ dropout, which would make the loss depend on the split of a step.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -68,6 +69,19 @@ def lora_layers(model: PreTrainedModel) -> dict[str, Any]:
     from peft.tuners.lora import LoraLayer
 
     return {name: module for name, module in model.named_modules() if isinstance(module, LoraLayer)}
+
+
+@contextmanager
+def without_adapters(model: PreTrainedModel) -> Iterator[None]:
+    """While open, the model computes with its frozen weights alone."""
+    layers = lora_layers(model).values()
+    for layer in layers:
+        layer.enable_adapters(False)
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer.enable_adapters(True)
 
 
 def adapts(layer: Any, parameter: str) -> bool:

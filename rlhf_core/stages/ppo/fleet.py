@@ -66,6 +66,7 @@ class Fleet:
     of `background`.
 
     `drafts`: engines draft tokens. `one_update`: the actor's training pass computes the log-probs that its scoring pass would.
+    `reference_in_actor`: the reference is the actor without its adapters. `scorings`: how often each group scores an iteration's answers.
     `in_turn`: actor and critic share their GPUs, and train one after the other: each has the memory for larger passes, and no
     collective of one waits on a GPU that computes for the other.
     """
@@ -83,6 +84,8 @@ class Fleet:
     in_turn: bool = False
     zero_stage: int = 3
     one_update: bool = False
+    reference_in_actor: bool = False
+    scorings: Mapping[str, int] = field(default_factory=dict)
     drafts: bool = False
     lengths: Lengths | None = None
     machine: Machine | None = None  # set by `survey`
@@ -122,6 +125,8 @@ class Fleet:
         pending = {} if self.one_update else {"logprobs": self.actor.call("score", Actor.logprobs, documents)}
         if self.reference is not None:
             pending["ref_logprobs"] = self.reference.call("score", Reference.logprobs, documents)
+        if self.reference_in_actor:
+            pending["ref_logprobs"] = self.actor.call("score", Actor.reference_logprobs, documents)
         if self.critic is not None:
             pending["values"] = self.critic.call("score", Critic.values, documents)
         wait_rewards = (lambda: rewards) if rewards is not None else self._start_reward(rollouts, documents, allowed_failures)
@@ -301,7 +306,7 @@ class Fleet:
     def iteration_metrics(self, rollouts: Sequence[Rollout], trained: Sequence[str], passes: int, seconds: float) -> dict[str, float]:
         """Returns metrics of an iteration of `seconds`: floors of its phases; for each model the peak GiB allocated and reserved, and those
         reserved now; each role's seconds of work by phase, and the share of time in which it waited."""
-        metrics = floors(rollouts, trained, passes, self.machine, ("actor",) * self.one_update) if self.machine is not None else {}
+        metrics = floors(rollouts, trained, passes, self.machine, self.scorings) if self.machine is not None else {}
         memory = wait_all([group.call("look", ModelRole.memory) for group in self.models], self.timeout)
         for group, by_rank in zip(self.models, memory, strict=True):
             gib = [max(ranks) / 2**30 for ranks in zip(*by_rank, strict=True)]

@@ -23,6 +23,7 @@ from rlhf_core.models.document_leak import detect_document_leak
 from rlhf_core.models.kernels.attention import can_share, split_attention
 from rlhf_core.models.kernels.sequence_ranks import ALONE, sequence_ranks
 from rlhf_core.models.load import Policy, Scorer, load_policy, load_scorer, masked_logprobs, trained_policy, trained_scorer
+from rlhf_core.models.lora import without_adapters
 from rlhf_core.models.sequence_split import split_sequences
 from rlhf_core.models.token_logprobs import WHOLE, Entropy, Truncation
 from rlhf_core.models.weights import checkpoint_weights
@@ -205,6 +206,13 @@ class Actor(Trained):
         """Returns the log-probs of the distribution that answers are sampled from, or of the whole one at another `temperature`."""
         scale, top = (self.config.temperature, self.top) if temperature is None else (temperature, WHOLE)
         return _score(self.engine, documents, self.model, lambda batch: masked_logprobs(self.engine, batch, scale, top=top).logprobs)
+
+    def reference_logprobs(self, documents: Sequence[Document]) -> Scored:
+        """Returns the log-probs of `Reference.logprobs`, of the actor without its adapters."""
+        with without_adapters(self.module.model):
+            return _score(
+                self.engine, documents, self.model, lambda batch: masked_logprobs(self.engine, batch, self.config.temperature).logprobs
+            )
 
     def probe(self, documents: Sequence[Document]) -> tuple[Scored, Scored]:
         """Returns the log-probs of the whole distributions, and the same with noise of the size of rounding errors."""

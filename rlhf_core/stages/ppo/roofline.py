@@ -82,15 +82,15 @@ def measure_ceilings(device: torch.device, dtype: torch.dtype) -> Ceilings:
 
 
 def floors(
-    rollouts: Sequence[Rollout], trained: Sequence[str], passes: int, machine: Machine, not_scored: Sequence[str] = ()
+    rollouts: Sequence[Rollout], trained: Sequence[str], passes: int, machine: Machine, scorings: Mapping[str, int]
 ) -> dict[str, float]:
-    """Returns the seconds that each phase takes at least, as `floor/<phase>`. `passes`: times each rollout is trained on; `not_scored`:
-    roles that only train.
+    """Returns the seconds that each phase takes at least, as `floor/<phase>`. `passes`: times each rollout is trained on; `scorings`:
+    how often each role scores it.
 
     The prompt of several answers counts once.
     """
     tokens = _prompt_tokens(rollouts) + sum(len(rollout.document) - rollout.document.answer_start for rollout in rollouts)
-    scoring = {role: 2 * shape.parameters * tokens for role, shape in machine.shapes.items() if role not in ("sampler", *not_scored)}
+    scoring = {role: 2 * machine.shapes[role].parameters * tokens * times for role, times in scorings.items()}
     training = {role: 6 * machine.shapes[role].parameters * tokens * passes for role in trained}
     return {
         "floor/generate": _generate(rollouts, machine),

@@ -106,6 +106,8 @@ def start_fleet(
         in_turn=config.colocate_all,
         zero_stage=chosen.stage,
         one_update=config.one_update,
+        reference_in_actor=config.reference_in_actor,
+        scorings=config.scorings,
         drafts=config.vllm.drafts is not None,
     )
     fleet.open_channel()

@@ -212,7 +212,7 @@ def export(fleet: Fleet, folder: Path) -> None:
 
 def model_paths(config: PPO, inputs: Mapping[str, str]) -> dict[str, str]:
     """Returns each role's model. Defaults: the critic starts from the first reward model, the reference is the actor's starting model."""
-    names = {"actor": config.actor} | ({"reference": config.reference or config.actor} if config.has_reference else {})
+    names = {"actor": config.actor} | ({"reference": config.reference or config.actor} if "reference" in config.groups else {})
     names |= {f"reward:{source.title}": source.model for source in config.reward_models}
     if config.has_critic:
         names["critic"] = config.critic or config.reward_models[0].model

@@ -37,9 +37,10 @@ def work(run: RunDir, limit: int | None) -> subprocess.CompletedProcess[str]:
     )
 
 
-
 @pytest.mark.slow
-@pytest.mark.parametrize("save_steps", [pytest.param(100, id="the checkpoint"), pytest.param(2, id="a resume state", marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    "save_steps", [pytest.param(100, id="the checkpoint"), pytest.param(2, id="a resume state", marks=pytest.mark.long)]
+)
 def test_a_full_disk_is_one_sentence(material: Path, tmp_path: Path, save_steps: int) -> None:
     why = "a file is larger than this process may write (ulimit -f); raise the limit, then run again"
     fields = {"max_len": 96, "train_batch_size": 8, "micro_train_batch_size": 4, "save_steps": save_steps}

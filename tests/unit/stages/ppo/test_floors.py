@@ -13,6 +13,7 @@ from rlhf_core.models.load import recompute
 from rlhf_core.stages.ppo.records import Rollout
 from rlhf_core.stages.ppo.roofline import Ceilings, Machine, Shape, floors, measure_ceilings, shape_of
 
+SCORINGS = {"actor": 1, "critic": 1, "reference": 1}
 SHAPE = Shape(parameters=1000, weight_bytes=2000, kv_bytes=10)
 
 
@@ -27,28 +28,32 @@ def machine(gpus: dict[str, list[str]], span: int = 1) -> Machine:
 
 def test_roles_on_one_gpu_add_up_and_roles_apart_do_not() -> None:
     apart = {"actor": ["a"], "critic": ["b"], "reference": ["c"], "sampler": ["d"]}
-    found = floors([rollout(10, 30)], ["actor", "critic"], 2, machine(apart))
+    found = floors([rollout(10, 30)], ["actor", "critic"], 2, machine(apart), SCORINGS)
     assert found["floor/score"] == pytest.approx(2 * 1000 * 40 / 1e6) and found["floor/train"] == pytest.approx(6 * 1000 * 40 * 2 / 1e6)
-    shared = floors([rollout(10, 30)], ["actor", "critic"], 2, machine({role: ["a"] for role in apart}))
+    shared = floors([rollout(10, 30)], ["actor", "critic"], 2, machine({role: ["a"] for role in apart}), SCORINGS)
     assert shared["floor/score"] == pytest.approx(3 * found["floor/score"])
     assert shared["floor/train"] == pytest.approx(2 * found["floor/train"])
-    split = floors([rollout(10, 30)], ["actor"], 1, machine({"actor": ["a", "b"], "sampler": ["c"]}))
+    split = floors([rollout(10, 30)], ["actor"], 1, machine({"actor": ["a", "b"], "sampler": ["c"]}), {"actor": 1})
     assert split["floor/train"] == pytest.approx(6 * 1000 * 40 / 2 / 1e6)
+    twice = floors([rollout(10, 30)], ["actor"], 1, machine({"actor": ["a"], "sampler": ["c"]}), {"actor": 2})
+    assert twice["floor/score"] == pytest.approx(2 * found["floor/score"]), "for the reference too, without its adapters"
 
 
 def test_a_prompt_of_several_answers_counts_once() -> None:
     gpus = {"actor": ["a"], "sampler": ["b"]}
-    found = floors([rollout(10, 30), rollout(10, 20), rollout(5, 5)], ["actor"], 1, machine(gpus))
+    found = floors([rollout(10, 30), rollout(10, 20), rollout(5, 5)], ["actor"], 1, machine(gpus), {"actor": 1})
     assert found["floor/score"] == pytest.approx(2 * 1000 * (15 + 55) / 1e6)
     assert found["floor/train"] == pytest.approx(6 * 1000 * (15 + 55) / 1e6)
 
 
 def test_generation_reads_weights_for_the_longest_answer_and_keys_for_all() -> None:
     gpus = {"actor": ["a"], "sampler": ["b"]}
-    found = floors([rollout(10, 30), rollout(20, 10)], ["actor"], 1, machine(gpus))
+    found = floors([rollout(10, 30), rollout(20, 10)], ["actor"], 1, machine(gpus), {"actor": 1})
     read = 10 * (30 * (10 + 15) + 10 * (20 + 5))
     assert found["floor/generate"] == pytest.approx(2 * 1000 * 30 / 1e6 + (30 * 2000 + read) / 1e5)
-    halved = floors([rollout(10, 30), rollout(20, 10)], ["actor"], 1, machine({"actor": ["a"], "sampler": ["b", "c"]}, span=2))
+    halved = floors(
+        [rollout(10, 30), rollout(20, 10)], ["actor"], 1, machine({"actor": ["a"], "sampler": ["b", "c"]}, span=2), {"actor": 1}
+    )
     assert halved["floor/generate"] == pytest.approx(found["floor/generate"] / 2)
 
 

@@ -26,6 +26,7 @@ from rlhf_core.stages.ppo.records import Experience, Rollout, Scores
 from rlhf_core.stages.ppo.roles import Steps, Update
 from rlhf_core.stages.ppo.sampling.answers import PromptOrder, Sampled, rollout
 from rlhf_core.stages.ppo.sampling.stored import AHEAD, read_ahead, write_ahead
+from tests.support.states import wait_until_published
 
 SIZES = {"rollout_batch_size": 8, "train_batch_size": 8, "micro_train_batch_size": 8, "n_samples_per_prompt": 2}
 STEP = 0.25  # nats that an update moves the log-prob of any token by
@@ -81,6 +82,7 @@ class Fleet:
         if "actor" in updates:
             self.actor += 1
         if self.actor == self.killed_at:
+            wait_until_published()
             raise KeyboardInterrupt
         assert experience[0].old_logprobs is not None
         self.weights.append(float(np.exp(experience[0].old_logprobs[-1] - experience[0].sampler_logprobs[-1])))
@@ -99,6 +101,11 @@ class Fleet:
 
     def save_state(self, folder: Path) -> None:
         (folder / "weights").write_text(str(self.actor))
+
+    def state_files(self) -> list[str]:
+        return ["weights"]
+
+    def finish_saving(self) -> None: ...
 
     def load_state(self, folder: Path) -> None:
         self.actor = int((folder / "weights").read_text())

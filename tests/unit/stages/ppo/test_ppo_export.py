@@ -12,6 +12,7 @@ from rlhf_core.rewards.clients import Rewards
 from rlhf_core.runs.run_dir import RunDir, StageRequest, run_stage
 from rlhf_core.stages.ppo import train
 from rlhf_core.stages.ppo.fleet import Probe
+from tests.support.states import wait_until_published
 
 
 class Roles:
@@ -35,6 +36,11 @@ class Roles:
     def save_state(self, folder: Path) -> None:
         (folder / "weights").write_text(str(self.weights))
 
+    def state_files(self) -> list[str]:
+        return ["weights"]
+
+    def finish_saving(self) -> None: ...
+
     def load_state(self, folder: Path) -> None:
         self.weights = int((folder / "weights").read_text())
 
@@ -50,6 +56,7 @@ def ppo(material: Path, run: RunDir, monkeypatch: pytest.MonkeyPatch, killed_at:
 
     def iteration(fleet: Roles, setup: object, carried: train.Carried, *rest: object) -> tuple[Any, ...]:
         if roles.weights + 1 == killed_at:
+            wait_until_published()
             raise KeyboardInterrupt
         roles.weights += 1
         done.append(roles.weights)
