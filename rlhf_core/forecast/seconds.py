@@ -62,10 +62,10 @@ def phases(config: PPO, layout: Layout, sizes: Mapping[str, Size], gpu: Gpu, rat
         size, head, ranks = sizes[name], name in ("actor", "reference"), group.world_size
         sent = sending(config, name, size, gpu)
         spread = rates.exposed if nodes_of(ranks, gpu) > 1 else 0.0  # within a node the measured rates contain it
-        if name != "actor" or not config.one_update:
+        if times := config.scorings[name]:
             passes = math.ceil(tokens / ranks / (config.micro_rollout_tokens or config.micro_rollout_batch_size * config.longest))
             computed = forward_operations(size, head, config.longest) * tokens / rates.scoring / gpu.flops
-            scoring[name] = beside(computed, ranks * passes * sent.scoring, spread) + ranks * sent.once
+            scoring[name] = times * (beside(computed, ranks * passes * sent.scoring, spread) + ranks * sent.once)
         if name in ("actor", "critic"):
             steps = answers * config.max_epochs / config.train_batch_size
             a_pass, passes = as_laid(config, ranks)

@@ -219,3 +219,12 @@ def test_answers_that_an_engine_has_no_room_for_come_after_the_others() -> None:
         update={"vllm": ALL_FOUR.vllm.model_copy(update={"gpu_memory_utilization": 0.6}), "rollout_batch_size": 4 * 1024}
     )
     assert phases(large, arrange(large.placed, large.together), sizes(large, LARGE_MODEL), Gpu())["generate"] < seconds(4 * 1024)
+
+
+def test_an_actor_without_its_adapters_scores_in_place_of_a_reference() -> None:
+    def score(**fields: Any) -> float:
+        config = PPO.model_validate(ALL_FOUR.model_dump() | {"lora": {}, "ref_reward_offload": False} | fields)
+        return phases(config, arrange(config.placed, config.together), dict.fromkeys(config.groups, LARGE_MODEL), Gpu())["score"]
+
+    assert score() == pytest.approx(score(reference="other")), "as many passes, by another group"
+    assert score(init_kl_coef=0.0) < score()

@@ -158,7 +158,7 @@ TOGETHER: dict[str, Any] = {"colocate_all": True, "vllm": {"num_engines": 4, "gp
         ({"colocate_actor_ref": True, "zero_stage": 3}, 1.28, "actor, reference: "),
         ({"colocate_actor_ref": True, "dtype": "float32"}, 4, "actor, reference: "),
         ({"colocate_actor_ref": True, "ref_reward_offload": True}, 1, ""),
-        ({"colocate_actor_ref": True, "lora": Lora(quantize="nf4")}, 1.3, "actor, reference: "),
+        ({"colocate_actor_ref": True, "lora": Lora(quantize="nf4"), "reference": "other"}, 1.3, "actor, reference: "),
         (TOGETHER, 5, ALL_LOADED),
         (TOGETHER | {"ref_reward_offload": True}, 3, ALL_LOADED),
     ],
