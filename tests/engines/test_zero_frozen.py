@@ -53,7 +53,7 @@ for micro_tokens in (None, 40):
     for path, make, method in ((sys.argv[2], Reference, "logprobs"), (sys.argv[3], Reward, "scores")):
         options = {"temperature": 0.7} if make is Reference else {}
         scorer = make(ModelSpec(path, "float32", 0, 2, False, micro_tokens, min(2, count)), shard=count > 1, **options)
-        assert (scorer._sequence.size, any(weight.ds_persist for weight in scorer.module.parameters())) == (2, False) or count == 1
+        assert count == 1 or (scorer._sequence.size == 2 and not any(weight.ds_persist for weight in scorer.module.parameters()))
         for batch in json.loads(sys.argv[1]):
             documents = [Document(tokens, [place >= 3 for place in range(len(tokens))]) for tokens in batch]
             found.append([(index, values.tolist()) for index, values in getattr(scorer, method)(documents)])
