@@ -151,7 +151,7 @@ def set_leaves(deepspeed: Any, module: nn.Module, layers: bool) -> None:
     found = _layers(module) if layers else set()
     if whole := whole | found:
         deepspeed.utils.set_z3_leaf_modules(module, list(whole))
-    for block in [] if found else _split_blocks(module):
+    for block in [] if found else split_blocks(module):
         deepspeed.utils.set_z3_leaf_module(block, True)
 
 
@@ -195,7 +195,7 @@ def _layers(module: nn.Module) -> set[type[nn.Module]]:
     return set() if _share_weights(layers) else {type(layer) for layer in layers}
 
 
-def _split_blocks(module: nn.Module) -> list[nn.Module]:
+def split_blocks(module: nn.Module) -> list[nn.Module]:
     """Returns the blocks that compute their tokens in parts. Raises ValueError where they share weights, as `_layers`."""
     blocks = [part for _, part in module.named_modules(remove_duplicate=False) if is_split(part)]
     if _share_weights(blocks):

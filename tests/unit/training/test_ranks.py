@@ -6,10 +6,13 @@ from pathlib import Path
 from typing import Literal
 
 import pytest
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from rlhf_core.config import Ranks, Trainable
+from rlhf_core.models.kernels.feed_forward import split_feed_forward
 from rlhf_core.runs.run_dir import Outcome, RunDir, StageRequest
 from rlhf_core.training import ranks
+from rlhf_core.training.zero_engine import split_blocks
 
 
 class Toy(Trainable):
@@ -48,3 +51,14 @@ def test_weights_of_which_deepspeed_makes_others_are_whole_when_it_gets_them(
         deepspeed={"zero_optimization": zero},
     )
     assert (ranks.shards_of(config) is not None) is cut
+
+
+def test_feed_forward_blocks_that_share_weights_are_not_computed_in_parts_under_zero_3() -> None:
+    shape = {"vocab_size": 97, "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_hidden_layers": 2}
+    model = LlamaForCausalLM(LlamaConfig(**shape))
+    split_feed_forward(model, 4)
+    blocks = [layer.mlp for layer in model.model.layers]
+    assert split_blocks(model) == blocks
+    model.model.layers[1].mlp = blocks[0]
+    with pytest.raises(ValueError, match="feed-forward blocks that share weights cannot be computed in parts with zero_stage=3"):
+        split_blocks(model)
