@@ -36,8 +36,8 @@ def report(key: str) -> None:
 def _report(key: str) -> None:
     reported = ""
     while True:
-        if (now := progress.seen()) != reported:
-            with suppress(RpcError):  # the next round tries again
+        with suppress(RpcError, OSError):  # a folder was removed while it was looked at, for example; the next round tries again
+            if (now := progress.seen()) != reported:
                 put(key, now)
                 reported = now
         time.sleep(REPORT_SECONDS)

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from rlhf_core.config import KINDS, Optimised
+from rlhf_core.config import KINDS, PPO, Optimised
 from rlhf_core.hub.model_config import STATEFUL_LAYERS, text_config
 from rlhf_core.hub.positions import stored_config
 from rlhf_core.recipe.plan import Node
@@ -18,9 +18,8 @@ def sequence_problems(node: Node, start_of: Callable[[str], str | None]) -> list
     if not isinstance(config, Optimised) or config.sequence_parallel_size == 1:
         return []
     ranks, where = config.sequence_parallel_size, f"stages.{node.name.partition('.')[0]}.sequence_parallel_size"
-    for field in (KINDS[node.kind].start, "critic", "reference"):
-        name = getattr(config, field, None)
-        place = start_of(name) if isinstance(name, str) else None
+    for name in _shared(config, KINDS[node.kind].start):
+        place = start_of(name)
         text = text_config(stored_config(place or ""))
         kinds = {*(text.get("layer_types") or ()), *(text.get("layers_block_type") or ())} & STATEFUL_LAYERS
         heads = text.get("num_attention_heads")
@@ -29,3 +28,15 @@ def sequence_problems(node: Node, start_of: Callable[[str], str | None]) -> list
         elif isinstance(heads, int) and heads % ranks:
             problems[f"{where}: {ranks} ranks cannot share the {heads} attention heads of {place} equally: set it to a divisor"] = None
     return list(problems)
+
+
+def _shared(config: Optimised, start: str) -> list[str]:
+    """Returns the names of the models whose passes several ranks compute together."""
+    names = [getattr(config, start), getattr(config, "critic", None)]
+    if isinstance(config, PPO):
+        read = {"reference": config.reference} | {f"reward:{source.title}": source.model for source in config.reward_models}
+        names += [name for role, name in read.items() if role in config.groups and config.sharing_of(role) > 1]
+        names += [config.reward_models[0].model] if config.has_critic and config.critic is None else []
+    else:
+        names.append(getattr(config, "reference", None))
+    return [name for name in names if isinstance(name, str)]

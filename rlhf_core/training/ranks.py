@@ -12,6 +12,7 @@ import torch
 
 from rlhf_core.cluster.rank_environment import LESS_MEMORY, set_rank_environment, store_address
 from rlhf_core.config import KINDS, Lora, Optimised, Ranks, Trainable
+from rlhf_core.config.zero_fields import ZERO
 from rlhf_core.data.report import JSON
 from rlhf_core.forecast.memory import copies
 from rlhf_core.forecast.zero_stage import doubt, peak_of_training, require_start, size_at, stage_of_state, stage_of_training, starts
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
     from rlhf_core.training.zero_frozen import FrozenZero
 
 Rank = Callable[[StageRequest, RunDir], Outcome]
+QUANTISED = ("zero_quantized_weights", "zero_quantized_nontrainable_weights")  # options of ZeRO++ (Wang et al. 2023)
 
 
 def on_ranks(rank: Rank, request: StageRequest, run: RunDir) -> Outcome:
@@ -89,8 +91,10 @@ def _doubt(request: StageRequest, config: Trainable, gpu_bytes: int) -> None:
 
 def shards_of(config: Optimised, role: str = "model") -> Shards | None:
     """Returns what cuts a model over the ranks while it is loaded, under ZeRO-3; None for engines that hold it whole, and with a second
-    copy on each node (hpZ), which DeepSpeed makes of whole weights alone. `role`: as in `Optimised.offloaded`."""
-    if config.zero_stage != 3 or copies(config, _ranks_of(config, role)) > 1:
+    copy on each node (hpZ) or quantised weights (qwZ), which DeepSpeed makes of whole weights alone. `role`: as in
+    `Optimised.offloaded`."""
+    quantised = any(config.deepspeed.get(ZERO, {}).get(name) for name in QUANTISED)
+    if config.zero_stage != 3 or copies(config, _ranks_of(config, role)) > 1 or quantised:
         return None
     from rlhf_core.training.zero_shards import ZeroShards
 

@@ -18,6 +18,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from rlhf_core.cluster.rank_environment import PATIENCE
 from rlhf_core.forecast.memory import KEPT
+from rlhf_core.models.kernels.feed_forward import is_split
 from rlhf_core.system.gc_pause import uncollected
 from rlhf_core.training.deepspeed_patches import forget_order, patch_library, reduce_beside_host
 from rlhf_core.training.engine import AdamW, adamw_optimizer, check_finite, elements
@@ -77,7 +78,7 @@ class ZeroEngine:
         fetching = {}
         if zero_stage == 3:
             # A leaf's gradients are reduced when its input's gradient is computed; below frozen embeddings the first layer has none.
-            _set_leaves(deepspeed, module, layers=not self._frozen)
+            set_leaves(deepspeed, module, layers=not self._frozen)
             small = not options.param_offload and _small(module)
             fetching = prepared(module, dtype, keep=not self._frozen and self._on_every_rank(small))
         self._engine, *_ = deepspeed.initialize(
@@ -149,14 +150,16 @@ class ZeroEngine:
         dist.barrier()
 
 
-def _set_leaves(deepspeed: Any, module: nn.Module, layers: bool) -> None:
+def set_leaves(deepspeed: Any, module: nn.Module, layers: bool) -> None:
     """Marks modules that are fetched as one. Layers: DeepSpeed's Python work per inner module takes longer than the collectives. Blocks
-    with experts as modules: which experts run differs by rank, and fetching is a collective."""
+    with experts as modules, and blocks that compute their tokens in parts: which experts run and how many parts there are differs by rank,
+    and fetching is a collective."""
     whole = {type(part) for part in module.modules() if isinstance(getattr(part, "experts", None), nn.ModuleList)}
-    if layers:
-        whole |= _layers(module)
-    if whole:
+    found = _layers(module) if layers else set()
+    if whole := whole | found:
         deepspeed.utils.set_z3_leaf_modules(module, list(whole))
+    for block in [] if found else split_blocks(module):
+        deepspeed.utils.set_z3_leaf_module(block, True)
 
 
 def rank_device() -> torch.device:
@@ -196,5 +199,17 @@ def _fetching(module: nn.Module, keep: bool) -> dict[str, Any]:
 def _layers(module: nn.Module) -> set[type[nn.Module]]:
     """Returns the layers' classes; none where layers share weights, whose gradients are complete only after the last layer."""
     layers = [part for _, part in module.named_modules(remove_duplicate=False) if isinstance(part, GradientCheckpointingLayer)]
-    weights = [id(weight) for layer in layers for weight in layer.parameters()]
-    return {type(layer) for layer in layers} if len(weights) == len(set(weights)) else set()
+    return set() if _share_weights(layers) else {type(layer) for layer in layers}
+
+
+def split_blocks(module: nn.Module) -> list[nn.Module]:
+    """Returns the blocks that compute their tokens in parts. Raises ValueError where they share weights, as `_layers`."""
+    blocks = [part for _, part in module.named_modules(remove_duplicate=False) if is_split(part)]
+    if _share_weights(blocks):
+        raise ValueError("mlp_tokens: feed-forward blocks that share weights cannot be computed in parts with zero_stage=3: leave it out")
+    return blocks
+
+
+def _share_weights(parts: Sequence[nn.Module]) -> bool:
+    weights = [id(weight) for part in parts for weight in part.parameters()]
+    return len(weights) > len(set(weights))

@@ -37,6 +37,28 @@ for role, make, method in ((sys.argv[2], Reference, "logprobs"), (sys.argv[3], R
     found.append([held, [(index, values.tolist()) for index, values in scored]])
 print(json.dumps(found))
 """
+BATCHES = [[], TOKENS, TOKENS[:1], TOKENS[2:7]]  # fewer documents than ranks, and none
+TOGETHER = """
+import json, logging, os, sys
+logging.disable(logging.WARNING)
+from rlhf_core.data.documents import Document
+from rlhf_core.models import shards
+from rlhf_core.stages.ppo.roles import ModelSpec, Reference, Reward
+from rlhf_core.training import zero_frozen
+
+shards.SMALL, prepared = 500, zero_frozen.prepared
+zero_frozen.prepared = lambda *model, **how: prepared(*model, **how) | {"stage3_param_persistence_threshold": 0}
+count, found = int(os.environ["WORLD_SIZE"]), []
+for micro_tokens in (None, 40):
+    for path, make, method in ((sys.argv[2], Reference, "logprobs"), (sys.argv[3], Reward, "scores")):
+        options = {"temperature": 0.7} if make is Reference else {}
+        scorer = make(ModelSpec(path, "float32", 0, 2, False, micro_tokens, min(2, count)), shard=count > 1, **options)
+        assert count == 1 or (scorer._sequence.size == 2 and not any(weight.ds_persist for weight in scorer.module.parameters()))
+        for batch in json.loads(sys.argv[1]):
+            documents = [Document(tokens, [place >= 3 for place in range(len(tokens))]) for tokens in batch]
+            found.append([(index, values.tolist()) for index, values in getattr(scorer, method)(documents)])
+print(json.dumps(found))
+"""
 
 
 @pytest.mark.parametrize("family", ["llama", "mixtral"])
@@ -56,3 +78,21 @@ def test_two_ranks_score_as_one_does(family: str, material: Path, tmp_path: Path
         assert scored.keys() == set(range(7)) and all(max(rank[role][0]) < 0.65 for rank in printed), "a rank holds about half"
         for index, values in expected:
             np.testing.assert_allclose(scored[index], values, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.long
+def test_pairs_of_ranks_that_compute_each_pass_together_score_as_one_rank_does(material: Path, tmp_path: Path) -> None:
+    """Of padded rows and packed ones; the models are cut over all ranks."""
+    policy = make_family("llama", material / "base", tmp_path / "policy")
+    reward = reward_model(material / "base", tmp_path / "reward")
+
+    def scored(count: int) -> list[list[dict[int, list[float]]]]:
+        printed = on_gloo_ranks(count, TOGETHER, json.dumps(BATCHES), policy, reward)
+        return [[dict(batch) for batch in json.loads(text.splitlines()[-1])] for text in printed]
+
+    (whole,) = scored(1)
+    for count in (2, 4):
+        for expected, *shares in zip(whole, *scored(count), strict=True):
+            assert sum(map(len, shares)) == len(expected), "each document once"
+            for index, values in expected.items():
+                np.testing.assert_allclose([v for share in shares for v in share.get(index, [])], values, rtol=1e-4, atol=1e-5)

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from functools import partial
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
@@ -21,8 +21,15 @@ def split_feed_forward(model: PreTrainedModel, tokens: int) -> None:
     blocks = [part for name, part in model.named_modules() if type(part).__name__.endswith("MLP") and ".experts." not in f".{name}."]
     if not blocks:
         raise ValueError(f"{type(model).__name__} has no feed-forward block that could be computed in parts: leave mlp_tokens out")
+    # The engine may reduce the gradients of a block's adapters with that of its input, which frozen embeddings would give none.
+    model.enable_input_require_grads()
     for block in blocks:
         block.forward = partial(_in_parts, block.forward, tokens)
+
+
+def is_split(block: nn.Module) -> bool:
+    """Whether the block computes its tokens in parts, of which other ranks may have more or fewer."""
+    return getattr(vars(block).get("forward"), "func", None) is _in_parts
 
 
 def _in_parts(forward: Callable[[Tensor], Tensor], tokens: int, hidden: Tensor) -> Tensor:

@@ -78,3 +78,19 @@ def test_a_lost_node_ends_the_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(NodeLost):
         world.watch(3600, "a").next(["a"])
     assert world.now < 40
+
+
+def test_a_folder_that_is_removed_while_it_is_looked_at_does_not_end_the_reports(monkeypatch: pytest.MonkeyPatch) -> None:
+    looks, told, ended = iter([FileNotFoundError("state/.step-2"), "1/0/0", "2/0/0"]), list[str](), KeyError("the end")
+
+    def seen() -> str:
+        if isinstance(look := next(looks, ended), Exception):
+            raise look
+        return look
+
+    monkeypatch.setattr(signs.progress, "seen", seen)
+    monkeypatch.setattr(signs, "put", lambda key, text: told.append(text))
+    monkeypatch.setattr(signs.time, "sleep", lambda seconds: None)
+    with pytest.raises(KeyError, match="the end"):
+        signs._report("rank")
+    assert told == ["1/0/0", "2/0/0"]

@@ -47,3 +47,31 @@ def test_a_number_that_does_not_divide_the_ranks() -> None:
     with pytest.raises(ValueError, match=r"micro_train_batch_size x ranks / sequence_parallel_size = 8 x 2 = 16"):
         SFT(data=data, ranks=Ranks(num_ranks_per_node=4), sequence_parallel_size=2, train_batch_size=24)
     assert SFT(data=data, ranks=three, sequence_parallel_size=3, train_batch_size=8).train_batch_size == 8
+
+
+@pytest.mark.parametrize(
+    ("ranks", "told"),
+    [
+        (("actor", "critic"), ["reward"]),  # the critic starts from it
+        (("actor", "critic", "reward"), ["reward"]),
+        (("actor", "critic", "reference"), ["reward", "other"]),
+        (("reward",), []),
+    ],
+)
+def test_models_of_ppo_that_are_only_read_are_shared_where_their_ranks_are(
+    ranks: tuple[str, ...], told: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name, heads in (("actor", 4), ("reward", 5), ("other", 7)):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(json.dumps({"num_attention_heads": heads}))
+    size = 2 if "actor" in ranks else 1
+    fields = ["ppo.reference=base", f"ppo.sequence_parallel_size={size}", *(f"ppo.{role}_ranks.num_ranks_per_node=2" for role in ranks)]
+    (ppo,) = [node for node in nodes(tmp_path, *fields) if node.name == "ppo"]
+    places = {"sft": "actor", "reward_model": "reward", "base": "other"}
+    found = sequence_problems(ppo, places.__getitem__)
+    assert sorted(found) == [
+        f"stages.ppo.sequence_parallel_size: 2 ranks cannot share the {heads} attention heads of {place} equally: set it to a divisor"
+        for place, heads in {"reward": 5, "other": 7}.items()
+        if place in told
+    ]
