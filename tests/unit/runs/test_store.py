@@ -30,6 +30,7 @@ from rlhf_core.system.files import file_digest
 from rlhf_core.training.engine import TorchEngine
 from tasks.store import bring, keep, states_kept
 from tests.support.s3_server import SECRET, s3
+from tests.support.states import wait_until_published
 
 FAST = {"attempts": 3, "pause": 0.0}
 REQUEST = StageRequest(
@@ -218,6 +219,7 @@ def test_a_wiped_machine_goes_on_from_the_stored_state(
     def dies(self: TorchEngine, rate: float) -> float:
         steps.append(rate)
         if len(steps) == 4:
+            wait_until_published()
             raise OSError("the machine is gone")
         return real_step(self, rate)
 
