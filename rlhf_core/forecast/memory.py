@@ -20,7 +20,7 @@ CONTEXT = 0.6 * GIB  # CUDA's own memory in each process
 FETCHED = 4e9  # bytes of weights that ZeRO-3 holds whole at once while it computes, and its buckets
 KEPT = 1 / 16  # of a GPU: weights that take less stay whole from forward pass to backward pass, which would fetch them again
 USABLE = 0.95  # of a GPU; the rest is lost to fragmentation
-GROUP, BUCKET = GIB / 8, GIB / 2  # weights that are gathered at once, but whole layers, and sent at once (models/weights.py, rollout/)
+GROUP, BUCKET = GIB / 8, GIB / 2  # weights gathered at once, but whole layers, and sent at once (models/checkpoint/weights.py, rollout/)
 CHUNK = 2048  # positions whose logits exist at once where they are not kept (models/token_logprobs.py)
 
 

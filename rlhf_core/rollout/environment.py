@@ -69,7 +69,7 @@ def whole_model(model: str, dtype: str, trust_remote_code: bool) -> Iterator[str
     language model of a multimodal checkpoint."""
     with ExitStack() as stack:
         if (Path(model) / ADAPTER_CONFIG).is_file():
-            from rlhf_core.models.save import save_merged
+            from rlhf_core.models.checkpoint.save import save_merged
 
             folder = Path(stack.enter_context(TemporaryDirectory(prefix="alignflow-merged-")))
             stack.enter_context(progress.files(folder))

@@ -17,15 +17,15 @@ from rlhf_core.data.report import JSON
 from rlhf_core.forecast.memory import copies
 from rlhf_core.forecast.zero_stage import doubt, peak_of_training, require_start, size_at, stage_of_state, stage_of_training, starts
 from rlhf_core.hub.model_config import Size
+from rlhf_core.models.checkpoint.save import save_adapter, save_model, save_tokenizer
+from rlhf_core.models.checkpoint.weights import checkpoint_weights, trained_weights
 from rlhf_core.models.document_leak import detect_document_leak
 from rlhf_core.models.kernels.attention import split_attention
 from rlhf_core.models.kernels.feed_forward import split_feed_forward
 from rlhf_core.models.kernels.sequence_ranks import sequence_ranks
 from rlhf_core.models.load import Policy, Scorer, load_policy, recompute
-from rlhf_core.models.save import save_adapter, save_model, save_tokenizer
 from rlhf_core.models.sequence_split import split_sequences
 from rlhf_core.models.shards import Shards
-from rlhf_core.models.weights import checkpoint_weights, trained_weights
 from rlhf_core.runs import resume_state
 from rlhf_core.runs.run_dir import Outcome, RunDir, StageRequest
 from rlhf_core.system import progress

@@ -18,7 +18,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from rlhf_core.hub.model_files import tensors_of
-from rlhf_core.models.weight_files import fill, make_file, meta
+from rlhf_core.models.checkpoint.weight_files import fill, make_file, meta
 from rlhf_core.runs.resume_state import rank_file
 from rlhf_core.system import progress
 

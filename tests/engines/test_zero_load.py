@@ -11,9 +11,9 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from rlhf_core.config import Lora
+from rlhf_core.models.checkpoint.save import save_adapter, save_model, save_tokenizer
+from rlhf_core.models.checkpoint.weights import checkpoint_weights, trained_weights
 from rlhf_core.models.load import trained_policy, trained_scorer
-from rlhf_core.models.save import save_adapter, save_model, save_tokenizer
-from rlhf_core.models.weights import checkpoint_weights, trained_weights
 from rlhf_core.training.engine import AdamW, TorchEngine, on_cpu
 from tests.support.families import make_family
 from tests.support.gloo_ranks import on_gloo_ranks

@@ -17,8 +17,8 @@ from torch import Tensor
 from rlhf_core.config import Vllm
 from rlhf_core.data.documents import Document, compact
 from rlhf_core.hub.model_config import num_experts
+from rlhf_core.models.checkpoint.weights import checkpoint_weights
 from rlhf_core.models.load import Policy, load_policy, masked_logprobs
-from rlhf_core.models.weights import checkpoint_weights
 from rlhf_core.objectives.collate import collate
 from rlhf_core.rollout.engine import Sampler, Sampling
 from tests.support.families import make_family

@@ -19,6 +19,7 @@ from torch import Tensor
 from rlhf_core.config import PPO
 from rlhf_core.data.documents import Document
 from rlhf_core.data.packing import Passes
+from rlhf_core.models.checkpoint.weights import checkpoint_weights
 from rlhf_core.models.document_leak import detect_document_leak
 from rlhf_core.models.kernels.attention import can_share, split_attention
 from rlhf_core.models.kernels.sequence_ranks import ALONE, sequence_ranks
@@ -26,7 +27,6 @@ from rlhf_core.models.load import Policy, Scorer, load_policy, load_scorer, mask
 from rlhf_core.models.lora import without_adapters
 from rlhf_core.models.sequence_split import split_sequences
 from rlhf_core.models.token_logprobs import WHOLE, Entropy, Truncation
-from rlhf_core.models.weights import checkpoint_weights
 from rlhf_core.objectives.actor_loss import PerToken, actor_loss, count, sampler_weights
 from rlhf_core.objectives.collate import Batch, collate, sent
 from rlhf_core.objectives.losses import Loss, value_loss, with_balance

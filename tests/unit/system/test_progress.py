@@ -22,9 +22,9 @@ from rlhf_core.data import sources
 from rlhf_core.data.chat import Renderer, load_tokenizer
 from rlhf_core.data.documents import Document
 from rlhf_core.data.packing import Passes
+from rlhf_core.models.checkpoint.weight_files import fill
+from rlhf_core.models.checkpoint.weights import checkpoint_weights
 from rlhf_core.models.load import Policy, Scorer, load_policy, load_scorer
-from rlhf_core.models.weight_files import fill
-from rlhf_core.models.weights import checkpoint_weights
 from rlhf_core.objectives.losses import Loss
 from rlhf_core.rollout.engine import Sampler
 from rlhf_core.rollout.patches import engine as vllm_patches
@@ -146,7 +146,7 @@ def test_weights_of_a_state_or_model_count_while_they_are_written_or_read(
     def watched(files: Any, weights: Any, expected: Any) -> None:
         fill(files, ((looks.append(progress.seen()), pair)[1] for pair in weights), expected)
 
-    for module in ("models.save", "training.state_files"):
+    for module in ("models.checkpoint.save", "training.state_files"):
         monkeypatch.setattr(f"rlhf_core.{module}.fill", watched)
     trained = len(list(actor.module.parameters()))
     for write in (

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from rlhf_core.models.weight_files import fill
+from rlhf_core.models.checkpoint.weight_files import fill
 from rlhf_core.runs import resume_state
 from rlhf_core.runs.resume_state import rank_file
 from rlhf_core.runs.run_dir import STATE, RunDir

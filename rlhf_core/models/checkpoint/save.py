@@ -21,10 +21,10 @@ from rlhf_core.data.chat import Renderer
 from rlhf_core.hub.ids import snapshot_of_hub
 from rlhf_core.hub.model_files import WEIGHTS, stored_tensors
 from rlhf_core.hub.vocabulary import tokenizer_place
+from rlhf_core.models.checkpoint.weight_files import fill, lay_out, meta
+from rlhf_core.models.checkpoint.weights import checkpoint_weights, planned_weights
 from rlhf_core.models.load import load_policy
 from rlhf_core.models.lora import ADAPTER, ADAPTER_WEIGHTS, has_head
-from rlhf_core.models.weight_files import fill, lay_out, meta
-from rlhf_core.models.weights import checkpoint_weights, planned_weights
 from rlhf_core.models.wrapper import copy_whole, folder_of
 from rlhf_core.system.files import read_json, write_text
 

@@ -12,9 +12,9 @@ from huggingface_hub import save_torch_state_dict
 from torch import Tensor
 
 from rlhf_core.models import weights
+from rlhf_core.models.checkpoint.weight_files import fill, lay_out, meta
+from rlhf_core.models.checkpoint.weights import checkpoint_weights, planned_weights
 from rlhf_core.models.load import load_policy
-from rlhf_core.models.weight_files import fill, lay_out, meta
-from rlhf_core.models.weights import checkpoint_weights, planned_weights
 from tests.support.families import make_family
 
 WEIGHTS = {

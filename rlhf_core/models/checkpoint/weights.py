@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
+from rlhf_core.models.checkpoint.weight_files import meta
 from rlhf_core.models.lora import ADAPTER, adapts, lora_layers, merged_weight
-from rlhf_core.models.weight_files import meta
 from rlhf_core.system import progress
 
 GROUP_BYTES = 1 << 27  # weights are gathered in groups of about this size, but whole layers: an export may merge their weights
