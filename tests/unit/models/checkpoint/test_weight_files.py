@@ -11,7 +11,7 @@ import torch
 from huggingface_hub import save_torch_state_dict
 from torch import Tensor
 
-from rlhf_core.models import weights
+from rlhf_core.models.checkpoint import weights
 from rlhf_core.models.checkpoint.weight_files import fill, lay_out, meta
 from rlhf_core.models.checkpoint.weights import checkpoint_weights, planned_weights
 from rlhf_core.models.load import load_policy
