@@ -12,14 +12,17 @@ from rlhf_core.rewards.clients import Rewards
 from rlhf_core.runs.run_dir import RunDir, StageRequest, run_stage
 from rlhf_core.stages.ppo import train
 from rlhf_core.stages.ppo.fleet import Probe
+from rlhf_core.stages.ppo.sampling.validation import REWARD
 from tests.support.states import wait_until_published
 
 
 class Roles:
     """Stands for the fleet: its weights are the number of iterations done."""
 
-    def __init__(self) -> None:
-        self.weights, self.zero_stage = 0, 3
+    def __init__(self, unwritten: int | None = None) -> None:
+        self.weights, self.zero_stage, self.unwritten, self.sleeps = 0, 3, unwritten, False
+
+    def forget_seconds(self) -> None: ...
 
     def close(self) -> None: ...
 
@@ -37,7 +40,7 @@ class Roles:
         (folder / "weights").write_text(str(self.weights))
 
     def state_files(self) -> list[str]:
-        return ["weights"]
+        return ["weights"] if self.weights != self.unwritten else ["weights", "another rank's"]
 
     def finish_saving(self) -> None: ...
 
@@ -50,20 +53,26 @@ class Roles:
         return Probe(0.0, 0.0)
 
 
-def ppo(material: Path, run: RunDir, monkeypatch: pytest.MonkeyPatch, killed_at: int | None = None, **config: Any) -> list[int]:
-    """Runs the stage; returns the iterations it did. `killed_at`: the iteration that ends in a kill."""
-    roles, done = Roles(), []
+def ppo(
+    material: Path, run: RunDir, monkeypatch: pytest.MonkeyPatch, killed_at: int | None = None, unwritten: int | None = None, **config: Any
+) -> list[int]:
+    """Runs the stage; returns the iterations it did. `killed_at`: the iteration that ends in a kill; `unwritten`: the one whose state a
+    rank never finishes."""
+    roles, done = Roles(unwritten), []
 
     def iteration(fleet: Roles, setup: object, carried: train.Carried, *rest: object) -> tuple[Any, ...]:
         if roles.weights + 1 == killed_at:
-            wait_until_published()
+            if unwritten is None:
+                wait_until_published()
             raise KeyboardInterrupt
         roles.weights += 1
         done.append(roles.weights)
         return {"reward/mean": 0.1 * roles.weights}, 0.0, carried, [], Rewards({}, {})
 
     with monkeypatch.context() as patch:
-        for name, double in {"start_fleet": lambda *_: roles, "ppo_iteration": iteration}.items():
+        doubles = {"start_fleet": lambda *_: roles, "ppo_iteration": iteration}
+        doubles["validate"] = lambda fleet, held_out, run, at: {REWARD: -abs(at - 5.0), "eval/response/length": 1.0}
+        for name, double in doubles.items():
             patch.setattr(train, name, double)
         prompts = Data.model_validate({"sources": str(material / "prompts.jsonl"), "max_samples": 40})
         sizes = {"rollout_batch_size": 8, "train_batch_size": 8, "micro_train_batch_size": 8, "n_samples_per_prompt": 1}
@@ -100,6 +109,17 @@ def test_after_a_kill_every_export_is_that_of_its_iteration(material: Path, tmp_
         assert ppo(material, run, monkeypatch, export_at=(2, 3), save_steps=2)[0] == (1 if killed_at == 2 else 3)
         assert exported(run) == {"iteration2": "2", "iteration3": "3"}
         assert [file.name for file in cut_off.iterdir()] == ["weights"]
+
+
+def test_a_kill_while_a_state_is_written_loses_no_best_iteration(material: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run, how = RunDir(tmp_path / "run"), {"eval_prompts": {"sources": str(material / "prompts.jsonl")}, "eval_steps": 1, "save_steps": 1}
+    with pytest.raises(KeyboardInterrupt):
+        ppo(material, run, monkeypatch, killed_at=4, unwritten=3, **how)
+    assert [folder.name for folder in (run / "state").glob("step-*")] == ["step-2"], "that of iteration 3 is not complete"
+    best = {folder.name: (folder / "weights").read_text() for folder in (run / "state" / "best").iterdir()}
+    assert best == {"iteration2": "2", "iteration3": "3"}, "those that the two states name"
+    assert ppo(material, run, monkeypatch, **how) == [3, 4, 5]
+    assert (run / "checkpoint" / "weights").read_text() == "5"
 
 
 def test_without_exports_nothing_changes_and_an_iteration_beyond_the_end_is_refused(
