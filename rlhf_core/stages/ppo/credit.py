@@ -116,11 +116,11 @@ def divergence(
     config: PPO,
 ) -> Divergence:
     """Measures the actor's KL to the reference on the `usable` rollouts (0 without a reference), and its distance to the sampler on all."""
-    masks = [rollout.document.mask_array for rollout in rollouts]
+    places = [_response(rollout.document.mask_array) for rollout in rollouts]
 
     def flat(rows: Sequence[np.ndarray], chosen: Sequence[int] = range(len(rollouts))) -> Tensor:
         """Returns the response tokens of rows, one after the other."""
-        return torch.from_numpy(np.concatenate([rows[i][masks[i]] for i in chosen]))
+        return torch.from_numpy(np.concatenate([rows[i][places[i]] for i in chosen]))
 
     kl, metrics = 0.0, dict[str, float]()
     if ref_logprobs:
@@ -208,9 +208,15 @@ def estimate(
 def _pad(rows: Sequence[np.ndarray], dtype: torch.dtype = torch.float32) -> Tensor:
     """Pads ragged (T_i,) rows to (B, T) with zeros."""
     padded = torch.zeros(len(rows), max(len(row) for row in rows), dtype=dtype)
-    for target, row in zip(padded, rows, strict=True):
-        target[: len(row)] = torch.from_numpy(np.array(row))  # a copy: what Ray delivers is read-only
+    for target, row in zip(padded.numpy(), rows, strict=True):
+        target[: len(row)] = row
     return padded
+
+
+def _response(mask: np.ndarray) -> slice | np.ndarray:
+    """Returns where a mask is true: a slice, which copies nothing, where it is so from one token to the end."""
+    first = int(mask.argmax())
+    return slice(first, None) if mask[first:].all() else mask
 
 
 def _cut(padded: Tensor, lengths: Sequence[int]) -> list[np.ndarray]:
