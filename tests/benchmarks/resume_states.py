@@ -21,7 +21,7 @@ from rlhf_core.runs.run_dir import RunDir
 from rlhf_core.training.engine import AdamW, TorchEngine
 from rlhf_core.training.train_loop import Saving
 
-TOKENS = 512
+TOKENS = 64
 GIB = 2**30
 
 
