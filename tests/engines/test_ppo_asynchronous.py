@@ -186,7 +186,7 @@ def test_a_dead_engine_is_started_again(folder: Path, material: Path) -> None:
     os.kill(int(pid.partition("process ")[2].partition(",")[0]), signal.SIGKILL)
     assert process.wait(timeout=300) == 0, log.read_text()[-3000:]
     text = log.read_text()
-    assert "engine 0 died; its" in text and "starting the engines [0] anew" in text
+    assert "starting the engines [0] anew" in text, "if it had requests then, they were asked again (test_dispatch.py)"
     lines = read_metrics(run)
     assert len(lines) == 12 and all(line["sync/probe_gap"] < 1e-3 for line in lines)
 
