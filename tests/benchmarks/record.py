@@ -63,10 +63,16 @@ def write(out: Path, name: str, title: str, settings: Mapping[str, Any], figures
         "hardware": hardware(),
         "versions": versions(),
         "settings": {key: str(value) if isinstance(value, Path) else value for key, value in settings.items()},
-        "command": shlex.join(["python", *sys.argv]),
+        "command": shlex.join(["python", *map(_shown, sys.argv)]),
         "figures": dict(figures),
     }
     out.write_text(json.dumps(found, indent=2, ensure_ascii=False) + "\n")
+
+
+def _shown(word: str) -> str:
+    """A word of the command, without the places of this machine: FOLDER, or the name of a file."""
+    place = Path(word)
+    return word if not place.is_absolute() else place.name if place.suffix else "FOLDER"
 
 
 def commit() -> str | None:

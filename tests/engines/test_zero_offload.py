@@ -114,7 +114,9 @@ def test_weights_and_adam_in_host_memory_train_the_same(plain: dict[str, Any], t
 
 
 def test_weights_alone_in_host_memory_train_the_same(plain: dict[str, Any], tmp_path: Path) -> None:
-    same(train(tmp_path, param_offload=True), plain)
+    found = train(tmp_path, param_offload=True)
+    assert found["offload"] and not plain["offload"]
+    same(found, plain)
 
 
 def test_second_copies_of_the_weights_train_the_same(plain: dict[str, Any], tmp_path: Path) -> None:

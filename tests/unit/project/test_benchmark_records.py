@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import importlib
 import json
+import shlex
 import sys
 from pathlib import Path
 from typing import Any
@@ -36,6 +37,13 @@ def test_every_record_has_the_required_keys(file: Path) -> None:
     found = record.load(file)
     assert found["name"] == file.stem and found["command"] and found["hardware"] and found["figures"]
     assert set(found.get("peer", {"figures": {}})["figures"]) <= set(found["figures"])
+    assert not [word for word in shlex.split(found["command"]) if Path(word).is_absolute()], "a place of one machine"
+
+
+def test_a_record_names_no_place_of_its_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["tests/benchmarks/step.py", "--model", "/data/model", "--json", "/data/new.json", "--rounds", "5"])
+    record.write(tmp_path / "new.json", "step", "a step", {}, {})
+    assert record.load(tmp_path / "new.json")["command"] == ("python tests/benchmarks/step.py --model FOLDER --json new.json --rounds 5")
 
 
 def test_a_record_without_a_key_is_refused(tmp_path: Path) -> None:
