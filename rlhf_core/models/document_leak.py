@@ -1,6 +1,6 @@
 """Tests whether documents of a packed row attend to each other, with the attention and on the device of training.
 
-Called by training/ranks.py, stages/reference_logprobs.py and stages/ppo/roles.py.
+Called by training/ranks.py, stages/reference_logprobs.py and stages/ppo/roles/.
 Some families (AFMoE, Falcon, OPT) ignore position ids in their mask, so a document attends to those before it, without an error. Layers
 that carry state along a row (convolutions, recurrent states) read over the border too, but for those of `kernels/state_layers.py`. Such
 models get each document in a row of its own.

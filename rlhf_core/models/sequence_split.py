@@ -1,6 +1,6 @@
 """Lets ranks compute passes of a model together (`kernels/sequence_ranks.py`), after a test that it then computes the same.
 
-Called by training/ranks.py, stages/reference_logprobs.py and stages/ppo/roles.py.
+Called by training/ranks.py, stages/reference_logprobs.py and stages/ppo/roles/.
 """
 
 from __future__ import annotations

@@ -34,7 +34,7 @@ from rlhf_core.training.train_loop import layout_of
 from rlhf_core.training.zero_options import options_of
 
 if TYPE_CHECKING:
-    from rlhf_core.training.zero_frozen import FrozenZero
+    from rlhf_core.training.zero_shards import FrozenZero
 
 Rank = Callable[[StageRequest, RunDir], Outcome]
 QUANTISED = ("zero_quantized_weights", "zero_quantized_nontrainable_weights")  # options of ZeRO++ (Wang et al. 2023)
@@ -109,8 +109,7 @@ def open_frozen(path: str, config: Trainable, trust_remote_code: bool, device: t
     """Loads a policy that is not trained: whole on each rank, under ZeRO-3 cut over the ranks; a collective."""
     if config.zero_stage != 3:
         return load_policy(path, config.dtype, trust_remote_code).to(device)
-    from rlhf_core.training.zero_frozen import FrozenZero
-    from rlhf_core.training.zero_shards import ZeroShards
+    from rlhf_core.training.zero_shards import FrozenZero, ZeroShards
 
     return FrozenZero(load_policy(path, config.dtype, trust_remote_code, shards=ZeroShards(config.dtype)), config.dtype)
 

@@ -1,14 +1,16 @@
-"""Cuts a model over the ranks of a ZeRO-3 group while it is loaded (`models/shards.py`), with DeepSpeed's own partitions."""
+"""Cuts a model over the ranks of a ZeRO-3 group while it is loaded (`models/shards.py`), with DeepSpeed's own partitions; and runs one that
+is only read."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
+from typing import Any
 
 import torch
 from torch import nn
 
-from rlhf_core.training.zero_engine import join_group, library, rank_device
+from rlhf_core.training.zero_engine import join_group, library, prepared, rank_device, set_leaves
 
 
 class ZeroShards:
@@ -30,3 +32,23 @@ class ZeroShards:
 
     def gathered(self, weights: Sequence[nn.Parameter], changed: bool = False) -> AbstractContextManager[object]:
         return self._zero.GatheredParameters(list(weights), modifier_rank=0 if changed else None)
+
+
+class FrozenZero:
+    """One rank of a model that was loaded with `ZeroShards` and is only read: it fetches a layer's weights while it computes. All ranks run
+    equally many passes, none with a gradient."""
+
+    def __init__(self, module: nn.Module, dtype: str):
+        self.module = module.eval().requires_grad_(False)
+        set_leaves(library(), module, layers=False)
+        zero = {"stage": 3} | prepared(module, dtype, keep=False)
+        config = {"train_micro_batch_size_per_gpu": 1, "bf16": {"enabled": dtype == "bfloat16"}, "zero_optimization": zero}
+        self._engine, *_ = library().initialize(model=module, config=config | {"steps_per_print": 10**9})
+        self._engine.eval()
+
+    def __call__(self, *inputs: Any) -> Any:
+        return self._engine(*inputs)
+
+    def release(self) -> None:
+        """Gives back weights that were fetched ahead."""
+        self._engine.optimizer.empty_partition_cache()

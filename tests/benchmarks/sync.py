@@ -26,7 +26,7 @@ from rlhf_core.data.chat import load_tokenizer
 from rlhf_core.data.documents import Document
 from rlhf_core.stages.ppo.fleet import Fleet, WeightsDiffer
 from rlhf_core.stages.ppo.records import Experience
-from rlhf_core.stages.ppo.roles import Update
+from rlhf_core.stages.ppo.roles.trained import Update
 from rlhf_core.stages.ppo.run import start_processes
 from rlhf_core.stages.ppo.start import start_fleet
 from rlhf_core.stages.ppo.train import model_paths

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from rlhf_core.data.documents import Document
-from rlhf_core.stages.ppo.roles import ModelSpec, Reference, Reward
+from rlhf_core.stages.ppo.roles.passes import ModelSpec
+from rlhf_core.stages.ppo.roles.read_only import Reference, Reward
 from tests.support.families import make_family
 from tests.support.gloo_ranks import on_gloo_ranks
 from tests.support.tiny_models import reward_model
@@ -21,7 +22,8 @@ import json, logging, sys
 logging.disable(logging.WARNING)
 from rlhf_core.data.documents import Document
 from rlhf_core.models import shards
-from rlhf_core.stages.ppo.roles import ModelSpec, Reference, Reward
+from rlhf_core.stages.ppo.roles.passes import ModelSpec
+from rlhf_core.stages.ppo.roles.read_only import Reference, Reward
 
 shards.SMALL = 500
 documents = [Document(tokens, [True] * len(tokens)) for tokens in json.loads(sys.argv[1])]
@@ -43,11 +45,12 @@ import json, logging, os, sys
 logging.disable(logging.WARNING)
 from rlhf_core.data.documents import Document
 from rlhf_core.models import shards
-from rlhf_core.stages.ppo.roles import ModelSpec, Reference, Reward
-from rlhf_core.training import zero_frozen
+from rlhf_core.stages.ppo.roles.passes import ModelSpec
+from rlhf_core.stages.ppo.roles.read_only import Reference, Reward
+from rlhf_core.training import zero_shards
 
-shards.SMALL, prepared = 500, zero_frozen.prepared
-zero_frozen.prepared = lambda *model, **how: prepared(*model, **how) | {"stage3_param_persistence_threshold": 0}
+shards.SMALL, prepared = 500, zero_shards.prepared
+zero_shards.prepared = lambda *model, **how: prepared(*model, **how) | {"stage3_param_persistence_threshold": 0}
 count, found = int(os.environ["WORLD_SIZE"]), []
 for micro_tokens in (None, 40):
     for path, make, method in ((sys.argv[2], Reference, "logprobs"), (sys.argv[3], Reward, "scores")):

@@ -15,7 +15,8 @@ from rlhf_core.data.documents import Document
 from rlhf_core.models.precision import dtype_of
 from rlhf_core.runs.metrics_log import read_metrics
 from rlhf_core.runs.run_dir import RunDir, StageRequest
-from rlhf_core.stages.ppo.roles import ModelSpec, ReadOnlyModel, Reference, Reward
+from rlhf_core.stages.ppo.roles.passes import ModelSpec
+from rlhf_core.stages.ppo.roles.read_only import ReadOnlyModel, Reference, Reward
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(900), pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here")]
 TRAIN = {"dtype": "bfloat16", "zero_stage": 2, "train_batch_size": 32, "micro_train_batch_size": 8, "max_len": 96}

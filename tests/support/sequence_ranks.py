@@ -40,7 +40,7 @@ from rlhf_core.objectives.collate import collate
 from rlhf_core.objectives.losses import Loss, kto_loss, preference_loss, reward_loss, sft_loss, value_loss, with_balance
 from rlhf_core.objectives.masked import before
 from rlhf_core.stages.dpo import pair_logprobs
-from rlhf_core.stages.ppo.roles import _per_token
+from rlhf_core.stages.ppo.roles.passes import token_values
 from rlhf_core.stages.reference_logprobs import answer_logprobs_and_balance
 from rlhf_core.stages.reward_model import pair_scores
 from rlhf_core.training.train_loop import accumulate
@@ -151,7 +151,7 @@ def actor(rank: Any) -> Tensor:
     rows = rank.passes.rows_of(answers)
     batch, dice = collate(rows, 0), np.random.default_rng(0)
     noise = [[dice.normal(mean, 0.1, len(answer)) for answer in answers] for mean in (-4.5, -4.5, 0.5)]
-    old, ref, advantages = (cast(Tensor, _per_token(batch, rows, arrays)) for arrays in noise)
+    old, ref, advantages = (cast(Tensor, token_values(batch, rows, arrays)) for arrays in noise)
     new = masked_logprobs(rank, batch, 0.8, "gradient", Truncation(0.9, 20))
     tokens = PerToken(new.logprobs, new.entropy, old, ref, advantages, batch.mask.float(), batch.mask, batch.documents)
     return actor_loss(tokens, len(answers), count(answers), config, 0.2).loss

@@ -25,7 +25,9 @@ from rlhf_core.rollout.sampler_role import SamplerRole
 from rlhf_core.rollout.weight_transfer import Rendezvous, choose_route
 from rlhf_core.runs.resume_state import rank_file
 from rlhf_core.stages.ppo.records import Experience, Rollout, Scores
-from rlhf_core.stages.ppo.roles import Actor, Critic, ModelRole, Reference, Reward, Steps, Trained, Update
+from rlhf_core.stages.ppo.roles.actor import Actor
+from rlhf_core.stages.ppo.roles.read_only import ModelRole, Reference, Reward
+from rlhf_core.stages.ppo.roles.trained import Critic, Steps, Trained, Update
 from rlhf_core.stages.ppo.roofline import Machine, floors
 from rlhf_core.stages.ppo.texts import Decode, Lengths, samples
 

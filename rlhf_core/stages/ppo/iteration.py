@@ -15,7 +15,8 @@ from rlhf_core.rewards.combine import Running
 from rlhf_core.stages.ppo.credit import Divergence, credit, divergence
 from rlhf_core.stages.ppo.fleet import Fleet
 from rlhf_core.stages.ppo.records import Rollout, Scores
-from rlhf_core.stages.ppo.roles import Scored, Update
+from rlhf_core.stages.ppo.roles.passes import Scored
+from rlhf_core.stages.ppo.roles.trained import Update
 from rlhf_core.stages.ppo.sampling.answers import Sampled, Setup, sample, start_sample
 from rlhf_core.stages.ppo.sampling.collector import Collector
 

@@ -52,5 +52,5 @@ def start_processes(config: PPO) -> dict[str, Group]:
         if name == "sampler":
             group.prepare("rlhf_core.rollout.sampler_role:prepare", config.vllm.kv_cache_gib)
         else:
-            group.prepare("rlhf_core.stages.ppo.roles:prepare", name in ("actor", "critic") and uses_deepspeed(config))
+            group.prepare("rlhf_core.stages.ppo.roles.actor:prepare", name in ("actor", "critic") and uses_deepspeed(config))
     return groups

@@ -18,7 +18,10 @@ from rlhf_core.rewards.clients import Clients, client_of
 from rlhf_core.rewards.own_tokens import OwnTokens
 from rlhf_core.rollout.sampler_role import SamplerRole
 from rlhf_core.stages.ppo.fleet import Asking, Fleet
-from rlhf_core.stages.ppo.roles import Actor, Critic, ModelSpec, Reference, Reward
+from rlhf_core.stages.ppo.roles.actor import Actor
+from rlhf_core.stages.ppo.roles.passes import ModelSpec
+from rlhf_core.stages.ppo.roles.read_only import Reference, Reward
+from rlhf_core.stages.ppo.roles.trained import Critic
 from rlhf_core.stages.ppo.texts import decoder, lengths_of
 
 

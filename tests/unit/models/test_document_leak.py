@@ -37,10 +37,10 @@ from rlhf_core.config import DPO, KTO, PPO, SFT, Data, RewardModel, StageConfig
 from rlhf_core.models import document_leak
 from rlhf_core.models.document_leak import detect_document_leak
 from rlhf_core.models.kernels import attention
-from rlhf_core.models.load import Policy, Scorer
+from rlhf_core.models.load import Policy, Scorer, load_policy, masked_logprobs
 from rlhf_core.runs.metrics_log import read_metrics
-from rlhf_core.stages.ppo import roles
-from rlhf_core.stages.ppo.roles import ModelSpec, Reference, Reward
+from rlhf_core.stages.ppo.roles.passes import ModelSpec, score_share
+from rlhf_core.stages.ppo.roles.read_only import Reference, Reward
 from rlhf_core.training.engine import TorchEngine
 from rlhf_core.training.ranks import make_engine
 from tests.support.families import HYBRID
@@ -237,10 +237,10 @@ def test_roles_of_ppo_score_what_would_leak_one_document_a_row(bases: Path, monk
     found = []
     for tokens in (None, 30):
         policy, reward = (ModelSpec(str(places[name]), "float32", 0, 8, False, tokens) for name in ("policy", "rm"))
-        trained = Policy(roles.load_policy(policy.path).model)
+        trained = Policy(load_policy(policy.path).model)
         engine = make_engine(trained, PPO(prompts=Data(sources="none"), zero_stage=0, micro_train_tokens=tokens))
         assert isinstance(engine, TorchEngine) and trained.document_leak is (True if tokens else None)
-        own = roles._score(engine, documents(), policy, lambda batch, policy=trained: roles.masked_logprobs(policy, batch).logprobs)
+        own = score_share(engine, documents(), policy, lambda batch, policy=trained: masked_logprobs(policy, batch).logprobs)
         found.append([dict(own), dict(Reference(policy, 1.0).logprobs(documents())), dict(Reward(reward).scores(documents()))])
     for ours, theirs in zip(*found, strict=True):
         for index, values in theirs.items():

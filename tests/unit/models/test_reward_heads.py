@@ -18,7 +18,8 @@ from rlhf_core.models import load
 from rlhf_core.models.load import load_scorer, trained_scorer
 from rlhf_core.models.scoring import RewardScorer
 from rlhf_core.preflight.inputs import check_inputs
-from rlhf_core.stages.ppo.roles import ModelSpec, Reward
+from rlhf_core.stages.ppo.roles.passes import ModelSpec
+from rlhf_core.stages.ppo.roles.read_only import Reward
 from tests.unit.models.test_lora import config_of, run
 from tests.unit.preflight.test_check import Planned, planned
 

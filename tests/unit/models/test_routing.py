@@ -21,7 +21,12 @@ from rlhf_core.models.load import Policy, load_policy, masked_logprobs, recomput
 from rlhf_core.objectives.collate import collate
 from rlhf_core.rollout.engine import Answer, _answer
 from rlhf_core.rollout.patches.models import returns_routing
-from rlhf_core.stages.ppo import fleet, roles
+from rlhf_core.stages.ppo import fleet
+from rlhf_core.stages.ppo.records import Experience
+from rlhf_core.stages.ppo.roles.actor import Actor
+from rlhf_core.stages.ppo.roles.passes import ModelSpec
+from rlhf_core.stages.ppo.roles.read_only import Reference
+from rlhf_core.stages.ppo.roles.trained import Update
 from rlhf_core.stages.ppo.sampling.answers import PromptOrder, Sampled, rollout
 from rlhf_core.stages.ppo.sampling.stored import read_ahead, write_ahead
 from rlhf_core.stages.ppo.start import start_fleet
@@ -158,25 +163,24 @@ def test_the_actor_scores_and_trains_with_the_samplers_experts(material: Path, t
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "1")
     base = make_family("qwen3-moe", material / "base", tmp_path / "base")
-    model = roles.ModelSpec(str(base), "float32", 0, 4, False)
+    model = ModelSpec(str(base), "float32", 0, 4, False)
     config = PPO(prompts=Data(sources="none"), zero_stage=0)
-    replaying, plain = (roles.Actor(model, config.model_copy(update={"routing_replay": replay}), 0) for replay in (True, False))
+    replaying, plain = (Actor(model, config.model_copy(update={"routing_replay": replay}), 0) for replay in (True, False))
     routed, without_experts = documents(), documents(with_experts=False)
     theirs, own = dict(replaying.logprobs(routed)), dict(plain.logprobs(without_experts))
-    begun, other = (dict(roles.Reference(model, 1.0, routing_replay=replay).logprobs(routed)) for replay in (True, False))
+    begun, other = (dict(Reference(model, 1.0, routing_replay=replay).logprobs(routed)) for replay in (True, False))
     np.testing.assert_allclose(begun[0], theirs[0], atol=1e-5, err_msg="the KL to where the actor began is 0")
     np.testing.assert_allclose(other[0], own[0], atol=1e-5)
     assert np.abs(theirs[0] - own[0]).max() > 0.05
     np.testing.assert_allclose(dict(replaying.logprobs(without_experts))[0], own[0], atol=1e-5)
     np.testing.assert_allclose(dict(plain.logprobs(routed))[0], own[0], atol=1e-5)
 
-    def first_ratio(actor: roles.Actor) -> float:
+    def first_ratio(actor: Actor) -> float:
         ones = [np.ones(len(d), np.float32) for d in routed]
         items = [
-            roles.Experience(d, theirs[i], theirs[i], theirs[i], 0 * one, one, one)
-            for i, (d, one) in enumerate(zip(routed, ones, strict=True))
+            Experience(d, theirs[i], theirs[i], theirs[i], 0 * one, one, one) for i, (d, one) in enumerate(zip(routed, ones, strict=True))
         ]
-        return actor.train(items, [roles.Update([0, 1, 2], 1e-6, 0.0)]).metrics[0]["policy/ratio"]
+        return actor.train(items, [Update([0, 1, 2], 1e-6, 0.0)]).metrics[0]["policy/ratio"]
 
     assert first_ratio(replaying) == pytest.approx(1, abs=1e-5)
     assert abs(first_ratio(plain) - 1) > 1e-3

@@ -18,9 +18,11 @@ from rlhf_core.models.kernels import attention, choose
 from rlhf_core.models.load import Policy, Scorer
 from rlhf_core.objectives.collate import collate
 from rlhf_core.stages.dpo import pair_logprobs
-from rlhf_core.stages.ppo import roles
 from rlhf_core.stages.ppo.records import Experience
-from rlhf_core.stages.ppo.roles import Actor, Critic, ModelSpec, Reference, Reward, Update
+from rlhf_core.stages.ppo.roles.actor import Actor
+from rlhf_core.stages.ppo.roles.passes import ModelSpec, passes_of
+from rlhf_core.stages.ppo.roles.read_only import Reference, Reward
+from rlhf_core.stages.ppo.roles.trained import Critic, Update
 from rlhf_core.stages.reference_logprobs import answer_logprobs_and_balance
 from rlhf_core.stages.reward_model import pair_scores
 from tests.unit.models.test_attention import WINDOWED, kernel, plain_varlen
@@ -206,14 +208,14 @@ def test_roles_say_and_learn_the_same_of_answers(
     arrays = [[numbers.normal(size=len(d)).astype(np.float32) for d in documents] for _ in range(4)]
     found = []
     for share in (False, True):
-        monkeypatch.setattr(roles, "can_share", lambda model, device, share=share: share)
+        monkeypatch.setattr("rlhf_core.stages.ppo.roles.passes.can_share", lambda model, device, share=share: share)
         place = lambda name: ModelSpec(str(models / name), "float32", 0, 8, False, tokens)  # noqa: E731
         actor, critic = Actor(place("sft"), ppo(entropy_coef=0.01), 0), Critic(place("rm"), ppo(), 0)
         reference, reward = Reference(place("other"), 1.0), Reward(place("rm"))
         for role in (actor, critic, reference, reward):
             role.module.model.set_attn_implementation(attention.VARLEN)
         for trained in (actor, critic):
-            trained.passes = roles._passes(trained.engine, 8, tokens)
+            trained.passes = passes_of(trained.engine, 8, tokens)
         read = {
             "logprobs": dict(actor.logprobs(documents)), "values": dict(critic.values(documents)),
             "reference": dict(reference.logprobs(documents)), "reward": dict(reward.scores(documents)),

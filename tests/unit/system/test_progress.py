@@ -30,7 +30,8 @@ from rlhf_core.rollout.engine import Sampler
 from rlhf_core.rollout.patches import engine as vllm_patches
 from rlhf_core.rollout.weight_transfer import Broadcast, Rendezvous
 from rlhf_core.runs.run_dir import RunDir
-from rlhf_core.stages.ppo import roles
+from rlhf_core.stages.ppo.roles.actor import Actor
+from rlhf_core.stages.ppo.roles.passes import ModelSpec
 from rlhf_core.stages.reference_logprobs import dealt_logprobs
 from rlhf_core.system import progress
 from rlhf_core.system.files import sync_to_disk
@@ -45,15 +46,15 @@ def counted(work: Callable[[], Any]) -> int:
 
 
 @pytest.fixture(scope="module")
-def actor(material: Path) -> roles.Actor:
+def actor(material: Path) -> Actor:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("RANK", "0")
         patch.setenv("WORLD_SIZE", "1")
-        model = roles.ModelSpec(str(material / "base"), "float32", 0, 2, False)
-        return roles.Actor(model, PPO(prompts=Data(sources="none"), zero_stage=0), 0)
+        model = ModelSpec(str(material / "base"), "float32", 0, 2, False)
+        return Actor(model, PPO(prompts=Data(sources="none"), zero_stage=0), 0)
 
 
-def test_each_pass_counts(actor: roles.Actor) -> None:
+def test_each_pass_counts(actor: Actor) -> None:
     def loss(number: float) -> Loss:
         weight = next(actor.engine.module.parameters())
         return Loss(weight.sum() * number, {"loss": weight.sum()})
@@ -75,7 +76,7 @@ def test_files_that_are_synced_count(tmp_path: Path) -> None:
     assert counted(lambda: sync_to_disk(tmp_path)) == 2, "the folder and its file"
 
 
-def test_passes_of_a_reference_count(actor: roles.Actor) -> None:
+def test_passes_of_a_reference_count(actor: Actor) -> None:
     documents = [Document([5, 6, 7 + i], [False, True, True]) for i in range(4)]
     assert counted(lambda: dealt_logprobs(actor.engine, actor.engine, [documents[:2], documents[2:]], Passes(2), 0, False)) == 2
 
@@ -139,7 +140,7 @@ def test_steps_of_an_engine_of_another_release_count() -> None:
 
 
 def test_weights_of_a_state_or_model_count_while_they_are_written_or_read(
-    actor: roles.Actor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    actor: Actor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     looks: list[str] = []
 

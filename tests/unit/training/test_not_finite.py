@@ -22,7 +22,9 @@ from rlhf_core.data.documents import Document
 from rlhf_core.recipe.sentences import models_in
 from rlhf_core.runs.run_dir import Outcome, RunDir, StageRequest
 from rlhf_core.stages.ppo.records import Experience
-from rlhf_core.stages.ppo.roles import Actor, Critic, ModelSpec, Update
+from rlhf_core.stages.ppo.roles.actor import Actor
+from rlhf_core.stages.ppo.roles.passes import ModelSpec
+from rlhf_core.stages.ppo.roles.trained import Critic, Update
 from rlhf_core.training.engine import TorchEngine
 from tests.unit.training.test_training import WORK, config_of
 

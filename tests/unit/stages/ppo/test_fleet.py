@@ -16,7 +16,7 @@ from rlhf_core.rewards.contract import RewardsFailed
 from rlhf_core.stages.ppo import fleet
 from rlhf_core.stages.ppo.fleet import EngineDiffers, Fleet, WeightsDiffer, without_failed
 from rlhf_core.stages.ppo.records import Own, Rollout
-from rlhf_core.stages.ppo.roles import Steps
+from rlhf_core.stages.ppo.roles.trained import Steps
 from rlhf_core.stages.ppo.roofline import Ceilings, Machine, Shape
 
 

@@ -22,7 +22,7 @@ from rlhf_core.rollout.engine import Answer, Sampling
 from rlhf_core.stages.ppo.fleet import Probe
 from rlhf_core.stages.ppo.iteration import Carried, ppo_iteration
 from rlhf_core.stages.ppo.records import Experience, Rollout, Scores
-from rlhf_core.stages.ppo.roles import Steps, Update
+from rlhf_core.stages.ppo.roles.trained import Steps, Update
 from rlhf_core.stages.ppo.sampling.answers import PromptOrder, Sampled, Setup, sample, with_signal
 from rlhf_core.stages.ppo.train import iteration_state, restore, schedule_of, setup_of
 

@@ -17,7 +17,7 @@ from rlhf_core.rollout.engine import Answer, Sampling
 from rlhf_core.stages.ppo.fleet import Probe
 from rlhf_core.stages.ppo.iteration import Carried, ppo_iteration
 from rlhf_core.stages.ppo.records import Rollout, Scores
-from rlhf_core.stages.ppo.roles import Steps
+from rlhf_core.stages.ppo.roles.trained import Steps
 from rlhf_core.stages.ppo.sampling.answers import PromptOrder, Setup, sample
 from rlhf_core.stages.ppo.train import schedule_of, setup_of
 

@@ -20,11 +20,13 @@ from rlhf_core.config import PPO, Data
 from rlhf_core.data.documents import Document, Prompt
 from rlhf_core.models.scoring import STATISTICS
 from rlhf_core.rewards.clients import Rewards
-from rlhf_core.stages.ppo import roles
 from rlhf_core.stages.ppo.credit import Credited, credit
 from rlhf_core.stages.ppo.iteration import Schedule, minibatches
 from rlhf_core.stages.ppo.records import Experience, Rollout, Scores
-from rlhf_core.stages.ppo.roles import Actor, Critic, ModelSpec, Reference, Reward, Update
+from rlhf_core.stages.ppo.roles.actor import Actor
+from rlhf_core.stages.ppo.roles.passes import ModelSpec
+from rlhf_core.stages.ppo.roles.read_only import Reference, Reward
+from rlhf_core.stages.ppo.roles.trained import Critic, Update
 from rlhf_core.stages.ppo.train import model_paths, schedule_of, setup_of
 from rlhf_core.training.engine import AdamW, TorchEngine
 
@@ -92,7 +94,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def plain_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     plain = lambda module, config, **_: TorchEngine(module, AdamW(config.betas, config.weight_decay, config.max_norm))  # noqa: E731
-    monkeypatch.setattr(roles, "make_engine", plain)
+    monkeypatch.setattr("rlhf_core.stages.ppo.roles.trained.make_engine", plain)
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "1")
 

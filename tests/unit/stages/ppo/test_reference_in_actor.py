@@ -13,7 +13,8 @@ from rlhf_core.config import Lora
 from rlhf_core.rewards.clients import Rewards
 from rlhf_core.stages.ppo import fleet
 from rlhf_core.stages.ppo.fleet import Fleet
-from rlhf_core.stages.ppo.roles import Reference, Update
+from rlhf_core.stages.ppo.roles.read_only import Reference
+from rlhf_core.stages.ppo.roles.trained import Update
 from rlhf_core.stages.ppo.train import model_paths
 from tests.unit.stages.ppo.test_fleet import Role
 from tests.unit.stages.ppo.test_ppo_tricks import actor, documents, experience, flat, model, models, plain_engine, ppo
@@ -39,7 +40,7 @@ def test_without_its_adapters_the_actor_is_the_reference(models: Path, plain_eng
 def test_an_error_in_the_reference_pass_leaves_the_adapters_on(models: Path, plain_engine: None, monkeypatch: pytest.MonkeyPatch) -> None:
     trained = actor(models, lora=LORA)
     with monkeypatch.context() as patched, pytest.raises(ZeroDivisionError):
-        patched.setattr("rlhf_core.stages.ppo.roles.masked_logprobs", lambda *_, **__: 1 / 0)
+        patched.setattr("rlhf_core.stages.ppo.roles.actor.masked_logprobs", lambda *_, **__: 1 / 0)
         trained.reference_logprobs(documents(2))
     trained.train(experience(models), [Update(list(range(8)), 1e-2, 0.0)])
 

@@ -1,0 +1,120 @@
+"""The actor: scores, trains and sends its weights to the engines. Each method is called on every rank with the same arguments."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from multiprocessing.connection import Listener
+from pathlib import Path
+
+import torch
+
+from rlhf_core.config import PPO
+from rlhf_core.data.documents import Document
+from rlhf_core.models.checkpoint.weights import checkpoint_weights
+from rlhf_core.models.load import masked_logprobs, trained_policy
+from rlhf_core.models.lora import without_adapters
+from rlhf_core.models.token_logprobs import WHOLE, Entropy, Truncation
+from rlhf_core.objectives.actor_loss import PerToken, actor_loss, count, sampler_weights
+from rlhf_core.objectives.losses import Loss, with_balance
+from rlhf_core.rollout.weight_transfer import Broadcast, Channel, Rendezvous, Route, SameGpu
+from rlhf_core.stages.ppo.records import Experience
+from rlhf_core.stages.ppo.roles.passes import ModelSpec, Read, Scored, collate_rows, parts_of, score_share, token_values
+from rlhf_core.stages.ppo.roles.trained import Trained, Update
+from rlhf_core.stages.ppo.roofline import Ceilings, measure_ceilings
+from rlhf_core.stages.ppo.rounding import noise_of, noisy
+from rlhf_core.training.ranks import export, shards_of
+from rlhf_core.training.train_loop import accumulate
+from rlhf_core.training.zero_engine import library
+
+
+def prepare(deepspeed: bool) -> None:
+    """Imports what a role needs that this module, and those below it, do not."""
+    if deepspeed:
+        library()
+
+
+class Actor(Trained):
+    """Trains the policy, and sends its weights to the engines."""
+
+    def __init__(self, model: ModelSpec, config: PPO, seed: int):
+        policy = trained_policy(
+            model.path, model.dtype, model.trust_remote_code, config.lora, seed, config.router_aux_coef, shards_of(config, "actor")
+        )
+        if config.routing_replay:
+            policy.replay_routing()
+        super().__init__("actor", policy, model, config)
+        self.top = Truncation(config.top_p, config.top_k)
+
+    def logprobs(self, documents: Sequence[Document], temperature: float | None = None) -> Scored:
+        """Returns the log-probs of the distribution that answers are sampled from, or of the whole one at another `temperature`."""
+        scale, top = (self.config.temperature, self.top) if temperature is None else (temperature, WHOLE)
+        return score_share(self.engine, documents, self.model, lambda batch: masked_logprobs(self.engine, batch, scale, top=top).logprobs)
+
+    def reference_logprobs(self, documents: Sequence[Document]) -> Scored:
+        """Returns the log-probs of `Reference.logprobs`, of the actor without its adapters."""
+        with without_adapters(self.module.model):
+            return score_share(
+                self.engine, documents, self.model, lambda batch: masked_logprobs(self.engine, batch, self.config.temperature).logprobs
+            )
+
+    def probe(self, documents: Sequence[Document]) -> tuple[Scored, Scored]:
+        """Returns the log-probs of the whole distributions, and the same with noise of the size of rounding errors."""
+        plain = self.logprobs(documents, 1.0)
+        with noisy(self.module, noise_of(self.config.dtype, self.config.vllm.engine)):
+            return plain, self.logprobs(documents, 1.0)
+
+    def update(self, items: list[Experience], update: Update, read: list[Read]) -> dict[str, float]:
+        """Takes one step on PPO's clipped surrogate or a relative of it."""
+        counted = count([item.document for item in items])
+        entropy: Entropy = "gradient" if self.config.entropy_coef else "value"
+
+        def loss(part: list[int]) -> Loss:
+            here = [items[i] for i in part]
+            batch, rows = collate_rows(here, self.passes, self.model.pad_token_id, self.engine)
+            new = masked_logprobs(self.engine, batch, self.config.temperature, entropy, self.top)
+            old, sampler, ref, advantages = (
+                token_values(batch, rows, [getattr(e, name) for e in here])
+                for name in ("old_logprobs", "sampler_logprobs", "ref_logprobs", "advantages")
+            )
+            if old is None:
+                old = new.logprobs.detach()
+                read.append(Read(part, rows, batch.host.documents >= 0, old))
+            assert sampler is not None and advantages is not None
+            weights = sampler_weights(old, sampler, batch.mask, batch.documents, self.config)
+            per_token = PerToken(new.logprobs, new.entropy, old, ref, advantages, weights, batch.mask, batch.documents)
+            result = actor_loss(per_token, len(part), counted, self.config, update.kl_coef)
+            return with_balance(result, new.balance, self.config.router_aux_coef, counted.answers)
+
+        metrics = accumulate(self.engine, parts_of([item.document for item in items], self.passes), loss)
+        return metrics | {"policy/grad_norm": self.engine.step(update.learning_rate), "policy/learning_rate": update.learning_rate}
+
+    def ceilings(self) -> Ceilings | None:
+        """Measures the GPU on the first rank; returns None on the others."""
+        return measure_ceilings(self.engine.device, getattr(torch, self.model.dtype)) if self.engine.rank == 0 else None
+
+    def open_listener(self, key: bytes) -> str:
+        """Opens a socket for engine processes on this rank's GPU, before they connect; returns its address."""
+        self._listener = Listener(authkey=key)
+        return str(self._listener.address)
+
+    def open_channel(self, route: Route, rendezvous: Rendezvous, engines_on_gpu: Sequence[int]) -> None:
+        """Connects to the engines, which must open their side at the same time. `engines_on_gpu`: engine processes on each rank's GPU."""
+        self._channel: Channel | None = None
+        if route.kind == "gpus":
+            self._channel = SameGpu([self._listener.accept() for _ in range(engines_on_gpu[self.engine.rank])])
+            self._listener.close()
+        elif self.engine.rank == route.source:
+            self._channel = Broadcast(route.kind, 0, 1 + route.receivers, rendezvous)
+
+    def send_weights(self) -> None:
+        """Sends all weights under checkpoint names to the engines; a collective. Ranks that do not send only help to gather."""
+        weights = checkpoint_weights(self.engine.module.model, self.engine.gathered)
+        if self._channel is not None:
+            self._channel.send(weights)
+        else:
+            deque(weights, maxlen=0)
+
+    def export(self, folder: str) -> None:
+        """Writes a transformers checkpoint on rank 0."""
+        export(self.engine, Path(folder), self.model.path, self.config.lora, self.model.trust_remote_code)

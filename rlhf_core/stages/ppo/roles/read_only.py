@@ -1,0 +1,121 @@
+"""Models that are only read: reference and reward models. Each method is called on every rank of the role with the same arguments."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rlhf_core.data.documents import Document
+from rlhf_core.models.document_leak import detect_document_leak
+from rlhf_core.models.kernels.attention import split_attention
+from rlhf_core.models.kernels.sequence_ranks import ALONE, sequence_ranks
+from rlhf_core.models.load import Policy, Scorer, load_policy, load_scorer, masked_logprobs
+from rlhf_core.models.sequence_split import split_sequences
+from rlhf_core.objectives.collate import Batch
+from rlhf_core.rollout.weight_receiver import gpu_uuid
+from rlhf_core.stages.ppo.roles.passes import ModelSpec, Scored, score_share
+from rlhf_core.stages.ppo.roofline import Shape, shape_of
+from rlhf_core.training.process_group import join_ranks
+from rlhf_core.training.zero_shards import FrozenZero, ZeroShards
+
+
+class ModelRole:
+    """Holds the model of a role. `release` gives memory that only the allocator holds to other processes."""
+
+    module: torch.nn.Module
+
+    def release(self) -> None:
+        torch.cuda.empty_cache()
+
+    def gpu_uuid(self) -> str | None:
+        return gpu_uuid()
+
+    def memory(self) -> tuple[int, int, int]:
+        """Returns three byte counts: peak allocated and peak reserved since the last call, and reserved now."""
+        if not torch.cuda.is_available():
+            return 0, 0, 0
+        found = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved(), torch.cuda.memory_reserved()
+        torch.cuda.reset_peak_memory_stats()
+        return found
+
+    def shape(self) -> Shape:
+        return shape_of(self.module.model)
+
+
+class ReadOnlyModel(ModelRole):
+    """Scores documents with a model that is not trained. With `offload` its weights are in pinned host memory between two calls; one that
+    was loaded with `shards` stays cut over its ranks."""
+
+    module: Policy | Scorer
+
+    def __init__(self, module: Policy | Scorer, model: ModelSpec, offload: bool, shards: ZeroShards | None = None):
+        self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        self.module, self.model = module.eval().requires_grad_(False), model
+        self.rank, self.world_size, self.sharing = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), model.sharing
+        self.frozen = None if shards is None else FrozenZero(module, model.dtype)
+        self._sequence = ALONE
+        if model.sharing > 1:
+            split_attention(module.model, model.sharing)
+            join_ranks()
+            self._sequence = sequence_ranks(model.sharing)
+        if not offload and shards is None:
+            self.module.to(self.device)
+        for tensor in _tensors(module) if offload else []:  # one after the other: the host holds nothing twice
+            tensor.data = tensor.data.cpu().pin_memory()
+        self._offloaded = [(tensor, tensor.data) for tensor in _tensors(module)] if offload else []
+
+    def run(self, *inputs: Any) -> Any:
+        """Runs the model; cut over ranks a collective."""
+        return (self.module if self.frozen is None else self.frozen)(*inputs)
+
+    def score(self, documents: Sequence[Document], forward: Callable[[Batch], Tensor]) -> Scored:
+        for parameter, host in self._offloaded:
+            parameter.data = host.to(self.device, non_blocking=True)
+        detect_document_leak(self.run, self.module, self.device, bool(self.model.micro_tokens))
+        split_sequences(self.run, self.module, self._sequence, self.device, self._sequence.summed)
+        scored = score_share(self, documents, self.model, forward)
+        for parameter, host in self._offloaded:
+            parameter.data = host
+        if self.frozen is not None:
+            self.frozen.release()
+        if self._offloaded:
+            torch.cuda.empty_cache()
+        return scored
+
+
+class Reference(ReadOnlyModel):
+    """Scores with the policy that the KL is measured against: its whole distribution, so that the KL is finite with `top_p` or `top_k`."""
+
+    def __init__(self, model: ModelSpec, temperature: float, offload: bool = False, routing_replay: bool = False, shard: bool = False):
+        shards = ZeroShards(model.dtype) if shard else None
+        policy = load_policy(model.path, model.dtype, model.trust_remote_code, on_host=offload, shards=shards)
+        if routing_replay:
+            policy.replay_routing()
+        super().__init__(policy, model, offload, shards)
+        self.temperature = temperature
+
+    def logprobs(self, documents: Sequence[Document]) -> Scored:
+        return self.score(documents, lambda batch: masked_logprobs(self.run, batch, self.temperature).logprobs)
+
+
+class Reward(ReadOnlyModel):
+    """Scores with a reward model."""
+
+    def __init__(self, model: ModelSpec, offload: bool = False, shard: bool = False):
+        shards = ZeroShards(model.dtype) if shard else None
+        scorer = load_scorer(model.path, model.pad_token_id, model.dtype, model.trust_remote_code, on_host=offload, shards=shards)
+        super().__init__(scorer, model, offload, shards)
+
+    def scores(self, documents: Sequence[Document]) -> Scored:
+        """Returns the score at each document's last token, as an array of one."""
+        everywhere = self.score(documents, lambda b: self.run(b.tokens, b.host.positions))
+        return [(index, values[-1:]) for index, values in everywhere]
+
+
+def _tensors(module: torch.nn.Module) -> list[Tensor]:
+    """Returns parameters and buffers, each once."""
+    return list({id(tensor): tensor for tensor in [*module.parameters(), *module.buffers()]}.values())

@@ -1,0 +1,116 @@
+"""Models that are trained, and the critic. Each method is called on every rank of the role with the same arguments."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from torch import Tensor
+
+from rlhf_core.config import PPO
+from rlhf_core.data.documents import Document
+from rlhf_core.models.load import Policy, Scorer, trained_scorer
+from rlhf_core.objectives.actor_loss import count
+from rlhf_core.objectives.collate import Batch
+from rlhf_core.objectives.losses import Loss, value_loss
+from rlhf_core.objectives.masked import before
+from rlhf_core.stages.ppo.records import Experience
+from rlhf_core.stages.ppo.roles.passes import (
+    ModelSpec,
+    Read,
+    Scored,
+    arrays_of,
+    collate_rows,
+    parts_of,
+    passes_of,
+    score_share,
+    token_values,
+)
+from rlhf_core.stages.ppo.roles.read_only import ModelRole
+from rlhf_core.system import progress
+from rlhf_core.training.engine import at
+from rlhf_core.training.ranks import make_engine, shards_of
+from rlhf_core.training.train_loop import accumulate
+
+
+class Update(NamedTuple):
+    """Describes one optimiser step: the indices of its experience, its learning rate, and the coefficient of a KL in the loss."""
+
+    indices: list[int]
+    learning_rate: float
+    kl_coef: float
+
+
+class Steps(NamedTuple):
+    """Holds the metrics of each optimiser step, and log-probs of experience that had none, from the first step's passes (this rank's)."""
+
+    metrics: list[dict[str, float]]
+    logprobs: Scored
+
+
+class Trained(ModelRole):
+    """Trains a model. `name`: that of the role's group; `config`: with its ZeRO stage decided."""
+
+    def __init__(self, name: str, module: Policy | Scorer, model: ModelSpec, config: PPO):
+        self.engine = make_engine(module, config, packed=bool(model.micro_tokens), role=name)
+        self.module, self.model, self.config = module, model, config
+        self.passes = passes_of(self.engine, config.micro_train_batch_size, config.micro_train_tokens)
+
+    def train(self, experience: Sequence[Experience], updates: Sequence[Update]) -> Steps:
+        """Takes one optimiser step per update."""
+        metrics, logprobs = [], Scored()
+        for number, update in enumerate(updates, 1):
+            with at(f"optimiser step {number} of {len(updates)}"):
+                items = [experience[i] for i in update.indices]
+                metrics.append(self.update(items, update, read := list[Read]()))
+                logprobs += [(update.indices[i], values) for i, values in arrays_of(read)]
+        return Steps(metrics, logprobs)
+
+    def update(self, items: list[Experience], update: Update, read: list[Read]) -> dict[str, float]:
+        """Takes one optimiser step on `items`; returns its metrics. Adds log-probs of items without any to `read`."""
+        raise NotImplementedError
+
+    def release(self) -> None:
+        self.engine.release()
+
+    def save_state(self, folder: str) -> None:
+        self.engine.save_state(Path(folder))
+
+    def finish_saving(self) -> None:
+        self.engine.finish_saving()
+
+    def load_state(self, folder: str) -> None:
+        with progress.files(Path(folder)):
+            self.engine.load_state(Path(folder))
+
+
+class Critic(Trained):
+    """Trains the value model, which starts from the reward model, head included."""
+
+    def __init__(self, model: ModelSpec, config: PPO, seed: int):
+        scorer = trained_scorer(
+            model.path, model.pad_token_id, model.dtype, model.trust_remote_code, config.lora, seed, shards_of(config, "critic")
+        )
+        super().__init__("critic", scorer, model, config)
+
+    def values(self, documents: Sequence[Document]) -> Scored:
+        """Returns `V(tokens[<t])` for every token."""
+        return score_share(self.engine, documents, self.model, self._values)
+
+    def update(self, items: list[Experience], update: Update, read: list[Read]) -> dict[str, float]:
+        """Takes one step on the clipped value loss."""
+        tokens = count([item.document for item in items]).tokens
+
+        def loss(part: list[int]) -> Loss:
+            here = [items[i] for i in part]
+            batch, rows = collate_rows(here, self.passes, self.model.pad_token_id, self.engine)
+            old, returns = (token_values(batch, rows, [getattr(e, name) for e in here]) for name in ("values", "returns"))
+            assert old is not None and returns is not None
+            return value_loss(self._values(batch), old, returns, batch.mask, self.config.value_clip, tokens)
+
+        metrics = accumulate(self.engine, parts_of([item.document for item in items], self.passes), loss)
+        return metrics | {"value/grad_norm": self.engine.step(update.learning_rate), "value/learning_rate": update.learning_rate}
+
+    def _values(self, batch: Batch) -> Tensor:
+        return before(self.engine(batch.tokens, batch.host.positions), batch.host.positions)
