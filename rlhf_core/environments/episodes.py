@@ -148,7 +148,7 @@ class Episodes:
             process = self._processes[which]
             if process is None or process.ended:
                 if process is not None:
-                    self._admissions[which].died(process.shared)
+                    self._admissions[which].died(process.episodes_at_end)
                 own = self._config
                 process = await Process.start(str(own.file), own.class_name, own.options, own.timeout, own.sandbox)
                 self._processes[which] = process

@@ -32,14 +32,14 @@ class Failed(Exception):
 class Process:
     """One process of an environment. `seconds`: how long one step of an episode may keep it from all others.
 
-    `tools`: JSON schemas of the environment's tools. Made by `start`; `episodes` has the mailbox of each running episode, `shared` how many
-    there were when the process ended.
+    `tools`: JSON schemas of the environment's tools. Made by `start`; `episodes` has the mailbox of each running episode,
+    `episodes_at_end` counts those that ran when the process ended.
     """
 
     def __init__(self, process: asyncio.subprocess.Process, page: mmap.mmap, seconds: float, tools: Sequence[dict[str, Any]]):
         self._process, self._page, self._seconds, self.tools = process, page, seconds, list(tools)
         self.episodes: dict[int, asyncio.Queue[dict[str, Any] | Failed]] = {}
-        self.ended, self.shared = False, 0
+        self.ended, self.episodes_at_end = False, 0
         self._blocked, self._held = False, (-1, 0.0)  # the episode whose step goes on, and since when
         self._work = [asyncio.create_task(self._read()), asyncio.create_task(self._look())]
 
@@ -96,7 +96,7 @@ class Process:
                 break
             if (mailbox := self.episodes.get(told.get("id"))) is not None:
                 mailbox.put_nowait(told)
-        self.ended, self.shared = True, len(self.episodes)
+        self.ended, self.episodes_at_end = True, len(self.episodes)
         _kill(self._process)
         await self._process.wait()
         guilty, _ = self._running()

@@ -40,7 +40,13 @@ def reward_model(material: Path, tmp_path_factory: pytest.TempPathFactory) -> Pa
     ],
 )
 def test_the_sampler_follows_the_actor(
-    family: str, estimator: str, fields: dict[str, object], material: Path, reward_model: Path, tmp_path: Path
+    family: str,
+    estimator: str,
+    fields: dict[str, object],
+    material: Path,
+    reward_model: Path,
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
     base = make_family(family, material / "base", tmp_path / "base")
     share = Ranks(cpus=0.25)
@@ -71,6 +77,9 @@ def test_the_sampler_follows_the_actor(
         rlhf_core.stages.ppo.run.run(StageRequest(name="ppo", digest="0", config=config, inputs=inputs, seed=7), RunDir(tmp_path / "ppo"))
     finally:
         ray.shutdown()
+    said = capfd.readouterr().out
+    assert ("the reference is the actor without its adapters" in said) is (config.lora is not None)
+    assert ("waiting for reference to load" in said) is (config.lora is None)
     lines = read_metrics(tmp_path / "ppo")
     for line in lines:  # the probe after each sync compared vLLM with the actor; rollouts came from the synced weights
         assert line["sync/probe_gap"] < 1e-3 and line["sampler/gap"] < 1e-3

@@ -79,6 +79,8 @@ def start_fleet(
                 Reference, model=model("reference"), temperature=config.temperature, routing_replay=as_the_actor, **read_only
             )
         )
+    if config.reference_in_actor:
+        print("the reference is the actor without its adapters; reference_ranks are unused", flush=True)
     decided = config.model_copy(update={"zero_stage": chosen.stage})
     loading.append(groups["actor"].build(Actor, model=model("actor"), config=decided, seed=seed))
     if "critic" in groups:
