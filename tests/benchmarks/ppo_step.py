@@ -17,11 +17,11 @@ import random
 import sys
 import threading
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import openrlhf_ppo
+from gpu_memory import in_gib, watch_memory
 from headed import headed
 from openrlhf_ppo import run_child
 from record import add_options, figure, save
@@ -227,10 +227,6 @@ def total(line: dict[str, float]) -> float:
     return sum(value for name, value in line.items() if name.startswith("phase/"))
 
 
-def in_gib(sizes: Sequence[float]) -> list[float]:
-    return [round(size / 2**30, 1) for size in sizes]
-
-
 def show(line: dict[str, float]) -> None:
     def named(prefix: str) -> dict[str, float]:
         return {name.removeprefix(prefix): round(value, 2) for name, value in line.items() if name.startswith(prefix)}
@@ -252,24 +248,6 @@ def show(line: dict[str, float]) -> None:
     for title, said in (("work", named("work/")), ("wait", named("wait/")), ("GiB", named("memory/"))):
         print(f"    {title} {said}")
     print(f"    { ({name: round(line[name], 6) for name in checks if name in line}) }")
-
-
-def watch_memory() -> list[int]:
-    """Bytes in use on each card at most, looked at five times a second by a thread that ends with the process."""
-    import pynvml
-
-    pynvml.nvmlInit()
-    handles = [pynvml.nvmlDeviceGetHandleByIndex(i) for i in range(pynvml.nvmlDeviceGetCount())]
-    peaks = [0] * len(handles)
-
-    def look() -> None:
-        while True:
-            for i, handle in enumerate(handles):
-                peaks[i] = max(peaks[i], pynvml.nvmlDeviceGetMemoryInfo(handle).used)
-            time.sleep(0.2)
-
-    threading.Thread(target=look, daemon=True).start()
-    return peaks
 
 
 if __name__ == "__main__":

@@ -17,8 +17,9 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from gpu_memory import watch_memory
 from headed import headed
-from ppo_step import options, stage_config, watch_memory
+from ppo_step import options, stage_config
 from record import add_options, figure, save
 from transformers import AutoConfig
 

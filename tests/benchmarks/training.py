@@ -19,10 +19,14 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from gpu_memory import in_gib, watch_memory
 from openrlhf_ppo import run_child
 from record import add_options, figure, save
 
 from rlhf_core.config import DPO, KTO, SFT, Ranks, RewardModel, Trainable
+from rlhf_core.forecast.hardware import GPUS
+from rlhf_core.forecast.zero_stage import peak_of_training, stage_of_training
+from rlhf_core.hub.model_config import size_of
 from rlhf_core.runs.metrics_log import read_metrics
 from rlhf_core.runs.run_dir import RunDir, StageRequest
 
@@ -51,6 +55,7 @@ def main() -> None:
     parser.add_argument("--peer", action="store_true", help="TRL in place of ours")
     parser.add_argument("--peer-weights", default="bfloat16", choices=("bfloat16", "float32"), help="float32: TRL steps fp32, as ours does")
     parser.add_argument("--flops", type=float, default=790e12)
+    parser.add_argument("--gpu", choices=GPUS, default="h200", help="for what the plan says")
     add_options(parser, "training")
     arguments = parser.parse_args()
     if arguments.pass_tokens % (2 * PAIR) or (arguments.peer and arguments.gpus > 1):
@@ -58,6 +63,7 @@ def main() -> None:
     arguments.out.mkdir(parents=True)
     arguments.passes = (arguments.work or arguments.gpus) * PASSES
     rows = make_rows(arguments.what, arguments.steps * arguments.passes * arguments.pass_tokens, arguments.prompts, arguments.lengths)
+    peaks = watch_memory()
     seconds, per_step = (trl if arguments.peer else ours)(arguments, rows)
     steady = sorted(seconds[2:])[len(seconds[2:]) // 2]
     size = arguments.active or sum(file.stat().st_size for file in arguments.model.glob("*.safetensors")) / 2
@@ -72,6 +78,9 @@ def main() -> None:
     mfu = 6 * size * rate / arguments.flops / arguments.gpus
     print(f"{arguments.what} {name}: {rate:,.0f} tokens/s, {steady:.2f} s a step of {per_step:,.0f} tokens, MFU {mfu:.1%}", flush=True)
     found = {"rate": figure(round(rate), "tokens/s", "higher"), "MFU": figure(round(100 * mfu, 1), "%", "higher")}
+    if peaks:
+        found["peak"] = figure(max(in_gib(peaks)), "GiB")
+        print(f"peak GiB by GPU {in_gib(peaks)}", flush=True)
     save(arguments, f"{arguments.what} {name}", found)
 
 
@@ -118,6 +127,9 @@ def ours(arguments: argparse.Namespace, rows: list[dict[str, Any]]) -> tuple[lis
             **json.loads(arguments.set),
         }
     )
+    size, memory = size_of(str(arguments.model)), GPUS[arguments.gpu].memory
+    stage = stage_of_training(config, size, memory).stage
+    print(f"plan: {peak_of_training(config, size, stage, memory) / 2**30:.1f} GiB of a GPU, ZeRO-{stage}", flush=True)
     run = RunDir(arguments.out / "run")
     run.prepare(StageRequest(name=arguments.what, digest="0", config=config, inputs={"base": str(arguments.model)}, seed=0))
     hide = "sys.modules['liger_kernel'] = None; " if arguments.no_liger else ""
