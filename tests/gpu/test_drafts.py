@@ -1,6 +1,6 @@
 """Drafted tokens on a GPU: their distribution and their log-probs are those of the trainer's model.
 
-The model is a small Qwen2 of random weights (seed 0). Prompts repeat themselves, so that n-grams of them are drafted and some are right.
+The model is a small Qwen2 of random weights (seed 0) and few tokens, so that n-grams of prompts and answers are drafted and some are right.
 """
 
 from __future__ import annotations
@@ -19,17 +19,18 @@ from rlhf_core.models.load import Policy, load_policy, masked_logprobs
 from rlhf_core.models.token_logprobs import WHOLE, Truncation
 from rlhf_core.objectives.collate import collate
 from rlhf_core.rollout.engine import Answer, Sampler, Sampling
-from tests.support.sharp_model import VOCABULARY, save_sharp_model
+from tests.support.sharp_model import save_sharp_model
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(900), pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here")]
 ANSWERS = 8192
+VOCABULARY = 64
 REPEATED = [5, 6, 7, 8, 9] * 8
 NUCLEUS = Truncation(0.9, 0)
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_sharp_model(tmp_path_factory.mktemp("model"))
+    return save_sharp_model(tmp_path_factory.mktemp("model"), VOCABULARY)
 
 
 def logprobs(policy: Policy, documents: list[Document], temperature: float, top: Truncation) -> tuple[torch.Tensor, torch.Tensor]:
@@ -44,9 +45,8 @@ def surprise(policy: Policy, answers: list[Answer], temperature: float, top: Tru
     firsts = np.bincount([answer.tokens[0] for answer in answers], minlength=VOCABULARY)
     chi, freedom = 0.0, 0
     for first in np.argsort(-firsts)[:6].tolist():
-        parts = [range(start, start + 512) for start in range(0, VOCABULARY, 512)]
-        found = [logprobs(policy, [compact(REPEATED, [first, token]) for token in part], temperature, WHOLE)[0] for part in parts]
-        p = torch.cat([part[:, len(REPEATED) + 1] for part in found]).double().exp().numpy()
+        asked = [compact(REPEATED, [first, token]) for token in range(VOCABULARY)]
+        p = logprobs(policy, asked, temperature, WHOLE)[0][:, len(REPEATED) + 1].double().exp().numpy()
         order = np.argsort(-p)
         inside = order[np.cumsum(p[order]) - p[order] < top.top_p]
         p = np.where(np.isin(np.arange(VOCABULARY), inside), p, 0.0) / p[inside].sum()
@@ -86,5 +86,5 @@ def test_drafted_tokens_have_the_distribution_and_the_log_probs_of_the_model(met
             print(f"{method or 'no drafts'}, {temperature}, {top.top_p}: gap {right:.4f}, temperature off {wrong:.3f}, {sigma:+.2f} sigma")
             if method:
                 print(f"{tokens / steps:.3f} tokens a step")
-                assert tokens / steps > 1.005
+                assert tokens / steps > 1.02
             assert right < 0.03 < wrong and sigma < 3
