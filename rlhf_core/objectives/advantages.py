@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Literal, NamedTuple, assert_never
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -85,15 +86,18 @@ def gae(rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lambd: floa
     `A_t = delta_t + gamma lambd A_next`, `delta_t = r_t + gamma V_next - V_t`, where next is the next response token and both
     are 0 after the last one. Returns are `A + V`, before whitening.
     """
-    following_advantage = torch.zeros_like(values[..., 0])
-    following_value = torch.zeros_like(values[..., 0])
-    advantages = torch.zeros_like(values)
-    for t in reversed(range(values.shape[-1])):
-        delta = rewards[..., t] + gamma * following_value - values[..., t]
-        advantage = delta + gamma * lambd * following_advantage
-        following_advantage = torch.where(mask[..., t], advantage, following_advantage)
-        following_value = torch.where(mask[..., t], values[..., t], following_value)
-        advantages[..., t] = torch.where(mask[..., t], advantage, 0)
+    rows, places = np.nonzero(mask.reshape(-1, mask.shape[-1]).numpy())
+    counts = np.bincount(rows, minlength=1)
+    nth = np.arange(len(rows)) - np.repeat(counts.cumsum() - counts, counts)
+    # (response tokens, rows): one row after the other in memory for each token.
+    reward, value, advantage = (np.zeros((counts.max() + 1, len(counts)), values.numpy().dtype) for _ in range(3))
+    reward[nth, rows], value[nth, rows] = (x.reshape(-1, x.shape[-1]).numpy()[rows, places] for x in (rewards, values))
+    delta = reward[:-1] + gamma * value[1:] - value[:-1]
+    for t in reversed(range(len(delta))):
+        advantage[t] = delta[t] + gamma * lambd * advantage[t + 1]
+    found = np.zeros((mask.numel() // mask.shape[-1], mask.shape[-1]), value.dtype)
+    found[rows, places] = advantage[nth, rows]
+    advantages = torch.from_numpy(found).view(mask.shape)
     return Credit(advantages, torch.where(mask, advantages + values, 0))
 
 

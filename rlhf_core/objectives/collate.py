@@ -37,6 +37,11 @@ class Batch:
         """The batch in host memory. Reading values from it does not make the host wait for the GPU."""
         return self.on_host or self
 
+    @property
+    def real(self) -> np.ndarray:
+        """False on padding, (B, T). Selects elements by numpy, without PyTorch's threads (`masked.next_token_pairs`)."""
+        return np.asarray(self.host.documents.numpy() >= 0)
+
     def to(self, device: torch.device | str) -> Batch:
         """Copies the batch to a device; to a GPU through pinned memory, without waiting."""
         device = torch.device(device)

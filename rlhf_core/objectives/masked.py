@@ -9,6 +9,7 @@ Inputs are fp32 (fp64 in tests). Left out: reductions over ranks. Sums over toke
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -74,17 +75,18 @@ def next_token_pairs(positions: Tensor, mask: Tensor | None = None) -> Tensor:
     """Returns flat indices (2, N): of each token under `mask` (B, T) in row 1, and of the token before it in its document in row 0.
 
     The model's output at the first predicts the second. A document's first token is left out. The first token after a shared prompt
-    follows that prompt's last token.
+    follows that prompt's last token. The result is in host memory, and computed by numpy: PyTorch selects elements with all threads of
+    the process, for whose start a pass of few tokens waits longer than for its kernels.
     """
-    width, flat = positions.shape[1], positions.flatten()
-    places = ((flat > 0) if mask is None else mask.flatten() & (flat > 0)).nonzero().squeeze(-1)
+    width, flat = positions.shape[1], positions.cpu().numpy().ravel()
+    places = np.flatnonzero(flat > 0 if mask is None else mask.cpu().numpy().ravel() & (flat > 0))
     sources = places - 1
     jumps = flat[sources] + 1 != flat[places]
     if jumps.any():
-        trunks = torch.where(flat == 0, torch.arange(len(flat), device=flat.device), 0).cummax(0).values
-        sources = torch.where(jumps, trunks[places] + flat[places] - 1, sources)
-    assert bool((sources // width == places // width).all()), "a shared prompt is in another row"
-    return torch.stack([sources, places])
+        trunks = np.maximum.accumulate(np.where(flat == 0, np.arange(len(flat)), 0))
+        sources = np.where(jumps, trunks[places] + flat[places] - 1, sources)
+    assert (sources // width == places // width).all(), "a shared prompt is in another row"
+    return torch.from_numpy(np.stack([sources, places]))
 
 
 def before(values: Tensor, positions: Tensor) -> Tensor:

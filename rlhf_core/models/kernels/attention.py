@@ -10,6 +10,7 @@ from __future__ import annotations
 from functools import partial
 from typing import Any, cast
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -141,24 +142,30 @@ def document_bounds(positions: Tensor, device: torch.device) -> dict[str, Any]:
     """Returns the bounds of the documents of concatenated rows, once a pass instead of once a layer.
 
     `positions` (any shape) restart at 0 with each document; a document that continues a shared prompt (`collate.Batch`) starts above 0, and
-    `keys` has the rows that queries attend to. Positions on the host are read without waiting for `device`.
+    `keys` has the rows that queries attend to. Positions on the host are read without waiting for `device`, and without PyTorch's threads
+    (`next_token_pairs`).
     """
-    positions = positions.flatten().cpu()
-    starts = torch.cat([torch.zeros(1, dtype=torch.int64), (positions.diff() != 1).nonzero().flatten() + 1])
-    edges = torch.cat([starts, torch.tensor([positions.numel()])]).int()
-    longest, on_device = int(edges.diff().max()), sent(edges, device)
+    at = positions.flatten().cpu().numpy()
+    starts = np.concatenate([[0], np.flatnonzero(np.diff(at) != 1) + 1])
+    edges = np.append(starts, at.size)
+    longest, on_device = int(np.diff(edges).max()), _int32(edges, device)
     found = {"cu_seq_lens_q": on_device, "cu_seq_lens_k": on_device, "max_length_q": longest, "max_length_k": longest}
     # Tokens of the shared prompt before each document.
-    before = positions[starts]
+    before = at[starts]
     if not before.any():
         return found
-    lengths = edges.diff() + before
-    key_edges = F.pad(lengths.cumsum(0), (1, 0)).int()
-    trunks = torch.where(before == 0, starts, 0).cummax(0).values
-    document = torch.repeat_interleave(torch.arange(len(starts)), lengths)
-    within = torch.arange(len(document)) - key_edges[document]
-    keys = within + torch.where(within < before[document], trunks[document], starts[document] - before[document])
-    return found | {"cu_seq_lens_k": sent(key_edges, device), "max_length_k": int(lengths.max()), "keys": sent(keys, device)}
+    lengths = np.diff(edges) + before
+    key_edges = np.append(0, lengths.cumsum())
+    trunks = np.maximum.accumulate(np.where(before == 0, starts, 0))
+    document = np.repeat(np.arange(len(starts)), lengths)
+    within = np.arange(len(document)) - key_edges[document]
+    keys = within + np.where(within < before[document], trunks[document], starts[document] - before[document])
+    sent_keys = sent(torch.from_numpy(keys), device)
+    return found | {"cu_seq_lens_k": _int32(key_edges, device), "max_length_k": int(lengths.max()), "keys": sent_keys}
+
+
+def _int32(values: np.ndarray, device: torch.device) -> Tensor:
+    return sent(torch.from_numpy(values.astype(np.int32)), device)
 
 
 def varlen_attention(

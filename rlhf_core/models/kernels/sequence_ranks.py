@@ -35,10 +35,12 @@ class SequenceRanks(NamedTuple):
 
     def own_pairs(self, pairs: Tensor, count: int) -> Tensor:
         """Returns those of `pairs` (2, n) of a pass of `count` tokens (`next_token_pairs`) whose source this rank has. Sources are then
-        counted from the start of its part; a target may be in another part."""
-        length = -(-count // self.size)
-        here = pairs[0] // length == self.rank
-        return pairs[:, here] - pairs.new_tensor([[self.rank * length], [0]])
+        counted from the start of its part; a target may be in another part. All are in host memory, for numpy (`next_token_pairs`)."""
+        if self.size == 1:
+            return pairs
+        length, all_pairs = -(-count // self.size), pairs.numpy()
+        here = all_pairs[:, all_pairs[0] // length == self.rank]
+        return torch.from_numpy(here - [[self.rank * length], [0]])
 
     def whole(self, own: Tensor, count: int) -> Tensor:
         """Returns the rows of all ranks (`count`, ...) from this rank's part (t, ...); the gradient is that of this rank's rows."""

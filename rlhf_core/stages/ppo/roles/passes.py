@@ -23,11 +23,11 @@ Scored = list[tuple[int, np.ndarray]]  # (index of the document, its values)
 
 
 class Read(NamedTuple):
-    """Holds the values (B, T) of a pass, perhaps on a GPU: for these indices, of these documents in rows."""
+    """Holds the values (B, T) of a pass, perhaps on a GPU: for these indices, of these documents in rows; `real` is False on padding."""
 
     part: list[int]
     rows: list[list[Document]]
-    real: Tensor
+    real: np.ndarray
     values: Tensor
 
 
@@ -65,7 +65,7 @@ def score_share(holder: ModelHolder, documents: Sequence[Document], model: Model
             values = forward(batch).float()
         progress.made()
         if turn.counted:
-            read.append(Read(parts[turn.place], rows, batch.host.documents >= 0, values))
+            read.append(Read(parts[turn.place], rows, batch.real, values))
     return arrays_of(read)  # only now does the host wait for the GPU
 
 
@@ -75,7 +75,7 @@ def arrays_of(read: Sequence[Read]) -> Scored:
     for part, rows, real, values in read:
         packed = [document for row in rows for document in row]
         ends = np.cumsum([len(document) - document.shared for document in packed])
-        own = np.split(values.cpu()[real].numpy(), ends[:-1])
+        own = np.split(values.cpu().numpy()[real], ends[:-1])
         progress.made()
         scored += [(i, np.pad(array, (document.shared, 0))) for i, document, array in zip(part, packed, own, strict=True)]
     return scored
@@ -113,6 +113,6 @@ def token_values(batch: Batch, rows: Sequence[Sequence[Document]], arrays: Seque
         return None
     documents = [document for row in rows for document in row]
     own = [array[document.shared :] for array, document in zip(known, documents, strict=True)]
-    values = torch.zeros(batch.tokens.shape)
-    values[batch.host.documents >= 0] = torch.from_numpy(np.concatenate(own)).float()
-    return sent(values, batch.tokens.device)
+    values = np.zeros(batch.tokens.shape, np.float32)
+    values[batch.real] = np.concatenate(own)
+    return sent(torch.from_numpy(values), batch.tokens.device)
