@@ -6,17 +6,16 @@ import threading
 import time
 from collections.abc import Sequence
 
+from rlhf_core.system.machine import gpu_names
+
 
 def watch_memory() -> list[int]:
     """Returns the bytes in use at most on each GPU that this process can see, in a list that a thread keeps up to date five times a
     second until the process ends. Without a GPU it is empty."""
+    if not (names := gpu_names()):
+        return []
     import pynvml
 
-    from rlhf_core.system.machine import gpu_names
-
-    names = gpu_names()
-    if not names:
-        return []
     pynvml.nvmlInit()
     handles = [pynvml.nvmlDeviceGetHandleByIndex(int(n)) if n.isdigit() else pynvml.nvmlDeviceGetHandleByUUID(n) for n in names]
     peaks = [0] * len(handles)
