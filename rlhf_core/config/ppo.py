@@ -11,7 +11,7 @@ from rlhf_core.config.data import Data, Text
 from rlhf_core.config.loops import Rewarded
 from rlhf_core.config.processes import Groups, Wanted, check_together
 from rlhf_core.config.rewards import EnvironmentReward, NoReward, ShortEnvironment
-from rlhf_core.config.training import Optimised, Routed
+from rlhf_core.config.training import Optimised, Routed, adapter_mistakes
 from rlhf_core.records import NotInDigest, Positive, Ranks, Rate, Share, check
 
 AdvantageEstimator = Literal["gae", "grpo", "dr_grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline"]
@@ -369,6 +369,10 @@ class PPO(Optimised, Rewarded, Routed):
             yield f"ref_reward_shard cuts a model over its ranks, and these have one: {', '.join(alone)}: leave it out"
         for names in self.together:
             check_together({name: self.placed[name] for name in names})
+
+    @check
+    def _check_adapters(self) -> Iterator[str]:
+        yield from adapter_mistakes(self.vllm, self.lora)
 
     @check
     def _check(self) -> Iterator[str]:

@@ -19,7 +19,8 @@ NOT_FOR_ENGINE = {
         ("pipeline_parallel_size", "data_parallel_size", "data_parallel_size_local", "nnodes", "distributed_executor_backend"),
         "it needs processes that are not reserved",
     ),
-    **dict.fromkeys(("load_format", "quantization_config", "enable_lora"), "new weights could not be loaded"),
+    **dict.fromkeys(("load_format", "quantization_config"), "new weights could not be loaded"),
+    **dict.fromkeys(("enable_lora", "max_lora_rank", "max_loras"), "vllm.adapters sets it"),
     **dict.fromkeys(
         ("worker_cls", "worker_extension_cls", "scheduler_cls", "logprobs_mode", "disable_log_stats", "language_model_only"),
         "alignflow sets it",
@@ -49,6 +50,11 @@ class Vllm(Config):
     )
     sleep: Annotated[bool, NotInDigest] = Field(
         False, description="in ppo: free the GPU's memory while the models score and train (the next sync sends the weights again)"
+    )
+    adapters: Literal["merged", "alone"] = Field(
+        "merged",
+        description="in ppo with lora: a sync sends all weights, adapters merged, or the adapters alone to engines that keep the actor's "
+        "starting model (vLLM's runtime LoRA): less is sent, sampling is slower",
     )
     start_timeout: Annotated[Rate, NotInDigest] = Field(
         900.0, description="of a server (a vllm judge, alignment_tax): seconds until it must be ready"

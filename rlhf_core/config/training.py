@@ -9,12 +9,15 @@ from pydantic import BeforeValidator, Field
 
 from rlhf_core.config.data import Data, Rows, Text, template_mistakes
 from rlhf_core.config.gates import Gated
-from rlhf_core.config.processes import Groups
+from rlhf_core.config.processes import Groups, Vllm
 from rlhf_core.config.sweep import Value, sweep_mistakes
 from rlhf_core.config.zero_fields import ZeroFields
 from rlhf_core.records import Config, Momentum, NotInDigest, Positive, Ranks, Rate, Share, check
 
 Recomputed = Annotated[Share, BeforeValidator(lambda value: float(value) if isinstance(value, bool) else value)]
+
+
+MOST_RANK = 512  # of adapters in vLLM
 
 
 class Lora(Config):
@@ -31,6 +34,18 @@ class Lora(Config):
     export: Literal["merged", "adapter"] = Field(
         "merged", description="the checkpoint is a whole model, or the adapter alone, which names the model it belongs to"
     )
+
+
+def adapter_mistakes(vllm: Vllm, lora: Lora | None) -> Iterator[str]:
+    """Yields what speaks against `vllm.adapters: alone`."""
+    if vllm.adapters == "merged":
+        return
+    if lora is None:
+        yield "vllm.adapters: alone sends adapters, and there are none: set lora, or leave it out"
+    elif lora.quantize != "none":
+        yield f"vllm.adapters: alone, and lora.quantize={lora.quantize} rounds weights that engines would not round: leave one of them out"
+    elif lora.rank > MOST_RANK:
+        yield f"vllm.adapters: alone takes adapters of rank {MOST_RANK} at most, and lora.rank is {lora.rank}: lower it, or leave it out"
 
 
 class Optimised(Gated, ZeroFields):

@@ -48,7 +48,9 @@ def by_phase(config: PPO, layout: Layout, sizes: Mapping[str, Size], gpu: Gpu) -
     """Peaks of start-up (libraries and CUDA's contexts), load, generate, score, train (the optimiser's step among it), gather, sync, export
     and save. Phases in which memory is not given back (without `vllm.sleep`) keep what an earlier one took, as in `memory.peak`."""
     held, on = roles(config, sizes, gpu.memory), sharing(layout)
-    hosts = {name: _host(config, name, sizes, gpu) for name in config.groups} | {"sampler": _Host(PROCESS)}
+    asleep = 2 * sizes["actor"].parameters / config.vllm.tensor_parallel_size  # weights of an engine to which no sync sends them again
+    engine = _Host(PROCESS + (asleep if config.vllm.sleep and config.vllm.adapters == "alone" else 0.0))
+    hosts = {name: _host(config, name, sizes, gpu) for name in config.groups} | {"sampler": engine}
     found = []
     for names in on.values():
         on_gpu = gpu_phases([held[name] for name in names], config.vllm.sleep, config.colocate_all)

@@ -75,12 +75,13 @@ def phases(config: PPO, layout: Layout, sizes: Mapping[str, Size], gpu: Gpu, rat
             by_rank = min(HOST_ADAM, NODE_ADAM / min(ranks, gpu.per_node))
             host.append(steps * stored / ranks / by_rank if name in config.adam_offload else 0.0)
     engine, gpus = sizes["actor"], layout.gpus()
-    gathered = gather_seconds(2 * engine.parameters, config.actor_ranks.world_size, gpu) if config.zero_stage == 3 else 0.0
+    sent_whole = 0 if config.vllm.adapters == "alone" else 2 * engine.parameters  # adapters take no time beside it
+    gathered = gather_seconds(sent_whole, config.actor_ranks.world_size, gpu) if config.zero_stage == 3 else 0.0
     found = {
         "generate": _generate(config, engine, len(layout.slots["sampler"]), gpu, rates),
         "score": busiest(scoring, gpus),
         "train": busiest(training, gpus) + (sum if config.colocate_all else max)(host),
-        "sync": 0.1 + max(2 * engine.parameters / SYNC / 2, gathered),
+        "sync": 0.1 + max(sent_whole / SYNC / 2, gathered),
     }
     if config.max_staleness:
         found["generate"] = max(0.0, found["generate"] - found["score"] - found["train"])

@@ -71,6 +71,16 @@ def lora_layers(model: PreTrainedModel) -> dict[str, Any]:
     return {name: module for name, module in model.named_modules() if isinstance(module, LoraLayer)}
 
 
+def require_linear(model: PreTrainedModel) -> None:
+    """Raises ValueError when an adapter is not one of a linear layer, as those of experts that are stored as one tensor."""
+    others = [name for name, layer in lora_layers(model).items() if not adapts(layer, "weight")]
+    if others:
+        raise ValueError(
+            f"vllm.adapters: alone sends adapters of linear layers, and these are of other weights: {', '.join(others[:3])}: name linear "
+            "layers in lora.targets, or leave vllm.adapters out"
+        )
+
+
 @contextmanager
 def without_adapters(model: PreTrainedModel) -> Iterator[None]:
     """While open, the model computes with its frozen weights alone."""

@@ -25,6 +25,7 @@ from rlhf_core.hub.model_config import text_config, wraps_text_by_config
 from rlhf_core.models.experts import replayed
 from rlhf_core.rollout.environment import (
     CPU_BATCHED_TOKENS,
+    adapter_options,
     compilation,
     config_of,
     delta_rule,
@@ -34,6 +35,7 @@ from rlhf_core.rollout.environment import (
 )
 from rlhf_core.rollout.patches.engine import applies, find_ranks_in_a_file, keep_rows, sampled_logprobs, wait_for_whole_answers
 from rlhf_core.rollout.patches.models import patch_models, returns_routing
+from rlhf_core.rollout.weight_receiver import adapter_request
 from rlhf_core.rollout.weight_transfer import Rendezvous, Route
 from rlhf_core.system import progress
 from rlhf_core.system.gc_pause import uncollected
@@ -116,7 +118,8 @@ def library(kv_cache_gib: float) -> Any:
 
 
 class Sampler:
-    """Starts a vLLM engine and loads a model, one in a process; `close` ends it. `first`: the number of processes of engines before it."""
+    """Starts a vLLM engine and loads a model, one in a process; `close` ends it. `first`: the number of processes of engines before it;
+    `adapter_rank`: that of adapters, which are then all that it receives."""
 
     first = 0
 
@@ -131,6 +134,7 @@ class Sampler:
         trust_remote_code: bool = False,
         can_sleep: bool = False,
         routing_replay: bool = False,
+        adapter_rank: int = 0,
     ):
         on_gpu = torch.cuda.is_available()
         self._dtype, self._trust_remote_code = dtype, trust_remote_code
@@ -164,13 +168,18 @@ class Sampler:
             disable_log_stats=True,
             enable_sleep_mode=can_sleep,
             tensor_parallel_size=vllm.tensor_parallel_size,
+            **adapter_options(adapter_rank),
             # Processes of this one, which end with it.
             distributed_executor_backend="mp" if vllm.tensor_parallel_size > 1 else None,
         )
         self.llm = self._library.LLM(**options | vllm.engine)
         self.llm.collective_rpc("lean_logprobs")
+        if adapter_rank:
+            self.llm.collective_rpc("keep_plain_head")
         self._sampled = wait_for_whole_answers(self.llm.llm_engine)
         self.tied = bool(self.llm.llm_engine.model_config.hf_text_config.tie_word_embeddings)
+        self._adapter_rank = adapter_rank
+        self._adapter: Any = None  # what requests name, once adapters are there
         self.version, self._loads = 0, 0  # of the weights: as the trainer counts, and how often they were loaded
         self._begun = dict[str, Begun]()  # unfinished requests of `advance`
         self._finished = list[tuple[int, Answer]]()  # requests of `advance` that were finished in another call
@@ -200,7 +209,7 @@ class Sampler:
         """Adds a request; returns the engine's own name of it."""
         # What the cache holds of other weights has another salt; it cannot be cleared while requests use it.
         prompt = {"prompt_token_ids": list(tokens), "cache_salt": str(self._loads)}
-        return self.llm.llm_engine.add_request(key, prompt, params) or key
+        return self.llm.llm_engine.add_request(key, prompt, params, lora_request=self._adapter) or key
 
     def _step(self) -> list[Any]:
         """Makes a step of the engine; returns what it finished, but keeps answers to requests of `advance`."""
@@ -298,8 +307,13 @@ class Sampler:
         self.llm.collective_rpc("open_channel", args=(route, rendezvous, self.first))
 
     def receive_weights(self, version: int = 0) -> None:
-        """Loads all weights from the trainer, which must send them at the same time; `version`: as it counts them."""
-        self.llm.collective_rpc("receive_weights", args=(self.tied,))
+        """Loads all weights, or of an engine with adapters these, from the trainer, which must send them at the same time; `version`: as
+        it counts them."""
+        if self._adapter_rank:
+            self.llm.collective_rpc("receive_adapters", args=(self._adapter_rank,))
+            self._adapter = adapter_request()
+        else:
+            self.llm.collective_rpc("receive_weights", args=(self.tied,))
         self._loaded(version)
 
     def sleep(self, keep_weights: bool) -> None:

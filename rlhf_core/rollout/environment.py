@@ -25,6 +25,7 @@ from rlhf_core.system.processes import child_environment
 CPU_BATCHED_TOKENS = 4096  # tokens of one engine step on CPU
 # Without torch.compile, the decoding steps recorded as CUDA graphs.
 UNCOMPILED = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
+ADAPTER_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # for which vLLM has kernels
 
 
 def compilation(model: str) -> dict[str, Any]:
@@ -36,6 +37,11 @@ def compilation(model: str) -> dict[str, Any]:
     if not num_gpus():
         return {}
     return UNCOMPILED if experts_of_config(text_config(config_of(model))) else {}
+
+
+def adapter_options(rank: int) -> dict[str, Any]:
+    """Returns vLLM's options for one adapter of this rank; none for rank 0."""
+    return {"enable_lora": True, "max_loras": 1, "max_lora_rank": next(size for size in ADAPTER_RANKS if size >= rank)} if rank else {}
 
 
 def delta_rule(model: str) -> dict[str, Any]:

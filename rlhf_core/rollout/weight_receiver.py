@@ -23,6 +23,9 @@ def gpu_uuid() -> str | None:
     return str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid) if torch.cuda.is_available() else None
 
 
+ADAPTER_ID = 1  # of the one adapter of an engine
+
+
 class WeightReceiver:
     """Adds methods to vLLM's worker. `rank`: the worker's number in its engine. `tied`: embeddings and head are one weight."""
 
@@ -54,6 +57,22 @@ class WeightReceiver:
         """Loads all weights under checkpoint names from the trainer, which sends them now."""
         self._reload(self._channel.receive(), tied)
 
+    def keep_plain_head(self) -> None:
+        """Takes the head out of what may have adapters: ours have none there, and vLLM's would ask for its part in log-probs of prompts,
+        for which it has no place."""
+        manager, model = self.model_runner.lora_manager._adapter_manager, self.model_runner.get_model()
+        for owner in [*model.modules()]:
+            for name, part in [*owner.named_children()]:
+                if type(part).__name__ == "LogitsProcessorWithLoRA":
+                    setattr(owner, name, part.base_layer)
+        for name in [name for name, part in manager.modules.items() if type(part).__name__ == "LogitsProcessorWithLoRA"]:
+            del manager.modules[name]
+
+    def receive_adapters(self, rank: int) -> None:
+        """Puts the adapters that the trainer sends now in the place of those before. Raises ValueError for a layer for which vLLM has no
+        adapters."""
+        replace_adapters(self.model_runner, dict(self._channel.receive()), rank)
+
     def take_weights(self, named: Sequence[tuple[str, Tensor]], tied: bool) -> None:
         self._reload(named, tied)
 
@@ -83,6 +102,36 @@ class WeightReceiver:
         if torch.cuda.is_available():
             torch.cuda.synchronize()
             torch.cuda.empty_cache()
+
+
+def adapter_request() -> Any:
+    """Returns what requests to vLLM name to be answered with the adapters that `replace_adapters` loaded."""
+    from vllm.lora.request import LoRARequest
+
+    return LoRARequest("actor", ADAPTER_ID, "sent by the actor")  # in place of a folder, which is not read
+
+
+def replace_adapters(model_runner: Any, named: dict[str, Tensor], rank: int) -> None:
+    """Loads adapters of peft's names and this `rank` as those of requests with `ADAPTER_ID`."""
+    from vllm.lora.lora_model import LoRAModel
+    from vllm.lora.peft_helper import PEFTHelper
+
+    outer = model_runner.lora_manager
+    manager, mapper = outer._adapter_manager, getattr(model_runner.get_model(), "hf_to_vllm_mapper", None)
+    loaded = LoRAModel.from_lora_tensors(
+        lora_model_id=ADAPTER_ID,
+        tensors=named,
+        peft_helper=PEFTHelper(r=rank, lora_alpha=rank, target_modules="all-linear"),  # already scaled
+        device="cpu",
+        dtype=outer.lora_config.lora_dtype,
+        weights_mapper=mapper and getattr(mapper, "get_rename_mapper", lambda: mapper)(),
+    )
+    outer.remove_adapter(ADAPTER_ID)
+    manager.add_adapter(loaded)
+    if unknown := sorted(loaded.loras.keys() - manager.modules.keys()):
+        lacking = ", ".join(unknown[:3])
+        raise ValueError(f"vLLM has no adapters for {lacking}: name other layers in lora.targets, or leave vllm.adapters out")
+    manager.activate_adapter(ADAPTER_ID)
 
 
 def _with_head(weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:

@@ -35,6 +35,7 @@ def reward_model(material: Path, tmp_path_factory: pytest.TempPathFactory) -> Pa
     "family, estimator, fields",
     [
         ("mixtral", "grpo", {"lora": Lora(rank=4, export="adapter"), "zero_stage": 2}),
+        ("qwen3", "grpo", {"lora": Lora(rank=3), "zero_stage": 3, "vllm": Vllm(cpus=0.25, kv_cache_gib=0.5, adapters="alone")}),
         pytest.param("qwen3-moe", "rloo", {"router_aux_coef": 0.01, "zero_stage": 3}, marks=pytest.mark.long),
         pytest.param("qwen3", "gae", {"lora": Lora(rank=4), "zero_stage": 3}, marks=pytest.mark.long),
     ],
@@ -68,8 +69,7 @@ def test_the_sampler_follows_the_actor(
         critic_ranks=share,
         reference_ranks=share,
         reward_ranks=share,
-        vllm=Vllm(cpus=0.25, kv_cache_gib=0.5),
-        **fields,
+        **{"vllm": Vllm(cpus=0.25, kv_cache_gib=0.5), **fields},
     )
     inputs = {"base": str(base), "reward_model": str(reward_model)}
     (tmp_path / "ppo").mkdir()

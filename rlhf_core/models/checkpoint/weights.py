@@ -67,6 +67,15 @@ def trained_weights(model: PreTrainedModel, gathered: Gathered) -> Iterator[tupl
             yield f"base_model.model.{name.replace(f'.{ADAPTER}.', '.')}", parameter.detach()
 
 
+def scaled_adapters(model: PreTrainedModel, gathered: Gathered) -> Iterator[tuple[str, Tensor]]:
+    """Yields the adapters of linear layers, `alpha / rank` multiplied into B, in the dtype of the model's weights and under the names of
+    `trained_weights`; a collective on every rank."""
+    scales = {f"base_model.model.{name}": layer.scaling[ADAPTER] for name, layer in lora_layers(model).items()}
+    for name, weight in trained_weights(model, gathered):
+        owner, is_b, _ = name.partition(".lora_B.")
+        yield name, (weight * scales[owner] if is_b else weight).to(model.dtype)
+
+
 def is_quantised(model: PreTrainedModel) -> bool:
     return getattr(model, "hf_quantizer", None) is not None
 

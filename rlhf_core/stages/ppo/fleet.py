@@ -67,7 +67,8 @@ class Fleet:
     called `environment`, if it is one; `no_reward`: the name of a source without rewards; `engines` take requests one by one, in the loop
     of `background`.
 
-    `drafts`: engines draft tokens. `one_update`: the actor's training pass computes the log-probs that its scoring pass would.
+    `adapters_alone`: engines get adapters alone. `drafts`: engines draft tokens. `one_update`: the actor's training pass computes the
+    log-probs that its scoring pass would.
     `reference_in_actor`: the reference is the actor without its adapters. `scorings`: how often each group scores an iteration's answers.
     `in_turn`: actor and critic share their GPUs, and train one after the other: each has the memory for larger passes, and no
     collective of one waits on a GPU that computes for the other.
@@ -83,6 +84,7 @@ class Fleet:
     timeout: float
     dtype: str
     sleeps: bool = False
+    adapters_alone: bool = False
     in_turn: bool = False
     zero_stage: int = 3
     one_update: bool = False
@@ -196,7 +198,7 @@ class Fleet:
 
     def sleep(self, keep_weights: bool) -> None:
         """Makes the engines free their GPUs for the models. `keep_weights` must be true unless `publish_weights` follows on `wake`."""
-        self.sampler.call("sleep", SamplerRole.sleep, keep_weights).wait(self.timeout)
+        self.sampler.call("sleep", SamplerRole.sleep, keep_weights or self.adapters_alone).wait(self.timeout)
 
     def wake(self) -> None:
         """Makes the models free memory that they do not use, and the engines take up their GPUs again."""

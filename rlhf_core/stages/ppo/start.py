@@ -70,6 +70,7 @@ def start_fleet(
             trust_remote_code=trust_remote_code,
             can_sleep=config.vllm.sleep,
             routing_replay=config.routing_replay,
+            adapter_rank=config.lora.rank if config.lora is not None and config.vllm.adapters == "alone" else 0,
         ),
         *(group.build(Reward, model=reward_model(title), **read_only) for title, group in rewards.items()),
     ]
@@ -108,6 +109,7 @@ def start_fleet(
         timeout=config.timeout,
         dtype=config.dtype,
         sleeps=config.vllm.sleep,
+        adapters_alone=config.vllm.adapters == "alone",
         in_turn=config.colocate_all,
         zero_stage=chosen.stage,
         one_update=config.one_update,

@@ -101,7 +101,9 @@ def train(request: StageRequest, run: RunDir, groups: Mapping[str, Group], begun
             carried = carried._replace(ahead=read_ahead(resume.folder, setup.order, setup.sampling.n))
             best = Best(*resume.loop["best"]) if resume.loop.get("best") else None
             print(f"resumed after iteration {first} of {iterations}", flush=True)
-        elif held_out:
+        elif fleet.adapters_alone:
+            fleet.publish_weights()  # all answers are of engines with adapters, which change nothing yet
+        if held_out and not resume:
             shutil.rmtree(run / BEST, ignore_errors=True)  # of an attempt without a resume state
             _, best = validated(fleet, held_out, run, 0, None)
         collector = start_collector(fleet, setup, iterations, first, resume.folder if resume else None) if config.continuous else None

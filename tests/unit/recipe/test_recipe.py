@@ -123,6 +123,7 @@ def test_dump_reads_back(recipe: Write, tmp_path: Path) -> None:
             "evaluation.judges.0={kind: rule, anser_key: a}",
             "stages.evaluation.judges.0.anser_key: unknown key 'anser_key'; did you mean answer",
         ),
+        ("ppo.vllm={adapters: alone}", "stages.ppo: vllm.adapters: alone sends adapters, and there are none: set lora, or leave it out"),
         ("ppo.vllm={sleep: true}", "stages.ppo.vllm: vllm.sleep gives a GPU's memory back, and gpus is 0: set gpus, or leave sleep out"),
         ("ppo.vllm={gpu: 1}", "stages.ppo.vllm.gpu: unknown key 'gpu'; did you mean gpus?"),
         ("ppo.reward.0.weigth=1", "unknown key 'weigth'; did you mean weight"),

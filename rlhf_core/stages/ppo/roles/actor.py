@@ -11,9 +11,9 @@ import torch
 
 from rlhf_core.config import PPO
 from rlhf_core.data.documents import Document
-from rlhf_core.models.checkpoint.weights import checkpoint_weights
+from rlhf_core.models.checkpoint.weights import checkpoint_weights, scaled_adapters
 from rlhf_core.models.load import masked_logprobs, trained_policy
-from rlhf_core.models.lora import without_adapters
+from rlhf_core.models.lora import require_linear, without_adapters
 from rlhf_core.models.token_logprobs import WHOLE, Entropy, Truncation
 from rlhf_core.objectives.actor_loss import PerToken, actor_loss, count, sampler_weights
 from rlhf_core.objectives.losses import Loss, with_balance
@@ -41,6 +41,8 @@ class Actor(Trained):
         policy = trained_policy(
             model.path, model.dtype, model.trust_remote_code, config.lora, seed, config.router_aux_coef, shards_of(config, "actor")
         )
+        if config.vllm.adapters == "alone":
+            require_linear(policy.model)
         if config.routing_replay:
             policy.replay_routing()
         super().__init__("actor", policy, model, config)
@@ -108,8 +110,10 @@ class Actor(Trained):
             self._channel = Broadcast(route.kind, 0, 1 + route.receivers, rendezvous)
 
     def send_weights(self) -> None:
-        """Sends all weights under checkpoint names to the engines; a collective. Ranks that do not send only help to gather."""
-        weights = checkpoint_weights(self.engine.module.model, self.engine.gathered)
+        """Sends all weights under checkpoint names, or the adapters alone, to the engines; a collective. Ranks that do not send only help
+        to gather."""
+        of = scaled_adapters if self.config.vllm.adapters == "alone" else checkpoint_weights
+        weights = of(self.engine.module.model, self.engine.gathered)
         if self._channel is not None:
             self._channel.send(weights)
         else:

@@ -1,0 +1,115 @@
+"""Engines that get adapters alone: what they answer is the trained model's, with adapters of any rank, and over a change of these."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from rlhf_core.config import Lora, Vllm
+from rlhf_core.data.documents import compact
+from rlhf_core.models.checkpoint.weights import scaled_adapters
+from rlhf_core.models.load import Policy, masked_logprobs, trained_policy
+from rlhf_core.models.lora import lora_layers, without_adapters
+from rlhf_core.objectives.collate import collate
+from rlhf_core.rollout.engine import Answer, Request, Sampler, Sampling
+from rlhf_core.training.engine import AdamW, TorchEngine
+from tests.support.families import make_family
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+RANK = 3  # for which vLLM has no kernel: it pads
+PROMPTS = [list(range(5, 40)), list(range(50, 70))]
+
+
+@pytest.fixture
+def policy(material: Path, tmp_path: Path) -> Policy:
+    base = make_family("qwen3", material / "base", tmp_path / "base")
+    return trained_policy(str(base), "float32", False, Lora(rank=RANK, alpha=24), 0).eval()
+
+
+@pytest.fixture
+def sampler(policy: Policy, tmp_path: Path) -> Iterator[Sampler]:
+    """An engine that holds the model without adapters."""
+    vllm = Vllm(kv_cache_gib=0.25, adapters="alone")
+    with closing(Sampler(str(tmp_path / "base"), seed=0, max_model_len=128, vllm=vllm, adapter_rank=RANK)) as started:
+        yield started
+
+
+def change(policy: Policy, seed: int) -> None:
+    torch.manual_seed(seed)
+    for layer in lora_layers(policy.model).values():
+        layer.lora_B["default"].weight.data.normal_(std=0.05)
+
+
+def receive(sampler: Sampler, named: dict[str, torch.Tensor], version: int) -> None:
+    """What a sync does, without its channel."""
+    engine: Any = sampler.llm.llm_engine
+    worker = engine.engine_core.engine_core.model_executor.driver_worker.worker
+    worker._channel = SimpleNamespace(receive=named.items)
+    sampler.receive_weights(version)
+
+
+def send(policy: Policy, sampler: Sampler, version: int) -> None:
+    receive(sampler, dict(scaled_adapters(policy.model, TorchEngine(policy, AdamW((0.9, 0.95), 0.0, 1.0)).gathered)), version)
+
+
+def trained(policy: Policy, documents: list[list[int]]) -> list[torch.Tensor]:
+    """The trainer's log-probs of each token but the first."""
+    batch = collate([[compact(tokens[:1], tokens[1:])] for tokens in documents], 0)
+    with torch.no_grad():
+        found = masked_logprobs(policy, batch).logprobs
+    return [row[1 : len(tokens)] for row, tokens in zip(found, documents, strict=True)]
+
+
+def gap(found: list[list[float]], expected: list[torch.Tensor]) -> float:
+    return max(float((torch.tensor(got[1:]) - want).abs().max()) for got, want in zip(found, expected, strict=True))
+
+
+def test_log_probs_are_those_of_the_adapters_that_came_last(policy: Policy, sampler: Sampler) -> None:
+    with without_adapters(policy.model):
+        start = trained(policy, PROMPTS)
+    assert gap(sampler.prompt_logprobs(PROMPTS), start) < 1e-4
+    send(policy, sampler, 0)  # B is zero yet
+    assert gap(sampler.prompt_logprobs(PROMPTS), start) < 1e-4
+    for version in (1, 2):
+        change(policy, version)
+        send(policy, sampler, version)
+        expected = trained(policy, PROMPTS)
+        assert gap(sampler.prompt_logprobs(PROMPTS), expected) < 1e-4 < 0.1 < gap([[0.0, *row.tolist()] for row in start], expected)
+
+
+def test_running_answers_go_on_with_the_new_adapters(policy: Policy, sampler: Sampler) -> None:
+    """Each token after the change has the log-prob of an engine whose keys and values are partly of the adapters before."""
+    change(policy, 1)
+    send(policy, sampler, 1)
+    how = Sampling(1, 1.0, 80, [])
+    came: dict[int, Answer] = dict(sampler.advance([Request(0, PROMPTS[0], 7, how)], 0.02))
+    assert not came, "it is not finished within 0.02 s"
+    before = trained(policy, [PROMPTS[0]])
+    change(policy, 2)
+    send(policy, sampler, 2)
+    while not came:
+        came |= dict(sampler.advance([], 1.0))
+    (answer,) = came.values()
+    (_, first), (turn, second) = answer.versions
+    assert (first, second) == (1, 2) and 0 <= turn < len(answer.tokens) == 80
+    whole = [*PROMPTS[0], *answer.tokens]
+    (new,) = trained(policy, [whole])
+    change(policy, 1)
+    (old,) = trained(policy, [whole])
+    assert torch.allclose(old[: len(before[0])], before[0], atol=1e-5)
+    said, at = torch.tensor(answer.logprobs), len(PROMPTS[0]) - 1
+    assert (said[:turn] - old[at : at + turn]).abs().max() < 1e-4 if turn else True
+    later = said[turn + 1 :]
+    assert (later - new[at + turn + 1 :]).abs().mean() < (later - old[at + turn + 1 :]).abs().mean()
+
+
+def test_layers_without_adapters_in_vllm_are_named(policy: Policy, sampler: Sampler) -> None:
+    named = {f"base_model.model.model.layers.0.mlp.other.lora_{side}.weight": torch.zeros(RANK, RANK) for side in "AB"}
+    with pytest.raises(Exception, match=r"vLLM has no adapters for model.layers.0.mlp.other: name other layers in lora.targets"):
+        receive(sampler, named, 1)
