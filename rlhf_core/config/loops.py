@@ -9,7 +9,7 @@ from pydantic import Field
 
 from rlhf_core.config.data import Data, Text
 from rlhf_core.config.gates import Gated, Key
-from rlhf_core.config.processes import Groups, Vllm
+from rlhf_core.config.processes import Groups, Vllm, only_in_ppo
 from rlhf_core.config.rewards import EnvironmentReward, HttpReward, ModelReward, NoReward, RewardSources
 from rlhf_core.config.training import PreferenceLoss, Routed, Trainable, UnpairedLoss
 from rlhf_core.records import Config, NotInDigest, Positive, Rate, Share, check
@@ -90,6 +90,10 @@ class Rounds(Rewarded):
         description="what a prompt's answers become. dpo: the best against the worst; kto: each answer, desirable when it scores above "
         "their mean; rejection_sampling: the best; conditional_sft: every answer with its reward",
     )
+
+    @check
+    def _check_engines(self) -> Iterator[str]:
+        yield from only_in_ppo(self.vllm)
 
     @check
     def _check_reward(self) -> Iterator[str]:

@@ -372,7 +372,7 @@ class PPO(Optimised, Rewarded, Routed):
 
     @check
     def _check_adapters(self) -> Iterator[str]:
-        yield from adapter_mistakes(self.vllm, self.lora)
+        yield from adapter_mistakes(self.vllm, self.lora, self.dtype)
 
     @check
     def _check(self) -> Iterator[str]:

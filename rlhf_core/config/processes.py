@@ -51,7 +51,7 @@ class Vllm(Config):
     sleep: Annotated[bool, NotInDigest] = Field(
         False, description="in ppo: free the GPU's memory while the models score and train (the next sync sends the weights again)"
     )
-    adapters: Literal["merged", "alone"] = Field(
+    adapters: Annotated[Literal["merged", "alone"], NotInDigest] = Field(
         "merged",
         description="in ppo with lora: a sync sends all weights, adapters merged, or the adapters alone to engines that keep the actor's "
         "starting model (vLLM's runtime LoRA): less is sent, sampling is slower",
@@ -90,6 +90,12 @@ class Vllm(Config):
             yield ("vllm.sleep gives a GPU's memory back, and gpus is 0: set gpus, or leave sleep out")
 
 
+def only_in_ppo(vllm: Vllm) -> Iterator[str]:
+    """Yields what other stages have no use for."""
+    if vllm.adapters != "merged":
+        yield "vllm.adapters is of ppo, which sends weights to its engines: leave it out"
+
+
 class Served(Config):
     """A model on a vLLM server that the stage starts and stops."""
 
@@ -101,6 +107,7 @@ class Served(Config):
     def _check_server(self) -> Iterator[str]:
         if self.vllm.num_engines > 1 or self.vllm.sleep:
             yield ("a server is one engine that never sleeps: leave num_engines and sleep out (tensor_parallel_size splits a model)")
+        yield from only_in_ppo(self.vllm)
 
 
 Wanted = Ranks | Vllm

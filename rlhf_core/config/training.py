@@ -36,8 +36,8 @@ class Lora(Config):
     )
 
 
-def adapter_mistakes(vllm: Vllm, lora: Lora | None) -> Iterator[str]:
-    """Yields what speaks against `vllm.adapters: alone`."""
+def adapter_mistakes(vllm: Vllm, lora: Lora | None, dtype: str) -> Iterator[str]:
+    """Yields what speaks against `vllm.adapters: alone`. vLLM's kernels of adapters are for 16 bits, but for those on CPUs."""
     if vllm.adapters == "merged":
         return
     if lora is None:
@@ -46,6 +46,8 @@ def adapter_mistakes(vllm: Vllm, lora: Lora | None) -> Iterator[str]:
         yield f"vllm.adapters: alone, and lora.quantize={lora.quantize} rounds weights that engines would not round: leave one of them out"
     elif lora.rank > MOST_RANK:
         yield f"vllm.adapters: alone takes adapters of rank {MOST_RANK} at most, and lora.rank is {lora.rank}: lower it, or leave it out"
+    if vllm.gpus and dtype != "bfloat16":
+        yield f"vllm.adapters: alone needs dtype bfloat16 on GPUs, and it is {dtype}: set it, or leave vllm.adapters out"
 
 
 class Optimised(Gated, ZeroFields):

@@ -21,7 +21,7 @@ import torch
 
 from rlhf_core.config import Vllm
 from rlhf_core.config.loops import Rewarded
-from rlhf_core.hub.model_config import text_config, wraps_text_by_config
+from rlhf_core.hub.model_config import experts_of_config, text_config, wraps_text_by_config
 from rlhf_core.models.experts import replayed
 from rlhf_core.rollout.environment import (
     CPU_BATCHED_TOKENS,
@@ -144,6 +144,8 @@ class Sampler:
         keep_rows()
         merged = ExitStack()
         model = merged.enter_context(whole_model(model, dtype, trust_remote_code))
+        if adapter_rank and experts_of_config(text_config(config_of(model))):
+            raise ValueError("vllm.adapters: alone is not for models with experts, whose layers vLLM would change for them: leave it out")
         options: dict[str, Any] = dict(
             model=model,
             dtype=dtype,

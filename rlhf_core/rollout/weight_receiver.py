@@ -59,11 +59,14 @@ class WeightReceiver:
 
     def keep_plain_head(self) -> None:
         """Takes the head out of what may have adapters: ours have none there, and vLLM's would ask for its part in log-probs of prompts,
-        for which it has no place."""
+        for which it has no place. Raises ValueError where vLLM runs the whole of a multimodal model, whose layers have other names."""
+        config = self.model_runner.model_config
+        if config.hf_config is not config.hf_text_config:
+            raise ValueError(f"vllm.adapters: alone is for language models, and vLLM runs the whole of {config.model}: leave it out")
         manager, model = self.model_runner.lora_manager._adapter_manager, self.model_runner.get_model()
         for owner in [*model.modules()]:
             for name, part in [*owner.named_children()]:
-                if type(part).__name__ == "LogitsProcessorWithLoRA":
+                if type(part).__name__ == "LogitsProcessorWithLoRA" or (name == "lm_head" and hasattr(part, "base_layer")):
                     setattr(owner, name, part.base_layer)
         for name in [name for name, part in manager.modules.items() if type(part).__name__ == "LogitsProcessorWithLoRA"]:
             del manager.modules[name]
@@ -72,6 +75,9 @@ class WeightReceiver:
         """Puts the adapters that the trainer sends now in the place of those before. Raises ValueError for a layer for which vLLM has no
         adapters."""
         replace_adapters(self.model_runner, dict(self._channel.receive()), rank)
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+            torch.cuda.empty_cache()
 
     def take_weights(self, named: Sequence[tuple[str, Tensor]], tied: bool) -> None:
         self._reload(named, tied)
@@ -126,10 +132,15 @@ def replace_adapters(model_runner: Any, named: dict[str, Tensor], rank: int) -> 
         dtype=outer.lora_config.lora_dtype,
         weights_mapper=mapper and getattr(mapper, "get_rename_mapper", lambda: mapper)(),
     )
-    outer.remove_adapter(ADAPTER_ID)
-    manager.add_adapter(loaded)
-    if unknown := sorted(loaded.loras.keys() - manager.modules.keys()):
-        lacking = ", ".join(unknown[:3])
+    unknown = {name for name in loaded.loras if name in manager.packed_modules}  # one layer of the trainer's, several of vLLM's
+    if model_runner.model_config.use_mla:  # decoding takes this weight apart, without its adapter
+        unknown |= {name for name in loaded.loras if name.endswith(".kv_b_proj")}
+    if not unknown:
+        outer.remove_adapter(ADAPTER_ID)
+        manager.add_adapter(loaded)
+        unknown = loaded.loras.keys() - manager.modules.keys()
+    if unknown:
+        lacking = ", ".join(sorted(unknown)[:3])
         raise ValueError(f"vLLM has no adapters for {lacking}: name other layers in lora.targets, or leave vllm.adapters out")
     manager.activate_adapter(ADAPTER_ID)
 

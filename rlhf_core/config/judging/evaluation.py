@@ -14,7 +14,7 @@ from rlhf_core.config.data import Data, Source, Text, template_mistakes
 from rlhf_core.config.gates import Gated, Key
 from rlhf_core.config.judging.lm_eval_tasks import task_name
 from rlhf_core.config.loops import Sampling
-from rlhf_core.config.processes import Groups, Served
+from rlhf_core.config.processes import Groups, Served, only_in_ppo
 from rlhf_core.records import RECIPE_ONLY, Config, NotInDigest, Positive, Rate, Share, Variable, check
 
 
@@ -171,6 +171,7 @@ class Evaluation(Gated, Sampling):
     def _check_engine(self) -> Iterator[str]:
         if self.vllm.num_engines > 1 or self.vllm.sleep:
             yield ("an evaluation answers with one engine: leave vllm.num_engines and vllm.sleep out (tensor_parallel_size splits a model)")
+        yield from only_in_ppo(self.vllm)
 
     @check
     def _check_endpoints(self) -> Iterator[str]:

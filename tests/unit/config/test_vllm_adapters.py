@@ -11,7 +11,8 @@ import torch
 from pydantic import ValidationError
 
 from rlhf_core.cluster.layout import arrange
-from rlhf_core.config import PPO, Lora
+from rlhf_core.config import PPO, Evaluation, Lora, Preferences
+from rlhf_core.config.judging.evaluation import VllmJudge
 from rlhf_core.forecast.by_phase import by_phase
 from rlhf_core.forecast.hardware import GPUS
 from rlhf_core.forecast.seconds import phases
@@ -35,6 +36,10 @@ def ppo(**fields: Any) -> PPO:
         ({}, "vllm.adapters: alone sends adapters, and there are none: set lora, or leave it out"),
         ({"lora": {"quantize": "nf4"}}, "lora.quantize=nf4 rounds weights that engines would not round: leave one of them out"),
         (
+            {"lora": {}, "vllm": {"adapters": "alone", "gpus": 1}},
+            "needs dtype bfloat16 on GPUs, and it is float32: set it, or leave vllm.adap",
+        ),
+        (
             {"lora": {"rank": 513}},
             "vllm.adapters: alone takes adapters of rank 512 at most, and lora.rank is 513: lower it, or leave it out",
         ),
@@ -42,7 +47,16 @@ def ppo(**fields: Any) -> PPO:
 )
 def test_what_cannot_be_is_refused_in_a_sentence(fields: dict[str, Any], told: str) -> None:
     with pytest.raises(ValidationError, match=told):
-        ppo(vllm={"adapters": "alone"}, **fields)
+        ppo(**{"vllm": {"adapters": "alone"}, **fields})
+
+
+def test_other_stages_have_no_use_for_it() -> None:
+    judged = {"models": ["a"], "baseline": "b", "questions": {"path": "q.jsonl"}, "judges": [{"kind": "rule"}]}
+    rows = {"prompts": {"sources": "rows.jsonl"}}
+    for kind, fields in ((Evaluation, judged), (Preferences, rows), (VllmJudge, {"kind": "vllm", "model": "m"})):
+        kind.model_validate(fields)
+        with pytest.raises(ValidationError, match=r"vllm\.adapters is of ppo, which sends weights to its engines: leave it out"):
+            kind.model_validate({**fields, "vllm": {"adapters": "alone"}})
 
 
 def test_what_is_sent_is_what_merged_weights_add(material: Path, tmp_path: Path) -> None:
