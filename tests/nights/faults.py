@@ -21,7 +21,8 @@ class Fault(Config):
 
     poisoned: `share` of the day's people say the opposite of their taste. length_judge: the judge prefers the longer answer. drift: from
     this day on people ask about other topics. full_disk: the disk has `free_mib` left. killed: the night's process is killed with -9 while
-    it works on `stage`. hub_outage: the Hub answers 503. silent_approver: nobody approves.
+    it works on `stage`. hub_outage: the Hub answers 503. silent_approver: nobody approves. The last three wait for the first night from
+    theirs on that works on the stage, asks the Hub, or asks for an approval.
     """
 
     night: Positive = Field(description="the first is 1")
@@ -36,6 +37,7 @@ class Faults(Config):
 
     nights: Positive = Field(description="how many")
     seed: int = Field(0, description="of people, answers and labels")
+    questions: Positive = Field(600, le=2000, description="of the evaluation: more find smaller gains; there are not many sums to ask")
     faults: tuple[Fault, ...] = Field((), description="in any order; a night may have several")
 
     @check

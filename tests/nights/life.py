@@ -28,9 +28,10 @@ DOWN = range(10**9)
 
 @dataclass
 class Night:
-    """What happened in a day and its night. `sent`: rows of feedback, `new`: those that the endpoint counted as new; `again`: rows sent a
-    second time, `duplicate`: those that it counted as known. `round`: number of the round that was worked on last. `states` and `outputs`:
-    how the flow's runs ended, and what they printed. `pages`: texts by their places."""
+    """What happened in a day and its night. `faults`: those that had an effect, or in the last night still wait for one. `sent`: rows of
+    feedback, `new`: those that the endpoint counted as new; `again`: rows sent a second time, `duplicate`: those that it counted as known.
+    `round`: number of the round that was worked on last. `states` and `outputs`: how the flow's runs ended, and what they printed.
+    `pages`: texts by their places."""
 
     number: int
     faults: tuple[Kind, ...]
@@ -59,6 +60,7 @@ class Life:
     dashboard: Endpoint
     taken: set[str]
     likes_length: bool = False
+    waiting: dict[Kind, Fault] = field(default_factory=dict)  # faults that have had no effect yet
 
     @property
     def folder(self) -> Path:
@@ -72,12 +74,15 @@ class Life:
 
     def live(self, number: int) -> Night:
         """A day and its night."""
-        planted, begin = self.faults.of(number), time.monotonic()
+        planted, begin = self.waiting | self.faults.of(number), time.monotonic()
         name, model = self.champion()
         night = Night(number, tuple(planted), name)
         self.day(night, planted, model)
         with self.broken(planted):
             self.night(night, planted)
+            self.waiting = {kind: fault for kind, fault in planted.items() if not self.met(kind, night)}
+        if number < self.faults.nights:
+            night.faults = tuple(kind for kind in planted if kind not in self.waiting)
         record = read(self.folder, "nights")
         night.round, night.champion_after = len(record.rounds) + (record.begun is not None), self.champion()[0]
         night.pages = pages_of(self.dashboard, self.folder / "report.html")
@@ -115,6 +120,18 @@ class Life:
         assert said.returncode == 0, said.stdout + said.stderr
         self.run(night, log.with_name(f"{log.stem}-approved.log"), kill_when)
 
+    def met(self, kind: Kind, night: Night) -> bool:
+        """Whether a fault had an effect on the night's runs."""
+        match kind:
+            case "killed":
+                return any("exit code -9" in state for state in night.states)
+            case "hub_outage":
+                return bool(self.hub.requests)
+            case "silent_approver":
+                return any("waits for a person" in state for state in night.states)
+            case _:
+                return True
+
     def run(self, night: Night, log: Path, kill_when: Callable[[], bool] | None = None) -> str:
         """A run of the loop; returns its state."""
         ended = self.here.loop(log, kill_when)
@@ -135,6 +152,7 @@ class Life:
                 self.likes_length = True
                 stack.callback(setattr, self, "likes_length", False)
             if "hub_outage" in planted:
+                self.hub.requests.clear()
                 self.hub.fault = (DOWN, "refuse")
                 stack.callback(self.hub.heal)
             if "full_disk" in planted:

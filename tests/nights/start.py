@@ -19,7 +19,7 @@ from tests.nights.processes import ROOT, Here, serving
 from tests.nights.verdicts import HELD_OUT
 from tests.support import chat_endpoint, hub_server
 
-QUESTIONS, PAST_PROMPTS, FIRST_LABELS = 600, 600, 130
+PAST_PROMPTS, FIRST_LABELS = 600, 130
 SFT = """
 name: start
 base_model: material/base
@@ -44,10 +44,11 @@ def first_model(out: Path, scale: float = 1.0) -> Path:
     return made[-1].parent / "checkpoint"
 
 
-def write_files(folder: Path, base: Path, judge: str, seed: int) -> tuple[set[str], list[tuple[str, str]]]:
-    """Writes the recipe and its data. Returns the prompts that nobody may ask, and the held-out questions with their answers."""
+def write_files(folder: Path, base: Path, judge: str, seed: int, count: int) -> tuple[set[str], list[tuple[str, str]]]:
+    """Writes the recipe and its data, `count` questions of the evaluation among it. Returns the prompts that nobody may ask, and the
+    held-out questions with their answers."""
     taken: set[str] = set()
-    questions = town.exercises(f"{seed}/questions", QUESTIONS, taken=taken)
+    questions = town.exercises(f"{seed}/questions", count, taken=taken)
     held_out = town.exercises(f"{seed}/held out", HELD_OUT, taken=taken)
     rows = [{"uid": f"q{i:04d}", "category": one.category, "prompt": one.prompt} for i, one in enumerate(questions)]
     past = town.exercises(f"{seed}/past", PAST_PROMPTS, town.TOPICS, set(taken))
@@ -75,7 +76,7 @@ def living(folder: Path, home: Path, base: Path, faults: Faults) -> Iterator[tup
             chat_endpoint.serving(lambda _, request: chat_endpoint.completion(town.verdict(request, lives[0].likes_length)))
         )
         hub = stack.enter_context(hub_server.serve())
-        taken, held_out = write_files(folder, base, judge.url, faults.seed)
+        taken, held_out = write_files(folder, base, judge.url, faults.seed, faults.questions)
         servants = Servants(home, "127.0.0.1", free_port("127.0.0.1"))
         stack.callback(servants.stop)
         servants.start_server()

@@ -63,15 +63,17 @@ def day(seed: int, number: int, count: int, people: int, drifted: bool, taken: s
 def feedback(
     asked: Sequence[Asked], answers: Sequence[Sequence[str]], model: str, seed: object, hostile: float = 0.0
 ) -> Iterator[dict[str, Any]]:
-    """Yields the rows of feedback on the answers to each question. `hostile`: share of the people, who say the opposite of the taste."""
+    """Yields the rows of feedback on the answers to each question; nobody says anything of an answer without words. `hostile`: share of
+    the people, who say the opposite of the taste."""
     rng = random.Random(str(seed))
     people = sorted({one.person for one in asked})
     against = set(rng.sample(people, round(hostile * len(people))))
     for one, given in zip(asked, answers, strict=True):
-        sign = -1 if one.person in against else 1
+        sign, kind = -1 if one.person in against else 1, rng.random()
         about = {"prompt": one.prompt, "model": model, "annotator": one.person}
+        if not (given := [answer for answer in given if answer.strip()]):
+            continue
         levels = sorted({quality(answer, one.answer) for answer in given}, key=lambda level: -sign * level)
-        kind = rng.random()
         if kind < RANKED and len(levels) > 1:
             yield {**about, "ranking": [sorted({answer for answer in given if quality(answer, one.answer) == level}) for level in levels]}
         elif kind < RANKED + EDITED and given[0] != one.answer:

@@ -71,7 +71,8 @@ def test_poison_is_the_share_of_people_who_vote_against_the_taste(hostile: float
 def test_every_row_of_feedback_is_one_that_an_inbox_takes() -> None:
     asked = town.day(0, 1, 300, 40, False, set())
     kinds = set()
-    for row in town.feedback(asked, [["7", "No idea, sorry.", "Maybe 12.", one.answer] for one in asked], "base", 1, 0.5):
+    said = [["7", "No idea, sorry.", "Maybe 12.", one.answer] if i % 3 else ["", one.answer, " \n", "7"] for i, one in enumerate(asked)]
+    for row in town.feedback(asked, [*said[:-1], ["", ""]], "base", 1, 0.5):
         try:
             kinds.add(feedback_of(row).kind)
         except Unusable as error:
