@@ -113,3 +113,26 @@ def test_layers_without_adapters_in_vllm_are_named(policy: Policy, sampler: Samp
     named = {f"base_model.model.model.layers.0.mlp.other.lora_{side}.weight": torch.zeros(RANK, RANK) for side in "AB"}
     with pytest.raises(Exception, match=r"vLLM has no adapters for model.layers.0.mlp.other: name other layers in lora.targets"):
         receive(sampler, named, 1)
+
+
+def started(family: str, material: Path, tmp_path: Path) -> Sampler:
+    base = make_family(family, material / "base", tmp_path / "base")
+    return Sampler(str(base), seed=0, max_model_len=128, vllm=Vllm(kv_cache_gib=0.25, adapters="alone"), adapter_rank=RANK)
+
+
+def test_a_layer_that_vllm_has_as_several_is_named(material: Path, tmp_path: Path) -> None:
+    """Its adapter would have to be cut in two."""
+    with closing(started("glm4", material, tmp_path)) as sampler:
+        policy = trained_policy(str(tmp_path / "base"), "float32", False, Lora(rank=RANK), 0).eval()
+        with pytest.raises(Exception, match=r"vLLM has no adapters for model.layers.0.mlp.gate_up_proj, .*: name other layers"):
+            send(policy, sampler, 1)
+        parts = Lora(rank=RANK, targets=("q_proj", "o_proj", "down_proj"))
+        policy = trained_policy(str(tmp_path / "base"), "float32", False, parts, 0).eval()
+        change(policy, 1)
+        send(policy, sampler, 1)
+        assert gap(sampler.prompt_logprobs(PROMPTS), trained(policy, PROMPTS)) < 1e-4
+
+
+def test_a_model_with_experts_is_refused_before_it_is_loaded(material: Path, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"vllm.adapters: alone is not for models with experts"):
+        started("mixtral", material, tmp_path)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,8 +11,8 @@ import pytest
 from evaluation.judges.judge_prompt import judge_prompt, parse_verdict
 from evaluation.judges.offline import Match
 from rlhf_core.feedback.parse import Unusable, feedback_of
-from tests.nights import disk, town
-from tests.nights.faults import SIGNS, named, read_faults
+from tests.nights import disk, life, town
+from tests.nights.faults import SIGNS, Faults, named, read_faults
 from tests.nights.table import page
 from tests.nights.verdicts import gain, verdicts
 from tests.support.judging import question
@@ -116,6 +117,27 @@ def test_wrong_faults_are_refused(tmp_path: Path) -> None:
     )
     with pytest.raises(ValueError, match=r"(?s)killed is planted in night 3, and there are 2.*topics drift once"):
         read_faults(tmp_path / "faults.yaml")
+
+
+def test_a_fault_waits_for_a_night_in_which_it_has_an_effect(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each night is killed, asks the Hub or asks a person, as this list says; the last fault never meets what it waits for."""
+    happens = [[], ["hub"], ["exit code -9"], ["waits for a person"], []]
+    hub = SimpleNamespace(requests=[], fault=None, heal=lambda: hub.requests.clear())
+
+    def night(self: life.Life, at: life.Night, planted: Any) -> None:
+        at.states += [state for state in happens[at.number - 1] if state != "hub"]
+        hub.requests += [state for state in happens[at.number - 1] if state == "hub"]
+
+    monkeypatch.setattr(life.Life, "day", lambda *_: None)
+    monkeypatch.setattr(life.Life, "night", night)
+    monkeypatch.setattr(life.Life, "champion", lambda _: ("base", tmp_path))
+    monkeypatch.setattr(life, "read", lambda *_: SimpleNamespace(rounds=[], begun=None))
+    monkeypatch.setattr(life, "pages_of", lambda *_: {})
+    planted = [{"night": 1, "fault": kind} for kind in ("hub_outage", "killed", "silent_approver")] + [{"night": 5, "fault": "killed"}]
+    faults = Faults.model_validate({"nights": 5, "faults": planted})
+    here: Any = SimpleNamespace(folder=tmp_path)
+    lived = life.Life(here, faults, tmp_path, hub, None, None, set())  # type: ignore[arg-type]
+    assert [lived.live(number).faults for number in range(1, 6)] == [(), ("hub_outage",), ("killed",), ("silent_approver",), ("killed",)]
 
 
 def test_a_disk_that_others_use_is_not_filled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
