@@ -101,7 +101,7 @@ def train(request: StageRequest, run: RunDir, groups: Mapping[str, Group], begun
             carried = carried._replace(ahead=read_ahead(resume.folder, setup.order, setup.sampling.n))
             best = Best(*resume.loop["best"]) if resume.loop.get("best") else None
             print(f"resumed after iteration {first} of {iterations}", flush=True)
-        elif fleet.adapters_alone:
+        elif config.vllm.adapters == "alone":
             fleet.publish_weights()  # all answers are of engines with adapters, which change nothing yet
         if held_out and not resume:
             shutil.rmtree(run / BEST, ignore_errors=True)  # of an attempt without a resume state
