@@ -91,7 +91,7 @@ class Vllm(Config):
 
 
 def only_in_ppo(vllm: Vllm) -> Iterator[str]:
-    """Yields what other stages have no use for."""
+    """Yields what is wrong with the engines of a stage that is not ppo."""
     if vllm.adapters != "merged":
         yield "vllm.adapters is of ppo, which sends weights to its engines: leave it out"
 

@@ -17,7 +17,7 @@ from rlhf_core.records import Config, Momentum, NotInDigest, Positive, Ranks, Ra
 Recomputed = Annotated[Share, BeforeValidator(lambda value: float(value) if isinstance(value, bool) else value)]
 
 
-MOST_RANK = 512  # of adapters in vLLM
+ADAPTER_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # for which vLLM has kernels; an adapter takes the next larger one
 
 
 class Lora(Config):
@@ -37,15 +37,15 @@ class Lora(Config):
 
 
 def adapter_mistakes(vllm: Vllm, lora: Lora | None, dtype: str) -> Iterator[str]:
-    """Yields what speaks against `vllm.adapters: alone`. vLLM's kernels of adapters are for 16 bits, but for those on CPUs."""
+    """Yields what is wrong with `vllm.adapters: alone`. On GPUs vLLM's kernels of adapters take 16 bits alone."""
     if vllm.adapters == "merged":
         return
     if lora is None:
         yield "vllm.adapters: alone sends adapters, and there are none: set lora, or leave it out"
     elif lora.quantize != "none":
         yield f"vllm.adapters: alone, and lora.quantize={lora.quantize} rounds weights that engines would not round: leave one of them out"
-    elif lora.rank > MOST_RANK:
-        yield f"vllm.adapters: alone takes adapters of rank {MOST_RANK} at most, and lora.rank is {lora.rank}: lower it, or leave it out"
+    elif lora.rank > (most := ADAPTER_RANKS[-1]):
+        yield f"vllm.adapters: alone takes adapters of rank {most} at most, and lora.rank is {lora.rank}: lower it, or leave it out"
     if vllm.gpus and dtype != "bfloat16":
         yield f"vllm.adapters: alone needs dtype bfloat16 on GPUs, and it is {dtype}: set it, or leave vllm.adapters out"
 

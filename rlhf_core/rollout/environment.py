@@ -16,6 +16,7 @@ from huggingface_hub import hf_hub_download
 from huggingface_hub.errors import EntryNotFoundError
 
 from rlhf_core.cluster.rank_environment import RANK_VARIABLES
+from rlhf_core.config.training import ADAPTER_RANKS
 from rlhf_core.hub.model_config import experts_of_config, text_config, wraps_text_by_config
 from rlhf_core.hub.model_files import ADAPTER_CONFIG
 from rlhf_core.system import progress
@@ -25,7 +26,6 @@ from rlhf_core.system.processes import child_environment
 CPU_BATCHED_TOKENS = 4096  # tokens of one engine step on CPU
 # Without torch.compile, the decoding steps recorded as CUDA graphs.
 UNCOMPILED = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
-ADAPTER_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # for which vLLM has kernels
 
 
 def compilation(model: str) -> dict[str, Any]:

@@ -44,7 +44,7 @@ def cards(count: int) -> dict[str, Any]:
     return {"num_ranks_per_node": count, "gpus": 1}
 
 
-# Who sits where. `one`: everything on one card in fractions; `all-N`: on the same N cards, an engine each; `tp-2`: one
+# The GPUs of each role. `one`: everything on one card in fractions; `all-N`: on the same N cards, an engine each; `tp-2`: one
 # engine over both cards; `split-2`: the models on a card, the engine on another; `split-3`, `split-4`: pairs of
 # models on cards of their own.
 PLACEMENTS: dict[str, dict[str, Any]] = {

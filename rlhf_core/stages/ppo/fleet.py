@@ -68,8 +68,8 @@ class Fleet:
     of `background`.
 
     `adapters_alone`: engines get adapters alone. `drafts`: engines draft tokens. `one_update`: the actor's training pass computes the
-    log-probs that its scoring pass would.
-    `reference_in_actor`: the reference is the actor without its adapters. `scorings`: how often each group scores an iteration's answers.
+    log-probs that its scoring pass would. `reference_in_actor`: the reference is the actor without its adapters. `scorings`: how often each
+    group scores an iteration's answers.
     `in_turn`: actor and critic share their GPUs, and train one after the other: each has the memory for larger passes, and no
     collective of one waits on a GPU that computes for the other.
     """
