@@ -80,6 +80,7 @@ def test_the_sampler_follows_the_actor(
     said = capfd.readouterr().out
     assert ("the reference is the actor without its adapters" in said) is (config.lora is not None)
     assert ("waiting for reference to load" in said) is (config.lora is None)
+    assert f"{'adapters' if config.vllm.adapters == 'alone' else 'weights'} go to 1 engine processes" in said
     lines = read_metrics(tmp_path / "ppo")
     for line in lines:  # the probe after each sync compared vLLM with the actor; rollouts came from the synced weights
         assert line["sync/probe_gap"] < 1e-3 and line["sampler/gap"] < 1e-3

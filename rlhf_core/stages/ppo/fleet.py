@@ -223,7 +223,7 @@ class Fleet:
             self.sampler.call("open the weight channel", SamplerRole.open_channel, route, rendezvous),
         ]
         wait_all(opening, self.timeout)
-        print(f"weights go to {len(engines)} engine processes by {route.kind}", flush=True)
+        print(f"{'adapters' if self.adapters_alone else 'weights'} go to {len(engines)} engine processes by {route.kind}", flush=True)
 
     def publish_weights(self, version: int = 0) -> None:
         """Sends the actor's weights to every engine. `version`: what answers say of the tokens that these will sample."""
