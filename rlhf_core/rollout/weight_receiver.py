@@ -15,6 +15,7 @@ from rlhf_core.hub.model_config import FIXED_EXPERTS, keeps_experts
 from rlhf_core.models.wrapper import stored_names, text_names
 from rlhf_core.rollout.patches.engine import gather_sampled_alone
 from rlhf_core.rollout.patches.models import forget_packed_experts
+from rlhf_core.rollout.patches.sampling import read_logits_once
 from rlhf_core.rollout.weight_transfer import Broadcast, Channel, Rendezvous, Route, SameGpu
 
 
@@ -38,6 +39,7 @@ class WeightReceiver:
 
     def lean_logprobs(self) -> None:
         gather_sampled_alone(self.model_runner.sampler)
+        read_logits_once(self.model_runner)
 
     def seed(self, seed: int) -> None:
         """Seeds the random numbers of answers without a seed of their own: vLLM's model runners use PyTorch's or numpy's."""

@@ -4,7 +4,7 @@
 
 Random documents of 200 to 1,000 tokens fill each pass; every optimiser step has 4 passes. `launched` is when the host was through
 with a pass that began on an idle card: as long as it is below the pass's own seconds, the card sets the pace. --profile tells for each
-of the card's streams how long it worked and how long it waited, and where the busiest waited longest.
+of the card's streams how long it worked and how long it waited, and where the busiest waited longest. --score: passes without gradients.
 """
 
 from __future__ import annotations
@@ -42,6 +42,8 @@ def main() -> None:
     parser.add_argument("--vocabulary", type=int, default=150000, help="tokens are drawn below this")
     parser.add_argument("--options", default="{}", help="JSON of ZeroOptions: adam_offload, param_offload, hpz_ranks, more")
     parser.add_argument("--profile", action="store_true")
+    parser.add_argument("--kernels", type=int, default=6, help="that --profile names, of each stream")
+    parser.add_argument("--score", action="store_true", help="compute log-probs alone")
     add_options(parser, "passes")
     arguments = parser.parse_args()
     on_card = torch.cuda.is_available()
@@ -70,6 +72,10 @@ def measure(
         torch.cuda.reset_peak_memory_stats()
 
     def one_pass(last: bool) -> None:
+        if arguments.score:
+            with torch.no_grad():
+                masked_logprobs(engine, batch)
+            return
         logprobs = masked_logprobs(engine, batch).logprobs
         engine.backward(-(logprobs * batch.mask).sum() / tokens / PASSES / engine.world_size, last)
 
@@ -77,7 +83,8 @@ def measure(
         start = time.monotonic()
         for number in range(PASSES):
             one_pass(number == PASSES - 1)
-        engine.step(1e-6)
+        if not arguments.score:
+            engine.step(1e-6)
         wait()
         return time.monotonic() - start
 
@@ -96,18 +103,19 @@ def measure(
     wait()
     alone = time.monotonic() - start
     one_pass(True)
-    engine.step(1e-6)
+    if not arguments.score:
+        engine.step(1e-6)
     if engine.rank == 0:
-        rate = tokens / seconds
+        rate, operations = tokens / seconds, (2 if arguments.score else 6) * size
         peak = torch.cuda.max_memory_allocated() / 2**30 if on_card else float("nan")
-        whole = f"{rate:,.0f} tokens/s a card, {rate * engine.world_size:,.0f} in all, MFU {6 * size * rate / 790e12:.1%}"
+        whole = f"{rate:,.0f} tokens/s a card, {rate * engine.world_size:,.0f} in all, MFU {operations * rate / 790e12:.1%}"
         print(f"ZeRO-{stage}, {engine.world_size} ranks, {tokens} tokens: {seconds * 1e3:.1f} ms a pass with its part of the step, {whole}")
         print(f"one pass alone: launched {launched * 1e3:.0f} ms, done {alone * 1e3:.0f}; peak {peak:.1f} GiB", flush=True)
     if arguments.profile and on_card:
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
             step()
         if engine.rank == 0:
-            show(profile)
+            show(profile, arguments.kernels)
     whole_rate = figure(round(tokens / seconds * engine.world_size), "tokens/s", "higher")
     return {f"pass of {tokens:,}": figure(round(seconds * 1e3, 1), "ms"), f"rate, {tokens:,}": whole_rate}
 
@@ -118,8 +126,8 @@ def made_up(tokens: int, vocabulary: int) -> list[Document]:
     return [Document([rng.randrange(2, vocabulary) for _ in range(length)], [True] * length) for length in lengths]
 
 
-def show(profile: torch.profiler.profile) -> None:
-    """Work and gaps of each stream over a step, and its longest kernels; of the busiest one also its longest gaps."""
+def show(profile: torch.profiler.profile, number: int) -> None:
+    """Work and gaps of each stream over a step, and its `number` longest kernels; of the busiest one also its longest gaps."""
     import json
 
     with tempfile.TemporaryDirectory() as folder:
@@ -140,7 +148,7 @@ def show(profile: torch.profiler.profile) -> None:
         by_name: dict[str, float] = defaultdict(float)
         for start, end, name in kernels:
             by_name[name] += end - start
-        for name, spent in sorted(by_name.items(), key=lambda item: -item[1])[:6]:
+        for name, spent in sorted(by_name.items(), key=lambda item: -item[1])[:number]:
             print(f"    {spent / 1e3:7.1f} ms {name[:90]}")
         if kernels is longest:
             first = kernels[0][0]

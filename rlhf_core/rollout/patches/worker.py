@@ -8,6 +8,7 @@ from vllm.v1.worker import gpu_worker
 
 from rlhf_core.rollout.patches.engine import memory_for_cache
 from rlhf_core.rollout.patches.models import patch_models
+from rlhf_core.rollout.patches.sampling import whole_distributions
 
 BASE: Any = gpu_worker.Worker
 
@@ -21,4 +22,9 @@ class Worker(BASE):
         super().load_model(**options)
 
     def determine_available_memory(self) -> int:
-        return memory_for_cache(self, super().determine_available_memory)
+        with whole_distributions(self.model_runner.sampler):
+            return memory_for_cache(self, super().determine_available_memory)
+
+    def compile_or_warm_up_model(self) -> Any:
+        with whole_distributions(self.model_runner.sampler):
+            return super().compile_or_warm_up_model()
