@@ -21,6 +21,7 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 from transformers import modeling_utils
 
 from rlhf_core.system import progress
+from rlhf_core.system.machine import give_back_freed_memory
 
 MADE_FOR = ("5.17.", "5.18.", "5.19.")
 SMALL = 100_000  # elements: DeepSpeed keeps smaller weights whole on each rank, and so a new head is initialised as usual
@@ -58,7 +59,9 @@ def as_they_come(shards: Shards | None) -> Iterator[None]:
 
 @contextmanager
 def one_by_one() -> Iterator[None]:
-    """While open, transformers reads one weight at a time, into memory of its own: pages of a mapped file stay with the process."""
+    """While open, transformers reads one weight at a time, into memory of its own: pages of a mapped file stay with the process. From here
+    on what is freed goes back to the system."""
+    give_back_freed_memory()
     opened: Callable[..., Any] | None = getattr(modeling_utils, "safe_open", None)
     before = os.environ.get(SYNCHRONOUS)
     os.environ[SYNCHRONOUS] = "1"

@@ -147,12 +147,12 @@ class TorchEngine:
 
 
 def adamw_optimizer(trained: Iterable[Tensor], adamw: AdamW) -> torch.optim.AdamW:
-    """Returns AdamW, fused on a GPU, without weight decay for vectors (norms, biases)."""
+    """Returns fused AdamW, without weight decay for vectors (norms, biases)."""
     groups: dict[bool, list[Tensor]] = {True: [], False: []}
     for weight in trained:
         groups[len(getattr(weight, "ds_shape", weight.shape)) >= 2].append(weight)  # ZeRO-3's weights may be cut before
     decays = [{"params": groups[True], "weight_decay": adamw.weight_decay}, {"params": groups[False], "weight_decay": 0.0}]
-    return torch.optim.AdamW([g for g in decays if g["params"]], lr=0.0, betas=adamw.betas, eps=1e-8, fused=torch.cuda.is_available())
+    return torch.optim.AdamW([g for g in decays if g["params"]], lr=0.0, betas=adamw.betas, eps=1e-8, fused=True)
 
 
 def elements(weight: nn.Parameter) -> int:

@@ -62,6 +62,47 @@ for name, case in json.loads(sys.argv[1]).items():
     export(ZeroEngine(module, AdamW((0.9, 0.95), 0.0, 1.0), 3, case["dtype"], 1), Path(sys.argv[2], name), case["base"], lora, False)
 """
 
+RESUMED = """
+import json, logging, sys
+from pathlib import Path
+logging.disable(logging.WARNING)
+import torch
+from rlhf_core.models.load import trained_policy
+from rlhf_core.training.engine import AdamW
+from rlhf_core.training.zero_engine import ZeroEngine
+from rlhf_core.training.zero_shards import ZeroShards
+
+def peak():
+    return int(Path("/proc/self/status").read_text().split("VmHWM:")[1].split()[0]) * 1024
+
+def engine(source):
+    module = trained_policy(source, "bfloat16", False, None, 0, shards=ZeroShards("bfloat16"))
+    return ZeroEngine(module, AdamW((0.9, 0.95), 0.0, 1.0), 3, "bfloat16", 1)
+
+def step(made):
+    tokens = torch.randint(100, (1, 32), generator=torch.Generator().manual_seed(made.rank))
+    out = made(tokens, torch.arange(32)[None], torch.zeros_like(tokens))
+    made.backward(-out.logprobs.mean() / made.world_size, True)
+    return made.step(1e-4)
+
+state, resumes = Path(sys.argv[2]), sys.argv[3] == "resumes"
+if not resumes:
+    made = engine(sys.argv[1])
+    step(made)
+    made.save_state(state)
+    made.finish_saving()
+    norm = step(made)
+else:
+    step(engine(sys.argv[4]))  # imports what it needs
+    Path("/proc/self/clear_refs").write_text("5")
+    before = peak()
+    made = engine(sys.argv[1])
+    made.load_state(state)
+    norm = step(made)
+share = sum(p.ds_tensor.numel() for p in made.module.parameters())
+print(json.dumps({"norm": norm, "share": share, "grown": peak() - before if resumes else 0}))
+"""
+
 
 def test_no_rank_holds_the_model_while_it_loads(material: Path, tmp_path: Path) -> None:
     """85e6 parameters, 340 MB in fp32: a rank of four holds a quarter, and one weight at a time besides."""
@@ -73,6 +114,25 @@ def test_no_rank_holds_the_model_while_it_loads(material: Path, tmp_path: Path) 
         found = json.loads(printed.splitlines()[-1])
         assert found["held"] < 0.26 * found["whole"]
         assert found["grown"] < 0.75 * found["whole"], "its share, and what the allocator keeps of single weights"
+
+
+def test_a_rank_that_resumes_holds_its_share(material: Path, tmp_path: Path) -> None:
+    """Weights and gradients in bf16, their copies and moments in fp32 and the gradients that Adam gets are 20 bytes for each weight of its
+    share; DeepSpeed's bucket of gradients is 100 MB, and a layer or two are whole at times."""
+    config = LlamaConfig(
+        hidden_size=512, intermediate_size=1408, num_hidden_layers=36, num_attention_heads=8, num_key_value_heads=8, vocab_size=8000
+    )
+    LlamaForCausalLM(config).bfloat16().save_pretrained(tmp_path)
+    state = tmp_path / "state"
+    state.mkdir()
+    trained, resumed = (
+        [json.loads(printed.splitlines()[-1]) for printed in on_gloo_ranks(2, RESUMED, tmp_path, state, what, material / "base")]
+        for what in ("trains", "resumes")
+    )
+    assert {found["norm"] for found in trained} == {found["norm"] for found in resumed}
+    for found in resumed:
+        print(f"{found['grown'] / 1e6:.0f} MB, {found['share'] / 1e6:.0f} million weights")
+        assert found["grown"] < 28 * found["share"] + 150e6
 
 
 def test_two_ranks_export_what_one_exports(material: Path, tmp_path: Path) -> None:

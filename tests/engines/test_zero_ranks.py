@@ -6,6 +6,7 @@ import hashlib
 from pathlib import Path
 
 import pytest
+import torch
 from safetensors.torch import load_file
 
 from tests.support.gloo_ranks import on_gloo_ranks
@@ -84,7 +85,12 @@ def test_a_state_of_4_ranks_is_resumed_by_others(
     for count, other in others:
         assert norms(count, material / "base", state, other, dtype, lora, "resume") == pytest.approx(first, rel=close), (count, other)
         resumed = load_file(tmp_path / f"resume-{count}-{other}" / "model.safetensors")
-        assert all((resumed[name].float() - weight.float()).abs().mean() < 2e-5 for name, weight in expected.items())
+        for name, weight in expected.items():
+            apart, narrow = float((resumed[name].float() - weight.float()).abs().mean()), weight.dtype == torch.bfloat16
+            # Adam moves a weight by about the learning rate, 1e-3, whatever its gradient: in bf16 the order of sums decides where that is
+            # near 0 (one weight in 20), and which of two neighbours, 2^-8 of the weight apart, it is rounded to (as many).
+            bound = (1e-3 + 2**-8 * float(weight.float().abs().mean())) / 20 if narrow else 2e-5
+            assert apart < bound, (count, other, name)
 
 
 def digest(folder: Path) -> str:
