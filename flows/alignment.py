@@ -33,7 +33,7 @@ from tasks.decisions.champion import promote_published, roll_back
 from tasks.decisions.gates import check_gates
 from tasks.keys import provided, variables
 from tasks.notify import notify_gates, notify_stage, notify_state
-from tasks.report import found, reported, statuses_of
+from tasks.report import found, record_failure, reported, statuses_of
 from tasks.served import recipe_of_run
 from tasks.stages import run_stage
 from tasks.store import bring_parents
@@ -51,8 +51,10 @@ def run_name() -> str:
     return recipe.name if isinstance(recipe, Recipe) else Path(str(recipe)).stem
 
 
-# Makes a flow. The hooks send a run's states to the recipe's webhook; `recipe_of_run` checks parameters, with shorter messages.
+# Makes a flow. The hooks send a run's states to the recipe's webhook, and record a run that fails before it has stages; `recipe_of_run`
+# checks parameters, with shorter messages.
 HOOKS: dict[str, Any] = {hook: [notify_state] for hook in ("on_running", "on_completion", "on_failure", "on_crashed", "on_cancellation")}
+HOOKS["on_failure"] = [notify_state, record_failure]
 flow: Any = partial(OwnServerFlow, flow_run_name=run_name, persist_result=False, validate_parameters=False, **HOOKS)
 
 

@@ -14,13 +14,15 @@ import secrets
 import socket
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
-from prefect import runtime
+from prefect import Flow, runtime
 from prefect.artifacts import create_link_artifact
+from prefect.client.schemas.objects import FlowRun, State
 from pydantic import TypeAdapter
 
 from evaluation.report.index import write_index
@@ -33,9 +35,11 @@ from rlhf_core.runs.run_dir import HOLDER_ENV, LOCK, REQUEST, RunDir
 from rlhf_core.runs.run_records import LOCK as RUN_LOCK
 from rlhf_core.runs.run_records import RUN, RUNS, Asked, RunRecord, asked
 from rlhf_core.system.files import is_locked, locked, read_json, write_text
+from rlhf_core.system.machine import disk_problem
 from rlhf_core.system.redaction import without_passwords
+from tasks.served import recipe_of_run
 
-RECIPE = "recipe.yaml"
+RECIPE, MAX_WHY = "recipe.yaml", 500  # characters
 VIEWS = TypeAdapter(list[StageView])  # the stages in `run.json`, with run directories relative to the artifacts
 
 
@@ -54,6 +58,24 @@ def this_run(recipe: str) -> RunRecord:
         pid=os.getpid(),
         started=started,
     )
+
+
+def record_failure(flow: Flow[..., Any], flow_run: FlowRun, state: State[Any]) -> None:
+    """Records a run of a flow that failed before its stages were known, with the reason: pages and `alignflow runs` show it. A hook of
+    Prefect; does nothing for runs that `reported` records, and where the recipe cannot be read or nothing can be written."""
+    began = flow_run.start_time.timestamp() if flow_run.start_time else time.time()
+    with suppress(ValueError, OSError):
+        recipe = recipe_of_run(*map((flow_run.parameters or {}).get, ("recipe", "overrides")), flow_run.id, flow_run.deployment_id)
+        folder = Path(recipe.artifacts).absolute() / recipe.name / RUNS
+        known = (read_json(file) for file in folder.glob("*.json") if file.stat().st_mtime >= began - 1)
+        if any(run.get("pid") == os.getpid() and run.get("started", 0) >= began - 1 for run in known):
+            return
+        why = (state.message or "").partition("encountered an exception: ")[2].strip().partition("\n")[0] or "it failed"
+        if told := disk_problem(OSError(why)):
+            why = f"{folder.parents[1]} or an inbox cannot be written to: {told}, then run again ({why})"
+        run = this_run(recipe.name).model_copy(update={"state": "failed", "why": without_passwords(why)[:MAX_WHY], "ended": time.time()})
+        folder.mkdir(parents=True, exist_ok=True)
+        write_text(folder / f"{run.id}.json", run.model_dump_json(exclude={"file", "id", "pinned"}, indent=2) + "\n")
 
 
 @contextmanager

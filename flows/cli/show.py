@@ -144,6 +144,8 @@ def show_runs(console: Console, runs: Sequence[RunRecord], stages: Sequence[Foun
         cells = (run.id, run.name or "", "pinned" if run.pinned else "", run.state, when, run.recipe, count, rate or "")
         table.add_row(*map(escape, cells))
     console.print(table)
+    for run in (run for run in runs if run.why):
+        console.print(f"{run.id} failed before its first stage: {run.why}", markup=False, highlight=False)
     console.print(f"{len(runs)} runs")
 
 

@@ -2,7 +2,7 @@
 
 The body is a JSON object, a list of them, or lines of JSON. Rows are on disk when the answer comes, and a request that is sent again adds
 nothing twice. The answer counts what became of the rows; 400: the body is no JSON; 413: it is too large or has too many rows; 422: no row
-of it holds feedback.
+of it holds feedback; 507: the disk is full.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from starlette.types import ASGIApp
 from rlhf_core.feedback.inbox import SUFFIX, Inbox
 from rlhf_core.feedback.leaks import Questions
 from rlhf_core.feedback.receive import Given, receive
+from rlhf_core.system.machine import disk_problem
 from rlhf_core.system.page_server import Protected
 
 LARGEST_REQUEST, MOST_ROWS = 16 << 20, 10_000  # bytes and rows of a request
@@ -52,7 +53,12 @@ def application(inboxes: Mapping[str, tuple[Inbox, Callable[[], Questions]]], to
         inbox, questions = inboxes[name]
         given = [Given(f"row {number}", row) for number, row in enumerate(rows, start=1)]
         about = {field: request.query_params.get(field) for field in FIELDS}
-        receipt = await run_in_threadpool(lambda: receive(inbox, given, questions(), about["source"] or "", about["annotator"]))
+        try:
+            receipt = await run_in_threadpool(lambda: receive(inbox, given, questions(), about["source"] or "", about["annotator"]))
+        except OSError as error:
+            if (told := disk_problem(error)) is None:
+                raise
+            return JSONResponse({"error": f"the inbox {name} cannot be written to: {told}, and send all rows again"}, 507)
         useless = not (receipt.new or receipt.duplicate or receipt.leaked)
         told = {**vars(receipt), "unusable": dict(receipt.unusable), "personal": dict(receipt.personal)}
         return JSONResponse(told, 422 if useless else 200)

@@ -6,6 +6,7 @@ add rows; each row is on disk before `add` returns.
 
 from __future__ import annotations
 
+import errno
 import os
 import secrets
 import sqlite3
@@ -72,15 +73,20 @@ class Inbox:
         return locked(self.folder / LOCK, WAIT_SECONDS)
 
     def add(self, rows: Sequence[Feedback]) -> Added:
-        """Adds rows in one transaction; those whose identity is there are left out."""
+        """Adds rows in one transaction; those whose identity is there are left out. Raises OSError when the disk is full: none is added."""
         self._make()
         values = [(row.identity(), row.about(), row.opinion(), row.kind, row.annotator, row.model_dump_json()) for row in rows]
-        with closing(self._open()) as database, database:
-            before = database.total_changes
-            database.executemany(
-                "INSERT OR IGNORE INTO rows (identity, about, opinion, kind, annotator, body) VALUES (?,?,?,?,?,?)", values
-            )
-            new = database.total_changes - before
+        try:
+            with closing(self._open()) as database, database:
+                before = database.total_changes
+                database.executemany(
+                    "INSERT OR IGNORE INTO rows (identity, about, opinion, kind, annotator, body) VALUES (?,?,?,?,?,?)", values
+                )
+                new = database.total_changes - before
+        except sqlite3.OperationalError as error:
+            if error.sqlite_errorcode != sqlite3.SQLITE_FULL:
+                raise
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self._file)) from error
         return Added(new, len(rows) - new)
 
     def rows(self, kinds: Iterable[str], after: int = 0, until: int | None = None) -> Iterator[Stored]:

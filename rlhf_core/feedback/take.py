@@ -50,11 +50,16 @@ def take(inbox: Inbox, rows: Rows, after: int, until: int, questions: Callable[[
 def _write(file: Path, inbox: Inbox, rows: Rows, after: int, until: int, asked: Questions) -> None:
     file.parent.mkdir(mode=0o700, exist_ok=True)
     temporary = file.with_name(f".{file.name}.{os.getpid()}")
-    with temporary.open("w") as out:
-        out.writelines(json.dumps(row) + "\n" for row in _rows(inbox, rows, after, until, asked))
-        out.flush()
-        os.fsync(out.fileno())
-    os.replace(temporary, file)
+    try:
+        with temporary.open("w") as out:
+            out.writelines(json.dumps(row) + "\n" for row in _rows(inbox, rows, after, until, asked))
+            out.flush()
+            os.fsync(out.fileno())
+        os.replace(temporary, file)
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(file)) from error  # a full disk's has no name
+    finally:
+        temporary.unlink(missing_ok=True)
 
 
 def usable(inbox: Inbox, rows: Rows, after: int, questions: Callable[[], Questions] = NO_QUESTIONS, most: int | None = None) -> int:

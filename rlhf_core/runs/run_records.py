@@ -44,13 +44,14 @@ class RecordedStage(BaseModel):
 class RunRecord(BaseModel):
     """A recorded run. Earlier layouts lack fields. `state`: done, waits (for a person), failed, gate failed, interrupted, running,
     killed (it wrote no end, and its process is gone), damaged (its record cannot be read), or unfinished (of earlier layouts); times in
-    seconds since 1970."""
+    seconds since 1970. `why`: of a run that failed before it had any stage."""
 
     file: Path = Path()
     id: str = ""
     name: str | None = None
     pinned: bool = False
     state: str = ""
+    why: str = ""
     recipe: str = ""
     source: str = ""
     overrides: tuple[str, ...] = ()
@@ -106,12 +107,15 @@ def pin(artifacts: Path, which: str, pinned: bool) -> RunRecord:
 def kept(runs: Sequence[RunRecord], keep_runs: int | None = None, not_before: float | None = None) -> set[str]:
     """Returns the ids of runs whose stages are kept; `runs` are the newest first.
 
-    They are the newest `keep_runs` of each recipe, those that began at `not_before` or later, pinned ones and those in progress; all when
-    neither is given.
+    They are the newest `keep_runs` of each recipe that had stages, those that began at `not_before` or later, pinned ones and those in
+    progress; all when neither is given.
     """
     if keep_runs is None and not_before is None:
         return {run.id for run in runs}
-    newest = {run.id for recipe in {run.recipe for run in runs} for run in [run for run in runs if run.recipe == recipe][: keep_runs or 0]}
+    worked = [run for run in runs if not run.why]
+    newest = {
+        run.id for recipe in {run.recipe for run in runs} for run in [run for run in worked if run.recipe == recipe][: keep_runs or 0]
+    }
     young = {run.id for run in runs if not_before is not None and run.started >= not_before}
     return newest | young | {run.id for run in runs if run.pinned or run.state == "running"}
 

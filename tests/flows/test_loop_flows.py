@@ -13,6 +13,7 @@ import pytest
 from flows.loops import loop
 from rlhf_core.config import Recipe
 from rlhf_core.recipe.load import given_recipe, load_recipe
+from rlhf_core.runs.run_records import records
 from tests.support import micro
 from tests.support.writing_stages import attempts
 
@@ -73,6 +74,9 @@ def test_rounds_stop_when_the_win_rate_does_and_parts_run(here: tuple[Path, dict
     folder, environment = here
     end = Called(folder, environment, "evaluate", recipe="recipe.yaml").ended()
     assert "FAILED" in end and "stage evaluation needs loop.round1.dpo, sft, which are not done: run `alignflow stage" in end
+    (failed,) = records(folder / "artifacts")
+    assert (failed.state, failed.recipe, failed.stages) == ("failed", "micro", ()) and failed.ended
+    assert failed.why.startswith("ValueError: stage evaluation needs loop.round1.dpo, sft, which are not done")
     end = Called(folder, environment, "publish", recipe="recipe.yaml").ended()
     assert "recipe micro has no stage of kind publication: add one" in end
     uri = f"file://{folder}/recipe.yaml"

@@ -68,10 +68,10 @@ def read_faults(file: Path) -> Faults:
 
 
 class Sign(NamedTuple):
-    """Words that name a fault. `place`: beginning of the name of the page that must have them; `pattern`: the words, with {round} for the
+    """Words that name a fault. `place`: beginnings of the names of pages that may have them; `pattern`: the words, with {round} for the
     number of the night's round; `later`: they may come with the next night."""
 
-    place: str
+    place: str | tuple[str, ...]
     pattern: str
     later: bool = False
 
@@ -80,19 +80,21 @@ SIGNS: Mapping[Kind, Sign] = {
     "poisoned": Sign("report", r"evaluation ci_low(_vs_parent)?/nights\.round{round} \S+ at least 0\.5 failed"),
     "length_judge": Sign("report", r"calibration (kappa/ci_low|length_bias/ci_high) \S+ at (least|most) \S+ failed"),
     "drift": Sign("report", r"drift prompts/divergence_p \S+ at least 0\.01 failed"),
-    "full_disk": Sign("stage page", r"[Nn]o space left on (the )?(device|disk)|disk (is )?full"),
+    "full_disk": Sign(("stage page", "run page"), r"[Nn]o space left on (the )?(device|disk)|disk (is )?full"),
     "killed": Sign("run page", r"killed"),
     "hub_outage": Sign("stage page publication", r"\b503\b|Hub (cannot|could not) be reached|the Hub did not answer"),
     "silent_approver": Sign("start page", r"refused: stage evaluation: nobody approved it until", later=True),
 }
 
 
-def named(kind: Kind, number: int, nights: Sequence[Mapping[str, str]]) -> str:
+def named(kind: Kind, number: int, nights: Sequence[Mapping[str, str]], before: Sequence[Mapping[str, str]] = ()) -> str:
     """Returns where the pages of a night, whose round has this number, or of the next one name a fault, with the words; '' when they do
-    not. `nights`: the pages of both."""
+    not. `nights`: the pages of both; `before`: those of earlier nights, whose stages may have had the same fault."""
     sign = SIGNS[kind]
+    pattern = sign.pattern.replace("{round}", str(number))
     for pages in nights[: 2 if sign.later else 1]:
         for place, text in pages.items():
-            if place.startswith(sign.place) and (found := re.search(sign.pattern.replace("{round}", str(number)), text)):
+            old = place.startswith("stage page") and any(re.search(pattern, earlier.get(place, "")) for earlier in before)
+            if place.startswith(sign.place) and not old and (found := re.search(pattern, text)):
                 return f"{place}: {found[0]}"
     return ""

@@ -42,7 +42,7 @@ def recorded(life: Life, nights: Sequence[Night], held_out: Sequence[tuple[str, 
             champions.append({"model": name, "right": fmean(right), "worse_than": ", ".join(worse)})
             held.append((name, right))
             best = right
-    told = [_night(night, nights[i + 1 : i + 2]) for i, night in enumerate(nights)]
+    told = [_night(night, nights[i + 1 : i + 2], nights[:i]) for i, night in enumerate(nights)]
     return {
         "seed": life.faults.seed,
         "base": fmean(base),
@@ -65,13 +65,14 @@ def _rounds(record: Record) -> list[tuple[dict[str, str], str]]:
     return [(done.stages, done.refused) for done in record.rounds] + begun
 
 
-def _night(night: Night, following: Sequence[Night]) -> dict[str, Any]:
+def _night(night: Night, following: Sequence[Night], before: Sequence[Night]) -> dict[str, Any]:
     """A night, the gates that failed in it beside those on its candidate, and where each of its faults is named."""
     gates = [f"{stage}: {what}" for text in night.outputs for stage, what in ALARM.findall(text)]
     alarms = [gate for gate in dict.fromkeys(gates) if not gate.startswith("evaluation: ")]
     if not night.states[-1].startswith("COMPLETED") and not any(gate.startswith("evaluation: ") for gate in gates):
         alarms.append(night.states[-1].splitlines()[0][:200])
-    where = {kind: named(kind, night.round, [night.pages, *(other.pages for other in following)]) for kind in night.faults}
+    pages = [[other.pages for other in nights] for nights in ((night, *following), before)]
+    where = {kind: named(kind, night.round, *pages) for kind in night.faults}
     states = [state.splitlines()[0][:300] for state in night.states]
     return {
         "number": night.number,

@@ -27,14 +27,14 @@ from tests.nights.start import ROOT, first_model, living
 from tests.nights.table import PAGE, RESULTS, page, told
 from tests.nights.verdicts import verdicts
 
-MODULE, DISK_MIB = "tests.nights.run_all", 500
+MODULE, DISK_MIB = "tests.nights.run_all", 50  # for each night
 
 
 def run(name: str, faults: Faults, out: Path) -> Iterator[dict[str, Any]]:
     """Lives the nights in a new folder of `out` and yields what has happened, after each night. Weights are lost with the small disk."""
     place = out / name
     shutil.rmtree(place, ignore_errors=True)
-    mount_disk(place / "disk", DISK_MIB)
+    mount_disk(place / "disk", DISK_MIB * faults.nights)
     (place / "pages").mkdir()
     with living(place / "disk" / "town", place / "home", first_model(out / "start"), faults) as (life, held_out):
         nights = []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import sqlite3
 from pathlib import Path
 from typing import Any
 
@@ -126,3 +127,22 @@ def test_requests_side_by_side_lose_nothing(client: TestClient, box: Inbox) -> N
     with ThreadPoolExecutor(8) as pool:
         assert set(pool.map(send, range(80))) == {200}
     assert box.count(("thumb",)) == 40
+
+
+def test_a_full_disk_is_said_and_loses_nothing(client: TestClient, box: Inbox, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert client.post("/feedback/chat", json=ROW).json()["new"] == 1
+    opened = Inbox._open
+
+    def small(self: Inbox) -> sqlite3.Connection:
+        database = opened(self)
+        database.execute(f"PRAGMA max_page_count = {database.execute('PRAGMA page_count').fetchone()[0]}")
+        return database
+
+    rows = [ROW | {"prompt": f"number {i} " + 900 * "x"} for i in range(40)]
+    with monkeypatch.context() as patched:
+        patched.setattr(Inbox, "_open", small)
+        refused = client.post("/feedback/chat", json=rows)
+    assert refused.status_code == 507
+    assert refused.json()["error"] == "the inbox chat cannot be written to: its disk is full; free some space, and send all rows again"
+    assert client.post("/feedback/chat", json=rows).json()["new"] == 40
+    assert len(list(box.rows(("thumb",)))) == 41

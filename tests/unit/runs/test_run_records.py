@@ -83,13 +83,14 @@ def test_which_runs_keep_their_stages(chain: Chain) -> None:
     ran(chain, "two-9", 9, "sft", recipe="two")
     locked = ran(chain, "two-99", 99, "sft", recipe="two", ended=None)
     pin(chain.root, "one-4", True)
+    ran(chain, "none-0", 0.1, state="failed", why="ValueError: the recipe has no stage", recipe="one")
     with FileLock(locked.with_suffix(".lock")):
         runs = records(chain.root)
         every, always = {run.id for run in runs}, {"one-4", "two-99"}
         assert kept(runs, None, None) == every and kept(runs, 0, None) == always
-        assert kept(runs, 1, None) == always | {"one-1", "two-9"} and kept(runs, 9, None) == every
-        assert kept(runs, None, time.time() - 2.5 * DAY) == always | {"one-1", "one-2"}
-        assert kept(runs, 1, time.time() - 2.5 * DAY) == always | {"one-1", "one-2", "two-9"}
+        assert kept(runs, 1, None) == always | {"one-1", "two-9"} and kept(runs, 9, None) == every - {"none-0"}
+        assert kept(runs, None, time.time() - 2.5 * DAY) == always | {"one-1", "one-2", "none-0"}
+        assert kept(runs, 1, time.time() - 2.5 * DAY) == always | {"one-1", "one-2", "two-9", "none-0"}
 
 
 def test_gc_says_which_run_keeps_what(chain: Chain) -> None:

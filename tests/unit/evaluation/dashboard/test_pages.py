@@ -107,6 +107,11 @@ def test_the_pages_show_what_the_run_did(client: TestClient) -> None:
     assert stage.count("<polyline") == 0 and stage.count("<figure") > 9
 
 
+def test_a_run_that_failed_before_its_first_stage_says_why(client: TestClient, artifacts: Artifacts) -> None:
+    artifacts.record("second", "failed", STARTED + 5, stages=[], why="the disk of artifacts is full; free some space")
+    assert "free some space" in client.get("/").text and "free some space" in client.get("/run/demo/second").text
+
+
 def test_a_run_in_progress_on_the_start_page(client: TestClient, artifacts: Artifacts) -> None:
     record = artifacts.record("second", status="not run")
     for name in ("ppo", "evaluation", "publication"):
@@ -176,6 +181,7 @@ def test_hostile_texts_are_inert(client: TestClient, artifacts: Artifacts) -> No
     texts = dict.fromkeys(("recipe", "name", "host", "source"), bad)
     artifacts.record("second", bad, STARTED + 1, stages=stages, overrides=[bad], **texts)
     artifacts.record("third", HOSTILE, STARTED + 1, recipe=HOSTILE)
+    artifacts.record("fourth", why=bad, status="not run")
     ask(ppo, bad, artifacts.path / bad.replace("/", ""), timedelta(hours=1))
     (artifacts.path / "demo" / "loop.json").write_text(
         json.dumps({"loop": HOSTILE, "rounds": [{"ended": HOSTILE, "win_rate": HOSTILE, "refused": HOSTILE}]})
