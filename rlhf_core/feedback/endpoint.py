@@ -56,9 +56,9 @@ def application(inboxes: Mapping[str, tuple[Inbox, Callable[[], Questions]]], to
         try:
             receipt = await run_in_threadpool(lambda: receive(inbox, given, questions(), about["source"] or "", about["annotator"]))
         except OSError as error:
-            if (told := disk_problem(error)) is None:
+            if (problem := disk_problem(error)) is None:
                 raise
-            return JSONResponse({"error": f"the inbox {name} cannot be written to: {told}, and send all rows again"}, 507)
+            return JSONResponse({"error": f"the inbox {name} cannot be written to: {problem}, and send all rows again"}, 507)
         useless = not (receipt.new or receipt.duplicate or receipt.leaked)
         told = {**vars(receipt), "unusable": dict(receipt.unusable), "personal": dict(receipt.personal)}
         return JSONResponse(told, 422 if useless else 200)
