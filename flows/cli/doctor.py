@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import importlib.metadata
+import importlib.util
 import os
 import platform
 import shutil
+import sys
 from pathlib import Path
 from typing import NamedTuple
 
@@ -42,7 +44,7 @@ def examine() -> list[Finding]:
         Finding("ok", "Prefect server", os.environ.get("PREFECT_API_URL") or "started for each run (no PREFECT_API_URL)"),
     ]
     found += [Finding("ok", key, "set" if os.environ.get(key) else "not set") for key in KEYS]
-    return found + _requirements() + _packages(gpus)
+    return found + _requirements() + _packages(gpus) + _compiled()
 
 
 def _requirements() -> list[Finding]:
@@ -92,6 +94,18 @@ def _packages(gpus: int) -> list[Finding]:
             if version := _version(name):
                 found.append(Finding("warn", name, f"{version}: if `import transformers` fails here, pip uninstall {name}"))
     return found
+
+
+def _compiled() -> list[Finding]:
+    """Finds libraries that every process compiles again: those without compiled files, where Python is told to write none."""
+    found = [importlib.util.find_spec(name) for name in ("torch", "transformers", "vllm", "ray")] if sys.dont_write_bytecode else []
+    slow = [spec for spec in found if spec and spec.origin and not Path(importlib.util.cache_from_source(spec.origin)).exists()]
+    if not slow:
+        return []
+    places = " ".join(dict.fromkeys(str(Path(str(spec.origin)).parents[1]) for spec in slow))
+    names = ", ".join(spec.name for spec in slow)
+    why = f"set, and {names} have no compiled files: each process compiles them again, up to half a minute of every start"
+    return [Finding("warn", "PYTHONDONTWRITEBYTECODE", f"{why}; unset it, or run `python -m compileall -q -j 0 {places}` once")]
 
 
 def _version(package: str) -> str | None:
