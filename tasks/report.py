@@ -62,12 +62,15 @@ def this_run(recipe: str) -> RunRecord:
 
 def record_failure(flow: Flow[..., Any], flow_run: FlowRun, state: State[Any]) -> None:
     """Records a run of a flow that failed before its stages were known, with the reason: pages and `alignflow runs` show it. A hook of
-    Prefect; does nothing for runs that `reported` records, and where the recipe cannot be read or nothing can be written."""
+    Prefect; does nothing for runs that `reported` records, for those of no deployment whose recipe has not run here before, and where the
+    recipe cannot be read or nothing can be written."""
     began = flow_run.start_time.timestamp() if flow_run.start_time else time.time()
     given = flow_run.parameters or {}
     with suppress(ValueError, OSError):
         recipe = recipe_of_run(given.get("recipe"), given.get("overrides"), flow_run.id, flow_run.deployment_id)
         folder = Path(recipe.artifacts).absolute() / recipe.name / RUNS
+        if flow_run.deployment_id is None and not folder.parent.is_dir():
+            return
         known = (read_json(file) for file in folder.glob("*.json") if file.stat().st_mtime >= began - 1)
         if any(run.get("pid") == os.getpid() and run.get("started", 0) >= began - 1 for run in known):
             return

@@ -49,7 +49,7 @@ def worker(monkeypatch: pytest.MonkeyPatch, before: int, peak: int, granted: int
     made.requested_memory = granted
     made.cache_config = SimpleNamespace(kv_cache_memory_bytes=None)
     model = SimpleNamespace(parameters=lambda: iter([torch.empty(3 * GIB // 2, dtype=torch.bfloat16, device="meta")]))
-    made.model_runner = SimpleNamespace(get_model=lambda: model)
+    made.model_runner = SimpleNamespace(get_model=lambda: model, sampler=None)
     return made
 
 
