@@ -52,9 +52,9 @@ def denominator(aggregation: Aggregation, counted: Counted, constant_length: int
             return counted.answers * constant_length
 
 
-def sampler_weights(old: Tensor, sampler: Tensor, mask: Tensor, documents: Tensor, config: PPO) -> Tensor:
+def sampler_weights(old: Tensor, sampler: Tensor | None, mask: Tensor, documents: Tensor, config: PPO) -> Tensor:
     """Returns the importance weights that the recipe asks for, as `importance_weights`; 1 on the mask where it asks for none."""
-    if config.sampler_is == "off":
+    if config.sampler_is == "off" or sampler is None:
         return mask.to(old.dtype)
     whole = documents if config.sampler_is_level == "sequence" else None
     return importance_weights(old, sampler, mask, *config.sampler_is_bounds, config.sampler_is == "mask", whole)

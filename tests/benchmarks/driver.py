@@ -32,6 +32,7 @@ from rlhf_core.stages.ppo.sampling.answers import rollout
 from rlhf_core.stages.ppo.texts import decoder, samples
 
 SECONDS: dict[str, float] = {}
+BESIDE = ("texts for a function", "divergence")  # while models score, and while they train
 
 
 @contextmanager
@@ -103,17 +104,19 @@ def main() -> None:
     rewards = Rewards({"score": np.random.default_rng(0).normal(size=count)}, {})
     with timed("credit"):
         found = credit(rollouts, Scores(logprobs, references, None, rewards), 0.01, {}, config, [Term("score", 1.0, "none", None)])
-    with timed("divergence"):
-        divergence(rollouts, logprobs, references, found.usable, 0.01, config)
     minibatches(found.usable, Schedule(4, 1, {}, "0"))
     with timed("experience goes to nodes"):
         shared = put_on_nodes(list(found.experience))
+    with timed("divergence"):
+        divergence(rollouts, logprobs, references, found.usable, 0.01, config)
     with timed("a rank has the experience"):
         ray.get(training.remote(shared))
     ray.shutdown()
     whole = sum(seconds for name, seconds in SECONDS.items() if not name.startswith("a rank"))
-    print(f"{'in all':40} {whole:7.2f} s for {count * length:,} tokens")
+    waited = whole - sum(SECONDS[name] for name in BESIDE)
+    print(f"{'in all':40} {whole:7.2f} s for {count * length:,} tokens; {waited:.2f} s that models wait for")
     measured = {**{name: figure(round(seconds, 3), "s") for name, seconds in SECONDS.items()}, "in all": figure(round(whole, 2), "s")}
+    measured |= {"models wait": figure(round(waited, 2), "s")}
     save(arguments, "What PPO's driver does with an iteration's answers", measured | {"tokens": figure(count * length, "tokens")})
 
 

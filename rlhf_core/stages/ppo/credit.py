@@ -97,12 +97,13 @@ def credit(
     }
     if config.has_critic:
         metrics["value/explained_variance"] = float(explained_variance(values, returns, mask).nan_to_num(0.0))
-    targets = _cut(returns, lengths) if config.has_critic else (None,) * len(rollouts)
-    given = ([rollout.sampler_logprobs for rollout in rollouts], _cut(advantages, lengths), targets)
-    scored = (rows or (None,) * len(rollouts) for rows in (scores.logprobs, scores.ref_logprobs, scores.values))
+    none = (None,) * len(rollouts)  # what no loss reads does not travel
+    sampler = none if config.sampler_is == "off" else [rollout.sampler_logprobs for rollout in rollouts]
+    given = (sampler, _cut(advantages, lengths), _cut(returns, lengths) if config.has_critic else none)
+    scored = (rows or none for rows in (scores.logprobs, scores.ref_logprobs if config.kl_in == "loss" else None, scores.values))
     experience = [
-        Experience(rollout.document, old, sampler, ref, v, advantage, value)
-        for rollout, old, ref, v, sampler, advantage, value in zip(rollouts, *scored, *given, strict=True)
+        Experience(rollout.document, old, of_sampler, ref, v, advantage, value)
+        for rollout, old, ref, v, of_sampler, advantage, value in zip(rollouts, *scored, *given, strict=True)
     ]
     return Credited(experience, usable.nonzero().flatten().tolist(), combined.statistics, metrics)
 

@@ -167,8 +167,11 @@ class Fleet:
 
         return wait
 
-    def train(self, experience: Sequence[Experience], updates: Mapping[str, Sequence[Update]]) -> Steps:
-        """Trains the roles named in `updates`, side by side or in turn. Returns metrics of all of them, and log-probs of all ranks."""
+    def train(
+        self, experience: Sequence[Experience], updates: Mapping[str, Sequence[Update]], beside: Callable[[], None] = lambda: None
+    ) -> Steps:
+        """Trains the roles named in `updates`, side by side or in turn; calls `beside` while they work. Returns metrics of all of them, and
+        log-probs of all ranks."""
         shared = put_on_nodes(list(experience))
         groups = [group for group in self.trained if group.name in updates]
 
@@ -177,10 +180,10 @@ class Fleet:
                 self._release_memory()
             return group.call("train", Trained.train, shared, list(updates[group.name]))
 
-        if self.in_turn:
-            by_role = [start(group).wait(self.timeout) for group in groups]
-        else:
-            by_role = [work.wait(self.timeout) for work in [start(group) for group in groups]]
+        begun = [start(group) for group in groups[: 1 if self.in_turn else None]]
+        beside()
+        by_role = [work.wait(self.timeout) for work in begun]
+        by_role += [start(group).wait(self.timeout) for group in groups[len(begun) :]]
         steps = zip(*(ranks[0].metrics for ranks in by_role), strict=True)
         logprobs = {i: values for ranks in by_role for rank in ranks for i, values in rank.logprobs}
         return Steps([dict(pair for metrics in step for pair in metrics.items()) for step in steps], sorted(logprobs.items()))

@@ -80,16 +80,20 @@ def ppo_iteration(
         scores = (sampled.scores or fleet.start_score(rollouts, sampled.rewards, setup.allowed_failures))()
     with _phase(phases, "credit"):
         credited = credit(rollouts, scores, kl_coef, carried.statistics, config, setup.terms, fleet.lengths)
-        diverged = divergence(rollouts, scores.logprobs, scores.ref_logprobs, credited.usable, kl_coef, config) if scores.logprobs else None
+    measured: list[Divergence] = []
+
+    def measure() -> None:
+        if scores.logprobs:
+            measured.append(divergence(rollouts, scores.logprobs, scores.ref_logprobs, credited.usable, kl_coef, config))
+
     with _phase(phases, "train"):
         batches = minibatches(credited.usable, schedule)
         updates = {
             role: [Update(batch, rate, kl_coef) for batch, rate in zip(batches, rates, strict=False)]  # fewer answers: fewer batches
             for role, rates in schedule.rates.items()
         }
-        steps, logprobs = fleet.train(credited.experience, updates)
-    if diverged is None:
-        diverged = divergence_of(rollouts, scores, logprobs, kl_coef, config)
+        steps, logprobs = fleet.train(credited.experience, updates, measure)
+    diverged = measured[0] if measured else divergence_of(rollouts, scores, logprobs, kl_coef, config)
     if fleet.sleeps:
         with _phase(phases, "wake"):
             fleet.wake()

@@ -113,11 +113,12 @@ class Scores:
 @dataclass(frozen=True)
 class Experience:
     """Holds one rollout to train on; arrays (T,), aligned with the document's tokens. Without `old_logprobs` these are those of the
-    training pass itself; without a critic `values` and `returns`, and without a reference `ref_logprobs`, are None."""
+    training pass itself; without a critic `values` and `returns`, without a KL in the loss `ref_logprobs`, and without importance weights
+    `sampler_logprobs` are None."""
 
     document: Document
     old_logprobs: np.ndarray | None
-    sampler_logprobs: np.ndarray
+    sampler_logprobs: np.ndarray | None
     ref_logprobs: np.ndarray | None
     values: np.ndarray | None
     advantages: np.ndarray

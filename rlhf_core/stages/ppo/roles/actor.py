@@ -82,7 +82,7 @@ class Actor(Trained):
             if old is None:
                 old = new.logprobs.detach()
                 read.append(Read(part, rows, batch.real, old))
-            assert sampler is not None and advantages is not None
+            assert advantages is not None
             weights = sampler_weights(old, sampler, batch.mask, batch.documents, self.config)
             per_token = PerToken(new.logprobs, new.entropy, old, ref, advantages, weights, batch.mask, batch.documents)
             result = actor_loss(per_token, len(part), counted, self.config, update.kl_coef)

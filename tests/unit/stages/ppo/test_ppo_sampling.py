@@ -67,7 +67,8 @@ class Fleet:
         values = [np.zeros(4, np.float32) for _ in rollouts]
         return lambda: Scores(logprobs, logprobs, values, rewards or self.reward(rollouts, allowed))
 
-    def train(self, experience: Sequence[Experience], updates: Mapping[str, Sequence[Update]]) -> Steps:
+    def train(self, experience: Sequence[Experience], updates: Mapping[str, Sequence[Update]], beside: Callable[[], None]) -> Steps:
+        beside()
         self.trained.append(updates)
         self.said.append("train")
         return Steps([{"policy/ratio": 1.0, "policy/ratio_gap": 0.0} for _ in next(iter(updates.values()))], [])

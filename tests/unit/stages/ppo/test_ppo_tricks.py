@@ -55,13 +55,16 @@ def documents(count: int, seed: int = 0) -> list[Document]:
     return [Document(torch.randint(1, 31, (n,), generator=generator).tolist(), [False, False, *[True] * (n - 2)]) for n in lengths]
 
 
+def drawn(docs: Sequence[Document]) -> list[list[np.ndarray]]:
+    """Random log-probs, those of a reference, and values."""
+    generator = np.random.default_rng(0)
+    return [[generator.normal(size=len(d)).astype(np.float32) * np.array(d.mask, np.float32) for d in docs] for _ in range(3)]
+
+
 def credited(config: PPO, kl_coef: float = 0.0, rewards: Sequence[float] | None = None, paths: dict[str, str] = PATHS) -> Credited:
     """Credit of eight random rollouts by the stage's own setup."""
-    generator = np.random.default_rng(0)
     docs = documents(8)
-    logprobs, ref_logprobs, values = (
-        [generator.normal(size=len(d)).astype(np.float32) * np.array(d.mask, np.float32) for d in docs] for _ in range(3)
-    )
+    logprobs, ref_logprobs, values = drawn(docs)
     prompt = Prompt((), [1, 2], {}, False)
     rollouts = [Rollout(prompt, d, old, True) for d, old in zip(docs, logprobs, strict=True)]
     known = Rewards({"reward_model": np.array(rewards or [float(i) for i in range(8)])}, {})
@@ -189,12 +192,20 @@ def test_log_probs_are_scored_only_where_the_training_pass_comes_too_late() -> N
 
 def test_the_kl_is_paid_token_by_token() -> None:
     found = credited(ppo(gamma=0, whiten_advantages=False), kl_coef=0.5, rewards=[0.0] * 8)
-    for e, earned in zip(found.experience, said(found, "returns"), strict=True):
-        gap = (e.old_logprobs - e.ref_logprobs)[np.array(e.document.mask)]
+    references = drawn(documents(8))[1]
+    for e, earned, reference in zip(found.experience, said(found, "returns"), references, strict=True):
+        assert e.old_logprobs is not None
+        gap = (e.old_logprobs - reference)[np.array(e.document.mask)]
         assert earned == pytest.approx(-0.5 * gap, abs=1e-6)
         assert len(set(earned.tolist())) == len(earned)
     off = credited(ppo(gamma=0, whiten_advantages=False), kl_coef=0.0, rewards=[0.0] * 8)
     assert all(earned == pytest.approx(0, abs=1e-6) for earned in said(off, "returns"))
+
+
+def test_what_no_loss_reads_does_not_travel() -> None:
+    usual, lean = credited(ppo()), credited(ppo(kl_in="loss", kl_estimator="k3", sampler_is="off"))
+    assert all(e.ref_logprobs is None and e.sampler_logprobs is not None and e.values is not None for e in usual.experience)
+    assert all(e.ref_logprobs is not None and e.sampler_logprobs is None for e in lean.experience)
 
 
 def test_the_kl_in_the_loss_pulls_towards_the_reference(models: Path, plain_engine: None) -> None:
