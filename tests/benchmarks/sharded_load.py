@@ -136,6 +136,7 @@ def rank(arguments: argparse.Namespace) -> None:
         state.mkdir(exist_ok=True)
         engine.barrier()
         engine.save_state(state)
+        engine.finish_saving()  # as a stage does before it exports
         ended(peaks, "save")
         start = time.monotonic()
         ranks.export(engine, arguments.out / "checkpoint", source, None, False)
