@@ -62,7 +62,7 @@ def this_run(recipe: str) -> RunRecord:
 
 def record_failure(flow: Flow[..., Any], flow_run: FlowRun, state: State[Any]) -> None:
     """Records a run of a flow that failed before its stages were known, with the reason: pages and `alignflow runs` show it. A hook of
-    Prefect; does nothing for runs that `reported` records, for those of no deployment whose recipe has not run here before, and where the
+    Prefect; does nothing for runs that `reported` records, for runs without a deployment where the recipe has no folder yet, and where the
     recipe cannot be read or nothing can be written."""
     began = flow_run.start_time.timestamp() if flow_run.start_time else time.time()
     given = flow_run.parameters or {}

@@ -97,7 +97,7 @@ def _packages(gpus: int) -> list[Finding]:
 
 
 def _compiled() -> list[Finding]:
-    """Finds libraries that every process compiles again: those without compiled files, where Python is told to write none."""
+    """Finds libraries without compiled files, where PYTHONDONTWRITEBYTECODE is set: every process compiles them again."""
     found = [importlib.util.find_spec(name) for name in ("torch", "transformers", "vllm", "ray")] if sys.dont_write_bytecode else []
     slow = [spec for spec in found if spec and spec.origin and not Path(importlib.util.cache_from_source(spec.origin)).exists()]
     if not slow:

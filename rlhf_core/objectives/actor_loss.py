@@ -53,9 +53,11 @@ def denominator(aggregation: Aggregation, counted: Counted, constant_length: int
 
 
 def sampler_weights(old: Tensor, sampler: Tensor | None, mask: Tensor, documents: Tensor, config: PPO) -> Tensor:
-    """Returns the importance weights that the recipe asks for, as `importance_weights`; 1 on the mask where it asks for none."""
-    if config.sampler_is == "off" or sampler is None:
+    """Returns the importance weights that the recipe asks for, as `importance_weights`; 1 on the mask where it asks for none, which alone
+    needs no `sampler`."""
+    if config.sampler_is == "off":
         return mask.to(old.dtype)
+    assert sampler is not None, "the recipe asks for importance weights"
     whole = documents if config.sampler_is_level == "sequence" else None
     return importance_weights(old, sampler, mask, *config.sampler_is_bounds, config.sampler_is == "mask", whole)
 

@@ -74,7 +74,7 @@ def test_rounds_stop_when_the_win_rate_does_and_parts_run(here: tuple[Path, dict
     folder, environment = here
     end = Called(folder, environment, "evaluate", recipe="recipe.yaml").ended()
     assert "FAILED" in end and "stage evaluation needs loop.round1.dpo, sft, which are not done: run `alignflow stage" in end
-    assert records(folder / "artifacts") == [], "nothing is written for a recipe that has not run here"
+    assert records(folder / "artifacts") == [], "a recipe without a folder gets none"
     (folder / "artifacts" / "micro").mkdir(parents=True)
     Called(folder, environment, "evaluate", recipe="recipe.yaml").ended()
     (failed,) = records(folder / "artifacts")

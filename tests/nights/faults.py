@@ -94,7 +94,8 @@ def named(kind: Kind, number: int, nights: Sequence[Mapping[str, str]], before: 
     pattern = sign.pattern.replace("{round}", str(number))
     for pages in nights[: 2 if sign.later else 1]:
         for place, text in pages.items():
-            old = place.startswith("stage page") and any(re.search(pattern, earlier.get(place, "")) for earlier in before)
+            same = [earlier[place] for earlier in before if place in earlier]
+            old = text in same or (place.startswith("stage page") and any(re.search(pattern, known) for known in same))
             if place.startswith(sign.place) and not old and (found := re.search(pattern, text)):
                 return f"{place}: {found[0]}"
     return ""

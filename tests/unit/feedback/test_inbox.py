@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import multiprocessing
 import os
@@ -159,3 +160,17 @@ def test_rows_that_meet_questions_or_judge_nothing_are_counted(inbox: Inbox) -> 
     rows = [{"prompt": "what is the capital of France", "response": "a", "thumb": "up"}, {"prompt": "x", "response": "y"}, 5]
     done = receive(inbox, [Given(f"row {i}", row) for i, row in enumerate(rows)], Questions(["What is the capital of France?"]))
     assert (done.read, done.new, done.leaked, done.wrong, len(done.unusable)) == (3, 0, 1, 1, 1)
+
+
+def test_a_file_of_rows_that_a_full_disk_cuts_off_is_removed(inbox: Inbox, monkeypatch: pytest.MonkeyPatch) -> None:
+    receive(inbox, [Given("row 1", {"prompt": "hello", "response": "hi", "thumb": "up"})], Questions([]))
+
+    def full(number: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "fsync", full)
+        with pytest.raises(OSError, match="No space left") as raised:
+            take(inbox, "labelled", 0, inbox.end())
+    assert not [file for file in inbox.folder.rglob("*") if ".jsonl" in file.name]
+    assert raised.value.filename == str(take(inbox, "labelled", 0, inbox.end()))

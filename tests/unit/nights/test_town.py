@@ -152,8 +152,11 @@ def test_a_fault_is_named_by_its_own_round_alone() -> None:
     assert named("poisoned", 2, [{"report": report}]).startswith("report: evaluation ci_low_vs_parent")
     assert not named("poisoned", 3, [{"report": report}]) and not named("poisoned", 2, [{"start page": report}, {"report": report}])
     full, place = "it cannot be written to: its disk is full", "stage page nights.round2.dpo-5c"
-    assert named("full_disk", 2, [{place: full}]) and named("full_disk", 2, [{"run page": full}], [{"run page": full}])
-    assert not named("full_disk", 2, [{place: full}], [{}, {place: full}]), "that was an earlier night's"
+    assert named("full_disk", 2, [{place: full}]) and named(
+        "full_disk", 2, [{"run page": f"run 2 {full}"}], [{"run page": f"run 1 {full}"}]
+    )
+    assert not named("full_disk", 2, [{place: f"{full} again"}], [{}, {place: full}]), "that was an earlier night's"
+    assert not named("full_disk", 2, [{"run page": f"run 1 {full}"}], [{"run page": f"run 1 {full}"}]), "no run since"
     late = "2 refused: stage evaluation: nobody approved it until 2026"
     assert named("silent_approver", 2, [{}, {"start page": late}])
 

@@ -120,6 +120,12 @@ def test_without_a_reference_no_kl_is_told() -> None:
     assert "kl/mean" in credited(ppo(init_kl_coef=0.0, reference="base")).metrics
 
 
+def test_what_no_loss_reads_does_not_travel() -> None:
+    usual, lean = credited(ppo()), credited(ppo(kl_in="loss", kl_estimator="k3", sampler_is="off"))
+    assert all(e.ref_logprobs is None and e.sampler_logprobs is not None and e.values is not None for e in usual.experience)
+    assert all(e.ref_logprobs is not None and e.sampler_logprobs is None for e in lean.experience)
+
+
 def test_importance_weights_of_the_recorded_rollout() -> None:
     def weights(**changes: object) -> list[list[float]]:
         found = sampler_weights(layout(OLD), layout([row.tolist() for row in arrays(SAMPLER)]), MASK, DOCUMENTS, ppo(**changes))

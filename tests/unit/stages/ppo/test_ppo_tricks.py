@@ -202,12 +202,6 @@ def test_the_kl_is_paid_token_by_token() -> None:
     assert all(earned == pytest.approx(0, abs=1e-6) for earned in said(off, "returns"))
 
 
-def test_what_no_loss_reads_does_not_travel() -> None:
-    usual, lean = credited(ppo()), credited(ppo(kl_in="loss", kl_estimator="k3", sampler_is="off"))
-    assert all(e.ref_logprobs is None and e.sampler_logprobs is not None and e.values is not None for e in usual.experience)
-    assert all(e.ref_logprobs is not None and e.sampler_logprobs is None for e in lean.experience)
-
-
 def test_the_kl_in_the_loss_pulls_towards_the_reference(models: Path, plain_engine: None) -> None:
     """Without any advantage only the KL moves the policy: a first step changes nothing without it and lowers it with it."""
     items = experience(models, scale=0.0)
