@@ -71,7 +71,7 @@ def states_kept(store: Store | None, run: RunDir, warn: Callable[..., None], eve
                 store.put_state(run, state.folder.name)
                 copied = state.folder.name
         except (StoreFault, OSError) as error:
-            if state and _is_newest(run, state):  # else the stage has replaced it by a newer one
+            if state and _is_needed(run, state):
                 warn("the resume state %s of %s was not copied: %s", state.folder.name, run.path.name, error)
 
     def work() -> None:
@@ -92,7 +92,10 @@ def states_kept(store: Store | None, run: RunDir, warn: Callable[..., None], eve
         thread.join(WAIT_SECONDS)
 
 
-def _is_newest(run: RunDir, state: Resume) -> bool:
+def _is_needed(run: RunDir, state: Resume) -> bool:
+    """Returns whether a state is the newest of a stage without a result; one that is done removes its states."""
+    if run.result() is not None:
+        return False
     try:
         newest = latest(run)
     except OSError:  # removed while it was read

@@ -346,8 +346,10 @@ def test_a_full_store_loses_nothing(tmp_path: Path) -> None:
     assert store.put(run) and store.fetch(elsewhere(tmp_path), REQUEST)
 
 
-@pytest.mark.parametrize("newer", [False, True])
-def test_a_failed_copy_is_told_unless_its_state_gives_way_to_a_newer_one(newer: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize("meanwhile", ["nothing", "a newer state", "a result"])
+def test_a_failed_copy_is_told_unless_its_state_is_not_needed_any_more(
+    meanwhile: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     run, told, tried = RunDir(tmp_path / "sft-0"), [], threading.Event()
 
     def save(step: int) -> None:
@@ -355,8 +357,10 @@ def test_a_failed_copy_is_told_unless_its_state_gives_way_to_a_newer_one(newer: 
 
     def put_state(run: RunDir, name: str) -> None:
         if name == "step-1":
-            if newer:
+            if meanwhile == "a newer state":
                 save(2)
+            if meanwhile == "a result":
+                monkeypatch.setattr(RunDir, "result", lambda _: SimpleNamespace())
             tried.set()
             raise StoreFault("gone")
 
@@ -364,4 +368,4 @@ def test_a_failed_copy_is_told_unless_its_state_gives_way_to_a_newer_one(newer: 
     store: Any = SimpleNamespace(checkpoints=True, put_state=put_state)
     with states_kept(store, run, lambda *words: told.append(words), every=0.01):
         assert tried.wait(10)
-    assert bool(told) is not newer
+    assert bool(told) is (meanwhile == "nothing")
