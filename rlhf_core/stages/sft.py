@@ -18,6 +18,7 @@ from rlhf_core.data.documents import Document, store_suffix
 from rlhf_core.data.packing import Passes, best_fit
 from rlhf_core.data.report import write_data_report
 from rlhf_core.data.sources import AnswerDocuments, SuffixOf, answer_documents, sft_documents
+from rlhf_core.models.kernels.float8 import use_float8
 from rlhf_core.models.load import masked_logprobs, trained_policy
 from rlhf_core.objectives.collate import collate
 from rlhf_core.objectives.losses import Loss, sft_loss, with_balance
@@ -53,6 +54,8 @@ def train(request: StageRequest, run: RunDir) -> Outcome:
     policy = trained_policy(
         source, config.dtype, request.trust_remote_code, config.lora, request.seed, config.router_aux_coef, shards_of(config)
     )
+    if config.float8:
+        use_float8(policy.model)
     engine = make_engine(policy, config, packed=config.packing)
     if engine.rank == 0:
         write_data_report(run, request.name, data=data.report, eval_data=held_out.report if held_out else None)

@@ -25,6 +25,7 @@ import torch
 from record import add_options, figure, save
 
 from rlhf_core.data.documents import Document
+from rlhf_core.models.kernels.float8 import pays, use_float8
 from rlhf_core.models.load import masked_logprobs, trained_policy
 from rlhf_core.objectives.collate import collate
 from rlhf_core.training.engine import AdamW, TorchEngine
@@ -43,6 +44,7 @@ def main() -> None:
     parser.add_argument("--options", default="{}", help="JSON of ZeroOptions: adam_offload, param_offload, hpz_ranks, more")
     parser.add_argument("--profile", action="store_true")
     parser.add_argument("--kernels", type=int, default=6, help="that --profile names, of each stream")
+    parser.add_argument("--float8", choices=("ours", "tensorwise", "rowwise", "rowwise_with_gw_hp"), help="FP8; ours, or torchao's recipe")
     parser.add_argument("--score", action="store_true", help="compute log-probs alone")
     add_options(parser, "passes")
     arguments = parser.parse_args()
@@ -51,6 +53,8 @@ def main() -> None:
     if on_card:
         torch.cuda.set_device(device)
     policy = trained_policy(str(arguments.model), "bfloat16", False, None, 0).to(device).train()
+    if arguments.float8:
+        multiply_in_float8(policy.model, arguments.float8)
     size = sum(weight.numel() for weight in policy.parameters())
     adamw, stage = AdamW((0.9, 0.95), 0.0, 1.0), arguments.zero_stage
     options = ZeroOptions(**json.loads(arguments.options))
@@ -60,6 +64,21 @@ def main() -> None:
         found |= measure(engine, tokens, size, arguments, device)
     if engine.rank == 0:
         save(arguments, f"Training passes, ZeRO-{stage}, {engine.world_size} ranks", found)
+
+
+def multiply_in_float8(model: Any, recipe: str) -> None:
+    if recipe == "ours":
+        use_float8(model)
+        return
+    from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+
+    def wanted(layer: torch.nn.Module, name: str) -> bool:
+        return layer is not model.get_output_embeddings() and pays(*layer.weight.shape)
+
+    convert_to_float8_training(model, config=Float8LinearConfig.from_recipe_name(recipe), module_filter_fn=wanted)
+    for layer in model.modules():
+        if type(layer).__name__ == "Float8Linear":
+            layer.forward = torch.compile(layer.forward)
 
 
 def measure(

@@ -38,13 +38,13 @@ def train(kind: str, material: Path, folder: Path, base: Path | None = None, **m
 
     config: SFT | RewardModel | DPO | KTO
     if kind == "sft":
-        config = SFT(model="base", data=data("sft.jsonl"), eval_data=data("sft_heldout.jsonl"), **FIELDS, **more)
+        config = SFT(model="base", data=data("sft.jsonl"), eval_data=data("sft_heldout.jsonl"), **{**FIELDS, **more})
     elif kind == "reward_model":
-        config = RewardModel(model="base", data=data("preferences.jsonl"), **FIELDS, **more)
+        config = RewardModel(model="base", data=data("preferences.jsonl"), **{**FIELDS, **more})
     elif kind == "kto":
-        config = KTO(policy="base", data=data("preferences.jsonl").model_copy(update={"max_samples": 21}), **FIELDS, **more)
+        config = KTO(policy="base", data=data("preferences.jsonl").model_copy(update={"max_samples": 21}), **{**FIELDS, **more})
     else:
-        config = DPO(policy="base", data=data("preferences.jsonl"), **FIELDS, **more)
+        config = DPO(policy="base", data=data("preferences.jsonl"), **{**FIELDS, **more})
     folder.mkdir()
     inputs = dict.fromkeys(("base", "other"), str(base or material / "base"))
     request = StageRequest(name=kind, digest="0", config=config, inputs=inputs, seed=5)

@@ -57,3 +57,33 @@ def test_logprobs_entropies_and_gradients(dtype: torch.dtype, columns: int, scal
         got = differentiate(logits.cuda(), targets.cuda(), *found[1:], grads.cuda(), on_gpu, scale)
         assert got.dtype == dtype
         torch.testing.assert_close(got.cpu().double(), wanted.double(), rtol=2**-7 if dtype == torch.bfloat16 else 1e-3, atol=1e-5 * scale)
+
+
+@pytest.mark.parametrize("columns", [48, 1536, 8960, 28672])
+def test_rows_in_fp8(columns: int) -> None:
+    """Rows that are part of a wider matrix, one of them 0; some numbers are between two of FP8, to within the last digit of fp32."""
+    from rlhf_core.models.kernels.float8 import FP8, rounded_rows
+    from rlhf_core.models.kernels.round_rows import round_rows, transpose
+
+    generator = torch.Generator().manual_seed(0)
+    rows = torch.randn(129, columns + 3, generator=generator).to(torch.bfloat16)[:, :columns]
+    rows[3] = 0
+    for factors in (None, torch.rand(columns, generator=generator)):
+        expected, wanted = rounded_rows(rows, factors)
+        found, scales = round_rows(rows.cuda(), None if factors is None else factors.cuda(), FP8)
+        torch.testing.assert_close(scales.cpu(), wanted, rtol=1e-6, atol=1e-37)
+        torch.testing.assert_close(found.cpu().float(), expected.float(), rtol=0.13, atol=2**-9)
+        assert (found.cpu().float() != expected.float()).float().mean() < 2e-3
+        assert torch.equal(transpose(found).view(torch.uint8), found.view(torch.uint8).t())
+
+
+def test_products_in_fp8() -> None:
+    from rlhf_core.models.kernels.float8 import FP8, multiply
+
+    generator = torch.Generator().manual_seed(0)
+    left, right = (torch.randn(size, 1536, generator=generator).to(FP8) for size in (997, 512))
+    scales = torch.rand(997, generator=generator), torch.rand(512, generator=generator)
+    expected = (left.double() * scales[0][:, None]) @ (right.double() * scales[1][:, None]).t()
+    found = multiply(left.cuda(), scales[0].cuda(), right.cuda(), scales[1].cuda(), torch.bfloat16)
+    error = (found.cpu().double() - expected).norm() / expected.norm()
+    assert error < 4e-3, "bf16 rounds by 2^-9 of a number at most; sums of the GPU have 14 bits"

@@ -54,10 +54,12 @@ def test_frequencies_are_those_of_the_distribution() -> None:
     assert abs(others - rest) < 5 * rest**0.5
 
 
-def test_answers_of_an_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("second_runner", ["0", "1"])
+def test_answers_of_an_engine(second_runner: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The log-prob of each token is the engine's own for it as part of a prompt, and the same seed draws the same answers."""
     from rlhf_core.models.kernels import draw
 
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", second_runner)
     torch.manual_seed(0)
     sizes = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
     made = Qwen2ForCausalLM(Qwen2Config(vocab_size=9000, max_position_embeddings=512, eos_token_id=0, **sizes))

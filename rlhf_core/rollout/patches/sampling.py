@@ -11,25 +11,33 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from rlhf_core.rollout.patches.engine import applies
 
+OF_SECOND_RUNNER = "vllm.v1.worker.gpu.sample.sampler"
 OWN_PROCESSORS = "vllm.v1.sample.logits_processor."  # module of those that do nothing unless a request asks for it
 
 
 def read_logits_once(model_runner: Any) -> None:
     """Makes the sampler of vLLM's `model_runner` draw with `kernels.draw` where it can.
 
-    Leaves it unchanged without a GPU, with logits processors of a user, and in vLLM's second model runner, which has a sampler like ours.
+    Leaves it unchanged without a GPU and with logits processors of a user, which vLLM's second model runner does not take.
     """
+    if not (applies() and torch.cuda.is_available()):
+        return
     sampler = model_runner.sampler
     processors = getattr(getattr(model_runner, "input_batch", None), "logitsprocs", None)
-    if not (applies() and torch.cuda.is_available() and hasattr(sampler, "topk_topp_sampler") and processors is not None):
-        return
-    if any(not type(one).__module__.startswith(OWN_PROCESSORS) for one in processors.all):
-        return
+    if type(sampler).__module__ == OF_SECOND_RUNNER:
+        _draw_in_second_runner(sampler)
+    elif hasattr(sampler, "topk_topp_sampler") and processors is not None:
+        if all(type(one).__module__.startswith(OWN_PROCESSORS) for one in processors.all):
+            _draw_in_first_runner(sampler)
+
+
+def _draw_in_first_runner(sampler: Any) -> None:
     from vllm.v1.outputs import LogprobsTensors, SamplerOutput
 
     from rlhf_core.models.kernels.draw import draw
@@ -47,6 +55,44 @@ def read_logits_once(model_runner: Any) -> None:
     sampler.forward = forward
 
 
+def _draw_in_second_runner(sampler: Any) -> None:
+    from vllm.v1.outputs import LogprobsTensors
+    from vllm.v1.worker.gpu.input_batch import get_num_sampled_and_rejected
+    from vllm.v1.worker.gpu.sample.output import SamplerOutput
+
+    from rlhf_core.models.kernels.draw import draw
+
+    as_before = type(sampler)
+
+    def call(self: Any, logits: Tensor, batch: Any) -> Any:
+        if not draws_all(self, len(logits), batch.idx_mapping_np):
+            return as_before.__call__(self, logits, batch)
+        states = self.sampling_states
+        tokens, logprobs = draw(logits, states.temperature.gpu[batch.idx_mapping])
+        ids, found = tokens[:, None].long(), None
+        if states.max_num_logprobs(batch.idx_mapping_np) == 0:
+            found = LogprobsTensors(ids, logprobs[:, None], torch.zeros_like(ids[:, 0]))
+        # None of a prompt that is not read to its end.
+        places = batch.seq_lens, batch.cu_num_logits, batch.idx_mapping, self.req_states.prefill_len.gpu
+        sampled, rejected = get_num_sampled_and_rejected(batch.seq_lens.new_ones(len(logits)), *places)
+        return SamplerOutput(sampled_token_ids=ids, logprobs_tensors=found, num_nans=None, num_sampled=sampled, num_rejected=rejected)
+
+    sampler.__class__ = type("Drawing", (as_before,), {"__call__": call})
+
+
+def draws_all(sampler: Any, count: int, rows: np.ndarray) -> bool:
+    """Returns what `samples_all` says, of a sampler of vLLM's second model runner that is to sample `count` tokens for requests `rows`."""
+    states = sampler.sampling_states
+    changed = (
+        *(sampler.compute_nans, sampler.logprobs_mode != "processed_logprobs", count != len(rows)),
+        *(states.any_greedy(rows), states.any_explicit_seed(rows), states.max_num_logprobs(rows) > 0),
+        *(sampler.penalties_state.use_penalty[rows].any(), sampler.logit_bias_state.use_logit_bias[rows].any()),
+        *(sampler.bad_words_state.num_bad_words.np[rows].any(), sampler.logprob_token_ids_state.max_num_token_ids(rows)),
+        *((states.top_k.np[rows] != states.vocab_size).any(), (states.top_p.np[rows] != 1).any(), states.min_p.np[rows].any()),
+    )
+    return not any(changed)
+
+
 def samples_all(asked: Any) -> bool:
     """Returns whether a batch (vLLM's SamplingMetadata) samples every answer from the whole distribution, with the engine's own random
     numbers, and wants the log-prob of no other token."""
@@ -62,9 +108,11 @@ def samples_all(asked: Any) -> bool:
 @contextmanager
 def whole_distributions(sampler: Any) -> Iterator[None]:
     """Within the block `sampler` ignores top-k and top-p, which vLLM's largest batch asks for: their kernel takes ten seconds to compile at
-    every start, and few runs use it. For these it is compiled at its first use. Another sampler than vLLM's first is left unchanged."""
+    every start, and few runs use it. For these it is compiled at its first use. So are kernels of vLLM's second model runner for penalties
+    and for what else its largest batch asks for."""
     if not hasattr(sampler, "topk_topp_sampler"):
-        yield
+        with _plain_warm_up():
+            yield
         return
     as_before = sampler.forward
 
@@ -76,3 +124,18 @@ def whole_distributions(sampler: Any) -> Iterator[None]:
         yield
     finally:
         del sampler.forward
+
+
+@contextmanager
+def _plain_warm_up() -> Iterator[None]:
+    from vllm import SamplingParams
+
+    as_before = vars(SamplingParams).get("for_sampler_warmup")
+    if as_before is None or not applies():
+        yield
+        return
+    SamplingParams.for_sampler_warmup = staticmethod(lambda: SamplingParams(temperature=0.9, max_tokens=2, logprobs=0))
+    try:
+        yield
+    finally:
+        SamplingParams.for_sampler_warmup = as_before

@@ -135,3 +135,15 @@ def test_a_seed_is_that_of_both_of_vllms_model_runners() -> None:
 
     first, other, again = drawn(2**47 + 5), drawn(2**47 + 6), drawn(2**47 + 5)
     assert first == again and first[0] != other[0] and first[1] != other[1]
+
+
+def test_one_release_runs_qwen2_as_it_does_llama(monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm.config import vllm
+
+    name, chosen = "DEFAULT_V2_MODEL_RUNNER_ARCHITECTURES", frozenset({"LlamaForCausalLM"})
+    monkeypatch.setattr(vllm, name, chosen, raising=False)
+    model_patches.run_qwen2_by_the_second_runner()
+    assert getattr(vllm, name) == chosen, "this release chooses for itself"
+    monkeypatch.setattr(model_patches, "applies", lambda releases: releases == ("0.24.",))
+    model_patches.run_qwen2_by_the_second_runner()
+    assert getattr(vllm, name) == {"LlamaForCausalLM", "Qwen2ForCausalLM"}
