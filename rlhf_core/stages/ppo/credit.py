@@ -17,6 +17,7 @@ from rlhf_core.config.rewards import EnvironmentReward
 from rlhf_core.objectives.advantages import (
     GROUPED,
     Credit,
+    KLEstimator,
     dr_grpo,
     explained_variance,
     gae,
@@ -28,7 +29,7 @@ from rlhf_core.objectives.advantages import (
     token_rewards,
 )
 from rlhf_core.objectives.losses import sampler_metrics
-from rlhf_core.objectives.masked import masked_mean, whiten
+from rlhf_core.objectives.masked import whiten
 from rlhf_core.rewards.clients import Rewards
 from rlhf_core.rewards.combine import Running, Term, combine
 from rlhf_core.rewards.contract import Steps
@@ -67,36 +68,40 @@ def credit(
     """Computes advantages and returns of a whole rollout, with statistics over all its usable response tokens at once. `terms`: the sources
     of rewards; `lengths_of`: finds the tokens of steps that have rewards."""
     lengths = [len(rollout.document.tokens) for rollout in rollouts]
-    response = _pad([rollout.document.mask_array for rollout in rollouts], torch.bool)  # (B, T)
-    values = _pad(scores.values) if scores.values else torch.zeros(response.shape)
+    masks = [rollout.document.mask_array for rollout in rollouts]
+    response, counts = _pad(masks, torch.bool), torch.tensor([np.count_nonzero(mask) for mask in masks])  # (B, T), (B,)
+    nothing = torch.zeros(()).expand(response.shape)
+    values = _pad(scores.values) if scores.values else nothing
 
     combined = combine(scores.rewards.by_source, terms, statistics)
     rewards, metrics = combined.rewards.clamp(-config.reward_clip, config.reward_clip), dict(combined.metrics)
     metrics["reward/clipped"] = float((combined.rewards.abs() > config.reward_clip).float().mean())
     if config.overlong_buffer:
-        penalty = overlong_penalty(response.sum(-1), config.generate_max_len, config.overlong_buffer, config.overlong_penalty)
+        penalty = overlong_penalty(counts, config.generate_max_len, config.overlong_buffer, config.overlong_penalty)
         rewards, metrics["reward/overlong"] = rewards + penalty, float(penalty.mean())
 
     mask = response & combined.scored[:, None]
-    kl, coef = torch.zeros(response.shape), 0.0
-    if config.kl_in == "reward" and scores.logprobs and scores.ref_logprobs:
+    kl, coef = nothing, 0.0
+    if config.kl_in == "reward" and scores.logprobs and scores.ref_logprobs and config.advantage_estimator in GROUPED:
+        rewards = rewards - kl_coef * _kl_of_answers(scores.logprobs, scores.ref_logprobs, masks, config.kl_estimator)
+    elif config.kl_in == "reward" and scores.logprobs and scores.ref_logprobs:
         kl = torch.where(mask, kl_estimate(_pad(scores.logprobs), _pad(scores.ref_logprobs), config.kl_estimator), 0)
         coef = kl_coef
     early = early_rewards(rollouts, scores.rewards, config, lengths_of)
     if early is not None:  # in the proportion in which the sum was clipped
         early *= (combined.rewards.clamp(-config.reward_clip, config.reward_clip) / combined.rewards).nan_to_num(1.0)[:, None]
     (advantages, returns), usable = estimate(rewards, kl, coef, values, mask, combined.scored, config, early)
-    mask &= usable[:, None]
-    if not mask.any():
+    tokens = int(counts[usable].sum())
+    if not tokens:
         raise ValueError(f"none of the {len(rollouts)} answers can be learned from: each prompt needs two answers with a reward")
     metrics |= {
-        "return/mean": float(masked_mean(returns, mask)),
-        "response/length": float(response.sum(-1).float().mean()),
+        "return/mean": float(returns.sum() / tokens),  # 0 off the tokens that are learned from
+        "response/length": float(counts.float().mean()),
         "response/truncated": sum(not rollout.finished for rollout in rollouts) / len(rollouts),
         "rollout/usable": float(usable.float().mean()),
     }
     if config.has_critic:
-        metrics["value/explained_variance"] = float(explained_variance(values, returns, mask).nan_to_num(0.0))
+        metrics["value/explained_variance"] = float(explained_variance(values, returns, mask & usable[:, None]).nan_to_num(0.0))
     none = (None,) * len(rollouts)  # what no loss reads does not travel
     sampler = none if config.sampler_is == "off" else [rollout.sampler_logprobs for rollout in rollouts]
     given = (sampler, _cut(advantages, lengths), _cut(returns, lengths) if config.has_critic else none)
@@ -201,9 +206,18 @@ def estimate(
             advantages = reinforce_pp(per_token(centred), mask & compared[:, None], gamma)
             return Estimated(Credit(advantages, advantages), compared)
         case grouped:  # the rest compare the answers to one prompt
-            of_answers, compared = in_groups(GROUPED[grouped], rewards - coef * kl.sum(-1), scored, n)
+            of_kl = coef * kl.sum(-1) if coef else 0.0
+            of_answers, compared = in_groups(GROUPED[grouped], rewards - of_kl, scored, n)
             advantages = spread(of_answers, mask)
             return Estimated(Credit(advantages, advantages), compared)
+
+
+def _kl_of_answers(
+    logprobs: Sequence[np.ndarray], ref_logprobs: Sequence[np.ndarray], masks: Sequence[np.ndarray], estimator: KLEstimator
+) -> Tensor:
+    """Returns the sum of each answer's KL (B,). Row by row: arrays of all answers would not fit the processor's caches."""
+    rows = [(_response(mask), own, ref) for mask, own, ref in zip(masks, logprobs, ref_logprobs, strict=True)]
+    return torch.stack([kl_estimate(torch.from_numpy(own[at]), torch.from_numpy(ref[at]), estimator).sum() for at, own, ref in rows])
 
 
 def _pad(rows: Sequence[np.ndarray], dtype: torch.dtype = torch.float32) -> Tensor:
@@ -221,4 +235,4 @@ def _response(mask: np.ndarray) -> slice | np.ndarray:
 
 
 def _cut(padded: Tensor, lengths: Sequence[int]) -> list[np.ndarray]:
-    return [row[:length].numpy() for row, length in zip(padded, lengths, strict=True)]
+    return [row[:length] for row, length in zip(padded.numpy(), lengths, strict=True)]
