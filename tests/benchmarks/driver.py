@@ -12,6 +12,7 @@ import argparse
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -26,6 +27,7 @@ from rlhf_core.rewards.clients import Rewards
 from rlhf_core.rewards.combine import Term
 from rlhf_core.rollout.engine import Answer, made
 from rlhf_core.stages.ppo.credit import credit, divergence
+from rlhf_core.stages.ppo.fleet import EMPTY
 from rlhf_core.stages.ppo.iteration import Schedule, minibatches
 from rlhf_core.stages.ppo.records import Experience, Scores
 from rlhf_core.stages.ppo.sampling.answers import rollout
@@ -55,7 +57,7 @@ def score(documents: Sequence[Document]) -> list[tuple[int, np.ndarray]]:
     return [(i, np.where(document.mask_array, np.float32(-1), np.float32(0))) for i, document in enumerate(documents)]
 
 
-def train(experience: Sequence[Experience]) -> int:
+def train(experience: Sequence[Experience], *documents: Sequence[Document]) -> int:
     return len(experience)
 
 
@@ -106,11 +108,11 @@ def main() -> None:
         found = credit(rollouts, Scores(logprobs, references, None, rewards), 0.01, {}, config, [Term("score", 1.0, "none", None)])
     minibatches(found.usable, Schedule(4, 1, {}, "0"))
     with timed("experience goes to nodes"):
-        shared = put_on_nodes(list(found.experience))
+        shared = put_on_nodes([replace(one, document=EMPTY) for one in found.experience])
     with timed("divergence"):
         divergence(rollouts, logprobs, references, found.usable, 0.01, config)
     with timed("a rank has the experience"):
-        ray.get(training.remote(shared))
+        ray.get(training.remote(shared, documents))
     ray.shutdown()
     whole = sum(seconds for name, seconds in SECONDS.items() if not name.startswith("a rank"))
     waited = whole - sum(SECONDS[name] for name in BESIDE)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -34,6 +34,7 @@ from rlhf_core.stages.ppo.texts import Decode, Lengths, samples
 R = TypeVar("R")
 LOOK_SECONDS = 1.0  # between two looks for dead engines
 NOISE_FREE = {"float32": 1e-3, "bfloat16": 0.02}  # |log-prob difference| of vLLM and trainer on the same weights that is always allowed
+EMPTY = Document([], [])
 MARGIN = 4.0  # times what rounding moves the log-probs, beyond it
 
 
@@ -138,7 +139,7 @@ class Fleet:
         def wait() -> Scores:
             known = wait_rewards()
             scored = {name: in_order(work.wait(self.timeout)) for name, work in pending.items()}
-            return Scores(scored.get("logprobs"), scored.get("ref_logprobs"), scored.get("values"), known)
+            return Scores(scored.get("logprobs"), scored.get("ref_logprobs"), scored.get("values"), known, [documents])
 
         return wait
 
@@ -168,17 +169,22 @@ class Fleet:
         return wait
 
     def train(
-        self, experience: Sequence[Experience], updates: Mapping[str, Sequence[Update]], beside: Callable[[], None] = lambda: None
+        self,
+        experience: Sequence[Experience],
+        updates: Mapping[str, Sequence[Update]],
+        beside: Callable[[], None] = lambda: None,
+        documents: Sequence[Any] = (),
     ) -> Steps:
-        """Trains the roles named in `updates`, side by side or in turn; calls `beside` while they work. Returns metrics of all of them, and
-        log-probs of all ranks."""
-        shared = put_on_nodes(list(experience))
+        """Trains the roles named in `updates`, side by side or in turn; calls `beside` while they work. `documents`: as in `Scores`, which
+        the nodes have and need not be sent again. Returns metrics of all of them, and log-probs of all ranks."""
+        sent = [replace(one, document=EMPTY) for one in experience] if documents else list(experience)
+        shared = put_on_nodes(sent)
         groups = [group for group in self.trained if group.name in updates]
 
         def start(group: Group) -> Pending[Steps]:
             if self.in_turn:
                 self._release_memory()
-            return group.call("train", Trained.train, shared, list(updates[group.name]))
+            return group.call("train", Trained.train, shared, list(updates[group.name]), *documents)
 
         begun = [start(group) for group in groups[: 1 if self.in_turn else None]]
         beside()

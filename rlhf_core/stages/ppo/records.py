@@ -102,12 +102,14 @@ def shown(rollouts: Sequence[Rollout], rewards: Rewards, decode: Callable[[Seque
 @dataclass(frozen=True)
 class Scores:
     """Holds what models and reward sources computed for each rollout: per-token (T,) arrays by document. None without the model, and for
-    the actor where the training pass computes its log-probs."""
+    the actor where the training pass computes its log-probs. `documents`: references to the documents on the nodes, in parts that follow
+    each other."""
 
     logprobs: list[np.ndarray] | None
     ref_logprobs: list[np.ndarray] | None
     values: list[np.ndarray] | None
     rewards: Rewards
+    documents: Sequence[Any] = ()
 
 
 @dataclass(frozen=True)

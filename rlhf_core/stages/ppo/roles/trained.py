@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -57,8 +58,11 @@ class Trained(ModelRole):
         self.module, self.model, self.config = module, model, config
         self.passes = passes_of(self.engine, config.micro_train_batch_size, config.micro_train_tokens)
 
-    def train(self, experience: Sequence[Experience], updates: Sequence[Update]) -> Steps:
-        """Takes one optimiser step per update."""
+    def train(self, experience: Sequence[Experience], updates: Sequence[Update], *documents: Sequence[Document]) -> Steps:
+        """Takes one optimiser step per update. `documents`, in parts: those of the experience, which has none of its own then."""
+        if documents:
+            whole = [document for part in documents for document in part]
+            experience = [replace(one, document=document) for one, document in zip(experience, whole, strict=True)]
         metrics, logprobs = [], Scored()
         for number, update in enumerate(updates, 1):
             with at(f"optimiser step {number} of {len(updates)}"):

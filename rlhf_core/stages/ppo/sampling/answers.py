@@ -161,7 +161,7 @@ def join_scores(parts: Sequence[Scores], allowed_failures: int) -> Scores:
     logprobs, references, values = (
         [array for part in parts for array in getattr(part, name) or ()] or None for name in ("logprobs", "ref_logprobs", "values")
     )
-    return Scores(logprobs, references, values, rewards)
+    return Scores(logprobs, references, values, rewards, [documents for part in parts for documents in part.documents])
 
 
 def with_signal(rewards: np.ndarray, n: int, min_spread: float) -> list[int]:

@@ -15,8 +15,8 @@ from rlhf_core.rewards.clients import Rewards
 from rlhf_core.rewards.contract import RewardsFailed
 from rlhf_core.stages.ppo import fleet
 from rlhf_core.stages.ppo.fleet import EngineDiffers, Fleet, WeightsDiffer, without_failed
-from rlhf_core.stages.ppo.records import Own, Rollout
-from rlhf_core.stages.ppo.roles.trained import Steps
+from rlhf_core.stages.ppo.records import Experience, Own, Rollout
+from rlhf_core.stages.ppo.roles.trained import Steps, Trained, Update
 from rlhf_core.stages.ppo.roofline import Ceilings, Machine, Shape
 
 
@@ -74,6 +74,37 @@ def probed(expected: np.ndarray, found: np.ndarray, experts: bool, noise: float 
     actor, sampler = Probed([], "actor"), Probed([], "sampler")
     machine = Machine({"actor": Shape(1, 1, 1, experts)}, {}, 1, Ceilings(1.0, 1.0))
     return Fleet(actor, None, actor, {}, sampler, None, str, 1.0, "bfloat16", machine=machine)  # type: ignore[arg-type]
+
+
+def test_documents_that_the_nodes_have_are_not_sent_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    documents, sent, got = [Document([5, i], [False, True]) for i in range(3)], list[Any](), list[Any]()
+    ones = [Experience(document, None, None, None, None, np.zeros(2), None) for document in documents]
+
+    class Learner(Trained):
+        def __init__(self) -> None:
+            pass
+
+        def update(self, items: list[Experience], update: Update, read: list[Any]) -> dict[str, float]:
+            got.append([item.document for item in items])
+            return {"loss": 1.0}
+
+    class Actor(Role):
+        def call(self, phase: str, method: Callable[..., Any], *arguments: Any) -> Any:
+            return SimpleNamespace(wait=lambda timeout: [method(Learner(), *arguments)])
+
+    def put(batch: Any) -> Any:
+        sent.append(batch)
+        return batch
+
+    monkeypatch.setattr(fleet, "put_on_nodes", put)
+    made: Any = Fleet(Actor([], "actor"), None, None, {}, None, None, str, 1.0, "float32")  # type: ignore[arg-type]
+    step = {"actor": [Update([2, 0], 0.1, 0.0)]}
+    made.train(ones, step, documents=[documents[:1], documents[1:]])
+    made.train(ones, step)
+    assert [[len(one.document) for one in batch] for batch in sent] == [[0, 0, 0], [2, 2, 2]]
+    assert got == [[documents[2], documents[0]]] * 2
+    with pytest.raises(ValueError, match="shorter"):
+        made.train(ones, step, documents=[documents[:2]])
 
 
 @pytest.mark.parametrize("experts", [False, True])

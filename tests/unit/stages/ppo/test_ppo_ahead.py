@@ -77,7 +77,13 @@ class Fleet:
         logprobs = [np.where(rollout.document.mask, -1 - STEP * self.actor, 0).astype(np.float32) for rollout in rollouts]
         return lambda: Scores(logprobs, logprobs, logprobs, Rewards({"reward_model": np.arange(len(rollouts), dtype=float)}, {}))
 
-    def train(self, experience: Sequence[Experience], updates: Mapping[str, Sequence[Update]], beside: Callable[[], None]) -> Steps:
+    def train(
+        self,
+        experience: Sequence[Experience],
+        updates: Mapping[str, Sequence[Update]],
+        beside: Callable[[], None],
+        documents: Sequence[Any],
+    ) -> Steps:
         beside()
         self.said.append("train")
         if "actor" in updates:

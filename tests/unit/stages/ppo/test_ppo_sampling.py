@@ -67,7 +67,13 @@ class Fleet:
         values = [np.zeros(4, np.float32) for _ in rollouts]
         return lambda: Scores(logprobs, logprobs, values, rewards or self.reward(rollouts, allowed))
 
-    def train(self, experience: Sequence[Experience], updates: Mapping[str, Sequence[Update]], beside: Callable[[], None]) -> Steps:
+    def train(
+        self,
+        experience: Sequence[Experience],
+        updates: Mapping[str, Sequence[Update]],
+        beside: Callable[[], None],
+        documents: Sequence[Any],
+    ) -> Steps:
         beside()
         self.trained.append(updates)
         self.said.append("train")

@@ -54,7 +54,7 @@ class Fleet:
 
         return wait
 
-    def train(self, experience: object, updates: object, beside: Callable[[], None]) -> Steps:
+    def train(self, experience: object, updates: object, beside: Callable[[], None], documents: Sequence[Any]) -> Steps:
         beside()
         return Steps([{"policy/ratio": 1.0, "policy/ratio_gap": 0.0}], [])
 
