@@ -217,7 +217,8 @@ def _kl_of_answers(
 ) -> Tensor:
     """Returns the sum of each answer's KL (B,). Row by row: arrays of all answers would not fit the processor's caches."""
     rows = [(_response(mask), own, ref) for mask, own, ref in zip(masks, logprobs, ref_logprobs, strict=True)]
-    return torch.stack([kl_estimate(torch.from_numpy(own[at]), torch.from_numpy(ref[at]), estimator).sum() for at, own, ref in rows])
+    # Copies: arrays that came from other processes cannot be written to, of which PyTorch warns.
+    return torch.stack([kl_estimate(torch.tensor(own[at]), torch.tensor(ref[at]), estimator).sum() for at, own, ref in rows])
 
 
 def _pad(rows: Sequence[np.ndarray], dtype: torch.dtype = torch.float32) -> Tensor:
