@@ -20,7 +20,7 @@ help:
 	@echo "make crash       kills every stage at its start, middle and end and runs it again (hours; goes on where it was cut off); writes docs/reference/crash.md"
 	@echo "make families    a small model of every family, through training and vLLM, and every class of transformers (most of an hour); writes docs/reference/families.md"
 	@echo "make nights      ten nights of a loop with planted faults, and ten without (under an hour); writes docs/reference/nights.md"
-	@echo "make nights-long thirty nights of each; their tables are only printed"
+	@echo "make nights-long thirty nights of each (75 minutes); their checks are on the same page"
 	@echo "make lint        ruff, mypy and import-linter"
 	@echo "make format      let ruff format the code"
 	@echo "make docs        the pages of docs/ as a site, links checked: site/index.html"
@@ -67,7 +67,7 @@ nights: setup-dev
 	.venv/bin/python -m tests.nights.run_all
 
 nights-long: setup-dev
-	.venv/bin/python -m tests.nights.run_all --faults tests/nights/faults-long.yaml --no-page
+	.venv/bin/python -m tests.nights.run_all --faults tests/nights/faults-long.yaml
 
 lint: setup-dev
 	.venv/bin/ruff check .

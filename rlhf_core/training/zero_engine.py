@@ -186,13 +186,16 @@ def _small(module: nn.Module) -> bool:
 
 
 def _fetching(module: nn.Module, keep: bool) -> dict[str, Any]:
-    """Returns DeepSpeed's prefetch settings; with `keep`, fetched weights are kept until they are needed again."""
+    """Returns DeepSpeed's prefetch settings; with `keep`, fetched weights are kept until they are needed again. Without, of weights that a
+    rank will soon need again DeepSpeed keeps a thousand million on GPUs, and none on CPUs, where ranks share the memory of a host."""
     layers = (part for part in module.modules() if isinstance(part, GradientCheckpointingLayer))
     largest = max((sum(elements(weight) for weight in layer.parameters()) for layer in layers), default=0)
-    fetching: dict[str, Any] = {"stage3_prefetch_bucket_size": max(50_000_000, largest)}  # prefetches the next layer
-    fetching["reduce_bucket_size"] = min(500_000_000, max(50_000_000, largest))
+    one_layer = max(50_000_000 if torch.cuda.is_available() else 1, largest)  # prefetches the next layer
+    fetching: dict[str, Any] = {"stage3_prefetch_bucket_size": one_layer, "reduce_bucket_size": min(500_000_000, one_layer)}
     if keep:
         fetching |= {"stage3_max_live_parameters": 10**12, "stage3_max_reuse_distance": 10**12, "memory_efficient_linear": False}
+    elif not torch.cuda.is_available():
+        fetching |= {"stage3_max_live_parameters": 2 * one_layer, "stage3_max_reuse_distance": 0}
     return fetching
 
 

@@ -118,7 +118,7 @@ def test_no_rank_holds_the_model_while_it_loads(material: Path, tmp_path: Path) 
 
 def test_a_rank_that_resumes_holds_its_share(material: Path, tmp_path: Path) -> None:
     """Weights and gradients in bf16, their copies and moments in fp32 and the gradients that Adam gets are 20 bytes for each weight of its
-    share; DeepSpeed's bucket of gradients is 100 MB, and a layer or two are whole at times."""
+    share; a layer or two are whole at times, and DeepSpeed's bucket of gradients is as large as one."""
     config = LlamaConfig(
         hidden_size=512, intermediate_size=1408, num_hidden_layers=36, num_attention_heads=8, num_key_value_heads=8, vocab_size=8000
     )
@@ -132,7 +132,7 @@ def test_a_rank_that_resumes_holds_its_share(material: Path, tmp_path: Path) -> 
     assert {found["norm"] for found in trained} == {found["norm"] for found in resumed}
     for found in resumed:
         print(f"{found['grown'] / 1e6:.0f} MB, {found['share'] / 1e6:.0f} million weights")
-        assert found["grown"] < 28 * found["share"] + 150e6
+        assert found["grown"] < 27 * found["share"] + 20e6
 
 
 def test_two_ranks_export_what_one_exports(material: Path, tmp_path: Path) -> None:

@@ -1,7 +1,7 @@
 """`make nights`: lives some nights with planted faults, then the same nights without, and checks what they had to show.
 
     python -m tests.nights.run_all                                  # faults.yaml and its control; writes docs/reference/nights.md
-    python -m tests.nights.run_all --faults mine.yaml --no-page     # other faults; the table is only printed
+    python -m tests.nights.run_all --faults mine.yaml               # other faults; the checks are only printed
     python -m tests.nights.run_all --only control                   # one of the two runs; the other one's results are kept
 
 Exit code 1 when a check fails. Everything that can be read of the runs (logs, reports, pages) is in build/nights.
@@ -24,7 +24,7 @@ from tests.nights.disk import enter_own_mounts, mount_disk
 from tests.nights.faults import Faults, read_faults
 from tests.nights.record import copy_texts, recorded
 from tests.nights.start import ROOT, first_model, living
-from tests.nights.table import PAGE, RESULTS, page, told
+from tests.nights.table import RESULTS, told, write_page
 from tests.nights.verdicts import verdicts
 
 MODULE, DISK_MIB = "tests.nights.run_all", 50  # for each night
@@ -53,7 +53,7 @@ def main() -> int:
     parser.add_argument("--faults", type=Path, default=Path(__file__).with_name("faults.yaml"), help="which fault in which night")
     parser.add_argument("--out", type=Path, default=ROOT / "build" / "nights", help="folder of logs and pages")
     parser.add_argument("--only", choices=("run", "control"), help="live one of the two")
-    parser.add_argument("--no-page", action="store_true", help="write no page and no results file")
+    parser.add_argument("--no-page", action="store_true", help="leave the page, and the results that it is of, as they are")
     given = parser.parse_args()
     try:
         faults = read_faults(given.faults)
@@ -71,9 +71,9 @@ def main() -> int:
     if results["run"] is None:
         return 0
     checks = verdicts(results["run"], results["control"])
-    if not given.no_page:
-        write_text(RESULTS, json.dumps(results, indent=1) + "\n")
-        write_text(PAGE, page(results))
+    if not given.no_page and (kept := RESULTS.get(given.faults.stem)):
+        write_text(kept, json.dumps(results, indent=1) + "\n")
+        write_page()
     print(told(checks))
     return 0 if all(check.passed for check in checks) else 1
 

@@ -7,11 +7,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from rlhf_core.system.files import write_text
 from rlhf_core.system.markdown_table import table
 from tests.nights.verdicts import HELD_OUT, MARGIN, Check, verdicts
 
 ROOT = Path(__file__).parents[2]
-RESULTS, PAGE = Path(__file__).with_name("results.json"), ROOT / "docs" / "reference" / "nights.md"
+PAGE = ROOT / "docs" / "reference" / "nights.md"
+RESULTS = {"faults": Path(__file__).with_name("results.json"), "faults-long": Path(__file__).with_name("results-long.json")}  # by file
 WORDS = {
     "poisoned": "poisoned feedback",
     "length_judge": "judge prefers length",
@@ -40,20 +42,19 @@ CPU; the Hub and the judge's endpoint are doubles on this machine.
   sent again add nothing; each round is trained once; each champion has one commit and one tag on the Hub, in order, and the branch
   `champion` is at the last one.
 
-`tests/nights/faults.yaml` says what goes wrong in which night: `python -m tests.nights.run_all --faults FILE --no-page` takes another file,
-`make nights-long` 30 nights. The full disk is a small tmpfs in a user namespace: `unshare --user --map-root-user --mount` must work, which
-needs no privileges where the system lets users make namespaces.
+`tests/nights/faults.yaml` says what goes wrong in which night: `python -m tests.nights.run_all --faults FILE` takes another file,
+`make nights-long` those of `faults-long.yaml`. The full disk is a small tmpfs in a user namespace: `unshare --user --map-root-user --mount`
+must work, which needs no privileges where the system lets users make namespaces.
 """
 
 
-def page(results: Mapping[str, Any]) -> str:
-    """The whole page."""
+def page(results: Mapping[str, Any], longer: Mapping[str, Any] | None = None) -> str:
+    """The whole page. `longer`: the results of more nights, of which it has the checks alone."""
     run, control = results["run"], results["control"]
-    checks = verdicts(run, control)
     parts = [
         HEAD,
-        f"Seed {run['seed']}. {len(run['nights'])} nights took {sum(night['seconds'] for night in run['nights']) / 60:.0f} minutes.\n",
-        table(("shown", "result", "numbers"), [(check.name, "yes" if check.passed else "**no**", _plain(check.found)) for check in checks]),
+        *_checks(results),
+        *([] if longer is None else ["\n## More nights\n", *_checks(longer)]),
         "\n## With faults\n",
         nights_table(run),
         "\n## Where each fault is named\n",
@@ -65,6 +66,20 @@ def page(results: Mapping[str, Any]) -> str:
     if control is not None:
         parts += ["\n## The control: the same seed without faults\n", nights_table(control)]
     return "\n".join(parts) + "\n"
+
+
+def _checks(results: Mapping[str, Any]) -> list[str]:
+    run = results["run"]
+    minutes = sum(night["seconds"] for night in run["nights"]) / 60
+    rows = [(one.name, "yes" if one.passed else "**no**", _plain(one.found)) for one in verdicts(run, results["control"])]
+    said = f"Seed {run['seed']}. {len(run['nights'])} nights took {minutes:.0f} minutes.\n"
+    return [said, table(("shown", "result", "numbers"), rows)]
+
+
+def write_page() -> None:
+    """Writes the page of the stored results."""
+    found = [json.loads(file.read_text()) if file.exists() else None for file in RESULTS.values()]
+    write_text(PAGE, page(*found))
 
 
 def nights_table(run: Mapping[str, Any]) -> str:
@@ -100,4 +115,4 @@ def _plain(text: str) -> str:
 
 
 if __name__ == "__main__":
-    PAGE.write_text(page(json.loads(RESULTS.read_text())))
+    write_page()
