@@ -18,7 +18,7 @@ from pathlib import Path
 import numpy as np
 from record import add_options, figure, save
 
-from rlhf_core.cluster.ray_cluster import connect
+from rlhf_core.cluster import ray_cluster
 from rlhf_core.cluster.worker_group import in_order, put_on_nodes
 from rlhf_core.config import PPO
 from rlhf_core.data.chat import load_tokenizer
@@ -73,7 +73,8 @@ def main() -> None:
     tokenizer = load_tokenizer(str(arguments.model))
     import ray  # not before rlhf_core.cluster has set what it reads
 
-    connect()
+    ray_cluster.OBJECT_STORE_BYTES = ray_cluster.GPU_OBJECT_STORE_BYTES  # as on hosts that sample so much
+    ray_cluster.connect()
     answering, scoring, training = (ray.remote(function) for function in (answer, score, train))
     prompts = [Prompt((), [5 + (i + j) % 50 for j in range(arguments.prompt_len)], {}, False) for i in range(count // 4)]
     config = PPO.model_validate(
