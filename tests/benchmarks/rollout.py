@@ -9,11 +9,15 @@ the sampler's log-prob of each token; `whole`: with one seed for the whole batch
 from __future__ import annotations
 
 import argparse
+import cProfile
+import pstats
 import random
 import re
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from record import add_options, figure, save
 
@@ -30,6 +34,7 @@ def main() -> None:
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--side", choices=("plain", "ours", "whole", "fp8", "greedy", "answers"))
     parser.add_argument("--sides", nargs="+", default=["plain", "ours", "whole"], help="greedy, answers: the same for an evaluation")
+    parser.add_argument("--profile", type=int, default=0, help="functions named, of the start and of a round; of our sides")
     add_options(parser, "rollout")
     arguments = parser.parse_args()
     if arguments.side is None:
@@ -45,15 +50,31 @@ def main() -> None:
     prompts = [
         [[rng.randrange(100, 200) for _ in range(arguments.prompt_len)] for _ in range(arguments.prompts)] for _ in range(ROUNDS + 1)
     ]
-    generate = plain(arguments) if arguments.side in ("plain", "greedy") else ours(arguments)
+    with profiled(arguments.profile, "the start"):
+        generate = plain(arguments) if arguments.side in ("plain", "greedy") else ours(arguments)
     seconds = []
     for batch in prompts:
         start = time.perf_counter()
         tokens = generate(batch)
         seconds.append(time.perf_counter() - start)
         assert tokens > 0.98 * arguments.prompts * arguments.generate_len, tokens
+    if arguments.profile:
+        with profiled(arguments.profile, "a round"):
+            generate(prompts[0])
     best = min(seconds[1:])
     print(f"{arguments.side}: {best:.2f} s, {tokens / best:,.0f} tokens/s; all rounds {[round(s, 2) for s in seconds]}", flush=True)
+
+
+@contextmanager
+def profiled(count: int, what: str) -> Iterator[None]:
+    """Prints the `count` functions of this thread that took longest, with what they call; 0: nothing."""
+    if not count:
+        yield
+        return
+    with cProfile.Profile() as profile:
+        yield
+    print(f"profile of {what}:", flush=True)
+    pstats.Stats(profile).sort_stats("cumulative").print_stats(count)
 
 
 def plain(arguments: argparse.Namespace):  # type: ignore[no-untyped-def]
