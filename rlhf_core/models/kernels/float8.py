@@ -32,6 +32,8 @@ def use_float8(model: PreTrainedModel) -> int:
     layers = [part for part in model.modules() if type(part) is nn.Linear and part is not head and pays(*_shape(part.weight))]
     if not layers:
         raise ValueError(f"{type(model).__name__} has no linear layer that is large enough for FP8 to be faster: leave float8 out")
+    if not torch.cuda.is_available():
+        print("float8: products are rounded as on a GPU, which this machine has not, and take longer", flush=True)
     for layer in layers:
         vars(layer)["forward"] = partial(_forward, layer)
     return len(layers)
