@@ -242,7 +242,7 @@ class SFT(Trainable, Routed):
     float8: bool = Field(
         False,
         description="large linear layers multiply in FP8, their weights' gradients in bfloat16: faster on Hopper GPUs and newer ones, with "
-        "rounding errors of 2 to 4 % in each product",
+        "rounding errors of 3 to 4 % in each product",
     )
 
     @check

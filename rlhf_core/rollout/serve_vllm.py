@@ -14,4 +14,5 @@ find_ranks_in_a_file()
 patch_models()
 
 if __name__ == "__main__":
-    runpy.run_module("vllm.entrypoints.openai.api_server", run_name="__main__", alter_sys=True)
+    # Not with alter_sys: a process that is spawned imports what `sys.modules` then calls the main module.
+    runpy.run_module("vllm.entrypoints.openai.api_server", run_name="__main__")

@@ -186,8 +186,8 @@ def _small(module: nn.Module) -> bool:
 
 
 def _fetching(module: nn.Module, keep: bool) -> dict[str, Any]:
-    """Returns DeepSpeed's prefetch settings; with `keep`, fetched weights are kept until they are needed again. Without, of weights that a
-    rank will soon need again DeepSpeed keeps a thousand million on GPUs, and none on CPUs, where ranks share the memory of a host."""
+    """Returns DeepSpeed's prefetch settings; with `keep`, fetched weights are kept until they are needed again. Without
+    it DeepSpeed keeps up to 1e9 weights that a rank will soon need again on GPUs, and none on CPUs, where ranks share a host's memory."""
     layers = (part for part in module.modules() if isinstance(part, GradientCheckpointingLayer))
     largest = max((sum(elements(weight) for weight in layer.parameters()) for layer in layers), default=0)
     one_layer = max(50_000_000 if torch.cuda.is_available() else 1, largest)  # prefetches the next layer

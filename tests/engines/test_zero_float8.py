@@ -26,6 +26,9 @@ def test_two_zero3_ranks_multiply_in_fp8_as_one_does(material: Path, tmp_path: P
     finally:
         ray.shutdown()
     assert len(exact) == len(one) == len(two) == 4
+    apart, rounding = (sum(abs(a["loss"] - b["loss"]) for a, b in zip(one, other, strict=True)) for other in (two, exact))
+    print(f"two ranks differ by {apart:.2g} over the steps, FP8 from bfloat16 by {rounding:.2g}")
+    assert apart < rounding / 2, "ranks that multiply in bfloat16 would differ by as much"
     for ours, whole, unrounded in zip(two, one, exact, strict=True):
-        assert ours["loss"] == pytest.approx(whole["loss"], rel=2e-3) and ours["grad_norm"] == pytest.approx(whole["grad_norm"], rel=0.02)
+        assert ours["loss"] == pytest.approx(whole["loss"], rel=5e-3) and ours["grad_norm"] == pytest.approx(whole["grad_norm"], rel=0.02)
         assert whole["loss"] != unrounded["loss"] and whole["loss"] == pytest.approx(unrounded["loss"], rel=0.02)

@@ -67,13 +67,14 @@ def test_rows_in_fp8(columns: int) -> None:
 
     generator = torch.Generator().manual_seed(0)
     rows = torch.randn(129, columns + 3, generator=generator).to(torch.bfloat16)[:, :columns]
-    rows[3] = 0
+    rows[3], rows[5, 7], rows[6, 9] = 0, float("nan"), float("inf")
     for factors in (None, torch.rand(columns, generator=generator)):
         expected, wanted = rounded_rows(rows, factors)
         found, scales = round_rows(rows.cuda(), None if factors is None else factors.cuda(), FP8)
-        torch.testing.assert_close(scales.cpu(), wanted, rtol=1e-6, atol=1e-37)
-        torch.testing.assert_close(found.cpu().float(), expected.float(), rtol=0.13, atol=2**-9)
-        assert (found.cpu().float() != expected.float()).float().mean() < 2e-3
+        torch.testing.assert_close(scales.cpu(), wanted, rtol=1e-6, atol=1e-37, equal_nan=True)
+        usual = [row for row in range(129) if row not in (5, 6)]
+        torch.testing.assert_close(found.cpu().float()[usual], expected.float()[usual], rtol=0.13, atol=2**-9)
+        assert (found.cpu().float() != expected.float())[usual].float().mean() < 2e-3
         assert torch.equal(transpose(found).view(torch.uint8), found.view(torch.uint8).t())
 
 

@@ -71,7 +71,8 @@ def main() -> int:
     if results["run"] is None:
         return 0
     checks = verdicts(results["run"], results["control"])
-    if not given.no_page and (kept := RESULTS.get(given.faults.stem)):
+    kept = RESULTS.get(given.faults.stem) if given.faults.resolve().parent == Path(__file__).resolve().parent else None
+    if kept is not None and not given.no_page:
         write_text(kept, json.dumps(results, indent=1) + "\n")
         write_page()
     print(told(checks))

@@ -1,8 +1,9 @@
 """Products of linear layers in FP8 (e4m3; Micikevicius et al. 2022, arXiv:2209.05433), each row of a factor scaled by its largest value.
 
-Outputs and the gradients of inputs are products of FP8 numbers, summed in fp32; the gradients of weights stay in the dtype of training, as
-in torchao's recipe `rowwise_with_gw_hp`. The weights' scales go to the gradient before it is rounded, so that both passes have the same
-rounded weights. torchao's own modules need `torch.compile` and keep ZeRO-3's gathered weights until the backward pass.
+Outputs and the gradients of inputs are products of FP8 numbers, which Hopper GPUs sum with 14 bits; the gradients of weights stay in the
+dtype of training, as in torchao's recipe `rowwise_with_gw_hp`. The weights' scales go to the gradient before it is rounded, so that both
+passes have the same rounded weights. torchao's own modules need `torch.compile` and keep ZeRO-3's gathered weights until the backward
+pass.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ def use_float8(model: PreTrainedModel) -> int:
     if not layers:
         raise ValueError(f"{type(model).__name__} has no linear layer that is large enough for FP8 to be faster: leave float8 out")
     if not torch.cuda.is_available():
-        print("float8: products are rounded as on a GPU, which this machine has not, and take longer", flush=True)
+        print("float8: this machine has no GPU: products are rounded as on one, and take longer", flush=True)
     for layer in layers:
         vars(layer)["forward"] = partial(_forward, layer)
     return len(layers)
@@ -71,7 +72,7 @@ class _Product(torch.autograd.Function):
         (hidden,), weight, of_hidden = ctx.saved_tensors, ctx.weight, None
         if ctx.needs_input_grad[0]:
             rounded, scales = rounded_rows(weight.detach())
-            ones = torch.ones_like(hidden[0], dtype=torch.float32)
+            ones = hidden.new_ones(hidden.shape[1], dtype=torch.float32)
             of_hidden = multiply(*rounded_rows(grad, scales), transposed(rounded), ones, grad.dtype)
         return of_hidden, grad.t() @ hidden if ctx.needs_input_grad[1] else None
 
@@ -97,8 +98,8 @@ def transposed(matrix: Tensor) -> Tensor:
 
 
 def multiply(left: Tensor, left_scales: Tensor, right: Tensor, right_scales: Tensor, dtype: torch.dtype) -> Tensor:
-    """Multiplies FP8 (T, K) and (N, K), rows times their scales, to (T, N) of `dtype`. Without a GPU the numbers are the same, not the
-    speed."""
+    """Multiplies FP8 (T, K) and (N, K), rows times their scales, to (T, N) of `dtype`. Without a GPU sums are in
+    fp32."""
     if left.is_cuda:
         scales = left_scales[:, None], right_scales[None]
         return torch._scaled_mm(left, right.t(), *scales, out_dtype=dtype, use_fast_accum=True)

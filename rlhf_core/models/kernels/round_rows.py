@@ -21,6 +21,7 @@ def _round(  # type: ignore[no-untyped-def]
     if WEIGHTED:
         x *= tl.load(factors + at, mask=at < columns, other=0.0)
     scale = tl.maximum(tl.max(tl.abs(x), 0), 1e-35) / largest
+    scale = tl.where(tl.sum((x != x).to(tl.int32), 0) > 0, float("nan"), scale)  # else the conversion would make a number of it
     tl.store(scales + row, scale)
     x = tl.minimum(tl.maximum(x / scale, -largest), largest)
     tl.store(rounded + row * columns + at, x.to(rounded.dtype.element_ty), mask=at < columns)
@@ -36,8 +37,8 @@ def _transpose(matrix, copy, rows, columns, TILE: tl.constexpr):  # type: ignore
 
 
 def round_rows(matrix: Tensor, factors: Tensor | None, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Rounds (T, K), each column times its factor (K,), to `dtype` (T, K) times fp32 scales (T,). Raises ValueError for rows above
-    LARGEST_BLOCK."""
+    """Rounds (T, K), each column times its factor (K,), to `dtype` (T, K) times fp32 scales (T,), NaN for rows with one. Raises
+    ValueError for rows above LARGEST_BLOCK."""
     matrix = matrix if matrix.stride(1) == 1 else matrix.contiguous()
     rows, columns = matrix.shape
     rounded = torch.empty(rows, columns, dtype=dtype, device=matrix.device)

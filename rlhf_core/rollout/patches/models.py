@@ -122,8 +122,9 @@ def find_gpt_oss_experts() -> None:
 
 
 def run_qwen2_by_the_second_runner() -> None:
-    """Makes vLLM 0.24 run Qwen2 by its second model runner where that has all that is asked for. Its default for Llama and Qwen3, which
-    have the same layers, but for the biases. VLLM_USE_V2_MODEL_RUNNER=0 still chooses the first one."""
+    """Makes vLLM 0.24 run Qwen2 by its second model runner where that has all that is asked for. vLLM does so by default for Llama and
+    Qwen3, which have the same layers but for biases. VLLM_USE_V2_MODEL_RUNNER=0 still chooses the first one. All processes of an engine
+    have to choose the same."""
     from vllm.config import vllm
 
     if applies(("0.24.",)):

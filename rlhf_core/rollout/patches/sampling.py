@@ -17,21 +17,23 @@ from torch import Tensor
 
 from rlhf_core.rollout.patches.engine import applies
 
-OF_SECOND_RUNNER = "vllm.v1.worker.gpu.sample.sampler"
+OF_SECOND_RUNNER, SECOND_RUNNER_OF = "vllm.v1.worker.gpu.sample.sampler", ("0.24.",)
 OWN_PROCESSORS = "vllm.v1.sample.logits_processor."  # module of those that do nothing unless a request asks for it
 
 
 def read_logits_once(model_runner: Any) -> None:
     """Makes the sampler of vLLM's `model_runner` draw with `kernels.draw` where it can.
 
-    Leaves it unchanged without a GPU and with logits processors of a user, which vLLM's second model runner does not take.
+    Leaves it unchanged without a GPU and with logits processors of a user; of vLLM's second model runner (which takes none in 0.24) that
+    of other releases than 0.24.
     """
     if not (applies() and torch.cuda.is_available()):
         return
     sampler = model_runner.sampler
     processors = getattr(getattr(model_runner, "input_batch", None), "logitsprocs", None)
     if type(sampler).__module__ == OF_SECOND_RUNNER:
-        _draw_in_second_runner(sampler)
+        if applies(SECOND_RUNNER_OF):
+            _draw_in_second_runner(sampler)
     elif hasattr(sampler, "topk_topp_sampler") and processors is not None:
         if all(type(one).__module__.startswith(OWN_PROCESSORS) for one in processors.all):
             _draw_in_first_runner(sampler)
@@ -72,7 +74,7 @@ def _draw_in_second_runner(sampler: Any) -> None:
         ids, found = tokens[:, None].long(), None
         if states.max_num_logprobs(batch.idx_mapping_np) == 0:
             found = LogprobsTensors(ids, logprobs[:, None], torch.zeros_like(ids[:, 0]))
-        # None of a prompt that is not read to its end.
+        # A prompt that is read in parts gets no token before its last part.
         places = batch.seq_lens, batch.cu_num_logits, batch.idx_mapping, self.req_states.prefill_len.gpu
         sampled, rejected = get_num_sampled_and_rejected(batch.seq_lens.new_ones(len(logits)), *places)
         return SamplerOutput(sampled_token_ids=ids, logprobs_tensors=found, num_nans=None, num_sampled=sampled, num_rejected=rejected)
@@ -108,8 +110,8 @@ def samples_all(asked: Any) -> bool:
 @contextmanager
 def whole_distributions(sampler: Any) -> Iterator[None]:
     """Within the block `sampler` ignores top-k and top-p, which vLLM's largest batch asks for: their kernel takes ten seconds to compile at
-    every start, and few runs use it. For these it is compiled at its first use. So are kernels of vLLM's second model runner for penalties
-    and for what else its largest batch asks for."""
+    every start, and few runs use it. For these it is compiled at its first use. The warm-up of vLLM's second model runner compiles no
+    kernels for penalties, biases and the like either."""
     if not hasattr(sampler, "topk_topp_sampler"):
         with _plain_warm_up():
             yield

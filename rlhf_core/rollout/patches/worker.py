@@ -7,7 +7,7 @@ from typing import Any
 from vllm.v1.worker import gpu_worker
 
 from rlhf_core.rollout.patches.engine import memory_for_cache
-from rlhf_core.rollout.patches.models import patch_models
+from rlhf_core.rollout.patches.models import patch_models, run_qwen2_by_the_second_runner
 from rlhf_core.rollout.patches.sampling import whole_distributions
 
 BASE: Any = gpu_worker.Worker
@@ -15,6 +15,10 @@ BASE: Any = gpu_worker.Worker
 
 class Worker(BASE):
     """Gives the KV cache what its own process has not used of its share of the GPU (`memory_for_cache`)."""
+
+    def __init__(self, *arguments: Any, **options: Any):
+        run_qwen2_by_the_second_runner()  # as in the scheduler's process, before the worker chooses
+        super().__init__(*arguments, **options)
 
     def load_model(self, **options: Any) -> None:
         """Loads the model; each weight that is read is progress."""

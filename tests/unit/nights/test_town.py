@@ -208,3 +208,6 @@ def test_the_page_shows_nights_faults_and_checks() -> None:
         "## The control",
     ):
         assert text in shown, shown
+    assert "## More nights" not in shown
+    longer = page({"run": made(), "control": made()}, {"run": made() | {"seed": 7}, "control": made()})
+    assert "## More nights\n\nSeed 7. " in longer and longer.count("| shown | result |") == 2

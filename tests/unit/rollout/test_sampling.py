@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+import re
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,6 +12,7 @@ import pytest
 import torch
 
 from rlhf_core.rollout.patches import sampling
+from rlhf_core.rollout.patches.engine import applies
 from rlhf_core.rollout.patches.sampling import draws_all, read_logits_once, samples_all, whole_distributions
 
 
@@ -106,13 +109,39 @@ def test_the_states_of_the_second_runner_have_these_names() -> None:
         (logprob.LogprobTokenIdsState, "max_num_token_ids"),
     ):  # fmt: skip
         assert callable(getattr(owner, name))
-    for kind, name in (
-        (sampler.Sampler, "sampling_states"), (sampler.Sampler, "compute_nans"), (sampler.Sampler, "logprobs_mode"),
-        (penalties.PenaltiesState, "use_penalty"), (logit_bias.LogitBiasState, "use_logit_bias"),
-        (bad_words.BadWordsState, "num_bad_words"), (states.SamplingStates, "min_p"),
-    ):  # fmt: skip
-        assert name in kind.__init__.__code__.co_names
+    made = {
+        penalties.PenaltiesState: ["use_penalty"], logit_bias.LogitBiasState: ["use_logit_bias"],
+        bad_words.BadWordsState: ["num_bad_words"],
+        states.SamplingStates: ["min_p", "top_p", "top_k", "vocab_size"],
+    }  # fmt: skip
+    if applies(sampling.SECOND_RUNNER_OF):
+        own = ("sampling_states", "penalties_state", "logit_bias_state", "bad_words_state", "logprob_token_ids_state")
+        made[sampler.Sampler] = [*own, "compute_nans", "logprobs_mode"]
+    for kind, names in made.items():
+        source = inspect.getsource(kind.__init__)
+        assert [name for name in names if not re.search(rf"self\.{name}\b[^\n]* = ", source)] == [], kind
     assert sampler.Sampler.__module__ == sampling.OF_SECOND_RUNNER
+
+
+def test_the_second_runner_of_another_release_is_left_unchanged(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    kind = type("Second", (), {"__module__": sampling.OF_SECOND_RUNNER})
+    for release, left in (("0.32.", True), ("0.24.", False)):
+        monkeypatch.setattr(sampling, "applies", lambda releases=("0.24.", "0.32."), release=release: release in releases)
+        sampler = kind()
+        read_logits_once(SimpleNamespace(sampler=sampler))
+        assert (type(sampler) is kind) is left
+
+
+def test_a_workers_process_chooses_the_runner_that_the_scheduler_chose(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is spawned with the worker's module alone, which patches before vLLM's worker chooses."""
+    from rlhf_core.rollout.patches import worker
+
+    said: list[str] = []
+    monkeypatch.setattr(worker, "run_qwen2_by_the_second_runner", lambda: said.append("patched"))
+    monkeypatch.setattr(worker.BASE, "__init__", lambda self, *arguments: said.append("chosen"))
+    worker.Worker("config")
+    assert said == ["patched", "chosen"]
 
 
 def test_the_second_runners_warm_up_asks_for_what_answers_use() -> None:
@@ -196,7 +225,7 @@ def test_a_plain_batch_does_not_reach_the_second_runners_sampler(monkeypatch: py
             return "vLLM's"
 
     Second.__module__ = sampling.OF_SECOND_RUNNER
-    monkeypatch.setattr(sampling, "applies", lambda: True)
+    monkeypatch.setattr(sampling, "applies", lambda releases=(): True)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(draw, "draw", lambda logits, temperatures: (logits.argmax(-1).int(), logits.max(-1).values / temperatures))
     monkeypatch.setattr(input_batch, "get_num_sampled_and_rejected", lambda sampled, *places: (sampled, torch.zeros_like(sampled)))

@@ -63,6 +63,7 @@ class Trained(ModelRole):
         if documents:
             whole = [document for part in documents for document in part]
             experience = [replace(one, document=document) for one, document in zip(experience, whole, strict=True)]
+            assert all(len(one.document) == len(one.advantages) for one in experience), "documents are in another order"
         metrics, logprobs = [], Scored()
         for number, update in enumerate(updates, 1):
             with at(f"optimiser step {number} of {len(updates)}"):

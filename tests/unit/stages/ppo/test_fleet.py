@@ -78,7 +78,8 @@ def probed(expected: np.ndarray, found: np.ndarray, experts: bool, noise: float 
 
 def test_documents_that_the_nodes_have_are_not_sent_again(monkeypatch: pytest.MonkeyPatch) -> None:
     documents, sent, got = [Document([5, i], [False, True]) for i in range(3)], list[Any](), list[Any]()
-    ones = [Experience(document, None, None, None, None, np.zeros(2), None) for document in documents]
+    documents[1] = Document([5, 1, 1], [False, True, True])
+    ones = [Experience(document, None, None, None, None, np.zeros(len(document)), None) for document in documents]
 
     class Learner(Trained):
         def __init__(self) -> None:
@@ -101,10 +102,12 @@ def test_documents_that_the_nodes_have_are_not_sent_again(monkeypatch: pytest.Mo
     step = {"actor": [Update([2, 0], 0.1, 0.0)]}
     made.train(ones, step, documents=[documents[:1], documents[1:]])
     made.train(ones, step)
-    assert [[len(one.document) for one in batch] for batch in sent] == [[0, 0, 0], [2, 2, 2]]
+    assert [[len(one.document) for one in batch] for batch in sent] == [[0, 0, 0], [2, 3, 2]]
     assert got == [[documents[2], documents[0]]] * 2
     with pytest.raises(ValueError, match="shorter"):
         made.train(ones, step, documents=[documents[:2]])
+    with pytest.raises(AssertionError, match="another order"):
+        made.train(ones, step, documents=[documents[1:], documents[:1]])
 
 
 @pytest.mark.parametrize("experts", [False, True])

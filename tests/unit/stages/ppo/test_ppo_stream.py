@@ -50,11 +50,13 @@ class Fleet:
             self.said.append("scores")
             values = [np.array([together, prompt, j % 2, 0], np.float32) for j, prompt in enumerate(requested)]
             found = np.array([np.nan if prompt in self.fails else j for j, prompt in enumerate(requested)], dtype=float)
-            return Scores(values, values, values, Rewards({"reward_model": found}, {"reward_model": "refused"} if self.fails else {}))
+            rewards = Rewards({"reward_model": found}, {"reward_model": "refused"} if self.fails else {})
+            return Scores(values, values, values, rewards, [[rollout.document for rollout in rollouts]])
 
         return wait
 
-    def train(self, experience: object, updates: object, beside: Callable[[], None], documents: Sequence[Any]) -> Steps:
+    def train(self, experience: Sequence[Any], updates: object, beside: Callable[[], None], documents: Sequence[Any]) -> Steps:
+        assert [id(document) for part in documents for document in part] == [id(one.document) for one in experience]
         beside()
         return Steps([{"policy/ratio": 1.0, "policy/ratio_gap": 0.0}], [])
 
