@@ -73,7 +73,7 @@ def main() -> int:
     checks = verdicts(results["run"], results["control"])
     kept = RESULTS.get(given.faults.stem) if given.faults.resolve().parent == Path(__file__).resolve().parent else None
     if kept is not None and not given.no_page:
-        write_text(kept, json.dumps(results, indent=1) + "\n")
+        write_text(kept, json.dumps(results, indent=1).replace(f"{out}/", "") + "\n")  # errors name files of this machine
         write_page()
     print(told(checks))
     return 0 if all(check.passed for check in checks) else 1

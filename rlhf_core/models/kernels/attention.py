@@ -18,8 +18,7 @@ from transformers import MODEL_MAPPING, AttentionInterface, PretrainedConfig, Pr
 
 from rlhf_core.hub.model_config import STATEFUL_LAYERS
 from rlhf_core.models.kernels import choose, state_layers
-from rlhf_core.models.kernels.choose import flash_kernel, kernel_for
-from rlhf_core.models.kernels.plain_kernel import attend_each
+from rlhf_core.models.kernels.choose import attend_each, flash_kernel, kernel_for
 from rlhf_core.models.kernels.self_test import MANY, Heads, Kernel, Kind
 from rlhf_core.models.kernels.sequence_ranks import SequenceRanks
 from rlhf_core.objectives.collate import sent

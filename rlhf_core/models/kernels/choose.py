@@ -2,7 +2,7 @@
 
 FlashAttention-4 (package flash-attn-4, whose kernels for Hopper and Blackwell are compiled when they are first called), FlashAttention-2
 (flash-attn; Dao 2023) or PyTorch's own: the first that is installed. Some builds silently ignore what they lack (windows, sizes of heads,
-gradients), so each is tested first (`self_test.py`).
+gradients), so each is tested first (`self_test.py`). `attend_each` has their signature and runs anywhere.
 """
 
 from __future__ import annotations
@@ -13,11 +13,13 @@ import inspect
 import os
 from collections.abc import Iterator
 from functools import cache, partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, cast
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 from torch.nn.attention import varlen
 
 from rlhf_core.models.kernels.self_test import Heads, Kernel, Kind, rejection_reason
@@ -132,3 +134,31 @@ def _tried(name: str, kernel: Kernel, kind: Kind, device: torch.device) -> Kerne
     if found:
         print(f"{name}'s attention for {kind} {found}: another kernel is tried", flush=True)
     return None if found else call
+
+
+def attend_each(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    starts: Tensor,
+    key_starts: Tensor,
+    longest: int,
+    longest_key: int,
+    *,
+    scale: float,
+    window: int,
+) -> Tensor:
+    """Computes causal attention of queries (T, heads, D), keys and values (S, kv heads, D) -> (T, heads, D); the queries of a document are
+    the last of its keys. `window`: how many tokens before it a token attends to (-1: all). By PyTorch's `scaled_dot_product_attention`: on
+    any device, in any dtype: what runs where those above do not and there is no mask (sequence parallelism in fp32 or without a GPU)."""
+    attended = []
+    for (start, end), (first, last) in zip(pairwise(starts.tolist()), pairwise(key_starts.tolist()), strict=True):
+        query, key, value = (rows.transpose(0, 1).unsqueeze(0) for rows in (q[start:end], k[first:last], v[first:last]))
+        places = torch.arange(last - first, device=q.device)
+        back = places[len(places) - (end - start) :, None] - places  # how far a key is before a query
+        seen = None
+        if window >= 0 or end - start != last - first:
+            seen = (back >= 0) & ((back <= window) | (window < 0))
+        found = F.scaled_dot_product_attention(query, key, value, seen, is_causal=seen is None, scale=scale, enable_gqa=True)
+        attended.append(found.squeeze(0).transpose(0, 1))
+    return torch.cat(attended)

@@ -20,7 +20,7 @@ from transformers import (
 )
 
 from rlhf_core.models.kernels.attention import PLAIN, can_share, split_attention
-from rlhf_core.models.kernels.plain_kernel import attend_each
+from rlhf_core.models.kernels.choose import attend_each
 from rlhf_core.models.kernels.sequence_ranks import SequenceRanks
 from rlhf_core.objectives.masked import next_token_pairs
 from tests.unit.models.test_attention import plain_varlen
