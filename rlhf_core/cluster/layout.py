@@ -1,7 +1,8 @@
 """Assigns each process of each group to a bundle of resources. Imports neither Ray nor torch.
 
 A bundle is what Ray reserves on one node, usually a GPU and some CPUs. Groups that are `together` share their bundles: process i of
-each runs on the same GPU. An engine over several GPUs of its own is one bundle, so that Ray finds a node with room for all of it.
+each runs on the same GPU. An engine over several GPUs of its own, or a stage of it, is one bundle, so that Ray finds a
+node with room for all of that.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ class Slot(NamedTuple):
 
 @dataclass(frozen=True)
 class Layout:
-    """Holds the bundles and the slots of each group in them. An engine over several GPUs has a slot on each; `spans` is their number."""
+    """Holds the bundles and the slots of each group in them. An engine over several GPUs has a slot on each; `spans`: how many slots in a
+    row have to be on one node."""
 
     bundles: Sequence[Mapping[str, float]]
     slots: Mapping[str, Sequence[Slot]]
@@ -62,7 +64,7 @@ def _numbered(slots: Sequence[Slot]) -> Iterator[tuple[Slot, int]]:
 
 
 def span_of(wanted: Wanted) -> int:
-    """Returns the number of processes that are one rank: the GPUs of an engine."""
+    """Returns the number of processes that have to be on one node: those of an engine, or of a stage of it."""
     return wanted.tensor_parallel_size if isinstance(wanted, Vllm) else 1
 
 
@@ -93,7 +95,7 @@ def arrange(groups: Mapping[str, Wanted], together: Sequence[Sequence[str]] = ()
 def by_node(layout: Layout, node_of: Mapping[int, str]) -> dict[str, list[Slot]]:
     """Returns the slots of each group, sorted by node, so that neighbouring ranks are on one node.
 
-    Raises ValueError when the GPUs of one engine would be on two nodes.
+    Raises ValueError when the GPUs of one engine, or of a stage of it, would be on two nodes.
     """
     nodes = list(dict.fromkeys(node_of[bundle] for bundle in sorted(node_of)))
     ordered = {
@@ -104,7 +106,8 @@ def by_node(layout: Layout, node_of: Mapping[int, str]) -> dict[str, list[Slot]]
         for first in range(0, len(slots), span):
             if len({node_of[slot.bundle] for slot in slots[first : first + span]}) > 1:
                 raise ValueError(
-                    f"an engine of {name} with tensor_parallel_size={span} would be on two nodes: lower it to a divisor of a node's GPUs"
+                    f"an engine of {name} with tensor_parallel_size={span} would be on two nodes: lower it to a divisor of a node's GPUs "
+                    "(pipeline_parallel_size puts one engine on several nodes)"
                 )
     return ordered
 

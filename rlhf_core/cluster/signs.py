@@ -68,11 +68,13 @@ class Watch:
         self._begun, self._shown = now, now
         self._unread: float | None = None  # since when no report can be read
 
-    def next(self, waiting: Sequence[Any]) -> tuple[Any, list[Any]]:
-        """Returns the reference that is ready first, and the others. Raises Silent, and NodeLost."""
+    def next(self, waiting: Sequence[Any], failing: Sequence[Any] = ()) -> tuple[Any, list[Any]]:
+        """Returns the reference that is ready first, and the others of `waiting`. `failing`: references that are ready when what `waiting`
+        needs has failed; they report no progress. Raises Silent, and NodeLost."""
         while True:
             pause = min(CHECK_SECONDS, max(0.0, self._next_look - time.monotonic()))
-            ready, others = ray.wait(list(waiting), num_returns=1, timeout=pause, fetch_local=False)
+            ready, others = ray.wait([*waiting, *failing], num_returns=1, timeout=pause, fetch_local=False)
+            others = [ref for ref in others if ref not in failing]
             reach.require()
             if time.monotonic() >= self._next_look:
                 self._look(others)

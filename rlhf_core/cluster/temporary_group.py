@@ -20,9 +20,17 @@ ENDING_SECONDS = 30.0
 
 @contextmanager
 def temporary_group(
-    name: str, wanted: Wanted, span: int, timeout: float, factory: Callable[..., Any], prepare: tuple[Any, ...] = (), **options: Any
+    name: str,
+    wanted: Wanted,
+    timeout: float,
+    factory: Callable[..., Any],
+    prepare: tuple[Any, ...] = (),
+    span: int = 1,
+    stages: int = 1,
+    **options: Any,
 ) -> Iterator[Group]:
-    """Starts the processes of `wanted`, `span` to a rank, and makes the role's object on each rank (`Group.prepare`, `Group.build`).
+    """Starts the processes of `wanted`, and makes the role's object on each rank (`Group.prepare`, `Group.build`); `span` and `stages`: as
+    of `Group`.
 
     Raises ValueError and TimeoutError as `reserve`. At the end leaves the cluster; if `connect` started it, waits until its processes have
     ended, because another stage needs their GPUs.
@@ -30,7 +38,7 @@ def temporary_group(
     connect()
     ours, ready = is_ours(), list[RankReady]()
     try:
-        group = Group(name, reserve(arrange({name: wanted}), timeout), 1, span)
+        group = Group(name, reserve(arrange({name: wanted}), timeout), 1, span, stages=stages)
         if prepare:
             group.prepare(*prepare)
         ready += group.build(factory, **options).wait(timeout)

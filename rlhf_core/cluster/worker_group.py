@@ -44,13 +44,15 @@ class RankDied(RoleFailed):
 class Pending(NamedTuple, Generic[R]):
     """Holds the references of work that ranks of a group are doing.
 
-    `keys`: where each rank reports progress. `spent`: dict to which the slowest rank's seconds are added, under the name of the phase."""
+    `keys`: where each rank reports progress. `spent`: dict to which the slowest rank's seconds are added, under the name of the phase.
+    `stages`: references of the other pipeline stages of engines, which are ready only when these have failed."""
 
     role: str
     phase: str
     refs: list[Any]
     keys: Sequence[str]
     spent: dict[str, float] | None = None
+    stages: Sequence[Any] = ()
 
     def wait(self, timeout: float) -> list[R]:
         """Waits; returns the results by rank. Raises RoleFailed as soon as one rank failed, or made no progress for `timeout` seconds."""
@@ -89,13 +91,14 @@ class Pending(NamedTuple, Generic[R]):
 def wait_all(pending: Sequence[Pending[Any]], timeout: float) -> list[list[Any]]:
     """Waits for groups that work at once; returns the results by group and rank. Raises RoleFailed as soon as any rank failed, or made no
     progress for `timeout` seconds, NodeLost when a node was lost."""
-    owner = {ref: work for work in pending for ref in work.refs}
+    owner = {ref: work for work in pending for ref in (*work.refs, *work.stages)}
+    stages = [ref for work in pending for ref in work.stages]
     keys = {ref: key for work in pending for ref, key in zip(work.refs, work.keys, strict=True)}
     watch = Watch(keys, timeout, partial(_notice, pending, timeout), partial(_show, pending))
-    waiting = list(owner)
+    waiting = [ref for work in pending for ref in work.refs]
     while waiting:
         try:
-            ready, waiting = watch.next(waiting)
+            ready, waiting = watch.next(waiting, stages)
         except Silent as silent:
             raise _silent(pending, silent, timeout) from None
         if waiting:  # the others may be waiting for a rank that failed
@@ -146,13 +149,21 @@ def _without_progress(pending: Sequence[Pending[Any]], refs: Sequence[Any]) -> s
 
 
 class Group:
-    """Starts all ranks of one role. An engine over several GPUs is one rank; the processes on its other GPUs only reserve these.
+    """Starts all ranks of one role. An engine over several GPUs is one rank: `span` processes, in `stages` parts (of vLLM's pipeline), each
+    with a process that works (`Worker.follow`); the processes on its other GPUs only reserve these.
     `at_once`: roles that work at the same time, between which and whose ranks the cores of a node are divided.
     `expandable_segments`: whether PyTorch may use them, where the user turns them on (`rlhf_core.system.gpu_allocator`). `together`: the
     ranks wait for each other in collectives, so that the progress of one is that of all."""
 
     def __init__(
-        self, name: str, reservation: Reservation, at_once: int, span: int = 1, expandable_segments: bool = True, together: bool = False
+        self,
+        name: str,
+        reservation: Reservation,
+        at_once: int,
+        span: int = 1,
+        expandable_segments: bool = True,
+        together: bool = False,
+        stages: int = 1,
     ):
         self.name, slots = name, reservation.slots[name]
         self.world_size, key = len(slots) // span, uuid.uuid4().hex
@@ -170,6 +181,7 @@ class Group:
         self._process = process
         self._processes = [process(i) for i in range(len(slots))]
         self._span, self._workers, self._keys = span, self._processes[::span], keys[::span]
+        self._stages, self._following = stages, dict[int, list[Any]]()  # by rank: references of its other stages
         self._spent: dict[str, float] = {}
         self._spent_alone: list[dict[str, float]] = [{} for _ in self._workers]  # by `call_rank`
 
@@ -185,14 +197,27 @@ class Group:
         self._made = factory, options
         store = self._workers[0].store_address.remote()  # Ray passes the result of a reference, so this does not wait
         refs = [self._build(rank, store) for rank in range(self.world_size)]
-        return Pending(self.name, "load", refs, self._keys)
+        return Pending(self.name, "load", refs, self._keys, stages=self._others(range(self.world_size)))
 
     def _build(self, rank: int, store: Any) -> Any:
         # Ray shows each worker only its own GPUs, so the device index is always 0 there.
         local_rank = 0 if ray.cluster_resources().get("GPU") else rank
         own = self._processes[rank * self._span : (rank + 1) * self._span]
-        seen = [worker.gpu_ids.remote() for worker in own] if self._span > 1 else []
-        return self._workers[rank].build.remote(rank, self.world_size, local_rank, store, *self._made, *seen)
+        size = self._span // self._stages
+        numbers = [(stage, self._stages) for stage in range(self._stages)] if self._stages > 1 else [()]
+        address = own[0].free_address.remote() if self._stages > 1 else ()
+
+        def started(stage: int) -> Any:
+            of_stage = own[stage * size : (stage + 1) * size]
+            seen = [worker.gpu_ids.remote() for worker in of_stage] if self._span > 1 else []
+            start = of_stage[0].follow if stage else of_stage[0].build
+            return start.remote(rank, self.world_size, local_rank, store, *self._made, numbers[stage], address, *seen)
+
+        first, *self._following[rank] = [started(stage) for stage in range(self._stages)]
+        return first
+
+    def _others(self, ranks: Sequence[int]) -> list[Any]:
+        return [ref for rank in ranks for ref in self._following.get(rank, ())]
 
     def build_again(self, ranks: Sequence[int]) -> Pending[RankReady]:
         """Starts ranks anew whose process died, and makes their role's object as `build` did. For ranks that do not know each other."""
@@ -202,7 +227,8 @@ class Group:
                 self._processes[i] = self._process(i)
             self._workers[rank] = self._processes[rank * self._span]
         store = self._workers[ranks[0]].store_address.remote()
-        return Pending(self.name, "load", [self._build(rank, store) for rank in ranks], [self._keys[rank] for rank in ranks])
+        refs, keys = [self._build(rank, store) for rank in ranks], [self._keys[rank] for rank in ranks]
+        return Pending(self.name, "load", refs, keys, stages=self._others(ranks))
 
     def store_address(self, rank: int, timeout: float) -> str:
         """Returns the address of a store that this rank opens."""
@@ -215,26 +241,28 @@ class Group:
     def call(self, phase: str, method: Callable[Concatenate[Any, P], R], *args: P.args, **kwargs: P.kwargs) -> Pending[R]:
         """Starts a method of the role's class on every rank's object; of a subclass its own method of that name."""
         refs = [worker.call.remote(method.__name__, *args, **kwargs) for worker in self._workers]
-        return Pending(self.name, phase, refs, self._keys, self._spent)
+        return Pending(self.name, phase, refs, self._keys, self._spent, self._others(range(self.world_size)))
 
     def call_rank(self, rank: int, phase: str, method: Callable[Concatenate[Any, P], R], *args: P.args, **kwargs: P.kwargs) -> Pending[R]:
         """Starts a method as `call` does, on one rank alone."""
         ref = self._workers[rank].call.remote(method.__name__, *args, **kwargs)
-        return Pending(self.name, phase, [ref], self._keys[rank : rank + 1], self._spent_alone[rank])
+        return Pending(self.name, phase, [ref], self._keys[rank : rank + 1], self._spent_alone[rank], self._others([rank]))
 
     def stream(
         self, phase: str, timeout: float, method: Callable[Concatenate[Any, P], Iterator[R]], *args: P.args, **kwargs: P.kwargs
     ) -> Iterator[R]:
         """Yields what the method, as for `call`, yields on the ranks, in the order in which it arrives. Raises RoleFailed as `wait_all`."""
         working = [worker.stream.options(num_returns="streaming").remote(method.__name__, *args, **kwargs) for worker in self._workers]
-        waiting, slowest = list(working), 0.0
-        work = Pending[Any](self.name, phase, working, self._keys)
+        waiting, slowest, stages = list(working), 0.0, self._others(range(self.world_size))
+        work = Pending[Any](self.name, phase, working, self._keys, stages=stages)
         watch = Watch(dict(zip(working, self._keys, strict=True)), timeout, partial(_notice, [work], timeout), partial(_show, [work]))
         while waiting:
             try:
-                ready, _ = watch.next(waiting)
+                ready, _ = watch.next(waiting, stages)
             except Silent as silent:
                 raise _silent([work], silent, timeout) from None
+            if ready in stages:
+                work.get(ready)
             try:
                 item, seconds = work.get(next(ready))
             except StopIteration:

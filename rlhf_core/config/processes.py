@@ -39,8 +39,14 @@ class Vllm(Config):
     tensor_parallel_size: Annotated[Positive, NotInDigest] = Field(
         1, le=256, description="GPUs that share one engine's model, all of one node"
     )
+    pipeline_parallel_size: Annotated[Positive, NotInDigest] = Field(
+        1,
+        le=64,
+        description="pipeline stages into which an engine's layers are cut, for models that a node cannot hold: each has "
+        "tensor_parallel_size GPUs of one node, and they may be on different nodes",
+    )
     gpus: Annotated[float, NotInDigest] = Field(
-        0.0, ge=0, description="GPUs of one engine; with tensor_parallel_size, of each of its processes"
+        0.0, ge=0, description="GPUs of one engine; of each of its processes, with tensor_parallel_size or pipeline_parallel_size"
     )
     gpu_memory_utilization: Annotated[float, NotInDigest] = Field(0.9, gt=0, le=1, description="share of a GPU's memory")
     kv_cache_gib: Annotated[float, NotInDigest] = Field(1.0, gt=0, description="KV cache on a CPU machine, GiB")
@@ -66,6 +72,11 @@ class Vllm(Config):
     )
 
     @property
+    def processes(self) -> int:
+        """Processes of one engine, each with its own GPU."""
+        return self.tensor_parallel_size * self.pipeline_parallel_size
+
+    @property
     def drafts(self) -> Any:
         """How tokens are drafted (vLLM's `speculative_config`), None where they are not."""
         return self.engine.get("speculative_config")
@@ -80,6 +91,8 @@ class Vllm(Config):
             yield "vllm.engine.speculative_config must be a mapping, such as {method: ngram, num_speculative_tokens: 3}"
         elif self.drafts is not None and self.drafts.get("method") not in ("ngram", "ngram_gpu"):
             yield "vllm.engine.speculative_config: another model's drafts would not follow the weights: set method to ngram or ngram_gpu"
+        if self.drafts is not None and self.pipeline_parallel_size > 1:
+            yield "vllm.engine.speculative_config is for engines without pipeline_parallel_size: leave one of them out"
         for name in ("quantization", "speculative_config"):
             if self.engine.get(name) is not None and not self.gpus:
                 yield f"vllm.engine.{name} needs a GPU, and gpus is 0: set gpus, or leave it out"
@@ -96,6 +109,12 @@ def only_in_ppo(vllm: Vllm) -> Iterator[str]:
         yield "vllm.adapters is of ppo, which sends weights to its engines: leave it out"
 
 
+def without_pipeline(vllm: Vllm) -> Iterator[str]:
+    """Yields what is wrong with an engine that runs without Ray."""
+    if vllm.pipeline_parallel_size > 1:
+        yield "vllm.pipeline_parallel_size is for the engines of ppo and preferences: leave it out (tensor_parallel_size splits a model)"
+
+
 class Served(Config):
     """A model on a vLLM server that the stage starts and stops."""
 
@@ -108,6 +127,7 @@ class Served(Config):
         if self.vllm.num_engines > 1 or self.vllm.sleep:
             yield ("a server is one engine that never sleeps: leave num_engines and sleep out (tensor_parallel_size splits a model)")
         yield from only_in_ppo(self.vllm)
+        yield from without_pipeline(self.vllm)
 
 
 Wanted = Ranks | Vllm
@@ -116,7 +136,7 @@ Groups = Mapping[str, Wanted]
 
 def processes(wanted: Wanted) -> int:
     """Returns the number of processes of a group."""
-    return wanted.world_size if isinstance(wanted, Ranks) else wanted.num_engines * wanted.tensor_parallel_size
+    return wanted.world_size if isinstance(wanted, Ranks) else wanted.num_engines * wanted.processes
 
 
 def check_together(groups: Groups) -> None:
@@ -126,7 +146,7 @@ def check_together(groups: Groups) -> None:
         found = ", ".join(f"{name} {count}" for name, count in counts.items())
         raise ValueError(
             f"groups that share GPUs need equally many processes, there are: {found}. Set num_nodes x num_ranks_per_node to the same "
-            f"(and vllm.num_engines x tensor_parallel_size)"
+            f"(and vllm.num_engines x tensor_parallel_size x pipeline_parallel_size)"
         )
     if len({bool(wanted.gpus) for wanted in groups.values()}) > 1:
         without = ", ".join(name for name, wanted in groups.items() if not wanted.gpus)

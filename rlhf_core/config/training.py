@@ -46,6 +46,8 @@ def adapter_mistakes(vllm: Vllm, lora: Lora | None, dtype: str) -> Iterator[str]
         yield f"vllm.adapters: alone, and lora.quantize={lora.quantize} rounds weights that engines would not round: leave one of them out"
     elif lora.rank > (most := ADAPTER_RANKS[-1]):
         yield f"vllm.adapters: alone takes adapters of rank {most} at most, and lora.rank is {lora.rank}: lower it, or leave it out"
+    if vllm.pipeline_parallel_size > 1:
+        yield "vllm.adapters: alone is for engines without pipeline_parallel_size: leave one of them out"
     if vllm.gpus and dtype != "bfloat16":
         yield f"vllm.adapters: alone needs dtype bfloat16 on GPUs, and it is {dtype}: set it, or leave vllm.adapters out"
 

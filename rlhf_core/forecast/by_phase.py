@@ -48,7 +48,7 @@ def by_phase(config: PPO, layout: Layout, sizes: Mapping[str, Size], gpu: Gpu) -
     """Peaks of start-up (libraries and CUDA's contexts), load, generate, score, train (the optimiser's step among it), gather, sync, export
     and save. Phases in which memory is not given back (without `vllm.sleep`) keep what an earlier one took, as in `memory.peak`."""
     held, on = roles(config, sizes, gpu.memory), sharing(layout)
-    asleep = 2 * sizes["actor"].parameters / config.vllm.tensor_parallel_size  # weights of an engine to which no sync sends them again
+    asleep = 2 * sizes["actor"].parameters / config.vllm.processes  # weights of an engine to which no sync sends them again
     engine = _Host(PROCESS + (asleep if config.vllm.sleep and config.vllm.adapters == "alone" else 0.0))
     hosts = {name: _host(config, name, sizes, gpu) for name in config.groups} | {"sampler": engine}
     found = []

@@ -126,9 +126,10 @@ def bytes_of_weights(lora: Lora | None) -> float:
     return 2.0 if lora is None or lora.quantize == "none" else 0.52
 
 
-def engine_needs(size: Size, tensor_parallel_size: int) -> float:
-    """Bytes without which an engine does not start: its weights, and what `rollout.worker` sets aside with its largest batch."""
-    return 2 * size.parameters / tensor_parallel_size + 3 * GIB
+def engine_needs(size: Size, over: int) -> float:
+    """Bytes on each of `over` GPUs without which an engine does not start: its weights, and what `rollout.worker` sets aside with its
+    largest batch."""
+    return 2 * size.parameters / over + 3 * GIB
 
 
 def roles(config: PPO, sizes: Mapping[str, Size], gpu_bytes: float) -> dict[str, Held]:

@@ -46,7 +46,7 @@ def forecast(name: str, config: PPO, fields: dict[str, Any], sizes: Mapping[str,
     config = config.model_copy(update={"zero_stage": stage_of_ppo(config, sizes, gpu.memory).stage})
     layout = arrange(config.placed, config.together)
     found = gpu_peaks(config, layout, roles(config, sizes, gpu.memory))
-    lacking = engine_needs(sizes["actor"], config.vllm.tensor_parallel_size) - config.vllm.gpu_memory_utilization * gpu.memory
+    lacking = engine_needs(sizes["actor"], config.vllm.processes) - config.vllm.gpu_memory_utilization * gpu.memory
     return Placement(name, fields, max(held for _, held in found.values()), found, phases(config, layout, sizes, gpu), lacking)
 
 
@@ -163,7 +163,8 @@ def options_on(config: PPO, count: int, size: Size, gpu: Gpu) -> dict[str, dict[
             and 2 * over <= gpu.per_node
         ):
             over *= 2
-        return vllm | {"num_engines": gpus // over, "tensor_parallel_size": over, "gpus": 1.0, "sleep": not alone}
+        sizes = {"num_engines": gpus // over, "tensor_parallel_size": over, "pipeline_parallel_size": 1}
+        return vllm | sizes | {"gpus": 1.0, "sleep": not alone}
 
     roles = [field for field in RANKS if config.has_critic or field != "critic_ranks"]
     together = {**apart, **dict.fromkeys(roles, ranks(count)), "colocate_all": True, "vllm": engines(count, alone=False)}

@@ -85,7 +85,7 @@ def phases(config: PPO, layout: Layout, sizes: Mapping[str, Size], gpu: Gpu, rat
     }
     if config.max_staleness:
         found["generate"] = max(0.0, found["generate"] - found["score"] - found["train"])
-    moved = 2 * engine.parameters / config.vllm.tensor_parallel_size
+    moved = 2 * engine.parameters / config.vllm.processes
     return found | ({"sleep and wake": 0.05 + moved / SLEEP} if config.vllm.sleep else {})
 
 
@@ -135,7 +135,7 @@ def sending(config: PPO, role: str, size: Size, gpu: Gpu) -> Sending:
 def shares_of_engine(config: PPO, size: Size, gpu: Gpu) -> list[float]:
     """Shares of a GPU for an engine beside models: its weights, and keys and values of all its answers, or of a half, or of fewer at a
     time, the largest first."""
-    over = config.vllm.tensor_parallel_size
+    over = config.vllm.processes
     answers = min(SEQUENCES, math.ceil(config.rollout_batch_size * config.n_samples_per_prompt / config.vllm.num_engines))
     wanted = [engine_needs(size, over) + SPARE + answers / part * config.longest * size.kv / over for part in (1, 2, 4, 8)]
     return list(dict.fromkeys(min(0.9, math.ceil(20 * 1.1 * each / gpu.memory) / 20) for each in wanted))
@@ -151,14 +151,15 @@ def busiest(work: Mapping[str, float], gpus: Mapping[str, Sequence[str]]) -> flo
 
 
 def _generate(config: PPO, size: Size, processes: int, gpu: Gpu, rates: Rates) -> float:
-    answers, over = config.rollout_batch_size * config.n_samples_per_prompt, config.vllm.tensor_parallel_size
+    answers, over = config.rollout_batch_size * config.n_samples_per_prompt, config.vllm.processes
     prompt, said = config.prompt_max_len, config.generate_max_len
     space = over * (config.vllm.gpu_memory_utilization * gpu.memory - engine_needs(size, over))
     at_once = min(SEQUENCES, max(1.0, space // (size.kv * config.longest))) if space > 0 else SEQUENCES  # answers in an engine
     steps = said * math.ceil(answers * over / processes / at_once)
-    weights = steps * 2 * size.parameters / over
+    stages = over // config.vllm.tensor_parallel_size  # as many batches are under way, each of which reads the weights of all stages
+    weights = steps * stages * 2 * size.parameters / over
     keys = answers * said * (prompt + said / 2) * size.kv / processes
     prefill = 2 * size.active * answers * prompt / processes / gpu.flops
     decode = max((weights + keys) / gpu.bandwidth, 2 * size.active * answers * said / processes / gpu.flops)
-    talking = 2 * size.layers * ALL_REDUCE if over > 1 else 0.0
-    return prefill + decode + steps * (rates.decode_step + talking)
+    talking = 2 * size.layers * ALL_REDUCE if config.vllm.tensor_parallel_size > 1 else 0.0
+    return prefill + decode + steps * stages * (rates.decode_step + talking / stages)

@@ -105,7 +105,7 @@ def starts_of_ppo(config: PPO, sizes: Mapping[str, Size]) -> list[tuple[list[str
     over = {role: ranks.world_size if config.ref_reward_shard else 1 for role, ranks in config.groups.items()}
     held |= {role: loaded(size, role == "reference", weight, over[role]) for role, size in sizes.items() if role not in held}
     if "actor" in sizes:
-        held["sampler"] = engine_needs(sizes["actor"], config.vllm.tensor_parallel_size)
+        held["sampler"] = engine_needs(sizes["actor"], config.vllm.processes)
     found = gpu_peaks(config, arrange(config.placed, config.together), {role: Held(held.get(role, 0.0)) for role in config.placed})
     return [(names, needed) for names, needed in found.values() if names != ["sampler"]]
 

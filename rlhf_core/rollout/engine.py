@@ -35,6 +35,7 @@ from rlhf_core.rollout.environment import (
 )
 from rlhf_core.rollout.patches.engine import applies, find_ranks_in_a_file, keep_rows, sampled_logprobs, wait_for_whole_answers
 from rlhf_core.rollout.patches.models import patch_models, returns_routing
+from rlhf_core.rollout.pipeline import WHOLE, Followers, Stage
 from rlhf_core.rollout.weight_receiver import adapter_request
 from rlhf_core.rollout.weight_transfer import Rendezvous, Route
 from rlhf_core.system import progress
@@ -119,7 +120,8 @@ def library(kv_cache_gib: float) -> Any:
 
 class Sampler:
     """Starts a vLLM engine and loads a model, one in a process; `close` ends it. `first`: the number of processes of engines before it;
-    `adapter_rank`: that of adapters, which are then all that it receives."""
+    `adapter_rank`: that of adapters, which are then all that it receives. `stage`: in the process of another pipeline stage than the
+    first, the engine's worker processes are started alone, and `stay` waits for their end."""
 
     first = 0
 
@@ -135,6 +137,7 @@ class Sampler:
         can_sleep: bool = False,
         routing_replay: bool = False,
         adapter_rank: int = 0,
+        stage: Stage = WHOLE,
     ):
         on_gpu = torch.cuda.is_available()
         self._dtype, self._trust_remote_code = dtype, trust_remote_code
@@ -152,7 +155,7 @@ class Sampler:
             seed=seed,
             max_model_len=max_model_len,
             enforce_eager=not on_gpu,
-            compilation_config=compilation(model) or None,
+            compilation_config=compilation(model),
             enable_return_routed_experts=routing_replay and replayed(text_config(config_of(model))) and returns_routing(),
             gpu_memory_utilization=vllm.gpu_memory_utilization,
             trust_remote_code=trust_remote_code,
@@ -174,8 +177,15 @@ class Sampler:
             # Processes of this one, which end with it.
             distributed_executor_backend="mp" if vllm.tensor_parallel_size > 1 else None,
         )
-        self.llm = self._library.LLM(**options | vllm.engine)
-        self.llm.collective_rpc("lean_logprobs")
+        options |= stage.options() | vllm.engine
+        if stage.stages > 1 and options["enable_return_routed_experts"]:
+            raise ValueError("routing_replay is for engines without vllm.pipeline_parallel_size: set it to false, or leave that out")
+        if stage.number:
+            self._followers = Followers(self._library, options)
+            merged.close()
+            return
+        self.llm = self._library.LLM(**options)
+        self.llm.collective_rpc("prepare_runner")
         if adapter_rank:
             self.llm.collective_rpc("keep_plain_head")
         self._sampled = wait_for_whole_answers(self.llm.llm_engine)
@@ -343,6 +353,10 @@ class Sampler:
             raise ValueError(
                 f"vLLM {self._library.__version__} cannot run {model} here ({said}): the log above says what it lacks"
             ) from error
+
+    def stay(self) -> None:
+        """Returns, in the process of another pipeline stage than the first, when that has failed."""
+        self._followers.wait()
 
     def close(self) -> None:
         """Shuts the engine down."""

@@ -11,6 +11,7 @@ import torch
 from rlhf_core.cluster.rank_environment import RANK_VARIABLES
 from rlhf_core.config import Vllm
 from rlhf_core.rollout.engine import Answer, Request, Sampler, Sampling, library
+from rlhf_core.rollout.pipeline import Stage
 from rlhf_core.system.gc_pause import uncollected
 
 
@@ -22,15 +23,15 @@ def prepare(kv_cache_gib: float) -> None:
 class SamplerRole(Sampler):
     """Runs an engine of a group. Engine r of R answers prompts r, r + R, ...; each has its own seed, so the split changes nothing."""
 
-    def __init__(self, model: str, *, vllm: Vllm, **options: Any):
-        """Starts the engine; `options`: of `Sampler`."""
+    def __init__(self, model: str, *, vllm: Vllm, stage: tuple[Any, ...] = (), **options: Any):
+        """Starts the engine, or a stage of it; `options`: of `Sampler`."""
         self.rank, self.world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         # The engine is alone in this process: torch.distributed variables of the group would make it wait for others.
         for name in RANK_VARIABLES:
             os.environ.pop(name, None)
         # Requests without a seed of their own draw from the engine's.
-        super().__init__(model, vllm=vllm, **options | {"seed": options["seed"] + self.rank})
-        self.first = self.rank * vllm.tensor_parallel_size
+        super().__init__(model, vllm=vllm, stage=Stage(*stage), **options | {"seed": options["seed"] + self.rank})
+        self.first = self.rank * vllm.processes
         self._seed_whole = torch.cuda.is_available() and not vllm.seed_answers
 
     def generate_share(self, prompts: Sequence[Sequence[int]], seeds: Sequence[int], sampling: Sampling) -> list[tuple[int, list[Answer]]]:

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from vllm.distributed import get_pp_group
 
 from rlhf_core.hub.model_config import FIXED_EXPERTS, keeps_experts
 from rlhf_core.models.wrapper import stored_names, text_names
@@ -37,9 +38,15 @@ class WeightReceiver:
     def gpu_uuid(self) -> str | None:
         return gpu_uuid()
 
-    def lean_logprobs(self) -> None:
-        gather_sampled_alone(self.model_runner.sampler)
-        read_logits_once(self.model_runner)
+    def prepare_runner(self) -> None:
+        """Changes what vLLM's model runner does with logits, and makes the buffers of a later stage that only a warm-up would make."""
+        runner = self.model_runner
+        if (sampler := getattr(runner, "sampler", None)) is not None:  # of the last stage alone
+            gather_sampled_alone(sampler)
+            read_logits_once(runner)
+        if getattr(runner, "intermediate_tensors", self) is None and not get_pp_group().is_first_rank:
+            shape = {"batch_size": runner.max_num_tokens, "dtype": runner.model_config.dtype, "device": runner.device}
+            runner.intermediate_tensors = runner.get_model().make_empty_intermediate_tensors(**shape)
 
     def seed(self, seed: int) -> None:
         """Seeds the random numbers of answers without a seed of their own: vLLM's model runners use PyTorch's or numpy's."""

@@ -92,3 +92,17 @@ def test_ppo_as_a_job_of_a_cluster_that_exists_uses_both_hosts(two: Cluster, mat
     assert "succeeded" in told and "on 2 node(s)" in told and "the reward function odd runs here and on 10.83.0." in told
     assert RunDir(folder).result() is not None and len(read_metrics(folder)) == 4
     assert len(list((folder / "namespaces").iterdir())) == 2
+
+
+@pytest.mark.long
+def test_an_engine_over_two_hosts_samples_what_one_process_samples(two: Cluster, material: Path, tmp_path: Path) -> None:
+    """Each host has a half of its layers. The probe after each update compares its log-probs with the trainer's."""
+    rewards = []
+    for stages in (1, 2):
+        prepare(folder := tmp_path / str(stages), material, steps=4, stages=stages)
+        host_stages.finish(two.head, folder, two.ray_address)
+        assert f"weights go to {stages} engine processes by gloo" in log(folder)
+        lines = read_metrics(folder)
+        assert len(lines) == 4 and all(line["sync/probe_gap"] <= line["sync/probe_bound"] for line in lines)
+        rewards.append([line["reward/mean"] for line in lines])
+    assert rewards[0] == rewards[1], "answers differ"

@@ -91,15 +91,20 @@ def test_a_round_is_sampled_and_scored_on_all_gpus(gpus: int, material: Path, tm
 
 
 def ppo(material: Path, function: Path, placement: str) -> PPO:
-    """Actor, reference and engine on one GPU, on two apart, or on all of two together: an engine on each, or one over both (`split`)."""
-    everywhere = placement in ("together", "split")
+    """Actor, reference and engine on one GPU, on two apart, or on all of two together: an engine on each, or one over both, by tensors
+    (`split`) or by layers (`stages`)."""
+    engines: dict[str, dict[str, int]] = {
+        "together": {"num_engines": 2},
+        "split": {"tensor_parallel_size": 2},
+        "stages": {"pipeline_parallel_size": 2},
+    }
+    everywhere = placement in engines
     gpus = 2 if everywhere else 1
     share = {"one": 0.2, "apart": 0.4}.get(placement, 1.0)
     ranks = Ranks(num_ranks_per_node=gpus, gpus=share)
     engine = Vllm(gpus=1.0) if placement == "apart" else Vllm(gpus=0.4, gpu_memory_utilization=0.4)
     if everywhere:
-        engines = {"num_engines": 2} if placement == "together" else {"tensor_parallel_size": 2}
-        engine = Vllm(gpus=1.0, gpu_memory_utilization=0.4, sleep=True, **engines)
+        engine = Vllm(gpus=1.0, gpu_memory_utilization=0.4, sleep=True, **engines[placement])  # type: ignore[arg-type]
     return PPO(
         actor="base",
         prompts=Data(sources=str(material / "prompts.jsonl")),
@@ -124,9 +129,10 @@ def ppo(material: Path, function: Path, placement: str) -> PPO:
     )
 
 
-@pytest.mark.parametrize(
-    "placement", [pytest.param(name, marks=of_gpus(n)[0].marks) for name, n in (("one", 1), ("apart", 2), ("together", 2), ("split", 2))]
-)
+PLACEMENTS = {"one": 1, "apart": 2, "together": 2, "split": 2, "stages": 2}  # GPUs
+
+
+@pytest.mark.parametrize("placement", [pytest.param(name, marks=of_gpus(n)[0].marks) for name, n in PLACEMENTS.items()])
 def test_ppo_raises_its_reward(placement: str, material: Path, tmp_path: Path) -> None:
     """Each process of an engine compares the checksum of the weights on its GPU with the sender's, and ends the run where they differ."""
     (tmp_path / "checks.py").write_text(EARLY)

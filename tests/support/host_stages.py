@@ -28,8 +28,9 @@ def odd(responses):
 """
 
 
-def config_of(folder: Path, material: Path, cpus: float = SPREAD, steps: int = 60, timeout: float = 200.0) -> PPO:
-    """Returns the stage. A call of its reward function, which is written to the folder, takes 0.3 s: a fault finds it at work."""
+def config_of(folder: Path, material: Path, cpus: float = SPREAD, steps: int = 60, timeout: float = 200.0, stages: int = 1) -> PPO:
+    """Returns the stage; its engine has `stages` of layers. A call of its reward function, which is written to the folder, takes 0.3 s: a
+    fault finds it at work."""
     (folder / "namespaces").mkdir(parents=True, exist_ok=True)
     (folder / "reward.py").write_text(FUNCTION)
     return PPO(
@@ -50,13 +51,13 @@ def config_of(folder: Path, material: Path, cpus: float = SPREAD, steps: int = 6
         save_steps=SAVED,
         timeout=timeout,
         actor_ranks=Ranks(num_nodes=2, cpus=cpus),
-        vllm=Vllm(cpus=0.3, kv_cache_gib=0.5),
+        vllm=Vllm(cpus=0.3, kv_cache_gib=0.5, pipeline_parallel_size=stages),
     )
 
 
-def prepare(folder: Path, material: Path, cpus: float = SPREAD, steps: int = 60, timeout: float = 200.0) -> None:
+def prepare(folder: Path, material: Path, cpus: float = SPREAD, steps: int = 60, timeout: float = 200.0, stages: int = 1) -> None:
     """Writes a run directory, or changes how its stage is placed."""
-    config = config_of(folder, material, cpus, steps, timeout)
+    config = config_of(folder, material, cpus, steps, timeout, stages)
     RunDir(folder).prepare(StageRequest(name="ppo", digest="0", config=config, inputs={"base": str(material / "base")}, seed=7))
 
 

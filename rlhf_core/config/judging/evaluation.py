@@ -14,7 +14,7 @@ from rlhf_core.config.data import Data, Source, Text, template_mistakes
 from rlhf_core.config.gates import Gated, Key
 from rlhf_core.config.judging.lm_eval_tasks import task_name
 from rlhf_core.config.loops import Sampling
-from rlhf_core.config.processes import Groups, Served, only_in_ppo
+from rlhf_core.config.processes import Groups, Served, only_in_ppo, without_pipeline
 from rlhf_core.records import RECIPE_ONLY, Config, NotInDigest, Positive, Rate, Share, Variable, check
 
 
@@ -172,6 +172,7 @@ class Evaluation(Gated, Sampling):
         if self.vllm.num_engines > 1 or self.vllm.sleep:
             yield ("an evaluation answers with one engine: leave vllm.num_engines and vllm.sleep out (tensor_parallel_size splits a model)")
         yield from only_in_ppo(self.vllm)
+        yield from without_pipeline(self.vllm)
 
     @check
     def _check_endpoints(self) -> Iterator[str]:

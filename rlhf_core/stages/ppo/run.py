@@ -36,15 +36,16 @@ def start_processes(config: PPO) -> dict[str, Group]:
     connect()
     reservation = reserve(arrange(config.placed, config.together), config.timeout)
     # Sampling has the machine to itself, unless it runs ahead; the others work two and two.
-    spans, alone = {"sampler": config.vllm.tensor_parallel_size}, () if config.max_staleness else ("sampler",)
+    alone = () if config.max_staleness else ("sampler",)
     groups = {
         name: Group(
             name,
             reservation,
             1 if name in alone else 2,
-            spans.get(name, 1),
+            config.vllm.processes if name == "sampler" else 1,
             expandable_segments=name != "sampler",
             together=name in ("actor", "critic"),
+            stages=config.vllm.pipeline_parallel_size if name == "sampler" else 1,
         )
         for name in config.placed
     }

@@ -79,7 +79,7 @@ def _sampled(
     config: Preferences, policy: str, settings: dict[str, Any], prompts: Sequence[list[int]], seeds: Sequence[int], how: Sampling
 ) -> Generator[Answered, None, None]:
     """Yields the answers by one engine in this process, or by engines of a temporary Ray group, each on its own GPUs."""
-    if config.vllm.num_engines == 1:
+    if config.vllm.num_engines == config.vllm.pipeline_parallel_size == 1:
         sampler = Sampler(policy, **settings)
         try:
             yield from sampler.stream(prompts, seeds, how._replace(seed_whole=torch.cuda.is_available() and not config.vllm.seed_answers))
@@ -90,8 +90,9 @@ def _sampled(
     from rlhf_core.cluster.worker_group import put_on_nodes
     from rlhf_core.rollout.sampler_role import SamplerRole
 
-    span, timeout = config.vllm.tensor_parallel_size, config.vllm.start_timeout
-    prepare = ("rlhf_core.rollout.sampler_role:prepare", config.vllm.kv_cache_gib)
-    with temporary_group("sampler", config.vllm, span, timeout, SamplerRole, prepare, model=policy, **settings) as group:
+    engines = config.vllm
+    prepare = ("rlhf_core.rollout.sampler_role:prepare", engines.kv_cache_gib)
+    parts = {"span": engines.processes, "stages": engines.pipeline_parallel_size}
+    with temporary_group("sampler", engines, engines.start_timeout, SamplerRole, prepare, **parts, model=policy, **settings) as group:
         print(f"{group.world_size} engines are up", flush=True)
         yield from group.stream("generate", SILENT_SECONDS, SamplerRole.stream_share, put_on_nodes(list(prompts)), list(seeds), how)

@@ -31,7 +31,7 @@ def scores_on_ranks(config: Preferences, path: str, documents: Sequence[Document
         trust_remote_code=trust_remote_code,
     )
     scores: list[float] = []
-    with temporary_group("scorer", config.vllm, 1, config.vllm.start_timeout, Reward, model=model) as group:
+    with temporary_group("scorer", config.vllm, config.vllm.start_timeout, Reward, model=model) as group:
         size = PASSES * config.micro_rollout_batch_size * group.world_size
         logged = time.monotonic()
         for start in range(0, len(documents), size):

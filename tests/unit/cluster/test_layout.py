@@ -60,6 +60,17 @@ def test_engines_beside_any_number_of_ranks_are_on_one_node_each(actors: int, en
     assert len({*names["actor"], *names["sampler"]}) == actors + engines * over, "each process has a GPU of its own"
 
 
+def test_an_engine_in_stages_has_a_bundle_for_each_and_its_stages_may_be_on_different_nodes() -> None:
+    layout = arrange({"actor": TWO, "sampler": Vllm(gpus=1, tensor_parallel_size=2, pipeline_parallel_size=2)})
+    assert layout.bundles == [{"CPU": 2, "GPU": 1}] * 2 + [{"CPU": 2, "GPU": 2}] * 2
+    assert [slot.bundle for slot in by_node(layout, {0: "a", 1: "a", 2: "a", 3: "b"})["sampler"]] == [2, 2, 3, 3]
+    shared = on_gpus(4, colocate_all=True, vllm=Vllm(tensor_parallel_size=2, pipeline_parallel_size=2, gpus=1))
+    placed = arrange(shared.placed, shared.together)
+    assert len(by_node(placed, {0: "a", 1: "a", 2: "b", 3: "b"})["sampler"]) == 4
+    with pytest.raises(ValueError, match="would be on two nodes"):
+        by_node(placed, {0: "a", 1: "b", 2: "b", 3: "b"})
+
+
 def test_engines_that_share_gpus_or_have_parts_of_them_have_a_bundle_for_each() -> None:
     shared = on_gpus(4, colocate_all=True, vllm=Vllm(num_engines=2, tensor_parallel_size=2, gpus=1))
     assert [bundle["GPU"] for bundle in arrange(shared.placed, shared.together).bundles] == [1] * 4

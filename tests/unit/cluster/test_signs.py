@@ -51,6 +51,14 @@ def test_a_rank_without_progress_is_noticed_and_then_silent(monkeypatch: pytest.
     assert [told for _, told in world.log if not isinstance(told, str)] == [["b"]], "once"
 
 
+def test_what_fails_beside_the_work_ends_the_wait_and_is_never_silent(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = World(monkeypatch, steps, {"a": 400.0, "stage": 300.0})
+    assert world.watch(20, "a").next(["a"], ["stage"]) == ("stage", ["a"]) and 300 <= world.now < 310
+    assert not [told for _, told in world.log if not isinstance(told, str)]
+    world.done["stage"], world.now = 1e9, 0.0
+    assert world.watch(20, "a").next(["a"], ["stage"]) == ("a", [])
+
+
 def test_a_store_that_cannot_be_read_makes_no_rank_silent_until_the_timeout_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
     ends = 130.0
 

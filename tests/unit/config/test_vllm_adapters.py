@@ -40,6 +40,10 @@ def ppo(**fields: Any) -> PPO:
             "needs dtype bfloat16 on GPUs, and it is float32: set it, or leave vllm.adap",
         ),
         (
+            {"lora": {}, "vllm": {"adapters": "alone", "pipeline_parallel_size": 2}},
+            "vllm.adapters: alone is for engines without pipeline_parallel_size: leave one of them out",
+        ),
+        (
             {"lora": {"rank": 513}},
             "vllm.adapters: alone takes adapters of rank 512 at most, and lora.rank is 513: lower it, or leave it out",
         ),
