@@ -13,12 +13,10 @@ from rlhf_core.records import Config, NotInDigest, Positive, Ranks, Rate, check,
 NOT_FOR_ENGINE = {
     **dict.fromkeys(("model", "tokenizer", "revision", "tokenizer_revision", "hf_config_path"), "the stage's model decides it"),
     **dict.fromkeys(("dtype", "seed", "trust_remote_code"), "the recipe has a field of this name"),
-    **dict.fromkeys(("tensor_parallel_size", "gpu_memory_utilization"), "vllm has a field of this name"),
+    **dict.fromkeys(("tensor_parallel_size", "pipeline_parallel_size", "gpu_memory_utilization"), "vllm has a field of this name"),
     **dict.fromkeys(("max_model_len", "served_model_name", "override_generation_config"), "the stage decides it"),
-    **dict.fromkeys(
-        ("pipeline_parallel_size", "data_parallel_size", "data_parallel_size_local", "nnodes", "distributed_executor_backend"),
-        "it needs processes that are not reserved",
-    ),
+    **dict.fromkeys(("data_parallel_size", "data_parallel_size_local"), "it needs processes that are not reserved"),
+    **dict.fromkeys(("nnodes", "node_rank", "master_addr", "master_port", "distributed_executor_backend"), "alignflow sets it"),
     **dict.fromkeys(("load_format", "quantization_config"), "new weights could not be loaded"),
     **dict.fromkeys(("enable_lora", "max_lora_rank", "max_loras"), "vllm.adapters sets it"),
     **dict.fromkeys(

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 
 import pytest
 from pydantic import ValidationError
 
 from rlhf_core.config import Vllm
-from rlhf_core.rollout.environment import engine_flags, require_known_options, unknown_option
+from rlhf_core.rollout.environment import GRAPHS, engine_flags, graphs, require_known_options, unknown_option
 
 
 @pytest.mark.parametrize(
@@ -16,12 +17,23 @@ from rlhf_core.rollout.environment import engine_flags, require_known_options, u
     [
         ("dtype", "vllm.engine.dtype: the recipe has a field of this name, so leave it out"),
         ("tensor_parallel_size", "vllm.engine.tensor_parallel_size: vllm has a field of this name, so leave it out"),
+        ("pipeline_parallel_size", "vllm.engine.pipeline_parallel_size: vllm has a field of this name, so leave it out"),
+        ("nnodes", "vllm.engine.nnodes: alignflow sets it, so leave it out"),
         ("hf_token", "vllm.engine.hf_token: recipes and cards would show it"),
     ],
 )
 def test_what_other_fields_set_is_refused(name: str, told: str) -> None:
     with pytest.raises(ValidationError, match=told):
         Vllm(engine={name: 1})
+
+
+def test_graphs_are_recorded_for_batches_that_can_be_unless_the_recipe_says_which(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert graphs({}) == {}, "a CPU has none"
+    monkeypatch.setattr("rlhf_core.rollout.environment.num_gpus", lambda: 1)
+    assert graphs({}) == {"cudagraph_capture_sizes": [*GRAPHS]} and GRAPHS[-1] == 512 and len(GRAPHS) < 25
+    assert all(b - a <= max(16, a // 4) for a, b in itertools.pairwise((8, *GRAPHS[4:]))), "a batch is padded by a quarter at most"
+    assert graphs({"max_num_seqs": 20})["cudagraph_capture_sizes"] == [1, 2, 4, 8, 16, 32]
+    assert graphs({"compilation_config": {"mode": 0}}) == graphs({"enforce_eager": True}) == {}
 
 
 NGRAM = {"method": "ngram", "num_speculative_tokens": 3}
