@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
+from vllm.compilation.monitor import set_cudagraph_capturing_enabled
 
 from rlhf_core.config import Vllm
 from rlhf_core.rollout.engine import Sampler, Sampling
@@ -60,6 +61,7 @@ def test_answers_of_an_engine(second_runner: str, tmp_path: Path, monkeypatch: p
     from rlhf_core.models.kernels import draw
 
     monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", second_runner)
+    set_cudagraph_capturing_enabled(True)  # an engine before it in this process has ended that
     torch.manual_seed(0)
     sizes = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
     made = Qwen2ForCausalLM(Qwen2Config(vocab_size=9000, max_position_embeddings=512, eos_token_id=0, **sizes))

@@ -110,11 +110,9 @@ def samples_all(asked: Any) -> bool:
 @contextmanager
 def whole_distributions(sampler: Any) -> Iterator[None]:
     """Within the block `sampler` ignores top-k and top-p, which vLLM's largest batch asks for: their kernel takes ten seconds to compile at
-    every start, and few runs use it. For these it is compiled at its first use. The warm-up of vLLM's second model runner compiles no
-    kernels for penalties, biases and the like either."""
+    every start, and few runs use it. For these it is compiled at its first use."""
     if not hasattr(sampler, "topk_topp_sampler"):
-        with _plain_warm_up():
-            yield
+        yield
         return
     as_before = sampler.forward
 
@@ -126,18 +124,3 @@ def whole_distributions(sampler: Any) -> Iterator[None]:
         yield
     finally:
         del sampler.forward
-
-
-@contextmanager
-def _plain_warm_up() -> Iterator[None]:
-    from vllm import SamplingParams
-
-    as_before = vars(SamplingParams).get("for_sampler_warmup")
-    if as_before is None or not applies():
-        yield
-        return
-    SamplingParams.for_sampler_warmup = staticmethod(lambda: SamplingParams(temperature=0.9, max_tokens=2, logprobs=0))
-    try:
-        yield
-    finally:
-        SamplingParams.for_sampler_warmup = as_before

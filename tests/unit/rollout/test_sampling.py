@@ -144,15 +144,18 @@ def test_a_workers_process_chooses_the_runner_that_the_scheduler_chose(monkeypat
     assert said == ["patched", "chosen"]
 
 
-def test_the_second_runners_warm_up_asks_for_what_answers_use() -> None:
-    from vllm import SamplingParams
+@pytest.mark.parametrize("release", ["0.24.0", "0.32.0"])
+def test_the_second_runner_of_one_release_asks_nothing_at_its_start(release: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from rlhf_core.rollout.patches import worker
 
-    asked = SamplingParams.for_sampler_warmup()
-    assert asked.top_k == 50
-    with whole_distributions(object()):
-        plain = SamplingParams.for_sampler_warmup()
-        assert (plain.top_k, plain.top_p, plain.logprobs, plain.repetition_penalty) == (0, 1.0, 0, 1.0) and plain.temperature > 0
-    assert SamplingParams.for_sampler_warmup() == asked
+    asked: list[object] = []
+    monkeypatch.setattr(worker, "applies", lambda releases: release.startswith(releases))
+    monkeypatch.setattr(worker.gpu_worker, "warmup_kernels", asked.append)
+    with pytest.raises(ZeroDivisionError), worker.without_requests_of_its_own():
+        worker.gpu_worker.warmup_kernels("start")
+        1 / 0  # noqa: B018
+    worker.gpu_worker.warmup_kernels("after")
+    assert asked == (["after"] if release.startswith("0.24.") else ["start", "after"])
 
 
 class Recorder:
