@@ -192,7 +192,7 @@ class Renderer:
         document = self._encode(text, spans)
         if not any(document.mask):
             return document
-        end = len(document) - document.mask[::-1].index(True)
+        end = len(document) - list(document.mask)[::-1].index(True)
         document = document.cut(end)
         if messages[-1]["role"] == "assistant" and document.tokens[-1] not in self.stop_token_ids:
             return Document([*document.tokens, self.end_token_id], [*document.mask, True])

@@ -12,6 +12,7 @@ import statistics
 from array import array
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from operator import indexOf
 from pathlib import Path
 from typing import Any, TypeAlias, TypeVar, overload
 
@@ -27,8 +28,18 @@ SUFFIX = " <rm_score>: {:.2f}"
 SUFFIX_FILE = "prompt_suffix.json"
 
 
-Tokens: TypeAlias = "list[int] | array[int]"  # of type code i (int32): what travels between processes
-Mask: TypeAlias = "list[bool] | array[int]"  # of type code b, 0 or 1
+Tokens: TypeAlias = "list[int] | array[int] | memoryview[int]"  # of format i (int32), but for lists
+Mask: TypeAlias = "list[bool] | array[int] | memoryview[int]"  # of format b, 0 or 1
+
+
+def to_send(values: Sequence[Any]) -> Any:
+    """Returns an array or a memoryview as what pickle does not copy, so that processes of a node read it where Ray stores it."""
+    return np.asarray(values) if isinstance(values, array | memoryview) else values
+
+
+def received(values: Any) -> Any:
+    """Returns what `to_send` was given; arrays as memoryviews, which cannot be written to where several processes read them."""
+    return values.data if isinstance(values, np.ndarray) else values
 
 
 @dataclass(frozen=True)
@@ -60,6 +71,9 @@ class Document:
 
     __hash__ = None  # type: ignore[assignment]
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _document, (to_send(self.tokens), to_send(self.mask), self.shared, self.experts)
+
     @property
     def token_array(self) -> np.ndarray:
         """The tokens, (T,)."""
@@ -67,13 +81,13 @@ class Document:
 
     @property
     def mask_array(self) -> np.ndarray:
-        """The mask, (T,) bool."""
-        return np.asarray(self.mask, dtype=bool)
+        """The mask, (T,) bool; not a copy but of a list."""
+        return np.asarray(self.mask, dtype=bool) if isinstance(self.mask, list) else np.asarray(self.mask).view(bool)
 
     @property
     def answer_start(self) -> int:
         """Index of the first token under the mask; the length when there is none."""
-        return self.mask.index(True) if True in self.mask else len(self)
+        return indexOf(self.mask, True) if True in self.mask else len(self)
 
     def after(self, trunk: Document) -> Document:
         """Returns the document with its prompt shared with `trunk`, if both have the same prompt; without an answer or prompt unchanged.
@@ -87,6 +101,10 @@ class Document:
     def cut(self, max_len: int) -> Document:
         """Returns the first `max_len` tokens; no end-of-turn token is added."""
         return self if len(self) <= max_len else Document(self.tokens[:max_len], self.mask[:max_len])
+
+
+def _document(tokens: Any, mask: Any, shared: int, experts: np.ndarray | None) -> Document:
+    return Document(received(tokens), received(mask), shared, experts)
 
 
 @dataclass(frozen=True)
@@ -162,9 +180,11 @@ def answered(prompt: list[int], response: list[int]) -> Document:
 
 
 def compact(prompt: Sequence[int], response: Sequence[int], experts: np.ndarray | None = None) -> Document:
-    """Returns `answered` in arrays of 5 bytes a token, which travel between processes as they are."""
-    mask = array("b", bytes(len(prompt)) + b"\x01" * len(response))
-    return Document(array("i", prompt) + array("i", response), mask, experts=experts)
+    """Returns `answered` in 5 bytes a token, which travel between processes as they are."""
+    start = len(prompt)
+    tokens, mask = np.empty(start + len(response), np.int32), np.zeros(start + len(response), np.int8)
+    tokens[:start], tokens[start:], mask[start:] = prompt, response, 1
+    return Document(tokens.data, mask.data, experts=experts)
 
 
 def check_limit(limit: int, frame_len: int) -> None:

@@ -89,10 +89,10 @@ def collate(rows: Sequence[Sequence[Document]], pad_token_id: int, experts: bool
         start = 0
         for document in row:
             here = slice(start, start + len(document) - document.shared)
-            tokens[b, here] = torch.from_numpy(document.token_array[document.shared :].astype(np.int64))
+            tokens.numpy()[b, here] = document.token_array[document.shared :]
             positions[b, here] = torch.arange(document.shared, len(document))
             documents[b, here] = index
-            mask[b, here] = torch.from_numpy(document.mask_array[document.shared :])
+            mask.numpy()[b, here] = document.mask_array[document.shared :]
             if chosen is not None and document.experts is not None:
                 chosen[b, start : here.stop - 1] = torch.from_numpy(document.experts[document.shared :].astype(np.int16))
             start, index = here.stop, index + 1

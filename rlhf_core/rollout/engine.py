@@ -21,6 +21,7 @@ import torch
 
 from rlhf_core.config import Vllm
 from rlhf_core.config.loops import Rewarded
+from rlhf_core.data.documents import received, to_send
 from rlhf_core.hub.model_config import experts_of_config, text_config, wraps_text_by_config
 from rlhf_core.models.experts import replayed
 from rlhf_core.rollout.environment import (
@@ -60,9 +61,16 @@ class Answer:
     experts: np.ndarray | None = None
     versions: Sequence[tuple[int, int]] = ()
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _received, (to_send(self.tokens), to_send(self.logprobs), self.finished, self.experts, self.versions)
+
+
+def _received(tokens: Any, logprobs: Any, *others: Any) -> Answer:
+    return Answer(received(tokens), received(logprobs), *others)
+
 
 def made(tokens: Sequence[int], logprobs: Sequence[float], finished: bool, experts: np.ndarray | None = None) -> Answer:
-    """Returns an answer of int32 tokens and fp32 log-probs, which travel as bytes."""
+    """Returns an answer of int32 tokens and fp32 log-probs, which processes of a node read where one has stored them."""
     return Answer(array("i", tokens), array("f", logprobs), finished, experts)
 
 

@@ -175,5 +175,5 @@ def all_mismatches(count: int, held_out: int, batch: int, epochs: int, seed: int
 
 def mismatch(prompt_of: Document, answer_of: Document, max_len: int) -> Document:
     """The prompt of one document with the answer of another, at most `max_len` tokens."""
-    prompt, answer = list(prompt_of.tokens[: prompt_of.mask.index(True)]), list(answer_of.tokens[answer_of.mask.index(True) :])
+    prompt, answer = list(prompt_of.tokens[: prompt_of.answer_start]), list(answer_of.tokens[answer_of.answer_start :])
     return answered(prompt, answer).cut(max_len)

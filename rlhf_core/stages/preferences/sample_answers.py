@@ -47,7 +47,7 @@ def answers_of_round(
         logged, tokens, done = time.monotonic(), 0, 0
         with file.open("a") as out, closing(_sampled(config, policy, settings, [prompts[i] for i in missing], seeds, how)) as answered:
             for place, group in answered:
-                found[missing[place]] = group
+                found[missing[place]] = [made(answer.tokens, [], answer.finished) for answer in group]  # a copy: Ray's store has less room
                 out.write(json.dumps([missing[place], [[list(answer.tokens), answer.finished] for answer in group]]) + "\n")
                 out.flush()
                 tokens, done = tokens + sum(len(answer.tokens) for answer in group), done + 1
