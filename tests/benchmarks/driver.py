@@ -12,7 +12,6 @@ import argparse
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -27,14 +26,14 @@ from rlhf_core.rewards.clients import Rewards
 from rlhf_core.rewards.combine import Term
 from rlhf_core.rollout.engine import Answer, made
 from rlhf_core.stages.ppo.credit import credit, divergence
-from rlhf_core.stages.ppo.fleet import EMPTY
 from rlhf_core.stages.ppo.iteration import Schedule, minibatches
-from rlhf_core.stages.ppo.records import Experience, Scores
+from rlhf_core.stages.ppo.records import Experience, Part, Scores
+from rlhf_core.stages.ppo.references import Place, by_reference, joined
 from rlhf_core.stages.ppo.sampling.answers import rollout
 from rlhf_core.stages.ppo.texts import decoder, samples
 
 SECONDS: dict[str, float] = {}
-BESIDE = ("texts for a function", "divergence")  # while models score, and while they train
+BESIDE = ("texts for a function", "sampler's log-probs go to nodes", "divergence")  # while models score, and while they train
 
 
 @contextmanager
@@ -52,13 +51,13 @@ def answer(count: int, tokens: int, vocabulary: int) -> list[tuple[int, list[Ans
     return list(enumerate(groups))
 
 
-def score(documents: Sequence[Document]) -> list[tuple[int, np.ndarray]]:
-    """A model's log-probs."""
-    return [(i, np.where(document.mask_array, np.float32(-1), np.float32(0))) for i, document in enumerate(documents)]
+def score(documents: Sequence[Document]) -> tuple[list[tuple[int, np.ndarray]], float]:
+    """A model's log-probs, and seconds: as `Worker.call`."""
+    return [(i, np.where(document.mask_array, np.float32(-1), np.float32(0))) for i, document in enumerate(documents)], 0.0
 
 
-def train(experience: Sequence[Experience], *documents: Sequence[Document]) -> int:
-    return len(experience)
+def train(experience: Sequence[Experience], places: Sequence[Place], *stored: object) -> int:
+    return len(joined(experience, places, stored))
 
 
 def main() -> None:
@@ -101,19 +100,24 @@ def main() -> None:
         documents = put_on_nodes([each.document for each in rollouts])
     pending = [scoring.remote(documents) for _ in range(2)]
     ray.wait(pending, num_returns=2, fetch_local=False)
+    with timed("sampler's log-probs go to nodes"):
+        sampler = put_on_nodes([each.sampler_logprobs for each in rollouts])
+    stored = [Part(count, {"document": documents, "sampler_logprobs": sampler}, {"old_logprobs": pending[:1], "ref_logprobs": pending[1:]})]
     with timed("scores arrive"):
-        first, second = ray.get(pending)
+        (first, _), (second, _) = ray.get(pending)
         logprobs, references = in_order([first]), in_order([second])
     rewards = Rewards({"score": np.random.default_rng(0).normal(size=count)}, {})
     with timed("credit"):
         found = credit(rollouts, Scores(logprobs, references, None, rewards), 0.01, {}, config, [Term("score", 1.0, "none", None)])
     minibatches(found.usable, Schedule(4, 1, {}, "0"))
     with timed("experience goes to nodes"):
-        shared = put_on_nodes([replace(one, document=EMPTY) for one in found.experience])
+        sent = by_reference(found.experience, stored, 1)
+        shared = put_on_nodes(sent.experience)
+        places, held = sent.read_by("actor")
     with timed("divergence"):
         divergence(rollouts, logprobs, references, found.usable, 0.01, config)
     with timed("a rank has the experience"):
-        ray.get(training.remote(shared, documents))
+        ray.get(training.remote(shared, places, *held))
     ray.shutdown()
     whole = sum(seconds for name, seconds in SECONDS.items() if not name.startswith("a rank"))
     waited = whole - sum(SECONDS[name] for name in BESIDE)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -24,7 +24,8 @@ from rlhf_core.rollout.engine import Answer, Sampling
 from rlhf_core.rollout.sampler_role import SamplerRole
 from rlhf_core.rollout.weight_transfer import Rendezvous, choose_route
 from rlhf_core.runs.resume_state import rank_file
-from rlhf_core.stages.ppo.records import Experience, Rollout, Scores
+from rlhf_core.stages.ppo.records import Experience, Part, Rollout, Scores
+from rlhf_core.stages.ppo.references import by_reference
 from rlhf_core.stages.ppo.roles.actor import Actor
 from rlhf_core.stages.ppo.roles.read_only import ModelRole, Reference, Reward
 from rlhf_core.stages.ppo.roles.trained import Critic, Steps, Trained, Update
@@ -34,7 +35,6 @@ from rlhf_core.stages.ppo.texts import Decode, Lengths, samples
 R = TypeVar("R")
 LOOK_SECONDS = 1.0  # between two looks for dead engines
 NOISE_FREE = {"float32": 1e-3, "bfloat16": 0.02}  # |log-prob difference| of vLLM and trainer on the same weights that is always allowed
-EMPTY = Document([], [])
 MARGIN = 4.0  # times what rounding moves the log-probs, beyond it
 
 
@@ -70,7 +70,7 @@ class Fleet:
 
     `adapters_alone`: engines get adapters alone. `drafts`: engines draft tokens. `one_update`: the actor's training pass computes the
     log-probs that its scoring pass would. `reference_in_actor`: the reference is the actor without its adapters. `scorings`: how often each
-    group scores an iteration's answers.
+    group scores an iteration's answers. `weighs_sampler`: training reads the sampler's log-probs.
     `in_turn`: actor and critic share their GPUs, and train one after the other: each has the memory for larger passes, and no
     collective of one waits on a GPU that computes for the other.
     """
@@ -92,6 +92,7 @@ class Fleet:
     reference_in_actor: bool = False
     scorings: Mapping[str, int] = field(default_factory=dict)
     drafts: bool = False
+    weighs_sampler: bool = False
     lengths: Lengths | None = None
     machine: Machine | None = None  # set by `survey`
     own_tokens: Mapping[str, OwnTokens] = field(default_factory=dict)
@@ -124,10 +125,10 @@ class Fleet:
         return self.sampler.stream("generate", self.timeout, SamplerRole.stream_share, put_on_nodes(list(prompts)), list(seeds), sampling)
 
     def start_score(self, rollouts: Sequence[Rollout], rewards: Rewards | None, allowed_failures: int) -> Callable[[], Scores]:
-        """Starts all models on the same documents, and, without `rewards`, the requests to other sources. Returns a function that waits for
-        the scores."""
+        """Starts all models on the same documents, and, without `rewards`, the requests to other sources; then sends what training will
+        read. Returns a function that waits for the scores."""
         documents = put_on_nodes([rollout.document for rollout in rollouts])
-        pending = {} if self.one_update else {"logprobs": self.actor.call("score", Actor.logprobs, documents)}
+        pending = {} if self.one_update else {"old_logprobs": self.actor.call("score", Actor.logprobs, documents)}
         if self.reference is not None:
             pending["ref_logprobs"] = self.reference.call("score", Reference.logprobs, documents)
         if self.reference_in_actor:
@@ -135,11 +136,15 @@ class Fleet:
         if self.critic is not None:
             pending["values"] = self.critic.call("score", Critic.values, documents)
         wait_rewards = (lambda: rewards) if rewards is not None else self._start_reward(rollouts, documents, allowed_failures)
+        lists = {"document": documents}
+        if self.weighs_sampler:
+            lists["sampler_logprobs"] = put_on_nodes([rollout.sampler_logprobs for rollout in rollouts])
 
         def wait() -> Scores:
             known = wait_rewards()
             scored = {name: in_order(work.wait(self.timeout)) for name, work in pending.items()}
-            return Scores(scored.get("logprobs"), scored.get("ref_logprobs"), scored.get("values"), known, [documents])
+            stored = Part(len(rollouts), lists, {name: work.refs for name, work in pending.items()})
+            return Scores(scored.get("old_logprobs"), scored.get("ref_logprobs"), scored.get("values"), known, [stored])
 
         return wait
 
@@ -173,18 +178,19 @@ class Fleet:
         experience: Sequence[Experience],
         updates: Mapping[str, Sequence[Update]],
         beside: Callable[[], None] = lambda: None,
-        documents: Sequence[Any] = (),
+        stored: Sequence[Part] = (),
     ) -> Steps:
-        """Trains the roles named in `updates`, side by side or in turn; calls `beside` while they work. `documents`: as in `Scores`, which
-        the nodes have and need not be sent again. Returns metrics of all of them, and log-probs of all ranks."""
-        sent = [replace(one, document=EMPTY) for one in experience] if documents else list(experience)
-        shared = put_on_nodes(sent)
+        """Trains the roles named in `updates`, side by side or in turn; calls `beside` while they work. `stored`: as in `Scores`, what the
+        nodes have and need not be sent again. Returns metrics of all of them, and log-probs of all ranks."""
         groups = [group for group in self.trained if group.name in updates]
+        sent = by_reference(experience, stored, sum(group.world_size for group in groups))
+        shared = put_on_nodes(sent.experience)
 
         def start(group: Group) -> Pending[Steps]:
             if self.in_turn:
                 self._release_memory()
-            return group.call("train", Trained.train, shared, list(updates[group.name]), *documents)
+            places, references = sent.read_by(group.name)
+            return group.call("train", Trained.train, shared, list(updates[group.name]), places, *references)
 
         begun = [start(group) for group in groups[: 1 if self.in_turn else None]]
         beside()

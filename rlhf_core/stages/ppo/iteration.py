@@ -92,7 +92,7 @@ def ppo_iteration(
             role: [Update(batch, rate, kl_coef) for batch, rate in zip(batches, rates, strict=False)]  # fewer answers: fewer batches
             for role, rates in schedule.rates.items()
         }
-        steps, logprobs = fleet.train(credited.experience, updates, measure, scores.documents)
+        steps, logprobs = fleet.train(credited.experience, updates, measure, scores.stored)
     diverged = measured[0] if measured else divergence_of(rollouts, scores, logprobs, kl_coef, config)
     if fleet.sleeps:
         with _phase(phases, "wake"):

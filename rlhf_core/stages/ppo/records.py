@@ -99,29 +99,38 @@ def shown(rollouts: Sequence[Rollout], rewards: Rewards, decode: Callable[[Seque
         yield row | {"rewards": {title: None if value != value else value for title, value in given.items()}}
 
 
+class Part(NamedTuple):
+    """Holds references to what the nodes have of `size` rollouts, by field of Experience: in `lists` to a list in their order, in `scored`
+    to the results of the ranks of a group, which are pairs (index, array) and the seconds of the work."""
+
+    size: int
+    lists: Mapping[str, Any]
+    scored: Mapping[str, Sequence[Any]]
+
+
 @dataclass(frozen=True)
 class Scores:
     """Holds what models and reward sources computed for each rollout: per-token (T,) arrays by document. None without the model, and for
-    the actor where the training pass computes its log-probs. `documents`: references to the documents on the nodes, in parts that follow
-    each other."""
+    the actor where the training pass computes its log-probs. `stored`: references to what the nodes have of the rollouts, in parts that
+    follow each other."""
 
     logprobs: list[np.ndarray] | None
     ref_logprobs: list[np.ndarray] | None
     values: list[np.ndarray] | None
     rewards: Rewards
-    documents: Sequence[Any] = ()
+    stored: Sequence[Part] = ()
 
 
 @dataclass(frozen=True)
 class Experience:
-    """Holds one rollout to train on; arrays (T,), aligned with the document's tokens. Without `old_logprobs` these are those of the
-    training pass itself; without a critic `values` and `returns`, without a KL in the loss `ref_logprobs`, and without importance weights
-    `sampler_logprobs` are None."""
+    """Holds one rollout to train on; arrays (T,), aligned with the document's tokens. `advantages` may be one number, that of all response
+    tokens. Without `old_logprobs` these are those of the training pass itself; without a critic `values` and `returns`, without a KL in
+    the loss `ref_logprobs`, and without importance weights `sampler_logprobs` are None."""
 
     document: Document
     old_logprobs: np.ndarray | None
     sampler_logprobs: np.ndarray | None
     ref_logprobs: np.ndarray | None
     values: np.ndarray | None
-    advantages: np.ndarray
+    advantages: np.ndarray | float
     returns: np.ndarray | None

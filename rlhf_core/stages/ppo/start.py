@@ -116,6 +116,7 @@ def start_fleet(
         reference_in_actor=config.reference_in_actor,
         scorings=config.scorings,
         drafts=config.vllm.drafts is not None,
+        weighs_sampler=config.sampler_is != "off",
     )
     fleet.open_channel()
     return replace(fleet, machine=fleet.survey())

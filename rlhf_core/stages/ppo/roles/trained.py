@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -17,6 +16,7 @@ from rlhf_core.objectives.collate import Batch
 from rlhf_core.objectives.losses import Loss, value_loss
 from rlhf_core.objectives.masked import before
 from rlhf_core.stages.ppo.records import Experience
+from rlhf_core.stages.ppo.references import Place, joined
 from rlhf_core.stages.ppo.roles.passes import (
     ModelSpec,
     Read,
@@ -58,12 +58,9 @@ class Trained(ModelRole):
         self.module, self.model, self.config = module, model, config
         self.passes = passes_of(self.engine, config.micro_train_batch_size, config.micro_train_tokens)
 
-    def train(self, experience: Sequence[Experience], updates: Sequence[Update], *documents: Sequence[Document]) -> Steps:
-        """Takes one optimiser step per update. `documents`, in parts: those of the experience, which has none of its own then."""
-        if documents:
-            whole = [document for part in documents for document in part]
-            experience = [replace(one, document=document) for one, document in zip(experience, whole, strict=True)]
-            assert all(len(one.document) == len(one.advantages) for one in experience), "documents are in another order"
+    def train(self, experience: Sequence[Experience], updates: Sequence[Update], places: Sequence[Place] = (), *stored: Any) -> Steps:
+        """Takes one optimiser step per update. `stored`, at `places`: what the experience has by reference."""
+        experience = joined(experience, places, stored) if places else experience
         metrics, logprobs = [], Scored()
         for number, update in enumerate(updates, 1):
             with at(f"optimiser step {number} of {len(updates)}"):

@@ -161,7 +161,7 @@ def join_scores(parts: Sequence[Scores], allowed_failures: int) -> Scores:
     logprobs, references, values = (
         [array for part in parts for array in getattr(part, name) or ()] or None for name in ("logprobs", "ref_logprobs", "values")
     )
-    return Scores(logprobs, references, values, rewards, [documents for part in parts for documents in part.documents])
+    return Scores(logprobs, references, values, rewards, [stored for part in parts for stored in part.stored])
 
 
 def with_signal(rewards: np.ndarray, n: int, min_spread: float) -> list[int]:
@@ -179,9 +179,9 @@ def rollout(prompt: Prompt, answer: Answer) -> Rollout:
     """Joins a prompt and its answer to one document; the mask marks the answer, its end-of-sequence token included. Log-probs are 0 where
     none were asked for."""
     document = compact(prompt.tokens, answer.tokens, answer.experts)
-    logprobs = np.zeros(len(document), np.float32)
-    if answer.logprobs:
-        logprobs[len(prompt.tokens) :] = answer.logprobs
+    logprobs = np.empty(len(document), np.float32)
+    logprobs[: len(prompt.tokens)] = 0
+    logprobs[len(prompt.tokens) :] = answer.logprobs or 0
     versions = [(len(prompt.tokens) + first, version) for first, version in answer.versions]
     return Rollout(prompt, document, logprobs, answer.finished, versions=versions)
 

@@ -32,6 +32,8 @@ class Work:
 
 
 class Role:
+    world_size = 1
+
     def __init__(self, said: list[str], name: str):
         self.said, self.name = said, name
 
@@ -76,38 +78,53 @@ def probed(expected: np.ndarray, found: np.ndarray, experts: bool, noise: float 
     return Fleet(actor, None, actor, {}, sampler, None, str, 1.0, "bfloat16", machine=machine)  # type: ignore[arg-type]
 
 
-def test_documents_that_the_nodes_have_are_not_sent_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    documents, sent, got = [Document([5, i], [False, True]) for i in range(3)], list[Any](), list[Any]()
-    documents[1] = Document([5, 1, 1], [False, True, True])
-    ones = [Experience(document, None, None, None, None, np.zeros(len(document)), None) for document in documents]
+def test_what_the_nodes_have_is_not_sent_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two ranks score; the critic's learner gets no log-probs, the actor's no values; both get what would have been sent."""
+    documents = [Document([5, i, *[1] * i], [False, *[True] * (1 + i)]) for i in range(3)]
+    sent, got = list[Any](), dict[str, list[Experience]]()
 
     class Learner(Trained):
-        def __init__(self) -> None:
-            pass
+        def __init__(self, name: str) -> None:
+            self.name = name
 
         def update(self, items: list[Experience], update: Update, read: list[Any]) -> dict[str, float]:
-            got.append([item.document for item in items])
-            return {"loss": 1.0}
+            got[self.name] = items
+            return {f"{self.name}/loss": 1.0}
 
-    class Actor(Role):
+    class Models(Role):
         def call(self, phase: str, method: Callable[..., Any], *arguments: Any) -> Any:
-            return SimpleNamespace(wait=lambda timeout: [method(Learner(), *arguments)])
+            if phase == "train":
+                return SimpleNamespace(wait=lambda timeout: [method(Learner(self.name), *arguments)])
+            kind = 10 * (len(self.name) + (phase == "score"))
+            ranks = [[(i, np.full(len(d), kind + i, np.float32)) for i, d in enumerate(documents) if i % 2 == rank] for rank in (1, 0)]
+            return SimpleNamespace(refs=[(pairs, 1.0) for pairs in ranks], wait=lambda timeout: ranks)
 
     def put(batch: Any) -> Any:
         sent.append(batch)
         return batch
 
     monkeypatch.setattr(fleet, "put_on_nodes", put)
-    made: Any = Fleet(Actor([], "actor"), None, None, {}, None, None, str, 1.0, "float32")  # type: ignore[arg-type]
-    step = {"actor": [Update([2, 0], 0.1, 0.0)]}
-    made.train(ones, step, documents=[documents[:1], documents[1:]])
-    made.train(ones, step)
-    assert [[len(one.document) for one in batch] for batch in sent] == [[0, 0, 0], [2, 3, 2]]
-    assert got == [[documents[2], documents[0]]] * 2
-    with pytest.raises(ValueError, match="shorter"):
-        made.train(ones, step, documents=[documents[:2]])
-    with pytest.raises(AssertionError, match="another order"):
-        made.train(ones, step, documents=[documents[1:], documents[:1]])
+    actor, critic, reference = (Models([], name) for name in ("actor", "critic", "reference"))
+    rollouts = [Rollout(Prompt((), [5], {}, False), d, np.full(len(d), -i, np.float32), True) for i, d in enumerate(documents)]
+    rewards, step = Rewards({"score": np.zeros(3)}, {}), [Update([2, 0], 0.1, 0.0)]
+
+    def trained(weighs: bool, by_reference: bool) -> dict[str, list[dict[str, Any]]]:
+        made: Any = Fleet(actor, critic, reference, {}, None, None, str, 1.0, "float32", weighs_sampler=weighs)  # type: ignore[arg-type]
+        scores = made.start_score(rollouts, rewards, 0)()
+        read = zip(rollouts, scores.logprobs, scores.ref_logprobs, scores.values, strict=True)
+        whole = [Experience(r.document, old, r.sampler_logprobs, ref, v, -1.5, v + 1) for r, old, ref, v in read]
+        sent.clear()
+        made.train(whole, {"actor": step, "critic": step}, stored=scores.stored if by_reference else ())
+        return {name: [vars(one) for one in items] for name, items in got.items()}
+
+    plain, weighed, unweighed = trained(True, False), trained(True, True), trained(False, True)
+    assert [(len(one.document), one.old_logprobs is None, one.sampler_logprobs is None) for one in sent[0]] == [(0, True, False)] * 3
+    for found in (weighed, unweighed):
+        for name, fields in (("actor", ("sampler_logprobs", "old_logprobs", "ref_logprobs")), ("critic", ("values", "returns"))):
+            for one, expected in zip(found[name], plain[name], strict=True):
+                assert one["document"] == expected["document"] and one["advantages"] == -1.5
+                assert all(np.array_equal(one[field], expected[field]) for field in fields)
+        assert all(one["values"] is None for one in found["actor"]) and all(one["old_logprobs"] is None for one in found["critic"])
 
 
 @pytest.mark.parametrize("experts", [False, True])

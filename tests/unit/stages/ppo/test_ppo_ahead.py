@@ -82,7 +82,7 @@ class Fleet:
         experience: Sequence[Experience],
         updates: Mapping[str, Sequence[Update]],
         beside: Callable[[], None],
-        documents: Sequence[Any],
+        stored: Sequence[Any],
     ) -> Steps:
         beside()
         self.said.append("train")

@@ -72,7 +72,7 @@ class Fleet:
         experience: Sequence[Experience],
         updates: Mapping[str, Sequence[Update]],
         beside: Callable[[], None],
-        documents: Sequence[Any],
+        stored: Sequence[Any],
     ) -> Steps:
         beside()
         self.trained.append(updates)

@@ -16,7 +16,7 @@ from rlhf_core.rewards.contract import RewardsFailed
 from rlhf_core.rollout.engine import Answer, Sampling
 from rlhf_core.stages.ppo.fleet import Probe
 from rlhf_core.stages.ppo.iteration import Carried, ppo_iteration
-from rlhf_core.stages.ppo.records import Rollout, Scores
+from rlhf_core.stages.ppo.records import Part, Rollout, Scores
 from rlhf_core.stages.ppo.roles.trained import Steps
 from rlhf_core.stages.ppo.sampling.answers import PromptOrder, Setup, sample
 from rlhf_core.stages.ppo.train import schedule_of, setup_of
@@ -51,12 +51,12 @@ class Fleet:
             values = [np.array([together, prompt, j % 2, 0], np.float32) for j, prompt in enumerate(requested)]
             found = np.array([np.nan if prompt in self.fails else j for j, prompt in enumerate(requested)], dtype=float)
             rewards = Rewards({"reward_model": found}, {"reward_model": "refused"} if self.fails else {})
-            return Scores(values, values, values, rewards, [[rollout.document for rollout in rollouts]])
+            return Scores(values, values, values, rewards, [Part(len(rollouts), {"document": [r.document for r in rollouts]}, {})])
 
         return wait
 
-    def train(self, experience: Sequence[Any], updates: object, beside: Callable[[], None], documents: Sequence[Any]) -> Steps:
-        assert [id(document) for part in documents for document in part] == [id(one.document) for one in experience]
+    def train(self, experience: Sequence[Any], updates: object, beside: Callable[[], None], stored: Sequence[Part]) -> Steps:
+        assert [id(document) for part in stored for document in part.lists["document"]] == [id(one.document) for one in experience]
         beside()
         return Steps([{"policy/ratio": 1.0, "policy/ratio_gap": 0.0}], [])
 
