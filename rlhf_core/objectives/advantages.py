@@ -161,11 +161,6 @@ def in_groups(estimator: Callable[[Tensor], Tensor], scores: Tensor, scored: Ten
     return InGroups(advantages, compared)
 
 
-def spread(advantages: Tensor, mask: Tensor) -> Tensor:
-    """Gives each response token its answer's advantage: (...) and mask (..., T) to (..., T), 0 off the mask."""
-    return torch.where(mask, advantages[..., None], 0)
-
-
 def reinforce_pp(rewards: Tensor, mask: Tensor, gamma: float, eps: float = 1e-8, whitened: bool = True) -> Tensor:
     """Computes REINFORCE++ (Hu 2025): discounted returns of `token_rewards`, KL included, whitened over the whole rollout; (..., T)."""
     returns = discounted_returns(rewards, mask, gamma)

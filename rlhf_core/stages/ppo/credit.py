@@ -25,7 +25,6 @@ from rlhf_core.objectives.advantages import (
     kl_estimate,
     overlong_penalty,
     reinforce_pp,
-    spread,
     token_rewards,
 )
 from rlhf_core.objectives.losses import sampler_metrics
@@ -67,9 +66,10 @@ def credit(
 ) -> Credited:
     """Computes advantages and returns of a whole rollout, with statistics over all its usable response tokens at once. `terms`: the sources
     of rewards; `lengths_of`: finds the tokens of steps that have rewards."""
-    lengths = [len(rollout.document.tokens) for rollout in rollouts]
     masks = [rollout.document.mask_array for rollout in rollouts]
-    response, counts = _pad(masks, torch.bool), torch.tensor([np.count_nonzero(mask) for mask in masks])  # (B, T), (B,)
+    of_answers = config.advantage_estimator in GROUPED  # one number an answer, and T is 1: nothing is laid out by tokens
+    response = torch.ones(len(masks), 1, dtype=torch.bool) if of_answers else _pad(masks, torch.bool)  # (B, T)
+    counts = torch.tensor([np.count_nonzero(mask) for mask in masks])  # (B,)
     nothing = torch.zeros(()).expand(response.shape)
     values = _pad(scores.values) if scores.values else nothing
 
@@ -82,7 +82,7 @@ def credit(
 
     mask = response & combined.scored[:, None]
     kl, coef = nothing, 0.0
-    if config.kl_in == "reward" and scores.logprobs and scores.ref_logprobs and config.advantage_estimator in GROUPED:
+    if config.kl_in == "reward" and scores.logprobs and scores.ref_logprobs and of_answers:
         rewards = rewards - kl_coef * _kl_of_answers(scores.logprobs, scores.ref_logprobs, masks, config.kl_estimator)
     elif config.kl_in == "reward" and scores.logprobs and scores.ref_logprobs:
         kl = torch.where(mask, kl_estimate(_pad(scores.logprobs), _pad(scores.ref_logprobs), config.kl_estimator), 0)
@@ -95,7 +95,8 @@ def credit(
     if not tokens:
         raise ValueError(f"none of the {len(rollouts)} answers can be learned from: each prompt needs two answers with a reward")
     metrics |= {
-        "return/mean": float(returns.sum() / tokens),  # 0 off the tokens that are learned from
+        # 0 off the tokens that are learned from
+        "return/mean": float((returns[:, 0].double() * counts if of_answers else returns).sum() / tokens),
         "response/length": float(counts.float().mean()),
         "response/truncated": sum(not rollout.finished for rollout in rollouts) / len(rollouts),
         "rollout/usable": float(usable.float().mean()),
@@ -104,11 +105,12 @@ def credit(
         metrics["value/explained_variance"] = float(explained_variance(values, returns, mask & usable[:, None]).nan_to_num(0.0))
     none = (None,) * len(rollouts)  # what no loss reads does not travel
     sampler = none if config.sampler_is == "off" else [rollout.sampler_logprobs for rollout in rollouts]
-    given = (sampler, _cut(advantages, lengths), _cut(returns, lengths) if config.has_critic else none)
+    advantage = advantages[:, 0].tolist() if of_answers else _cut(advantages, masks)
+    given = (sampler, advantage, _cut(returns, masks) if config.has_critic else none)
     scored = (rows or none for rows in (scores.logprobs, scores.ref_logprobs if config.kl_in == "loss" else None, scores.values))
     experience = [
-        Experience(rollout.document, old, of_sampler, ref, v, advantage, value)
-        for rollout, old, ref, v, of_sampler, advantage, value in zip(rollouts, *scored, *given, strict=True)
+        Experience(rollout.document, old, of_sampler, ref, v, a, value)
+        for rollout, old, ref, v, of_sampler, a, value in zip(rollouts, *scored, *given, strict=True)
     ]
     return Credited(experience, usable.nonzero().flatten().tolist(), combined.statistics, metrics)
 
@@ -141,7 +143,7 @@ def divergence(
 
 
 class Estimated(NamedTuple):
-    """Holds advantages and returns (B, T), and which answers have them (B,)."""
+    """Holds advantages and returns, (B, T), or (B, 1) of estimators on whole answers; and which answers have them (B,)."""
 
     credit: Credit
     usable: Tensor
@@ -208,8 +210,7 @@ def estimate(
         case grouped:  # the rest compare the answers to one prompt
             of_kl = coef * kl.sum(-1) if coef else 0.0
             of_answers, compared = in_groups(GROUPED[grouped], rewards - of_kl, scored, n)
-            advantages = spread(of_answers, mask)
-            return Estimated(Credit(advantages, advantages), compared)
+            return Estimated(Credit(of_answers[:, None], of_answers[:, None]), compared)
 
 
 def _kl_of_answers(
@@ -235,5 +236,6 @@ def _response(mask: np.ndarray) -> slice | np.ndarray:
     return slice(first, None) if mask[first:].all() else mask
 
 
-def _cut(padded: Tensor, lengths: Sequence[int]) -> list[np.ndarray]:
-    return [row[:length] for row, length in zip(padded.numpy(), lengths, strict=True)]
+def _cut(padded: Tensor, rows: Sequence[np.ndarray]) -> list[np.ndarray]:
+    """Returns the padded rows without their padding; `rows`: of the same lengths."""
+    return [found[: len(row)] for found, row in zip(padded.numpy(), rows, strict=True)]

@@ -138,11 +138,6 @@ def test_reinforce_pp_equals_the_loop_and_its_baseline_takes_the_group_mean_off_
         assert_close(got.flatten(), tensor(expected))
 
 
-def test_spread_gives_each_response_token_its_answers_advantage():
-    mask = torch.tensor([[False, True, False, True], [True, False, False, False]])
-    assert adv.spread(torch.tensor([2.0, -1.0]), mask).tolist() == [[0, 2, 0, 2], [-1, 0, 0, 0]]
-
-
 def test_rewards_are_normalised_with_stored_statistics_then_clipped():
     scores = torch.tensor([-50.0, 1.0, 4.0])
     normal = adv.normalize_rewards(scores, mean=1.0, std=1.5)

@@ -106,13 +106,19 @@ def collate_rows(items: Sequence[Experience], passes: Passes, pad_token_id: int,
     return collate(rows, pad_token_id, replays(engine)).to(engine.device), rows
 
 
-def token_values(batch: Batch, rows: Sequence[Sequence[Document]], arrays: Sequence[np.ndarray | None]) -> Tensor | None:
-    """Lays out per-token arrays of the batch's documents like its tokens: (B, T), zeros on padding; None where they are None."""
+def token_values(batch: Batch, rows: Sequence[Sequence[Document]], arrays: Sequence[np.ndarray | float | None]) -> Tensor | None:
+    """Lays out per-token arrays of the batch's documents like its tokens: (B, T), zeros on padding; None where they are None. A number in
+    place of an array is that of all response tokens, the others have 0."""
     known = [array for array in arrays if array is not None]
     if not known:
         return None
     documents = [document for row in rows for document in row]
-    own = [array[document.shared :] for array, document in zip(known, documents, strict=True)]
+    own = [on_tokens(array, document)[document.shared :] for array, document in zip(known, documents, strict=True)]
     values = np.zeros(batch.tokens.shape, np.float32)
     values[batch.real] = np.concatenate(own)
     return sent(torch.from_numpy(values), batch.tokens.device)
+
+
+def on_tokens(values: np.ndarray | float, document: Document) -> np.ndarray:
+    """Returns an array as it is, and one number at all response tokens of the document, (T,)."""
+    return values if isinstance(values, np.ndarray) else np.where(document.mask_array, np.float32(values), np.float32(0))

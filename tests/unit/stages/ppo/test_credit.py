@@ -17,6 +17,7 @@ from rlhf_core.rewards.clients import Rewards
 from rlhf_core.rewards.combine import Term
 from rlhf_core.stages.ppo.credit import credit, divergence
 from rlhf_core.stages.ppo.records import Experience, Rollout, Scores
+from rlhf_core.stages.ppo.roles.passes import on_tokens
 
 # Two answers to one prompt of one token: A of three tokens, B of two.
 OLD = [[0.0, -1.0, -0.5, -2.0], [0.0, -0.7, -0.2]]
@@ -61,7 +62,7 @@ def credited(config: PPO | None = None, rewards: list[float] = REWARDS, copies: 
 
 
 def advantages(found: Credited) -> list[list[float]]:
-    return [e.advantages[1:].tolist() for e in found.experience]
+    return [on_tokens(e.advantages, e.document)[1:].tolist() for e in found.experience]
 
 
 def close(expected: object) -> object:
@@ -288,7 +289,7 @@ def test_a_group_goes_on_without_its_failed_answer(estimator: str) -> None:
     two = credited(ppo(advantage_estimator=estimator), kl_coef=0.0)
     assert found.usable == [0, 3]
     assert [advantages(found)[0], advantages(found)[3]] == advantages(two)
-    assert not found.experience[4].advantages.any(), "the lone answer of the second group"
+    assert not np.any(found.experience[4].advantages), "the lone answer of the second group"
     with pytest.raises(ValueError, match="each prompt needs two answers with a reward"):
         credited(four, [2.0, NAN, NAN, NAN], copies=2)
 

@@ -24,7 +24,7 @@ from rlhf_core.stages.ppo.credit import Credited, credit
 from rlhf_core.stages.ppo.iteration import Schedule, minibatches
 from rlhf_core.stages.ppo.records import Experience, Rollout, Scores
 from rlhf_core.stages.ppo.roles.actor import Actor
-from rlhf_core.stages.ppo.roles.passes import ModelSpec
+from rlhf_core.stages.ppo.roles.passes import ModelSpec, on_tokens
 from rlhf_core.stages.ppo.roles.read_only import Reference, Reward
 from rlhf_core.stages.ppo.roles.trained import Critic, Update
 from rlhf_core.stages.ppo.train import model_paths, schedule_of, setup_of
@@ -74,7 +74,7 @@ def credited(config: PPO, kl_coef: float = 0.0, rewards: Sequence[float] | None 
 
 def said(found: Credited, name: str) -> list[np.ndarray]:
     """An array of each answer, on its own tokens."""
-    return [getattr(e, name)[np.array(e.document.mask)] for e in found.experience]
+    return [on_tokens(getattr(e, name), e.document)[np.array(e.document.mask)] for e in found.experience]
 
 
 # Roles on the plain engine.
@@ -175,6 +175,17 @@ def test_the_one_update_of_an_iteration_needs_no_scoring_pass(models: Path, plai
         np.testing.assert_allclose(values[mask], items[i].old_logprobs[mask], atol=1e-5)
     assert found[0] == pytest.approx(expected[0], rel=1e-3, abs=1e-5) and found[0]["policy/ratio"] == 1
     torch.testing.assert_close(flat(unscored), flat(scored), atol=2e-4, rtol=0)
+
+
+@pytest.mark.usefixtures("plain_engine")
+def test_one_advantage_is_that_of_all_response_tokens(models: Path) -> None:
+    items = experience(models)
+    spread = [replace(e, advantages=np.where(e.document.mask_array, np.float32(0.1 * i), 0)) for i, e in enumerate(items)]
+    numbers = [replace(e, advantages=float(np.float32(0.1 * i))) for i, e in enumerate(items)]
+    by_token, by_answer = actor(models), actor(models)
+    update = Update(list(range(8)), 1e-2, 0.0)
+    assert by_token.train(spread, [update]).metrics == by_answer.train(numbers, [update]).metrics
+    assert flat(by_token).equal(flat(by_answer)) and not flat(by_token).equal(flat(actor(models)))
 
 
 def test_log_probs_are_scored_only_where_the_training_pass_comes_too_late() -> None:
