@@ -186,6 +186,8 @@ def test_one_advantage_is_that_of_all_response_tokens(models: Path) -> None:
     update = Update(list(range(8)), 1e-2, 0.0)
     assert by_token.train(spread, [update]).metrics == by_answer.train(numbers, [update]).metrics
     assert flat(by_token).equal(flat(by_answer)) and not flat(by_token).equal(flat(actor(models)))
+    holes = Document([1, 2, 3, 4], [False, True, False, True])
+    assert on_tokens(2.0, holes).tolist() == [0, 2, 0, 2] and on_tokens(2.0, holes).dtype == np.float32
 
 
 def test_log_probs_are_scored_only_where_the_training_pass_comes_too_late() -> None:
