@@ -142,6 +142,10 @@ class Worker:
             result = getattr(self.role, method)(*args, **kwargs)
         return result, time.monotonic() - start
 
+    def call_after(self, method: str, count: int, *args: Any, **kwargs: Any) -> tuple[Any, float]:
+        """Does `call` without the first `count` arguments, which Ray waited for."""
+        return self.call(method, *args[count:], **kwargs)
+
     def stream(self, method: str, *args: Any, **kwargs: Any) -> Iterator[tuple[Any, float]]:
         """Yields what the method yields, each with the seconds since its start."""
         start = time.monotonic()

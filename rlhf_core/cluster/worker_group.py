@@ -243,6 +243,13 @@ class Group:
         refs = [worker.call.remote(method.__name__, *args, **kwargs) for worker in self._workers]
         return Pending(self.name, phase, refs, self._keys, self._spent, self._others(range(self.world_size)))
 
+    def call_after(
+        self, before: Sequence[Any], phase: str, method: Callable[Concatenate[Any, P], R], *args: P.args, **kwargs: P.kwargs
+    ) -> Pending[R]:
+        """Starts a method as `call` does, once the references `before` are ready. A failure of what they stand for is this work's too."""
+        refs = [worker.call_after.remote(method.__name__, len(before), *before, *args, **kwargs) for worker in self._workers]
+        return Pending(self.name, phase, refs, self._keys, self._spent, self._others(range(self.world_size)))
+
     def call_rank(self, rank: int, phase: str, method: Callable[Concatenate[Any, P], R], *args: P.args, **kwargs: P.kwargs) -> Pending[R]:
         """Starts a method as `call` does, on one rank alone."""
         ref = self._workers[rank].call.remote(method.__name__, *args, **kwargs)
@@ -280,6 +287,20 @@ class Group:
             for phase in list(alone):
                 spent[phase] = max(spent.get(phase, 0.0), alone.pop(phase))
         return spent
+
+
+class Turns:
+    """Starts work of groups: at once, or each when the work before it is done (`in_turn`). Wait for it in the order of `start`."""
+
+    def __init__(self, in_turn: bool):
+        self._in_turn, self._before = in_turn, list[Any]()
+
+    def start(self, group: Group, phase: str, method: Callable[Concatenate[Any, P], R], *args: P.args, **kwargs: P.kwargs) -> Pending[R]:
+        if not self._in_turn:
+            return group.call(phase, method, *args, **kwargs)
+        work = group.call_after(self._before, phase, method, *args, **kwargs)
+        self._before = work.refs
+        return work
 
 
 def put_on_nodes(value: Any) -> Any:

@@ -16,7 +16,7 @@ from ray.cluster_utils import Cluster
 
 from rlhf_core.cluster.layout import arrange
 from rlhf_core.cluster.ray_cluster import connect, passed_environment, reserve
-from rlhf_core.cluster.worker_group import Group, RoleFailed, wait_all
+from rlhf_core.cluster.worker_group import Group, RoleFailed, Turns, wait_all
 from rlhf_core.config import Ranks
 from tests.support.micro import wait_until
 
@@ -60,6 +60,11 @@ class Role:
     def diverges(self) -> None:
         raise FloatingPointError("step 3 of 9: the loss is nan")
 
+    def works(self, seconds: float) -> tuple[float, float]:
+        start = time.monotonic()
+        time.sleep(seconds)
+        return start, time.monotonic()
+
     def variables(self) -> dict[str, str]:
         return dict(os.environ)
 
@@ -84,6 +89,23 @@ def groups() -> Iterator[tuple[Group, Group]]:
 
 def test_a_cluster_that_runs_on_the_machine_already_is_left_alone(groups: tuple[Group, Group]) -> None:
     assert ray.cluster_resources()["CPU"] == os.cpu_count()
+
+
+@pytest.mark.parametrize("in_turn", [True, False])
+def test_groups_work_in_turn_or_at_once(in_turn: bool, groups: tuple[Group, Group]) -> None:
+    turns = Turns(in_turn)
+    first, second = (work.wait(30) for work in [turns.start(group, "score", Role.works, 0.5) for group in groups])
+    ended, begun = max(end for _, end in first), min(start for start, _ in second)
+    assert (begun >= ended) == in_turn
+
+
+def test_what_waits_for_its_turn_fails_with_the_work_before_it(groups: tuple[Group, Group]) -> None:
+    turns = Turns(True)
+    raising, working = (turns.start(group, "score", method) for group, method in zip(groups, (Role.raises, Role.variables), strict=True))
+    with pytest.raises(RoleFailed, match=r"critic failed in 'score': KeyError\('gone'\)"):
+        raising.wait(30)
+    with pytest.raises(RoleFailed):
+        working.wait(30)
 
 
 def test_failures_name_the_role_the_phase_and_what_to_do(groups: tuple[Group, Group]) -> None:

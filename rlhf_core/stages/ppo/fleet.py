@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
-from rlhf_core.cluster.worker_group import Group, Pending, RankDied, in_order, put_on_nodes, wait_all
+from rlhf_core.cluster.worker_group import Group, Pending, RankDied, Turns, in_order, put_on_nodes, wait_all
 from rlhf_core.data.documents import Document
 from rlhf_core.environments.episodes import Episodes
 from rlhf_core.rewards.clients import Clients, Rewards, collect
@@ -71,8 +71,8 @@ class Fleet:
     `adapters_alone`: engines get adapters alone. `drafts`: engines draft tokens. `one_update`: the actor's training pass computes the
     log-probs that its scoring pass would. `reference_in_actor`: the reference is the actor without its adapters. `scorings`: how often each
     group scores an iteration's answers. `weighs_sampler`: training reads the sampler's log-probs.
-    `in_turn`: actor and critic share their GPUs, and train one after the other: each has the memory for larger passes, and no
-    collective of one waits on a GPU that computes for the other.
+    `in_turn`: all models share their GPUs, and work one after the other: actor and critic each have the memory for larger training passes,
+    no collective of one waits on a GPU that computes for another, and the GPU does not switch between processes.
     """
 
     actor: Group
@@ -127,22 +127,22 @@ class Fleet:
     def start_score(self, rollouts: Sequence[Rollout], rewards: Rewards | None, allowed_failures: int) -> Callable[[], Scores]:
         """Starts all models on the same documents, and, without `rewards`, the requests to other sources; then sends what training will
         read. Returns a function that waits for the scores."""
-        documents = put_on_nodes([rollout.document for rollout in rollouts])
-        pending = {} if self.one_update else {"old_logprobs": self.actor.call("score", Actor.logprobs, documents)}
+        documents, scoring = put_on_nodes([rollout.document for rollout in rollouts]), Turns(self.in_turn)
+        pending = {} if self.one_update else {"old_logprobs": scoring.start(self.actor, "score", Actor.logprobs, documents)}
         if self.reference is not None:
-            pending["ref_logprobs"] = self.reference.call("score", Reference.logprobs, documents)
+            pending["ref_logprobs"] = scoring.start(self.reference, "score", Reference.logprobs, documents)
         if self.reference_in_actor:
-            pending["ref_logprobs"] = self.actor.call("score", Actor.reference_logprobs, documents)
+            pending["ref_logprobs"] = scoring.start(self.actor, "score", Actor.reference_logprobs, documents)
         if self.critic is not None:
-            pending["values"] = self.critic.call("score", Critic.values, documents)
-        wait_rewards = (lambda: rewards) if rewards is not None else self._start_reward(rollouts, documents, allowed_failures)
+            pending["values"] = scoring.start(self.critic, "score", Critic.values, documents)
+        wait_rewards = (lambda: rewards) if rewards is not None else self._start_reward(rollouts, documents, allowed_failures, scoring)
         lists = {"document": documents}
         if self.weighs_sampler:
             lists["sampler_logprobs"] = put_on_nodes([rollout.sampler_logprobs for rollout in rollouts])
 
         def wait() -> Scores:
-            known = wait_rewards()
             scored = {name: in_order(work.wait(self.timeout)) for name, work in pending.items()}
+            known = wait_rewards()
             stored = Part(len(rollouts), lists, {name: work.refs for name, work in pending.items()})
             return Scores(scored.get("old_logprobs"), scored.get("ref_logprobs"), scored.get("values"), known, [stored])
 
@@ -150,14 +150,15 @@ class Fleet:
 
     def reward(self, rollouts: Sequence[Rollout], allowed_failures: int) -> Rewards:
         """Returns the rewards of all sources. Raises RewardsFailed when one leaves more than `allowed_failures` answers without."""
-        return self._start_reward(rollouts, put_on_nodes([rollout.document for rollout in rollouts]), allowed_failures)()
+        documents = put_on_nodes([rollout.document for rollout in rollouts])
+        return self._start_reward(rollouts, documents, allowed_failures, Turns(self.in_turn))()
 
-    def _start_reward(self, rollouts: Sequence[Rollout], documents: Any, allowed: int) -> Callable[[], Rewards]:
+    def _start_reward(self, rollouts: Sequence[Rollout], documents: Any, allowed: int, scoring: Turns) -> Callable[[], Rewards]:
         wanted = self.clients.wanted | ({"responses"} if self.own_tokens else set())
         texts = samples(rollouts, self.decode_all, wanted) if self.clients or self.own_tokens else []
         given = {title: put_on_nodes(writer.documents(texts)) for title, writer in self.own_tokens.items()}
         # All start, then one wait.
-        models = {title: group.call("score", Reward.scores, given.get(title, documents)) for title, group in self.rewards.items()}
+        models = {title: scoring.start(group, "score", Reward.scores, given.get(title, documents)) for title, group in self.rewards.items()}
         pending_rewards = self.clients.start(texts, allowed) if self.clients else {}
 
         def wait() -> Rewards:
