@@ -189,7 +189,7 @@ class Fleet:
 
         def start(group: Group) -> Pending[Steps]:
             if self.in_turn:
-                self._release_memory()
+                self.release_memory()
             places, references = sent.read_by(group.name)
             return group.call("train", Trained.train, shared, list(updates[group.name]), places, *references)
 
@@ -218,10 +218,10 @@ class Fleet:
 
     def wake(self) -> None:
         """Makes the models free memory that they do not use, and the engines take up their GPUs again."""
-        self._release_memory()
+        self.release_memory()
         self.sampler.call("wake", SamplerRole.wake).wait(self.timeout)
 
-    def _release_memory(self) -> None:
+    def release_memory(self) -> None:
         """Frees memory that only the allocators of the models' processes hold, for other processes on their GPUs."""
         wait_all([group.call("release memory", ModelRole.release) for group in self.models], self.timeout)
 

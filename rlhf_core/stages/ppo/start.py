@@ -119,7 +119,10 @@ def start_fleet(
         weighs_sampler=config.sampler_is != "off",
     )
     fleet.open_channel()
-    return replace(fleet, machine=fleet.survey())
+    fleet = replace(fleet, machine=fleet.survey())
+    if fleet.sleeps:  # the engines are awake, and loading took memory that the models do not hold
+        fleet.release_memory()
+    return fleet
 
 
 def zero_stage_of(config: PPO, paths: Mapping[str, str], groups: Mapping[str, Group], resumed_zero_stage: int | None) -> Chosen:
