@@ -31,7 +31,7 @@ from rlhf_core.models.kernels.state_layers import document_numbers
 from rlhf_core.models.lora import add_lora, base_of, merge_adapter, merges_in_parts
 from rlhf_core.models.precision import as_if_stored, unquantised
 from rlhf_core.models.score_classes import add_score_class
-from rlhf_core.models.shards import Shards, as_they_come, gathered
+from rlhf_core.models.shards import Shards, as_they_come, gathered, require_data
 from rlhf_core.models.token_logprobs import (
     WHOLE,
     Entropy,
@@ -309,6 +309,7 @@ def _merged(load: Callable[..., PreTrainedModel], path: str, options: dict[str, 
             options = options | {"device_map": None}  # each weight goes to the GPU when it is cut
         with as_they_come(shards):
             model = load(path, **options | _gpu_device_map(path, options))
+        require_data(model, shards)
         if whole:
             as_if_stored(model, model.dtype if options["dtype"] == "auto" else options["dtype"])
         if "key_mapping" in options and model.can_generate():

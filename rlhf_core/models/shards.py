@@ -20,6 +20,7 @@ from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 from transformers import modeling_utils
 
+from rlhf_core.models.weight_reader import Buffers, WeightFile
 from rlhf_core.system import progress
 from rlhf_core.system.machine import give_back_freed_memory
 
@@ -29,7 +30,10 @@ SYNCHRONOUS = "HF_DEACTIVATE_ASYNC_LOAD"  # environment variable: transformers r
 
 
 class Shards(Protocol):
-    """The ranks over which a model is cut; every method is a collective, called for the same weights in the same order."""
+    """The ranks over which a model is cut; every method is a collective, called for the same weights in the same order. `reads`: whether
+    the data of this rank is what all ranks keep their parts of."""
+
+    reads: bool
 
     def cut(self, weight: nn.Parameter) -> None:
         """Leaves this rank's part of a weight in place of it."""
@@ -53,20 +57,29 @@ def as_they_come(shards: Shards | None) -> Iterator[None]:
         if shards and getattr(weight, "_is_hf_initialized", False) and not weight.is_meta and weight.numel() >= SMALL:
             shards.cut(weight)
 
-    with one_by_one() if shards else nullcontext(), register_module_parameter_registration_hook(placed):
+    with one_by_one(shards.reads) if shards else nullcontext(), register_module_parameter_registration_hook(placed):
         yield
 
 
+def require_data(model: nn.Module, shards: Shards | None) -> None:
+    """Raises RuntimeError for a weight of a rank that does not read which was to get its data when it was cut, and was not cut."""
+    if shards is not None and not shards.reads:
+        for name, weight in (*model.named_parameters(), *model.named_buffers()):
+            if weight.is_floating_point() and not weight.is_meta and bool(weight.isnan().any()):
+                raise RuntimeError(f"{name} was not cut over the ranks, so this rank has no data of it, or the checkpoint holds nan")
+
+
 @contextmanager
-def one_by_one() -> Iterator[None]:
-    """While open, transformers reads one weight at a time, into memory of its own: pages of a mapped file stay with the process. From here
-    on what is freed goes back to the system."""
+def one_by_one(reads: bool = True) -> Iterator[None]:
+    """While open, transformers reads one weight at a time, into memory of its own: pages of a mapped file stay with the process. Without
+    `reads` it reads no large ones (`WeightFile`). From here on what is freed goes back to the system."""
     give_back_freed_memory()
     opened: Callable[..., Any] | None = getattr(modeling_utils, "safe_open", None)
     before = os.environ.get(SYNCHRONOUS)
     os.environ[SYNCHRONOUS] = "1"
     if opened is not None and transformers.__version__.startswith(MADE_FOR):
-        modeling_utils.safe_open = lambda file, **options: opened(file, **options | {"backend": "pread"})
+        buffers = Buffers()
+        modeling_utils.safe_open = lambda file, **options: WeightFile(opened(file, **options | {"backend": "pread"}), file, reads, buffers)
     try:
         yield
     finally:

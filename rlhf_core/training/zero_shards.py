@@ -8,23 +8,25 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from rlhf_core.training.zero_engine import join_group, library, prepared, rank_device, set_leaves
 
 
 class ZeroShards:
-    """The ranks of this process's group. Every rank reads each weight, and keeps its part of what rank 0 has read; with `on_host` in
-    (pinned) host memory."""
+    """The ranks of this process's group. Rank 0 reads each large weight, and every rank keeps its part of that; with `on_host` in (pinned)
+    host memory."""
 
     def __init__(self, dtype: str, on_host: bool = False):
         self._zero, self._dtype = library().zero, getattr(torch, dtype)
         self._place = {"remote_device": "cpu", "pin_memory": torch.cuda.is_available()} if on_host else {}
         join_group()
+        self.reads = dist.get_rank() == 0
 
     def cut(self, weight: nn.Parameter) -> None:
         if weight.is_floating_point():
-            weight.data = weight.data.to(rank_device(), self._dtype)  # what DeepSpeed does with weights that come to it whole
+            weight.data = weight.data.to(rank_device(), self._dtype).contiguous()  # what DeepSpeed does with weights that come to it whole
         holder = nn.Module()
         holder._parameters["weight"] = weight  # without the hooks that see a weight that is registered, one of which calls this
         # Whether products take weights that are fetched again is decided by the engine, once the model's size is known.

@@ -43,14 +43,14 @@ import json, logging, sys
 from pathlib import Path
 logging.disable(logging.WARNING)
 from rlhf_core.config import Lora
-from rlhf_core.models import shards
+from rlhf_core.models import shards, weight_reader
 from rlhf_core.models.load import trained_policy, trained_scorer
 from rlhf_core.training.engine import AdamW
 from rlhf_core.training.ranks import export
 from rlhf_core.training.zero_engine import ZeroEngine
 from rlhf_core.training.zero_shards import ZeroShards
 
-shards.SMALL = 500
+shards.SMALL, weight_reader.LARGE = 500, 2000
 for name, case in json.loads(sys.argv[1]).items():
     lora = Lora(rank=4) if case["lora"] else None
     cut = ZeroShards(case["dtype"])

@@ -1,0 +1,78 @@
+"""Large weights are read into memory that is used again, and not read by ranks that get their data when they are cut."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from rlhf_core.models import weight_reader
+from rlhf_core.models.shards import require_data
+from rlhf_core.models.weight_reader import Buffers, WeightFile
+
+WEIGHTS = {
+    "large": torch.arange(60.0).reshape(6, 10),
+    "half": torch.arange(48.0).reshape(4, 12).bfloat16(),
+    "small": torch.arange(5.0),
+    "whole": torch.arange(40),
+}
+
+
+def opened(folder: Path, reads: bool, monkeypatch: pytest.MonkeyPatch, buffers: Buffers | None = None) -> WeightFile:
+    monkeypatch.setattr(weight_reader, "LARGE", 40)
+    file = folder / "model.safetensors"
+    save_file(WEIGHTS, file, {"format": "pt"})
+    return WeightFile(safe_open(file, framework="pt", backend="pread"), str(file), reads, buffers or Buffers())
+
+
+def test_a_rank_that_reads_gets_what_the_file_holds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = opened(tmp_path, True, monkeypatch)
+    assert sorted(file.keys()) == sorted(WEIGHTS)
+    for name, expected in WEIGHTS.items():
+        found = file.get_slice(name)
+        assert torch.equal(found[...], expected) and found[...].dtype == expected.dtype
+        assert found.get_shape() == [*expected.shape] and torch.equal(found[1:3], expected[1:3])
+    file.__exit__(None, None, None)
+    with pytest.raises((OSError, ValueError)):
+        file.get_slice("large")[...]
+
+
+def test_other_ranks_read_small_weights_alone_and_a_weight_without_data_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = opened(tmp_path, False, monkeypatch)
+    read: dict[str, Tensor] = {name: file.get_slice(name)[...] for name in WEIGHTS}
+    assert torch.equal(read["small"], WEIGHTS["small"]) and torch.equal(read["whole"], WEIGHTS["whole"])
+    for name in ("large", "half"):
+        assert read[name].shape == WEIGHTS[name].shape and read[name].isnan().all() and read[name].untyped_storage().nbytes() <= 4
+        assert torch.equal(file.get_slice(name)[2:], WEIGHTS[name][2:]), "a part is read"
+
+    class Reading:
+        reads = False
+
+    model = nn.Linear(10, 6)
+    require_data(model, Reading())  # type: ignore[arg-type]
+    model.weight.data = read["large"]
+    with pytest.raises(RuntimeError, match=r"^weight was not cut over the ranks, so this rank has no data of it"):
+        require_data(model, Reading())  # type: ignore[arg-type]
+    require_data(model, None)
+
+
+def test_memory_is_used_again_when_no_weight_is_in_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[int] = []
+    empty = np.empty
+    monkeypatch.setattr(weight_reader.np, "empty", lambda size, dtype: made.append(size) or empty(size, dtype))
+    file = opened(tmp_path, True, monkeypatch)
+    first = file.get_slice("large")[...]
+    second = file.get_slice("large")[...]
+    assert made == [240, 240] and torch.equal(first, second), "both are there"
+    second += 1
+    assert torch.equal(first, WEIGHTS["large"])
+    del first, second
+    for _ in range(3):
+        assert torch.equal(file.get_slice("half")[...], WEIGHTS["half"])
+        assert torch.equal(file.get_slice("large")[...], WEIGHTS["large"])
+    assert made == [240, 240]
