@@ -75,6 +75,18 @@ def open_store(address: str, rank: int, world_size: int, timeout: timedelta) -> 
     return dist.TCPStore(host, port, world_size, rank == 0, timeout, master_listen_fd=listener)  # type: ignore[attr-defined]
 
 
+def serve_store(address: str) -> Store | None:
+    """Opens the store at an address of `store_address`, which this process must have made, for others to join; does not wait for them.
+    Returns None for a file, which nobody has to open first."""
+    import torch.distributed as dist
+
+    place = urlsplit(address)
+    if place.scheme == "file":
+        return None
+    host, port, listener = str(place.hostname), int(place.port or 0), _listening.pop(address).detach()
+    return dist.TCPStore(host, port, None, True, PATIENCE, False, master_listen_fd=listener)  # type: ignore[attr-defined]
+
+
 def free_port(host: str = "") -> int:
     """Returns a TCP port of an address of this machine that was free a moment ago."""
     with socket.socket() as probe:

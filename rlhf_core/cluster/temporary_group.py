@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -11,7 +10,6 @@ import psutil
 
 from rlhf_core.cluster.layout import arrange
 from rlhf_core.cluster.ray_cluster import connect, is_ours, leave, reserve
-from rlhf_core.cluster.worker import RankReady
 from rlhf_core.cluster.worker_group import Group
 from rlhf_core.config.processes import Wanted
 
@@ -36,15 +34,20 @@ def temporary_group(
     ended, because another stage needs their GPUs.
     """
     connect()
-    ours, ready = is_ours(), list[RankReady]()
+    ours = is_ours()
     try:
         group = Group(name, reserve(arrange({name: wanted}), timeout), 1, span, stages=stages)
         if prepare:
             group.prepare(*prepare)
-        ready += group.build(factory, **options).wait(timeout)
+        group.build(factory, **options).wait(timeout)
         yield group
     finally:
+        working = _working() if ours else []
         leave()
-        deadline = time.monotonic() + ENDING_SECONDS
-        while ours and any(psutil.pid_exists(rank.process) for rank in ready) and time.monotonic() < deadline:
-            time.sleep(0.1)
+        psutil.wait_procs(working, ENDING_SECONDS)
+
+
+def _working() -> list[psutil.Process]:
+    """Returns the processes of ranks of this process's own cluster, and those that they started."""
+    raylets = [child for child in psutil.Process().children() if child.name() == "raylet"]
+    return [process for raylet in raylets for process in raylet.children(recursive=True)]

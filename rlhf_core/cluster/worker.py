@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import ray
 
-from rlhf_core.cluster.rank_environment import free_port, set_rank_environment, store_address, use_card_of
+from rlhf_core.cluster.rank_environment import set_rank_environment, store_address, use_card_of
 from rlhf_core.cluster.reach import end_when_alone, head, own_node
 from rlhf_core.cluster.signs import report
 from rlhf_core.runs.allotment import CORES_ENV
@@ -98,15 +98,11 @@ class Worker:
 
         return int(torch.cuda.get_device_properties(0).total_memory) if torch.cuda.is_available() else 0
 
-    def free_address(self) -> tuple[str, int]:
-        """Returns this node's address and a port of it that nothing listens on."""
-        host = ray.util.get_node_ip_address()
-        return host, free_port(host)
-
     def follow(self, *built: Any) -> None:
         """Makes the role's object as `build` does, and ends this process when the object's `stay` returns: it has failed."""
         self.build(*built)
         self.role.stay()
+        print(f"a pipeline stage of {self._name} ended: the lines of its Worker_PP processes say why", flush=True)
         ray.actor.exit_actor()
 
     def build(
@@ -118,12 +114,12 @@ class Worker:
         factory: Any,
         options: Any,
         stage: Any = (),
-        address: Any = (),
+        address: str = "",
         *gpus: list[str],
     ) -> RankReady:
         """Makes the role's object. `store`: address of the store in which the ranks find each other. `gpus`: for an engine over several
         GPUs, the ids of its GPUs, by slot. `stage`: of an engine of several stages, its number and how many there are; `address`:
-        `free_address` of the first one."""
+        that of their store."""
         start = time.monotonic()
         if gpus:
             os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(gpu for place in gpus for gpu in place)
@@ -132,7 +128,7 @@ class Worker:
                 raise self._unprepared
         set_rank_environment(rank, world_size, store, local_rank)
         with mark_library_errors():
-            self.role = factory(**options, **({"stage": (*stage, *address)} if stage else {}))
+            self.role = factory(**options, **({"stage": (*stage, address)} if stage else {}))
         return RankReady(os.getpid(), self._imports, time.monotonic() - start)
 
     def call(self, method: str, *args: Any, **kwargs: Any) -> tuple[Any, float]:

@@ -205,7 +205,7 @@ class Group:
         own = self._processes[rank * self._span : (rank + 1) * self._span]
         size = self._span // self._stages
         numbers = [(stage, self._stages) for stage in range(self._stages)] if self._stages > 1 else [()]
-        address = own[0].free_address.remote() if self._stages > 1 else ()
+        address = own[0].store_address.remote() if self._stages > 1 else ""
 
         def started(stage: int) -> Any:
             of_stage = own[stage * size : (stage + 1) * size]
@@ -246,9 +246,13 @@ class Group:
     def call_after(
         self, before: Sequence[Any], phase: str, method: Callable[Concatenate[Any, P], R], *args: P.args, **kwargs: P.kwargs
     ) -> Pending[R]:
-        """Starts a method as `call` does, once the references `before` are ready. A failure of what they stand for is this work's too."""
+        """Starts a method as `call` does, once the references `before` are ready (`after_work`)."""
         refs = [worker.call_after.remote(method.__name__, len(before), *before, *args, **kwargs) for worker in self._workers]
         return Pending(self.name, phase, refs, self._keys, self._spent, self._others(range(self.world_size)))
+
+    def after_work(self) -> list[Any]:
+        """Returns references that are ready when each rank has ended the calls so far, however they ended."""
+        return [worker.gpu_ids.remote() for worker in self._workers]
 
     def call_rank(self, rank: int, phase: str, method: Callable[Concatenate[Any, P], R], *args: P.args, **kwargs: P.kwargs) -> Pending[R]:
         """Starts a method as `call` does, on one rank alone."""
@@ -299,7 +303,7 @@ class Turns:
         if not self._in_turn:
             return group.call(phase, method, *args, **kwargs)
         work = group.call_after(self._before, phase, method, *args, **kwargs)
-        self._before = work.refs
+        self._before = group.after_work()
         return work
 
 

@@ -135,7 +135,8 @@ class PPO(Optimised, Rewarded, Routed):
 
     routing_replay: bool = Field(
         True,
-        description="mixtures of experts, on GPUs: the actor sends each token to the experts to which vLLM sent it (R3, Ma et al. 2025)",
+        description="mixtures of experts, on GPUs: the actor sends each token to the experts to which vLLM sent it (R3, Ma et al. 2025); "
+        "not with vllm.pipeline_parallel_size",
     )
 
     actor_ranks: Annotated[Ranks, NotInDigest] = Ranks()
@@ -189,6 +190,11 @@ class PPO(Optimised, Rewarded, Routed):
     def scorings(self) -> dict[str, int]:
         """How often each group scores the answers of an iteration."""
         return dict.fromkeys(self.groups, 1) | {"actor": (not self.one_update) + self.reference_in_actor}
+
+    @property
+    def replays_routing(self) -> bool:
+        """Whether vLLM says to which experts it sent tokens; its pipeline stages each know those of their own layers."""
+        return self.routing_replay and self.vllm.pipeline_parallel_size == 1
 
     @property
     def continuous(self) -> bool:

@@ -82,7 +82,8 @@ class Document:
     @property
     def mask_array(self) -> np.ndarray:
         """The mask, (T,) bool; not a copy but of a list."""
-        return np.asarray(self.mask, dtype=bool) if isinstance(self.mask, list) else np.asarray(self.mask).view(bool)
+        mask = np.asarray(self.mask)
+        return mask.view(bool) if mask.itemsize == 1 else mask.astype(bool)
 
     @property
     def answer_start(self) -> int:

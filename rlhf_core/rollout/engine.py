@@ -188,8 +188,7 @@ class Sampler:
             distributed_executor_backend="mp" if vllm.tensor_parallel_size > 1 else None,
         )
         options |= stage.options() | vllm.engine
-        if stage.stages > 1 and options["enable_return_routed_experts"]:
-            raise ValueError("routing_replay is for engines without vllm.pipeline_parallel_size: set it to false, or leave that out")
+        self._store = stage.open()
         if stage.number:
             self._followers = Followers(self._library, options)
             merged.close()

@@ -28,7 +28,14 @@ CPU_BATCHED_TOKENS = 4096  # tokens of one engine step on CPU
 UNCOMPILED = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
 # Sizes of batches that are recorded as CUDA graphs; a batch runs as the next larger one. vLLM's own list has 51 of them to 512.
 GRAPHS = (1, 2, 4, 8, *range(16, 129, 16), *range(160, 257, 32), *range(320, 513, 64))
-OF_GRAPHS = {"compilation_config", "cudagraph_capture_sizes", "max_cudagraph_capture_size", "performance_mode", "enforce_eager"}
+OF_GRAPHS = {
+    "speculative_config",
+    "compilation_config",
+    "cudagraph_capture_sizes",
+    "max_cudagraph_capture_size",
+    "performance_mode",
+    "enforce_eager",
+}
 
 
 def compilation(model: str) -> dict[str, Any]:
@@ -46,7 +53,7 @@ def graphs(options: Mapping[str, Any]) -> dict[str, Any]:
     """Returns vLLM's option for the sizes of CUDA graphs, on a GPU; none where `options` of a recipe have one on them."""
     if not num_gpus() or OF_GRAPHS & options.keys():
         return {}
-    most = 2 * int(options.get("max_num_seqs", GRAPHS[-1]))  # as vLLM's own list: prompts are computed beside
+    most = 2 * int(options.get("max_num_seqs") or GRAPHS[-1])  # as vLLM's own list: prompts are computed beside
     return {"cudagraph_capture_sizes": [size for size in GRAPHS if size <= most]}
 
 

@@ -17,7 +17,10 @@ from rlhf_core.models.wrapper import stored_names, text_names
 from rlhf_core.rollout.patches.engine import gather_sampled_alone
 from rlhf_core.rollout.patches.models import forget_packed_experts
 from rlhf_core.rollout.patches.sampling import read_logits_once
+from rlhf_core.rollout.pipeline import join_stages
 from rlhf_core.rollout.weight_transfer import Broadcast, Channel, Rendezvous, Route, SameGpu
+
+join_stages()  # vLLM's processes import this module before they connect
 
 
 def gpu_uuid() -> str | None:

@@ -112,6 +112,11 @@ def _as_child() -> None:
     """Runs in the child before exec: restores default signals, and makes the kernel kill the child when the reaper dies."""
     for number in (signal.SIGINT, signal.SIGHUP, signal.SIGPIPE, signal.SIGTERM):
         signal.signal(number, signal.SIG_DFL)
+    end_with_parent()
+
+
+def end_with_parent() -> None:
+    """Makes the kernel kill this process when the thread that started it ends."""
     _prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 

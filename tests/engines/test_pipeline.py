@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from shutil import copytree
 
@@ -51,6 +51,18 @@ def said(group: Group, checkpoint: str = "") -> list[tuple[int, list[Answer]]]:
     return group.call("generate", SamplerRole.generate_share, PROMPTS, SEEDS, Sampling(2, 1.0, 20, [1])).wait(100)[0]
 
 
+def strangers_may_connect() -> list[str]:
+    """The processes that listen on more than loopback."""
+    found = []
+    for process in [psutil.Process(), *psutil.Process().children(recursive=True)]:
+        with suppress(psutil.NoSuchProcess):
+            sockets = [each for each in process.net_connections("tcp") if each.status == psutil.CONN_LISTEN]
+            found += [
+                f"{process.name()} {each.laddr}" for each in sockets if each.laddr.ip.removeprefix("::ffff:") not in ("127.0.0.1", "::1")
+            ]
+    return found
+
+
 def vllm_process(stage: int) -> psutil.Process:
     (found,) = (p for p in psutil.Process().children(recursive=True) if f"Worker_PP{stage}" in " ".join(p.cmdline()))
     return found
@@ -63,6 +75,9 @@ def test_two_stages_answer_as_one_process_and_the_death_of_one_is_noticed(materi
     with engine(material, 2) as group:
         assert group.world_size == 1 and group.call("look", SamplerRole.gpu_uuids).wait(20) == [[None, None]]
         assert (said(group), said(group, weights)) == expected
+        assert strangers_may_connect() == [], "processes listen on loopback alone"
+        many = group.call("generate", SamplerRole.generate_share, PROMPTS * 67, range(201), Sampling(1, 1.0, 4, [1])).wait(100)[0]
+        assert len(many) == 201, "vLLM's own limit without its context is 128"
         vllm_process(1).kill()
         begun = time.monotonic()
         with pytest.raises(RankDied, match="a rank of sampler died during 'generate'"):

@@ -68,11 +68,11 @@ class Fleet:
     called `environment`, if it is one; `no_reward`: the name of a source without rewards; `engines` take requests one by one, in the loop
     of `background`.
 
-    `adapters_alone`: engines get adapters alone. `drafts`: engines draft tokens. `one_update`: the actor's training pass computes the
-    log-probs that its scoring pass would. `reference_in_actor`: the reference is the actor without its adapters. `scorings`: how often each
-    group scores an iteration's answers. `weighs_sampler`: training reads the sampler's log-probs.
+    `adapters_alone`: engines get adapters alone. `drafts`: engines draft tokens. `pipeline_stages`: of each engine. `one_update`: the
+    actor's training pass computes the log-probs that its scoring pass would. `reference_in_actor`: the reference is the actor without its
+    adapters. `scorings`: how often each group scores an iteration's answers. `weighs_sampler`: training reads the sampler's log-probs.
     `in_turn`: all models share their GPUs, and work one after the other: actor and critic each have the memory for larger training passes,
-    no collective of one waits on a GPU that computes for another, and the GPU does not switch between processes.
+    no collective of one waits on a GPU that computes for another, and a GPU that scores does not switch between processes.
     """
 
     actor: Group
@@ -92,6 +92,7 @@ class Fleet:
     reference_in_actor: bool = False
     scorings: Mapping[str, int] = field(default_factory=dict)
     drafts: bool = False
+    pipeline_stages: int = 1
     weighs_sampler: bool = False
     lengths: Lengths | None = None
     machine: Machine | None = None  # set by `survey`
@@ -316,7 +317,7 @@ class Fleet:
         ceilings = self.actor.call("start", Actor.ceilings).wait(self.timeout)[0]
         assert ceilings is not None, "the first rank measures"
         named = {role: [gpu or "host" for gpu in held] for role, held in gpus.items()}
-        return Machine(shapes | {"sampler": shapes["actor"]}, named, len(engines[0]), ceilings)
+        return Machine(shapes | {"sampler": shapes["actor"]}, named, len(engines[0]) // self.pipeline_stages, ceilings)
 
     def forget_seconds(self) -> None:
         """Leaves the work so far out of the next `iteration_metrics`."""

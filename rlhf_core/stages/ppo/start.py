@@ -58,7 +58,7 @@ def start_fleet(
 
     chosen = zero_stage_of(config, paths, groups, resumed_zero_stage)  # before anything is loaded, which it may refuse
     read_only = {"offload": config.ref_reward_offload, "shard": config.ref_reward_shard}
-    as_the_actor = config.routing_replay and paths.get("reference") == paths["actor"]  # a KL that begins at 0
+    as_the_actor = config.replays_routing and paths.get("reference") == paths["actor"]  # a KL that begins at 0
     loading: list[Pending[RankReady]] = [
         groups["sampler"].build(
             SamplerRole,
@@ -69,7 +69,7 @@ def start_fleet(
             vllm=config.vllm,
             trust_remote_code=trust_remote_code,
             can_sleep=config.vllm.sleep,
-            routing_replay=config.routing_replay,
+            routing_replay=config.replays_routing,
             adapter_rank=config.lora.rank if config.lora is not None and config.vllm.adapters == "alone" else 0,
         ),
         *(group.build(Reward, model=reward_model(title), **read_only) for title, group in rewards.items()),
@@ -116,6 +116,7 @@ def start_fleet(
         reference_in_actor=config.reference_in_actor,
         scorings=config.scorings,
         drafts=config.vllm.drafts is not None,
+        pipeline_stages=config.vllm.pipeline_parallel_size,
         weighs_sampler=config.sampler_is != "off",
     )
     fleet.open_channel()

@@ -33,7 +33,9 @@ def test_graphs_are_recorded_for_batches_that_can_be_unless_the_recipe_says_whic
     assert graphs({}) == {"cudagraph_capture_sizes": [*GRAPHS]} and GRAPHS[-1] == 512 and len(GRAPHS) < 25
     assert all(b - a <= max(16, a // 4) for a, b in itertools.pairwise((8, *GRAPHS[4:]))), "a batch is padded by a quarter at most"
     assert graphs({"max_num_seqs": 20})["cudagraph_capture_sizes"] == [1, 2, 4, 8, 16, 32]
-    assert graphs({"compilation_config": {"mode": 0}}) == graphs({"enforce_eager": True}) == {}
+    assert graphs({"max_num_seqs": None}) == graphs({})
+    for given in ({"compilation_config": {"mode": 0}}, {"enforce_eager": True}, {"speculative_config": NGRAM, "max_num_seqs": 2}):
+        assert graphs(given) == {}, "vLLM chooses"
 
 
 NGRAM = {"method": "ngram", "num_speculative_tokens": 3}

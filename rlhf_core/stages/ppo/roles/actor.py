@@ -43,7 +43,7 @@ class Actor(Trained):
         )
         if config.vllm.adapters == "alone":
             require_linear(policy.model)
-        if config.routing_replay:
+        if config.replays_routing:
             policy.replay_routing()
         super().__init__("actor", policy, model, config)
         self.top = Truncation(config.top_p, config.top_k)
