@@ -155,15 +155,12 @@ def options_on(config: PPO, count: int, size: Size, gpu: Gpu) -> dict[str, dict[
 
     def engines(gpus: int, alone: bool) -> dict[str, Any]:
         """As many as fit `gpus`, each over as many as the recipe says where they divide, or over more of a node where its weights would
-        take more than `MOST_OF_ENGINE` of each; alone on their GPUs, or beside models."""
+        take more than `MOST_OF_ENGINE` of each, or, past a node, in pipeline stages; alone on their GPUs, or beside models."""
         over = config.vllm.tensor_parallel_size if gpus % config.vllm.tensor_parallel_size == 0 else 1
-        while (
-            engine_needs(size, over) > (0.9 if alone else MOST_OF_ENGINE) * gpu.memory
-            and gpus % (2 * over) == 0
-            and 2 * over <= gpu.per_node
-        ):
-            over *= 2
-        sizes = {"num_engines": gpus // over, "tensor_parallel_size": over, "pipeline_parallel_size": 1}
+        most, stages = (0.9 if alone else MOST_OF_ENGINE) * gpu.memory, 1
+        while engine_needs(size, over * stages) > most and gpus % (2 * over * stages) == 0:
+            over, stages = (2 * over, 1) if 2 * over <= gpu.per_node else (over, 2 * stages)
+        sizes = {"num_engines": gpus // over // stages, "tensor_parallel_size": over, "pipeline_parallel_size": stages}
         return vllm | sizes | {"gpus": 1.0, "sleep": not alone}
 
     roles = [field for field in RANKS if config.has_critic or field != "critic_ranks"]

@@ -173,6 +173,14 @@ def test_an_engine_whose_share_is_too_small_for_its_weights_is_not_chosen() -> N
     assert {(engine["num_engines"], engine["tensor_parallel_size"]) for engine in engines} == {(2, 2), (1, 1)}
 
 
+def test_an_engine_that_a_node_cannot_hold_gets_pipeline_stages_on_several() -> None:
+    found = {}
+    for per_node in (8, 2):
+        engines = [option.fields["vllm"] for option in options(ALL_FOUR, 8, LARGE_MODEL._replace(parameters=70e9), Gpu(per_node=per_node))]
+        found[per_node] = {(e["num_engines"], e["tensor_parallel_size"], e["pipeline_parallel_size"]) for e in engines if e["sleep"]}
+    assert found == {8: {(2, 4, 1)}, 2: {(2, 2, 2)}}
+
+
 def test_on_one_gpu_plain_torch_is_proposed() -> None:
     stages = {count: [option.fields["zero_stage"] for option in options(ONE, count, SMALL_MODEL, H200)] for count in (1, 2, 3)}
     assert stages == {1: [0, 0, 2], 2: [2, 3, 3, 3, 3], 3: [2, 3, 3, 3, 3, 0, 2]}, "with Adam on the host DeepSpeed is needed"
