@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import psutil
@@ -49,5 +49,8 @@ def temporary_group(
 
 def _working() -> list[psutil.Process]:
     """Returns the processes of ranks of this process's own cluster, and those that they started."""
-    raylets = [child for child in psutil.Process().children() if child.name() == "raylet"]
-    return [process for raylet in raylets for process in raylet.children(recursive=True)]
+    found: list[psutil.Process] = []
+    with suppress(psutil.Error):  # one of them ended meanwhile
+        for raylet in [child for child in psutil.Process().children() if child.name() == "raylet"]:
+            found += raylet.children(recursive=True)
+    return found

@@ -42,6 +42,7 @@ from rlhf_core.models.token_logprobs import (
     replaced_forward,
     token_logprobs,
 )
+from rlhf_core.models.weight_reader import head_of_its_own
 from rlhf_core.models.wrapper import folder_of, is_wrapper, language_model
 from rlhf_core.objectives.collate import Batch, rounded, sent
 from rlhf_core.objectives.masked import next_token_pairs
@@ -307,6 +308,10 @@ def _merged(load: Callable[..., PreTrainedModel], path: str, options: dict[str, 
         options = {"attn_implementation": attention_for(options["dtype"], options.get("config", config))} | options
         if shards is not None:
             options = options | {"device_map": None}  # each weight goes to the GPU when it is cut
+            config = options.get("config", config)
+            if config.tie_word_embeddings and head_of_its_own(folder_of(path)):  # transformers compares them: cut ones look alike
+                config.tie_word_embeddings = False
+                options = options | {"config": config}
         with as_they_come(shards):
             model = load(path, **options | _gpu_device_map(path, options))
         require_data(model, shards)

@@ -16,10 +16,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rlhf_core.hub.model_files import tensors_of
+from rlhf_core.hub.model_files import stored_tensors, tensors_of
 
 DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
 LARGE = 6_400_000  # elements of a weight; each part of it is cut, too, where transformers splits it into up to 64
+
+
+EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "embed_in.weight")
+PIECE = 2**26  # bytes that are compared at a time
+FREE = 3  # references to a part that no tensor refers to: the list's, the loop's and the argument's, in CPython to 3.13
+SPARE = 2  # parts that are kept besides the one that is taken
 
 
 class Buffers:
@@ -30,13 +36,15 @@ class Buffers:
 
     def take(self, size: int) -> np.ndarray:
         """Returns `size` bytes that nobody uses; gives back smaller parts before it makes a larger one."""
-        free = [buffer for buffer in self._kept if sys.getrefcount(buffer) <= 3]  # the list, `buffer` and the argument
-        if fitting := [buffer for buffer in free if len(buffer) >= size]:
-            return min(fitting, key=len)[:size]
-        self._kept = [buffer for buffer in self._kept if all(buffer is not other for other in free)]
-        del free
-        self._kept.append(np.empty(size, np.uint8))
-        return self._kept[-1][:size]
+        free = [buffer for buffer in self._kept if sys.getrefcount(buffer) <= FREE]
+        chosen = min((buffer for buffer in free if len(buffer) >= size), key=len, default=None)
+        given_up = free if chosen is None else [buffer for buffer in free if buffer is not chosen][SPARE:]
+        self._kept = [buffer for buffer in self._kept if all(buffer is not other for other in given_up)]
+        del free, given_up
+        if chosen is None:
+            chosen = np.empty(size, np.uint8)
+            self._kept.append(chosen)
+        return chosen[:size]
 
 
 class WeightFile:
@@ -51,6 +59,9 @@ class WeightFile:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._opened, name)
+
+    def __enter__(self) -> WeightFile:
+        return self
 
     def __exit__(self, *error: Any) -> None:
         self._file.close()
@@ -80,6 +91,26 @@ class WeightFile:
         """Returns a part of a weight, which every rank reads."""
         found: Tensor = self._opened.get_slice(name)[what]
         return found
+
+
+def head_of_its_own(folder: Path) -> bool:
+    """Returns whether a checkpoint stores a head that is not its embedding, whatever its config says of them."""
+    found = {name: (folder / file, about) for file, tensors in stored_tensors(folder).items() for name, about in tensors.items()}
+    embedding = next((found[name] for name in found if name.endswith(EMBEDDINGS)), None)
+    head = found.get("lm_head.weight")
+    if head is None or embedding is None:
+        return False
+    if any(head[1][what] != embedding[1][what] for what in ("shape", "dtype")):
+        return True
+    one, other = _bytes_of(*head), _bytes_of(*embedding)
+    return any(not np.array_equal(one[i : i + PIECE], other[i : i + PIECE]) for i in range(0, len(one), PIECE))
+
+
+def _bytes_of(file: Path, about: dict[str, Any]) -> np.ndarray:
+    with file.open("rb") as opened:
+        begin = 8 + int.from_bytes(opened.read(8), "little")
+    start, end = about["data_offsets"]
+    return np.memmap(file, np.uint8, "r", begin + start, (end - start,))
 
 
 class _Large:

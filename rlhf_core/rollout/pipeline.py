@@ -40,7 +40,7 @@ class Stage(NamedTuple):
         """Lets the worker processes that this process will start find those of the other stages; keep what it returns."""
         if self.stages == 1:
             return None
-        os.environ |= {STORE: self.store, "VLLM_WORKER_MULTIPROCESSING_METHOD": "spawn"}  # a forked one would not import `join_stages`
+        os.environ |= {STORE: self.store, "VLLM_WORKER_MULTIPROC_METHOD": "spawn"}  # a forked one would not import `join_stages`
         return None if self.number else serve_store(self.store)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -141,6 +142,7 @@ def test_two_ranks_export_what_one_exports(material: Path, tmp_path: Path) -> No
     for family in ("llama", "qwen3", "mixtral", "gemma3-wrapper"):
         cases[family] = {"base": str(make_family(family, material / "base", tmp_path / family)), "dtype": "float32"}
     cases["bfloat16"] = cases["llama"] | {"dtype": "bfloat16"}
+    cases["head-of-its-own"] = {"base": str(said_to_be_tied(Path(cases["llama"]["base"]), tmp_path / "said")), "dtype": "float32"}
     cases["adapters"] = cases["llama"] | {"lora": True}
     cases["experts-adapters"] = cases["mixtral"] | {"lora": True}
     cases["new-head"] = cases["llama"] | {"scorer": True}
@@ -155,6 +157,14 @@ def test_two_ranks_export_what_one_exports(material: Path, tmp_path: Path) -> No
         save_model(model, checkpoint_weights(model, lambda parameters: torch.no_grad()), case["base"], tmp_path / "one" / name)
         one, two = ({file.name: file.read_bytes() for file in (tmp_path / where / name).iterdir()} for where in ("one", "two"))
         assert one.keys() == two.keys() and [file for file in one if one[file] != two[file]] == [], name
+
+
+def said_to_be_tied(base: Path, folder: Path) -> Path:
+    """A checkpoint with a head of its own whose config says otherwise."""
+    shutil.copytree(base, folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": True}))
+    return folder
 
 
 def save_random_adapter(base: Path, folder: Path) -> Path:

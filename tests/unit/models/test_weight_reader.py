@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from rlhf_core.models import weight_reader
 from rlhf_core.models.shards import require_data
-from rlhf_core.models.weight_reader import Buffers, WeightFile
+from rlhf_core.models.weight_reader import Buffers, WeightFile, head_of_its_own
 
 WEIGHTS = {
     "large": torch.arange(60.0).reshape(6, 10),
@@ -59,6 +59,36 @@ def test_other_ranks_read_small_weights_alone_and_a_weight_without_data_is_found
     with pytest.raises(RuntimeError, match=r"^weight was not cut over the ranks, so this rank has no data of it"):
         require_data(model, Reading())  # type: ignore[arg-type]
     require_data(model, None)
+
+
+@pytest.mark.parametrize("stored", ["one", "equal", "other values", "other rows", "no embedding"])
+def test_a_head_of_its_own_is_found(stored: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(weight_reader, "PIECE", 64)
+    embedding = torch.arange(60.0).reshape(6, 10)
+    head = {"one": None, "other values": embedding.clone(), "other rows": embedding[:5].clone()}.get(stored, embedding.clone())
+    if stored == "other values":
+        head[5, 9] = 0
+    weights = {"model.embed_tokens.weight": embedding} | ({} if head is None else {"lm_head.weight": head})
+    if stored == "no embedding":
+        del weights["model.embed_tokens.weight"]
+    save_file(weights, tmp_path / "model.safetensors", {"format": "pt"})
+    assert head_of_its_own(tmp_path) == stored.startswith("other")
+
+
+def test_a_file_can_be_opened_as_transformers_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with opened(tmp_path, False, monkeypatch) as file:
+        assert file.metadata() == {"format": "pt"} and torch.equal(file.get_tensor("large"), WEIGHTS["large"])
+
+
+def test_few_parts_are_kept_when_many_were_used_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    buffers = Buffers()
+    file = opened(tmp_path, True, monkeypatch, buffers)
+    several = [file.get_slice("large")[...] for _ in range(9)]
+    assert len(buffers._kept) == 9 and all(torch.equal(each, WEIGHTS["large"]) for each in several)
+    del several[1:]
+    file.get_slice("half")[...]
+    assert len(buffers._kept) == 4, "the one in use, the one that is taken, and two more"
+    assert torch.equal(several[0], WEIGHTS["large"])
 
 
 def test_memory_is_used_again_when_no_weight_is_in_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
