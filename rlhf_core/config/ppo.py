@@ -135,8 +135,7 @@ class PPO(Optimised, Rewarded, Routed):
 
     routing_replay: bool = Field(
         True,
-        description="mixtures of experts, on GPUs: the actor sends each token to the experts to which vLLM sent it (R3, Ma et al. 2025); "
-        "not with vllm.pipeline_parallel_size",
+        description="experts on GPUs, without vllm.pipeline_parallel_size: tokens go to those that vLLM chose (R3, Ma et al. 2025)",
     )
 
     actor_ranks: Annotated[Ranks, NotInDigest] = Ranks()
@@ -377,11 +376,8 @@ class PPO(Optimised, Rewarded, Routed):
             check_together({name: self.placed[name] for name in names})
 
     @check
-    def _check_adapters(self) -> Iterator[str]:
-        yield from adapter_mistakes(self.vllm, self.lora, self.dtype)
-
-    @check
     def _check(self) -> Iterator[str]:
+        yield from adapter_mistakes(self.vllm, self.lora, self.dtype)
         if self.micro_train_tokens is None:
             yield from self.batch_mistakes()
         samples = self.rollout_batch_size * self.n_samples_per_prompt

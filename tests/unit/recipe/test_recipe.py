@@ -141,14 +141,6 @@ def test_dump_reads_back(recipe: Write, tmp_path: Path) -> None:
         ("ppo.adam_offload=true", "stages.ppo: adam_offload frees a GPU's memory, and these have none: actor, critic: set gpus"),
         ("ppo.vllm.num_engines=1000000000", "stages.ppo.vllm.num_engines: input should be less than or equal to 10000"),
         ("ppo.vllm.tensor_parallel_size=512", "stages.ppo.vllm.tensor_parallel_size: input should be less than or equal to 256"),
-        (
-            "ppo.vllm={gpus: 1, pipeline_parallel_size: 2, engine: {speculative_config: {method: ngram}}}",
-            "stages.ppo.vllm: vllm.engine.speculative_config is for engines without pipeline_parallel_size: leave one of them out",
-        ),
-        (
-            "evaluation.vllm.pipeline_parallel_size=2",
-            "stages.evaluation: vllm.pipeline_parallel_size is for the engines of ppo and preferences: leave it out",
-        ),
         ("sft.ranks.num_nodes=1024", "stages.sft.ranks.num_nodes: input should be less than or equal to 1000"),
         ("sft.ranks.num_ranks_per_node=1024", "stages.sft.ranks.num_ranks_per_node: input should be less than or equal to 256"),
         ("evaluation.models=ppo", "stages.evaluation.models: input should be a valid list, not 'ppo'; correct it"),

@@ -8,7 +8,8 @@ import itertools
 import pytest
 from pydantic import ValidationError
 
-from rlhf_core.config import Vllm
+from rlhf_core.config import Evaluation, Vllm
+from rlhf_core.config.judging.evaluation import VllmJudge
 from rlhf_core.rollout.environment import GRAPHS, engine_flags, graphs, require_known_options, unknown_option
 
 
@@ -36,6 +37,16 @@ def test_graphs_are_recorded_for_batches_that_can_be_unless_the_recipe_says_whic
     assert graphs({"max_num_seqs": None}) == graphs({})
     for given in ({"compilation_config": {"mode": 0}}, {"enforce_eager": True}, {"speculative_config": NGRAM, "max_num_seqs": 2}):
         assert graphs(given) == {}, "vLLM chooses"
+
+
+def test_pipeline_stages_are_for_engines_that_ray_places_and_draft_nothing() -> None:
+    judged = {"models": ["a"], "baseline": "b", "questions": {"path": "q.jsonl"}, "judges": [{"kind": "rule"}]}
+    for kind, fields in ((Evaluation, judged), (VllmJudge, {"kind": "vllm", "model": "m"})):
+        kind.model_validate(fields)
+        with pytest.raises(ValidationError, match=r"vllm\.pipeline_parallel_size is for the engines of ppo and preferences: leave it out"):
+            kind.model_validate({**fields, "vllm": {"pipeline_parallel_size": 2}})
+    with pytest.raises(ValidationError, match="speculative_config is for engines without pipeline_parallel_size: leave one of them out"):
+        Vllm(gpus=1, pipeline_parallel_size=2, engine={"speculative_config": NGRAM})
 
 
 NGRAM = {"method": "ngram", "num_speculative_tokens": 3}

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import chain, pairwise
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -21,7 +21,6 @@ from rlhf_core.data.documents import Document, Prompt
 from rlhf_core.models.scoring import STATISTICS
 from rlhf_core.rewards.clients import Rewards
 from rlhf_core.stages.ppo.credit import Credited, credit
-from rlhf_core.stages.ppo.iteration import Schedule, minibatches
 from rlhf_core.stages.ppo.records import Experience, Rollout, Scores
 from rlhf_core.stages.ppo.roles.actor import Actor
 from rlhf_core.stages.ppo.roles.passes import ModelSpec, on_tokens
@@ -75,9 +74,6 @@ def credited(config: PPO, kl_coef: float = 0.0, rewards: Sequence[float] | None 
 def said(found: Credited, name: str) -> list[np.ndarray]:
     """An array of each answer, on its own tokens."""
     return [on_tokens(getattr(e, name), e.document)[np.array(e.document.mask)] for e in found.experience]
-
-
-# Roles on the plain engine.
 
 
 @pytest.fixture(scope="module")
@@ -400,12 +396,3 @@ def test_the_first_step_is_on_policy(models: Path, plain_engine: None) -> None:
     for aggregation in ("token", "sequence", "constant"):
         metrics = actor(models, loss_aggregation=aggregation).train(experience(models), [Update(list(range(8)), 1e-3, 0.0)]).metrics[0]
         assert metrics["policy/ratio"] == pytest.approx(1, abs=1e-5) and metrics["policy/clip_share"] == 0
-
-
-def test_minibatches_take_each_usable_answer_once_an_epoch() -> None:
-    whole = minibatches(range(8), Schedule(2, 2, {}, "0"))
-    assert [len(batch) for batch in whole] == [4] * 4
-    assert sorted(whole[0] + whole[1]) == sorted(whole[2] + whole[3]) == list(range(8)) and whole[0] != whole[2]
-    fewer = minibatches([0, 2, 3, 5, 7], Schedule(2, 1, {}, "0"))
-    assert [len(batch) for batch in fewer] == [2, 3] and sorted(chain(*fewer)) == [0, 2, 3, 5, 7]
-    assert minibatches([4], Schedule(2, 1, {}, "0")) == [[4]]
