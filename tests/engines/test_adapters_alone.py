@@ -96,16 +96,16 @@ def test_running_answers_go_on_with_the_new_adapters(policy: Policy, sampler: Sa
         came |= dict(sampler.advance([], 1.0))
     (answer,) = came.values()
     (_, first), (turn, second) = answer.versions
-    assert (first, second) == (1, 2) and 0 <= turn < len(answer.tokens) == 80
+    assert (first, second) == (1, 2) and 0 <= turn < len(answer.tokens)
     whole = [*PROMPTS[0], *answer.tokens]
     (new,) = trained(policy, [whole])
     change(policy, 1)
     (old,) = trained(policy, [whole])
     assert torch.allclose(old[: len(before[0])], before[0], atol=1e-5)
     said, at = torch.tensor(answer.logprobs), len(PROMPTS[0]) - 1
-    assert (said[:turn] - old[at : at + turn]).abs().max() < 1e-4 if turn else True
-    later = said[turn + 1 :]
-    assert (later - new[at + turn + 1 :]).abs().mean() < (later - old[at + turn + 1 :]).abs().mean()
+    gaps = {name: (said - logprobs[at:]).abs() for name, logprobs in (("old", old), ("new", new))}
+    assert (gaps["old"][:turn] < 1e-4).all()
+    assert gaps["new"][turn:].mean() < gaps["old"][turn:].mean()
 
 
 def test_layers_without_adapters_in_vllm_are_named(policy: Policy, sampler: Sampler) -> None:
