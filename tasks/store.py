@@ -26,7 +26,7 @@ def bring(store: Store, run: RunDir, request: StageRequest, log: Callable[..., N
     Does nothing when another process holds the run directory's lock; the stage's own process waits for it. Raises StoreFault.
     """
     try:
-        with run.locked(wait_seconds=0):
+        with run.locked(wait_seconds=1):  # whoever looks whether it is locked holds it for a moment
             if run.result() is not None:
                 return
             if store.fetch(run, request):

@@ -21,9 +21,9 @@ from rlhf_core.forecast.memory import (
     training_phases,
 )
 from rlhf_core.hub.model_config import Size
+from rlhf_core.runs.resume_state import STATE_BYTES
 
 PROCESS = 2 * GIB  # host memory of a process with its libraries (assumed)
-STATE = 12.0  # bytes a parameter of a resume state, copied to host memory unless that is short (training/state_writer.py)
 HELD_BY_ADAM = 16.0  # bytes a parameter of Adam on the host: fp32 weights, gradients and two moments
 DIRECT = 1 / 3  # of a GPU: models below it are loaded there without a copy in host memory (models/load.py)
 
@@ -108,7 +108,7 @@ def _trained_on_host(size: Size, how: Training, head: bool, gpu: Gpu) -> _Host:
     if how.adapters:
         return _Host(PROCESS, loading)
     still = (HELD_BY_ADAM if how.offload else 0.0) * count / how.ranks + (2 if how.on_host else 0) * count / how.ranks
-    return _Host(PROCESS + still, loading, STATE * count / how.ranks)
+    return _Host(PROCESS + still, loading, STATE_BYTES * count / how.ranks)
 
 
 def _loaded(size: Size, count: float, shares: int, gpu: Gpu) -> float:

@@ -25,7 +25,7 @@ from rlhf_core.system.processes import ENVIRONMENT, WRONG_INPUT, child_environme
 GRACE_SECONDS = 10.0  # between TERM and KILL
 TAIL_LINES = 15
 RAYLET_DUMP = re.compile(r"^\s+\[(state-dump|\d{4}-\S+ \S+ \w \d+ \d+\] \(raylet\))")  # Ray repeats a raylet's log: stays in the log file
-SECRET_NAME = re.compile(r"(TOKEN|APIKEY|(^|_)KEY|SECRET|PASSWORD|AUTH_STRING)$")
+SECRET_NAME = re.compile(r"(TOKEN|APIKEY|(^|_)KEY|SECRET|PASSWORD|AUTH_STRING)(_?\d+)?$")
 
 
 class StageFailed(RuntimeError):
@@ -64,13 +64,14 @@ def launch(module: str, run_dir: Path, name: str, on_line: Callable[[str], None]
     """Runs `python -m MODULE RUN_DIR`, waits for it and returns its result. `on_line` gets each line of its output.
 
     Writes the start time to `log.txt`, and the end time unless an exception in this call ended the process. Masks the values of secret
-    environment variables. Raises StageFailed when the process ends without a result, Stopped when the run of a stage beside others ends
+    environment variables, by their names or because the stage reads its keys from them. Raises StageFailed when the process ends without a result, Stopped when the run of a stage beside others ends
     (allotment.py). Any exception or signal that ends this call ends the process and its descendants too.
     """
     run = RunDir(run_dir)
     command = [sys.executable, "-P", "-m", module, str(run.path)]
     tail: deque[str] = deque(maxlen=TAIL_LINES)
-    secrets = [value for key, value in os.environ.items() if SECRET_NAME.search(key) and len(value) >= 8]
+    keys = {key.variable for key in run.request().config.needed_keys}
+    secrets = [value for name, value in os.environ.items() if (name in keys or SECRET_NAME.search(name)) and len(value) >= 8]
     start = time.monotonic()
     process = subprocess.Popen(
         [sys.executable, "-P", "-m", "rlhf_core.system.reaper", str(os.getpid()), str(grace_seconds), *command],

@@ -25,7 +25,7 @@ class Tracker:
         keep = [line for line in read_metrics(run.path) if line["step"] <= first_step]
         write_text(run / METRICS, "".join(json.dumps(line) + "\n" for line in keep))
         self._file = (run / METRICS).open("a")
-        self._board = SummaryWriter(str(run / "tensorboard"), purge_step=first_step + 1 if first_step else None)
+        self._board = SummaryWriter(str(run / "tensorboard"), purge_step=first_step + 1)
         self._mirror = mirror_of(run)
         for line in keep:
             self._copy(line)

@@ -16,7 +16,7 @@ from rlhf_core.system.files import sync_to_disk, write_text
 
 LOOP = "loop.json"
 LOOK_SECONDS = 0.1
-STATE_BYTES = 16  # per trained parameter: its weight twice, and Adam's two moments in fp32
+STATE_BYTES = 12  # per trained parameter: its weight and Adam's two moments, in fp32
 
 
 class Resume(NamedTuple):
@@ -119,10 +119,11 @@ def rank_file(rank: int) -> str:
 
 
 def open_state(run: RunDir, step: int, clear: bool) -> Path:
-    """Returns the temporary folder of a state; the one rank that passes `clear` empties it."""
+    """Returns the temporary folder of a state; the one rank that passes `clear` empties it, and removes those of killed attempts."""
     temporary = run / STATE / f".step-{step}"
     if clear:
-        shutil.rmtree(temporary, ignore_errors=True)
+        for left in (run / STATE).glob(".step-*"):
+            shutil.rmtree(left, ignore_errors=True)
         temporary.mkdir(parents=True)
     return temporary
 

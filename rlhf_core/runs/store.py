@@ -54,7 +54,7 @@ class Store:
         result = run.result()
         if result and any(".." in Path(file).parts for file in result.files):
             return False
-        if self.files.read(f"stages/{name}/{RESULT}") == (run / RESULT).read_bytes():
+        if self.has(name):
             return False
         inside = (file.relative_to(run.path) for file in run.path.rglob("*") if file.is_file())
         own = (STATE, RESULT, APPROVAL)  # an approval is copied when it is decided
@@ -79,7 +79,7 @@ class Store:
         return any((run / name).is_file() and (run / name).stat().st_size != info.size for name, info in listing.items())
 
     def replace(self, run: RunDir) -> None:
-        """Copies a finished run directory again, all of it."""
+        """Copies a finished run directory, all of it, in the place of the copy that the store has."""
         self.files.remove(f"stages/{run.path.name}/{RESULT}")
         self.put(run)
 

@@ -12,6 +12,7 @@ import hashlib
 import json
 import os
 import re
+import secrets
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -116,7 +117,7 @@ def tail(path: Path, count: int = 1) -> str:
 
 def write_bytes(path: Path, content: bytes) -> None:
     """Writes a file atomically, as `write_text`. An OSError names the file, which Python's of a full disk does not."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}")  # machines that share the folder may have equal process ids
     try:
         with temporary.open("wb") as file:
             file.write(content)

@@ -11,6 +11,7 @@ import pytest
 
 import flows.cli
 from flows.loops import loop
+from flows.parts import evaluate
 from rlhf_core.config import Recipe
 from rlhf_core.recipe.plan import plan
 from rlhf_core.runs.remote_files import RemoteFiles, StoreFault
@@ -66,6 +67,18 @@ def test_a_nightly_loop_resumes_from_the_store(recipe: Callable[..., Recipe]) ->
     assert attempts() == ["loop.round3.preferences", "loop.round3.dpo", "evaluation"]
     record = json.loads(Path("artifacts/tiny/loop.json").read_text())
     assert len(record["rounds"]) == 3 and record["begun"] is None
+
+
+def test_an_evaluation_alone_takes_its_models_from_the_store(recipe: Callable[..., Recipe]) -> None:
+    """As a deployment runs it, on a machine whose disk was wiped."""
+    Path("bucket").mkdir()
+    assert flows.cli.main(["run", "recipe.yaml", "store=bucket"]) == 0
+    (done,) = Path("bucket/stages").glob("evaluation-*")
+    shutil.rmtree(done)
+    shutil.rmtree("artifacts")
+    Path("attempts.txt").unlink()
+    evaluate("recipe.yaml", overrides=("store=bucket",))
+    assert attempts() == ["evaluation"] and done.is_dir()
 
 
 def test_an_unreachable_store_loses_no_result(

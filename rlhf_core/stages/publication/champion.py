@@ -8,6 +8,7 @@ command or run. The Hub moves a branch in one request (a tag cannot be moved, on
 from __future__ import annotations
 
 import os
+import secrets
 from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
@@ -172,8 +173,7 @@ def _link(folder: Path, run_dir: Path) -> None:
     """Lets the link `champion` lead to the published folder."""
     result = RunDir(run_dir).result()
     if result is not None:
-        new = folder / f".{LINK}.{os.getpid()}"
-        new.unlink(missing_ok=True)
+        new = folder / f".{LINK}.{secrets.token_hex(8)}"
         new.symlink_to(os.path.relpath(run_dir / result.outputs["published"], folder), target_is_directory=True)
         os.replace(new, folder / LINK)
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from rlhf_core.config import SFT
+from rlhf_core.config import SFT, Evaluation
 from rlhf_core.runs.launch import SECRET_NAME, StageFailed, launch
 from rlhf_core.runs.run_dir import RunDir, StageRequest
 from rlhf_core.system.processes import child_environment
@@ -160,7 +160,7 @@ def test_a_killed_stage_is_told_and_can_be_retried(prepare: Prepare) -> None:
     assert "SIGKILL" in str(caught.value) and caught.value.can_retry
 
 
-@pytest.mark.parametrize("variable", ["HF_TOKEN", "OPENAI_API_KEY", "EXAMPLE_KEY", "AWS_SECRET_ACCESS_KEY", "DB_PASSWORD"])
+@pytest.mark.parametrize("variable", ["HF_TOKEN", "OPENAI_API_KEY", "EXAMPLE_KEY_2", "AWS_SECRET_ACCESS_KEY", "DB_PASSWORD"])
 def test_progress_bars_long_lines_secrets_and_dumps(variable: str, prepare: Prepare, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(variable, "hf_very_secret_value")
     monkeypatch.setenv("NAMED", variable)
@@ -170,6 +170,18 @@ def test_progress_bars_long_lines_secrets_and_dumps(variable: str, prepare: Prep
     assert lines == ["first line", "100%", "x" * 200000, "key ***", "no newline"]
     log = (run_dir / "log.txt").read_text()
     assert "hf_very_secret_value" not in log and log.count("of Ray") == 2, "what Ray repeats of a raylet's log is in the file alone"
+
+
+def test_a_key_is_masked_whatever_its_variable_is_called(prepare: Prepare, monkeypatch: pytest.MonkeyPatch) -> None:
+    run, variable = RunDir(prepare("noisy")), "JUDGE_OF_OUR_TEAM"
+    judge = {"kind": "openai", "base_url": "https://judge.example/v1", "model": "judge", "api_key_env": variable}
+    config = Evaluation.model_validate({"models": ["base"], "questions": {"path": "q.jsonl"}, "judges": [judge]})
+    run.prepare(run.request().model_copy(update={"config": config}))
+    monkeypatch.setenv(variable, "a-very-secret-value")
+    monkeypatch.setenv("NAMED", variable)
+    lines: list[str] = []
+    start(run.path, lines)
+    assert "key ***" in lines and "a-very-secret-value" not in (run / "log.txt").read_text()
 
 
 def test_a_stage_cannot_ask_prefect(monkeypatch: pytest.MonkeyPatch) -> None:

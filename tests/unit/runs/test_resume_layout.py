@@ -30,6 +30,13 @@ def test_a_state_that_was_cut_off_is_not_resumed(tmp_path: Path) -> None:
     assert found is not None and found.step == 3
 
 
+def test_what_killed_attempts_wrote_of_a_state_is_removed_by_the_next_one(tmp_path: Path) -> None:
+    (tmp_path / "state" / ".step-2").mkdir(parents=True)
+    (tmp_path / "state" / ".step-2" / "rank-00000.safetensors").write_bytes(b"cut off")
+    with_state(tmp_path, {})
+    assert [folder.name for folder in (tmp_path / "state").iterdir()] == ["step-3"]
+
+
 def test_a_stage_left_open_takes_that_of_a_state_of_as_many_ranks(tmp_path: Path) -> None:
     run = with_state(tmp_path, layout_of(sft()))
     assert resume_state.kept_zero_stage(run, layout_of(sft(zero_stage="auto"))) == 2

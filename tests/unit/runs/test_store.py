@@ -75,6 +75,7 @@ def test_a_stage_goes_there_and_back(store: Store, tmp_path: Path) -> None:
     assert not store.has("sft-00ff") and not store.fetch(there, REQUEST)
     assert store.put(here) and store.has("sft-00ff")
     assert not store.put(here), "what is there already is not copied again"
+    assert not store.put(done(tmp_path / "another machine", "other weights")), "nor is what another machine made of the same stage"
     assert store.fetch(there, REQUEST.model_copy(update={"inputs": {"base": "second/base"}}))
     assert there.result() == here.result()
     assert all(file_digest(there / name) == info.sha256 for name, info in there.result().files.items())
@@ -115,11 +116,11 @@ def test_a_cut_upload_does_not_count(store: Store, tmp_path: Path, monkeypatch: 
     cut_at = 0
     assert store.put(here) and store.fetch(elsewhere(tmp_path), REQUEST)
 
-    # The same stage done anew, with another outcome: while the copies are mixed, none counts.
+    # In the place of the same stage with another outcome: while the copies are mixed, none counts.
     again, cut_at = done(tmp_path / "again", "other weights"), 3
     sent.clear()
     with pytest.raises(KeyboardInterrupt):
-        store.put(again)
+        store.replace(again)
     assert not store.has("sft-00ff")
 
 

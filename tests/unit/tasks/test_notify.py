@@ -170,12 +170,13 @@ def test_only_configured_events_are_sent(monkeypatch: pytest.MonkeyPatch) -> Non
         assert tasks.notify._senders[receiver.url].flush(10) and receiver.events == ["failed", "gate"]
 
 
+@pytest.mark.parametrize("url", [TOKEN, "https://[hooks.example/x"])
 def test_a_missing_variable_is_reported_before_the_run_and_once_in_it(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    url: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(tasks.notify, "_warned", set())
-    monkeypatch.setenv("HOOK", TOKEN)
+    monkeypatch.setenv("HOOK", url)
     (problem,) = check_machine(plan(recipe()), ())
     assert problem == "notify: the environment variable HOOK holds no http(s) address; set it, or leave notify out"
     for _ in range(2):
