@@ -5,8 +5,6 @@ Writes `checkpoint` (hard links to the chosen model's files) and `choice.json` w
 
 from __future__ import annotations
 
-import os
-import shutil
 from pathlib import Path
 
 from evaluation.scores.arena_files import read_judgments
@@ -15,7 +13,7 @@ from rlhf_core.config import Select
 from rlhf_core.records import EvalReport
 from rlhf_core.runs.lineage import stage_of
 from rlhf_core.runs.run_dir import Outcome, RunDir, StageRequest
-from rlhf_core.system.files import write_text
+from rlhf_core.system.files import link_tree, write_text
 
 CHOICE = "choice.json"
 
@@ -50,12 +48,4 @@ def link(checkpoint: Path, target: Path) -> None:
     """Links the files of a checkpoint into a new folder; copies them where the file system has no links."""
     if made := stage_of(str(checkpoint)):
         RunDir(made[0]).remember_digests()  # links have the digests of their files
-    shutil.rmtree(target, ignore_errors=True)  # of an attempt that was killed
-    shutil.copytree(checkpoint, target, copy_function=_linked)
-
-
-def _linked(source: str, target: str) -> None:
-    try:
-        os.link(source, target)
-    except OSError:
-        shutil.copy2(source, target)
+    link_tree(checkpoint, target)

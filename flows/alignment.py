@@ -7,6 +7,7 @@ Stages that do not need each other run side by side where the machine allows it:
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Callable
 from contextvars import ContextVar
 from functools import partial
@@ -113,7 +114,7 @@ def run_all(planned: Plan, nodes: tuple[Node, ...]) -> None:
     if planned is not checked_plan.get():
         require_here(planned, nodes)
     if "PREFECT__FLOW_RUN_ID" in os.environ:  # a worker started this process: a run of its own does not outlive it
-        orphan_watcher.end_with_parent()
+        orphan_watcher.end_with_parent(signal.SIGTERM)
     while waiting := _run_open(planned, nodes):
         await_approvals(planned, waiting)
 

@@ -10,14 +10,12 @@ import atexit
 import contextlib
 import json
 import logging
-import os
 import queue
 import threading
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 import httpx
 from prefect import Flow, runtime
@@ -112,8 +110,8 @@ _warned: set[str] = set()
 
 def sender_of(notify: Notify) -> Sender | None:
     """Returns the sender of a webhook; None, with one warning, when its environment variable has no address."""
-    url = os.environ.get(notify.url_env, "")
-    if not _is_address(url):
+    url = notify.url
+    if url is None:
         if notify.url_env not in _warned:
             _warned.add(notify.url_env)
             logger.warning("notify: the variable %s holds no http(s) address: no messages are sent about this run", notify.url_env)
@@ -121,14 +119,6 @@ def sender_of(notify: Notify) -> Sender | None:
     if url not in _senders:
         _senders[url] = Sender(url, notify.url_env, notify.timeout)
     return _senders[url]
-
-
-def _is_address(url: str) -> bool:
-    try:
-        place = urlsplit(url)
-    except ValueError:
-        return False
-    return place.scheme in ("http", "https") and bool(place.netloc)
 
 
 def send(recipe: Recipe, event: Event, text: str, more: dict[str, Any], at: datetime | None = None) -> None:

@@ -84,20 +84,20 @@ def run_stage(request: StageRequest, run_dir: Path, store: Store | None = None) 
 
 
 class Throttle:
-    """Forwards at most `per_second` lines a second, and logs how many it left out (the log file has all)."""
+    """Forwards at most LINES_PER_SECOND lines a second, and logs how many it left out (the log file has all)."""
 
-    def __init__(self, log: Callable[[str], None], per_second: int = LINES_PER_SECOND, clock: Callable[[], float] = time.monotonic):
-        self._log, self._per_second, self._clock = log, per_second, clock
-        self._start, self._passed, self._left_out = clock(), 0, 0
+    def __init__(self, log: Callable[[str], None]):
+        self._log = log
+        self._start, self._passed, self._left_out = time.monotonic(), 0, 0
 
     def __call__(self, line: str) -> None:
         if not line.strip():
             return
-        if self._clock() - self._start >= 1:
+        if time.monotonic() - self._start >= 1:
             if self._left_out:
                 self._log(f"({self._left_out} lines more are in log.txt)")
-            self._start, self._passed, self._left_out = self._clock(), 0, 0
-        if self._passed < self._per_second:
+            self._start, self._passed, self._left_out = time.monotonic(), 0, 0
+        if self._passed < LINES_PER_SECOND:
             self._passed += 1
             self._log(line)
         else:

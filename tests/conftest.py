@@ -34,6 +34,7 @@ os.environ.update(
     DO_NOT_TRACK="1",
     VLLM_NO_USAGE_STATS="1",
     RAY_USAGE_STATS_ENABLED="0",
+    RAY_memory_monitor_refresh_ms="0",
     PREFECT_SERVER_ANALYTICS_ENABLED="false",
     TOKENIZERS_PARALLELISM="false",
 )

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import os
+import shutil
 import time
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
+import psutil
 import ray
 from ray.util import placement_group_table
 from ray.util.placement_group import PlacementGroup, placement_group
@@ -26,6 +29,7 @@ KEPT = tuple(
 )
 # Set explicitly: some hosts show less memory than they have.
 OBJECT_STORE_BYTES, GPU_OBJECT_STORE_BYTES = 512 << 20, 8 << 30
+KEPT_DAYS = 30  # files of groups and clusters that were killed; a run is shorter
 GIVEN_UP_SECONDS = 150.0  # Ray gives up a node that does not answer after up to 75
 _used: frozenset[str] = frozenset()  # nodes of the last reservation
 _started = ""  # address of the cluster that `connect` started last
@@ -62,6 +66,8 @@ def connect() -> None:
             )
         ray.init(job_config=SafePathJob(), log_to_driver=True, logging_level="WARNING")
         return
+    folder = private_folder(Path("/tmp"))  # noqa: S108  short: paths of sockets have a limit
+    remove_leftovers(folder)
     os.environ.setdefault("RAY_memory_monitor_refresh_ms", "0")
     store = GPU_OBJECT_STORE_BYTES if num_gpus() else OBJECT_STORE_BYTES
     # "local": without it Ray would join whatever cluster was started last on this machine, somebody else's perhaps.
@@ -72,10 +78,22 @@ def connect() -> None:
         object_store_memory=store,
         job_config=SafePathJob(),
         logging_level="WARNING",
-        _temp_dir=str(private_folder(Path("/tmp")) / "ray"),  # noqa: S108  short: paths of sockets have a limit
+        _temp_dir=str(folder / "ray"),
     )
     global _started
     _started = ray.get_runtime_context().gcs_address
+
+
+def remove_leftovers(folder: Path) -> None:
+    """Removes stores of ranks and sessions of Ray that are older than KEPT_DAYS and whose process, the last part of a session's name, has
+    ended."""
+    for place in [*folder.glob("ranks-*"), *folder.glob("ray/session_2*")]:
+        process = place.name.rpartition("_")[2]
+        with suppress(OSError):
+            old = time.time() - place.stat().st_mtime > KEPT_DAYS * 86400
+            if not old or (process.isdigit() and psutil.pid_exists(int(process))):
+                continue
+            shutil.rmtree(place) if place.is_dir() else place.unlink()
 
 
 def leave() -> None:

@@ -8,9 +8,11 @@ or a local folder / Hub id of a model (`owner/name@REVISION`: at a commit, tag o
 from __future__ import annotations
 
 import difflib
+import os
 from functools import reduce
 from operator import or_
 from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
+from urllib.parse import urlsplit
 
 from fsspec.registry import known_implementations
 from pydantic import Field, field_validator
@@ -77,6 +79,16 @@ class Notify(Config):
         min_length=1,
     )
     timeout: Rate = Field(10.0, description="seconds the receiver may take for one message")
+
+    @property
+    def url(self) -> str | None:
+        """The webhook's URL; None where the variable holds no http(s) address."""
+        url = os.environ.get(self.url_env, "")
+        try:
+            place = urlsplit(url)
+        except ValueError:
+            return None
+        return url if place.scheme in ("http", "https") and place.netloc else None
 
 
 class Wandb(Config):

@@ -6,15 +6,13 @@ import asyncio
 import json
 import mmap
 import os
-import signal
 import sys
 import time
 from collections.abc import Sequence
-from contextlib import suppress
 from typing import Any
 
 from rlhf_core.environments.worker import PAGE
-from rlhf_core.system.processes import child_environment
+from rlhf_core.system.processes import child_environment, kill_group
 
 LOOK_SECONDS = 0.25
 LONGEST_LINE = 2**26  # bytes
@@ -68,7 +66,7 @@ class Process:
         except (TimeoutError, ValueError):
             ready = {"error": f"{file}: {name} is not made after {START_SECONDS:.0f} s; correct the environment"}
         if "ready" not in ready:
-            _kill(process)
+            kill_group(process.pid)
             await process.communicate()
             raise ValueError(ready.get("error") or f"{file}: the process that makes {name} died; look at the log above")
         return cls(process, page, seconds, ready["tools"])
@@ -97,7 +95,7 @@ class Process:
             if (mailbox := self.episodes.get(told.get("id"))) is not None:
                 mailbox.put_nowait(told)
         self.ended, self.episodes_at_end = True, len(self.episodes)
-        _kill(self._process)
+        kill_group(self._process.pid)
         await self._process.wait()
         guilty, _ = self._running()
         what = f"kept its process busy for {self._seconds:g} s" if self._blocked else "ended its process"
@@ -120,17 +118,12 @@ class Process:
                 self._held = now[0], since
             elif time.monotonic() - since > self._seconds:
                 self._blocked = True
-                _kill(self._process)
+                kill_group(self._process.pid)
                 return
 
     async def close(self) -> None:
         for work in self._work:
             work.cancel()
         self.ended = True
-        _kill(self._process)
+        kill_group(self._process.pid)
         await self._process.wait()
-
-
-def _kill(process: asyncio.subprocess.Process) -> None:
-    with suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)  # also what the environment itself has started

@@ -137,7 +137,7 @@ async def main(file: str, name: str, options: str, mark: int) -> None:
     out = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
     sys.stdout = sys.stderr
-    Thread(target=end_with_parent, args=(os.getppid(),), daemon=True).start()
+    Thread(target=end_group_with, args=(os.getppid(),), daemon=True).start()
     page = mmap.mmap(mark, PAGE.size)
     loop = asyncio.get_running_loop()
 
@@ -160,7 +160,7 @@ async def main(file: str, name: str, options: str, mark: int) -> None:
     os.killpg(0, signal.SIGKILL)  # with what the environment has started, and without a wait for its threads
 
 
-def end_with_parent(parent: int) -> None:
+def end_group_with(parent: int) -> None:
     """Ends this process and what it has started once its parent is gone, also while a step blocks the event loop."""
     while os.getppid() == parent:
         time.sleep(1)

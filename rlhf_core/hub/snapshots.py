@@ -56,14 +56,14 @@ def pinned_base(folder: Path) -> str | None:
     return f"{base}@{revision}" if revision and is_hub_id(base) else None
 
 
-def cached(place: str, trust_remote_code: bool = False) -> Path:
+def cached(place: str) -> Path:
     """Returns the folder of `owner/name@REVISION` without a request if it is in the cache, as after `fetched`; else as `snapshot`."""
     repo_id, revision = parted(place)
     with suppress(LocalEntryNotFoundError):  # not in the cache of this node of a cluster
         folder = Path(snapshot_download(repo_id, revision=revision, local_files_only=True))
         if any(folder.glob(WEIGHTS[0])):
             return folder
-    return snapshot(place, trust_remote_code)
+    return snapshot(place, trust_remote_code=False)
 
 
 def _download(place: str, patterns: tuple[str, ...]) -> Path:

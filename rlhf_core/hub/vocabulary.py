@@ -8,7 +8,7 @@ from functools import lru_cache
 from pathlib import Path
 
 from rlhf_core.hub.ids import is_hub_id, is_remote
-from rlhf_core.hub.model_files import TOKENIZER
+from rlhf_core.hub.model_files import ADAPTER_CONFIG, TOKENIZER
 from rlhf_core.system.files import read_json
 
 Vocabulary = dict[str, int]
@@ -26,9 +26,9 @@ def tokenizer_place(path: str, of: tuple[str, ...] = ()) -> str:
 
         path = str(described(path))
     folder = Path(path)
-    if not (folder / "adapter_config.json").is_file() or (folder / "tokenizer_config.json").is_file():
+    if not (folder / ADAPTER_CONFIG).is_file() or (folder / "tokenizer_config.json").is_file():
         return path
-    base = read_json(folder / "adapter_config.json")
+    base = read_json(folder / ADAPTER_CONFIG)
     name, revision = str(base.get("base_model_name_or_path") or ""), base.get("revision")
     return tokenizer_place(f"{name}@{revision}" if revision and is_hub_id(name) else name, (*of, path)) if name else path
 

@@ -16,11 +16,12 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from rlhf_core.config import Lora
+from rlhf_core.hub.model_files import ADAPTER_CONFIG
 from rlhf_core.hub.snapshots import cached, pinned_base
 from rlhf_core.models.shards import Shards
 
 ADAPTER = "default"  # peft's name of the one adapter
-ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+ADAPTER_WEIGHTS = "adapter_model.safetensors"
 
 
 def add_lora(model: PreTrainedModel, lora: Lora, seed: int) -> None:

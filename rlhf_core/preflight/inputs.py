@@ -175,7 +175,7 @@ def _wandb_problem(plan: Plan) -> list[str]:
 
 def _webhook_problem(plan: Plan) -> list[str]:
     notify = plan.recipe.notify
-    if notify is None or os.environ.get(notify.url_env, "").startswith(("http://", "https://")):
+    if notify is None or notify.url is not None:
         return []
     return [f"notify: the environment variable {notify.url_env} holds no http(s) address; set it, or leave notify out"]
 

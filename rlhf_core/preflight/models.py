@@ -19,6 +19,7 @@ from rlhf_core.hub.model_config import (
     quantised_by,
     wraps_text_by_config,
 )
+from rlhf_core.hub.model_files import ADAPTER_CONFIG
 from rlhf_core.hub.stored_head import has_several_labels, has_trained_head, no_reward_head, several_labels
 from rlhf_core.hub.vocabulary import compared
 from rlhf_core.recipe.plan import Node
@@ -36,7 +37,7 @@ def model_problem(where: str, place: str) -> dict[str, str]:
     if not folder.is_dir():
         what = f"{place} is a file" if folder.is_file() else f"there is no model folder {place}"
         return {place: f"{where}: {what}; correct the path, or make the model first"}
-    if not any((folder / name).is_file() for name in ("config.json", "adapter_config.json")):
+    if not any((folder / name).is_file() for name in ("config.json", ADAPTER_CONFIG)):
         return {place: f"{where}: {place} has no config.json, so it is no model folder; give one that transformers can load"}
     return {}
 
@@ -67,7 +68,7 @@ def _lacks_head(folder: Path) -> bool:
     try:
         if has_trained_head(folder) or not any(folder.glob("*.safetensors")):
             return False
-        adapter = folder / "adapter_config.json"
+        adapter = folder / ADAPTER_CONFIG
         base = json.loads(adapter.read_text()).get("base_model_name_or_path") if adapter.is_file() else None
     except UNREADABLE:
         return False

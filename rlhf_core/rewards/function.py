@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import ast
 import json
-import os
 import queue
-import signal
 import subprocess
 import sys
 from collections.abc import Collection, Sequence
@@ -19,7 +17,7 @@ from pathlib import Path
 from threading import Lock, Timer
 
 from rlhf_core.rewards.contract import LISTS, Reply, RewardError, Sample, question_json, read_reply
-from rlhf_core.system.processes import child_environment
+from rlhf_core.system.processes import child_environment, kill_group
 
 
 def wanted_by(file: Path, name: str) -> Collection[str]:
@@ -101,7 +99,7 @@ class Function:
     def _exchange(self, process: subprocess.Popen[bytes], line: bytes) -> bytes:
         """Writes a line (if any) and reads one; the process is ended when that takes longer than the limit."""
         assert process.stdin is not None and process.stdout is not None
-        timer = Timer(self.timeout, _kill, [process])
+        timer = Timer(self.timeout, kill_group, [process.pid])
         timer.start()
         try:
             if line:
@@ -122,7 +120,7 @@ class Function:
         with self._lock:
             self._closed = True
             for running in self._running:
-                _kill(running)
+                kill_group(running.pid)
         for _ in range(self._idle.qsize()):
             try:
                 process = self._idle.get_nowait()
@@ -134,15 +132,10 @@ class Function:
 
     def _end(self, process: subprocess.Popen[bytes]) -> None:
         with self._lock:
-            _kill(process)
+            kill_group(process.pid)
             process.wait()
             self._running.discard(process)  # before another process may get its number
         for pipe in (process.stdin, process.stdout):
             if pipe is not None:
                 with suppress(OSError):  # unwritten data for a process that is gone
                     pipe.close()
-
-
-def _kill(process: subprocess.Popen[bytes]) -> None:
-    with suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)  # also what the function itself has started

@@ -56,12 +56,10 @@ def read_request(text: bytes) -> list[AnswerToScore]:
     return [AnswerToScore(prompt_of(Located(where, {"prompt": p})), text_of(r, where, "responses"), bool(f)) for p, r, f in lists]
 
 
-def reward_application(
-    checkpoint: str, template: str = "chat", micro_batch_size: int = 8, trust_remote_code: bool = False, key: str | None = None
-) -> Starlette:
+def reward_application(checkpoint: str, template: str = "chat", micro_batch_size: int = 8, key: str | None = None) -> Starlette:
     """Returns the application that serves a reward model. ValueError when the checkpoint or its tokenizer cannot be used."""
-    renderer = Renderer(load_tokenizer(checkpoint, trust_remote_code), template)
-    scorer = RewardScorer(checkpoint, "auto", micro_batch_size, trust_remote_code)
+    renderer = Renderer(load_tokenizer(checkpoint, trust_remote_code=False), template)
+    scorer = RewardScorer(checkpoint, "auto", micro_batch_size, trust_remote_code=False)
     lock = Lock()
 
     def score(answers: Sequence[AnswerToScore]) -> list[float]:

@@ -17,6 +17,8 @@ from huggingface_hub.errors import EntryNotFoundError
 
 from rlhf_core.cluster.rank_environment import RANK_VARIABLES
 from rlhf_core.config.training import ADAPTER_RANKS
+from rlhf_core.hub.api import client_options
+from rlhf_core.hub.ids import parted
 from rlhf_core.hub.model_config import experts_of_config, text_config, wraps_text_by_config
 from rlhf_core.hub.model_files import ADAPTER_CONFIG
 from rlhf_core.system import progress
@@ -83,8 +85,8 @@ def config_of(model: str) -> dict[str, Any]:
 def _config_file(model: str) -> Path:
     if Path(model).is_dir():
         return Path(model) / "config.json"
-    repo_id, _, revision = model.partition("@")
-    return Path(hf_hub_download(repo_id, "config.json", revision=revision or None))
+    repo_id, revision = parted(model)
+    return Path(hf_hub_download(repo_id, "config.json", revision=revision, **client_options()))
 
 
 @contextmanager

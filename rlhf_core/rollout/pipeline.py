@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import signal
 from collections.abc import Iterator, Mapping
 from datetime import timedelta
 from typing import Any, NamedTuple
@@ -16,7 +17,7 @@ from urllib.parse import parse_qsl, urlsplit
 
 from rlhf_core.cluster import LOOPBACK
 from rlhf_core.cluster.rank_environment import serve_store
-from rlhf_core.system.reaper import end_with_parent
+from rlhf_core.system.orphan_watcher import end_with_parent
 
 STORE = "ALIGNFLOW_STAGES"  # environment variable of vLLM's worker processes: where those of all stages find each other
 SCHEME = "alignflow"  # of a store that listens, for torch.distributed
@@ -72,7 +73,7 @@ def join_stages() -> None:
     import torch.distributed as dist
     from vllm.distributed import parallel_state
 
-    end_with_parent()
+    end_with_parent(signal.SIGKILL)
     listens = not address.startswith("file:")
     if listens:
         dist.register_rendezvous_handler(SCHEME, _joined)  # type: ignore[attr-defined]

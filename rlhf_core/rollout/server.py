@@ -31,6 +31,7 @@ from rlhf_core.rollout.environment import (
     server_environment,
     whole_model,
 )
+from rlhf_core.system.files import tail
 from rlhf_core.system.machine import num_gpus
 
 GRACE_SECONDS, POLL_SECONDS = 15.0, 0.2
@@ -164,5 +165,5 @@ def _stop(process: subprocess.Popen[bytes]) -> None:
 
 
 def _tail(log: Path) -> str:
-    lines = log.read_bytes()[-20_000:].decode(errors="replace").splitlines()[-TAIL_LINES:]
+    lines = tail(log, TAIL_LINES).splitlines()
     return "\n  ".join([f"; the last lines of {log.name}:", *lines]) if lines else f"; {log.name} is empty"

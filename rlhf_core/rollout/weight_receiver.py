@@ -18,14 +18,9 @@ from rlhf_core.rollout.patches.engine import gather_sampled_alone
 from rlhf_core.rollout.patches.models import forget_packed_experts
 from rlhf_core.rollout.patches.sampling import read_logits_once
 from rlhf_core.rollout.pipeline import join_stages
-from rlhf_core.rollout.weight_transfer import Broadcast, Channel, Rendezvous, Route, SameGpu
+from rlhf_core.rollout.weight_transfer import Broadcast, Channel, Rendezvous, Route, SameGpu, gpu_uuid
 
 join_stages()  # vLLM's processes import this module before they connect
-
-
-def gpu_uuid() -> str | None:
-    """Returns the id of the GPU this process computes on, the same in every process on it; None on CPU."""
-    return str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid) if torch.cuda.is_available() else None
 
 
 ADAPTER_ID = 1  # of the one adapter of an engine

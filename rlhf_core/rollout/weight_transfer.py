@@ -63,6 +63,11 @@ class Entry(NamedTuple):
     start: int
 
 
+def gpu_uuid() -> str | None:
+    """Returns the id of the GPU this process computes on, the same in every process on it; None on CPU."""
+    return str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid) if torch.cuda.is_available() else None
+
+
 def choose_route(trainer: Sequence[str | None], engines: Sequence[str | None]) -> Route:
     """Returns the fastest route between the GPUs of the trainer's ranks and those of the engines' processes (None: no GPU)."""
     if None in trainer or None in engines:

@@ -63,9 +63,10 @@ class SeveralFailed(RuntimeError):
 def launch(module: str, run_dir: Path, name: str, on_line: Callable[[str], None], grace_seconds: float = GRACE_SECONDS) -> StageResult:
     """Runs `python -m MODULE RUN_DIR`, waits for it and returns its result. `on_line` gets each line of its output.
 
-    Writes the start time to `log.txt`, and the end time unless an exception in this call ended the process. Masks the values of secret
-    environment variables, by their names or because the stage reads its keys from them. Raises StageFailed when the process ends without a result, Stopped when the run of a stage beside others ends
-    (allotment.py). Any exception or signal that ends this call ends the process and its descendants too.
+    Writes the start time to `log.txt`, and the end time unless an exception in this call ended the process. Masks the values of the keys
+    that the stage needs and of variables with names like those of keys. Raises StageFailed when the process ends without a result, Stopped
+    when the run of a stage beside others ends (allotment.py). Any exception or signal that ends this call ends the process and its
+    descendants too.
     """
     run = RunDir(run_dir)
     command = [sys.executable, "-P", "-m", module, str(run.path)]

@@ -119,10 +119,10 @@ class RunDir:
             finally:
                 (self / HOLDER).unlink(missing_ok=True)
 
-    def wait(self, name: str, log: Callable[[str], None], every: float = SAY_SECONDS) -> None:
+    def wait(self, name: str, log: Callable[[str], None]) -> None:
         """Waits while another process works on the stage: until it is done, or that process has ended.
 
-        Logs who that is, and the last line of its log, `every` seconds. Raises MachineLacks when the log does not change for a day, and
+        Logs who that is, and the last line of its log, every SAY_SECONDS. Raises MachineLacks when the log does not change for a day, and
         Stopped as `check_stop`.
         """
         line, changed, said = "", time.monotonic(), -math.inf
@@ -136,7 +136,7 @@ class RunDir:
                 line, changed = last, now
             if now - changed > WAIT_SECONDS:
                 raise MachineLacks(f"stage {name} is held by {holder}, without a line in its log for a day: end it, then run this again")
-            if now - said >= every:
+            if now - said >= SAY_SECONDS:
                 said = now
                 log(f"{name} is waited for: {holder} works on it" + (f" and says: {line[:300]}" if line else ""))
 
@@ -173,16 +173,16 @@ class RunDir:
                 remember_digest(self / name, info.sha256)
 
 
-def run_stage(run_dir: str | Path, work: Callable[[StageRequest, RunDir], Outcome], wait_seconds: float = WAIT_SECONDS) -> StageResult:
+def run_stage(run_dir: str | Path, work: Callable[[StageRequest, RunDir], Outcome]) -> StageResult:
     """Runs `work` for one run directory and returns the result; returns the stored one when the stage is done.
 
-    Of two processes that call this, one works and the other waits. Raises TimeoutError after `wait_seconds`, and what `work` raises.
+    Of two processes that call this, one works and the other waits. Raises TimeoutError after WAIT_SECONDS, and what `work` raises.
     """
     run = RunDir(run_dir)
     request = run.request()
     if is_locked(run / LOCK):  # two runs found the stage free at the same moment
         print(f"{tail(run / HOLDER) or 'another process'} works on {request.name}: waiting until it is done", flush=True)
-    with run.locked(wait_seconds):
+    with run.locked(WAIT_SECONDS):
         done = run.result()
         if done is not None:
             return done

@@ -13,6 +13,7 @@ import json
 import os
 import re
 import secrets
+import shutil
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -129,6 +130,19 @@ def write_bytes(path: Path, content: bytes) -> None:
         if error.errno is None:
             raise
         raise OSError(error.errno, error.strerror, str(path)) from None
+
+
+def link_tree(source: Path, target: Path) -> None:
+    """Makes a new folder `target` of hard links to the files of another, or of copies where the file system has no links."""
+    shutil.rmtree(target, ignore_errors=True)  # of an attempt that was killed
+    shutil.copytree(source, target, copy_function=_linked)
+
+
+def _linked(source: str, target: str) -> None:
+    try:
+        os.link(source, target)
+    except OSError:
+        shutil.copy2(source, target)
 
 
 def sync_to_disk(*places: Path) -> None:

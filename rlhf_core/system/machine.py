@@ -59,13 +59,13 @@ def free_memory() -> int:
         return free
 
 
-def give_back_freed_memory(block: int = 2**20) -> None:
-    """Makes the C library give memory back to the system as it is freed, blocks above `block` bytes at once; it keeps hundreds of megabytes
-    for later otherwise. Each later block costs a call of the system. Does nothing where the C library is not glibc."""
+def give_back_freed_memory() -> None:
+    """Makes the C library give memory back to the system as it is freed, blocks above 1 MiB at once; it keeps hundreds of megabytes for
+    later otherwise. Each later block costs a call of the system. Does nothing where the C library is not glibc."""
     with suppress(OSError, AttributeError):
         libc = ctypes.CDLL(None)
-        libc.mallopt(-3, block)  # M_MMAP_THRESHOLD
-        libc.mallopt(-1, block)  # M_TRIM_THRESHOLD
+        libc.mallopt(-3, 2**20)  # M_MMAP_THRESHOLD
+        libc.mallopt(-1, 2**20)  # M_TRIM_THRESHOLD
         libc.malloc_trim(0)
 
 

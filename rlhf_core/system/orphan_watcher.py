@@ -41,10 +41,15 @@ def start() -> None:
     )
 
 
-def end_with_parent() -> None:
-    """Makes the kernel send SIGTERM to this process when its parent dies (a worker killed with -9). Linux only, else nothing."""
+def end_with_parent(number: signal.Signals) -> None:
+    """Makes the kernel send this signal to this process when the thread that started it ends, also by kill -9. Linux only, else nothing."""
+    prctl(PR_SET_PDEATHSIG, number)
+
+
+def prctl(option: int, value: int) -> None:
+    """Calls Linux's prctl; does nothing elsewhere."""
     if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
+        ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
 
 
 def marked(mark: str) -> list[int]:

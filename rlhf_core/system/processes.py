@@ -1,12 +1,14 @@
-"""Defines exit codes and environment of stage processes, distinguishes errors of our own code from those of libraries, and imports the
-files of users."""
+"""Defines exit codes and environment of stage processes, distinguishes errors of our own code from those of libraries, kills process
+groups, and imports the files of users."""
 
 from __future__ import annotations
 
 import importlib.util
 import os
+import signal
 import sys
 import traceback
+from contextlib import suppress
 from pathlib import Path
 from types import ModuleType
 
@@ -37,6 +39,12 @@ def child_environment() -> dict[str, str]:
     """Returns the environment of a stage's process. The auth string of Prefect's API is left out: a stage calls nothing of Prefect."""
     kept = {name: value for name, value in os.environ.items() if not name.endswith("API_AUTH_STRING")}
     return kept | {"PYTHONUNBUFFERED": "1"} | module_path()
+
+
+def kill_group(leader: int) -> None:
+    """Kills a process that began a session, and what it has started."""
+    with suppress(ProcessLookupError):
+        os.killpg(leader, signal.SIGKILL)
 
 
 def users_module(file: Path, what: str) -> ModuleType:

@@ -9,7 +9,6 @@ ended, but a daemon that leaves the group is not found.
 
 from __future__ import annotations
 
-import ctypes
 import os
 import signal
 import subprocess
@@ -20,10 +19,10 @@ from types import FrameType
 
 import psutil
 
-from rlhf_core.system.orphan_watcher import send
+from rlhf_core.system.orphan_watcher import end_with_parent, prctl, send
 
 POLL_SECONDS = 0.1
-PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
+PR_SET_CHILD_SUBREAPER = 36
 LINUX = sys.platform == "linux"
 
 
@@ -38,8 +37,8 @@ def main(parent: int, grace_seconds: float, command: Sequence[str]) -> int:
     signal.signal(signal.SIGTERM, on_term)
     for ignored in (signal.SIGINT, signal.SIGHUP, signal.SIGPIPE):
         signal.signal(ignored, signal.SIG_IGN)
-    _prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
-    _prctl(PR_SET_CHILD_SUBREAPER, 1)
+    end_with_parent(signal.SIGTERM)
+    prctl(PR_SET_CHILD_SUBREAPER, 1)
     if os.getppid() != parent:
         return 1  # the parent died before PR_SET_PDEATHSIG was set
     child = subprocess.Popen(command, start_new_session=True, preexec_fn=_as_child, stdin=subprocess.DEVNULL)
@@ -112,17 +111,7 @@ def _as_child() -> None:
     """Runs in the child before exec: restores default signals, and makes the kernel kill the child when the reaper dies."""
     for number in (signal.SIGINT, signal.SIGHUP, signal.SIGPIPE, signal.SIGTERM):
         signal.signal(number, signal.SIG_DFL)
-    end_with_parent()
-
-
-def end_with_parent() -> None:
-    """Makes the kernel kill this process when the thread that started it ends."""
-    _prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-
-
-def _prctl(option: int, value: int) -> None:
-    if LINUX:
-        ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
+    end_with_parent(signal.SIGKILL)
 
 
 if __name__ == "__main__":

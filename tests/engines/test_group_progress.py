@@ -99,9 +99,9 @@ def test_work_that_makes_progress_may_take_longer_than_the_timeout(
 
 
 def test_ranks_that_finished_may_wait_for_whoever_takes_their_answers(group: Group) -> None:
-    stream = group.stream("generate", 1, Role.answers, 0.5)
+    stream = group.stream("generate", TIMEOUT, Role.answers, 0.5)
     assert next(stream) == "done"
-    time.sleep(2)
+    time.sleep(TIMEOUT + 1)
     assert next(stream) == "done"
 
 
@@ -109,7 +109,7 @@ def test_a_rank_that_hangs_after_some_work_is_named_in_time(group: Group) -> Non
     start = time.monotonic()
     with pytest.raises(RoleFailed, match=r"actor: ranks \[(0|1|0, 1)\] made no progress in 'train' for 3 s; raise `timeout`"):
         group.call("train", Role.works, 2.0, 8.0).wait(TIMEOUT)
-    assert 2 + TIMEOUT - 1 < time.monotonic() - start < 2 + TIMEOUT + 2
+    assert 2 + TIMEOUT - 1 < time.monotonic() - start < 2 + 8, "it does not wait for the end of the work"
     assert group.call("again", Role.works, 0).wait(30) == ["done", "done"]
 
 
@@ -128,7 +128,7 @@ def test_a_rank_that_is_stopped_is_named_while_the_other_works(
 ) -> None:
     """In the log, then by the error. Last: the stopped rank is killed."""
     for module in (signs, worker_group):
-        monkeypatch.setattr(module, "NOTICE_SECONDS", 1.0)
+        monkeypatch.setattr(module, "NOTICE_SECONDS", 2.0)
     victim = group.call("look", Role.pid).wait(30)[1]
     start = time.monotonic()
     pending = group.call("generate", Role.works, 20.0)
@@ -140,7 +140,7 @@ def test_a_rank_that_is_stopped_is_named_while_the_other_works(
         assert time.monotonic() - start < 1 + TIMEOUT + 2
     finally:
         os.kill(victim, signal.SIGKILL)
-    told = "for 1 s: the process works on something long, or is stopped; the wait ends after 3 s"
+    told = "for 2 s: the process works on something long, or is stopped; the wait ends after 3 s"
     assert capfd.readouterr().out.count(f"actor: ranks [1] made no progress in 'generate' {told}\n") == 1
 
 

@@ -152,8 +152,13 @@ def kill_the_engine_and_finish(folder: Path) -> None:
 
 
 def wait_for_checkpoint(folder: Path, process: subprocess.Popen[bytes]) -> None:
-    deadline = time.monotonic() + 200
-    while len(read_metrics(folder)) <= SAVED and process.poll() is None and time.monotonic() < deadline:
+    """Waits for the resume state and for a line after it."""
+    deadline, state = time.monotonic() + 200, folder / "state" / f"step-{SAVED}" / "loop.json"
+
+    def waits() -> bool:
+        return len(read_metrics(folder)) <= SAVED or not state.is_file()
+
+    while waits() and process.poll() is None and time.monotonic() < deadline:
         time.sleep(0.05)
 
 
@@ -168,7 +173,7 @@ def finish_and_keep(folder: Path, cut_off: Path) -> None:
     process = start(folder)
     wait_for_checkpoint(folder, process)
     process.send_signal(signal.SIGSTOP)
-    shutil.copytree(folder, cut_off)
+    shutil.copytree(folder, cut_off, ignore=shutil.ignore_patterns(".*"))  # not what is being written
     process.send_signal(signal.SIGCONT)
     assert RunDir(cut_off).result() is None, "the run ended before it could be cut off"
     assert process.wait(timeout=300) == 0, (folder / "log.txt").read_text()[-3000:]

@@ -104,9 +104,9 @@ def test_a_run_that_was_cut_off_ends_with_the_same_curve_and_weights(runs: Runs)
 
 def test_the_wait_for_answers_is_separate_from_the_engines_work(runs: Runs) -> None:
     lines = read_metrics(runs.ahead)
-    for line in lines[:-1]:
-        assert 0 < line["work/sampler/generate"]
-        assert line["phase/generate"] < line["work/sampler/generate"] + 0.1
+    assert all(line["work/sampler/generate"] > 0 for line in lines[:-1])
+    waits, work = (sum(line[name] for line in lines[:-1]) for name in ("phase/generate", "work/sampler/generate"))
+    assert waits < work
     assert "work/sampler/generate" not in lines[-1], "nothing is answered that nobody trains on"
     for before, line in pairwise(lines):
         phases = sum(seconds for name, seconds in line.items() if name.startswith("phase/"))

@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 
 from tests.support.gloo_ranks import on_gloo_ranks
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 PROGRAM = """
 import logging, os, sys
 from pathlib import Path

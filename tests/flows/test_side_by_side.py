@@ -100,7 +100,7 @@ def test_a_signal_ends_both(prefect: str, folder: Path, number: signal.Signals, 
 
 
 def test_a_killed_stage_is_retried_beside_the_other(prefect: str, folder: Path) -> None:
-    hang(folder, once=8)
+    hang(folder, once=20)
     run = start(folder, prefect)
     both_hang(folder)["one"].kill()
     assert run.wait(150) == 0, told(folder)

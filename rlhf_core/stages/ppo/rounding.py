@@ -46,15 +46,15 @@ def layers_of(model: nn.Module) -> list[nn.Module]:
 
 
 @contextmanager
-def noisy(model: nn.Module, noise: Noise, seed: int = 0) -> Iterator[None]:
-    """Adds noise to each decoder layer's output while it is open; the same for the same seed."""
+def noisy(model: nn.Module, noise: Noise) -> Iterator[None]:
+    """Adds noise to each decoder layer's output while it is open, the same each time."""
     generators: dict[torch.device, torch.Generator] = {}
 
     def add(layer: nn.Module, given: tuple[Any, ...], named: dict[str, Any], output: Any) -> Any:
         before: Tensor = given[0] if given else named["hidden_states"]
         after: Tensor = output[0] if isinstance(output, tuple) else output
         if after.device not in generators:
-            generators[after.device] = torch.Generator(after.device).manual_seed(seed)
+            generators[after.device] = torch.Generator(after.device).manual_seed(0)
         stream, branch = after.float(), (after - before).float()
         sizes = (noise.stream**2 * stream.square().mean(-1, keepdim=True) + noise.branch**2 * branch.square().mean(-1, keepdim=True)).sqrt()
         drawn = torch.randn(stream.shape, generator=generators[after.device], device=after.device)

@@ -43,14 +43,13 @@ from rlhf_core.stages.ppo.sampling.validation import (
     REWARD,
     Best,
     Validation,
-    best_checkpoint,
     keep_best,
     load_validation,
     validate,
     write_rollouts,
 )
 from rlhf_core.stages.ppo.start import start_fleet
-from rlhf_core.system.files import sync_to_disk
+from rlhf_core.system.files import link_tree, sync_to_disk
 from rlhf_core.training.engine import at, learning_rate
 
 PROBE_DOCUMENTS, PROBE_TOKENS = 4, 128
@@ -141,7 +140,7 @@ def train(request: StageRequest, run: RunDir, groups: Mapping[str, Group], begun
         finish_saving(fleet, publishing)
         tracker.close()
     if best:
-        best_checkpoint(run, best.iteration, run / "checkpoint")
+        link_tree(run / BEST / f"iteration{best.iteration}", run / "checkpoint")
         print(f"the checkpoint is that of iteration {best.iteration}, mean reward {best.metrics[REWARD]:.4g} on eval_prompts", flush=True)
     else:
         export(fleet, run / "checkpoint")

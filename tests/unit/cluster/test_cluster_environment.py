@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import os
+import time
+from pathlib import Path
+
 import pytest
 
-from rlhf_core.cluster.ray_cluster import passed_environment, shortage
+from rlhf_core.cluster.ray_cluster import passed_environment, remove_leftovers, shortage
 
 
 def test_workers_inherit_what_keeps_nvlink_multicast_off(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -28,3 +32,16 @@ def test_a_shortage_names_the_request_and_what_is_available() -> None:
     assert shortage(bundles, {"CPU": 8.0, "GPU": 4.0}) == ""
     assert shortage(bundles, {"CPU": 8.0, "GPU": 2.0}) == "GPUs (requested 3, available 2)"
     assert shortage(bundles, {"CPU": 2.0}) == "CPUs (requested 6, available 2) and GPUs (requested 3, available 0)"
+
+
+def test_old_files_of_processes_that_ended_are_removed(tmp_path: Path) -> None:
+    running, ended = os.getpid(), 2**22 + 1  # beyond the largest number of a process
+    kept = [f"ray/session_2026-01-02_{running}", f"ray/session_2026-11-20_{ended}", "ranks-new", "another"]
+    old = {*kept[:1], kept[3], f"ray/session_2026-01-01_{ended}", "ranks-old"}
+    for name in (*kept, *old):
+        place = tmp_path / name
+        place.mkdir(parents=True, exist_ok=True) if "session" in name else place.touch()
+        seconds = time.time() - (31 if name in old else 29) * 86400
+        os.utime(place, (seconds, seconds))
+    remove_leftovers(tmp_path)
+    assert sorted(str(place.relative_to(tmp_path)) for place in tmp_path.rglob("*") if place.name != "ray") == sorted(kept)

@@ -16,7 +16,7 @@ from rlhf_core.models.kernels.sequence_ranks import ALONE, sequence_ranks
 from rlhf_core.models.load import Policy, Scorer, load_policy, load_scorer, masked_logprobs
 from rlhf_core.models.sequence_split import split_sequences
 from rlhf_core.objectives.collate import Batch
-from rlhf_core.rollout.weight_receiver import gpu_uuid
+from rlhf_core.rollout.weight_transfer import gpu_uuid
 from rlhf_core.stages.ppo.roles.passes import ModelSpec, Scored, score_share
 from rlhf_core.stages.ppo.roofline import Shape, shape_of
 from rlhf_core.training.process_group import join_ranks

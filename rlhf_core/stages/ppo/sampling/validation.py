@@ -6,7 +6,6 @@ Each prompt has the same seed at every validation, so that two validations diffe
 from __future__ import annotations
 
 import json
-import os
 import random
 import shutil
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -155,16 +154,3 @@ def keep_best(run: RunDir, iterations: Collection[int]) -> None:
     for folder in (run / BEST).glob("iteration*"):
         if folder.name not in {f"iteration{iteration}" for iteration in iterations}:
             shutil.rmtree(folder)
-
-
-def best_checkpoint(run: RunDir, iteration: int, checkpoint: Path) -> None:
-    """Makes `checkpoint` of the best iteration's export: hard links, which take no space, or copies where there are none."""
-    shutil.rmtree(checkpoint, ignore_errors=True)
-    shutil.copytree(run / BEST / f"iteration{iteration}", checkpoint, copy_function=_linked)
-
-
-def _linked(source: str, target: str) -> None:
-    try:
-        os.link(source, target)
-    except OSError:
-        shutil.copy2(source, target)

@@ -16,6 +16,7 @@ import pytest
 from rlhf_core.cluster.rank_environment import free_port
 from tests.support import live_run
 from tests.support.live_run import ROOT, STEPS, allow, stage_dir
+from tests.support.micro import wait_until
 from tests.support.sockets import beyond_loopback
 
 playwright = pytest.importorskip("playwright.sync_api")
@@ -123,8 +124,8 @@ def test_a_page_stays_open_over_a_killed_and_resumed_run(shown: Dashboard, artif
     wait_for(stage, "state", "running", "Started 2 times")
     wait_for(overview, "now", "second")
     stage.wait_for_function("document.querySelector('figure path[stroke=\"#2563a8\"]').getAttribute('d').split(/[ML]/).length - 1 == 5")
-    rows = (stage_dir(artifacts) / "metrics.jsonl").read_text().splitlines()
-    assert len(rows) == 5, "steps 1 to 4 are kept, 5 is made again"
+    # Steps 1 to 4 are kept, 5 is made again.
+    wait_until(lambda: len((stage_dir(artifacts) / "metrics.jsonl").read_text().splitlines()) == 5, "step 5")
     assert not beyond_loopback(shown.process.pid)
 
     shown.kill()
