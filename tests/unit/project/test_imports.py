@@ -8,6 +8,7 @@ import importlib.metadata
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -48,8 +49,20 @@ def test_orchestration_needs_no_torch() -> None:
     ours = [
         ".".join(file.relative_to(ROOT).with_suffix("").parts) for name in ("flows", "tasks") for file in (ROOT / name).rglob("[!_]*.py")
     ]
+    import_without(absent, sorted(ours) + TORCH_FREE)
+
+
+def test_ranks_that_train_or_score_need_no_engine() -> None:
+    """They would import it for seconds."""
+    roles = [f"rlhf_core.stages.ppo.roles.{name}" for name in ("actor", "read_only", "trained")]
+    import_without(
+        ["vllm", "prefect", "matplotlib"], [*roles, *(f"rlhf_core.stages.{name}" for name in ("sft", "reward_model", "dpo", "kto"))]
+    )
+
+
+def import_without(absent: Sequence[str], modules: Sequence[str]) -> None:
     script = f"import importlib, sys\nsys.modules.update(dict.fromkeys({absent}))\n" + "".join(
-        f"importlib.import_module({module!r})\n" for module in sorted(ours) + TORCH_FREE
+        f"importlib.import_module({module!r})\n" for module in modules
     )
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, timeout=120)
