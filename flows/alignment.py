@@ -37,7 +37,7 @@ from tasks.notify import notify_gates, notify_stage, notify_state
 from tasks.report import found, record_failure, reported, statuses_of
 from tasks.served import recipe_of_run
 from tasks.stages import run_stage
-from tasks.store import bring_parents
+from tasks.store import fetch_parents
 from tasks.temporary_server import OwnServerFlow
 
 # The plan that the command line has made and checked before it calls a flow, which then does neither again.
@@ -79,7 +79,7 @@ def stage(recipe: Recipe | str, name: str, overrides: tuple[str, ...] = ()) -> N
     with provided(variables(loaded)):
         planned = plan_of(loaded)
         nodes = planned.stages_of(name)
-        bring_parents(planned, nodes)
+        fetch_parents(planned, nodes)
         require_parents(planned, nodes)
         run_all(planned, nodes)
 

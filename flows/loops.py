@@ -15,7 +15,7 @@ from prefect.states import Completed
 from flows.alignment import flow, require_type, run_all
 from rlhf_core.config import Recipe
 from rlhf_core.recipe.gates import ApprovalAwaited, GateFailed
-from rlhf_core.recipe.loop_record import LoopState, alone, begin, check_judged, finish, folder_of, follow, loop_of, loop_state, refuse
+from rlhf_core.recipe.loop_record import LoopState, begin, check_judged, finish, folder_of, follow, loop_lock, loop_of, loop_state, refuse
 from rlhf_core.runs.remote_files import StoreFault
 from rlhf_core.runs.store import store_of
 from rlhf_core.stages.publication.champion import champions_of, complete
@@ -42,7 +42,7 @@ def loop(
     require_type("max_rounds", max_rounds, int, None)
     require_type("min_gain", min_gain, float, int, None)
     name, due = loop_of(loaded, stage), datetime.fromisoformat(str(runtime.flow_run.scheduled_start_time or datetime.now(UTC)))
-    with provided(variables(loaded)), alone(folder_of(loaded)) as mine:
+    with provided(variables(loaded)), loop_lock(folder_of(loaded)) as mine:
         if not mine:
             return _completed(f"another run is training {name} of {loaded.name}: this one leaves it to that")
         if min_gain is not None:

@@ -11,7 +11,7 @@ from rlhf_core.recipe.plan import plan
 from rlhf_core.recipe.sentences import unknown
 from tasks.keys import provided, variables
 from tasks.served import recipe_of_run
-from tasks.store import bring_parents
+from tasks.store import fetch_parents
 
 
 @flow
@@ -39,6 +39,6 @@ def _part(recipe: Recipe | str, overrides: tuple[str, ...], kinds: tuple[str, ..
             nodes = here
         if not nodes:
             raise ValueError(f"recipe {loaded.name} has no stage of kind {' or '.join(kinds)}: add one")
-        bring_parents(planned, nodes)
+        fetch_parents(planned, nodes)
         require_parents(planned, nodes)
         run_all(planned, nodes)

@@ -54,7 +54,7 @@ def only_one(home: Path) -> Iterator[None]:
             (home / PLACE).unlink(missing_ok=True)
 
 
-class Servants:
+class Services:
     """Prefect's server and worker in their own sessions: Ctrl-C in the terminal reaches only `serve`, which ends them in order."""
 
     def __init__(self, home: Path, host: str, port: int, allowed: Sequence[str] = ()):

@@ -13,14 +13,14 @@ from prefect.exceptions import PrefectException
 from rich.console import Console
 
 from flows.deployments import sweep
-from flows.serve import Servants
+from flows.serve import Services
 from flows.triggers.feedback import LOOK_SECONDS
 from flows.triggers.runs import FeedbackTrigger
 
 CHECK_SECONDS, SWEEP_SECONDS = 0.5, 15.0
 
 
-def supervise(console: Console, client: SyncPrefectClient, servants: Servants, triggers: Sequence[FeedbackTrigger]) -> Never:
+def supervise(console: Console, client: SyncPrefectClient, services: Services, triggers: Sequence[FeedbackTrigger]) -> Never:
     """Does so until Ctrl-C. Raises MachineLacks when one of the processes ends."""
     faults: set[str] = set()
 
@@ -38,7 +38,7 @@ def supervise(console: Console, client: SyncPrefectClient, servants: Servants, t
     swept = looked = time.monotonic()
     while True:
         time.sleep(CHECK_SECONDS)
-        servants.check()
+        services.check()
         if time.monotonic() - looked > LOOK_SECONDS:
             for trigger in triggers:
                 with told("new feedback was not looked for"):
@@ -48,5 +48,5 @@ def supervise(console: Console, client: SyncPrefectClient, servants: Servants, t
         if time.monotonic() - swept > SWEEP_SECONDS:
             with told("runs were not checked"):
                 sweep(client)
-            servants.bound_log()
+            services.bound_log()
             swept = time.monotonic()

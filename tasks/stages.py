@@ -31,7 +31,7 @@ from rlhf_core.runs.run_dir import RunDir, StageRequest
 from rlhf_core.runs.store import Store
 from rlhf_core.system.markdown_table import table
 from tasks.slots import machine
-from tasks.store import bring, keep, states_kept
+from tasks.store import fetch_stage, states_uploaded, upload_stage
 from tasks.temporary_server import keep_server
 
 RETRIES, RETRY_DELAY_SECONDS = 1, 5
@@ -64,22 +64,22 @@ def run_stage(request: StageRequest, run_dir: Path, store: Store | None = None) 
     run = RunDir(run_dir)
     run.wait(request.name, logger.info)
     if store and run.result() is None:
-        bring(store, run, request, logger.info)
+        fetch_stage(store, run, request, logger.info)
     if run.result() is not None:
         logger.info("%s is done already: %s", request.name, run.path.name)
         if store:
-            keep(store, run, logger.info)
+            upload_stage(store, run, logger.info)
         return "skipped"
     run.prepare(request)
     gpus = variables().get("CUDA_VISIBLE_DEVICES")
     logger.info("%s starts in %s%s", request.name, run.path, f" on GPU {gpus}" if gpus else "")
-    with machine(), states_kept(store, run, logger.warning):
+    with machine(), states_uploaded(store, run, logger.warning):
         result = launch(KINDS[request.config.stage].package, run.path, request.name, Throttle(logger.info))
     keep_server()  # the next lines send requests to it
     logger.info("%s is done in %.0f s", request.name, result.seconds)
     show(result, run.path)
     if store:
-        keep(store, run, logger.info)
+        upload_stage(store, run, logger.info)
     return "done"
 
 

@@ -20,7 +20,7 @@ EVERY_SECONDS = 15.0  # between two checks for a new resume state
 WAIT_SECONDS = 20.0  # for a copy in progress when the stage ends or is cancelled
 
 
-def bring(store: Store, run: RunDir, request: StageRequest, log: Callable[..., None]) -> None:
+def fetch_stage(store: Store, run: RunDir, request: StageRequest, log: Callable[..., None]) -> None:
     """Fetches a stage that is not done here: its result, else, if there is no local one, its newest resume state.
 
     Does nothing when another process holds the run directory's lock; the stage's own process waits for it. Raises StoreFault.
@@ -37,15 +37,15 @@ def bring(store: Store, run: RunDir, request: StageRequest, log: Callable[..., N
         return
 
 
-def bring_parents(planned: Plan, nodes: Sequence[Node]) -> None:
+def fetch_parents(planned: Plan, nodes: Sequence[Node]) -> None:
     """Fetches the missing results of the stages that `nodes` depend on, directly or not. Raises StoreFault."""
     store = store_of(planned.recipe)
     for node in planned.ancestors(nodes) if store else ():
         if store and not node.done:
-            bring(store, RunDir(node.run_dir), planned.request(node), logging.getLogger(__name__).info)
+            fetch_stage(store, RunDir(node.run_dir), planned.request(node), logging.getLogger(__name__).info)
 
 
-def keep(store: Store, run: RunDir, log: Callable[..., None]) -> None:
+def upload_stage(store: Store, run: RunDir, log: Callable[..., None]) -> None:
     """Copies a finished stage to the store, unless it is there, and removes its resume states there. Raises StoreFault."""
     if store.put(run):
         log("%s was copied to %s", run.path.name, store.files.url)
@@ -55,7 +55,7 @@ def keep(store: Store, run: RunDir, log: Callable[..., None]) -> None:
 
 
 @contextmanager
-def states_kept(store: Store | None, run: RunDir, warn: Callable[..., None], every: float = EVERY_SECONDS) -> Iterator[None]:
+def states_uploaded(store: Store | None, run: RunDir, warn: Callable[..., None], every: float = EVERY_SECONDS) -> Iterator[None]:
     """Copies each new resume state while the block runs, and the last one when the stage crashes. Failed copies only give a warning."""
     if store is None or not store.checkpoints:
         yield

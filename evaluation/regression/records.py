@@ -42,8 +42,8 @@ class Band(Frozen):
 class RegressionReport(Frozen):
     """The content of `regression.json`.
 
-    `final`: the last model of the config; `judge`: identity of the judge that decided (config/calibration.py); `before`: the outcomes of
-    the last trusted result's final model, by uid; `band` None: there is no such result.
+    `final`: the last model of the config; `judge`: identity of the judge that decided (config/judging/calibration.py); `before`: the
+    outcomes of the last trusted result's final model, by uid; `band` None: there is no such result.
     """
 
     baseline: str

@@ -77,7 +77,7 @@ def serve(
     from prefect.settings import PREFECT_API_AUTH_STRING, PREFECT_API_URL, temporary_settings
 
     from flows.deployments import deploy, feedback_name, prepare, schedule_of, served
-    from flows.serve import AUTH, FEEDBACK_TOKEN, TRIGGER_TOKEN, Servants, only_one
+    from flows.serve import AUTH, FEEDBACK_TOKEN, TRIGGER_TOKEN, Services, only_one
     from flows.supervise import supervise
     from flows.triggers.feedback import Watch, takes_feedback
     from flows.triggers.runs import FeedbackTrigger
@@ -98,44 +98,44 @@ def serve(
             port = port or free_port(host)
         except OSError as error:
             raise MachineLacks(f"nothing can be served on {host} ({error.strerror}): give another --host") from None
-        servants = Servants(home.absolute(), host, port, [name for name in allow_host.split(",") if name])
-        ours = temporary_settings({PREFECT_API_URL: servants.api, PREFECT_API_AUTH_STRING: servants.auth})
+        services = Services(home.absolute(), host, port, [name for name in allow_host.split(",") if name])
+        ours = temporary_settings({PREFECT_API_URL: services.api, PREFECT_API_AUTH_STRING: services.auth})
         signal.signal(signal.SIGTERM, signal.default_int_handler)
         signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell ignores SIGINT for commands in the background
         try:
-            servants.start_server()
+            services.start_server()
             with ours, get_client(sync_client=True) as client:
                 prepare(client)
                 triggered = []
                 for one in recipes:
-                    made = deploy(servants.api, one, when, ends, one.recipe.name in watches)
+                    made = deploy(services.api, one, when, ends, one.recipe.name in watches)
                     triggered += [name for name in made if name.endswith(f"/{one.recipe.name}")]
-                    servants.record({identity: one.parameters for identity in made.values()})
+                    services.record({identity: one.parameters for identity in made.values()})
                     for name in made:
                         console.print(f"deployment {name}", markup=False, highlight=False)
-                servants.start_worker()
+                services.start_worker()
                 if inboxes := list(dict.fromkeys(folder for one in recipes for folder in inboxes_of(one.recipe))):
-                    told = servants.start_feedback([text for text in given if "=" not in text], inboxes, feedback_port)
-                    console.print(f"feedback: POST {told}/NAME (token: {servants.home / FEEDBACK_TOKEN})", markup=False, highlight=False)
+                    told = services.start_feedback([text for text in given if "=" not in text], inboxes, feedback_port)
+                    console.print(f"feedback: POST {told}/NAME (token: {services.home / FEEDBACK_TOKEN})", markup=False, highlight=False)
                 if trigger_port is not None:
-                    told = servants.start_triggers(triggered, trigger_port, starts_an_hour)
-                    place = servants.home / TRIGGER_TOKEN
+                    told = services.start_triggers(triggered, trigger_port, starts_an_hour)
+                    place = services.home / TRIGGER_TOKEN
                     console.print(f"triggers: POST {told}/FLOW/NAME (token: {place})", markup=False, highlight=False)
                 timing = f"every {every:g} s" if every is not None else f"'{cron}' {timezone}"
                 timing = (timing if when else "none") + (" and on new feedback" if watches else "")
-                console.print(f"schedule: {timing}\nserving on {servants.ui} (Ctrl-C ends it)", markup=False, highlight=False)
-                show_auth(console, servants.api, servants.auth, servants.home / AUTH)
-                token = kept_secret(servants.home / TOKEN)
+                console.print(f"schedule: {timing}\nserving on {services.ui} (Ctrl-C ends it)", markup=False, highlight=False)
+                show_auth(console, services.api, services.auth, services.home / AUTH)
+                token = kept_secret(services.home / TOKEN)
                 for nth, artifacts in enumerate(dict.fromkeys(Path(one.recipe.artifacts).absolute() for one in recipes)):
-                    address = servants.start_dashboard(artifacts, 0 if nth else dashboard_port)
-                    show_address(console, artifacts, address, token, servants.home / TOKEN)
+                    address = services.start_dashboard(artifacts, 0 if nth else dashboard_port)
+                    show_address(console, artifacts, address, token, services.home / TOKEN)
                 triggers = [FeedbackTrigger(client, f"loop/{feedback_name(name)}", watch) for name, watch in watches.items()]
-                supervise(console, client, servants, triggers)
+                supervise(console, client, services, triggers)
         finally:
             signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second Ctrl-C must not interrupt the shutdown
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
             console.print("ending the worker, its runs and the server", markup=False)
-            servants.stop()
+            services.stop()
 
 
 def show_auth(console: Console, api: str, auth: str, file: Path) -> None:

@@ -72,9 +72,9 @@ def stage(name: str, recipe: RecipePlace, *overrides: Override) -> int:
     with _server_loading():
         from flows.alignment import require_parents
         from flows.alignment import stage as flow
-        from tasks.store import bring_parents
+        from tasks.store import fetch_parents
 
-        bring_parents(planned, nodes)
+        fetch_parents(planned, nodes)
         require_parents(planned, nodes)
         require_here(planned, nodes)
         return _run(planned, Asked(recipe, overrides), lambda: flow(planned.recipe, name))

@@ -10,7 +10,7 @@ import psutil
 
 from rlhf_core.cluster.layout import arrange
 from rlhf_core.cluster.ray_cluster import connect, is_ours, leave, reserve
-from rlhf_core.cluster.worker_group import Group
+from rlhf_core.cluster.worker_group import WorkerGroup
 from rlhf_core.config.processes import Wanted
 
 ENDING_SECONDS = 30.0
@@ -24,11 +24,11 @@ def temporary_group(
     factory: Callable[..., Any],
     prepare: tuple[Any, ...] = (),
     span: int = 1,
-    stages: int = 1,
+    pipeline_stages: int = 1,
     **options: Any,
-) -> Iterator[Group]:
-    """Starts the processes of `wanted`, and makes the role's object on each rank (`Group.prepare`, `Group.build`); `span` and `stages`: as
-    of `Group`.
+) -> Iterator[WorkerGroup]:
+    """Starts the processes of `wanted`, and makes the role's object on each rank (`WorkerGroup.prepare`, `WorkerGroup.build`). `span` and
+    `pipeline_stages`: as of `WorkerGroup`.
 
     Raises ValueError and TimeoutError as `reserve`. At the end leaves the cluster; if `connect` started it, waits until its processes have
     ended, because another stage needs their GPUs.
@@ -36,7 +36,7 @@ def temporary_group(
     connect()
     ours = is_ours()
     try:
-        group = Group(name, reserve(arrange({name: wanted}), timeout), 1, span, stages=stages)
+        group = WorkerGroup(name, reserve(arrange({name: wanted}), timeout), 1, span, pipeline_stages=pipeline_stages)
         if prepare:
             group.prepare(*prepare)
         group.build(factory, **options).wait(timeout)

@@ -13,9 +13,9 @@ from typing import Any, NamedTuple
 
 import ray
 
+from rlhf_core.cluster.progress_watch import report
 from rlhf_core.cluster.rank_environment import set_rank_environment, store_address, use_card_of
 from rlhf_core.cluster.reach import end_when_alone, head, own_node
-from rlhf_core.cluster.signs import report
 from rlhf_core.runs.allotment import CORES_ENV
 from rlhf_core.system import progress
 from rlhf_core.system.gc_pause import uncollected

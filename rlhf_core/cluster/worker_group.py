@@ -17,10 +17,10 @@ import ray
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from rlhf_core.cluster.layout import arrange
+from rlhf_core.cluster.progress_watch import NOTICE_SECONDS, Silent, Watch
 from rlhf_core.cluster.rank_environment import LESS_MEMORY
 from rlhf_core.cluster.ray_cluster import Reservation, connect, dead_nodes, is_ours, passed_environment, reserve
 from rlhf_core.cluster.reach import lost, reach
-from rlhf_core.cluster.signs import NOTICE_SECONDS, Silent, Watch
 from rlhf_core.cluster.worker import RankReady, Worker
 from rlhf_core.config import Ranks
 from rlhf_core.runs.run_dir import Outcome, RunDir, StageRequest
@@ -45,14 +45,14 @@ class Pending(NamedTuple, Generic[R]):
     """Holds the references of work that ranks of a group are doing.
 
     `keys`: where each rank reports progress. `spent`: dict to which the slowest rank's seconds are added, under the name of the phase.
-    `stages`: references of the other pipeline stages of engines, which are ready only when these have failed."""
+    `other_stages`: references of the other pipeline stages of engines, which are ready only when these have failed."""
 
     role: str
     phase: str
     refs: list[Any]
     keys: Sequence[str]
     spent: dict[str, float] | None = None
-    stages: Sequence[Any] = ()
+    other_stages: Sequence[Any] = ()
 
     def wait(self, timeout: float) -> list[R]:
         """Waits; returns the results by rank. Raises RoleFailed as soon as one rank failed, or made no progress for `timeout` seconds."""
@@ -91,8 +91,8 @@ class Pending(NamedTuple, Generic[R]):
 def wait_all(pending: Sequence[Pending[Any]], timeout: float) -> list[list[Any]]:
     """Waits for groups that work at once; returns the results by group and rank. Raises RoleFailed as soon as any rank failed, or made no
     progress for `timeout` seconds, NodeLost when a node was lost."""
-    owner = {ref: work for work in pending for ref in (*work.refs, *work.stages)}
-    stages = [ref for work in pending for ref in work.stages]
+    owner = {ref: work for work in pending for ref in (*work.refs, *work.other_stages)}
+    stages = [ref for work in pending for ref in work.other_stages]
     keys = {ref: key for work in pending for ref, key in zip(work.refs, work.keys, strict=True)}
     watch = Watch(keys, timeout, partial(_notice, pending, timeout), partial(_show, pending))
     waiting = [ref for work in pending for ref in work.refs]
@@ -148,9 +148,9 @@ def _without_progress(pending: Sequence[Pending[Any]], refs: Sequence[Any]) -> s
     )
 
 
-class Group:
-    """Starts all ranks of one role. An engine over several GPUs is one rank: `span` processes, in `stages` parts (of vLLM's pipeline), each
-    with a process that works (`Worker.follow`); the processes on its other GPUs only reserve these.
+class WorkerGroup:
+    """Starts all ranks of one role. An engine over several GPUs is one rank: `span` processes, in `pipeline_stages` stages of vLLM's
+    pipeline, each with a process that works (`Worker.follow`); the processes on its other GPUs only reserve these.
     `at_once`: roles that work at the same time, between which and whose ranks the cores of a node are divided.
     `expandable_segments`: whether PyTorch may use them, where the user turns them on (`rlhf_core.system.gpu_allocator`). `together`: the
     ranks wait for each other in collectives, so that the progress of one is that of all."""
@@ -163,7 +163,7 @@ class Group:
         span: int = 1,
         expandable_segments: bool = True,
         together: bool = False,
-        stages: int = 1,
+        pipeline_stages: int = 1,
     ):
         self.name, slots = name, reservation.slots[name]
         self.world_size, key = len(slots) // span, uuid.uuid4().hex
@@ -181,7 +181,7 @@ class Group:
         self._process = process
         self._processes = [process(i) for i in range(len(slots))]
         self._span, self._workers, self._keys = span, self._processes[::span], keys[::span]
-        self._stages, self._following = stages, dict[int, list[Any]]()  # by rank: references of its other stages
+        self._stages, self._following = pipeline_stages, dict[int, list[Any]]()  # by rank: references of its other stages
         self._spent: dict[str, float] = {}
         self._spent_alone: list[dict[str, float]] = [{} for _ in self._workers]  # by `call_rank`
 
@@ -197,7 +197,7 @@ class Group:
         self._made = factory, options
         store = self._workers[0].store_address.remote()  # Ray passes the result of a reference, so this does not wait
         refs = [self._build(rank, store) for rank in range(self.world_size)]
-        return Pending(self.name, "load", refs, self._keys, stages=self._others(range(self.world_size)))
+        return Pending(self.name, "load", refs, self._keys, other_stages=self._others(range(self.world_size)))
 
     def _build(self, rank: int, store: Any) -> Any:
         # Ray shows each worker only its own GPUs, so the device index is always 0 there.
@@ -228,7 +228,7 @@ class Group:
             self._workers[rank] = self._processes[rank * self._span]
         store = self._workers[ranks[0]].store_address.remote()
         refs, keys = [self._build(rank, store) for rank in ranks], [self._keys[rank] for rank in ranks]
-        return Pending(self.name, "load", refs, keys, stages=self._others(ranks))
+        return Pending(self.name, "load", refs, keys, other_stages=self._others(ranks))
 
     def store_address(self, rank: int, timeout: float) -> str:
         """Returns the address of a store that this rank opens."""
@@ -265,7 +265,7 @@ class Group:
         """Yields what the method, as for `call`, yields on the ranks, in the order in which it arrives. Raises RoleFailed as `wait_all`."""
         working = [worker.stream.options(num_returns="streaming").remote(method.__name__, *args, **kwargs) for worker in self._workers]
         waiting, slowest, stages = list(working), 0.0, self._others(range(self.world_size))
-        work = Pending[Any](self.name, phase, working, self._keys, stages=stages)
+        work = Pending[Any](self.name, phase, working, self._keys, other_stages=stages)
         watch = Watch(dict(zip(working, self._keys, strict=True)), timeout, partial(_notice, [work], timeout), partial(_show, [work]))
         while waiting:
             try:
@@ -299,7 +299,9 @@ class Turns:
     def __init__(self, in_turn: bool):
         self._in_turn, self._before = in_turn, list[Any]()
 
-    def start(self, group: Group, phase: str, method: Callable[Concatenate[Any, P], R], *args: P.args, **kwargs: P.kwargs) -> Pending[R]:
+    def start(
+        self, group: WorkerGroup, phase: str, method: Callable[Concatenate[Any, P], R], *args: P.args, **kwargs: P.kwargs
+    ) -> Pending[R]:
         if not self._in_turn:
             return group.call(phase, method, *args, **kwargs)
         work = group.call_after(self._before, phase, method, *args, **kwargs)
@@ -334,7 +336,7 @@ def run_on_group(
     """Runs `work` on every rank of a worker group called `name` and returns rank 0's outcome. `resolve` gives the request, from the
     bytes of the group's smallest GPU (0: there is none)."""
     connect()
-    group = Group(name, reserve(arrange({name: ranks}), timeout=600), 1, together=True)
+    group = WorkerGroup(name, reserve(arrange({name: ranks}), timeout=600), 1, together=True)
     request = resolve(group.gpu_bytes(600))
     group.build(StageRank, work=work, request=request, path=str(run.path)).wait(600)
     return group.call("train", StageRank.run).wait(SILENT_SECONDS)[0]

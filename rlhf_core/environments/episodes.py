@@ -68,7 +68,8 @@ class Episodes:
             raise
 
     async def run(self, asked: Sequence[Asked], sampling: Sampling) -> list[Episode]:
-        """Runs episodes; returns them in the order in which they were asked for. Raises RoleFailed when an engine died."""
+        """Runs episodes; returns them in the order in which they were asked for. Raises RoleFailed when an engine fails or makes no
+        progress; one that died is started anew and asked again."""
         tasks = [asyncio.create_task(self._episode(one, sampling)) for one in asked]
         try:
             return list(await asyncio.gather(*tasks))

@@ -127,8 +127,8 @@ def bytes_of_weights(lora: Lora | None) -> float:
 
 
 def engine_needs(size: Size, over: int) -> float:
-    """Bytes on each of `over` GPUs without which an engine does not start: its weights, and what `rollout.worker` sets aside with its
-    largest batch."""
+    """Bytes on each of `over` GPUs without which an engine does not start: its weights, and what `rollout/patches/worker.py` sets aside
+    with its largest batch."""
     return 2 * size.parameters / over + 3 * GIB
 
 

@@ -305,7 +305,7 @@ def finish(state: LoopState) -> Round:
     return done
 
 
-def alone(folder: Path, seconds: float = 1.0) -> AbstractContextManager[bool]:
+def loop_lock(folder: Path, seconds: float = 1.0) -> AbstractContextManager[bool]:
     """Locks the loop of a recipe's folder until the block ends; yields whether that succeeded.
 
     Waits `seconds` for the lock, because a process that only checks whether it is free holds it for an instant.

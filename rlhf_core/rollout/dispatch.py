@@ -14,7 +14,7 @@ from contextlib import suppress
 from threading import Thread
 from typing import Any, TypeVar
 
-from rlhf_core.cluster.worker_group import Group, Pending, RankDied
+from rlhf_core.cluster.worker_group import Pending, RankDied, WorkerGroup
 from rlhf_core.rollout.engine import Answer, Request, Sampling
 from rlhf_core.rollout.sampler_role import SamplerRole
 
@@ -67,7 +67,7 @@ class Background:
 class Engines:
     """Gives requests to the engines of a group; used in one event loop. `timeout`: seconds that an engine may make no progress."""
 
-    def __init__(self, group: Group, timeout: float):
+    def __init__(self, group: WorkerGroup, timeout: float):
         self._group, self._timeout = group, timeout
         self._keys = itertools.count()
         self._new: list[list[Request]] = [[] for _ in range(group.world_size)]

@@ -37,7 +37,7 @@ from rlhf_core.rollout.environment import (
 )
 from rlhf_core.rollout.patches.engine import applies, find_ranks_in_a_file, keep_rows, sampled_logprobs, wait_for_whole_answers
 from rlhf_core.rollout.patches.models import patch_models, returns_routing
-from rlhf_core.rollout.pipeline import WHOLE, Followers, Stage
+from rlhf_core.rollout.pipeline import WHOLE, Followers, PipelineStage
 from rlhf_core.rollout.weight_receiver import adapter_request
 from rlhf_core.rollout.weight_transfer import Rendezvous, Route
 from rlhf_core.system import progress
@@ -48,7 +48,7 @@ ASKED = "asked-"  # begins the ids of requests of `advance`
 
 @dataclass(frozen=True)
 class Answer:
-    """Holds one sampled answer (`made`). `logprobs[i]` is the sampler's log-prob of `tokens[i]` under the distribution it sampled from.
+    """Holds a sampled answer (`answer_of`). `logprobs[i]` is the sampler's log-prob of `tokens[i]` under the distribution it sampled from.
     `versions`: pairs (first token, version of the weights from there on), of answers to a `Request`.
 
     `finished` is False when the length limit cut it; else the last token is a stop token, or ends a stop text. `experts` (T - 1, layers,
@@ -69,7 +69,7 @@ def _received(tokens: Any, logprobs: Any, *others: Any) -> Answer:
     return Answer(received(tokens), received(logprobs), *others)
 
 
-def made(tokens: Sequence[int], logprobs: Sequence[float], finished: bool, experts: np.ndarray | None = None) -> Answer:
+def answer_of(tokens: Sequence[int], logprobs: Sequence[float], finished: bool, experts: np.ndarray | None = None) -> Answer:
     """Returns an answer of int32 tokens and fp32 log-probs, which processes of a node read where one has stored them."""
     return Answer(array("i", tokens), array("f", logprobs), finished, experts)
 
@@ -146,7 +146,7 @@ class Sampler:
         can_sleep: bool = False,
         routing_replay: bool = False,
         adapter_rank: int = 0,
-        stage: Stage = WHOLE,
+        stage: PipelineStage = WHOLE,
     ):
         on_gpu = torch.cuda.is_available()
         self._dtype, self._trust_remote_code = dtype, trust_remote_code
@@ -381,4 +381,4 @@ def _answer(request: Any) -> Answer:
     logprobs = [] if output.logprobs is None else sampled_logprobs(output.logprobs, tokens)
     if experts is not None and (len(experts) != len(request.prompt_token_ids) + len(tokens) - 1 or not experts.any()):
         raise RuntimeError("vLLM returned no routed experts for these tokens: set routing_replay to false")
-    return made(tokens, logprobs, output.finish_reason == "stop", experts)
+    return answer_of(tokens, logprobs, output.finish_reason == "stop", experts)

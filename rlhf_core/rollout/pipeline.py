@@ -23,7 +23,7 @@ STORE = "ALIGNFLOW_STAGES"  # environment variable of vLLM's worker processes: w
 SCHEME = "alignflow"  # of a store that listens, for torch.distributed
 
 
-class Stage(NamedTuple):
+class PipelineStage(NamedTuple):
     """Names a pipeline stage of an engine: its number of `stages`, and the store of all of them (`rank_environment.store_address`)."""
 
     number: int = 0
@@ -45,7 +45,7 @@ class Stage(NamedTuple):
         return None if self.number else serve_store(self.store)
 
 
-WHOLE = Stage()  # an engine that is not cut
+WHOLE = PipelineStage()  # an engine that is not cut
 
 
 class Followers:

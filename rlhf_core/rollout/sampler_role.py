@@ -11,7 +11,7 @@ import torch
 from rlhf_core.cluster.rank_environment import RANK_VARIABLES
 from rlhf_core.config import Vllm
 from rlhf_core.rollout.engine import Answer, Request, Sampler, Sampling, library
-from rlhf_core.rollout.pipeline import Stage
+from rlhf_core.rollout.pipeline import PipelineStage
 from rlhf_core.system.gc_pause import uncollected
 
 
@@ -30,7 +30,7 @@ class SamplerRole(Sampler):
         for name in RANK_VARIABLES:
             os.environ.pop(name, None)
         # Requests without a seed of their own draw from the engine's.
-        super().__init__(model, vllm=vllm, stage=Stage(*stage), **options | {"seed": options["seed"] + self.rank})
+        super().__init__(model, vllm=vllm, stage=PipelineStage(*stage), **options | {"seed": options["seed"] + self.rank})
         self.first = self.rank * vllm.processes
         self._seed_whole = torch.cuda.is_available() and not vllm.seed_answers
 

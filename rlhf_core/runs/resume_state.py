@@ -79,13 +79,13 @@ def kept_zero_stage(run: RunDir, layout: Mapping[str, int | str]) -> int | None:
     return int(kept["zero_stage"]) if kept and same else None
 
 
-class Publishing:
+class Commit:
     """Waits on a thread until other threads and processes have written `files` of an open state, then closes it."""
 
     def __init__(self, run: RunDir, step: int, keep: int, loop: Mapping[str, Any], files: Sequence[str]):
         self._error: BaseException | None = None
         self._state, self._files = (run, step, keep, loop), [open_state(run, step, clear=False) / file for file in files]
-        self._thread = Thread(target=self._work, name="state publisher", daemon=True)
+        self._thread = Thread(target=self._work, name="state commit", daemon=True)
         self._thread.start()
 
     def _work(self) -> None:
@@ -104,13 +104,11 @@ class Publishing:
             raise self._error
 
 
-def save(
-    run: RunDir, step: int, keep: int, loop: Mapping[str, Any], write: Callable[[Path], None], files: Sequence[str] = ()
-) -> Publishing:
+def save(run: RunDir, step: int, keep: int, loop: Mapping[str, Any], write: Callable[[Path], None], files: Sequence[str] = ()) -> Commit:
     """Stores a state: `write(folder)` fills a temporary folder, which is renamed once `files`, which others write, are there too. The
     newest `keep` states stay."""
     write(open_state(run, step, clear=True))
-    return Publishing(run, step, keep, loop, files)
+    return Commit(run, step, keep, loop, files)
 
 
 def rank_file(rank: int) -> str:

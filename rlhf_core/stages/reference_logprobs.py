@@ -26,7 +26,7 @@ from rlhf_core.runs.run_dir import STATE, RunDir
 from rlhf_core.system import progress
 from rlhf_core.system.files import digest, write_bytes
 from rlhf_core.training.engine import Engine
-from rlhf_core.training.train_loop import turns
+from rlhf_core.training.train_loop import passes_of_rank
 from rlhf_core.training.zero_shards import FrozenZero
 
 Model = Policy | FrozenZero | Engine  # what computes log-probs
@@ -85,11 +85,11 @@ def dealt_logprobs(
     values = torch.zeros(starts[-1], dtype=torch.float64, device=engine.device)
     module.eval()
     with torch.no_grad():
-        for turn in turns(len(micro_batches), engine):
-            part, _ = answer_logprobs_and_balance(policy, micro_batches[turn.place], pad_token_id, mean, engine.device, passes)
+        for own in passes_of_rank(len(micro_batches), engine):
+            part, _ = answer_logprobs_and_balance(policy, micro_batches[own.place], pad_token_id, mean, engine.device, passes)
             progress.made()
-            if turn.counted:
-                values[starts[turn.place] : starts[turn.place + 1]] = part.double()
+            if own.counted:
+                values[starts[own.place] : starts[own.place + 1]] = part.double()
     module.train()
     return engine.all_reduce(values)
 

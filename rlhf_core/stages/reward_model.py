@@ -26,7 +26,7 @@ from rlhf_core.runs.run_dir import STATE, Outcome, RunDir, StageRequest
 from rlhf_core.system.files import write_text
 from rlhf_core.training.engine import Engine
 from rlhf_core.training.ranks import finish_training, make_engine, on_ranks, shards_of
-from rlhf_core.training.train_loop import Task, fit, replicas, turns
+from rlhf_core.training.train_loop import Task, fit, passes_of_rank, replicas
 
 STATISTICS_PAIRS = 512  # pairs of the training data the statistics come from when there is no evaluation split
 
@@ -97,10 +97,10 @@ def score_all(engine: Engine, pairs: Sequence[Pair], pad_token_id: int, passes: 
     scores = torch.zeros(2, len(pairs), device=engine.device)
     engine.module.eval()
     with torch.no_grad():
-        for turn in turns(len(parts), engine):
-            part, first = parts[turn.place], parts.starts[turn.place]
+        for own in passes_of_rank(len(parts), engine):
+            part, first = parts[own.place], parts.starts[own.place]
             found = pair_scores(engine, part, pad_token_id, passes)
-            if turn.counted:
+            if own.counted:
                 scores[:, first : first + len(part)] = found
     engine.module.train()
     return engine.all_reduce(scores).cpu().numpy()

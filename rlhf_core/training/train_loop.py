@@ -127,14 +127,14 @@ def accumulate(engine: Engine, micro_batches: Sequence[Any], loss: Callable[[Any
     Micro-batches go to the ranks round-robin. In an incomplete last turn a rank repeats the last micro-batch with weight 0, so that
     every rank runs the same collectives of ZeRO-3. Ranks that compute a pass together each add the gradient of their part of it.
     """
-    mine = turns(len(micro_batches), engine)
+    mine = passes_of_rank(len(micro_batches), engine)
     sums: dict[str, torch.Tensor] = {}
-    for number, turn in enumerate(mine, 1):
-        result = loss(micro_batches[turn.place])
-        engine.backward(result.loss * turn.weight, last=number == len(mine))
+    for number, own in enumerate(mine, 1):
+        result = loss(micro_batches[own.place])
+        engine.backward(result.loss * own.weight, last=number == len(mine))
         progress.made()
         for name, value in result.metrics.items():
-            sums[name] = sums.get(name, torch.zeros_like(value)) + value.detach() * turn.counted
+            sums[name] = sums.get(name, torch.zeros_like(value)) + value.detach() * own.counted
     metrics = sum_metrics(engine, sums)
     for name, mean in metrics.items():
         if name.rpartition("/")[2] == "loss":
@@ -142,7 +142,7 @@ def accumulate(engine: Engine, micro_batches: Sequence[Any], loss: Callable[[Any
     return metrics
 
 
-class Turn(NamedTuple):
+class RankPass(NamedTuple):
     """A pass of this rank: the place of its micro-batch, its weight in the loss, and in what is summed over all ranks."""
 
     place: int
@@ -158,11 +158,11 @@ class Holder(Protocol):
     sharing: int
 
 
-def turns(count: int, holder: Holder) -> list[Turn]:
+def passes_of_rank(count: int, holder: Holder) -> list[RankPass]:
     """Returns the passes of this rank over `count` micro-batches. The ranks that compute passes together have the same ones; the first
     counts their results."""
     first, dealt = holder.rank % holder.sharing == 0, deal(count, holder.rank // holder.sharing, replicas(holder))
-    return [Turn(index, weight, weight * first) for index, weight in dealt]
+    return [RankPass(index, weight, weight * first) for index, weight in dealt]
 
 
 def replicas(holder: Holder) -> int:
@@ -190,9 +190,9 @@ def held_out_metrics(engine: Engine, micro_batches: Sequence[Any], loss: Callabl
     engine.module.eval()
     sums: dict[str, torch.Tensor] = {}
     with torch.no_grad():
-        for turn in turns(len(micro_batches), engine):
-            for name, value in loss(micro_batches[turn.place]).metrics.items():
-                sums[name] = sums.get(name, torch.zeros((), dtype=torch.float64, device=value.device)) + value.double() * turn.counted
+        for own in passes_of_rank(len(micro_batches), engine):
+            for name, value in loss(micro_batches[own.place]).metrics.items():
+                sums[name] = sums.get(name, torch.zeros((), dtype=torch.float64, device=value.device)) + value.double() * own.counted
             progress.made()
     engine.module.train()
     return {f"eval/{name}": value for name, value in sum_metrics(engine, sums).items()}
@@ -203,7 +203,7 @@ class Saving:
 
     def __init__(self, engine: Engine, run: RunDir, keep: int):
         self._engine, self._run, self._keep = engine, run, keep
-        self._publishing: resume_state.Publishing | None = None
+        self._commit: resume_state.Commit | None = None
 
     def begin(self, step: int, loop: dict[str, Any]) -> None:
         """Returns when every rank has copied its part; a collective. Raises what the state before failed with, such as OSError."""
@@ -215,10 +215,10 @@ class Saving:
         engine.save_state(resume_state.open_state(run, step, clear=False))
         if engine.rank == 0:
             files = [resume_state.rank_file(rank) for rank in range(engine.world_size)]
-            self._publishing = resume_state.Publishing(run, step, self._keep, loop, files)
+            self._commit = resume_state.Commit(run, step, self._keep, loop, files)
 
     def finish(self) -> None:
         """Waits for the last state."""
         self._engine.finish_saving()
-        if self._publishing:
-            self._publishing.wait()
+        if self._commit:
+            self._commit.wait()

@@ -24,7 +24,7 @@ from rlhf_core.data.chat import load_tokenizer
 from rlhf_core.data.documents import Document, Prompt
 from rlhf_core.rewards.clients import Rewards
 from rlhf_core.rewards.combine import Term
-from rlhf_core.rollout.engine import Answer, made
+from rlhf_core.rollout.engine import Answer, answer_of
 from rlhf_core.stages.ppo.credit import credit, divergence
 from rlhf_core.stages.ppo.iteration import Schedule, minibatches
 from rlhf_core.stages.ppo.records import Experience, Part, Scores
@@ -47,7 +47,9 @@ def timed(name: str) -> Iterator[None]:
 def answer(count: int, tokens: int, vocabulary: int) -> list[tuple[int, list[Answer]]]:
     """An engine's answers, four to a prompt."""
     numbers = np.random.default_rng(0)
-    groups = [[made(numbers.integers(5, vocabulary, tokens).tolist(), [-1.0] * tokens, True) for _ in range(4)] for _ in range(count // 4)]
+    groups = [
+        [answer_of(numbers.integers(5, vocabulary, tokens).tolist(), [-1.0] * tokens, True) for _ in range(4)] for _ in range(count // 4)
+    ]
     return list(enumerate(groups))
 
 

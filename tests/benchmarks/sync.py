@@ -55,7 +55,7 @@ def main() -> None:
         before = gap(fleet, documents)
         time.sleep(1)
         at_rest, start = list(peaks), time.monotonic()
-        fleet.publish_weights()
+        fleet.sync_weights()
         seconds = time.monotonic() - start
         rise = [round((peak - rest) / 2**30, 2) for peak, rest in zip(peaks, at_rest, strict=True)]
         print(

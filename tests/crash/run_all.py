@@ -26,7 +26,7 @@ from contextlib import closing
 from pathlib import Path
 from threading import Lock
 
-from flows.serve import Servants
+from flows.serve import Services
 from rlhf_core.cluster.rank_environment import free_port
 from rlhf_core.system.files import write_text
 from tests.crash.points import WHEN, WHO, Chain, Moment, Outcome, files, measure, point
@@ -154,7 +154,7 @@ def main() -> int:
 
     made = material(out)
     chain = Chain("crash", STAGES, lambda folder: prepare(folder, made, out / "home"))
-    server = Servants(out / "home", "127.0.0.1", free_port("127.0.0.1"))
+    server = Services(out / "home", "127.0.0.1", free_port("127.0.0.1"))
     try:
         server.start_server()
         moments = reference(chain, out, STAGES[: last + 1], server.api)

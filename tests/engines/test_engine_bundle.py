@@ -9,7 +9,7 @@ from ray.util import placement_group_table
 
 from rlhf_core.cluster.layout import arrange
 from rlhf_core.cluster.ray_cluster import connect, leave, reserve
-from rlhf_core.cluster.worker_group import Group
+from rlhf_core.cluster.worker_group import WorkerGroup
 from rlhf_core.config import Ranks, Vllm
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
@@ -29,7 +29,7 @@ def test_three_ranks_and_an_engine_of_four_fit_two_nodes_of_four(monkeypatch: py
         node_of = placement_group_table(reservation.group)["bundles_to_node_id"]
         nodes = {name: {node_of[slot.bundle] for slot in slots} for name, slots in reservation.slots.items()}
         assert len(nodes["actor"]) == len(nodes["sampler"]) == 1 and nodes["actor"] != nodes["sampler"]
-        engine = Group("sampler", reservation, 1, span=GPUS)
+        engine = WorkerGroup("sampler", reservation, 1, span=GPUS)
         held = ray.get([process.gpu_ids.remote() for process in engine._processes], timeout=60)
         assert engine.world_size == 1 and sorted(gpu for each in held for gpu in each) == ["0", "1", "2", "3"]
         with pytest.raises(ValueError, match=r"lacks a node with 0\.8 CPUs and 8 GPUs \(the largest have 2 CPUs, 4 GPUs\) for sampler 8 x"):

@@ -17,7 +17,7 @@ from ray.cluster_utils import Cluster
 from rlhf_core.cluster import worker_group
 from rlhf_core.cluster.layout import arrange
 from rlhf_core.cluster.ray_cluster import connect, passed_environment, reserve
-from rlhf_core.cluster.worker_group import Group, RoleFailed, Turns, wait_all
+from rlhf_core.cluster.worker_group import RoleFailed, Turns, WorkerGroup, wait_all
 from rlhf_core.config import Ranks
 from tests.support.micro import wait_until
 
@@ -71,14 +71,14 @@ class Role:
 
 
 @pytest.fixture(scope="module")
-def groups() -> Iterator[tuple[Group, Group]]:
+def groups() -> Iterator[tuple[WorkerGroup, WorkerGroup]]:
     ray.cloudpickle.register_pickle_by_value(__import__(__name__, fromlist=["Role"]))
     os.environ |= SETTINGS
     somebody_elses = Cluster(initialize_head=True, head_node_args={"num_cpus": 77, "object_store_memory": 100 << 20})
     connect()
     two = Ranks(num_ranks_per_node=2, cpus=0.25)
     reservation = reserve(arrange({"critic": two, "actor": two}), 30)
-    made = Group("critic", reservation, 3), Group("actor", reservation, 3, expandable_segments=False)
+    made = WorkerGroup("critic", reservation, 3), WorkerGroup("actor", reservation, 3, expandable_segments=False)
     for pending in [group.build(Role) for group in made]:
         pending.wait(60)
     yield made
@@ -88,19 +88,19 @@ def groups() -> Iterator[tuple[Group, Group]]:
         del os.environ[name]
 
 
-def test_a_cluster_that_runs_on_the_machine_already_is_left_alone(groups: tuple[Group, Group]) -> None:
+def test_a_cluster_that_runs_on_the_machine_already_is_left_alone(groups: tuple[WorkerGroup, WorkerGroup]) -> None:
     assert ray.cluster_resources()["CPU"] == os.cpu_count()
 
 
 @pytest.mark.parametrize("in_turn", [True, False])
-def test_groups_work_in_turn_or_at_once(in_turn: bool, groups: tuple[Group, Group]) -> None:
+def test_groups_work_in_turn_or_at_once(in_turn: bool, groups: tuple[WorkerGroup, WorkerGroup]) -> None:
     turns = Turns(in_turn)
     first, second = (work.wait(30) for work in [turns.start(group, "score", Role.works, 1.5) for group in groups])
     ended, begun = max(end for _, end in first), min(start for start, _ in second)
     assert (begun >= ended) == in_turn
 
 
-def test_a_failure_before_its_turn_is_named_as_it_is(groups: tuple[Group, Group]) -> None:
+def test_a_failure_before_its_turn_is_named_as_it_is(groups: tuple[WorkerGroup, WorkerGroup]) -> None:
     turns = Turns(True)
     raising, working = (turns.start(group, "score", method) for group, method in zip(groups, (Role.raises, Role.variables), strict=True))
     with pytest.raises(RoleFailed, match=r"critic failed in 'score': KeyError\('gone'\)"):
@@ -108,7 +108,7 @@ def test_a_failure_before_its_turn_is_named_as_it_is(groups: tuple[Group, Group]
     assert len(working.wait(30)) == 2
 
 
-def test_failures_name_the_role_the_phase_and_what_to_do(groups: tuple[Group, Group]) -> None:
+def test_failures_name_the_role_the_phase_and_what_to_do(groups: tuple[WorkerGroup, WorkerGroup]) -> None:
     critic, _ = groups
     with pytest.raises(RoleFailed, match=r"critic failed in 'train': KeyError\('gone'\)"):
         critic.call("train", Role.raises).wait(30)
@@ -122,7 +122,7 @@ def test_failures_name_the_role_the_phase_and_what_to_do(groups: tuple[Group, Gr
         critic.call("train", Role.full).wait(30)
 
 
-def test_a_rank_that_does_not_answer_is_named_in_time(groups: tuple[Group, Group]) -> None:
+def test_a_rank_that_does_not_answer_is_named_in_time(groups: tuple[WorkerGroup, WorkerGroup]) -> None:
     critic, actor = groups
     start = time.monotonic()
     with pytest.raises(RoleFailed, match=r"actor: ranks \[0, 1\] made no progress in 'send weights' for 2 s; raise `timeout`"):
@@ -131,7 +131,7 @@ def test_a_rank_that_does_not_answer_is_named_in_time(groups: tuple[Group, Group
     assert actor.call("again", Role.waits, 0).wait(30) == ["done", "done"]
 
 
-def test_the_failure_of_one_group_ends_the_wait_for_another(groups: tuple[Group, Group]) -> None:
+def test_the_failure_of_one_group_ends_the_wait_for_another(groups: tuple[WorkerGroup, WorkerGroup]) -> None:
     critic, actor = groups
     start = time.monotonic()
     with pytest.raises(RoleFailed, match="critic failed in 'send'"):
@@ -140,7 +140,7 @@ def test_the_failure_of_one_group_ends_the_wait_for_another(groups: tuple[Group,
     actor.call("again", Role.waits, 0).wait(30)
 
 
-def test_a_stream_comes_while_the_ranks_still_work(groups: tuple[Group, Group]) -> None:
+def test_a_stream_comes_while_the_ranks_still_work(groups: tuple[WorkerGroup, WorkerGroup]) -> None:
     critic, _ = groups
     critic.take_seconds()
     start, seen = time.monotonic(), []
@@ -152,7 +152,7 @@ def test_a_stream_comes_while_the_ranks_still_work(groups: tuple[Group, Group]) 
     assert 4.2 <= critic.take_seconds()["generate"] <= last and critic.take_seconds() == {}
 
 
-def test_a_stream_that_fails_or_falls_silent_names_its_role(groups: tuple[Group, Group]) -> None:
+def test_a_stream_that_fails_or_falls_silent_names_its_role(groups: tuple[WorkerGroup, WorkerGroup]) -> None:
     critic, actor = groups
     with pytest.raises(RoleFailed, match=r"critic failed in 'generate': KeyError\('gone'\)"):
         list(critic.stream("generate", 30, Role.counts, [0.1], "gone"))
@@ -161,7 +161,7 @@ def test_a_stream_that_fails_or_falls_silent_names_its_role(groups: tuple[Group,
     assert actor.call("again", Role.waits, 0).wait(30) == ["done", "done"]
 
 
-def test_a_preparation_that_fails_raises_when_the_role_is_built(groups: tuple[Group, Group]) -> None:
+def test_a_preparation_that_fails_raises_when_the_role_is_built(groups: tuple[WorkerGroup, WorkerGroup]) -> None:
     _, actor = groups
     actor.prepare("no_such_module:function")
     assert actor.call("again", Role.waits, 0).wait(30) == ["done", "done"], "nobody waits for it"
@@ -169,7 +169,7 @@ def test_a_preparation_that_fails_raises_when_the_role_is_built(groups: tuple[Gr
         actor.build(Role).wait(30)
 
 
-def test_work_is_timed_by_phase_and_reported_once(groups: tuple[Group, Group]) -> None:
+def test_work_is_timed_by_phase_and_reported_once(groups: tuple[WorkerGroup, WorkerGroup]) -> None:
     critic, _ = groups
     critic.take_seconds()
     for _ in range(2):
@@ -177,7 +177,7 @@ def test_work_is_timed_by_phase_and_reported_once(groups: tuple[Group, Group]) -
     assert 0.4 <= critic.take_seconds()["score"] < 2 and critic.take_seconds() == {}
 
 
-def test_workers_inherit_the_settings_of_the_libraries(groups: tuple[Group, Group]) -> None:
+def test_workers_inherit_the_settings_of_the_libraries(groups: tuple[WorkerGroup, WorkerGroup]) -> None:
     """Among them those that keep NVLink multicast off. The stage's cores are divided by three roles and two ranks of each on the node."""
     for seen in groups[0].call("look", Role.variables).wait(30):
         assert seen["NCCL_NVLS_ENABLE"] == "0" and seen["OMP_NUM_THREADS"] == "2"
@@ -188,12 +188,12 @@ def test_workers_inherit_the_settings_of_the_libraries(groups: tuple[Group, Grou
         del os.environ["TORCH_SYMM_MEM_DISABLE_MULTICAST"], os.environ["NVSHMEM_DISABLE_NVLS"]
 
 
-def test_what_shares_memory_in_other_ways_does_without_growing_segments(groups: tuple[Group, Group]) -> None:
+def test_what_shares_memory_in_other_ways_does_without_growing_segments(groups: tuple[WorkerGroup, WorkerGroup]) -> None:
     critic, actor = (group.call("look", Role.variables).wait(30)[0]["PYTORCH_CUDA_ALLOC_CONF"] for group in groups)
     assert critic == SETTINGS["PYTORCH_CUDA_ALLOC_CONF"] and actor == "max_split_size_mb:64"
 
 
-def test_a_rank_that_dies_ends_the_wait_and_is_named(groups: tuple[Group, Group], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_that_dies_ends_the_wait_and_is_named(groups: tuple[WorkerGroup, WorkerGroup], monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where another rank has raised an error before, as one that was connected with it does. Last: the group is gone afterwards."""
     monkeypatch.setattr(worker_group, "DEATH_SECONDS", 20.0)
     critic, actor = groups
@@ -205,7 +205,7 @@ def test_a_rank_that_dies_ends_the_wait_and_is_named(groups: tuple[Group, Group]
     wait_until(lambda: not psutil.pid_exists(victim), "the dead rank to be reaped")
 
 
-def test_a_rank_that_dies_ends_a_stream_and_is_named(groups: tuple[Group, Group]) -> None:
+def test_a_rank_that_dies_ends_a_stream_and_is_named(groups: tuple[WorkerGroup, WorkerGroup]) -> None:
     """Last of all, for the same reason."""
     _, actor = groups
     victim = actor.call("look", Role.pid).wait(30)[1]

@@ -15,10 +15,10 @@ import psutil
 import pytest
 import ray
 
-from rlhf_core.cluster import signs, worker_group
+from rlhf_core.cluster import progress_watch, worker_group
 from rlhf_core.cluster.layout import arrange
 from rlhf_core.cluster.ray_cluster import connect, reserve
-from rlhf_core.cluster.worker_group import Group, RoleFailed
+from rlhf_core.cluster.worker_group import RoleFailed, WorkerGroup
 from rlhf_core.config import Ranks
 from rlhf_core.system import progress
 from rlhf_core.system.machine import NodeLost
@@ -64,13 +64,13 @@ class Role:
 
 
 @pytest.fixture(scope="module")
-def groups() -> Iterator[tuple[Group, Group]]:
+def groups() -> Iterator[tuple[WorkerGroup, WorkerGroup]]:
     """Ranks apart, and together."""
     ray.cloudpickle.register_pickle_by_value(__import__(__name__, fromlist=["Role"]))
     connect()
     two = Ranks(num_ranks_per_node=2, cpus=0.25)
     reservation = reserve(arrange({"actor": two, "sft": two}), 30)
-    made = Group("actor", reservation, 1), Group("sft", reservation, 1, together=True)
+    made = WorkerGroup("actor", reservation, 1), WorkerGroup("sft", reservation, 1, together=True)
     for pending in [group.build(Role) for group in made]:
         pending.wait(60)
     yield made
@@ -78,15 +78,15 @@ def groups() -> Iterator[tuple[Group, Group]]:
 
 
 @pytest.fixture
-def group(groups: tuple[Group, Group]) -> Group:
+def group(groups: tuple[WorkerGroup, WorkerGroup]) -> WorkerGroup:
     return groups[0]
 
 
 def test_work_that_makes_progress_may_take_longer_than_the_timeout(
-    group: Group, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    group: WorkerGroup, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """And the log shows what was done."""
-    monkeypatch.setattr(signs, "SHOWN_SECONDS", LONG / 2)
+    monkeypatch.setattr(progress_watch, "SHOWN_SECONDS", LONG / 2)
     start = time.monotonic()
     assert group.call("train", Role.works, LONG).wait(TIMEOUT) == ["done", "done"]
     assert group.call("save", Role.writes, str(tmp_path), LONG).wait(TIMEOUT) == ["done", "done"]
@@ -98,14 +98,14 @@ def test_work_that_makes_progress_may_take_longer_than_the_timeout(
         assert re.search(rf"^actor in '{phase}': [1-9]\d* parts of work in \d+ s$", shown, re.MULTILINE), shown
 
 
-def test_ranks_that_finished_may_wait_for_whoever_takes_their_answers(group: Group) -> None:
+def test_ranks_that_finished_may_wait_for_whoever_takes_their_answers(group: WorkerGroup) -> None:
     stream = group.stream("generate", TIMEOUT, Role.answers, 0.5)
     assert next(stream) == "done"
     time.sleep(TIMEOUT + 1)
     assert next(stream) == "done"
 
 
-def test_a_rank_that_hangs_after_some_work_is_named_in_time(group: Group) -> None:
+def test_a_rank_that_hangs_after_some_work_is_named_in_time(group: WorkerGroup) -> None:
     start = time.monotonic()
     with pytest.raises(RoleFailed, match=r"actor: ranks \[(0|1|0, 1)\] made no progress in 'train' for 3 s; raise `timeout`"):
         group.call("train", Role.works, 2.0, 8.0).wait(TIMEOUT)
@@ -113,7 +113,7 @@ def test_a_rank_that_hangs_after_some_work_is_named_in_time(group: Group) -> Non
     assert group.call("again", Role.works, 0).wait(30) == ["done", "done"]
 
 
-def test_ranks_that_work_together_may_wait_for_one_of_them(groups: tuple[Group, Group]) -> None:
+def test_ranks_that_work_together_may_wait_for_one_of_them(groups: tuple[WorkerGroup, WorkerGroup]) -> None:
     apart, together = groups
     assert together.call("train", Role.first_alone, LONG).wait(TIMEOUT) == ["done", "done"]
     with pytest.raises(RoleFailed, match=r"sft: ranks \[0, 1\] made no progress in 'train' for 3 s; .* start the stage again: it resumes"):
@@ -124,10 +124,10 @@ def test_ranks_that_work_together_may_wait_for_one_of_them(groups: tuple[Group, 
 
 
 def test_a_rank_that_is_stopped_is_named_while_the_other_works(
-    group: Group, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    group: WorkerGroup, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """In the log, then by the error. Last: the stopped rank is killed."""
-    for module in (signs, worker_group):
+    for module in (progress_watch, worker_group):
         monkeypatch.setattr(module, "NOTICE_SECONDS", 2.0)
     victim = group.call("look", Role.pid).wait(30)[1]
     start = time.monotonic()
@@ -144,7 +144,7 @@ def test_a_rank_that_is_stopped_is_named_while_the_other_works(
     assert capfd.readouterr().out.count(f"actor: ranks [1] made no progress in 'generate' {told}\n") == 1
 
 
-def test_a_raylet_that_dies_is_one_sentence(groups: tuple[Group, Group]) -> None:
+def test_a_raylet_that_dies_is_one_sentence(groups: tuple[WorkerGroup, WorkerGroup]) -> None:
     """After all others: the cluster is gone."""
     _, together = groups
     pending = together.call("train", Role.works, 60.0)

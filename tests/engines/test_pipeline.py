@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from rlhf_core.cluster.ray_cluster import leave
 from rlhf_core.cluster.temporary_group import temporary_group
-from rlhf_core.cluster.worker_group import Group, RankDied
+from rlhf_core.cluster.worker_group import RankDied, WorkerGroup
 from rlhf_core.config import Vllm
 from rlhf_core.rollout.engine import Answer, Sampling
 from rlhf_core.rollout.sampler_role import SamplerRole
@@ -25,7 +25,7 @@ PREPARE = ("rlhf_core.rollout.sampler_role:prepare", 0.5)
 
 
 @contextmanager
-def engine(material: Path, stages: int) -> Iterator[Group]:
+def engine(material: Path, stages: int) -> Iterator[WorkerGroup]:
     vllm = Vllm(pipeline_parallel_size=stages, cpus=0.5, kv_cache_gib=0.5)
     parts = {"span": stages, "stages": stages}
     options = {"model": str(material / "base"), "seed": 0, "max_model_len": 64, "vllm": vllm}
@@ -45,7 +45,7 @@ def weights(material: Path, tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(folder)
 
 
-def said(group: Group, checkpoint: str = "") -> list[tuple[int, list[Answer]]]:
+def said(group: WorkerGroup, checkpoint: str = "") -> list[tuple[int, list[Answer]]]:
     if checkpoint:
         group.call("load", SamplerRole.load, checkpoint).wait(100)
     return group.call("generate", SamplerRole.generate_share, PROMPTS, SEEDS, Sampling(2, 1.0, 20, [1])).wait(100)[0]

@@ -19,7 +19,7 @@ DRIVER = """
 import json
 from rlhf_core.cluster.layout import arrange
 from rlhf_core.cluster.ray_cluster import connect, leave, reserve
-from rlhf_core.cluster.worker_group import Group
+from rlhf_core.cluster.worker_group import WorkerGroup
 from rlhf_core.config import Ranks
 
 class Role:  # of `__main__`, so that Ray sends it by value
@@ -28,7 +28,7 @@ class Role:  # of `__main__`, so that Ray sends it by value
         return [m.__file__ for m in (evaluation, flows, rlhf_core, tasks, tokenize)], DRIVERS_FOLDER in sys.path
 
 connect()
-group = Group("actor", reserve(arrange({"actor": Ranks(num_ranks_per_node=2, cpus=0.25)}), 30), 1)
+group = WorkerGroup("actor", reserve(arrange({"actor": Ranks(num_ranks_per_node=2, cpus=0.25)}), 30), 1)
 group.build(Role).wait(90)
 print(json.dumps(group.call("look", Role.files).wait(60)))
 leave()

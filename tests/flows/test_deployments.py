@@ -24,7 +24,7 @@ from prefect.workers.process import ProcessWorker
 import flows.serve
 from flows.cli.app import main
 from flows.deployments import SILENT, deploy, job_template, prepare, schedule_of, served, sweep
-from flows.serve import LOG, POOL, Servants
+from flows.serve import LOG, POOL, Services
 from flows.triggers.events import NEW
 from rlhf_core.recipe.load import load_recipe
 from tasks.served import own_recipe
@@ -209,7 +209,7 @@ def test_runs_without_a_process_are_ended(prefect: str, listed: str, now: str, t
 
 def test_the_log_has_a_maximum_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(flows.serve, "LOG_BYTES", 1000)
-    servants, log = Servants(tmp_path, "127.0.0.1", 0), tmp_path / LOG
+    services, log = Services(tmp_path, "127.0.0.1", 0), tmp_path / LOG
     command = "import sys\nfor line in sys.stdin: print('x' * 600, line, flush=True)"  # appends, as server and worker do
     with log.open("ab") as out, subprocess.Popen([sys.executable, "-c", command], stdin=subprocess.PIPE, stdout=out) as writer:
         assert writer.stdin is not None
@@ -217,7 +217,7 @@ def test_the_log_has_a_maximum_size(tmp_path: Path, monkeypatch: pytest.MonkeyPa
             writer.stdin.write(b"%d\n" % number)
             writer.stdin.flush()
             wait_until(lambda text=f" {number}\n": text in log.read_text(), "the line")
-            servants.bound_log()
+            services.bound_log()
             assert (log.stat().st_size, (tmp_path / f"{LOG}.1").exists()) == (size, copy)
         writer.stdin.close()
     assert (tmp_path / f"{LOG}.1").read_text().split()[1::2] == ["0", "1"] and log.read_text().endswith(" 2\n\n")

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-from flows.serve import Servants
+from flows.serve import Services
 from rlhf_core.cluster.rank_environment import free_port
 from tests.nights import town
 from tests.nights.faults import Faults
@@ -77,12 +77,12 @@ def living(folder: Path, home: Path, base: Path, faults: Faults) -> Iterator[tup
         )
         hub = stack.enter_context(hub_server.serve())
         taken, held_out = write_files(folder, base, judge.url, faults.seed, faults.questions)
-        servants = Servants(home, "127.0.0.1", free_port("127.0.0.1"))
-        stack.callback(servants.stop)
-        servants.start_server()
+        services = Services(home, "127.0.0.1", free_port("127.0.0.1"))
+        stack.callback(services.stop)
+        services.start_server()
         doubles = {"HF_ENDPOINT": hub.url, "HF_TOKEN": hub_server.TOKEN, "TOWN_JUDGE_KEY": chat_endpoint.SECRET}
         caches = {"HF_HOME": str(home / "huggingface")}
-        environment = servants.environment() | PLAIN | doubles | caches | {"PYTHONPATH": str(ROOT)}
+        environment = services.environment() | PLAIN | doubles | caches | {"PYTHONPATH": str(ROOT)}
         environment.pop("ALIGNFLOW_LIMIT", None)
         here = Here(folder, environment)
         feedback, dashboard = free_port("127.0.0.1"), free_port("127.0.0.1")

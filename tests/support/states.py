@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 
 
-def wait_until_published() -> None:
+def wait_until_complete() -> None:
     """Returns once no state is being written in this process, so that a test's kill comes after it."""
     for thread in threading.enumerate():
         if thread.name in ("state writer", "state publisher"):

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
-from rlhf_core.cluster.worker_group import Group, Pending, RankDied, Turns, in_order, put_on_nodes, wait_all
+from rlhf_core.cluster.worker_group import Pending, RankDied, Turns, WorkerGroup, in_order, put_on_nodes, wait_all
 from rlhf_core.data.documents import Document
 from rlhf_core.environments.episodes import Episodes
 from rlhf_core.rewards.clients import Clients, Rewards, collect
@@ -75,11 +75,11 @@ class Fleet:
     no collective of one waits on a GPU that computes for another, and a GPU that scores does not switch between processes.
     """
 
-    actor: Group
-    critic: Group | None
-    reference: Group | None
-    rewards: Mapping[str, Group]
-    sampler: Group
+    actor: WorkerGroup
+    critic: WorkerGroup | None
+    reference: WorkerGroup | None
+    rewards: Mapping[str, WorkerGroup]
+    sampler: WorkerGroup
     clients: Clients
     decode_all: Decode
     timeout: float
@@ -188,7 +188,7 @@ class Fleet:
         sent = by_reference(experience, stored, sum(group.world_size for group in groups))
         shared = put_on_nodes(sent.experience)
 
-        def start(group: Group) -> Pending[Steps]:
+        def start(group: WorkerGroup) -> Pending[Steps]:
             if self.in_turn:
                 self.release_memory()
             places, references = sent.read_by(group.name)
@@ -203,7 +203,7 @@ class Fleet:
         return Steps([dict(pair for metrics in step for pair in metrics.items()) for step in steps], sorted(logprobs.items()))
 
     @property
-    def trained(self) -> list[Group]:
+    def trained(self) -> list[WorkerGroup]:
         """Returns the groups that have an optimiser."""
         return [self.actor] if self.critic is None else [self.critic, self.actor]
 
@@ -214,7 +214,7 @@ class Fleet:
         return sum(self.machine.shapes[group.name].weight_bytes // width for group in self.trained)
 
     def sleep(self, keep_weights: bool) -> None:
-        """Makes the engines free their GPUs for the models. `keep_weights` must be true unless `publish_weights` follows on `wake`."""
+        """Makes the engines free their GPUs for the models. `keep_weights` must be true unless `sync_weights` follows on `wake`."""
         self.sampler.call("sleep", SamplerRole.sleep, keep_weights or self.adapters_alone).wait(self.timeout)
 
     def wake(self) -> None:
@@ -242,7 +242,7 @@ class Fleet:
         wait_all(opening, self.timeout)
         print(f"{'adapters' if self.adapters_alone else 'weights'} go to {len(engines)} engine processes by {route.kind}", flush=True)
 
-    def publish_weights(self, version: int = 0) -> None:
+    def sync_weights(self, version: int = 0) -> None:
         """Sends the actor's weights to every engine. `version`: what answers say of the tokens that these will sample."""
         if self.engines is not None and self.background is not None:
             self.engines.version = version
@@ -304,7 +304,7 @@ class Fleet:
         return Probe(found, bound)
 
     @property
-    def models(self) -> list[Group]:
+    def models(self) -> list[WorkerGroup]:
         """Returns the groups of all models; the sampler's is not one of them."""
         return [group for group in (self.actor, self.reference, *self.rewards.values(), self.critic) if group is not None]
 

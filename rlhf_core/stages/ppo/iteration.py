@@ -111,7 +111,7 @@ def ppo_iteration(
         with _phase(phases, "sync"):
             if collector:
                 collector.updates += 1
-            fleet.publish_weights(collector.updates if collector else 0)
+            fleet.sync_weights(collector.updates if collector else 0)
         with _phase(phases, "probe"):
             metrics["sync/probe_gap"], metrics["sync/probe_bound"] = fleet.probe(setup.probe)
     if collector:

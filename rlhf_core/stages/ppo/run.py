@@ -7,7 +7,7 @@ from typing import cast
 
 from rlhf_core.cluster.layout import arrange
 from rlhf_core.cluster.ray_cluster import connect, leave, reserve
-from rlhf_core.cluster.worker_group import Group
+from rlhf_core.cluster.worker_group import WorkerGroup
 from rlhf_core.config import PPO
 from rlhf_core.forecast.zero_stage import uses_deepspeed
 from rlhf_core.hub.positions import require_positions, stored_config
@@ -31,21 +31,21 @@ def run(request: StageRequest, run: RunDir) -> Outcome:
         raise
 
 
-def start_processes(config: PPO) -> dict[str, Group]:
+def start_processes(config: PPO) -> dict[str, WorkerGroup]:
     """Starts the processes of each role, each in its slot; they import their libraries."""
     connect()
     reservation = reserve(arrange(config.placed, config.together), config.timeout)
     # Sampling has the machine to itself, unless it runs ahead; the others work two and two.
     alone = () if config.max_staleness else ("sampler",)
     groups = {
-        name: Group(
+        name: WorkerGroup(
             name,
             reservation,
             1 if name in alone else 2,
             config.vllm.processes if name == "sampler" else 1,
             expandable_segments=name != "sampler",
             together=name in ("actor", "critic"),
-            stages=config.vllm.pipeline_parallel_size if name == "sampler" else 1,
+            pipeline_stages=config.vllm.pipeline_parallel_size if name == "sampler" else 1,
         )
         for name in config.placed
     }

@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerBase
 
 from rlhf_core.cluster.ray_cluster import other_nodes
 from rlhf_core.cluster.worker import RankReady
-from rlhf_core.cluster.worker_group import Group, Pending
+from rlhf_core.cluster.worker_group import Pending, WorkerGroup
 from rlhf_core.config import PPO
 from rlhf_core.config.rewards import EnvironmentReward, FunctionReward, HttpReward, NoReward
 from rlhf_core.forecast.zero_stage import Chosen, doubt, peak_of_ppo, require_start, size_at, stage_of_ppo, stage_of_state, starts_of_ppo
@@ -30,7 +30,7 @@ def start_fleet(
     paths: Mapping[str, str],
     tokenizer: PreTrainedTokenizerBase,
     seed: int,
-    groups: Mapping[str, Group],
+    groups: Mapping[str, WorkerGroup],
     trust_remote_code: bool,
     resumed_zero_stage: int | None = None,
     own_tokens: Mapping[str, OwnTokens] = MappingProxyType({}),
@@ -126,7 +126,7 @@ def start_fleet(
     return fleet
 
 
-def zero_stage_of(config: PPO, paths: Mapping[str, str], groups: Mapping[str, Group], resumed_zero_stage: int | None) -> Chosen:
+def zero_stage_of(config: PPO, paths: Mapping[str, str], groups: Mapping[str, WorkerGroup], resumed_zero_stage: int | None) -> Chosen:
     """Returns the ZeRO stage of actor and critic: the recipe's, else by the smallest of their GPUs. Prints it, and doubts about memory.
 
     Raises MachineLacks when a GPU cannot hold all that is loaded onto it.

@@ -12,7 +12,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, Literal, cast
 
-from rlhf_core.cluster.worker_group import Group
+from rlhf_core.cluster.worker_group import WorkerGroup
 from rlhf_core.config import PPO
 from rlhf_core.data.chat import Renderer, load_tokenizer
 from rlhf_core.data.documents import Document, Prompt
@@ -57,7 +57,7 @@ KEPT_ROLLOUTS = 8  # of each iteration that is logged
 SHOWN = ("reward/mean", "kl/mean", "policy/first_ratio", "response/length", "phase/generate", "phase/score", "phase/train")
 
 
-def train(request: StageRequest, run: RunDir, groups: Mapping[str, Group], begun: float) -> Outcome:
+def train(request: StageRequest, run: RunDir, groups: Mapping[str, WorkerGroup], begun: float) -> Outcome:
     """Trains the actor on its own samples; the output is `checkpoint`. A killed run continues after its last saved iteration.
 
     `groups`: the processes of each role; `begun`: when the stage began, on the monotonic clock.
@@ -89,19 +89,19 @@ def train(request: StageRequest, run: RunDir, groups: Mapping[str, Group], begun
         kl = KLController(config.init_kl_coef, config.kl_target, config.kl_horizon)
         carried, best = Carried(0, {}), None
         named = (resume.loop["best"][0],) if resume and resume.loop.get("best") else ()  # bests of the last two states
-        publishing: resume_state.Publishing | None = None
+        commit: resume_state.Commit | None = None
         found = fleet.probe(setup.probe, synced=False)  # before the first transfer; raises EngineDiffers
         print(f"log-probs of vLLM and trainer differ by up to {found.gap:.2g}, {found.bound:.2g} are allowed", flush=True)
         if resume:
             fleet.load_state(resume.folder)
-            fleet.publish_weights(updates_before(config, first))
+            fleet.sync_weights(updates_before(config, first))
             fleet.probe(setup.probe)
             kl, carried = restore(kl, resume.loop)
             carried = carried._replace(ahead=read_ahead(resume.folder, setup.order, setup.sampling.n))
             best = Best(*resume.loop["best"]) if resume.loop.get("best") else None
             print(f"resumed after iteration {first} of {iterations}", flush=True)
         elif config.vllm.adapters == "alone":
-            fleet.publish_weights()  # all answers are of engines with adapters, which change nothing yet
+            fleet.sync_weights()  # all answers are of engines with adapters, which change nothing yet
         if held_out and not resume:
             shutil.rmtree(run / BEST, ignore_errors=True)  # of an attempt without a resume state
             _, best = validated(fleet, held_out, run, 0, None)
@@ -130,14 +130,14 @@ def train(request: StageRequest, run: RunDir, groups: Mapping[str, Group], begun
                 break
             if done < iterations and cadence.due(done):
                 state = iteration_state(kl, carried) | {"layout": layout_of(config) | {"zero_stage": fleet.zero_stage}, "best": best}
-                finish_saving(fleet, publishing)
+                finish_saving(fleet, commit)
                 write = partial(save_state, fleet, carried, collector)
-                publishing = resume_state.save(run, done, config.keep_checkpoints, state, write, fleet.state_files())
+                commit = resume_state.save(run, done, config.keep_checkpoints, state, write, fleet.state_files())
                 cadence.saved()
                 if best:
                     named = (*named[-1:], best.iteration)
                     keep_best(run, named)
-        finish_saving(fleet, publishing)
+        finish_saving(fleet, commit)
         tracker.close()
     if best:
         link_tree(run / BEST / f"iteration{best.iteration}", run / "checkpoint")
@@ -173,14 +173,14 @@ def save_state(fleet: Fleet, carried: Carried, collector: Collector | None, fold
         write_ahead(folder, carried.ahead)
 
 
-def finish_saving(fleet: Fleet, publishing: resume_state.Publishing | None) -> None:
+def finish_saving(fleet: Fleet, commit: resume_state.Commit | None) -> None:
     """Waits until the last state is complete. Raises what it failed with."""
-    if publishing:
+    if commit:
         fleet.finish_saving()
-        publishing.wait()
+        commit.wait()
 
 
-def start_asking(config: PPO, renderer: Renderer, groups: Mapping[str, Group]) -> Asking:
+def start_asking(config: PPO, renderer: Renderer, groups: Mapping[str, WorkerGroup]) -> Asking:
     """Starts what asks engines for single answers, where that is needed, and the processes of the environment. Raises ValueError when it
     cannot be made."""
     if config.environment is None and not config.continuous:

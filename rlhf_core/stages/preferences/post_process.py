@@ -26,7 +26,7 @@ class Scored(NamedTuple):
     finished: bool
 
 
-class Group(NamedTuple):
+class PromptGroup(NamedTuple):
     """A prompt and its answers."""
 
     prompt: tuple[Message, ...]
@@ -53,14 +53,14 @@ def post_process(
     A prompt is dropped as `no_reward` when fewer of its answers have a reward than it takes: two where answers are compared, else one.
     """
     answers = [[Scored(*answer) for answer in zip(*group, strict=True)] for group in zip(texts, rewards, finished, strict=True)]
-    scored = [Group(p, [a for a in group if not math.isnan(a.reward)]) for p, group in zip(prompts, answers, strict=True)]
+    scored = [PromptGroup(p, [a for a in group if not math.isnan(a.reward)]) for p, group in zip(prompts, answers, strict=True)]
     needed = 2 if post_processor in ("dpo", "kto") else 1
     enough = [group for group in scored if len(group.answers) >= needed]
     dropped = {"no_reward": len(scored) - len(enough)}
     if post_processor == "dpo":
         made = best_and_worst(enough)
     else:
-        whole = [Group(group.prompt, [answer for answer in group.answers if answer.finished]) for group in enough]
+        whole = [PromptGroup(group.prompt, [answer for answer in group.answers if answer.finished]) for group in enough]
         kept = [group for group in whole if group.answers]
         dropped["no_whole_answer"] = len(enough) - len(kept)
         if post_processor == "kto":
@@ -72,7 +72,7 @@ def post_process(
     return Made(made.rows, made.dropped | dropped)
 
 
-def best_and_worst(groups: Sequence[Group]) -> Made:
+def best_and_worst(groups: Sequence[PromptGroup]) -> Made:
     """The best answer of each prompt against its worst; prompts without a difference in score and text are dropped."""
     pairs: list[PreferencePair] = []
     dropped = {"equal_score": 0, "equal_text": 0}
@@ -89,7 +89,7 @@ def best_and_worst(groups: Sequence[Group]) -> Made:
     return Made(pairs, dropped)
 
 
-def labelled(groups: Sequence[Group]) -> Made:
+def labelled(groups: Sequence[PromptGroup]) -> Made:
     """Every answer, desirable when it scores above the mean of the answers to its prompt, undesirable below it.
 
     A prompt's own mean, because some prompts are easier than others. Answers at the mean are left out; prompts whose answers all
@@ -108,7 +108,7 @@ def labelled(groups: Sequence[Group]) -> Made:
     return Made(rows, {"equal_score": equal})
 
 
-def best(groups: Sequence[Group], min_reward: float | None) -> Made:
+def best(groups: Sequence[PromptGroup], min_reward: float | None) -> Made:
     """The best of n (the first of equals); a prompt whose best answer scores below `min_reward` is dropped."""
     tops = [(prompt, max(answers, key=REWARD)) for prompt, answers in groups]
     kept = [(prompt, top) for prompt, top in tops if min_reward is None or top.reward >= min_reward]

@@ -17,7 +17,7 @@ import torch
 
 from rlhf_core.config import Preferences
 from rlhf_core.models.precision import dtype_of
-from rlhf_core.rollout.engine import Answer, Sampler, Sampling, made
+from rlhf_core.rollout.engine import Answer, Sampler, Sampling, answer_of
 from rlhf_core.runs.run_dir import STATE, RunDir, StageRequest
 from rlhf_core.system.files import write_text
 
@@ -47,7 +47,8 @@ def answers_of_round(
         logged, tokens, done = time.monotonic(), 0, 0
         with file.open("a") as out, closing(_sampled(config, policy, settings, [prompts[i] for i in missing], seeds, how)) as answered:
             for place, group in answered:
-                found[missing[place]] = [made(answer.tokens, [], answer.finished) for answer in group]  # a copy: Ray's store has less room
+                # Copies: Ray's store has less space.
+                found[missing[place]] = [answer_of(answer.tokens, [], answer.finished) for answer in group]
                 out.write(json.dumps([missing[place], [[list(answer.tokens), answer.finished] for answer in group]]) + "\n")
                 out.flush()
                 tokens, done = tokens + sum(len(answer.tokens) for answer in group), done + 1
@@ -68,7 +69,7 @@ def _kept(file: Path, n: int) -> dict[int, list[Answer]]:
         except ValueError:
             continue
         if len(group) == n:
-            found[prompt] = [made(tokens, [], finished) for tokens, finished in group]
+            found[prompt] = [answer_of(tokens, [], finished) for tokens, finished in group]
     if len(found) < len(lines):
         rows = [[prompt, [[list(answer.tokens), answer.finished] for answer in group]] for prompt, group in found.items()]
         write_text(file, "".join(json.dumps(row) + "\n" for row in rows))
@@ -92,7 +93,7 @@ def _sampled(
 
     engines = config.vllm
     prepare = ("rlhf_core.rollout.sampler_role:prepare", engines.kv_cache_gib)
-    parts = {"span": engines.processes, "stages": engines.pipeline_parallel_size}
+    parts = {"span": engines.processes, "pipeline_stages": engines.pipeline_parallel_size}
     with temporary_group("sampler", engines, engines.start_timeout, SamplerRole, prepare, **parts, model=policy, **settings) as group:
         print(f"{group.world_size} engines are up", flush=True)
         yield from group.stream("generate", SILENT_SECONDS, SamplerRole.stream_share, put_on_nodes(list(prompts)), list(seeds), how)

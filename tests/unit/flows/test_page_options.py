@@ -18,7 +18,7 @@ from starlette.routing import Route
 
 from flows.cli.operate import page_server
 from flows.cli.operate.label import show_addresses
-from flows.serve import Servants
+from flows.serve import Services
 
 WAIT = 20.0  # seconds for an answer
 
@@ -82,8 +82,8 @@ def test_a_log_of_the_labelling_page_has_no_token() -> None:
 
 def test_the_endpoint_for_feedback_answers_for_the_hosts_of_serve(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     commands: list[list[str]] = []
-    monkeypatch.setattr(Servants, "_start", lambda self, name, command, environment: commands.append(command))
-    servants = Servants(tmp_path, "127.0.0.1", 4200, ["box.lan", "proxy.example"])
-    assert servants.start_feedback(["r.yaml"], [tmp_path / "a.inbox"], 4300) == "http://127.0.0.1:4300/feedback"
+    monkeypatch.setattr(Services, "_start", lambda self, name, command, environment: commands.append(command))
+    services = Services(tmp_path, "127.0.0.1", 4200, ["box.lan", "proxy.example"])
+    assert services.start_feedback(["r.yaml"], [tmp_path / "a.inbox"], 4300) == "http://127.0.0.1:4300/feedback"
     (command,) = commands
     assert command[command.index("--allow-host") + 1] == "127.0.0.1,box.lan,proxy.example"

@@ -12,7 +12,7 @@ import pytest
 
 from flows.cli.history import survey
 from rlhf_core.config import Recipe
-from rlhf_core.recipe.loop_record import FILE, alone, begin, finish, folder_of, loop_of, loop_state, read, with_rounds
+from rlhf_core.recipe.loop_record import FILE, begin, finish, folder_of, loop_lock, loop_of, loop_state, read, with_rounds
 from rlhf_core.recipe.plan import Node, Plan, plan
 from rlhf_core.runs.run_dir import Outcome, RunDir
 
@@ -151,8 +151,8 @@ def test_a_round_is_compared_with_the_one_before_it_by_one_evaluation(tmp_path: 
 
 def holder(folder: Path, seconds: float) -> subprocess.Popen[bytes]:
     """Another process that holds the loop for so long."""
-    script = "import pathlib, sys, time\nfrom rlhf_core.recipe.loop_record import alone\nwith alone(pathlib.Path(sys.argv[1])) as mine:\n"
-    script += "    print(mine, flush=True)\n    time.sleep(float(sys.argv[2]))\n"
+    script = "import pathlib, sys, time\nfrom rlhf_core.recipe.loop_record import loop_lock\n"
+    script += "with loop_lock(pathlib.Path(sys.argv[1])) as mine:\n    print(mine, flush=True)\n    time.sleep(float(sys.argv[2]))\n"
     command = [sys.executable, "-c", script, str(folder), str(seconds)]
     other = subprocess.Popen(command, stdout=subprocess.PIPE, cwd=Path(__file__).parents[3])
     assert other.stdout is not None and other.stdout.readline() == b"True\n"
@@ -162,7 +162,7 @@ def holder(folder: Path, seconds: float) -> subprocess.Popen[bytes]:
 def test_who_looks_whether_a_loop_is_free_stops_nobody(tmp_path: Path) -> None:
     folder = folder_of(recipe(tmp_path))
     other = holder(folder, 0.3)
-    with alone(folder, seconds=60) as mine:
+    with loop_lock(folder, seconds=60) as mine:
         assert mine
     other.communicate()
 
@@ -170,11 +170,11 @@ def test_who_looks_whether_a_loop_is_free_stops_nobody(tmp_path: Path) -> None:
 def test_one_process_at_a_time_and_a_dead_one_holds_nothing(tmp_path: Path) -> None:
     folder = folder_of(recipe(tmp_path))
     other = holder(folder, 60)
-    with alone(folder) as mine:
+    with loop_lock(folder) as mine:
         assert not mine
     other.kill()
     other.communicate()
-    with alone(folder) as mine:
+    with loop_lock(folder) as mine:
         assert mine
 
 

@@ -12,7 +12,7 @@ import pytest
 
 from rlhf_core.data.documents import Document, Prompt, answered, compact
 from rlhf_core.objectives.collate import collate
-from rlhf_core.rollout.engine import made
+from rlhf_core.rollout.engine import answer_of
 from rlhf_core.stages.ppo.sampling.answers import rollout
 
 PROMPT, TOKENS, LOGPROBS = [7, 8], [3, 4, 5], [-1.0, -0.5, 0.0]
@@ -27,7 +27,7 @@ def travelled(value: Any) -> tuple[Any, list[bytes]]:
 
 
 def test_arrays_are_not_copied() -> None:
-    answer, of_answer = travelled(made(TOKENS, LOGPROBS, True))
+    answer, of_answer = travelled(answer_of(TOKENS, LOGPROBS, True))
     document, of_document = travelled(compact(PROMPT, TOKENS))
     assert [len(buffer) for buffer in of_answer] == [12, 12] and [len(buffer) for buffer in of_document] == [20, 5]
     for values, buffer in zip((answer.tokens, answer.logprobs, document.tokens, document.mask), of_answer + of_document, strict=True):
@@ -36,7 +36,7 @@ def test_arrays_are_not_copied() -> None:
 
 
 def test_an_answer_means_the_same_where_it_arrives() -> None:
-    before = made(TOKENS, LOGPROBS, False)
+    before = answer_of(TOKENS, LOGPROBS, False)
     answer, _ = travelled(before)
     assert json.dumps([list(answer.tokens), list(answer.logprobs), answer.finished]) == json.dumps([TOKENS, LOGPROBS, False])
     prompt = Prompt((), PROMPT, {}, False)
@@ -44,7 +44,7 @@ def test_an_answer_means_the_same_where_it_arrives() -> None:
     assert here.document == there.document == answered(PROMPT, TOKENS) and there.answer == TOKENS
     assert here.sampler_logprobs.tolist() == there.sampler_logprobs.tolist() == [0, 0, *LOGPROBS]
     there.sampler_logprobs[0] = 1.0  # its own array: the stored one is free
-    assert rollout(prompt, travelled(made(TOKENS, [], True))[0]).sampler_logprobs.tolist() == [0] * 5
+    assert rollout(prompt, travelled(answer_of(TOKENS, [], True))[0]).sampler_logprobs.tolist() == [0] * 5
 
 
 @pytest.mark.parametrize("of", [answered, compact])

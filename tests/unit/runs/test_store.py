@@ -28,9 +28,9 @@ from rlhf_core.runs.run_dir import RESULT, Outcome, RunDir, StageRequest, run_st
 from rlhf_core.runs.store import Store
 from rlhf_core.system.files import file_digest
 from rlhf_core.training.engine import TorchEngine
-from tasks.store import bring, keep, states_kept
+from tasks.store import fetch_stage, states_uploaded, upload_stage
 from tests.support.s3_server import SECRET, s3
-from tests.support.states import wait_until_published
+from tests.support.states import wait_until_complete
 
 FAST = {"attempts": 3, "pause": 0.0}
 REQUEST = StageRequest(
@@ -220,7 +220,7 @@ def test_a_wiped_machine_goes_on_from_the_stored_state(
     def dies(self: TorchEngine, rate: float) -> float:
         steps.append(rate)
         if len(steps) == 4:
-            wait_until_published()
+            wait_until_complete()
             raise OSError("the machine is gone")
         return real_step(self, rate)
 
@@ -229,17 +229,17 @@ def test_a_wiped_machine_goes_on_from_the_stored_state(
         run.prepare(request)
     run_stage(whole.path, rlhf_core.stages.sft.run)
     monkeypatch.setattr(TorchEngine, "step", dies)
-    with pytest.raises(OSError, match="gone"), states_kept(store, first, warn):
+    with pytest.raises(OSError, match="gone"), states_uploaded(store, first, warn):
         run_stage(first.path, rlhf_core.stages.sft.run)
     said: list[str] = []
-    bring(store, second, request, lambda text, *values: said.append(text % values))
+    fetch_stage(store, second, request, lambda text, *values: said.append(text % values))
     assert said == [f"sft resumes from step-2 of {store.files.url}"]
     second.prepare(request)
-    with states_kept(store, second, warn, every=0.05):
+    with states_uploaded(store, second, warn, every=0.05):
         run_stage(second.path, rlhf_core.stages.sft.run)
     assert len(steps) == 4 + 4 and not warnings
     assert second.result().files == whole.result().files and second.result().metrics == whole.result().metrics
-    keep(store, second, lambda *_: None)
+    upload_stage(store, second, lambda *_: None)
     assert store.has("sft-0") and store.files.names("states/sft-0") == []
 
 
@@ -367,6 +367,6 @@ def test_a_failed_copy_is_told_unless_its_state_is_not_needed_any_more(
 
     save(1)
     store: Any = SimpleNamespace(checkpoints=True, put_state=put_state)
-    with states_kept(store, run, lambda *words: told.append(words), every=0.01):
+    with states_uploaded(store, run, lambda *words: told.append(words), every=0.01):
         assert tried.wait(10)
     assert bool(told) is (meanwhile == "nothing")

@@ -95,13 +95,13 @@ def test_without_memory_for_a_copy_training_waits(
 
 def test_a_state_is_published_once_all_have_written(tmp_path: Path) -> None:
     run, files = RunDir(tmp_path), ["actor/rank-00000.safetensors", "actor/rank-00001.safetensors"]
-    publishing = resume_state.save(run, 2, 1, {"a": 1}, lambda folder: (folder / "actor").mkdir(), files)
+    commit = resume_state.save(run, 2, 1, {"a": 1}, lambda folder: (folder / "actor").mkdir(), files)
     folder = tmp_path / STATE / ".step-2"
     (folder / files[0]).touch()
-    publishing._thread.join(5 * resume_state.LOOK_SECONDS)
-    assert resume_state.latest(run) is None and publishing._thread.is_alive()
+    commit._thread.join(5 * resume_state.LOOK_SECONDS)
+    assert resume_state.latest(run) is None and commit._thread.is_alive()
     (folder / files[1]).touch()
-    publishing.wait()
+    commit.wait()
     found = resume_state.latest(run)
     assert found is not None and found.step == 2 and all((found.folder / file).exists() for file in files)
 

@@ -30,7 +30,7 @@ from rlhf_core.runs.metrics_log import read_metrics
 from rlhf_core.runs.run_dir import Outcome, RunDir, StageRequest
 from rlhf_core.training import train_loop
 from rlhf_core.training.engine import AdamW, TorchEngine, learning_rate
-from rlhf_core.training.train_loop import deal, items_of_step, replicas, turns
+from rlhf_core.training.train_loop import deal, items_of_step, passes_of_rank, replicas
 
 COMMON = {"train_batch_size": 8, "micro_train_batch_size": 4, "max_len": 96, "learning_rate": 1e-3}
 WORK = {
@@ -241,10 +241,10 @@ def test_every_rank_gets_the_same_number_of_micro_batches() -> None:
 def test_ranks_that_compute_passes_together_have_the_same_ones_and_count_them_once() -> None:
     for count, world, sharing in ((5, 4, 2), (3, 4, 4), (7, 6, 2)):
         ranks = [SimpleNamespace(rank=rank, world_size=world, sharing=sharing) for rank in range(world)]
-        dealt = [turns(count, rank) for rank in ranks]
+        dealt = [passes_of_rank(count, rank) for rank in ranks]
         assert [replicas(rank) for rank in ranks] == [world // sharing] * world
-        assert all([turn[:2] for turn in mine] == deal(count, rank // sharing, world // sharing) for rank, mine in enumerate(dealt))
-        assert sorted(turn.place for mine in dealt for turn in mine if turn.counted) == list(range(count))
+        assert all([own[:2] for own in mine] == deal(count, rank // sharing, world // sharing) for rank, mine in enumerate(dealt))
+        assert sorted(own.place for mine in dealt for own in mine if own.counted) == list(range(count))
 
 
 def test_an_epoch_sees_every_item_once() -> None:

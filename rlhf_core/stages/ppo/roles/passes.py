@@ -17,7 +17,7 @@ from rlhf_core.objectives.collate import Batch, collate, sent
 from rlhf_core.stages.ppo.records import Experience
 from rlhf_core.system import progress
 from rlhf_core.training.engine import Engine
-from rlhf_core.training.train_loop import Holder, replicas, turns
+from rlhf_core.training.train_loop import Holder, passes_of_rank, replicas
 
 Scored = list[tuple[int, np.ndarray]]  # (index of the document, its values)
 
@@ -58,14 +58,14 @@ def score_share(holder: ModelHolder, documents: Sequence[Document], model: Model
     passes = passes_of(holder, model.micro_batch_size, model.micro_tokens)
     read: list[Read] = []
     parts = parts_of(documents, passes)
-    for turn in turns(len(parts), holder):
-        rows = passes.rows_of([documents[i] for i in parts[turn.place]])
+    for own in passes_of_rank(len(parts), holder):
+        rows = passes.rows_of([documents[i] for i in parts[own.place]])
         batch = collate(rows, model.pad_token_id, replays(holder)).to(holder.device)
         with torch.no_grad():
             values = forward(batch).float()
         progress.made()
-        if turn.counted:
-            read.append(Read(parts[turn.place], rows, batch.real, values))
+        if own.counted:
+            read.append(Read(parts[own.place], rows, batch.real, values))
     return arrays_of(read)  # only now does the host wait for the GPU
 
 

@@ -25,7 +25,7 @@ from rlhf_core.stages.ppo.sampling.answers import PromptOrder, Sampled, of_episo
 AnswerPrompt = Callable[[Prompt, int], Awaitable[list[Rollout]]]
 
 
-class Group(NamedTuple):
+class PromptGroup(NamedTuple):
     """All answers to the prompt at `place` in the order; `begun`: in which iteration."""
 
     place: int
@@ -38,7 +38,7 @@ class Collected(NamedTuple):
 
     next: int
     open: Sequence[int]
-    ready: Sequence[Group]
+    ready: Sequence[PromptGroup]
 
 
 class Collector:
@@ -85,7 +85,7 @@ class Collector:
 
     async def _collect(self, place: int, prompt: Prompt, seed: int) -> None:
         try:
-            self._ready[place] = Group(place, self._begun[place], await self._answer(prompt, seed))
+            self._ready[place] = PromptGroup(place, self._begun[place], await self._answer(prompt, seed))
         except Exception as error:
             self._failed = error
         self._arrived.set()

@@ -11,7 +11,7 @@ import numpy as np
 
 from rlhf_core.stages.ppo.records import Rollout, restored, stored
 from rlhf_core.stages.ppo.sampling.answers import PromptOrder, Sampled
-from rlhf_core.stages.ppo.sampling.collector import Collected, Group
+from rlhf_core.stages.ppo.sampling.collector import Collected, PromptGroup
 from rlhf_core.system.files import write_text
 
 AHEAD, EXPERTS, COLLECTED = "ahead.jsonl", "ahead.npz", "collected.jsonl"
@@ -49,7 +49,7 @@ def read_collected(folder: Path, order: PromptOrder) -> Collected | None:
         ((prompt, _),) = order.take(group["place"], 1)
         here = slice(start, start + group["answers"])
         rollouts = [restored(row, prompt, e) for row, e in zip(rows[here], experts[here], strict=True)]
-        ready.append(Group(group["place"], group["begun"], rollouts))
+        ready.append(PromptGroup(group["place"], group["begun"], rollouts))
         start = here.stop
     return Collected(head["next"], head["open"], ready)
 

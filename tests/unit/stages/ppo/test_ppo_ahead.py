@@ -26,7 +26,7 @@ from rlhf_core.stages.ppo.records import Experience, Rollout, Scores
 from rlhf_core.stages.ppo.roles.trained import Steps, Update
 from rlhf_core.stages.ppo.sampling.answers import PromptOrder, Sampled, rollout
 from rlhf_core.stages.ppo.sampling.stored import AHEAD, read_ahead, write_ahead
-from tests.support.states import wait_until_published
+from tests.support.states import wait_until_complete
 
 SIZES = {"rollout_batch_size": 8, "train_batch_size": 8, "micro_train_batch_size": 8, "n_samples_per_prompt": 2}
 STEP = 0.25  # nats that an update moves the log-prob of any token by
@@ -89,13 +89,13 @@ class Fleet:
         if "actor" in updates:
             self.actor += 1
         if self.actor == self.killed_at:
-            wait_until_published()
+            wait_until_complete()
             raise KeyboardInterrupt
         assert experience[0].old_logprobs is not None
         self.weights.append(float(np.exp(experience[0].old_logprobs[-1] - experience[0].sampler_logprobs[-1])))
         return Steps([{"policy/ratio": 1.0, "policy/ratio_gap": 0.0}], [])
 
-    def publish_weights(self, version: int = 0) -> None:
+    def sync_weights(self, version: int = 0) -> None:
         self.said.append("publish")
         self.engine = self.actor
 

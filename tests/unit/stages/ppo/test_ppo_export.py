@@ -13,7 +13,7 @@ from rlhf_core.runs.run_dir import RunDir, StageRequest, run_stage
 from rlhf_core.stages.ppo import train
 from rlhf_core.stages.ppo.fleet import Probe
 from rlhf_core.stages.ppo.sampling.validation import REWARD
-from tests.support.states import wait_until_published
+from tests.support.states import wait_until_complete
 
 
 class Roles:
@@ -47,7 +47,7 @@ class Roles:
     def load_state(self, folder: Path) -> None:
         self.weights = int((folder / "weights").read_text())
 
-    def publish_weights(self, version: int = 0) -> None: ...
+    def sync_weights(self, version: int = 0) -> None: ...
 
     def probe(self, documents: object, synced: bool = True) -> Probe:
         return Probe(0.0, 0.0)
@@ -63,7 +63,7 @@ def ppo(
     def iteration(fleet: Roles, setup: object, carried: train.Carried, *rest: object) -> tuple[Any, ...]:
         if roles.weights + 1 == killed_at:
             if unwritten is None:
-                wait_until_published()
+                wait_until_complete()
             raise KeyboardInterrupt
         roles.weights += 1
         done.append(roles.weights)

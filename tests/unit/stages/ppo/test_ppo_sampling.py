@@ -85,7 +85,7 @@ class Fleet:
     def iteration_metrics(self, rollouts: object, trained: object, passes: int, seconds: float) -> dict[str, float]:
         return {}
 
-    def publish_weights(self, version: int = 0) -> None:
+    def sync_weights(self, version: int = 0) -> None:
         self.said.append("publish")
 
     def probe(self, documents: Sequence[Document], synced: bool = True) -> Probe:

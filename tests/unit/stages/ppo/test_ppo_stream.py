@@ -60,7 +60,7 @@ class Fleet:
         beside()
         return Steps([{"policy/ratio": 1.0, "policy/ratio_gap": 0.0}], [])
 
-    def publish_weights(self, version: int = 0) -> None: ...
+    def sync_weights(self, version: int = 0) -> None: ...
 
     def probe(self, documents: object, synced: bool = True) -> Probe:
         return Probe(0.0, 0.0)

@@ -15,7 +15,7 @@ from rlhf_core.data.documents import Document, Prompt
 from rlhf_core.data.sources import prompts as load_prompts
 from rlhf_core.rewards.clients import Rewards
 from rlhf_core.rewards.combine import term_of
-from rlhf_core.rollout.engine import Sampling, made
+from rlhf_core.rollout.engine import Sampling, answer_of
 from rlhf_core.stages.ppo.records import Rollout
 from rlhf_core.stages.ppo.sampling.answers import rollout
 from rlhf_core.stages.ppo.sampling.validation import REWARD, Best, Validation, load_validation, measured, pass_at
@@ -115,5 +115,5 @@ def test_fields_without_prompts_are_refused() -> None:
 
 def test_answers_without_log_probs_are_rollouts() -> None:
     """As those of validation, which asks for none."""
-    found = rollout(Prompt((), [1, 2], {}, False), made([3, 4], [], True))
+    found = rollout(Prompt((), [1, 2], {}, False), answer_of([3, 4], [], True))
     assert found.answer == [3, 4] and found.sampler_logprobs.tolist() == [0, 0, 0, 0]

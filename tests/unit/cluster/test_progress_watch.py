@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from ray.exceptions import RpcError
 
-from rlhf_core.cluster import signs
-from rlhf_core.cluster.signs import Silent, Watch
+from rlhf_core.cluster import progress_watch
+from rlhf_core.cluster.progress_watch import Silent, Watch
 from rlhf_core.system.machine import NodeLost
 
 
@@ -18,9 +18,9 @@ class World:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, report: Callable[[str, float], bytes], done: dict[str, float] | None = None):
         self.now, self.done, self.log = 0.0, done or {}, list[tuple[float, Any]]()
-        monkeypatch.setattr(signs.time, "monotonic", lambda: self.now)
-        monkeypatch.setattr(signs.ray, "wait", self.wait)
-        monkeypatch.setattr(signs, "get", lambda key: report(key, self.now))
+        monkeypatch.setattr(progress_watch.time, "monotonic", lambda: self.now)
+        monkeypatch.setattr(progress_watch.ray, "wait", self.wait)
+        monkeypatch.setattr(progress_watch, "get", lambda key: report(key, self.now))
 
     def wait(self, refs: Sequence[str], num_returns: int, timeout: float, fetch_local: bool) -> tuple[list[str], list[str]]:
         self.now += timeout
@@ -82,7 +82,7 @@ def test_a_lost_node_ends_the_wait(monkeypatch: pytest.MonkeyPatch) -> None:
         if world.now > 30:
             raise NodeLost("the Ray node 10.0.0.2 gave no answer")
 
-    monkeypatch.setattr(signs.reach, "require", require)
+    monkeypatch.setattr(progress_watch.reach, "require", require)
     with pytest.raises(NodeLost):
         world.watch(3600, "a").next(["a"])
     assert world.now < 40
@@ -96,9 +96,9 @@ def test_a_folder_that_is_removed_while_it_is_looked_at_does_not_end_the_reports
             raise look
         return look
 
-    monkeypatch.setattr(signs.progress, "seen", seen)
-    monkeypatch.setattr(signs, "put", lambda key, text: told.append(text))
-    monkeypatch.setattr(signs.time, "sleep", lambda seconds: None)
+    monkeypatch.setattr(progress_watch.progress, "seen", seen)
+    monkeypatch.setattr(progress_watch, "put", lambda key, text: told.append(text))
+    monkeypatch.setattr(progress_watch.time, "sleep", lambda seconds: None)
     with pytest.raises(KeyError, match="the end"):
-        signs._report("rank")
+        progress_watch._report("rank")
     assert told == ["1/0/0", "2/0/0"]
