@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from typing import Any
 
 import pytest
 
-from rlhf_core.cluster.rank_environment import STORE, store_address
+from tests.support.gloo_ranks import on_gloo_ranks
 
 pytestmark = pytest.mark.slow
 RANK = """
@@ -55,12 +52,7 @@ print(json.dumps({"whole": whole, "linear": config.memory_efficient_linear, "pre
 
 
 def one_rank(scored: int, kept: float) -> dict[str, Any]:
-    rank = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", STORE: store_address()}
-    run = subprocess.run(
-        [sys.executable, "-c", RANK, str(scored), str(kept)], env=os.environ | rank, capture_output=True, text=True, timeout=200
-    )
-    assert run.returncode == 0, run.stderr[-3000:]
-    return dict(json.loads(run.stdout.splitlines()[-1]))
+    return dict(json.loads(on_gloo_ranks(1, RANK, scored, kept)[0].splitlines()[-1]))
 
 
 @pytest.mark.parametrize("scored", [0, 3])

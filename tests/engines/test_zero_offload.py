@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import rlhf_core.stages.sft
-from rlhf_core.cluster.rank_environment import STORE, store_address
 from rlhf_core.config import SFT, Data
 from rlhf_core.runs.metrics_log import read_metrics
 from rlhf_core.runs.run_dir import RunDir, StageRequest
+from tests.support.gloo_ranks import on_gloo_ranks
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 RANKS = 4
@@ -75,16 +72,7 @@ torch.distributed.destroy_process_group()
 
 
 def train(folder: Path, **options: Any) -> dict[str, Any]:
-    address = store_address()
-    processes = []
-    for rank in range(RANKS):
-        variables = {"RANK": str(rank), "WORLD_SIZE": str(RANKS), "LOCAL_RANK": str(rank), STORE: address, "OMP_NUM_THREADS": "1"}
-        command = [sys.executable, "-c", RANK, json.dumps(options), str(folder)]
-        processes.append(subprocess.Popen(command, env=os.environ | variables, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True))
-    told = [process.communicate(timeout=300) for process in processes]
-    failed = [errors[-3000:] for process, (_, errors) in zip(processes, told, strict=True) if process.returncode]
-    assert not failed, failed
-    return dict(json.loads(told[0][0].splitlines()[-1]))
+    return dict(json.loads(on_gloo_ranks(RANKS, RANK, json.dumps(options), folder)[0].splitlines()[-1]))
 
 
 @pytest.fixture(scope="module")

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from rlhf_core.cluster.rank_environment import STORE, store_address
+from tests.support.gloo_ranks import on_gloo_ranks
 
 pytestmark = pytest.mark.slow
 RANK = """
@@ -47,7 +44,4 @@ print("the same", whole)
 
 @pytest.mark.parametrize("zero_stage", [1, 2, 3])
 def test_a_state_goes_on_with_shorter_passes(zero_stage: int, tmp_path: Path) -> None:
-    rank = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", STORE: store_address()}
-    command = [sys.executable, "-c", RANK, str(zero_stage), str(tmp_path)]
-    run = subprocess.run(command, env=os.environ | rank, capture_output=True, text=True, timeout=200)
-    assert run.returncode == 0 and "the same" in run.stdout, run.stderr[-3000:]
+    assert "the same" in on_gloo_ranks(1, RANK, zero_stage, tmp_path)[0]

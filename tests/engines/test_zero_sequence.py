@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import ray
 
-from rlhf_core.cluster.rank_environment import STORE, store_address
 from rlhf_core.config import Lora, Ranks
 from tests.engines.test_zero import TWO, train, two_are_one
 from tests.support.families import make_family
+from tests.support.gloo_ranks import on_gloo_ranks
 from tests.support.sequence_roles import read_and_train
 from tests.unit.stages.ppo.test_ppo_tricks import models, plain_engine
 
@@ -51,16 +48,8 @@ def test_a_model_that_cannot_be_split_is_refused_before_its_first_step(material:
 
 def test_roles_of_ppo_score_and_learn_as_on_one_rank(models: Path, plain_engine: None, tmp_path: Path) -> None:
     """Actor, critic, reference and reward model; padded rows, then packed ones."""
-    store, out = store_address(), tmp_path / "found.json"
-    command = [sys.executable, "-m", "tests.support.sequence_roles", str(models), str(out)]
-    ranks = [{"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": str(rank), STORE: store} for rank in range(2)]
-    running = [subprocess.Popen(command, env=os.environ | rank, stdout=-1, stderr=-2, text=True) for rank in ranks]
-    try:
-        said = [process.communicate(timeout=300)[0] for process in running]
-    finally:
-        for process in running:
-            process.kill()
-    assert [process.returncode for process in running] == [0, 0], said[0][-3000:] + said[1][-3000:]
+    out = tmp_path / "found.json"
+    on_gloo_ranks(2, "import runpy; runpy.run_module('tests.support.sequence_roles', run_name='__main__')", models, out)
     for found, tokens in zip(json.loads(out.read_text()), (None, 40), strict=True):
         expected = read_and_train(models, 1, tokens)
         assert max(map(max, expected["values"])) > 0.1
