@@ -53,8 +53,15 @@ settings.load_profile("alignflow")
 
 
 # What takes long, the longest first.
-LONG = ("tests/engines/test_lifecycle.py", "tests/engines/test_ppo.py", "tests/engines/test_zero.py", "tests/flows/", "tests/engines/")
-TOGETHER = "tests/flows/"  # they share a Prefect server
+TOGETHER = "tests/flows/test_"  # they share a Prefect server; those in tests/flows/servers/ start their own
+LONG = (
+    TOGETHER,
+    "tests/engines/test_lifecycle.py",
+    "tests/engines/test_ppo.py",
+    "tests/engines/test_zero.py",
+    "tests/flows/",
+    "tests/engines/",
+)
 
 
 @pytest.hookimpl(wrapper=True)

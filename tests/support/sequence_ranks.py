@@ -1,14 +1,10 @@
 """One of four gloo ranks that compute passes together, for tests/unit/models/test_sequence_ranks.py.
-
-    python -m tests.support.sequence_ranks RANK STORE
-
 Each rank computes losses and gradients alone, then with others, and compares the sums over the ranks.
 """
 
 from __future__ import annotations
 
 import random
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any, cast
@@ -274,7 +270,3 @@ def main(rank: int, store: str) -> None:
     print("the same", len(list(cases())))
     dist.barrier()
     dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main(int(sys.argv[1]), sys.argv[2])

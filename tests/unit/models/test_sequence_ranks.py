@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -23,6 +21,7 @@ from rlhf_core.models.kernels.attention import PLAIN, can_share, split_attention
 from rlhf_core.models.kernels.choose import attend_each
 from rlhf_core.models.kernels.sequence_ranks import SequenceRanks
 from rlhf_core.objectives.masked import next_token_pairs
+from tests.support.gloo_ranks import on_gloo_ranks
 from tests.unit.models.test_attention import plain_varlen
 from tests.unit.models.test_models import FAMILIES, SHAPE
 
@@ -32,15 +31,8 @@ CPU = torch.device("cpu")
 @pytest.mark.slow
 def test_two_three_and_four_ranks_compute_what_one_does(tmp_path: Path) -> None:
     """Losses and gradients of SFT, reward model, DPO, KTO, actor and critic, packed, masked, with shared prompts."""
-    command = [sys.executable, "-m", "tests.support.sequence_ranks"]
-    running = [subprocess.Popen([*command, str(rank), str(tmp_path / "store")], stdout=-1, stderr=-2, text=True) for rank in range(4)]
-    try:
-        said = [process.communicate(timeout=400)[0] for process in running]
-    finally:
-        for process in running:
-            process.kill()
-    assert [process.returncode for process in running] == [0] * 4, "\n".join(text[-2000:] for text in said)
-    assert all("the same" in text for text in said)
+    program = "import os, sys\nfrom tests.support.sequence_ranks import main\nmain(int(os.environ['RANK']), sys.argv[1])"
+    assert all("the same" in text for text in on_gloo_ranks(4, program, tmp_path / "store"))
 
 
 def test_the_parts_of_a_pass() -> None:

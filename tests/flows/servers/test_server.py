@@ -20,7 +20,7 @@ from rlhf_core.cluster.rank_environment import free_port
 from tests.support import micro
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 
 
 def ask(url: str, route: str, body: dict[str, Any] | None = None) -> Any:
