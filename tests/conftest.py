@@ -52,8 +52,8 @@ settings.register_profile("alignflow", derandomize=True, deadline=None)
 settings.load_profile("alignflow")
 
 
-# What takes long, the longest first.
 TOGETHER = "tests/flows/test_"  # they share a Prefect server; those in tests/flows/servers/ start their own
+# What takes long, the longest first.
 LONG = (
     TOGETHER,
     "tests/engines/test_lifecycle.py",

@@ -1,4 +1,5 @@
 """One of four gloo ranks that compute passes together, for tests/unit/models/test_sequence_ranks.py.
+
 Each rank computes losses and gradients alone, then with others, and compares the sums over the ranks.
 """
 
