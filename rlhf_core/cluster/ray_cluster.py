@@ -69,6 +69,8 @@ def connect() -> None:
     folder = private_folder(Path("/tmp"))  # noqa: S108  short: paths of sockets have a limit
     remove_leftovers(folder)
     os.environ.setdefault("RAY_memory_monitor_refresh_ms", "0")
+    # Ranks have variables of their own: Ray would start a worker for each core of the machine, and use none.
+    os.environ.setdefault("RAY_prestart_worker_first_driver", "0")
     store = GPU_OBJECT_STORE_BYTES if num_gpus() else OBJECT_STORE_BYTES
     # "local": without it Ray would join whatever cluster was started last on this machine, somebody else's perhaps.
     ray.init(

@@ -27,7 +27,7 @@ PREPARE = ("rlhf_core.rollout.sampler_role:prepare", 0.5)
 @contextmanager
 def engine(material: Path, stages: int) -> Iterator[WorkerGroup]:
     vllm = Vllm(pipeline_parallel_size=stages, cpus=0.5, kv_cache_gib=0.5)
-    parts = {"span": stages, "stages": stages}
+    parts = {"span": stages, "pipeline_stages": stages}
     options = {"model": str(material / "base"), "seed": 0, "max_model_len": 64, "vllm": vllm}
     try:
         with temporary_group("sampler", vllm, 200, SamplerRole, PREPARE, **parts, **options) as group:
