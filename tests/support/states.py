@@ -8,6 +8,6 @@ import threading
 def wait_until_complete() -> None:
     """Returns once no state is being written in this process, so that a test's kill comes after it."""
     for thread in threading.enumerate():
-        if thread.name in ("state writer", "state publisher"):
+        if thread.name in ("state writer", "state commit"):
             thread.join(60)
             assert not thread.is_alive(), f"the {thread.name} has not ended in 60 s"

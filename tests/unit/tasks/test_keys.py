@@ -70,7 +70,7 @@ def test_a_flow_plans_and_runs_with_the_secrets(blocks: dict[str, str], monkeypa
 
     for step in ("plan", "run_all"):
         monkeypatch.setattr(flows.alignment, step, look)
-    for step in ("bring_parents", "require_parents"):
+    for step in ("fetch_parents", "require_parents"):
         monkeypatch.setattr(flows.alignment, step, lambda *_: None)
     getattr(flows.alignment, flow).fn(recipe(), *(["ppo"] if flow == "stage" else []))
     assert seen == [VALUE, VALUE] and "HF_TOKEN" not in os.environ
