@@ -14,6 +14,9 @@ Positive = Annotated[int, Field(gt=0)]
 Share = Annotated[float, Field(ge=0, le=1)]
 Rate = Annotated[float, Field(gt=0)]
 Momentum = Annotated[float, Field(ge=0, lt=1)]
+Off, No = (
+    BeforeValidator(lambda value, word=word: word if value is False else value) for word in ("off", "no")
+)  # YAML reads them as False
 
 
 def _is_a_name(value: str) -> str:

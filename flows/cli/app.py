@@ -32,7 +32,7 @@ from rlhf_core.preflight.inputs import MachineLacks
 from rlhf_core.recipe.gates import ApprovalAwaited, GateFailed
 from rlhf_core.runs.launch import SeveralFailed, StageFailed
 from rlhf_core.runs.remote_files import StoreFault
-from rlhf_core.system.machine import disk_problem
+from rlhf_core.system.machine import Unreachable, disk_problem
 from rlhf_core.system.processes import ENVIRONMENT, WRONG_INPUT, raised_by_us
 
 COMMANDS: dict[str, Callable[..., int]] = {
@@ -79,7 +79,7 @@ app = App(
     name="alignflow",
     help="Aligns a language model by a recipe: SFT, reward model, PPO, iterative DPO, evaluation, publication.\n\n"
     "Exit codes: 0 ok, 1 a stage or a gate failed, 2 wrong input, 3 machine or environment is not enough, 4 a person must approve a stage, "
-    "130 interrupted.",
+    "130 interrupted, 143 terminated.",
     version=installed_version,
 )
 app.command(cli_loops.loop_app)
@@ -111,6 +111,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         errors.print(str(error), markup=False)
         return WRONG_INPUT
+    except Unreachable as error:
+        errors.print(str(error), markup=False)
+        return ENVIRONMENT
     except OSError as error:
         if error.errno == errno.ENAMETOOLONG:
             errors.print(f"{str(error.filename)[:60]}...: no file or folder can have so long a name; correct it", markup=False)

@@ -23,7 +23,7 @@ from rlhf_core.system.files import is_locked
 from rlhf_core.system.machine import MachineLacks
 from rlhf_core.system.secret_file import kept_secret
 
-loop_app = App(name="loop", help="A recipe's loop (iterative_dpo, iterative), one round at a time.")
+loop_app = App(name="loop", help="A recipe's loop (iterative_dpo, iterative, iterative_feedback), one round at a time.")
 
 
 OnFeedback = Annotated[

@@ -21,7 +21,10 @@ class Sampling(Config):
     """How answers are sampled by vLLM, and how many are scored at once."""
 
     temperature: float = Field(1.0, ge=0, description="sampling temperature; 0 is greedy. Of ppo above 0: it divides the trainer's logits")
-    prompt_max_len: Positive = Field(1024, description="longest prompt in tokens; longer ones keep their end and are counted")
+    prompt_max_len: Positive = Field(
+        1024,
+        description="longest prompt in tokens; longer ones lose their oldest messages, then the beginning of the last one, and are counted",
+    )
     generate_max_len: Positive = Field(1024, description="longest answer in tokens; cut answers are counted")
     micro_rollout_batch_size: Annotated[Positive, NotInDigest] = Field(8, description="documents of one scoring pass on one rank")
     vllm: Vllm = Field(Vllm(), description="the engines that answer")
@@ -177,7 +180,7 @@ class IterativeFeedback(Loop, PreferenceLoss, UnpairedLoss):
     method: Literal["dpo", "kto"] = Field(description="dpo: edits and rankings, as pairs; kto: thumbs, as labelled answers")
     feedback: Data = Field(description="an inbox (NAME.inbox); files beside it are the same in each round")
     min_new_rows: Annotated[Positive, NotInDigest] = Field(
-        1, description="rows of this method that the inbox must have anew for a round to begin"
+        1, description="new rows of this method that the inbox must have for a round to begin"
     )
 
     @property

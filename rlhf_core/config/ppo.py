@@ -12,7 +12,7 @@ from rlhf_core.config.loops import Rewarded
 from rlhf_core.config.processes import Groups, Wanted, check_together
 from rlhf_core.config.rewards import EnvironmentReward, NoReward, ShortEnvironment
 from rlhf_core.config.training import Optimised, Routed, adapter_mistakes
-from rlhf_core.records import NotInDigest, Positive, Ranks, Rate, Share, check
+from rlhf_core.records import NotInDigest, Off, Positive, Ranks, Rate, Share, check
 
 AdvantageEstimator = Literal["gae", "grpo", "dr_grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline"]
 Aggregation = Literal["token", "sequence", "constant"]
@@ -102,7 +102,7 @@ class PPO(Optimised, Rewarded, Routed):
         "their own. 1: they answer the next prompts while this iteration trains. 2 or more: they answer without pause, weights change "
         "between two tokens, long answers go on over updates; sampler_is corrects for older weights",
     )
-    sampler_is: Literal["truncate", "clamp", "mask", "off"] = Field(
+    sampler_is: Annotated[Literal["truncate", "clamp", "mask", "off"], Off] = Field(
         "truncate",
         description="importance weights trainer / sampler: capped at sampler_is_cap, kept within sampler_is_clamp, 0 outside of it (mask, "
         "IcePop), or none",

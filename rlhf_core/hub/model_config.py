@@ -53,7 +53,8 @@ def size_of(folder: str) -> Size:
         stored = _stored(Path(folder))
         return size._replace(parameters=min(size.parameters, stored), active=min(size.active, stored))
     except (OSError, json.JSONDecodeError):
-        raise ValueError(f"{folder} has no readable config.json: name a local model folder, or a model of the Hub as owner/name") from None
+        what = "has no readable config.json" if Path(folder).is_dir() else "is no folder"
+        raise ValueError(f"{folder} {what}: name a local model folder, or a model of the Hub as owner/name") from None
     except KeyError as missing:
         raise ValueError(f"{file} has no {missing}: `alignflow plan` knows decoder models with the usual names only") from None
     except (TypeError, AttributeError, ZeroDivisionError, OverflowError):  # lists, nulls and zeros in place of sizes

@@ -114,7 +114,9 @@ def _misgated(name: str, config: StageConfig, stages: Mapping[str, StageConfig],
         if gate.approve is None and not any(fnmatchcase(gate.metric, metric) for metric in known):
             field = "eval_prompts" if hasattr(config, "eval_prompts") else "eval_data"
             missing = getattr(config, field, True) is None or isinstance(config, Loop)
-            why = f"; there is no {field}, and eval/... is measured on it" if missing and gate.metric.startswith("eval/") else ""
-            if gate.metric.startswith("kl/") and getattr(config, "has_reference", True) is False:
-                why = "; with init_kl_coef 0 no reference is loaded: set reference to measure the KL"
-            yield f"stages.{name}.gates.{i}.metric: {unknown(gate.metric, known, 'metric')}{why}"
+            told = unknown(gate.metric, known, "metric")
+            if missing and gate.metric.startswith("eval/"):
+                told = f"unknown metric {gate.metric!r}: there is no {field}, and eval/... is measured on it; set {field}"
+            elif gate.metric.startswith("kl/") and getattr(config, "has_reference", True) is False:
+                told += "; with init_kl_coef 0 no reference is loaded: set reference to measure the KL"
+            yield f"stages.{name}.gates.{i}.metric: {told}"

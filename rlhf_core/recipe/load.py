@@ -65,19 +65,34 @@ def given_overrides(given: object) -> list[str]:
 
 
 def _overridden(given: dict[Any, Any], overrides: Sequence[str], folder: Path | None = None) -> Recipe:
-    raw = dict(given)
+    raw, wrong = dict(given), list[str]()
     top, nested = split_overrides(overrides)
     for key, value in top:
-        if key not in Recipe.model_fields:
-            raise ValueError(f"override {key}=...: {unknown(key, Recipe.model_fields)}; a stage's field is written <stage>.<field>=<value>")
-        raw[key] = value
-    recipe = recipe_of(raw, folder, dict(top))
-    if not nested:
-        return recipe
-    whole = recipe.model_dump()
+        if key in Recipe.model_fields:
+            raw[key] = value
+        else:
+            wrong.append(f"override {key}=...: {unknown(key, Recipe.model_fields)}; a stage's field is written <stage>.<field>=<value>")
+    first: WrongRecipe | None = None
+    try:
+        recipe = recipe_of(raw, folder, dict(top))
+    except WrongRecipe as error:
+        if error.rest is None or not (wrong or nested):
+            raise WrongRecipe([*wrong, str(error)], error.rest) from None
+        first, recipe = error, error.rest
+    whole, more = recipe.model_dump(), list[str]()
     for keys, value in nested:
-        _set(whole["stages"], keys, value)
-    return recipe_of(whole)
+        try:
+            _set(whole["stages"], keys, value)
+        except ValueError as error:
+            more.append(str(error))
+    try:
+        recipe = recipe_of(whole) if nested else recipe
+    except ValueError as error:
+        more += str(error).splitlines()
+    wrong += [str(first), *first.further(more)] if first else more
+    if wrong:
+        raise WrongRecipe(wrong, recipe)
+    return recipe
 
 
 def _text_of(path: str | Path, shown: str) -> str:
@@ -170,16 +185,24 @@ def split_overrides(overrides: Sequence[str]) -> tuple[list[tuple[str, Any]], li
     """The recipe's own fields with their values, and what lies below `stages` as keys and value. ValueError for what is no override."""
     top: list[tuple[str, Any]] = []
     nested: list[tuple[list[str], Any]] = []
+    wrong: list[str] = []
     for override in overrides:
         name, equals, text = override.partition("=")
         keys = name.strip().removeprefix("stages.").split(".")
         if not equals or not all(keys) or not name.isprintable():
-            raise ValueError(f"override {override!r}: write <stage>.<field>=<value>, for example ppo.actor_learning_rate=5e-7, or seed=1")
-        value = parse(text, f"override {override!r}")
+            wrong.append(f"override {override!r}: write <stage>.<field>=<value>, for example ppo.actor_learning_rate=5e-7, or seed=1")
+            continue
+        try:
+            value = parse(text, f"override {override!r}")
+        except ValueError as error:
+            wrong.append(str(error))
+            continue
         if len(keys) == 1:
             top.append((keys[0], value))
         else:
             nested.append((keys, value))
+    if wrong:
+        raise WrongRecipe(wrong, None)
     return top, nested
 
 

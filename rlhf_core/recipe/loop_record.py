@@ -16,7 +16,7 @@ from pathlib import Path
 
 from pydantic import Field, ValidationError
 
-from rlhf_core.config import Evaluation, Loop, Publication, Recipe
+from rlhf_core.config import KINDS, Evaluation, Loop, Publication, Recipe
 from rlhf_core.config.gates import Verdict
 from rlhf_core.hub.revisions import Pins
 from rlhf_core.recipe.gates import gates_of, holding
@@ -136,17 +136,16 @@ class LoopState:
         return self.waits
 
 
+LOOPS = " or ".join(name for name, kind in KINDS.items() if issubclass(kind.config, Loop))
+
+
 def loop_of(recipe: Recipe, name: str | None = None) -> str:
     """Returns the name of a recipe's loop stage. Raises ValueError when there is none of that name, none at all, or several."""
     loops = [stage for stage, config in recipe.stages.items() if isinstance(config, Loop)]
     if name is not None and name not in loops:
-        raise ValueError(f"recipe {recipe.name}: {unknown(name, loops, 'loop')}; name a stage of kind iterative_dpo or iterative")
+        raise ValueError(f"recipe {recipe.name}: {unknown(name, loops, 'loop')}; name a stage of kind {LOOPS}")
     if name is None and len(loops) != 1:
-        what = (
-            f"{len(loops)} loops ({', '.join(loops)}): say which one with `stage`"
-            if loops
-            else "no stage of kind iterative_dpo or iterative"
-        )
+        what = f"{len(loops)} loops ({', '.join(loops)}): say which one with `stage`" if loops else f"no stage of kind {LOOPS}"
         raise ValueError(f"recipe {recipe.name} has {what}")
     return name or loops[0]
 

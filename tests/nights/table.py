@@ -25,9 +25,9 @@ WORDS = {
 }
 HEAD = f"""# Nights
 
-`make nights` lets a simulated town live with a loop (tests/nights). Each day people ask the champion questions whose right answers are
-known, and rank, edit or rate its answers by one taste, over HTTP. Each night the flow `loop` trains a round on that (DPO); a judge, which
-a calibration compares with people's new labels, compares it with the champion; gates hold it back, or a person approves it and it is
+`make nights` runs a loop with simulated users (tests/nights). Each day they ask the champion questions whose right answers are known,
+and rank, edit or rate its answers by one fixed preference, over HTTP. Each night the flow `loop` trains a round on that (DPO); a judge,
+which a calibration compares with people's new labels, compares it with the champion; gates hold it back, or a person approves it and it is
 published. Faults are planted in some nights. Engines, commands and endpoints are the real ones, with a model of a million parameters on a
 CPU; the Hub and the judge's endpoint are doubles on this machine.
 

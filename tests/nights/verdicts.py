@@ -68,5 +68,7 @@ def verdicts(run: Mapping[str, Any], control: Mapping[str, Any] | None) -> list[
     if control is not None:
         alarms = [f"night {night['number']}: {alarm}" for night in control["nights"] for alarm in night["alarms"]]
         checks.append(Check("the control raises at most one false alarm", len(alarms) <= 1, "; ".join(alarms) or "none"))
-        checks.append(Check("the control's books are in order", not control["books"], "; ".join(control["books"]) or "in order"))
+        checks.append(
+            Check("the control's feedback, rounds and commits agree", not control["books"], "; ".join(control["books"]) or "in order")
+        )
     return checks

@@ -89,6 +89,8 @@ def status(*inboxes: Path, recipe: str | None = None) -> int:
     boxes = [Inbox(folder) for folder in inboxes] or ([Inbox(folder) for folder in inboxes_of(load_recipe(recipe, []))] if recipe else [])
     if not boxes:
         raise ValueError("give inboxes, or a recipe that uses some: alignflow feedback status NAME.inbox")
+    if missing := [str(box.folder) for box in boxes if inboxes and not box.folder.is_dir()]:
+        raise ValueError(f"there is no inbox {', '.join(missing)}: correct the path")
     table = table_of("inbox", "thumbs", "edits", "rankings", "deleted", "contradictions", right=("thumbs", "edits", "rankings", "deleted"))
     for box in boxes:
         kinds = box.kinds()

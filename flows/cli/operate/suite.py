@@ -40,6 +40,8 @@ def add(
         if model is None:
             raise ValueError(f"{source}: say with --model whose lost questions to add")
         found = lost_questions(source, model, lost_to, judge)
+    elif not source.exists():
+        raise ValueError(f"{source}: there is no such file or directory; give ARTIFACTS/stages/NAME-DIGEST of a finished evaluation")
     elif model or lost_to or judge:
         raise ValueError(f"{source} is no directory, and --model, --lost-to and --judge are for an evaluation's: leave them out")
     else:

@@ -15,7 +15,7 @@ from rlhf_core.config.gates import Gated, Key
 from rlhf_core.config.judging.lm_eval_tasks import task_name
 from rlhf_core.config.loops import Sampling
 from rlhf_core.config.processes import Groups, Served, only_in_ppo, without_pipeline
-from rlhf_core.records import RECIPE_ONLY, Config, NotInDigest, Positive, Rate, Share, Variable, check
+from rlhf_core.records import RECIPE_ONLY, Config, No, NotInDigest, Positive, Rate, Share, Variable, check
 
 
 class RuleJudge(Config):
@@ -255,7 +255,7 @@ class Publication(Gated):
     private: bool = Field(
         True, description="a new repository is private, and an existing public one is refused", json_schema_extra=RECIPE_ONLY
     )
-    gated: Literal["base", "auto", "manual", "no"] = Field(
+    gated: Annotated[Literal["base", "auto", "manual", "no"], No] = Field(
         "base",
         description="whether readers must ask for access, and whom: the Hub (auto) or you (manual); base: as for the base model",
         json_schema_extra=RECIPE_ONLY,

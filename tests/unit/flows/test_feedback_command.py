@@ -11,6 +11,7 @@ import pytest
 
 from flows.cli.app import main
 from rlhf_core.feedback.inbox import Inbox
+from rlhf_core.system.machine import Unreachable
 
 ROW = {"prompt": "q", "response": "a", "thumb": "up"}
 URL = "memory://rows.jsonl?X-Amz-Signature=hidden&sig=hidden"
@@ -38,6 +39,20 @@ def test_a_url_that_cannot_be_read_is_told_without_its_secrets(tmp_path: Path, c
     assert main(["feedback", "import", url, "--inbox", str(tmp_path / "chat.inbox")]) == 2
     told = " ".join(capsys.readouterr().err.split())
     assert "nothing://***@example.org/rows.jsonl: cannot be read" in told and "password" not in told and "hidden" not in told
+
+
+def test_an_inbox_that_is_not_there_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["feedback", "status", str(tmp_path / "typo.inbox")]) == 2
+    assert "there is no inbox" in capsys.readouterr().err
+
+
+def test_a_service_that_is_down_is_one_sentence(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def app(*given: object, **options: object) -> None:
+        raise Unreachable("the Hub cannot be reached: try again")
+
+    monkeypatch.setattr("flows.cli.app.app", app)
+    assert main(["plan", "recipe.yaml"]) == 3
+    assert capsys.readouterr().err.strip() == "the Hub cannot be reached: try again"
 
 
 @pytest.mark.parametrize("name", ["x[bold].inbox", "x[red].inbox"])

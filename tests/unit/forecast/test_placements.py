@@ -95,7 +95,7 @@ def test_the_command_names_every_stage_and_a_choice(tmp_path: Path, capsys: pyte
     shutil.rmtree(tmp_path / "base")
     capsys.readouterr()
     assert main(["plan", str(tmp_path / "recipe.yaml")]) == 2
-    assert "base has no readable config.json: name a local model folder" in " ".join(capsys.readouterr().err.split())
+    assert "base is no folder: name a local model folder" in " ".join(capsys.readouterr().err.split())
 
 
 def test_a_model_that_no_gpu_can_load_is_said_with_its_size(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
