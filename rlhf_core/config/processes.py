@@ -28,6 +28,15 @@ NOT_FOR_ENGINE = {
     "hf_token": "recipes and cards would show it (HF_TOKEN is read in its place)",
 }
 
+# Options of vLLM's engine that only decide speed or memory: they are in no digest.
+SPEED_ONLY = frozenset(
+    "max_num_seqs max_num_batched_tokens long_prefill_token_threshold "
+    "enable_chunked_prefill enable_prefix_caching block_size num_gpu_blocks_override kv_cache_memory_bytes cpu_offload_gb "
+    "enforce_eager compilation_config cudagraph_capture_sizes max_cudagraph_capture_size optimization_level performance_mode "
+    "async_scheduling disable_cascade_attn disable_custom_all_reduce attention_backend enable_expert_parallel moe_backend "
+    "max_parallel_loading_workers gdn_prefill_backend".split()
+)
+
 
 class Vllm(Config):
     """The vLLM engines of a stage."""
@@ -66,7 +75,8 @@ class Vllm(Config):
 
     engine: dict[str, Any] = Field(
         {},
-        description="further options of vLLM's engine by its own names, such as max_num_seqs or enable_expert_parallel; they override ours",
+        description="further options of vLLM's engine by its own names, such as max_num_seqs or enable_expert_parallel; they override "
+        "ours. Options that only decide speed or memory are not in the digest",
     )
 
     @property

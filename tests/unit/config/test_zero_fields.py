@@ -65,3 +65,11 @@ def test_only_options_that_decide_a_result_are_in_the_digest(tmp_path: Path) -> 
     contents = [deciding(config, Digests(tmp_path)) for config in (sft(), sft(deepspeed=faster), sft(param_offload=True))]
     assert contents[0] == contents[1] == contents[2] and "deepspeed" not in contents[0], "the digest of recipes without it stays"
     assert deciding(sft(deepspeed=quantized), Digests(tmp_path))["deepspeed"] == quantized
+
+
+def test_engine_options_that_only_decide_speed_are_in_no_digest(tmp_path: Path) -> None:
+    def content(**engine: Any) -> Any:
+        return deciding(ppo(vllm={"gpus": 1, "engine": engine}), Digests(tmp_path))["vllm"]
+
+    assert content(max_num_seqs=64, enforce_eager=True) == content() == {"seed_answers": False, "engine": {}}
+    assert content(max_num_seqs=64, quantization="fp8")["engine"] == {"quantization": "fp8"}

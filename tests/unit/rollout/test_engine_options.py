@@ -7,9 +7,11 @@ import itertools
 
 import pytest
 from pydantic import ValidationError
+from vllm import EngineArgs
 
 from rlhf_core.config import Evaluation, Vllm
 from rlhf_core.config.judging.evaluation import VllmJudge
+from rlhf_core.config.processes import SPEED_ONLY
 from rlhf_core.rollout.environment import GRAPHS, engine_flags, graphs, require_known_options, unknown_option
 
 
@@ -95,3 +97,7 @@ def test_options_that_vllm_does_not_have_are_told() -> None:
     assert unknown_option({"max_num_seq": 4}).endswith("has no option 'max_num_seq'; did you mean max_num_seqs?")
     with pytest.raises(ValueError, match=r"vllm\.engine: vLLM .* has no option 'xyzzy'"):
         require_known_options({"xyzzy": 1})
+
+
+def test_the_installed_vllm_has_the_options_that_are_in_no_digest() -> None:
+    assert SPEED_ONLY <= EngineArgs.__dataclass_fields__.keys()
