@@ -99,17 +99,20 @@ def seen(folder: Path, name: str) -> Counter[int]:
     return Counter(map(json.loads, (folder / f"{name}.jsonl").read_text().splitlines()))
 
 
-def learned(run: Path) -> tuple[float, float]:
-    """The mean reward of the last four iterations and the standard error of its rise, which is four times that or more."""
+def learned(run: Path, before: int = 0) -> tuple[float, float]:
+    """The mean reward of the last four iterations but `before`, and the standard error of its rise, which is four times that or more."""
     lines = read_metrics(run)
+    lines = lines[: len(lines) - before]
     first, last = (np.array([(line["reward/mean"], line["reward/std"]) for line in part]) for part in (lines[:4], lines[-4:]))
     error = float(np.sqrt(sum((part[:, 1] ** 2).mean() for part in (first, last)) / (4 * BATCH * N)))
     assert last[:, 0].mean() - first[:, 0].mean() > 4 * error
     return float(last[:, 0].mean()), error
 
 
-def assert_same_end(*runs: Path) -> None:
-    (one, its_error), (other, error) = map(learned, runs)
+def assert_same_end(in_turns: Path, run: Path) -> None:
+    """Answers of weights of an age have the rewards of as many iterations before."""
+    age = round(float(np.mean([line["rollout/age"] for line in read_metrics(run)[-4:]])))
+    (one, its_error), (other, error) = learned(in_turns, age), learned(run)
     assert abs(one - other) < 4 * np.hypot(its_error, error), "the curves end together"
 
 
