@@ -172,7 +172,7 @@ def recipe_of(raw: object, folder: Path | None = None, given: Collection[str] = 
         raise everything_wrong(error, raw, check) from None
     for name in recipe.stages:
         if name == "base" or not STAGE_NAME.match(name):
-            raise ValueError(f"stages.{name}: a stage name is letters, digits, _ and -, and not 'base'; rename it")
+            raise WrongRecipe([f"stages.{name}: a stage name is letters, digits, _ and -, and not 'base'; rename it"], None)
     return placed(recipe)
 
 

@@ -12,7 +12,7 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlhf_core.recipe.load import load_recipe
+from rlhf_core.recipe.load import given_recipe, load_recipe
 from rlhf_core.recipe.plan import plan
 from tests.support.mutations import fault_of, places
 
@@ -123,3 +123,30 @@ def test_an_override(keys: list[str], value: str) -> None:
 def test_the_recipe_is_right_before_it_is_changed(override: str) -> None:
     fsspec.filesystem("memory").pipe("/recipe.yaml", TEXT.encode())
     assert len(plan(load_recipe("memory://recipe.yaml", [override])).nodes) == 9
+
+
+def told(*overrides: str, **more: object) -> list[str]:
+    """The sentences that refuse the recipe with these overrides."""
+    with pytest.raises(ValueError) as caught:
+        given_recipe(RECIPE | {"stages": RECIPE["stages"] | more}, overrides)
+    return str(caught.value).splitlines()
+
+
+def test_all_wrong_overrides_are_told_at_once() -> None:
+    lines = told("seed=x", "pppo.init_kl_coef=1", "sft.max_lenn=abc", "ppo.sampler_is=7", "sede=3")
+    assert len(lines) == 5 and "unknown key 'sede'; did you mean seed?" in lines[0] and lines[1].startswith("seed: ")
+    sentences = ("did you mean ppo?", "did you mean max_len or max_norm?", "stages.ppo.sampler_is")
+    for line, sentence in zip(told("pppo.init_kl_coef=1", "sft.max_lenn=abc", "ppo.sampler_is=7"), sentences, strict=True):
+        assert sentence in line
+    assert len(told("sft", "ppo.=3", "seed=[")) == 3
+    assert len(told("sede=3", **{"a b": RECIPE["stages"]["sft"] | {"stage": "sft"}})) == 2, "with a wrong name of a stage"
+
+
+def test_words_that_yaml_reads_as_false() -> None:
+    read = yaml.safe_load("{sampler_is: off, gated: no}")
+    ppo, publication = RECIPE["stages"]["ppo"], RECIPE["stages"]["publication"]
+    changed = {"ppo": ppo | {"sampler_is": read["sampler_is"]}, "publication": publication | {"gated": read["gated"]}}
+    loaded = [given_recipe(RECIPE | {"stages": RECIPE["stages"] | changed}, stored=True)]
+    loaded.append(given_recipe(RECIPE, ["ppo.sampler_is=off", "publication.gated=no"], stored=True))
+    for recipe in loaded:
+        assert recipe.stages["ppo"].sampler_is == "off" and recipe.stages["publication"].gated == "no"  # type: ignore[attr-defined]
