@@ -20,7 +20,7 @@ from rlhf_core.runs.allotment import CORES_ENV
 from rlhf_core.system import progress
 from rlhf_core.system.gc_pause import uncollected
 from rlhf_core.system.gpu_allocator import give_up_segments
-from rlhf_core.system.machine import num_cpus
+from rlhf_core.system.machine import free_memory, num_cpus
 from rlhf_core.system.processes import raised_by_us
 
 
@@ -97,6 +97,10 @@ class Worker:
         import torch
 
         return int(torch.cuda.get_device_properties(0).total_memory) if torch.cuda.is_available() else 0
+
+    def host_bytes(self) -> int:
+        """Returns the bytes of host memory that are free on this process's node."""
+        return free_memory()
 
     def follow(self, *built: Any) -> None:
         """Makes the role's object as `build` does, and ends this process when the object's `stay` returns: it has failed."""

@@ -238,6 +238,10 @@ class WorkerGroup:
         """Returns the bytes of the smallest GPU of the group; 0 without GPUs."""
         return min(Pending[int](self.name, "start", [worker.gpu_bytes.remote() for worker in self._workers], self._keys).wait(timeout))
 
+    def host_bytes(self, timeout: float) -> int:
+        """Returns the bytes of host memory that are free on the node of the group that has least."""
+        return min(Pending[int](self.name, "start", [worker.host_bytes.remote() for worker in self._workers], self._keys).wait(timeout))
+
     def call(self, phase: str, method: Callable[Concatenate[Any, P], R], *args: P.args, **kwargs: P.kwargs) -> Pending[R]:
         """Starts a method of the role's class on every rank's object; of a subclass its own method of that name."""
         refs = [worker.call.remote(method.__name__, *args, **kwargs) for worker in self._workers]
@@ -331,12 +335,12 @@ class StageRank:
 
 
 def run_on_group(
-    work: Callable[[StageRequest, RunDir], Outcome], name: str, run: RunDir, ranks: Ranks, resolve: Callable[[int], StageRequest]
+    work: Callable[[StageRequest, RunDir], Outcome], name: str, run: RunDir, ranks: Ranks, resolve: Callable[[int, int], StageRequest]
 ) -> Outcome:
     """Runs `work` on every rank of a worker group called `name` and returns rank 0's outcome. `resolve` gives the request, from the
-    bytes of the group's smallest GPU (0: there is none)."""
+    bytes of the group's smallest GPU (0: there is none) and the free host memory of a node."""
     connect()
     group = WorkerGroup(name, reserve(arrange({name: ranks}), timeout=600), 1, together=True)
-    request = resolve(group.gpu_bytes(600))
+    request = resolve(group.gpu_bytes(600), group.host_bytes(600))
     group.build(StageRank, work=work, request=request, path=str(run.path)).wait(600)
     return group.call("train", StageRank.run).wait(SILENT_SECONDS)[0]

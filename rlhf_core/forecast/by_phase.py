@@ -22,9 +22,11 @@ from rlhf_core.forecast.memory import (
 )
 from rlhf_core.hub.model_config import Size
 from rlhf_core.runs.resume_state import STATE_BYTES
+from rlhf_core.system.gpu_allocator import pinned_bytes
 
 PROCESS = 2 * GIB  # host memory of a process with its libraries (assumed)
-HELD_BY_ADAM = 16.0  # bytes a parameter of Adam on the host: fp32 weights, gradients and two moments
+ROUNDED = 1.5  # of weights that are pinned one by one, each block rounded up to a power of two: 1 to 2, as their shapes are
+SUBGROUP = 1e9  # parameters whose fp32 gradients ZeRO-3 holds in a block of pinned memory
 DIRECT = 1 / 3  # of a GPU: models below it are loaded there without a copy in host memory (models/load.py)
 
 
@@ -73,6 +75,16 @@ def training_by_phase(config: Trainable, size: Size, zero_stage: int, gpu: Gpu) 
     return _exported({phase: each._replace(host=ranks * each.host) for phase, each in found.items()}, size)
 
 
+def host_doubt(phases: Mapping[str, Phase], free: float) -> str:
+    """A line for the log where a node has less free host memory than is estimated for it. Empty where it has not. Without the save of a
+    state: where memory is short it is written without a copy."""
+    needed = max(each.host for phase, each in phases.items() if phase != "save")
+    if needed <= free:
+        return ""
+    wanted = f"an estimated {needed / GIB:.1f} GiB on a node with {free / GIB:.1f} free"
+    return f"it may run out of host memory: {wanted}; leave out what the recipe offloads, or use more nodes\n"
+
+
 def _phases(on_gpu: Mapping[str, float], processes: list[_Host]) -> dict[str, Phase]:
     """The phases of a GPU with these processes."""
     count, still = len(processes), sum(each.still for each in processes)
@@ -107,8 +119,18 @@ def _trained_on_host(size: Size, how: Training, head: bool, gpu: Gpu) -> _Host:
     loading = _loaded(size, count, how.ranks if how.cut else 1, gpu)
     if how.adapters:
         return _Host(PROCESS, loading)
-    still = (HELD_BY_ADAM if how.offload else 0.0) * count / how.ranks + (2 if how.on_host else 0) * count / how.ranks
-    return _Host(PROCESS + still, loading, STATE_BYTES * count / how.ranks)
+    share = count / how.ranks
+    still = (_adam(size, share, how.zero_stage) if how.offload else 0.0) + (ROUNDED * 2 * share if how.on_host else 0.0)
+    return _Host(PROCESS + still, loading, STATE_BYTES * share)
+
+
+def _adam(size: Size, share: float, zero_stage: int) -> float:
+    """Bytes on the host of DeepSpeed's Adam for `share` parameters. Not pinned are two fp32 moments and, under ZeRO-3, fp32 weights; pinned
+    are fp32 gradients, bf16 ones that passes add up, and under ZeRO-1 and 2 fp32 weights, their bf16 form, and the largest weight."""
+    if zero_stage == 3:
+        return 12 * share + pinned_bytes(2 * share) + share / SUBGROUP * pinned_bytes(4 * SUBGROUP)
+    flat = 2 * pinned_bytes(4 * share) + pinned_bytes(2 * share)
+    return 8 * share + flat + ROUNDED * 2 * share + pinned_bytes(2 * size.vocabulary * size.hidden)
 
 
 def _loaded(size: Size, count: float, shares: int, gpu: Gpu) -> float:

@@ -74,6 +74,9 @@ def trained(size: Size, how: Training, head: bool, scoring_tokens: int) -> Held:
         state, gradients = 0.0, 0.0
     elif how.zero_stage == 0:  # plain torch, whose fp32 gradients take the place of the bf16 ones when the pass is over
         state, gradients = 12 * count, 2 * count
+    elif how.offload and how.zero_stage < 3:  # two buckets; the largest weight's gradient, its place for a copy, and in fp64 for the norm
+        embeddings = size.vocabulary * size.hidden
+        state, gradients = 2 * embeddings, 2e9 + (2 + 8) * embeddings
     elif how.offload:
         state, gradients = 0.0, 1e9
     elif how.zero_stage == 3:  # whose gradients have a place of their own from the start

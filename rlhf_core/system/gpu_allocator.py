@@ -1,15 +1,16 @@
-"""Turns PyTorch's expandable segments off where they do not work.
+"""Handles two habits of PyTorch's allocators: expandable segments, which do not work everywhere, and the size of pinned host memory.
 
-PyTorch's allocator uses them, to avoid fragmentation, when the user sets `expandable_segments:True` in PYTORCH_ALLOC_CONF (or
-PYTORCH_CUDA_ALLOC_CONF, its older name). Other processes cannot open such memory by a CUDA IPC handle, and vLLM's sleep mode uses a
-memory pool of its own that does not support them.
+PyTorch's allocator of GPU memory uses expandable segments, to avoid fragmentation, when the user sets `expandable_segments:True` in
+PYTORCH_ALLOC_CONF (or PYTORCH_CUDA_ALLOC_CONF, its older name). Other processes cannot open such memory by a CUDA IPC handle, and vLLM's
+sleep mode uses a memory pool of its own that does not support them. Its allocator of pinned memory rounds each block up to a power of two.
 """
 
 from __future__ import annotations
 
+import math
 import os
 import warnings
-from collections.abc import MutableMapping
+from collections.abc import MutableMapping, Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
 
 VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # PyTorch reads the first that is not empty
 SEGMENTS = "expandable_segments"
+BLOCK = 2**30  # bytes of pinned memory that small tensors share
 
 
 def give_up_segments(environment: MutableMapping[str, str]) -> None:
@@ -44,6 +46,27 @@ def shared_bytes(size: int, device: torch.device) -> torch.Tensor:
         return torch.empty(size, dtype=torch.uint8, device=device)
     finally:
         _apply(_settings())
+
+
+def pinned_bytes(size: float) -> float:
+    """Returns the bytes of host memory that a pinned block of `size` bytes takes."""
+    return 2.0 ** math.ceil(math.log2(size)) if size > 0 else 0.0
+
+
+def move_to_pinned(tensors: Sequence[torch.Tensor]) -> None:
+    """Moves the data of tensors to pinned host memory, many in one block; without CUDA to ordinary memory. One after the other: the host
+    holds no more than a block twice."""
+    import torch
+
+    block, used = torch.empty(0, dtype=torch.uint8), 0
+    left = sum(-(-tensor.nbytes // 64) * 64 for tensor in tensors)
+    for tensor in tensors:
+        size = -(-tensor.nbytes // 64) * 64  # the next one is aligned
+        if used + size > len(block):
+            block, used = torch.empty(max(size, min(BLOCK, left)), dtype=torch.uint8, pin_memory=torch.cuda.is_available()), 0
+        place = block[used : used + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+        tensor.data = place.copy_(tensor.data)
+        used, left = used + size, left - size
 
 
 def _settings() -> str:

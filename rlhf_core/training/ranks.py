@@ -14,6 +14,8 @@ from rlhf_core.cluster.rank_environment import LESS_MEMORY, set_rank_environment
 from rlhf_core.config import KINDS, Lora, Optimised, Ranks, Trainable
 from rlhf_core.config.zero_fields import ZERO
 from rlhf_core.data.report import JSON
+from rlhf_core.forecast.by_phase import host_doubt, training_by_phase
+from rlhf_core.forecast.hardware import Gpu
 from rlhf_core.forecast.memory import copies
 from rlhf_core.forecast.zero_stage import doubt, peak_of_training, require_start, size_at, stage_of_state, stage_of_training, starts
 from rlhf_core.hub.model_config import Size
@@ -29,6 +31,7 @@ from rlhf_core.models.shards import Shards
 from rlhf_core.runs import resume_state
 from rlhf_core.runs.run_dir import Outcome, RunDir, StageRequest
 from rlhf_core.system import progress
+from rlhf_core.system.machine import free_memory
 from rlhf_core.training.engine import AdamW, Engine, TorchEngine, finite, on_cpu
 from rlhf_core.training.train_loop import layout_of
 from rlhf_core.training.zero_options import options_of
@@ -51,27 +54,29 @@ def on_ranks(rank: Rank, request: StageRequest, run: RunDir) -> Outcome:
         set_rank_environment(0, 1, store_address())
         memory = torch.cuda.get_device_properties(0).total_memory if torch.cuda.is_available() else 0
         if config.needs_deepspeed:
-            request = with_zero_stage(request, run, config, memory)
+            request = with_zero_stage(request, run, config, memory, free_memory())
         else:
-            _doubt(request, config, memory)
+            _doubt(request, config, memory, free_memory())
         try:
             return rank(request, run)
         except torch.OutOfMemoryError as error:
             raise RuntimeError(f"{request.name} ran out of GPU memory: {LESS_MEMORY}. {error}") from None
     from rlhf_core.cluster.worker_group import run_on_group
 
-    return run_on_group(rank, request.name, run, config.ranks, lambda gpu_bytes: with_zero_stage(request, run, config, gpu_bytes))
+    return run_on_group(
+        rank, request.name, run, config.ranks, lambda gpu_bytes, host_bytes: with_zero_stage(request, run, config, gpu_bytes, host_bytes)
+    )
 
 
-def with_zero_stage(request: StageRequest, run: RunDir, config: Trainable, gpu_bytes: int) -> StageRequest:
-    """Resolves `zero_stage: auto`: that of a resume state of as many ranks, else by `gpu_bytes`, the memory of a GPU (0: none).
-    Raises MachineLacks when such a GPU cannot hold what is loaded onto it."""
+def with_zero_stage(request: StageRequest, run: RunDir, config: Trainable, gpu_bytes: int, host_bytes: int) -> StageRequest:
+    """Resolves `zero_stage: auto`: that of a resume state of as many ranks, else by `gpu_bytes`, the memory of a GPU (0: none). Doubts
+    whether that and `host_bytes`, free on a node, will do. Raises MachineLacks when such a GPU cannot hold what is loaded onto it."""
     if config.zero_stage == "auto":
         kept = resume_state.kept_zero_stage(run, layout_of(config))
         chosen = stage_of_training(config, _size(request, config), gpu_bytes) if kept is None else stage_of_state(config, kept)
         print(chosen, flush=True)
         config = config.model_copy(update={"zero_stage": chosen.stage})
-    _doubt(request, config, gpu_bytes)
+    _doubt(request, config, gpu_bytes, host_bytes)
     return request.model_copy(update={"config": config})
 
 
@@ -79,14 +84,16 @@ def _size(request: StageRequest, config: Trainable) -> Size | None:
     return size_at(request.inputs[getattr(config, KINDS[config.stage].start)])
 
 
-def _doubt(request: StageRequest, config: Trainable, gpu_bytes: int) -> None:
-    """Prints a warning where training may not fit the GPU's memory. Raises MachineLacks where the model does not."""
+def _doubt(request: StageRequest, config: Trainable, gpu_bytes: int, host_bytes: int) -> None:
+    """Prints a warning where training may not fit the GPU's memory or the host's. Raises MachineLacks where the model does not fit the
+    GPU's."""
     if not gpu_bytes or (size := _size(request, config)) is None:
         return
     require_start([request.name], starts(config, {request.name: size})[request.name], gpu_bytes)
     if config.dtype == "bfloat16":
         stage = 0 if config.zero_stage == "auto" else config.zero_stage
         print(doubt(peak_of_training(config, size, stage, gpu_bytes), gpu_bytes), end="", flush=True)
+        print(host_doubt(training_by_phase(config, size, stage, Gpu(gpu_bytes)), host_bytes), end="", flush=True)
 
 
 def shards_of(config: Optimised, role: str = "model") -> Shards | None:

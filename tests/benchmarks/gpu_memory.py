@@ -1,4 +1,4 @@
-"""Peak memory of GPUs as their driver counts it, all processes together."""
+"""Peak memory of GPUs, as their driver counts it, and of the host, all processes together."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import threading
 import time
 from collections.abc import Sequence
 
-from rlhf_core.system.machine import gpu_names
+from rlhf_core.system.machine import free_memory, gpu_names
 
 
 def watch_memory() -> list[int]:
@@ -28,6 +28,20 @@ def watch_memory() -> list[int]:
 
     threading.Thread(target=look, daemon=True).start()
     return peaks
+
+
+def watch_host() -> list[int]:
+    """Returns a list of one number: the bytes by which free host memory was at most lower than now. Pinned memory is among them, files
+    that the system caches are not. A thread keeps it up to date five times a second until the process ends."""
+    before, peak = free_memory(), [0]
+
+    def look() -> None:
+        while True:
+            peak[0] = max(peak[0], before - free_memory())
+            time.sleep(0.2)
+
+    threading.Thread(target=look, daemon=True).start()
+    return peak
 
 
 def in_gib(sizes: Sequence[float]) -> list[float]:

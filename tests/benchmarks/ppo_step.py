@@ -139,8 +139,9 @@ def figures(lines: list[dict[str, float]], start: float, peaks: list[int]) -> di
     phases = {name: lines[-1][f"phase/{name}"] for name in ("generate", "score", "train", "sync") if f"phase/{name}" in lines[-1]}
     seconds = {"step": total(lines[-1]), **phases, "first rollout": lines[0]["time"] - total(lines[0]) - start}
     found = {name: figure(round(value, 2), "s") for name, value in seconds.items()}
-    gap = figure(round(lines[-1]["sampler/gap"], 4), "nats")
-    return found | {"peak": figure(max(in_gib(peaks)), "GiB"), "sampler gap": gap}
+    if peaks:
+        found["peak"] = figure(max(in_gib(peaks)), "GiB")
+    return found | {"sampler gap": figure(round(lines[-1]["sampler/gap"], 4), "nats")}
 
 
 def beside(lines: list[dict[str, float]], arguments: argparse.Namespace) -> None:

@@ -19,13 +19,14 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from gpu_memory import in_gib, watch_memory
-from openrlhf_ppo import run_child
+from gpu_memory import in_gib, watch_host, watch_memory
+from openrlhf_ppo import start_child
 from record import add_options, figure, save
 
 from rlhf_core.config import DPO, KTO, SFT, Ranks, RewardModel, Trainable
+from rlhf_core.forecast.by_phase import training_by_phase
 from rlhf_core.forecast.hardware import GPUS
-from rlhf_core.forecast.zero_stage import peak_of_training, stage_of_training
+from rlhf_core.forecast.zero_stage import stage_of_training
 from rlhf_core.hub.model_config import size_of
 from rlhf_core.runs.metrics_log import read_metrics
 from rlhf_core.runs.run_dir import RunDir, StageRequest
@@ -52,6 +53,7 @@ def main() -> None:
     parser.add_argument("--apart", action="store_true", help="one document a row, as where documents of a row would see each other")
     parser.add_argument("--active", type=float, help="parameters that a token meets, for the MFU of a mixture of experts; default: all")
     parser.add_argument("--set", default="{}", help="JSON of more fields of the stage, such as adam_offload")
+    parser.add_argument("--no-export", action="store_true", help="end the stage after its last step")
     parser.add_argument("--peer", action="store_true", help="TRL in place of ours")
     parser.add_argument("--peer-weights", default="bfloat16", choices=("bfloat16", "float32"), help="float32: TRL steps fp32, as ours does")
     parser.add_argument("--flops", type=float, default=790e12)
@@ -60,10 +62,12 @@ def main() -> None:
     arguments = parser.parse_args()
     if arguments.pass_tokens % (2 * PAIR) or (arguments.peer and arguments.gpus > 1):
         parser.error(f"--pass-tokens is a multiple of {2 * PAIR}, and TRL runs on one GPU")
+    if arguments.steps < 4:
+        parser.error("--steps is 4 or more: steps are timed from the third on")
     arguments.out.mkdir(parents=True)
     arguments.passes = (arguments.work or arguments.gpus) * PASSES
     rows = make_rows(arguments.what, arguments.steps * arguments.passes * arguments.pass_tokens, arguments.prompts, arguments.lengths)
-    peaks = watch_memory()
+    peaks, host = watch_memory(), watch_host()
     seconds, per_step = (trl if arguments.peer else ours)(arguments, rows)
     steady = sorted(seconds[2:])[len(seconds[2:]) // 2]
     size = arguments.active or sum(file.stat().st_size for file in arguments.model.glob("*.safetensors")) / 2
@@ -81,6 +85,8 @@ def main() -> None:
     if peaks:
         found["peak"] = figure(max(in_gib(peaks)), "GiB")
         print(f"peak GiB by GPU {in_gib(peaks)}", flush=True)
+    found["host peak"] = figure(*in_gib(host), "GiB")
+    print(f"peak GiB of the host {found['host peak']['value']}", flush=True)
     save(arguments, f"{arguments.what} {name}", found)
 
 
@@ -129,15 +135,23 @@ def ours(arguments: argparse.Namespace, rows: list[dict[str, Any]]) -> tuple[lis
     )
     size, memory = size_of(str(arguments.model)), GPUS[arguments.gpu].memory
     stage = stage_of_training(config, size, memory).stage
-    print(f"plan: {peak_of_training(config, size, stage, memory) / 2**30:.1f} GiB of a GPU, ZeRO-{stage}", flush=True)
+    phases = training_by_phase(config, size, stage, GPUS[arguments.gpu])
+    told = ", ".join(f"{phase} {each.gpu / 2**30:.1f} / {each.host / 2**30:.1f}" for phase, each in phases.items())
+    print(f"plan: ZeRO-{stage}; GiB of a GPU / of the host: {told}", flush=True)
     run = RunDir(arguments.out / "run")
     run.prepare(StageRequest(name=arguments.what, digest="0", config=config, inputs={"base": str(arguments.model)}, seed=0))
     hide = "sys.modules['liger_kernel'] = None; " if arguments.no_liger else ""
     hide += "from rlhf_core.models import document_leak; document_leak.leaks = lambda *_: True; " if arguments.apart else ""
     code = f"import sys, runpy; {hide}sys.argv = ['rlhf_core', {str(run.path)!r}]; runpy.run_module('rlhf_core', run_name='__main__')"
     with (arguments.out / "log.txt").open("w") as log:
-        failed = run_child("-c", code, stdout=log, stderr=log)
-    if failed:
+        child, ended = start_child("-c", code, stdout=log, stderr=log), False
+        try:
+            while child.poll() is None and not (ended := arguments.no_export and len(read_metrics(run.path)) == arguments.steps):
+                time.sleep(0.5)
+        finally:
+            child.terminate()
+            failed = child.wait()
+    if failed and not ended:
         sys.exit((arguments.out / "log.txt").read_text()[-3000:])
     times = [line["time"] for line in read_metrics(run.path)]
     print("losses", [round(line["loss"], 5) for line in read_metrics(run.path)])

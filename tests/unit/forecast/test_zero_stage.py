@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -42,6 +43,7 @@ SHAPE = {"hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 2
 BIG = size_of_config({**SHAPE, "vocab_size": 152064})  # 7.6 billion parameters
 DATA = Data(sources="d.jsonl")
 FOUR = Ranks(num_ranks_per_node=4, gpus=1)
+HOST = 4096 * 2**30
 
 
 def sft(**fields: Any) -> SFT:
@@ -129,8 +131,8 @@ def test_a_gpu_that_cannot_load_the_model_is_refused_before_anything_is_loaded(t
     for config, needed, less in ((sft(), r"37\.2", 36), (sft(zero_stage=3), r"37\.2", 36), (sft(zero_stage=2), r"132\.0", 131)):
         request = StageRequest(name="tuned", digest="0", config=config, inputs={"base": str(tmp_path)}, seed=0)
         with pytest.raises(MachineLacks, match=rf"^tuned: while .* takes {needed} GiB, .* smallest GPU here has {less}\.0:"):
-            with_zero_stage(request, run, config, less * GIB)
-        assert with_zero_stage(request, run, config, 140 * GIB).config.zero_stage in (2, 3)  # type: ignore[union-attr]
+            with_zero_stage(request, run, config, less * GIB, HOST)
+        assert with_zero_stage(request, run, config, 140 * GIB, HOST).config.zero_stage in (2, 3)  # type: ignore[union-attr]
 
     class Group:
         def gpu_bytes(self, timeout: float) -> float:
@@ -173,7 +175,7 @@ def test_models_that_share_a_gpu_are_refused_by_their_sum_before_anything_is_loa
     assert needed == pytest.approx(alone * LARGE_STARTS, abs=0.02 * alone * LARGE_STARTS + 5)
 
     def start(memory: float) -> None:
-        groups: Any = dict.fromkeys(config.placed, SimpleNamespace(gpu_bytes=lambda timeout: memory * GIB))
+        groups: Any = dict.fromkeys(config.placed, SimpleNamespace(gpu_bytes=lambda timeout: memory * GIB, host_bytes=lambda timeout: HOST))
         zero_stage_of(config, dict.fromkeys(config.groups, "a/model"), groups, None)
 
     start(needed + 0.1)
@@ -199,7 +201,8 @@ def test_two_large_models_on_one_gpu_of_an_h200() -> None:
 def test_models_of_unknown_size_and_roles_on_their_own_gpus_add_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rlhf_core.stages.ppo.start.size_at", lambda place: LARGE if place == "actor" else None)
     for config in (ppo(colocate_actor_ref=True), ppo()):
-        groups: Any = {name: SimpleNamespace(gpu_bytes=lambda timeout: 140 * GIB) for name in ("actor", "critic")}
+        group = SimpleNamespace(gpu_bytes=lambda timeout: 140 * GIB, host_bytes=lambda timeout: HOST)
+        groups: Any = {"actor": group, "critic": group}
         assert zero_stage_of(config, {name: name for name in config.groups}, groups, None).stage == 3
 
 
@@ -269,11 +272,14 @@ def test_ppo_reads_its_gpus_and_keeps_the_stage_of_a_resume_state(tmp_path: Path
     (tmp_path / "config.json").write_text(json.dumps({**SHAPE, "vocab_size": 152064}))
 
     class Group:
-        def __init__(self, memory: float):
-            self.memory = memory
+        def __init__(self, memory: float, host: float = 4096):
+            self.memory, self.host = memory, host
 
         def gpu_bytes(self, timeout: float) -> float:
             return self.memory * GIB
+
+        def host_bytes(self, timeout: float) -> float:
+            return self.host * GIB
 
     config = ppo()
     groups: Any = {"actor": Group(100), "critic": Group(48)}
@@ -299,6 +305,10 @@ def test_ppo_reads_its_gpus_and_keeps_the_stage_of_a_resume_state(tmp_path: Path
         f"it may run out of memory: an estimated {estimate:.1f} GiB on a GPU of 40.0; `alignflow plan RECIPE --gpu-memory 40.0`"
         in capsys.readouterr().out
     )
+    assert "host memory" not in printed
+    groups["critic"] = Group(100, 100)
+    zero_stage_of(ppo(adam_offload=True), paths, groups, None)
+    assert re.search(r"run out of host memory: an estimated \d{3}\.\d GiB on a node with 100\.0 free", capsys.readouterr().out)
     on_cpu = ppo(**dict.fromkeys(("actor_ranks", "critic_ranks", "reference_ranks", "reward_ranks"), Ranks()), vllm={})
     assert zero_stage_of(on_cpu, paths, {}, None).stage == 3
 
@@ -308,9 +318,9 @@ def test_a_group_gets_a_request_with_a_stage(tmp_path: Path, capsys: pytest.Capt
     run = RunDir(tmp_path / "run")
     run.path.mkdir()
 
-    def resolved(config: Trainable, memory: int) -> Any:
+    def resolved(config: Trainable, memory: int, host: int = 4096) -> Any:
         request = StageRequest(name="sft", digest="0", config=config, inputs={"base": str(tmp_path)}, seed=0)
-        return with_zero_stage(request, run, config, memory * GIB).config.zero_stage  # type: ignore[union-attr]
+        return with_zero_stage(request, run, config, memory * GIB, host * GIB).config.zero_stage  # type: ignore[union-attr]
 
     assert (resolved(sft(), 100), resolved(sft(), 48), resolved(sft(zero_stage=2), 100)) == (1, 3, 2)
     capsys.readouterr()
@@ -318,6 +328,9 @@ def test_a_group_gets_a_request_with_a_stage(tmp_path: Path, capsys: pytest.Capt
     assert resolved(sft(zero_stage=2), 48) == 2
     estimate = peak_of_training(sft(), BIG, 2, 48 * GIB) / GIB
     assert f"it may run out of memory: an estimated {estimate:.1f} GiB on a GPU of 48.0" in capsys.readouterr().out
+    assert resolved(sft(zero_stage=2, adam_offload=True), 100) == 2 and "host memory" not in capsys.readouterr().out
+    assert resolved(sft(zero_stage=2, adam_offload=True), 100, 150) == 2
+    assert "it may run out of host memory: an estimated " in capsys.readouterr().out
     resume_state.save(run, 3, 1, {"layout": {"ranks": 4, "zero_stage": 2}}, lambda folder: None).wait()
     assert resolved(sft(), 100) == 2, "other GPUs do not change what a state was made with"
 

@@ -7,7 +7,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from rlhf_core.system.gpu_allocator import _apply, give_up_segments, shared_bytes, wants_segments
+from rlhf_core.system import gpu_allocator
+from rlhf_core.system.gpu_allocator import _apply, give_up_segments, move_to_pinned, pinned_bytes, shared_bytes, wants_segments
 
 
 @pytest.mark.parametrize(
@@ -56,3 +57,23 @@ def test_a_pytorch_without_the_private_function_is_left_as_it_is(
     monkeypatch.delattr(torch.cuda.memory, "_set_allocator_settings")
     _apply("expandable_segments:False")
     assert "take expandable_segments out of PYTORCH_ALLOC_CONF" in capsys.readouterr().out
+
+
+def test_a_pinned_block_takes_a_power_of_two() -> None:
+    assert [pinned_bytes(size) for size in (0, 1, 2**30, 2**30 + 1, 3e9)] == [0, 1, 2**30, 2**31, 2**32]
+
+
+def test_tensors_share_blocks_and_keep_what_they_hold(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu_allocator, "BLOCK", 4096)
+    shapes: list[tuple[int, ...]] = [(30, 10), (3,), (), (0, 4), (900, 3), (7, 7), (2048,)]
+    dtypes = [torch.float32, torch.bool, torch.int64, torch.float32, torch.bfloat16, torch.bfloat16, torch.uint8]
+    tensors = [(100 * torch.rand(shape)).to(dtype) for shape, dtype in zip(shapes, dtypes, strict=True)]
+    tensors.append(torch.arange(12.0).view(3, 4).t())
+    weight, before = torch.nn.Parameter(torch.ones(5, 5)), [tensor.clone() for tensor in tensors]
+    move_to_pinned([*tensors, weight])
+    for tensor, held in zip(tensors, before, strict=True):
+        assert torch.equal(tensor, held) and tensor.dtype == held.dtype
+        assert not tensor.numel() or tensor.data_ptr() % 64 == 0
+    blocks = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in [*tensors, weight]}
+    assert len(blocks) == 3 and max(blocks.values()) == 5440, "a larger tensor has a block of its own size"
+    assert torch.equal(weight, torch.ones(5, 5)) and weight.requires_grad

@@ -19,6 +19,7 @@ from rlhf_core.objectives.collate import Batch
 from rlhf_core.rollout.weight_transfer import gpu_uuid
 from rlhf_core.stages.ppo.roles.passes import ModelSpec, Scored, score_share
 from rlhf_core.stages.ppo.roofline import Shape, shape_of
+from rlhf_core.system.gpu_allocator import move_to_pinned
 from rlhf_core.training.process_group import join_ranks
 from rlhf_core.training.zero_shards import FrozenZero, ZeroShards
 
@@ -64,8 +65,8 @@ class ReadOnlyModel(ModelRole):
             self._sequence = sequence_ranks(model.sharing)
         if not offload and shards is None:
             self.module.to(self.device)
-        for tensor in _tensors(module) if offload else []:  # one after the other: the host holds nothing twice
-            tensor.data = tensor.data.cpu().pin_memory()
+        if offload:
+            move_to_pinned(_tensors(module))
         self._offloaded = [(tensor, tensor.data) for tensor in _tensors(module)] if offload else []
 
     def run(self, *inputs: Any) -> Any:
