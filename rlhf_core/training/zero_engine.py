@@ -78,7 +78,7 @@ class ZeroEngine:
         fetching = {}
         if zero_stage == 3:
             # A leaf's gradients are reduced when its input's gradient is computed; below frozen embeddings the first layer has none.
-            set_leaves(deepspeed, module, layers=not self._frozen)
+            set_leaves(deepspeed, module, layers=not self._frozen or _require_input_gradient(module))
             small = not options.param_offload and _small(module)
             fetching = prepared(module, dtype, keep=not self._frozen and self._on_every_rank(small))
         self._engine, *_ = deepspeed.initialize(
@@ -177,6 +177,14 @@ def prepared(module: nn.Module, dtype: str, keep: bool) -> dict[str, Any]:
             narrow = dtype == "bfloat16" and tensor.is_floating_point() and isinstance(tensor, nn.Parameter)
             tensor.data = tensor.data.to(rank_device(), torch.bfloat16 if narrow else tensor.dtype)
     return _fetching(module, keep)
+
+
+def _require_input_gradient(module: nn.Module) -> bool:
+    """Makes what frozen embeddings return require a gradient. Returns whether there are any."""
+    found = [part for part in module.modules() if isinstance(part, nn.Embedding)]
+    for part in found:
+        part.register_forward_hook(lambda _part, _input, out: out.requires_grad_(torch.is_grad_enabled()))
+    return bool(found)
 
 
 def _small(module: nn.Module) -> bool:
