@@ -168,6 +168,7 @@ class WorkerGroup:
         self.name, slots = name, reservation.slots[name]
         self.world_size, key = len(slots) // span, uuid.uuid4().hex
         nodes = [reservation.nodes[slot.bundle] for slot in slots]
+        self.nodes = nodes[::span]  # of each rank
         keys = [key if together else f"{key}-{i}" for i in range(len(slots))]
         # Processes of a cluster of our own have our environment anyway, and start at once where Ray need not make one for them.
         environment = None if is_ours() else {"env_vars": passed_environment()}
@@ -238,9 +239,10 @@ class WorkerGroup:
         """Returns the bytes of the smallest GPU of the group; 0 without GPUs."""
         return min(Pending[int](self.name, "start", [worker.gpu_bytes.remote() for worker in self._workers], self._keys).wait(timeout))
 
-    def host_bytes(self, timeout: float) -> int:
-        """Returns the bytes of host memory that are free on the node of the group that has least."""
-        return min(Pending[int](self.name, "start", [worker.host_bytes.remote() for worker in self._workers], self._keys).wait(timeout))
+    def free_hosts(self, timeout: float) -> dict[str, int]:
+        """Returns the bytes of host memory that are free on each node of the group."""
+        free = Pending[int](self.name, "start", [worker.host_bytes.remote() for worker in self._workers], self._keys).wait(timeout)
+        return dict(zip(self.nodes, free, strict=True))
 
     def call(self, phase: str, method: Callable[Concatenate[Any, P], R], *args: P.args, **kwargs: P.kwargs) -> Pending[R]:
         """Starts a method of the role's class on every rank's object; of a subclass its own method of that name."""
@@ -341,6 +343,6 @@ def run_on_group(
     bytes of the group's smallest GPU (0: there is none) and the free host memory of a node."""
     connect()
     group = WorkerGroup(name, reserve(arrange({name: ranks}), timeout=600), 1, together=True)
-    request = resolve(group.gpu_bytes(600), group.host_bytes(600))
+    request = resolve(group.gpu_bytes(600), min(group.free_hosts(600).values()))
     group.build(StageRank, work=work, request=request, path=str(run.path)).wait(600)
     return group.call("train", StageRank.run).wait(SILENT_SECONDS)[0]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from rlhf_core.cluster.layout import Layout
@@ -38,22 +38,20 @@ class Phase(NamedTuple):
 
 
 class _Host(NamedTuple):
-    """Bytes of host memory of one process: always, and besides while it loads, saves, and loads a reference that scores once."""
+    """Bytes of host memory of one process: always, and besides while it loads, saves, and loads a reference that scores once; of its
+    optimiser, which is made once the model is loaded."""
 
     still: float
     loading: float = 0.0
     saving: float = 0.0
     scoring: float = 0.0
+    adam: float = 0.0
 
 
 def by_phase(config: PPO, layout: Layout, sizes: Mapping[str, Size], gpu: Gpu) -> dict[str, Phase]:
     """Peaks of start-up (libraries and CUDA's contexts), load, generate, score, train (the optimiser's step among it), gather, sync, export
     and save. Phases in which memory is not given back (without `vllm.sleep`) keep what an earlier one took, as in `memory.peak`."""
-    held, on = roles(config, sizes, gpu.memory), sharing(layout)
-    asleep = 2 * sizes["actor"].parameters / config.vllm.processes  # weights of an engine to which no sync sends them again
-    engine = _Host(PROCESS + (asleep if config.vllm.sleep and config.vllm.adapters == "alone" else 0.0))
-    hosts = {name: _host(config, name, sizes, gpu) for name in config.groups} | {"sampler": engine}
-    found = []
+    held, on, hosts, found = roles(config, sizes, gpu.memory), sharing(layout), _hosts(config, sizes, gpu), []
     for names in on.values():
         on_gpu = gpu_phases([held[name] for name in names], config.vllm.sleep, config.colocate_all)
         found.append(_phases(on_gpu, [hosts[name] for name in names]))
@@ -75,21 +73,34 @@ def training_by_phase(config: Trainable, size: Size, zero_stage: int, gpu: Gpu) 
     return _exported({phase: each._replace(host=ranks * each.host) for phase, each in found.items()}, size)
 
 
-def host_doubt(phases: Mapping[str, Phase], free: float) -> str:
-    """A line for the log where a node has less free host memory than is estimated for it. Empty where it has not. Without the save of a
-    state: where memory is short it is written without a copy."""
-    needed = max(each.host for phase, each in phases.items() if phase != "save")
+def training_host_doubt(phases: Mapping[str, Phase], free: float) -> str:
+    """A line for the log where a node of a training stage has less free host memory than is estimated for it, besides its processes, which
+    have started. Empty where it has not. The save of a state is left out: where memory is short it is written without a copy."""
+    return _host_doubt(max(each.host for phase, each in phases.items() if phase != "save") - phases["start-up"].host, free)
+
+
+def host_doubts(config: PPO, sizes: Mapping[str, Size], gpu: Gpu, nodes: Mapping[str, Sequence[str]], free: Mapping[str, float]) -> str:
+    """As `training_host_doubt`, a line for each node of PPO whose `free` bytes are known. `nodes`: the node of each rank of a role."""
+    hosts, needed = _hosts(config, sizes, gpu), dict.fromkeys(free, 0.0)
+    for name, places in nodes.items():
+        for node in places:
+            if node in needed:
+                needed[node] += hosts[name].still - PROCESS + max(hosts[name].loading, hosts[name].adam)
+    return "".join(_host_doubt(needed[node], free[node]) for node in free)
+
+
+def _host_doubt(needed: float, free: float) -> str:
     if needed <= free:
         return ""
     wanted = f"an estimated {needed / GIB:.1f} GiB on a node with {free / GIB:.1f} free"
-    return f"it may run out of host memory: {wanted}; leave out what the recipe offloads, or use more nodes\n"
+    return f"it may run out of host memory: {wanted}; use more nodes, or offload less to the host\n"
 
 
 def _phases(on_gpu: Mapping[str, float], processes: list[_Host]) -> dict[str, Phase]:
     """The phases of a GPU with these processes."""
-    count, still = len(processes), sum(each.still for each in processes)
+    count, still = len(processes), sum(each.still + each.adam for each in processes)
     besides = {
-        "load": sum(each.loading for each in processes),
+        "load": sum(max(0.0, each.loading - each.adam) for each in processes),
         "score": sum(each.scoring for each in processes),
         "save": sum(each.saving for each in processes),
     }
@@ -101,6 +112,12 @@ def _exported(phases: dict[str, Phase], size: Size) -> dict[str, Phase]:
     """With the weights that rank 0 alone has in host memory while it writes the model."""
     export = phases["export"]
     return phases | {"export": export._replace(host=export.host + group_bytes(size))}
+
+
+def _hosts(config: PPO, sizes: Mapping[str, Size], gpu: Gpu) -> dict[str, _Host]:
+    asleep = 2 * sizes["actor"].parameters / config.vllm.processes  # weights of an engine to which no sync sends them again
+    engine = _Host(PROCESS + (asleep if config.vllm.sleep and config.vllm.adapters == "alone" else 0.0))
+    return {name: _host(config, name, sizes, gpu) for name in config.groups} | {"sampler": engine}
 
 
 def _host(config: PPO, name: str, sizes: Mapping[str, Size], gpu: Gpu) -> _Host:
@@ -117,11 +134,11 @@ def _host(config: PPO, name: str, sizes: Mapping[str, Size], gpu: Gpu) -> _Host:
 def _trained_on_host(size: Size, how: Training, head: bool, gpu: Gpu) -> _Host:
     count = size.parameters - (0 if head else size.head)
     loading = _loaded(size, count, how.ranks if how.cut else 1, gpu)
-    if how.adapters:
-        return _Host(PROCESS, loading)
     share = count / how.ranks
-    still = (_adam(size, share, how.zero_stage) if how.offload else 0.0) + (ROUNDED * 2 * share if how.on_host else 0.0)
-    return _Host(PROCESS + still, loading, STATE_BYTES * share)
+    still = PROCESS + (ROUNDED * how.weight * share if how.on_host else 0.0)
+    if how.adapters:
+        return _Host(still, loading)
+    return _Host(still, loading, STATE_BYTES * share, adam=_adam(size, share, how.zero_stage) if how.offload else 0.0)
 
 
 def _adam(size: Size, share: float, zero_stage: int) -> float:

@@ -242,11 +242,18 @@ Wrapped = TypeVar("Wrapped", bound=nn.Module)
 
 
 def without_dropout(module: Wrapped) -> Wrapped:
-    """Sets dropout to 0: the loss would depend on the split of a step, and PPO's first ratio would not be 1. The config is unchanged."""
+    """Sets dropout, and noise before routers, to 0: the loss would depend on the split of a step, and PPO's first ratio would not be 1. The
+    config is unchanged."""
     for part in module.modules():
         if isinstance(part, nn.Dropout):
             part.p = 0.0
-        for name in ("attention_dropout", "dropout"):  # arguments of attention kernels
+        for name in (
+            "attention_dropout",
+            "attn_dropout",
+            "dropout",
+            "input_jitter_noise",
+            "jitter_noise",
+        ):  # arguments of kernels and noise
             if isinstance(getattr(part, name, None), float):
                 setattr(part, name, 0.0)
     return module

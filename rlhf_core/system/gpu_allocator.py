@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # PyTorch reads the first that is not empty
 SEGMENTS = "expandable_segments"
-BLOCK = 2**30  # bytes of pinned memory that small tensors share
+BLOCK = 2**32  # bytes of a block of pinned memory that tensors share, at most
 
 
 def give_up_segments(environment: MutableMapping[str, str]) -> None:
@@ -54,19 +54,24 @@ def pinned_bytes(size: float) -> float:
 
 
 def move_to_pinned(tensors: Sequence[torch.Tensor]) -> None:
-    """Moves the data of tensors to pinned host memory, many in one block; without CUDA to ordinary memory. One after the other: the host
-    holds no more than a block twice."""
+    """Moves the data of tensors to pinned host memory, many in one block; without CUDA to ordinary memory. The largest come first, each
+    into the first block with room: little more is pinned than they hold, and the host holds no more than a block twice."""
     import torch
 
-    block, used = torch.empty(0, dtype=torch.uint8), 0
-    left = sum(-(-tensor.nbytes // 64) * 64 for tensor in tensors)
-    for tensor in tensors:
-        size = -(-tensor.nbytes // 64) * 64  # the next one is aligned
-        if used + size > len(block):
-            block, used = torch.empty(max(size, min(BLOCK, left)), dtype=torch.uint8, pin_memory=torch.cuda.is_available()), 0
-        place = block[used : used + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
-        tensor.data = place.copy_(tensor.data)
-        used, left = used + size, left - size
+    def aligned(tensor: torch.Tensor) -> int:
+        return -(-tensor.nbytes // 64) * 64
+
+    blocks: list[torch.Tensor] = []  # what is left of each
+    left = sum(map(aligned, tensors))
+    for tensor in sorted(tensors, key=aligned, reverse=True):
+        size = aligned(tensor)
+        place = next((i for i, block in enumerate(blocks) if len(block) >= size), len(blocks))
+        if place == len(blocks):
+            shared = min(BLOCK, 2 ** (left.bit_length() - 1)) if left else 0  # a power of two that is filled
+            taken = int(max(pinned_bytes(size), shared))
+            blocks.append(torch.empty(taken, dtype=torch.uint8, pin_memory=torch.cuda.is_available()))
+        tensor.data = blocks[place][: tensor.nbytes].view(tensor.dtype).view(tensor.shape).copy_(tensor.data)
+        blocks[place], left = blocks[place][size:], left - size
 
 
 def _settings() -> str:

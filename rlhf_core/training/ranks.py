@@ -14,7 +14,7 @@ from rlhf_core.cluster.rank_environment import LESS_MEMORY, set_rank_environment
 from rlhf_core.config import KINDS, Lora, Optimised, Ranks, Trainable
 from rlhf_core.config.zero_fields import ZERO
 from rlhf_core.data.report import JSON
-from rlhf_core.forecast.by_phase import host_doubt, training_by_phase
+from rlhf_core.forecast.by_phase import training_by_phase, training_host_doubt
 from rlhf_core.forecast.hardware import Gpu
 from rlhf_core.forecast.memory import copies
 from rlhf_core.forecast.zero_stage import doubt, peak_of_training, require_start, size_at, stage_of_state, stage_of_training, starts
@@ -93,7 +93,7 @@ def _doubt(request: StageRequest, config: Trainable, gpu_bytes: int, host_bytes:
     if config.dtype == "bfloat16":
         stage = 0 if config.zero_stage == "auto" else config.zero_stage
         print(doubt(peak_of_training(config, size, stage, gpu_bytes), gpu_bytes), end="", flush=True)
-        print(host_doubt(training_by_phase(config, size, stage, Gpu(gpu_bytes)), host_bytes), end="", flush=True)
+        print(training_host_doubt(training_by_phase(config, size, stage, Gpu(gpu_bytes)), host_bytes), end="", flush=True)
 
 
 def shards_of(config: Optimised, role: str = "model") -> Shards | None:

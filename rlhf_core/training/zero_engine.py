@@ -77,8 +77,9 @@ class ZeroEngine:
         self._frozen = not all(parameter.requires_grad for parameter in module.parameters())
         fetching = {}
         if zero_stage == 3:
-            # A leaf's gradients are reduced when its input's gradient is computed; below frozen embeddings the first layer has none.
-            set_leaves(deepspeed, module, layers=not self._frozen or _require_input_gradient(module))
+            if self._frozen:
+                require_input_gradients(module)
+            set_leaves(deepspeed, module)
             small = not options.param_offload and _small(module)
             fetching = prepared(module, dtype, keep=not self._frozen and self._on_every_rank(small))
         self._engine, *_ = deepspeed.initialize(
@@ -150,12 +151,12 @@ class ZeroEngine:
         dist.barrier()
 
 
-def set_leaves(deepspeed: Any, module: nn.Module, layers: bool) -> None:
+def set_leaves(deepspeed: Any, module: nn.Module) -> None:
     """Marks modules that are fetched as one. Layers: DeepSpeed's Python work per inner module takes longer than the collectives. Blocks
     with experts as modules, and blocks that compute their tokens in parts: which experts run and how many parts there are differs by rank,
     and fetching is a collective."""
     whole = {type(part) for part in module.modules() if isinstance(getattr(part, "experts", None), nn.ModuleList)}
-    found = _layers(module) if layers else set()
+    found = _layers(module)
     if whole := whole | found:
         deepspeed.utils.set_z3_leaf_modules(module, list(whole))
     for block in [] if found else split_blocks(module):
@@ -179,12 +180,18 @@ def prepared(module: nn.Module, dtype: str, keep: bool) -> dict[str, Any]:
     return _fetching(module, keep)
 
 
-def _require_input_gradient(module: nn.Module) -> bool:
-    """Makes what frozen embeddings return require a gradient. Returns whether there are any."""
-    found = [part for part in module.modules() if isinstance(part, nn.Embedding)]
-    for part in found:
-        part.register_forward_hook(lambda _part, _input, out: out.requires_grad_(torch.is_grad_enabled()))
-    return bool(found)
+def require_input_gradients(module: nn.Module) -> None:
+    """Makes the layers' inputs require a gradient, where one is computed at all. DeepSpeed reduces the gradients of a layer that is fetched
+    as one when that of its input is computed, and above frozen embeddings the first layer's input has none."""
+
+    def require(_: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> None:
+        hidden = inputs[0] if inputs else named.get("hidden_states")
+        if torch.is_grad_enabled() and isinstance(hidden, Tensor) and hidden.is_floating_point() and not hidden.requires_grad:
+            hidden.requires_grad_()
+
+    for part in module.modules():
+        if isinstance(part, GradientCheckpointingLayer):
+            part.register_forward_pre_hook(require, with_kwargs=True)
 
 
 def _small(module: nn.Module) -> bool:

@@ -42,7 +42,7 @@ class FrozenZero:
 
     def __init__(self, module: nn.Module, dtype: str):
         self.module = module.eval().requires_grad_(False)
-        set_leaves(library(), module, layers=True)
+        set_leaves(library(), module)
         zero = {"stage": 3} | prepared(module, dtype, keep=False)
         config = {"train_micro_batch_size_per_gpu": 1, "bf16": {"enabled": dtype == "bfloat16"}, "zero_optimization": zero}
         self._engine, *_ = library().initialize(model=module, config=config | {"steps_per_print": 10**9})

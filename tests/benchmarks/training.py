@@ -146,7 +146,7 @@ def ours(arguments: argparse.Namespace, rows: list[dict[str, Any]]) -> tuple[lis
     with (arguments.out / "log.txt").open("w") as log:
         child, ended = start_child("-c", code, stdout=log, stderr=log), False
         try:
-            while child.poll() is None and not (ended := arguments.no_export and len(read_metrics(run.path)) == arguments.steps):
+            while child.poll() is None and not (ended := arguments.no_export and len(read_metrics(run.path)) >= arguments.steps):
                 time.sleep(0.5)
         finally:
             child.terminate()

@@ -7,6 +7,7 @@ for the backward pass. Here those of one part exist at a time, each computed aga
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from functools import partial
 
@@ -18,13 +19,18 @@ from transformers import PreTrainedModel
 
 def split_feed_forward(model: PreTrainedModel, tokens: int) -> None:
     """Lets the model's dense feed-forward blocks compute at most `tokens` of each row at a time. Raises ValueError when it has none."""
-    blocks = [part for name, part in model.named_modules() if type(part).__name__.endswith("MLP") and ".experts." not in f".{name}."]
+    dense = [part for name, part in model.named_modules() if type(part).__name__.endswith("MLP") and ".experts." not in f".{name}."]
+    blocks = [block for block in dense if _inputs(block) == 1]  # BLOOM's also take the residual
     if not blocks:
         raise ValueError(f"{type(model).__name__} has no feed-forward block that could be computed in parts: leave mlp_tokens out")
     # The engine may reduce the gradients of a block's adapters with that of its input, which frozen embeddings would give none.
     model.enable_input_require_grads()
     for block in blocks:
         block.forward = partial(_in_parts, block.forward, tokens)
+
+
+def _inputs(block: nn.Module) -> int:
+    return sum(given.default is given.empty for given in inspect.signature(block.forward).parameters.values())
 
 
 def is_split(block: nn.Module) -> bool:

@@ -8,13 +8,12 @@ from types import MappingProxyType
 
 from transformers import PreTrainedTokenizerBase
 
-from rlhf_core.cluster.layout import arrange
 from rlhf_core.cluster.ray_cluster import other_nodes
 from rlhf_core.cluster.worker import RankReady
 from rlhf_core.cluster.worker_group import Pending, WorkerGroup
 from rlhf_core.config import PPO
 from rlhf_core.config.rewards import EnvironmentReward, FunctionReward, HttpReward, NoReward
-from rlhf_core.forecast.by_phase import by_phase, host_doubt
+from rlhf_core.forecast.by_phase import host_doubts
 from rlhf_core.forecast.hardware import Gpu
 from rlhf_core.forecast.zero_stage import Chosen, doubt, peak_of_ppo, require_start, size_at, stage_of_ppo, stage_of_state, starts_of_ppo
 from rlhf_core.rewards.clients import Clients, client_of
@@ -150,9 +149,9 @@ def zero_stage_of(config: PPO, paths: Mapping[str, str], groups: Mapping[str, Wo
     print(f"actor{' and critic' if config.has_critic else ''}: {chosen}", flush=True)
     if sizes and gpu_bytes and config.dtype == "bfloat16":
         print(doubt(peak_of_ppo(config, sizes, chosen.stage, gpu_bytes), gpu_bytes), end="", flush=True)
-        gpu = Gpu(gpu_bytes, per_node=config.actor_ranks.num_ranks_per_node)
-        decided = config.model_copy(update={"zero_stage": chosen.stage})
-        phases = by_phase(decided, arrange(config.placed, config.together), sizes, gpu)
-        free = min(groups[name].host_bytes(config.timeout) for name in ("actor", "critic") if name in groups)
-        print(host_doubt(phases, free), end="", flush=True)
+        free: dict[str, int] = {}
+        for name in ("actor", "critic"):  # other processes may still import their libraries
+            free |= groups[name].free_hosts(config.timeout) if name in groups else {}
+        decided, nodes = config.model_copy(update={"zero_stage": chosen.stage}), {name: group.nodes for name, group in groups.items()}
+        print(host_doubts(decided, sizes, Gpu(gpu_bytes), nodes, free), end="", flush=True)
     return chosen

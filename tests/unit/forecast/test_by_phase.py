@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
 
 from rlhf_core.cluster.layout import arrange
 from rlhf_core.config import DPO, KTO, PPO, SFT, Lora, Ranks
-from rlhf_core.forecast.by_phase import DIRECT, PROCESS, ROUNDED, Phase, by_phase, host_doubt, training_by_phase
+from rlhf_core.forecast.by_phase import DIRECT, PROCESS, ROUNDED, Phase, by_phase, host_doubts, training_by_phase, training_host_doubt
 from rlhf_core.forecast.hardware import GIB, GPUS, on_nodes
 from rlhf_core.forecast.memory import BUCKET, CONTEXT, FETCHED, GROUP, gpu_peaks, largest_layer, peak, roles, training_phases
 from rlhf_core.forecast.zero_stage import peak_of_training, stage_of_training, starts
@@ -95,9 +96,34 @@ def test_adam_on_the_host_takes_what_was_measured(stage: int, gpu: float, host: 
 
 def test_a_node_with_less_free_memory_is_doubted() -> None:
     found = training_by_phase(sft(adam_offload=True), LARGE_MODEL, 3, H100)
-    needed = max(found["export"].host, found["load"].host)
-    assert found["save"].host > needed and host_doubt(found, needed) == "", "where memory is short a state is written without a copy"
-    assert f"an estimated {needed / GIB:.1f} GiB on a node with {(needed - GIB) / GIB:.1f} free" in host_doubt(found, needed - GIB)
+    needed = max(found["export"].host, found["load"].host) - found["start-up"].host
+    assert found["save"].host > needed + found["start-up"].host, "where memory is short a state is written without a copy"
+    assert training_host_doubt(found, needed) == ""
+    assert f"an estimated {needed / GIB:.1f} GiB on a node with {(needed - GIB) / GIB:.1f} free" in training_host_doubt(found, needed - GIB)
+
+
+def test_each_node_of_ppo_is_doubted_by_what_is_on_it() -> None:
+    """The actor on four GPUs of node a, the critic on one of node b: its Adam alone takes much."""
+    fields = {"actor_ranks": {"num_ranks_per_node": 4, "gpus": 1}, "critic_ranks": {"gpus": 1}, "colocate_all": False, "zero_stage": 2}
+    config = PPO.model_validate(recipe().model_dump() | fields | {"adam_offload": True, "ref_reward_offload": False})
+    sizes = dict.fromkeys(config.groups, LARGE_MODEL)
+    nodes = {"actor": ["a"] * 4, "critic": ["b"], "reference": ["c"], "sampler": ["a"]}
+
+    def doubted(a: float, b: float) -> list[float]:
+        told = host_doubts(config, sizes, H200, nodes, {"a": a * GIB, "b": b * GIB})
+        return [float(estimate) for estimate in re.findall(r"an estimated (\d+\.\d) GiB on a node with", told)]
+
+    assert doubted(1000, 1000) == []
+    both = doubted(1, 1)
+    assert len(both) == 2 and 0.8 * both[0] < both[1] < both[0], "a rank's share is whole, or a fourth of it in each of four"
+    assert doubted(both[0] + 1, both[1] - 1) == [both[1]] and doubted(both[0] - 1, both[1] + 1) == [both[0]]
+
+
+def test_weights_on_the_host_count_below_adapters_too() -> None:
+    plain, adapters = (
+        training_by_phase(sft(param_offload=True, **fields), LARGE_MODEL, 3, H100)["step"].host for fields in ({}, {"lora": Lora()})
+    )
+    assert adapters == pytest.approx(plain) and adapters - 8 * PROCESS == pytest.approx(ROUNDED * 2 * LARGE_MODEL.parameters)
 
 
 def test_a_copy_on_each_node_takes_an_eighth_of_the_weights() -> None:

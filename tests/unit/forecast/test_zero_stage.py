@@ -44,6 +44,7 @@ BIG = size_of_config({**SHAPE, "vocab_size": 152064})  # 7.6 billion parameters
 DATA = Data(sources="d.jsonl")
 FOUR = Ranks(num_ranks_per_node=4, gpus=1)
 HOST = 4096 * 2**30
+HOSTS: dict[str, Any] = {"nodes": ["here"], "free_hosts": lambda timeout: {"here": HOST}}
 
 
 def sft(**fields: Any) -> SFT:
@@ -175,7 +176,7 @@ def test_models_that_share_a_gpu_are_refused_by_their_sum_before_anything_is_loa
     assert needed == pytest.approx(alone * LARGE_STARTS, abs=0.02 * alone * LARGE_STARTS + 5)
 
     def start(memory: float) -> None:
-        groups: Any = dict.fromkeys(config.placed, SimpleNamespace(gpu_bytes=lambda timeout: memory * GIB, host_bytes=lambda timeout: HOST))
+        groups: Any = dict.fromkeys(config.placed, SimpleNamespace(gpu_bytes=lambda timeout: memory * GIB, **HOSTS))
         zero_stage_of(config, dict.fromkeys(config.groups, "a/model"), groups, None)
 
     start(needed + 0.1)
@@ -201,7 +202,7 @@ def test_two_large_models_on_one_gpu_of_an_h200() -> None:
 def test_models_of_unknown_size_and_roles_on_their_own_gpus_add_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rlhf_core.stages.ppo.start.size_at", lambda place: LARGE if place == "actor" else None)
     for config in (ppo(colocate_actor_ref=True), ppo()):
-        group = SimpleNamespace(gpu_bytes=lambda timeout: 140 * GIB, host_bytes=lambda timeout: HOST)
+        group = SimpleNamespace(gpu_bytes=lambda timeout: 140 * GIB, **HOSTS)
         groups: Any = {"actor": group, "critic": group}
         assert zero_stage_of(config, {name: name for name in config.groups}, groups, None).stage == 3
 
@@ -278,8 +279,10 @@ def test_ppo_reads_its_gpus_and_keeps_the_stage_of_a_resume_state(tmp_path: Path
         def gpu_bytes(self, timeout: float) -> float:
             return self.memory * GIB
 
-        def host_bytes(self, timeout: float) -> float:
-            return self.host * GIB
+        nodes = ("here",) * 4
+
+        def free_hosts(self, timeout: float) -> dict[str, float]:
+            return {"here": self.host * GIB}
 
     config = ppo()
     groups: Any = {"actor": Group(100), "critic": Group(48)}

@@ -8,12 +8,24 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor
-from transformers import OPTConfig, OPTForCausalLM, PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
+from transformers import (
+    BloomConfig,
+    BloomForCausalLM,
+    GPTBigCodeConfig,
+    GPTBigCodeForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+    OPTConfig,
+    OPTForCausalLM,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+)
 
 from rlhf_core.config import DPO, KTO, SFT, Data, RewardModel, Trainable
 from rlhf_core.data.documents import Document
 from rlhf_core.models.kernels.feed_forward import split_feed_forward
-from rlhf_core.models.load import load_policy, trained_policy, trained_scorer
+from rlhf_core.models.load import load_policy, trained_policy, trained_scorer, without_dropout
 from rlhf_core.objectives.collate import collate
 from rlhf_core.training.engine import Engine
 from rlhf_core.training.ranks import make_engine
@@ -92,3 +104,17 @@ def test_a_model_without_such_blocks_is_refused() -> None:
     shape = {"hidden_size": 32, "ffn_dim": 48, "num_attention_heads": 4, "num_hidden_layers": 1, "word_embed_proj_dim": 32}
     with pytest.raises(ValueError, match="OPTForCausalLM has no feed-forward block that could be computed in parts: leave mlp_tokens out"):
         split_feed_forward(OPTForCausalLM(OPTConfig(vocab_size=97, **shape)), 3)
+    with pytest.raises(ValueError, match="BloomForCausalLM has no feed-forward block"):  # its blocks take the residual too
+        split_feed_forward(BloomForCausalLM(BloomConfig(vocab_size=97, hidden_size=32, n_layer=1, n_head=4)), 3)
+
+
+def test_noise_of_families_is_off() -> None:
+    shape = {"vocab_size": 97, "n_embd": 32, "n_layer": 1, "n_head": 4, "n_positions": 64}
+    model = GPTBigCodeForCausalLM(GPTBigCodeConfig(**shape, resid_pdrop=0.5, embd_pdrop=0.5, attn_pdrop=0.5)).train()
+    shape = {"vocab_size": 97, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 4}
+    experts = MixtralForCausalLM(MixtralConfig(**shape, num_key_value_heads=4, router_jitter_noise=0.5)).train()
+    tokens = torch.arange(3, 23)[None]
+    for each in (model, experts):
+        assert not torch.equal(each(tokens).logits, each(tokens).logits)
+        without_dropout(each)
+        assert torch.equal(each(tokens).logits, each(tokens).logits)
