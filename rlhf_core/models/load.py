@@ -239,6 +239,7 @@ def trained_scorer(
 
 
 Wrapped = TypeVar("Wrapped", bound=nn.Module)
+NOISE = ("attention_dropout", "attn_dropout", "dropout", "input_jitter_noise", "jitter_noise")  # attributes that are read in each pass
 
 
 def without_dropout(module: Wrapped) -> Wrapped:
@@ -247,13 +248,7 @@ def without_dropout(module: Wrapped) -> Wrapped:
     for part in module.modules():
         if isinstance(part, nn.Dropout):
             part.p = 0.0
-        for name in (
-            "attention_dropout",
-            "attn_dropout",
-            "dropout",
-            "input_jitter_noise",
-            "jitter_noise",
-        ):  # arguments of kernels and noise
+        for name in NOISE:
             if isinstance(getattr(part, name, None), float):
                 setattr(part, name, 0.0)
     return module

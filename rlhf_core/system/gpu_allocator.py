@@ -1,4 +1,4 @@
-"""Handles two habits of PyTorch's allocators: expandable segments, which do not work everywhere, and the size of pinned host memory.
+"""Sets what PyTorch's allocators leave to the caller: expandable segments, which do not work everywhere, and the size of pinned blocks.
 
 PyTorch's allocator of GPU memory uses expandable segments, to avoid fragmentation, when the user sets `expandable_segments:True` in
 PYTORCH_ALLOC_CONF (or PYTORCH_CUDA_ALLOC_CONF, its older name). Other processes cannot open such memory by a CUDA IPC handle, and vLLM's

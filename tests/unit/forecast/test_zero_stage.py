@@ -13,7 +13,6 @@ import torch
 from pydantic import ValidationError
 
 from rlhf_core.config import DPO, PPO, SFT, Data, Lora, Ranks, RewardModel, Trainable
-from rlhf_core.forecast import zero_stage
 from rlhf_core.forecast.hardware import GIB, Gpu
 from rlhf_core.forecast.memory import FETCHED, USABLE, roles
 from rlhf_core.forecast.passes import Pass, as_laid
@@ -23,7 +22,6 @@ from rlhf_core.forecast.zero_stage import (
     peak_of_ppo,
     peak_of_training,
     require_start,
-    size_at,
     stage_of_ppo,
     stage_of_state,
     stage_of_training,
@@ -347,22 +345,6 @@ def test_a_stage_whose_gpu_is_full_says_what_helps(tmp_path: Path) -> None:
         on_ranks(rank, request, RunDir(tmp_path / "run"))
 
 
-def test_a_folder_that_tells_no_size(tmp_path: Path) -> None:
-    assert size_at(str(tmp_path)) is None
-    for unknown in ("{}", "[]", json.dumps(SHAPE | {"vocab_size": 9, "intermediate_size": None}), json.dumps(SHAPE | {"vocab_size": [9]})):
-        (tmp_path / "config.json").write_text(unknown)
-        assert size_at(str(tmp_path)) is None, unknown
-
-
-def test_a_size_that_cannot_be_had_now_ends_no_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def described(place: str) -> Path:
-        raise ConnectionError(f"the Hub could not send the files of {place}")
-
-    monkeypatch.setattr(zero_stage, "described", described)
-    (tmp_path / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": "org/base", "revision": "abc"}))
-    assert size_at(str(tmp_path)) is None
-
-
 def test_a_pair_is_two_documents_and_4_bit_weights_are_a_quarter() -> None:
     fields: dict[str, Any] = {"data": DATA, "ranks": FOUR, "dtype": "bfloat16", "micro_train_batch_size": 4, "max_len": 2048}
     pairs, same = RewardModel(**fields), RewardModel(**fields, micro_train_tokens=2 * 4 * 2048)
@@ -383,14 +365,6 @@ def test_ranks_that_compute_passes_together_have_each_a_part_of_the_activations(
     assert as_laid(alone, 4) == (Pass(8 * 4096, 1.0), 4) and as_laid(together, 4) == (Pass(2 * 4096, 1.0), 16)
     config = ppo(sequence_parallel_size=2, reference_ranks=Ranks(gpus=1))
     assert [config.sharing_of(role) for role in ("actor", "critic", "reference")] == [2, 2, 1]
-
-
-def test_an_adapters_size_is_that_of_its_base(tmp_path: Path) -> None:
-    (tmp_path / "base").mkdir()
-    (tmp_path / "adapter").mkdir()
-    (tmp_path / "base" / "config.json").write_text(json.dumps({**SHAPE, "vocab_size": 152064}))
-    (tmp_path / "adapter" / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": str(tmp_path / "base")}))
-    assert size_at(str(tmp_path / "adapter")) == size_at(str(tmp_path / "base")) == BIG
 
 
 def test_what_plain_torch_lacks_is_trained_by_deepspeed_on_one_rank_too() -> None:
