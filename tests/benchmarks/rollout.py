@@ -33,18 +33,23 @@ def main() -> None:
     parser.add_argument("--memory", type=float, default=0.9)
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--side", choices=("plain", "ours", "whole", "fp8", "greedy", "answers"))
-    parser.add_argument("--sides", nargs="+", default=["plain", "ours", "whole"], help="greedy, answers: the same for an evaluation")
+    parser.add_argument(
+        "--sides",
+        nargs="+",
+        default=["plain", "ours", "whole"],
+        help="greedy, answers: the same for an evaluation; named twice: the better of two",
+    )
     parser.add_argument("--profile", type=int, default=0, help="functions named, of the start and of a round; of our sides")
     add_options(parser, "rollout")
     arguments = parser.parse_args()
     if arguments.side is None:
-        found = {}
+        found: dict[str, int] = {}
         for side in arguments.sides:
             done = subprocess.run([sys.executable, *sys.argv, "--side", side], check=True, stdout=subprocess.PIPE, text=True)
             print(done.stdout, end="", flush=True)
             rate = re.findall(rf"^{side}: .*?([\d,]+) tokens/s", done.stdout, re.M)[-1].replace(",", "")
-            found[side] = figure(int(rate), "tokens/s", "higher")
-        save(arguments, "Sampling, ours beside plain vLLM", found)
+            found[side] = max(found.get(side, 0), int(rate))
+        save(arguments, "Sampling, ours beside plain vLLM", {side: figure(rate, "tokens/s", "higher") for side, rate in found.items()})
         return
     rng = random.Random(0)
     prompts = [
