@@ -8,11 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn import functional as F
 from transformers import PreTrainedModel
 
 from rlhf_core.config import Lora
@@ -48,8 +50,21 @@ def add_lora(model: PreTrainedModel, lora: Lora, seed: int) -> None:
         except ValueError as error:
             raise ValueError(f"lora.targets={lora.targets!r} fits no layer of {type(model).__name__}: {error}") from error
     cast_adapter_dtype(model, adapter_name=ADAPTER, autocast_adapter_dtype=True)  # adapters of a bf16 model are fp32
+    for layer in lora_layers(model).values():
+        if type(layer.base_layer) is nn.Linear or hasattr(layer.base_layer, "quant_state"):
+            vars(layer)["forward"] = partial(_forward, layer)
     if has_head(model):
         model.score.requires_grad_(True)
+
+
+def _forward(layer: Any, hidden: Tensor) -> Tensor:
+    """Computes (..., K) -> (..., N) in the dtype of `hidden`; peft's layers copy both to fp32."""
+    flat = hidden.flatten(0, -2)
+    product = layer.base_layer(flat)
+    if not layer.disable_adapters:
+        a, b = layer.lora_A[ADAPTER].weight, layer.lora_B[ADAPTER].weight * layer.scaling[ADAPTER]
+        product = product.addmm_(F.linear(flat, a.to(flat.dtype)), b.to(flat.dtype).t())
+    return product.unflatten(0, hidden.shape[:-1])
 
 
 def _not_plain(model: PreTrainedModel) -> list[str]:

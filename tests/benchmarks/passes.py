@@ -24,9 +24,11 @@ from typing import Any
 import torch
 from record import add_options, figure, save
 
+from rlhf_core.config import Lora
 from rlhf_core.data.documents import Document
 from rlhf_core.models.kernels.float8 import pays, use_float8
-from rlhf_core.models.load import masked_logprobs, trained_policy
+from rlhf_core.models.load import masked_logprobs, recompute, trained_policy
+from rlhf_core.models.lora import lora_layers
 from rlhf_core.objectives.collate import collate
 from rlhf_core.training.engine import AdamW, TorchEngine
 from rlhf_core.training.zero_engine import ZeroEngine
@@ -46,13 +48,21 @@ def main() -> None:
     parser.add_argument("--kernels", type=int, default=6, help="that --profile names, of each stream")
     parser.add_argument("--float8", choices=("ours", "tensorwise", "rowwise", "rowwise_with_gw_hp"), help="FP8; ours, or torchao's recipe")
     parser.add_argument("--score", action="store_true", help="compute log-probs alone")
+    parser.add_argument("--lora", type=int, help="train adapters of this rank alone")
+    parser.add_argument("--peft", action="store_true", help="adapters compute as peft's own layers do")
+    parser.add_argument("--checkpointing", action="store_true")
     add_options(parser, "passes")
     arguments = parser.parse_args()
     on_card = torch.cuda.is_available()
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if on_card else torch.device("cpu")
     if on_card:
         torch.cuda.set_device(device)
-    policy = trained_policy(str(arguments.model), "bfloat16", False, None, 0).to(device).train()
+    lora = Lora(rank=arguments.lora) if arguments.lora else None
+    policy = trained_policy(str(arguments.model), "bfloat16", False, lora, 0).to(device).train()
+    if arguments.peft:
+        for layer in lora_layers(policy.model).values():
+            vars(layer).pop("forward", None)
+    recompute(policy.model, float(arguments.checkpointing))
     if arguments.float8:
         multiply_in_float8(policy.model, arguments.float8)
     size = sum(weight.numel() for weight in policy.parameters())

@@ -94,6 +94,35 @@ def test_a_merged_weight_is_what_the_layer_computes(material: Path) -> None:
     )
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_layers_compute_what_those_of_peft_do_and_keep_nothing_in_fp32(dtype: str, material: Path) -> None:
+    policy = trained_policy(str(material / "base"), dtype, False, LORA, seed=3)
+    layers = list(lora_layers(policy.model).values())
+    for seed, layer in enumerate(layers):
+        torch.nn.init.normal_(layer.lora_B["default"].weight, std=0.1, generator=torch.Generator().manual_seed(seed))
+    kept: list[torch.Tensor] = []
+
+    def found() -> list[torch.Tensor]:
+        policy.zero_grad()
+        batch = collate([[Document(d, [False] * len(d))] for d in DOCUMENTS], pad_token_id=0)
+        with torch.autograd.graph.saved_tensors_hooks(lambda tensor: kept.append(tensor) or tensor, lambda tensor: tensor):
+            logprobs = policy(batch.tokens, batch.positions, batch.documents).logprobs
+        logprobs.sum().backward()
+        gradients = [matrix["default"].weight.grad for layer in layers for matrix in (layer.lora_A, layer.lora_B)]
+        return [logprobs.detach(), *(gradient.clone() for gradient in gradients)]
+
+    ours, kept_by_ours = found(), len([tensor for tensor in kept if tensor.dtype == torch.float32])
+    kept.clear()
+    for layer in layers:
+        del layer.forward
+    theirs = found()
+    if dtype == "bfloat16":
+        more = len([tensor for tensor in kept if tensor.dtype == torch.float32]) - kept_by_ours
+        assert more >= len(layers), "inputs and products of adapters are not copied to fp32"
+    for one, other in zip(ours, theirs, strict=True):
+        assert (one - other).norm() <= (1e-5 if dtype == "float32" else 0.1) * other.norm()
+
+
 def test_all_weights_are_exported_under_checkpoint_names(material: Path) -> None:
     policy = trained_policy(str(material / "base"), "float32", False, LORA, seed=3)
     names = {name for name, _ in checkpoint_weights(policy.model, lambda parameters: nullcontext())}
