@@ -240,18 +240,27 @@ def trained_scorer(
 
 Wrapped = TypeVar("Wrapped", bound=nn.Module)
 NOISE = ("attention_dropout", "attn_dropout", "dropout", "input_jitter_noise", "jitter_noise")  # attributes that are read in each pass
+DRAWS = "PhimoeTopKRouter"  # draws experts at random while it trains (SparseMixer-v2; Liu et al. 2024, arXiv:2409.12136)
 
 
 def without_dropout(module: Wrapped) -> Wrapped:
-    """Sets dropout, and noise before routers, to 0: the loss would depend on the split of a step, and PPO's first ratio would not be 1. The
-    config is unchanged."""
+    """Sets dropout, and noise before routers, to 0, and makes PhiMoE's routers, which draw experts in training, take the best: the loss
+    would depend on the split of a step, and PPO's first ratio would not be 1. The config is unchanged."""
     for part in module.modules():
         if isinstance(part, nn.Dropout):
             part.p = 0.0
         for name in NOISE:
             if isinstance(getattr(part, name, None), float):
                 setattr(part, name, 0.0)
+        if type(part).__name__ == DRAWS:
+            vars(part)["train"] = partial(_stay_in_eval, part)
+            part.eval()
     return module
+
+
+def _stay_in_eval(part: nn.Module, mode: bool = True) -> nn.Module:
+    """Takes the place of `part.train`."""
+    return nn.Module.train(part, False)
 
 
 def _policy(path: str, options: dict[str, Any], shards: Shards | None, balanced: bool = False) -> Policy:

@@ -17,6 +17,8 @@ from transformers import (
     MixtralForCausalLM,
     OPTConfig,
     OPTForCausalLM,
+    PhimoeConfig,
+    PhimoeForCausalLM,
     PreTrainedModel,
     Qwen2Config,
     Qwen2ForCausalLM,
@@ -113,8 +115,11 @@ def test_noise_of_families_is_off() -> None:
     model = GPTBigCodeForCausalLM(GPTBigCodeConfig(**shape, resid_pdrop=0.5, embd_pdrop=0.5, attn_pdrop=0.5)).train()
     shape = {"vocab_size": 97, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 4}
     experts = MixtralForCausalLM(MixtralConfig(**shape, num_key_value_heads=4, router_jitter_noise=0.5)).train()
+    drawn = PhimoeForCausalLM(PhimoeConfig(**shape, num_key_value_heads=4)).train()
     tokens = torch.arange(3, 23)[None]
-    for each in (model, experts):
+    for each in (model, experts, drawn):
         assert not torch.equal(each(tokens).logits, each(tokens).logits)
-        without_dropout(each)
+        without_dropout(each).train()
         assert torch.equal(each(tokens).logits, each(tokens).logits)
+    drawn(tokens).logits.sum().backward()
+    assert all(part.weight.grad.abs().sum() > 0 for part in drawn.modules() if type(part).__name__ == "PhimoeTopKRouter")
