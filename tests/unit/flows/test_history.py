@@ -193,6 +193,7 @@ def test_the_commands(chain: Chain, capsys: pytest.CaptureFixture[str]) -> None:
     for arguments, told in (
         (["stages", str(chain.root)], "6 stages, 6 done"),
         (["lineage", str(chain.checkpoint)], "dpo-1 (dpo)"),
+        (["lineage", "stages/dpo-9"], "There is no folder stages/dpo-9. Of a model of the Hub nothing here says"),
         (["diff", str(chain.stages["sft"]), str(chain.stages["sft"])], "no difference"),
         (["diff", str(chain.stages["sft"]), str(chain.stages["ppo"])], "configuration"),
         (["gc", str(chain.root)], "1 folders, "),
