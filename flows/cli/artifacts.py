@@ -108,7 +108,7 @@ def lineage(checkpoint: str, *, out: Path | None = None) -> int:
     found, stage = history.lineage_of(checkpoint), stage_of(checkpoint)
     data = data_of(found, RunDir(stage[0]).artifacts if stage else None)
     show_lineage(console, found, data)
-    if found.kind == "hub":
+    if found.kind == "hub" and not Path(checkpoint).exists():
         console.print(f"There is no folder {checkpoint}. Of a model of the Hub nothing here says what it was made from.", markup=False)
     if out is not None:
         from evaluation.report.drawing.dag import family_svg

@@ -59,12 +59,12 @@ def add_lora(model: PreTrainedModel, lora: Lora, seed: int) -> None:
 
 def _forward(layer: Any, hidden: Tensor) -> Tensor:
     """Computes (..., K) -> (..., N) in the dtype of `hidden`; peft's layers copy both to fp32."""
-    flat = hidden.flatten(0, -2)
+    flat = hidden.reshape(-1, hidden.shape[-1])
     product = layer.base_layer(flat)
     if not layer.disable_adapters:
         a, b = layer.lora_A[ADAPTER].weight, layer.lora_B[ADAPTER].weight * layer.scaling[ADAPTER]
         product = product.addmm_(F.linear(flat, a.to(flat.dtype)), b.to(flat.dtype).t())
-    return product.unflatten(0, hidden.shape[:-1])
+    return product.view(*hidden.shape[:-1], product.shape[-1])
 
 
 def _not_plain(model: PreTrainedModel) -> list[str]:
