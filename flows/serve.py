@@ -19,11 +19,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from rlhf_core.cluster.rank_environment import free_port
 from rlhf_core.preflight.inputs import MachineLacks
 from rlhf_core.system import orphan_watcher
 from rlhf_core.system.files import locked, read_json, write_text
-from rlhf_core.system.processes import module_path
+from rlhf_core.system.processes import LISTENER, module_path
 from rlhf_core.system.secret_file import kept_secret
 from tasks import server_process
 from tasks.served import SERVED_ENV
@@ -96,9 +95,11 @@ class Services:
 
     def _start_endpoint(self, name: str, command: list[str], port: int) -> str:
         host = self._address[0]
-        port = port or free_port(host)
-        place = ["--home", str(self.home), "--host", host, "--port", str(port)]
-        self._start(name, [sys.executable, "-P", "-m", "flows.cli", *command, *place], self.environment())
+        with listen(host, port) as listener:  # it inherits it, as the server does: a browser sends its token to no other process
+            port = listener.getsockname()[1]
+            place = ["--home", str(self.home), "--host", host, "--port", str(port)]
+            environment = self.environment() | {LISTENER: str(listener.fileno())}
+            self._start(name, [sys.executable, "-P", "-m", "flows.cli", *command, *place], environment, [listener.fileno()])
         return f"{self.ui.rpartition(':')[0]}:{port}"
 
     def start_dashboard(self, artifacts: Path, port: int) -> str:
@@ -162,7 +163,7 @@ class Services:
             self._running[name] = subprocess.Popen(
                 command,
                 env=environment,
-                stdin=subprocess.PIPE if descriptors else subprocess.DEVNULL,
+                stdin=subprocess.PIPE if name == "server" else subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
                 start_new_session=True,
@@ -179,7 +180,11 @@ class Services:
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """Returns a listening socket; port 0 takes a free one. Raises MachineLacks when there is none."""
+    """Returns a listening socket: that which `serve` has given this process, else a new one; port 0 takes a free one. Raises MachineLacks
+    when there is none."""
+    if given := os.environ.pop(LISTENER, ""):
+        os.set_inheritable(int(given), False)
+        return socket.socket(fileno=int(given))
     try:
         return socket.create_server((host, port))
     except OSError as error:

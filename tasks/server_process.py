@@ -25,6 +25,7 @@ from typing import Any
 import httpx
 
 LOOPBACK = "127.0.0.1"
+MOST_CONNECTIONS = 1000
 STOP_SECONDS = 5.0  # between TERM and KILL, as Prefect has it
 POLL_SECONDS, ANSWER_SECONDS = 0.05, 5.0
 MODE = {"PREFECT_UI_ENABLED": "0", "PREFECT__SERVER_EPHEMERAL": "1", "PREFECT__SERVER_FINAL": "1"}  # as Prefect starts one
@@ -171,7 +172,11 @@ def main(descriptor: int, hosts: Sequence[str]) -> None:
     import uvicorn
     from prefect.server.api.server import create_app
 
-    config = uvicorn.Config(lambda: own_only(create_app(), hosts), factory=True, log_level="error", lifespan="on")
+    def app() -> Application:
+        return own_only(create_app(), hosts)
+
+    # h11 reads at most 64 KiB of headers; uvicorn's other parser keeps all of them in memory.
+    config = uvicorn.Config(app, factory=True, log_level="error", lifespan="on", http="h11", limit_concurrency=MOST_CONNECTIONS)
     config.load()
     gc.freeze()
     gc.enable()

@@ -39,6 +39,8 @@ class Tasks:
     def __init__(self, tasks: Sequence[str], trust_code: bool):
         from lm_eval.tasks import TaskManager
 
+        if not trust_code:
+            close_templates()
         local = all(map(is_path, tasks))
         self.manager = TaskManager(include_defaults=not local)  # indexing lm-eval's own tasks takes ten seconds
         self.specs = [self._spec(task, trust_code) for task in tasks]
@@ -55,6 +57,11 @@ class Tasks:
 
         file = read_task(task, trust_code).files[0]
         spec: dict[str, Any] = load_yaml(file) | {"task": task_name(task)}
+        if not trust_code and (foreign := _foreign_metrics(spec)):
+            raise ValueError(
+                f"tasks: lm-eval has no metric {', '.join(foreign)}, and would run code of the Hub for it: correct metric_list in "
+                f"{task}, or set trust_task_code: true"
+            )
         arguments = dict(spec.get("dataset_kwargs") or {})
         if "data_files" in arguments:
             arguments["data_files"] = located(arguments["data_files"], file.parent)
@@ -73,6 +80,25 @@ class Tasks:
                 f"tasks: the data of {task} cannot be loaded ({why}): lm-eval takes it from the Hub, so this machine must reach the Hub or "
                 f"have it in its cache; a task YAML with local data_files needs neither"
             ) from error
+
+
+def close_templates() -> None:
+    """Makes lm-eval evaluate the Jinja templates of tasks in Jinja's sandbox: else one reaches all of Python."""
+    from jinja2.sandbox import SandboxedEnvironment
+    from lm_eval import utils
+
+    own = utils.env
+    utils.env = SandboxedEnvironment(loader=own.loader, undefined=own.undefined, keep_trailing_newline=own.keep_trailing_newline)
+    utils.env.filters |= own.filters
+
+
+def _foreign_metrics(spec: Mapping[str, Any]) -> list[str]:
+    """Returns the metrics of a task for which lm-eval would take code from the Hub (`evaluate`)."""
+    import lm_eval.api.metrics  # noqa: F401 registers its own
+    from lm_eval.api.registry import metric_registry
+
+    entries = [entry for entry in spec.get("metric_list") or [] if isinstance(entry, dict)]
+    return [str(entry.get("metric")) for entry in entries if entry.get("hf_evaluate") or entry.get("metric") not in metric_registry]
 
 
 def measure(

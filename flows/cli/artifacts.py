@@ -172,6 +172,7 @@ def serve_reward(
         raise ValueError(f"--without-key with --host {host}: whoever reaches that address could use the server: leave one of them out")
     import uvicorn
 
+    from flows.cli.operate.page_server import server_config
     from flows.serve import listen
     from rlhf_core.rewards.server import reward_application
     from tasks.server_process import own_only
@@ -186,7 +187,7 @@ def serve_reward(
         elif not os.environ.get(REWARD_KEY):
             told += f'\nclients need its key: export {REWARD_KEY}="$(cat {shlex.quote(str((home / "reward-key").absolute()))})"'
         console.print(told, markup=False, soft_wrap=True)
-        uvicorn.Server(uvicorn.Config(own_only(application, names), log_level="error", lifespan="off")).run([listener])
+        uvicorn.Server(server_config(own_only(application, names), log_level="error", lifespan="off")).run([listener])
     return OK
 
 

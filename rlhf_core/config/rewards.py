@@ -18,7 +18,7 @@ from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, BeforeValidator, Field, field_validator
 
-from rlhf_core.records import Config, NotInDigest, Positive, Ranks, Rate, Variable
+from rlhf_core.records import RECIPE_ONLY, Config, NotInDigest, Positive, Ranks, Rate, Variable
 
 
 class WeighedReward(Config):
@@ -142,7 +142,9 @@ class Environment(Config):
     processes: Annotated[Positive, NotInDigest] = Field(1, description="processes that run episodes")
     concurrency: Annotated[Positive, NotInDigest] = Field(1024, description="episodes of one process at once")
     sandbox: Annotated[Literal["bubblewrap", "none"], NotInDigest] = Field(
-        "bubblewrap", description="where tools run programs: closed in by bubblewrap, or (none) with all your rights"
+        "bubblewrap",
+        description="where tools run programs: closed in by bubblewrap, or (none) with all your rights",
+        json_schema_extra=RECIPE_ONLY,
     )
 
     @field_validator("path")

@@ -26,12 +26,13 @@ MODE = "ALIGNFLOW_SANDBOX"  # variable: bubblewrap or none, as the recipe says
 ROOTS = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64")
 SECONDS, MEMORY_MIB, OUTPUT_BYTES = 10.0, 512, 16384
 
-# By architecture: audit number, clone, clone3, and calls that are refused outright: fork, vfork, and those that get memory beside the limit
-# (memfd_create, shmget).
-CALLS = {"x86_64": (0xC000003E, 56, 435, (57, 58, 319, 29)), "aarch64": (0xC00000B7, 220, 435, (279, 194))}
+# By architecture: audit number, clone, clone3, and calls that are refused outright: fork, vfork, those that get memory beside the limit
+# (memfd_create, shmget), and those that give rights in a namespace of its own, and with them the kernel's memory (unshare, setns).
+CALLS = {"x86_64": (0xC000003E, 56, 435, (57, 58, 319, 29, 272, 308)), "aarch64": (0xC00000B7, 220, 435, (279, 194, 97, 268))}
+X32 = 0x40000000  # numbers from here on are calls of another interface of x86-64
 OPEN_FILES = 64
 CLONE_THREAD = 0x10000
-LOAD, EQUAL, ANY_BIT, RETURN = 0x20, 0x15, 0x45, 0x06  # of classic BPF
+LOAD, EQUAL, AT_LEAST, ANY_BIT, RETURN = 0x20, 0x15, 0x35, 0x45, 0x06  # of classic BPF
 ALLOW, REFUSE, UNKNOWN, KILL = 0x7FFF0000, 0x00050000 | 11, 0x00050000 | 38, 0x80000000  # 11: EAGAIN, 38: ENOSYS
 
 
@@ -150,6 +151,7 @@ def _filter(machine: str) -> bytes:
     """Returns the filter of system calls as bubblewrap reads it, a classic BPF program: threads may be made, processes may not."""
     audit, clone, clone3, refused = CALLS[machine]
     program: list[Any] = [(LOAD, 0, 0, 4), (EQUAL, 1, 0, audit), (RETURN, 0, 0, KILL), (LOAD, 0, 0, 0)]
+    program += [(AT_LEAST, 0, 1, X32), (RETURN, 0, 0, REFUSE)]
     for number in refused:
         program += [(EQUAL, 0, 1, number), (RETURN, 0, 0, REFUSE)]
     program += [(EQUAL, 0, 1, clone3), (RETURN, 0, 0, UNKNOWN)]  # its flags are behind a pointer; libraries then use clone

@@ -21,6 +21,7 @@ Pair = tuple[str, str]  # a model folder and a template
 SECONDS = 60.0
 CPU_SECONDS = 2.0  # of one template, which takes milliseconds
 ENDLESS = f"the chat template did not end within {CPU_SECONDS:.0f} s; correct it, or set the template of the data to a plain one"
+SPOKEN = ({"role": "user", "content": "What is here?"}, {"role": "assistant", "content": "Some text."})
 ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error", "TOKENIZERS_PARALLELISM": "false"}
 # By folder, template and newest mtime in the folder. A run checks twice: before its flow and in it.
 _known: dict[tuple[str, str, int], int] = {}
@@ -68,7 +69,10 @@ def main() -> None:
         with contextlib.suppress(Exception):  # the caller's attempt with torch reports it
             tokenizer = load_tokenizer(place, trust)
             signal.setitimer(signal.ITIMER_VIRTUAL, CPU_SECONDS)  # its signal ends this process, inside a library's loop too
-            length = Renderer(tokenizer, template).frame_len
+            renderer = Renderer(tokenizer, template)
+            with contextlib.suppress(ValueError):  # a template that refuses it is reported with the data
+                renderer.conversation(SPOKEN)  # one may loop on text alone
+            length = renderer.frame_len
         signal.setitimer(signal.ITIMER_VIRTUAL, 0)
         print(json.dumps(length), flush=True)
 

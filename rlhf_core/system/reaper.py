@@ -41,7 +41,8 @@ def main(parent: int, grace_seconds: float, command: Sequence[str]) -> int:
     prctl(PR_SET_CHILD_SUBREAPER, 1)
     if os.getppid() != parent:
         return 1  # the parent died before PR_SET_PDEATHSIG was set
-    child = subprocess.Popen(command, start_new_session=True, preexec_fn=_as_child, stdin=subprocess.DEVNULL)
+    # It inherits what this process was given to pass on (pass_fds): no other descriptor of a Python process is inheritable.
+    child = subprocess.Popen(command, start_new_session=True, preexec_fn=_as_child, stdin=subprocess.DEVNULL, close_fds=False)
     code: int | None = None
     while code is None and not stop and os.getppid() == parent:
         time.sleep(POLL_SECONDS)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 import socket
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,9 +13,8 @@ from rich.console import Console
 
 if TYPE_CHECKING:
     import uvicorn
-    from starlette.types import ASGIApp
 
-MOST_CONNECTIONS = 200
+MOST_CONNECTIONS, HEADER_SECONDS = 200, 10.0
 
 
 def host_names(host: str, allow_host: str) -> list[str]:
@@ -30,8 +31,34 @@ def token_shown(console: Console, token: str, file: Path) -> str:
     return token if console.is_terminal else f"... (the token: what is in {file})"
 
 
-def server_config(app: ASGIApp, **options: Any) -> uvicorn.Config:
-    """Returns uvicorn's configuration. h11 reads at most 64 KiB of headers; uvicorn's other parser keeps all of them in memory."""
+def server_config(app: Callable[..., Any], **options: Any) -> uvicorn.Config:
+    """Returns uvicorn's configuration. h11 reads at most 64 KiB of headers; uvicorn's other parser keeps all of them in memory. A
+    connection that does not send the headers of a request within HEADER_SECONDS is closed: beside MOST_CONNECTIONS of them nobody could
+    connect."""
     import uvicorn
+    from uvicorn.protocols.http.h11_impl import H11Protocol
 
-    return uvicorn.Config(app, http="h11", limit_concurrency=MOST_CONNECTIONS, **options)
+    class Timed(H11Protocol):
+        waiting: asyncio.TimerHandle | None = None
+
+        def connection_made(self, transport: Any) -> None:
+            super().connection_made(transport)
+            self._wait_for_headers()
+
+        def data_received(self, data: bytes) -> None:
+            super().data_received(data)
+            self._wait_for_headers()
+
+        def connection_lost(self, exc: Exception | None) -> None:
+            super().connection_lost(exc)
+            if self.waiting is not None:
+                self.waiting.cancel()
+
+        def _wait_for_headers(self) -> None:
+            if self.cycle is None or self.cycle.response_complete:
+                self.waiting = self.waiting or self.loop.call_later(HEADER_SECONDS, self.transport.close)
+            elif self.waiting is not None:
+                self.waiting.cancel()
+                self.waiting = None
+
+    return uvicorn.Config(app, http=Timed, limit_concurrency=MOST_CONNECTIONS, **options)

@@ -115,6 +115,21 @@ def _not_utf8(path: str) -> ValueError:
     return ValueError(f"{path}: is not UTF-8: save the file as UTF-8")
 
 
+def _hub_rows(source: Source, streaming: bool) -> Any:
+    """Returns the split of a Hub data set. Raises ValueError where its card names files of this machine or of another place."""
+    from datasets import load_dataset_builder
+
+    repo_id, revision = parted(source.path)
+    builder = load_dataset_builder(repo_id, revision=revision)
+    files = [str(file) for split in (builder.config.data_files or {}).values() for file in split]
+    if foreign := [file for file in files if not file.startswith(f"hf://datasets/{repo_id}@")]:
+        raise ValueError(f"its card names {foreign[0]}, which is no file of {repo_id}: only files of its own are read")
+    if streaming:
+        return builder.as_streaming_dataset(split=source.split)
+    builder.download_and_prepare()
+    return builder.as_dataset(split=source.split)
+
+
 def _dataset_rows(source: Source, first: int | None) -> Iterator[Row]:
     # Imported here: it takes most of a second, and text files do not need it.
     from datasets import load_dataset
@@ -124,8 +139,7 @@ def _dataset_rows(source: Source, first: int | None) -> Iterator[Row]:
         if parquet:
             rows = load_dataset("parquet", data_files=source.path, split="train", streaming=True)
         else:
-            repo_id, revision = parted(source.path)
-            rows = load_dataset(repo_id, revision=revision, split=source.split, streaming=first is not None)
+            rows = _hub_rows(source, streaming=first is not None)
         yield from islice(rows, first)
     except StopIteration:  # raised for an empty file
         return

@@ -42,6 +42,8 @@ def test_a_program_runs() -> None:
         ("open('/dev/planted', 'w')", "Read-only"),
         ("n = 0\nwhile True:\n    n += 1\n    open(f'/tmp/home/{n}', 'wb').write(bytes(10**8))", "No space left"),
         ("import os; os.memfd_create('a')", "BlockingIOError"),
+        ("import ctypes; c = ctypes.CDLL(None, use_errno=True); print(c.unshare(0x50000000), ctypes.get_errno())", "-1 11\n"),
+        ("import ctypes; c = ctypes.CDLL(None, use_errno=True); print(c.setns(0, 0), ctypes.get_errno())", "-1 11\n"),
         ("files = []\nwhile True: files.append(open('/dev/null'))", "Too many open files"),
         ("import os; os.kill(1, 9); print(os.getppid())", "1\n"),
         ("import os; os.kill(-1, 9)", "ProcessLookupError"),

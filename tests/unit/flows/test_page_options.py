@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import io
+import os
+import re
 import socket
 import threading
 import time
@@ -18,7 +20,7 @@ from starlette.routing import Route
 
 from flows.cli.operate import page_server
 from flows.cli.operate.label import show_addresses
-from flows.serve import Services
+from flows.serve import LISTENER, Services, listen
 
 WAIT = 20.0  # seconds for an answer
 
@@ -55,6 +57,15 @@ def test_headers_without_an_end_are_refused_and_not_kept(listening: Callable[[],
     assert one.recv(1000).startswith(b"HTTP/1.1 400 ")
 
 
+def test_a_connection_without_whole_headers_is_closed(listening: Callable[[], socket.socket], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(page_server, "HEADER_SECONDS", 0.3)
+    silent, partial = listening(), listening()
+    partial.sendall(b"GET / HTTP/1.1\r\nhost: localhost\r\n\r\n")
+    assert partial.recv(1000).startswith(b"HTTP/1.1 200")
+    partial.sendall(b"GET / HTTP/1.1\r\n")
+    assert silent.recv(1000) == partial.recv(1000) == b""
+
+
 def test_connections_above_the_limit_get_503(listening: Callable[[], socket.socket]) -> None:
     request = b"GET / HTTP/1.1\r\nhost: localhost\r\n\r\n"
     answers = []
@@ -82,8 +93,22 @@ def test_a_log_of_the_labelling_page_has_no_token() -> None:
 
 def test_the_endpoint_for_feedback_answers_for_the_hosts_of_serve(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     commands: list[list[str]] = []
-    monkeypatch.setattr(Services, "_start", lambda self, name, command, environment: commands.append(command))
+
+    def start(services: Services, name: str, command: list[str], environment: dict[str, str], descriptors: list[int]) -> None:
+        """The process inherits a socket that listens already: no other one can take the port and get a token."""
+        commands.append(command)
+        assert environment[LISTENER] == str(descriptors[0])
+        socket.create_connection(("127.0.0.1", int(command[command.index("--port") + 1])), timeout=10).close()
+
+    monkeypatch.setattr(Services, "_start", start)
     services = Services(tmp_path, "127.0.0.1", 4200, ["box.lan", "proxy.example"])
-    assert services.start_feedback(["r.yaml"], [tmp_path / "a.inbox"], 4300) == "http://127.0.0.1:4300/feedback"
+    assert re.fullmatch(r"http://127.0.0.1:\d+/feedback", services.start_feedback(["r.yaml"], [tmp_path / "a.inbox"], 0))
     (command,) = commands
     assert command[command.index("--allow-host") + 1] == "127.0.0.1,box.lan,proxy.example"
+
+
+def test_a_process_takes_the_socket_that_it_was_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as given:
+        monkeypatch.setenv(LISTENER, str(os.dup(given.fileno())))
+        with listen("127.0.0.1", 0) as listener:
+            assert listener.getsockname() == given.getsockname() and LISTENER not in os.environ

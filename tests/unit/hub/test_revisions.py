@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -142,15 +143,31 @@ def test_a_file_with_an_at_sign_in_its_name_is_a_file(planned: Planned, tmp_path
 
 def test_rows_are_read_at_the_commit(monkeypatch: pytest.MonkeyPatch, planned: Planned) -> None:
     asked: dict[str, Any] = {}
+    files = {"train": [f"hf://datasets/someone/rows@{OTHER}/train.jsonl"]}
 
-    def load_dataset(path: str, **given: Any) -> list[dict[str, str]]:
-        asked.update(given, path=path)
-        return [{"prompt": "one", "response": "two"}]
+    class Builder:
+        config = SimpleNamespace(data_files=files)
 
-    monkeypatch.setattr("datasets.load_dataset", load_dataset)
+        def __init__(self, path: str, revision: str):
+            asked.update(path=path, revision=revision)
+
+        def as_streaming_dataset(self, split: str) -> list[dict[str, str]]:
+            asked.update(split=split)
+            return [{"prompt": "one", "response": "two"}]
+
+        as_dataset = as_streaming_dataset
+
+        def download_and_prepare(self) -> None:
+            """Downloads nothing."""
+
+    monkeypatch.setattr("datasets.load_dataset_builder", Builder)
     config = planned(data=f"someone/rows@{OTHER}")["sft"].config
     assert len(load_rows(config.data, 0)) == 1  # type: ignore[union-attr]
     assert (asked["path"], asked["revision"], asked["split"]) == ("someone/rows", OTHER, "train")
+    for foreign in ("/etc/rows.jsonl", "http://127.0.0.1/rows.jsonl", "hf://datasets/someone/rows-of-others@main/rows.jsonl"):
+        files["validation"] = [foreign]
+        with pytest.raises(ValueError, match=f"its card names {foreign}, which is no file of someone/rows: only files of its own are read"):
+            load_rows(config.data, 0)  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize(

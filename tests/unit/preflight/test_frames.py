@@ -82,6 +82,11 @@ def test_refusals_are_those_of_the_stages(base: Path) -> None:
     assert problems.startswith("stages.sft.data: ") and "the model has no chat template" in problems and imported == "True"
 
 
+def test_a_template_that_loops_on_text_alone_is_found(base: Path) -> None:
+    save_tokenizer(base, "{% for m in messages %}{% if m['content'] %}" + ENDLESS_TEMPLATE + "{% endif %}{% endfor %}" + TEMPLATE)
+    assert frame_lengths([(str(base), "chat")]) == {(str(base), "chat"): template_length.ENDLESS}
+
+
 @pytest.mark.long
 def test_templates_of_tokenizers_with_code_have_the_limit_too(base: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("HF_MODULES_CACHE", str(tmp_path / "modules"))

@@ -14,25 +14,34 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from starlette.applications import Starlette
+from starlette.middleware import Middleware
+from starlette.responses import PlainTextResponse
+from starlette.routing import Route
+from starlette.testclient import TestClient
 
 from rlhf_core.config import Vllm, VllmJudge
 from rlhf_core.rollout.environment import UNCOMPILED, compilation
+from rlhf_core.rollout.key_guard import KeyGuard
 from rlhf_core.rollout.server import Server, ServerFailed, serving
 from rlhf_core.system.reaper import descendants
 
 ROOT = Path(__file__).parents[3]
 # What vLLM does as far as the caller sees: a worker process, /health when ready, a key for /v1. How it behaves comes from the model's name.
 STUB = """
-import http.server, json, os, subprocess, sys, time
+import http.server, json, os, socket, subprocess, sys, time
 arguments = {name: value for name, value in zip(sys.argv, sys.argv[1:]) if name.startswith("--")}
-kind, port = arguments["--model"], int(arguments["--port"])
+kind, listener, rival = arguments["--model"], socket.socket(fileno=int(os.environ["ALIGNFLOW_LISTENER"])), socket.socket()
+try:
+    rival.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    rival.bind(listener.getsockname())
+    rival.listen()
+except OSError as error:
+    print("a rival gets:", error.strerror, flush=True)
 worker = subprocess.Popen([sys.executable, "-c", "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(600)"])
 print("loading", kind, "for", arguments["--served-model-name"], flush=True)
 if kind == "broken":
     sys.exit("no such architecture")
-if kind == "taken" and not os.path.exists("tried"):
-    open("tried", "w").close()
-    sys.exit("OSError: [Errno 98] Address already in use")
 class Handler(http.server.BaseHTTPRequestHandler):
     def do_GET(self):
         right = self.headers["authorization"] == "Bearer " + os.environ["VLLM_API_KEY"]
@@ -46,7 +55,9 @@ class Handler(http.server.BaseHTTPRequestHandler):
             os._exit(7)
     def log_message(self, *_):
         pass
-http.server.ThreadingHTTPServer(("127.0.0.1", port), Handler).serve_forever()
+server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler, bind_and_activate=False)
+server.socket = listener
+server.serve_forever()
 """
 
 
@@ -132,10 +143,20 @@ def test_a_server_that_never_gets_ready_is_waited_for_as_long_as_said(stub: Call
     assert set(descendants(os.getpid())) <= others
 
 
-def test_a_port_that_another_process_took_is_replaced(stub: Callable[..., object]) -> None:
-    with stub("taken") as server:  # type: ignore[attr-defined]
-        server.check()
-    assert server.log.read_text().count("loading taken") == 2
+def test_no_other_process_gets_its_port_and_with_it_the_key(stub: Callable[..., object]) -> None:
+    with stub("good") as server:  # type: ignore[attr-defined]
+        assert "a rival gets: Address already in use" in server.log.read_text()
+
+
+def test_every_path_needs_the_key_and_this_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_API_KEY", "k-1")
+    app = Starlette(routes=[Route("/invocations", lambda request: PlainTextResponse("here"))], middleware=[Middleware(KeyGuard)])
+    client = TestClient(app, base_url="http://127.0.0.1:8000")
+    right = {"authorization": "Bearer k-1"}
+    assert client.get("/invocations", headers=right).text == "here"
+    for headers in ({}, {"authorization": "Bearer k-"}, {"authorization": "Basic k-1"}):
+        assert client.get("/invocations", headers=headers).status_code == client.get("/v1/x", headers=headers).status_code == 401
+    assert client.get("/invocations", headers={**right, "host": "evil.example"}).status_code == 400
 
 
 def test_a_server_that_dies_in_the_middle_is_noticed(stub: Callable[..., object]) -> None:

@@ -112,7 +112,7 @@ def test_no_setting_of_any_stage_can_hold_a_text() -> None:
             waiting += [each for each in models_in(info.annotation) if each not in known]
             if _is_plain(info.annotation) and info.json_schema_extra != RECIPE_ONLY:
                 settings += 1
-                assert "trust" not in name, f"{model.__name__}.{name}"
+                assert "trust" not in name and name != "sandbox", f"{model.__name__}.{name}"
                 assert leaves(info.annotation) <= {int, float, bool, types.NoneType}, f"{model.__name__}.{name}"
     assert len(known) > 20 and settings > 200
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from jinja2.exceptions import SecurityError
 from transformers import Qwen2Config
 
 from evaluation.answers.served_models import identity_of, local_model
@@ -107,3 +108,19 @@ def test_shipped_tasks_load_from_any_working_directory_under_their_files_names(t
     )
     with pytest.raises(ValueError, match=r"^tasks: mine.yaml cannot be loaded \(.*\): correct the file$"):
         Tasks(["mine.yaml"], trust_code=False)
+
+
+def test_a_task_file_runs_no_code_unless_it_is_trusted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("lm_eval", reason="alignflow's extra `tax` is not installed")
+    from lm_eval import utils
+
+    from evaluation.alignment_tax.harness import Tasks
+
+    monkeypatch.setattr(utils, "env", utils.env)
+    text = (TASKS / "digits_answer.yaml").read_text().replace("digits.jsonl", str(TASKS / "digits.jsonl"))
+    (tmp_path / "own.yaml").write_text(text.replace("metric: exact_match", "metric: someone/metric"))
+    with pytest.raises(ValueError, match=r"tasks: lm-eval has no metric someone/metric, and would run code of the Hub for it"):
+        Tasks([str(tmp_path / "own.yaml")], trust_code=False)
+    assert utils.apply_template("{{ prompt | regex_replace('a', 'b') }}", {"prompt": "a"}) == "b"
+    with pytest.raises(SecurityError):
+        utils.apply_template("{{ cycler.__init__.__globals__.os.getcwd() }}", {})

@@ -196,6 +196,8 @@ def test_a_wrong_request_is_told_and_writes_nothing(client: TestClient, work: As
 def test_a_large_request_is_refused_before_it_is_read(client: TestClient) -> None:
     assert client.post("/api/label", content=b" " * (LARGEST_REQUEST + 1)).status_code == 413
     assert client.post("/api/label", content=iter([b"{}"])).status_code == 413, "without a length"
+    chunked = {"content-length": "2", "transfer-encoding": "chunked"}
+    assert client.post("/api/label", content=b"{}", headers=chunked).status_code == 413, "chunks would decide the length"
 
 
 def test_a_full_disk_is_told_and_the_pair_stays(client: TestClient, work: Assignment, monkeypatch: pytest.MonkeyPatch) -> None:
