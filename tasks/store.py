@@ -6,6 +6,7 @@ A failed copy of a result ends the run with a sentence; the local result stays, 
 from __future__ import annotations
 
 import logging
+import shutil
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -13,8 +14,8 @@ from contextlib import contextmanager
 from rlhf_core.recipe.plan import Node, Plan
 from rlhf_core.runs.remote_files import StoreFault
 from rlhf_core.runs.resume_state import Resume, latest
-from rlhf_core.runs.run_dir import RunDir, StageRequest
-from rlhf_core.runs.store import Store, store_of
+from rlhf_core.runs.run_dir import STATE, RunDir, StageRequest
+from rlhf_core.runs.store import COPYING, Store, store_of
 
 EVERY_SECONDS = 15.0  # between two checks for a new resume state
 WAIT_SECONDS = 20.0  # for a copy in progress when the stage ends or is cancelled
@@ -56,22 +57,28 @@ def upload_stage(store: Store, run: RunDir, log: Callable[..., None]) -> None:
 
 @contextmanager
 def states_uploaded(store: Store | None, run: RunDir, warn: Callable[..., None], every: float = EVERY_SECONDS) -> Iterator[None]:
-    """Copies each new resume state while the block runs, and the last one when the stage crashes. Failed copies only give a warning."""
+    """Copies the newest resume state again and again while the block runs, and the last one when the stage crashes.
+
+    A failed copy only gives a warning, and none the first time when the stage has a newer state by then.
+    """
+    for left in (run / STATE).glob(f"{COPYING}*"):  # of a killed run
+        shutil.rmtree(left, ignore_errors=True)
     if store is None or not store.checkpoints:
         yield
         return
-    copied, ended = "", threading.Event()
+    copied, failed, ended = "", 0, threading.Event()
 
     def copy_newest() -> None:
-        nonlocal copied
+        nonlocal copied, failed
         state = None
         try:
             state = latest(run)
             if state is not None and state.folder.name != copied:
                 store.put_state(run, state.folder.name)
-                copied = state.folder.name
+                copied, failed = state.folder.name, 0
         except (StoreFault, OSError) as error:
-            if state and _is_needed(run, state):
+            failed += 1
+            if state and (_is_needed(run, state) or (failed > 1 and run.result() is None)):
                 warn("the resume state %s of %s was not copied: %s", state.folder.name, run.path.name, error)
 
     def work() -> None:

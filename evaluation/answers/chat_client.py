@@ -80,7 +80,8 @@ class ChatClient:
     """Sends requests to `model` at an endpoint, within the config's limits.
 
     `who` is the client's name in messages (`judge gpt`); `connect` is called when there is something to send, and may start a server;
-    `settings` are the request's further fields; `pause`: scale of the first pause, in seconds. `requests` counts those sent.
+    `settings` are the request's further fields, `asked` those before the endpoint refused any; `pause`: scale of the first pause, in
+    seconds. `requests` counts those sent.
     """
 
     def __init__(
@@ -92,7 +93,8 @@ class ChatClient:
         limits: configs.Remote | configs.ChatJudge,
         pause: float = 1.0,
     ):
-        self.who, self.model, self.connect, self.settings, self.limits = who, model, connect, dict(settings), limits
+        self.who, self.model, self.connect, self.limits = who, model, connect, limits
+        self.settings = self.asked = dict(settings)
         self.backoff = wait_random_exponential(multiplier=pause, max=LONGEST_PAUSE)
         self.pace = Pace(limits.requests_per_minute if isinstance(limits, configs.Remote) else None)
         self.requests = 0

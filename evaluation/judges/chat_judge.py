@@ -1,8 +1,8 @@
 """Judges with a chat model at an OpenAI-compatible endpoint: remote, or a local vLLM server.
 
-Every verdict is cached when it arrives, keyed by (question, answers A and B, judge, prompt version), so a resumed stage requests
-none twice. A reply without a verdict is followed by one reminder. Games that still fail are counted, not cached, and stop the stage
-above the share `max_failed`. Requests and retries: `answers/chat_client.py`.
+Every verdict is cached when it arrives, keyed by (judge prompt, settings of the request, judge, prompt version), so a resumed stage
+requests none twice. A reply without a verdict is followed by one reminder. Games that still fail are counted, not cached, and stop the
+stage above the share `max_failed`. Requests and retries: `answers/chat_client.py`.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class OpenAIJudge:
         return [known[key].game for key in keys]
 
     def _key(self, match: Match) -> str:
-        return digest([list(match.question.messages), match.answer_a, match.answer_b, self.identity, PROMPT_VERSION])
+        return digest([list(judge_prompt(match)), self.client.asked, self.identity, PROMPT_VERSION])
 
     async def _game(self, match: Match) -> Entry:
         prompt = judge_prompt(match)

@@ -13,7 +13,7 @@ from evaluation.judges.offline import Match
 from evaluation.scores.arena_files import label_of
 from rlhf_core.records import Label
 
-PROMPT_VERSION = "alignflow-1"  # part of the cache key: change it with any word below
+PROMPT_VERSION = "alignflow-1"  # part of the cache key, as the prompt is: change it with the reminder and with how a verdict is parsed
 
 _ROLE = "You compare the answers of two AI assistants, A and B, to one prompt of a user, and decide which of them serves that user better. "
 _OWN_ANSWER = (

@@ -80,7 +80,8 @@ def outcomes_of(run: RunDir, config: configs.Regression, model: str, questions: 
         assert answers is not None, f"the evaluation has written no answers of {model}"
         return {q.uid: "passed" if rule.right(q, given.text) else "failed" for q, given in zip(questions, answers, strict=True)}
     found: dict[str, QuestionOutcome] = dict.fromkeys([question.uid for question in questions], "no verdict")
-    for line in (run / REPORT / "judgments" / f"{file_name(name)}.jsonl").read_text(encoding="utf-8").splitlines():
+    text = (run / REPORT / "judgments" / f"{file_name(name)}.jsonl").read_text(encoding="utf-8")
+    for line in filter(None, text.split("\n")):  # `splitlines` would also split at U+2028
         judgment = Judgment.model_validate_json(line)
         if (judgment.model, judgment.baseline) == (model, config.baseline) and judgment.score is not None:
             found[judgment.uid] = "passed" if judgment.score >= 0.5 else "failed"

@@ -11,6 +11,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
@@ -18,7 +19,7 @@ import numpy as np
 
 from rlhf_core.data.documents import Document, Lazy
 from rlhf_core.data.survey import DataReport, Loaded, Survey
-from rlhf_core.system.files import locked
+from rlhf_core.system.files import locked, sync_to_disk
 
 TOKENS, ENDS, PLACES, VALUES, ORDER = "tokens.i32", "ends.i64", "places.i64", "values.f64", "order.i64"
 REPORT, PROMPTS = "report.json", "prompts.npy"
@@ -71,8 +72,9 @@ def stored(folder: Path | None, key: str, shape: Shape, build: Callable[[Writer]
     with locked(folder / f".{key}.lock", WAIT_SECONDS) as ours:
         if not ours:
             raise TimeoutError(f"another process has been reading the data into {folder} for {WAIT_SECONDS} s")
-        whole = folder / key
-        return _opened(whole if whole.is_dir() else _built(whole, build), shape)
+        with suppress(OSError, ValueError, EOFError):  # missing, or not complete
+            return _opened(folder / key, shape)
+        return _opened(_built(folder / key, build), shape)
 
 
 def _built(whole: Path, build: Callable[[Writer], DataReport]) -> Path:
@@ -81,15 +83,20 @@ def _built(whole: Path, build: Callable[[Writer], DataReport]) -> Path:
     part.mkdir(parents=True)
     writer = Writer(part)
     writer.close(build(writer))
+    sync_to_disk(part)
+    shutil.rmtree(whole, ignore_errors=True)
     os.replace(part, whole)
     return whole
 
 
 def _opened(folder: Path, shape: Shape) -> Loaded[Any]:
+    """Returns the items in a folder. Raises OSError, ValueError or EOFError when a file is missing or cut off."""
     tokens, ends, values, order = (
         np.memmap(folder / name, dtype=kind, mode="r").view(np.ndarray)  # a plain array of the mapped memory: faster to slice
         for name, kind in ((TOKENS, np.int32), (ENDS, np.int64), (VALUES, np.float64), (ORDER, np.int64))
     )
+    if not (len(order) == len(values) and len(ends) == len(values) * shape.width and len(tokens) == ends[-1]):
+        raise ValueError(f"{folder} is not complete: remove it")
 
     def get(index: int) -> Any:
         item = int(order[index])

@@ -89,7 +89,7 @@ def rows_of_body(body: bytes) -> list[Any] | None:
             whole = json.loads(text)
             rows = whole if isinstance(whole, list) else [whole]
         except ValueError:
-            rows = [json.loads(line) for line in text.splitlines() if line.strip()]
+            rows = [json.loads(line) for line in text.split("\n") if line.strip()]  # `splitlines` would also split at U+2028
         json.dumps(rows, ensure_ascii=False).encode()  # refuses half of a surrogate pair
     except (ValueError, RecursionError):
         return None

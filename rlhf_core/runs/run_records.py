@@ -107,8 +107,8 @@ def pin(artifacts: Path, which: str, pinned: bool) -> RunRecord:
 def kept(runs: Sequence[RunRecord], keep_runs: int | None = None, not_before: float | None = None) -> set[str]:
     """Returns the ids of runs whose stages are kept; `runs` are the newest first.
 
-    They are the newest `keep_runs` of each recipe that had stages, those that began at `not_before` or later, pinned ones and those in
-    progress; all when neither is given.
+    They are the newest `keep_runs` of each recipe that had stages, those that began at `not_before` or later, pinned ones, those in
+    progress and those that wait for a person; all when neither is given.
     """
     if keep_runs is None and not_before is None:
         return {run.id for run in runs}
@@ -117,7 +117,14 @@ def kept(runs: Sequence[RunRecord], keep_runs: int | None = None, not_before: fl
         run.id for recipe in {run.recipe for run in runs} for run in [run for run in worked if run.recipe == recipe][: keep_runs or 0]
     }
     young = {run.id for run in runs if not_before is not None and run.started >= not_before}
-    return newest | young | {run.id for run in runs if run.pinned or run.state == "running"}
+    return newest | young | {run.id for run in runs if run.pinned or run.state == "running" or _waits(run, runs)}
+
+
+def _waits(run: RunRecord, runs: Sequence[RunRecord]) -> bool:
+    """Returns whether a run waits for a person and no later run has its stages: a resumed run has a record of its own."""
+    stages = {stage.run_dir for stage in run.stages}
+    later = (other for other in runs if other.recipe == run.recipe and other.started > run.started)
+    return run.state == "waits" and not any(stages <= {stage.run_dir for stage in other.stages} for other in later)
 
 
 def read(file: Path, held: Callable[[Path], bool] = is_locked) -> RunRecord:

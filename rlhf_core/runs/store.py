@@ -13,6 +13,7 @@ import os
 import shutil
 from collections.abc import Iterable, Mapping
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
@@ -24,10 +25,15 @@ from rlhf_core.runs.approval import Approval
 from rlhf_core.runs.remote_files import RemoteFiles, StoreFault
 from rlhf_core.runs.resume_state import LOOP
 from rlhf_core.runs.run_dir import EXPORTS, METRICS, REQUEST, RESULT, ROLLOUTS, STATE, VALIDATION, RunDir, StageRequest
-from rlhf_core.system.files import file_digest, sync_to_disk, write_bytes, write_text
+from rlhf_core.system.files import file_digest, link_tree, sync_to_disk, write_bytes, write_text
 
 FILES, FETCHING = "files.json", ".fetching"
+COPYING = ".copying-"  # prefix of a folder beside the resume states, with the files of the one that is being copied
 LISTING = TypeAdapter(dict[str, FileInfo])
+
+
+class Damaged(ValueError):
+    """Raised when a copy is not what was stored; says what differs."""
 
 
 class Store:
@@ -92,11 +98,16 @@ class Store:
         result = self._result(run.path.name)
         if result is None:
             return False
-        folder = self._get(f"stages/{run.path.name}", run.path, RESULT, result.files)
+        place = f"stages/{run.path.name}"
+        try:
+            folder = self._get(place, run.path, RESULT, result.files)
+        except Damaged as damage:
+            told = f"store {self.files.url}: the copy {place} is damaged ({damage}); remove {place} from the store and run again"
+            raise StoreFault(told) from None
         record = json.loads((folder / REQUEST).read_text())
         write_text(folder / REQUEST, json.dumps(record | {"inputs": request.inputs}, indent=2))
         _move(folder, run.path, RESULT)
-        if decided := self.files.read(f"stages/{run.path.name}/{APPROVAL}"):
+        if decided := self.files.read(f"{place}/{APPROVAL}"):
             write_bytes(run / APPROVAL, decided)
         return True
 
@@ -104,23 +115,32 @@ class Store:
         """Copies the resume state `step-<n>` with metrics, exports, the answers of validations and the best iteration that it names to the
         store, and removes the copies of other states.
 
-        Raises OSError when the stage removes the state during the copy.
+        Sends files of a temporary folder, which the stage does not change. Raises OSError when the stage removes the state before its
+        files are in that folder.
         """
         last = f"{STATE}/{step}/{LOOP}"
-        best = json.loads((run / last).read_text()).get("best")
-        folders = [EXPORTS, ROLLOUTS, VALIDATION, f"{STATE}/{step}", *([f"{STATE}/best/iteration{best[0]}"] if best else [])]
-        sources = [run / METRICS, *(file for name in folders for file in (run / name).rglob("*"))]
-        files = [file.relative_to(run.path).as_posix() for file in sources if file.is_file()]
-        self._put(f"states/{run.path.name}/{step}", run.path, [file for file in files if file != last], last, {})
+        with TemporaryDirectory(prefix=f"{COPYING}{step}-", dir=run / STATE, ignore_cleanup_errors=True) as name:
+            folder = Path(name)
+            _collect(run, step, folder)
+            files = [file.relative_to(folder).as_posix() for file in folder.rglob("*") if file.is_file()]
+            self._put(f"states/{run.path.name}/{step}", folder, [file for file in files if file != last], last, {})
         self.drop_states(run, but=step)
 
     def fetch_state(self, run: RunDir) -> str | None:
-        """Fetches the newest complete resume state into the run directory. Returns its name, or None when there is none."""
+        """Fetches the newest resume state whose copy is complete into the run directory. Returns its name, or None when there is none.
+
+        Prints a line about each damaged copy, and does not use it.
+        """
         for step in sorted(self._states(run.path.name), key=lambda step: -int(step.removeprefix("step-"))):
             place, last = f"states/{run.path.name}/{step}", f"{STATE}/{step}/{LOOP}"
-            if self.files.read(f"{place}/{last}") is not None:
+            if (loop := self.files.read(f"{place}/{last}")) is None:
+                continue
+            try:
+                json.loads(loop)
                 _move(self._get(place, run.path, last, {}), run.path, last)
                 return step
+            except ValueError as damage:  # Damaged, or a cut loop.json
+                print(f"store {self.files.url}: the copy {place} is damaged ({damage}) and is not used", flush=True)
         return None
 
     def drop_states(self, run: RunDir, but: str = "") -> None:
@@ -143,23 +163,29 @@ class Store:
         self.files.send(folder / last, f"{place}/{last}")
 
     def _get(self, place: str, run_dir: Path, last: str, manifest: dict[str, FileInfo]) -> Path:
-        """Fetches a copy into a temporary folder inside the run directory, checks all files, and returns the folder."""
+        """Fetches a copy into a temporary folder inside the run directory, checks all files, and returns the folder. Raises Damaged."""
         try:
             listing = LISTING.validate_json(self.files.read(f"{place}/{FILES}") or b"")
         except ValidationError:
-            raise self._damaged(place, f"its {FILES} is missing or cannot be read") from None
+            raise Damaged(f"its {FILES} is missing or cannot be read") from None
         if any(Path(file).is_absolute() or ".." in Path(file).parts for file in listing):
-            raise self._damaged(place, f"its {FILES} names files outside of it")
+            raise Damaged(f"its {FILES} names files outside of it")
         if astray := next((file for file, info in manifest.items() if listing.get(file) != info), None):
-            raise self._damaged(place, f"{RESULT} and {FILES} disagree on {astray}")
+            raise Damaged(f"{RESULT} and {FILES} disagree on {astray}")
         folder = run_dir / FETCHING
         shutil.rmtree(folder, ignore_errors=True)  # left by an interrupted fetch
         for file in [*listing, last]:
-            self.files.get(f"{place}/{file}", folder / file)
+            try:
+                self.files.get(f"{place}/{file}", folder / file)
+            except StoreFault:
+                if Path(file).name in self.files.names(Path(place, file).parent.as_posix()):
+                    raise
+                shutil.rmtree(folder)
+                raise Damaged(f"{file} is missing") from None
             info = listing.get(file)
             if info and ((folder / file).stat().st_size != info.size or file_digest(folder / file) != info.sha256):
                 shutil.rmtree(folder)
-                raise self._damaged(place, f"{file} is not what was stored")
+                raise Damaged(f"{file} is not what was stored")
         return folder
 
     def _result(self, name: str) -> StageResult | None:
@@ -173,13 +199,27 @@ class Store:
         found = self.files.names(f"states/{name}")
         return [step for step in found if step.startswith("step-") and step.removeprefix("step-").isdigit()]
 
-    def _damaged(self, place: str, what: str) -> StoreFault:
-        return StoreFault(f"store {self.files.url}: the copy {place} is damaged ({what}); remove {place} from the store and run again")
-
 
 def store_of(recipe: Recipe) -> Store | None:
     """Returns the store of a recipe; None when it names none."""
     return Store(recipe.store, recipe.store_checkpoints) if recipe.store else None
+
+
+def _collect(run: RunDir, step: str, folder: Path) -> None:
+    """Puts what a resume state needs at the same paths below `folder`: folders as hard links, files, to which the stage may append, as
+    copies. Exports and answers of later iterations may be incomplete, and a stage that resumes makes them again: leaves them out."""
+    link_tree(run / STATE / step, folder / STATE / step)
+    if best := json.loads((folder / STATE / step / LOOP).read_text()).get("best"):
+        link_tree(run / STATE / "best" / f"iteration{best[0]}", folder / STATE / "best" / f"iteration{best[0]}")
+    past = {f"iteration{number}" for number in range(int(step.removeprefix("step-")) + 1)}
+    found = [made for name in (EXPORTS, ROLLOUTS, VALIDATION) for made in (run / name).glob("iteration*") if made.stem in past]
+    for source in [*found, run / METRICS]:
+        target = folder / source.relative_to(run.path)
+        if source.is_dir():
+            link_tree(source, target)
+        elif source.is_file():
+            target.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(source, target)
 
 
 def _move(source: Path, target: Path, last: str) -> None:

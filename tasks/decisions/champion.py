@@ -44,7 +44,8 @@ def promote_published(planned: Plan, node: Node) -> None:
 
 
 def roll_back(planned: Plan, failed: Sequence[Verdict]) -> None:
-    """Goes back to the champion before when a failed gate is about the model of the present one. Logs it when there is none."""
+    """Goes back to the champion before when a failed gate is about the model of the present one. Logs it when there is none. A champion
+    that took its place meanwhile stays."""
     now = champions_of(planned.folder).now
     ours = [node for node in planned.nodes if now is not None and node.run_dir.name == now.run]
     if now is None or not ours:
@@ -57,14 +58,14 @@ def roll_back(planned: Plan, failed: Sequence[Verdict]) -> None:
         return
     why = about[0].summary
     try:
-        before = rollback(planned.folder, why, "its run", store_of(planned.recipe))
+        then = rollback(planned.folder, why, "its run", store_of(planned.recipe), expected=now.run)
     except ConnectionError as error:
         raise MachineLacks(str(error)) from None
     except ValueError as error:  # there is none before; a token is missing
         get_run_logger().warning("the champion %s is not rolled back: %s", now.model, error)
         return
-    get_run_logger().warning("the champion %s is rolled back to %s: %s", now.model, before.model, why)
-    notify_champion(planned.recipe, before.model, before.run, before.why)
+    get_run_logger().warning("the champion %s is rolled back, the champion is %s: %s", now.model, then.model, why)
+    notify_champion(planned.recipe, then.model, then.run, then.why)
 
 
 def subjects(planned: Plan, verdict: Verdict) -> set[str]:

@@ -287,6 +287,8 @@ class Publication(Gated):
             yield "champion is for a model: leave it out for a data set"
         if self.champion and self.branch == "champion":
             yield "the branch champion is moved to the champion's commit: publish to another branch"
+        if self.champion and self.folder is not None:
+            yield "folder holds only the last model, and a rollback needs those before it: leave folder out, or champion"
 
     @check
     def _check_round_branch(self) -> Iterator[str]:

@@ -157,7 +157,6 @@ def validated(fleet: Fleet, held_out: Validation, run: RunDir, iteration: int, b
     best = Best(iteration, metrics) if best is None else best.after(iteration, metrics)
     if best.iteration == iteration:
         export(fleet, run / BEST / f"iteration{iteration}")
-        sync_to_disk(run / BEST / f"iteration{iteration}")
     interval = f" ({metrics[LOW]:.4g} to {metrics[HIGH]:.4g})" if LOW in metrics else ""
     print(f"iteration {iteration}: mean reward {metrics[REWARD]:.4g}{interval} on eval_prompts", flush=True)
     fleet.forget_seconds()
@@ -206,9 +205,10 @@ def start_collector(fleet: Fleet, setup: Setup, iterations: int, first: int, sta
 
 
 def export(fleet: Fleet, folder: Path) -> None:
-    """Writes the actor as a model. Replaces what an interrupted attempt left there."""
+    """Writes the actor as a model, to the disk: a resume state counts on it. Replaces what an interrupted attempt left there."""
     shutil.rmtree(folder, ignore_errors=True)
     fleet.export_actor(folder)
+    sync_to_disk(folder)
 
 
 def model_paths(config: PPO, inputs: Mapping[str, str]) -> dict[str, str]:

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import os
 import secrets
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -67,14 +68,19 @@ def champions_of(folder: Path) -> Champions:
     return found
 
 
-def promote(
-    folder: Path, run_dir: Path, why: str, by: str = "", store: Store | None = None, retries: Retries = RETRIES, ended: str = ""
-) -> Reign:
-    """Makes a published model the champion. `ended`: the champion before is rolled back for this reason.
+def promote(folder: Path, run_dir: Path, why: str, by: str = "", store: Store | None = None, retries: Retries = RETRIES) -> Reign:
+    """Makes a published model the champion.
 
     Raises ValueError when the run directory has no finished publication of a model, when the Hub refuses or a token is missing, and
     ConnectionError or StoreFault when Hub or store cannot be reached: the move is then completed by the next call of this or `complete`.
     """
+    new = _reign(run_dir, why, by)
+    with _moving(folder, store, retries):
+        _move(folder, champions_of(folder), new, store, retries)
+    return new
+
+
+def _reign(run_dir: Path, why: str, by: str) -> Reign:
     run = RunDir(run_dir)
     result = run.result()
     request = run.request() if result else None
@@ -83,7 +89,7 @@ def promote(
         raise ValueError(f"{run_dir.name} is no finished publication of a model: give the name of one")
     receipt = read_json(run / RECEIPT) if "hub" in result.outputs else {}
     made = stage_of(request.inputs[config.model])
-    new = Reign(
+    return Reign(
         run=run.path.name,
         model=str(made[1]["name"]) if made else config.model,
         repo_id=receipt.get("repo_id"),
@@ -92,37 +98,61 @@ def promote(
         why=why,
         by=by,
     )
+
+
+@contextmanager
+def _moving(folder: Path, store: Store | None, retries: Retries) -> Iterator[None]:
+    """Holds the lock of the record, after the move that was cut off is completed."""
     with locked(folder / LOCK, WAIT_SECONDS) as ours:
         if not ours:
             raise ValueError(f"another process moves the champion of {folder.name}: try again when it has ended")
-        if new.commit:
-            read_token(new.repo_id)
         with suppress(ValueError):  # a move that the Hub refused for good: this one takes its place
             _complete(folder, store, retries)
+        yield
+
+
+def _move(folder: Path, record: Champions, new: Reign, store: Store | None, retries: Retries) -> None:
+    if new.commit:
+        read_token(new.repo_id)
+    place = {"store": store.files.url} if store else {}
+    _write(folder, record.model_copy(update={"moving": new, **place}))
+    _complete(folder, store, retries)
+
+
+def rollback(
+    folder: Path, why: str, by: str = "", store: Store | None = None, retries: Retries = RETRIES, expected: str | None = None
+) -> Reign:
+    """Makes the last champion before the present one, which was not rolled back itself, the champion again. Returns the champion.
+
+    `expected`: run of the champion to roll back; if there is another champion, that one stays, and the record says that `expected` was
+    rolled back. Raises ValueError when there is none to go back to, and as `promote`.
+    """
+    with _moving(folder, store, retries):
         record = champions_of(folder)
-        if ended and record.now is not None:
-            last = record.now.model_copy(update={"ended": ended})
-            record = record.model_copy(update={"reigns": (*record.reigns[:-1], last)})
-        place = {"store": store.files.url} if store else {}
-        _write(folder, record.model_copy(update={"moving": new, **place}))
-        _complete(folder, store, retries)
+        now = record.now
+        if now is None:
+            raise ValueError(f"{folder} has no champion to roll back")
+        if expected is not None and now.run != expected:
+            record = _with_end(record, expected, why)
+            _copy(folder, record, store)
+            _write(folder, record)
+            return now
+        gone = {reign.run for reign in record.reigns if reign.ended} | {now.run}
+        before = next((reign for reign in reversed(record.reigns) if reign.run not in gone), None)
+        if before is None:
+            raise ValueError(f"{now.run} is the only champion of {folder.name} there was: there is none to go back to")
+        new = _reign(folder.parent / "stages" / before.run, f"in place of {now.run}: {why}", by)
+        _move(folder, _with_end(record, now.run, why), new, store, retries)
     return new
 
 
-def rollback(folder: Path, why: str, by: str = "", store: Store | None = None, retries: Retries = RETRIES) -> Reign:
-    """Makes the last champion before the present one, which was not rolled back itself, the champion again. Raises ValueError when there is
-    none, and as `promote`."""
-    with suppress(ValueError):  # a move that the Hub refused for good: this one takes its place
-        complete(folder, store, retries)
-    record = champions_of(folder)
-    if record.now is None:
-        raise ValueError(f"{folder} has no champion to roll back")
-    gone = {reign.run for reign in record.reigns if reign.ended} | {record.now.run}
-    before = next((reign for reign in reversed(record.reigns) if reign.run not in gone), None)
-    if before is None:
-        raise ValueError(f"{record.now.run} is the only champion of {folder.name} there was: there is none to go back to")
-    run_dir = folder.parent / "stages" / before.run
-    return promote(folder, run_dir, f"in place of {record.now.run}: {why}", by, store, retries, ended=why)
+def _with_end(record: Champions, run: str, why: str) -> Champions:
+    """Returns the record after the last reign of a run was rolled back; one that was rolled back before keeps its reason."""
+    reigns = list(record.reigns)
+    at = next((at for at in reversed(range(len(reigns))) if reigns[at].run == run), None)
+    if at is not None and not reigns[at].ended:
+        reigns[at] = reigns[at].model_copy(update={"ended": why})
+    return record.model_copy(update={"reigns": tuple(reigns)})
 
 
 def runs_kept(folder: Path) -> list[str]:
@@ -148,10 +178,14 @@ def _complete(folder: Path, store: Store | None, retries: Retries) -> None:
     if new.repo_id and new.commit:
         _move_branch(new.repo_id, new.commit, retries)
     done = record.model_copy(update={"reigns": (*record.reigns, new), "moving": None})
-    if store is not None:
-        store.files.write(done.model_dump_json(indent=2).encode(), f"champions/{folder.name}.json")
+    _copy(folder, done, store)
     _link(folder, folder.parent / "stages" / new.run)
     _write(folder, done)
+
+
+def _copy(folder: Path, record: Champions, store: Store | None) -> None:
+    if store is not None:
+        store.files.write(record.model_dump_json(indent=2).encode(), f"champions/{folder.name}.json")
 
 
 def _move_branch(repo_id: str, commit: str, retries: Retries) -> None:

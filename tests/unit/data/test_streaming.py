@@ -22,6 +22,7 @@ import rlhf_core.stages.sft
 from rlhf_core.config import DPO, KTO, SFT, Data, RewardModel, StageConfig
 from rlhf_core.data import sources
 from rlhf_core.data.chat import Renderer, load_tokenizer
+from rlhf_core.data.document_files import ENDS, ORDER, PROMPTS, REPORT, TOKENS, VALUES
 from rlhf_core.data.documents import Lazy, joined, mapped
 from rlhf_core.data.packing import Passes
 from rlhf_core.data.rows.mixture import load_rows
@@ -130,6 +131,24 @@ def test_a_reading_that_was_killed_leaves_nothing_that_is_taken_for_whole(
     with pytest.raises(KeyboardInterrupt):
         sft_documents(data, renderer, 96, 0, tmp_path)
     assert len(sft_documents(data, renderer, 96, 0, tmp_path).items) == 20 and len(seen) == 32
+
+
+@pytest.mark.parametrize("name", [TOKENS, ENDS, VALUES, ORDER, PROMPTS, REPORT])
+@pytest.mark.parametrize("size", [0, 8])
+def test_documents_that_a_power_failure_cut_off_are_read_again(material: Path, tmp_path: Path, name: str, size: int) -> None:
+    renderer, data = Renderer(load_tokenizer(str(material / "base")), "chat"), mixture(material, "sft", 20)
+    whole = list(sft_documents(data, renderer, 96, 0, tmp_path).items)
+    (file,) = tmp_path.glob(f"*/{name}")
+    os.truncate(file, size)
+    assert list(sft_documents(data, renderer, 96, 0, tmp_path).items) == whole and file.stat().st_size > size
+
+
+def test_documents_are_on_the_disk_before_they_have_their_name(material: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    synced: list[str] = []
+    monkeypatch.setattr(os, "fsync", lambda handle: synced.append(os.readlink(f"/proc/self/fd/{handle}")))
+    sft_documents(mixture(material, "sft", 20), Renderer(load_tokenizer(str(material / "base")), "chat"), 96, 0, tmp_path)
+    (folder,) = (path for path in tmp_path.iterdir() if path.is_dir())
+    assert {Path(path).name for path in synced if Path(path).parent.name == f".{folder.name}"} >= {TOKENS, ENDS, VALUES, ORDER, REPORT}
 
 
 def test_the_order_of_an_epoch_is_pythons_shuffle_of_a_list() -> None:

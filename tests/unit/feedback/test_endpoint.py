@@ -43,6 +43,12 @@ def test_rows_come_as_an_object_a_list_or_lines(client: TestClient, box: Inbox) 
     assert (last.source, last.annotator) == ("app", "ann")
 
 
+def test_lines_hold_ends_of_lines_of_unicode(client: TestClient, box: Inbox) -> None:
+    rows = [ROW | {"response": "one\u2028two\x85three"}, ROW | {"response": "four"}]
+    lines = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+    assert client.post("/feedback/chat", content=lines.encode()).json()["new"] == 2
+
+
 def test_what_became_of_each_row_is_counted(client: TestClient) -> None:
     rows = [
         {"prompt": "What is the capital of France?", "response": "x", "thumb": 1},

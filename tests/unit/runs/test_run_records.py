@@ -93,6 +93,14 @@ def test_which_runs_keep_their_stages(chain: Chain) -> None:
         assert kept(runs, 1, time.time() - 2.5 * DAY) == always | {"one-1", "one-2", "two-9", "none-0"}
 
 
+def test_a_run_that_waits_keeps_its_stages_until_it_goes_on(chain: Chain) -> None:
+    ran(chain, "asked", 9, "sft", "reward_model", state="waits")
+    ran(chain, "other", 8, "sft")
+    assert kept(records(chain.root), None, time.time() - DAY) == {"asked"}
+    ran(chain, "resumed", 7, "sft", "reward_model", "evaluation")
+    assert kept(records(chain.root), None, time.time() - DAY) == set()
+
+
 def test_gc_says_which_run_keeps_what(chain: Chain) -> None:
     ran(chain, "a", 60, "evaluation", "dpo-1", name="best")
     ran(chain, "b", 40, "sft", "reward_model", recipe="two")

@@ -6,12 +6,9 @@ import errno
 import json
 import resource
 import signal
-import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import fsspec
 import pytest
@@ -22,7 +19,6 @@ from rlhf_core.config import SFT
 from rlhf_core.preflight.inputs import check_machine
 from rlhf_core.recipe.load import load_recipe
 from rlhf_core.recipe.plan import plan
-from rlhf_core.runs import resume_state
 from rlhf_core.runs.remote_files import RemoteFiles, StoreFault
 from rlhf_core.runs.run_dir import RESULT, Outcome, RunDir, StageRequest, run_stage
 from rlhf_core.runs.store import Store
@@ -196,6 +192,24 @@ def test_the_newest_whole_resume_state_is_kept(store: Store, tmp_path: Path) -> 
     assert store.fetch_state(elsewhere(tmp_path / "third")) is None
 
 
+@pytest.mark.parametrize("damage", ["a changed file", "a missing file", "a cut loop.json"])
+def test_a_damaged_state_is_left_out(store: Store, tmp_path: Path, damage: str, capsys: pytest.CaptureFixture[str]) -> None:
+    here, there, place = RunDir(tmp_path / "stages" / "sft-00ff"), elsewhere(tmp_path), "states/sft-00ff/step-{0}/state/step-{0}/{1}"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Store, "drop_states", lambda *_, **__: None)
+        for step in (9, 10):
+            state(here, step)
+            store.put_state(here, f"step-{step}")
+    for step, name in ((10, "step-9"), (9, None)):
+        file = place.format(step, "loop.json" if damage == "a cut loop.json" else "state.pt")
+        store.files.remove(file)
+        if damage != "a missing file":
+            store.files.write(b"{", file)
+        assert store.fetch_state(there) == name
+        assert f"the copy states/sft-00ff/step-{step} is damaged (" in capsys.readouterr().out
+    assert not (there / ".fetching").exists()
+
+
 def test_a_wiped_machine_goes_on_from_the_stored_state(
     bucket: str, material: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -345,28 +359,3 @@ def test_a_full_store_loses_nothing(tmp_path: Path) -> None:
         signal.signal(signal.SIGXFSZ, handler)
     assert run.result() is not None and not store.has("sft-00ff")
     assert store.put(run) and store.fetch(elsewhere(tmp_path), REQUEST)
-
-
-@pytest.mark.parametrize("meanwhile", ["nothing", "a newer state", "a result"])
-def test_a_failed_copy_is_told_unless_its_state_is_not_needed_any_more(
-    meanwhile: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    run, told, tried = RunDir(tmp_path / "sft-0"), [], threading.Event()
-
-    def save(step: int) -> None:
-        resume_state.save(run, step, 2, {}, lambda folder: None).wait()
-
-    def put_state(run: RunDir, name: str) -> None:
-        if name == "step-1":
-            if meanwhile == "a newer state":
-                save(2)
-            if meanwhile == "a result":
-                monkeypatch.setattr(RunDir, "result", lambda _: SimpleNamespace())
-            tried.set()
-            raise StoreFault("gone")
-
-    save(1)
-    store: Any = SimpleNamespace(checkpoints=True, put_state=put_state)
-    with states_uploaded(store, run, lambda *words: told.append(words), every=0.01):
-        assert tried.wait(10)
-    assert bool(told) is (meanwhile == "nothing")

@@ -76,6 +76,14 @@ def test_the_same_game_of_two_models_is_asked_once_and_swapped_games_twice(tmp_p
     assert len(endpoint.requests) == 2
 
 
+def test_a_verdict_is_used_again_only_for_the_same_request(tmp_path: Path) -> None:
+    sums, creative = ([Match(question(category=category), "x", "y")] for category in ("sums", "creative_writing"))
+    with serving(lambda *_: completion("[[A>B]]")) as endpoint:
+        for length, match in ((64, sums), (64, creative), (65, sums), (64, sums)):  # another system prompt, another max_tokens
+            openai_judge(endpoint.url, tmp_path, max_tokens=length).judge(match)
+    assert len(endpoint.requests) == 3
+
+
 def test_concurrency_hides_the_latency_of_the_endpoint(tmp_path: Path) -> None:
     def script(*_: object) -> Reply:
         time.sleep(0.2)

@@ -139,7 +139,8 @@ def test_a_chat_judge_decides_what_is_lost_and_a_question_without_verdict_is_not
         if word == "w00":
             return completion("I cannot decide.")
         first, second = (answer == right[word] for answer in re.findall(r"Start of assistant .'s answer\|>\n(.*?)\n<\|End", text))
-        return completion("[[A=B]]" if first == second else "[[A>B]]" if first else "[[B>A]]")
+        verdict = "[[A=B]]" if first == second else "[[A>B]]" if first else "[[B>A]]"
+        return completion(f"One\u2028two\u2029three\x85{verdict}")  # ends of lines in Unicode, which JSON does not escape
 
     with serving(script) as endpoint:
         judge = {"kind": "openai", "model": "judge", "base_url": endpoint.url, "api_key_env": "JUDGE_KEY", "max_failed": 0.2}

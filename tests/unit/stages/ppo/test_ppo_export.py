@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -109,6 +110,15 @@ def test_after_a_kill_every_export_is_that_of_its_iteration(material: Path, tmp_
         assert ppo(material, run, monkeypatch, export_at=(2, 3), save_steps=2)[0] == (1 if killed_at == 2 else 3)
         assert exported(run) == {"iteration2": "2", "iteration3": "3"}
         assert [file.name for file in cut_off.iterdir()] == ["weights"]
+
+
+def test_an_export_is_on_the_disk_before_the_state_after_it(material: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    synced: list[str] = []
+    monkeypatch.setattr(os, "fsync", lambda handle: synced.append(os.readlink(f"/proc/self/fd/{handle}")))
+    with pytest.raises(KeyboardInterrupt):
+        ppo(material, RunDir(tmp_path / "run"), monkeypatch, killed_at=3, export_at=(2,), save_steps=2)
+    export, state = (next(i for i, path in enumerate(synced) if part in path) for part in ("exports/iteration2/weights", "/state/"))
+    assert export < state
 
 
 def test_a_kill_while_a_state_is_written_loses_no_best_iteration(material: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

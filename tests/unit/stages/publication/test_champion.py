@@ -11,9 +11,9 @@ import pytest
 
 import flows.cli
 from flows.cli.history import survey
-from rlhf_core.config import Recipe
+from rlhf_core.config import Publication, Recipe
 from rlhf_core.config.gates import Verdict
-from rlhf_core.recipe.plan import plan
+from rlhf_core.recipe.plan import Plan, plan
 from rlhf_core.runs.run_dir import Outcome, RunDir
 from rlhf_core.runs.store import Store
 from rlhf_core.stages.publication import champion as module
@@ -37,13 +37,18 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path / "artifacts" / "night"
 
 
-def published(folder: Path, number: int, hub: Hub | None = None, **config: Any) -> Path:
-    """What a finished publication of round `number` leaves behind; with a Hub its commit is there."""
+def publishing(folder: Path, number: int, hub: Hub | None = None, **config: Any) -> Plan:
+    """A recipe that publishes round `number`."""
     stages: dict[str, Any] = {
         "loop": {"stage": "iterative_dpo", "reward": "org/r", "policy": "base", "prompts": {"sources": "p.jsonl"}, "rounds": number},
         "publication": {"model": "loop", "champion": True, "repo_id": REPO if hub else None, **config},
     }
-    planned = plan(Recipe(name=folder.name, base_model="org/base", artifacts=str(folder.parent), stages=stages))
+    return plan(Recipe(name=folder.name, base_model="org/base", artifacts=str(folder.parent), stages=stages))
+
+
+def published(folder: Path, number: int, hub: Hub | None = None, **config: Any) -> Path:
+    """What a finished publication of round `number` leaves behind; with a Hub its commit is there."""
+    planned = publishing(folder, number, hub, **config)
     node = planned["publication"]
     run = RunDir(node.run_dir)
     run.prepare(planned.request(node))
@@ -190,6 +195,10 @@ def test_the_commands(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "polite (bob); rolled back: rude" in shown and f"in place of {runs[1].name}: rude (ann)" in shown
 
 
+def failed(metric: str, stage: str = "evaluation") -> list[Verdict]:
+    return [Verdict.model_validate({"stage": stage, "gate": {"metric": metric, "min": 1.0}, "value": 0.0, "passed": False})]
+
+
 class Logger:
     def info(self, *given: Any) -> None: ...
 
@@ -214,9 +223,6 @@ def test_a_gate_on_the_champion_goes_back_and_one_on_another_model_does_not(fold
         task.promote_published(night(number), night(number)["publication"])  # a night that finds it done
     assert here(folder) == "2" and len(champions_of(folder).reigns) == 2
 
-    def failed(metric: str, stage: str = "evaluation") -> list[Verdict]:
-        return [Verdict.model_validate({"stage": stage, "gate": {"metric": metric, "min": 1.0}, "value": 0.0, "passed": False})]
-
     task.roll_back(night(2), failed("win_rate/loop.round1"))
     task.roll_back(night(2), failed("loss", "loop.round1.dpo"))
     task.roll_back(night(2), [])
@@ -237,6 +243,34 @@ def test_a_move_that_the_hub_refuses_for_good_gives_way_to_the_next(folder: Path
     promote(folder, runs[2], "third", retries=ONCE)
     assert (on_hub(hub), here(folder)) == ("3", "3")
     assert [reign.run for reign in champions_of(folder).reigns] == [runs[0].name, runs[2].name]
+
+
+def test_a_champion_that_came_meanwhile_stays_and_the_one_before_is_not_taken_again(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    runs, store = [published(folder, number) for number in (1, 2, 3)], Store(str(folder.parent / "store"))
+    promote(folder, runs[0], "first")
+    promote(folder, runs[1], "second")
+
+    def killed(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr(module, "_link", killed)
+        promote(folder, runs[2], "third")
+    told: list[str] = []
+    monkeypatch.setattr(task, "get_run_logger", Logger)
+    monkeypatch.setattr(task, "notify_champion", lambda recipe, model, run, why: told.append(run))
+    task.roll_back(publishing(folder, 2), failed("files", "publication"))
+    assert rollback(folder, "again", store=store, expected=runs[1].name).run == runs[2].name and told == [runs[2].name]
+    first, second, third = (reign.ended for reign in champions_of(folder).reigns)
+    assert here(folder) == "3" and not first and "files is 0" in second and not third
+    assert module.Champions.model_validate_json(store.files.read("champions/night.json") or b"") == champions_of(folder)
+    rollback(folder, "slow")
+    assert here(folder) == "1", "not the one with the failed gate"
+
+
+def test_the_folder_of_the_last_model_is_no_place_for_champions() -> None:
+    with pytest.raises(ValueError, match="folder holds only the last model, and a rollback needs those before it: leave folder out"):
+        Publication(model="loop", champion=True, folder="out")
 
 
 def test_gc_keeps_the_champion_and_those_to_go_back_to(folder: Path) -> None:

@@ -1,0 +1,112 @@
+"""Copies of resume states to the store while the stage goes on."""
+
+from __future__ import annotations
+
+import shutil
+import threading
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from rlhf_core.runs import resume_state
+from rlhf_core.runs.remote_files import RemoteFiles, StoreFault
+from rlhf_core.runs.run_dir import RunDir
+from rlhf_core.runs.store import Store
+from tasks.store import states_uploaded
+
+
+def test_a_state_is_copied_whole_while_the_stage_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The stage logs, exports, validates and removes the state, whenever a file is sent."""
+    here, send = RunDir(tmp_path / "stages" / "ppo-00ff"), RemoteFiles.send
+    store = Store(f"file://{tmp_path}/store", attempts=1)
+
+    def write(name: str, text: str) -> None:
+        (here / name).parent.mkdir(parents=True, exist_ok=True)
+        with (here / name).open("a") as file:
+            file.write(text)
+
+    def save(step: int) -> None:
+        best = here / f"state/best/iteration{step}"
+        best.mkdir(parents=True, exist_ok=True)
+        (best / "model").write_text(f"best {step}")
+        resume_state.save(here, step, 1, {"best": [step, {}]}, lambda folder: write_state(folder / "rank", step)).wait()
+
+    def write_state(file: Path, step: int) -> None:
+        file.write_text(f"state {step}")
+
+    def goes_on(self: RemoteFiles, file: Path, place: str) -> None:
+        write("metrics.jsonl", '{"step": 10}\n')
+        write("exports/iteration10/model", "cut")
+        save(10)
+        shutil.rmtree(here / "state/best/iteration9", ignore_errors=True)
+        send(self, file, place)
+
+    write("metrics.jsonl", '{"step": 9}\n')
+    write("exports/iteration9/model", "whole")
+    write("exports/iteration10/model", "cut")
+    for folder in ("rollouts", "validation"):
+        write(f"{folder}/iteration9.jsonl", "{}\n")
+        write(f"{folder}/.iteration9.jsonl.ff", "cut")
+    save(9)
+    monkeypatch.setattr(RemoteFiles, "send", goes_on)
+    store.put_state(here, "step-9")
+    assert not list((here / "state").glob(".*")), "the links are removed"
+    there = RunDir(tmp_path / "other" / "stages" / "ppo-00ff")
+    assert store.fetch_state(there) == "step-9"
+    found = sorted(file.relative_to(there.path).as_posix() for file in there.path.rglob("*") if file.is_file())
+    state_files = ["state/best/iteration9/model", "state/step-9/loop.json", "state/step-9/rank"]
+    answers = ["rollouts/iteration9.jsonl", *state_files, "validation/iteration9.jsonl"]
+    assert found == ["exports/iteration9/model", "metrics.jsonl", *answers]
+    assert (there / "metrics.jsonl").read_text() == '{"step": 9}\n'
+    shutil.rmtree(here / "state/best")
+    with pytest.raises(OSError, match="best"):
+        store.put_state(here, "step-10")
+    assert store.files.names("states/ppo-00ff") == ["step-9"], "a state without its best iteration is not copied"
+
+
+@pytest.mark.parametrize("meanwhile", ["nothing", "a newer state", "a result"])
+def test_a_failed_copy_is_told_unless_its_state_is_not_needed_any_more(
+    meanwhile: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, told, tried = RunDir(tmp_path / "sft-0"), [], threading.Event()
+
+    def save(step: int) -> None:
+        resume_state.save(run, step, 2, {}, lambda folder: None).wait()
+
+    def put_state(run: RunDir, name: str) -> None:
+        if name == "step-1":
+            if meanwhile == "a newer state":
+                save(2)
+            if meanwhile == "a result":
+                monkeypatch.setattr(RunDir, "result", lambda _: SimpleNamespace())
+            tried.set()
+            raise StoreFault("gone")
+
+    save(1)
+    store: Any = SimpleNamespace(checkpoints=True, put_state=put_state)
+    with states_uploaded(store, run, lambda *words: told.append(words), every=0.01):
+        assert tried.wait(10)
+    assert bool(told) is (meanwhile == "nothing")
+
+
+def test_copies_that_newer_states_overtake_are_told_from_the_second_on(tmp_path: Path) -> None:
+    run, told, tried = RunDir(tmp_path / "sft-0"), [], []
+
+    def put_state(run: RunDir, name: str) -> None:
+        tried.append(name)
+        if len(tried) <= 2:
+            resume_state.save(run, len(tried) + 1, 1, {}, lambda folder: None).wait()
+            raise StoreFault("gone")
+        ended.set()
+
+    ended = threading.Event()
+    resume_state.save(run, 1, 1, {}, lambda folder: None).wait()
+    left = run / "state" / ".copying-step-1-killed"
+    left.mkdir()
+    store: Any = SimpleNamespace(checkpoints=True, put_state=put_state)
+    with states_uploaded(store, run, lambda text, *values: told.append(text % values), every=0.01):
+        assert ended.wait(10)
+    assert tried == ["step-1", "step-2", "step-3"] and told == ["the resume state step-2 of sft-0 was not copied: gone"]
+    assert not left.exists(), "what a killed run left is removed"
