@@ -74,16 +74,16 @@ def stored(folder: Path | None, key: str, shape: Shape, build: Callable[[Writer]
             raise TimeoutError(f"another process has been reading the data into {folder} for {WAIT_SECONDS} s")
         with suppress(OSError, ValueError, EOFError):  # missing, or not complete
             return _opened(folder / key, shape)
-        return _opened(_built(folder / key, build), shape)
+        return _opened(_built(folder / key, build, sync_to_disk), shape)
 
 
-def _built(whole: Path, build: Callable[[Writer], DataReport]) -> Path:
+def _built(whole: Path, build: Callable[[Writer], DataReport], sync: Callable[[Path], None] = lambda part: None) -> Path:
     part = whole.with_name(f".{whole.name}")
     shutil.rmtree(part, ignore_errors=True)
     part.mkdir(parents=True)
     writer = Writer(part)
     writer.close(build(writer))
-    sync_to_disk(part)
+    sync(part)
     shutil.rmtree(whole, ignore_errors=True)
     os.replace(part, whole)
     return whole

@@ -8,7 +8,7 @@ from pathlib import Path
 from rich.console import Console
 
 from flows.cli.artifacts import Artifacts
-from flows.cli.operate.page_server import host_names, server_config, token_shown
+from flows.cli.page_server import host_names, server_config, token_shown
 from flows.cli.show import OK, Whole
 from rlhf_core.system.secret_file import kept_secret
 

@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.status import Status
 
-from flows.cli.operate.page_server import host_names, server_config
+from flows.cli.page_server import host_names, server_config
 from flows.cli.show import FAILED, OK, Whole, table_of
 from rlhf_core.cluster.rank_environment import free_port
 from rlhf_core.feedback.inbox import Inbox

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 from rich.markup import escape
 
-from flows.cli.operate.page_server import host_names, server_config, token_shown
+from flows.cli.page_server import host_names, server_config, token_shown
 from flows.cli.show import OK, Whole, console, table_of
 from rlhf_core.system.redaction import plain
 from rlhf_core.system.secret_file import kept_secret

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from flows.cli.operate.page_server import server_config
+from flows.cli.page_server import server_config
 from flows.cli.show import OK, Whole
 from rlhf_core.cluster.rank_environment import free_port
 from rlhf_core.system.machine import MachineLacks
