@@ -143,7 +143,7 @@ def _named(assignment: Assignment, text: str) -> str:
 async def _read(request: Request, kind: type[Any]) -> Any:
     """Returns the record in a request's body. Raises WrongRequest when it is too large, late or something else."""
     length = request.headers.get("content-length", "")
-    if not length.isdigit() or int(length) > LARGEST_REQUEST or "transfer-encoding" in request.headers:  # it would decide
+    if not length.isdigit() or int(length) > LARGEST_REQUEST or "transfer-encoding" in request.headers:  # else chunks pass it
         raise WrongRequest(413, f"the request needs a content-length of at most {LARGEST_REQUEST} bytes")
     try:
         async with asyncio.timeout(SEND_SECONDS):

@@ -172,7 +172,7 @@ def serve_reward(
         raise ValueError(f"--without-key with --host {host}: whoever reaches that address could use the server: leave one of them out")
     import uvicorn
 
-    from flows.cli.page_server import server_config
+    from flows.page_server import server_config
     from flows.serve import listen
     from rlhf_core.rewards.server import reward_application
     from tasks.server_process import own_only

@@ -79,7 +79,7 @@ def application(score: Callable[[Sequence[AnswerToScore]], list[float]], about: 
         if request.method != "POST":
             return JSONResponse(about)
         length = request.headers.get("content-length", "")
-        if not length.isdigit() or int(length) > LARGEST_REQUEST or "transfer-encoding" in request.headers:  # it would decide
+        if not length.isdigit() or int(length) > LARGEST_REQUEST or "transfer-encoding" in request.headers:  # else chunks pass it
             return _error(413, f"the request needs a content-length of at most {LARGEST_REQUEST} bytes", {"connection": "close"})
         try:
             async with asyncio.timeout(SEND_SECONDS):

@@ -8,8 +8,8 @@ from pathlib import Path
 from rich.console import Console
 
 from flows.cli.artifacts import Artifacts
-from flows.cli.page_server import host_names, server_config, token_shown
 from flows.cli.show import OK, Whole
+from flows.page_server import host_names, server_config, token_shown
 from rlhf_core.system.secret_file import kept_secret
 
 TOKEN = "dashboard-token"  # noqa: S105 (the name of the file in the home folder)

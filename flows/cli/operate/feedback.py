@@ -10,9 +10,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.status import Status
 
-from flows.cli.page_server import host_names, server_config
 from flows.cli.show import FAILED, OK, Whole, table_of
-from rlhf_core.cluster.rank_environment import free_port
+from flows.page_server import host_names, server_config
 from rlhf_core.feedback.inbox import Inbox
 from rlhf_core.feedback.leaks import Questions
 from rlhf_core.feedback.receive import Receipt, receive, rows_of
@@ -168,7 +167,7 @@ def serve(
 
         if names_a_server():
             Teller([Watch(one) for one in loaded if takes_feedback(one)]).start()
-    with listen(host, port or free_port(host)) as listener:
+    with listen(host, port) as listener:
         address = f"http://{'127.0.0.1' if host == EVERYWHERE else host}:{listener.getsockname()[1]}"
         for name in named:
             console.print(f"feedback for {name}: POST {address}/feedback/{name}", markup=False, highlight=False)

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 from rich.markup import escape
 
-from flows.cli.page_server import host_names, server_config, token_shown
 from flows.cli.show import OK, Whole, console, table_of
+from flows.page_server import host_names, server_config, token_shown
 from rlhf_core.system.redaction import plain
 from rlhf_core.system.secret_file import kept_secret
 

@@ -8,9 +8,8 @@ from pathlib import Path
 
 from rich.console import Console
 
-from flows.cli.page_server import server_config
 from flows.cli.show import OK, Whole
-from rlhf_core.cluster.rank_environment import free_port
+from flows.page_server import server_config
 from rlhf_core.system.machine import MachineLacks
 
 STOP_SECONDS = 5  # for requests that are being answered
@@ -51,7 +50,7 @@ def serve_triggers(
         raise ValueError("serve-triggers starts runs on a Prefect server: set PREFECT_API_URL, or use alignflow serve --trigger-port 4301")
     token = kept_secret(home.absolute() / TRIGGER_TOKEN)
     try:
-        with get_client(sync_client=True) as client, listen(host, port or free_port(host)) as listener:
+        with get_client(sync_client=True) as client, listen(host, port) as listener:
             if (fault := client.api_healthcheck()) is not None:
                 raise MachineLacks(
                     f"no Prefect server answers at PREFECT_API_URL ({type(fault).__name__}): start it, or correct the address"

@@ -18,7 +18,7 @@ from starlette.applications import Starlette
 from starlette.responses import PlainTextResponse
 from starlette.routing import Route
 
-from flows.cli import page_server
+from flows import page_server
 from flows.cli.operate.label import show_addresses
 from flows.serve import LISTENER, Services, listen
 
