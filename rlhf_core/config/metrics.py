@@ -82,7 +82,8 @@ def reinforced(config: PPO) -> Iterator[str]:
         yield from ("rollout/age", *(("rollout/age_max", "rollout/waiting", "rollout/lead") if config.continuous else ()))
     if config.eval_prompts is not None:
         yield from _validated(config)
-    yield from ("sampler/gap", "sampler/ratio_gap", "sampler/capped", "sampler/gap_p99", BALANCE, *ANSWERS, *DATA)
+    yield from (f"sampler/{name}" for name in ("gap", "gap_p99", "ratio_gap", "capped", "weight_mean", "weight_max", "ess"))
+    yield from (BALANCE, *ANSWERS, *DATA)
     sleep = ("sleep", "wake") if config.vllm.sleep else ()
     yield from (f"phase/{name}" for name in ("generate", "score", "credit", "train", "sync", "probe", *sleep))
     yield from ("floor/generate", "floor/score", "floor/train", "work/*", "memory/*")

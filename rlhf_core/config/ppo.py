@@ -63,9 +63,18 @@ class PPO(Optimised, Rewarded, Routed):
 
     init_kl_coef: float = Field(0.01, ge=0, description="coefficient of the per-token KL")
     kl_in: Literal["reward", "loss"] = Field("reward", description="the KL is subtracted from the reward, or added to the loss (k2, k3)")
-    kl_target: float | None = Field(None, gt=0, description="adapt the coefficient to this KL (Ziegler et al. 2019); default fixed")
-    kl_horizon: Positive = Field(10000, description="samples over which the coefficient adapts")
-    kl_estimator: Literal["k1", "k2", "k3"] = Field("k1", description="KL estimator (Schulman 2020)")
+    kl_target: float | None = Field(
+        None,
+        gt=0,
+        description="adapt the coefficient so that kl/mean, in nats per token, comes to this (Ziegler et al. 2019, whose target is "
+        "per answer: divide it by the answers' length); default: fixed",
+    )
+    kl_horizon: Positive = Field(
+        10000, description="answers over which the coefficient adapts: it changes by 2 % at most in a tenth of them"
+    )
+    kl_estimator: Literal["k1", "k2", "k3"] = Field(
+        "k1", description="KL estimator (Schulman 2020); k1 suits kl_in reward, k2 suits kl_in loss"
+    )
     gamma: Share = Field(1.0, description="discount")
     lambd: Share = Field(0.95, description="GAE lambda")
     eps_clip: Rate = Field(0.2, description="clip of the policy ratio, both ways")
@@ -107,11 +116,15 @@ class PPO(Optimised, Rewarded, Routed):
         description="importance weights trainer / sampler: capped at sampler_is_cap, kept within sampler_is_clamp, 0 outside of it (mask, "
         "IcePop), or none",
     )
-    sampler_is_level: Literal["token", "sequence"] = Field(
-        "token", description="importance weights of each token, or the product over the whole answer for all of its tokens"
+    sampler_is_level: Literal["token", "sequence", "geometric"] = Field(
+        "token",
+        description="importance weights of each token, or one of the whole answer for all of its tokens: the product (sequence), whose "
+        "spread grows with the answer's length, or the geometric mean (geometric), which suits sampler_is mask",
     )
     sampler_is_cap: float = Field(2.0, gt=0, description="cap of the truncated importance weight")
-    sampler_is_clamp: tuple[float, float] = Field((0.5, 5.0), description="bounds of the clamped or masked importance weight")
+    sampler_is_clamp: tuple[float, float] = Field(
+        (0.5, 5.0), description="bounds of the clamped or masked importance weight; what is masked is in no mean of the loss"
+    )
 
     eval_prompts: Data | None = Field(
         None,
@@ -212,9 +225,11 @@ class PPO(Optimised, Rewarded, Routed):
 
     @property
     def one_update(self) -> bool:
-        """Whether an iteration is one optimiser step on policy whose rewards need no log-probs: these come from the training pass then."""
+        """Whether an iteration is one optimiser step on policy that needs no log-probs before it, for rewards or for the tokens that it
+        leaves out: these come from the training pass then."""
         steps = self.max_epochs * (self.rollout_batch_size * self.n_samples_per_prompt // self.train_batch_size)
-        return steps == 1 and not self.freezing_actor_steps and (self.kl_in == "loss" or not self.has_reference)
+        needed = (self.kl_in == "reward" and self.has_reference) or self.sampler_is == "mask"
+        return steps == 1 and not self.freezing_actor_steps and not needed
 
     @property
     def clips(self) -> tuple[float, float]:
@@ -292,8 +307,15 @@ class PPO(Optimised, Rewarded, Routed):
         if self.n_samples_per_prompt < 2 and (estimator in GROUP_ESTIMATORS or self.dynamic_filtering):
             what = estimator if estimator in GROUP_ESTIMATORS else "dynamic_filtering"
             yield f"{what} compares the answers to one prompt: set n_samples_per_prompt to 2 or more"
+        if self.kl_target is not None and not self.init_kl_coef:
+            yield (
+                "kl_target multiplies the coefficient, which stays 0 with init_kl_coef 0: set init_kl_coef above 0, or leave out kl_target"
+            )
         if self.kl_in == "loss" and self.kl_estimator == "k1":
-            yield "k1 as a loss has an expected gradient of zero: set kl_estimator to k2 or k3, or kl_in to reward"
+            yield (
+                "k1 as a loss has an expected gradient of zero: set kl_estimator to k2, whose gradient is that of the KL, or kl_in to "
+                "reward"
+            )
         if self.overlong_buffer >= self.generate_max_len:
             yield f"overlong_buffer={self.overlong_buffer} must be below generate_max_len={self.generate_max_len}"
         if self.policy_loss == "cispo" and (self.dual_clip is not None or self.ratio == "sequence"):

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from rlhf_core.config import PPO, Aggregation
-from rlhf_core.data.documents import Document
-from rlhf_core.objectives.losses import Loss, entropy_loss, gspo_logprobs, importance_weights, kl_loss, policy_loss
+from rlhf_core.objectives.losses import Loss, entropy_loss, gspo_logprobs, kl_loss, policy_loss
 from rlhf_core.objectives.masked import document_sum
 
 
@@ -24,7 +23,7 @@ class Counted(NamedTuple):
 
 class PerToken(NamedTuple):
     """A micro-batch, all (B, T): log-probs and entropy of the policy, log-probs before the update and of the reference, advantages,
-    importance weights, mask, document index."""
+    importance weights, mask of the tokens to train on, document index."""
 
     logprobs: Tensor
     entropy: Tensor
@@ -36,9 +35,11 @@ class PerToken(NamedTuple):
     documents: Tensor
 
 
-def count(documents: Sequence[Document]) -> Counted:
-    """Counts response tokens and answers of the documents of an optimiser step."""
-    return Counted(float(sum(np.count_nonzero(document.mask) for document in documents)), float(len(documents)))
+def count(masks: Sequence[np.ndarray]) -> Counted:
+    """Counts the tokens and answers that an optimiser step trains on: `masks` (T,) of its documents. An answer without any token is not
+    counted; a step without any counts as one, so that its loss is 0."""
+    lengths = [np.count_nonzero(mask) for mask in masks]
+    return Counted(max(float(sum(lengths)), 1.0), max(float(np.count_nonzero(lengths)), 1.0))
 
 
 def denominator(aggregation: Aggregation, counted: Counted, constant_length: int) -> float:
@@ -50,16 +51,6 @@ def denominator(aggregation: Aggregation, counted: Counted, constant_length: int
             return counted.answers
         case "constant":
             return counted.answers * constant_length
-
-
-def sampler_weights(old: Tensor, sampler: Tensor | None, mask: Tensor, documents: Tensor, config: PPO) -> Tensor:
-    """Returns the importance weights that the recipe asks for, as `importance_weights`; 1 on the mask where it asks for none, which alone
-    needs no `sampler`."""
-    if config.sampler_is == "off":
-        return mask.to(old.dtype)
-    assert sampler is not None, "the recipe asks for importance weights"
-    whole = documents if config.sampler_is_level == "sequence" else None
-    return importance_weights(old, sampler, mask, *config.sampler_is_bounds, config.sampler_is == "mask", whole)
 
 
 def actor_loss(x: PerToken, num_documents: int, counted: Counted, config: PPO, kl_coef: float) -> Loss:
@@ -83,7 +74,7 @@ def actor_loss(x: PerToken, num_documents: int, counted: Counted, config: PPO, k
     entropy = entropy_loss(x.entropy, x.mask, divisor, weights)
     loss, metrics = surrogate.loss, surrogate.metrics | entropy.metrics
     if config.kl_in == "loss" and x.ref_logprobs is not None:
-        kl = kl_loss(x.logprobs, x.ref_logprobs, x.mask, config.kl_estimator, divisor, weights)
+        kl = kl_loss(x.logprobs, x.old_logprobs, x.ref_logprobs, x.mask, x.is_weights, config.kl_estimator, divisor, weights)
         loss, metrics = loss + kl_coef * kl.loss, metrics | kl.metrics
     if config.entropy_coef:
         loss = loss + config.entropy_coef * entropy.loss

@@ -3,7 +3,9 @@
 Layout: the last dimension is time and a row is one document, so every function takes one sample, (T,), or padded samples, (B, T), not
 packed rows. `mask` is True on response tokens and may have holes (text of a tool or a user between them). Tokens off the mask are
 skipped, not zeroed: the token before a hole is followed by the token after it, with one discount between them.
-Order: normalise, clip, subtract the KL, estimate, whiten (`masked.whiten`, over the whole rollout).
+Order: normalise, clip, estimate, whiten (`masked.whiten`, over the whole rollout). Only the task's rewards are divided by a deviation; the
+KL is subtracted from advantages after that, so that answers of equal reward learn no more than coefficient x KL. GAE alone whitens both,
+since its critic predicts both.
 Group estimators take `scores` (G, n), n answers to each of G prompts, and return one advantage per answer, (G, n). They raise ValueError
 for n < 2.
 """
@@ -139,6 +141,7 @@ def rloo(scores: Tensor) -> Tensor:
 
 
 GROUPED = {"grpo": grpo, "dr_grpo": dr_grpo, "rloo": rloo}  # by the name that a recipe gives as advantage_estimator
+UNSCALED = GROUPED | {"grpo": dr_grpo}  # their linear part, without a division: what the KL of answers is centred by
 
 
 class InGroups(NamedTuple):
@@ -161,10 +164,18 @@ def in_groups(estimator: Callable[[Tensor], Tensor], scores: Tensor, scored: Ten
     return InGroups(advantages, compared)
 
 
-def reinforce_pp(rewards: Tensor, mask: Tensor, gamma: float, eps: float = 1e-8, whitened: bool = True) -> Tensor:
-    """Computes REINFORCE++ (Hu 2025): discounted returns of `token_rewards`, KL included, whitened over the whole rollout; (..., T)."""
+def reinforce_pp(rewards: Tensor, kl_costs: Tensor, mask: Tensor, gamma: float, whitened: bool = True) -> Tensor:
+    """Computes REINFORCE++ (Hu 2025): discounted returns of the task's token rewards, whitened over the whole rollout, less those of
+    `kl_costs`, coefficient x KL; all (..., T).
+
+    The paper whitens the sum: where all rewards are equal that divides the KL by its own deviation. Here the KL's returns are only centred,
+    and without whitening not even that.
+    """
     returns = discounted_returns(rewards, mask, gamma)
-    return whiten(returns, mask, eps) if whitened else returns
+    costs = discounted_returns(kl_costs, mask, gamma)
+    if not whitened:
+        return returns - costs
+    return whiten(returns, mask) - torch.where(mask, costs - masked_mean(costs, mask), 0)
 
 
 def _check_group(scores: Tensor) -> None:

@@ -8,15 +8,19 @@ from dataclasses import dataclass, replace
 @dataclass(frozen=True)
 class KLController:
     """Holds the coefficient of the KL: constant without `target`, else adapted so that the KL moves towards it (Ziegler et al. 2019,
-    section 2.2)."""
+    section 2.2). `target`: nats per token; `horizon`: answers."""
 
     coef: float
     target: float | None = None
     horizon: int = 10000
 
     def update(self, kl: float, n: int) -> KLController:
-        """Returns the controller after `n` samples of mean KL `kl`, in nats, per token or per answer as `target`."""
+        """Returns the controller after `n` answers of mean KL `kl`, as `target`.
+
+        The coefficient is multiplied by `(1 + error / horizon)^n`, the paper's factor once for each answer. So it stays positive however
+        many answers come at once, and does not depend on how they are cut into iterations.
+        """
         if self.target is None:
             return self
         error = min(max(kl / self.target - 1, -0.2), 0.2)
-        return replace(self, coef=self.coef * (1 + error * n / self.horizon))
+        return replace(self, coef=self.coef * (1 + error / self.horizon) ** n)

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from rlhf_core.config.training import PreferenceLoss
 from rlhf_core.objectives.advantages import KLEstimator, kl_estimate
-from rlhf_core.objectives.masked import document_mean, document_sum, masked_sum
+from rlhf_core.objectives.masked import document_mean, masked_sum
 
 
 class Loss(NamedTuple):
@@ -208,7 +208,7 @@ def policy_loss(
 ) -> Loss:
     """Computes PPO's clipped surrogate `-w min(rho A, clip(rho, 1 - clip_low, 1 + clip_high) A)` (Schulman et al. 2017, eq. 7); all (B, T).
 
-    rho = exp(logprobs - old_logprobs), both from the trainer; w = `is_weights` (see `importance_weights`; ones when off).
+    rho = exp(logprobs - old_logprobs), both from the trainer; w = `is_weights` (see `sampler_weights.py`; ones when off).
     `dual_clip` c > 1: the objective of a token with A < 0 is at least c A (Ye et al. 2020). `cispo`: the objective is
     `sg(clip(rho)) A logprobs`, so that no token is without gradient (MiniMax-M1, 2025, eq. 4 and 5; its clip_low is 1).
     Denominator: response tokens. GRPO's mean per answer: `weights` 1/|answer| on its tokens, denominator answers. Dr. GRPO:
@@ -241,65 +241,42 @@ def policy_loss(
 
 
 def gspo_logprobs(logprobs: Tensor, old_logprobs: Tensor, mask: Tensor, documents: Tensor, num_documents: int) -> Tensor:
-    """Returns log-probs (B, T) whose ratio to `old_logprobs` is `s = exp(mean_t(logprobs - old_logprobs))` on all tokens of an answer.
+    """Returns log-probs (B, T) whose ratio to `old_logprobs` is `s = exp(mean_t(logprobs - old_logprobs))` on all tokens of an answer, and
+    whose gradient is that of each token's own log-prob.
 
-    `policy_loss` with them as `logprobs`, and with `weights` 1/|answer|, is GSPO (Zheng et al. 2025, eq. 5 and 7).
+    `policy_loss` with them as `logprobs`, and with `weights` 1/|answer|, is GSPO-token (Zheng et al. 2025, eq. 13 to 17). Where all tokens
+    of an answer have one advantage, its value and gradient are those of GSPO (eq. 5 and 7); with a gradient through the mean, advantages
+    that differ within an answer would be averaged.
     """
-    log_ratio = document_mean(logprobs - old_logprobs, mask, documents, num_documents)
-    return torch.where(mask, old_logprobs + log_ratio[documents.clamp(min=0)], 0)
-
-
-def importance_weights(
-    old_logprobs: Tensor,
-    sampler_logprobs: Tensor,
-    mask: Tensor,
-    low: float,
-    high: float,
-    masked: bool = False,
-    documents: Tensor | None = None,
-) -> Tensor:
-    """Returns importance weights `exp(old - sampler)` within [low, high], (B, T), 0 off the mask, without gradient.
-
-    They correct for other weights, kernels and precision of the sampler than the trainer's. Beyond the bounds they are clamped (Yao et al.
-    2025, "TIS": low 0), or with `masked` 0 ("IcePop", Ling team 2025). `documents` (B, T), the index of each token's document: each token
-    has the product over its document.
-    """
-    gap = torch.where(mask, old_logprobs - sampler_logprobs, 0).detach()
-    if documents is not None:  # there are fewer of them than tokens
-        gap = document_sum(gap, mask, documents, documents.numel())[documents.clamp(min=0)]
-    weights = gap.exp()
-    kept = torch.where((weights >= low) & (weights <= high), weights, 0) if masked else weights.clamp(low, high)
-    return torch.where(mask, kept, 0)
-
-
-def sampler_metrics(
-    old_logprobs: Tensor, sampler_logprobs: Tensor, mask: Tensor, low: float, high: float, denominator: float
-) -> dict[str, Tensor]:
-    """Measures how far the sampler's log-probs are from the trainer's on the same weights and tokens, (B, T). Denominator: response tokens.
-
-    gap: mean |old - sampler|, nats; ratio_gap: mean |exp(old - sampler) - 1|; capped: share of weights outside [low, high].
-    """
-    gap = torch.where(mask, old_logprobs - sampler_logprobs, 0)
-    outside = mask & ((gap.exp() > high) | (gap.exp() < low))
-    return _loss({"sampler/gap": gap.abs(), "sampler/ratio_gap": torch.expm1(gap).abs(), "sampler/capped": outside}, denominator).metrics
+    log_ratio = document_mean(logprobs - old_logprobs, mask, documents, num_documents).detach()
+    own = logprobs - logprobs.detach()
+    return torch.where(mask, old_logprobs + log_ratio[documents.clamp(min=0)] + own, 0)
 
 
 def kl_loss(
     logprobs: Tensor,
+    old_logprobs: Tensor,
     ref_logprobs: Tensor,
     mask: Tensor,
+    is_weights: Tensor,
     estimator: KLEstimator,
     denominator: float,
     weights: Tensor | None = None,
 ) -> Loss:
-    """Computes the KL to the reference as a loss from (B, T) inputs; `weights` and denominator as in `policy_loss`.
+    """Computes the reverse KL to the reference as a loss from (B, T) inputs; all but `ref_logprobs` as in `policy_loss`.
 
-    Raises ValueError for k1: its expected gradient is zero.
+    The tokens are those of the sampler, so each estimate is weighed by `is_weights` times rho = exp(logprobs - old_logprobs). The gradient
+    is then that of KL(policy || reference), in expectation: of k2 with rho as a constant, of k3 with a gradient through rho too (Tang and
+    Munos 2025, "On a few pitfalls in KL divergence gradient estimation for RL"; DeepSeek-V3.2 2025, eq. 7). Unweighted k3 has that of the
+    forward KL. Raises ValueError for k1: its expected gradient is zero.
     """
     if estimator not in ("k2", "k3"):
         raise ValueError(f"KL estimator {estimator!r} has no use as a loss (k1's expected gradient is zero): take k2 or k3")
     gap = torch.where(mask, logprobs - ref_logprobs, 0)
-    kl = kl_estimate(gap, torch.zeros_like(gap), estimator)
+    ratio = torch.where(mask, logprobs - old_logprobs, 0).exp()
+    if estimator == "k2":
+        ratio = ratio.detach()
+    kl = torch.where(mask, is_weights, 0) * ratio * kl_estimate(gap, torch.zeros_like(gap), estimator)
     return _loss({"policy/kl_loss": kl if weights is None else torch.where(mask, weights, 0) * kl}, denominator)
 
 

@@ -111,15 +111,15 @@ CLIP_LOW, CLIP_HIGH, MAX_LENGTH = 0.2, 0.28, 16
 RL: dict[str, RLCase] = {
     "grpo": RLCase("grpo", "sequence", {}, "GRPO", {"loss_type": "grpo"}),
     "grpo, kl": RLCase("grpo", "sequence", {}, "GRPO", {"loss_type": "grpo"}, beta=0.04),
-    "grpo, kl, importance weights": RLCase("grpo", "sequence", {}, "GRPO", {"loss_type": "grpo"}, beta=0.04, cap=1.5),
+    "grpo, importance weights": RLCase("grpo", "sequence", {}, "GRPO", {"loss_type": "grpo"}, cap=1.5),
     "grpo, token mean": RLCase("grpo", "token", {}, "GRPO", {"loss_type": "bnpo"}),
-    "grpo, token mean, kl, importance weights": RLCase("grpo", "token", {}, "GRPO", {"loss_type": "bnpo"}, beta=0.04, cap=1.5),
+    "grpo, token mean, kl": RLCase("grpo", "token", {}, "GRPO", {"loss_type": "bnpo"}, beta=0.04),
+    "grpo, token mean, importance weights": RLCase("grpo", "token", {}, "GRPO", {"loss_type": "bnpo"}, cap=1.5),
     "grpo, dual clip": RLCase("grpo", "sequence", {"dual_clip": 1.5}, "GRPO", {"loss_type": "grpo", "delta": 1.5}),
     "gspo": RLCase("grpo", "sequence", {"ratio": "sequence"}, "GRPO", {"loss_type": "grpo", "importance_sampling_level": "sequence"}),
     "dr_grpo": RLCase("dr_grpo", "constant", {}, "GRPO", {"loss_type": "dr_grpo", "scale_rewards": "none"}),
-    "dr_grpo, kl, importance weights": RLCase(
-        "dr_grpo", "constant", {}, "GRPO", {"loss_type": "dr_grpo", "scale_rewards": "none"}, beta=0.04, cap=1.5
-    ),
+    "dr_grpo, kl": RLCase("dr_grpo", "constant", {}, "GRPO", {"loss_type": "dr_grpo", "scale_rewards": "none"}, beta=0.04),
+    "dr_grpo, importance weights": RLCase("dr_grpo", "constant", {}, "GRPO", {"loss_type": "dr_grpo", "scale_rewards": "none"}, cap=1.5),
     # TRL's RLOO has one ratio for a whole answer, the product of its tokens'; ours has one a token. The two are the same function for
     # answers of one token, and have the same gradient on the policy that sampled, whose loss TRL does not sum over tokens.
     "rloo, answers of one token": RLCase("rloo", "token", {}, "RLOO", {}, one_token=True),

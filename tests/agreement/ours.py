@@ -19,7 +19,8 @@ from rlhf_core.models.load import load_policy
 from rlhf_core.objectives.actor_loss import PerToken, actor_loss, count
 from rlhf_core.objectives.advantages import kl_estimate
 from rlhf_core.objectives.collate import Batch, collate
-from rlhf_core.objectives.losses import importance_weights, orpo_loss
+from rlhf_core.objectives.losses import orpo_loss
+from rlhf_core.objectives.sampler_weights import importance_weights
 from rlhf_core.runs.metrics_log import read_metrics
 from rlhf_core.runs.run_dir import RunDir, StageRequest
 from rlhf_core.stages.ppo.credit import estimate
@@ -112,7 +113,7 @@ def rl_loss(case: material.RLCase, folder: Path, recorded: dict[str, list[list[f
     config = PPO(prompts=Data(sources="none"), **fields | case.ours)
     spread = found[:, None].expand_as(new)
     per_token = PerToken(new, torch.zeros_like(new), old, ref, spread, weights, batch.mask, batch.documents)
-    loss = actor_loss(per_token, len(items), count(items), config, case.beta).loss
+    loss = actor_loss(per_token, len(items), count([item.mask_array for item in items]), config, case.beta).loss
     loss.backward()
     return {"advantages": found.tolist(), **gradient(policy.model, float(loss.detach()))}
 

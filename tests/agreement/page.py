@@ -46,9 +46,9 @@ norm's.
 - KTO: both pair each prompt with the answer before it, around the end of the batch, and clamp the KL at 0. TRL does so in each
   micro-batch, we in the whole optimiser step; they are the same without gradient accumulation.
 - GRPO: our aggregation `sequence` is TRL's loss type grpo, `token` is bnpo, `constant` is dr_grpo with `generate_max_len` as the
-  constant. Both add 1e-4 to the standard deviation (n - 1) of a group. TRL weighs the KL by the ratio unless `use_bias_correction_kl`
-  is off, as here; ours is k3 itself. `sampler_is_cap` is the cap of TRL's `token_truncate` (1.5 here). `dual_clip` is TRL's `delta`,
-  where that is above 1 + `eps_clip_high`.
+  constant. Both add 1e-4 to the standard deviation (n - 1) of a group. Both weigh the KL (k3) by the ratio (`use_bias_correction_kl`,
+  TRL's default); ours also by the weights against the sampler, so a KL and these are compared apart. `sampler_is_cap` is the cap of
+  TRL's `token_truncate` (1.5 here). `dual_clip` is TRL's `delta`, where that is above 1 + `eps_clip_high`.
 - RLOO: TRL's ratio is that of the whole answer, the product over its tokens, and its loss a mean over answers; ours are PPO's, with a
   ratio a token. They are the same function for answers of one token, and on the policy that sampled they have the same gradient
   (aggregation `constant` with constant 1; our default divides by tokens instead of answers). Both subtract the KL (k1, summed over the

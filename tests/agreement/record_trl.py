@@ -162,7 +162,6 @@ def rl_loss(case: material.RLCase, folder: Path, out: Path, recorded: dict[str, 
         "epsilon_high": material.CLIP_HIGH,
         "beta": case.beta,
         "temperature": 1.0,
-        **({"use_bias_correction_kl": False} if case.trainer == "GRPO" else {}),  # k3 as published; TRL weighs it by the ratio
         **PLAIN,
         **case.trl,
     }

@@ -256,18 +256,15 @@ def gspo_ratios(logprobs: Row, old_logprobs: Row, mask: Mask, documents: list[in
     return [math.exp(mean) for mean in document_mean(gaps, mask, documents, num_documents)]
 
 
-def sampler_metrics(old: Row, sampler: Row, mask: Mask, cap: float, denominator: float) -> dict[str, float]:
-    gaps = [p - q for p, q, counts in zip(old, sampler, mask, strict=True) if counts]
-    return {
-        "sampler/gap": sum(abs(gap) for gap in gaps) / denominator,
-        "sampler/ratio_gap": sum(abs(math.exp(gap) - 1) for gap in gaps) / denominator,
-        "sampler/capped": sum(math.exp(gap) > cap for gap in gaps) / denominator,
-    }
-
-
-def kl_loss(logprobs: Row, ref_logprobs: Row, mask: Mask, estimator: str, denominator: float) -> dict[str, float]:
-    kls = [kl(p, q, estimator) if counts else 0.0 for p, q, counts in zip(logprobs, ref_logprobs, mask, strict=True)]
-    return {"policy/kl_loss": sum(kls) / denominator}
+def kl_loss(
+    logprobs: Row, old_logprobs: Row, ref_logprobs: Row, mask: Mask, is_weights: Row, estimator: str, denominator: float
+) -> dict[str, float]:
+    total = 0.0
+    for t in range(len(mask)):
+        if mask[t]:
+            ratio = math.exp(logprobs[t] - old_logprobs[t])
+            total += is_weights[t] * ratio * kl(logprobs[t], ref_logprobs[t], estimator)
+    return {"policy/kl_loss": total / denominator}
 
 
 def value_loss(values: Row, old_values: Row, returns: Row, mask: Mask, clip: float, denominator: float) -> dict[str, float]:

@@ -151,7 +151,7 @@ def actor(rank: Any) -> Tensor:
     old, ref, advantages = (cast(Tensor, token_values(batch, rows, arrays)) for arrays in noise)
     new = masked_logprobs(rank, batch, 0.8, "gradient", Truncation(0.9, 20))
     tokens = PerToken(new.logprobs, new.entropy, old, ref, advantages, batch.mask.float(), batch.mask, batch.documents)
-    return actor_loss(tokens, len(answers), count(answers), config, 0.2).loss
+    return actor_loss(tokens, len(answers), count([answer.mask_array for answer in answers]), config, 0.2).loss
 
 
 def reward(rank: Any) -> Tensor:

@@ -16,6 +16,7 @@ from rlhf_core.config import PPO
 from rlhf_core.config.rewards import EnvironmentReward
 from rlhf_core.objectives.advantages import (
     GROUPED,
+    UNSCALED,
     Credit,
     KLEstimator,
     dr_grpo,
@@ -27,16 +28,14 @@ from rlhf_core.objectives.advantages import (
     reinforce_pp,
     token_rewards,
 )
-from rlhf_core.objectives.losses import sampler_metrics
 from rlhf_core.objectives.masked import whiten
+from rlhf_core.objectives.sampler_weights import sampler_metrics
 from rlhf_core.rewards.clients import Rewards
 from rlhf_core.rewards.combine import Running, Term, combine
 from rlhf_core.rewards.contract import Steps
 from rlhf_core.rewards.steps import on_tokens
 from rlhf_core.stages.ppo.records import Experience, Rollout, Scores
 from rlhf_core.stages.ppo.texts import Lengths
-
-SOME = 1_000_000  # tokens that a percentile is of, at most: every k-th
 
 
 class Credited(NamedTuple):
@@ -82,11 +81,13 @@ def credit(
 
     mask = response & combined.scored[:, None]
     kl, coef = nothing, 0.0
-    if config.kl_in == "reward" and scores.logprobs and scores.ref_logprobs and of_answers:
-        rewards = rewards - kl_coef * _kl_of_answers(scores.logprobs, scores.ref_logprobs, masks, config.kl_estimator)
-    elif config.kl_in == "reward" and scores.logprobs and scores.ref_logprobs:
-        kl = torch.where(mask, kl_estimate(_pad(scores.logprobs), _pad(scores.ref_logprobs), config.kl_estimator), 0)
+    if config.kl_in == "reward" and scores.logprobs and scores.ref_logprobs:
         coef = kl_coef
+        if of_answers:
+            kl = _kl_of_answers(scores.logprobs, scores.ref_logprobs, masks, config.kl_estimator)[:, None]
+        else:
+            estimates = kl_estimate(_pad(scores.logprobs), _pad(scores.ref_logprobs), config.kl_estimator)
+            kl = torch.where(mask, estimates, 0)
     early = early_rewards(rollouts, scores.rewards, config, lengths_of)
     if early is not None:  # in the proportion in which the sum was clipped
         early *= (combined.rewards.clamp(-config.reward_clip, config.reward_clip) / combined.rewards).nan_to_num(1.0)[:, None]
@@ -135,11 +136,9 @@ def divergence(
         estimates = kl_estimate(flat(logprobs, usable), flat(ref_logprobs, usable), config.kl_estimator)
         kl = float(estimates.mean(dtype=torch.float64))
         metrics = {"kl/mean": kl, "kl/per_answer": float(estimates.sum(dtype=torch.float64)) / len(usable), "kl/coef": kl_coef}
-    ours, sampler = flat(logprobs), flat([rollout.sampler_logprobs for rollout in rollouts])
-    response = torch.ones_like(ours, dtype=torch.bool)
-    gaps = sampler_metrics(ours, sampler, response, *config.sampler_is_bounds, float(len(ours)))
-    metrics |= {name: float(value) for name, value in gaps.items()}
-    return Divergence(kl, metrics | {"sampler/gap_p99": float(np.percentile((ours - sampler).abs()[:: 1 + len(ours) // SOME].numpy(), 99))})
+    gaps = flat(logprobs) - flat([rollout.sampler_logprobs for rollout in rollouts])
+    lengths = torch.tensor([np.count_nonzero(rollout.document.mask_array) for rollout in rollouts])
+    return Divergence(kl, metrics | sampler_metrics(gaps, lengths, config))
 
 
 class Estimated(NamedTuple):
@@ -189,27 +188,29 @@ def estimate(
     """Computes advantages by the configured estimator: `rewards` and `scored` (B,), `kl`, `values` and `mask` (B, T), `coef` of the KL.
     `early` (B, T): as `token_rewards`; estimators on whole answers have no use for it.
 
-    Where an estimator is defined on whole answers, the KL of all tokens leaves the answer's reward (Ahmadian et al. 2024, eq. 1).
+    Where an estimator is defined on whole answers, the KL of all tokens is the answer's (Ahmadian et al. 2024, eq. 1), and is compared
+    within the group like its reward, but not divided by a deviation.
     """
     gamma, n = config.gamma, config.n_samples_per_prompt
 
-    def per_token(scores: Tensor) -> Tensor:
+    def per_token(scores: Tensor, coef: float = 0.0) -> Tensor:
         return token_rewards(kl, coef, scores, mask, config.reward_at, None if early is None else torch.where(mask, early, 0))
 
     match config.advantage_estimator:
         case "gae":
-            advantages, returns = gae(per_token(rewards), values, mask, gamma, config.lambd)
+            advantages, returns = gae(per_token(rewards, coef), values, mask, gamma, config.lambd)
             return Estimated(Credit(whiten(advantages, mask) if config.whiten_advantages else advantages, returns), scored)
         case "reinforce_pp":
-            advantages = reinforce_pp(per_token(rewards), mask, gamma, whitened=config.whiten_advantages)
+            advantages = reinforce_pp(per_token(rewards), coef * kl, mask, gamma, config.whiten_advantages)
             return Estimated(Credit(advantages, advantages), scored)
         case "reinforce_pp_baseline":
             centred, compared = in_groups(dr_grpo, rewards, scored, n)
-            advantages = reinforce_pp(per_token(centred), mask & compared[:, None], gamma)
+            advantages = reinforce_pp(per_token(centred), coef * kl, mask & compared[:, None], gamma)
             return Estimated(Credit(advantages, advantages), compared)
         case grouped:  # the rest compare the answers to one prompt
-            of_kl = coef * kl.sum(-1) if coef else 0.0
-            of_answers, compared = in_groups(GROUPED[grouped], rewards - of_kl, scored, n)
+            of_answers, compared = in_groups(GROUPED[grouped], rewards, scored, n)
+            if coef:
+                of_answers = of_answers - coef * in_groups(UNSCALED[grouped], kl.sum(-1), scored, n).advantages
             return Estimated(Credit(of_answers[:, None], of_answers[:, None]), compared)
 
 

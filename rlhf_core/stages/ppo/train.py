@@ -114,7 +114,7 @@ def train(request: StageRequest, run: RunDir, groups: Mapping[str, WorkerGroup],
             with at(f"iteration {done} of {iterations}"):
                 made = ppo_iteration(fleet, setup, carried, kl.coef, schedule, done == iterations, collector)
                 metrics, mean_kl, carried, rollouts, rewards = made
-            kl = kl.update(mean_kl, config.rollout_batch_size * config.n_samples_per_prompt)
+            kl = adapted(kl, config, step, mean_kl, len(rollouts))
             if held_out and ((done % config.eval_steps == 0 and done > config.freezing_actor_steps) or done == iterations):
                 validation, best = validated(fleet, held_out, run, done, best)
                 metrics |= validation
@@ -194,6 +194,11 @@ def start_asking(config: PPO, renderer: Renderer, groups: Mapping[str, WorkerGro
 def updates_before(config: PPO, iteration: int) -> int:
     """Returns how often the actor was updated before an iteration."""
     return max(0, iteration - config.freezing_actor_steps)
+
+
+def adapted(kl: KLController, config: PPO, iteration: int, mean_kl: float, answers: int) -> KLController:
+    """Returns the KL controller after an iteration. Before the actor's first update its KL is 0 by definition, and changes nothing."""
+    return kl.update(mean_kl, answers) if updates_before(config, iteration) else kl
 
 
 def start_collector(fleet: Fleet, setup: Setup, iterations: int, first: int, state: Path | None) -> Collector:

@@ -1,6 +1,7 @@
 """KL, token rewards, GAE, group estimators and controllers against loops and hand-computed numbers, on masks with holes."""
 
 import dataclasses
+import math
 
 import pytest
 import torch
@@ -126,16 +127,20 @@ def test_reinforce_pp_equals_the_loop_and_its_baseline_takes_the_group_mean_off_
     kl, mask = torch.stack([kl, -kl], 1), torch.stack([mask, mask.roll(1, 0)], 1)  # G=B groups of n=2: (G, n, T)
     scores = 3 * draws[:, :2]
     for baseline in (False, True):
-        rows = []
+        rows, costs = [], []
         for g in range(B):
             group = scores[g].tolist()
             centred = reference.dr_grpo(group) if baseline else group
             for i in range(2):
-                rewards = reference.token_rewards(kl[g, i].tolist(), 0.1, centred[i], mask[g, i].tolist())
-                rows.append(reference.discounted_returns(rewards, mask[g, i].tolist(), 0.9))
-        expected = reference.whiten([value for row in rows for value in row], mask.flatten().tolist(), 1e-8)
-        got = adv.reinforce_pp(adv.token_rewards(kl, 0.1, adv.dr_grpo(scores) if baseline else scores, mask), mask, 0.9)
-        assert_close(got.flatten(), tensor(expected))
+                rewards = reference.token_rewards(kl[g, i].tolist(), 0.0, centred[i], mask[g, i].tolist())
+                rows += reference.discounted_returns(rewards, mask[g, i].tolist(), 0.9)
+                costs += reference.discounted_returns((0.1 * kl[g, i]).tolist(), mask[g, i].tolist(), 0.9)
+        flat = mask.flatten().tolist()
+        mean = sum(cost for cost, counts in zip(costs, flat, strict=True) if counts) / sum(flat)
+        white = reference.whiten(rows, flat, 1e-8)
+        expected = [w - (c - mean) if counts else 0.0 for w, c, counts in zip(white, costs, flat, strict=True)]
+        task = adv.token_rewards(kl, 0.0, adv.dr_grpo(scores) if baseline else scores, mask)
+        assert_close(adv.reinforce_pp(task, 0.1 * kl, mask, 0.9).flatten(), tensor(expected))
 
 
 def test_rewards_are_normalised_with_stored_statistics_then_clipped():
@@ -159,16 +164,26 @@ def test_whitening_comes_after_returns(rollout):
 
 def test_adaptive_kl_by_hand():
     controller = KLController(0.1, target=6.0, horizon=10000)
-    # kl 12: error 12/6 - 1 = 1, clipped to 0.2; 0.1 * (1 + 0.2 * 512 / 10000) = 0.1 * 1.01024
+    # kl 12: error 12/6 - 1 = 1, clipped to 0.2; 0.1 * (1 + 0.2 / 10000)^512, ln = 512 * 1.99998e-5 = 0.0102399
     up = controller.update(12.0, 512)
-    assert up.coef == pytest.approx(0.101024)
-    # kl 6.6: error 0.1; 0.101024 * (1 + 0.1 * 1000 / 10000) = 0.101024 * 1.01
-    assert up.update(6.6, 1000).coef == pytest.approx(0.10203424)
+    assert up.coef == pytest.approx(0.1 * math.exp(0.0102399))
+    # kl 6.6: error 0.1; times (1 + 0.1 / 10000)^1000, ln = 1000 * 9.99995e-6
+    assert up.update(6.6, 1000).coef == pytest.approx(up.coef * math.exp(0.00999995))
     # kl 0: error -1, clipped to -0.2
-    assert controller.update(0.0, 512).coef == pytest.approx(0.1 * (1 - 0.01024))
+    assert controller.update(0.0, 512).coef == pytest.approx(0.1 * math.exp(-0.0102401))
     assert controller.coef == 0.1
     with pytest.raises(dataclasses.FrozenInstanceError):
         controller.coef = 1.0
+
+
+@pytest.mark.parametrize("kl", [0.0, 100.0, -1.0])
+def test_the_adaptive_coefficient_stays_positive_and_does_not_depend_on_the_batch(kl):
+    at_once = KLController(0.1, target=0.01).update(kl, 65_536)
+    parts = KLController(0.1, target=0.01)
+    for _ in range(1024):
+        parts = parts.update(kl, 64)
+    assert at_once.coef > 0
+    assert parts.coef == pytest.approx(at_once.coef, rel=1e-9)
 
 
 def test_without_a_target_the_coefficient_stays():

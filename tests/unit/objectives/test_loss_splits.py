@@ -11,6 +11,7 @@ from torch.testing import assert_close
 
 from rlhf_core.objectives import losses
 from rlhf_core.objectives.masked import before, document_mean, document_sum, gather_last
+from rlhf_core.objectives.sampler_weights import importance_weights
 from tests.unit.objectives.test_masked import positions_of
 
 UNITS, WIDTH, CAPACITY = 6, 3, 24
@@ -71,7 +72,7 @@ def every_loss(batch, theta, tokens):
     logprobs, values, scores = before(-F.softplus(h), positions), before(h, positions), gather_last(h, documents, n)
     total, mean = document_sum(logprobs, mask, documents, n), document_mean(logprobs, mask, documents, n)
     ref_total, ref_mean = (f(batch["ref"], mask, documents, n) for f in (document_sum, document_mean))
-    is_weights = losses.importance_weights(batch["old"], batch["sampler"], batch["mask"], 0.0, 2.0)
+    is_weights = importance_weights(batch["old"], batch["sampler"], batch["mask"], 0.0, 2.0)
     c, r = slice(0, None, 2), slice(1, None, 2)
     sequence = losses.gspo_logprobs(logprobs, batch["old"], mask, documents, n)
     desirable = torch.arange(n) % 2 == 0
@@ -92,8 +93,8 @@ def every_loss(batch, theta, tokens):
         "ppo": policy(logprobs, tokens, dual_clip=1.5),
         "grpo": policy(logprobs, 2 * UNITS, weights=batch["weights"]),
         "gspo": policy(sequence, 2 * UNITS, weights=batch["weights"]),
-        "kl_k2": losses.kl_loss(logprobs, batch["ref"], mask, "k2", tokens),
-        "kl_k3": losses.kl_loss(logprobs, batch["ref"], mask, "k3", tokens),
+        "kl_k2": losses.kl_loss(logprobs, batch["old"], batch["ref"], mask, is_weights, "k2", tokens),
+        "kl_k3": losses.kl_loss(logprobs, batch["old"], batch["ref"], mask, is_weights, "k3", tokens),
         "value": losses.value_loss(values, batch["old_values"], batch["returns"], mask, 0.2, tokens),
     }
 

@@ -135,12 +135,40 @@ def test_gspo_uses_the_geometric_mean_of_an_answers_ratios(seed):
     assert_close(log_ratio.exp()[mask], expected[documents[mask]])
 
 
+def test_a_sequence_ratio_leaves_the_credit_inside_an_answer():
+    """Advantages 3, 0, -3 within an answer: their mean is 0, and each token still has its own gradient (GSPO-token)."""
+    old, mask, documents = torch.zeros(1, 3).double(), torch.ones(1, 3, dtype=torch.bool), torch.zeros(1, 3, dtype=torch.int64)
+    new, ones = torch.zeros(1, 3).double().requires_grad_(), torch.ones(1, 3).double()
+
+    def gradient(advantages):
+        ratio = losses.gspo_logprobs(new, old, mask, documents, 1)
+        loss = losses.policy_loss(ratio, old, tensor([advantages]), mask, 0.2, 0.2, ones, 1, weights=ones / 3).loss
+        return torch.autograd.grad(loss, new)[0]
+
+    assert_close(gradient([3.0, 0.0, -3.0]), tensor([[-1.0, 0.0, 1.0]]))
+    assert_close(gradient([3.0, 3.0, 3.0]), tensor([[-1.0, -1.0, -1.0]]))  # one advantage: that of GSPO
+
+
 @seeds
 @pytest.mark.parametrize("estimator", ["k2", "k3"])
 def test_kl_loss(seed, estimator):
     draw, mask = randoms(seed, B, T), holes(seed, B, T)
-    new, ref = next(draw), next(draw)
-    assert_same(losses.kl_loss(new, ref, mask, estimator, 37), reference.kl_loss(*lists(new, ref, mask), estimator, 37))
+    new, old, ref, is_weights = next(draw), next(draw), next(draw), next(draw).exp()
+    expected = reference.kl_loss(*lists(new, old, ref, mask, is_weights), estimator, 37)
+    assert_same(losses.kl_loss(new, old, ref, mask, is_weights, estimator, 37), expected)
+
+
+@pytest.mark.parametrize("estimator", ["k2", "k3"])
+def test_the_gradient_of_the_kl_loss_is_that_of_the_reverse_kl(estimator):
+    """In expectation over one token of five, that older weights in another precision sampled: summed over all five."""
+    draw, mask = randoms(11, 1, 5), torch.ones(1, 5, dtype=torch.bool)
+    logits = next(draw).requires_grad_()
+    old, sampler, ref = (next(draw).log_softmax(-1) for _ in range(3))
+    policy = logits.log_softmax(-1)
+    loss = losses.kl_loss(policy, old, ref, mask, (old - sampler).exp(), estimator, 1, sampler.exp()).loss
+    reverse_kl = (policy.exp() * (policy - ref)).sum()
+    of_loss = torch.autograd.grad(loss, logits, retain_graph=True)
+    assert_close(of_loss, torch.autograd.grad(reverse_kl, logits))
 
 
 @seeds
@@ -148,7 +176,8 @@ def test_kl_and_entropy_with_weights_are_weighed_sums(seed):
     draw, mask = randoms(seed, B, T), holes(seed, B, T)
     new, ref, weights, entropy = next(draw), next(draw), next(draw).exp(), next(draw).abs()
     expected = sum((w * reference.kl(p, q, "k3")) for p, q, w, m in zip(*lists(new, ref, weights, mask), strict=True) if m) / 37
-    assert_same(losses.kl_loss(new, ref, mask, "k3", 37, weights), {"policy/kl_loss": expected})
+    on_policy = losses.kl_loss(new, new, ref, mask, torch.ones_like(new), "k3", 37, weights)
+    assert_same(on_policy, {"policy/kl_loss": expected})
     for scale in (None, weights):
         loss, metrics = losses.entropy_loss(entropy, mask, 37, scale)
         pairs = zip(*lists(entropy, torch.ones_like(entropy) if scale is None else scale, mask), strict=True)
@@ -160,7 +189,7 @@ def test_kl_and_entropy_with_weights_are_weighed_sums(seed):
 def test_k1_is_refused_as_a_loss():
     x = torch.zeros(1, 2)
     with pytest.raises(ValueError, match="k1"):
-        losses.kl_loss(x, x, x == 0, "k1", 2)
+        losses.kl_loss(x, x, x, x == 0, x, "k1", 2)
 
 
 @seeds
@@ -170,21 +199,6 @@ def test_value_loss(seed):
     expected = reference.value_loss(*lists(values, old, returns, mask), 0.2, 37)
     assert expected["value/clip_share"] > 0
     assert_same(losses.value_loss(values, old, returns, mask, 0.2, 37), expected)
-
-
-@seeds
-def test_importance_weights_and_sampler_metrics(seed):
-    draw, mask = randoms(seed, B, T), holes(seed, B, T)
-    old, sampler = next(draw).requires_grad_(), next(draw)
-    weights = losses.importance_weights(old, sampler, torch.ones_like(old, dtype=torch.bool), 0.0, 2.0)
-    expected = [min(float(torch.exp(a - b)), 2.0) for a, b in zip(old.detach().flatten(), sampler.flatten(), strict=True)]
-    assert_close(weights.flatten(), tensor(expected))
-    assert not weights.requires_grad and weights.max() == 2.0
-    far = losses.importance_weights(torch.zeros(1), torch.full((1,), -1e4), torch.tensor([True]), 0.0, 2.0)
-    assert far.item() == 2.0  # exp overflows, the cap holds
-    metrics = losses.sampler_metrics(old, sampler, mask, 0.0, 2.0, 37)
-    for name, value in reference.sampler_metrics(*lists(old, sampler, mask), 2.0, 37).items():
-        assert_close(metrics[name].double(), tensor(value))
 
 
 # By hand.
@@ -272,8 +286,8 @@ def test_garbage_off_the_mask_reaches_neither_loss_nor_gradient(garbage):
             losses.sft_loss(new, mask, 9),
             losses.policy_loss(new, old, advantages, mask, 0.2, 0.2, weights, 9, 1.5, weights),
             losses.policy_loss(losses.gspo_logprobs(new, old, mask, documents, B), old, advantages, mask, 0.2, 0.2, weights, 9),
-            losses.kl_loss(new, old, mask, "k3", 9),
-            losses.kl_loss(new, old, mask, "k3", 9, weights),
+            losses.kl_loss(new, old, advantages, mask, weights, "k2", 9),
+            losses.kl_loss(new, old, advantages, mask, weights, "k3", 9, weights),
             losses.entropy_loss(new, mask, 9, weights),
             losses.value_loss(new, old, advantages, mask, 0.2, 9),
         ]
@@ -294,22 +308,6 @@ def test_every_loss_takes_the_global_denominator():
     assert len(named) == 11
     for name, function in named.items():
         assert "denominator" in inspect.signature(function).parameters, name
-
-
-def test_importance_weights_of_tokens_and_of_answers():
-    old, sampler = tensor([[0.0, 1.0, -1.0, 5.0]]), tensor([[0.0, 0.0, 0.0, 0.0]])
-    mask, documents = torch.tensor([[True, True, True, False]]), torch.zeros(1, 4, dtype=torch.int64)
-    e = math.e
-    assert_close(losses.importance_weights(old, sampler, mask, 0.5, 2.0), tensor([[1.0, 2.0, 0.5, 0.0]]))
-    assert_close(losses.importance_weights(old, sampler, mask, 0.5, 2.0, masked=True), tensor([[1.0, 0.0, 0.0, 0.0]]))
-    # The product over the answer: exp(0 + 1 - 1) = 1; with another last token exp(0 + 1 + 0.5).
-    assert_close(losses.importance_weights(old, sampler, mask, 0.5, 2.0, documents=documents), tensor([[1.0, 1.0, 1.0, 0.0]]))
-    old = tensor([[0.0, 1.0, 0.5, 5.0]])
-    assert_close(losses.importance_weights(old, sampler, mask, 0.0, 9.0, documents=documents), tensor([[e**1.5, e**1.5, e**1.5, 0.0]]))
-    assert losses.importance_weights(old, sampler, mask, 0.5, 2.0, masked=True, documents=documents).sum() == 0
-    assert losses.importance_weights(1e4 * old, sampler, mask, 0.0, 2.0, documents=documents).max() == 2.0  # exp overflows, the cap holds
-    packed = torch.tensor([[0, 0, 1, -1]])  # two answers in a row, and padding
-    assert_close(losses.importance_weights(old, sampler, mask, 0.0, 9.0, documents=packed), tensor([[e, e, e**0.5, 0.0]]))
 
 
 def test_cispo_weighs_the_log_probs_by_clipped_ratios():

@@ -117,7 +117,7 @@ def test_mismatched_pairs_the_other_way_round_are_seen(folder: Path, tmp_path: P
         ("grpo", {"aggregation": "token"}),
         ("grpo, token mean", {"aggregation": "sequence"}),
         ("grpo, kl", {"beta": 0.041}),
-        ("grpo, kl, importance weights", {"cap": 1.6}),
+        ("grpo, importance weights", {"cap": 1.6}),
         ("grpo, dual clip", {"ours": {}}),
         ("gspo", {"ours": {}}),
         ("dr_grpo", {"ours": {"generate_max_len": 17}}),

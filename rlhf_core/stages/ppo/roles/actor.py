@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from multiprocessing.connection import Listener
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from rlhf_core.config import PPO
@@ -15,8 +16,9 @@ from rlhf_core.models.checkpoint.weights import checkpoint_weights, scaled_adapt
 from rlhf_core.models.load import masked_logprobs, trained_policy
 from rlhf_core.models.lora import require_linear, without_adapters
 from rlhf_core.models.token_logprobs import WHOLE, Entropy, Truncation
-from rlhf_core.objectives.actor_loss import PerToken, actor_loss, count, sampler_weights
+from rlhf_core.objectives.actor_loss import PerToken, actor_loss, count
 from rlhf_core.objectives.losses import Loss, with_balance
+from rlhf_core.objectives.sampler_weights import kept_tokens, sampler_weights
 from rlhf_core.rollout.weight_transfer import Broadcast, Channel, Rendezvous, Route, SameGpu
 from rlhf_core.stages.ppo.records import Experience
 from rlhf_core.stages.ppo.roles.passes import ModelSpec, Read, Scored, collate_rows, parts_of, score_share, token_values
@@ -68,7 +70,7 @@ class Actor(Trained):
 
     def update(self, items: list[Experience], update: Update, read: list[Read]) -> dict[str, float]:
         """Takes one step on PPO's clipped surrogate or a relative of it."""
-        counted = count([item.document for item in items])
+        counted = count([self.trained_tokens(item) for item in items])
         entropy: Entropy = "gradient" if self.config.entropy_coef else "value"
 
         def loss(part: list[int]) -> Loss:
@@ -84,12 +86,23 @@ class Actor(Trained):
                 read.append(Read(part, rows, batch.real, old))
             assert advantages is not None
             weights = sampler_weights(old, sampler, batch.mask, batch.documents, self.config)
-            per_token = PerToken(new.logprobs, new.entropy, old, ref, advantages, weights, batch.mask, batch.documents)
+            mask = batch.mask
+            if self.config.sampler_is == "mask":
+                mask = mask & (weights > 0)
+            per_token = PerToken(new.logprobs, new.entropy, old, ref, advantages, weights, mask, batch.documents)
             result = actor_loss(per_token, len(part), counted, self.config, update.kl_coef)
-            return with_balance(result, new.balance, self.config.router_aux_coef, counted.answers)
+            return with_balance(result, new.balance, self.config.router_aux_coef, float(len(items)))
 
         metrics = accumulate(self.engine, parts_of([item.document for item in items], self.passes), loss)
         return metrics | {"policy/grad_norm": self.engine.step(update.learning_rate), "policy/learning_rate": update.learning_rate}
+
+    def trained_tokens(self, item: Experience) -> np.ndarray:
+        """Returns which tokens of an answer (T,) the loss is of."""
+        mask = item.document.mask_array
+        if self.config.sampler_is != "mask":
+            return mask
+        assert item.old_logprobs is not None and item.sampler_logprobs is not None
+        return kept_tokens(item.old_logprobs, item.sampler_logprobs, mask, self.config)
 
     def ceilings(self) -> Ceilings | None:
         """Measures the GPU on the first rank; returns None on the others."""

@@ -102,7 +102,7 @@ class Critic(Trained):
 
     def update(self, items: list[Experience], update: Update, read: list[Read]) -> dict[str, float]:
         """Takes one step on the clipped value loss."""
-        tokens = count([item.document for item in items]).tokens
+        tokens = count([item.document.mask_array for item in items]).tokens
 
         def loss(part: list[int]) -> Loss:
             here = [items[i] for i in part]

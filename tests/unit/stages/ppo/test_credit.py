@@ -11,7 +11,8 @@ import torch
 
 from rlhf_core.config import PPO, Data
 from rlhf_core.data.documents import Document, Prompt
-from rlhf_core.objectives.actor_loss import Counted, PerToken, actor_loss, sampler_weights
+from rlhf_core.objectives.actor_loss import Counted, PerToken, actor_loss
+from rlhf_core.objectives.sampler_weights import sampler_weights
 from rlhf_core.objectives.losses import value_loss
 from rlhf_core.rewards.clients import Rewards
 from rlhf_core.rewards.combine import Term
@@ -198,11 +199,12 @@ def test_the_sequence_ratio_is_the_geometric_mean() -> None:
 
 def test_kl_in_the_loss() -> None:
     gaps = [math.log(1.5) + 0.5, 0.0, math.log(0.5) - 1.0, math.log(0.9) - 0.5, math.log(1.25)]  # new - reference
-    kl = sum(gap**2 / 2 for gap in gaps) / 5
+    weights = [1 * 1.5, 2 * 1.0, 1 * 0.5, 0.5 * 0.9, 1 * 1.25]  # of the sampler, times the ratio
+    kl = sum(weight * gap**2 / 2 for weight, gap in zip(weights, gaps, strict=True)) / 5
     loss, metrics = loss_of(kl_in="loss", kl_estimator="k2", kl_coef=0.3)
     assert metrics["policy/kl_loss"] == close(kl)
     assert loss == close(-1.0035 / STD / 5 + 0.3 * kl)
-    kl = sum(math.exp(-gap) - 1 + gap for gap in gaps) / 5
+    kl = sum(weight * (math.exp(-gap) - 1 + gap) for weight, gap in zip(weights, gaps, strict=True)) / 5
     assert loss_of(kl_in="loss", kl_estimator="k3", kl_coef=0.3)[0] == close(-1.0035 / STD / 5 + 0.3 * kl)
     # and the rewards are then free of it: A earns 2, B -1, so the last returns are those
     found = credited(ppo(kl_in="loss", kl_estimator="k2", whiten_advantages=False))
@@ -224,16 +226,16 @@ def test_value_loss_of_the_recorded_rollout() -> None:
     assert float(value_loss(new, layout(VALUES), returns, MASK, 0.2, 5).loss) == close(0.5 * 3.135 / 5)
 
 
-# The other estimators; the KL of the whole answer leaves its reward, here k2, 0.125 + 0 + 0.5 and 0.125 + 0:
-# 2 - 0.0625 = 1.9375 and -1 - 0.0125 = -1.0125, mean 0.4625, apart by 2.95.
+# The other estimators; rewards are 1.5 from their mean. The KL of the whole answer, here k2, is 0.125 + 0 + 0.5 and 0.125 + 0, or 0.25
+# from its mean, and costs a tenth of it.
 
 
 @pytest.mark.parametrize(
     ("estimator", "expected"),
     [
-        ("grpo", 1.475 / (2.95 / 2**0.5 + 1e-4)),  # standard deviation of two: their distance / sqrt 2
-        ("dr_grpo", 1.475),
-        ("rloo", 2.95),
+        ("grpo", 1.5 / (3 / 2**0.5 + 1e-4) - 0.025),  # standard deviation of two: their distance / sqrt 2
+        ("dr_grpo", 1.5 - 0.025),
+        ("rloo", 3 - 0.05),
     ],
 )
 def test_group_estimators_of_the_recorded_rollout(estimator: str, expected: float) -> None:
@@ -243,14 +245,40 @@ def test_group_estimators_of_the_recorded_rollout(estimator: str, expected: floa
 
 
 def test_reinforce_pp_of_the_recorded_rollout() -> None:
-    def whitened(rows: list[list[float]]) -> list[object]:
-        flat = np.array([x for row in rows for x in row])
-        return [close([(x - flat.mean()) / flat.std() for x in row]) for row in rows]
+    # Of five tokens three have the reward 2 and two -1: mean 0.8, variance 2.16. The KL costs -0.05, -0.1, -0.1 and -0.05, 0 to go:
+    # mean -0.06.
+    high, low = 1.2 / 2.16**0.5, -1.8 / 2.16**0.5
+    found = advantages(credited(ppo(advantage_estimator="reinforce_pp")))
+    assert found == [close([high - 0.01, high + 0.04, high + 0.04]), close([low - 0.01, low - 0.06])]
+    # With the group's mean of 0.5 off the rewards, 1.5 and -1.5, the same after whitening.
+    assert advantages(credited(ppo(advantage_estimator="reinforce_pp_baseline"))) == found
+    # Without whitening, returns to go of -0.05, 0, 2.1 and 0.05, -1.
+    plain = credited(ppo(advantage_estimator="reinforce_pp", whiten_advantages=False))
+    assert advantages(plain) == [close([2.05, 2.1, 2.1]), close([-0.95, -1.0])]
 
-    # returns to go of -0.05, 0, 2.1 and 0.05, -1
-    assert advantages(credited(ppo(advantage_estimator="reinforce_pp"))) == whitened([[2.05, 2.1, 2.1], [-0.95, -1.0]])
-    # with the group's mean of 0.5 off the rewards: 1.5 and -1.5
-    assert advantages(credited(ppo(advantage_estimator="reinforce_pp_baseline"))) == whitened([[1.55, 1.6, 1.6], [-1.45, -1.5]])
+
+@pytest.mark.parametrize("estimator", ["grpo", "dr_grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline"])
+@pytest.mark.parametrize("reward", [0.0, 1.0, -10.0])
+def test_answers_of_equal_reward_learn_no_more_than_their_kl(estimator: str, reward: float) -> None:
+    """The KLs of the answers differ by 0.5 nats: no estimator divides them by their own deviation."""
+    found = credited(ppo(advantage_estimator=estimator, kl_estimator="k2"), [reward] * 4, copies=2, kl_coef=0.1)
+    sizes = [abs(value) for row in advantages(found) for value in row]
+    assert 0 < max(sizes) <= 0.1 * 0.5 + 1e-6
+    without = credited(ppo(advantage_estimator=estimator, kl_estimator="k2"), [reward] * 4, copies=2, kl_coef=0.0)
+    assert advantages(without) == [close([0.0] * len(row)) for row in advantages(without)]
+
+
+@pytest.mark.parametrize("estimator", ["grpo", "dr_grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline"])
+def test_the_kl_costs_the_same_whatever_the_scale_of_the_rewards(estimator: str) -> None:
+    def costs(scale: float) -> np.ndarray:
+        rewards = [scale * reward for reward in REWARDS]
+        config = ppo(advantage_estimator=estimator, reward_clip=1e6, kl_estimator="k2")
+        with_kl, without = (credited(config, rewards, kl_coef=coef) for coef in (0.1, 0.0))
+        gaps = zip(advantages(with_kl), advantages(without), strict=True)
+        return np.concatenate([np.subtract(*pair) for pair in gaps])
+
+    assert costs(1.0) == pytest.approx(costs(1000.0), abs=1e-3)
+    assert np.abs(costs(1.0)).max() > 0.01
 
 
 def test_rewards_are_clipped_before_kl_and_penalties() -> None:

@@ -19,6 +19,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen2ForSequenceClassifi
 from rlhf_core.config import PPO, Data
 from rlhf_core.data.documents import Document, Prompt
 from rlhf_core.models.scoring import STATISTICS
+from rlhf_core.objectives.kl_controller import KLController
 from rlhf_core.rewards.clients import Rewards
 from rlhf_core.stages.ppo.credit import Credited, credit
 from rlhf_core.stages.ppo.records import Experience, Rollout, Scores
@@ -26,7 +27,7 @@ from rlhf_core.stages.ppo.roles.actor import Actor
 from rlhf_core.stages.ppo.roles.passes import ModelSpec, on_tokens
 from rlhf_core.stages.ppo.roles.read_only import Reference, Reward
 from rlhf_core.stages.ppo.roles.trained import Critic, Update
-from rlhf_core.stages.ppo.train import model_paths, schedule_of, setup_of
+from rlhf_core.stages.ppo.train import adapted, model_paths, schedule_of, setup_of
 from rlhf_core.training.engine import AdamW, TorchEngine
 
 SHAPE = {
@@ -174,6 +175,25 @@ def test_the_one_update_of_an_iteration_needs_no_scoring_pass(models: Path, plai
 
 
 @pytest.mark.usefixtures("plain_engine")
+@pytest.mark.parametrize("aggregation", ["token", "sequence", "constant"])
+def test_masked_answers_train_as_if_they_were_not_there(models: Path, aggregation: str) -> None:
+    """Half of the answers come from a sampler that is far off: the others have the gradient of a step of their own."""
+    items = experience(models)
+    far = [replace(e, sampler_logprobs=e.sampler_logprobs - 2.0 * (i % 2)) for i, e in enumerate(items)]
+    choices = {"sampler_is": "mask", "sampler_is_level": "geometric", "loss_aggregation": aggregation, "entropy_coef": 0.1}
+    choices |= {"kl_in": "loss", "kl_estimator": "k2"}
+    whole, alone = actor(models, **choices), actor(models, **choices)
+    found = whole.train(far, [Update(list(range(8)), 1e-2, 0.3)]).metrics[0]
+    expected = alone.train(far, [Update([0, 2, 4, 6], 1e-2, 0.3)]).metrics[0]
+    assert found == pytest.approx(expected, rel=1e-4)
+    torch.testing.assert_close(flat(whole), flat(alone), atol=1e-4, rtol=0)
+    nothing = actor(models, **choices)
+    before = flat(nothing)
+    assert nothing.train(far, [Update([1, 3], 1e-2, 0.3)]).metrics[0]["policy/grad_norm"] == 0
+    assert flat(nothing).equal(before), "a step of masked answers alone changes nothing"
+
+
+@pytest.mark.usefixtures("plain_engine")
 def test_one_advantage_is_that_of_all_response_tokens(models: Path) -> None:
     items = experience(models)
     spread = [replace(e, advantages=np.where(e.document.mask_array, np.float32(0.1 * i), 0)) for i, e in enumerate(items)]
@@ -190,6 +210,7 @@ def test_log_probs_are_scored_only_where_the_training_pass_comes_too_late() -> N
     sizes = {"rollout_batch_size": 4, "n_samples_per_prompt": 2, "train_batch_size": 8, "max_epochs": 1, "advantage_estimator": "grpo"}
     assert ppo(**sizes, kl_in="loss", kl_estimator="k3").one_update and ppo(**sizes, init_kl_coef=0.0).one_update
     assert not ppo(**sizes).one_update, "the KL is in the reward"
+    assert not ppo(**sizes, init_kl_coef=0.0, sampler_is="mask").one_update, "the denominator needs to know what is masked"
     assert not ppo(**{**sizes, "train_batch_size": 4}, init_kl_coef=0.0).one_update
     assert not ppo(**{**sizes, "max_epochs": 2}, init_kl_coef=0.0).one_update
     frozen = {**sizes, "advantage_estimator": "gae", "freezing_actor_steps": 1}
@@ -221,6 +242,17 @@ def test_the_kl_in_the_loss_pulls_towards_the_reference(models: Path, plain_engi
     pulled = actor(models, kl_in="loss", kl_estimator="k3")
     steps = pulled.train(items, [Update(list(range(8)), 1e-2, 0.5)] * 5).metrics
     assert steps[-1]["policy/kl_loss"] < 0.8 * steps[0]["policy/kl_loss"]
+
+
+def test_the_adaptive_coefficient_waits_for_the_first_update_of_the_actor() -> None:
+    """An actor that is still the reference has a KL of 0 by definition, which says nothing of the coefficient."""
+    adaptive = ppo(kl_target=0.1, freezing_actor_steps=3)
+    start = KLController(0.3, 0.1)
+    assert [adapted(start, adaptive, step, 0.0, 512) == start for step in range(5)] == [True] * 4 + [False]
+    assert adapted(start, ppo(kl_target=0.1), 0, 0.0, 512) == start
+    assert adapted(start, ppo(kl_target=0.1), 1, 0.5, 512).coef > 0.3
+    with pytest.raises(ValueError, match="stays 0 with init_kl_coef 0: set init_kl_coef above 0"):
+        ppo(kl_target=0.1, init_kl_coef=0.0)
 
 
 # 4. Rewards are normalised with statistics that do not move with the rollout.

@@ -1,0 +1,110 @@
+"""Corrects for the difference between trainer and sampler: importance weights, the tokens that they leave, and how far both are apart.
+
+The two have other kernels and precision, and the sampler may have older weights. A weight belongs to a token, or to a whole answer, whose
+tokens then share it (`sampler_is_level`).
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rlhf_core.config import PPO
+from rlhf_core.objectives.masked import document_mean, document_sum
+
+WeightLevel = Literal["token", "sequence", "geometric"]
+
+
+def importance_weights(
+    old_logprobs: Tensor,
+    sampler_logprobs: Tensor,
+    mask: Tensor,
+    low: float,
+    high: float,
+    masked: bool = False,
+    level: WeightLevel = "token",
+    documents: Tensor | None = None,
+) -> Tensor:
+    """Returns importance weights `exp(old - sampler)` within [low, high], (B, T), 0 off the mask, without gradient.
+
+    Beyond the bounds they are clamped (Yao et al. 2025, "TIS": low 0), or with `masked` 0 ("IcePop", Ling team 2025). The weight of an
+    answer is the product of those of its tokens (sequence) or their geometric mean (geometric, as the ratio of GSPO, Zheng et al. 2025);
+    these need `documents` (B, T), the index of each token's document.
+    """
+    log_weights = torch.where(mask, old_logprobs - sampler_logprobs, 0).detach()
+    if level != "token":
+        assert documents is not None, "weights of answers need the documents of the tokens"
+        reduce = document_sum if level == "sequence" else document_mean
+        of_documents = reduce(log_weights, mask, documents, documents.numel())  # there are fewer of them than tokens
+        log_weights = of_documents[documents.clamp(min=0)]
+    return torch.where(mask, bounded(log_weights.exp(), low, high, masked), 0)
+
+
+def bounded(weights: Tensor, low: float, high: float, masked: bool) -> Tensor:
+    """Returns weights within [low, high]: others are clamped, or 0 with `masked`."""
+    if masked:
+        return torch.where((weights >= low) & (weights <= high), weights, 0)
+    return weights.clamp(low, high)
+
+
+def sampler_weights(old: Tensor, sampler: Tensor | None, mask: Tensor, documents: Tensor, config: PPO) -> Tensor:
+    """Returns the importance weights that the recipe asks for, as `importance_weights`; 1 on the mask where it asks for none, which alone
+    needs no `sampler`."""
+    if config.sampler_is == "off":
+        return mask.to(old.dtype)
+    assert sampler is not None, "the recipe asks for importance weights"
+    bounds, masked = config.sampler_is_bounds, config.sampler_is == "mask"
+    return importance_weights(old, sampler, mask, *bounds, masked, config.sampler_is_level, documents)
+
+
+def kept_tokens(old: np.ndarray, sampler: np.ndarray, mask: np.ndarray, config: PPO) -> np.ndarray:
+    """Returns the tokens of one document that weights do not leave out, all (T,): those of `mask`, but for `sampler_is: mask` those of a
+    weight within its bounds."""
+    if config.sampler_is != "mask":
+        return mask
+    rows = (torch.tensor(array)[None] for array in (old, sampler, mask))
+    weights = sampler_weights(*rows, torch.zeros(1, len(mask), dtype=torch.int64), config)
+    return (weights[0] > 0).numpy()
+
+
+def sampler_metrics(gaps: Tensor, lengths: Tensor, config: PPO) -> dict[str, float]:
+    """Measures the distance of trainer and sampler. `gaps` (N,): log-prob of the trainer less that of the sampler, in nats, of the response
+    tokens of all answers in turn; `lengths`: tokens of each answer.
+
+    gap: mean |gap|; ratio_gap: mean |exp(gap) - 1|; gap_p99: 99th percentile of |gap|. Of the weights that the loss has, one a token or one
+    an answer (`sampler_is_level`): capped: share that the bounds cut or left out; weight_mean; ess: effective sample size
+    `(sum w)^2 / (n sum w^2)` (Kish 1965), 1 where all are equal. weight_max is before the bounds.
+    """
+    distances = gaps.abs()
+    metrics = {
+        "sampler/gap": float(distances.mean(dtype=torch.float64)),
+        "sampler/ratio_gap": float(torch.expm1(gaps).abs().mean(dtype=torch.float64)),
+        "sampler/gap_p99": float(np.percentile(distances[:: 1 + len(gaps) // SOME].numpy(), 99)),
+    }
+    weights = _of_level(gaps, lengths, config.sampler_is_level).exp()
+    used = torch.ones_like(weights)
+    if config.sampler_is != "off":
+        used = bounded(weights, *config.sampler_is_bounds, config.sampler_is == "mask")
+    cut = (used != weights) & (config.sampler_is != "off")
+    total = used.sum(dtype=torch.float64)
+    squares = used.double().square().sum()
+    return metrics | {
+        "sampler/capped": float(cut.double().mean()),
+        "sampler/weight_mean": float(total / len(used)),
+        "sampler/weight_max": float(weights.max()),
+        "sampler/ess": float(total.square() / (len(used) * squares)) if squares > 0 else 0.0,
+    }
+
+
+SOME = 1_000_000  # tokens that a percentile is of, at most: every k-th
+
+
+def _of_level(gaps: Tensor, lengths: Tensor, level: WeightLevel) -> Tensor:
+    """Returns the log-weights of all tokens, or of all answers."""
+    if level == "token":
+        return gaps
+    reduction = "sum" if level == "sequence" else "mean"
+    return torch.segment_reduce(gaps.double(), reduction, lengths=lengths[lengths > 0])
