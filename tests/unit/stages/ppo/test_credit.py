@@ -12,8 +12,8 @@ import torch
 from rlhf_core.config import PPO, Data
 from rlhf_core.data.documents import Document, Prompt
 from rlhf_core.objectives.actor_loss import Counted, PerToken, actor_loss
-from rlhf_core.objectives.sampler_weights import sampler_weights
 from rlhf_core.objectives.losses import value_loss
+from rlhf_core.objectives.sampler_weights import sampler_weights
 from rlhf_core.rewards.clients import Rewards
 from rlhf_core.rewards.combine import Term
 from rlhf_core.stages.ppo.credit import credit, divergence
