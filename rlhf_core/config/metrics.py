@@ -64,6 +64,8 @@ def reinforced(config: PPO) -> Iterator[str]:
     yield from (f"reward/{name}" for name in ("clipped", "first_fifth", "last_fifth", "rise_standard_error"))
     if config.overlong_buffer:
         yield "reward/overlong"
+    if config.truncated_penalty:
+        yield "reward/truncated"
     if config.has_reference:
         yield from ("kl/mean", "kl/per_answer", "kl/coef")
     yield from ("return/mean", "rollout/usable", "sync/probe_gap", "sync/probe_bound", "tokens", "iterations")

@@ -80,7 +80,26 @@ class PPO(Optimised, Rewarded, Routed):
     )
     normalize_reward: bool = Field(False, description="standardise each reward model's scores with the mean and std stored with it")
     overlong_buffer: int = Field(0, ge=0, description="last tokens below generate_max_len with a growing penalty (DAPO, eq. 13); 0: none")
-    overlong_penalty: Rate = Field(1.0, description="penalty of an answer of generate_max_len tokens")
+    overlong_penalty: Rate = Field(
+        1.0,
+        description="penalty of an answer of generate_max_len tokens, of an episode with what tools and users say after the prompt",
+    )
+    truncated_penalty: float = Field(
+        0.0,
+        ge=0,
+        description="is subtracted from the reward of an answer or episode that a limit of tokens, turns or time cut "
+        "(missing_eos_penalty in TRL); use it where cut answers score too well, or never learn to end",
+    )
+    mask_truncated: bool = Field(
+        False,
+        description="answers and episodes that a limit cut are not trained on, though their rewards count in the baselines of "
+        "the others (overlong filtering, DAPO, section 3.4); use it where a cut answer may be right so far, as long reasoning is",
+    )
+    bootstrap_truncated: bool = Field(
+        False,
+        description="gae: an answer that generate_max_len cut gets gamma times the critic's value of the whole text in place of its "
+        "reward (Pardo et al. 2018, time limits); use it where the limit is a matter of cost and no part of the task",
+    )
     dynamic_filtering: bool = Field(False, description="groups whose answers all have one reward are replaced by others (DAPO)")
     max_filter_rounds: Positive = Field(10, description="rounds of sampling to fill an iteration; what is there then is trained on")
     filter_min_spread: float = Field(1e-6, ge=0, description="a group has no signal when its rewards differ by no more than this")
@@ -296,10 +315,25 @@ class PPO(Optimised, Rewarded, Routed):
             yield "k1 as a loss has an expected gradient of zero: set kl_estimator to k2 or k3, or kl_in to reward"
         if self.overlong_buffer >= self.generate_max_len:
             yield f"overlong_buffer={self.overlong_buffer} must be below generate_max_len={self.generate_max_len}"
+        yield from self._bootstrap_mistakes()
         if self.policy_loss == "cispo" and (self.dual_clip is not None or self.ratio == "sequence"):
             yield "cispo weighs each token's log-prob: leave out dual_clip and ratio, or set policy_loss to clip"
         if not 0 < self.sampler_is_clamp[0] <= 1 <= self.sampler_is_clamp[1]:
             yield f"sampler_is_clamp={list(self.sampler_is_clamp)} must be two numbers around 1, such as [0.5, 5]"
+
+    def _bootstrap_mistakes(self) -> Iterator[str]:
+        if not self.bootstrap_truncated:
+            return
+        if not self.has_critic:
+            estimator = self.advantage_estimator
+            yield f"bootstrap_truncated needs a critic, and {estimator} has none: leave it out, or set mask_truncated"
+        if self.mask_truncated:
+            yield "bootstrap_truncated and mask_truncated are two ways to treat answers that a limit cut: set one of them"
+        if self.environment is not None:
+            yield (
+                "bootstrap_truncated needs the value of what comes next, which an episode that is cut between two answers does not "
+                "have: leave it out, or set mask_truncated"
+            )
 
     @model_validator(mode="before")
     @classmethod

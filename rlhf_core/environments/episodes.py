@@ -94,6 +94,8 @@ class Episodes:
                 deaths += not failed.guilty
                 attempt += failed.guilty or deaths > DEATHS
                 if attempt >= self._config.max_attempts:
+                    if failed.late:
+                        trajectory.cut()
                     return Episode(trajectory, [], str(failed), attempt, clock.spent)
 
     async def _attempt(self, number: int, asked: Asked, seed: int, trajectory: Trajectory, sampling: Sampling, clock: Clock) -> list[float]:
@@ -112,7 +114,7 @@ class Episodes:
                     if process.held() or process.ended:  # the mailbox will tell whose fault it is
                         clock.extend(2 * LOOK_SECONDS)
                         continue
-                    raise Failed(f"took more than {self._config.timeout:g} s (timeout)") from None
+                    raise Failed(f"took more than {self._config.timeout:g} s (timeout)", late=True) from None
                 if isinstance(told, Failed):
                     done = True
                     raise told

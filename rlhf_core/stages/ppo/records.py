@@ -31,8 +31,8 @@ class Own(NamedTuple):
 @dataclass(frozen=True)
 class Rollout:
     """Holds one answer, or one episode of an environment. `sampler_logprobs` (T,) is aligned with the document's tokens, 0 off the mask;
-    `finished`: not cut by length. `versions`: pairs (first token, version of the weights from there on), where these changed while
-    engines answered. Of an episode `messages` has the whole conversation, and `own` what the environment says of it."""
+    `finished`: no limit of tokens, turns or time cut it. `versions`: pairs (first token, version of the weights from there on), where
+    these changed while engines answered. Of an episode `messages` has the whole conversation, and `own` what the environment says of it."""
 
     prompt: Prompt
     document: Document
@@ -112,13 +112,15 @@ class Part(NamedTuple):
 class Scores:
     """Holds what models and reward sources computed for each rollout: per-token (T,) arrays by document. None without the model, and for
     the actor where the training pass computes its log-probs. `stored`: references to what the nodes have of the rollouts, in parts that
-    follow each other."""
+    follow each other. `end_values` (N,): the critic's value of each whole document that a limit cut, 0 of the others; None unless the
+    recipe asks for them (`bootstrap_truncated`)."""
 
     logprobs: list[np.ndarray] | None
     ref_logprobs: list[np.ndarray] | None
     values: list[np.ndarray] | None
     rewards: Rewards
     stored: Sequence[Part] = ()
+    end_values: np.ndarray | None = None
 
 
 @dataclass(frozen=True)

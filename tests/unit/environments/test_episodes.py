@@ -21,6 +21,7 @@ from rlhf_core.environments.episodes import Asked, Episode, Episodes
 from rlhf_core.environments.trajectory import Limits
 from rlhf_core.rollout.dispatch import Background
 from rlhf_core.rollout.engine import Answer, Sampling
+from rlhf_core.stages.ppo.sampling.answers import of_episode
 from tests.support.templates import save_tokenizer
 
 SAMPLING = Sampling(n=1, temperature=1.0, max_new_tokens=50, stop_token_ids=[])
@@ -171,6 +172,14 @@ def test_episodes_that_end_their_process_do_not_stop_the_others(make: Make, rend
 def test_turns_end(make: Make, renderer: Renderer) -> None:
     (found,) = run(make(), renderer, [{"fault": "many"}])
     assert found.trajectory.turns == 3 and found.rewards == [0.0, 0.0, 0.0] and not found.failure
+
+
+@pytest.mark.parametrize(("fault", "finished"), [("", True), ("many", False), ("wait", False), ("block", False), ("raise", True)])
+def test_an_episode_that_a_limit_ends_is_cut(make: Make, renderer: Renderer, fault: str, finished: bool) -> None:
+    """By its turns, or by its time, which also has no reward; what failed otherwise met no limit."""
+    (found,) = run(make(max_attempts=1, timeout=1.0), renderer, [{"fault": fault}])
+    rollout = of_episode(found)
+    assert rollout.finished is finished and (rollout.own is not None and bool(rollout.own.failure)) == (fault not in ("", "many"))
 
 
 def test_half_a_character_is_replaced(make: Make, renderer: Renderer) -> None:

@@ -100,6 +100,15 @@ class Critic(Trained):
         """Returns `V(tokens[<t])` for every token."""
         return score_share(self.engine, documents, self.model, self._values)
 
+    def end_values(self, documents: Sequence[Document]) -> Scored:
+        """Returns `V(tokens)` of each whole document, as an array of one."""
+
+        def outputs(batch: Batch) -> Tensor:
+            return self.engine(batch.tokens, batch.host.positions)
+
+        everywhere = score_share(self.engine, documents, self.model, outputs)
+        return [(index, values[-1:]) for index, values in everywhere]
+
     def update(self, items: list[Experience], update: Update, read: list[Read]) -> dict[str, float]:
         """Takes one step on the clipped value loss."""
         tokens = count([item.document for item in items]).tokens

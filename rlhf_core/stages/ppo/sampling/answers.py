@@ -161,7 +161,9 @@ def join_scores(parts: Sequence[Scores], allowed_failures: int) -> Scores:
     logprobs, references, values = (
         [array for part in parts for array in getattr(part, name) or ()] or None for name in ("logprobs", "ref_logprobs", "values")
     )
-    return Scores(logprobs, references, values, rewards, [stored for part in parts for stored in part.stored])
+    ends = [part.end_values for part in parts if part.end_values is not None]
+    stored = [stored for part in parts for stored in part.stored]
+    return Scores(logprobs, references, values, rewards, stored, np.concatenate(ends) if ends else None)
 
 
 def with_signal(rewards: np.ndarray, n: int, min_spread: float) -> list[int]:
