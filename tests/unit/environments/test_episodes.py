@@ -187,6 +187,46 @@ def test_half_a_character_is_replaced(make: Make, renderer: Renderer) -> None:
     assert found.rewards and found.trajectory.messages[2]["content"] == "half of a character: ?"
 
 
+GIVES_UP = """
+import asyncio
+
+class World:
+    async def rollout(self, task, model):
+        await model.answer()
+        try: await asyncio.wait_for(model.answer("slow"), 0.2)
+        except TimeoutError: pass
+        if task["raises"]: raise RuntimeError("the model is too slow")
+        return 1.0
+"""
+
+
+class Slow(AtOnce):
+    """Never answers a question; notes which waits are over."""
+
+    cancelled = 0
+
+    async def ask(self, engine: int, tokens: Sequence[int], seed: int, sampling: Sampling) -> Answer:
+        if not self.asked:
+            return await super().ask(engine, tokens, seed, sampling)
+        try:
+            await asyncio.sleep(1000)
+        except asyncio.CancelledError:
+            self.cancelled += 1
+            raise
+        raise AssertionError("nobody waits so long")
+
+
+@pytest.mark.parametrize(("raises", "told"), [(True, "the model is too slow"), (False, "the environment cancelled model.answer()")])
+def test_an_engine_answers_no_further_when_the_environment_does_not_wait(
+    make: Make, renderer: Renderer, tmp_path: Path, raises: bool, told: str
+) -> None:
+    (tmp_path / "hasty.py").write_text(GIVES_UP)
+    episodes = make("hasty.py:World", max_attempts=1)
+    episodes._engines = engines = Slow(renderer)  # type: ignore[assignment]
+    (found,) = run(episodes, renderer, [{"raises": raises}])
+    assert told in found.failure and found.rewards == [] and engines.cancelled == 1
+
+
 @pytest.mark.parametrize("fault", ["", "block", "thread"])
 def test_a_killed_parent_leaves_nothing_behind(tmp_path: Path, fault: str) -> None:
     """Not even where a step blocks the process, a thread of the environment hangs, or it has started a program."""
