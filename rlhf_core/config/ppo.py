@@ -73,7 +73,11 @@ class PPO(Optimised, Rewarded, Routed):
     eps_clip_high: Rate | None = Field(None, description="clip of the ratio above 1 (clip-higher, DAPO); default eps_clip")
     dual_clip: float | None = Field(None, gt=1, description="bound of the objective where advantages are negative (Ye et al. 2020)")
     entropy_coef: float = Field(0.0, ge=0, description="coefficient of the entropy bonus")
-    value_clip: Rate = Field(0.2, description="clip of the value change")
+    value_clip: Rate | None = Field(
+        0.2,
+        description="how far the critic's values may move in the loss of an iteration, in standard deviations of its returns (in units of "
+        "reward where all returns are equal); null: as far as they like, for a critic that lags behind",
+    )
     reward_clip: Rate = Field(10.0, description="rewards are clipped to +- this, before KL and penalties")
     reward_at: Literal["last_token", "every_token"] = Field(
         "last_token", description="the reward is given on the answer's last token (end of sequence), or in equal parts on all of its tokens"

@@ -27,7 +27,7 @@ from rlhf_core.objectives.advantages import (
     reinforce_pp,
     token_rewards,
 )
-from rlhf_core.objectives.losses import sampler_metrics
+from rlhf_core.objectives.losses import sampler_metrics, value_clip_range
 from rlhf_core.objectives.masked import whiten
 from rlhf_core.rewards.clients import Rewards
 from rlhf_core.rewards.combine import Running, Term, combine
@@ -40,12 +40,14 @@ SOME = 1_000_000  # tokens that a percentile is of, at most: every k-th
 
 
 class Credited(NamedTuple):
-    """Holds the experience of all rollouts, the indices of those to train on, the running statistics of rewards, and metrics."""
+    """Holds the experience of all rollouts, the indices of those to train on, the running statistics of rewards, metrics, and how far the
+    critic's values may move in the loss (None: as far as they like)."""
 
     experience: list[Experience]
     usable: list[int]
     statistics: dict[str, Running]
     metrics: dict[str, float]
+    value_clip: float | None = None
 
 
 class Divergence(NamedTuple):
@@ -109,6 +111,9 @@ def credit(
         "response/truncated": float(cut.float().mean()),
         "rollout/usable": float(usable.float().mean()),
     }
+    value_clip = None
+    if config.has_critic and config.value_clip is not None:
+        value_clip = value_clip_range(returns, mask & usable[:, None], config.value_clip)
     if config.has_critic:
         metrics["value/explained_variance"] = float(explained_variance(values, returns, mask & usable[:, None]).nan_to_num(0.0))
     none = (None,) * len(rollouts)  # what no loss reads does not travel
@@ -120,7 +125,7 @@ def credit(
         Experience(rollout.document, old, of_sampler, ref, v, a, value)
         for rollout, old, ref, v, of_sampler, a, value in zip(rollouts, *scored, *given, strict=True)
     ]
-    return Credited(experience, usable.nonzero().flatten().tolist(), combined.statistics, metrics)
+    return Credited(experience, usable.nonzero().flatten().tolist(), combined.statistics, metrics, value_clip)
 
 
 def divergence(
