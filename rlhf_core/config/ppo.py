@@ -20,6 +20,11 @@ AGGREGATIONS: dict[str, Aggregation] = {"grpo": "sequence", "dr_grpo": "constant
 GROUP_ESTIMATORS = ("grpo", "dr_grpo", "rloo", "reinforce_pp_baseline")  # they compare the answers to one prompt
 
 
+def pass_sizes(samples: int) -> list[int]:
+    """Returns the k of which pass@k is reported, for so many answers to a prompt: 1, 2, 4, ... and all."""
+    return sorted({1 << power for power in range(samples.bit_length())} | {samples})
+
+
 class PPO(Optimised, Rewarded, Routed):
     """Proximal policy optimisation (Schulman et al. 2017) and its critic-free relatives; each model on its own Ray group, vLLM rollouts."""
 
@@ -143,8 +148,17 @@ class PPO(Optimised, Rewarded, Routed):
     )
     eval_steps: Positive = Field(10, description="iterations between two validations on eval_prompts")
     eval_samples: Positive = Field(1, description="answers to each of eval_prompts")
+    eval_temperature: float | None = Field(
+        None,
+        ge=0,
+        description="temperature of the answers to eval_prompts; default: that of the training, so that what is measured is what is "
+        "trained; set it to that of the model's use (0: greedy, one answer each)",
+    )
+    eval_top_p: float | None = Field(None, gt=0, le=1, description="top_p of the answers to eval_prompts; default: that of the training")
     eval_right: float | None = Field(
-        None, description="an answer of at least this reward is right: the share of right answers and pass@k are reported"
+        None,
+        description="an answer of at least this reward is right: the share of right answers is reported, and pass@k for k = 1, 2, 4, ... "
+        "and eval_samples",
     )
     stop_when: Positive | None = Field(None, description="stop after this many validations in a row without a higher mean reward")
 
@@ -368,10 +382,11 @@ class PPO(Optimised, Rewarded, Routed):
     @check
     def _check_validation(self) -> Iterator[str]:
         if self.eval_prompts is None:
-            fields = ("eval_steps", "eval_samples", "eval_right", "stop_when")
+            fields = ("eval_steps", "eval_samples", "eval_temperature", "eval_top_p", "eval_right", "stop_when")
             if unread := [name for name in fields if getattr(self, name) != type(self).model_fields[name].default]:
                 yield f"eval_prompts are not set, and {', '.join(unread)} are about these: set eval_prompts, or leave {unread[0]} out"
-
+        if self.eval_temperature == 0 and self.eval_samples > 1:
+            yield "eval_temperature=0 gives the same answer every time: set eval_samples to 1, or eval_temperature above 0"
         if self.stop_when is not None and self.export_at:
             yield f"stop_when may end the stage before iteration {max(self.export_at)} of export_at: leave one of them out"
 

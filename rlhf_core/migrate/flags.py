@@ -135,7 +135,6 @@ REASONS: dict[str, str] = {
         ckpt_path disable_ds_ckpt use_ds_universal_ckpt max_ckpt_mem best_metric_key""",
     "write `wandb: {project: ...}` into the recipe for this, with the key in WANDB_API_KEY; TensorBoard files are always written": """
         use_wandb use_tensorboard wandb_org wandb_group wandb_project wandb_run_name""",
-    "answers to eval_prompts have the temperature of the training's": "eval_temperature",
     "models are text models": "image_key max_images_per_prompt freeze_visual_encoder",
     "there is no moving average of the weights": "enable_ema ema_beta",
 }

@@ -76,6 +76,7 @@ class Engines:
         self._serving: list[asyncio.Task[None] | None] = [None] * group.world_size
         self._reserved = [0] * group.world_size
         self.version = 0  # of the weights that engines have
+        self.revivals = 0  # how often engines that had died came back
         self.dead: set[int] = set()
         self.died, self._back = asyncio.Event(), asyncio.Event()
 
@@ -160,6 +161,7 @@ class Engines:
 
     async def revived(self) -> None:
         """Notes that dead engines are back."""
+        self.revivals += 1
         self.dead.clear()
         self.died.clear()
         self._back.set()

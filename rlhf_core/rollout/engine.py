@@ -321,7 +321,8 @@ class Sampler:
         with whole_model(model, self._dtype, self._trust_remote_code) as whole:
             if not any(Path(whole).glob("*.safetensors")):
                 raise ValueError(f"{whole} holds no safetensors file to load into the running engine: name a local checkpoint folder")
-            self.llm.collective_rpc("load_checkpoint", args=(whole, self.tied))
+            with progress.files(Path(whole)):
+                self.llm.collective_rpc("load_checkpoint", args=(whole, self.tied))
         self._loaded(self.version + 1)
 
     def sampled(self) -> tuple[int, int]:

@@ -271,6 +271,17 @@ class Fleet:
         sending = self.actor.call("send weights", Actor.send_weights)
         wait_all([sending, self.sampler.call("receive weights", SamplerRole.receive_weights, version)], self.timeout)
 
+    def load_engines(self, checkpoint: Path) -> None:
+        """Loads a checkpoint of the actor into all engines, in place of the weights that they have."""
+        if self.engines is not None:
+            self.revive()
+        self.sampler.call("load weights", SamplerRole.load, str(checkpoint)).wait(self.timeout)
+
+    @property
+    def revivals(self) -> int:
+        """How often engines that had died came back, with the actor's weights."""
+        return 0 if self.engines is None else self.engines.revivals
+
     def waited(self, work: Future[R]) -> R:
         """Waits for work that asks engines; starts those anew that die meanwhile."""
         while True:
