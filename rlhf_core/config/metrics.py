@@ -334,7 +334,8 @@ DRIFT_MEANS = {
     "kl": "The model is far from the reference: distrust its reward, and look at its answers.",
 }
 ANY = {
-    "response/truncated": "Answers are cut at generate_max_len: raise it, or the policy never learned to stop (a bad SFT).",
+    "response/truncated": "Answers are cut at generate_max_len, or episodes at max_turns: raise it, or the policy never learned to stop "
+    "(a bad SFT).",
     "prompt/truncated": "Prompts are cut at prompt_max_len: raise it.",
     "data": "The data is not what was expected: `alignflow data RECIPE` shows what was dropped or cut and why.",
     "router": "The experts are not evenly used: raise router_aux_coef.",

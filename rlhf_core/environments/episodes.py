@@ -112,7 +112,7 @@ class Episodes:
         try:
             while True:
                 try:
-                    told = early or await clock.wait(mailbox.get())
+                    told = await clock.wait(mailbox.get()) if early is None else early
                     early = None
                 except TimeoutError:
                     if process.held() or process.ended:  # the mailbox will tell whose fault it is

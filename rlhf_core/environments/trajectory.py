@@ -133,6 +133,11 @@ class Trajectory:
         of time (`cut`)."""
         return self._finished and not self._cut
 
+    @property
+    def ended(self) -> bool:
+        """Whether the last answer has its end, also where the conversation was cut after it."""
+        return self._finished
+
     def early(self, rewards: Sequence[float]) -> np.ndarray | None:
         """Returns the rewards (T,) of all answers but the last, each at its answer's last token; None where there are none."""
         if not any(rewards[:-1]):

@@ -30,7 +30,7 @@ from rlhf_core.stages.ppo.roles.actor import Actor
 from rlhf_core.stages.ppo.roles.read_only import ModelRole, Reference, Reward
 from rlhf_core.stages.ppo.roles.trained import Critic, Steps, Trained, Update
 from rlhf_core.stages.ppo.roofline import Machine, floors
-from rlhf_core.stages.ppo.texts import Decode, Lengths, samples
+from rlhf_core.stages.ppo.texts import Decode, Lengths, samples, with_own_ends
 
 R = TypeVar("R")
 LOOK_SECONDS = 1.0  # between two looks for dead engines
@@ -155,8 +155,8 @@ class Fleet:
             end_values = np.zeros(len(rollouts), np.float32) if self.bootstraps else None
             if end_values is not None and cut:
                 end_values[cut] = np.concatenate(scored["end_values"])
-            models = (scored.get(name) for name in ("old_logprobs", "ref_logprobs", "values"))
-            return Scores(*models, known, [stored], end_values)
+            logprobs, ref_logprobs, values = (scored.get(name) for name in ("old_logprobs", "ref_logprobs", "values"))
+            return Scores(logprobs, ref_logprobs, values, known, [stored], end_values)
 
         return wait
 
@@ -168,7 +168,8 @@ class Fleet:
     def _start_reward(self, rollouts: Sequence[Rollout], documents: Any, allowed: int, scoring: Turns) -> Callable[[], Rewards]:
         wanted = self.clients.wanted | ({"responses"} if self.own_tokens else set())
         texts = samples(rollouts, self.decode_all, wanted) if self.clients or self.own_tokens else []
-        given = {title: put_on_nodes(writer.documents(texts)) for title, writer in self.own_tokens.items()}
+        ended = with_own_ends(texts, rollouts) if self.own_tokens else []
+        given = {title: put_on_nodes(writer.documents(ended)) for title, writer in self.own_tokens.items()}
         # All start, then one wait.
         models = {title: scoring.start(group, "score", Reward.scores, given.get(title, documents)) for title, group in self.rewards.items()}
         pending_rewards = self.clients.start(texts, allowed) if self.clients else {}

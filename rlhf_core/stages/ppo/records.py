@@ -18,7 +18,8 @@ from rlhf_core.rewards.clients import Rewards
 
 class Own(NamedTuple):
     """What an environment says of an episode. `reward`: of all answers, nan where every attempt failed (`failure`: how the last one did).
-    `early` (T,): what the answers before the last have of it, each at its last token; None where they have nothing."""
+    `early` (T,): what the answers before the last have of it, each at its last token; None where they have nothing. `ended`: whether the
+    last answer has its end, also where a limit cut the episode after it."""
 
     reward: float
     early: np.ndarray | None
@@ -26,6 +27,7 @@ class Own(NamedTuple):
     turns: int
     attempts: int
     seconds: float
+    ended: bool = True
 
 
 @dataclass(frozen=True)

@@ -147,7 +147,7 @@ def test_a_conversation_that_a_limit_ends_is_not_finished(renderers: dict[str, R
     assert one_turn.finished, "the environment may be done"
     with pytest.raises(Full):
         one_turn.ask(question)
-    assert not one_turn.finished
+    assert not one_turn.finished and one_turn.ended
     short = begun(renderer, limits=LIMITS._replace(tokens=40))
     short.ask([])
     short.take(sampled(renderer, "a"))

@@ -191,6 +191,6 @@ def rollout(prompt: Prompt, answer: Answer) -> Rollout:
 def of_episode(episode: Episode) -> Rollout:
     """Makes a rollout of an episode; one whose attempts all failed has no reward."""
     path, rewards = episode.trajectory, episode.rewards
-    own = Own(sum(rewards) if rewards else math.nan, None, episode.failure, path.turns, episode.attempts, episode.seconds)
+    own = Own(sum(rewards) if rewards else math.nan, None, episode.failure, path.turns, episode.attempts, episode.seconds, path.ended)
     own = own._replace(early=path.early(rewards)) if rewards else own
     return Rollout(path.prompt, path.document, path.logprobs, path.finished, tuple(path.messages), own, path.versions)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,9 +19,10 @@ from rlhf_core.rewards.combine import Term
 from rlhf_core.stages.ppo import fleet
 from rlhf_core.stages.ppo.credit import Credited, credit
 from rlhf_core.stages.ppo.fleet import Fleet
-from rlhf_core.stages.ppo.records import Rollout, Scores
+from rlhf_core.stages.ppo.records import Own, Rollout, Scores, restored, stored
 from rlhf_core.stages.ppo.roles.trained import Critic
 from rlhf_core.stages.ppo.sampling.answers import join_scores
+from rlhf_core.stages.ppo.texts import samples, with_own_ends
 from tests.unit.stages.ppo.test_ppo_tricks import critic, models, plain_engine, ppo  # noqa: F401 - fixtures
 
 TERMS = [Term("model", 1.0, "none", None)]
@@ -68,6 +71,18 @@ def test_cut_answers_are_not_trained_on_but_are_compared_with(estimator: str) ->
         assert np.array_equal(masked.experience[i].advantages, usual.experience[i].advantages)
     if estimator == "dr_grpo":  # returns 1.5, 0.5 and -0.5 of 2, 3 and 2 tokens
         assert masked.metrics["return/mean"] == pytest.approx((2 * 1.5 + 3 * 0.5 - 2 * 0.5) / 7)
+
+
+@pytest.mark.parametrize("ended", [True, False])
+def test_reward_sources_see_that_an_episode_was_cut(ended: bool) -> None:
+    """A model that reads it in tokens of its own gets the end token where the last answer has it; resume states know that, too."""
+    own = Own(1.0, None, "", 2, 1, 0.0, ended)
+    episode = replace(answer(2, False), own=own, messages=({"role": "assistant", "content": "a"},))
+    kept = restored(json.loads(json.dumps(stored(episode))), episode.prompt, None)
+    plain = [answer(2, True), answer(2, False)]
+    texts = samples([kept, *plain], lambda rows, skip: ["a"] * len(rows), {"responses"})
+    assert [text.finished for text in texts] == [False, True, False]
+    assert [text.finished for text in with_own_ends(texts, [kept, *plain])] == [ended, True, False]
 
 
 def test_a_rollout_of_cut_answers_alone_says_what_to_do() -> None:
