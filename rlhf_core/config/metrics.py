@@ -15,7 +15,7 @@ from rlhf_core.config.judging.drift import Drift
 from rlhf_core.config.judging.evaluation import AlignmentTax, ChatJudge, Evaluation, Regression, RuleJudge
 from rlhf_core.config.judging.lm_eval_tasks import task_name
 from rlhf_core.config.loops import Preferences
-from rlhf_core.config.ppo import PPO
+from rlhf_core.config.ppo import PPO, pass_sizes
 from rlhf_core.config.rewards import RewardSources
 from rlhf_core.config.sweep import Select
 
@@ -64,6 +64,8 @@ def reinforced(config: PPO) -> Iterator[str]:
     yield from (f"reward/{name}" for name in ("clipped", "first_fifth", "last_fifth", "rise_standard_error"))
     if config.overlong_buffer:
         yield "reward/overlong"
+    if config.truncated_penalty:
+        yield "reward/truncated"
     if config.has_reference:
         yield from ("kl/mean", "kl/per_answer", "kl/coef")
     yield from ("return/mean", "rollout/usable", "sync/probe_gap", "sync/probe_bound", "tokens", "iterations")
@@ -91,13 +93,14 @@ def reinforced(config: PPO) -> Iterator[str]:
 
 
 def _validated(config: PPO) -> Iterator[str]:
-    """Of the best iteration. `eval/*/...`: of one of several data sources."""
+    """Of the best iteration. `eval/*/...`: of one of several data sources. `selection/...`: what it was chosen by."""
     assert config.eval_prompts is not None
+    yield from (f"selection/reward/{name}" for name in ("mean", "ci_low", "ci_high"))
     yield from ("eval/best_iteration", "eval/response/length", "eval/response/truncated", "phase/validate")
     measured = ("reward", "right") if config.eval_right is not None else ("reward",)
     of_all = [f"{what}/{name}" for what in measured for name in ("mean", "ci_low", "ci_high")]
-    if config.eval_right is not None and config.eval_samples > 1:
-        of_all.append(f"pass@{config.eval_samples}")
+    if config.eval_right is not None:
+        of_all += [f"pass@{k}" for k in pass_sizes(config.eval_samples)]
     yield from (f"eval/{name}" for name in of_all)
     if len(config.eval_prompts.sources) > 1:
         yield from (f"eval/*/{name}" for name in of_all)
@@ -260,6 +263,8 @@ PPO_MEANS = {
     "optimise), a very high one with short or odd answers means it exploits the reward model.",
     "eval": "Answers to prompts that are not trained on are bad, though the training's may be good: PPO exploits its reward, or learned "
     "its prompts by heart.",
+    "selection": "The validation that the checkpoint was chosen by is the largest of all, so it is too good: a gate on eval/reward is "
+    "about answers that were not chosen.",
     "kl": "PPO left its reference far behind: lower actor_learning_rate or raise init_kl_coef, and distrust its reward.",
     "policy/clip_share": "PPO's steps are too large: many tokens are clipped; lower actor_learning_rate or max_epochs.",
     "policy/ratio": "PPO's steps are too large: the policy moves far within one rollout; lower actor_learning_rate.",
@@ -330,7 +335,8 @@ DRIFT_MEANS = {
     "kl": "The model is far from the reference: distrust its reward, and look at its answers.",
 }
 ANY = {
-    "response/truncated": "Answers are cut at generate_max_len: raise it, or the policy never learned to stop (a bad SFT).",
+    "response/truncated": "Answers are cut at generate_max_len, or episodes at max_turns: raise it, or the policy never learned to stop "
+    "(a bad SFT).",
     "prompt/truncated": "Prompts are cut at prompt_max_len: raise it.",
     "data": "The data is not what was expected: `alignflow data RECIPE` shows what was dropped or cut and why.",
     "router": "The experts are not evenly used: raise router_aux_coef.",

@@ -20,6 +20,11 @@ AGGREGATIONS: dict[str, Aggregation] = {"grpo": "sequence", "dr_grpo": "constant
 GROUP_ESTIMATORS = ("grpo", "dr_grpo", "rloo", "reinforce_pp_baseline")  # they compare the answers to one prompt
 
 
+def pass_sizes(samples: int) -> list[int]:
+    """Returns the k of which pass@k is reported, for so many answers to a prompt: 1, 2, 4, ... and all."""
+    return sorted({1 << power for power in range(samples.bit_length())} | {samples})
+
+
 class PPO(Optimised, Rewarded, Routed):
     """Proximal policy optimisation (Schulman et al. 2017) and its critic-free relatives; each model on its own Ray group, vLLM rollouts."""
 
@@ -82,14 +87,37 @@ class PPO(Optimised, Rewarded, Routed):
     eps_clip_high: Rate | None = Field(None, description="clip of the ratio above 1 (clip-higher, DAPO); default eps_clip")
     dual_clip: float | None = Field(None, gt=1, description="bound of the objective where advantages are negative (Ye et al. 2020)")
     entropy_coef: float = Field(0.0, ge=0, description="coefficient of the entropy bonus")
-    value_clip: Rate = Field(0.2, description="clip of the value change")
+    value_clip: Rate | None = Field(
+        0.2,
+        description="how far the critic's values may move in the loss of an iteration, in standard deviations of its returns (in units of "
+        "reward where all returns are equal); null: as far as they like, for a critic that lags behind",
+    )
     reward_clip: Rate = Field(10.0, description="rewards are clipped to +- this, before KL and penalties")
     reward_at: Literal["last_token", "every_token"] = Field(
         "last_token", description="the reward is given on the answer's last token (end of sequence), or in equal parts on all of its tokens"
     )
     normalize_reward: bool = Field(False, description="standardise each reward model's scores with the mean and std stored with it")
     overlong_buffer: int = Field(0, ge=0, description="last tokens below generate_max_len with a growing penalty (DAPO, eq. 13); 0: none")
-    overlong_penalty: Rate = Field(1.0, description="penalty of an answer of generate_max_len tokens")
+    overlong_penalty: Rate = Field(
+        1.0,
+        description="penalty of an answer of generate_max_len tokens, of an episode with what tools and users say after the prompt",
+    )
+    truncated_penalty: float = Field(
+        0.0,
+        ge=0,
+        description="is subtracted from the reward of an answer or episode that a limit of tokens, turns or time cut "
+        "(missing_eos_penalty in TRL); use it where cut answers score too well, or never learn to end",
+    )
+    mask_truncated: bool = Field(
+        False,
+        description="answers and episodes that a limit cut are not trained on, though their rewards count in the baselines of "
+        "the others (overlong filtering, DAPO, section 3.4); use it where a cut answer may be right so far, as long reasoning is",
+    )
+    bootstrap_truncated: bool = Field(
+        False,
+        description="gae: an answer that generate_max_len cut gets gamma times the critic's value of the whole text in place of its "
+        "reward (Pardo et al. 2018, time limits); use it where the limit is a matter of cost and no part of the task",
+    )
     dynamic_filtering: bool = Field(False, description="groups whose answers all have one reward are replaced by others (DAPO)")
     max_filter_rounds: Positive = Field(10, description="rounds of sampling to fill an iteration; what is there then is trained on")
     filter_min_spread: float = Field(1e-6, ge=0, description="a group has no signal when its rewards differ by no more than this")
@@ -133,8 +161,17 @@ class PPO(Optimised, Rewarded, Routed):
     )
     eval_steps: Positive = Field(10, description="iterations between two validations on eval_prompts")
     eval_samples: Positive = Field(1, description="answers to each of eval_prompts")
+    eval_temperature: float | None = Field(
+        None,
+        ge=0,
+        description="temperature of the answers to eval_prompts; default: that of the training, so that what is measured is what is "
+        "trained; set it to that of the model's use (0: greedy, one answer each)",
+    )
+    eval_top_p: float | None = Field(None, gt=0, le=1, description="top_p of the answers to eval_prompts; default: that of the training")
     eval_right: float | None = Field(
-        None, description="an answer of at least this reward is right: the share of right answers and pass@k are reported"
+        None,
+        description="an answer of at least this reward is right: the share of right answers is reported, and pass@k for k = 1, 2, 4, ... "
+        "and eval_samples",
     )
     stop_when: Positive | None = Field(None, description="stop after this many validations in a row without a higher mean reward")
 
@@ -318,10 +355,25 @@ class PPO(Optimised, Rewarded, Routed):
             )
         if self.overlong_buffer >= self.generate_max_len:
             yield f"overlong_buffer={self.overlong_buffer} must be below generate_max_len={self.generate_max_len}"
+        yield from self._bootstrap_mistakes()
         if self.policy_loss == "cispo" and (self.dual_clip is not None or self.ratio == "sequence"):
             yield "cispo weighs each token's log-prob: leave out dual_clip and ratio, or set policy_loss to clip"
         if not 0 < self.sampler_is_clamp[0] <= 1 <= self.sampler_is_clamp[1]:
             yield f"sampler_is_clamp={list(self.sampler_is_clamp)} must be two numbers around 1, such as [0.5, 5]"
+
+    def _bootstrap_mistakes(self) -> Iterator[str]:
+        if not self.bootstrap_truncated:
+            return
+        if not self.has_critic:
+            estimator = self.advantage_estimator
+            yield f"bootstrap_truncated needs a critic, and {estimator} has none: leave it out, or set mask_truncated"
+        if self.mask_truncated:
+            yield "bootstrap_truncated and mask_truncated are two ways to treat answers that a limit cut: set one of them"
+        if self.environment is not None:
+            yield (
+                "bootstrap_truncated needs the value of what comes next, which an episode that is cut between two answers does not "
+                "have: leave it out, or set mask_truncated"
+            )
 
     @model_validator(mode="before")
     @classmethod
@@ -352,10 +404,11 @@ class PPO(Optimised, Rewarded, Routed):
     @check
     def _check_validation(self) -> Iterator[str]:
         if self.eval_prompts is None:
-            fields = ("eval_steps", "eval_samples", "eval_right", "stop_when")
+            fields = ("eval_steps", "eval_samples", "eval_temperature", "eval_top_p", "eval_right", "stop_when")
             if unread := [name for name in fields if getattr(self, name) != type(self).model_fields[name].default]:
                 yield f"eval_prompts are not set, and {', '.join(unread)} are about these: set eval_prompts, or leave {unread[0]} out"
-
+        if self.eval_temperature == 0 and self.eval_samples > 1:
+            yield "eval_temperature=0 gives the same answer every time: set eval_samples to 1, or eval_temperature above 0"
         if self.stop_when is not None and self.export_at:
             yield f"stop_when may end the stage before iteration {max(self.export_at)} of export_at: leave one of them out"
 

@@ -26,6 +26,7 @@ from rlhf_core.rollout.dispatch import Background, Engines
 from rlhf_core.rollout.engine import Sampling
 
 R = TypeVar("R")
+Mail = dict[str, Any] | Failed  # a line of the environment's process, or its end
 DEATHS = 10  # of processes, by episodes that are not known to be guilty, before an attempt of such an episode counts as failed
 
 
@@ -94,25 +95,30 @@ class Episodes:
                 deaths += not failed.guilty
                 attempt += failed.guilty or deaths > DEATHS
                 if attempt >= self._config.max_attempts:
+                    if failed.late:
+                        trajectory.cut()
                     return Episode(trajectory, [], str(failed), attempt, clock.spent)
 
     async def _attempt(self, number: int, asked: Asked, seed: int, trajectory: Trajectory, sampling: Sampling, clock: Clock) -> list[float]:
-        """Runs one attempt; returns the reward of each answer. Raises Failed."""
+        """Runs one attempt; returns the reward of each answer. Raises Failed. The engine answers no further when the environment does not
+        wait for it."""
         which = number % len(self._processes)
         process = await self._process(which)
         engine, turn, done = self._engines.reserve(), 0, False
+        early: Mail | None = None  # a line that came while the engine answered
         mailbox = process.episodes[number] = asyncio.Queue()
         task = {**asked.prompt.row, "messages": list(asked.prompt.messages)}
         process.send(start=number, task=task, messages=list(asked.prompt.messages), seed=asked.shared)
         try:
             while True:
                 try:
-                    told = await clock.wait(mailbox.get())
+                    told = await clock.wait(mailbox.get()) if early is None else early
+                    early = None
                 except TimeoutError:
                     if process.held() or process.ended:  # the mailbox will tell whose fault it is
                         clock.extend(2 * LOOK_SECONDS)
                         continue
-                    raise Failed(f"took more than {self._config.timeout:g} s (timeout)") from None
+                    raise Failed(f"took more than {self._config.timeout:g} s (timeout)", late=True) from None
                 if isinstance(told, Failed):
                     done = True
                     raise told
@@ -133,7 +139,12 @@ class Episodes:
                 except (ValueError, TypeError) as error:  # the environment's messages do not fit the template
                     raise Failed(str(error)) from error
                 seed_of_turn = seed if not turn else random.Random(f"{seed}-turn-{turn}").getrandbits(48)
-                answer = await self._engines.ask(engine, tokens, seed_of_turn, sampling._replace(n=1, max_new_tokens=room))
+                how = sampling._replace(n=1, max_new_tokens=room)
+                answer, early = await first_of(self._engines.ask(engine, tokens, seed_of_turn, how), mailbox)
+                if answer is None and isinstance(early, dict) and "rewards" in early:
+                    raise Failed("the episode ended while the model answered: the environment cancelled model.answer()")
+                if answer is None:
+                    continue
                 seen, message = trajectory.take(answer)
                 turn += 1
                 process.send(answer=number, **asdict(seen), message=message)
@@ -165,6 +176,19 @@ class Episodes:
 
         if not self._background.closed:
             self._background.run(end())
+
+
+async def first_of(work: Coroutine[Any, Any, R], mailbox: asyncio.Queue[Mail]) -> tuple[R | None, Mail | None]:
+    """Waits for work or a line in the mailbox. Returns the result of the work, None where the line came before it, which cancels the work;
+    and the line, None where there is none."""
+    working, hearing = asyncio.create_task(work), asyncio.create_task(mailbox.get())
+    try:
+        await asyncio.wait((working, hearing), return_when=asyncio.FIRST_COMPLETED)
+        result = working.result() if working.done() else None
+        return result, hearing.result() if hearing.done() else None
+    finally:
+        working.cancel()
+        hearing.cancel()
 
 
 class Clock:

@@ -20,11 +20,11 @@ START_SECONDS = 120.0
 
 
 class Failed(Exception):
-    """Says why an attempt at an episode failed. `guilty`: by what the episode itself did, as far as is known."""
+    """Says why an attempt at an episode failed. `guilty`: by what the episode itself did, as far as is known; `late`: its time was over."""
 
-    def __init__(self, reason: str, guilty: bool = True):
+    def __init__(self, reason: str, guilty: bool = True, late: bool = False):
         super().__init__(reason)
-        self.guilty = guilty
+        self.guilty, self.late = guilty, late
 
 
 class Process:
@@ -101,7 +101,8 @@ class Process:
         what = f"kept its process busy for {self._seconds:g} s" if self._blocked else "ended its process"
         for episode, mailbox in self.episodes.items():
             own = episode == guilty
-            mailbox.put_nowait(Failed(what if own else "another episode ended its process", own or guilty < 0))
+            reason = what if own else "another episode ended its process"
+            mailbox.put_nowait(Failed(reason, own or guilty < 0, late=own and self._blocked))
 
     def held(self) -> bool:
         """Returns whether one step has kept the process for some time, so that no episode gets on; `_look` ends that."""

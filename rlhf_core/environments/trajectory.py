@@ -40,27 +40,34 @@ class Trajectory:
         self._renderer, self._limits, self._tools, self._calls = renderer, limits, tools, calls
         self._tokens, self._mask, self._logprobs = list[int](), list[bool](), list[float]()
         self._ends = list[int]()  # index of the last token of each answer
-        self._finished = True
+        self._finished = True  # the last answer has its end
+        self._cut = False  # a limit ended the conversation after the last answer
         self._versions, self._called = list[tuple[int, int]](), 0
         self._experts: np.ndarray | None = None
 
     def ask(self, new: Sequence[Message]) -> tuple[list[int], int]:
         """Adds messages. Returns all tokens, and how many the next answer may have. Raises Full, or ValueError for messages that the
-        template refuses; nothing is added then."""
+        template refuses; nothing is added then. After Full the conversation is not `finished`, unless another answer follows."""
         if not self._ends:
             self._open(new)
             return self._tokens, self._room(0)
         if len(self._ends) >= self._limits.turns:
+            self.cut()
             raise Full(f"the conversation has its {self._limits.turns} answers (max_turns)")
         added = self._renderer.follow(self.messages, new, self._finished, self._tools)
         room = self._room(len(self._tokens) - len(self.prompt.tokens) + len(added))
         if room < 1:
+            self.cut()
             raise Full(f"the conversation has its {self._limits.tokens} tokens (generate_max_len)")
         self._tokens += added
         self._mask += [False] * len(added)
         self._logprobs += [0.0] * len(added)
         self.messages += new
         return self._tokens, room
+
+    def cut(self) -> None:
+        """Notes that a limit ended the conversation: it is not `finished`."""
+        self._cut = True
 
     def _open(self, new: Sequence[Message]) -> None:
         if new or self._tools:
@@ -82,6 +89,7 @@ class Trajectory:
         self._logprobs += list(answer.logprobs) or [0.0] * len(answer.tokens)
         self._ends.append(len(self._tokens) - 1)
         self._finished, self._experts = answer.finished, answer.experts
+        self._cut = False
         text, calls = self._renderer.decoded(answer.tokens, True), list[Call]()
         if self._calls:  # which special tokens may begin
             before, calls = self._calls.read(self._renderer.decoded(answer.tokens[: len(answer.tokens) - answer.finished], False))
@@ -121,6 +129,13 @@ class Trajectory:
 
     @property
     def finished(self) -> bool:
+        """False when a limit ended the conversation: of tokens or turns, before the environment was done or within the last answer, or
+        of time (`cut`)."""
+        return self._finished and not self._cut
+
+    @property
+    def ended(self) -> bool:
+        """Whether the last answer has its end, also where the conversation was cut after it."""
         return self._finished
 
     def early(self, rewards: Sequence[float]) -> np.ndarray | None:

@@ -85,7 +85,7 @@ SAME_NAME: dict[Callable[[Words], Any], str] = {  # flags that have the name of 
     count: "max_len train_batch_size micro_train_batch_size max_epochs logging_steps rollout_batch_size micro_rollout_batch_size "
     "n_samples_per_prompt num_episodes prompt_max_len generate_max_len kl_horizon",
     number: "learning_rate max_norm beta label_smoothing temperature actor_learning_rate critic_learning_rate init_kl_coef kl_target "
-    "gamma lambd eps_clip dual_clip value_clip",
+    "gamma lambd eps_clip dual_clip",
     fraction: "min_lr_ratio",
     off_or_number: "save_steps freezing_actor_steps",
     zero_stage: "zero_stage",
@@ -107,6 +107,7 @@ FIELDS: dict[str, Field] = {
     "policy_loss_type": Field("ratio", one_of(ppo="token", gspo="sequence")),
     "kl_estimator": Field("kl_estimator", one_of(k1="k1", k2="k2", k3="k3")),
     "entropy_loss_coef": Field("entropy_coef", number),
+    "value_clip": Field("value_clip", number, "in standard deviations of the returns, instead of units of the reward"),
     "normalize_reward": Field("normalize_reward", true, "with the mean and standard deviation kept with the reward model"),
     "overlong_buffer_len": Field("overlong_buffer", whole),
     "overlong_penalty_factor": Field("overlong_penalty", number),
@@ -134,7 +135,6 @@ REASONS: dict[str, str] = {
         ckpt_path disable_ds_ckpt use_ds_universal_ckpt max_ckpt_mem best_metric_key""",
     "write `wandb: {project: ...}` into the recipe for this, with the key in WANDB_API_KEY; TensorBoard files are always written": """
         use_wandb use_tensorboard wandb_org wandb_group wandb_project wandb_run_name""",
-    "answers to eval_prompts have the temperature of the training's": "eval_temperature",
     "models are text models": "image_key max_images_per_prompt freeze_visual_encoder",
     "there is no moving average of the weights": "enable_ema ema_beta",
 }

@@ -268,12 +268,17 @@ def _held_out(draft: Draft, columns: dict[str, str], template: str) -> None:
 
 
 def _validation(draft: Draft) -> None:
-    """Translates how often prompts are answered while PPO trains, and how many answers each gets."""
+    """Translates how often prompts are answered while PPO trains, how many answers each gets, and how they are sampled."""
+    temperature = draft.take("eval_temperature")
+    if "eval_prompts" not in draft.fields:
+        draft.note("dropped", temperature, "there are no eval_prompts")
+    elif (value := draft.read(temperature, number, "it is that of the training")) is not None:
+        draft.translate(temperature, "eval_temperature", value)
     for flag, name, how in (("eval_steps", "eval_steps", "iterations"), ("eval_n_samples_per_prompt", "eval_samples", "")):
         given = draft.take(flag)
         if "eval_prompts" not in draft.fields:
             draft.note("dropped", given, "there are no eval_prompts")
-        elif value := draft.read(given, off_or_number, f"{name} keeps its default"):
-            draft.translate(given, name, value, how)
-        elif value == 0:
+        elif count_of := draft.read(given, off_or_number, f"{name} keeps its default"):
+            draft.translate(given, name, count_of, how)
+        elif count_of == 0:
             draft.note("approximated", given, f"{name} keeps its default: remove eval_prompts to validate nothing")

@@ -82,11 +82,12 @@ class Credit(NamedTuple):
     returns: Tensor
 
 
-def gae(rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lambd: float) -> Credit:
+def gae(rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lambd: float, after: Tensor | None = None) -> Credit:
     """Computes generalised advantage estimation (Schulman et al. 2016, eq. 16), all (..., T); `values[t] = V(tokens[<t])`.
 
     `A_t = delta_t + gamma lambd A_next`, `delta_t = r_t + gamma V_next - V_t`, where next is the next response token and both
-    are 0 after the last one. Returns are `A + V`, before whitening.
+    are 0 after the last one. Returns are `A + V`, before whitening. `after` (...): V after the last response token, in place of 0
+    (Pardo et al. 2018, "Time limits in reinforcement learning", eq. 6: an answer that a limit cut).
     """
     rows, places = np.nonzero(mask.reshape(-1, mask.shape[-1]).numpy())
     counts = np.bincount(rows, minlength=1)
@@ -94,6 +95,9 @@ def gae(rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lambd: floa
     # (response tokens, rows): one row after the other in memory for each token.
     reward, value, advantage = (np.zeros((counts.max() + 1, len(counts)), values.numpy().dtype) for _ in range(3))
     reward[nth, rows], value[nth, rows] = (x.reshape(-1, x.shape[-1]).numpy()[rows, places] for x in (rewards, values))
+    if after is not None:
+        last = np.maximum(counts - 1, 0), np.arange(len(counts))
+        reward[last] += gamma * after.numpy().reshape(-1)[: len(counts)]
     delta = reward[:-1] + gamma * value[1:] - value[:-1]
     for t in reversed(range(len(delta))):
         advantage[t] = delta[t] + gamma * lambd * advantage[t + 1]

@@ -79,6 +79,7 @@ def reward_loss(chosen_scores: Tensor, rejected_scores: Tensor, margin: Tensor |
     )
 
 
+NO_SPREAD = 1e-6  # a standard deviation below this share of the largest number is rounding, in fp32
 MEAN_LOGPROBS = ("ipo", "simpo", "orpo")  # these losses average log-probs over an answer's tokens, the others sum them
 
 
@@ -290,13 +291,30 @@ def entropy_loss(entropy: Tensor, mask: Tensor, denominator: float, weights: Ten
     return Loss(-mean, {"policy/entropy": mean.detach()})
 
 
-def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, mask: Tensor, clip: float, denominator: float) -> Loss:
-    """Computes `0.5 max((V - R)^2, (clip(V, V_old - clip, V_old + clip) - R)^2)`, all (B, T), as OpenAI's PPO2.
+def value_clip_range(returns: Tensor, mask: Tensor, clip: float) -> float:
+    """Returns `clip` times the standard deviation of the returns under the mask, (B, T) each: the range of `value_loss`.
+
+    Pass the whole rollout of all ranks: the deviation of one rank or one micro-batch differs. Returns `clip` itself where the returns have
+    no spread beyond rounding.
+    """
+    known = returns[mask].double()
+    if not known.numel():
+        return clip
+    std = float(known.std(correction=0))
+    has_spread = std > NO_SPREAD * float(known.abs().max())
+    return clip * std if has_spread else clip
+
+
+def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, mask: Tensor, clip: float | None, denominator: float) -> Loss:
+    """Computes `0.5 max((V - R)^2, (clip(V, V_old - clip, V_old + clip) - R)^2)`, all (B, T), as OpenAI's PPO2; without a clip
+    `0.5 (V - R)^2`.
 
     Denominator: response tokens. clip_share: tokens whose clipped error is the larger one, so that they have no gradient.
     """
     values, old_values, returns = (torch.where(mask, x, 0) for x in (values, old_values, returns))
     error = (values - returns).square()
-    clipped_error = (old_values + (values - old_values).clamp(-clip, clip) - returns).square()
+    clipped_error = error
+    if clip is not None:
+        clipped_error = (old_values + (values - old_values).clamp(-clip, clip) - returns).square()
     terms = {"value/loss": 0.5 * torch.maximum(error, clipped_error), "value/clip_share": clipped_error > error}
     return _loss(terms, denominator)

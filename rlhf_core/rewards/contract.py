@@ -1,7 +1,8 @@
 """Defines requests to a reward source and their replies: one contract for functions and servers. Torch-free.
 
 A request has lists of equal length, one entry for each answer: `prompts` (chat messages), `responses` (text), `rows` (all columns of the
-prompt's row), `finished` (False: cut at the length limit), `query` (prompt and answer as one text, template included).
+prompt's row), `finished` (False: a limit of tokens, of an episode also of turns, cut it), `query` (prompt and answer as one text,
+template included).
 The reply has one finite number for each answer, `{"rewards": [...]}` from a server. In place of a number an entry may list the steps of
 an answer, `[[end, reward], ...]`: the characters of the response up to the step's end, and the step's reward; their sum is the answer's,
 0 without a step. An entry that is null, nan, infinite or nothing of these is a failed reward, and so is every entry of a reply that

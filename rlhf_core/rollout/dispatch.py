@@ -71,10 +71,12 @@ class Engines:
         self._group, self._timeout = group, timeout
         self._keys = itertools.count()
         self._new: list[list[Request]] = [[] for _ in range(group.world_size)]
+        self._gone: list[list[int]] = [[] for _ in range(group.world_size)]  # requests that nobody waits for any more
         self._asked: list[dict[int, asyncio.Future[Answer]]] = [{} for _ in range(group.world_size)]
         self._serving: list[asyncio.Task[None] | None] = [None] * group.world_size
         self._reserved = [0] * group.world_size
         self.version = 0  # of the weights that engines have
+        self.revivals = 0  # how often engines that had died came back
         self.dead: set[int] = set()
         self.died, self._back = asyncio.Event(), asyncio.Event()
 
@@ -93,7 +95,7 @@ class Engines:
 
     async def ask(self, engine: int, tokens: Sequence[int], seed: int, sampling: Sampling) -> Answer:
         """Asks an engine for one answer; where it dies, another one, or itself once it is back (`revived`). Raises RoleFailed when an
-        engine fails otherwise, or makes no progress."""
+        engine fails otherwise, or makes no progress. The engine aborts the request when this is cancelled."""
         while True:
             try:
                 return await self._ask(engine, tokens, seed, sampling)
@@ -111,18 +113,33 @@ class Engines:
         serving = self._serving[engine]
         if serving is None or serving.done():
             self._serving[engine] = asyncio.create_task(self._serve(engine))
-        return await future
+        try:
+            return await future
+        except asyncio.CancelledError:
+            self._give_up(engine, key)
+            raise
+
+    def _give_up(self, engine: int, key: int) -> None:
+        """Takes a request back: it is not sent, or aborted by the engine's next call."""
+        if self._asked[engine].pop(key, None) is None:
+            return  # it was answered, or the engine died
+        waiting = [request for request in self._new[engine] if request.key != key]
+        if len(waiting) == len(self._new[engine]):
+            self._gone[engine].append(key)
+        self._new[engine] = waiting
 
     async def _serve(self, engine: int) -> None:
         """Calls the engine as long as it has requests."""
         asked, calls = self._asked[engine], deque[Pending[list[tuple[int, Answer]]]]()
         try:
-            while asked or calls:
-                while asked and len(calls) < CALLS:
+            while asked or self._gone[engine] or calls:
+                while (asked or self._gone[engine]) and len(calls) < CALLS:
                     new, self._new[engine] = self._new[engine], []
-                    calls.append(self._group.call_rank(engine, "generate", SamplerRole.advance, new, SLICE_SECONDS))
+                    gone, self._gone[engine] = self._gone[engine], []
+                    calls.append(self._group.call_rank(engine, "generate", SamplerRole.advance, new, SLICE_SECONDS, gone))
                 for key, answer in (await self._wait(calls.popleft()))[0]:
-                    if not (future := asked.pop(key)).done():  # else who asked is gone
+                    future = asked.pop(key, None)
+                    if future is not None and not future.done():  # else who asked is gone
                         future.set_result(answer)
                 await asyncio.sleep(0)  # those who got an answer may ask again
         except Exception as error:
@@ -130,6 +147,7 @@ class Engines:
                 print(f"engine {engine} died; its {len(asked)} requests are asked again: {error}", flush=True)
                 await self.lost(engine)
             self._new[engine].clear()
+            self._gone[engine].clear()
             for future in asked.values():
                 if not future.done():
                     future.set_exception(error)
@@ -143,6 +161,7 @@ class Engines:
 
     async def revived(self) -> None:
         """Notes that dead engines are back."""
+        self.revivals += 1
         self.dead.clear()
         self.died.clear()
         self._back.set()

@@ -245,10 +245,11 @@ class Sampler:
                 self._finished.append((int(output.request_id.removeprefix(ASKED)), replace(_answer(output), versions=begun.versions)))
         return others
 
-    def advance(self, requests: Sequence[Request], seconds: float) -> list[tuple[int, Answer]]:
-        """Adds requests, and works on all that are there for `seconds`, or until none is left. Returns the answers that were finished, with
-        the keys of their requests; the others go on in the next call."""
+    def advance(self, requests: Sequence[Request], seconds: float, gone: Sequence[int] = ()) -> list[tuple[int, Answer]]:
+        """Adds requests, aborts those with the keys `gone`, and works on all that are there for `seconds`, or until none is left. Returns
+        the answers that were finished, with the keys of their requests; the others go on in the next call."""
         engine, until = self.llm.llm_engine, time.monotonic() + seconds
+        self._abort(gone)
         for request in requests:
             own = self._add(key := f"{ASKED}{request.key}", request.tokens, self._parameters(request.seed, request.sampling))
             self._begun[key] = Begun(own, [(0, self.version)])
@@ -257,6 +258,14 @@ class Sampler:
                 self._step()
         finished, self._finished = self._finished, []
         return finished
+
+    def _abort(self, keys: Sequence[int]) -> None:
+        """Makes the engine forget requests of `advance`, and free what they hold; those that are finished are left alone."""
+        begun = [found for key in keys if (found := self._begun.pop(f"{ASKED}{key}", None)) is not None]
+        if begun:
+            self.llm.llm_engine.abort_request([f"{ASKED}{key}" for key in keys])
+        for request in begun:
+            self._sampled.forget(request.own)
 
     def _params(self, seeds: Sequence[int], sampling: Sampling) -> list[Any]:
         """Returns vLLM's parameters of each answer; with `seed_whole` seeds the engine itself."""
@@ -312,7 +321,8 @@ class Sampler:
         with whole_model(model, self._dtype, self._trust_remote_code) as whole:
             if not any(Path(whole).glob("*.safetensors")):
                 raise ValueError(f"{whole} holds no safetensors file to load into the running engine: name a local checkpoint folder")
-            self.llm.collective_rpc("load_checkpoint", args=(whole, self.tied))
+            with progress.files(Path(whole)):
+                self.llm.collective_rpc("load_checkpoint", args=(whole, self.tied))
         self._loaded(self.version + 1)
 
     def sampled(self) -> tuple[int, int]:

@@ -39,9 +39,9 @@ class SamplerRole(Sampler):
         with uncollected():
             return list(self.stream_share(prompts, seeds, sampling))
 
-    def advance(self, requests: Sequence[Request], seconds: float) -> list[tuple[int, Answer]]:
+    def advance(self, requests: Sequence[Request], seconds: float, gone: Sequence[int] = ()) -> list[tuple[int, Answer]]:
         own = [request._replace(sampling=request.sampling._replace(seed_whole=self._seed_whole)) for request in requests]
-        return super().advance(own, seconds)
+        return super().advance(own, seconds, gone)
 
     def stream_share(
         self, prompts: Sequence[Sequence[int]], seeds: Sequence[int], sampling: Sampling

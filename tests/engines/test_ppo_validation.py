@@ -58,7 +58,7 @@ def test_it_stops_and_the_best_iteration_comes_out(run: Path) -> None:
     lines, result = read_metrics(run), RunDir(run).result()
     assert result is not None and len(lines) < STEPS, "over-optimisation was not stopped"
     best = int(result.metrics["eval/best_iteration"])
-    rewards = {line["step"]: line["eval/reward/mean"] for line in lines} | {best: result.metrics["eval/reward/mean"]}
+    rewards = {line["step"]: line["eval/reward/mean"] for line in lines} | {best: result.metrics["selection/reward/mean"]}
     assert max(rewards.values()) == rewards[best] and 0 < best == len(lines) - 3
     assert all(later < rewards[best] for step, later in rewards.items() if step > best)
     assert lines[-1]["reward/mean"] > lines[0]["reward/mean"], "the training's own reward does not tell"
@@ -80,6 +80,23 @@ def test_the_checkpoint_answers_as_the_best_iteration_did(run: Path) -> None:
         for step in (int(result.metrics["eval/best_iteration"]), len(read_metrics(run)))
     )
     assert said == best != last
+
+
+def test_the_result_is_of_the_best_weights_answers_with_other_seeds(run: Path) -> None:
+    """The engines had the weights of the last iteration, and loaded the best."""
+    config, result = RunDir(run).request().config, RunDir(run).result()
+    assert isinstance(config, PPO) and result is not None
+    renderer = Renderer(load_tokenizer(str(run / "checkpoint")), "chat")
+    asked = load_validation(config, renderer, [], [], renderer.stop_token_ids, seed=7)
+    assert asked is not None
+    sampler = Sampler(str(run / "checkpoint"), seed=0, max_model_len=config.longest, vllm=config.vllm)
+    groups = sampler.generate([prompt.tokens for prompt in asked.prompts], asked.fresh_seeds, asked.sampling)
+    sampler.close()
+    said = [renderer.tokenizer.decode(answer.tokens, skip_special_tokens=True) for group in groups for answer in group]
+    rows = [json.loads(line) for line in (run / "validation" / "checkpoint.jsonl").read_text().splitlines()]
+    assert [row["response"] for row in rows] == said
+    mean = sum(next(iter(row["rewards"].values())) for row in rows) / len(rows)
+    assert result.metrics["eval/reward/mean"] == pytest.approx(mean) != result.metrics["selection/reward/mean"]
 
 
 def test_without_a_kl_no_reference_is_loaded(run: Path) -> None:

@@ -89,3 +89,21 @@ def test_requests_that_come_while_others_run(sampler: Sampler) -> None:
         asked = asked[:2]
     assert [list(found[number].tokens) for number in range(4)] == [list(answer.tokens) for answer in alone]
     assert scheduler(sampler).quick_steps > before
+
+
+def test_what_nobody_waits_for_is_aborted(sampler: Sampler) -> None:
+    """While it runs, and in the call that brings it; the others are answered as without it, and nothing of it is left."""
+    how = Sampling(1, 1.0, 40, [])
+    alone = [sampler.generate([prompt], [number], how)[0][0] for number, prompt in enumerate(prompts(4))]
+    asked = [Request(number, prompt, number, how) for number, prompt in enumerate(prompts(4))]
+    came = dict(sampler.advance(asked[:3], 0.02))
+    assert not came and len(scheduler(sampler).requests) == 3
+    came |= dict(sampler.advance(asked[3:], 0.0, [0, 2, 17]))
+    assert len(scheduler(sampler).requests) == 2, "an unknown key is none of them"
+    while len(came) < 2:
+        came |= dict(sampler.advance([], 0.05))
+    assert {number: list(answer.tokens) for number, answer in came.items()} == {i: list(alone[i].tokens) for i in (1, 3)}
+    assert dict(sampler.advance([], 0.05, [1, 3])) == {}, "they are finished"
+    assert not scheduler(sampler).requests and not sampler._begun and not sampler._sampled.begun
+    blocks = scheduler(sampler).kv_cache_manager.block_pool
+    assert blocks.get_num_free_blocks() == 13, "all but the one that vLLM keeps"

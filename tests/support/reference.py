@@ -78,11 +78,12 @@ def token_rewards(kls: Row, coef: float, score: float, mask: Mask) -> Row:
     return rewards
 
 
-def gae(rewards: Row, values: Row, mask: Mask, gamma: float, lambd: float) -> tuple[Row, Row]:
-    """The sum the recursion stands for: A_i = sum_l (gamma lambda)^l delta_{i+l} over response tokens i, i+1, ..."""
+def gae(rewards: Row, values: Row, mask: Mask, gamma: float, lambd: float, after: float = 0.0) -> tuple[Row, Row]:
+    """The sum the recursion stands for: A_i = sum_l (gamma lambda)^l delta_{i+l} over response tokens i, i+1, ...; `after`: the value
+    after the last one."""
     response = [t for t in range(len(mask)) if mask[t]]
     r = [rewards[t] for t in response]
-    v = [values[t] for t in response] + [0.0]
+    v = [values[t] for t in response] + [after]
     delta = [r[i] + gamma * v[i + 1] - v[i] for i in range(len(r))]
     advantages, returns = [0.0] * len(mask), [0.0] * len(mask)
     for i, t in enumerate(response):

@@ -65,6 +65,13 @@ class Sampled:
     tokens = 0
     steps = 0
 
+    def __init__(self) -> None:
+        self.begun = dict[str, tuple[Any, list[Rows], list[np.ndarray]]]()  # of each unfinished answer: its first output, and all since
+
+    def forget(self, request: str) -> None:
+        """Drops what there is of an answer that was aborted."""
+        self.begun.pop(request, None)
+
     def take(self) -> tuple[int, int]:
         """Returns both counts since the last call."""
         found, self.tokens, self.steps = (self.tokens, self.steps), 0, 0
@@ -81,7 +88,7 @@ def wait_for_whole_answers(engine: Any) -> Sampled:
     if not applies():
         return sampled
     process = engine.output_processor.process_outputs
-    begun = dict[str, tuple[Any, list[Rows], list[np.ndarray]]]()
+    begun = sampled.begun
 
     def complete(outputs: list[Any]) -> Iterator[Any]:
         for output in outputs:

@@ -28,6 +28,7 @@ from rlhf_core.objectives.advantages import (
     reinforce_pp,
     token_rewards,
 )
+from rlhf_core.objectives.losses import value_clip_range
 from rlhf_core.objectives.masked import whiten
 from rlhf_core.objectives.sampler_weights import sampler_metrics
 from rlhf_core.rewards.clients import Rewards
@@ -39,12 +40,14 @@ from rlhf_core.stages.ppo.texts import Lengths
 
 
 class Credited(NamedTuple):
-    """Holds the experience of all rollouts, the indices of those to train on, the running statistics of rewards, and metrics."""
+    """Holds the experience of all rollouts, the indices of those to train on, the running statistics of rewards, metrics, and how far the
+    critic's values may move in the loss (None: as far as they like)."""
 
     experience: list[Experience]
     usable: list[int]
     statistics: dict[str, Running]
     metrics: dict[str, float]
+    value_clip: float | None = None
 
 
 class Divergence(NamedTuple):
@@ -75,9 +78,16 @@ def credit(
     combined = combine(scores.rewards.by_source, terms, statistics)
     rewards, metrics = combined.rewards.clamp(-config.reward_clip, config.reward_clip), dict(combined.metrics)
     metrics["reward/clipped"] = float((combined.rewards.abs() > config.reward_clip).float().mean())
-    if config.overlong_buffer:
-        penalty = overlong_penalty(counts, config.generate_max_len, config.overlong_buffer, config.overlong_penalty)
-        rewards, metrics["reward/overlong"] = rewards + penalty, float(penalty.mean())
+    cut = torch.tensor([not rollout.finished for rollout in rollouts])  # (B,)
+    early = early_rewards(rollouts, scores.rewards, config, lengths_of)
+    if early is not None:  # in the proportion in which the sum was clipped
+        early *= (rewards / combined.rewards).nan_to_num(1.0)[:, None]
+    if config.bootstrap_truncated:  # a text without its end has no reward yet but that of its steps
+        rewards = torch.where(cut, 0 if early is None else early.sum(-1), rewards)
+    penalties = penalties_of(rollouts, cut, config)
+    for name, penalty in penalties.items():
+        rewards = rewards + penalty
+        metrics[f"reward/{name}"] = float(penalty.mean())
 
     mask = response & combined.scored[:, None]
     kl, coef = nothing, 0.0
@@ -88,20 +98,24 @@ def credit(
         else:
             estimates = kl_estimate(_pad(scores.logprobs), _pad(scores.ref_logprobs), config.kl_estimator)
             kl = torch.where(mask, estimates, 0)
-    early = early_rewards(rollouts, scores.rewards, config, lengths_of)
-    if early is not None:  # in the proportion in which the sum was clipped
-        early *= (combined.rewards.clamp(-config.reward_clip, config.reward_clip) / combined.rewards).nan_to_num(1.0)[:, None]
-    (advantages, returns), usable = estimate(rewards, kl, coef, values, mask, combined.scored, config, early)
+    after = None if scores.end_values is None else torch.from_numpy(scores.end_values)
+    (advantages, returns), usable = estimate(rewards, kl, coef, values, mask, combined.scored, config, early, after)
+    if config.mask_truncated:  # after the estimate: their rewards count in it
+        usable = usable & ~cut
+        returns = torch.where(usable[:, None], returns, 0)
     tokens = int(counts[usable].sum())
     if not tokens:
-        raise ValueError(f"none of the {len(rollouts)} answers can be learned from: each prompt needs two answers with a reward")
+        raise ValueError(nothing_to_learn(len(rollouts), int(cut.sum()), config))
     metrics |= {
         # 0 off the tokens that are learned from
         "return/mean": float((returns[:, 0].double() * counts if of_answers else returns).sum() / tokens),
         "response/length": float(counts.float().mean()),
-        "response/truncated": sum(not rollout.finished for rollout in rollouts) / len(rollouts),
+        "response/truncated": float(cut.float().mean()),
         "rollout/usable": float(usable.float().mean()),
     }
+    value_clip = None
+    if config.has_critic and config.value_clip is not None:
+        value_clip = value_clip_range(returns, mask & usable[:, None], config.value_clip)
     if config.has_critic:
         metrics["value/explained_variance"] = float(explained_variance(values, returns, mask & usable[:, None]).nan_to_num(0.0))
     none = (None,) * len(rollouts)  # what no loss reads does not travel
@@ -113,7 +127,7 @@ def credit(
         Experience(rollout.document, old, of_sampler, ref, v, a, value)
         for rollout, old, ref, v, of_sampler, a, value in zip(rollouts, *scored, *given, strict=True)
     ]
-    return Credited(experience, usable.nonzero().flatten().tolist(), combined.statistics, metrics)
+    return Credited(experience, usable.nonzero().flatten().tolist(), combined.statistics, metrics, value_clip)
 
 
 def divergence(
@@ -139,6 +153,27 @@ def divergence(
     gaps = flat(logprobs) - flat([rollout.sampler_logprobs for rollout in rollouts])
     lengths = torch.tensor([np.count_nonzero(rollout.document.mask_array) for rollout in rollouts])
     return Divergence(kl, metrics | sampler_metrics(gaps, lengths, config))
+
+
+def penalties_of(rollouts: Sequence[Rollout], cut: Tensor, config: PPO) -> dict[str, Tensor]:
+    """Returns what is added to rewards, (B,) each, by the name of its metric. `cut` (B,): a limit ended the answer or episode."""
+    found = dict[str, Tensor]()
+    if config.overlong_buffer:
+        used = torch.tensor([len(rollout.document) - rollout.document.answer_start for rollout in rollouts])
+        limit, buffer, factor = config.generate_max_len, config.overlong_buffer, config.overlong_penalty
+        found["overlong"] = overlong_penalty(used, limit, buffer, factor)
+    if config.truncated_penalty:
+        found["truncated"] = -config.truncated_penalty * cut.float()
+    return found
+
+
+def nothing_to_learn(answers: int, cut: int, config: PPO) -> str:
+    """Says why no answer of a rollout can be learned from, `cut` of them by a limit."""
+    if config.mask_truncated and cut:
+        why = f"a limit cut {cut}: raise generate_max_len, or leave out mask_truncated"
+    else:
+        why = "each prompt needs two answers with a reward"
+    return f"none of the {answers} answers can be learned from: {why}"
 
 
 class Estimated(NamedTuple):
@@ -183,10 +218,18 @@ def _on_steps(rollout: Rollout, steps: Steps | None, lengths_of: Lengths | None,
 
 
 def estimate(
-    rewards: Tensor, kl: Tensor, coef: float, values: Tensor, mask: Tensor, scored: Tensor, config: PPO, early: Tensor | None = None
+    rewards: Tensor,
+    kl: Tensor,
+    coef: float,
+    values: Tensor,
+    mask: Tensor,
+    scored: Tensor,
+    config: PPO,
+    early: Tensor | None = None,
+    after: Tensor | None = None,
 ) -> Estimated:
     """Computes advantages by the configured estimator: `rewards` and `scored` (B,), `kl`, `values` and `mask` (B, T), `coef` of the KL.
-    `early` (B, T): as `token_rewards`; estimators on whole answers have no use for it.
+    `early` (B, T): as `token_rewards`; estimators on whole answers have no use for it. `after` (B,): as `gae`, for it alone.
 
     Where an estimator is defined on whole answers, the KL of all tokens is the answer's (Ahmadian et al. 2024, eq. 1), and is compared
     within the group like its reward, but not divided by a deviation.
@@ -198,7 +241,7 @@ def estimate(
 
     match config.advantage_estimator:
         case "gae":
-            advantages, returns = gae(per_token(rewards, coef), values, mask, gamma, config.lambd)
+            advantages, returns = gae(per_token(rewards, coef), values, mask, gamma, config.lambd, after)
             return Estimated(Credit(whiten(advantages, mask) if config.whiten_advantages else advantages, returns), scored)
         case "reinforce_pp":
             advantages = reinforce_pp(per_token(rewards), coef * kl, mask, gamma, config.whiten_advantages)

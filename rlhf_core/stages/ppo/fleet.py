@@ -30,7 +30,7 @@ from rlhf_core.stages.ppo.roles.actor import Actor
 from rlhf_core.stages.ppo.roles.read_only import ModelRole, Reference, Reward
 from rlhf_core.stages.ppo.roles.trained import Critic, Steps, Trained, Update
 from rlhf_core.stages.ppo.roofline import Machine, floors
-from rlhf_core.stages.ppo.texts import Decode, Lengths, samples
+from rlhf_core.stages.ppo.texts import Decode, Lengths, samples, with_own_ends
 
 R = TypeVar("R")
 LOOK_SECONDS = 1.0  # between two looks for dead engines
@@ -71,6 +71,7 @@ class Fleet:
     `adapters_alone`: engines get adapters alone. `drafts`: engines draft tokens. `pipeline_stages`: of each engine. `one_update`: the
     actor's training pass computes the log-probs that its scoring pass would. `reference_in_actor`: the reference is the actor without its
     adapters. `scorings`: how often each group scores an iteration's answers. `weighs_sampler`: training reads the sampler's log-probs.
+    `bootstraps`: the critic values the whole text of answers that a limit cut.
     `in_turn`: all models share their GPUs, and work one after the other: actor and critic each have the memory for larger training passes,
     no collective of one waits on a GPU that computes for another, and a GPU that scores does not switch between processes.
     """
@@ -94,6 +95,7 @@ class Fleet:
     drafts: bool = False
     pipeline_stages: int = 1
     weighs_sampler: bool = False
+    bootstraps: bool = False
     lengths: Lengths | None = None
     machine: Machine | None = None  # set by `survey`
     own_tokens: Mapping[str, OwnTokens] = field(default_factory=dict)
@@ -136,6 +138,10 @@ class Fleet:
             pending["ref_logprobs"] = scoring.start(self.actor, "score", Actor.reference_logprobs, documents)
         if self.critic is not None:
             pending["values"] = scoring.start(self.critic, "score", Critic.values, documents)
+        cut = [i for i, rollout in enumerate(rollouts) if self.bootstraps and not rollout.finished]
+        if self.critic is not None and cut:
+            ended = put_on_nodes([rollouts[i].document for i in cut])
+            pending["end_values"] = scoring.start(self.critic, "score", Critic.end_values, ended)
         wait_rewards = (lambda: rewards) if rewards is not None else self._start_reward(rollouts, documents, allowed_failures, scoring)
         lists = {"document": documents}
         if self.weighs_sampler:
@@ -144,8 +150,13 @@ class Fleet:
         def wait() -> Scores:
             scored = {name: in_order(work.wait(self.timeout)) for name, work in pending.items()}
             known = wait_rewards()
-            stored = Part(len(rollouts), lists, {name: work.refs for name, work in pending.items()})
-            return Scores(scored.get("old_logprobs"), scored.get("ref_logprobs"), scored.get("values"), known, [stored])
+            of_all = {name: work.refs for name, work in pending.items() if name != "end_values"}
+            stored = Part(len(rollouts), lists, of_all)
+            end_values = np.zeros(len(rollouts), np.float32) if self.bootstraps else None
+            if end_values is not None and cut:
+                end_values[cut] = np.concatenate(scored["end_values"])
+            logprobs, ref_logprobs, values = (scored.get(name) for name in ("old_logprobs", "ref_logprobs", "values"))
+            return Scores(logprobs, ref_logprobs, values, known, [stored], end_values)
 
         return wait
 
@@ -157,7 +168,8 @@ class Fleet:
     def _start_reward(self, rollouts: Sequence[Rollout], documents: Any, allowed: int, scoring: Turns) -> Callable[[], Rewards]:
         wanted = self.clients.wanted | ({"responses"} if self.own_tokens else set())
         texts = samples(rollouts, self.decode_all, wanted) if self.clients or self.own_tokens else []
-        given = {title: put_on_nodes(writer.documents(texts)) for title, writer in self.own_tokens.items()}
+        ended = with_own_ends(texts, rollouts) if self.own_tokens else []
+        given = {title: put_on_nodes(writer.documents(ended)) for title, writer in self.own_tokens.items()}
         # All start, then one wait.
         models = {title: scoring.start(group, "score", Reward.scores, given.get(title, documents)) for title, group in self.rewards.items()}
         pending_rewards = self.clients.start(texts, allowed) if self.clients else {}
@@ -259,6 +271,17 @@ class Fleet:
     def _send_weights(self, version: int) -> None:
         sending = self.actor.call("send weights", Actor.send_weights)
         wait_all([sending, self.sampler.call("receive weights", SamplerRole.receive_weights, version)], self.timeout)
+
+    def load_engines(self, checkpoint: Path) -> None:
+        """Loads a checkpoint of the actor into all engines, in place of the weights that they have."""
+        if self.engines is not None:
+            self.revive()
+        self.sampler.call("load weights", SamplerRole.load, str(checkpoint)).wait(self.timeout)
+
+    @property
+    def revivals(self) -> int:
+        """How often engines that had died came back, with the actor's weights."""
+        return 0 if self.engines is None else self.engines.revivals
 
     def waited(self, work: Future[R]) -> R:
         """Waits for work that asks engines; starts those anew that die meanwhile."""

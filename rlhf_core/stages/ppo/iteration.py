@@ -89,7 +89,8 @@ def ppo_iteration(
     with _phase(phases, "train"):
         batches = minibatches(credited.usable, schedule)
         updates = {
-            role: [Update(batch, rate, kl_coef) for batch, rate in zip(batches, rates, strict=False)]  # fewer answers: fewer batches
+            # Fewer answers: fewer batches.
+            role: [Update(batch, rate, kl_coef, credited.value_clip) for batch, rate in zip(batches, rates, strict=False)]
             for role, rates in schedule.rates.items()
         }
         steps, logprobs = fleet.train(credited.experience, updates, measure, scores.stored)

@@ -18,7 +18,8 @@ from rlhf_core.rewards.clients import Rewards
 
 class Own(NamedTuple):
     """What an environment says of an episode. `reward`: of all answers, nan where every attempt failed (`failure`: how the last one did).
-    `early` (T,): what the answers before the last have of it, each at its last token; None where they have nothing."""
+    `early` (T,): what the answers before the last have of it, each at its last token; None where they have nothing. `ended`: whether the
+    last answer has its end, also where a limit cut the episode after it."""
 
     reward: float
     early: np.ndarray | None
@@ -26,13 +27,14 @@ class Own(NamedTuple):
     turns: int
     attempts: int
     seconds: float
+    ended: bool = True
 
 
 @dataclass(frozen=True)
 class Rollout:
     """Holds one answer, or one episode of an environment. `sampler_logprobs` (T,) is aligned with the document's tokens, 0 off the mask;
-    `finished`: not cut by length. `versions`: pairs (first token, version of the weights from there on), where these changed while
-    engines answered. Of an episode `messages` has the whole conversation, and `own` what the environment says of it."""
+    `finished`: no limit of tokens, turns or time cut it. `versions`: pairs (first token, version of the weights from there on), where
+    these changed while engines answered. Of an episode `messages` has the whole conversation, and `own` what the environment says of it."""
 
     prompt: Prompt
     document: Document
@@ -112,13 +114,15 @@ class Part(NamedTuple):
 class Scores:
     """Holds what models and reward sources computed for each rollout: per-token (T,) arrays by document. None without the model, and for
     the actor where the training pass computes its log-probs. `stored`: references to what the nodes have of the rollouts, in parts that
-    follow each other."""
+    follow each other. `end_values` (N,): the critic's value of each whole document that a limit cut, 0 of the others; None unless the
+    recipe asks for them (`bootstrap_truncated`)."""
 
     logprobs: list[np.ndarray] | None
     ref_logprobs: list[np.ndarray] | None
     values: list[np.ndarray] | None
     rewards: Rewards
     stored: Sequence[Part] = ()
+    end_values: np.ndarray | None = None
 
 
 @dataclass(frozen=True)

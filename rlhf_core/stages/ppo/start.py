@@ -120,6 +120,7 @@ def start_fleet(
         drafts=config.vllm.drafts is not None,
         pipeline_stages=config.vllm.pipeline_parallel_size,
         weighs_sampler=config.sampler_is != "off",
+        bootstraps=config.bootstrap_truncated,
     )
     fleet.open_channel()
     fleet = replace(fleet, machine=fleet.survey())

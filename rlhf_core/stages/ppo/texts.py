@@ -38,6 +38,13 @@ def lengths_of(tokenizer: Any) -> Lengths:
     return count_slowly if fast is None else count
 
 
+def with_own_ends(found: Sequence[Sample], rollouts: Sequence[Rollout]) -> list[Sample]:
+    """Returns `samples` that are finished where their text has its end, also of an episode that a limit cut after it: what writes them
+    anew puts an end token there, as the sampled tokens have."""
+    ended = [rollout.finished if rollout.own is None else rollout.own.ended for rollout in rollouts]
+    return [sample._replace(finished=end) for sample, end in zip(found, ended, strict=True)]
+
+
 def samples(rollouts: Sequence[Rollout], decode: Decode, wanted: Collection[str]) -> list[Sample]:
     """Returns rollouts as reward sources see them. Texts that are not in `wanted` (`responses`, `query`) are empty."""
     nothing = [""] * len(rollouts)

@@ -43,6 +43,8 @@ from rlhf_core.stages.ppo.sampling.validation import (
     REWARD,
     Best,
     Validation,
+    answer_again,
+    answer_as,
     keep_best,
     load_validation,
     validate,
@@ -139,15 +141,17 @@ def train(request: StageRequest, run: RunDir, groups: Mapping[str, WorkerGroup],
                     keep_best(run, named)
         finish_saving(fleet, commit)
         tracker.close()
+        of_best = chosen(fleet, held_out, run, best, done) if held_out and best else {}
     if best:
         link_tree(run / BEST / f"iteration{best.iteration}", run / "checkpoint")
-        print(f"the checkpoint is that of iteration {best.iteration}, mean reward {best.metrics[REWARD]:.4g} on eval_prompts", flush=True)
+        told = f"mean reward {of_best[REWARD]:.4g} on eval_prompts, answered once more"
+        print(f"the checkpoint is that of iteration {best.iteration}, {told}", flush=True)
     else:
         export(fleet, run / "checkpoint")
     outputs = {"checkpoint": "checkpoint", "data_report": JSON, ROLLOUTS: ROLLOUTS} | ({EXPORTS: EXPORTS} if config.export_at else {})
     outputs |= {VALIDATION: VALIDATION} if held_out else {}
-    of_best = best.metrics | {"eval/best_iteration": float(best.iteration)} if best else {}
-    return Outcome(final_metrics(read_metrics(run.path)) | of_best | data.report.metrics("data"), outputs)
+    means = {name: value for name, value in final_metrics(read_metrics(run.path)).items() if not name.startswith("eval/")}
+    return Outcome(means | of_best | data.report.metrics("data"), outputs)
 
 
 def validated(fleet: Fleet, held_out: Validation, run: RunDir, iteration: int, best: Best | None) -> tuple[dict[str, float], Best]:
@@ -157,10 +161,25 @@ def validated(fleet: Fleet, held_out: Validation, run: RunDir, iteration: int, b
     best = Best(iteration, metrics) if best is None else best.after(iteration, metrics)
     if best.iteration == iteration:
         export(fleet, run / BEST / f"iteration{iteration}")
+        if fleet.adapters_alone:  # such engines cannot load it later
+            best = best._replace(answered_again=answer_again(fleet, held_out, run))
     interval = f" ({metrics[LOW]:.4g} to {metrics[HIGH]:.4g})" if LOW in metrics else ""
     print(f"iteration {iteration}: mean reward {metrics[REWARD]:.4g}{interval} on eval_prompts", flush=True)
     fleet.forget_seconds()
     return metrics | {"phase/validate": time.monotonic() - start}, best
+
+
+def chosen(fleet: Fleet, held_out: Validation, run: RunDir, best: Best, last: int) -> dict[str, float]:
+    """Returns the metrics of the best iteration: of its answers with fresh seeds as `eval/...`, and what it was chosen by, which is the
+    largest of all validations and so too good, as `selection/reward/...`. `last`: the iteration whose weights engines have."""
+    if best.answered_again is not None:
+        metrics = best.answered_again
+    elif best.iteration == last:
+        metrics = answer_again(fleet, held_out, run)
+    else:
+        metrics = answer_as(fleet, held_out, run, run / BEST / f"iteration{best.iteration}")
+    selection = {f"selection/{name.removeprefix('eval/')}": best.metrics[name] for name in (REWARD, LOW, HIGH) if name in best.metrics}
+    return metrics | selection | {"eval/best_iteration": float(best.iteration)}
 
 
 def save_state(fleet: Fleet, carried: Carried, collector: Collector | None, folder: Path) -> None:

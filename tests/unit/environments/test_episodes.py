@@ -21,6 +21,7 @@ from rlhf_core.environments.episodes import Asked, Episode, Episodes
 from rlhf_core.environments.trajectory import Limits
 from rlhf_core.rollout.dispatch import Background
 from rlhf_core.rollout.engine import Answer, Sampling
+from rlhf_core.stages.ppo.sampling.answers import of_episode
 from tests.support.templates import save_tokenizer
 
 SAMPLING = Sampling(n=1, temperature=1.0, max_new_tokens=50, stop_token_ids=[])
@@ -173,9 +174,57 @@ def test_turns_end(make: Make, renderer: Renderer) -> None:
     assert found.trajectory.turns == 3 and found.rewards == [0.0, 0.0, 0.0] and not found.failure
 
 
+@pytest.mark.parametrize(("fault", "finished"), [("", True), ("many", False), ("wait", False), ("block", False), ("raise", True)])
+def test_an_episode_that_a_limit_ends_is_cut(make: Make, renderer: Renderer, fault: str, finished: bool) -> None:
+    """By its turns, or by its time, which also has no reward; what failed otherwise met no limit."""
+    (found,) = run(make(max_attempts=1, timeout=1.0), renderer, [{"fault": fault}])
+    rollout = of_episode(found)
+    assert rollout.finished is finished and (rollout.own is not None and bool(rollout.own.failure)) == (fault not in ("", "many"))
+
+
 def test_half_a_character_is_replaced(make: Make, renderer: Renderer) -> None:
     (found,) = run(make(), renderer, [{"fault": "half"}])
     assert found.rewards and found.trajectory.messages[2]["content"] == "half of a character: ?"
+
+
+GIVES_UP = """
+import asyncio
+
+class World:
+    async def rollout(self, task, model):
+        await model.answer()
+        try: await asyncio.wait_for(model.answer("slow"), 0.2)
+        except TimeoutError: pass
+        if task["raises"]: raise RuntimeError("the model is too slow")
+        return 1.0
+"""
+
+
+class Slow(AtOnce):
+    """Never answers a question; notes which waits are over."""
+
+    cancelled = 0
+
+    async def ask(self, engine: int, tokens: Sequence[int], seed: int, sampling: Sampling) -> Answer:
+        if not self.asked:
+            return await super().ask(engine, tokens, seed, sampling)
+        try:
+            await asyncio.sleep(1000)
+        except asyncio.CancelledError:
+            self.cancelled += 1
+            raise
+        raise AssertionError("nobody waits so long")
+
+
+@pytest.mark.parametrize(("raises", "told"), [(True, "the model is too slow"), (False, "the environment cancelled model.answer()")])
+def test_an_engine_answers_no_further_when_the_environment_does_not_wait(
+    make: Make, renderer: Renderer, tmp_path: Path, raises: bool, told: str
+) -> None:
+    (tmp_path / "hasty.py").write_text(GIVES_UP)
+    episodes = make("hasty.py:World", max_attempts=1)
+    episodes._engines = engines = Slow(renderer)  # type: ignore[assignment]
+    (found,) = run(episodes, renderer, [{"raises": raises}])
+    assert told in found.failure and found.rewards == [] and engines.cancelled == 1
 
 
 @pytest.mark.parametrize("fault", ["", "block", "thread"])

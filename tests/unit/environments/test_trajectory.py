@@ -139,6 +139,26 @@ def test_limits(renderers: dict[str, Renderer]) -> None:
     assert ends == [False, False, False, True][-len(ends) :] and len(ends) == 4
 
 
+def test_a_conversation_that_a_limit_ends_is_not_finished(renderers: dict[str, Renderer]) -> None:
+    renderer, question = renderers["hermes"], [{"role": "user", "content": "b"}]
+    one_turn = begun(renderer, limits=LIMITS._replace(turns=1))
+    one_turn.ask([])
+    one_turn.take(sampled(renderer, "a"))
+    assert one_turn.finished, "the environment may be done"
+    with pytest.raises(Full):
+        one_turn.ask(question)
+    assert not one_turn.finished and one_turn.ended
+    short = begun(renderer, limits=LIMITS._replace(tokens=40))
+    short.ask([])
+    short.take(sampled(renderer, "a"))
+    with pytest.raises(Full):
+        short.ask([{"role": "user", "content": "a question that is longer than what is left of the tokens"}])
+    assert not short.finished
+    short.ask(question)
+    short.take(sampled(renderer, "c"))
+    assert short.finished, "a shorter question was answered"
+
+
 def test_rewards_of_turns_stand_at_their_ends(renderers: dict[str, Renderer]) -> None:
     renderer = renderers["hermes"]
     path = begun(renderer)

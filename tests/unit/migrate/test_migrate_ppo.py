@@ -200,9 +200,10 @@ def test_held_out_prompts_are_validated(tmp_path: Path) -> None:
     ppo = found.recipe.stages["ppo"]
     assert isinstance(ppo, PPO) and ppo.eval_prompts is not None
     assert (ppo.eval_prompts.sources[0].path, ppo.eval_steps, ppo.eval_samples) == ("data/held.jsonl", 20, 4)
-    assert "temperature of the training's" in told(found, "dropped")["--eval_temperature 0.6"]
+    assert ppo.eval_temperature == 0.6 and told(found, "translated")["--eval_temperature 0.6"] == "eval_temperature"
 
 
 def test_without_them_their_settings_are_dropped(tmp_path: Path) -> None:
-    _, found = migrated(tmp_path, f"{PPO_COLOCATED.rstrip()} --eval_steps -1\n")
+    _, found = migrated(tmp_path, f"{PPO_COLOCATED.rstrip()} --eval_steps -1 --eval_temperature 0.6\n")
+    assert "there are no eval_prompts" in told(found, "dropped")["--eval_temperature 0.6"]
     assert "there are no eval_prompts" in told(found, "dropped")["--eval_steps -1"]

@@ -65,6 +65,17 @@ def test_gae_equals_the_sum_of_deltas_over_response_tokens(rollout):
         assert_close(credit.returns, tensor([g for _, g in expected]))
 
 
+def test_a_value_after_the_last_token_is_one_more_step(rollout):
+    """Of rows whose last response tokens are at different places, one of them without any."""
+    _, rewards, values, after, mask = rollout
+    for gamma, lambd in ((1.0, 0.95), (0.9, 0.7), (0.0, 1.0)):
+        credit = adv.gae(rewards, values, mask, gamma, lambd, after)
+        rows = zip(rewards.tolist(), values.tolist(), mask.tolist(), after.tolist(), strict=True)
+        expected = [reference.gae(r, v, m, gamma, lambd, a) for r, v, m, a in rows]
+        assert_close(credit.advantages, tensor([a for a, _ in expected]))
+        assert_close(credit.returns, tensor([g for _, g in expected]))
+
+
 def test_gae_by_hand():
     mask = torch.tensor([False, True, False, True, True])
     rewards = torch.tensor([9.0, 0.0, 9.0, 0.0, 1.0])

@@ -260,6 +260,34 @@ def test_value_loss_by_hand():
     assert_close(grad, tensor([[1 / 3, 0.0, -0.4 / 3, 0.0]]))
 
 
+def test_without_a_clip_values_move_as_far_as_they_like():
+    values = tensor([[1.0, 1.0, 0.1 + 0.2, 5.0]]).requires_grad_()
+    mask = torch.tensor([[True, True, True, False]])
+    returns = tensor([[0.0, 1.2, 1.0, 9.0]])
+    got = losses.value_loss(values, tensor([[0.5, 0.5, 0.7, 5.0]]), returns, mask, None, 3)
+    assert_close(got.loss, tensor(0.5 * (1 + 0.04 + 0.49) / 3))
+    assert got.metrics["value/clip_share"] == 0
+    (grad,) = torch.autograd.grad(got.loss, values)
+    assert_close(grad, tensor([[1 / 3, -0.2 / 3, -0.7 / 3, 0.0]]))
+
+
+def test_the_range_of_values_follows_the_scale_of_the_returns():
+    returns, mask = tensor([[1.0, 3.0, 99.0], [5.0, 7.0, -99.0]]), torch.tensor([[True, True, False]] * 2)
+    std = 5**0.5  # of 1, 3, 5, 7
+    for scale in (1e-20, 1.0, 1e18):
+        assert losses.value_clip_range(returns.float() * scale, mask, 0.2) == pytest.approx(0.2 * std * scale)
+    assert losses.value_clip_range(returns + 1000, mask, 0.2) == pytest.approx(0.2 * std)
+
+
+@pytest.mark.parametrize("value", [0.0, 3.0, -1e30])
+def test_returns_without_spread_leave_the_clip_as_it_is(value):
+    mask = torch.rand(3, 5) < 2
+    assert losses.value_clip_range(torch.full((3, 5), value), mask, 0.2) == 0.2
+    noise = torch.full((3, 5), value) * (1 + 1e-7 * torch.randn(3, 5))
+    assert losses.value_clip_range(noise, mask, 0.2) == 0.2, "of rounding"
+    assert losses.value_clip_range(noise, ~mask, 0.2) == 0.2, "nothing is trained on"
+
+
 def test_at_the_first_step_the_policy_gradient_is_that_of_reinforce():
     logprobs = next(randoms(0, B, T)).requires_grad_()
     advantages, mask = next(randoms(1, B, T)), holes(0, B, T)

@@ -1,10 +1,13 @@
-"""Requests to several engines: each gets its share, also of what is asked at one moment; those of a dead one go to another."""
+"""Requests to several engines: each gets its share, also of what is asked at one moment; those of a dead one go to another, and those
+that nobody waits for are aborted."""
 
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from threading import Event
 from typing import Any
 
 import pytest
@@ -23,7 +26,7 @@ class Group:
         self.world_size, self.dead, self.broken = engines, set[int](), False
         self.answered = Counter[int]()
 
-    def call_rank(self, rank: int, phase: str, method: Any, requests: Sequence[Request], seconds: float) -> Any:
+    def call_rank(self, rank: int, phase: str, method: Any, requests: Sequence[Request], seconds: float, gone: Sequence[int]) -> Any:
         group = self
 
         class Work:
@@ -100,3 +103,95 @@ def test_other_failures_are_told(background: Background) -> None:
     group.broken = True
     with pytest.raises(RoleFailed, match="no progress"):
         background.run(ask(Engines(group, 10.0), 3))  # type: ignore[arg-type]
+
+
+class Slow(Group):
+    """An engine that answers a request once it is told to, and keeps what it has, as `Sampler.advance` does."""
+
+    def __init__(self) -> None:
+        super().__init__(1)
+        self.running, self.seen, self.aborted, self.answers = set[int](), list[int](), list[int](), False
+        self.works = Event()  # calls wait while it is not set
+        self.works.set()
+
+    def call_rank(self, rank: int, phase: str, method: Any, requests: Sequence[Request], seconds: float, gone: Sequence[int] = ()) -> Any:
+        group = self
+
+        class Work:
+            def wait(self, timeout: float) -> list[list[tuple[int, Answer]]]:
+                time.sleep(0.002)
+                group.works.wait(10)
+                group.seen += [request.key for request in requests]
+                group.running |= {request.key for request in requests}
+                group.aborted += [key for key in gone if key in group.running]
+                group.running -= set(gone)
+                finished = sorted(group.running) if group.answers else []
+                group.running -= set(finished)
+                return [[(key, Answer([key], [0.0], True)) for key in finished]]
+
+        return Work()
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(10):
+        while not condition():
+            await asyncio.sleep(0.002)
+
+
+def test_a_request_is_aborted_when_nobody_waits_for_it(background: Background) -> None:
+    """Also the last one, after which nothing else is asked; others are answered."""
+    group = Slow()
+    engines = Engines(group, 10.0)  # type: ignore[arg-type]
+
+    async def work() -> Answer:
+        asking = [asyncio.create_task(engines.ask(0, [1], 0, SAMPLING)) for _ in range(3)]
+        await until(lambda: len(group.running) == 3)
+        asking[1].cancel()
+        await until(lambda: group.aborted == [1])
+        assert group.running == {0, 2} and not asking[0].done()
+        group.answers = True
+        answer = await asking[2]
+        group.answers = False
+        last = asyncio.create_task(engines.ask(0, [1], 0, SAMPLING))
+        await until(lambda: group.running == {3})
+        last.cancel()
+        await until(lambda: not group.running)
+        await until(lambda: engines._serving[0] is None or engines._serving[0].done())
+        return answer
+
+    assert background.run(work()).tokens == [2] and group.aborted == [1, 3]
+
+
+def test_a_request_that_was_not_sent_yet_never_is(background: Background) -> None:
+    group = Slow()
+    engines = Engines(group, 10.0)  # type: ignore[arg-type]
+
+    async def work() -> None:
+        first = asyncio.create_task(engines.ask(0, [1], 0, SAMPLING))
+        await until(lambda: group.running == {0})
+        group.works.clear()
+        await asyncio.sleep(0.05)  # all calls of the engine are under way
+        others = [asyncio.create_task(engines.ask(0, [1], 0, SAMPLING)) for _ in range(2)]
+        await asyncio.sleep(0.01)
+        others[0].cancel()
+        await asyncio.sleep(0.01)
+        group.answers = True
+        group.works.set()
+        await asyncio.gather(first, others[1])
+
+    background.run(work())
+    assert group.seen == [0, 2] and group.aborted == []
+
+
+def test_an_answer_that_comes_with_the_abort_is_dropped(background: Background) -> None:
+    group = Slow()
+    engines = Engines(group, 10.0)  # type: ignore[arg-type]
+
+    async def work() -> Answer:
+        first = asyncio.create_task(engines.ask(0, [1], 0, SAMPLING))
+        await until(lambda: group.running == {0})
+        group.answers = True
+        first.cancel()
+        return await engines.ask(0, [1], 0, SAMPLING)
+
+    assert background.run(work()).tokens == [1]

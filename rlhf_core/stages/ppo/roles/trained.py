@@ -36,11 +36,13 @@ from rlhf_core.training.train_loop import accumulate
 
 
 class Update(NamedTuple):
-    """Describes one optimiser step: the indices of its experience, its learning rate, and the coefficient of a KL in the loss."""
+    """Describes one optimiser step: the indices of its experience, its learning rate, the coefficient of a KL in the loss, and how far the
+    critic's values may move in it (None: as far as they like)."""
 
     indices: list[int]
     learning_rate: float
     kl_coef: float
+    value_clip: float | None = None
 
 
 class Steps(NamedTuple):
@@ -100,6 +102,15 @@ class Critic(Trained):
         """Returns `V(tokens[<t])` for every token."""
         return score_share(self.engine, documents, self.model, self._values)
 
+    def end_values(self, documents: Sequence[Document]) -> Scored:
+        """Returns `V(tokens)` of each whole document, as an array of one."""
+
+        def outputs(batch: Batch) -> Tensor:
+            return self.engine(batch.tokens, batch.host.positions)
+
+        everywhere = score_share(self.engine, documents, self.model, outputs)
+        return [(index, values[-1:]) for index, values in everywhere]
+
     def update(self, items: list[Experience], update: Update, read: list[Read]) -> dict[str, float]:
         """Takes one step on the clipped value loss."""
         tokens = count([item.document.mask_array for item in items]).tokens
@@ -109,7 +120,7 @@ class Critic(Trained):
             batch, rows = collate_rows(here, self.passes, self.model.pad_token_id, self.engine)
             old, returns = (token_values(batch, rows, [getattr(e, name) for e in here]) for name in ("values", "returns"))
             assert old is not None and returns is not None
-            return value_loss(self._values(batch), old, returns, batch.mask, self.config.value_clip, tokens)
+            return value_loss(self._values(batch), old, returns, batch.mask, update.value_clip, tokens)
 
         metrics = accumulate(self.engine, parts_of([item.document for item in items], self.passes), loss)
         return metrics | {"value/grad_norm": self.engine.step(update.learning_rate), "value/learning_rate": update.learning_rate}

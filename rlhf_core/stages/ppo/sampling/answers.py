@@ -161,7 +161,9 @@ def join_scores(parts: Sequence[Scores], allowed_failures: int) -> Scores:
     logprobs, references, values = (
         [array for part in parts for array in getattr(part, name) or ()] or None for name in ("logprobs", "ref_logprobs", "values")
     )
-    return Scores(logprobs, references, values, rewards, [stored for part in parts for stored in part.stored])
+    ends = [part.end_values for part in parts if part.end_values is not None]
+    stored = [stored for part in parts for stored in part.stored]
+    return Scores(logprobs, references, values, rewards, stored, np.concatenate(ends) if ends else None)
 
 
 def with_signal(rewards: np.ndarray, n: int, min_spread: float) -> list[int]:
@@ -189,6 +191,6 @@ def rollout(prompt: Prompt, answer: Answer) -> Rollout:
 def of_episode(episode: Episode) -> Rollout:
     """Makes a rollout of an episode; one whose attempts all failed has no reward."""
     path, rewards = episode.trajectory, episode.rewards
-    own = Own(sum(rewards) if rewards else math.nan, None, episode.failure, path.turns, episode.attempts, episode.seconds)
+    own = Own(sum(rewards) if rewards else math.nan, None, episode.failure, path.turns, episode.attempts, episode.seconds, path.ended)
     own = own._replace(early=path.early(rewards)) if rewards else own
     return Rollout(path.prompt, path.document, path.logprobs, path.finished, tuple(path.messages), own, path.versions)

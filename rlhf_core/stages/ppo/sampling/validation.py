@@ -1,6 +1,7 @@
 """Validates the actor while it trains: answers to prompts that are not trained on, their rewards with intervals, and the best iteration.
 
-Each prompt has the same seed at every validation, so that two validations differ by the weights alone.
+Each prompt has the same seed at every validation, so that two validations differ by the weights alone. The largest of several noisy means
+is too large, so the best iteration answers once more, with seeds that nothing was chosen by.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from rlhf_core.config import PPO
+from rlhf_core.config.ppo import pass_sizes
 from rlhf_core.data.chat import Renderer
 from rlhf_core.data.documents import Prompt
 from rlhf_core.data.sources import prompts as load_prompts
@@ -35,7 +37,7 @@ NORMAL = 1.96  # standard errors on each side of a 95 % interval
 
 class Validation(NamedTuple):
     """Says what is answered and how it is scored. `groups`: indices of the prompts of each data source, where there are several;
-    `allowed_failures`: answers that a reward source may fail on."""
+    `allowed_failures`: answers that a reward source may fail on; `fresh_seeds`: those of the best iteration's second answers."""
 
     prompts: Sequence[Prompt]
     groups: Mapping[str, Sequence[int]]
@@ -44,15 +46,17 @@ class Validation(NamedTuple):
     terms: Sequence[Term]
     right: float | None
     allowed_failures: int
+    fresh_seeds: Sequence[int] = ()
 
 
 class Best(NamedTuple):
-    """Holds the iteration whose answers had the highest mean reward (0: before training), its metrics, and how many validations came
-    after it."""
+    """Holds the iteration whose answers had the highest mean reward (0: before training), its metrics, how many validations came after it,
+    and the metrics of its second answers where these could not be had later."""
 
     iteration: int
     metrics: dict[str, float]
     since: int = 0
+    answered_again: dict[str, float] | None = None
 
     def after(self, iteration: int, metrics: dict[str, float]) -> Best:
         better = metrics[REWARD] > self.metrics[REWARD]
@@ -83,21 +87,53 @@ def load_validation(
     if not prompts:
         raise ValueError("every one of eval_prompts is a prompt of the training, too: name others")
     n = config.eval_samples
-    seeds = [random.Random(f"{seed}-validation-{i}").getrandbits(48) for i in range(len(prompts))]
-    sampling = Sampling.of(config, n, stop_token_ids, logprobs=False)
+    seeds, fresh = (
+        [random.Random(f"{seed}-{what}-{i}").getrandbits(48) for i in range(len(prompts))] for what in ("validation", "answered-again")
+    )
+    sampling = sampling_of(config, n, stop_token_ids)
     allowed = int(config.max_failed_rewards * len(prompts) * n)
-    return Validation(prompts, groups if len(groups) > 1 else {}, seeds, sampling, terms, config.eval_right, allowed)
+    return Validation(prompts, groups if len(groups) > 1 else {}, seeds, sampling, terms, config.eval_right, allowed, fresh)
+
+
+def sampling_of(config: PPO, n: int, stop_token_ids: Sequence[int]) -> Sampling:
+    """Returns how `eval_prompts` are answered: as in the training, unless the recipe says otherwise."""
+    sampling = Sampling.of(config, n, stop_token_ids, logprobs=False)
+    if config.eval_temperature is not None:
+        sampling = sampling._replace(temperature=config.eval_temperature)
+    if config.eval_top_p is not None:
+        sampling = sampling._replace(top_p=config.eval_top_p)
+    return sampling
 
 
 def validate(fleet: Fleet, validation: Validation, run: RunDir, iteration: int) -> dict[str, float]:
     """Answers the prompts with the weights that the engines have, and scores the answers. Writes them to `validation/iterationN.jsonl`."""
-    rollouts = start_rollouts(fleet, list(zip(validation.prompts, validation.seeds, strict=True)), validation.sampling)()
+    return _validate(fleet, validation, validation.seeds, run / VALIDATION / f"iteration{iteration}.jsonl")
+
+
+def answer_again(fleet: Fleet, validation: Validation, run: RunDir) -> dict[str, float]:
+    """Does the same with fresh seeds, whose answers nothing was chosen by. Writes them to `validation/checkpoint.jsonl`."""
+    return _validate(fleet, validation, validation.fresh_seeds, run / VALIDATION / "checkpoint.jsonl")
+
+
+def answer_as(fleet: Fleet, validation: Validation, run: RunDir, checkpoint: Path) -> dict[str, float]:
+    """Returns `answer_again` of a checkpoint, which engines load in place of the actor's weights."""
+    while True:
+        revivals = fleet.revivals
+        fleet.load_engines(checkpoint)
+        metrics = answer_again(fleet, validation, run)
+        if fleet.revivals == revivals:
+            return metrics
+        # An engine died meanwhile: all of them were sent the actor's weights.
+
+
+def _validate(fleet: Fleet, validation: Validation, seeds: Sequence[int], file: Path) -> dict[str, float]:
+    rollouts = start_rollouts(fleet, list(zip(validation.prompts, seeds, strict=True)), validation.sampling)()
     if fleet.sleeps:
         fleet.sleep(keep_weights=True)
     rewards = fleet.reward(rollouts, validation.allowed_failures)
     if fleet.sleeps:
         fleet.wake()
-    write_rollouts(run / VALIDATION / f"iteration{iteration}.jsonl", shown(rollouts, rewards, fleet.decode))
+    write_rollouts(file, shown(rollouts, rewards, fleet.decode))
     return measured(rewards, rollouts, validation)
 
 
@@ -125,12 +161,15 @@ def _of(name: str, table: np.ndarray, right: float | None) -> dict[str, float]:
         return metrics
     counts = [(int(row.sum()), int((values[row] >= right).sum())) for row, values in zip(given, table, strict=True) if row.any()]
     metrics |= _interval(f"{name}/right", np.array([c / n for n, c in counts]))
-    k = table.shape[1]
-    return metrics | ({f"{name}/pass@{k}": float(np.mean([pass_at(n, c, min(k, n)) for n, c in counts]))} if k > 1 else {})
+    for k in pass_sizes(table.shape[1]):
+        chances = [pass_at(n, c, k) for n, c in counts if n >= k]  # fewer answers say nothing about k of them
+        metrics |= {f"{name}/pass@{k}": float(np.mean(chances))} if chances else {}
+    return metrics
 
 
 def pass_at(n: int, right: int, k: int) -> float:
-    """Estimates without bias how likely one of k answers is right, from `right` of n answers (Chen et al. 2021, arXiv:2107.03374)."""
+    """Estimates without bias how likely one of k answers is right, from `right` of n >= k answers (Chen et al. 2021, arXiv:2107.03374,
+    eq. 1)."""
     return 1.0 - comb(n - right, k) / comb(n, k)
 
 

@@ -226,6 +226,26 @@ def test_value_loss_of_the_recorded_rollout() -> None:
     assert float(value_loss(new, layout(VALUES), returns, MASK, 0.2, 5).loss) == close(0.5 * 3.135 / 5)
 
 
+def range_of(config: PPO, rewards: list[float] = REWARDS, cut: bool = False) -> float | None:
+    """How far values may move; `cut`: a limit cut the first answer."""
+    prompt = Prompt((), [7], {}, False)
+    rollouts = [
+        Rollout(prompt, Document([7, *range(len(row) - 1)], [False, *[True] * (len(row) - 1)]), sampler, not cut or len(row) == 3)
+        for row, sampler in zip(OLD, arrays(SAMPLER), strict=True)
+    ]
+    scores = Scores(arrays(OLD), arrays(REFERENCE), arrays(VALUES), Rewards({"model": np.array(rewards)}, {}))
+    return credit(rollouts, scores, 0.1 if config.init_kl_coef else 0.0, {}, config, TERMS).value_clip
+
+
+def test_values_may_move_by_a_share_of_the_spread_of_all_returns() -> None:
+    flat = np.array([x for row in RETURNS for x in row])
+    assert range_of(ppo()) == close(0.2 * flat.std())
+    assert range_of(ppo(value_clip=0.5, mask_truncated=True), cut=True) == close(0.5 * np.std(RETURNS[1])), "of what is trained on"
+    assert range_of(ppo(value_clip=None)) is None and range_of(ppo(advantage_estimator="rloo")) is None
+    equal = ppo(init_kl_coef=0.0, lambd=1.0)
+    assert range_of(equal, [3.0, 3.0]) == 0.2, "no spread"
+
+
 # The other estimators; rewards are 1.5 from their mean. The KL of the whole answer, here k2, is 0.125 + 0 + 0.5 and 0.125 + 0, or 0.25
 # from its mean, and costs a tenth of it.
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -13,15 +15,19 @@ from rlhf_core.rewards.clients import Rewards
 from rlhf_core.runs.run_dir import RunDir, StageRequest, run_stage
 from rlhf_core.stages.ppo import train
 from rlhf_core.stages.ppo.fleet import Probe
-from rlhf_core.stages.ppo.sampling.validation import REWARD
+from rlhf_core.stages.ppo.sampling import validation
+from rlhf_core.stages.ppo.sampling.validation import HIGH, LOW, REWARD
 from tests.support.states import wait_until_complete
 
 
 class Roles:
     """Stands for the fleet: its weights are the number of iterations done."""
 
+    adapters_alone = False
+
     def __init__(self, unwritten: int | None = None) -> None:
         self.weights, self.zero_stage, self.unwritten, self.sleeps = 0, 3, unwritten, False
+        self.revivals, self.loaded = 0, list[str]()
 
     def forget_seconds(self) -> None: ...
 
@@ -48,6 +54,9 @@ class Roles:
     def load_state(self, folder: Path) -> None:
         self.weights = int((folder / "weights").read_text())
 
+    def load_engines(self, checkpoint: Path) -> None:
+        self.loaded.append(checkpoint.name)
+
     def sync_weights(self, version: int = 0) -> None: ...
 
     def probe(self, documents: object, synced: bool = True) -> Probe:
@@ -55,10 +64,16 @@ class Roles:
 
 
 def ppo(
-    material: Path, run: RunDir, monkeypatch: pytest.MonkeyPatch, killed_at: int | None = None, unwritten: int | None = None, **config: Any
+    material: Path,
+    run: RunDir,
+    monkeypatch: pytest.MonkeyPatch,
+    killed_at: int | None = None,
+    unwritten: int | None = None,
+    doubles: Mapping[str, Any] = MappingProxyType({}),
+    **config: Any,
 ) -> list[int]:
     """Runs the stage; returns the iterations it did. `killed_at`: the iteration that ends in a kill; `unwritten`: the one whose state a
-    rank never finishes."""
+    rank never finishes; `doubles`: of functions that validate."""
     roles, done = Roles(unwritten), []
 
     def iteration(fleet: Roles, setup: object, carried: train.Carried, *rest: object) -> tuple[Any, ...]:
@@ -71,9 +86,11 @@ def ppo(
         return {"reward/mean": 0.1 * roles.weights}, 0.0, carried, [], Rewards({}, {})
 
     with monkeypatch.context() as patch:
-        doubles = {"start_fleet": lambda *_: roles, "ppo_iteration": iteration}
-        doubles["validate"] = lambda fleet, held_out, run, at: {REWARD: -abs(at - 5.0), "eval/response/length": 1.0}
-        for name, double in doubles.items():
+        usual: dict[str, Any] = {"start_fleet": lambda *_: roles, "ppo_iteration": iteration}
+        usual["answer_again"] = lambda fleet, held_out, run: {REWARD: -9.0}
+        usual["answer_as"] = lambda fleet, held_out, run, checkpoint: {REWARD: -9.0}
+        usual["validate"] = lambda fleet, held_out, run, at: {REWARD: -abs(at - 5.0), "eval/response/length": 1.0}
+        for name, double in (usual | dict(doubles)).items():
             patch.setattr(train, name, double)
         prompts = Data.model_validate({"sources": str(material / "prompts.jsonl"), "max_samples": 40})
         sizes = {"rollout_batch_size": 8, "train_batch_size": 8, "micro_train_batch_size": 8, "n_samples_per_prompt": 1}
@@ -119,6 +136,52 @@ def test_an_export_is_on_the_disk_before_the_state_after_it(material: Path, tmp_
         ppo(material, RunDir(tmp_path / "run"), monkeypatch, killed_at=3, export_at=(2,), save_steps=2)
     export, state = (next(i for i, path in enumerate(synced) if part in path) for part in ("exports/iteration2/weights", "/state/"))
     assert export < state
+
+
+@pytest.mark.parametrize("best_at", [0, 3, 5])
+def test_the_result_is_of_answers_that_nothing_was_chosen_by(
+    material: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, best_at: int
+) -> None:
+    """Engines load the best iteration unless it is the last. What it was chosen by has another name."""
+    run, roles, answered = RunDir(tmp_path / "run"), list[Any](), list[str]()
+
+    def again(fleet: Any, held_out: Any, run: Any) -> dict[str, float]:
+        roles.append(fleet)
+        answered.append("anew")
+        return {REWARD: 0.25, "eval/pass@1": 0.5}
+
+    monkeypatch.setattr(validation, "answer_again", again)
+    doubles = {"answer_again": again, "answer_as": validation.answer_as}
+    doubles["validate"] = lambda fleet, held_out, run, at: {REWARD: 1.0 - abs(at - best_at), LOW: 0.9, HIGH: 1.1, "eval/old": 1.0}
+    ppo(material, run, monkeypatch, eval_prompts={"sources": str(material / "prompts.jsonl")}, eval_steps=1, doubles=doubles)
+    result = run.result()
+    assert result is not None and answered == ["anew"]
+    assert roles[0].loaded == ([] if best_at == 5 else [f"iteration{best_at}"])
+    of_best = {name: value for name, value in result.metrics.items() if name.startswith("eval/")}
+    assert of_best == {REWARD: 0.25, "eval/pass@1": 0.5, "eval/best_iteration": best_at}
+    chosen_by = {name: value for name, value in result.metrics.items() if name.startswith("selection/")}
+    assert chosen_by == {f"selection/reward/{name}": value for name, value in (("mean", 1.0), ("ci_low", 0.9), ("ci_high", 1.1))}
+    assert (run / "checkpoint" / "weights").read_text() == str(best_at)
+
+
+def test_engines_with_adapters_answer_again_while_they_have_the_best(
+    material: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where a run is killed after it: the state has the answers' metrics."""
+    run, weights = RunDir(tmp_path / "run"), list[int]()
+
+    def again(fleet: Any, held_out: Any, run: Any) -> dict[str, float]:
+        weights.append(fleet.weights)
+        return {REWARD: float(fleet.weights)}
+
+    monkeypatch.setattr(Roles, "adapters_alone", True)
+    doubles = {"answer_again": again, "validate": lambda fleet, held_out, run, at: {REWARD: -abs(at - 2.0)}}
+    how: dict[str, Any] = {"eval_prompts": {"sources": str(material / "prompts.jsonl")}, "eval_steps": 1, "save_steps": 1}
+    with pytest.raises(KeyboardInterrupt):
+        ppo(material, run, monkeypatch, killed_at=5, doubles=doubles, **how)
+    ppo(material, run, monkeypatch, doubles=doubles, **how)
+    result = run.result()
+    assert result is not None and result.metrics[REWARD] == 2.0 and weights == [0, 1, 2]
 
 
 def test_a_kill_while_a_state_is_written_loses_no_best_iteration(material: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

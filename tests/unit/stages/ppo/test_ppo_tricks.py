@@ -361,6 +361,22 @@ def test_training_one_of_actor_and_critic_leaves_the_other_alone(models: Path, p
     assert {"actor", "critic"} <= set(ppo().groups), "each has processes of its own"
 
 
+@pytest.mark.usefixtures("plain_engine")
+def test_the_range_of_values_is_that_of_the_step_in_any_micro_batches(models: Path) -> None:
+    """Returns of up to 10: the range comes with the step, so no split changes it. Without one a critic that lags behind moves further."""
+    items = [replace(e, returns=e.returns * 10, values=e.values + 1) for e in experience(models)]
+
+    def trained(micro: int, clip: float | None) -> tuple[dict[str, float], torch.Tensor]:
+        role = Critic(model(models / "rm"), ppo().model_copy(update={"micro_train_batch_size": micro}), 0)
+        return role.train(items, [Update(list(range(8)), 1e-2, 0.0, clip)]).metrics[0], flat(role)
+
+    (whole, moved), (split, same) = trained(8, 2.0), trained(3, 2.0)
+    assert split == pytest.approx(whole, rel=1e-4) and 0 < whole["value/clip_share"] < 1
+    torch.testing.assert_close(same, moved, atol=1e-4, rtol=0)
+    narrow, free = trained(8, 0.2)[0], trained(8, None)[0]
+    assert free["value/clip_share"] == 0 < whole["value/clip_share"] < narrow["value/clip_share"]
+
+
 # The family.
 
 

@@ -3,22 +3,35 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from itertools import combinations
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from rlhf_core.config import PPO
+from rlhf_core.config.kinds import metrics_of
 from rlhf_core.data.chat import Renderer, load_tokenizer
 from rlhf_core.data.documents import Document, Prompt
 from rlhf_core.data.sources import prompts as load_prompts
 from rlhf_core.rewards.clients import Rewards
 from rlhf_core.rewards.combine import term_of
 from rlhf_core.rollout.engine import Sampling, answer_of
+from rlhf_core.runs.run_dir import RunDir
 from rlhf_core.stages.ppo.records import Rollout
 from rlhf_core.stages.ppo.sampling.answers import rollout
-from rlhf_core.stages.ppo.sampling.validation import REWARD, Best, Validation, load_validation, measured, pass_at
+from rlhf_core.stages.ppo.sampling.validation import (
+    REWARD,
+    Best,
+    Validation,
+    answer_as,
+    load_validation,
+    measured,
+    pass_at,
+    sampling_of,
+)
 
 NAN = float("nan")
 
@@ -62,6 +75,7 @@ def test_intervals_cover_the_truth() -> None:
 def test_right_answers_and_pass_at_k() -> None:
     found = validation([1, 0, 0, 0, 1, 1], n=2, right=0.5)
     assert found["eval/right/mean"] == pytest.approx(0.5) and found["eval/pass@2"] == pytest.approx(2 / 3)
+    assert found["eval/pass@1"] == found["eval/right/mean"]
     assert not [name for name in validation([1, 0], n=2) if "right" in name or "pass" in name]
 
 
@@ -71,6 +85,70 @@ def test_pass_at_is_the_share_of_all_choices_with_a_right_answer(n: int) -> None
         for k in range(1, n + 1):
             chosen = list(combinations([True] * right + [False] * (n - right), k))
             assert pass_at(n, right, k) == pytest.approx(sum(map(any, chosen)) / len(chosen))
+
+
+def test_pass_at_k_is_told_for_powers_of_two_and_all_answers() -> None:
+    """By counting all choices of k answers to each prompt; a prompt with fewer answers says nothing."""
+    table = [[1, 0, 0, 0, 0, 1], [0, 0, 0, 0, 0, 0], [1, 1, 1, NAN, NAN, 0]]
+    found = validation([value for row in table for value in row], n=6, right=0.5)
+    told = {name: value for name, value in found.items() if "pass@" in name}
+    expected = {}
+    for k in (1, 2, 4, 6):
+        given = [[value for value in row if value == value] for row in table]
+        chances = [np.mean([max(chosen) for chosen in combinations(row, k)]) for row in given if len(row) >= k]
+        expected[f"eval/pass@{k}"] = np.mean(chances)
+    assert told == pytest.approx(expected)
+    declared = set(metrics_of(config(prompts={"sources": "x"}, eval_prompts={"sources": "y"}, eval_samples=6, eval_right=0.5)))
+    assert set(told) <= declared
+    assert "eval/pass@6" not in validation([1, NAN, NAN, NAN, NAN, NAN], n=6, right=0.5)
+
+
+def test_answers_are_sampled_as_in_the_training_unless_the_recipe_says_otherwise() -> None:
+    held: dict[str, Any] = {"prompts": {"sources": "x"}, "eval_prompts": {"sources": "y"}, "temperature": 0.8, "top_p": 0.9}
+    usual = sampling_of(config(**held), 2, [7])
+    assert (usual.temperature, usual.top_p, usual.n, usual.logprobs) == (0.8, 0.9, 2, False)
+    other = sampling_of(config(**held, eval_temperature=0.0, eval_top_p=0.5), 1, [7])
+    assert (other.temperature, other.top_p) == (0.0, 0.5)
+    with pytest.raises(ValueError, match="eval_temperature=0 gives the same answer every time"):
+        config(**held, eval_temperature=0, eval_samples=2)
+    with pytest.raises(ValueError, match="eval_prompts are not set, and eval_temperature, eval_top_p are about these"):
+        config(prompts={"sources": "x"}, eval_temperature=0.5, eval_top_p=0.5)
+
+
+class Engines:
+    """In place of the fleet: answers are the seeds they are asked with, of the checkpoint that was loaded; an engine dies when it is told
+    to, and is then sent the actor's weights."""
+
+    sleeps, environment, episodes = False, None, None
+
+    def __init__(self, deaths: int):
+        self.deaths, self.revivals, self.weights = deaths, 0, "actor"
+        self.asked: list[tuple[str, list[int]]] = []
+
+    def load_engines(self, checkpoint: Path) -> None:
+        self.weights = checkpoint.name
+
+    def start_sample(self, prompts: Sequence[Any], seeds: Sequence[int], sampling: Sampling) -> Any:
+        if len(self.asked) < self.deaths:
+            self.weights, self.revivals = "actor", self.revivals + 1
+        self.asked.append((self.weights, list(seeds)))
+        return lambda: [[answer_of([6], [], True)] * sampling.n for _ in prompts]
+
+    def reward(self, found: Sequence[Rollout], allowed: int) -> Rewards:
+        return Rewards({"f": np.full(len(found), float(self.weights == "iteration3"))}, {})
+
+    def decode(self, tokens: Sequence[int], skip: bool) -> str:
+        return "text"
+
+
+@pytest.mark.parametrize("deaths", [0, 2])
+def test_the_best_iteration_answers_again_with_seeds_of_its_own(tmp_path: Path, deaths: int) -> None:
+    fleet, run = Engines(deaths), RunDir(tmp_path)
+    terms = [term_of(source, None, "none") for source in config(prompts={"sources": "x"}).reward]
+    asked = Validation([Prompt((), [5], {}, False)] * 2, {}, [1, 2], Sampling(1, 1.0, 8, []), terms, None, 0, [3, 4])
+    found = answer_as(fleet, asked, run, tmp_path / "iteration3")  # type: ignore[arg-type]
+    assert found[REWARD] == 1.0 and fleet.asked == [("actor", [3, 4])] * deaths + [("iteration3", [3, 4])]
+    assert len((tmp_path / "validation" / "checkpoint.jsonl").read_text().splitlines()) == 2
 
 
 def test_each_data_source_has_its_own() -> None:
@@ -100,6 +178,7 @@ def test_prompts_of_the_training_are_left_out(material: Path, tmp_path: Path, ca
     known = {tuple(prompt.tokens) for prompt in training}
     found = load_validation(recipe, renderer, training, [], [], 0)
     assert found is not None and not known & {tuple(prompt.tokens) for prompt in found.prompts}
+    assert len(set(found.seeds) | set(found.fresh_seeds)) == 2 * len(found.prompts)
     assert list(found.groups) == ["held", "other"] and list(found.groups["other"])[-1] == len(found.prompts) - 1
     assert "eval_prompts are prompts of the training, too: they are left out" in capsys.readouterr().out
     same = recipe.model_copy(update={"eval_prompts": recipe.prompts})
