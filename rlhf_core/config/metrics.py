@@ -77,7 +77,7 @@ def reinforced(config: PPO) -> Iterator[str]:
     if config.vllm.drafts is not None:
         yield "rollout/tokens_per_step"
     if config.dynamic_filtering:
-        yield from ("filter/rounds", "filter/accepted", "filter/groups")
+        yield from (f"filter/{name}" for name in ("rounds", "accepted", "groups", "reward_mean", "reward_std"))
     if config.environment is not None:
         yield from (f"environment/{name}" for name in ("turns", "attempts", "seconds"))
     if config.max_staleness:

@@ -120,7 +120,11 @@ class PPO(Optimised, Rewarded, Routed):
     )
     dynamic_filtering: bool = Field(False, description="groups whose answers all have one reward are replaced by others (DAPO)")
     max_filter_rounds: Positive = Field(10, description="rounds of sampling to fill an iteration; what is there then is trained on")
-    filter_min_spread: float = Field(1e-6, ge=0, description="a group has no signal when its rewards differ by no more than this")
+    filter_min_spread: float = Field(
+        1e-6,
+        ge=0,
+        description="a group has no signal when its rewards, standardised, clipped and with penalties, differ by no more than this",
+    )
     whiten_advantages: bool = Field(
         True,
         description="advantages of gae and reinforce_pp get mean 0 and std 1 over the whole rollout (reinforce_pp_baseline: always; other "

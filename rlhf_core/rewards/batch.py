@@ -13,7 +13,7 @@ from rlhf_core.config.rewards import ModelReward, RewardSource
 from rlhf_core.data.documents import Document
 from rlhf_core.models.scoring import RewardScorer
 from rlhf_core.rewards.clients import Clients, client_of, collect
-from rlhf_core.rewards.combine import Combined, Term, combine, term_of
+from rlhf_core.rewards.combine import Combined, Term, combine, term_of, with_answers
 from rlhf_core.rewards.contract import Sample
 from rlhf_core.rewards.own_tokens import OwnTokens
 
@@ -52,7 +52,8 @@ def reward_batch(
         rewards = collect(map(score, models), pending, allowed)
     finally:
         clients.close()
-    return combine(rewards.by_source, terms_of(sources, paths), {})
+    terms = terms_of(sources, paths)
+    return combine(rewards.by_source, terms, with_answers({}, rewards.by_source, terms))
 
 
 def terms_of(sources: Sequence[RewardSource], paths: Mapping[str, str]) -> list[Term]:

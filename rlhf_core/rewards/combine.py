@@ -63,16 +63,26 @@ def term_of(source: RewardSource, path: str | None, default: Literal["none", "st
 
 
 class Combined(NamedTuple):
-    """The summed rewards (N,), 0 where `scored` (N,) is False; the running statistics with these answers; metrics."""
+    """The summed rewards (N,), 0 where `scored` (N,) is False; metrics."""
 
     rewards: Tensor
     scored: Tensor
-    statistics: dict[str, Running]
     metrics: dict[str, float]
 
 
+def with_answers(statistics: Mapping[str, Running], by_source: Mapping[str, np.ndarray], terms: Sequence[Term]) -> dict[str, Running]:
+    """Returns the running statistics with more answers, of the sources that are standardised by them; failed answers do not count."""
+    updated = dict(statistics)
+    for term in terms:
+        if term.normalize == "running":
+            values = torch.from_numpy(np.array(by_source[term.title], dtype=np.float32))
+            updated[term.title] = statistics.get(term.title, Running()).update(values[values.isfinite()])
+    return updated
+
+
 def combine(by_source: Mapping[str, np.ndarray], terms: Sequence[Term], statistics: Mapping[str, Running]) -> Combined:
-    """`sum of weight * (reward - mean) / std` over the sources; `by_source` (N,) each, nan where one failed.
+    """`sum of weight * (reward - mean) / std` over the sources; `by_source` (N,) each, nan where one failed. `statistics`: as
+    `with_answers`, these answers included.
 
     ValueError when no answer has a reward of every source. `reward/mean` and `reward/std` are of the weighed sum before any
     standardisation, so that they are of one scale over the run.
@@ -82,7 +92,6 @@ def combine(by_source: Mapping[str, np.ndarray], terms: Sequence[Term], statisti
     if not scored.any():
         raise ValueError(f"none of {len(scored)} answers has a reward of every source ({', '.join(raw)}): look at the sources")
     total, shown = torch.zeros(len(scored)), torch.zeros(len(scored))
-    updated: dict[str, Running] = {}
     metrics: dict[str, float] = {}
     for term in terms:
         values = raw[term.title]
@@ -97,14 +106,14 @@ def combine(by_source: Mapping[str, np.ndarray], terms: Sequence[Term], statisti
             assert term.stored is not None
             standard = normalize_rewards(values, *term.stored)
         elif term.normalize == "running":
-            updated[term.title] = statistics.get(term.title, Running()).update(given)
-            standard = normalize_rewards(values, updated[term.title].mean, updated[term.title].std)
+            running = statistics[term.title]
+            standard = normalize_rewards(values, running.mean, running.std)
         total, shown = total + term.weight * standard, shown + term.weight * values
     shown = shown[scored]
     metrics |= {"reward/mean": float(shown.mean()), "reward/std": float(shown.std(correction=0))}
-    return Combined(torch.where(scored, total, 0), scored, updated, metrics)
+    return Combined(torch.where(scored, total, 0), scored, metrics)
 
 
 def plain_sum(by_source: Mapping[str, np.ndarray], terms: Sequence[Term]) -> np.ndarray:
-    """The weighed sum before any standardisation, (N,), nan where a source failed: what groups are compared by."""
+    """The weighed sum before any standardisation, (N,), nan where a source failed: of one scale over the run."""
     return np.sum([term.weight * np.asarray(by_source[term.title], dtype=np.float64) for term in terms], axis=0)

@@ -24,7 +24,6 @@ from rlhf_core.objectives.advantages import (
     gae,
     in_groups,
     kl_estimate,
-    overlong_penalty,
     reinforce_pp,
     token_rewards,
 )
@@ -36,16 +35,16 @@ from rlhf_core.rewards.combine import Running, Term, combine
 from rlhf_core.rewards.contract import Steps
 from rlhf_core.rewards.steps import on_tokens
 from rlhf_core.stages.ppo.records import Experience, Rollout, Scores
+from rlhf_core.stages.ppo.shaped_rewards import shaped_rewards, truncated
 from rlhf_core.stages.ppo.texts import Lengths
 
 
 class Credited(NamedTuple):
-    """Holds the experience of all rollouts, the indices of those to train on, the running statistics of rewards, metrics, and how far the
-    critic's values may move in the loss (None: as far as they like)."""
+    """Holds the experience of all rollouts, the indices of those to train on, metrics, and how far the critic's values may move in the
+    loss (None: as far as they like)."""
 
     experience: list[Experience]
     usable: list[int]
-    statistics: dict[str, Running]
     metrics: dict[str, float]
     value_clip: float | None = None
 
@@ -67,7 +66,8 @@ def credit(
     lengths_of: Lengths | None = None,
 ) -> Credited:
     """Computes advantages and returns of a whole rollout, with statistics over all its usable response tokens at once. `terms`: the sources
-    of rewards; `lengths_of`: finds the tokens of steps that have rewards."""
+    of rewards, `statistics`: of those that are standardised by running ones, these answers included; `lengths_of`: finds the tokens of
+    steps that have rewards."""
     masks = [rollout.document.mask_array for rollout in rollouts]
     of_answers = config.advantage_estimator in GROUPED  # one number an answer, and T is 1: nothing is laid out by tokens
     response = torch.ones(len(masks), 1, dtype=torch.bool) if of_answers else _pad(masks, torch.bool)  # (B, T)
@@ -76,18 +76,13 @@ def credit(
     values = _pad(scores.values) if scores.values else nothing
 
     combined = combine(scores.rewards.by_source, terms, statistics)
-    rewards, metrics = combined.rewards.clamp(-config.reward_clip, config.reward_clip), dict(combined.metrics)
-    metrics["reward/clipped"] = float((combined.rewards.abs() > config.reward_clip).float().mean())
-    cut = torch.tensor([not rollout.finished for rollout in rollouts])  # (B,)
     early = early_rewards(rollouts, scores.rewards, config, lengths_of)
     if early is not None:  # in the proportion in which the sum was clipped
-        early *= (rewards / combined.rewards).nan_to_num(1.0)[:, None]
-    if config.bootstrap_truncated:  # a text without its end has no reward yet but that of its steps
-        rewards = torch.where(cut, 0 if early is None else early.sum(-1), rewards)
-    penalties = penalties_of(rollouts, cut, config)
-    for name, penalty in penalties.items():
-        rewards = rewards + penalty
-        metrics[f"reward/{name}"] = float(penalty.mean())
+        early *= (combined.rewards.clamp(-config.reward_clip, config.reward_clip) / combined.rewards).nan_to_num(1.0)[:, None]
+    # A text without its end has no reward yet but that of its steps.
+    shaped = shaped_rewards(rollouts, combined, config, 0.0 if early is None else early.sum(-1))
+    rewards, metrics = shaped.rewards, combined.metrics | shaped.metrics
+    cut = truncated(rollouts)
 
     mask = response & combined.scored[:, None]
     kl, coef = nothing, 0.0
@@ -127,7 +122,7 @@ def credit(
         Experience(rollout.document, old, of_sampler, ref, v, a, value)
         for rollout, old, ref, v, of_sampler, a, value in zip(rollouts, *scored, *given, strict=True)
     ]
-    return Credited(experience, usable.nonzero().flatten().tolist(), combined.statistics, metrics, value_clip)
+    return Credited(experience, usable.nonzero().flatten().tolist(), metrics, value_clip)
 
 
 def divergence(
@@ -153,18 +148,6 @@ def divergence(
     gaps = flat(logprobs) - flat([rollout.sampler_logprobs for rollout in rollouts])
     lengths = torch.tensor([np.count_nonzero(rollout.document.mask_array) for rollout in rollouts])
     return Divergence(kl, metrics | sampler_metrics(gaps, lengths, config))
-
-
-def penalties_of(rollouts: Sequence[Rollout], cut: Tensor, config: PPO) -> dict[str, Tensor]:
-    """Returns what is added to rewards, (B,) each, by the name of its metric. `cut` (B,): a limit ended the answer or episode."""
-    found = dict[str, Tensor]()
-    if config.overlong_buffer:
-        used = torch.tensor([len(rollout.document) - rollout.document.answer_start for rollout in rollouts])
-        limit, buffer, factor = config.generate_max_len, config.overlong_buffer, config.overlong_penalty
-        found["overlong"] = overlong_penalty(used, limit, buffer, factor)
-    if config.truncated_penalty:
-        found["truncated"] = -config.truncated_penalty * cut.float()
-    return found
 
 
 def nothing_to_learn(answers: int, cut: int, config: PPO) -> str:

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from rlhf_core.config import PPO
 from rlhf_core.rewards.clients import Rewards
-from rlhf_core.rewards.combine import Running
+from rlhf_core.rewards.combine import Running, with_answers
 from rlhf_core.stages.ppo.credit import Divergence, credit, divergence
 from rlhf_core.stages.ppo.fleet import Fleet
 from rlhf_core.stages.ppo.records import Rollout, Scores
@@ -70,7 +70,7 @@ def ppo_iteration(
     config, phases = setup.config, dict[str, float]()
     start = time.monotonic()
     with _phase(phases, "generate"):
-        sampled = taken(fleet, collector) if collector else carried.ahead or sample(fleet, setup, carried.position)
+        sampled = taken(fleet, collector) if collector else carried.ahead or sample(fleet, setup, carried.position, carried.statistics)
         rollouts = sampled.rollouts
     pending = start_sample(fleet, setup, sampled.position) if config.max_staleness == 1 and not last else None
     if fleet.sleeps:
@@ -79,7 +79,10 @@ def ppo_iteration(
     with _phase(phases, "score"):
         scores = (sampled.scores or fleet.start_score(rollouts, sampled.rewards, setup.allowed_failures))()
     with _phase(phases, "credit"):
-        credited = credit(rollouts, scores, kl_coef, carried.statistics, config, setup.terms, fleet.lengths)
+        statistics = sampled.statistics
+        if statistics is None:
+            statistics = with_answers(carried.statistics, scores.rewards.by_source, setup.terms)
+        credited = credit(rollouts, scores, kl_coef, statistics, config, setup.terms, fleet.lengths)
     measured: list[Divergence] = []
 
     def measure() -> None:
@@ -122,7 +125,7 @@ def ppo_iteration(
     metrics["tokens"] = float(sum(len(r.document.tokens) for r in rollouts))
     metrics |= {f"phase/{name}": seconds for name, seconds in phases.items()}
     metrics |= fleet.iteration_metrics(rollouts, list(updates), schedule.max_epochs, time.monotonic() - start)
-    return Iteration(metrics, diverged.kl, Carried(sampled.position, credited.statistics, ahead), rollouts, scores.rewards)
+    return Iteration(metrics, diverged.kl, Carried(sampled.position, statistics, ahead), rollouts, scores.rewards)
 
 
 def divergence_of(rollouts: Sequence[Rollout], scores: Scores, logprobs: Scored, kl_coef: float, config: PPO) -> Divergence:

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from rlhf_core.rewards.clients import Rewards, join
-from rlhf_core.rewards.combine import Running, Term, combine, plain_sum
+from rlhf_core.rewards.combine import Running, Term, combine, plain_sum, with_answers
 from rlhf_core.rewards.contract import RewardsFailed
 
 
@@ -17,7 +17,7 @@ def test_rewards_are_standardised_each_on_its_own_then_weighed_and_summed() -> N
     combined = combine(by_source, terms, {})
     # (1-1)/2, (3-1)/2, (5-1)/2 = 0, 1, 2; half of that plus twice the rule
     assert combined.rewards.tolist() == [0.0, 2.5, 3.0]
-    assert combined.scored.all() and combined.statistics == {}
+    assert combined.scored.all() and with_answers({}, by_source, terms) == {}
     # before standardising: 0.5, 3.5, 4.5
     assert combined.metrics["reward/mean"] == pytest.approx(8.5 / 3)
     assert combined.metrics["reward/model/mean"] == 3.0 and combined.metrics["reward/rule/mean"] == pytest.approx(2 / 3)
@@ -26,14 +26,16 @@ def test_rewards_are_standardised_each_on_its_own_then_weighed_and_summed() -> N
 
 def test_an_answer_that_one_source_failed_on_has_no_reward_and_touches_no_statistic() -> None:
     terms = [Term("a", 1.0, "running", None), Term("b", 1.0, "none", None)]
-    combined = combine({"a": np.array([1.0, np.nan, 3.0]), "b": np.array([0.0, 1.0, 0.0])}, terms, {})
+    by_source = {"a": np.array([1.0, np.nan, 3.0]), "b": np.array([0.0, 1.0, 0.0])}
+    statistics = with_answers({}, by_source, terms)
+    combined = combine(by_source, terms, statistics)
     assert combined.scored.tolist() == [True, False, True]
     assert combined.rewards.tolist() == [-1.0, 0.0, 1.0]  # mean 2, std 1 of the two that a gave
     assert combined.metrics["reward/a/failed"] == 1 and combined.metrics["reward/b/failed"] == 0
-    assert combined.metrics["reward/mean"] == 2.0 and combined.statistics["a"].number == 2
+    assert combined.metrics["reward/mean"] == 2.0 and statistics["a"].number == 2
     assert np.isnan(plain_sum({"a": np.array([np.nan]), "b": np.array([1.0])}, terms)).all()
     with pytest.raises(ValueError, match="none of 1 answers has a reward of every source"):
-        combine({"a": np.array([np.nan]), "b": np.array([1.0])}, terms, {})
+        combine({"a": np.array([np.nan]), "b": np.array([1.0])}, terms, {"a": Running()})
 
 
 def test_running_statistics_are_those_of_all_values_at_once() -> None:
@@ -45,8 +47,12 @@ def test_running_statistics_are_those_of_all_values_at_once() -> None:
     assert running.mean == pytest.approx(float(values.mean()))
     assert running.std == pytest.approx(float(values.std(correction=0)))
     assert Running().update(torch.full((4,), 2.0)).std == 1.0
-    first = combine({"a": np.array([0.0, 2.0])}, [Term("a", 1.0, "running", None)], {})
-    second = combine({"a": np.array([4.0, 6.0])}, [Term("a", 1.0, "running", None)], first.statistics)
+    terms = [Term("a", 1.0, "running", None)]
+    statistics: dict[str, Running] = {}
+    for rewards in ([0.0, 2.0], [4.0, 6.0]):
+        by_source = {"a": np.array(rewards)}
+        statistics = with_answers(statistics, by_source, terms)
+        second = combine(by_source, terms, statistics)
     assert second.rewards.tolist() == pytest.approx([(4 - 3) / 5**0.5, (6 - 3) / 5**0.5])  # of 0, 2, 4, 6
 
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -24,10 +24,11 @@ from rlhf_core.config import PPO
 from rlhf_core.data.documents import Document, Prompt, compact
 from rlhf_core.environments.episodes import Asked, Episode
 from rlhf_core.rewards.clients import Rewards, join
-from rlhf_core.rewards.combine import Term, plain_sum
+from rlhf_core.rewards.combine import Running, Term, combine, with_answers
 from rlhf_core.rollout.engine import Answer, Sampling
 from rlhf_core.stages.ppo.fleet import Fleet
 from rlhf_core.stages.ppo.records import Own, Rollout, Scores
+from rlhf_core.stages.ppo.shaped_rewards import shaped_rewards
 from rlhf_core.training.train_loop import order_of_epoch
 
 MORE, MOST = 1.2, 4  # prompts of a further round of filtering: times those that should suffice; batches at most
@@ -66,7 +67,8 @@ class Setup(NamedTuple):
 class Sampled(NamedTuple):
     """Holds an iteration's rollouts, `n` of each prompt in a row; their rewards where filtering computed them; the next position; metrics.
 
-    `age`: updates of the actor since the weights that answered. `scores` waits for scores that are under way.
+    `age`: updates of the actor since the weights that answered. `scores` waits for scores that are under way. `statistics`: the running
+    statistics of rewards with all answers that filtering looked at.
     """
 
     rollouts: list[Rollout]
@@ -75,42 +77,70 @@ class Sampled(NamedTuple):
     metrics: dict[str, float]
     age: int = 0
     scores: Callable[[], Scores] | None = None
+    statistics: dict[str, Running] | None = None
 
 
-def sample(fleet: Fleet, setup: Setup, position: int) -> Sampled:
-    """Samples answers to a batch of prompts, or as `stream`.
+def sample(fleet: Fleet, setup: Setup, position: int, statistics: Mapping[str, Running]) -> Sampled:
+    """Samples answers to a batch of prompts, or as `stream`, or as `sample_filtered`."""
+    if setup.config.stream_batch_size is not None:
+        return stream(fleet, setup, position, setup.config.stream_batch_size)
+    if setup.config.dynamic_filtering:
+        return sample_filtered(fleet, setup, position, statistics)
+    return start_sample(fleet, setup, position)()
 
-    With dynamic filtering (DAPO, Yu et al. 2025, eq. 11) it takes as many rounds as are needed, at most `max_filter_rounds`. Raises
-    ValueError when no group has a signal.
+
+def sample_filtered(fleet: Fleet, setup: Setup, position: int, statistics: Mapping[str, Running]) -> Sampled:
+    """Samples until a batch of prompts has answers whose rewards differ (DAPO, Yu et al. 2025, eq. 11), in `max_filter_rounds` at most.
+
+    Rewards are compared as they are trained on: standardised, clipped, with penalties. Metrics `reward/*` are of all answers, so that a
+    curve does not depend on which groups were kept. Raises ValueError when no group has a signal.
     """
     config, n, batch = setup.config, setup.sampling.n, setup.order.batch
-    if config.stream_batch_size is not None:
-        return stream(fleet, setup, position, config.stream_batch_size)
-    if not config.dynamic_filtering:
-        return start_sample(fleet, setup, position)()
+    updated = dict(statistics)
     kept: list[Rollout] = []
-    rewards: list[Rewards] = []
-    computed: list[Rewards] = []
-    asked = accepted = rounds = 0
+    kept_rewards: list[Rewards] = []
+    seen: list[Rollout] = []
+    seen_rewards: list[Rewards] = []
+    accepted = 0
+    rounds = 0
     while len(kept) < batch * n and rounds < config.max_filter_rounds:
         missing = batch - len(kept) // n
+        asked = len(seen) // n
         count = min(math.ceil(MORE * missing / max(accepted / asked, 0.1)), MOST * batch) if asked else batch
         rollouts = start_sample(fleet, setup, position, count)().rollouts
-        computed.append(fleet.reward(rollouts, setup.allowed_failures))
-        join(computed).check(setup.allowed_failures)
-        found = with_signal(plain_sum(computed[-1].by_source, setup.terms), n, config.filter_min_spread)
+        rewards = fleet.reward(rollouts, setup.allowed_failures)
+        seen += rollouts
+        seen_rewards.append(rewards)
+        join(seen_rewards).check(setup.allowed_failures)
+        updated = with_answers(updated, rewards.by_source, setup.terms)
+        found = with_signal(trained_rewards(rollouts, rewards, updated, setup), n, config.filter_min_spread)
         chosen = found[: missing * n]
         kept += [rollouts[i] for i in chosen]
-        rewards.append(computed[-1].take(chosen))
-        asked, accepted, rounds = asked + count, accepted + len(found) // n, rounds + 1
+        kept_rewards.append(rewards.take(chosen))
+        accepted += len(found) // n
+        rounds += 1
         position += count if len(kept) < batch * n else chosen[-1] // n + 1
+    asked = len(seen) // n
     if not kept:
         raise ValueError(
             f"dynamic_filtering: none of the {asked} groups of {rounds} rounds had answers of different reward: raise "
             f"temperature or n_samples_per_prompt, take other prompts, or turn it off"
         )
-    metrics = {"filter/rounds": float(rounds), "filter/accepted": accepted / asked, "filter/groups": len(kept) / n}
-    return Sampled(kept, join(rewards), position, metrics)
+    everything = combine(join(seen_rewards).by_source, setup.terms, updated)
+    of_kept = combine(join(kept_rewards).by_source, setup.terms, updated).metrics
+    metrics = everything.metrics | shaped_rewards(seen, everything, config).metrics
+    metrics |= {f"filter/reward_{name}": of_kept[f"reward/{name}"] for name in ("mean", "std")}
+    metrics |= {"filter/rounds": float(rounds), "filter/accepted": accepted / asked, "filter/groups": len(kept) / n}
+    return Sampled(kept, join(kept_rewards), position, metrics, statistics=updated)
+
+
+def trained_rewards(rollouts: Sequence[Rollout], rewards: Rewards, statistics: Mapping[str, Running], setup: Setup) -> np.ndarray:
+    """Returns the rewards that advantages are of, (N,), nan where an answer has none."""
+    if not np.isfinite(list(rewards.by_source.values())).all(0).any():
+        return np.full(len(rollouts), np.nan)
+    combined = combine(rewards.by_source, setup.terms, statistics)
+    shaped = shaped_rewards(rollouts, combined, setup.config)
+    return np.where(combined.scored.numpy(), shaped.rewards.numpy(), np.nan)
 
 
 def start_sample(fleet: Fleet, setup: Setup, position: int, count: int | None = None) -> Callable[[], Sampled]:

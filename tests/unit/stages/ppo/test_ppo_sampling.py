@@ -93,10 +93,10 @@ class Fleet:
         return Probe(0.0, 0.0)
 
 
-def setup(order: PromptOrder, rounds: int = 0, allowed: int = 0) -> Setup:
+def setup(order: PromptOrder, rounds: int = 0, allowed: int = 0, terms: Sequence[Term] = TERMS, **changes: Any) -> Setup:
     """With dynamic filtering of at most `rounds`; 0: without."""
     filtering: dict[str, Any] = {"dynamic_filtering": True, "max_filter_rounds": rounds} if rounds else {}
-    return Setup(config(**filtering), order, HOW, TERMS, [], allowed)
+    return Setup(config(**filtering, **changes), order, HOW, terms, [], allowed)
 
 
 def prompts_of(sampled: Sampled) -> list[int]:
@@ -133,7 +133,7 @@ def test_a_group_has_a_signal_when_its_rewards_differ() -> None:
 
 def test_without_filtering_a_batch_is_sampled_once_and_scored_with_the_others() -> None:
     fleet = Fleet(lambda prompt, j: 0.0)
-    sampled = sample(fleet, setup(PromptOrder(PROMPTS, 4, 0)), 4)  # type: ignore[arg-type]
+    sampled = sample(fleet, setup(PromptOrder(PROMPTS, 4, 0)), 4, {})  # type: ignore[arg-type]
     assert sampled.rewards is None and sampled.position == 8 and len(sampled.rollouts) == 8
     assert fleet.requested == [[prompt.tokens[0] for prompt, _ in PromptOrder(PROMPTS, 4, 0).take(4, 4)]]
 
@@ -141,7 +141,7 @@ def test_without_filtering_a_batch_is_sampled_once_and_scored_with_the_others() 
 def test_groups_without_signal_are_replaced_until_the_batch_is_full() -> None:
     fleet = Fleet(lambda prompt, j: float(j) if prompt % 2 else 1.0)  # only odd prompts have a signal
     order = PromptOrder(PROMPTS, batch=4, seed=0)
-    sampled = sample(fleet, setup(order, 10), 0)  # type: ignore[arg-type]
+    sampled = sample(fleet, setup(order, 10), 0, {})  # type: ignore[arg-type]
     assert len(prompts_of(sampled)) == 4 and all(prompt % 2 for prompt in prompts_of(sampled))
     assert sampled.rewards is not None and sampled.rewards.by_source["reward_model"].tolist() == [0, 1] * 4
     in_line = [prompt.tokens[0] for prompt, _ in order.take(0, sampled.position)]
@@ -160,7 +160,7 @@ def test_two_rounds_fill_an_iteration_mostly() -> None:
     prompts = [Prompt((), [i], {}, False) for i in range(4000)]
     position, order = 0, PromptOrder(prompts, batch=64, seed=0)
     for _ in range(20):
-        sampled = sample(Fleet(lambda prompt, j: float(j) if prompt % 2 else 1.0), setup(order, 10), position)  # type: ignore[arg-type]
+        sampled = sample(Fleet(lambda prompt, j: float(j) if prompt % 2 else 1.0), setup(order, 10), position, {})  # type: ignore[arg-type]
         position = sampled.position
         rounds.append(sampled.metrics["filter/rounds"])
     assert sum(rounds) / len(rounds) < 2.3
@@ -170,7 +170,7 @@ def test_accepted_groups_survive_the_end_of_the_data() -> None:
     """The order has 8 prompts an episode, two of the ten have a signal: a batch of four needs several episodes and loses nothing."""
     fleet = Fleet(lambda prompt, j: float(j) if prompt in (3, 7) else 1.0)
     order = PromptOrder(PROMPTS, batch=4, seed=0)
-    sampled = sample(fleet, setup(order, 100), 0)  # type: ignore[arg-type]
+    sampled = sample(fleet, setup(order, 100), 0, {})  # type: ignore[arg-type]
     assert sampled.position > 16
     accepted = [prompt for requested in fleet.requested for prompt in requested if prompt in (3, 7)]
     assert prompts_of(sampled) == accepted[:4] and len(accepted) >= 4
@@ -179,10 +179,41 @@ def test_accepted_groups_survive_the_end_of_the_data() -> None:
 
 def test_after_the_last_round_what_is_there_is_trained_on() -> None:
     fleet = Fleet(lambda prompt, j: float(j) if prompt == 3 else 1.0)
-    sampled = sample(fleet, setup(PromptOrder(PROMPTS, 4, 0), 3), 0)  # type: ignore[arg-type]
+    sampled = sample(fleet, setup(PromptOrder(PROMPTS, 4, 0), 3), 0, {})  # type: ignore[arg-type]
     assert len(fleet.requested) == 3 and set(prompts_of(sampled)) == {3}
     with pytest.raises(ValueError, match=r"dynamic_filtering: none of the 36 groups of 3 rounds"):
-        sample(Fleet(lambda prompt, j: 1.0), setup(PromptOrder(PROMPTS, 4, 0), 3), 0)  # type: ignore[arg-type]
+        sample(Fleet(lambda prompt, j: 1.0), setup(PromptOrder(PROMPTS, 4, 0), 3), 0, {})  # type: ignore[arg-type]
+
+
+def test_rewards_are_those_of_all_groups_beside_those_of_the_kept_ones() -> None:
+    """Odd prompts give 0 and 1, even ones 5 and 5: the curve is of both, whatever is trained on."""
+    fleet = Fleet(lambda prompt, j: float(j) if prompt % 2 else 5.0)
+    done = iterate(fleet, config(advantage_estimator="grpo", dynamic_filtering=True))
+    asked = [prompt for requested in fleet.requested for prompt in requested]
+    assert done.metrics["reward/mean"] == pytest.approx(np.mean([0.5 if prompt % 2 else 5.0 for prompt in asked]))
+    assert done.metrics["reward/reward_model/mean"] == done.metrics["reward/mean"] > 1
+    assert done.metrics["filter/reward_mean"] == done.metrics["filter/reward_std"] == 0.5
+
+
+def test_groups_are_compared_by_the_rewards_that_are_trained_on() -> None:
+    order = PromptOrder(PROMPTS, batch=4, seed=0)
+    fleet = Fleet(lambda prompt, j: 20.0 + j if prompt % 2 == 0 else float(j))  # 20 and 21 are both clipped to 10
+    sampled = sample(fleet, setup(order, 10), 0, {})  # type: ignore[arg-type]
+    assert all(prompt % 2 for prompt in prompts_of(sampled))
+    fleet = Fleet(lambda prompt, j: float(j))  # 0 and 1 over a deviation of 100: within filter_min_spread
+    stored = [Term("reward_model", 1.0, "stored", (0.0, 100.0))]
+    with pytest.raises(ValueError, match="none of the 20 groups"):
+        sample(fleet, setup(order, 2, terms=stored, filter_min_spread=0.02), 0, {})  # type: ignore[arg-type]
+
+
+def test_running_statistics_are_of_all_groups() -> None:
+    running = [Term("reward_model", 1.0, "running", None)]
+    fleet = Fleet(lambda prompt, j: float(j) if prompt % 2 else 5.0)
+    sampled = sample(fleet, setup(PromptOrder(PROMPTS, 4, 0), 10, terms=running), 0, {})  # type: ignore[arg-type]
+    asked = [prompt for requested in fleet.requested for prompt in requested]
+    assert sampled.statistics is not None
+    assert sampled.statistics["reward_model"].number == N * len(asked)
+    assert sampled.statistics["reward_model"].mean == pytest.approx(np.mean([0.5 if prompt % 2 else 5.0 for prompt in asked]))
 
 
 def test_failures_of_all_rounds_count_against_the_limit() -> None:
@@ -190,7 +221,7 @@ def test_failures_of_all_rounds_count_against_the_limit() -> None:
         return float("nan") if j else 1.0
 
     with pytest.raises(RewardsFailed, match=r"reward_model left 20 of 40 answers without a reward, more than the 7 .*the last error"):
-        sample(Fleet(score), setup(PromptOrder(PROMPTS, 4, 0), 9, 7), 0)  # type: ignore[arg-type]
+        sample(Fleet(score), setup(PromptOrder(PROMPTS, 4, 0), 9, 7), 0, {})  # type: ignore[arg-type]
 
 
 # An iteration.

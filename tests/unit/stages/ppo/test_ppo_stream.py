@@ -74,7 +74,7 @@ class Fleet:
 
 def streamed(fleet: Any, part: int, allowed: int = 0) -> tuple[list[Rollout], Scores]:
     setup = Setup(config(stream_batch_size=part), ORDER, HOW, [], [], allowed)
-    sampled = sample(fleet, setup, 0)
+    sampled = sample(fleet, setup, 0, {})
     assert sampled.scores is not None and sampled.position == 7 and sampled.rewards is None
     return sampled.rollouts, sampled.scores()
 

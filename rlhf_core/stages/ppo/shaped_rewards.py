@@ -1,0 +1,53 @@
+"""Turns the sum of all sources into the rewards that advantages are of: clips it, and adds penalties for length. `answers.py` filters
+groups by the same numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from rlhf_core.config import PPO
+from rlhf_core.objectives.advantages import overlong_penalty
+from rlhf_core.rewards.combine import Combined
+from rlhf_core.stages.ppo.records import Rollout
+
+
+class Shaped(NamedTuple):
+    """Holds the rewards (B,), 0 where an answer has none, and metrics. `clipped` (B,): before penalties."""
+
+    rewards: Tensor
+    clipped: Tensor
+    metrics: dict[str, float]
+
+
+def shaped_rewards(rollouts: Sequence[Rollout], combined: Combined, config: PPO, of_cut: Tensor | float = 0.0) -> Shaped:
+    """Clips the sums to `reward_clip`, replaces those of truncated answers by `of_cut` with `bootstrap_truncated`, and adds penalties."""
+    limit = config.reward_clip
+    clipped = combined.rewards.clamp(-limit, limit)
+    metrics = {"reward/clipped": float((combined.rewards.abs() > limit).float().mean())}
+    cut = truncated(rollouts)
+    rewards = torch.where(cut, of_cut, clipped) if config.bootstrap_truncated else clipped
+    for name, penalty in penalties_of(rollouts, cut, config).items():
+        rewards = rewards + penalty
+        metrics[f"reward/{name}"] = float(penalty.mean())
+    return Shaped(rewards, clipped, metrics)
+
+
+def truncated(rollouts: Sequence[Rollout]) -> Tensor:
+    """Returns which answers or episodes a limit ended, (B,) bool."""
+    return torch.tensor([not rollout.finished for rollout in rollouts])
+
+
+def penalties_of(rollouts: Sequence[Rollout], cut: Tensor, config: PPO) -> dict[str, Tensor]:
+    """Returns what is added to rewards, (B,) each, by the name of its metric. `cut` (B,): a limit ended the answer or episode."""
+    found = dict[str, Tensor]()
+    if config.overlong_buffer:
+        used = torch.tensor([len(rollout.document) - rollout.document.answer_start for rollout in rollouts])
+        limit, buffer, factor = config.generate_max_len, config.overlong_buffer, config.overlong_penalty
+        found["overlong"] = overlong_penalty(used, limit, buffer, factor)
+    if config.truncated_penalty:
+        found["truncated"] = -config.truncated_penalty * cut.float()
+    return found
