@@ -141,6 +141,8 @@ def train(request: StageRequest, run: RunDir, groups: Mapping[str, WorkerGroup],
                     keep_best(run, named)
         finish_saving(fleet, commit)
         tracker.close()
+        if collector:
+            collector.stop()  # after `stop_when` there are answers that nobody will train on
         of_best = chosen(fleet, held_out, run, best, done) if held_out and best else {}
     if best:
         link_tree(run / BEST / f"iteration{best.iteration}", run / "checkpoint")

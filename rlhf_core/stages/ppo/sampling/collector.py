@@ -139,6 +139,17 @@ class Collector:
         self._iteration += 1
         self._background.run(self._begin())
 
+    def stop(self) -> None:
+        """Ends all work: engines abort what they answer."""
+
+        async def end() -> None:
+            working = list(self._working)
+            for task in working:
+                task.cancel()
+            await asyncio.gather(*working, return_exceptions=True)
+
+        self._background.run(end())
+
     def state(self) -> Collected:
         """Returns what has been collected, for a resume state."""
 

@@ -84,6 +84,23 @@ def test_answers_are_no_older_than_needed(background: Background) -> None:
         assert all(version >= iteration - 1 for rollout in rollouts for _, version in rollout.versions)
 
 
+def test_what_nobody_will_train_on_is_ended(background: Background) -> None:
+    ended: list[str] = []
+
+    async def answer(prompt: Prompt, seed: int) -> list[Rollout]:
+        try:
+            await asyncio.sleep(1000)
+        except asyncio.CancelledError:
+            ended.append("cancelled")
+            raise
+        raise AssertionError("nobody waits so long")
+
+    collector = Collector(background, answer, ORDER, 2, 8)
+    background.run(asyncio.sleep(0.01))
+    collector.stop()
+    assert ended == ["cancelled"] * 2 * BATCH and collector.state().ready == []
+
+
 def test_a_state_loses_no_prompt_and_repeats_none(background: Background, tmp_path: Path) -> None:
     world = World(slow=0.05)
     collector = Collector(background, world.answer, ORDER, 3, 8)
