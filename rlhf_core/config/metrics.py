@@ -45,7 +45,7 @@ def trained(*steps: str, held_out: tuple[str, ...] = (), after: tuple[str, ...] 
         nll = ("nll",) if getattr(config, "nll_coef", 0) else ()
         balance = (BALANCE,) if hasattr(config, "router_aux_coef") else ()
         each = (*steps, *nll, *balance)
-        yield from (*each, "grad_norm", "learning_rate", "steps")
+        yield from (*each, "grad_norm", "learning_rate", "steps", "skipped_steps")
         if config.eval_data is not None:
             yield from (f"eval/{name}" for name in held_out or each)
         yield from (*after, *DATA)
@@ -329,6 +329,7 @@ DRIFT_MEANS = {
     "kl": "The model is far from the reference: distrust its reward, and look at its answers.",
 }
 ANY = {
+    "skipped_steps": "Steps had a loss or gradient that is not finite: look at their rows in nonfinite_steps.jsonl of the stage.",
     "response/truncated": "Answers are cut at generate_max_len: raise it, or the policy never learned to stop (a bad SFT).",
     "prompt/truncated": "Prompts are cut at prompt_max_len: raise it.",
     "data": "The data is not what was expected: `alignflow data RECIPE` shows what was dropped or cut and why.",

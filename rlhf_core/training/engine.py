@@ -42,7 +42,8 @@ class Engine(Protocol):
         """Accumulates the gradient, in fp32 where a step has several micro-batches; `last` marks the last one of an optimiser step."""
 
     def step(self, learning_rate: float) -> float:
-        """One optimiser step; returns the gradient norm before clipping. Raises FloatingPointError when it is not finite."""
+        """One optimiser step; returns the gradient norm before clipping. Raises FloatingPointError when it is not finite: then the weights
+        and the optimiser are as before, and the gradient is dropped."""
 
     def all_reduce(self, values: Tensor) -> Tensor:
         """The sum of `values` over all ranks."""
@@ -121,6 +122,8 @@ class TorchEngine:
             self._hand_over(name)  # of a step with one pass; others have handed theirs over
         self._several_passes = False
         norm = float(nn.utils.clip_grad_norm_(self._optimised.values(), self._adamw.max_norm))
+        if not math.isfinite(norm):
+            self._optimizer.zero_grad(set_to_none=True)
         check_finite(norm, "the gradient norm")
         for group in self._optimizer.param_groups:
             group["lr"] = learning_rate
