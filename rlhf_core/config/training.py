@@ -32,7 +32,9 @@ class Lora(Config):
         "none", description="nf4: frozen weights in 4 bits (QLoRA), on a GPU with bitsandbytes, ZeRO stage 0 to 2"
     )
     export: Literal["merged", "adapter"] = Field(
-        "merged", description="the checkpoint is a whole model, or the adapter alone, which names the model it belongs to"
+        "merged",
+        description="the checkpoint is a whole model, which has the adapter in its folder `adapter`, or the adapter alone, which "
+        "names the model it belongs to",
     )
 
 
