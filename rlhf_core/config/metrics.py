@@ -25,6 +25,7 @@ LABELLED = ("loss", "accuracy", "margin", "desirable", "kl", "rewards/desirable"
 REWARD_LOSS = ("loss", "accuracy", "margin", "scores/chosen", "scores/rejected")
 REWARD_HELD_OUT = ("loss", "accuracy", "confidence", "pairs")
 BALANCE = "router/balance"  # only of a mixture of experts
+SURVIVES = "lora/survives"  # of adapters that are merged: the share of their update that is left when weights are rounded
 ANSWERS = ("response/length", "response/truncated", "prompt/truncated")
 POLICY_STEPS = ("loss", "clip_share", "ratio", "ratio_gap", "kl_old", "entropy", "grad_norm", "learning_rate")
 FIRST_STEP = ("first_ratio", "first_ratio_gap")
@@ -45,7 +46,9 @@ def trained(*steps: str, held_out: tuple[str, ...] = (), after: tuple[str, ...] 
         nll = ("nll",) if getattr(config, "nll_coef", 0) else ()
         balance = (BALANCE,) if hasattr(config, "router_aux_coef") else ()
         each = (*steps, *nll, *balance)
-        yield from (*each, "grad_norm", "learning_rate", "steps")
+        yield from (*each, "grad_norm", "learning_rate", "steps", "skipped_steps")
+        if config.lora is not None and config.lora.export == "merged":
+            yield SURVIVES
         if config.eval_data is not None:
             yield from (f"eval/{name}" for name in held_out or each)
         yield from (*after, *DATA)
@@ -74,6 +77,8 @@ def reinforced(config: PPO) -> Iterator[str]:
         yield "policy/kl_loss"
     if config.has_critic:
         yield from (f"value/{name}" for name in ("loss", "clip_share", "grad_norm", "learning_rate", "explained_variance"))
+    if config.lora is not None and config.vllm.adapters == "merged":
+        yield SURVIVES
     if config.vllm.drafts is not None:
         yield "rollout/tokens_per_step"
     if config.dynamic_filtering:
@@ -335,6 +340,8 @@ DRIFT_MEANS = {
     "kl": "The model is far from the reference: distrust its reward, and look at its answers.",
 }
 ANY = {
+    SURVIVES: "Merging lost a part of the adapters' update, or the update is too small for it: take the adapter alone (lora.export).",
+    "skipped_steps": "Steps had a loss or gradient that is not finite: look at their rows in nonfinite_steps.jsonl of the stage.",
     "response/truncated": "Answers are cut at generate_max_len, or episodes at max_turns: raise it, or the policy never learned to stop "
     "(a bad SFT).",
     "prompt/truncated": "Prompts are cut at prompt_max_len: raise it.",

@@ -32,7 +32,9 @@ class Lora(Config):
         "none", description="nf4: frozen weights in 4 bits (QLoRA), on a GPU with bitsandbytes, ZeRO stage 0 to 2"
     )
     export: Literal["merged", "adapter"] = Field(
-        "merged", description="the checkpoint is a whole model, or the adapter alone, which names the model it belongs to"
+        "merged",
+        description="the checkpoint is a whole model, which has the adapter in its folder `adapter`, or the adapter alone, which "
+        "names the model it belongs to",
     )
 
 
@@ -187,6 +189,12 @@ class Trainable(Optimised):
 
     max_len: Positive = Field(512, description="longest sequence in tokens; longer ones are cut and counted")
     learning_rate: Rate = Field(1e-5, description="peak learning rate")
+    skip_nonfinite_steps: int = Field(
+        0,
+        ge=0,
+        description="optimiser steps of a run that may be left out because their loss or gradient norm is not finite: weights and "
+        "optimiser stay as they are, and nonfinite_steps.jsonl names the rows; for data with few broken rows. 0: the first ends the run",
+    )
     eval_steps: Annotated[int, NotInDigest] = Field(0, ge=0, description="steps between two evaluations on eval_data; 0: only at the end")
     ranks: Annotated[Ranks, NotInDigest] = Field(Ranks(), description="processes of this stage")
     adam_offload: Annotated[bool, NotInDigest] = Field(

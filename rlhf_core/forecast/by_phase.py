@@ -138,16 +138,19 @@ def _trained_on_host(size: Size, how: Training, head: bool, gpu: Gpu) -> _Host:
     still = PROCESS + (ROUNDED * how.weight * share if how.on_host else 0.0)
     if how.adapters:
         return _Host(still, loading)
-    return _Host(still, loading, STATE_BYTES * share, adam=_adam(size, share, how.zero_stage) if how.offload else 0.0)
+    return _Host(still, loading, STATE_BYTES * share, adam=_adam(size, share, how) if how.offload else 0.0)
 
 
-def _adam(size: Size, share: float, zero_stage: int) -> float:
+def _adam(size: Size, share: float, how: Training) -> float:
     """Bytes on the host of DeepSpeed's Adam for `share` parameters. Not pinned are two fp32 moments and, under ZeRO-3, fp32 weights; pinned
-    are fp32 gradients, bf16 ones that passes add up, and under ZeRO-1 and 2 fp32 weights, their bf16 form, and the largest weight."""
-    if zero_stage == 3:
-        return 12 * share + pinned_bytes(2 * share) + share / SUBGROUP * pinned_bytes(4 * SUBGROUP)
+    are fp32 gradients, those that passes add up in bf16, or under ZeRO-3 in fp32, and under ZeRO-1 and 2 fp32 weights, their bf16 form, and
+    the largest weight."""
+    if how.zero_stage == 3:
+        added = (4 if how.sums_in_fp32 else 2) * share
+        return 12 * share + pinned_bytes(added) + share / SUBGROUP * pinned_bytes(4 * SUBGROUP)
     flat = 2 * pinned_bytes(4 * share) + pinned_bytes(2 * share)
-    return 8 * share + flat + ROUNDED * 2 * share + pinned_bytes(2 * size.vocabulary * size.hidden)
+    added = 0.0 if how.sums_in_fp32 else ROUNDED * 2 * share  # those in fp32 are on the GPU
+    return 8 * share + flat + added + pinned_bytes(2 * size.vocabulary * size.hidden)
 
 
 def _loaded(size: Size, count: float, shares: int, gpu: Gpu) -> float:

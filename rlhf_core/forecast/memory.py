@@ -1,8 +1,9 @@
 """Memory of each GPU in each phase of PPO, and of a training stage, before anything starts. Torch-free.
 
 Bytes a parameter that is trained in bf16 (Rajbhandari et al. 2020, section 3.1): weights 2, fp32 copy and Adam's two moments 12,
-gradients 2, and their fp32 form during the step 4. As much again stays with PyTorch's allocator from step to step: seen on H200s, fitted to
-their peaks, its cause not looked into. ZeRO-1 and 2 keep the weights whole on each rank, ZeRO-3 cuts everything, weights as they are read.
+gradients 2, and their fp32 form during the step 4; where a step has several passes, gradients 4 from the first pass on. As much again
+stays with PyTorch's allocator from step to step: seen on H200s, fitted to their peaks, its cause not looked into. ZeRO-1 and 2 keep the
+weights whole on each rank, ZeRO-3 cuts everything, weights as they are read.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from typing import NamedTuple
 from rlhf_core.cluster.layout import Layout
 from rlhf_core.config import KINDS, PPO, REFERENCE_FREE, Lora, Optimised, Ranks, Trainable
 from rlhf_core.forecast.hardware import GIB
-from rlhf_core.forecast.passes import Pass, on_rank, recipe_pass
+from rlhf_core.forecast.passes import Pass, fields_of, on_rank, recipe_pass, sums_in_fp32
 from rlhf_core.hub.model_config import Size
 
 CONTEXT = 0.6 * GIB  # CUDA's own memory in each process
@@ -52,6 +53,7 @@ class Training(NamedTuple):
     weight: float = 2.0
     on_host: bool = False  # the shards of the weights, between two fetches
     copies: int = 1  # ranks that share a second copy of the weights (hpZ); 1: there is none
+    sums_in_fp32: bool = False  # of the gradients of a step's passes
 
     @property
     def cut(self) -> bool:
@@ -70,24 +72,14 @@ def trained(size: Size, how: Training, head: bool, scoring_tokens: int) -> Held:
         weights = 0.0
     if how.zero_stage == 3:
         fetched = FETCHED + (2 * count if 2 * count <= KEPT * how.gpu_bytes and not how.adapters and not how.on_host else 0)
-    if how.adapters:
-        state, gradients = 0.0, 0.0
-    elif how.zero_stage == 0:  # plain torch, whose fp32 gradients take the place of the bf16 ones when the pass is over
-        state, gradients = 12 * count, 2 * count
-    elif how.offload and how.zero_stage < 3:  # two buckets; the largest weight's gradient, its place for a copy, and in fp64 for the norm
-        embeddings = size.vocabulary * size.hidden
-        state, gradients = 2 * embeddings, 2e9 + (2 + 8) * embeddings
-    elif how.offload:
-        state, gradients = 0.0, 1e9
-    elif how.zero_stage == 3:  # whose gradients have a place of their own from the start
-        state, gradients = (12 + 2) * per_rank, 4 * per_rank
-    else:
-        state, gradients = 12 * per_rank, (2 * count if how.zero_stage == 1 else 2 * per_rank) + 4 * per_rank
+    state, gradients = _state_and_gradients(size, how, count)
     if not (how.adapters or how.offload or how.zero_stage == 0):
         state += 4 * per_rank  # what the allocator keeps
     kept = size.layers * (how.recomputed * 2 * size.hidden + (1 - how.recomputed) * size.kept) + size.kept
     positions = CHUNK if how.recomputed else how.tokens
     logits = max(CHUNK * 10, positions * 2) * size.vocabulary if head else 0
+    if head and how.recomputed and how.sums_in_fp32 and not how.adapters:  # the head's gradient: fp32, over chunks, and in bf16
+        logits += (4 + 2) * size.vocabulary * size.hidden
     if how.zero_stage == 3 and not how.adapters:
         gradients += 2 * (count - (size.head if head else 0)) / size.layers  # those of a layer wait for its last
     step = 4 * count if how.zero_stage == 0 and not how.adapters else 0.0
@@ -96,6 +88,30 @@ def trained(size: Size, how: Training, head: bool, scoring_tokens: int) -> Held:
     starting = min(FETCHED, whole) if how.cut else max(0.0, whole - weights - state)  # Adam's state is made after the cut
     gathering = group_bytes(size) if how.zero_stage == 3 else 0.0
     return Held(CONTEXT + weights + state, fetched + scoring, fetched + training, starting=starting, gathering=gathering)
+
+
+def _state_and_gradients(size: Size, how: Training, count: float) -> tuple[float, float]:
+    """Bytes of the optimiser's state, which stays, and of the gradients of `count` parameters, at most."""
+    per_rank = count / how.ranks
+    if how.adapters:
+        return 0.0, 0.0
+    if how.zero_stage == 0:  # plain torch, whose fp32 gradients take the place of the bf16 ones when the pass is over
+        return 12 * count, (4 if how.sums_in_fp32 else 2) * count
+    sums, buckets = 0.0, 2e9  # fp32 sums of this rank's share, and under ZeRO-1 of all before, in buckets of fp32; else buckets of bf16
+    if how.sums_in_fp32:
+        sums = 4 * per_rank
+    if how.sums_in_fp32 and how.zero_stage == 1:
+        sums, buckets = sums + 4 * count, 4e9
+    if how.offload and how.zero_stage < 3:  # besides: the largest weight's gradient, its place for a copy, and in fp64 for the norm
+        embeddings = size.vocabulary * size.hidden
+        return 2 * embeddings, buckets + (2 + 8) * embeddings + sums
+    if how.offload:
+        return 0.0, 1e9
+    if how.zero_stage == 3:  # whose gradients have a place of their own from the start
+        return (12 + (4 if how.sums_in_fp32 else 2)) * per_rank, 4 * per_rank
+    if how.sums_in_fp32:  # which the step uses as they are
+        return 12 * per_rank, buckets + sums
+    return 12 * per_rank, (2 * count if how.zero_stage == 1 else 2 * per_rank) + 4 * per_rank
 
 
 def loaded(size: Size, head: bool, weight: float, ranks: int = 1, on_host: bool = False) -> float:
@@ -163,12 +179,16 @@ def training_of_role(config: PPO, role: str, gpu_bytes: float) -> Training:
     assert config.zero_stage != "auto"
     ranks = config.groups[role]
     tokens, recomputed = recipe_pass(config, ranks.world_size)
-    return _training(config, role, ranks, config.zero_stage, gpu_bytes, Pass(tokens, recomputed))
+    found = _training(config, role, ranks, config.zero_stage, gpu_bytes, Pass(tokens, recomputed))
+    return found._replace(sums_in_fp32=sums_in_fp32(config, ranks.world_size))
 
 
 def training_of(config: Trainable, zero_stage: int, gpu_bytes: float, what: Pass | None = None) -> Training:
     """What decides the memory of a training stage, with passes as the recipe has them or others."""
-    return _training(config, "model", config.ranks, zero_stage, gpu_bytes, what or recipe_pass(config, config.ranks.world_size))
+    passes = what or recipe_pass(config, config.ranks.world_size)
+    as_recipe = config if what is None else config.model_copy(update=fields_of(what, config))
+    found = _training(config, "model", config.ranks, zero_stage, gpu_bytes, passes)
+    return found._replace(sums_in_fp32=sums_in_fp32(as_recipe, config.ranks.world_size))
 
 
 def _training(config: Optimised, role: str, ranks: Ranks, zero_stage: int, gpu_bytes: float, what: Pass) -> Training:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from rlhf_core.config import Optimised
@@ -31,6 +32,22 @@ def as_laid(config: Optimised, ranks: int) -> tuple[Pass, int]:
     configured, documents = recipe_pass(config, ranks), _documents(config, ranks)
     passes = math.ceil(documents / (configured.tokens // config.longest))
     return configured._replace(tokens=on_rank(documents * config.longest // passes, config.sequence_parallel_size)), passes
+
+
+def sums_in_fp32(config: Optimised, ranks: int) -> bool:
+    """Whether the bf16 gradients of passes are added in fp32: a step may have several passes on one of `ranks`, and the recipe's options
+    of DeepSpeed do not ask for sums in bf16."""
+    types = config.deepspeed.get("data_types")
+    asked = types.get("grad_accum_dtype", "fp32") if isinstance(types, Mapping) else "fp32"
+    return several_passes(config, ranks) and asked == "fp32"
+
+
+def several_passes(config: Optimised, ranks: int) -> bool:
+    """Whether an optimiser step of documents of full length may have several passes on one of `ranks`."""
+    documents = config.micro_train_batch_size
+    if config.micro_train_tokens is not None:
+        documents = max(1, config.micro_train_tokens // config.longest)
+    return config.train_batch_size > documents * max(1, ranks // config.sequence_parallel_size)
 
 
 def on_rank(tokens: int, sharing: int) -> int:

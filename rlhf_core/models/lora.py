@@ -7,7 +7,7 @@ dropout, which would make the loss depend on the split of a step.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ from rlhf_core.config import Lora
 from rlhf_core.hub.model_files import ADAPTER_CONFIG
 from rlhf_core.hub.snapshots import cached, pinned_base
 from rlhf_core.models.shards import Shards
+from rlhf_core.models.unbiased_rounding import Survival, round_unbiased
 
 ADAPTER = "default"  # peft's name of the one adapter
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
@@ -115,13 +116,19 @@ def adapts(layer: Any, parameter: str) -> bool:
     return bool(getattr(layer, "parameter_name", "weight") == parameter)
 
 
-def merged_weight(parameter: Tensor, adapters: Sequence[Any]) -> Tensor:
-    """Returns `W + (alpha / rank) B A` of all adapters of W, added in fp32 and rounded to the dtype of W."""
+def merged_weight(parameter: Tensor, adapters: Sequence[Any], name: str, survival: Survival | None = None) -> Tensor:
+    """Returns `W + (alpha / rank) B A` of all adapters of W, added in fp32 and rounded without bias to the dtype of W. `name`: of W in the
+    model; `survival` counts what rounding leaves."""
     weight = dequantised(parameter)
     if not adapters:
         return weight
     with torch.no_grad():
-        return (weight.float() + sum(layer.get_delta_weight(ADAPTER).float() for layer in adapters)).to(weight.dtype)
+        before = weight.float()
+        update = sum(layer.get_delta_weight(ADAPTER).float() for layer in adapters)
+        merged = round_unbiased(before + update, weight.dtype, name)
+        if survival is not None:
+            survival.add(update, merged.float() - before)
+        return merged
 
 
 def dequantised(parameter: Tensor) -> Tensor:
@@ -161,9 +168,19 @@ def merge_adapter(model: PreTrainedModel, path: str, shards: Shards | None = Non
     from peft import PeftModel
 
     adapted = PeftModel.from_pretrained(model, path)
-    if shards is None:
+    if not merges_in_parts(path):
         return adapted.merge_and_unload().requires_grad_(True)
-    for layer in lora_layers(model).values():
-        with shards.gathered(list(layer.parameters()), changed=True):
-            layer.merge()
+    for name, layer in lora_layers(model).items():
+        with nullcontext() if shards is None else shards.gathered(list(layer.parameters()), changed=True):
+            _merge_layer(name, layer)
     return adapted.unload().requires_grad_(True)
+
+
+def _merge_layer(name: str, layer: Any) -> None:
+    """Merges an adapter of low-rank matrices into the layer's weight."""
+    weight = getattr(layer.get_base_layer(), "weight", None)
+    if not adapts(layer, "weight") or weight is None or ADAPTER not in layer.lora_A or layer.lora_bias[ADAPTER]:
+        layer.merge()
+        return
+    with torch.no_grad():
+        weight.copy_(merged_weight(weight, [layer], f"{name}.weight"))

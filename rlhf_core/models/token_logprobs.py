@@ -150,11 +150,25 @@ class _HeadLogprobs(torch.autograd.Function):
             if hidden_grad is not None:
                 torch.mm(logits, weight, out=hidden_grad[part])
             if for_weight:
-                weight_grad = torch.mm(logits.t(), hidden[part]) if weight_grad is None else weight_grad.addmm_(logits.t(), hidden[part])
+                weight_grad = _with_product(weight_grad, logits, hidden[part], alone=len(hidden) <= ctx.size)
             if for_bias:
-                bias_grad = logits.sum(0) if bias_grad is None else bias_grad + logits.sum(0)
+                column_sums = logits.sum(0, dtype=torch.promote_types(logits.dtype, torch.float32))
+                bias_grad = column_sums if bias_grad is None else bias_grad + column_sums
             del logits, slope  # frees memory for the next chunk
+        weight_grad = None if weight_grad is None else weight_grad.to(weight.dtype)
+        bias_grad = None if bias_grad is None or bias is None else bias_grad.to(bias.dtype)
         return hidden_grad, weight_grad, bias_grad, None, None, None, None, None, None
+
+
+def _with_product(total: Tensor | None, logits_grad: Tensor, hidden: Tensor, alone: bool) -> Tensor:
+    """Adds a chunk's gradient of the weight, (N, V) x (N, H) -> (V, H), to the `total` of the chunks before, in fp32 at least: bf16 would
+    lose what is below 2^-8 of the total. `alone`: there is one chunk, whose product is the whole sum."""
+    if total is not None and total.dtype == logits_grad.dtype:
+        return total.addmm_(logits_grad.t(), hidden)
+    product = torch.mm(logits_grad.t(), hidden)
+    if total is not None:
+        return total.add_(product)
+    return product if alone else _at_least_fp32(product)
 
 
 def _functions(logits: Tensor) -> tuple[Callable[..., Any], Callable[..., Any], Callable[..., Any]]:
@@ -224,8 +238,8 @@ def _read_with_torch(
     return logprobs, torch.cat([maxima, logs], -1), entropies
 
 
-def _at_least_fp32(logits: Tensor) -> Tensor:
-    return logits.to(torch.promote_types(logits.dtype, torch.float32))
+def _at_least_fp32(values: Tensor) -> Tensor:
+    return values.to(torch.promote_types(values.dtype, torch.float32))
 
 
 LARGE = 100.0  # scale of hidden states at which a cap on the logits has an effect

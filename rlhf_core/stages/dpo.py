@@ -111,7 +111,15 @@ def train(request: StageRequest, run: RunDir) -> Outcome:
     def micro_batches(items: Sequence[Anchored]) -> list[list[Anchored]]:
         return passes._replace(ranks=replicas(engine)).split(items, lambda item: passes.row_tokens(item.pair))
 
-    task = Task(items, micro_batches, count, loss, evaluate if held_out_items else None, show=("loss", "accuracy", "margin"))
+    task = Task(
+        items,
+        micro_batches,
+        count,
+        loss,
+        evaluate if held_out_items else None,
+        show=("loss", "accuracy", "margin"),
+        text=lambda item: tokenizer.decode(item.pair.chosen.tokens),
+    )
     metrics = fit(engine, run, task, config, request.seed) | data.report.metrics("data")
     return finish_training(engine, request, run, source, config.lora, metrics)
 

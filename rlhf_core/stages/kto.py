@@ -139,6 +139,7 @@ def train(request: StageRequest, run: RunDir) -> Outcome:
         loss,
         evaluate if held_out_items else None,
         show=("loss", "accuracy", "margin", "kl"),
+        text=lambda item: tokenizer.decode(item.answer.document.tokens),
     )
     metrics = fit(engine, run, task, config, request.seed) | data.report.metrics("data")
     metrics["data/desirable"] = float(sum(item.desirable for item in data.items))

@@ -74,6 +74,7 @@ def train(request: StageRequest, run: RunDir) -> Outcome:
         loss,
         evaluate if held_out else None,
         show=("loss", "accuracy", "eval/accuracy"),
+        text=lambda pair: tokenizer.decode(pair.chosen.tokens),
     )
     metrics = fit(engine, run, task, config, request.seed) | data.report.metrics("data")
     scores = last[0] if last else score_all(engine, data.items[:STATISTICS_PAIRS], pad, passes)

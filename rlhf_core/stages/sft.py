@@ -79,7 +79,15 @@ def train(request: StageRequest, run: RunDir) -> Outcome:
         found = held_out_metrics(engine, micro_batches(held_out.items), lambda rows: loss(engine, rows, counted))
         return {"eval/loss": found["eval/loss"]}
 
-    task = Task(data.items, micro_batches, count, loss, evaluate if held_out else None, show=("loss", "eval/loss", "grad_norm"))
+    task = Task(
+        data.items,
+        micro_batches,
+        count,
+        loss,
+        evaluate if held_out else None,
+        show=("loss", "eval/loss", "grad_norm"),
+        text=lambda document: tokenizer.decode(document.tokens),
+    )
     metrics = fit(engine, run, task, config, request.seed) | data.report.metrics("data")
     outcome = finish_training(engine, request, run, source, config.lora, metrics)
     if engine.rank == 0 and best_suffix:

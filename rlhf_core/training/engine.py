@@ -7,7 +7,7 @@ the whole optimiser step and all ranks, so gradients are summed over micro-batch
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -39,10 +39,11 @@ class Engine(Protocol):
     def __call__(self, *inputs: Any) -> Any: ...
 
     def backward(self, loss: Tensor, last: bool) -> None:
-        """Accumulates the gradient; `last` marks the last micro-batch of an optimiser step."""
+        """Accumulates the gradient, in fp32 where a step has several micro-batches; `last` marks the last one of an optimiser step."""
 
     def step(self, learning_rate: float) -> float:
-        """One optimiser step; returns the gradient norm before clipping. Raises FloatingPointError when it is not finite."""
+        """One optimiser step; returns the gradient norm before clipping. Raises FloatingPointError when it is not finite: then the weights
+        and the optimiser are as before, and the gradient is dropped."""
 
     def all_reduce(self, values: Tensor) -> Tensor:
         """The sum of `values` over all ranks."""
@@ -70,7 +71,8 @@ class Engine(Protocol):
 class TorchEngine:
     """One process, one device, AdamW, with fp32 master weights of bf16 weights (Micikevicius et al. 2018, section 3.1).
 
-    A usual step is smaller than the distance of neighbouring bf16 numbers and would be lost in bf16.
+    A usual step is smaller than the distance of neighbouring bf16 numbers and would be lost in bf16. So would the gradient of a pass be in
+    the sum of many: the gradients of bf16 weights are added to the fp32 gradients of the master weights, and freed.
     """
 
     def __init__(self, module: nn.Module, adamw: AdamW):
@@ -81,29 +83,56 @@ class TorchEngine:
         self._weights = {name: p for name, p in module.named_parameters() if p.requires_grad}
         self._optimised = {name: p.detach().float() if p.dtype.itemsize < 4 else p for name, p in self._weights.items()}
         self._optimizer = adamw_optimizer(self._optimised.values(), adamw)
+        self._in_bf16 = [name for name, weight in self._weights.items() if weight is not self._optimised[name]]
+        self._several_passes = False  # of the step whose gradients are being accumulated
+        for name in self._in_bf16:
+            self._weights[name].register_post_accumulate_grad_hook(self._hand_over_of(name))
         self._writer = StateWriter(0, 1)
 
     def __call__(self, *inputs: Any) -> Any:
         return self.module(*inputs)
 
     def backward(self, loss: Tensor, last: bool) -> None:
+        self._several_passes = self._several_passes or not last
         loss.backward()
+
+    def _hand_over_of(self, name: str) -> Callable[[Tensor], None]:
+        """Returns the hook that autograd calls with a bf16 weight whose gradient of a pass is complete."""
+
+        def hand_over(_: Tensor) -> None:
+            if self._several_passes:
+                self._hand_over(name)
+
+        return hand_over
+
+    def _hand_over(self, name: str) -> None:
+        """Adds the gradient of a bf16 weight to that of its master weight, and frees it."""
+        weight, master = self._weights[name], self._optimised[name]
+        if weight.grad is None:
+            return
+        if master.grad is None:
+            master.grad = weight.grad.float()
+        else:
+            master.grad.add_(weight.grad)
+        weight.grad = None
 
     def step(self, learning_rate: float) -> float:
         self._writer.check()
-        in_bf16 = [name for name, weight in self._weights.items() if weight is not self._optimised[name]]
-        for name in in_bf16:
-            weight = self._weights[name]
-            self._optimised[name].grad, weight.grad = None if weight.grad is None else weight.grad.float(), None
+        for name in self._in_bf16:
+            self._hand_over(name)  # of a step with one pass; others have handed theirs over
+        self._several_passes = False
         norm = float(nn.utils.clip_grad_norm_(self._optimised.values(), self._adamw.max_norm))
+        if not math.isfinite(norm):
+            self._optimizer.zero_grad(set_to_none=True)
         check_finite(norm, "the gradient norm")
         for group in self._optimizer.param_groups:
             group["lr"] = learning_rate
         self._optimizer.step()
         self._optimizer.zero_grad(set_to_none=True)
-        if in_bf16:
+        if self._in_bf16:
             with torch.no_grad():
-                torch._foreach_copy_([self._weights[name] for name in in_bf16], [self._optimised[name] for name in in_bf16])
+                masters = [self._optimised[name] for name in self._in_bf16]
+                torch._foreach_copy_([self._weights[name] for name in self._in_bf16], masters)
         return norm
 
     def all_reduce(self, values: Tensor) -> Tensor:

@@ -12,6 +12,7 @@ import torch
 
 from rlhf_core.cluster.rank_environment import LESS_MEMORY, set_rank_environment, store_address
 from rlhf_core.config import KINDS, Lora, Optimised, Ranks, Trainable
+from rlhf_core.config.metrics import SURVIVES
 from rlhf_core.config.zero_fields import ZERO
 from rlhf_core.data.report import JSON
 from rlhf_core.forecast.by_phase import training_by_phase, training_host_doubt
@@ -28,6 +29,7 @@ from rlhf_core.models.kernels.sequence_ranks import sequence_ranks
 from rlhf_core.models.load import Policy, Scorer, load_policy, recompute
 from rlhf_core.models.sequence_split import split_sequences
 from rlhf_core.models.shards import Shards
+from rlhf_core.models.unbiased_rounding import Survival
 from rlhf_core.runs import resume_state
 from rlhf_core.runs.run_dir import Outcome, RunDir, StageRequest
 from rlhf_core.system import progress
@@ -40,6 +42,7 @@ if TYPE_CHECKING:
     from rlhf_core.training.zero_shards import FrozenZero
 
 Rank = Callable[[StageRequest, RunDir], Outcome]
+BESIDE = "adapter"  # folder of a merged checkpoint with its adapter
 QUANTISED = ("zero_quantized_weights", "zero_quantized_nontrainable_weights")  # options of ZeRO++ (Wang et al. 2023)
 
 
@@ -156,26 +159,42 @@ def finish_training(
     """Writes the trained model to `checkpoint/` on rank 0."""
     if engine.rank == 0:
         shutil.rmtree(run / "checkpoint", ignore_errors=True)
-    export(engine, run / "checkpoint", source, lora, request.trust_remote_code)
+    survives = export(engine, run / "checkpoint", source, lora, request.trust_remote_code)
+    if survives is not None:
+        metrics = metrics | {SURVIVES: survives}
     return Outcome(metrics, {"checkpoint": "checkpoint", "data_report": JSON})
 
 
-def export(engine: Engine, folder: Path, source: str, lora: Lora | None, trust_remote_code: bool) -> None:
-    """Writes the model, or with `lora.export` its adapter, to `folder` on rank 0; a collective. `source`: the start model of training."""
-    model = engine.module.model
+def export(engine: Engine, folder: Path, source: str, lora: Lora | None, trust_remote_code: bool) -> float | None:
+    """Writes the model to `folder` on rank 0, with adapters merged and also alone in its folder `adapter`, or, as `lora.export` says, the
+    adapter alone; a collective. `source`: the start model of training. Returns the share of the update that merged weights have."""
     with progress.files(folder):
         if lora is not None and lora.export == "adapter":
-            state = on_cpu(engine, trained_weights(model, engine.gathered))
+            _export_adapter(engine, folder, source)
             if engine.rank == 0:
-                save_adapter(model, state, source, folder)
                 save_tokenizer(source, folder, trust_remote_code)
-            return
-        weights = checkpoint_weights(model, engine.gathered)
-        if engine.rank != 0:
-            deque(weights, maxlen=0)
-            return
-        try:
-            save_model(model, finite(weights), source, folder, trust_remote_code)
-        except FloatingPointError:  # known after the last weight
-            shutil.rmtree(folder, ignore_errors=True)
-            raise
+            return None
+        survival = Survival()
+        _export_model(engine, folder, source, trust_remote_code, survival)
+        if lora is not None:
+            _export_adapter(engine, folder / BESIDE, source)
+        return survival.share()
+
+
+def _export_adapter(engine: Engine, folder: Path, source: str) -> None:
+    state = on_cpu(engine, trained_weights(engine.module.model, engine.gathered))
+    if engine.rank == 0:
+        save_adapter(engine.module.model, state, source, folder)
+
+
+def _export_model(engine: Engine, folder: Path, source: str, trust_remote_code: bool, survival: Survival) -> None:
+    model = engine.module.model
+    weights = checkpoint_weights(model, engine.gathered, survival)
+    if engine.rank != 0:
+        deque(weights, maxlen=0)
+        return
+    try:
+        save_model(model, finite(weights), source, folder, trust_remote_code)
+    except FloatingPointError:  # known after the last weight
+        shutil.rmtree(folder, ignore_errors=True)
+        raise

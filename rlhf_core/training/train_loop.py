@@ -6,9 +6,10 @@ The items of step k depend only on the seed and k, so a resumed run trains on th
 
 from __future__ import annotations
 
+import math
 import random
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple, Protocol
 
@@ -21,13 +22,15 @@ from rlhf_core.runs.metrics_log import Tracker
 from rlhf_core.runs.run_dir import RunDir
 from rlhf_core.system import progress
 from rlhf_core.training.engine import Engine, at, check_finite, elements, learning_rate, sum_metrics
+from rlhf_core.training.skipped_steps import SkippedSteps, StepRow
 
 FEW_STEPS = 10  # fewer than these train almost nothing
 LAST_STEPS = 4  # final metrics average at least this many steps: the last one may have few items
 
 
 class Task(NamedTuple):
-    """What a stage trains on. `loss(engine, micro_batch, denominator)` returns sums divided by the global denominator."""
+    """What a stage trains on. `loss(engine, micro_batch, denominator)` returns sums divided by the global denominator; `text` that of an
+    item, for messages."""
 
     items: Sequence[Any]
     micro_batches: Callable[[Sequence[Any]], list[Any]]
@@ -35,13 +38,14 @@ class Task(NamedTuple):
     loss: Callable[[Engine, Any, Any], Loss]
     evaluate: Callable[[Engine], dict[str, float]] | None
     show: tuple[str, ...]
+    text: Callable[[Any], str] = lambda item: ""
 
 
 def fit(engine: Engine, run: RunDir, task: Task, config: Trainable, seed: int) -> dict[str, float]:
     """Trains to the end of the schedule; returns the mean metrics of the last tenth of the steps by their items, and the evaluation's.
 
     Raises ValueError when there is nothing to train on, RuntimeError when no step had a gradient, FloatingPointError when a loss or a
-    gradient norm is not finite: on all ranks at the same step.
+    gradient norm is not finite in more steps than may be skipped: on all ranks at the same step.
     """
     steps_per_epoch = -(-len(task.items) // config.train_batch_size)
     total = steps_per_epoch * config.max_epochs
@@ -63,24 +67,29 @@ def fit(engine: Engine, run: RunDir, task: Task, config: Trainable, seed: int) -
     trainable = sum(elements(weight) for weight in engine.module.parameters() if weight.requires_grad)
     cadence = resume_state.Cadence(config.save_steps, config.save_minutes, run.path, trainable)
     saving = Saving(engine, run, config.keep_checkpoints)
+    before = resume.loop.get("skipped", 0) if resume else 0
+    skipped = SkippedSteps(run, config.skip_nonfinite_steps, before, first, writes=engine.rank == 0)
 
     for step in range(first, total):
-        items = items_of_step(task.items, step, steps_per_epoch, config.train_batch_size, seed)
+        places = places_of_step(len(task.items), step, steps_per_epoch, config.train_batch_size, seed)
         rate = learning_rate(step, total, config.learning_rate, config.warmup_ratio, config.min_lr_ratio)
         done = step + 1
         with at(f"step {done} of {total}"):
-            metrics = optimiser_step_gradients(engine, task, items)
-            metrics |= {"grad_norm": engine.step(rate), "learning_rate": rate}
-        trained = trained or metrics["grad_norm"] > 0
-        recent = [*recent, (len(items), metrics)][-max(LAST_STEPS, total // 10) :]
+            metrics = take_step(engine, task, places, rate, skipped, done)
+        if "grad_norm" in metrics:
+            trained = trained or metrics["grad_norm"] > 0
+            recent = [*recent, (len(places), metrics)][-max(LAST_STEPS, total // 10) :]
         if task.evaluate and (done == total or (config.eval_steps and done % config.eval_steps == 0)):
             evaluation = task.evaluate(engine)
             check_finite(evaluation["eval/loss"], f"after step {done} of {total} the loss on eval_data")
             metrics = metrics | evaluation
+        if skipped.allowed:
+            metrics = metrics | {"skipped_steps": float(skipped.count)}
         if tracker and (done % config.logging_steps == 0 or done == total):
             tracker.log(done, metrics, show=task.show)
         if done < total and due(engine, cadence, done):
             loop = {"recent": recent, "evaluation": evaluation, "trained": trained, "layout": layout_of(config)}
+            loop |= {"skipped": skipped.count}
             saving.begin(done, loop)
             cadence.saved()
     saving.finish()
@@ -91,19 +100,51 @@ def fit(engine: Engine, run: RunDir, task: Task, config: Trainable, seed: int) -
     # A metric is averaged over the steps that have it.
     values = {name: [(count, m[name]) for count, m in recent if name in m] for name in dict.fromkeys(n for _, m in recent for n in m)}
     means = {name: sum(count * value for count, value in found) / sum(count for count, _ in found) for name, found in values.items()}
-    return means | evaluation | {"steps": float(total)}
+    return means | evaluation | {"steps": float(total), "skipped_steps": float(skipped.count)}
 
 
-def optimiser_step_gradients(engine: Engine, task: Task, items: Sequence[Any]) -> dict[str, float]:
-    """Accumulates the gradient of one optimiser step; returns its metrics."""
+def take_step(engine: Engine, task: Task, places: Sequence[int], rate: float, skipped: SkippedSteps, number: int) -> dict[str, float]:
+    """Takes optimiser step `number` on the items at `places`; returns its metrics, of a step that is skipped the learning rate alone.
+
+    Raises FloatingPointError, which names the rows, when the loss or the gradient norm is not finite and no step may be skipped any more.
+    """
+    items = [task.items[place] for place in places]
+    try:
+        metrics = optimiser_step_gradients(engine, task, items, tainted=skipped.allowed > 0)
+        metrics |= {"grad_norm": _stepped(engine, rate, metrics), "learning_rate": rate}
+    except FloatingPointError as error:
+        rows = [StepRow(place, task.text(item)) for place, item in zip(places, items, strict=True)]
+        skipped.add(number, error, rows)
+        return {"learning_rate": rate}
+    return metrics
+
+
+def _stepped(engine: Engine, rate: float, metrics: Mapping[str, float]) -> float:
+    """Takes the engine's step; returns the gradient norm. Of a loss and a norm that are not finite the error names the loss."""
+    try:
+        norm = engine.step(rate)
+    except FloatingPointError:
+        check_losses(metrics)
+        raise
+    assert all(math.isfinite(metrics[name]) for name in losses_of(metrics)), "a loss that is not finite had a finite gradient"
+    return norm
+
+
+def optimiser_step_gradients(engine: Engine, task: Task, items: Sequence[Any], tainted: bool = False) -> dict[str, float]:
+    """Accumulates the gradient of one optimiser step; returns its metrics. `tainted`: as in `accumulate`."""
     denominator = task.denominator(items)
-    return accumulate(engine, task.micro_batches(items), lambda micro: task.loss(engine, micro, denominator))
+    return accumulate(engine, task.micro_batches(items), lambda micro: task.loss(engine, micro, denominator), tainted)
 
 
 def items_of_step(items: Sequence[Any], step: int, steps_per_epoch: int, batch: int, seed: int) -> list[Any]:
-    """Returns the items of one optimiser step: each epoch is one seeded shuffle, cut into batches; the last may be smaller."""
+    """Returns the items of one optimiser step (`places_of_step`)."""
+    return [items[place] for place in places_of_step(len(items), step, steps_per_epoch, batch, seed)]
+
+
+def places_of_step(count: int, step: int, steps_per_epoch: int, batch: int, seed: int) -> Sequence[int]:
+    """Returns which of `count` items an optimiser step has: each epoch is one seeded shuffle, cut into batches; the last may be smaller."""
     epoch, position = divmod(step, steps_per_epoch)
-    return [items[i] for i in order_of_epoch(len(items), epoch, seed)[position * batch : (position + 1) * batch]]
+    return order_of_epoch(count, epoch, seed)[position * batch : (position + 1) * batch]
 
 
 @lru_cache(maxsize=2)
@@ -120,26 +161,43 @@ def layout_of(config: Trainable) -> dict[str, int | str]:
     return {"ranks": config.ranks.world_size, "zero_stage": 0 if alone and config.zero_stage == "auto" else config.zero_stage}
 
 
-def accumulate(engine: Engine, micro_batches: Sequence[Any], loss: Callable[[Any], Loss]) -> dict[str, float]:
+def accumulate(engine: Engine, micro_batches: Sequence[Any], loss: Callable[[Any], Loss], tainted: bool = False) -> dict[str, float]:
     """Forward and backward over the micro-batches of one optimiser step; returns its metrics, summed over all ranks. Raises
-    FloatingPointError on every rank when the loss, which is one of them, is not finite.
+    FloatingPointError on every rank when the loss, which is one of them, is not finite; with `tainted` the gradient is NaN instead, on all
+    ranks, so that the engine's step refuses it and drops it.
 
     Micro-batches go to the ranks round-robin. In an incomplete last turn a rank repeats the last micro-batch with weight 0, so that
     every rank runs the same collectives of ZeRO-3. Ranks that compute a pass together each add the gradient of their part of it.
     """
     mine = passes_of_rank(len(micro_batches), engine)
     sums: dict[str, torch.Tensor] = {}
+    total = torch.zeros((), device=engine.device)
     for number, own in enumerate(mine, 1):
         result = loss(micro_batches[own.place])
-        engine.backward(result.loss * own.weight, last=number == len(mine))
+        weighted, last = result.loss * own.weight, number == len(mine)
+        if tainted:
+            total = total + result.loss.detach().float()
+        if tainted and last:
+            weighted = weighted * torch.where(engine.all_reduce(total).isfinite(), 1.0, math.nan)
+        engine.backward(weighted, last=last)
         progress.made()
         for name, value in result.metrics.items():
             sums[name] = sums.get(name, torch.zeros_like(value)) + value.detach() * own.counted
     metrics = sum_metrics(engine, sums)
-    for name, mean in metrics.items():
-        if name.rpartition("/")[2] == "loss":
-            check_finite(mean, "the loss")
+    if not tainted:
+        check_losses(metrics)
     return metrics
+
+
+def losses_of(metrics: Mapping[str, float]) -> list[str]:
+    """Returns the names of losses."""
+    return [name for name in metrics if name.rpartition("/")[2] == "loss"]
+
+
+def check_losses(metrics: Mapping[str, float]) -> None:
+    """Raises FloatingPointError when a loss is not finite."""
+    for name in losses_of(metrics):
+        check_finite(metrics[name], "the loss")
 
 
 class RankPass(NamedTuple):

@@ -12,6 +12,7 @@ from pydantic import ValidationError
 from rlhf_core.config import Optimised, Ranks
 from rlhf_core.config.zero_fields import ZERO
 from rlhf_core.forecast.memory import copies
+from rlhf_core.forecast.passes import sums_in_fp32
 from rlhf_core.training.engine import AdamW
 
 
@@ -21,18 +22,26 @@ class ZeroOptions(NamedTuple):
     `adam_offload`: the optimiser's state is in pinned host memory and its step runs on the CPU (ZeRO-Offload, Ren et al. 2021).
     `param_offload`: the shards of the weights are in pinned host memory too, until they are fetched (ZeRO-Infinity, Rajbhandari et al.
     2021); under ZeRO-3. `hpz_ranks`: so many neighbouring ranks share a second copy of the weights, sharded over them (hpZ of ZeRO++,
-    Wang et al. 2023); 1: there is none. `more`: the recipe's `deepspeed`.
+    Wang et al. 2023); 1: there is none. `more`: the recipe's `deepspeed`. `sums_in_fp32`: bf16 gradients of the passes of a step
+    are added in fp32.
     """
 
     adam_offload: bool = False
     param_offload: bool = False
     hpz_ranks: int = 1
     more: Mapping[str, Any] = MappingProxyType({})
+    sums_in_fp32: bool = True
 
 
 def options_of(config: Optimised, role: str, ranks: Ranks) -> ZeroOptions:
     """Returns the options of a role of a stage. `role`: `actor`, `critic`, or any other name for the model of a training stage."""
-    return ZeroOptions(role in config.offloaded("adam"), role in config.offloaded("param"), copies(config, ranks), config.deepspeed)
+    return ZeroOptions(
+        adam_offload=role in config.offloaded("adam"),
+        param_offload=role in config.offloaded("param"),
+        hpz_ranks=copies(config, ranks),
+        more=config.deepspeed,
+        sums_in_fp32=sums_in_fp32(config, ranks.world_size),
+    )
 
 
 def engine_config(
@@ -50,6 +59,7 @@ def engine_config(
     theirs = options.more.get(ZERO, {})
     # Several options have two names, with and without stage3_: ours would be taken in place of the recipe's.
     ours = {name: value for name, value in zero.items() if name.removeprefix("stage3_") not in theirs}
+    sums = {"grad_accum_dtype": "fp32"} if options.sums_in_fp32 and dtype == "bfloat16" else {}
     return {
         "train_micro_batch_size_per_gpu": micro_batch_size,
         "gradient_accumulation_steps": 1,  # the loop marks the boundary itself
@@ -59,6 +69,7 @@ def engine_config(
         "zero_force_ds_cpu_optimizer": False,  # torch's fused AdamW runs on the CPU too and needs no compiler
         "steps_per_print": 10**9,
         **options.more,
+        "data_types": sums | options.more.get("data_types", {}),
         ZERO: ours | theirs,
     }
 

@@ -20,13 +20,13 @@ from typing import NamedTuple
 from rlhf_core.cluster.layout import arrange
 from rlhf_core.config import PPO
 from rlhf_core.forecast.hardware import GIB, Gpu
-from rlhf_core.forecast.memory import gpu_peaks, roles
+from rlhf_core.forecast.memory import Held, gpu_peaks, roles
 from rlhf_core.forecast.passes import Pass
 from rlhf_core.forecast.rates import Rates
 from rlhf_core.forecast.seconds import phases, seconds_of_pass
 from rlhf_core.hub.model_config import Size
 from tests.benchmarks.record import RESULTS, load
-from tests.support.measured import BEFORE_THEY_RAN, CALIBRATION, H100, H200, HELD_OUT, LARGE_MODEL, NOT_FITTED, SMALL_MODEL
+from tests.support.measured import BEFORE_THEY_RAN, CALIBRATION, H100, H200, HELD_OUT, LARGE_MODEL, NOT_FITTED, SMALL_MODEL, with_bf16_sums
 
 ROOT = Path(__file__).parents[2]
 RATES, PAGE = ROOT / "rlhf_core/forecast/rates.py", ROOT / "docs/reference/forecast.md"
@@ -149,8 +149,12 @@ def held_out_memory() -> Iterator[Compared]:
         [*peaks, (grpo, SMALL_MODEL, H100, 61.5), (HELD_OUT[2][0], SMALL_MODEL, H200, 113.5)], 1
     ):
         layout = arrange(config.placed, config.together)
-        found = max(held for _, held in gpu_peaks(config, layout, roles(config, dict.fromkeys(config.groups, size), gpu.memory)).values())
+        found = max(held for _, held in gpu_peaks(config, layout, _held(config, size, gpu)).values())
         yield Compared(f"{title(config, size, gpu)} (memory {number})", gib, *[found / GIB] * 3)
+
+
+def _held(config: PPO, size: Size, gpu: Gpu) -> dict[str, Held]:
+    return roles(with_bf16_sums(config), dict.fromkeys(config.groups, size), gpu.memory)
 
 
 def title(config: PPO, size: Size, gpu: Gpu) -> str:

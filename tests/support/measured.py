@@ -37,6 +37,11 @@ def ppo(**fields: Any) -> PPO:
     return PPO.model_validate({**common, **fields})
 
 
+def with_bf16_sums(config: PPO) -> PPO:
+    """Returns a recipe as it was when its memory was measured: the gradients of passes were added in bf16."""
+    return config.model_copy(update={"deepspeed": {"data_types": {"grad_accum_dtype": "bf16"}}})
+
+
 ONE = ppo(
     **all_roles({"gpus": 0.15}), vllm={"gpus": 0.3, "gpu_memory_utilization": 0.3}, zero_stage=2, rollout_batch_size=128,
     train_batch_size=128, generate_max_len=512, micro_train_tokens=24576, micro_rollout_tokens=24576, gradient_checkpointing=True,

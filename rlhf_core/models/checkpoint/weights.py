@@ -18,6 +18,7 @@ from transformers.core_model_loading import revert_weight_conversion
 
 from rlhf_core.models.checkpoint.weight_files import meta
 from rlhf_core.models.lora import ADAPTER, adapts, lora_layers, merged_weight
+from rlhf_core.models.unbiased_rounding import Survival
 from rlhf_core.system import progress
 
 GROUP_BYTES = 1 << 27  # weights are gathered in groups of about this size, but whole layers: an export may merge their weights
@@ -32,12 +33,13 @@ class Unit(NamedTuple):
     value: Callable[[], Tensor]
 
 
-def checkpoint_weights(model: PreTrainedModel, gathered: Gathered) -> Iterator[tuple[str, Tensor]]:
+def checkpoint_weights(model: PreTrainedModel, gathered: Gathered, survival: Survival | None = None) -> Iterator[tuple[str, Tensor]]:
     """Yields all gathered weights under the names of a transformers checkpoint; a collective on every rank.
 
-    `gathered(parameters)` is a context that gathers sharded parameters. A weight is valid only until the next one is requested.
+    `gathered(parameters)` is a context that gathers sharded parameters. A weight is valid only until the next one is requested. `survival`
+    counts what rounding leaves of adapters.
     """
-    for group in _groups(_units(model)):
+    for group in _groups(_units(model, survival)):
         with gathered([parameter for unit in group for parameter in unit.parameters]):
             state = {unit.name: unit.value() for unit in group}
             yield from (state if is_quantised(model) else revert_weight_conversion(model, state)).items()
@@ -80,7 +82,7 @@ def is_quantised(model: PreTrainedModel) -> bool:
     return getattr(model, "hf_quantizer", None) is not None
 
 
-def _units(model: PreTrainedModel) -> Iterator[Unit]:
+def _units(model: PreTrainedModel, survival: Survival | None = None) -> Iterator[Unit]:
     layers = lora_layers(model)
     for name, parameter in model.named_parameters():
         if ".lora_A." in name or ".lora_B." in name:
@@ -92,7 +94,8 @@ def _units(model: PreTrainedModel) -> Iterator[Unit]:
             adapters += [layers[owner]] if adapts(layers[owner], leaf) else []
         owner = owner.replace(".base_layer.", ".")  # a part of an adapted layer
         beside = [matrix[ADAPTER].weight for layer in adapters for matrix in (layer.lora_A, layer.lora_B)]
-        yield Unit(f"{owner}.{leaf}" if owner else leaf, [parameter, *beside], partial(merged_weight, parameter, adapters))
+        whole = f"{owner}.{leaf}" if owner else leaf
+        yield Unit(whole, [parameter, *beside], partial(merged_weight, parameter, adapters, whole, survival))
     kept = model.state_dict().keys()
     buffers = ((name.replace(".base_layer.", "."), buffer) for name, buffer in model.named_buffers() if name in kept)
     yield from (Unit(name, [], partial(Tensor.detach, buffer)) for name, buffer in buffers)

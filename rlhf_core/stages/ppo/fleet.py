@@ -15,6 +15,7 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 
 from rlhf_core.cluster.worker_group import Pending, RankDied, Turns, WorkerGroup, in_order, put_on_nodes, wait_all
+from rlhf_core.config.metrics import SURVIVES
 from rlhf_core.data.documents import Document
 from rlhf_core.environments.episodes import Episodes
 from rlhf_core.rewards.clients import Clients, Rewards, collect
@@ -104,6 +105,7 @@ class Fleet:
     no_reward: str | None = None
     background: Background | None = None
     engines: Engines | None = None
+    synced: dict[str, float] = field(default_factory=dict)  # metrics of the last sync
 
     def decode(self, tokens: Sequence[int], skip: bool) -> str:
         """Returns the text of tokens, perhaps without special ones."""
@@ -270,7 +272,10 @@ class Fleet:
 
     def _send_weights(self, version: int) -> None:
         sending = self.actor.call("send weights", Actor.send_weights)
-        wait_all([sending, self.sampler.call("receive weights", SamplerRole.receive_weights, version)], self.timeout)
+        receiving = self.sampler.call("receive weights", SamplerRole.receive_weights, version)
+        survives = wait_all([sending, receiving], self.timeout)[0][0]
+        if survives is not None:
+            self.synced[SURVIVES] = survives
 
     def load_engines(self, checkpoint: Path) -> None:
         """Loads a checkpoint of the actor into all engines, in place of the weights that they have."""
@@ -348,9 +353,10 @@ class Fleet:
             group.take_seconds()
 
     def iteration_metrics(self, rollouts: Sequence[Rollout], trained: Sequence[str], passes: int, seconds: float) -> dict[str, float]:
-        """Returns metrics of an iteration of `seconds`: floors of its phases; for each model the peak GiB allocated and reserved, and those
-        reserved now; each role's seconds of work by phase, and the share of time in which it waited."""
+        """Returns metrics of an iteration of `seconds`: floors of its phases; those of the last sync; for each model the peak GiB allocated
+        and reserved, and those reserved now; each role's seconds of work by phase, and the share of time in which it waited."""
         metrics = floors(rollouts, trained, passes, self.machine, self.scorings) if self.machine is not None else {}
+        metrics |= self.synced
         memory = wait_all([group.call("look", ModelRole.memory) for group in self.models], self.timeout)
         for group, by_rank in zip(self.models, memory, strict=True):
             gib = [max(ranks) / 2**30 for ranks in zip(*by_rank, strict=True)]

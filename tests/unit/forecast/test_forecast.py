@@ -45,6 +45,7 @@ from tests.support.measured import (
     TWO_TOGETHER,
     all_roles,
     sizes,
+    with_bf16_sums,
 )
 
 
@@ -105,7 +106,7 @@ def test_where_config_json_is_silent_embeddings_are_tied_as_transformers_has_it(
 )
 def test_peak_memory_is_estimated_within_15_percent(config: PPO, size: Any, gpu: Gpu, measured: list[float]) -> None:
     layout = arrange(config.placed, config.together)
-    found = gpu_peaks(config, layout, roles(config, sizes(config, size), gpu.memory))
+    found = gpu_peaks(config, layout, roles(with_bf16_sums(config), sizes(config, size), gpu.memory))
     assert sorted(bytes_ / GIB for _, bytes_ in found.values()) == pytest.approx(measured, rel=0.15)
 
 

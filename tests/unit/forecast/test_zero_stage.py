@@ -60,8 +60,8 @@ def sizes(config: PPO) -> dict[str, Size]:
 
 
 def test_the_lowest_stage_that_fits_is_taken() -> None:
-    taken = {memory: stage_of_training(sft(), BIG, memory * GIB).stage for memory in (100, 68, 58)}
-    assert taken == {100: 1, 68: 2, 58: 3}
+    taken = {memory: stage_of_training(sft(), BIG, memory * GIB).stage for memory in (100, 68, 62)}
+    assert taken == {100: 1, 68: 2, 62: 3}
     for memory, stage in taken.items():
         assert peak_of_training(sft(), BIG, stage, memory * GIB) <= USABLE * memory * GIB
         assert stage == 1 or peak_of_training(sft(), BIG, stage - 1, memory * GIB) > USABLE * memory * GIB
@@ -330,7 +330,7 @@ def test_a_group_gets_a_request_with_a_stage(tmp_path: Path, capsys: pytest.Capt
     estimate = peak_of_training(sft(), BIG, 2, 48 * GIB) / GIB
     assert f"it may run out of memory: an estimated {estimate:.1f} GiB on a GPU of 48.0" in capsys.readouterr().out
     assert resolved(sft(zero_stage=2, adam_offload=True), 100) == 2 and "host memory" not in capsys.readouterr().out
-    assert resolved(sft(zero_stage=2, adam_offload=True), 100, 150) == 2
+    assert resolved(sft(zero_stage=2, adam_offload=True), 100, 120) == 2
     assert "it may run out of host memory: an estimated " in capsys.readouterr().out
     resume_state.save(run, 3, 1, {"layout": {"ranks": 4, "zero_stage": 2}}, lambda folder: None).wait()
     assert resolved(sft(), 100) == 2, "other GPUs do not change what a state was made with"

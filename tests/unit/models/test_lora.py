@@ -87,10 +87,10 @@ def test_a_merged_weight_is_what_the_layer_computes(material: Path) -> None:
     with torch.no_grad():
         layer.lora_B["default"].weight.normal_(generator=torch.Generator().manual_seed(0))
     a, b = layer.lora_A["default"].weight, layer.lora_B["default"].weight
-    torch.testing.assert_close(merged_weight(layer.base_layer.weight, [layer]), layer.base_layer.weight + 8 / 4 * b @ a)
+    torch.testing.assert_close(merged_weight(layer.base_layer.weight, [layer], "weight"), layer.base_layer.weight + 8 / 4 * b @ a)
     x = torch.randn(5, layer.in_features)
     torch.testing.assert_close(
-        layer(x), torch.nn.functional.linear(x, merged_weight(layer.base_layer.weight, [layer]), layer.base_layer.bias)
+        layer(x), torch.nn.functional.linear(x, merged_weight(layer.base_layer.weight, [layer], "weight"), layer.base_layer.bias)
     )
 
 

@@ -16,7 +16,10 @@ def library(version: str) -> Any:
         __version__=version,
         ops=SimpleNamespace(__compatible_ops__={"deepspeed_shm_comm": True}),
         utils=SimpleNamespace(nvtx=SimpleNamespace(enable_nvtx=True)),
-        runtime=SimpleNamespace(zero=SimpleNamespace(partitioned_param_coordinator=coordinator)),
+        runtime=SimpleNamespace(
+            zero=SimpleNamespace(partitioned_param_coordinator=coordinator),
+            engine=SimpleNamespace(DeepSpeedEngine=SimpleNamespace(_do_optimizer_sanity_check="theirs")),
+        ),
     )
 
 
@@ -27,6 +30,7 @@ def test_other_releases_are_left_as_they_are(version: str, patched: bool) -> Non
     assert deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] is not patched
     assert deepspeed.utils.nvtx.enable_nvtx is not patched
     assert (deepspeed.runtime.zero.partitioned_param_coordinator.get_all_parameters != "theirs") is patched
+    assert (deepspeed.runtime.engine.DeepSpeedEngine._do_optimizer_sanity_check != "theirs") is patched
     if not patched:
         optimizer = object()  # any change of it would raise AttributeError
         forget_order(deepspeed, optimizer)
@@ -44,6 +48,10 @@ def test_the_patched_parts_exist_in_the_installed_release() -> None:
     from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator
 
     assert deepspeed.runtime.zero.partitioned_param_coordinator.get_all_parameters.__module__ == "rlhf_core.training.deepspeed_patches"
+    from deepspeed.runtime.zero.config import ZERO_OPTIMIZATION
+
+    choose = deepspeed.runtime.engine.DeepSpeedEngine._do_optimizer_sanity_check
+    assert choose.__module__ == "rlhf_core.training.deepspeed_patches" and choose(None, None) == ZERO_OPTIMIZATION
     assert {"is_invalid_trace", "_invalidate_trace"} <= set(dir(PartitionedParameterCoordinator))
     assert "empty_partition_cache" in dir(DeepSpeedZeRoOffload)
     assert "reduce_and_partition_stream" in inspect.getsource(deepspeed.runtime.zero.stage3)

@@ -62,7 +62,7 @@ def test_offloads_and_copies_are_options_of_stage_3() -> None:
 def test_a_copy_is_shared_by_the_ranks_of_a_node(nodes: int, expected: int) -> None:
     ranks = Ranks(num_nodes=nodes, num_ranks_per_node=8, gpus=1)
     config = SFT.model_validate({"data": {"sources": "rows.jsonl"}, "ranks": ranks, "adam_offload": True})
-    assert options_of(config.model_copy(update={"zero_hpz": True}), "model", ranks) == ZeroOptions(True, False, expected, {})
+    assert options_of(config.model_copy(update={"zero_hpz": True}), "model", ranks) == ZeroOptions(True, False, expected, {}, expected == 1)
 
 
 def test_all_that_is_unknown_or_wrong_is_said_at_once() -> None:

@@ -16,6 +16,7 @@ from rlhf_core.models.checkpoint.weights import checkpoint_weights, scaled_adapt
 from rlhf_core.models.load import masked_logprobs, trained_policy
 from rlhf_core.models.lora import require_linear, without_adapters
 from rlhf_core.models.token_logprobs import WHOLE, Entropy, Truncation
+from rlhf_core.models.unbiased_rounding import Survival
 from rlhf_core.objectives.actor_loss import PerToken, actor_loss, count
 from rlhf_core.objectives.losses import Loss, with_balance
 from rlhf_core.objectives.sampler_weights import kept_tokens, sampler_weights
@@ -122,15 +123,19 @@ class Actor(Trained):
         elif self.engine.rank == route.source:
             self._channel = Broadcast(route.kind, 0, 1 + route.receivers, rendezvous)
 
-    def send_weights(self) -> None:
+    def send_weights(self) -> float | None:
         """Sends all weights under checkpoint names, or the adapters alone, to the engines; a collective. Ranks that do not send only help
-        to gather."""
-        of = scaled_adapters if self.config.vllm.adapters == "alone" else checkpoint_weights
-        weights = of(self.engine.module.model, self.engine.gathered)
+        to gather. Returns the share of the adapters' update that is in merged weights."""
+        survival, model = Survival(), self.engine.module.model
+        if self.config.vllm.adapters == "alone":
+            weights = scaled_adapters(model, self.engine.gathered)
+        else:
+            weights = checkpoint_weights(model, self.engine.gathered, survival)
         if self._channel is not None:
             self._channel.send(weights)
         else:
             deque(weights, maxlen=0)
+        return survival.share()
 
     def export(self, folder: str) -> None:
         """Writes a transformers checkpoint on rank 0."""

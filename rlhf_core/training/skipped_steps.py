@@ -1,0 +1,50 @@
+"""The optimiser steps that a stage leaves out because their loss or gradient norm is not finite, up to `skip_nonfinite_steps`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from rlhf_core.runs.run_dir import RunDir
+from rlhf_core.system.files import write_text
+
+NONFINITE_STEPS = "nonfinite_steps.jsonl"
+TEXT, SHOWN = 200, 40  # characters of a row in the file, and in a message
+NAMED = 3  # rows of a step that a message names
+
+
+class StepRow(NamedTuple):
+    """A row of an optimiser step: its place among the rows that the stage trains on, from 0, and its text."""
+
+    place: int
+    text: str
+
+
+class SkippedSteps:
+    """Counts the steps that were left out. `count` is kept in resume states, so that a resumed run has no larger budget."""
+
+    def __init__(self, run: RunDir, allowed: int, count: int, first_step: int, writes: bool):
+        """`first_step`: the steps done before, of which the file keeps its lines; `writes`: this rank writes the file."""
+        self.allowed, self.count = allowed, count
+        self._file, self._writes = run / NONFINITE_STEPS, writes
+        if writes and self._file.is_file():
+            lines = self._file.read_text().splitlines(keepends=True)
+            write_text(self._file, "".join(line for line in lines if json.loads(line)["step"] <= first_step))
+
+    def add(self, step: int, error: FloatingPointError, rows: Sequence[StepRow]) -> None:
+        """Counts a step, and writes its rows to the run directory. Raises FloatingPointError with the rows when the budget is spent."""
+        what = str(error).partition(",")[0]  # such as: the loss is nan
+        if self._writes:
+            told = [{"row": row.place, "text": row.text[:TEXT]} for row in rows]
+            with self._file.open("a") as file:
+                file.write(json.dumps({"step": step, "error": what, "rows": told}) + "\n")
+        if self.count >= self.allowed:
+            raise FloatingPointError(f"{error}; {self._named(rows)}") from None
+        self.count += 1
+        if self._writes:
+            print(f"step {step} is left out ({self.count} of {self.allowed}): {what}; {self._named(rows)}", flush=True)
+
+    def _named(self, rows: Sequence[StepRow]) -> str:
+        named = ", ".join(f"{row.place} ({row.text[:SHOWN]!r})" for row in rows[:NAMED])
+        return f"its {len(rows)} rows are in {self._file.name}: {named}{', ...' if len(rows) > NAMED else ''}"
