@@ -216,4 +216,4 @@ def evaluate_reward_models(
             subsets = [str(row.get(wanted.subset_key) or "all") for row, _ in found]
             pairs = reward_accuracy.Pairs(prompts, subsets, tokens[:, 0], tokens[:, 1])
     assert pairs is not None
-    return reward_accuracy.evaluate(pairs, differences, wanted.bins, config.bootstrap_rounds, request.seed)
+    return reward_accuracy.evaluate(pairs, differences, wanted.bins)

@@ -207,7 +207,7 @@ class Judgment(Frozen):
 
 
 class WinRate(Frozen):
-    """Win rate of one model against the baseline with a 95 % bootstrap interval, resampled by question.
+    """Win rate of one model against the baseline with its 95 % interval over questions (`mean_interval.py`).
 
     `num_failed`: games without a verdict. `swap_consistency`: share of questions whose two games name the same winner. `arena_score`:
     win rate that counts each strong verdict three times, as Arena-Hard does. `length_controlled`: predicted win rate of answers as long

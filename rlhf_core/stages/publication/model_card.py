@@ -189,7 +189,7 @@ def _scores(report: EvalReport | None, name: str) -> str:
         for rate in report.win_rates
     ]
     parts = [
-        f"The published model is **{name}**. Every question is played twice with the answers swapped; the interval is a bootstrap over "
+        f"The published model is **{name}**. Every question is played twice with the answers swapped; the interval is over "
         f"questions; `{report.judge}` decides, other judges are second opinions.\n",
         table(header, rows),
     ]

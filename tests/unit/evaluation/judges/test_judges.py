@@ -142,5 +142,5 @@ def test_both_orders_of_every_battle_are_put_to_the_judge() -> None:
 def test_a_judge_that_looks_at_the_order_alone_gives_one_half() -> None:
     questions = [question(str(number)) for number in range(5)]
     judged = battles(Scripted(first_wins=True), questions, {"sft": ["a"] * 5, "ppo": ["bb"] * 5}, [("ppo", "sft")])
-    rate = win_rate(judged, 50, 0)
+    rate = win_rate(judged)
     assert (rate.win_rate, rate.swap_consistency) == (0.5, 0.0)

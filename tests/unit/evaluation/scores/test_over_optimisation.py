@@ -90,6 +90,11 @@ def test_only_what_both_intervals_say_is_sure(proxy: float, won: float, noise: f
     assert suspicion_of(before, after, 1000, 0) == expected
 
 
+def test_a_few_questions_are_not_sure() -> None:
+    ones = np.ones(3)
+    assert suspicion_of(Measured(ones, ones, ones), Measured(ones, 2 * ones, 0 * ones), 100, 0) == "possible"
+
+
 def test_chains_are_told_apart_and_each_begins_at_the_baseline() -> None:
     found = curve_of(("ppo", 4, 5.0, 0.9), ("loop.round1", 2, 1.0, 0.7), ("loop.round2", 4, 2.0, 0.6))
     assert [(p.chain, p.suspicion, p.since) for p in found.points[1:]] == [
