@@ -103,8 +103,8 @@ def run(request: StageRequest, run: RunDir) -> Outcome:
     tracker.log(1, metrics)
     tracker.close()
     for rate in (*reports[0].win_rates, *reports[0].against_parent):
-        bounds = f"[{rate.ci_low:.3f}, {rate.ci_high:.3f}]"
-        print(f"{rate.model} against {rate.baseline}: {rate.win_rate:.3f} {bounds} by {rate.judge}", flush=True)
+        share = f"win rate {rate.win_rate:.3f} [{rate.ci_low:.3f}, {rate.ci_high:.3f}] with ties as half"
+        print(f"{rate.model} against {rate.baseline}: {rate.counted}, {share}, by {rate.judge}", flush=True)
     return Outcome(metrics, {"report": REPORT})
 
 

@@ -102,6 +102,7 @@ def win_rate(judgments: Sequence[Judgment]) -> WinRate:
     sums = plain_sums(judgments)
     low, high = rate_interval(sums)
     first = judgments[0]
+    winners = np.sign(np.round(sums.total - sums.weight / 2, 9))
     return WinRate(
         model=first.model,
         baseline=first.baseline,
@@ -113,6 +114,9 @@ def win_rate(judgments: Sequence[Judgment]) -> WinRate:
         num_failed=sum(game.score is None for judgment in judgments for game in judgment.games),
         swap_consistency=swap_consistency(judgments),
         by_category=by_category(judgments),
+        num_won=int((winners > 0).sum()),
+        num_tied=int((winners == 0).sum()),
+        num_lost=int((winners < 0).sum()),
         arena_score=arena_sums(judgments).score,
     )
 

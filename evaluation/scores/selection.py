@@ -42,11 +42,13 @@ class Choice(Frozen):
     def sentence(self) -> str:
         rates = {one.model: one.win_rate for one in self.differences}
         if self.clear:
-            return f"{self.chosen} is chosen: it wins {rates[self.chosen]:.3f}, more than each of the {len(rates) - 1} others"
+            better = f"better than each of the {len(rates) - 1} others"
+            return f"{self.chosen} is chosen: its win rate is {rates[self.chosen]:.3f}, {better}"
         others = ", ".join(f"{one.model} {one.difference:+.3f} [{one.low:+.3f}, {one.high:+.3f}]" for one in self._open)
         return (
-            f"no model is better than all others on {self.questions} questions: {self.best} wins most, {rates[self.best]:.3f}, and its "
-            f"lead may be chance over {others}; {self.chosen} is chosen, the simplest of these"
+            f"no model is better than all others on {self.questions} questions: {self.best} has the highest win rate, "
+            f"{rates[self.best]:.3f}, and its lead may be chance over {others}; {self.chosen} is chosen, the simplest "
+            f"of these"
         )
 
     @property

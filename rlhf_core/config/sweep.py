@@ -28,7 +28,7 @@ class Select(Gated):
         description="a swept stage, or a list of stages: the models to choose from, the simplest first", min_length=1
     )
     by: str = Field("evaluation", description="the evaluation that judged them")
-    metric: Literal["win_rate"] = Field("win_rate", description="what counts: the share of battles won, by the evaluation's first judge")
+    metric: Literal["win_rate"] = Field("win_rate", description="what counts: the win rate by the evaluation's first judge, a tie as half")
     simplest: str | None = Field(None, description="the model to take when it is not shown to be worse than the best; default: the first")
 
 

@@ -33,10 +33,10 @@ def simulated(rates: Mapping[str, float], questions: int, seed: int) -> dict[str
 def test_a_clear_winner_is_chosen_and_a_lead_by_chance_is_not() -> None:
     clear = choose(simulated({"a": 0.4, "b": 0.6, "c": 0.45}, 600, 0), ORDER)
     assert (clear.chosen, clear.best, clear.clear, clear.equal) == ("b", "b", True, ("b",))
-    assert clear.sentence.startswith("b is chosen: it wins 0.") and clear.differences[1].low == clear.differences[1].high == 0
+    assert clear.sentence.startswith("b is chosen: its win rate is 0.") and clear.differences[1].low == clear.differences[1].high == 0
     chance = choose(simulated({"a": 0.5, "b": 0.52, "c": 0.3}, 200, 3), ORDER)
     assert chance.best == "b" and chance.chosen == "a" and not chance.clear and chance.equal == ("a", "b"), chance
-    assert "no model is better than all others on 200 questions: b wins most" in chance.sentence
+    assert "no model is better than all others on 200 questions: b has the highest win rate" in chance.sentence
     assert chance.sentence.endswith("a is chosen, the simplest of these")
     assert choose(simulated({"a": 0.5, "b": 0.52, "c": 0.3}, 200, 3), ("c", "b", "a")).chosen == "b", "by the order, of equals"
 

@@ -126,7 +126,7 @@ def test_battles_without_a_verdict_are_left_out_of_the_comparison() -> None:
 
 def test_the_chart_rings_what_is_suspicious() -> None:
     calm = over_optimisation_chart(curve_of(("loop.round1", 2, 1.0, 0.6), ("loop.round2", 4, 2.0, 0.7)))
-    assert "#c0392b" not in calm and "Trained on: mean score of rm" in calm and "battles won against sft" in calm
+    assert "#c0392b" not in calm and "Trained on: mean score of rm" in calm and "win rate against sft" in calm
     alarmed = over_optimisation_chart(curve_of(("loop.round1", -0.1, 1.0, 0.7), ("loop.round2", 4, 2.0, 0.4), ("<ppo>", 4, 2.0, 0.6)))
     assert alarmed.count("#c0392b") >= 2 and "&lt;ppo&gt;" in alarmed and "<ppo>" not in alarmed
 

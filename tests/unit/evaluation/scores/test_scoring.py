@@ -39,11 +39,19 @@ def test_a_win_rate_computed_by_hand() -> None:
     assert [judgment.score for judgment in judged] == [1.0, 0.25, 1.0, None]
     assert rate.win_rate == pytest.approx((1 + 0.25 + 1) / 3)
     assert (rate.num_questions, rate.num_failed) == (3, 3)
+    assert (rate.num_won, rate.num_tied, rate.num_lost) == (2, 0, 1)
     assert rate.by_category == pytest.approx({"sums": 0.625, "sorts": 1.0})
     assert rate.swap_consistency == 0.5  # of the questions 1 and 2, which have two verdicts
     # Rows: 1, 1 | 0, 0, 0, 0.5 | 1, 1, 1
     assert rate.arena_score == pytest.approx(5.5 / 9)
     assert rate.ci_low <= rate.win_rate <= rate.ci_high
+
+
+def test_ties_are_counted_apart_from_wins() -> None:
+    won, tied, lost = ("B>A", "A>B"), ("A>B", "A>B"), ("A>B", "B>A")  # a game each is a tie, too
+    rate = win_rate(battles([won] * 214 + [tied] * 202 + [lost] * 4))
+    assert rate.win_rate == pytest.approx(0.75)
+    assert rate.counted == "won 214, lost 4 and tied 202 of 420 battles"
 
 
 def test_nothing_judged_is_an_error_and_not_a_score() -> None:
