@@ -32,7 +32,7 @@ def run(request: StageRequest, run: RunDir) -> Outcome:
         if ours and judgment.score is not None:
             scores[judgment.model][judgment.uid] = judgment.score
     order = tuple(dict.fromkeys((config.simplest or config.of[0], *config.of)))
-    choice = choose(scores, order, config.bootstrap_rounds, request.seed)
+    choice = choose(scores, order)
     print(choice.sentence, flush=True)
     link(Path(request.inputs[choice.chosen]), run / "checkpoint")
     write_text(run / CHOICE, choice.model_dump_json(indent=2))

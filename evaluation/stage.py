@@ -103,8 +103,8 @@ def run(request: StageRequest, run: RunDir) -> Outcome:
     tracker.log(1, metrics)
     tracker.close()
     for rate in (*reports[0].win_rates, *reports[0].against_parent):
-        bounds = f"[{rate.ci_low:.3f}, {rate.ci_high:.3f}]"
-        print(f"{rate.model} against {rate.baseline}: {rate.win_rate:.3f} {bounds} by {rate.judge}", flush=True)
+        share = f"win rate {rate.win_rate:.3f} [{rate.ci_low:.3f}, {rate.ci_high:.3f}] with ties as half"
+        print(f"{rate.model} against {rate.baseline}: {rate.counted}, {share}, by {rate.judge}", flush=True)
     return Outcome(metrics, {"report": REPORT})
 
 
@@ -216,4 +216,4 @@ def evaluate_reward_models(
             subsets = [str(row.get(wanted.subset_key) or "all") for row, _ in found]
             pairs = reward_accuracy.Pairs(prompts, subsets, tokens[:, 0], tokens[:, 1])
     assert pairs is not None
-    return reward_accuracy.evaluate(pairs, differences, wanted.bins, config.bootstrap_rounds, request.seed)
+    return reward_accuracy.evaluate(pairs, differences, wanted.bins)

@@ -207,8 +207,10 @@ class Judgment(Frozen):
 
 
 class WinRate(Frozen):
-    """Win rate of one model against the baseline with a 95 % bootstrap interval, resampled by question.
+    """Win rate of one model against the baseline with its 95 % interval over questions (`mean_interval.py`).
 
+    `win_rate`: the mean over questions of the score of their games, a tied game counts as half. `num_won`,
+    `num_tied`, `num_lost`: questions with a score above, of and below one half (None: a report of an older version).
     `num_failed`: games without a verdict. `swap_consistency`: share of questions whose two games name the same winner. `arena_score`:
     win rate that counts each strong verdict three times, as Arena-Hard does. `length_controlled`: predicted win rate of answers as long
     as the baseline's, from a Bradley-Terry fit with the length difference as a covariate, with its 95 % interval.
@@ -224,10 +226,20 @@ class WinRate(Frozen):
     num_failed: int
     swap_consistency: float
     by_category: dict[str, float]
+    num_won: int | None = None
+    num_tied: int | None = None
+    num_lost: int | None = None
     arena_score: float | None = None
     length_controlled: float | None = None
     lc_low: float | None = None
     lc_high: float | None = None
+
+    @property
+    def counted(self) -> str:
+        """What was counted, such as "won 214, lost 4 and tied 202 of 420 battles"."""
+        if self.num_won is None:
+            return f"played {self.num_questions} battles"
+        return f"won {self.num_won}, lost {self.num_lost} and tied {self.num_tied} of {self.num_questions} battles"
 
 
 class StyleEffect(Frozen):

@@ -175,6 +175,6 @@ def evaluation_table(report: EvalReport) -> str:
     rows = []
     for rate in report.win_rates:
         won, interval, right = f"{rate.win_rate:.3f}", f"{rate.ci_low:.3f} - {rate.ci_high:.3f}", report.right.get(rate.model)
-        rows.append((rate.model, rate.judge, won, interval, rate.num_questions, None if right is None else f"{right:.3f}"))
-    header = ("model", "judge", "win rate", "95 % interval", "questions", "right")
-    return f"Against {report.baseline}; {report.judge} decides.\n\n{table(header, rows)}"
+        rows.append((rate.model, rate.judge, won, interval, rate.counted, None if right is None else f"{right:.3f}"))
+    header = ("model", "judge", "win rate", "95 % interval", "counted", "right")
+    return f"Against {report.baseline}; {report.judge} decides; a tie counts as half a win.\n\n{table(header, rows)}"

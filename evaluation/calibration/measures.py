@@ -1,7 +1,7 @@
 """Measures how far a judge can be believed: agreement with people, and biases, with intervals. Pure functions of arrays and seeds.
 
 Signs are 1 (answer A is better), 0 (a tie) and -1 (B). A judge's sign of a pair is that of the mean of its two games, as in an evaluation:
-games that name different winners make a tie. Every measure is a function of sums over pairs, so a bootstrap resample is a weighted sum.
+games that name different winners make a tie. Every measure is a function of sums over pairs.
 
 agreement           share of pairs with the same sign: a tie of one alone is a disagreement
 agreement_decided   the same over pairs that neither calls a tie (Zheng et al. 2023, arXiv:2306.05685, setup S2)
@@ -19,7 +19,7 @@ human_repeat        share of repeated labels with the sign that the annotator ga
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -27,24 +27,24 @@ from numpy.typing import NDArray
 
 from evaluation.calibration.records import Estimate
 from evaluation.scores.scoring import CELLS, Floats
+from rlhf_core.mean_interval import mean_interval
 
 Signs = NDArray[np.int64]
-Z95 = 1.959964
 STYLES = ("length", "markdown")
-OVER = {  # the term that counts the pairs (or labels) which a measure is about
-    "agreement": "judged",
-    "agreement_decided": "decided",
+OVER = {  # the term that counts the pairs which a measure that is no mean is about
     "kappa": "judged",
-    "position_bias": "both",
-    "swap_consistency": "both",
-    "length_bias": "length_pairs",
     "length_error_gap": "length_pairs",
-    "markdown_bias": "markdown_pairs",
     "markdown_error_gap": "markdown_pairs",
-    "human_agreement": "several",
     "human_kappa": "several",
-    "human_repeat": "repeats",
 }
+
+
+class Mean(NamedTuple):
+    """A measure that is a mean: sums of values and their counts, (uids,) each, and the least possible value."""
+
+    sums: Floats
+    counts: Floats
+    least: float = 0.0
 
 
 class Observed(NamedTuple):
@@ -79,36 +79,51 @@ def confusion(observed: Observed) -> NDArray[np.int64]:
 
 
 def measure(observed: Observed, resamples: int, seed: int) -> dict[str, Estimate]:
-    """Returns each measure with its 95 % percentile bootstrap interval over uids (Efron & Tibshirani 1993); without those that no pair
-    defines.
-
-    Where all resamples are equal the interval gets the half width of Wilson's (1927) for a share of 0 or 1 of the uids that the measure is
-    about, so that a few equal verdicts are not taken as proof.
-    """
+    """Returns each measure with its 95 % interval over uids; without those that no pair defines."""
     _, index = np.unique(np.array(observed.uids, dtype=object).astype(str), return_inverse=True)
     terms = _terms(observed)
-    count = int(index.max()) + 1
-    sums = np.zeros((count, len(terms)))
+    sums = np.zeros((int(index.max()) + 1, len(terms)))
     np.add.at(sums, index, np.stack(list(terms.values()), axis=1))
-    names, generator = list(terms), np.random.default_rng(seed)
+    of_uids = {name: sums[:, k] for k, name in enumerate(terms)}
+    found = {name: _mean_estimate(mean) for name, mean in _means(of_uids).items() if mean.counts.any()}
+    return found | _resampled(list(terms), sums, resamples, seed)
+
+
+def _mean_estimate(mean: Mean) -> Estimate:
+    """Returns a mean with the interval of `rlhf_core.mean_interval`; values on [-1, 1] are moved to [0, 1]."""
+    held = mean.counts > 0
+    sums, counts = mean.sums[held], mean.counts[held]
+    span = 1 - mean.least
+    ends = mean_interval((sums - mean.least * counts) / span, counts, float(counts.max()))
+    low, high = (mean.least + span * end for end in ends)
+    return Estimate(value=float(sums.sum() / counts.sum()), ci_low=low, ci_high=high)
+
+
+def _resampled(names: Sequence[str], sums: Floats, resamples: int, seed: int) -> dict[str, Estimate]:
+    """Returns the measures of OVER with percentile bootstrap intervals over uids (Efron & Tibshirani 1993).
+
+    Where all resamples are equal the interval gets the half width of that of a share which is 0 or 1 of the uids
+    that the measure is about, so that a few equal verdicts are not taken as proof.
+    """
+    count, generator = len(sums), np.random.default_rng(seed)
     drawn: list[dict[str, Floats]] = []
     step = max(1, CELLS // count)
     for start in range(0, resamples, step):
         weights = generator.multinomial(count, np.full(count, 1 / count), size=min(step, resamples - start))
-        drawn.append(_measures(names, weights @ sums))
+        drawn.append(_ratios(names, weights @ sums))
     found = {}
-    for name, (value,) in _measures(names, sums.sum(0, keepdims=True)).items():
+    for name, (value,) in _ratios(names, sums.sum(0, keepdims=True)).items():
         values = np.concatenate([part[name] for part in drawn])
         values = values[np.isfinite(values)]
         if not np.isfinite(value) or not len(values):
             continue
         low, high = np.quantile(values, [0.025, 0.975])
         if np.ptp(values) < 1e-12:
-            about = (sums[:, names.index(OVER[name])] > 0).sum()
-            half = Z95**2 / (about + Z95**2)
+            equal = np.ones(int((sums[:, names.index(OVER[name])] > 0).sum()))
+            half = 1 - mean_interval(equal, equal)[0]
             low, high = value - half, value + half
-        least = -1.0 if name.endswith(("kappa", "bias", "gap")) else 0.0
-        found[name] = Estimate(value=float(value), ci_low=max(least, float(low)), ci_high=min(1.0, float(high)))
+        low, high = max(-1.0, float(low)), min(1.0, float(high))
+        found[name] = Estimate(value=float(value), ci_low=low, ci_high=high)
     return found
 
 
@@ -142,8 +157,24 @@ def _terms(observed: Observed) -> dict[str, Floats]:
     return terms | {"repeats": observed.repeats[:, 0], "repeated": observed.repeats[:, 1]}
 
 
-def _measures(names: Sequence[str], sums: Floats) -> dict[str, Floats]:
-    """Returns the measures of (R, K) sums, (R,) each; nan where nothing defines one."""
+def _means(of: Mapping[str, Floats]) -> dict[str, Mean]:
+    """Returns the measures that are means, of the terms of each uid."""
+    same_winner = of["cell00"] + of["cell22"]
+    gaps = {name: of[f"{name}_judge"] - of[f"{name}_human"] for name in STYLES}
+    biases = {f"{name}_bias": Mean(gap, of[f"{name}_pairs"], -1.0) for name, gap in gaps.items()}
+    return {
+        "agreement": Mean(same_winner + of["cell11"], of["judged"]),
+        "agreement_decided": Mean(same_winner, of["decided"]),
+        "position_bias": Mean(of["first"], of["both"], -1.0),
+        "swap_consistency": Mean(of["consistent"], of["both"]),
+        **biases,
+        "human_agreement": Mean(of["same"], of["several"]),
+        "human_repeat": Mean(of["repeated"], of["repeats"]),
+    }
+
+
+def _ratios(names: Sequence[str], sums: Floats) -> dict[str, Floats]:
+    """Returns the measures of OVER, of (R, K) sums, (R,) each; nan where nothing defines one."""
     of = {name: sums[:, k] for k, name in enumerate(names)}
     cells = np.stack([of[f"cell{h}{j}"] for h in range(3) for j in range(3)], axis=1).reshape(-1, 3, 3)
     votes = np.stack([of[f"vote{k}"] for k in range(3)], axis=1)
@@ -151,18 +182,11 @@ def _measures(names: Sequence[str], sums: Floats) -> dict[str, Floats]:
         agreement = np.trace(cells, axis1=1, axis2=2) / of["judged"]
         chance = (cells.sum(2) * cells.sum(1)).sum(1) / of["judged"] ** 2
         among, by_chance = of["same"] / of["several"], ((votes / votes.sum(1, keepdims=True)) ** 2).sum(1)
-        return {
-            "agreement": agreement,
-            "agreement_decided": np.trace(cells[:, ::2, ::2], axis1=1, axis2=2) / of["decided"],
-            "kappa": _beyond(agreement, chance),
-            "position_bias": of["first"] / of["both"],
-            "swap_consistency": of["consistent"] / of["both"],
-            **{f"{name}_bias": (of[f"{name}_judge"] - of[f"{name}_human"]) / of[f"{name}_pairs"] for name in STYLES},
-            **{f"{name}_error_gap": of[f"{name}_for"] / of[f"{name}_less"] - of[f"{name}_against"] / of[f"{name}_more"] for name in STYLES},
-            "human_agreement": among,
-            "human_kappa": _beyond(among, by_chance),
-            "human_repeat": of["repeated"] / of["repeats"],
-        }
+        gaps = {}
+        for name in STYLES:
+            wrong_for, wrong_against = of[f"{name}_for"] / of[f"{name}_less"], of[f"{name}_against"] / of[f"{name}_more"]
+            gaps[f"{name}_error_gap"] = wrong_for - wrong_against
+        return {"kappa": _beyond(agreement, chance), **gaps, "human_kappa": _beyond(among, by_chance)}
 
 
 def _beyond(agreement: Floats, chance: Floats) -> Floats:

@@ -9,8 +9,8 @@ import numpy as np
 from scipy.stats import binomtest
 
 from evaluation.drift.records import Signal
-from evaluation.drift.resampling import Floats, Interval, mean, paired_ratio
-from evaluation.scores.scoring import rate_interval, sums_of
+from evaluation.drift.resampling import Floats, Interval, paired_ratio
+from evaluation.scores.scoring import QuestionSums, difference_interval, rate_interval
 
 HEAD = 200  # characters of an answer in which a refusal must begin
 REFUSALS = tuple(
@@ -46,26 +46,17 @@ def answer_signals(model: Sequence[str], reference: Sequence[str], rounds: int, 
         value = float(lengths[0].mean() / lengths[1].mean())
         found.append(Signal(name="answers/length", value=value, low=low, high=high, count=len(model)))
     for name, shares in zip(("refusals/model", "refusals/reference"), refused, strict=True):
-        low, high = share_interval(shares, rounds, seed)
+        low, high = share_interval(shares)
         found.append(Signal(name=name, value=float(shares.mean()), low=low, high=high, count=len(model)))
     difference = refused[0] - refused[1]
-    low, high = difference_interval(difference, rounds, seed)
+    low, high = difference_interval(difference)
     value, test = float(difference.mean()), sign_test(difference)
     return [*found, Signal(name="refusals/rise", value=value, low=low, high=high, count=len(model), p=test)]
 
 
-def share_interval(values: Floats, rounds: int, seed: int) -> Interval:
-    """Returns the bootstrap interval of a share; Wilson's where all values are the same."""
-    low, high = rate_interval(sums_of([(str(i), value, 1.0) for i, value in enumerate(values)]), rounds, seed)
-    return Interval(min(low, float(values.mean())), high)  # Wilson's lower bound of 0 may be above 0 by rounding
-
-
-def difference_interval(differences: Floats, rounds: int, seed: int) -> Interval:
-    """Returns the bootstrap interval of the mean of differences of shares; where none differs, both signs of Wilson's bound for 0."""
-    if differences.any():
-        return mean(differences, rounds, seed)
-    bound = share_interval(np.zeros(len(differences)), rounds, seed).high
-    return Interval(-bound, bound)
+def share_interval(values: Floats) -> Interval:
+    """Returns the 95 % interval of a share, of `values` from 0 to 1."""
+    return Interval(*rate_interval(QuestionSums(values, np.ones(len(values)))))
 
 
 def sign_test(differences: Floats) -> float:

@@ -6,10 +6,11 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from evaluation.drift.answers import difference_interval, share_interval, sign_test
+from evaluation.drift.answers import share_interval, sign_test
 from evaluation.drift.records import Signal
 from evaluation.drift.resampling import spearman, spearman_interval
 from evaluation.judges.offline import Judge, battles, score_gap
+from evaluation.scores.scoring import difference_interval
 from rlhf_core.data.anchors import Pairs
 from rlhf_core.records import Judgment
 
@@ -35,7 +36,7 @@ def agreement(judged: Sequence[Judgment], rewarded: Sequence[Judgment], rounds: 
     return Signal(name="judge/reward_correlation", value=value, low=low, high=high, count=len(common))
 
 
-def judge_anchors(judge: Judge, anchors: Pairs, rounds: int, seed: int) -> list[Signal]:
+def judge_anchors(judge: Judge, anchors: Pairs) -> list[Signal]:
     """Returns `anchors/changed`, the share of anchors with another winner than in the past, and `anchors/shift`, the change of answer B's
     win rate; its test is an exact sign test on the anchors whose points rose or fell. Raises ValueError when no game has a verdict."""
     judged = battles(judge, anchors.questions, anchors.answers, [("b", "a")])
@@ -45,9 +46,9 @@ def judge_anchors(judge: Judge, anchors: Pairs, rounds: int, seed: int) -> list[
         raise ValueError(f"anchors: {judge.name} gave no verdict on any of {len(scores)} anchors: look at the judge's log")
     points, scores = anchors.points[held], scores[held]
     changed = (np.sign(scores - 0.5) != np.sign(points - 0.5)).astype(np.float64)
-    low, high = share_interval(changed, rounds, seed)
+    low, high = share_interval(changed)
     share = Signal(name="anchors/changed", value=float(changed.mean()), low=low, high=high, count=len(points))
     difference = scores - points
-    low, high = difference_interval(difference, rounds, seed)
+    low, high = difference_interval(difference)
     shift = Signal(name="anchors/shift", value=float(difference.mean()), low=low, high=high, count=len(points), p=sign_test(difference))
     return [share, shift]

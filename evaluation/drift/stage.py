@@ -137,4 +137,4 @@ def anchors(config: Drift, judged: Judged, request: StageRequest, run: RunDir, e
     with ExitStack() as stack:
         name = next(iter(judge_names([judge])))
         made = make_judge(name, judge, request, judged.config, run, stack)
-        return Anchored(judge_anchors(made, pairs, config.bootstrap_rounds, request.seed), key, now)
+        return Anchored(judge_anchors(made, pairs), key, now)

@@ -1,8 +1,9 @@
 """Judges with a chat model at an OpenAI-compatible endpoint: remote, or a local vLLM server.
 
 Every verdict is cached when it arrives, keyed by (judge prompt, settings of the request, judge, prompt version), so a resumed stage
-requests none twice. A reply without a verdict is followed by one reminder. Games that still fail are counted, not cached, and stop the
-stage above the share `max_failed`. Requests and retries: `answers/chat_client.py`.
+requests none twice. A reply without a verdict, one that contradicts itself, or that the limit of its length cut, is
+followed by one reminder. Games that still fail are counted, not cached, and stop the stage above the share
+`max_failed`. Requests and retries: `answers/chat_client.py`.
 """
 
 from __future__ import annotations
@@ -12,7 +13,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from evaluation.answers.chat_client import NO_REPLY, ChatClient, Reply, appending, records_of
-from evaluation.judges.judge_prompt import PROMPT_VERSION, REMINDER, judge_prompt, parse_verdict
+from evaluation.judges.judge_prompt import PROMPT_VERSION, judge_prompt, reminder
+from evaluation.judges.judge_reply import Verdict, read_verdict
 from evaluation.judges.offline import Match
 from rlhf_core.records import Frozen, Game
 from rlhf_core.system.files import digest
@@ -88,16 +90,25 @@ class OpenAIJudge:
         replies: list[Reply] = []
         try:
             replies.append(await self.client.ask(prompt))
-            if parse_verdict(replies[0].text) is None:
-                first = ({"role": "assistant", "content": replies[0].text},) if replies[0].text.strip() else ()
-                replies.append(await self.client.ask((*prompt, *first, {"role": "user", "content": REMINDER})))
-            words = "\n".join(reply.text for reply in replies)
-            score = parse_verdict(replies[-1].text)
+            verdict = _verdict(replies[-1], match)
+            if verdict.label is None:
+                said = replies[0].text
+                first = ({"role": "assistant", "content": said},) if said.strip() else ()
+                again = {"role": "user", "content": reminder(verdict.problem)}
+                replies.append(await self.client.ask((*prompt, *first, again)))
+                verdict = _verdict(replies[-1], match)
+            score = verdict.label
+            failure = "" if score is not None else f"(no verdict: {verdict.problem})"
         except NO_REPLY as error:
-            words, score = "\n".join([*(reply.text for reply in replies), self.client.reason(error)]), None
+            score, failure = None, self.client.reason(error)
+        words = "\n".join([*(reply.text for reply in replies), *([failure] if failure else [])])
         return Entry(
             key="",
             game=Game(score=score, judgment={"answer": words}, prompt=prompt),
             input_tokens=sum(reply.input_tokens for reply in replies),
             output_tokens=sum(reply.output_tokens for reply in replies),
         )
+
+
+def _verdict(reply: Reply, match: Match) -> Verdict:
+    return read_verdict(reply.text, (match.answer_a, match.answer_b), reply.cut)

@@ -1,19 +1,14 @@
-"""Writes the prompt of an LLM judge and parses its verdict: the structure of Arena-Hard v2.0, in our own words.
+"""Writes the prompt of an LLM judge: the structure of Arena-Hard v2.0, in our own words.
 
-For hard prompts the judge first writes its own answer, for creative writing it does not. The request has the user's prompt and both
-answers between markers. The verdict is one of five labels in double brackets, single brackets as a fallback; the last label counts.
-Only the five labels and their mirrored forms are accepted, so `[A]` and `A>>>B` are no verdicts.
+For hard prompts the judge first writes its own answer, for creative writing it does not. The request has the user's
+prompt and both answers between markers. The verdict is one of five labels in double brackets (`judge_reply.py`).
 """
 
 from __future__ import annotations
 
-import re
-
 from evaluation.judges.offline import Match
-from evaluation.scores.arena_files import label_of
-from rlhf_core.records import Label
 
-PROMPT_VERSION = "alignflow-1"  # part of the cache key, as the prompt is: change it with the reminder and with how a verdict is parsed
+PROMPT_VERSION = "alignflow-2"  # part of the cache key, as the prompt is: change it with the reminder and with how a verdict is parsed
 
 _ROLE = "You compare the answers of two AI assistants, A and B, to one prompt of a user, and decide which of them serves that user better. "
 _OWN_ANSWER = (
@@ -34,9 +29,12 @@ _LABELS = (
     "[[B>A]] B is slightly better\n"
     "[[B>>A]] B is much better"
 )
-REMINDER = "Your reply holds no verdict. Finish now with exactly one of [[A>>B]], [[A>B]], [[A=B]], [[B>A]], [[B>>A]]."
+REMINDER = "Finish now with exactly one of [[A>>B]], [[A>B]], [[A=B]], [[B>A]], [[B>>A]], and nothing else."
 
-_DOUBLE, _SINGLE = re.compile(r"\[\[([AB<>=]+)\]\]"), re.compile(r"\[([AB<>=]+)\]")
+
+def reminder(problem: str) -> str:
+    """Returns the request for a verdict after a reply without one; `problem`: of `judge_reply.Verdict`."""
+    return f"{problem[0].upper()}{problem[1:]}. {REMINDER}"
 
 
 def judge_prompt(match: Match) -> tuple[dict[str, str], ...]:
@@ -49,12 +47,3 @@ def judge_prompt(match: Match) -> tuple[dict[str, str], ...]:
         f"<|Start of assistant B's answer|>\n{match.answer_b}\n<|End of assistant B's answer|>"
     )
     return ({"role": "system", "content": system}, {"role": "user", "content": user})
-
-
-def parse_verdict(text: str) -> Label | None:
-    """Returns the last verdict in a judge's reply, in any case of letters; None when there is none."""
-    for pattern in (_DOUBLE, _SINGLE):
-        labels = [label for found in pattern.findall(text.upper()) if (label := label_of(found)) is not None]
-        if labels:
-            return labels[-1]
-    return None

@@ -1,21 +1,20 @@
 """Judges questions in random order until the interval of each win rate is narrow enough.
 
 A fixed-width sequential interval (Chow & Robbins 1965): the rule depends on the width only, not on which model leads, so stopping favours
-neither. The width is that of the normal interval with two wins and two losses added (Agresti & Coull 1998), so that a few equal
-verdicts, whose variance is zero, do not stop it.
+neither. The interval is that of the report, which a few equal verdicts leave wide.
 """
 
 from __future__ import annotations
 
-import math
 import random
 from collections.abc import Mapping, Sequence
 
+import numpy as np
+
 from evaluation.judges.offline import Judge, battles
+from evaluation.scores.scoring import QuestionSums, rate_interval
 from rlhf_core.data.questions import Question
 from rlhf_core.records import Judgment
-
-Z95 = 1.959964
 
 
 def battles_in_turns(
@@ -37,15 +36,15 @@ def battles_in_turns(
         given = {model: [texts[i] for i in turn] for model, texts in answers.items()}
         for judgment in battles(judge, [questions[i] for i in turn], given, undecided):
             judged[judgment.model, judgment.baseline][judgment.uid] = judgment
-        undecided = [side for side in undecided if cautious_width([j.score for j in judged[side].values()]) > width]
+        scores = {side: [judgment.score for judgment in judged[side].values()] for side in undecided}
+        undecided = [side for side in undecided if interval_width(scores[side]) > width]
         if not undecided:
             break
     return [judged[side][question.uid] for side in sides for question in questions if question.uid in judged[side]]
 
 
-def cautious_width(scores: Sequence[float | None]) -> float:
-    """Returns the width of the 95 % interval of the mean of the scores that are not None, with two wins and two losses added."""
-    values = [*(score for score in scores if score is not None), 1.0, 1.0, 0.0, 0.0]
-    mean = sum(values) / len(values)
-    variance = sum((value - mean) ** 2 for value in values) / len(values)
-    return 2 * Z95 * math.sqrt(variance / len(values))
+def interval_width(scores: Sequence[float | None]) -> float:
+    """Returns the width of the 95 % interval of the mean of the scores that are not None; 1 without one."""
+    given = np.array([score for score in scores if score is not None], dtype=np.float64)
+    low, high = rate_interval(QuestionSums(given, np.ones(len(given))))
+    return high - low

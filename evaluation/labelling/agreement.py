@@ -2,9 +2,10 @@
 
 Cohen's kappa of two annotators (Cohen 1960) and, with squared weights for the five degrees, weighted kappa (Cohen 1968); Krippendorff's
 alpha of all (Krippendorff 2011, "Computing Krippendorff's Alpha-Reliability"), nominal for the winner and ordinal for the degrees, which
-takes any number of annotators for each pair. Intervals are 95 % percentile bootstrap ones over pairs of answers; annotators are not
-resampled, so the numbers are about these annotators. Where all agree, every resample is the same: the interval then follows from Wilson's
-for the share of agreement.
+takes any number of annotators for each pair. Intervals are 95 % ones over pairs of answers: `rate_interval` for
+shares, percentile bootstraps for kappa and alpha. Annotators are not resampled, so the numbers are about these
+annotators. Where all agree, every resample is the same: the interval of a kappa then follows from that of the
+share of agreement.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import numpy as np
 
 from evaluation.labelling.records import LABELS, HumanLabel, in_force
 from evaluation.scores.arena_hard import Estimate
-from evaluation.scores.scoring import CELLS, Floats, rate_interval, sums_of
+from evaluation.scores.scoring import CELLS, Floats, QuestionSums, rate_interval, sums_of
 
 WINNERS = 3  # A, tie, B
 ROUNDS, LEVEL = 1000, 0.95
@@ -78,7 +79,7 @@ def agreement(labels: Sequence[HumanLabel], rounds: int = ROUNDS, seed: int = 0)
         krippendorff([[label.winner for label in one.values()] for one in shared], WINNERS, "nominal", rounds, seed),
         krippendorff([[label.strength for label in one.values()] for one in shared], len(LABELS), "ordinal", rounds, seed),
         [found for pair in combinations(names, 2) if (found := _two_annotators(*pair, shared, rounds, seed)) is not None],
-        [_one_annotator(name, [row for row in rows if row.annotator == name], rounds, seed) for name in names],
+        [_one_annotator(name, [row for row in rows if row.annotator == name]) for name in names],
     )
 
 
@@ -144,7 +145,7 @@ def _estimate(cells: Floats, statistic: Statistic, rounds: int, seed: int) -> Es
         return None
     units, flat = len(cells), cells.reshape(len(cells), -1)
     if not (table - np.diag(np.diag(table))).any():
-        low, _ = rate_interval(sums_of([(str(unit), 1.0, 1.0) for unit in range(units)]), 1, seed, LEVEL)
+        low, _ = rate_interval(QuestionSums(np.ones(units), np.ones(units)), LEVEL)
         shares = table.sum(1) / table.sum()
         return Estimate(value, float(1 - (1 - low) / (1 - (shares**2).sum())), 1.0)
     generator, found = np.random.default_rng(seed), []
@@ -159,7 +160,7 @@ def _estimate(cells: Floats, statistic: Statistic, rounds: int, seed: int) -> Es
 
 def _two_annotators(one: str, other: str, shared: Sequence[dict[str, HumanLabel]], rounds: int, seed: int) -> TwoAnnotators | None:
     both = [(by_annotator[one], by_annotator[other]) for by_annotator in shared if one in by_annotator and other in by_annotator]
-    same = _share([(a.key, a.winner == b.winner) for a, b in both], rounds, seed)
+    same = _share([(a.key, a.winner == b.winner) for a, b in both])
     if same is None:
         return None
     kappa = cohen([(a.winner, b.winner) for a, b in both], WINNERS, "nominal", rounds, seed)
@@ -167,7 +168,7 @@ def _two_annotators(one: str, other: str, shared: Sequence[dict[str, HumanLabel]
     return TwoAnnotators(one, other, len(both), same, kappa, weighted)
 
 
-def _one_annotator(name: str, rows: Sequence[HumanLabel], rounds: int, seed: int) -> OneAnnotator:
+def _one_annotator(name: str, rows: Sequence[HumanLabel]) -> OneAnnotator:
     decided = [row for row in rows if row.verdict is not None]
     firsts = [row for row in decided if row.repeat_of is None]
     by_id = {row.id: row for row in firsts}
@@ -178,16 +179,16 @@ def _one_annotator(name: str, rows: Sequence[HumanLabel], rounds: int, seed: int
         len(firsts),
         sum(row.verdict is None for row in rows),
         sum(row.winner == 1 for row in firsts) / max(1, len(firsts)),
-        _share(won, rounds, seed),
+        _share(won),
         len(repeats),
-        _share([(again.key, first.winner == again.winner) for first, again in repeats], rounds, seed),
+        _share([(again.key, first.winner == again.winner) for first, again in repeats]),
         median(row.seconds for row in decided) if decided else 0.0,
     )
 
 
-def _share(rows: Sequence[tuple[str, bool]], rounds: int, seed: int) -> Estimate | None:
+def _share(rows: Sequence[tuple[str, bool]]) -> Estimate | None:
     """Returns the share of true rows, and its interval over keys of pairs; None without a row."""
     if not rows:
         return None
     sums = sums_of([(key, float(value), 1.0) for key, value in rows])
-    return Estimate(sums.score, *rate_interval(sums, rounds, seed, LEVEL))
+    return Estimate(sums.score, *rate_interval(sums, LEVEL))

@@ -88,7 +88,7 @@ def _metrics(summary: dict[str, Any]) -> list[str]:
         texts += [f"{found[-1]['name']}: {metric} {_number(found[-1]['metrics'][metric])}"] if found else []
     if won := summary["evaluation"]:
         interval = f"{percent(float(won['ci_low']))} to {percent(float(won['ci_high']))}"
-        texts.insert(0, f"{won['model']} wins {percent(float(won['win_rate']))} ({interval})")
+        texts.insert(0, f"{won['model']}: win rate {percent(float(won['win_rate']))} ({interval})")
     return texts
 
 

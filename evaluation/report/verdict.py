@@ -33,14 +33,14 @@ def verdict(evaluated: Evaluated | None, stages: Sequence[Evidence]) -> str:
     rate = evaluated.decided[evaluated.final]
     edge = any(round(100 * bound) == 50 for bound in (rate.ci_low, rate.ci_high))
     digits = 1 if edge else 0  # one more digit when an interval ends near one half
-    won = percent(rate.win_rate, digits)
-    evidence = f"(95 % interval {interval(rate, digits)}, {rate.num_questions} questions, judge: {rate.judge})"
+    evidence = f"(95 % interval {interval(rate, digits)}, judge: {rate.judge})"
+    score = f"it {rate.counted}, a win rate of {percent(rate.win_rate, digits)} with ties as half {evidence}"
     final, baseline = f"The final model ({rate.model})", _title(rate.baseline)
     if rate.ci_low > 0.5:
-        return f"{final} beats {baseline} in {won} of battles {evidence}."
+        return f"{final} is better than {baseline}: {score}."
     if rate.ci_high < 0.5:
-        return f"{final} is worse than {baseline}: it wins only {won} of battles {evidence}."
-    return f"{final} is not clearly better or worse than {baseline}: it wins {won} of battles {evidence}."
+        return f"{final} is worse than {baseline}: {score}."
+    return f"{final} is not clearly better or worse than {baseline}: {score}."
 
 
 def tiles(stages: Sequence[Evidence], evaluated: Evaluated | None) -> list[Tile]:
@@ -48,7 +48,8 @@ def tiles(stages: Sequence[Evidence], evaluated: Evaluated | None) -> list[Tile]
     found = []
     if evaluated:
         rate, right = evaluated.decided[evaluated.final], evaluated.report.right
-        found.append(Tile("Battles won", percent(rate.win_rate), f"{interval(rate)} against {_title(rate.baseline)}"))
+        note = f"{interval(rate)} against {_title(rate.baseline)}: {rate.counted}"
+        found.append(Tile("Win rate, ties as half", percent(rate.win_rate), note))
         if {rate.baseline, rate.model} <= right.keys():
             value = f"{percent(right[rate.baseline])} → {percent(right[rate.model])}"
             found.append(Tile("Right answers", value, f"{_title(rate.baseline)} → {rate.model}"))

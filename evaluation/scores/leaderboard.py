@@ -39,8 +39,8 @@ class Board(NamedTuple):
 
 
 class How(NamedTuple):
-    """How boards are computed. `controls`: styles to control for; `resamples` of the questions give the 95 % intervals; `max_failed`:
-    share of a board's games without a verdict."""
+    """How boards are computed. `controls`: styles to control for; `resamples` of the questions give the 95 %
+    intervals of style control; `max_failed`: share of a board's games without a verdict."""
 
     controls: Sequence[Control] = ()
     resamples: int = 1000
@@ -83,7 +83,7 @@ def _board(judgments: Sequence[Judgment], styles: Styles | None, how: How) -> Bo
     scores = {}
     for model, ours in by_model.items():
         sums = arena_sums(ours)
-        scores[model] = Estimate(sums.score, *rate_interval(sums, how.resamples, how.seed))
+        scores[model] = Estimate(sums.score, *rate_interval(sums))
     held: dict[str, Estimate] = {}
     effects: dict[str, Estimate] = {}
     if styles is not None and how.controls:

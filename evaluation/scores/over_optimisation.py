@@ -16,7 +16,7 @@ from typing import Literal, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from evaluation.scores.scoring import QuestionSums, interval
+from evaluation.scores.scoring import QuestionSums, difference_interval, interval
 from rlhf_core.records import Frozen, Judgment, WinRate
 
 FILE = "over_optimisation.json"
@@ -95,7 +95,9 @@ def suspicion_of(before: Measured, after: Measured, resamples: int, seed: int) -
     rise, fall = (after.proxy - before.proxy)[judged], (before.battle - after.battle)[judged]
     if rise.mean() <= 0 or fall.mean() <= 0:
         return "none"
-    return "sure" if min(_low(rise, resamples, seed), _low(fall, resamples, seed)) > 0 else "possible"
+    rise_low, _ = interval(QuestionSums(rise, np.ones(len(rise))), resamples, seed)
+    fall_low, _ = difference_interval(fall)
+    return "sure" if min(rise_low, fall_low) > 0 else "possible"
 
 
 def metrics(found: OverOptimisation) -> dict[str, float]:
@@ -111,8 +113,3 @@ def _point(model: str, chain: str, values: Measured, rate: WinRate | None) -> Po
         model=model, chain=chain, kl=float(values.kl.mean()), kl_error=errors[0], proxy=float(values.proxy.mean()), proxy_error=errors[1],
         win_rate=share, ci_low=low, ci_high=high,
     )  # fmt: skip
-
-
-def _low(values: Floats, resamples: int, seed: int) -> float:
-    """Returns the lower end of the 95 % bootstrap interval of a mean over questions."""
-    return interval(QuestionSums(values, np.ones(len(values))), resamples, seed)[0]

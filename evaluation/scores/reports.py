@@ -50,7 +50,7 @@ def make_reports(
 
 def rate_of(judged: Sequence[Judgment], styles: Styles, resamples: int, seed: int) -> WinRate:
     """Returns the win rate of one side, raw and length-controlled (a fit of `arena_hard.controlled` to this side alone)."""
-    rate = win_rate(judged, resamples, seed)
+    rate = win_rate(judged)
     held = controlled(question_rows(judged, styles, arena=False), ("length",), resamples, seed).scores[rate.model]
     return rate.model_copy(update={"length_controlled": held.value, "lc_low": held.low, "lc_high": held.high})
 

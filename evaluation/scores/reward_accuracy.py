@@ -20,7 +20,7 @@ REWARD_MODELS = "reward_models.json"
 
 
 class Pairs(NamedTuple):
-    """N held-out pairs. The bootstrap resamples by `prompts`; lengths are tokens of the answers."""
+    """N held-out pairs. Intervals are over `prompts`; lengths are tokens of the answers."""
 
     prompts: list[str]
     subsets: list[str]
@@ -37,7 +37,7 @@ class Bin(Frozen):
 
 
 class Accuracy(Frozen):
-    """Share of pairs ranked right, with a 95 % bootstrap interval over prompts."""
+    """Share of pairs ranked right, with a 95 % interval over prompts."""
 
     pairs: int
     accuracy: float
@@ -81,9 +81,9 @@ class RewardReports(Frozen):
     agreement: tuple[Agreement, ...]
 
 
-def evaluate(pairs: Pairs, differences: Mapping[str, Floats], bins: int, resamples: int, seed: int) -> RewardReports:
+def evaluate(pairs: Pairs, differences: Mapping[str, Floats], bins: int) -> RewardReports:
     """Evaluates all models; `differences[model]` (N,) is its score of the chosen minus that of the rejected answer."""
-    reports = tuple(_report(model, pairs, difference, bins, resamples, seed) for model, difference in differences.items())
+    reports = tuple(_report(model, pairs, difference, bins) for model, difference in differences.items())
     agreements = tuple(
         Agreement(
             first=one,
@@ -122,17 +122,18 @@ def calibration(differences: Floats, bins: int) -> list[Bin]:
     ]
 
 
-def _report(model: str, pairs: Pairs, differences: Floats, bins: int, resamples: int, seed: int) -> RewardReport:
+def _report(model: str, pairs: Pairs, differences: Floats, bins: int) -> RewardReport:
     correct = right(differences)
     curve = calibration(differences, bins)
     longer = np.sign(pairs.chosen_tokens - pairs.rejected_tokens).astype(np.float64)
     uneven = longer != 0
     subsets = np.array(pairs.subsets)
     every = np.ones(len(correct), dtype=bool)
+    by_subset = {str(name): _accuracy(pairs.prompts, correct, subsets == name) for name in np.unique(subsets)}
     return RewardReport(
         model=model,
-        overall=_accuracy(pairs.prompts, correct, every, resamples, seed),
-        by_subset={str(name): _accuracy(pairs.prompts, correct, subsets == name, resamples, seed) for name in np.unique(subsets)},
+        overall=_accuracy(pairs.prompts, correct, every),
+        by_subset=by_subset,
         calibration=tuple(curve),
         calibration_error=sum(part.pairs * abs(part.accuracy - part.confidence) for part in curve) / len(correct),
         longer_preferred=_mean(right(differences * longer), uneven),
@@ -143,9 +144,9 @@ def _report(model: str, pairs: Pairs, differences: Floats, bins: int, resamples:
     )
 
 
-def _accuracy(prompts: Sequence[str], correct: Floats, held: NDArray[np.bool_], resamples: int, seed: int) -> Accuracy:
+def _accuracy(prompts: Sequence[str], correct: Floats, held: NDArray[np.bool_]) -> Accuracy:
     sums = sums_of([(prompts[i], float(correct[i]), 1.0) for i in np.flatnonzero(held)])
-    low, high = rate_interval(sums, resamples, seed)
+    low, high = rate_interval(sums)
     return Accuracy(pairs=int(held.sum()), accuracy=sums.score, ci_low=low, ci_high=high)
 
 

@@ -1,33 +1,38 @@
-"""Computes win rates, bootstrap intervals, consistency and agreement from judgments. Pure functions of judgments and seeds.
+"""Computes win rates, their intervals, consistency and agreement from judgments. Pure functions of judgments.
 
 A `Judgment` (a battle) is one question judged in two games with the answers swapped. A game gives the model 0, 0.5 or 1, or no verdict.
 A question's score is the mean of its games, the win rate is the mean over questions.
-Intervals resample *questions* (both games together): resampling games as if they were independent, as arena-hard-auto does
-with its rows, understates the standard deviation by about a third. Style control and Bradley-Terry scores are in `arena_hard`.
+Intervals are over *questions* (both games together): games taken as independent, as arena-hard-auto takes its
+rows, understate the standard deviation by about a third. Every interval of a rate, or of a mean of scores from 0
+to 1, is `rate_interval`; `interval` is a bootstrap, for means of other values. Style control and Bradley-Terry
+scores are in `arena_hard`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from statistics import NormalDist
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from rlhf_core.mean_interval import mean_interval
 from rlhf_core.records import Judgment, WinRate
 
 STRONG_ROWS = 3  # Arena-Hard counts a strong win or loss as three rows
+GAMES = 2  # of a question
 CELLS = 1 << 22  # most resampled indices in memory at once: 32 MB
 
 Floats = NDArray[np.float64]
 
 
 class QuestionSums(NamedTuple):
-    """Holds per question the weighted score sum (`total`) and the weight sum (`weight`), each (Q,), sorted by question id."""
+    """Holds per question the weighted score sum (`total`) and the weight sum (`weight`), each (Q,), sorted by
+    question id. `heaviest`: the largest weight that a question can have."""
 
     total: Floats
     weight: Floats
+    heaviest: float = 1.0
 
     @property
     def score(self) -> float:
@@ -42,14 +47,14 @@ def plain_sums(judgments: Sequence[Judgment]) -> QuestionSums:
 
 def arena_sums(judgments: Sequence[Judgment]) -> QuestionSums:
     """Sums games of weight 1, those with a strong verdict of weight 3 (arena-hard-auto, `show_result.py`)."""
-    return sums_of(
-        [
-            (judgment.uid, score, STRONG_ROWS if game.score in ("A>>B", "B>>A") else 1.0)
-            for judgment in judgments
-            for game, score in zip(judgment.games, judgment.scores, strict=True)
-            if score is not None
-        ]
-    )
+    rows = [
+        (judgment.uid, score, STRONG_ROWS if game.score in ("A>>B", "B>>A") else 1.0)
+        for judgment in judgments
+        for game, score in zip(judgment.games, judgment.scores, strict=True)
+        if score is not None
+    ]
+    # Not the largest weight seen: a strong win that becomes a weak one would lower that, and might raise the interval.
+    return sums_of(rows)._replace(heaviest=float(GAMES * STRONG_ROWS))
 
 
 def sums_of(rows: Sequence[tuple[str, float, float]]) -> QuestionSums:
@@ -60,7 +65,7 @@ def sums_of(rows: Sequence[tuple[str, float, float]]) -> QuestionSums:
     score = np.array([row[1] for row in rows])
     weight = np.array([row[2] for row in rows])
     score_sums, weight_sums = (np.bincount(question_index, values, len(uids)).astype(np.float64) for values in (score * weight, weight))
-    return QuestionSums(score_sums, weight_sums)
+    return QuestionSums(score_sums, weight_sums, float(weight_sums.max()))
 
 
 def interval(sums: QuestionSums, resamples: int, seed: int, level: float = 0.95) -> tuple[float, float]:
@@ -76,21 +81,18 @@ def interval(sums: QuestionSums, resamples: int, seed: int, level: float = 0.95)
     return float(low), float(high)
 
 
-def rate_interval(sums: QuestionSums, resamples: int, seed: int, level: float = 0.95) -> tuple[float, float]:
-    """Returns the bootstrap interval of a rate from 0 to 1 (win rate, accuracy).
-
-    If all questions have the same score, returns Wilson's interval (1927) instead, because the bootstrap interval would have width 0."""
-    scores = sums.total / sums.weight
-    if np.ptp(scores) > 1e-12:
-        return interval(sums, resamples, seed, level)
-    rate, count = sums.score, len(scores)
-    z = NormalDist().inv_cdf((1 + level) / 2)
-    middle = (rate + z * z / (2 * count)) / (1 + z * z / count)
-    half = z * (rate * (1 - rate) / count + z * z / (4 * count * count)) ** 0.5 / (1 + z * z / count)
-    return max(0.0, middle - half), min(1.0, middle + half)
+def rate_interval(sums: QuestionSums, level: float = 0.95) -> tuple[float, float]:
+    """Returns the interval of `sums.score`, for scores from 0 to 1 (`rlhf_core.mean_interval`)."""
+    return mean_interval(sums.total, sums.weight, sums.heaviest, level)
 
 
-def win_rate(judgments: Sequence[Judgment], resamples: int, seed: int) -> WinRate:
+def difference_interval(differences: Floats, level: float = 0.95) -> tuple[float, float]:
+    """Returns the interval of the mean of differences of scores, (Q,) from -1 to 1."""
+    low, high = mean_interval((differences + 1) / 2, np.ones(len(differences)), level=level)
+    return 2 * low - 1, 2 * high - 1
+
+
+def win_rate(judgments: Sequence[Judgment]) -> WinRate:
     """Returns the win rate of one model against one baseline by one judge, its interval and other statistics.
 
     Raises ValueError when no game has a verdict.
@@ -98,8 +100,9 @@ def win_rate(judgments: Sequence[Judgment], resamples: int, seed: int) -> WinRat
     sides = {(judgment.model, judgment.baseline, judgment.judge) for judgment in judgments}
     assert len(sides) <= 1, f"judgments of several (model, baseline, judge) comparisons in one win rate: {sorted(sides)}"
     sums = plain_sums(judgments)
-    low, high = rate_interval(sums, resamples, seed)
+    low, high = rate_interval(sums)
     first = judgments[0]
+    winners = np.sign(np.round(sums.total - sums.weight / 2, 9))
     return WinRate(
         model=first.model,
         baseline=first.baseline,
@@ -111,6 +114,9 @@ def win_rate(judgments: Sequence[Judgment], resamples: int, seed: int) -> WinRat
         num_failed=sum(game.score is None for judgment in judgments for game in judgment.games),
         swap_consistency=swap_consistency(judgments),
         by_category=by_category(judgments),
+        num_won=int((winners > 0).sum()),
+        num_tied=int((winners == 0).sum()),
+        num_lost=int((winners < 0).sum()),
         arena_score=arena_sums(judgments).score,
     )
 

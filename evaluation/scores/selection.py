@@ -1,7 +1,8 @@
-"""Chooses the best of several models by the questions of one evaluation. Pure functions of scores and a seed.
+"""Chooses the best of several models by the questions of one evaluation. Pure functions of scores.
 
-The difference of two models is compared on the same questions: its interval is a paired percentile bootstrap over questions (Efron &
-Tibshirani 1993, ch. 13), at a level of 1 - 0.05 / (models - 1), as the best is compared with each other model (Bonferroni).
+The difference of two models is compared on the same questions: its interval is that of the mean of the
+questions' differences, at a level of 1 - 0.05 / (models - 1), as the best is compared with each other model
+(Bonferroni).
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from evaluation.scores.scoring import CELLS, Floats
+from evaluation.scores.scoring import difference_interval
 from rlhf_core.records import Frozen
 
 ERROR_RATE = 0.05  # of any of the comparisons with the best
@@ -41,11 +42,13 @@ class Choice(Frozen):
     def sentence(self) -> str:
         rates = {one.model: one.win_rate for one in self.differences}
         if self.clear:
-            return f"{self.chosen} is chosen: it wins {rates[self.chosen]:.3f}, more than each of the {len(rates) - 1} others"
+            better = f"better than each of the {len(rates) - 1} others"
+            return f"{self.chosen} is chosen: its win rate is {rates[self.chosen]:.3f}, {better}"
         others = ", ".join(f"{one.model} {one.difference:+.3f} [{one.low:+.3f}, {one.high:+.3f}]" for one in self._open)
         return (
-            f"no model is better than all others on {self.questions} questions: {self.best} wins most, {rates[self.best]:.3f}, and its "
-            f"lead may be chance over {others}; {self.chosen} is chosen, the simplest of these"
+            f"no model is better than all others on {self.questions} questions: {self.best} has the highest win rate, "
+            f"{rates[self.best]:.3f}, and its lead may be chance over {others}; {self.chosen} is chosen, the simplest "
+            f"of these"
         )
 
     @property
@@ -53,7 +56,7 @@ class Choice(Frozen):
         return [one for one in self.differences if one.model in self.equal and one.model != self.best]
 
 
-def choose(scores: Mapping[str, Mapping[str, float]], order: Sequence[str], resamples: int, seed: int) -> Choice:
+def choose(scores: Mapping[str, Mapping[str, float]], order: Sequence[str]) -> Choice:
     """Returns the best of the models in `order`, or the first of those that are not shown to be worse. `scores`: model -> question ->
     0 to 1. Raises ValueError when no question has a verdict on all of them."""
     common = sorted(set.intersection(*(set(scores[model]) for model in order)))
@@ -63,22 +66,12 @@ def choose(scores: Mapping[str, Mapping[str, float]], order: Sequence[str], resa
     rates = table.mean(0)
     best = int(rates.argmax())  # the first of equals
     leads = table[:, [best]] - table  # (Q, M)
-    resampled = _resampled(leads, resamples, seed)
-    tail = ERROR_RATE / max(1, len(order) - 1) / 2
-    low, high = np.quantile(resampled, [tail, 1 - tail], axis=0)
+    level = 1 - ERROR_RATE / max(1, len(order) - 1)
+    ends = [(0.0, 0.0) if i == best else difference_interval(leads[:, i], level) for i in range(len(order))]
+    means = leads.mean(0)
     differences = tuple(
-        Difference(model=model, win_rate=float(rates[i]), difference=float(leads[:, i].mean()), low=float(low[i]), high=float(high[i]))
-        for i, model in enumerate(order)
+        Difference(model=model, win_rate=float(rates[i]), difference=float(means[i]), low=low, high=high)
+        for i, (model, (low, high)) in enumerate(zip(order, ends, strict=True))
     )
-    equal = tuple(model for i, model in enumerate(order) if i == best or low[i] <= 0)
+    equal = tuple(model for i, model in enumerate(order) if i == best or ends[i][0] <= 0)
     return Choice(chosen=equal[0], best=order[best], clear=len(equal) == 1, equal=equal, questions=len(common), differences=differences)
-
-
-def _resampled(values: Floats, resamples: int, seed: int) -> Floats:
-    """Returns the means of the columns of `values` (Q, M) over drawn questions, (resamples, M)."""
-    count, generator = len(values), np.random.default_rng(seed)
-    step, found = max(1, CELLS // values.size), list[Floats]()
-    for start in range(0, resamples, step):
-        drawn = generator.integers(count, size=(min(step, resamples - start), count))
-        found.append(values[drawn].mean(1))
-    return np.concatenate(found)

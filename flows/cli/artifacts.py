@@ -211,7 +211,7 @@ def leaderboard(
         control: styles to control for.
         category: only these categories.
         tokenizer: counts the tokens of answers whose file has no length: gpt-4o (tiktoken, a download) or a model's folder or Hub id.
-        rounds: bootstrap resamples of the questions.
+        rounds: bootstrap resamples of the questions, for the intervals of style control.
         seed: seed of the bootstraps.
         max_failed: share of games without a verdict above which there is no score.
         json: file to write the boards to.

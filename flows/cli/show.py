@@ -105,7 +105,7 @@ def _importance(node: Node) -> Callable[[tuple[str, float]], tuple[bool, int, st
 
 def show_board(console: Console, board: Board) -> None:
     """Prints a leaderboard in percent, best model first, and the effects of style."""
-    title = f"{board.category}, against {board.baseline}, judge {board.judge} (95 % by question-clustered bootstrap)"
+    title = f"{board.category}, against {board.baseline}, judge {board.judge} (95 % intervals over questions)"
     numbers = ("score", "interval", "style-controlled", "interval", "questions", "failed", "same swapped", "tokens")
     table = table_of("model", *numbers, title=title, whole=["model"], right=numbers)
     for row in board.standings:

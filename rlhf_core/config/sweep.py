@@ -13,7 +13,7 @@ from pydantic import BeforeValidator, Field, ValidationError
 from pydantic.fields import FieldInfo
 
 from rlhf_core.config.gates import Gated
-from rlhf_core.records import NotInDigest, Positive
+from rlhf_core.records import NotInDigest
 
 MOST = 64  # variants of one stage
 Value = bool | int | float | str
@@ -28,9 +28,8 @@ class Select(Gated):
         description="a swept stage, or a list of stages: the models to choose from, the simplest first", min_length=1
     )
     by: str = Field("evaluation", description="the evaluation that judged them")
-    metric: Literal["win_rate"] = Field("win_rate", description="what counts: the share of battles won, by the evaluation's first judge")
+    metric: Literal["win_rate"] = Field("win_rate", description="what counts: the win rate by the evaluation's first judge, a tie as half")
     simplest: str | None = Field(None, description="the model to take when it is not shown to be worse than the best; default: the first")
-    bootstrap_rounds: Positive = Field(2000, description="bootstrap resamples of the questions")
 
 
 def variants(config: Stage, sweep: dict[str, tuple[Value, ...]]) -> dict[str, Stage]:

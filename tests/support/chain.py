@@ -34,6 +34,9 @@ def win_rate(model: str, judge: str, value: float) -> WinRate:
         ci_high=value + 0.05,
         num_questions=300,
         num_failed=1,
+        num_won=round(300 * value) - 18,
+        num_tied=36,
+        num_lost=300 - round(300 * value) - 18,
         swap_consistency=0.97,
         by_category={"reverse": value + 0.1, "sort": value - 0.1},
     )

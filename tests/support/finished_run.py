@@ -187,7 +187,7 @@ def reward_reports() -> RewardReports:
     differences = generator.normal(1.0, 1.5, 200)
     lengths = generator.integers(3, 20, (2, 200))
     pairs = Pairs([f"p{n // 2}" for n in range(200)], ["short", "long"] * 100, lengths[0], lengths[1])
-    return evaluate_rewards(pairs, {"reward_model": differences, "second": 3 * differences + generator.normal(0, 1, 200)}, 10, 200, 0)
+    return evaluate_rewards(pairs, {"reward_model": differences, "second": 3 * differences + generator.normal(0, 1, 200)}, 10)
 
 
 def report(judge: str, shift: float) -> EvalReport:
@@ -202,6 +202,9 @@ def report(judge: str, shift: float) -> EvalReport:
             num_questions=QUESTIONS,
             num_failed=0,
             swap_consistency=0.96,
+            num_won=round((rate + shift) * QUESTIONS) - 15,
+            num_tied=30,
+            num_lost=QUESTIONS - round((rate + shift) * QUESTIONS) - 15,
             by_category={category: rate + shift + 0.02 * n - 0.04 for n, category in enumerate(CATEGORIES)},
             length_controlled=rate + shift - 0.03,
             lc_low=rate + shift - 0.09,

@@ -166,7 +166,8 @@ def win_rate_chart(rates: Sequence[WinRate], final: str, parents: Mapping[str, W
     ax.set_ylim(-0.6, len(rows) - 0.4)
     ax.set_xlim(max(0, 100 * min(0.5, *(mark.low for mark in marks)) - 4), min(106, 100 * max(0.5, *(mark.high for mark in marks)) + 9))
     ax.grid(axis="y", visible=False)
-    ax.set_title(f"Battles won against {rates[0].baseline} (%)" if len(labelled) == 1 else "Battles won (%)")
+    against = f" against {rates[0].baseline}" if len(labelled) == 1 else ""
+    ax.set_title(f"Win rate{against} (%)")
     if len(labelled) > 1:
         figure.legend(loc="outside lower center", ncols=2, handlelength=1, columnspacing=1.4)
     return svg(figure, "win rates")
@@ -249,7 +250,7 @@ def over_optimisation_chart(found: OverOptimisation) -> str:
             for at, y, sure in rings:
                 ax.plot([at], [y], "o", markersize=11, markerfacecolor="none", markeredgecolor=RED, markeredgewidth=1.8 if sure else 0.8)
     left.set_title(f"Trained on: mean score of {short(found.proxy)}")
-    right.set_title(f"Goal: battles won against {short(found.baseline)} (%)")
+    right.set_title(f"Goal: win rate against {short(found.baseline)} (%)")
     for ax in (left, right):
         ax.set_xlabel(f"square root of the KL from {short(found.baseline)} (nats an answer)", fontsize=7.5)
     if len(chains) > 1:
@@ -270,5 +271,5 @@ def rounds_chart(chains: Sequence[Sequence[tuple[str, float, float, float]]], tr
     longest = max(chains, key=len)
     ax.set_xticks(range(len(longest)), [short(point[0]) for point in longest])
     ax.margins(x=0.08)
-    ax.set_title(f"Battles won, round by round of iterative {training} (%)")
+    ax.set_title(f"Win rate, round by round of iterative {training} (%)")
     return svg(figure, "win rate per round")

@@ -30,7 +30,7 @@ class Calibration(Gated):
     prompt_max_len: Positive = Field(1024, description="of a reward judge: longest prompt in tokens; longer ones keep their end")
     generate_max_len: Positive = Field(1024, description="of a reward judge: longest answer in tokens; longer ones are cut")
     micro_rollout_batch_size: Annotated[Positive, NotInDigest] = Field(8, description="of a reward judge: documents of one scoring pass")
-    bootstrap_rounds: Positive = Field(1000, description="bootstrap resamples of the pairs' uids")
+    bootstrap_rounds: Positive = Field(1000, description="bootstrap resamples of the pairs' uids, for kappas and error gaps")
 
     @field_validator("labels", mode="before")
     @classmethod

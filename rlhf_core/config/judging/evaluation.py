@@ -143,7 +143,7 @@ class Evaluation(Gated, Sampling):
     judges: tuple[Judge, ...] = Field((RuleJudge(),), description="the first judge decides, the others are second opinions", min_length=1)
     temperature: float = Field(0.0, ge=0, description="sampling temperature of the answers")
     dtype: Literal["auto", "float32", "bfloat16"] = Field("auto", description="of the models that answer; auto: that of each checkpoint")
-    bootstrap_rounds: Positive = Field(1000, description="bootstrap resamples of the questions")
+    bootstrap_rounds: Positive = Field(1000, description="bootstrap resamples of the questions, for style control and over-optimisation")
     parents: dict[str, str] | None = Field(
         None, description="model: the model it is also judged against; default: the stage each was trained from; {}: none"
     )

@@ -124,7 +124,7 @@ def eval_results(report: EvalReport, name: str, questions: str) -> str | None:
         {
             "dataset": {"id": parted(questions)[0], "task_id": "win_rate"},
             "value": round(100 * rate.win_rate, 2),
-            "notes": f"against {rate.baseline}, judge {rate.judge}, {_interval(rate)} %, {rate.num_questions} questions",
+            "notes": f"against {rate.baseline}, judge {rate.judge}, {_interval(rate)} %, {rate.counted}, ties as half",
         }
         for rate in report.win_rates
         if rate.model == name and rate.judge == report.judge
@@ -174,7 +174,7 @@ def _use(model: CardModel) -> str:
 def _scores(report: EvalReport | None, name: str) -> str:
     if report is None or not report.win_rates:
         return "No evaluation was published with this model.\n"
-    header = ("model", "against", "judge", "win rate %", "95 % interval", "questions", "failed", "swap consistency %")
+    header = ("model", "against", "judge", "win rate %", "95 % interval", "counted", "failed", "swap consistency %")
     rows = [
         (
             f"**{rate.model}**" if rate.model == name else rate.model,
@@ -182,15 +182,16 @@ def _scores(report: EvalReport | None, name: str) -> str:
             rate.judge,
             f"{100 * rate.win_rate:.1f}",
             _interval(rate),
-            rate.num_questions,
+            rate.counted,
             rate.num_failed,
             f"{100 * rate.swap_consistency:.1f}",
         )
         for rate in report.win_rates
     ]
     parts = [
-        f"The published model is **{name}**. Every question is played twice with the answers swapped; the interval is a bootstrap over "
-        f"questions; `{report.judge}` decides, other judges are second opinions.\n",
+        f"The published model is **{name}**. A battle is one question, played twice with the answers "
+        f"swapped; a tie counts as half a win; the interval is over questions; `{report.judge}` decides, other judges "
+        f"are second opinions.\n",
         table(header, rows),
     ]
     if report.right or report.mean_tokens:

@@ -31,19 +31,19 @@ def simulated(rates: Mapping[str, float], questions: int, seed: int) -> dict[str
 
 
 def test_a_clear_winner_is_chosen_and_a_lead_by_chance_is_not() -> None:
-    clear = choose(simulated({"a": 0.4, "b": 0.6, "c": 0.45}, 600, 0), ORDER, 1000, 0)
+    clear = choose(simulated({"a": 0.4, "b": 0.6, "c": 0.45}, 600, 0), ORDER)
     assert (clear.chosen, clear.best, clear.clear, clear.equal) == ("b", "b", True, ("b",))
-    assert clear.sentence.startswith("b is chosen: it wins 0.") and clear.differences[1].low == clear.differences[1].high == 0
-    chance = choose(simulated({"a": 0.5, "b": 0.52, "c": 0.3}, 200, 3), ORDER, 1000, 0)
+    assert clear.sentence.startswith("b is chosen: its win rate is 0.") and clear.differences[1].low == clear.differences[1].high == 0
+    chance = choose(simulated({"a": 0.5, "b": 0.52, "c": 0.3}, 200, 3), ORDER)
     assert chance.best == "b" and chance.chosen == "a" and not chance.clear and chance.equal == ("a", "b"), chance
-    assert "no model is better than all others on 200 questions: b wins most" in chance.sentence
+    assert "no model is better than all others on 200 questions: b has the highest win rate" in chance.sentence
     assert chance.sentence.endswith("a is chosen, the simplest of these")
-    assert choose(simulated({"a": 0.5, "b": 0.52, "c": 0.3}, 200, 3), ("c", "b", "a"), 1000, 0).chosen == "b", "by the order, of equals"
+    assert choose(simulated({"a": 0.5, "b": 0.52, "c": 0.3}, 200, 3), ("c", "b", "a")).chosen == "b", "by the order, of equals"
 
 
 def test_equal_models_are_rarely_told_apart() -> None:
     """Of 100 sweeps over four models that are equally good, at most one in ten (5 in 100 are expected) excludes any of them."""
-    wrong = [len(choose(simulated(dict.fromkeys("abcd", 0.5), 120, seed), "abcd", 500, seed).equal) < 4 for seed in range(100)]
+    wrong = [len(choose(simulated(dict.fromkeys("abcd", 0.5), 120, seed), "abcd").equal) < 4 for seed in range(100)]
     assert sum(wrong) <= 10
 
 
@@ -51,15 +51,23 @@ def test_a_paired_comparison_sees_what_two_intervals_would_not() -> None:
     """Models that differ on few questions, always in the same direction: their own intervals overlap."""
     scores = {"a": {f"q{i}": float(i % 2) for i in range(100)}}
     scores["b"] = {uid: 1.0 if i < 16 else score for i, (uid, score) in enumerate(scores["a"].items())}
-    found = choose(scores, ("a", "b"), 1000, 0)
+    found = choose(scores, ("a", "b"))
     assert found.chosen == "b" and found.clear and found.differences[0].difference == pytest.approx(0.08)
+
+
+def test_three_questions_make_no_model_clear() -> None:
+    """All leads are equal, so that resamples of them would be, too."""
+    lost, won = (dict.fromkeys(("q1", "q2", "q3"), score) for score in (0.0, 1.0))
+    found = choose({"a": lost, "b": won}, ("a", "b"))
+    assert (found.best, found.chosen, found.clear) == ("b", "a", False) and found.differences[0].low < 0 < found.differences[0].high
+    assert choose({"a": dict.fromkeys(map(str, range(8)), 0.0), "b": dict.fromkeys(map(str, range(8)), 1.0)}, ("a", "b")).clear
 
 
 def test_only_common_questions_count() -> None:
     scores = {"a": {"q1": 1.0, "q2": 0.0, "q3": 0.0}, "b": {"q1": 1.0, "q2": 0.0}}
-    assert choose(scores, ("a", "b"), 100, 0).questions == 2
+    assert choose(scores, ("a", "b")).questions == 2
     with pytest.raises(ValueError, match="no question has a verdict on all models"):
-        choose({"a": {"q1": 1.0}, "b": {"q2": 1.0}}, ("a", "b"), 100, 0)
+        choose({"a": {"q1": 1.0}, "b": {"q2": 1.0}}, ("a", "b"))
 
 
 def judgments(scores: Mapping[str, Mapping[str, float]], judge: str) -> list[Judgment]:

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from evaluation.judges.judge_prompt import judge_prompt, parse_verdict
+from evaluation.judges.judge_prompt import judge_prompt
+from evaluation.judges.judge_reply import read_verdict
 from evaluation.judges.offline import Match
 from rlhf_core.feedback.parse import Unusable, feedback_of
 from tests.nights import disk, life, town
@@ -83,7 +84,7 @@ def test_every_row_of_feedback_is_one_that_an_inbox_takes() -> None:
 
 def asked_judge(prompt: str, a: str, b: str, likes_length: bool) -> str | None:
     messages = judge_prompt(Match(question(prompt=prompt), a, b))
-    return parse_verdict(town.verdict({"messages": list(messages)}, likes_length))
+    return read_verdict(town.verdict({"messages": list(messages)}, likes_length), (a, b)).label
 
 
 def test_the_judge_knows_the_truth_until_it_likes_length() -> None:

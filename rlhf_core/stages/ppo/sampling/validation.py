@@ -21,6 +21,7 @@ from rlhf_core.config.ppo import pass_sizes
 from rlhf_core.data.chat import Renderer
 from rlhf_core.data.documents import Prompt
 from rlhf_core.data.sources import prompts as load_prompts
+from rlhf_core.mean_interval import mean_interval
 from rlhf_core.rewards.clients import Rewards
 from rlhf_core.rewards.combine import Term, plain_sum
 from rlhf_core.rollout.engine import Sampling
@@ -160,7 +161,7 @@ def _of(name: str, table: np.ndarray, right: float | None) -> dict[str, float]:
     if right is None:
         return metrics
     counts = [(int(row.sum()), int((values[row] >= right).sum())) for row, values in zip(given, table, strict=True) if row.any()]
-    metrics |= _interval(f"{name}/right", np.array([c / n for n, c in counts]))
+    metrics |= _rate(f"{name}/right", np.array([c / n for n, c in counts]))
     for k in pass_sizes(table.shape[1]):
         chances = [pass_at(n, c, k) for n, c in counts if n >= k]  # fewer answers say nothing about k of them
         metrics |= {f"{name}/pass@{k}": float(np.mean(chances))} if chances else {}
@@ -180,6 +181,12 @@ def _interval(name: str, values: np.ndarray) -> dict[str, float]:
         return {f"{name}/mean": mean}
     half = NORMAL * float(values.std(ddof=1)) / len(values) ** 0.5
     return {f"{name}/mean": mean, f"{name}/ci_low": mean - half, f"{name}/ci_high": mean + half}
+
+
+def _rate(name: str, shares: np.ndarray) -> dict[str, float]:
+    """Mean over prompts of shares from 0 to 1, and its 95 % interval."""
+    low, high = mean_interval(shares, np.ones(len(shares)))
+    return {f"{name}/mean": float(shares.mean()), f"{name}/ci_low": low, f"{name}/ci_high": high}
 
 
 def write_rollouts(file: Path, rows: Iterable[dict[str, Any]]) -> None:

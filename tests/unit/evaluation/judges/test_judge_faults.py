@@ -36,8 +36,9 @@ VERDICTS = {
     "Mi veredicto: la respuesta A es mucho mejor. [[a>>b]]": "A>>B",
     "Mein Urteil lautet [[A<B]], also B.": "B>A",
     "結論は [B>A] です": "B>A",
+    "[[ B > A ]]": "B>A",
 }
-GARBAGE = ("Both are wonderful.", "[[A>>>B]]", "[A]", "", "😀" * 50, "[[ A > B ]]")
+GARBAGE = ("Both are wonderful.", "[[A>>>B]]", "[A]", "", "😀" * 50, "[[ A >> > B ]]")
 
 
 class Storm:

@@ -1,52 +1,17 @@
-"""Verdicts as they are read, the judges that need no endpoint (the rule, a reward model's scores), and battles in both orders."""
+"""The judges that need no endpoint (the rule, a reward model's scores), and battles in both orders."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-from evaluation.judges.judge_prompt import judge_prompt, parse_verdict
+from evaluation.judges.judge_prompt import judge_prompt
 from evaluation.judges.offline import Match, RewardJudge, RuleJudge, battles
 from evaluation.scores.scoring import win_rate
 from rlhf_core.data.documents import Document
-from rlhf_core.records import POINTS, Game
+from rlhf_core.records import Game
 from tests.support.judging import question
-
-
-@pytest.mark.parametrize(
-    ("text", "verdict"),
-    [
-        ("My final verdict is: [[A>B]]", "A>B"),
-        ("my verdict: [[b>>a]].", "B>>A"),
-        ("[[A=B]]", "A=B"),
-        ("First I thought [[A>>B]], but it is [[B>A]]", "B>A"),
-        ("single brackets: [A>B]", "A>B"),
-        ("[[A>B]] beats a later single [B>A]", "A>B"),
-        ("mirrored: [[B<<A]]", "A>>B"),
-        ("mirrored: [[A<B]]", "B>A"),
-        ("[[B=A]]", "A=B"),
-        ("裁定如下 [[B>A]] 。", "B>A"),
-        ("[A]", None),
-        ("[[A]]", None),
-        ("A>>>B", None),
-        ("[[A>>>B]]", None),
-        ("[[A>B]] no, rather [[A>>>B]]", "A>B"),
-        ("[[A==B]]", None),
-        ("A>B without brackets", None),
-        ("[[C>A]] [[A > B]]", None),
-        ("", None),
-    ],
-)
-def test_verdicts_are_read_from_a_whitelist(text: str, verdict: str | None) -> None:
-    assert parse_verdict(text) == verdict
-
-
-@given(st.text(alphabet="ABab<>=[] C\n", max_size=40))
-def test_no_text_gives_a_label_outside_the_five(text: str) -> None:
-    assert parse_verdict(text) in (None, *POINTS)
 
 
 def test_the_judge_answers_hard_prompts_itself_and_creative_ones_not() -> None:
@@ -142,5 +107,5 @@ def test_both_orders_of_every_battle_are_put_to_the_judge() -> None:
 def test_a_judge_that_looks_at_the_order_alone_gives_one_half() -> None:
     questions = [question(str(number)) for number in range(5)]
     judged = battles(Scripted(first_wins=True), questions, {"sft": ["a"] * 5, "ppo": ["bb"] * 5}, [("ppo", "sft")])
-    rate = win_rate(judged, 50, 0)
+    rate = win_rate(judged)
     assert (rate.win_rate, rate.swap_consistency) == (0.5, 0.0)

@@ -36,7 +36,7 @@ def test_every_run_has_a_line_with_its_results(tmp_path: Path) -> None:
     folder = recipe_folder(tmp_path, "one")
     line = line_of(folder)
     assert (line.state, line.stages, line.page) == ("done", "9 of 9", "one/report.html")
-    assert line.metrics[0].startswith("iterative_dpo.round2 wins 71 %")
+    assert line.metrics[0].startswith("iterative_dpo.round2: win rate 71 % (66 % to 76 %)")
     page = write_index(tmp_path).read_text()
     assert '<a href="one/report.html">one</a>' in page and "sft: eval/loss" in page
 

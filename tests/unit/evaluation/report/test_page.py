@@ -78,7 +78,11 @@ def test_a_whole_run_tells_everything(whole: Path) -> None:
     assert sorted(file.name for file in path.parent.iterdir()) == ["report.html", "summary.json"]
     assert json.loads((path.parent / "summary.json").read_text())["evaluation"]["model"] == ROUND2
     text = Page(path.read_text(encoding="utf-8")).text
-    assert f"The final model ({ROUND2}) beats SFT in 71 % of battles (95 % interval 66–76 %, 300 questions, judge: rule)." in text
+    counted = "won 198, lost 72 and tied 30 of 300 battles"
+    rate = "a win rate of 71 % with ties as half (95 % interval 66–76 %, judge: rule)."
+    assert f"The final model ({ROUND2}) is better than SFT: it {counted}, {rate}" in text
+    assert f"66–76 % against SFT: {counted}" in text and "198 / 30 / 72" in text
+    assert "battles won" not in text.lower() and "beats SFT" not in text
     for stage, digest in DIGESTS.items():
         assert stage in text and digest in text
     assert "47 % → 83 %" in text  # right answers
@@ -100,7 +104,7 @@ def test_judges_style_parents_and_reward_models_are_told(whole: Path) -> None:
     text = Page(whole.read_text(encoding="utf-8")).text
     assert "68 % (62–74)" in text  # the final model, length-controlled
     assert "56 % (51–61 %)" in text  # against its parent
-    for words in ("against sft, length-controlled", "against its parent, length-controlled", "Battles won (%)"):
+    for words in ("against sft, length-controlled", "against its parent, length-controlled", "Win rate (%)"):
         assert words in text
     assert "1,234,567 / 98,765" in text and "12.35 USD" in text and "rule (decides)" in text
     assert "length +0.42 +0.22 to +0.62" in text and "Effect of style on rule" in text
@@ -150,12 +154,13 @@ def test_an_old_report_without_the_newer_numbers_is_drawn(tmp_path: Path) -> Non
     whole = report("rule", 0.0)
     plain = whole.model_dump(mode="json", exclude={"against_parent", "style", "judging"})
     for rate in plain["win_rates"]:
-        for name in ("length_controlled", "lc_low", "lc_high"):
+        for name in ("length_controlled", "lc_low", "lc_high", "num_won", "num_tied", "num_lost"):
             del rate[name]
     size = (folder / "eval.json").stat().st_size
     (folder / "eval.json").write_text(json.dumps(plain).ljust(size))
     text = page(tmp_path, stages).text
-    assert "beats SFT in 71 %" in text and "Battles won against sft (%)" in text and "Effect of style" not in text
+    assert "is better than SFT: it played 300 battles, a win rate of 71 %" in text
+    assert "Win rate against sft (%)" in text and "Effect of style" not in text
 
 
 def test_nothing_is_fetched_and_nothing_runs(whole: Path) -> None:
@@ -224,7 +229,7 @@ def test_an_empty_run_and_a_run_without_metrics(tmp_path: Path) -> None:
     for stage in stages:
         (stage.run_dir / METRICS).unlink()
     text = page(tmp_path, stages).text
-    assert "Policy ratio" not in text and "beats SFT in 71 %" in text
+    assert "Policy ratio" not in text and "a win rate of 71 % with ties as half" in text
 
 
 def test_answers_that_are_gone_leave_the_tables(tmp_path: Path) -> None:
@@ -232,22 +237,23 @@ def test_answers_that_are_gone_leave_the_tables(tmp_path: Path) -> None:
     folder = run_dir(tmp_path, "evaluation") / "report" / "judgments"
     (folder / "rule.jsonl").write_text("not json\n".ljust((folder / "rule.jsonl").stat().st_size))
     text = page(tmp_path, stages).text
-    assert "There are no judged answers" in text and "Battles won by category" in text
+    assert "There are no judged answers" in text and "Win rate by category" in text
 
 
 @pytest.mark.parametrize(
     ("baseline", "low", "rate", "high", "words"),
     [
-        ("sft", 0.66, 0.71, 0.76, "beats SFT in 71 % of battles (95 % interval 66–76 %"),
-        ("dpo", 0.504, 0.55, 0.596, "beats DPO in 55.0 % of battles (95 % interval 50.4–59.6 %"),
-        ("sft", 0.47, 0.52, 0.57, "is not clearly better or worse than SFT: it wins 52 % of battles"),
-        ("mine", 0.30, 0.35, 0.40, "is worse than mine: it wins only 35 % of battles"),
+        ("sft", 0.66, 0.71, 0.76, "is better than SFT: it {counted}, a win rate of 71 % with ties as half (95 % interval 66–76 %"),
+        ("dpo", 0.504, 0.55, 0.596, "is better than DPO: it {counted}, a win rate of 55.0 % with ties as half (95 % interval 50.4–59.6 %"),
+        ("sft", 0.47, 0.52, 0.57, "is not clearly better or worse than SFT: it {counted}, a win rate of 52 %"),
+        ("mine", 0.30, 0.35, 0.40, "is worse than mine: it {counted}, a win rate of 35 %"),
     ],
 )
 def test_the_verdict_follows_the_interval(tmp_path: Path, baseline: str, low: float, rate: float, high: float, words: str) -> None:
     evaluation = finish(tmp_path, "evaluation")
     whole = report("rule", 0.0)
     update = {"ci_low": low, "win_rate": rate, "ci_high": high, "baseline": baseline}
+    update |= {"num_won": 9, "num_tied": 290, "num_lost": 1}
     changed = tuple(r.model_copy(update=update) for r in whole.win_rates)
     file = evaluation.run_dir / "report" / "eval.json"
     size = file.stat().st_size
@@ -256,7 +262,8 @@ def test_the_verdict_follows_the_interval(tmp_path: Path, baseline: str, low: fl
     manifest["files"]["report/eval.json"]["size"] = file.stat().st_size
     (evaluation.run_dir / "result.json").write_text(json.dumps(manifest))
     stages = [read(evaluation)]
-    assert words in verdict(read_evaluation(stages), stages)
+    counted = "won 9, lost 1 and tied 290 of 300 battles"
+    assert words.format(counted=counted) in verdict(read_evaluation(stages), stages)
 
 
 def test_urls_lose_their_passwords(tmp_path: Path) -> None:

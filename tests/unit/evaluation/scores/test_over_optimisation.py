@@ -90,6 +90,11 @@ def test_only_what_both_intervals_say_is_sure(proxy: float, won: float, noise: f
     assert suspicion_of(before, after, 1000, 0) == expected
 
 
+def test_a_few_questions_are_not_sure() -> None:
+    ones = np.ones(3)
+    assert suspicion_of(Measured(ones, ones, ones), Measured(ones, 2 * ones, 0 * ones), 100, 0) == "possible"
+
+
 def test_chains_are_told_apart_and_each_begins_at_the_baseline() -> None:
     found = curve_of(("ppo", 4, 5.0, 0.9), ("loop.round1", 2, 1.0, 0.7), ("loop.round2", 4, 2.0, 0.6))
     assert [(p.chain, p.suspicion, p.since) for p in found.points[1:]] == [
@@ -121,7 +126,7 @@ def test_battles_without_a_verdict_are_left_out_of_the_comparison() -> None:
 
 def test_the_chart_rings_what_is_suspicious() -> None:
     calm = over_optimisation_chart(curve_of(("loop.round1", 2, 1.0, 0.6), ("loop.round2", 4, 2.0, 0.7)))
-    assert "#c0392b" not in calm and "Trained on: mean score of rm" in calm and "battles won against sft" in calm
+    assert "#c0392b" not in calm and "Trained on: mean score of rm" in calm and "win rate against sft" in calm
     alarmed = over_optimisation_chart(curve_of(("loop.round1", -0.1, 1.0, 0.7), ("loop.round2", 4, 2.0, 0.4), ("<ppo>", 4, 2.0, 0.6)))
     assert alarmed.count("#c0392b") >= 2 and "&lt;ppo&gt;" in alarmed and "<ppo>" not in alarmed
 

@@ -35,10 +35,11 @@ def test_a_win_rate_computed_by_hand() -> None:
         battle("3", "B>>A", None, category="sorts"),  # 1, and a game without a verdict: 1
         battle("4", None, None, category="sorts"),  # nothing: no question of the score
     ]
-    rate = win_rate(judged, resamples=200, seed=0)
+    rate = win_rate(judged)
     assert [judgment.score for judgment in judged] == [1.0, 0.25, 1.0, None]
     assert rate.win_rate == pytest.approx((1 + 0.25 + 1) / 3)
     assert (rate.num_questions, rate.num_failed) == (3, 3)
+    assert (rate.num_won, rate.num_tied, rate.num_lost) == (2, 0, 1)
     assert rate.by_category == pytest.approx({"sums": 0.625, "sorts": 1.0})
     assert rate.swap_consistency == 0.5  # of the questions 1 and 2, which have two verdicts
     # Rows: 1, 1 | 0, 0, 0, 0.5 | 1, 1, 1
@@ -46,9 +47,16 @@ def test_a_win_rate_computed_by_hand() -> None:
     assert rate.ci_low <= rate.win_rate <= rate.ci_high
 
 
+def test_ties_are_counted_apart_from_wins() -> None:
+    won, tied, lost = ("B>A", "A>B"), ("A>B", "A>B"), ("A>B", "B>A")  # a game each is a tie, too
+    rate = win_rate(battles([won] * 214 + [tied] * 202 + [lost] * 4))
+    assert rate.win_rate == pytest.approx(0.75)
+    assert rate.counted == "won 214, lost 4 and tied 202 of 420 battles"
+
+
 def test_nothing_judged_is_an_error_and_not_a_score() -> None:
     with pytest.raises(ValueError, match="no game has a verdict"):
-        win_rate([battle("1", None, None)], resamples=10, seed=0)
+        win_rate([battle("1", None, None)])
 
 
 def swap(judgment: Judgment) -> Judgment:
@@ -61,7 +69,7 @@ def swap(judgment: Judgment) -> Judgment:
 @given(verdicts)
 def test_swapping_model_and_baseline_mirrors_score_and_interval(labels: list[tuple[Label, Label]]) -> None:
     judged = battles(labels)
-    ours, theirs = (win_rate(side, resamples=100, seed=1) for side in (judged, [swap(judgment) for judgment in judged]))
+    ours, theirs = (win_rate(side) for side in (judged, [swap(judgment) for judgment in judged]))
     assert (theirs.model, theirs.baseline) == ("sft", "ppo")
     assert theirs.win_rate == pytest.approx(1 - ours.win_rate)
     assert (theirs.ci_low, theirs.ci_high) == pytest.approx((1 - ours.ci_high, 1 - ours.ci_low))
@@ -72,24 +80,24 @@ def test_swapping_model_and_baseline_mirrors_score_and_interval(labels: list[tup
 
 @given(st.sampled_from(LABELS), st.integers(1, 20))
 def test_a_judge_that_always_says_the_same_gives_one_half(label: Label, count: int) -> None:
-    rate = win_rate(battles([(label, label)] * count), resamples=50, seed=0)
+    rate = win_rate(battles([(label, label)] * count))
     assert (rate.win_rate, rate.arena_score) == (0.5, 0.5)
     assert rate.ci_low + rate.ci_high == pytest.approx(1) and rate.ci_low < 0.5
     assert rate.swap_consistency == (1.0 if label == "A=B" else 0.0)
 
 
-@pytest.mark.parametrize(("won", "bounds"), [(True, {1: 0.2065, 4: 0.5101, 20: 0.8389}), (False, {1: 0.7935, 4: 0.4899, 20: 0.1611})])
+@pytest.mark.parametrize(("won", "bounds"), [(True, {1: 0.05, 4: 0.4729, 20: 0.8609}), (False, {1: 0.95, 4: 0.5271, 20: 0.1391})])
 def test_questions_that_all_say_the_same_leave_as_much_open_as_there_are_few(won: bool, bounds: dict[int, float]) -> None:
-    """Wilson's interval, which is n / (n + 1.96^2) to 1 where all n are won."""
+    """The mid-P interval, which is 0.05^(1 / n) to 1 where all n are won."""
     for count, bound in bounds.items():
-        rate = win_rate(battles([("B>A", "A>B") if won else ("A>B", "B>A")] * count), resamples=50, seed=0)
+        rate = win_rate(battles([("B>A", "A>B") if won else ("A>B", "B>A")] * count))
         assert (rate.ci_low, rate.ci_high) == pytest.approx((bound, 1.0) if won else (0.0, bound), abs=1e-4)
 
 
 @given(verdicts)
 def test_repeating_every_question_changes_nothing(labels: list[tuple[Label, Label]]) -> None:
     judged = battles(labels)
-    once, twice = win_rate(judged, resamples=100, seed=2), win_rate(judged + judged, resamples=100, seed=2)
+    once, twice = win_rate(judged), win_rate(judged + judged)
     assert twice.win_rate == pytest.approx(once.win_rate)
     assert (twice.ci_low, twice.ci_high) == pytest.approx((once.ci_low, once.ci_high))
     assert twice.num_questions == once.num_questions
@@ -98,7 +106,7 @@ def test_repeating_every_question_changes_nothing(labels: list[tuple[Label, Labe
 def test_repeating_questions_under_new_names_keeps_the_intervals_centre_and_narrows_it() -> None:
     judged = battles([("B>A", "A>B"), ("B>A", "B>A"), ("A>B", "B>A"), ("A=B", "A>B")] * 10)
     copies = [judgment.model_copy(update={"uid": f"{judgment.uid}-copy-{n}"}) for n in range(4) for judgment in judged]
-    once, more = win_rate(judged, resamples=4000, seed=0), win_rate(copies, resamples=4000, seed=0)
+    once, more = win_rate(judged), win_rate(copies)
     assert more.win_rate == pytest.approx(once.win_rate)
     assert (more.ci_low + more.ci_high) / 2 == pytest.approx((once.ci_low + once.ci_high) / 2, abs=0.01)
     assert (more.ci_high - more.ci_low) / (once.ci_high - once.ci_low) == pytest.approx(0.5, abs=0.05)
@@ -108,7 +116,7 @@ def test_repeating_questions_under_new_names_keeps_the_intervals_centre_and_narr
 def test_the_order_of_questions_changes_nothing(labels: list[tuple[Label, Label]], random) -> None:
     judged = battles(labels)
     shuffled = random.sample(judged, len(judged))
-    ours, theirs = win_rate(judged, resamples=100, seed=3), win_rate(shuffled, resamples=100, seed=3)
+    ours, theirs = win_rate(judged), win_rate(shuffled)
     assert (theirs.win_rate, theirs.ci_low, theirs.ci_high) == pytest.approx((ours.win_rate, ours.ci_low, ours.ci_high))
 
 

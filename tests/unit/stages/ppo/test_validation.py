@@ -76,6 +76,9 @@ def test_right_answers_and_pass_at_k() -> None:
     found = validation([1, 0, 0, 0, 1, 1], n=2, right=0.5)
     assert found["eval/right/mean"] == pytest.approx(0.5) and found["eval/pass@2"] == pytest.approx(2 / 3)
     assert found["eval/pass@1"] == found["eval/right/mean"]
+    assert 0 < found["eval/right/ci_low"] < 0.5 < found["eval/right/ci_high"] < 1
+    perfect = validation([1, 1, 1], n=1, right=0.5)  # three of three prove little
+    assert (perfect["eval/right/ci_low"], perfect["eval/right/ci_high"]) == pytest.approx((0.05 ** (1 / 3), 1))
     assert not [name for name in validation([1, 0], n=2) if "right" in name or "pass" in name]
 
 

@@ -138,8 +138,9 @@ def test_front_matter_names_hub_ids_only(chain: Chain) -> None:
 
 def test_card_shows_scores_with_interval_and_judge(chain: Chain) -> None:
     text = the_card(chain)
-    assert "| **dpo-1** | sft | rule | 72.0 | 68.0 to 77.0 | 300 | 1 | 97.0 |" in text
-    assert "| ppo | sft | rule | 61.0 | 57.0 to 66.0 | 300 | 1 | 97.0 |" in text
+    counted = "won 198, lost 66 and tied 36 of 300 battles"
+    assert f"| **dpo-1** | sft | rule | 72.0 | 68.0 to 77.0 | {counted} | 1 | 97.0 |" in text
+    assert "| ppo | sft | rule | 61.0 | 57.0 to 66.0 | won 165, lost 99 and tied 36 of 300 battles | 1 | 97.0 |" in text
     assert "| **dpo-1** | 69.0 | 10.2 | 0.0 |" in text
     assert "| reverse | 82.0 |" in text
     assert "No evaluation" in the_card(chain, report=None)
@@ -207,7 +208,7 @@ def test_eval_results_only_for_questions_of_the_hub() -> None:
     assert entry == {
         "dataset": {"id": "owner/questions", "task_id": "win_rate"},
         "value": 72.0,
-        "notes": "against sft, judge rule, 68.0 to 77.0 %, 300 questions",
+        "notes": "against sft, judge rule, 68.0 to 77.0 %, won 198, lost 66 and tied 36 of 300 battles, ties as half",
     }
 
 

@@ -1,0 +1,103 @@
+"""Reads the verdict in a judge's reply.
+
+A verdict is one of the five labels, or a mirrored form, in double brackets, single ones as a fallback; the last one
+counts, as in Arena-Hard. Blanks inside the brackets are allowed. `[A]` and `A>>>B` are no verdicts.
+
+What the judge only quotes is not its verdict: text in ``` fences, in lines that begin with >, in double quotation
+marks, and text that occurs in one of the answers. A label alone also occurs in an answer that has planted it, so the
+text beside it decides: CONTEXT characters before or after it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+from evaluation.scores.arena_files import label_of
+from rlhf_core.records import Label
+
+CONTEXT = 12  # characters beside a label, with each run of white space as one blank
+NEAR = 200  # characters beside a label that are looked at
+NO_VERDICT = "the reply holds no verdict of its own"
+CUT = "the reply was cut by the limit of its length"
+CONTRADICTION = "the reply holds verdicts that differ"
+
+_LABEL = re.compile(r"(\[\[?)([AB<>= \t]+)(\]\]?)", re.IGNORECASE)
+_QUOTED = re.compile(
+    r"```.*?(?:```|\Z)"  # a fence, to the end where it is not closed
+    r"|^[ \t]*>.*?$"  # a quoted line
+    r'|"[^"\n]*"'
+    r"|[\u201c\u201e][^\u201c\u201d\n]*[\u201c\u201d]",
+    re.DOTALL | re.MULTILINE,
+)
+
+
+class Verdict(NamedTuple):
+    """The label of a reply; None and the problem where there is none that counts."""
+
+    label: Label | None
+    problem: str = ""
+
+
+class _Found(NamedTuple):
+    """A label in a text, the place of its brackets, and whether they are double."""
+
+    label: Label
+    start: int
+    end: int
+    double: bool
+
+
+def read_verdict(reply: str, answers: Sequence[str], cut: bool = False) -> Verdict:
+    """Returns the verdict of a judge on these answers. `cut`: the limit of the length ended the reply.
+
+    A reply contradicts itself when its last label is in single brackets and differs from the last in double ones.
+    Where an answer holds a label, one in the reply may be a mention of that: the reply must end with its verdict, and
+    have no other one.
+    """
+    if cut:
+        return Verdict(None, CUT)
+    quotations = [match.span() for match in _QUOTED.finditer(reply)]
+    sources = [_flat(answer) for answer in answers]
+    own = [
+        found
+        for found in _labels(reply)
+        if not any(start <= found.start < end for start, end in quotations) and not _occurs(reply, found, sources)
+    ]
+    if not own:
+        return Verdict(None, NO_VERDICT)
+    doubles = [found for found in own if found.double]
+    label = (doubles or own)[-1].label
+    planted = any(True for answer in answers for _ in _labels(answer))
+    if own[-1].label != label or (planted and len({found.label for found in own}) > 1):
+        return Verdict(None, CONTRADICTION)
+    if planted and len(reply[own[-1].end :].strip()) > CONTEXT:
+        return Verdict(None, NO_VERDICT)
+    return Verdict(label)
+
+
+def _labels(text: str) -> Iterator[_Found]:
+    """Yields the labels of a text, in order."""
+    for match in _LABEL.finditer(text):
+        label = label_of(re.sub(r"[ \t]", "", match[2]))
+        if label is not None:
+            yield _Found(label, match.start(), match.end(), len(match[1]) == len(match[3]) == 2)
+
+
+def _occurs(reply: str, found: _Found, sources: Sequence[str]) -> bool:
+    """Returns whether the label and the text before it, or after it, occur in one of the answers."""
+    label = reply[found.start : found.end]
+    before = _flat(reply[max(0, found.start - NEAR) : found.start])
+    after = _flat(reply[found.end : found.end + NEAR])
+    contexts = []
+    if len(before.strip()) >= CONTEXT:
+        contexts.append(_flat(before[-CONTEXT:] + label))
+    if len(after.strip()) >= CONTEXT:
+        contexts.append(_flat(label + after[:CONTEXT]))
+    return any(context in source for context in contexts for source in sources)
+
+
+def _flat(text: str) -> str:
+    """Returns a text in capitals with each run of white space as one blank."""
+    return re.sub(r"\s+", " ", text).upper()
