@@ -154,7 +154,6 @@ def _calls(calls: Any, place: str, role: str) -> list[dict[str, Any]]:
             arguments = _json(arguments)
         if not isinstance(inner, dict) or not isinstance(inner.get("name"), str) or not isinstance(arguments, dict):
             raise ValueError(f"{place}: each of tool_calls must have a function with a name and arguments, an object")
-        arguments = _without_nulls(arguments)
         own = {"id": call["id"]} if isinstance(call.get("id"), str) else {}
         read.append({"type": "function", **own, "function": {"name": inner["name"], "arguments": arguments}})
     return read
@@ -175,14 +174,7 @@ def tools_of(located: Located) -> list[dict[str, Any]]:
         tools = (_json(tools) or "no JSON") if tools.strip() else []
     if not isinstance(tools, (list, tuple, type(None))) or not all(isinstance(tool, dict) for tool in tools or ()):
         raise ValueError(f"{located.where}: column 'tools' must be a list of JSON schemas of functions, or JSON of one")
-    return [_without_nulls(tool) for tool in tools or ()]
-
-
-def _without_nulls(value: Any) -> Any:
-    """Leaves out fields without a value: Arrow gives all objects of a column the same."""
-    if isinstance(value, dict):
-        return {name: _without_nulls(inner) for name, inner in value.items() if inner is not None}
-    return [_without_nulls(inner) for inner in value] if isinstance(value, list) else value
+    return list(tools or ())
 
 
 def _json(text: str) -> Any:
