@@ -11,7 +11,7 @@ MESSAGES = ("messages", "prompt", "chosen", "rejected")
 
 
 def without_padding(row: dict[str, Any]) -> dict[str, Any]:
-    """Returns a row of Arrow's without null fields inside `tools` and the `tool_calls` of its messages; a null that was a value goes too."""
+    """Returns a row of Arrow's without null fields inside `tools` and the `tool_calls` of its messages, also those that were values."""
     found = dict(row)
     for column in MESSAGES:
         if isinstance(row.get(column), list):

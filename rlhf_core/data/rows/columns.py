@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from rlhf_core.config.data import Rows
@@ -38,7 +39,7 @@ class Preference(NamedTuple):
 
 
 def conversation_of(located: Located) -> list[Message]:
-    """Returns the messages of an SFT row."""
+    """Returns the messages of an SFT row; `weight: 0` marks an answer that is not trained on."""
     where, row = located.where, located.row
     if row.get("messages") is not None:
         if isinstance(row["messages"], str):
@@ -50,8 +51,8 @@ def conversation_of(located: Located) -> list[Message]:
 
 
 def prompt_of(located: Located) -> list[Message]:
-    """Returns the messages of a prompt; a string is one user message."""
-    messages = _messages(located.row.get("prompt"), located.where, "prompt")
+    """Returns the messages of a prompt; a string is one user message. Weights are left out: no message of a prompt is trained on."""
+    messages = without_weights(_messages(located.row.get("prompt"), located.where, "prompt"))
     if messages[-1]["role"] == "assistant":
         raise ValueError(f"{located.where}: the prompt ends with an assistant message, so there is nothing to answer")
     return messages
@@ -73,8 +74,10 @@ def preference_of(located: Located) -> Preference:
             messages = _messages(row.get(column), where, column)
             if messages[-1]["role"] != "assistant":
                 raise ValueError(f"{where}: the {column} conversation must end with an assistant message, not {messages[-1]['role']!r}")
+            if "weight" in messages[-1]:
+                raise ValueError(f"{where}: the {column} answer has weight 0, and a comparison trains on both answers: drop the row")
             answers.append(messages[-1] if messages[-1].get("tool_calls") else messages[-1]["content"])
-            starts.append(messages[:-1])
+            starts.append(without_weights(messages[:-1]))
     if starts[0] and starts[1] and starts[0] != starts[1]:
         raise ValueError(f"{where}: chosen and rejected may differ only in their last message, but they differ before it")
     prompt = starts[0] or starts[1] or prompt_of(located)
@@ -138,8 +141,26 @@ def _messages(value: Any, where: str, column: str) -> list[Message]:
             raise ValueError(f"{where}: message {number} of column {column!r} has the role {role!r}, which is no chat role: write {meant}")
         given = {key: message[key] for key in ("name", "tool_call_id") if isinstance(message.get(key), str)}
         given |= {"tool_calls": _calls(calls, place, role)} if calls else {}
+        given |= _weight(message, place)
         messages.append({"role": role, "content": content, **given})
     return messages
+
+
+def _weight(message: Message, place: str) -> dict[str, int]:
+    """Reads `weight` of a message, as OpenAI's fine-tuning has it: {"weight": 0} for an answer that is not trained on, else {}."""
+    weight = message.get("weight")
+    if weight is None:
+        return {}
+    if isinstance(weight, bool) or weight not in (0, 1):
+        raise ValueError(f"{place} has the weight {weight!r:.60}: write 0 (not trained on) or 1 (trained on)")
+    if message["role"] != "assistant" and weight == 1:
+        raise ValueError(f"{place} has weight 1, and only answers of the assistant are trained on: leave its weight out")
+    return {"weight": 0} if message["role"] == "assistant" and weight == 0 else {}
+
+
+def without_weights(messages: Sequence[Message]) -> list[Message]:
+    """Returns messages as templates get them."""
+    return [{key: value for key, value in message.items() if key != "weight"} for message in messages]
 
 
 def _calls(calls: Any, place: str, role: str) -> list[dict[str, Any]]:

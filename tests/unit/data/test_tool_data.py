@@ -119,3 +119,19 @@ def test_nulls_that_arrow_adds_are_left_out(renderers: dict[str, Renderer], tmp_
     row = {"messages": [*ASKED, {"role": "assistant", "content": "", "tool_calls": calls}], "tools": [TOOL]}
     whole = rendered(renderers["hermes"], tmp_path, "rows.parquet", row)
     assert '{"q": "12"}' in whole and '{"far": "1"}' in whole and "null" not in whole
+
+
+def test_sft_leaves_answers_of_weight_0_out_of_its_loss(renderers: dict[str, Renderer], tmp_path: Path) -> None:
+    renderer = renderers["hermes"]
+    unsaid = SAID | {"content": "Nowhere.", "weight": 0}
+    kept = {"messages": [*ASKED, unsaid, *ASKED, SAID | {"weight": 1}]}
+    (document,) = sft_documents(data(tmp_path, kept), renderer, 600, 0).items
+    assert "Nowhere." in renderer.decoded(document.tokens, False)
+    assert answers(renderer, document) == "There." + renderer.decoded([renderer.end_token_id], False)
+    rows = [kept, {"messages": [*ASKED, unsaid]}]
+    (tmp_path / "two.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    report = sft_documents(Data(sources=str(tmp_path / "two.jsonl")), renderer, 600, 0).report
+    assert report.survey.dropped == {"every answer has weight 0": 1}
+    # Weights in a prompt change nothing.
+    (one,) = prompts(data(tmp_path, {"prompt": [*ASKED, unsaid, *ASKED]}), renderer, 600, 0).items
+    assert one.messages == tuple([*ASKED, {"role": "assistant", "content": "Nowhere."}, *ASKED])
