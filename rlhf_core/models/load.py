@@ -134,6 +134,7 @@ class Scorer(nn.Module):
     """
 
     document_leak: bool | None = None  # as `Policy.document_leak`
+    new_head: bool = False  # it had none and got one of zeros
     sequence: SequenceRanks = ALONE  # as `Policy.sequence`
 
     def __init__(self, model: PreTrainedModel):
@@ -230,8 +231,8 @@ def trained_policy(
 def trained_scorer(
     path: str, pad_token_id: int, dtype: str, trust_remote_code: bool, lora: Lora | None, seed: int, shards: Shards | None = None
 ) -> Scorer:
-    """Loads a reward model or critic to train, like `trained_policy`; all of its head is trained. The head of a plain language model starts
-    at zero."""
+    """Loads a reward model or critic to train, like `trained_policy`; all of its head is trained. A plain language model gets a head of
+    zeros (`Scorer.new_head`), a reward model keeps its own."""
     scorer = _load_scorer(path, pad_token_id, _options(dtype, trust_remote_code, lora), True, shards)
     if lora is not None:
         add_lora(scorer.model, lora, seed)
@@ -273,8 +274,10 @@ def _policy(path: str, options: dict[str, Any], shards: Shards | None, balanced:
 def _load_scorer(path: str, pad_token_id: int, options: dict[str, Any], new_head: bool, shards: Shards | None) -> Scorer:
     """`new_head`: a model (or the base of an adapter) without a head gets one of zeros; else it is refused."""
     auto = AutoModelForSequenceClassification
+    added = False
 
     def load(source: str, **options: Any) -> PreTrainedModel:
+        nonlocal added
         if not new_head and Path(source).is_dir() and not has_trained_head(Path(source)):
             raise ValueError(no_reward_head(path))
         config = options.pop("config", None) or AutoConfig.from_pretrained(source, trust_remote_code=options["trust_remote_code"])
@@ -294,11 +297,14 @@ def _load_scorer(path: str, pad_token_id: int, options: dict[str, Any], new_head
             if not new_head:
                 raise ValueError(no_reward_head(path))
             nn.init.zeros_(model.score.weight)
+            added = True
         return model
 
     model = _merged(load, path, options, shards)
     model.config.pad_token_id = pad_token_id
-    return Scorer(model)
+    scorer = Scorer(model)
+    scorer.new_head = added and not _adapter_has_head(path)
+    return scorer
 
 
 def _adapter_has_head(path: str) -> bool:
