@@ -80,12 +80,31 @@ def preference_of(located: Located) -> Preference:
             starts.append(without_weights(messages[:-1]))
     if starts[0] and starts[1] and starts[0] != starts[1]:
         raise ValueError(f"{where}: chosen and rejected may differ only in their last message, but they differ before it")
-    prompt = starts[0] or starts[1] or prompt_of(located)
+    prompt = starts[0] or starts[1]
+    if prompt:
+        _require_same_prompt(located, prompt)
+    else:
+        prompt = prompt_of(located)
     if prompt[-1]["role"] == "assistant":
         raise ValueError(f"{where}: the prompt ends with an assistant message, so there is nothing to answer")
     cut = row.get("chosen_cut") is True, row.get("rejected_cut") is True
     margin = number_of(0.0 if row.get("margin") in (None, "") else row["margin"], where, "margin")
     return Preference(prompt, answers[0], answers[1], margin, cut)
+
+
+def _require_same_prompt(located: Located, start: list[Message]) -> None:
+    """Raises ValueError when the column `prompt` of a preference says something else than the messages before its answers."""
+    given = located.row.get("prompt")
+    if not given or not isinstance(given, str | list):
+        return
+    said = " ".join(_messages(given, located.where, "prompt")[-1]["content"].split())
+    texts = [" ".join(message["content"].split()) for message in start if message["role"] != "system"]
+    if any(said in text or text in said for text in texts):
+        return
+    raise ValueError(
+        f"{located.where}: the prompt says {said!r:.60}, and the messages before the answers in chosen and rejected say {texts[-1]!r:.60}: "
+        "correct or drop the row, or drop the column 'prompt'"
+    )
 
 
 def answer_of(located: Located) -> tuple[list[Message], str]:

@@ -227,6 +227,16 @@ GOOD: dict[str, dict[str, Any]] = {
         ("preference", {**GOOD["preference"], "margin": float("nan")}, "'margin' must be a finite number, found nan"),
         ("preference", {"chosen": [user("x"), assistant("y")], "rejected": [user("X"), assistant("z")]}, "differ before it"),
         ("preference", {"chosen": [assistant("y")], "rejected": [assistant("z")]}, "column 'prompt' is missing or null"),
+        (
+            "preference",
+            {"prompt": "zzz0", "chosen": [user("a0"), assistant("x")], "rejected": [user("a0"), assistant("y")]},
+            "the prompt says 'zzz0', and the messages before the answers in chosen and rejected say 'a0': correct or drop",
+        ),
+        (
+            "preference",
+            {"prompt": [user("zzz0")], "chosen": [user("a0"), assistant("x")], "rejected": "y"},
+            "the prompt says 'zzz0', and the messages before the answers in chosen and rejected say 'a0': correct or drop",
+        ),
     ],
 )
 def test_a_wrong_row_is_named(tmp_path: Path, renderer: Renderer, kind: Any, row: Any, message: str) -> None:
