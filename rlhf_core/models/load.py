@@ -22,6 +22,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from rlhf_core.config import Lora
 from rlhf_core.hub.model_config import more_than_text, num_experts
+from rlhf_core.hub.model_files import layout_fault
 from rlhf_core.hub.stored_head import has_trained_head, no_reward_head, several_labels
 from rlhf_core.models.experts import Replay, balance_loss, replayed
 from rlhf_core.models.kernels.attention import PLAIN, VARLEN, attention_for, document_bounds, is_stateful, set_attention, takes_varlen
@@ -314,9 +315,12 @@ def _adapter_has_head(path: str) -> bool:
 
 
 def _merged(load: Callable[..., PreTrainedModel], path: str, options: dict[str, Any], shards: Shards | None) -> PreTrainedModel:
-    """Loads the model at `path`, of a multimodal one its language model; an adapter is merged into its base. Raises as `language_model`."""
+    """Loads the model at `path`, of a multimodal one its language model; an adapter is merged into its base. Raises as `language_model`, and
+    for weight files that do not say which belong together."""
     base = base_of(path)
     if base is None:
+        if Path(path).is_dir() and (fault := layout_fault(Path(path))) is not None:
+            raise ValueError(f"{path} {fault}")
         config = AutoConfig.from_pretrained(path, trust_remote_code=options["trust_remote_code"])
         if is_wrapper(config):
             options = options | language_model(path, config)
