@@ -16,7 +16,7 @@ Rate = Annotated[float, Field(gt=0)]
 Momentum = Annotated[float, Field(ge=0, lt=1)]
 Off, No = (
     BeforeValidator(lambda value, word=word: word if value is False else value) for word in ("off", "no")
-)  # YAML reads them as False
+)  # a mapping that was read as YAML 1.1, such as a deployment's parameter, has them as False
 
 
 def _is_a_name(value: str) -> str:
@@ -307,8 +307,8 @@ class EvalReport(Frozen):
 
 
 def keys_that_are_no_text(where: str, value: Any) -> Iterator[str]:
-    """Yields a sentence for each key inside the mapping `value`, at any depth, that is no text: YAML reads on, off, 1 as other things."""
+    """Yields a sentence for each key inside the mapping `value`, at any depth, that is no text, such as true and 1."""
     for key, inner in value.items() if isinstance(value, Mapping) else ():
         if not isinstance(key, str):
-            yield f"{where}: the key {key!r} is no text: put it in quotes (YAML reads on, off, yes and no as true and false)"
+            yield f"{where}: the key {key!r} is no text: put it in quotes (YAML reads true, null and 1 as other things)"
         yield from keys_that_are_no_text(f"{where}.{key}", inner)

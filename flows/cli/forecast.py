@@ -6,7 +6,6 @@ import textwrap
 from collections.abc import Mapping
 from typing import Any
 
-import yaml
 from rich.console import Console
 from rich.markup import escape
 
@@ -22,6 +21,7 @@ from rlhf_core.forecast.seconds import seconds_of_pass
 from rlhf_core.forecast.zero_stage import at_start, peak_of_training, size_of_folder, stage_of_training, starts, starts_of_ppo
 from rlhf_core.hub.model_config import Size
 from rlhf_core.recipe.plan import Node, Plan
+from rlhf_core.recipe.yaml_text import dump
 
 BF16 = "bfloat16"
 
@@ -112,7 +112,7 @@ def _show_ppo(console: Console, name: str, config: PPO, found: list[Placement], 
         console.print(f"{choice}. Leave it as it is", highlight=False)
         return
     console.print(f"{choice}. In the recipe, under {escape(name)}:", highlight=False)
-    lines = yaml.safe_dump(fields, sort_keys=False, default_flow_style=None, width=120)
+    lines = dump(fields, default_flow_style=None, width=120)
     console.print(textwrap.indent(lines.rstrip(), "  "), markup=False, highlight=False, soft_wrap=True)
 
 

@@ -13,10 +13,9 @@ from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import yaml
-
 from rlhf_core.config import KINDS
 from rlhf_core.recipe import loop_record
+from rlhf_core.recipe.yaml_text import parse
 from rlhf_core.runs.differences import Difference, changed, stage_differences
 from rlhf_core.runs.lineage import Ancestor, lineage, stage_of
 from rlhf_core.runs.run_dir import LOCK, REQUEST, RESULT, STATE, RunDir
@@ -213,7 +212,7 @@ def _parents(folder: Path) -> list[Path]:
 def _top(folder: Path) -> dict[str, Any]:
     """Returns a recipe's top-level fields, without its stages; {} when it cannot be read."""
     try:
-        recipe = yaml.safe_load((folder / RECIPE).read_text())
-    except (OSError, ValueError, yaml.YAMLError):
+        recipe = parse((folder / RECIPE).read_text(), RECIPE)
+    except (OSError, ValueError):
         return {}
     return {key: value for key, value in recipe.items() if key != "stages"} if isinstance(recipe, dict) else {}

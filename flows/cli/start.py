@@ -10,13 +10,12 @@ import sys
 from pathlib import Path
 from typing import Literal, get_args
 
-import yaml
-
 from flows.cli.show import OK, Whole, console
 from rlhf_core.hub.ids import is_remote
 from rlhf_core.hub.positions import positions_of, stored_config
 from rlhf_core.preflight.inputs import MachineLacks
 from rlhf_core.recipe.load import recipe_of
+from rlhf_core.recipe.yaml_text import parse
 from rlhf_core.system.files import write_text
 from rlhf_core.system.machine import num_cpus, num_gpus
 from rlhf_core.system.processes import WRONG_INPUT, child_environment
@@ -163,7 +162,7 @@ def recipe_text(given: dict[str, str | None], gpus: int, name: str, path: Path) 
     environment = Environment(loader=PackageLoader("flows.cli"), undefined=StrictUndefined, keep_trailing_newline=True, autoescape=False)
     environment.filters["quoted"] = _quoted
     text = environment.get_template("recipe.yaml.j2").render({**{name: _beside(name, text, path) for name, text in given.items()}, **known})
-    recipe_of(yaml.safe_load(text))
+    recipe_of(parse(text, "recipe.yaml.j2"))
     return text
 
 
@@ -203,5 +202,5 @@ def _flags(fields: list[str]) -> str:
 
 def _quoted(value: str) -> str:
     """Returns a text as YAML, in quotes if YAML would read it as something else."""
-    plain = PLAIN.fullmatch(value) and yaml.safe_load(f"[{value}]") == [value]
+    plain = PLAIN.fullmatch(value) and parse(f"[{value}]", "value") == [value]
     return value if plain else '"' + value.replace("\\", "\\\\").replace('"', '\\"') + '"'

@@ -278,7 +278,11 @@ class RewardModel(Trainable):
 
     rows = "preference"
     stage: Literal["reward_model"] = "reward_model"
-    model: str = Field("sft", description="backbone; the scalar head starts at zero")
+    model: str = Field(
+        "sft",
+        description="model to start from: a language model gets a scalar head of zeros; a reward model keeps its trained head, and goes on "
+        "from its scores",
+    )
     data: Data = Field(description="rows with prompt, chosen and rejected")
     eval_data: Data | None = Field(None, description="held-out pairs: accuracy, score mean and std are measured on them")
     centering: float = Field(0.0, ge=0, description="coefficient of (r_chosen + r_rejected)^2 (Eisenstein et al. 2023)")

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from rlhf_core.data.documents import Document, Message, answered, check_limit, with_suffix
+from rlhf_core.data.rows.columns import without_weights
 from rlhf_core.hub.ids import is_remote
 from rlhf_core.hub.model_files import VOCABULARIES
 from rlhf_core.hub.vocabulary import tokenizer_place
@@ -184,17 +185,18 @@ class Renderer:
             cut += len(tokens) - limit
 
     def conversation(self, messages: Sequence[Message], tools: Tools = ()) -> Document:
-        """Returns the messages as a document, with the mask on all answers and their end-of-turn tokens.
+        """Returns the messages as a document, with the mask on all answers and their end-of-turn tokens, but for those of weight 0.
 
         Tokens after the last answer are left out, as they are not trained on. Without an answer the mask is all False.
         """
-        text, spans = self._text(messages, False, tools)
-        document = self._encode(text, spans)
+        text, spans = self._text(without_weights(messages), False, tools)
+        document = self._encode(text, spans, untrained=_untrained(messages, spans))
         if not any(document.mask):
             return document
         end = len(document) - list(document.mask)[::-1].index(True)
         document = document.cut(end)
-        if messages[-1]["role"] == "assistant" and document.tokens[-1] not in self.stop_token_ids:
+        last = messages[-1]
+        if last["role"] == "assistant" and "weight" not in last and document.tokens[-1] not in self.stop_token_ids:
             return Document([*document.tokens, self.end_token_id], [*document.mask, True])
         return document
 
@@ -306,8 +308,9 @@ class Renderer:
                 raise ValueError(f"a plain template knows the roles system, user and assistant, not {message['role']!r}: use 'chat'")
         return text, spans
 
-    def _encode(self, text: str, spans: list[Span], first: bool = True) -> Document:
-        """Encodes a text part by part; in each span the mask ends with the first stop token, inside it or right after it."""
+    def _encode(self, text: str, spans: list[Span], first: bool = True, untrained: Collection[int] = ()) -> Document:
+        """Encodes a text part by part; in each span the mask ends with the first stop token, inside it or right after it. `untrained`:
+        numbers of the spans that the mask leaves out."""
         tokens: list[int] = []
         mask: list[bool] = []
         unended = False
@@ -317,7 +320,9 @@ class Renderer:
             part = self._encode_part(text[start:end], first and not tokens)
             stop = next((i for i, token in enumerate(part) if token in self.stop_token_ids), None) if spans else None
             counted = [False] * len(part)
-            if in_span:
+            if in_span and number // 2 in untrained:
+                unended = False
+            elif in_span:
                 length = len(part) if stop is None else stop + 1
                 counted[:length] = [True] * length
                 unended = stop is None
@@ -392,6 +397,18 @@ class Renderer:
             raise ValueError(f"{self.tokenizer.name_or_path}: the chat template leaves out what the assistant says: use another template")
         special = {index for index, token in self.tokenizer.added_tokens_decoder.items() if token.special}
         return next((token for token in self._ids(text.rpartition(word)[2]) if token in special), None)
+
+
+def _untrained(messages: Sequence[Message], spans: Sequence[Span]) -> set[int]:
+    """Returns the numbers of the spans whose answers have weight 0. Raises ValueError when spans are not one for each answer."""
+    answers = [message for message in messages if message["role"] == "assistant"]
+    found = {number for number, message in enumerate(answers) if "weight" in message}
+    if found and len(spans) != len(answers):
+        raise ValueError(
+            f"{len(found)} of {len(answers)} answers have weight 0, and the chat template marks {len(spans)} parts as answers: put one "
+            "{% generation %} block around each answer in the template"
+        )
+    return found
 
 
 def _first_line(error: BaseException) -> str:

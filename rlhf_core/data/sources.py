@@ -37,6 +37,7 @@ if TYPE_CHECKING:  # chat imports transformers, which checking columns does not 
 PROGRESS_SECONDS = 20.0
 DOCUMENTS = Shape(1, lambda documents, _: documents[0])
 PAIRS = Shape(2, lambda documents, margin: Pair(documents[0], documents[1], margin))
+UNWEIGHTED = "every answer has weight 0"
 SAME, SAME_CUT = "chosen and rejected are the same", "chosen and rejected are the same within the token limit"
 
 
@@ -49,12 +50,15 @@ def sft_documents(data: Data, renderer: Renderer, max_len: int, seed: int, folde
     """
 
     def make(located: Located) -> Made:
-        whole = at(located.where, renderer.conversation, conversation_of(located), tools_of(located))
+        messages = conversation_of(located)
+        whole = at(located.where, renderer.conversation, messages, tools_of(located))
         document = whole.cut(max_len)
         answer = sum(whole.mask)
         prompt = whole.mask.index(True) if answer else len(whole)
         if not any(document.mask):
-            return Made((), 0, 1, ANSWER_CUT if answer else "no answer", prompt, (answer,) if answer else ())
+            if answer:
+                return Made((), 0, 1, ANSWER_CUT, prompt, (answer,))
+            return Made((), 0, 1, UNWEIGHTED if any("weight" in message for message in messages) else "no answer", prompt)
         return Made([((document,), 0.0)], len(whole) > max_len, 1, "", prompt, (answer,))
 
     why = f"no answer within the first {max_len} tokens"

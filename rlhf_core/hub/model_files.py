@@ -65,6 +65,38 @@ def tensors_of(file: Path) -> dict[str, dict[str, Any]]:
     return tensors
 
 
+def layout_fault(folder: Path) -> str | None:
+    """Returns why the weight files of a model folder would not be loaded whole, or by one library only; None where they are.
+
+    transformers loads `model.safetensors` before an index, and without either nothing; vLLM loads what the index lists.
+    """
+    if is_adapter(folder):
+        return None
+    single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
+    files = sorted(file.name for file in folder.glob(WEIGHTS[0]))
+    if single.is_file():
+        if not index.is_file() or single.name in _listed(index):
+            return None
+        return (
+            f"has {single.name} beside {index.name}, which lists other files, so it is unclear which weights are meant: move the ones that "
+            "are not meant out of the folder"
+        )
+    if not files or index.is_file():
+        return None
+    return (
+        f"has {files[0]}{f' and {len(files) - 1} more weight files' * (len(files) > 1)}, and neither {single.name} nor {index.name}, which "
+        "says what is in them: copy the index too, or save the model again with save_pretrained"
+    )
+
+
+def _listed(index: Path) -> set[str]:
+    """Returns the names of the files that an index lists; none of one that cannot be read, which `stored_tensors` refuses."""
+    try:
+        return {str(name) for name in json.loads(index.read_text())["weight_map"].values()}
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
+        return set()
+
+
 def stored_tensors(folder: Path) -> dict[str, dict[str, dict[str, Any]]]:
     """Reads the headers of all weight files of a folder, by file name.
 

@@ -6,8 +6,6 @@ import re
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import yaml
-
 from rlhf_core.config import Recipe
 from rlhf_core.migrate.draft import Note
 from rlhf_core.migrate.launches import PROGRAMS, launches_of
@@ -15,6 +13,7 @@ from rlhf_core.migrate.shell import Remark
 from rlhf_core.migrate.stages import stages_of
 from rlhf_core.recipe.load import recipe_of
 from rlhf_core.recipe.plan import plan
+from rlhf_core.recipe.yaml_text import dump
 
 HEADINGS = {
     "translated": "Translated, flag -> field:",
@@ -67,4 +66,4 @@ def _text(path: Path, raw: dict[str, Any], notes: list[Note], remarks: list[Rema
         if found:
             lines += ["", heading, *(f"  {note.stage}: {note.flag} -> {note.text}" for note in found)]
     comments = "".join(f"# {line}".rstrip() + "\n" for line in "\n".join(line.replace("\n", "\\n") for line in lines).splitlines())
-    return comments + "\n" + yaml.safe_dump(raw, sort_keys=False, allow_unicode=True, width=120)
+    return comments + "\n" + dump(raw, width=120)

@@ -22,6 +22,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from rlhf_core.config import Lora
 from rlhf_core.hub.model_config import more_than_text, num_experts
+from rlhf_core.hub.model_files import layout_fault
 from rlhf_core.hub.stored_head import has_trained_head, no_reward_head, several_labels
 from rlhf_core.models.experts import Replay, balance_loss, replayed
 from rlhf_core.models.kernels.attention import PLAIN, VARLEN, attention_for, document_bounds, is_stateful, set_attention, takes_varlen
@@ -134,6 +135,7 @@ class Scorer(nn.Module):
     """
 
     document_leak: bool | None = None  # as `Policy.document_leak`
+    new_head: bool = False  # it had none and got one of zeros
     sequence: SequenceRanks = ALONE  # as `Policy.sequence`
 
     def __init__(self, model: PreTrainedModel):
@@ -230,8 +232,8 @@ def trained_policy(
 def trained_scorer(
     path: str, pad_token_id: int, dtype: str, trust_remote_code: bool, lora: Lora | None, seed: int, shards: Shards | None = None
 ) -> Scorer:
-    """Loads a reward model or critic to train, like `trained_policy`; all of its head is trained. The head of a plain language model starts
-    at zero."""
+    """Loads a reward model or critic to train, like `trained_policy`; all of its head is trained. A plain language model gets a head of
+    zeros (`Scorer.new_head`), a reward model keeps its own."""
     scorer = _load_scorer(path, pad_token_id, _options(dtype, trust_remote_code, lora), True, shards)
     if lora is not None:
         add_lora(scorer.model, lora, seed)
@@ -273,8 +275,10 @@ def _policy(path: str, options: dict[str, Any], shards: Shards | None, balanced:
 def _load_scorer(path: str, pad_token_id: int, options: dict[str, Any], new_head: bool, shards: Shards | None) -> Scorer:
     """`new_head`: a model (or the base of an adapter) without a head gets one of zeros; else it is refused."""
     auto = AutoModelForSequenceClassification
+    added = False
 
     def load(source: str, **options: Any) -> PreTrainedModel:
+        nonlocal added
         if not new_head and Path(source).is_dir() and not has_trained_head(Path(source)):
             raise ValueError(no_reward_head(path))
         config = options.pop("config", None) or AutoConfig.from_pretrained(source, trust_remote_code=options["trust_remote_code"])
@@ -294,11 +298,14 @@ def _load_scorer(path: str, pad_token_id: int, options: dict[str, Any], new_head
             if not new_head:
                 raise ValueError(no_reward_head(path))
             nn.init.zeros_(model.score.weight)
+            added = True
         return model
 
     model = _merged(load, path, options, shards)
     model.config.pad_token_id = pad_token_id
-    return Scorer(model)
+    scorer = Scorer(model)
+    scorer.new_head = added and not _adapter_has_head(path)
+    return scorer
 
 
 def _adapter_has_head(path: str) -> bool:
@@ -308,9 +315,12 @@ def _adapter_has_head(path: str) -> bool:
 
 
 def _merged(load: Callable[..., PreTrainedModel], path: str, options: dict[str, Any], shards: Shards | None) -> PreTrainedModel:
-    """Loads the model at `path`, of a multimodal one its language model; an adapter is merged into its base. Raises as `language_model`."""
+    """Loads the model at `path`, of a multimodal one its language model; an adapter is merged into its base. Raises as `language_model`, and
+    for weight files that do not say which belong together."""
     base = base_of(path)
     if base is None:
+        if Path(path).is_dir() and (fault := layout_fault(Path(path))) is not None:
+            raise ValueError(f"{path} {fault}")
         config = AutoConfig.from_pretrained(path, trust_remote_code=options["trust_remote_code"])
         if is_wrapper(config):
             options = options | language_model(path, config)

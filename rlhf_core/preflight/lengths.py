@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from rlhf_core.config import KINDS, PPO, AlignmentTax, Calibration, Evaluation, Preferences, RewardJudge, VllmJudge
+from rlhf_core.config import KINDS, PPO, AlignmentTax, Calibration, Evaluation, Preferences, RewardJudge, Trainable, VllmJudge
 from rlhf_core.hub.positions import require_positions, stored_config
 from rlhf_core.recipe.plan import Node
 
 
 def length_problems(node: Node, start_of: Callable[[str], str | None]) -> list[str]:
-    """Says which models would be asked for more tokens than they have positions: those that answer, and those that vLLM serves.
+    """Says which models would be asked for more tokens than they have positions: those that train, answer, and that vLLM serves.
 
     `start_of`: the folder or Hub id that a name's chain of models starts from; training changes no positions.
     """
@@ -32,6 +32,8 @@ def length_problems(node: Node, start_of: Callable[[str], str | None]) -> list[s
         elif isinstance(config.judge, RewardJudge):
             both = config.prompt_max_len + config.generate_max_len, "prompt_max_len + generate_max_len"
             asked = {("", config.judge.reward): both}
+    elif isinstance(config, Trainable) and config.texts:  # sampled answers have the length that their sampler has positions for
+        asked = {("", getattr(config, KINDS[node.kind].start)): (config.max_len, "max_len")}
     elif isinstance(config, AlignmentTax) and config.max_model_len:
         asked = {("", name): (config.max_model_len, "max_model_len") for name in (config.baseline, *config.models)}
     stage, problems = node.name.partition(".")[0], []  # the stage as the recipe has it, once for all rounds of a loop

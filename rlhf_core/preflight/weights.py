@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_core.hub.ids import is_remote
-from rlhf_core.hub.model_files import ADAPTER_CONFIG, stored_tensors
+from rlhf_core.hub.model_files import ADAPTER_CONFIG, layout_fault, stored_tensors
 from rlhf_core.hub.positions import stored_config
 from rlhf_core.hub.vocabulary import stored_vocabulary, tokenizer_place
 
@@ -62,6 +62,8 @@ def _stored(folder: Path, config: dict[str, Any]) -> str | None:
         return "has no weights (*.safetensors); give a whole model folder"
     if (folder / ADAPTER_CONFIG).is_file():
         return None
+    if (fault := layout_fault(folder)) is not None:
+        return fault
     unlike = _unlike(config, {name: about for tensors in files.values() for name, about in tensors.items()})
     return unlike and f"{unlike} in config.json; use the config.json that was saved with the weights"
 

@@ -11,7 +11,6 @@ from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
-import yaml
 from pydantic import ValidationError
 
 from rlhf_core.config import Recipe
@@ -19,7 +18,7 @@ from rlhf_core.recipe.consistency import inconsistencies
 from rlhf_core.recipe.expand import expand
 from rlhf_core.recipe.references import beside, relative_paths
 from rlhf_core.recipe.sentences import WrongRecipe, everything_wrong, short, unknown
-from rlhf_core.recipe.yaml_text import parse
+from rlhf_core.recipe.yaml_text import dump, parse
 
 STAGE_NAME = re.compile(r"^[A-Za-z0-9][A-Za-z0-9_-]*$")
 DOWNLOAD_SECONDS = 30.0
@@ -178,7 +177,7 @@ def recipe_of(raw: object, folder: Path | None = None, given: Collection[str] = 
 
 def dump_recipe(recipe: Recipe) -> str:
     """Returns YAML that `load_recipe` reads back to an equal recipe."""
-    return yaml.safe_dump(recipe.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+    return dump(recipe.model_dump(mode="json"))
 
 
 def split_overrides(overrides: Sequence[str]) -> tuple[list[tuple[str, Any]], list[tuple[list[str], Any]]]:

@@ -33,7 +33,7 @@ def sentences(error: ValidationError, raw: object) -> list[str]:
                 continue  # its wrong items have sentences of their own
             case _ if item["type"] == "invalid_key" or names[-1:] == ["[key]"]:
                 holder = ".".join(str(part) for part in names[: -2 if names[-1] == "[key]" else -1]) or "recipe"
-                told = "no text: put it in quotes (YAML reads on, off, yes and no as true and false)"
+                told = "no text: put it in quotes (YAML reads true, null and 1 as other things)"
                 found.append(f"{holder}: the key {item['input']!r} is {told}")
             case "union_tag_not_found" if names[:1] == ["stages"] and len(names) == 2:
                 found.append(f"{where}: say which stage it is with `stage:`, one of {', '.join(KINDS)}")

@@ -1,39 +1,85 @@
-"""Parses YAML with differences from PyYAML's defaults: `5e-7` is a number (as in YAML 1.2), a key that appears twice is an error, and
-aliases may not stand for more than MOST values, which would fill the memory."""
+"""Reads and writes the YAML of recipes: scalars as YAML 1.2's core schema says (https://yaml.org/spec/1.2.2/#103-core-schema), and merge
+keys (`<<: *name`), whose explicit keys win.
+
+PyYAML alone reads YAML 1.1, in which 12:30 is 750, 010 is 8, `no` is false, 2024-01-01 is a date and 5e-7 is text. A key that appears
+twice is an error, and aliases may not stand for more than MOST values, which would fill the memory.
+"""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Hashable
-from typing import Any
+from typing import Any, ClassVar
 
 import yaml
 from yaml.constructor import ConstructorError
 
 MOST = 100_000
+TAG = "tag:yaml.org,2002:"
+MERGE = TAG + "merge"
+# The core schema's scalars: tag, pattern, first characters.
+SCALARS = (
+    ("null", r"~|null|Null|NULL|", "~nN"),
+    ("bool", r"true|True|TRUE|false|False|FALSE", "tTfF"),
+    ("int", r"[-+]?[0-9]+|0o[0-7]+|0x[0-9a-fA-F]+", "-+0123456789"),
+    ("float", r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)", "-+.0123456789"),
+    ("merge", r"<<", "<"),
+)
+BASES = {"0o": 8, "0x": 16}
 
 
 class _Loader(yaml.SafeLoader):
+    yaml_implicit_resolvers: ClassVar[dict[str, list[Any]]] = {}
+
+    def __init__(self, text: str):
+        super().__init__(text)
+        self._checked: set[int] = set()  # ids of the mappings whose own keys were compared
+
     def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
         try:
             return super().construct_object(node, deep)
-        except (ValueError, LookupError, AttributeError):  # a date that there is not, a number of too many digits, a tag on other text
+        except (ValueError, LookupError, AttributeError):  # a number of too many digits, a tag on other text
             text = repr(str(node.value)[:60])
             raise ConstructorError(None, None, f"{text} cannot be read as the date or number it looks like", node.start_mark) from None
 
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+    def construct_integer(self, node: yaml.ScalarNode) -> int:
+        text = self.construct_scalar(node)
+        base = BASES.get(text[:2])
+        return int(text) if base is None else int(text[2:], base)
+
+    def flatten_mapping(self, node: yaml.MappingNode) -> None:
+        """Puts the mappings that `<<` names before the own keys of a mapping, which are compared first."""
+        if id(node) not in self._checked:
+            self._checked.add(id(node))
+            self._refuse_repeated(node)
+        super().flatten_mapping(node)
+
+    def _refuse_repeated(self, node: yaml.MappingNode) -> None:
         seen: set[Any] = set()
         for key_node, _ in node.value:
-            key = self.construct_object(key_node, deep=True)
+            key = "<<" if key_node.tag == MERGE else self.construct_object(key_node, deep=True)
             if not isinstance(key, Hashable):
                 raise ConstructorError(None, None, "a key is a list or a mapping, and must be text", key_node.start_mark)
             if key in seen:
                 raise ConstructorError(None, None, f"the key {key!r} appears twice", key_node.start_mark)
             seen.add(key)
-        return super().construct_mapping(node, deep)
 
 
-_Loader.add_implicit_resolver("tag:yaml.org,2002:float", re.compile(r"^[-+]?[0-9]+(\.[0-9]*)?[eE][-+]?[0-9]+$"), list("-+0123456789"))
+class _Dumper(yaml.SafeDumper):
+    """Quotes texts that YAML 1.1 or 1.2 would read as something else."""
+
+
+for _kind, _pattern, _first in SCALARS:
+    _resolver = TAG + _kind, re.compile(f"^(?:{_pattern})$"), [*_first, ""] if _kind == "null" else list(_first)
+    _Loader.add_implicit_resolver(*_resolver)
+    _Dumper.add_implicit_resolver(*_resolver)
+_Loader.add_constructor(TAG + "int", _Loader.construct_integer)
+_Loader.add_constructor(MERGE, _Loader.construct_yaml_str)  # where it is no key
+
+
+def dump(value: Any, **options: Any) -> str:
+    """Returns a value as YAML that `parse` reads back, in its own order of keys; options are PyYAML's."""
+    return str(yaml.dump(value, Dumper=_Dumper, sort_keys=False, allow_unicode=True, **options))
 
 
 def parse(text: str, where: str) -> Any:

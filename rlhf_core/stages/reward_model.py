@@ -50,6 +50,8 @@ def train(request: StageRequest, run: RunDir) -> Outcome:
     scorer = trained_scorer(source, pad, config.dtype, request.trust_remote_code, config.lora, request.seed, shards_of(config))
     engine = make_engine(scorer, config)
     if engine.rank == 0:
+        begin = "a new one of zeros" if scorer.new_head else f"the trained one of {source}"
+        print(f"the scalar head is {begin}", flush=True)
         write_data_report(run, request.name, data=data.report, eval_data=held_out.report if held_out else None)
 
     share = can_share(scorer.model, engine.device)

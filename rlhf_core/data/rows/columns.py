@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from rlhf_core.config.data import Rows
@@ -38,7 +39,7 @@ class Preference(NamedTuple):
 
 
 def conversation_of(located: Located) -> list[Message]:
-    """Returns the messages of an SFT row."""
+    """Returns the messages of an SFT row; `weight: 0` marks an answer that is not trained on."""
     where, row = located.where, located.row
     if row.get("messages") is not None:
         if isinstance(row["messages"], str):
@@ -50,8 +51,8 @@ def conversation_of(located: Located) -> list[Message]:
 
 
 def prompt_of(located: Located) -> list[Message]:
-    """Returns the messages of a prompt; a string is one user message."""
-    messages = _messages(located.row.get("prompt"), located.where, "prompt")
+    """Returns the messages of a prompt; a string is one user message. Weights are left out: no message of a prompt is trained on."""
+    messages = without_weights(_messages(located.row.get("prompt"), located.where, "prompt"))
     if messages[-1]["role"] == "assistant":
         raise ValueError(f"{located.where}: the prompt ends with an assistant message, so there is nothing to answer")
     return messages
@@ -73,16 +74,37 @@ def preference_of(located: Located) -> Preference:
             messages = _messages(row.get(column), where, column)
             if messages[-1]["role"] != "assistant":
                 raise ValueError(f"{where}: the {column} conversation must end with an assistant message, not {messages[-1]['role']!r}")
+            if "weight" in messages[-1]:
+                raise ValueError(f"{where}: the {column} answer has weight 0, and a comparison trains on both answers: drop the row")
             answers.append(messages[-1] if messages[-1].get("tool_calls") else messages[-1]["content"])
-            starts.append(messages[:-1])
+            starts.append(without_weights(messages[:-1]))
     if starts[0] and starts[1] and starts[0] != starts[1]:
         raise ValueError(f"{where}: chosen and rejected may differ only in their last message, but they differ before it")
-    prompt = starts[0] or starts[1] or prompt_of(located)
+    prompt = starts[0] or starts[1]
+    if prompt:
+        _require_same_prompt(located, prompt)
+    else:
+        prompt = prompt_of(located)
     if prompt[-1]["role"] == "assistant":
         raise ValueError(f"{where}: the prompt ends with an assistant message, so there is nothing to answer")
     cut = row.get("chosen_cut") is True, row.get("rejected_cut") is True
     margin = number_of(0.0 if row.get("margin") in (None, "") else row["margin"], where, "margin")
     return Preference(prompt, answers[0], answers[1], margin, cut)
+
+
+def _require_same_prompt(located: Located, start: list[Message]) -> None:
+    """Raises ValueError when the column `prompt` of a preference says something else than the messages before its answers."""
+    given = located.row.get("prompt")
+    if not given or not isinstance(given, str | list):
+        return
+    said = " ".join(_messages(given, located.where, "prompt")[-1]["content"].split())
+    texts = [" ".join(message["content"].split()) for message in start if message["role"] != "system"]
+    if any(said in text or text in said for text in texts):
+        return
+    raise ValueError(
+        f"{located.where}: the prompt says {said!r:.60}, and the messages before the answers in chosen and rejected say {texts[-1]!r:.60}: "
+        "correct or drop the row, or drop the column 'prompt'"
+    )
 
 
 def answer_of(located: Located) -> tuple[list[Message], str]:
@@ -138,8 +160,26 @@ def _messages(value: Any, where: str, column: str) -> list[Message]:
             raise ValueError(f"{where}: message {number} of column {column!r} has the role {role!r}, which is no chat role: write {meant}")
         given = {key: message[key] for key in ("name", "tool_call_id") if isinstance(message.get(key), str)}
         given |= {"tool_calls": _calls(calls, place, role)} if calls else {}
+        given |= _weight(message, place)
         messages.append({"role": role, "content": content, **given})
     return messages
+
+
+def _weight(message: Message, place: str) -> dict[str, int]:
+    """Reads `weight` of a message, as OpenAI's fine-tuning has it: {"weight": 0} for an answer that is not trained on, else {}."""
+    weight = message.get("weight")
+    if weight is None:
+        return {}
+    if isinstance(weight, bool) or weight not in (0, 1):
+        raise ValueError(f"{place} has the weight {weight!r:.60}: write 0 (not trained on) or 1 (trained on)")
+    if message["role"] != "assistant" and weight == 1:
+        raise ValueError(f"{place} has weight 1, and only answers of the assistant are trained on: leave its weight out")
+    return {"weight": 0} if message["role"] == "assistant" and weight == 0 else {}
+
+
+def without_weights(messages: Sequence[Message]) -> list[Message]:
+    """Returns messages as templates get them."""
+    return [{key: value for key, value in message.items() if key != "weight"} for message in messages]
 
 
 def _calls(calls: Any, place: str, role: str) -> list[dict[str, Any]]:
@@ -154,7 +194,6 @@ def _calls(calls: Any, place: str, role: str) -> list[dict[str, Any]]:
             arguments = _json(arguments)
         if not isinstance(inner, dict) or not isinstance(inner.get("name"), str) or not isinstance(arguments, dict):
             raise ValueError(f"{place}: each of tool_calls must have a function with a name and arguments, an object")
-        arguments = _without_nulls(arguments)
         own = {"id": call["id"]} if isinstance(call.get("id"), str) else {}
         read.append({"type": "function", **own, "function": {"name": inner["name"], "arguments": arguments}})
     return read
@@ -175,14 +214,7 @@ def tools_of(located: Located) -> list[dict[str, Any]]:
         tools = (_json(tools) or "no JSON") if tools.strip() else []
     if not isinstance(tools, (list, tuple, type(None))) or not all(isinstance(tool, dict) for tool in tools or ()):
         raise ValueError(f"{located.where}: column 'tools' must be a list of JSON schemas of functions, or JSON of one")
-    return [_without_nulls(tool) for tool in tools or ()]
-
-
-def _without_nulls(value: Any) -> Any:
-    """Leaves out fields without a value: Arrow gives all objects of a column the same."""
-    if isinstance(value, dict):
-        return {name: _without_nulls(inner) for name, inner in value.items() if inner is not None}
-    return [_without_nulls(inner) for inner in value] if isinstance(value, list) else value
+    return list(tools or ())
 
 
 def _json(text: str) -> Any:

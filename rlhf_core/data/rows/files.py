@@ -30,6 +30,11 @@ def is_file(source: Source) -> bool:
     return Path(source.path).suffix in SUFFIXES
 
 
+def is_arrow(source: Source) -> bool:
+    """Returns whether Arrow reads a source: parquet and Hub data sets."""
+    return Path(source.path).suffix not in (".jsonl", ".json", ".csv")
+
+
 def raw_rows(source: Source, first: int | None) -> Iterator[Row]:
     """Yields the (first) rows of a source as they are. Raises ValueError for a file or Hub data set that cannot be read."""
     path = Path(source.path)

@@ -1,6 +1,6 @@
 """Reads files and Hub data sets as rows with standard columns, one at a time, and mixes several sources. Torch-free.
 
-Left out: tool calls and content in parts.
+Left out: content in parts.
 """
 
 from __future__ import annotations
@@ -12,8 +12,9 @@ from itertools import chain, islice
 from typing import NamedTuple
 
 from rlhf_core.config import Data, Source
+from rlhf_core.data.rows.arrow_padding import without_padding
 from rlhf_core.data.rows.columns import READERS, Kind, Located, Row, tools_of
-from rlhf_core.data.rows.files import is_file, raw_rows
+from rlhf_core.data.rows.files import is_arrow, is_file, raw_rows
 from rlhf_core.data.rows.formats import FORMATS, recognise
 from rlhf_core.data.rows.required_columns import require_columns
 
@@ -160,6 +161,8 @@ def _located(source: Source, form: str, number: int, row: Row) -> Located:
             standard[name] = row[key]
         else:
             standard.pop(name, None)  # the recipe names another column, so a column with the standard name is not used
+    if is_arrow(source):
+        standard = without_padding(standard)
     if form == "columns":
         return Located(where, standard)
     made = FORMATS[form](where, row)

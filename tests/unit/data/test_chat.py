@@ -101,6 +101,30 @@ def test_tokens_and_mask_equal_those_of_transformers(renderers: dict[str, Render
     assert all(theirs["assistant_masks"][t] for t, on in enumerate(mine.mask) if on)
 
 
+@pytest.mark.parametrize("name", list(TEMPLATES))
+@pytest.mark.parametrize("weighted", [2, 4])
+def test_an_answer_of_weight_0_is_context(renderers: dict[str, Renderer], name: str, weighted: int) -> None:
+    renderer = renderers[name]
+    whole, half = renderer.conversation(CHAT), renderer.conversation(CHAT[:3])
+    messages = [message | {"weight": 0} if at == weighted else message for at, message in enumerate(CHAT)]
+    found = renderer.conversation(messages)
+    if weighted == 4:
+        assert found == half
+    else:
+        first = len(renderer.prompt(CHAT[:4]))
+        assert list(found.tokens) == list(whole.tokens)
+        assert list(found.mask) == [own and at >= first for at, own in enumerate(whole.mask)]
+    assert not any(renderer.conversation([*CHAT[:2], CHAT[2] | {"weight": 0}]).mask)
+
+
+def test_weights_need_a_marked_part_for_each_answer(make: Make) -> None:
+    twice = "a{% endgeneration %}{% generation %}{{ m.content }}{% endgeneration %}"
+    template = TEMPLATES["marked content only"].replace("{{ m.content }}{% endgeneration %}", twice)
+    renderer = Renderer(load_tokenizer(str(make(template))), "chat")
+    with pytest.raises(ValueError, match="marks 4 parts as answers: put one"):
+        renderer.conversation([*CHAT[:2], CHAT[2] | {"weight": 0}, *CHAT[3:]])
+
+
 @pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.long) if i else name for i, name in enumerate(TEMPLATES)])
 def test_prompts_are_beginnings_of_conversations(renderers: dict[str, Renderer], name: str) -> None:
     renderer = renderers[name]

@@ -210,6 +210,10 @@ GOOD: dict[str, dict[str, Any]] = {
         ("sft", {"messages": [user("x"), {"role": "bot", "content": "x"}]}, "no chat role: write assistant"),
         ("sft", {"messages": [user("x"), {"role": "Assistant", "content": "x"}]}, "no chat role: write assistant"),
         ("prompt", {"prompt": [{"role": "Human", "content": "x"}]}, "no chat role: write user"),
+        ("sft", {"messages": [user("x"), assistant("y") | {"weight": 0.5}]}, "has the weight 0.5: write 0 (not trained on) or 1"),
+        ("sft", {"messages": [user("x"), assistant("y") | {"weight": True}]}, "has the weight True: write 0"),
+        ("sft", {"messages": [user("x") | {"weight": 1}, assistant("y")]}, "only answers of the assistant are trained on"),
+        ("preference", {"prompt": "x", "chosen": [assistant("y") | {"weight": 0}], "rejected": "z"}, "the chosen answer has weight 0"),
         ("sft", {"messages": None}, "there is neither 'messages' nor 'prompt' with 'response': fill them or drop the row"),
         ("sft", {"prompt": "x", "response": 3}, "'response' must be a string, found int: write it as text"),
         ("sft", {"prompt": "x", "response": ["y"]}, "'response' must be a string, found list: correct or drop the row"),
@@ -223,6 +227,16 @@ GOOD: dict[str, dict[str, Any]] = {
         ("preference", {**GOOD["preference"], "margin": float("nan")}, "'margin' must be a finite number, found nan"),
         ("preference", {"chosen": [user("x"), assistant("y")], "rejected": [user("X"), assistant("z")]}, "differ before it"),
         ("preference", {"chosen": [assistant("y")], "rejected": [assistant("z")]}, "column 'prompt' is missing or null"),
+        (
+            "preference",
+            {"prompt": "zzz0", "chosen": [user("a0"), assistant("x")], "rejected": [user("a0"), assistant("y")]},
+            "the prompt says 'zzz0', and the messages before the answers in chosen and rejected say 'a0': correct or drop",
+        ),
+        (
+            "preference",
+            {"prompt": [user("zzz0")], "chosen": [user("a0"), assistant("x")], "rejected": "y"},
+            "the prompt says 'zzz0', and the messages before the answers in chosen and rejected say 'a0': correct or drop",
+        ),
     ],
 )
 def test_a_wrong_row_is_named(tmp_path: Path, renderer: Renderer, kind: Any, row: Any, message: str) -> None:

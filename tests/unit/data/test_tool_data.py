@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from datasets import Dataset
 
 from rlhf_core.config import Data
 from rlhf_core.data.chat import Renderer, load_tokenizer
@@ -80,3 +81,57 @@ def test_a_template_that_leaves_calls_out_is_refused(renderers: dict[str, Render
             sft_documents(data(tmp_path, {"messages": [*ASKED, CALLED]}), renderer, 600, 0)
         with pytest.raises(ValueError, match="template leaves out calls of tools"):
             preference_pairs(data(tmp_path, {"prompt": ASKED, "chosen": [CALLED], "rejected": "x"}), renderer, 600, 0)
+
+
+LIMIT: dict[str, Any] = {"type": ["integer", "null"], "default": None, "enum": [1, None]}
+SEARCH: dict[str, Any] = {
+    "type": "function",
+    "function": {"name": "search", "parameters": {"type": "object", "properties": {"q": {"type": "string"}, "limit": LIMIT}}},
+}
+ARGUMENTS = {"q": "12", "limit": None}
+ROWS = {
+    "objects": [{"type": "function", "function": {"name": "search", "arguments": ARGUMENTS}}, [SEARCH]],
+    "texts": [{"type": "function", "function": {"name": "search", "arguments": json.dumps(ARGUMENTS)}}, json.dumps([SEARCH])],
+}
+
+
+def rendered(renderer: Renderer, folder: Path, file: str, row: dict[str, Any]) -> str:
+    if file.endswith(".parquet"):
+        Dataset.from_list([row]).to_parquet(str(folder / file))
+    else:
+        (folder / file).write_text(json.dumps(row) + "\n")
+    (document,) = sft_documents(Data(sources=str(folder / file)), renderer, 900, 0).items
+    return renderer.decoded(document.tokens, False)
+
+
+@pytest.mark.parametrize(("form", "file"), [("objects", "rows.jsonl"), ("texts", "rows.jsonl"), ("texts", "rows.parquet")])
+def test_nulls_of_json_are_values(renderers: dict[str, Renderer], tmp_path: Path, form: str, file: str) -> None:
+    call, tools = ROWS[form]
+    row = {"messages": [*ASKED, {"role": "assistant", "content": "", "tool_calls": [call]}], "tools": tools}
+    whole = rendered(renderers["hermes"], tmp_path, file, row)
+    assert '"limit": null' in whole
+    assert '"default": null' in whole and '"enum": [1, null]' in whole
+
+
+def test_nulls_that_arrow_adds_are_left_out(renderers: dict[str, Renderer], tmp_path: Path) -> None:
+    other = {"type": "function", "function": {"name": "other", "arguments": {"far": "1"}}}
+    calls = [{"type": "function", "function": {"name": "search", "arguments": {"q": "12"}}}, other]
+    row = {"messages": [*ASKED, {"role": "assistant", "content": "", "tool_calls": calls}], "tools": [TOOL]}
+    whole = rendered(renderers["hermes"], tmp_path, "rows.parquet", row)
+    assert '{"q": "12"}' in whole and '{"far": "1"}' in whole and "null" not in whole
+
+
+def test_sft_leaves_answers_of_weight_0_out_of_its_loss(renderers: dict[str, Renderer], tmp_path: Path) -> None:
+    renderer = renderers["hermes"]
+    unsaid = SAID | {"content": "Nowhere.", "weight": 0}
+    kept = {"messages": [*ASKED, unsaid, *ASKED, SAID | {"weight": 1}]}
+    (document,) = sft_documents(data(tmp_path, kept), renderer, 600, 0).items
+    assert "Nowhere." in renderer.decoded(document.tokens, False)
+    assert answers(renderer, document) == "There." + renderer.decoded([renderer.end_token_id], False)
+    rows = [kept, {"messages": [*ASKED, unsaid]}]
+    (tmp_path / "two.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    report = sft_documents(Data(sources=str(tmp_path / "two.jsonl")), renderer, 600, 0).report
+    assert report.survey.dropped == {"every answer has weight 0": 1}
+    # Weights in a prompt change nothing.
+    (one,) = prompts(data(tmp_path, {"prompt": [*ASKED, unsaid, *ASKED]}), renderer, 600, 0).items
+    assert one.messages == tuple([*ASKED, {"role": "assistant", "content": "Nowhere."}, *ASKED])

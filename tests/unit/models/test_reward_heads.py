@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from flows.cli.app import main
-from rlhf_core.config import Lora
+from rlhf_core.config import Lora, RewardModel
 from rlhf_core.models import load
 from rlhf_core.models.load import load_scorer, trained_scorer
 from rlhf_core.models.scoring import RewardScorer
@@ -173,3 +173,21 @@ def test_of_unreadable_files_only_the_damage_is_told(planned: Planned, tmp_path:
         plan = planned(f"ppo.reward={tmp_path / 'rm'}")
         (problem,) = check_inputs(plan, plan.nodes)
         assert problem.startswith(f"stages.ppo: {tmp_path / 'rm'}: {tmp_path / 'rm'} has damaged weights (model.safetensors ")
+
+
+@pytest.mark.parametrize(("name", "told"), [("lm", "a new one of zeros"), ("one", "the trained one of {}")])
+def test_a_reward_model_keeps_its_head_and_the_log_says_so(
+    places: Path, material: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, told: str
+) -> None:
+    model = places / name
+    run(config_of("reward_model", material, None, max_epochs=1, learning_rate=1e-12), model, tmp_path / "run")
+    assert f"the scalar head is {told.format(model)}\n" in capsys.readouterr().out
+    head = AutoModelForSequenceClassification.from_pretrained(tmp_path / "run" / "checkpoint").score.weight
+    before = AutoModelForSequenceClassification.from_pretrained(places / "one").score.weight if name == "one" else torch.zeros_like(head)
+    assert torch.allclose(head, before, atol=1e-6)
+    assert "keeps its trained head" in str(RewardModel.model_fields["model"].description)
+
+
+def test_an_adapter_with_a_head_has_no_new_one(places: Path) -> None:
+    heads = {name: trained_scorer(str(places / name), 0, "float32", False, None, 0).new_head for name in ("lm", "one", "with")}
+    assert heads == {"lm": True, "one": False, "with": False}

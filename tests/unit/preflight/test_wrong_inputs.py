@@ -12,6 +12,7 @@ import pytest
 import yaml
 
 from flows.cli.app import main
+from rlhf_core.models.load import load_policy, load_scorer
 from rlhf_core.stages.publication.folder import MARKER
 from tests.support.tiny_models import save_weights
 from tests.unit.preflight.test_check import TEMPLATE, Planned, planned, save_tokenizer
@@ -23,6 +24,7 @@ CONFIG: dict[str, Any] = {"model_type": "llama", "vocab_size": 300, "hidden_size
 CONFIG["num_attention_heads"] = 2
 SHAPES = {"model.embed_tokens.weight": (300, 8), "lm_head.weight": (300, 8), "model.layers.0.mlp.down_proj.weight": (8, 16)}
 ENDLESS = "{% for a in range(99999) %}{% for b in range(99999) %}{% for c in range(99999) %}{% endfor %}{% endfor %}{% endfor %}"
+SHORT = ("sft.max_len=64", "reward_model.max_len=64")
 LENGTHS = "prompt_max_len + generate_max_len = 200 needs more: lower prompt_max_len or generate_max_len, or name a model with more"
 
 
@@ -73,11 +75,23 @@ def test_wrong_keys_and_wrong_files_are_told_at_once(refused: Refused, base: Pat
 def test_lengths_beyond_the_positions_of_the_base_model(refused: Refused, base: Path) -> None:
     """Told once for a loop; RoPE scaling counts."""
     configured(base, max_position_embeddings=128)
-    assert refused() == [f"stages.{stage}: {base}: the model has 128 positions, and {LENGTHS}" for stage in ("ppo", "loop", "evaluation")]
+    assert refused(*SHORT) == [
+        f"stages.{stage}: {base}: the model has 128 positions, and {LENGTHS}" for stage in ("ppo", "loop", "evaluation")
+    ]
     configured(base, max_position_embeddings=100, rope_scaling={"type": "linear", "factor": 1.5})
-    assert f"stages.ppo: {base}: the model has 150 positions, and {LENGTHS}" in refused()
+    assert f"stages.ppo: {base}: the model has 150 positions, and {LENGTHS}" in refused(*SHORT)
     configured(base, max_position_embeddings=100, rope_scaling={"type": "linear", "factor": 2})
-    assert main(["validate", "recipe.yaml", "--here"]) == 0
+    assert main(["validate", "recipe.yaml", *SHORT, "--here"]) == 0
+
+
+def test_training_lengths_beyond_the_positions_of_the_base_model(refused: Refused, base: Path) -> None:
+    configured(base, max_position_embeddings=200)
+    needs = "needs more: lower max_len, or name a model with more"
+    assert refused("reward_model.max_len=201", "sft.max_len=99999999") == [
+        f"stages.sft: {base}: the model has 200 positions, and max_len = 99999999 {needs}",
+        f"stages.reward_model: {base}: the model has 200 positions, and max_len = 201 {needs}",
+    ]
+    assert main(["validate", "recipe.yaml", "reward_model.max_len=200", "sft.max_len=200", "--here"]) == 0
 
 
 def test_lengths_beyond_the_positions_of_a_judge_and_of_an_adapter(refused: Refused, base: Path) -> None:
@@ -87,7 +101,7 @@ def test_lengths_beyond_the_positions_of_a_judge_and_of_an_adapter(refused: Refu
     configured(base, max_position_embeddings=256)
     judge = "evaluation.judges=[{kind: rule}, {kind: vllm, model: ./adapter, max_model_len: 512}]"
     told = "the model has 256 positions, and max_model_len = 512 needs more: lower max_model_len, or name a model with more"
-    assert refused(judge) == [f"stages.evaluation.judges.1: {base.parent / 'adapter'}: {told}"]
+    assert refused(judge, *SHORT) == [f"stages.evaluation.judges.1: {base.parent / 'adapter'}: {told}"]
 
 
 def test_repeated_question_ids(refused: Refused, base: Path) -> None:
@@ -105,6 +119,19 @@ def cut(base: Path) -> None:
 
 def sharded(base: Path) -> None:
     (base / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"x": "model-00002-of-00002.safetensors"}}))
+
+
+def unindexed(base: Path) -> None:
+    """Two shards, of which no index says that they belong together."""
+    (base / "model.safetensors").rename(base / "model-00001-of-00002.safetensors")
+    save_weights(base / "model-00002-of-00002.safetensors", {"model.norm.weight": (8,)})
+
+
+def stray(base: Path) -> None:
+    """A single file beside an index that lists another."""
+    shutil.copy(base / "model.safetensors", base / "model-00001-of-00001.safetensors")
+    listed = dict.fromkeys(SHAPES, "model-00001-of-00001.safetensors")
+    (base / "model.safetensors.index.json").write_text(json.dumps({"weight_map": listed}))
 
 
 def pickled(base: Path) -> None:
@@ -125,6 +152,14 @@ def few_layers(base: Path) -> None:
         (cut, "has damaged weights (model.safetensors has 19,"),
         (nested, "has damaged weights (model.safetensors is no safetensors file, or is cut off in its header); copy or download"),
         (sharded, "has damaged weights (model.safetensors.index.json names model-00002-of-00002.safetensors, and there is no such file)"),
+        (
+            unindexed,
+            "has model-00001-of-00002.safetensors and 1 more weight files, and neither model.safetensors nor model.safetensors.index.json",
+        ),
+        (
+            stray,
+            "has model.safetensors beside model.safetensors.index.json, which lists other files, so it is unclear which weights are meant",
+        ),
         (pickled, "has its weights as pickles (pytorch_model.bin), which are not loaded; save them with save_pretrained, as safetensors"),
         (few_layers, "has weights of 1 layers, and num_hidden_layers=3 in config.json; use the config.json that was saved with"),
         (
@@ -143,6 +178,20 @@ def test_weights_that_cannot_be_loaded(refused: Refused, base: Path, change: Cal
     change(base)
     (problem,) = refused()
     assert problem.startswith(f"base_model: {base} {told}")
+
+
+@pytest.mark.parametrize("change", [unindexed, stray])
+def test_weights_of_which_it_is_unclear_what_belongs_together_are_not_loaded(base: Path, change: Callable[[Path], None]) -> None:
+    change(base)
+    for load in (load_policy, lambda path: load_scorer(path, 0)):
+        with pytest.raises(ValueError, match=rf"^{base} has model.* model\.safetensors\.index\.json"):
+            load(str(base))
+
+
+def test_an_index_beside_its_shards_and_files_of_other_tools_is_fine(base: Path) -> None:
+    stray(base)
+    (base / "model.safetensors").rename(base / "consolidated.safetensors")
+    assert main(["validate", "recipe.yaml", "--here"]) == 0
 
 
 def test_a_tokenizer_with_more_tokens_than_embeddings(refused: Refused, base: Path) -> None:
@@ -176,7 +225,7 @@ def test_a_publication_into_a_folder_of_somebody_else(refused: Refused, base: Pa
 def test_all_faults_are_told_at_once(refused: Refused, base: Path) -> None:
     """Too few prompts for an iteration too, which are counted only where the prompts can be read."""
     configured(base, max_position_embeddings=199)
-    problems = refused("sft.data={sources: none.jsonl}", "ppo.rollout_batch_size=8", "loop.prompts={sources: none.jsonl}")
+    problems = refused(*SHORT, "sft.data={sources: none.jsonl}", "ppo.rollout_batch_size=8", "loop.prompts={sources: none.jsonl}")
     places = [problem.split(": ")[0] for problem in problems]
     assert sorted(set(places)) == [
         *("stages.evaluation", "stages.loop", "stages.loop.round1.preferences.prompts", "stages.loop.round2.preferences.prompts"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import threading
 from collections.abc import Callable, Iterator
@@ -18,6 +19,7 @@ import yaml
 from rlhf_core.config import PPO, SFT, Evaluation, RewardJudge
 from rlhf_core.recipe.load import dump_recipe, given_recipe, load_recipe, recipe_of
 from rlhf_core.recipe.plan import plan
+from rlhf_core.recipe.yaml_text import dump, parse
 from tests.support.s3_server import s3
 
 Write = Callable[..., Path]
@@ -46,6 +48,69 @@ def test_numbers_without_a_point_are_numbers(recipe: Write) -> None:
     sft, ppo = loaded.stages["sft"], loaded.stages["ppo"]
     assert isinstance(sft, SFT) and sft.learning_rate == 1e-3
     assert isinstance(ppo, PPO) and ppo.actor_learning_rate == 5e-7
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("12:30", "12:30"),
+        ("2024-01-01", "2024-01-01"),
+        ("yes", "yes"),
+        ("off", "off"),
+        ("1_000", "1_000"),
+        ("=", "="),
+        ("010", 10),
+        ("0o10", 8),
+        ("0x1F", 31),
+        ("1e-6", 1e-6),
+        (".5", 0.5),
+        ("-.inf", -math.inf),
+        ("TRUE", True),
+        ("~", None),
+        ("", None),
+    ],
+)
+def test_scalars_are_those_of_the_core_schema_of_yaml_1_2(text: str, value: object) -> None:
+    read = parse(f"here: {text}", "text")["here"]
+    assert (read, type(read)) == (value, type(value))
+    assert parse(dump({"here": value}), "text") == {"here": value}
+
+
+@pytest.mark.parametrize("text", ["1e-6", "0o10", "12:30", "yes", "010", "<<", "2024-01-01", "", "0b1"])
+def test_a_text_that_looks_like_another_value_is_written_in_quotes(text: str) -> None:
+    written = dump({"here": text})
+    assert parse(written, "text") == yaml.safe_load(written) == {"here": text}
+
+
+def test_an_override_is_read_as_yaml_1_2_too(recipe: Write) -> None:
+    with pytest.raises(ValueError, match=r"^stages\.sft\.max_len: .*integer.*, not '12:30'; correct it$"):
+        load_recipe(recipe(), ["sft.max_len=12:30"])
+    assert load_recipe(recipe(), ["sft.max_len=0100"]).stages["sft"].max_len == 100  # type: ignore[attr-defined]
+    assert load_recipe(recipe(), ["store_checkpoints=yes"]).store_checkpoints is True
+
+
+def test_merge_keys_give_what_the_own_keys_leave_open() -> None:
+    text = """
+    sft: &first {data: {sources: a.jsonl}, max_len: 64}
+    second: {<<: *first, max_len: 32}
+    third: {max_len: 16, <<: [*first, {seed: 5, max_len: 1}]}
+    deep: {in: {it: &inner {<<: *first, max_len: 8}}}
+    last: {<<: *inner}
+    """
+    read = parse(text, "text")
+    data = {"data": {"sources": "a.jsonl"}}
+    assert read["second"] == data | {"max_len": 32}
+    assert read["third"] == data | {"max_len": 16, "seed": 5}
+    assert read["last"] == read["deep"]["in"]["it"] == data | {"max_len": 8}
+    assert read["sft"] == data | {"max_len": 64}
+
+
+def test_a_recipe_with_merge_keys(recipe: Write) -> None:
+    text = TEXT.replace("  sft: {", "  sft: &sft {") + "  again: {<<: *sft, stage: sft, model: sft, max_len: 64}\n"
+    stages = load_recipe(recipe(text)).stages
+    first, again = stages["sft"], stages["again"]
+    assert isinstance(first, SFT) and isinstance(again, SFT)
+    assert again == first.model_copy(update={"model": "sft", "max_len": 64})
 
 
 def test_overrides(recipe: Write) -> None:
@@ -163,7 +228,7 @@ def test_dump_reads_back(recipe: Write, tmp_path: Path) -> None:
         ("name=[", "correct the YAML"),
         ("sft\n.max_len=3", "override 'sft\\n.max_len=3': write <stage>.<field>=<value>"),
         (
-            "evaluation.endpoints={gpt: {model: x, more: {since: 2024-01-01}}}",
+            "evaluation.endpoints={gpt: {model: x, more: {since: !!timestamp 2024-01-01}}}",
             "stages.evaluation.endpoints.gpt.more: cannot be sent as JSON (Object of type date is not JSON serializable): write dates in",
         ),
         ("evaluation.endpoints={gpt: {model: x, more: {top_p: .nan}}}", "stages.evaluation.endpoints.gpt.more: cannot be sent as JSON"),
@@ -186,14 +251,21 @@ def test_a_wrong_override_is_one_sentence(recipe: Write, override: str, told: st
         (("  ppo: {", "  ppo: {stage: pppo, "), "stages.ppo: stage: unknown value 'pppo'; did you mean ppo?"),
         (("ppo", "p.po"), "stages.p.po"),
         (("name: tiny", "name: stages"), "name: 'stages' is what the artifacts folder has of all recipes: give this one another name"),
-        (("name: tiny", "name: 2001-13-45"), "recipe.yaml line 2: '2001-13-45' cannot be read as the date or number it looks like"),
+        (("name: tiny", "name: !!timestamp 2001-13-45"), "recipe.yaml line 2: '2001-13-45' cannot be read as the date or number it"),
         (("name: tiny", "name: !!bool tiny"), "recipe.yaml line 2: 'tiny' cannot be read as the date or number it looks like"),
         (("name: tiny", "name: tiny\nseed: " + "9" * 5000), "recipe.yaml line 3: '9999"),
         (("name: tiny", "name: !!set [tiny]"), "correct the YAML"),
         (("name: tiny", "[name]: tiny"), "recipe.yaml line 2: a key is a list or a mapping, and must be text"),
-        (("name: tiny", "name: tiny\non: 1"), "recipe: the key True is no text: put it in quotes (YAML reads on, off, yes and no as"),
+        (("name: tiny", "name: tiny\ntrue: 1"), "recipe: the key True is no text: put it in quotes (YAML reads true, null and 1 as"),
+        (("name: tiny", "name: tiny\non: 1"), "on: unknown key 'on'; valid: name, base_model"),
+        (
+            ("name: tiny", "name: tiny\nseed: 12:30"),
+            "seed: input should be a valid integer, unable to parse string as an integer, not '12:30'",
+        ),
+        (("name: tiny", "name: tiny\n<<: 3"), "recipe.yaml line 3: expected a mapping or list of mappings for merging, but found scalar"),
+        (("  ppo: {", "  ppo: {<<: {seed: 1}, <<: {seed: 2}, "), "recipe.yaml line 7: the key '<<' appears twice"),
         (("{data: {sources: train.jsonl}", "{3: 1, data: {sources: train.jsonl}"), "stages.sft: the key 3 is no text"),
-        (("  ppo: {", "  off: {stage: ppo, "), "stages: the key False is no text"),
+        (("  ppo: {", "  false: {stage: ppo, "), "stages: the key False is no text"),
         (("name: tiny", "name: tiny\nartifacts: ''"), "artifacts: string should have at least 1 character, not ''; correct it"),
         (("  ppo:", "  base: {stage: sft, data: {sources: a.jsonl}}\n  ppo:"), "stages.base: a stage name is"),
         (("  ppo:", "  sft:"), "line 7: the key 'sft' appears twice"),
