@@ -10,6 +10,7 @@ from typing import Literal
 
 from flows.cli.show import OK, Override, RecipePlace, Whole, console, errors, show_migration, show_pins
 from rlhf_core.preflight.inputs import check_inputs, check_machine, further_problems, needs
+from rlhf_core.recipe.idle_fields import idle_fields
 from rlhf_core.recipe.load import load_recipe
 from rlhf_core.recipe.plan import plan
 from rlhf_core.recipe.sentences import WrongRecipe
@@ -68,6 +69,8 @@ def validate(recipe: RecipePlace, *overrides: Override, here: bool = False) -> i
         further = further_problems(error) if here else []
         raise ValueError("\n".join([str(error), *further])) from None
     show_pins(planned)
+    for idle in idle_fields(planned.recipe):
+        errors.print(f"note: {idle}", markup=False)
     inputs = check_inputs(planned, planned.nodes) if here else []
     machine = check_machine(planned, planned.nodes) if here else []
     for problem in inputs + machine:

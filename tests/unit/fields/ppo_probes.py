@@ -1,0 +1,189 @@
+"""Run parts of PPO on a config: credit, updates of actor and critic, iterations, the loop, and the start of the roles."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Mapping
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+
+from rlhf_core.config import PPO
+from rlhf_core.data.documents import Document, Prompt
+from rlhf_core.objectives.kl_controller import KLController
+from rlhf_core.rewards.clients import Rewards
+from rlhf_core.runs.run_dir import RunDir, StageRequest
+from rlhf_core.stages.ppo import start, train
+from rlhf_core.stages.ppo.credit import credit, divergence
+from rlhf_core.stages.ppo.iteration import Carried, ppo_iteration
+from rlhf_core.stages.ppo.records import Experience, Rollout, Scores
+from rlhf_core.stages.ppo.roles.actor import Actor
+from rlhf_core.stages.ppo.roles.passes import ModelSpec
+from rlhf_core.stages.ppo.roles.trained import Critic, Update
+from rlhf_core.stages.ppo.sampling.validation import REWARD
+from rlhf_core.training.engine import AdamW
+from rlhf_core.training.zero_options import engine_config, options_of
+from tests.unit.fields.change import World
+from tests.unit.stages.ppo.test_ppo_sampling import PROMPTS, Fleet
+
+SIZES: dict[str, Any] = {
+    "rollout_batch_size": 4,
+    "n_samples_per_prompt": 2,
+    "train_batch_size": 4,
+    "micro_train_batch_size": 4,
+    "generate_max_len": 16,
+    "prompt_max_len": 32,
+}
+PATHS = {"actor": "sft", "critic": "rm", "reference": "sft", "reward:reward_model": "rm"}
+
+
+def ppo(world: World, fields: Mapping[str, Any]) -> PPO:
+    prompts = world.rows("prompts", [{"prompt": f"What is {i}?"} for i in range(20)])
+    return PPO.model_validate({"prompts": {"sources": prompts}, **SIZES, **fields})
+
+
+def documents() -> list[Document]:
+    """Answers of 1 to 8 tokens to a prompt of two."""
+    return [Document(list(range(5, 8 + i)), [False, False, *[True] * (1 + i)]) for i in range(8)]
+
+
+def drawn(seed: int, scale: float = 0.6) -> list[np.ndarray]:
+    generator = np.random.default_rng(seed)
+    return [(scale * generator.normal(size=len(d)) * np.array(d.mask)).astype(np.float32) for d in documents()]
+
+
+def credited(world: World, fields: Mapping[str, Any]) -> Any:
+    """Credit of eight answers: experience, metrics, KL."""
+    config = ppo(world, fields)
+    prompt = Prompt((), [5, 6], {}, False)
+    rollouts = [Rollout(prompt, d, sampler, True) for d, sampler in zip(documents(), drawn(5), strict=True)]
+    known = Rewards({source.title: np.array([0.0, 12.0, 2.0, 2.0, 3.0, 5.0, -1.0, 4.0]) for source in config.reward}, {})
+    references = drawn(1) if config.has_reference else None
+    setup = train.setup_of(config, [prompt] * 8, PATHS, [0], 0)
+    coef = KLController(config.init_kl_coef, config.kl_target, config.kl_horizon).update(2.0, 64).coef
+    found = credit(rollouts, Scores(drawn(0), references, drawn(2), known), coef, {}, config, setup.terms)
+    return found, divergence(rollouts, drawn(0), references, found.usable, coef, config)
+
+
+def updated(world: World, fields: Mapping[str, Any]) -> Any:
+    """Two updates of the actor on experience of older weights: metrics and weights."""
+    world.patch.setenv("RANK", "0")
+    world.patch.setenv("WORLD_SIZE", "1")
+    config = ppo(world, fields)
+    actor = Actor(ModelSpec(world.place(config.actor), config.dtype, 0, 8, False), config, 0)
+    own = [np.zeros(len(d), np.float32) for d in documents()]
+    for i, values in actor.logprobs(documents()):
+        own[i] = values
+    arrays = zip(documents(), own, drawn(0), drawn(1), drawn(2), drawn(3, 2.0), strict=True)
+    items = [Experience(d, o + old, o + sampler, o + ref, value, a, a) for d, o, old, sampler, ref, a in arrays for value in [a]]
+    metrics = [actor.update(items, Update([], 1e-2, 0.5), []) for _ in range(2)]
+    return metrics, [parameter for parameter in actor.engine.module.parameters() if parameter.requires_grad], actor.module.replays
+
+
+def valued(world: World, fields: Mapping[str, Any]) -> Any:
+    """An update of the critic: metrics and weights."""
+    world.patch.setenv("RANK", "0")
+    world.patch.setenv("WORLD_SIZE", "1")
+    config = ppo(world, fields)
+    critic = Critic(ModelSpec(world.place("rm"), config.dtype, 0, 8, False), config, 0)
+    arrays = zip(documents(), drawn(0), drawn(1), drawn(2), strict=True)
+    items = [Experience(d, None, None, None, value, 0.0, returns) for d, _, value, returns in arrays]
+    metrics = [critic.update(items, Update([], 1e-2, 0.0), []) for _ in range(2)]
+    return metrics, list(critic.engine.module.parameters())
+
+
+def iterated(world: World, fields: Mapping[str, Any]) -> Any:
+    """An iteration against a fleet that records its calls."""
+    config = ppo(world, fields)
+    fleet = Fleet(lambda prompt, j: float(j * prompt * 0.1 if prompt % 2 else 0), sleeps=config.vllm.sleep)
+    setup = train.setup_of(config, PROMPTS, {"reward:reward_model": "rm"}, [0], 0)
+    schedule = train.schedule_of(config, 0, 4, 0)
+    done = ppo_iteration(fleet, setup, Carried(0, {}), 0.3, schedule)  # type: ignore[arg-type]
+    return fleet.requested, fleet.said, fleet.trained, [name for name in done.metrics if "phase" not in name]
+
+
+class Roles:
+    """Stands for the fleet; its weights are the number of iterations done."""
+
+    zero_stage, sleeps, background, engines = 0, False, None, None
+
+    def __init__(self) -> None:
+        self.weights = 0
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *_, **__: 1
+
+    def probe(self, *_: Any, **__: Any) -> Any:
+        return SimpleNamespace(gap=0.0, bound=0.0)
+
+    def export_actor(self, folder: Any) -> None:
+        folder.mkdir(parents=True)
+        (folder / "weights").write_text(str(self.weights))
+
+    def save_state(self, folder: Any) -> None:
+        (folder / "weights").write_text(str(self.weights))
+
+    def state_files(self) -> list[str]:
+        return ["weights"]
+
+
+def looped(world: World, fields: Mapping[str, Any]) -> Any:
+    """All iterations of the loop: what each got, what validations asked, and the files that were written."""
+    config, said, roles = ppo(world, fields), [], Roles()
+
+    def started(_: Any, paths: Mapping[str, str], *__: Any) -> Roles:
+        said.append(paths)
+        return roles
+
+    def iteration(_: Any, setup: Any, carried: Any, *rest: Any) -> Any:
+        said.append((setup.sampling, setup.order, setup.terms, setup.allowed_failures, rest[:3]))
+        roles.weights += 1
+        return {"reward/mean": 0.1 * roles.weights}, 2.0, carried, [], Rewards({}, {})
+
+    def validated(_: Any, held_out: Any, *rest: Any) -> dict[str, float]:
+        said.append((held_out, rest[-1]))
+        return {REWARD: 1.0 if rest[-1] else 2.0, "eval/response/length": 1.0}
+
+    for name, double in {"start_fleet": started, "ppo_iteration": iteration, "validate": validated}.items():
+        world.patch.setattr(train, name, double)
+    world.patch.setattr(train, "start_collector", lambda *given: said.append(given[1].config.max_staleness))
+    world.patch.setattr(train, "start_asking", lambda *_: said.append("asks") if config.continuous else None)
+    shutil.rmtree(world.folder / "run", ignore_errors=True)
+    run = RunDir(world.folder / "run")
+    inputs = {name: world.place(name) for name in ("sft", "other", "rm", "rm2")} | {"reward_model": world.place("rm")}
+    request = StageRequest(name="ppo", digest="0", config=config, inputs=inputs, seed=0)
+    run.prepare(request)
+    metrics = train.train(request, run, {}, 0.0).metrics
+    files = [sorted(file.name for file in run.path.glob(f"{folder}/*")) for folder in ("exports", "checkpoint", "rollouts", "best")]
+    return said, files, {name: value for name, value in metrics.items() if "phase" not in name}
+
+
+def started(world: World, fields: Mapping[str, Any]) -> Any:
+    """What each role is told at its start."""
+    told: list[Any] = []
+
+    class Group:
+        def __init__(self, name: str):
+            self.name = name
+
+        def build(self, role: type, **given: Any) -> Any:
+            told.append((self.name, role.__name__, given))
+            return SimpleNamespace(role=self.name, wait=lambda _: (_ for _ in ()).throw(InterruptedError))
+
+    config = ppo(world, fields)
+    paths = {name: world.place("rm" if name == "critic" or ":" in name else "sft") for name in config.placed}
+    try:
+        start.start_fleet(config, paths, SimpleNamespace(pad_token_id=0), 0, {name: Group(name) for name in config.placed}, False)  # type: ignore[arg-type, misc]
+    except InterruptedError:
+        return told
+    raise AssertionError("no role was waited for")
+
+
+def sharded(world: World, fields: Mapping[str, Any]) -> Any:
+    """The configuration of DeepSpeed for actor and critic."""
+    config = ppo(world, fields)
+    ranks = config.trained_ranks.items()
+    roles = [(role.removesuffix("_ranks"), found) for role, found in ranks]
+    adamw = AdamW(config.betas, config.weight_decay, config.max_norm)
+    return [engine_config(adamw, 3, config.dtype, 4, options_of(config, role, own), True, {}) for role, own in roles]

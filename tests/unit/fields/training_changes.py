@@ -1,0 +1,154 @@
+"""Another value of each field of SFT, reward model, DPO and KTO that decides the result; every probe runs the stage."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Mapping
+from importlib import import_module
+from typing import Any
+
+from safetensors.torch import load_file
+
+from rlhf_core.config import KINDS
+from rlhf_core.runs.run_dir import RunDir, StageRequest
+from rlhf_core.training.engine import AdamW
+from rlhf_core.training.zero_options import engine_config, options_of
+from tests.unit.fields.change import Change, World
+
+SIZES: dict[str, Any] = {"train_batch_size": 4, "micro_train_batch_size": 4, "max_len": 64, "learning_rate": 1e-2}
+NEEDED: dict[str, dict[str, Any]] = {
+    "sft": {"model": "base", "data": {"sources": "rows.jsonl"}},
+    "reward_model": {"model": "base", "data": {"sources": "pairs.jsonl"}, "eval_data": {"sources": "held.jsonl"}},
+    "dpo": {"policy": "base", "data": {"sources": "pairs.jsonl"}},
+    "kto": {"policy": "base", "data": {"sources": "pairs.jsonl"}},
+}
+ROWS: dict[str, list[dict[str, Any]]] = {
+    "rows": [{"prompt": f"What is {i}?", "response": f"It is {i} {'x' * i}", "reward": i} for i in range(10)],
+    "more": [{"prompt": f"What is {i}?", "response": f"Less {i}", "reward": -i} for i in range(10)],
+    "pairs": [{"prompt": f"What is {i}?", "chosen": f"It is {i}", "rejected": "Nothing" + "." * i, "margin": i} for i in range(10)],
+    "held": [{"prompt": f"Who is {i}?", "chosen": f"It is {i}", "rejected": "None", "margin": 1} for i in range(4)],
+    "scored": [{"prompt": [{"role": "user", "content": f"Is {i}?"}], "response": f"Is {i}", "reward": i} for i in range(10)],
+    "labels": [{"prompt": [{"role": "user", "content": f"Is {i}?"}], "response": f"Is {i}", "reward": i, "label": i > 4} for i in range(10)],
+    "sampled": [
+        {"prompt": [{"role": "user", "content": f"Is {i}?"}], "chosen": "Yes", "rejected": f"No {i}", "chosen_score": 1, "rejected_score": 0}
+        for i in range(10)
+    ],
+}  # fmt: skip
+
+
+def prepared(world: World, kind: str, fields: Mapping[str, Any]) -> Any:
+    for name, rows in ROWS.items():
+        world.rows(name, rows)
+    return KINDS[kind].config.model_validate({**SIZES, **NEEDED[kind], **fields})
+
+
+def trained(kind: str) -> Any:
+    """Returns the probe that runs a stage: its metrics, and the weights of its checkpoint."""
+
+    def probe(world: World, fields: Mapping[str, Any]) -> Any:
+        config = prepared(world, kind, fields)
+        shutil.rmtree(world.folder / "run", ignore_errors=True)
+        run = RunDir(world.folder / "run")
+        run.path.mkdir()
+        inputs = {"base": world.place("sft")} | {name: world.place(name) for name in ("other", "moe")}
+        inputs |= {name: str(world.models / f"{name}.jsonl") for name in ("scored", "labels", "sampled")}
+        outcome = import_module(KINDS[kind].module).run(StageRequest(name=kind, digest="0", config=config, inputs=inputs, seed=3), run)
+        weights = (
+            load_file(run.path / "checkpoint" / "model.safetensors") if (run.path / "checkpoint" / "model.safetensors").exists() else {}
+        )
+        lines = [json.loads(line) for line in (run.path / "metrics.jsonl").read_text().splitlines()]
+        told = [
+            {name: value for name, value in line.items() if "second" not in name and name != "time"} for line in (*lines, outcome.metrics)
+        ]
+        return told, {name: [float(weight.double().sum()), str(weight.dtype)] for name, weight in weights.items()}
+
+    probe.__name__ = f"trained_{kind}"
+    return probe
+
+
+def sharded(kind: str) -> Any:
+    """Returns the probe of a stage's configuration of DeepSpeed."""
+
+    def probe(world: World, fields: Mapping[str, Any]) -> Any:
+        config = prepared(world, kind, fields)
+        adamw = AdamW(config.betas, config.weight_decay, config.max_norm)
+        return engine_config(adamw, 3, config.dtype, 4, options_of(config, "model", config.ranks), True, {})
+
+    probe.__name__ = f"sharded_{kind}"
+    return probe
+
+
+def optimised(kind: str) -> list[Change]:
+    """Fields that all training stages share."""
+    run = trained(kind)
+    return [
+        Change("data", {"sources": "held.jsonl"} if kind != "sft" else {"sources": "more.jsonl"}, run),
+        Change("eval_data", {"sources": "pairs.jsonl" if kind != "sft" else "more.jsonl"}, run),
+        Change("train_batch_size", 8, run),
+        Change("max_epochs", 2, run),
+        Change("betas", (0.5, 0.5), run),
+        Change("weight_decay", 0.5, run),
+        Change("warmup_ratio", 1.0, run),
+        Change("min_lr_ratio", 0.9, run),
+        Change("max_norm", 0.01, run),
+        Change("dtype", "bfloat16", run),
+        Change("lora", {"rank": 2}, run),
+        Change("max_len", 16, run),
+        Change("learning_rate", 1e-3, run),
+        Change("deepspeed", {"zero_optimization": {"zero_quantized_weights": True}}, sharded(kind)),
+    ]
+
+
+def aux(kind: str, field: str) -> Change:
+    return Change("router_aux_coef", 0.5, trained(kind), {field: "moe"})
+
+
+PAIRS = {"data": None, "pairs": "sampled"}
+LABELS = {"data": None, "answers": "labels"}
+SCORED = {"data": None, "answers": "scored"}
+DPO = trained("dpo")
+TRAINING = {
+    "sft": [
+        *optimised("sft"),
+        Change("model", "other", trained("sft")),
+        Change("answers", "scored", trained("sft"), {}, {"data": None}),
+        Change("template", "Q: {}", trained("sft"), SCORED),
+        Change("condition", "reward", trained("sft")),
+        Change("float8", True, trained("sft"), {"dtype": "bfloat16"}),
+        aux("sft", "model"),
+    ],
+    "reward_model": [
+        *optimised("reward_model"),
+        Change("model", "other", trained("reward_model")),
+        Change("centering", 0.5, trained("reward_model")),
+    ],
+    "dpo": [
+        *optimised("dpo"),
+        Change("policy", "other", DPO),
+        Change("reference", "other", DPO),
+        Change("pairs", "sampled", DPO, {}, {"data": None}),
+        Change("template", "Q: {}", DPO, PAIRS),
+        Change("beta", 0.5, DPO),
+        Change("beta", 0.5, DPO, {"loss": "simpo"}),
+        Change("loss", "ipo", DPO),
+        Change("loss", "ipo_sum", DPO),
+        Change("loss", "orpo", DPO),
+        Change("label_smoothing", 0.2, DPO),
+        Change("nll_coef", 0.5, DPO),
+        Change("gamma", 0.2, DPO, {"loss": "simpo"}),
+        Change("lambd", 0.5, DPO, {"loss": "orpo"}),
+        aux("dpo", "policy"),
+    ],
+    "kto": [
+        *optimised("kto"),
+        Change("policy", "other", trained("kto")),
+        Change("reference", "other", trained("kto")),
+        Change("answers", "labels", trained("kto"), {}, {"data": None}),
+        Change("template", "Q: {}", trained("kto"), LABELS),
+        Change("beta", 0.5, trained("kto")),
+        Change("w_desirable", 2.0, trained("kto")),
+        Change("w_undesirable", 2.0, trained("kto")),
+        aux("kto", "policy"),
+    ],
+}
