@@ -315,8 +315,8 @@ def _adapter_has_head(path: str) -> bool:
 
 
 def _merged(load: Callable[..., PreTrainedModel], path: str, options: dict[str, Any], shards: Shards | None) -> PreTrainedModel:
-    """Loads the model at `path`, of a multimodal one its language model; an adapter is merged into its base. Raises as `language_model`, and
-    for weight files that do not say which belong together."""
+    """Loads the model at `path`, of a multimodal one its language model; an adapter is merged into its base. Raises ValueError as
+    `language_model`, and for weight files that do not say which belong together."""
     base = base_of(path)
     if base is None:
         if Path(path).is_dir() and (fault := layout_fault(Path(path))) is not None:
