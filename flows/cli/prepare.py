@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Literal
 
 from flows.cli.show import OK, Override, RecipePlace, Whole, console, errors, show_migration, show_pins
-from rlhf_core.preflight.inputs import check_inputs, check_machine, further_problems, needs
+from rlhf_core.preflight.inputs import check_inputs, check_machine, further_problems, input_warnings, needs
 from rlhf_core.recipe.idle_fields import idle_fields
 from rlhf_core.recipe.load import load_recipe
 from rlhf_core.recipe.plan import plan
@@ -73,6 +73,8 @@ def validate(recipe: RecipePlace, *overrides: Override, here: bool = False) -> i
         errors.print(f"note: {idle}", markup=False)
     inputs = check_inputs(planned, planned.nodes) if here else []
     machine = check_machine(planned, planned.nodes) if here else []
+    for sentence in input_warnings(planned, planned.nodes) if here and not inputs else []:
+        console.print(f"warning: {sentence}", markup=False, soft_wrap=True)
     for problem in inputs + machine:
         errors.print(problem, markup=False)
     if not inputs and not machine:

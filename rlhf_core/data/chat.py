@@ -81,6 +81,7 @@ class Renderer:
         self.prompt_suffix = prompt_suffix
         self.verbatim = verbatim
         special = sorted((token.content for token in tokenizer.added_tokens_decoder.values() if token.special), key=len, reverse=True)
+        self.control_tokens = re.compile("|".join(re.escape(text) for text in special) or "(?!)")  # as typed in a text
         self._hidden = [OPEN, MARK, *special]
         self._hidden_pattern = re.compile("|".join(re.escape(text) for text in self._hidden))
         self._eos = str(tokenizer.eos_token)

@@ -96,7 +96,7 @@ def prompts(data: Data, renderer: Renderer, prompt_max_len: int, seed: int) -> L
     Errors as in `sft_documents`.
     """
     check_limit(prompt_max_len, renderer.frame_len)
-    mixture, surveyor = mixture_of(data, seed), Surveyor(data, "prompt", prompt_max_len)
+    mixture, surveyor = mixture_of(data, seed), Surveyor(data, "prompt", prompt_max_len, renderer.control_tokens)
     found: list[tuple[int, Prompt]] = []
     for placed in placed_rows(data, seed, "prompt", mixture):
         located, messages = placed.located, prompt_of(placed.located)
@@ -125,7 +125,7 @@ def collect(
     check_limit(limit, renderer.frame_len)
 
     def build(writer: Writer) -> DataReport:
-        mixture, surveyor = mixture_of(data, seed), Surveyor(data, kind, limit)
+        mixture, surveyor = mixture_of(data, seed), Surveyor(data, kind, limit, renderer.control_tokens)
         rows, printed = 0, time.monotonic()
         for placed in placed_rows(data, seed, kind, mixture):
             lacks = unusable(placed.located, kind)

@@ -34,6 +34,7 @@ FACTS = {
     "equal answers": (0.01, "chosen and rejected are the same"),
     "empty answers": (0.0, "answers without any text"),
     "empty prompts": (0.0, "prompts without any text"),
+    "control tokens": (0.0, "control tokens of the model (such as <|im_end|>) typed in a text, which are read as plain text"),
     "damaged text": (0.01, "broken characters (lost encoding or control characters)"),
     "truncated": (0.1, "longer than the token limit and cut"),
     "dropped": (0.05, "left out"),
@@ -129,8 +130,9 @@ class DataReport:
 class Surveyor:
     """Collects the facts of a data set: call `see` once per row, then `finish`."""
 
-    def __init__(self, data: Data, kind: Kind, limit: int):
+    def __init__(self, data: Data, kind: Kind, limit: int, control_tokens: re.Pattern[str]):
         self._data, self._kind, self._limit = data, kind, limit
+        self._control_tokens = control_tokens
         self._prompts, self._rows = array("Q"), array("Q")  # digests
         self._sources, self._numbers = array("H"), array("Q")
         self._lengths = {"prompt": array("i"), "answer": array("i")}
@@ -155,10 +157,12 @@ class Surveyor:
             self._lengths["prompt"].append(made.prompt_tokens)
             self._lengths["answer"].extend(made.answer_tokens)
         answers: list[str] = []
+        later: list[str] = []
         if unusable(located, self._kind):
             prompt = located.where  # unique, so that the row is no duplicate of another
         else:
-            prompt, answers = self._texts(located)
+            prompt, answers, later = self._texts(located)
+        self._mark("control tokens", self._control_tokens.search("\n".join((prompt, *answers, *later))) is not None, located.where)
         self._mark("empty answers", any(not text.strip() for text in answers), located.where)
         self._mark("empty prompts", not prompt.strip(), located.where)
         self._mark("damaged text", any(DAMAGE.search(text) for text in (prompt, *answers)), located.where)
@@ -217,14 +221,16 @@ class Surveyor:
         )
         return DataReport(survey, numbers)
 
-    def _texts(self, located: Located) -> tuple[str, list[str]]:
-        """Returns the prompt and the answers as texts; also counts labels, margins, rewards and comparisons of two answers."""
+    def _texts(self, located: Located) -> tuple[str, list[str], list[str]]:
+        """Returns the prompt, the answers, and messages between answers as texts; also counts labels, margins, rewards and comparisons."""
         if self._kind == "sft":
             messages = conversation_of(located)
             first = next((i for i, message in enumerate(messages) if message["role"] == "assistant"), len(messages))
-            return as_text(messages[:first]), [written(message) for message in messages[first:] if message["role"] == "assistant"]
+            after = messages[first:]
+            answers = [written(message) for message in after if message["role"] == "assistant"]
+            return as_text(messages[:first]), answers, [message["content"] for message in after if message["role"] != "assistant"]
         if self._kind == "prompt":
-            return as_text(prompt_of(located)), []
+            return as_text(prompt_of(located)), [], []
         if self._kind == "labelled":
             prompt, labelled = labelled_of(located)
             self._labels += len(labelled)
@@ -246,7 +252,7 @@ class Surveyor:
             if len(answers[0]) != len(answers[1]):
                 self._compared += 1
                 self._longer += len(answers[0]) > len(answers[1])
-        return as_text(prompt), answers
+        return as_text(prompt), answers, []
 
     def _reasons(self) -> str:
         return f" ({', '.join(f'{why}: {count}' for why, count in self._dropped.most_common())})"

@@ -42,6 +42,16 @@ def stored_vocabulary(path: str) -> Vocabulary | None:
         return None
 
 
+def known_rows(path: str, rows: int) -> int | None:
+    """Returns how many of a model's `rows` of embeddings reach to the last token of its tokenizer; None when all do, and for Hub ids.
+
+    Further rows pad the vocabulary and are no token: sampled, they would be an answer that no tokenizer can read.
+    """
+    tokens = None if is_remote(path) else stored_vocabulary(path)
+    known = max(tokens.values(), default=-1) + 1 if tokens else rows
+    return known if known < rows else None
+
+
 def require_same_vocabulary(own: str, others: Iterable[str], trust_remote_code: bool = False) -> None:
     """Raises ValueError when one of the models `others`, which are given token ids of the model `own`, reads other tokens in them."""
     for other in dict.fromkeys(others):

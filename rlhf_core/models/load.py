@@ -24,6 +24,7 @@ from rlhf_core.config import Lora
 from rlhf_core.hub.model_config import more_than_text, num_experts
 from rlhf_core.hub.model_files import layout_fault
 from rlhf_core.hub.stored_head import has_trained_head, no_reward_head, several_labels
+from rlhf_core.hub.vocabulary import known_rows
 from rlhf_core.models.experts import Replay, balance_loss, replayed
 from rlhf_core.models.kernels.attention import PLAIN, VARLEN, attention_for, document_bounds, is_stateful, set_attention, takes_varlen
 from rlhf_core.models.kernels.liger import fuse
@@ -68,6 +69,7 @@ class Policy(nn.Module):
 
     document_leak: bool | None = None  # whether each document needs a row of its own (`document_leak`); None: not tried
     sequence: SequenceRanks = ALONE  # the ranks that compute each pass together
+    known: int | None = None  # of the vocabulary's rows the first ones, which distributions are over; None: all
 
     def __init__(self, model: PreTrainedModel, balanced: bool = False):
         super().__init__()
@@ -81,6 +83,10 @@ class Policy(nn.Module):
         """Routes tokens by `experts` from now on, in families whose routing can be replayed."""
         if replayed(self.model.config.to_dict()):
             self._replay = Replay(self.model)
+
+    def leave_out_padding(self, path: str) -> None:
+        """Takes distributions over the tokens of the tokenizer at `path`, as engines sample; padding of the vocabulary is no token."""
+        self.known = known_rows(path, self.model.config.vocab_size)
 
     @property
     def replays(self) -> bool:
@@ -112,7 +118,7 @@ class Policy(nn.Module):
         flat, targets = hidden[sources], tokens.flatten()[places]
         keep = self.training and not self.model.is_gradient_checkpointing
         head = self.model.get_output_embeddings()
-        values = torch.stack(token_logprobs(head, flat, targets, temperature / self.scale, entropy, keep, self.cap, top))
+        values = torch.stack(token_logprobs(head, flat, targets, temperature / self.scale, entropy, keep, self.cap, top, self.known))
         values = values.new_zeros(2, tokens.numel()).index_copy(1, places[:count], values[:, :count])
         logprobs, entropies = ranks.summed(values).view(2, *tokens.shape)
         router_logits = tuple(ranks.whole(logits, tokens.numel()) for logits in router_logits)
@@ -315,8 +321,8 @@ def _adapter_has_head(path: str) -> bool:
 
 
 def _merged(load: Callable[..., PreTrainedModel], path: str, options: dict[str, Any], shards: Shards | None) -> PreTrainedModel:
-    """Loads the model at `path`, of a multimodal one its language model; an adapter is merged into its base. Raises as `language_model`, and
-    for weight files that do not say which belong together."""
+    """Loads the model at `path`, of a multimodal one its language model; an adapter is merged into its base. Raises ValueError as
+    `language_model`, and for weight files that do not say which belong together."""
     base = base_of(path)
     if base is None:
         if Path(path).is_dir() and (fault := layout_fault(Path(path))) is not None:

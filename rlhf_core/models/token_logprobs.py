@@ -40,10 +40,12 @@ def token_logprobs(
     keep: bool,
     cap: float | None = None,
     top: Truncation = WHOLE,
+    known: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """(N, H) hidden states, (N,) tokens -> their log-probs and the entropies of their distributions, (N,) fp32.
 
-    `top` truncates the distributions, never above the tokens themselves; which tokens are kept has no gradient.
+    `top` truncates the distributions, never above the tokens themselves; which tokens are kept has no gradient. `known`: the distributions
+    are over the first `known` rows of the head alone; None: over all.
 
     `keep`: the logits stay in memory for the backward pass, N x V in the model's dtype; otherwise chunks of them are computed again, as
     they always are with a `cap`, which makes x into `cap * tanh(x / cap)` (Gemma 2, section 2). The entropies are 0 with "no", and carry
@@ -51,23 +53,30 @@ def token_logprobs(
     """
     scale = 1 / temperature if temperature else 1.0
     if type(head) is not nn.Linear:  # a head with adapters, for example
-        logprobs, entropies = _through(head, hidden, targets, scale, entropy != "no", cap, top)
+        logprobs, entropies = _through(head, hidden, targets, scale, entropy != "no", cap, top, known)
     else:
         # On a CPU PyTorch allocates several tensors of a chunk's size.
         keep = keep and cap is None and torch.is_grad_enabled() and (hidden.is_cuda or len(hidden) <= LOGITS_CHUNK)
-        options = (targets, scale, entropy != "no", keep, cap, top)
+        options = (targets, scale, entropy != "no", keep, cap, top, known)
         with replaced_forward(head, lambda rows: _HeadLogprobs.apply(rows, head.weight, head.bias, *options)):
             logprobs, entropies = head(hidden)
     return logprobs, entropies if entropy == "gradient" else entropies.detach()
 
 
 def _through(
-    head: nn.Module, hidden: Tensor, targets: Tensor, scale: float, entropy: bool, cap: float | None, top: Truncation
+    head: nn.Module,
+    hidden: Tensor,
+    targets: Tensor,
+    scale: float,
+    entropy: bool,
+    cap: float | None,
+    top: Truncation,
+    known: int | None,
 ) -> tuple[Tensor, Tensor]:
     """Runs any head in chunks, in training each with checkpointing; in one call where ZeRO-3 has sharded it, which counts calls."""
 
     def read(rows: Tensor, wanted: Tensor) -> tuple[Tensor, Tensor]:
-        logits = _capped(head(rows), cap)
+        logits = _capped(head(rows)[:, :known].contiguous(), cap)
         logprobs, _, entropies = _read_with_torch(logits, wanted, scale, entropy, _floors(logits.detach(), wanted, scale, top))
         return logprobs, entropies
 
@@ -114,30 +123,34 @@ class _HeadLogprobs(torch.autograd.Function):
         keep: bool,
         cap: float | None,
         top: Truncation,
+        known: int | None,
     ) -> tuple[Tensor, Tensor]:
         ctx.set_materialize_grads(False)
         size = max(1, len(hidden)) if keep else LOGITS_CHUNK
         parts, floors, logits = [], [], hidden.new_empty(0)
         for rows, wanted in zip(hidden.split(size), targets.split(size), strict=True):
-            logits = _capped(F.linear(rows, weight, bias), cap)
+            logits = _capped(F.linear(rows, weight[:known], None if bias is None else bias[:known]), cap)
             floors.append(_floors(logits, wanted, scale, top))
             parts.append(_functions(logits)[1](logits, wanted, scale, entropy, floors[-1]))
         logprobs, sums, entropies = (torch.cat(part) for part in zip(*parts, strict=True))
-        known = [part for part in floors if part is not None]
-        ctx.save_for_backward(hidden, weight, bias, targets, sums, entropies, logits if keep else None, torch.cat(known) if known else None)
-        ctx.scale, ctx.size, ctx.overwritten, ctx.cap = scale, size, False, cap
+        given = [part for part in floors if part is not None]
+        ctx.save_for_backward(hidden, weight, bias, targets, sums, entropies, logits if keep else None, torch.cat(given) if given else None)
+        ctx.scale, ctx.size, ctx.overwritten, ctx.cap, ctx.known = scale, size, False, cap, known
         return logprobs, entropies
 
     @staticmethod
     def backward(ctx: Any, grads: Tensor | None, entropy_grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        hidden, weight, bias, targets, sums, entropies, kept, floors = ctx.saved_tensors
+        hidden, whole, whole_bias, targets, sums, entropies, kept, floors = ctx.saved_tensors
+        weight = whole[: ctx.known]
+        bias = None if whole_bias is None else whole_bias[: ctx.known]
         if ctx.overwritten:
             raise RuntimeError("the kept logits were overwritten by their gradient: only one backward pass is possible")
         ctx.overwritten = kept is not None
         for_hidden, for_weight, for_bias = ctx.needs_input_grad[:3]
         grads = torch.zeros_like(entropies) if grads is None else grads
         hidden_grad = torch.empty_like(hidden) if for_hidden else None
-        weight_grad = bias_grad = None
+        weight_grad: Tensor | None = None
+        bias_grad: Tensor | None = None
         for start in range(0, max(1, len(hidden)), ctx.size):
             part = slice(start, start + ctx.size)
             logits = _capped(F.linear(hidden[part], weight, bias), ctx.cap) if kept is None else kept
@@ -155,9 +168,17 @@ class _HeadLogprobs(torch.autograd.Function):
                 column_sums = logits.sum(0, dtype=torch.promote_types(logits.dtype, torch.float32))
                 bias_grad = column_sums if bias_grad is None else bias_grad + column_sums
             del logits, slope  # frees memory for the next chunk
-        weight_grad = None if weight_grad is None else weight_grad.to(weight.dtype)
-        bias_grad = None if bias_grad is None or bias is None else bias_grad.to(bias.dtype)
-        return hidden_grad, weight_grad, bias_grad, None, None, None, None, None, None
+        weight_grad = None if weight_grad is None else _with_unknown_rows(weight_grad.to(whole.dtype), len(whole))
+        if bias_grad is not None and whole_bias is not None:
+            bias_grad = _with_unknown_rows(bias_grad.to(whole_bias.dtype), len(whole_bias))
+        return hidden_grad, weight_grad, bias_grad, None, None, None, None, None, None, None
+
+
+def _with_unknown_rows(grad: Tensor, rows: int) -> Tensor:
+    """Returns a gradient (K, ...) with zeros for the rows from K on that take no part, (`rows`, ...)."""
+    if len(grad) == rows:
+        return grad
+    return torch.cat([grad, grad.new_zeros(rows - len(grad), *grad.shape[1:])])
 
 
 def _with_product(total: Tensor | None, logits_grad: Tensor, hidden: Tensor, alone: bool) -> Tensor:

@@ -11,13 +11,14 @@ import importlib.util
 import os
 import sys
 import tempfile
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import cache, partial
 from pathlib import Path
 from typing import NamedTuple
 
 from rlhf_core.cluster.layout import arrange
 from rlhf_core.config import KINDS, PPO, AlignmentTax, Calibration, Data, Evaluation, Preferences, Publication, Ranks, Rewarded, StageConfig
+from rlhf_core.config.data import Text
 from rlhf_core.config.judging.lm_eval_tasks import is_path, read_task
 from rlhf_core.config.rewards import FunctionReward
 from rlhf_core.data.documents import check_limit
@@ -31,7 +32,8 @@ from rlhf_core.preflight.lengths import length_problems
 from rlhf_core.preflight.models import model_problem, sampling_problems, unfit_models, unlike_vocabulary, vocabulary_problems
 from rlhf_core.preflight.questions import question_problems, selecting_questions, shared_questions
 from rlhf_core.preflight.sequences import sequence_problems
-from rlhf_core.preflight.template_length import frame_lengths
+from rlhf_core.preflight.template_length import Measured, Pair, Rows, measure, measured
+from rlhf_core.preflight.template_rows import Rendered
 from rlhf_core.preflight.weights import weight_problem
 from rlhf_core.recipe.plan import Node, Plan
 from rlhf_core.recipe.plan import plan as plan_of
@@ -104,7 +106,9 @@ def check_inputs(plan: Plan, nodes: Sequence[Node]) -> list[str]:
             if isinstance(frame, str):
                 problems.append(f"{where}: {frame}")
             elif frame is not None:
-                problems += _refused(f"stages.{node.name}.{text.limit_field}", check_limit, text.limit, frame)
+                problems += _refused(f"stages.{node.name}.{text.limit_field}", check_limit, text.limit, frame.length)
+                refused = _rendered(frame, text).refused
+                problems += [f"{where}: {refused}"] if refused else []
         of_prompts = f"stages.{node.name}.prompts:"
         problems += _prompt_problems(node, plan.recipe.seed) if not any(problem.startswith(of_prompts) for problem in problems) else []
         problems += question_problems(node, plan.recipe.seed)
@@ -114,6 +118,21 @@ def check_inputs(plan: Plan, nodes: Sequence[Node]) -> list[str]:
                 problems += _refused(f"stages.{node.name}.tasks", read_task, task, node.config.trust_task_code)
     problems += [*shared_questions(plan), *selecting_questions(plan)] if todo else []
     return list(dict.fromkeys(problems))
+
+
+def input_warnings(plan: Plan, nodes: Sequence[Node]) -> list[str]:
+    """Lists what is odd in the rows that `check_inputs` renders, and refuses no stage."""
+    if importlib.util.find_spec("transformers") is None:
+        return []
+    todo = [node for node in nodes if not node.done]
+    frames = _frames(plan, todo, ())
+    warned = []
+    for node in todo:
+        for text in node.config.texts:
+            frame = frames.get((tokenizer_of(plan, node) or "", text.data.template))
+            if isinstance(frame, Measured) and (sentence := _rendered(frame, text).warned):
+                warned.append(f"stages.{node.name}.{text.field}: {sentence}")
+    return list(dict.fromkeys(warned))
 
 
 def further_problems(error: WrongRecipe) -> list[str]:
@@ -231,33 +250,47 @@ def _start_of(plan: Plan, node: Node, name: str) -> str | None:
     return tokenizer_of(plan, plan[node.stages[name]]) if name in node.stages else node.models[name]
 
 
-def _frames(plan: Plan, nodes: Sequence[Node], broken: Collection[str]) -> dict[tuple[str, str], int | str]:
-    """Maps (tokenizer, template) to the template's own length in tokens, or to the reason why they cannot be used."""
+def _frames(plan: Plan, nodes: Sequence[Node], broken: Collection[str]) -> dict[Pair, Measured | str]:
+    """Maps (tokenizer, template) to the template's own length in tokens and what it makes of the stages' rows, or to the reason why they
+    cannot be used."""
     starts = {node.name: start for node in nodes if (start := tokenizer_of(plan, node)) is not None and start not in broken}
-    pairs = {(starts[node.name], text.data.template): None for node in nodes if node.name in starts for text in node.config.texts}
+    pairs: dict[Pair, dict[Rows, None]] = {}
+    for node in nodes:
+        for text in node.config.texts if node.name in starts else ():
+            rows = pairs.setdefault((starts[node.name], text.data.template), {})
+            if text.rows:
+                rows[_rows_of(text)] = None
     trust = plan.recipe.trust_remote_code
     found = _frames_apart(pairs, trust) if trust or "transformers" not in sys.modules else {}
-    return {pair: found[pair] if pair in found else _frame(*pair, trust) for pair in pairs}
+    return {pair: found[pair] if pair in found else _frame(*pair, tuple(rows), trust) for pair, rows in pairs.items()}
 
 
-def _frames_apart(pairs: Iterable[tuple[str, str]], trust_remote_code: bool) -> dict[tuple[str, str], int | str]:
+def _rows_of(text: Text) -> Rows:
+    assert text.rows is not None, "the stage checks it"
+    return Rows(text.data.model_dump_json(), text.rows)
+
+
+def _rendered(frame: Measured, text: Text) -> Rendered:
+    return frame.rendered[_rows_of(text)] if text.rows else Rendered()
+
+
+def _frames_apart(pairs: Mapping[Pair, Iterable[Rows]], trust_remote_code: bool) -> dict[Pair, Measured | str]:
     """As `_frames`, of those that a process without torch can read; fetches tokenizers from the Hub."""
-    found: dict[tuple[str, str], int | str] = {}
+    found: dict[Pair, Measured | str] = {}
     folders = {}
     for place, template in pairs:
         try:
             folders[place, template] = (tokenizer_place(place) if is_remote(place) else place), template
         except ValueError as error:
             found[place, template] = str(error)
-    lengths = frame_lengths((folder for folder in folders.values() if not is_remote(folder[0])), trust_remote_code)
+    local = {folder: tuple(pairs[pair]) for pair, folder in folders.items() if not is_remote(folder[0])}
+    lengths = measured(local, trust_remote_code)
     return found | {pair: lengths[folder] for pair, folder in folders.items() if folder in lengths}
 
 
-def _frame(place: str, template: str, trust_remote_code: bool) -> int | str:
-    from rlhf_core.data.chat import Renderer, load_tokenizer
-
+def _frame(place: str, template: str, rows: Sequence[Rows], trust_remote_code: bool) -> Measured | str:
     try:
-        return Renderer(load_tokenizer(place, trust_remote_code), template).frame_len
+        return measure(place, template, rows, trust_remote_code)
     except ValueError as error:
         return str(error)
 

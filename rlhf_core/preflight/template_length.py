@@ -1,4 +1,5 @@
-"""Measures how many tokens a chat template takes by itself, in a process that cannot import torch, unless it runs code of models.
+"""Measures how many tokens a chat template takes by itself, and renders rows with it, in a process that cannot import torch, unless it runs
+code of models.
 
 transformers imports torch if it can, which takes seconds, and reads most tokenizers without it. The caller reads the others again, with
 torch, as the stages do; only an error there refuses the recipe, and a template that loops, whose process the kernel ends.
@@ -11,70 +12,133 @@ import json
 import signal
 import subprocess
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
+from rlhf_core.config import Data
+from rlhf_core.data.rows.columns import Kind
+from rlhf_core.preflight.template_rows import Rendered, render_rows
 from rlhf_core.system.gc_pause import uncollected
 from rlhf_core.system.processes import child_environment
 
 Pair = tuple[str, str]  # a model folder and a template
 SECONDS = 60.0
 CPU_SECONDS = 2.0  # of one template, which takes milliseconds
+ROW_CPU_SECONDS = 20.0  # of one row, which may be long
 ENDLESS = f"the chat template did not end within {CPU_SECONDS:.0f} s; correct it, or set the template of the data to a plain one"
 SPOKEN = ({"role": "user", "content": "What is here?"}, {"role": "assistant", "content": "Some text."})
 ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error", "TOKENIZERS_PARALLELISM": "false"}
-# By folder, template and newest mtime in the folder. A run checks twice: before its flow and in it.
-_known: dict[tuple[str, str, int], int] = {}
+
+
+class Rows(NamedTuple):
+    """A data set that a template is to render: a `Data` as JSON, and its kind."""
+
+    data: str
+    kind: Kind
+
+
+class Measured(NamedTuple):
+    """`Renderer.frame_len` in tokens, and what the rows of each data set show."""
+
+    length: int
+    rendered: dict[Rows, Rendered]
+
+
+Key = tuple[str, str, int, tuple[Rows, ...], tuple[int, ...]]
+# By folder, template, newest mtime in the folder, data sets and mtimes of their files. A run checks twice: before its flow and in it.
+_known: dict[Key, Measured] = {}
 
 
 def frame_lengths(pairs: Iterable[Pair], trust_remote_code: bool = False) -> dict[Pair, int | str]:
     """Returns `Renderer.frame_len`, in tokens, of each pair that can be read without torch and the Hub, and ENDLESS for one that loops;
     others are left out."""
-    keys = {pair: (*pair, _changed(Path(pair[0]))) for pair in pairs}
+    found = measured(dict.fromkeys(pairs, ()), trust_remote_code)
+    return {pair: each if isinstance(each, str) else each.length for pair, each in found.items()}
+
+
+def measured(pairs: Mapping[Pair, Sequence[Rows]], trust_remote_code: bool = False) -> dict[Pair, Measured | str]:
+    """As `frame_lengths`, with what the rows of the data sets of each pair show."""
+    keys = {pair: _key(pair, tuple(rows)) for pair, rows in pairs.items()}
     left = [pair for pair, key in keys.items() if key not in _known]
-    endless: dict[Pair, int | str] = {}
+    endless: dict[Pair, Measured | str] = {}
     while left:
-        lengths, ended = _ask(left, trust_remote_code)
-        _known.update((keys[pair], length) for pair, length in zip(left, lengths, strict=False) if length is not None)
-        left = left[len(lengths) :] if ended == -signal.SIGVTALRM else []
+        answers, ended = _ask([(pair, pairs[pair]) for pair in left], trust_remote_code)
+        _known.update((keys[pair], answer) for pair, answer in zip(left, answers, strict=False) if answer is not None)
+        left = left[len(answers) :] if ended == -signal.SIGVTALRM else []
         endless |= dict.fromkeys(left[:1], ENDLESS)
         left = left[1:]
     return {pair: _known[key] for pair, key in keys.items() if key in _known} | endless
 
 
-def _ask(pairs: list[Pair], trust_remote_code: bool) -> tuple[list[int | None], int]:
+def measure(place: str, template: str, rows: Sequence[Rows], trust_remote_code: bool) -> Measured:
+    """As `measured`, in this process and without limits of time. Raises ValueError for a tokenizer or template that cannot be used."""
+    from rlhf_core.data.chat import Renderer, load_tokenizer
+
+    renderer = Renderer(load_tokenizer(place, trust_remote_code), template)
+    return Measured(renderer.frame_len, {each: render_rows(renderer, Data.model_validate_json(each.data), each.kind) for each in rows})
+
+
+def _ask(asked: list[tuple[Pair, Sequence[Rows]]], trust_remote_code: bool) -> tuple[list[Measured | None], int]:
     """Returns what the process of `main` says of the first pairs, and its exit code."""
     command = [sys.executable, "-P", "-m", "rlhf_core.preflight.template_length", *["trust"] * trust_remote_code]
     environment = child_environment() | ENVIRONMENT
     with contextlib.suppress(subprocess.TimeoutExpired, ValueError):
-        done = subprocess.run(command, input=json.dumps(pairs), capture_output=True, text=True, timeout=SECONDS, env=environment)
-        return [json.loads(line) for line in done.stdout.splitlines()], done.returncode
+        done = subprocess.run(command, input=json.dumps(asked), capture_output=True, text=True, timeout=SECONDS, env=environment)
+        lines = [json.loads(line) for line in done.stdout.splitlines()]
+        return [_read(line, rows) for line, (_, rows) in zip(lines, asked, strict=False)], done.returncode
     return [], 0
+
+
+def _read(line: list[object] | None, rows: Sequence[Rows]) -> Measured | None:
+    if line is None:
+        return None
+    length, *rendered = line
+    assert isinstance(length, int)
+    return Measured(length, {each: Rendered(*of_rows) for each, of_rows in zip(rows, rendered, strict=True)})  # type: ignore[misc]
+
+
+def _key(pair: Pair, rows: tuple[Rows, ...]) -> Key:
+    files = [Path(source.path) for each in rows for source in Data.model_validate_json(each.data).sources]
+    return (*pair, _changed(Path(pair[0])), rows, tuple(file.stat().st_mtime_ns if file.is_file() else 0 for file in files))
 
 
 def _changed(folder: Path) -> int:
     return max((path.stat().st_mtime_ns for path in folder.glob("*")), default=0)
 
 
+@contextlib.contextmanager
+def _limited(seconds: float) -> Iterator[None]:
+    """Ends this process when the block takes longer, inside a library's loop too."""
+    signal.setitimer(signal.ITIMER_VIRTUAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+
+
 def main() -> None:
-    """Reads pairs from standard input as JSON, writes a line for each: its length, or null for one that cannot be read."""
+    """Reads pairs and their data sets from standard input as JSON, writes a line for each pair: its length and what each data set shows, or
+    null for one that cannot be read."""
     trust = sys.argv[1:] == ["trust"]
     if not trust:  # a model's code may need it
         sys.modules["torch"] = None  # type: ignore[assignment]  # makes `import torch` fail
     with uncollected():
         from rlhf_core.data.chat import Renderer, load_tokenizer
 
-    for place, template in json.load(sys.stdin):
-        length = None
+    for (place, template), rows in json.load(sys.stdin):
+        answer = None
         with contextlib.suppress(Exception):  # the caller's attempt with torch reports it
             tokenizer = load_tokenizer(place, trust)
-            signal.setitimer(signal.ITIMER_VIRTUAL, CPU_SECONDS)  # its signal ends this process, inside a library's loop too
-            renderer = Renderer(tokenizer, template)
-            with contextlib.suppress(ValueError):  # a template that refuses it is reported with the data
-                renderer.conversation(SPOKEN)  # one may loop on text alone
-            length = renderer.frame_len
-        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
-        print(json.dumps(length), flush=True)
+            with _limited(CPU_SECONDS):
+                renderer = Renderer(tokenizer, template)
+                with contextlib.suppress(ValueError):  # a template that refuses it is reported with the data
+                    renderer.conversation(SPOKEN)  # one may loop on text alone
+            of_row = partial(_limited, ROW_CPU_SECONDS)
+            rendered = [render_rows(renderer, Data.model_validate_json(data), kind, of_row) for data, kind in rows]
+            answer = [renderer.frame_len, *rendered]
+        print(json.dumps(answer), flush=True)
 
 
 if __name__ == "__main__":

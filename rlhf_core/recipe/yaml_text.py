@@ -29,7 +29,7 @@ BASES = {"0o": 8, "0x": 16}
 
 
 class _Loader(yaml.SafeLoader):
-    yaml_implicit_resolvers: ClassVar[dict[str, list[Any]]] = {}
+    yaml_implicit_resolvers: ClassVar[dict[str, list[Any]]] = {}  # type: ignore[misc]
 
     def __init__(self, text: str):
         super().__init__(text)
@@ -46,6 +46,9 @@ class _Loader(yaml.SafeLoader):
         text = self.construct_scalar(node)
         base = BASES.get(text[:2])
         return int(text) if base is None else int(text[2:], base)
+
+    def construct_text(self, node: yaml.ScalarNode) -> str:
+        return str(self.construct_scalar(node))
 
     def flatten_mapping(self, node: yaml.MappingNode) -> None:
         """Puts the mappings that `<<` names before the own keys of a mapping, which are compared first."""
@@ -74,7 +77,7 @@ for _kind, _pattern, _first in SCALARS:
     _Loader.add_implicit_resolver(*_resolver)
     _Dumper.add_implicit_resolver(*_resolver)
 _Loader.add_constructor(TAG + "int", _Loader.construct_integer)
-_Loader.add_constructor(MERGE, _Loader.construct_yaml_str)  # where it is no key
+_Loader.add_constructor(MERGE, _Loader.construct_text)  # where it is no key
 
 
 def dump(value: Any, **options: Any) -> str:

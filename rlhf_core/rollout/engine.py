@@ -23,6 +23,7 @@ from rlhf_core.config import Vllm
 from rlhf_core.config.loops import Rewarded
 from rlhf_core.data.documents import received, to_send
 from rlhf_core.hub.model_config import experts_of_config, text_config, wraps_text_by_config
+from rlhf_core.hub.vocabulary import known_rows
 from rlhf_core.models.experts import replayed
 from rlhf_core.rollout.environment import (
     CPU_BATCHED_TOKENS,
@@ -155,7 +156,9 @@ class Sampler:
         self._patched = applies()
         keep_rows()
         merged = ExitStack()
+        source = model
         model = merged.enter_context(whole_model(model, dtype, trust_remote_code))
+        known = _known_rows(source, config_of(model))
         if adapter_rank and experts_of_config(text_config(config_of(model))):
             raise ValueError("vllm.adapters: alone is not for models with experts, whose layers vLLM would change for them: leave it out")
         options: dict[str, Any] = dict(
@@ -194,7 +197,7 @@ class Sampler:
             merged.close()
             return
         self.llm = self._library.LLM(**options)
-        self.llm.collective_rpc("prepare_runner")
+        self.llm.collective_rpc("prepare_runner", args=(known,))
         if adapter_rank:
             self.llm.collective_rpc("keep_plain_head")
         self._sampled = wait_for_whole_answers(self.llm.llm_engine)
@@ -382,6 +385,15 @@ class Sampler:
         engine: Any = self.llm.llm_engine
         engine.engine_core.shutdown()
         del self.llm
+
+
+def _known_rows(source: str, config: dict[str, Any]) -> int | None:
+    """Returns `known_rows` of the model at `source`, and says in the log when some rows are left out."""
+    rows = int(text_config(config).get("vocab_size") or 0)
+    known = known_rows(source, rows)
+    if known is not None:
+        print(f"{source}: {rows - known} of {rows} rows of the vocabulary are no token of its tokenizer, and are not sampled", flush=True)
+    return known
 
 
 def _answer(request: Any) -> Answer:

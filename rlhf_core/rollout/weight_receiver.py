@@ -16,7 +16,7 @@ from rlhf_core.hub.model_config import FIXED_EXPERTS, keeps_experts
 from rlhf_core.models.wrapper import stored_names, text_names
 from rlhf_core.rollout.patches.engine import gather_sampled_alone
 from rlhf_core.rollout.patches.models import forget_packed_experts
-from rlhf_core.rollout.patches.sampling import read_logits_once
+from rlhf_core.rollout.patches.sampling import leave_out_padding, read_logits_once
 from rlhf_core.rollout.pipeline import join_stages
 from rlhf_core.rollout.weight_transfer import Broadcast, Channel, Rendezvous, Route, SameGpu, gpu_uuid
 
@@ -36,9 +36,14 @@ class WeightReceiver:
     def gpu_uuid(self) -> str | None:
         return gpu_uuid()
 
-    def prepare_runner(self) -> None:
-        """Changes what vLLM's model runner does with logits, and makes the buffers of a later stage that only a warm-up would make."""
+    def prepare_runner(self, known: int | None) -> None:
+        """Changes what vLLM's model runner does with logits, and makes the buffers of a later stage that only a warm-up would make.
+
+        `known`: only so many of the vocabulary's first rows are sampled.
+        """
         runner = self.model_runner
+        if known is not None:
+            leave_out_padding(runner.get_model(), known)
         if (sampler := getattr(runner, "sampler", None)) is not None:  # of the last stage alone
             gather_sampled_alone(sampler)
             read_logits_once(runner)

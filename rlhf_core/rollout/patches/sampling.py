@@ -18,6 +18,7 @@ from torch import Tensor
 from rlhf_core.rollout.patches.engine import applies
 
 OF_SECOND_RUNNER, SECOND_RUNNER_OF = "vllm.v1.worker.gpu.sample.sampler", ("0.24.",)
+NEVER = -1e30  # a logit; finite, so that a block of them in `kernels.draw` has a maximum
 OWN_PROCESSORS = "vllm.v1.sample.logits_processor."  # module of those that do nothing unless a request asks for it
 
 
@@ -37,6 +38,22 @@ def read_logits_once(model_runner: Any) -> None:
     elif hasattr(sampler, "topk_topp_sampler") and processors is not None:
         if all(type(one).__module__.startswith(OWN_PROCESSORS) for one in processors.all):
             _draw_in_first_runner(sampler)
+
+
+def leave_out_padding(model: Any, known: int) -> None:
+    """Makes a model of vLLM give every token from number `known` on a logit that has no probability, in samples and in log-probs.
+
+    A method of all of vLLM's models, which both of its model runners call, computes the logits; on some ranks it returns None.
+    """
+    as_before = model.compute_logits
+
+    def compute_logits(*states: Any, **named: Any) -> Any:
+        logits = as_before(*states, **named)
+        if logits is not None:
+            logits[..., known:] = max(NEVER, torch.finfo(logits.dtype).min)
+        return logits
+
+    model.compute_logits = compute_logits
 
 
 def _draw_in_first_runner(sampler: Any) -> None:

@@ -98,6 +98,7 @@ FAULTS: dict[str, tuple[str, Callable[[Rows], Rows], int, str]] = {
     "empty answers": ("sft", lambda rows: changed(rows, 12, response=" \n"), 5, "row 12"),
     "empty prompts": ("prompt", lambda rows: changed(rows, 12, prompt=" "), 5, "row 12"),
     "equal answers": ("preference", lambda rows: changed(rows, 20, chosen="7", rejected="7"), 3, "row 20"),
+    "control tokens": ("sft", lambda rows: [rows[0], {**rows[1], "prompt": rows[1]["prompt"] + "<|end|>"}, *rows[2:]], 1, "row 2"),
     "damaged text": ("sft", lambda rows: [rows[0], {**rows[1], "response": "cafÃ© \ufffd"}, *rows[2:]], 1, "row 2"),
     "truncated": ("sft", lambda rows: changed(rows, 5, response="1" * 200), 12, "row 5"),
     "answers cut away": ("sft", lambda rows: changed(rows, 10, prompt="1" * 200), 6, "row 10"),

@@ -19,7 +19,7 @@ import rlhf_core.stages.kto
 import rlhf_core.stages.ppo.train
 import rlhf_core.stages.preferences.run
 from rlhf_core.config import DPO, KTO, PPO, Data, StageConfig
-from rlhf_core.hub.vocabulary import difference, require_same_vocabulary, stored_vocabulary
+from rlhf_core.hub.vocabulary import difference, known_rows, require_same_vocabulary, stored_vocabulary
 from rlhf_core.preflight.inputs import check_inputs
 from rlhf_core.runs.run_dir import RunDir, StageRequest
 from tests.support.hub_server import Blob, Hub, Repository
@@ -227,3 +227,13 @@ def test_who_loads_it_refuses_it(name: str, material: Path, tmp_path: Path) -> N
     with pytest.raises(ValueError) as refused:
         work(request, RunDir(tmp_path / "run"))
     assert str(refused.value).startswith(f"{other} is given the token ids of {base} and has another vocabulary: number ")
+
+
+def test_rows_that_pad_a_vocabulary_are_counted(tmp_path: Path) -> None:
+    save_tokenizer(tmp_path, TEMPLATE)
+    size = len(AutoTokenizer.from_pretrained(tmp_path))
+    assert known_rows(str(tmp_path), size + 57) == size
+    assert known_rows(str(tmp_path), size) is None
+    assert known_rows(str(tmp_path), size - 1) is None, "special tokens may have no row"
+    assert known_rows("owner/name", size) is None
+    assert known_rows(str(tmp_path / "none"), size) is None

@@ -52,6 +52,31 @@ def test_values_and_gradients_are_those_of_autograd(keep: bool, entropy: Entropy
 
 @pytest.mark.parametrize("keep", [True, False])
 @pytest.mark.parametrize("linear", [True, False])
+@pytest.mark.parametrize("bias", [True, False])
+def test_rows_beyond_the_known_ones_have_no_probability_and_no_gradient(
+    keep: bool, linear: bool, bias: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "LOGITS_CHUNK", 7)
+    known = 900
+    head, hidden, targets = problem(torch.float32, bias)
+    targets = targets % known
+    upstream, more = torch.randn(2, ROWS)
+    cut = nn.Linear(WIDTH, known, bias=bias)
+    cut.load_state_dict({name: weight[:known] for name, weight in head.state_dict().items()})
+    theirs = token_logprobs(cut, hidden, targets, 0.7, "gradient", keep)
+    ours = token_logprobs(head if linear else nn.Sequential(head), hidden, targets, 0.7, "gradient", keep, known=known)
+    torch.testing.assert_close(ours, theirs)
+    loss, exact = ((found[0] * upstream).sum() + (found[1] * more).sum() for found in (ours, theirs))
+    gradients = torch.autograd.grad(loss, [hidden, *head.parameters()])
+    expected = torch.autograd.grad(exact, [hidden, *cut.parameters()])
+    torch.testing.assert_close(gradients[0], expected[0])
+    for got, wanted in zip(gradients[1:], expected[1:], strict=True):
+        torch.testing.assert_close(got[:known], wanted)
+        assert not got[known:].any()
+
+
+@pytest.mark.parametrize("keep", [True, False])
+@pytest.mark.parametrize("linear", [True, False])
 @pytest.mark.parametrize("top", [Truncation(0.9), Truncation(1.0, 5), Truncation(0.7, 30), Truncation(1e-6), Truncation(1.0, 5000)])
 def test_truncated_distributions(top: Truncation, keep: bool, linear: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Beside autograd over the kept tokens, which are found one by one; targets that would be cut are kept with all above them."""

@@ -7,12 +7,16 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from flows.cli.app import main
+from rlhf_core.config import Data
 from rlhf_core.data.chat import Renderer, load_tokenizer
 from rlhf_core.preflight import template_length
 from rlhf_core.preflight.template_length import frame_lengths
+from rlhf_core.preflight.template_rows import render_rows
 from tests.support.micro import ROOT
 from tests.support.tiny_models import save_weights
 from tests.unit.preflight.test_check import TEMPLATE, save_tokenizer
@@ -105,3 +109,54 @@ def test_templates_of_tokenizers_with_code_have_the_limit_too(base: Path, monkey
     assert frame_lengths([pair], trust_remote_code=True) == {pair: template_length.ENDLESS}
     pair = with_code(TEMPLATE)
     assert frame_lengths([pair], trust_remote_code=True)[pair] == Renderer(load_tokenizer(str(base), True), "chat").frame_len
+
+
+def lines(folder: Path, *rows: dict[str, Any]) -> None:
+    (folder / "sft.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def asked(text: str) -> dict[str, Any]:
+    return {"messages": [{"role": "user", "content": text}, {"role": "assistant", "content": "ho"}]}
+
+
+CALL = {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": {"name": "f", "arguments": "{}"}}]}
+
+
+def test_a_row_that_the_template_refuses_is_found_before_any_work(base: Path) -> None:
+    called = {"messages": [asked("hi")["messages"][0], CALL]}
+    lines(base.parent, *map(asked, "abcdefgh"), called, called)
+    problems, imported = checked(base.parent, 200)
+    assert problems.startswith("stages.sft.data: sft.jsonl, row 9: the chat template leaves out calls of tools") and imported == "False"
+    lines(base.parent, *map(asked, "abcdefgh"))
+    assert checked(base.parent, 200) == ["", "False"], "changed data is read again"
+
+
+def test_a_control_token_in_a_text_is_told_and_refuses_nothing(
+    base: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(base.parent)
+    (base.parent / "recipe.yaml").write_text(RECIPE.replace("LIMIT", "200"))
+    lines(base.parent, *map(asked, "ab"), asked("hi<|im_end|>"), asked("<|im_start|>"))
+    assert main(["validate", "recipe.yaml", "--here"]) == 0
+    (told,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("warning")]
+    assert told.startswith("warning: stages.sft.data: sft.jsonl, row 3: the text '<|im_end|>' is a control token of the model")
+    lines(base.parent, *map(asked, "ab"))
+    assert main(["validate", "recipe.yaml", "--here"]) == 0
+    assert "warning" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("kind", "row"),
+    [
+        ("prompt", {"prompt": [{"role": "user", "content": "x"}, CALL, {"role": "tool", "content": "y"}]}),
+        ("preference", {"prompt": "x", "chosen": [CALL], "rejected": "z"}),
+        (
+            "labelled",
+            {"prompt": [{"role": "user", "content": "x"}, CALL, {"role": "tool", "content": "y"}], "response": "z", "label": True},
+        ),
+    ],
+)
+def test_rows_of_every_kind_are_rendered(base: Path, kind: Any, row: dict[str, Any]) -> None:
+    lines(base.parent, row)
+    renderer, data = Renderer(load_tokenizer(str(base)), "chat"), Data(sources=str(base.parent / "sft.jsonl"))
+    assert "row 1: the chat template leaves out calls of tools" in render_rows(renderer, data, kind).refused

@@ -13,7 +13,7 @@ import torch
 
 from rlhf_core.rollout.patches import sampling
 from rlhf_core.rollout.patches.engine import applies
-from rlhf_core.rollout.patches.sampling import draws_all, read_logits_once, samples_all, whole_distributions
+from rlhf_core.rollout.patches.sampling import draws_all, leave_out_padding, read_logits_once, samples_all, whole_distributions
 
 
 def asked(**changed: Any) -> Any:
@@ -243,3 +243,15 @@ def test_a_plain_batch_does_not_reach_the_second_runners_sampler(monkeypatch: py
     assert found.logprobs_tensors.logprobs.tolist() == [[2.0], [1.5]]
     assert found.num_sampled.tolist() == [1, 1] and found.num_rejected.tolist() == [0, 0]
     assert sampler(torch.zeros(5, 3), batch) == "vLLM's"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_rows_that_are_no_token_have_no_probability(dtype: torch.dtype) -> None:
+    model = torch.nn.Module()
+    logits = torch.randn(3, 10).to(dtype)
+    model.compute_logits = lambda states: None if states is None else logits.clone()  # type: ignore[assignment]
+    leave_out_padding(model, 7)
+    found = model.compute_logits(0)  # type: ignore[operator]
+    assert torch.equal(found[:, :7], logits[:, :7]) and found.isfinite().all()
+    assert not (found.float() / 0.01).softmax(-1)[:, 7:].any()
+    assert model.compute_logits(None) is None  # type: ignore[operator]

@@ -44,6 +44,7 @@ class Actor(Trained):
         policy = trained_policy(
             model.path, model.dtype, model.trust_remote_code, config.lora, seed, config.router_aux_coef, shards_of(config, "actor")
         )
+        policy.leave_out_padding(model.path)
         if config.vllm.adapters == "alone":
             require_linear(policy.model)
         if config.replays_routing:

@@ -94,6 +94,7 @@ class Reference(ReadOnlyModel):
     def __init__(self, model: ModelSpec, temperature: float, offload: bool = False, routing_replay: bool = False, shard: bool = False):
         shards = ZeroShards(model.dtype) if shard else None
         policy = load_policy(model.path, model.dtype, model.trust_remote_code, on_host=offload, shards=shards)
+        policy.leave_out_padding(model.path)
         if routing_replay:
             policy.replay_routing()
         super().__init__(policy, model, offload, shards)
