@@ -5,6 +5,7 @@ DeepSpeed's schedulers, data loaders and accumulation counter are not used: the 
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -26,7 +27,7 @@ from rlhf_core.training.process_group import backend, join_ranks
 from rlhf_core.training.state_files import read_parts, stored_steps
 from rlhf_core.training.state_writer import StateWriter
 from rlhf_core.training.zero_options import ZeroOptions, engine_config, require_known, unknown_options
-from rlhf_core.training.zero_parts import make_state, steps_of, to_weights, zero_parts
+from rlhf_core.training.zero_parts import drop_gradients, make_state, steps_of, to_weights, zero_parts
 
 
 def library() -> Any:
@@ -112,6 +113,8 @@ class ZeroEngine:
             group["lr"] = learning_rate
         self._engine.step()
         norm = float(self._engine.get_global_grad_norm())
+        if not math.isfinite(norm):  # DeepSpeed has left its step out
+            drop_gradients(self._engine.optimizer, self.zero_stage)
         check_finite(norm, "the gradient norm")
         return norm
 

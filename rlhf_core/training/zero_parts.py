@@ -59,6 +59,13 @@ def to_weights(optimizer: Any, stage: int) -> None:
         whole[0].all_gather(whole)
 
 
+def drop_gradients(optimizer: Any, stage: int) -> None:
+    """Drops the gradients of a step that the optimiser refused: with Adam on the host ZeRO-1 and 2 would add those of the next step."""
+    if stage < 3:
+        for group in optimizer.averaged_gradients:
+            optimizer.averaged_gradients[group] = None
+
+
 def _flats(optimizer: Any, stage: int) -> list[Tensor]:
     if stage == 3:
         return list(optimizer.fp32_partitioned_groups_flat)

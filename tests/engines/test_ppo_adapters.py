@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 import rlhf_core.stages.ppo.run
 import rlhf_core.stages.reward_model
 from rlhf_core.config import PPO, Data, Lora, Ranks, RewardModel, Vllm
+from rlhf_core.config.metrics import SURVIVES
 from rlhf_core.models.load import load_policy
 from rlhf_core.runs.metrics_log import read_metrics
 from rlhf_core.runs.run_dir import RunDir, StageRequest
@@ -85,6 +86,8 @@ def test_the_sampler_follows_the_actor(
     for line in lines:  # the probe after each sync compared vLLM with the actor; rollouts came from the synced weights
         assert line["sync/probe_gap"] < 1e-3 and line["sampler/gap"] < 1e-3
         assert line["policy/first_ratio_gap"] < 1e-5
+    merged = config.lora is not None and config.vllm.adapters == "merged"
+    assert [line.get(SURVIVES) for line in lines] == [pytest.approx(1.0, abs=1e-3) if merged else None] * len(lines)
     assert lines[-1]["kl/mean"] != pytest.approx(0, abs=1e-3), "the actor that was sampled from is still the reference"
     checkpoint = tmp_path / "ppo" / "checkpoint"
     if config.lora is not None and config.lora.export == "adapter":
