@@ -1,8 +1,8 @@
 """Computes the interval of a mean of scores from 0 to 1: win rates, accuracies, shares. Nothing is random.
 
-The scores of n questions are a sample of an unknown distribution on [0, 1]. One more question is added, won or
-lost with probability one half each, and the n + 1 questions get weights from Dirichlet(1, ..., 1), as in the
-Bayesian bootstrap (Rubin 1981). The ends of the interval are quantiles of the weighted mean.
+The scores of n questions are a sample of an unknown distribution on [0, 1]. One more question is added, won
+or lost with probability one half each, and the n + 1 questions get weights from Dirichlet(1, ..., 1), as in
+the Bayesian bootstrap (Rubin 1981). The ends of the interval are quantiles of the weighted mean.
 
 - With scores 0 and 1 alone it is the mid-P interval of a proportion (Lancaster 1961; Berry & Armitage 1995).
 - With the added question always lost for the lower end, and always won for the upper one, it would be Gaffke's
@@ -10,8 +10,9 @@ Bayesian bootstrap (Rubin 1981). The ends of the interval are quantiles of the w
   proportion, and wider than it needs to be.
 - A lower score lowers the mean for any weights, so it raises neither end.
 
-Dirichlet weights are independent exponential variables divided by their sum. Hence "the weighted mean is at most
-mu" says that a sum of gamma variables is at most 0. Its probability is an integral (Gil-Pelaez 1951; Imhof 1961).
+Dirichlet weights are independent exponential variables divided by their sum. Hence "the weighted mean is at
+most mu" says that a sum of gamma variables is at most 0. Its probability is an integral (Gil-Pelaez 1951;
+Imhof 1961).
 """
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ Floats = NDArray[np.float64]
 STEP = 0.02  # of the integral
 COARSE = 16  # every 16th point says how far the integral goes
 NOTHING = -40.0  # logarithm of what is left out
-# Standard deviations from 0 beyond which a probability counts as 0 or 1. It is below e^-29, because the density of
-# the sum is log-concave.
+# Standard deviations from 0 beyond which a probability counts as 0 or 1. It is below e^-29, because the
+# density of the sum is log-concave.
 FAR = 30.0
 # Points and weights of the integral of f(u) du / (pi u) over u > 0: the double exponential rule with
 # u = exp(x - exp(-x)) (Takahasi & Mori 1974).
@@ -37,8 +38,8 @@ WEIGHTS = (1 + np.exp(-_X)) * STEP / np.pi
 def mean_interval(total: Floats, weight: Floats, added: float = 1.0, level: float = 0.95) -> tuple[float, float]:
     """Returns the interval of `total.sum() / weight.sum()`; without a question it is (0, 1).
 
-    `weight` (n,) is the weight of each question, `total` (n,) its score times its weight. `added`: weight of the
-    question that is added, which should be that of the heaviest one.
+    `weight` (n,) is the weight of each question, `total` (n,) its score times its weight. `added`: weight of
+    the question that is added, which should be that of the heaviest one.
     """
     tail = (1 - level) / 2
     return _lower(total, weight, added, tail), 1 - _lower(weight - total, weight, added, tail)

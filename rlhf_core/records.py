@@ -210,10 +210,11 @@ class WinRate(Frozen):
     """Win rate of one model against the baseline with its 95 % interval over questions (`mean_interval.py`).
 
     `win_rate`: the mean over questions of the score of their games, a tied game counts as half. `num_won`,
-    `num_tied`, `num_lost`: questions with a score above, of and below one half (None: a report of an older version).
-    `num_failed`: games without a verdict. `swap_consistency`: share of questions whose two games name the same winner. `arena_score`:
-    win rate that counts each strong verdict three times, as Arena-Hard does. `length_controlled`: predicted win rate of answers as long
-    as the baseline's, from a Bradley-Terry fit with the length difference as a covariate, with its 95 % interval.
+    `num_tied`, `num_lost`: questions with a score above, of and below one half (None: a report of an older
+    version). `num_failed`: games without a verdict. `swap_consistency`: share of questions whose two games
+    name the same winner. `arena_score`: win rate that counts each strong verdict three times, as Arena-Hard
+    does. `length_controlled`: predicted win rate of answers as long as the baseline's, from a Bradley-Terry
+    fit with the length difference as a covariate, with its 95 % interval.
     """
 
     model: str

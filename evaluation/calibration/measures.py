@@ -102,8 +102,8 @@ def _mean_estimate(mean: Mean) -> Estimate:
 def _resampled(names: Sequence[str], sums: Floats, resamples: int, seed: int) -> dict[str, Estimate]:
     """Returns the measures of OVER with percentile bootstrap intervals over uids (Efron & Tibshirani 1993).
 
-    Where all resamples are equal the interval gets the half width of that of a share which is 0 or 1 of the uids
-    that the measure is about, so that a few equal verdicts are not taken as proof.
+    Where all resamples are equal the interval gets the half width of that of a share which is 0 or 1 of the
+    uids that the measure is about, so that a few equal verdicts are not taken as proof.
     """
     count, generator = len(sums), np.random.default_rng(seed)
     drawn: list[dict[str, Floats]] = []

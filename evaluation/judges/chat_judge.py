@@ -1,9 +1,9 @@
 """Judges with a chat model at an OpenAI-compatible endpoint: remote, or a local vLLM server.
 
-Every verdict is cached when it arrives, keyed by (judge prompt, settings of the request, judge, prompt version), so a resumed stage
-requests none twice. A reply without a verdict, one that contradicts itself, or that the limit of its length cut, is
-followed by one reminder. Games that still fail are counted, not cached, and stop the stage above the share
-`max_failed`. Requests and retries: `answers/chat_client.py`.
+Every verdict is cached when it arrives, keyed by (judge prompt, settings of the request, judge, prompt
+version), so a resumed stage requests none twice. A reply without a verdict, one that contradicts itself, or
+that the limit of its length cut, is followed by one reminder. Games that still fail are counted, not cached,
+and stop the stage above the share `max_failed`. Requests and retries: `answers/chat_client.py`.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
 """Reads the verdict in a judge's reply.
 
-A verdict is one of the five labels, or a mirrored form, in double brackets, single ones as a fallback; the last one
-counts, as in Arena-Hard. Blanks inside the brackets are allowed. `[A]` and `A>>>B` are no verdicts.
+A verdict is one of the five labels, or a mirrored form, in double brackets, single ones as a fallback; the
+last one counts, as in Arena-Hard. Blanks inside the brackets are allowed. `[A]` and `A>>>B` are no verdicts.
 
-What the judge only quotes is not its verdict: text in ``` fences, in lines that begin with >, in double quotation
-marks, and text that occurs in one of the answers. A label alone also occurs in an answer that has planted it, so the
-text beside it decides: CONTEXT characters before or after it.
+What the judge only quotes is not its verdict: text in ``` fences, in lines that begin with >, in double
+quotation marks, and text that occurs in one of the answers. A label alone also occurs in an answer that has
+planted it, so the text beside it decides: CONTEXT characters before or after it.
 """
 
 from __future__ import annotations
@@ -52,9 +52,9 @@ class _Found(NamedTuple):
 def read_verdict(reply: str, answers: Sequence[str], cut: bool = False) -> Verdict:
     """Returns the verdict of a judge on these answers. `cut`: the limit of the length ended the reply.
 
-    A reply contradicts itself when its last label is in single brackets and differs from the last in double ones.
-    Where an answer holds a label, one in the reply may be a mention of that: the reply must end with its verdict, and
-    have no other one.
+    A reply contradicts itself when its last label is in single brackets and differs from the last in double
+    ones. Where an answer holds a label, one in the reply may be a mention of that: the reply must end with
+    its verdict, and have no other one.
     """
     if cut:
         return Verdict(None, CUT)

@@ -1,11 +1,11 @@
 """Measures how far annotators agree, with each other and with themselves. Pure functions of labels and a seed.
 
-Cohen's kappa of two annotators (Cohen 1960) and, with squared weights for the five degrees, weighted kappa (Cohen 1968); Krippendorff's
-alpha of all (Krippendorff 2011, "Computing Krippendorff's Alpha-Reliability"), nominal for the winner and ordinal for the degrees, which
-takes any number of annotators for each pair. Intervals are 95 % ones over pairs of answers: `rate_interval` for
-shares, percentile bootstraps for kappa and alpha. Annotators are not resampled, so the numbers are about these
-annotators. Where all agree, every resample is the same: the interval of a kappa then follows from that of the
-share of agreement.
+Cohen's kappa of two annotators (Cohen 1960) and, with squared weights for the five degrees, weighted kappa
+(Cohen 1968); Krippendorff's alpha of all (Krippendorff 2011, "Computing Krippendorff's Alpha-Reliability"),
+nominal for the winner and ordinal for the degrees, which takes any number of annotators for each pair.
+Intervals are 95 % ones over pairs of answers: `rate_interval` for shares, percentile bootstraps for kappa and
+alpha. Annotators are not resampled, so the numbers are about these annotators. Where all agree, every
+resample is the same: the interval of a kappa then follows from that of the share of agreement.
 """
 
 from __future__ import annotations

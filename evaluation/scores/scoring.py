@@ -1,11 +1,11 @@
 """Computes win rates, their intervals, consistency and agreement from judgments. Pure functions of judgments.
 
-A `Judgment` (a battle) is one question judged in two games with the answers swapped. A game gives the model 0, 0.5 or 1, or no verdict.
-A question's score is the mean of its games, the win rate is the mean over questions.
-Intervals are over *questions* (both games together): games taken as independent, as arena-hard-auto takes its
-rows, understate the standard deviation by about a third. Every interval of a rate, or of a mean of scores from 0
-to 1, is `rate_interval`; `interval` is a bootstrap, for means of other values. Style control and Bradley-Terry
-scores are in `arena_hard`.
+A `Judgment` (a battle) is one question judged in two games with the answers swapped. A game gives the model
+0, 0.5 or 1, or no verdict. A question's score is the mean of its games, the win rate is the mean over
+questions. Intervals are over *questions* (both games together): games taken as independent, as
+arena-hard-auto takes its rows, understate the standard deviation by about a third. Every interval of a rate,
+or of a mean of scores from 0 to 1, is `rate_interval`; `interval` is a bootstrap, for means of other values.
+Style control and Bradley-Terry scores are in `arena_hard`.
 """
 
 from __future__ import annotations
@@ -53,7 +53,8 @@ def arena_sums(judgments: Sequence[Judgment]) -> QuestionSums:
         for game, score in zip(judgment.games, judgment.scores, strict=True)
         if score is not None
     ]
-    # Not the largest weight seen: a strong win that becomes a weak one would lower that, and might raise the interval.
+    # Not the largest weight seen: a strong win that becomes a weak one would lower that, and might raise the
+    # interval.
     return sums_of(rows)._replace(heaviest=float(GAMES * STRONG_ROWS))
 
 
