@@ -28,7 +28,7 @@ class Kind(NamedTuple):
 
     config: type[Gated]  # its field `stage` has the kind's name as default
     module: str = ""  # has `run(request, run)`; started by the `__main__` of its package. "": a loop, which the plan replaces by stages
-    version: int = 2  # raise it when a change of code changes results: they are then computed again
+    version: int = 3  # raise it when a change of code changes results: they are then computed again
     makes: Literal["policy", "reward", "pairs", "report", "published", ""] = ""  # what other stages may use of it
     start: str = "model"  # the field that names the model it starts from; the stage has its tokenizer
     names: Mapping[str, tuple[str, ...]] = MappingProxyType({})  # fields that name models or stages: allowed kinds, or what they make
