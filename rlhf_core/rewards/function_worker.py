@@ -1,7 +1,8 @@
 """`python -m rlhf_core.rewards.function_worker FILE NAME`: calls a reward function for each line of JSON on stdin.
 
-The first output line reports that the function is loaded, or its error. Then one line follows for each request: `{"rewards": [...]}`
-or `{"error": "..."}`. The function gets the lists of the contract that its signature names.
+The first output line reports that the function is loaded, or its error. Then one line follows for each request
+`{"number": N, "question": {...}}`: `{"number": N, "rewards": [...]}` or `{"number": N, "error": "..."}`. The function gets the lists of the
+contract that its signature names. A process that the function forks gives no reply: it ends where the function returns.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from threading import Thread
-from typing import Any
+from typing import Any, TextIO
 
 from rlhf_core.rewards.contract import question
 from rlhf_core.system.processes import users_module
@@ -68,6 +69,7 @@ def _end_with(parent: int) -> None:
 
 def main(file: str, name: str, lines: Iterable[bytes]) -> None:
     """Replies to each line on the real stdout; whatever else is printed goes to stderr. Ends with the process that started it."""
+    own = os.getpid()
     Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
     out = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
@@ -78,10 +80,18 @@ def main(file: str, name: str, lines: Iterable[bytes]) -> None:
         ready: dict[str, Any] = {"ready": True}
     except ValueError as error:
         ready = {"error": str(error)}
-    print(json.dumps(ready), file=out, flush=True)
+    _write(ready, out, own)
     if "error" not in ready:
         for line in lines:
-            print(json.dumps(call(function, json.loads(line))), file=out, flush=True)
+            request = json.loads(line)
+            _write({"number": request["number"]} | call(function, request["question"]), out, own)
+
+
+def _write(reply: dict[str, Any], out: TextIO, own: int) -> None:
+    """Writes a line. A process that the user's code forked, whose id is not `own`, ends in place of it."""
+    if os.getpid() != own:
+        os._exit(0)
+    print(json.dumps(reply), file=out, flush=True)
 
 
 if __name__ == "__main__":

@@ -48,6 +48,19 @@ def kill_group(leader: int) -> None:
         os.killpg(leader, signal.SIGKILL)
 
 
+def how_ended(code: int) -> str:
+    """Says how a process ended. `code`: as of `subprocess.Popen.returncode`, -n when signal n ended it."""
+    if code >= 0:
+        return f"exited with status {code}"
+    try:
+        name = signal.Signals(-code).name
+    except ValueError:
+        name = f"signal {-code}"
+    if name == "SIGKILL":
+        return "was killed by SIGKILL (Linux sends it when host memory is exhausted)"
+    return f"was killed by {name}"
+
+
 def users_module(file: Path, what: str) -> ModuleType:
     """Imports a user's Python file; modules beside it can be imported by it. `what` it is, for messages. Raises ValueError when there is
     none, or it raises."""
