@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import psutil
 import pytest
 
@@ -47,6 +48,10 @@ class World:
         if fault == "text": return "a lot"
         if fault == "nan": return float("nan")
         if fault == "nothing": return None
+        if fault == "large":
+            model.reward(1e308)
+            await model.answer("and now?")
+            return -1e308
         if fault == "message": await model.answer({"role": "user", "content": 3})
         if fault == "once":
             mark = Path(task["mark"])
@@ -168,6 +173,13 @@ def test_episodes_that_end_their_process_do_not_stop_the_others(make: Make, rend
     rows: list[dict[str, Any]] = [{"faults": ["exit"], "number": i} for i in range(48)]
     found = run(make(options={"share": 0.3}, max_attempts=14, timeout=30.0), renderer, rows)
     assert all(episode.rewards for episode in found), "each runs alone before another ends its process for the tenth time"
+
+
+def test_a_large_reward_is_bounded(make: Make, renderer: Renderer) -> None:
+    (found,) = run(make(), renderer, [{"fault": "large"}])
+    rollout = of_episode(found)
+    assert found.rewards == [1e30, -1e30] and rollout.own is not None and rollout.own.early is not None
+    assert rollout.own.reward == 0 and rollout.own.early.max() == np.float32(1e30)
 
 
 def test_a_process_that_an_episode_forks_says_nothing(make: Make, renderer: Renderer) -> None:
