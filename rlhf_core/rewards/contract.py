@@ -49,6 +49,17 @@ class WrongReply(RewardError):
     """A reply that does not fit its request. It might fit a smaller request by chance: the same one is sent again."""
 
 
+class CodeError(RewardError):
+    """The user's code raised an error that is its own, such as a NameError. `place`: type, file and line, the same for every answer."""
+
+    def __init__(self, message: str, place: str):
+        super().__init__(message, place)
+        self.place = place
+
+    def __str__(self) -> str:
+        return str(self.args[0])
+
+
 class RewardsFailed(RuntimeError):
     """A source left more answers without a reward than the recipe allows; the message names it."""
 

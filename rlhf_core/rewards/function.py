@@ -20,7 +20,7 @@ from pathlib import Path
 from threading import Lock, Timer
 from typing import Any
 
-from rlhf_core.rewards.contract import LISTS, Reply, RewardError, Sample, question_json, read_reply
+from rlhf_core.rewards.contract import LISTS, CodeError, Reply, RewardError, Sample, question_json, read_reply
 from rlhf_core.system.processes import child_environment, how_ended, kill_group
 
 ENDING_SECONDS = 5.0  # how long a process that has closed its output may take to end
@@ -62,7 +62,8 @@ class Function:
             self._idle.put(None)
 
     def score(self, samples: Sequence[Sample]) -> Reply:
-        """Returns the function's rewards. RewardError when the call failed; ValueError when the function cannot be loaded."""
+        """Returns the function's rewards. RewardError when the call failed, CodeError by an error of the code; ValueError when the function
+        cannot be loaded."""
         process = self._idle.get()
         try:
             if process is None:
@@ -75,8 +76,10 @@ class Function:
             raise
         finally:
             self._idle.put(process)
-        if "error" in reply:
-            raise RewardError(reply["error"])
+        if reply.get("place"):
+            raise CodeError(reply["text"], reply["place"])
+        if "text" in reply:
+            raise RewardError(reply["text"])
         return read_reply(json.dumps(reply), len(samples))
 
     def _ask(self, process: subprocess.Popen[bytes], samples: Sequence[Sample]) -> dict[str, Any]:
@@ -107,9 +110,9 @@ class Function:
         except BaseException:
             self._end(process)
             raise
-        if "error" in ready:
+        if "ready" not in ready:
             self._end(process)
-            raise ValueError(ready["error"])
+            raise ValueError(ready.get("text", "its process wrote a line that is not a reply"))
         return process
 
     def _exchange(self, process: subprocess.Popen[bytes], line: bytes) -> dict[str, Any]:
