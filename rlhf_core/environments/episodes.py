@@ -22,6 +22,7 @@ from rlhf_core.environments.admission import Admission
 from rlhf_core.environments.calls import call_format
 from rlhf_core.environments.process import LOOK_SECONDS, Failed, Process
 from rlhf_core.environments.trajectory import Full, Limits, Trajectory
+from rlhf_core.rewards.contract import bounded
 from rlhf_core.rollout.dispatch import Background, Engines
 from rlhf_core.rollout.engine import Sampling
 
@@ -130,7 +131,7 @@ class Episodes:
                     if len(told["rewards"]) != trajectory.turns:  # a wait for an answer was cancelled
                         raise Failed("an answer came that nobody waited for: the environment cancelled model.answer()")
                     self._admissions[which].finished()
-                    return list(told["rewards"])
+                    return [float(reward) for reward in bounded(told["rewards"])]
                 try:
                     tokens, room = trajectory.ask(told["ask"])
                 except Full as full:

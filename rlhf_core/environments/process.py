@@ -9,14 +9,16 @@ import os
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 from rlhf_core.environments.worker import PAGE
-from rlhf_core.system.processes import child_environment, kill_group
+from rlhf_core.system.processes import child_environment, how_ended, kill_group
 
 LOOK_SECONDS = 0.25
 LONGEST_LINE = 2**26  # bytes
 START_SECONDS = 120.0
+ENDING_SECONDS = 5.0  # how long a process that has closed its output may take to end
 
 
 class Failed(Exception):
@@ -66,9 +68,12 @@ class Process:
         except (TimeoutError, ValueError):
             ready = {"error": f"{file}: {name} is not made after {START_SECONDS:.0f} s; correct the environment"}
         if "ready" not in ready:
+            with suppress(TimeoutError):
+                await asyncio.wait_for(process.wait(), 0 if ready else ENDING_SECONDS)
+            ending = "wrote no more" if process.returncode is None else how_ended(process.returncode)
             kill_group(process.pid)
             await process.communicate()
-            raise ValueError(ready.get("error") or f"{file}: the process that makes {name} died; look at the log above")
+            raise ValueError(ready.get("error") or f"{file}: the process that makes {name} {ending}; look at the log above")
         return cls(process, page, seconds, ready["tools"])
 
     def send(self, **line: Any) -> None:
@@ -95,14 +100,23 @@ class Process:
             if (mailbox := self.episodes.get(told.get("id"))) is not None:
                 mailbox.put_nowait(told)
         self.ended, self.episodes_at_end = True, len(self.episodes)
-        kill_group(self._process.pid)
-        await self._process.wait()
+        ending = f"ended its process, which {await self._ending()}"
         guilty, _ = self._running()
-        what = f"kept its process busy for {self._seconds:g} s" if self._blocked else "ended its process"
+        what = f"kept its process busy for {self._seconds:g} s" if self._blocked else ending
         for episode, mailbox in self.episodes.items():
             own = episode == guilty
-            reason = what if own else "another episode ended its process"
+            reason = what if own else f"another episode {ending}"
             mailbox.put_nowait(Failed(reason, own or guilty < 0, late=own and self._blocked))
+
+    async def _ending(self) -> str:
+        """Waits for the end of a process that writes no more, ends what it has started, and says how it ended."""
+        try:
+            ending = how_ended(await asyncio.wait_for(self._process.wait(), ENDING_SECONDS))
+        except TimeoutError:
+            ending = "closed its output"
+        kill_group(self._process.pid)
+        await self._process.wait()
+        return ending
 
     def held(self) -> bool:
         """Returns whether one step has kept the process for some time, so that no episode gets on; `_look` ends that."""

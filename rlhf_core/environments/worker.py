@@ -29,7 +29,14 @@ from rlhf_core.environments.conversation import Conversation, LimitReached
 from rlhf_core.system.processes import users_module
 
 PAGE = struct.Struct("<QQ")  # the episode that is being stepped, plus 1 (0: none), and a counter of steps
+WORKER = os.getpid()
 episode_now: contextvars.ContextVar[int] = contextvars.ContextVar("episode_now", default=-1)
+
+
+def end_if_forked() -> None:
+    """Ends a process that the environment's code forked: the worker alone goes on with episodes and speaks to the parent."""
+    if os.getpid() != WORKER:
+        os._exit(0)
 
 
 class Marked(Coroutine[Any, Any, Any]):
@@ -46,6 +53,7 @@ class Marked(Coroutine[Any, Any, Any]):
         try:
             return function(*args)
         finally:
+            end_if_forked()
             PAGE.pack_into(self._page, 0, 0, Marked.steps)
 
     def send(self, value: Any) -> Any:
@@ -81,6 +89,7 @@ class Episodes:
         self._answers: dict[int, asyncio.Future[dict[str, Any]]] = {}
 
     def say(self, **line: Any) -> None:
+        end_if_forked()
         print(json.dumps(line, default=str), file=self._out, flush=True)
 
     def hear(self, line: dict[str, Any]) -> None:

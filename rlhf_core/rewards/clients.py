@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from rlhf_core.config.rewards import FunctionReward, HttpReward, RewardSource
-from rlhf_core.rewards.contract import Reply, RewardError, RewardsFailed, Sample, Steps, WrongReply
+from rlhf_core.rewards.contract import CodeError, Reply, RewardError, RewardsFailed, Sample, Steps, WrongReply
 from rlhf_core.rewards.function import Function
 from rlhf_core.rewards.remote import Server
 
@@ -117,10 +117,13 @@ class Client:
         self.title, self._source = title, source
         self._batch_size, self._concurrency, self._max_attempts = batch_size, concurrency, max_attempts
         self._pause, self._given_up = pause, Event()
+        self._rewarded = False  # a request has had a reward
+        self._raised = set[str]()  # the places of errors of the user's code that requests without rewards met; "": another failure
         self.wanted = source.wanted
 
     def score(self, samples: Sequence[Sample], allowed: int) -> Given:
-        """Rewards of all answers. RewardsFailed when more than `allowed` have none."""
+        """Rewards of all answers. When more than `allowed` have none it raises RewardsFailed, or ValueError where every request so far
+        raised the same error of the user's code."""
         batches = [samples[i : i + self._batch_size] for i in range(0, len(samples), self._batch_size)]
         rewards, last_error, failed, steps = [], "", 0, dict[int, Steps]()
         with ThreadPoolExecutor(self._concurrency, thread_name_prefix=self.title) as pool:
@@ -132,12 +135,18 @@ class Client:
                     rewards.append(values)
                     last_error = error or last_error
                     failed += int(np.isnan(values).sum())
+                    if self._always_raises and failed > allowed:
+                        raise ValueError(f"the reward source {self.title}: each request raised {last_error}; correct it, then run again")
                     check_failures(self.title, failed, allowed, len(samples), last_error)
             except BaseException:
                 self._given_up.set()
                 pool.shutdown(wait=False, cancel_futures=True)
                 raise
         return Given(np.concatenate(rewards), last_error, steps)
+
+    @property
+    def _always_raises(self) -> bool:
+        return not self._rewarded and len(self._raised) == 1 and "" not in self._raised
 
     def _batch(self, samples: Sequence[Sample]) -> Given:
         """Rewards of a batch.
@@ -155,6 +164,7 @@ class Client:
                 return Given(rewards, error or "it gets no more requests", steps)
             part = waiting.popleft()
             attempts[part] += 1
+            place = ""
             try:
                 reply = self._source.score([samples[i] for i in part.tolist()])
                 rewards[part] = reply.rewards
@@ -165,14 +175,19 @@ class Client:
                 again, problem = [part], str(failure)
             except RewardError as failure:
                 again, problem = np.array_split(part, min(PARTS, len(part))), str(failure)
+                place = failure.place if isinstance(failure, CodeError) else ""
             if len(again) == 1:
                 again = [again[0][attempts[again[0]] < self._max_attempts]]
             waiting.extend(smaller for smaller in again if len(smaller))
             missing = np.isnan(rewards[part])
             in_a_row = in_a_row + 1 if missing.all() else 0
+            if missing.all():
+                self._raised.add(place)
+            else:
+                self._rewarded = True
             if missing.any():
                 error = problem
-                if waiting and in_a_row < limit:
+                if waiting and in_a_row < limit and not place:  # time does not mend the user's code
                     growing = self._pause * 2 ** min(max(0, in_a_row - 1), 10)
                     self._given_up.wait(random.uniform(0, min(LONGEST_PAUSE, growing)))
         return Given(rewards, error if np.isnan(rewards).any() else "", steps)

@@ -16,6 +16,7 @@ from torch import Tensor
 from rlhf_core.config.rewards import ModelReward, RewardSource
 from rlhf_core.models.scoring import stored_statistics
 from rlhf_core.objectives.advantages import normalize_rewards
+from rlhf_core.rewards.contract import bounded
 
 
 class Running(NamedTuple):
@@ -75,9 +76,14 @@ def with_answers(statistics: Mapping[str, Running], by_source: Mapping[str, np.n
     updated = dict(statistics)
     for term in terms:
         if term.normalize == "running":
-            values = torch.from_numpy(np.array(by_source[term.title], dtype=np.float32))
+            values = _narrowed(by_source[term.title])
             updated[term.title] = statistics.get(term.title, Running()).update(values[values.isfinite()])
     return updated
+
+
+def _narrowed(rewards: np.ndarray) -> Tensor:
+    """Returns rewards as float32: every finite one stays finite."""
+    return torch.from_numpy(bounded(rewards).astype(np.float32))
 
 
 def combine(by_source: Mapping[str, np.ndarray], terms: Sequence[Term], statistics: Mapping[str, Running]) -> Combined:
@@ -87,7 +93,7 @@ def combine(by_source: Mapping[str, np.ndarray], terms: Sequence[Term], statisti
     ValueError when no answer has a reward of every source. `reward/mean` and `reward/std` are of the weighed sum before any
     standardisation, so that they are of one scale over the run.
     """
-    raw = {term.title: torch.from_numpy(np.array(by_source[term.title], dtype=np.float32)) for term in terms}
+    raw = {term.title: _narrowed(by_source[term.title]) for term in terms}
     scored = torch.stack([values.isfinite() for values in raw.values()]).all(0)
     if not scored.any():
         raise ValueError(f"none of {len(scored)} answers has a reward of every source ({', '.join(raw)}): look at the sources")
@@ -95,7 +101,7 @@ def combine(by_source: Mapping[str, np.ndarray], terms: Sequence[Term], statisti
     metrics: dict[str, float] = {}
     for term in terms:
         values = raw[term.title]
-        given = values[values.isfinite()]
+        given = values[values.isfinite()].double()
         metrics |= {
             f"reward/{term.title}/mean": float(given.mean()),
             f"reward/{term.title}/std": float(given.std(correction=0)),
@@ -109,11 +115,11 @@ def combine(by_source: Mapping[str, np.ndarray], terms: Sequence[Term], statisti
             running = statistics[term.title]
             standard = normalize_rewards(values, running.mean, running.std)
         total, shown = total + term.weight * standard, shown + term.weight * values
-    shown = shown[scored]
+    shown = shown[scored].double()  # squares of large rewards are not finite in float32
     metrics |= {"reward/mean": float(shown.mean()), "reward/std": float(shown.std(correction=0))}
     return Combined(torch.where(scored, total, 0), scored, metrics)
 
 
 def plain_sum(by_source: Mapping[str, np.ndarray], terms: Sequence[Term]) -> np.ndarray:
     """The weighed sum before any standardisation, (N,), nan where a source failed: of one scale over the run."""
-    return np.sum([term.weight * np.asarray(by_source[term.title], dtype=np.float64) for term in terms], axis=0)
+    return np.sum([term.weight * bounded(by_source[term.title]) for term in terms], axis=0)

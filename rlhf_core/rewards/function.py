@@ -7,17 +7,23 @@ The next request starts a stopped process again. `Client._batch` in clients.py s
 from __future__ import annotations
 
 import ast
+import itertools
 import json
+import os
 import queue
 import subprocess
 import sys
+import time
 from collections.abc import Collection, Sequence
 from contextlib import suppress
 from pathlib import Path
 from threading import Lock, Timer
+from typing import Any
 
-from rlhf_core.rewards.contract import LISTS, Reply, RewardError, Sample, question_json, read_reply
-from rlhf_core.system.processes import child_environment, kill_group
+from rlhf_core.rewards.contract import LISTS, CodeError, Reply, RewardError, Sample, question_json, read_reply
+from rlhf_core.system.processes import child_environment, how_ended, kill_group
+
+ENDING_SECONDS = 5.0  # how long a process that has closed its output may take to end
 
 
 def wanted_by(file: Path, name: str) -> Collection[str]:
@@ -51,16 +57,18 @@ class Function:
         self._command = [sys.executable, "-P", "-m", "rlhf_core.rewards.function_worker", str(file), name]
         self._idle: queue.Queue[subprocess.Popen[bytes] | None] = queue.Queue()
         self._lock, self._closed, self._running = Lock(), False, set[subprocess.Popen[bytes]]()
+        self._numbers = itertools.count()
         for _ in range(processes):
             self._idle.put(None)
 
     def score(self, samples: Sequence[Sample]) -> Reply:
-        """Returns the function's rewards. RewardError when the call did; ValueError when the function cannot be loaded."""
+        """Returns the function's rewards. RewardError when the call failed, CodeError by an error of the code; ValueError when the function
+        cannot be loaded."""
         process = self._idle.get()
         try:
             if process is None:
                 process = self._start()
-            reply = json.loads(self._exchange(process, question_json(samples, self.wanted).encode()))
+            reply = self._ask(process, samples)
         except BaseException:
             if process is not None:
                 self._end(process)
@@ -68,9 +76,20 @@ class Function:
             raise
         finally:
             self._idle.put(process)
-        if "error" in reply:
-            raise RewardError(reply["error"])
+        if reply.get("place"):
+            raise CodeError(reply["text"], reply["place"])
+        if "text" in reply:
+            raise RewardError(reply["text"])
         return read_reply(json.dumps(reply), len(samples))
+
+    def _ask(self, process: subprocess.Popen[bytes], samples: Sequence[Sample]) -> dict[str, Any]:
+        """Sends a request; returns its reply. Raises RewardError for a line that is not the reply to this very request."""
+        number = next(self._numbers)
+        line = f'{{"number": {number}, "question": {question_json(samples, self.wanted)}}}'
+        reply = self._exchange(process, line.encode())
+        if reply.get("number") != number:
+            raise RewardError("its process wrote a line that is not the reply to this request")
+        return reply
 
     def _start(self) -> subprocess.Popen[bytes]:
         # The worker's own path is safe by -P. Scripts that the function starts find the modules beside them, as anywhere.
@@ -87,17 +106,17 @@ class Function:
             )
             self._running.add(process)
         try:
-            ready = json.loads(self._exchange(process, b""))
+            ready = self._exchange(process, b"")
         except BaseException:
             self._end(process)
             raise
-        if "error" in ready:
+        if "ready" not in ready:
             self._end(process)
-            raise ValueError(ready["error"])
+            raise ValueError(ready.get("text", "its process wrote a line that is not a reply"))
         return process
 
-    def _exchange(self, process: subprocess.Popen[bytes], line: bytes) -> bytes:
-        """Writes a line (if any) and reads one; the process is ended when that takes longer than the limit."""
+    def _exchange(self, process: subprocess.Popen[bytes], line: bytes) -> dict[str, Any]:
+        """Writes a line (if any) and reads one, a JSON object; the process is ended when that takes longer than the limit."""
         assert process.stdin is not None and process.stdout is not None
         timer = Timer(self.timeout, kill_group, [process.pid])
         timer.start()
@@ -112,8 +131,27 @@ class Function:
             late = not timer.is_alive()
             timer.cancel()
         if not reply.endswith(b"\n"):
-            raise RewardError(f"no answer within {self.timeout:g} s" if late else "its process died")
-        return reply
+            raise RewardError(f"no answer within {self.timeout:g} s" if late else self._ending(process))
+        try:
+            found = json.loads(reply)
+        except ValueError:
+            found = None
+        if not isinstance(found, dict):
+            raise RewardError("its process wrote a line that is not a reply")
+        return found
+
+    def _ending(self, process: subprocess.Popen[bytes]) -> str:
+        """Ends a process that writes no more, and says how it ended by itself."""
+        if self._closed:
+            return "it gets no more requests"
+        deadline = time.monotonic() + ENDING_SECONDS
+        # WNOWAIT: until `_end` has it no longer among those that run, `close` may kill it, so its number must stay its own.
+        while not (by_itself := os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT | os.WNOHANG)):
+            if time.monotonic() > deadline:
+                break
+            time.sleep(0.01)
+        self._end(process)
+        return f"its process {how_ended(process.returncode)}" if by_itself else "its process closed its output"
 
     def close(self) -> None:
         """Ends all processes; a caller that waits for one of them gets an error."""
@@ -132,9 +170,10 @@ class Function:
 
     def _end(self, process: subprocess.Popen[bytes]) -> None:
         with self._lock:
-            kill_group(process.pid)
-            process.wait()
-            self._running.discard(process)  # before another process may get its number
+            if process in self._running:
+                kill_group(process.pid)
+                process.wait()
+                self._running.discard(process)  # before another process may get its number
         for pipe in (process.stdin, process.stdout):
             if pipe is not None:
                 with suppress(OSError):  # unwritten data for a process that is gone

@@ -1,7 +1,8 @@
 """`python -m rlhf_core.rewards.function_worker FILE NAME`: calls a reward function for each line of JSON on stdin.
 
-The first output line reports that the function is loaded, or its error. Then one line follows for each request: `{"rewards": [...]}`
-or `{"error": "..."}`. The function gets the lists of the contract that its signature names.
+The first output line reports that the function is loaded, or its error. Then one line follows for each request
+`{"number": N, "question": {...}}`: `{"number": N, "rewards": [...]}`, or N with a `UsersError`. The function gets the lists of the contract
+that its signature names. A process that the function forks gives no reply: it ends where the function returns.
 """
 
 from __future__ import annotations
@@ -15,10 +16,10 @@ import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from threading import Thread
-from typing import Any
+from typing import Any, TextIO
 
 from rlhf_core.rewards.contract import question
-from rlhf_core.system.processes import users_module
+from rlhf_core.system.processes import users_error, users_module
 
 
 def load(file: Path, name: str) -> Callable[..., Any]:
@@ -40,13 +41,15 @@ def wanted(function: Callable[..., Any], lists: dict[str, Any]) -> dict[str, Any
     return {parameter.name: lists[parameter.name] for parameter in parameters if parameter.name in lists}
 
 
-def call(function: Callable[..., Any], lists: dict[str, Any]) -> dict[str, Any]:
-    """The reply to one question."""
+def call(function: Callable[..., Any], lists: dict[str, Any], file: Path) -> dict[str, Any]:
+    """The reply to one question, of a function of `file`."""
     try:
         rewards = function(**wanted(function, lists))
+        if not isinstance(rewards, Iterable):
+            raise TypeError(f"{function.__name__}() returned {rewards!r:.60}, no list of rewards")
         return {"rewards": [_plain(reward) for reward in rewards]}
     except Exception as error:  # one failed request, whatever the user's code raised
-        return {"error": f"{type(error).__name__}: {error}"}
+        return users_error(error, file, function)._asdict()
 
 
 def _plain(value: Any) -> Any:
@@ -68,6 +71,7 @@ def _end_with(parent: int) -> None:
 
 def main(file: str, name: str, lines: Iterable[bytes]) -> None:
     """Replies to each line on the real stdout; whatever else is printed goes to stderr. Ends with the process that started it."""
+    own = os.getpid()
     Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
     out = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
@@ -77,11 +81,19 @@ def main(file: str, name: str, lines: Iterable[bytes]) -> None:
         wanted(function, question([]))
         ready: dict[str, Any] = {"ready": True}
     except ValueError as error:
-        ready = {"error": str(error)}
-    print(json.dumps(ready), file=out, flush=True)
-    if "error" not in ready:
+        ready = {"text": str(error)}
+    _write(ready, out, own)
+    if "ready" in ready:
         for line in lines:
-            print(json.dumps(call(function, json.loads(line))), file=out, flush=True)
+            request = json.loads(line)
+            _write({"number": request["number"]} | call(function, request["question"], Path(file)), out, own)
+
+
+def _write(reply: dict[str, Any], out: TextIO, own: int) -> None:
+    """Writes a line. A process that the user's code forked, whose id is not `own`, ends in place of it."""
+    if os.getpid() != own:
+        os._exit(0)
+    print(json.dumps(reply), file=out, flush=True)
 
 
 if __name__ == "__main__":

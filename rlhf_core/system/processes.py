@@ -4,13 +4,16 @@ groups, and imports the files of users."""
 from __future__ import annotations
 
 import importlib.util
+import inspect
 import os
 import signal
 import sys
 import traceback
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from types import ModuleType
+from typing import Any, NamedTuple
 
 LISTENER = "ALIGNFLOW_LISTENER"  # variable: the descriptor of the listening socket that a process inherits to answer on
 FAILED, WRONG_INPUT, ENVIRONMENT = 1, 2, 3  # exit codes of a stage: it ended; the user's mistake; a package or device is lacking
@@ -20,6 +23,19 @@ ROOT = Path(__file__).parents[2]
 
 
 OURS = ("flows", "tasks", "evaluation", "rlhf_core")
+LASTING = (  # errors of a program, which no later attempt is without
+    NameError,
+    TypeError,
+    AttributeError,
+    ImportError,
+    SyntaxError,
+    LookupError,
+    ValueError,
+    ArithmeticError,
+    AssertionError,
+    NotImplementedError,
+    RecursionError,
+)
 
 
 def raised_by_us(error: BaseException) -> bool:
@@ -48,6 +64,55 @@ def kill_group(leader: int) -> None:
         os.killpg(leader, signal.SIGKILL)
 
 
+def how_ended(code: int) -> str:
+    """Says how a process ended. `code`: as of `subprocess.Popen.returncode`, -n when signal n ended it."""
+    if code >= 0:
+        return f"exited with status {code}"
+    try:
+        name = signal.Signals(-code).name
+    except ValueError:
+        name = f"signal {-code}"
+    if name == "SIGKILL":
+        return "was killed by SIGKILL (Linux sends it when host memory is exhausted)"
+    return f"was killed by {name}"
+
+
+class UsersError(NamedTuple):
+    """Describes an error of a user's code. `text`: type, message, file and line. `place`: type, file and line of an error that every
+    attempt meets again, such as a NameError; "" for one that a later attempt may not meet, such as one of the network."""
+
+    text: str
+    place: str
+
+
+def users_error(error: BaseException, file: Path, called: Callable[..., Any] | None = None) -> UsersError:
+    """Describes what the code in `file`, or in modules beside it, raised. Without a line of theirs in the traceback it names the line that
+    defines `called`."""
+    line = _users_line(error, file)
+    code = getattr(inspect.unwrap(called), "__code__", None) if called is not None else None
+    if not line and code is not None:
+        line = f"{code.co_filename}, line {code.co_firstlineno}"
+    kind = type(error).__name__
+    message = error.msg if isinstance(error, SyntaxError) else error
+    where = f" ({line})" if line else ""
+    lasts = isinstance(error, LASTING) and not isinstance(error, OSError)
+    return UsersError(f"{kind}: {message}{where}", f"{kind}{where}" if lasts else "")
+
+
+def _users_line(error: BaseException, file: Path) -> str:
+    """Returns the innermost file and line of the user's code that a traceback names; "" where it names none."""
+    if isinstance(error, SyntaxError) and error.filename:
+        return f"{error.filename}, line {error.lineno}"
+    found = ""
+    for frame, line in traceback.walk_tb(error.__traceback__):
+        name = Path(frame.f_code.co_filename)
+        beside = name.is_relative_to(file.parent) and not {"site-packages", "dist-packages"} & {*name.parts}
+        ours = any(name.is_relative_to(ROOT / package) for package in OURS)
+        if name == file or (beside and not ours):
+            found = f"{name}, line {line}"
+    return found
+
+
 def users_module(file: Path, what: str) -> ModuleType:
     """Imports a user's Python file; modules beside it can be imported by it. `what` it is, for messages. Raises ValueError when there is
     none, or it raises."""
@@ -60,5 +125,5 @@ def users_module(file: Path, what: str) -> ModuleType:
     try:
         spec.loader.exec_module(module)
     except Exception as error:  # whatever the user's module raises is reported
-        raise ValueError(f"{file} cannot be imported: {type(error).__name__}: {error}") from error
+        raise ValueError(f"{file} cannot be imported: {users_error(error, file).text}") from error
     return module

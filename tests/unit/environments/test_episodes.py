@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import psutil
 import pytest
 
@@ -43,9 +44,14 @@ class World:
         if fault == "block": time.sleep(1000)
         if fault == "exit": os._exit(3)
         if fault == "leave": sys.exit(1)
+        if fault == "fork": os.fork()
         if fault == "text": return "a lot"
         if fault == "nan": return float("nan")
         if fault == "nothing": return None
+        if fault == "large":
+            model.reward(1e308)
+            await model.answer("and now?")
+            return -1e308
         if fault == "message": await model.answer({"role": "user", "content": 3})
         if fault == "once":
             mark = Path(task["mark"])
@@ -131,7 +137,7 @@ def test_rewards_and_messages(make: Make, renderer: Renderer) -> None:
         ("raise", "KeyError: 'planted'"),
         ("wait", "took more than 4 s"),
         ("block", "kept its process busy for 4 s"),
-        ("exit", "ended its process"),
+        ("exit", "ended its process, which exited with status 3"),
         ("leave", "SystemExit: 1"),
         ("text", "returned 'a lot', no number"),
         ("nan", "not finite"),
@@ -167,6 +173,18 @@ def test_episodes_that_end_their_process_do_not_stop_the_others(make: Make, rend
     rows: list[dict[str, Any]] = [{"faults": ["exit"], "number": i} for i in range(48)]
     found = run(make(options={"share": 0.3}, max_attempts=14, timeout=30.0), renderer, rows)
     assert all(episode.rewards for episode in found), "each runs alone before another ends its process for the tenth time"
+
+
+def test_a_large_reward_is_bounded(make: Make, renderer: Renderer) -> None:
+    (found,) = run(make(), renderer, [{"fault": "large"}])
+    rollout = of_episode(found)
+    assert found.rewards == [1e30, -1e30] and rollout.own is not None and rollout.own.early is not None
+    assert rollout.own.reward == 0 and rollout.own.early.max() == np.float32(1e30)
+
+
+def test_a_process_that_an_episode_forks_says_nothing(make: Make, renderer: Renderer) -> None:
+    found = run(make(processes=1), renderer, [{"fault": "fork"} if i % 2 else {} for i in range(8)])
+    assert all(len(episode.rewards) == 2 and episode.attempts == 1 for episode in found)
 
 
 def test_turns_end(make: Make, renderer: Renderer) -> None:
@@ -285,7 +303,7 @@ def test_close_leaves_nothing_behind(make: Make, renderer: Renderer) -> None:
         ("import nowhere", "bad.py:World", "cannot be imported: ModuleNotFoundError"),
         ("class World:\n    def rollout(self, task, model): pass", "bad.py:World", "async def rollout"),
         ("class World:\n    def __init__(self, size): pass\n    async def rollout(self, task, model): pass", "bad.py:World", "its options"),
-        ("import os; os._exit(1)", "bad.py:World", "died"),
+        ("import os; os._exit(1)", "bad.py:World", "exited with status 1; look at the log above"),
     ],
 )
 def test_a_wrong_environment_is_one_sentence(make: Make, tmp_path: Path, text: str, path: str, told: str) -> None:

@@ -26,11 +26,18 @@ def test_steps_are_summed_and_placed_in_order() -> None:
 
 @pytest.mark.parametrize(
     "wrong",
-    [[1, 2], [[1]], [[1.5, 2]], [[-1, 2]], [[1, None]], [[1, math.nan]], [[1, 1e39], [2, -1e39]], [["1", 2]], [[True, 1]], {"1": 2}],
+    [[1, 2], [[1]], [[1.5, 2]], [[-1, 2]], [[1, None]], [[1, math.nan]], [[1, math.inf]], [["1", 2]], [[True, 1]], {"1": 2}],
 )
 def test_what_is_no_list_of_steps_is_a_failed_reward(wrong: Any) -> None:
     reply = read_rewards([wrong, 1.0], 2)
     assert np.isnan(reply.rewards[0]) and reply.rewards[1] == 1 and not reply.steps
+
+
+def test_large_steps_are_bounded_each_and_in_their_sum() -> None:
+    reply = read_rewards([[[1, 1e308], [2, 1e308], [3, 1e308]], [[1, 1e39], [2, -1e39]]], 2)
+    assert reply.rewards.tolist() == [1e30, 0.0]
+    assert reply.steps == {0: [(1, 1e30), (2, 1e30), (3, 1e30)], 1: [(1, 1e30), (2, -1e30)]}
+    assert np.isfinite(on_tokens(reply.steps[0], [1, 9])).all()
 
 
 def test_steps_of_batches_parts_and_choices_stay_with_their_answers() -> None:

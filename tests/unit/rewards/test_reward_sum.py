@@ -56,6 +56,22 @@ def test_running_statistics_are_those_of_all_values_at_once() -> None:
     assert second.rewards.tolist() == pytest.approx([(4 - 3) / 5**0.5, (6 - 3) / 5**0.5])  # of 0, 2, 4, 6
 
 
+def test_a_finite_reward_beyond_float32_is_bounded_and_an_infinite_one_has_failed() -> None:
+    by_source = {"a": np.array([1e308, -1e308, 1e39, 0.5, np.inf, -np.inf, np.nan])}
+    for normalize in ("none", "running"):
+        terms = [Term("a", 2.0, normalize, None)]  # type: ignore[arg-type]
+        statistics = with_answers({}, by_source, terms)
+        combined = combine(by_source, terms, statistics)
+        assert combined.scored.tolist() == [True] * 4 + [False] * 3
+        assert combined.rewards.isfinite().all() and combined.metrics["reward/a/failed"] == 3
+        assert combined.rewards[0] == combined.rewards[2] > combined.rewards[3] > combined.rewards[1]
+        assert np.isfinite(list(combined.metrics.values())).all(), "their squares are not finite in float32"
+    large = np.float32(1e30)
+    raw = combine(by_source, [Term("a", 1.0, "none", None)], {}).rewards
+    assert raw.tolist() == [large, -large, large, 0.5, 0, 0, 0]
+    assert plain_sum(by_source, [Term("a", 1.0, "none", None)])[:4].tolist() == [1e30, -1e30, 1e30, 0.5]
+
+
 def test_parts_are_joined_and_chosen() -> None:
     first, second = Rewards({"a": np.array([1.0, np.nan])}, {"a": "x"}), Rewards({"a": np.array([3.0])}, {})
     both = join([first, second])

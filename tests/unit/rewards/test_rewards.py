@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from rlhf_core.config.rewards import FunctionReward, HttpReward
 from rlhf_core.rewards.clients import Client, Clients, client_of
-from rlhf_core.rewards.contract import LISTS, RewardError, RewardsFailed, Sample, read_reply, read_rewards
+from rlhf_core.rewards.contract import LARGEST, LISTS, RewardError, RewardsFailed, Sample, read_reply, read_rewards
 from rlhf_core.rewards.function import Function, wanted_by
 from rlhf_core.rewards.remote import Server
 from tests.support.micro import wait_until
@@ -208,7 +208,7 @@ def test_whatever_a_reply_holds_only_numbers_are_rewards(value: Any) -> None:
         return
     is_number = isinstance(value, bool | float) and np.isfinite(value)
     assert rewards[1] == 2.5
-    assert rewards[0] == value if is_number else np.isnan(rewards[0])
+    assert rewards[0] == min(max(value, -LARGEST), LARGEST) if is_number else np.isnan(rewards[0])
 
 
 def test_rewards_of_the_wrong_kind_or_length() -> None:
@@ -218,6 +218,15 @@ def test_rewards_of_the_wrong_kind_or_length() -> None:
     with pytest.raises(RewardError, match="1 rewards for 2"):
         read_rewards([1], 2)
     assert np.isnan(read_rewards([10**400], 1).rewards).all()
+
+
+def test_a_large_reward_of_a_server_or_function_is_bounded(served: Served, tmp_path: Path) -> None:
+    served.behave[0] = lambda number, question: (200, b'{"rewards": [1e308, -1e308, 1e31, 1e30, 1, 0]}')
+    expected = [1e30, -1e30, 1e30, 1e30, 1.0, 0.0]
+    rewards, error = score(served.url, allowed=0)
+    assert rewards.tolist() == expected and error == ""
+    (tmp_path / "checks.py").write_text("def large(responses): return [1e308, -1e308, 1e31, 1e30, 1, 0]\n")
+    assert call(tmp_path / "checks.py", "large", allowed=0)[0].tolist() == expected
 
 
 # Functions.
@@ -307,10 +316,8 @@ def test_a_function_gets_what_it_names_and_may_print(code: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "expected"),
     [
-        ("raises", "KeyError: 'no such thing'"),
         ("short", "1 rewards for 6 answers"),
-        ("nothing", "TypeError"),
-        ("dies", "its process died"),
+        ("dies", "its process exited with status 1"),
         ("hangs", "no answer within 1 s"),
     ],
 )
