@@ -21,6 +21,7 @@ from rlhf_core.runs.run_dir import RunDir, run_stage
 from rlhf_core.system.gc_pause import uncollected
 from rlhf_core.system.machine import MachineLacks, NodeLost, Unreachable, disk_problem, num_gpus
 from rlhf_core.system.processes import ENVIRONMENT, FAILED, OURS, WRONG_INPUT, raised_by_us
+from rlhf_core.system.proxies import bypass_loopback
 
 ENV_DEFAULTS = {
     "RAY_USAGE_STATS_ENABLED": "0",
@@ -43,6 +44,7 @@ def main(argv: Sequence[str], package: str = "rlhf_core") -> int:
         return _refuse("give one argument, the run directory", WRONG_INPUT)
     for key, value in ENV_DEFAULTS.items():
         os.environ.setdefault(key, value)
+    bypass_loopback()
     warnings.simplefilter("ignore", FutureWarning)  # PYTHONWARNINGS reaches only the processes this one starts
     if num_gpus() == 0:
         os.environ.setdefault("DS_ACCELERATOR", "cpu")

@@ -1,6 +1,9 @@
-"""Prefect tasks and their tools. Importing the package sets defaults of Prefect's settings, which Prefect reads at import."""
+"""Prefect tasks and their tools. Importing the package sets defaults of Prefect's settings, which Prefect reads at import, and keeps
+requests to this machine away from proxies."""
 
 import os
+
+from rlhf_core.system.proxies import bypass_loopback
 
 DEFAULTS = {
     "PREFECT_SERVER_ANALYTICS_ENABLED": "false",  # with it SQLite reports "database is locked"
@@ -10,3 +13,4 @@ DEFAULTS = {
 }
 for name, value in DEFAULTS.items():
     os.environ.setdefault(name, value)
+bypass_loopback()

@@ -28,6 +28,7 @@ from rlhf_core.recipe.load import given_recipe
 from rlhf_core.recipe.plan import Node
 from rlhf_core.runs.approval import Approval
 from rlhf_core.runs.run_dir import RunDir
+from rlhf_core.system.proxies import proxy_of
 from tasks.served import recipe_of_run
 
 ATTEMPTS, PAUSE = 3, 1.0  # attempts for one message; seconds before the second, doubled for the third
@@ -90,7 +91,7 @@ class Sender:
         except httpx.HTTPStatusError as error:
             return f"HTTP {error.response.status_code}"
         except (httpx.HTTPError, httpx.InvalidURL) as error:
-            return type(error).__name__
+            return f"{type(error).__name__}{proxy_of(self._url)}"
         return ""
 
     def _post(self, body: bytes) -> None:

@@ -8,7 +8,6 @@ Models with the same files are measured once.
 from __future__ import annotations
 
 import json
-import os
 import time
 
 from evaluation.alignment_tax.harness import Measured, Tasks, measure
@@ -75,6 +74,4 @@ def measure_one(name: str, model: LocalModel, request: StageRequest, config: Ali
     """Serves one model and runs all tasks on it."""
     trust = request.trust_remote_code
     with served(model, file_name(name), run / LOGS / f"{file_name(name)}.log", config.vllm, request.seed, trust) as server:
-        for variable in ("NO_PROXY", "no_proxy"):  # lm-eval's HTTP clients must not send these requests to a proxy
-            os.environ[variable] = ",".join(filter(None, (os.environ.get(variable), "127.0.0.1")))
         return measure(name, model, server, tasks, config, request.seed, trust)

@@ -21,6 +21,7 @@ from tenacity import AsyncRetrying, RetryCallState, retry_if_exception, stop_aft
 
 from rlhf_core import config as configs
 from rlhf_core.records import Frozen
+from rlhf_core.system.proxies import proxy_of
 
 LONGEST_PAUSE = 60.0  # seconds between two attempts
 PROGRESS = 200  # items between two lines of progress
@@ -139,7 +140,7 @@ class ChatClient:
         except APIStatusError as error:
             if error.status_code in REFUSED:
                 raise ValueError(
-                    f"{self.who}: {self.connection.url} answers {error.status_code} for model {self.model!r}: "
+                    f"{self.who}: {self.connection.url} answers {error.status_code}{self._proxy} for model {self.model!r}: "
                     f"check the model's name{self.connection.hint}"
                 ) from None
             raise
@@ -147,10 +148,15 @@ class ChatClient:
     def reason(self, error: Exception) -> str:
         """Returns why there is no reply, in brackets."""
         if isinstance(error, APIStatusError):  # a remote endpoint's message may contain the key, so only a local one's is shown
-            return f"(no reply: HTTP {error.status_code}{f', {error.message[:300]}' if self.connection.local else ''})"
+            return f"(no reply: HTTP {error.status_code}{f', {error.message[:300]}' if self.connection.local else self._proxy})"
         if isinstance(error, TimeoutError) or "Timeout" in type(error).__name__:
-            return f"(no reply within {self.limits.timeout:g} s)"
-        return f"(no reply: {type(error).__name__})"
+            return f"(no reply within {self.limits.timeout:g} s{self._proxy})"
+        return f"(no reply: {type(error).__name__}{self._proxy})"
+
+    @property
+    def _proxy(self) -> str:
+        """The proxy of requests to the endpoint, as the end of a sentence."""
+        return "" if self.connection.local else proxy_of(self.connection.url)
 
     async def _once(self, messages: Any) -> Reply:
         await self.pace.turn()

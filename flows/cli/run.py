@@ -21,6 +21,7 @@ from rlhf_core.runs.launch import SeveralFailed, StageFailed
 from rlhf_core.runs.remote_files import StoreFault
 from rlhf_core.runs.run_records import Asked, asked, check_name
 from rlhf_core.system import orphan_watcher
+from rlhf_core.system.proxies import proxy_of
 from tasks.server_process import ours, prepared
 
 
@@ -109,7 +110,9 @@ def _run(planned: Plan, given: Asked, flow: Callable[[], object]) -> int:
         if ours.begun:
             gone = f"Prefect's temporary server ended and did not come back ({error})"
             raise MachineLacks(f"{gone}: run this again; finished stages stay finished") from error
-        raise MachineLacks(f"no Prefect server answers ({error}): start it, or unset PREFECT_API_URL to use a temporary one") from error
+        raise MachineLacks(
+            f"no Prefect server answers ({error}{_proxy()}): start it, or unset PREFECT_API_URL to use a temporary one"
+        ) from error
     except httpx.HTTPError as error:
         where = f"Prefect's server at {named}"
         if isinstance(error, httpx.HTTPStatusError) and error.response.status_code == 401:
@@ -118,13 +121,20 @@ def _run(planned: Plan, given: Asked, flow: Callable[[], object]) -> int:
                 "is in the file auth-string of its home)"
             ) from error
         raise MachineLacks(
-            f"{where} stopped answering ({error}): start it again and run this again; finished stages stay finished"
+            f"{where} stopped answering ({error}{_proxy()}): start it again and run this again; finished stages stay finished"
         ) from error
     finally:
         checked_plan.reset(token)
         asked.reset(other)
         show_end(console, planned, statuses_of(planned.folder))
     return OK
+
+
+def _proxy() -> str:
+    """Returns the proxy of requests to Prefect's API, as the end of a sentence."""
+    from prefect.settings import PREFECT_API_URL
+
+    return proxy_of(PREFECT_API_URL.value() or "")
 
 
 def _without_trace(record: logging.LogRecord) -> bool:

@@ -11,6 +11,7 @@ import re
 from collections.abc import Callable
 from typing import Any, NamedTuple, TypeVar
 
+from huggingface_hub.constants import ENDPOINT
 from huggingface_hub.errors import (  # type: ignore[attr-defined]  # HTTPError is its client library's, whichever that is
     HfHubHTTPError,
     HTTPError,
@@ -20,6 +21,7 @@ from huggingface_hub.errors import (  # type: ignore[attr-defined]  # HTTPError 
 from tenacity import RetryCallState, Retrying, retry_if_exception, stop_after_attempt
 
 from rlhf_core.system.machine import Unreachable
+from rlhf_core.system.proxies import proxy_of
 
 TOKEN_ENV = "HF_TOKEN"
 QUOTA = re.compile(r"quota|storage|space left|too large", re.I)  # in the Hub's message of a 403 when an account is full
@@ -69,8 +71,9 @@ def with_retries(what: str, repo_id: str, call: Callable[[], T], retries: Retrie
         return retrying(call)
     except (HTTPError, OSError, RuntimeError, json.JSONDecodeError) as error:
         if _passes(error):
+            proxy = proxy_of(client_options()["endpoint"] or ENDPOINT)
             raise Unreachable(
-                f"the Hub could not {what} of {repo_id} in {retries.attempts} attempts ({_status(error)}): "
+                f"the Hub could not {what} of {repo_id} in {retries.attempts} attempts ({_status(error)}{proxy}): "
                 f"run this again later, nothing is lost or doubled"
             ) from None
         cause = _http_error(error)

@@ -16,7 +16,7 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, PretrainedConf
 
 from rlhf_core.hub.ids import is_remote
 from rlhf_core.hub.model_config import more_than_text
-from rlhf_core.hub.model_files import PROCESSOR, TOKENIZER, WEIGHTS, stored_tensors
+from rlhf_core.hub.model_files import TOKENIZER, WEIGHTS, stored_tensors
 from rlhf_core.hub.snapshots import cached
 
 # Names in checkpoints, and those in the class of the language model, by how the former begin.
@@ -90,12 +90,14 @@ def folder_of(path: str) -> Path:
     return cached(path) if is_remote(path) else Path(path)
 
 
-def copy_whole(weights: Collection[str], base: Path, folder: Path) -> None:
-    """Copies the checkpoint at `base`, in which the weights of its language model, called `weights`, will be replaced (`fill`): the same
-    files, names, shapes and dtypes. Raises ValueError for a weight that is not in the checkpoint.
-    """
+def require_stored(weights: Collection[str], base: Path) -> None:
+    """Raises ValueError for one of the `weights` that is not in the checkpoint at `base`, in which they will be replaced (`fill`)."""
     if unknown := sorted(set(weights) - stored_names(base)):
         raise ValueError(f"{base} has no weight called {unknown[0]}, which was trained ({len(unknown)} such): it cannot be saved as it was")
-    for pattern in ("config.json", *WEIGHTS, *PROCESSOR):
+
+
+def copy_files(base: Path, folder: Path, patterns: Iterable[str]) -> None:
+    """Copies the files of the checkpoint at `base` that fit one of the patterns."""
+    for pattern in patterns:
         for file in base.glob(pattern):
             shutil.copyfile(file, folder / file.name)

@@ -19,6 +19,7 @@ from rlhf_core.recipe.expand import expand
 from rlhf_core.recipe.references import beside, relative_paths
 from rlhf_core.recipe.sentences import WrongRecipe, everything_wrong, short, unknown
 from rlhf_core.recipe.yaml_text import dump, parse
+from rlhf_core.system.proxies import proxy_of
 
 STAGE_NAME = re.compile(r"^[A-Za-z0-9][A-Za-z0-9_-]*$")
 DOWNLOAD_SECONDS = 30.0
@@ -131,7 +132,9 @@ def _download(uri: str, shown: str) -> str:
         answer = httpx.get(uri, timeout=DOWNLOAD_SECONDS, follow_redirects=True)
     except (httpx.HTTPError, httpx.InvalidURL) as error:
         reason = " ".join(str(error).split()) or type(error).__name__
-        raise ValueError(f"recipe {shown} cannot be read ({reason[:200]}); correct the address, or give the path of a file") from None
+        raise ValueError(
+            f"recipe {shown} cannot be read ({reason[:200]}{proxy_of(uri)}); correct the address, or give the path of a file"
+        ) from None
     if not answer.is_success:
         status = f"{answer.status_code} {answer.reason_phrase}"
         raise ValueError(f"recipe {shown} cannot be read (the server says {status}); correct the address, or give the path of a file")

@@ -12,6 +12,7 @@ from urllib.parse import urlsplit, urlunsplit
 import httpx
 
 from rlhf_core.rewards.contract import LISTS, Reply, RewardError, Sample, question_json, read_reply
+from rlhf_core.system.proxies import proxy_of
 
 REFUSED = (401, 403, 404, 405)  # no request can succeed
 LARGEST_REPLY = 64 << 20  # bytes
@@ -33,16 +34,16 @@ class Server:
         try:
             status, body = asyncio.run(self._post(question_json(samples)))
         except TimeoutError:
-            raise RewardError(f"no answer from {self.shown} within {self.timeout:g} s") from None
+            raise RewardError(f"no answer from {self.shown} within {self.timeout:g} s{proxy_of(self.url)}") from None
         except asyncio.CancelledError:
             raise RewardError(f"{self.shown} gets no more requests") from None
         except httpx.HTTPError as error:
-            raise RewardError(f"{self.shown}: {type(error).__name__}") from None
+            raise RewardError(f"{self.shown}: {type(error).__name__}{proxy_of(self.url)}") from None
         if status in REFUSED:
             key = f" and the key in the environment variable {self.api_key_env}" if self.api_key_env else ""
-            raise ValueError(f"the reward server {self.shown} answers {status}: check its address{key}")
+            raise ValueError(f"the reward server {self.shown} answers {status}{proxy_of(self.url)}: check its address{key}")
         if status != 200:
-            raise RewardError(f"{self.shown} answers {status}")
+            raise RewardError(f"{self.shown} answers {status}{proxy_of(self.url)}")
         return read_reply(body, len(samples))
 
     async def _post(self, text: str) -> tuple[int, bytes]:

@@ -28,7 +28,7 @@ from rlhf_core.objectives.masked import document_mean, document_sum
 from rlhf_core.runs.run_dir import STATE, Outcome, RunDir, StageRequest
 from rlhf_core.stages.reference_logprobs import Model, reference_logprobs
 from rlhf_core.training.engine import Engine
-from rlhf_core.training.ranks import finish_training, make_engine, on_ranks, open_frozen, shards_of
+from rlhf_core.training.ranks import EXPORT_TRIAL, finish_training, make_engine, on_ranks, open_frozen, shards_of, try_export
 from rlhf_core.training.train_loop import Task, fit, held_out_metrics, replicas
 
 
@@ -75,6 +75,7 @@ def train(request: StageRequest, run: RunDir) -> Outcome:
         source, config.dtype, request.trust_remote_code, config.lora, request.seed, config.router_aux_coef, shards_of(config)
     )
     engine = make_engine(trained, config)
+    try_export(engine, run / EXPORT_TRIAL, source, config.lora, request.trust_remote_code)
     share = can_share(trained.model, engine.device) and not trained.balanced
     passes = Passes(micro, config.micro_train_tokens, share=share, apart=bool(trained.document_leak))
     if engine.rank == 0:

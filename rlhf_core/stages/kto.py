@@ -30,7 +30,7 @@ from rlhf_core.objectives.losses import Loss, kto_loss, with_balance
 from rlhf_core.runs.run_dir import STATE, Outcome, RunDir, StageRequest
 from rlhf_core.stages.reference_logprobs import answer_logprobs_and_balance, dealt_logprobs, reference_logprobs
 from rlhf_core.training.engine import Engine
-from rlhf_core.training.ranks import finish_training, make_engine, on_ranks, open_frozen, shards_of
+from rlhf_core.training.ranks import EXPORT_TRIAL, finish_training, make_engine, on_ranks, open_frozen, shards_of, try_export
 from rlhf_core.training.train_loop import Task, fit, held_out_metrics, items_of_step, replicas
 
 Mismatch = tuple[int, int]  # indices of the items that give the prompt and the answer
@@ -90,6 +90,7 @@ def train(request: StageRequest, run: RunDir) -> Outcome:
         source, config.dtype, request.trust_remote_code, config.lora, request.seed, config.router_aux_coef, shards_of(config)
     )
     engine = make_engine(trained, config)
+    try_export(engine, run / EXPORT_TRIAL, source, config.lora, request.trust_remote_code)
     passes = Passes(micro, config.micro_train_tokens, apart=bool(trained.document_leak))
     if engine.rank == 0:
         write_data_report(run, request.name, data=data.report, eval_data=held_out.report if held_out else None)

@@ -25,7 +25,7 @@ from rlhf_core.objectives.masked import gather_last
 from rlhf_core.runs.run_dir import STATE, Outcome, RunDir, StageRequest
 from rlhf_core.system.files import write_text
 from rlhf_core.training.engine import Engine
-from rlhf_core.training.ranks import finish_training, make_engine, on_ranks, shards_of
+from rlhf_core.training.ranks import EXPORT_TRIAL, finish_training, make_engine, on_ranks, shards_of, try_export
 from rlhf_core.training.train_loop import Task, fit, passes_of_rank, replicas
 
 STATISTICS_PAIRS = 512  # pairs of the training data the statistics come from when there is no evaluation split
@@ -49,6 +49,7 @@ def train(request: StageRequest, run: RunDir) -> Outcome:
     pad = tokenizer.pad_token_id
     scorer = trained_scorer(source, pad, config.dtype, request.trust_remote_code, config.lora, request.seed, shards_of(config))
     engine = make_engine(scorer, config)
+    try_export(engine, run / EXPORT_TRIAL, source, config.lora, request.trust_remote_code)
     if engine.rank == 0:
         begin = "a new one of zeros" if scorer.new_head else f"the trained one of {source}"
         print(f"the scalar head is {begin}", flush=True)

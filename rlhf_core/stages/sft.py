@@ -24,7 +24,7 @@ from rlhf_core.objectives.collate import collate
 from rlhf_core.objectives.losses import Loss, sft_loss, with_balance
 from rlhf_core.runs.run_dir import STATE, Outcome, RunDir, StageRequest
 from rlhf_core.training.engine import Engine
-from rlhf_core.training.ranks import finish_training, make_engine, on_ranks, shards_of
+from rlhf_core.training.ranks import EXPORT_TRIAL, finish_training, make_engine, on_ranks, shards_of, try_export
 from rlhf_core.training.train_loop import Task, fit, held_out_metrics, replicas
 
 Row = list[Document]
@@ -57,6 +57,7 @@ def train(request: StageRequest, run: RunDir) -> Outcome:
     if config.float8:
         use_float8(policy.model)
     engine = make_engine(policy, config, packed=config.packing)
+    try_export(engine, run / EXPORT_TRIAL, source, config.lora, request.trust_remote_code)
     if engine.rank == 0:
         write_data_report(run, request.name, data=data.report, eval_data=held_out.report if held_out else None)
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
+from transformers import PreTrainedModel
 
 from rlhf_core.cluster.rank_environment import LESS_MEMORY, set_rank_environment, store_address
 from rlhf_core.config import KINDS, Lora, Optimised, Ranks, Trainable
@@ -20,7 +21,8 @@ from rlhf_core.forecast.hardware import Gpu
 from rlhf_core.forecast.memory import copies
 from rlhf_core.forecast.zero_stage import doubt, peak_of_training, require_start, size_at, stage_of_state, stage_of_training, starts
 from rlhf_core.hub.model_config import Size
-from rlhf_core.models.checkpoint.save import save_adapter, save_model, save_tokenizer
+from rlhf_core.models.checkpoint.generation import ignored_values
+from rlhf_core.models.checkpoint.save import plan_weights, save_adapter, save_description, save_model, save_tokenizer
 from rlhf_core.models.checkpoint.weights import checkpoint_weights, trained_weights
 from rlhf_core.models.document_leak import detect_document_leak
 from rlhf_core.models.kernels.attention import split_attention
@@ -31,9 +33,9 @@ from rlhf_core.models.sequence_split import split_sequences
 from rlhf_core.models.shards import Shards
 from rlhf_core.models.unbiased_rounding import Survival
 from rlhf_core.runs import resume_state
-from rlhf_core.runs.run_dir import Outcome, RunDir, StageRequest
+from rlhf_core.runs.run_dir import STATE, Outcome, RunDir, StageRequest
 from rlhf_core.system import progress
-from rlhf_core.system.machine import free_memory
+from rlhf_core.system.machine import disk_problem, free_memory
 from rlhf_core.training.engine import AdamW, Engine, TorchEngine, finite, on_cpu
 from rlhf_core.training.train_loop import layout_of
 from rlhf_core.training.zero_options import options_of
@@ -43,6 +45,7 @@ if TYPE_CHECKING:
 
 Rank = Callable[[StageRequest, RunDir], Outcome]
 BESIDE = "adapter"  # folder of a merged checkpoint with its adapter
+EXPORT_TRIAL = f"{STATE}/export_trial"  # folder of `try_export`
 QUANTISED = ("zero_quantized_weights", "zero_quantized_nontrainable_weights")  # options of ZeRO++ (Wang et al. 2023)
 
 
@@ -153,6 +156,45 @@ def make_engine(module: Policy | Scorer, config: Optimised, packed: bool = False
     return engine
 
 
+def try_export(engine: Engine, folder: Path, source: str, lora: Lora | None, trust_remote_code: bool) -> None:
+    """Writes what `export` will write, but for the weights, to `folder` on rank 0, and removes it: to be called before training. Raises
+    ValueError where the model cannot be exported. Prints which values its generation config will not have."""
+    if engine.rank != 0:
+        return
+    model = engine.module.model
+    try:
+        if _exports_adapter(lora):
+            save_adapter(model, {}, source, folder)
+            save_tokenizer(source, folder, trust_remote_code)
+            return
+        save_description(model, source, folder, trust_remote_code)
+        plan_weights(model)
+        _print_ignored(model, source)
+    except Exception as error:
+        if isinstance(error, OSError) or disk_problem(error):
+            raise
+        told = " ".join(str(error).split())
+        raise ValueError(
+            f"a model trained from {source} could not be saved ({type(error).__name__}: {told}): correct the files of {source}; nothing was"
+            " trained"
+        ) from error
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _print_ignored(model: PreTrainedModel, source: str) -> None:
+    if model.can_generate() and (names := ignored_values(model.generation_config)):
+        print(
+            f"generation_config.json of {source} has values that transformers ignores and refuses to write ({', '.join(names)}): that of"
+            " the checkpoint is without them, and vLLM, which reads them, samples from it by its own defaults",
+            flush=True,
+        )
+
+
+def _exports_adapter(lora: Lora | None) -> bool:
+    return lora is not None and lora.export == "adapter"
+
+
 def finish_training(
     engine: Engine, request: StageRequest, run: RunDir, source: str, lora: Lora | None, metrics: dict[str, float]
 ) -> Outcome:
@@ -169,7 +211,7 @@ def export(engine: Engine, folder: Path, source: str, lora: Lora | None, trust_r
     """Writes the model to `folder` on rank 0, with adapters merged and also alone in its folder `adapter`, or, as `lora.export` says, the
     adapter alone; a collective. `source`: the start model of training. Returns the share of the update that merged weights have."""
     with progress.files(folder):
-        if lora is not None and lora.export == "adapter":
+        if _exports_adapter(lora):
             _export_adapter(engine, folder, source)
             if engine.rank == 0:
                 save_tokenizer(source, folder, trust_remote_code)

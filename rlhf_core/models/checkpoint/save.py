@@ -6,7 +6,7 @@ import copy
 import json
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping, Set
+from collections.abc import Iterable, Iterator, Set
 from contextlib import nullcontext
 from itertools import chain
 from pathlib import Path
@@ -15,19 +15,20 @@ from typing import Any
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
-from transformers import AutoTokenizer, GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
-from rlhf_core.data.chat import Renderer
 from rlhf_core.hub.ids import snapshot_of_hub
-from rlhf_core.hub.model_files import WEIGHTS, stored_tensors
+from rlhf_core.hub.model_files import PROCESSOR, WEIGHTS, stored_tensors
 from rlhf_core.hub.vocabulary import tokenizer_place
+from rlhf_core.models.checkpoint.generation import used_values, with_stop_tokens
 from rlhf_core.models.checkpoint.weight_files import fill, lay_out, meta
 from rlhf_core.models.checkpoint.weights import checkpoint_weights, planned_weights
 from rlhf_core.models.load import load_policy
 from rlhf_core.models.lora import ADAPTER, ADAPTER_WEIGHTS, has_head
-from rlhf_core.models.wrapper import copy_whole, folder_of
+from rlhf_core.models.wrapper import copy_files, folder_of, require_stored
 from rlhf_core.system.files import read_json, write_text
 
+Stored = dict[str, tuple[Path, dict[str, Any]]]  # the file of each stored weight, and what its header says of it
 OF_WEIGHTS = ("architectures", "dtype", "transformers_version", "id2label", "label2id", "pad_token_id")  # keys of config.json
 
 
@@ -36,20 +37,39 @@ def save_model(
 ) -> None:
     """Writes safetensors, config, generation config and tokenizer files to `folder`. `weights`: `checkpoint_weights`, which are written
     one by one."""
-    folder.mkdir(parents=True, exist_ok=True)
-    planned = planned_weights(model)
+    save_description(model, tokenizer_source, folder, trust_remote_code)
+    planned, left = plan_weights(model)
     if whole := getattr(model, "whole", None):
-        copy_whole(planned, whole, folder)
+        copy_files(whole, folder, WEIGHTS)
     else:
-        save_config(model, folder)
-        left = not_loaded(model, planned.keys())
-        planned |= {key: meta(about["shape"], about["dtype"]) for key, (_, about) in left.items()}
         lay_out(planned, folder)
         weights = chain(weights, _read(left))
     fill(folder.glob(WEIGHTS[0]), weights, planned)
+
+
+def save_description(model: PreTrainedModel, tokenizer_source: str, folder: Path, trust_remote_code: bool) -> None:
+    """Writes all files of an export but those of its weights."""
+    folder.mkdir(parents=True, exist_ok=True)
+    if whole := getattr(model, "whole", None):
+        copy_files(whole, folder, ("config.json", *PROCESSOR))
+    else:
+        save_config(model, folder)
     tokenizer = save_tokenizer(tokenizer_source, folder, trust_remote_code)
     if model.can_generate():
-        with_stop_tokens(model.generation_config, tokenizer).save_pretrained(folder)
+        used_values(with_stop_tokens(model.generation_config, tokenizer)).save_pretrained(folder)
+
+
+def plan_weights(model: PreTrainedModel) -> tuple[dict[str, Tensor], Stored]:
+    """Returns the weights that an export has, as tensors without memory (`meta`), and those of them that `not_loaded` finds.
+
+    Raises ValueError for a weight of a language model that is not in its multimodal checkpoint.
+    """
+    planned = planned_weights(model)
+    if whole := getattr(model, "whole", None):
+        require_stored(planned, whole)
+        return planned, {}
+    left = not_loaded(model, planned.keys())
+    return planned | {key: meta(about["shape"], about["dtype"]) for key, (_, about) in left.items()}, left
 
 
 def save_config(model: PreTrainedModel, folder: Path) -> None:
@@ -67,7 +87,7 @@ def save_config(model: PreTrainedModel, folder: Path) -> None:
         write_text(folder / "config.json", json.dumps(described, indent=2) + "\n")
 
 
-def not_loaded(model: PreTrainedModel, exported: Set[str]) -> dict[str, tuple[Path, dict[str, Any]]]:
+def not_loaded(model: PreTrainedModel, exported: Set[str]) -> Stored:
     """Finds the weights in a policy's checkpoint that transformers leaves out on purpose, but for those of the names `exported`: each one's
     file and header.
 
@@ -85,7 +105,7 @@ def not_loaded(model: PreTrainedModel, exported: Set[str]) -> dict[str, tuple[Pa
     return {key: found for key, found in left.items() if any(re.search(pattern, key) for pattern in patterns)}
 
 
-def _read(stored: Mapping[str, tuple[Path, object]]) -> Iterator[tuple[str, Tensor]]:
+def _read(stored: Stored) -> Iterator[tuple[str, Tensor]]:
     for key, (file, _) in stored.items():
         with safe_open(file, framework="pt") as tensors:
             yield key, tensors.get_tensor(key)
@@ -94,23 +114,6 @@ def _read(stored: Mapping[str, tuple[Path, object]]) -> Iterator[tuple[str, Tens
 def _base(model: PreTrainedModel) -> Path:
     """The folder that a model was loaded from, of one on the Hub in the Hub client's cache."""
     return folder_of(model.name_or_path) if model.name_or_path else Path(os.devnull)
-
-
-def with_stop_tokens(generation: GenerationConfig, tokenizer: PreTrainedTokenizerBase) -> GenerationConfig:
-    """Adds the chat template's end-of-turn token to the stop tokens: the generation config of a base model names another token, and samples
-    of the trained chat model would never stop."""
-    try:
-        ends = Renderer(tokenizer, "chat").stop_token_ids
-    except ValueError:  # no chat template
-        return generation
-    named = generation.eos_token_id
-    there = [] if named is None else [named] if isinstance(named, int) else list(named)
-    missing = [token for token in ends if token not in there]
-    if not missing:
-        return generation
-    changed = copy.deepcopy(generation)
-    changed.eos_token_id = [*there, *missing] if len(there) + len(missing) > 1 else missing[0]
-    return changed
 
 
 def save_adapter(model: PreTrainedModel, state: dict[str, Tensor], base: str, folder: Path) -> None:

@@ -386,6 +386,9 @@ class Fleet:
     def load_state(self, folder: Path) -> None:
         wait_all([group.call("resume", Trained.load_state, str(folder / group.name)) for group in self.trained], self.timeout)
 
+    def try_export(self, folder: Path) -> None:
+        self.actor.call("try to export", Actor.try_export, str(folder)).wait(self.timeout)
+
     def export_actor(self, folder: Path) -> None:
         self.actor.call("export", Actor.export, str(folder)).wait(self.timeout)
 

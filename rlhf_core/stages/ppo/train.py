@@ -53,6 +53,7 @@ from rlhf_core.stages.ppo.sampling.validation import (
 from rlhf_core.stages.ppo.start import start_fleet
 from rlhf_core.system.files import link_tree, sync_to_disk
 from rlhf_core.training.engine import at, learning_rate
+from rlhf_core.training.ranks import EXPORT_TRIAL
 
 PROBE_DOCUMENTS, PROBE_TOKENS = 4, 128
 KEPT_ROLLOUTS = 8  # of each iteration that is logged
@@ -86,6 +87,7 @@ def train(request: StageRequest, run: RunDir, groups: Mapping[str, WorkerGroup],
     fleet = start_fleet(config, paths, tokenizer, request.seed, groups, request.trust_remote_code, resumed_zero_stage, own_tokens, asked)
     with closing(fleet):
         print(f"all roles are up after {time.monotonic() - begun:.0f} s", flush=True)
+        fleet.try_export(run / EXPORT_TRIAL)
 
         first = resume.step if resume else 0
         kl = KLController(config.init_kl_coef, config.kl_target, config.kl_horizon)

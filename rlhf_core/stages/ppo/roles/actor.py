@@ -26,7 +26,7 @@ from rlhf_core.stages.ppo.roles.passes import ModelSpec, Read, Scored, collate_r
 from rlhf_core.stages.ppo.roles.trained import Trained, Update
 from rlhf_core.stages.ppo.roofline import Ceilings, measure_ceilings
 from rlhf_core.stages.ppo.rounding import noise_of, noisy
-from rlhf_core.training.ranks import export, shards_of
+from rlhf_core.training.ranks import export, shards_of, try_export
 from rlhf_core.training.train_loop import accumulate
 from rlhf_core.training.zero_engine import library
 
@@ -137,6 +137,10 @@ class Actor(Trained):
         else:
             deque(weights, maxlen=0)
         return survival.share()
+
+    def try_export(self, folder: str) -> None:
+        """Writes and removes what `export` will write, but for the weights, on rank 0. Raises ValueError as the function does."""
+        try_export(self.engine, Path(folder), self.model.path, self.config.lora, self.model.trust_remote_code)
 
     def export(self, folder: str) -> None:
         """Writes a transformers checkpoint on rank 0."""

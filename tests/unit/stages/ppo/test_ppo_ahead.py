@@ -117,6 +117,8 @@ class Fleet:
     def load_state(self, folder: Path) -> None:
         self.actor = int((folder / "weights").read_text())
 
+    def try_export(self, folder: Path) -> None: ...
+
     def export_actor(self, folder: Path) -> None:
         folder.mkdir(parents=True)
 

@@ -25,8 +25,9 @@ class Roles:
 
     adapters_alone = False
 
-    def __init__(self, unwritten: int | None = None) -> None:
+    def __init__(self, unwritten: int | None = None, unsaved: bool = False) -> None:
         self.weights, self.zero_stage, self.unwritten, self.sleeps = 0, 3, unwritten, False
+        self.unsaved = unsaved
         self.revivals, self.loaded = 0, list[str]()
 
     def forget_seconds(self) -> None: ...
@@ -38,6 +39,11 @@ class Roles:
 
     def trained_parameters(self) -> int:
         return 1
+
+    def try_export(self, folder: Path) -> None:
+        assert self.weights == 0, "before the first iteration"
+        if self.unsaved:
+            raise ValueError(f"{folder.name}: the actor could not be saved")
 
     def export_actor(self, folder: Path) -> None:
         folder.mkdir(parents=True)
@@ -113,6 +119,12 @@ def test_the_actor_is_exported_at_the_requested_iterations(material: Path, tmp_p
     assert result is not None and result.outputs["exports"] == "exports" and "exports/iteration2/weights" in result.files
     (run / "exports" / "iteration2" / "weights").unlink()
     assert run.result() is None, "a run that lost an export is not done"
+
+
+def test_an_actor_that_cannot_be_saved_is_not_trained(material: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    doubles = {"start_fleet": lambda *_: Roles(unsaved=True), "ppo_iteration": pytest.fail}
+    with pytest.raises(ValueError, match="export_trial: the actor could not be saved"):
+        ppo(material, RunDir(tmp_path / "run"), monkeypatch, doubles=doubles)
 
 
 def test_after_a_kill_every_export_is_that_of_its_iteration(material: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,45 @@
+"""Makes the generation config of an export from that of the model it was trained from."""
+
+from __future__ import annotations
+
+import copy
+import re
+
+from transformers import GenerationConfig, PreTrainedTokenizerBase
+
+from rlhf_core.data.chat import Renderer
+
+
+def with_stop_tokens(generation: GenerationConfig, tokenizer: PreTrainedTokenizerBase) -> GenerationConfig:
+    """Adds the chat template's end-of-turn token to the stop tokens: the generation config of a base model names another token, and samples
+    of the trained chat model would never stop."""
+    try:
+        ends = Renderer(tokenizer, "chat").stop_token_ids
+    except ValueError:  # no chat template
+        return generation
+    named = generation.eos_token_id
+    there = [] if named is None else [named] if isinstance(named, int) else list(named)
+    missing = [token for token in ends if token not in there]
+    if not missing:
+        return generation
+    changed = copy.deepcopy(generation)
+    changed.eos_token_id = [*there, *missing] if len(there) + len(missing) > 1 else missing[0]
+    return changed
+
+
+def used_values(generation: GenerationConfig) -> GenerationConfig:
+    """Returns the generation config without its `ignored_values`: transformers generates the same with it, and writes it."""
+    used = copy.deepcopy(generation)
+    for name in ignored_values(generation):
+        setattr(used, name, None)
+    return used
+
+
+def ignored_values(generation: GenerationConfig) -> list[str]:
+    """Returns the names of values with which transformers refuses to write a generation config, because its `generate` ignores them:
+    those of sampling where `do_sample` is not true, those of beams where there is one, a negative padding token."""
+    try:
+        generation.validate(strict=True)
+    except ValueError as error:  # its message has a line for each of them
+        return re.findall(r"^- `(\w+)`:", str(error), re.MULTILINE)
+    return []

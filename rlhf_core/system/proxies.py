@@ -1,0 +1,45 @@
+"""Keeps requests to this machine away from proxies, and says through which proxy another request goes."""
+
+from __future__ import annotations
+
+import os
+from urllib.parse import urlsplit
+from urllib.request import getproxies_environment, proxy_bypass_environment
+
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
+NO_PROXY = ("no_proxy", "NO_PROXY")  # libraries read one of them or both, and prefer the first
+EXCEPTIONS = (*NO_PROXY, "no_grpc_proxy")
+EVERYTHING = "*"  # alone in NO_PROXY: no request uses a proxy
+
+
+def bypass_loopback() -> None:
+    """Adds this machine's loopback names to NO_PROXY and no_proxy where a variable names a proxy. The entries there stay; of the two a
+    variable that is not set gets those of the other. Child processes inherit both."""
+    proxies = [name for name, value in os.environ.items() if name.lower().endswith("_proxy") and value]
+    if all(name.lower() in EXCEPTIONS for name in proxies):
+        return
+    values = [os.environ[name] for name in NO_PROXY if name in os.environ]
+    for name in NO_PROXY:
+        value = os.environ.get(name, values[0] if values else "")
+        os.environ[name] = _with_loopback(value)
+
+
+def _with_loopback(value: str) -> str:
+    entries = [entry.strip() for entry in value.split(",") if entry.strip()]
+    if entries == [EVERYTHING]:  # more beside it, and some libraries would read it as a name
+        return EVERYTHING
+    return ",".join(dict.fromkeys([*entries, *LOOPBACK]))
+
+
+def proxy_of(url: str) -> str:
+    """Returns the end of a sentence about a failed request to `url`: the proxy that the environment names for it, without credentials, and
+    its variable. "" where the request goes to its server directly."""
+    parts = urlsplit(url)
+    proxies = getproxies_environment()
+    scheme = next((scheme for scheme in (parts.scheme, "all") if proxies.get(scheme)), None)
+    if scheme is None or proxy_bypass_environment(parts.netloc.rpartition("@")[2]):
+        return ""
+    value = proxies[scheme]
+    variable = next(name for name in os.environ if name.lower() == f"{scheme}_proxy" and os.environ[name] == value)
+    address = urlsplit(value if "://" in value else f"//{value}").netloc.rpartition("@")[2]
+    return f", through the proxy {address} that {variable} names (NO_PROXY lists hosts to reach without one)"
