@@ -1,7 +1,8 @@
 """Runs episodes: conversations between a user's environment and the engines, many at once.
 
 An attempt that fails (the environment raises, hangs, returns no number, or ends its process) is begun anew, with other random numbers. An
-episode whose attempts are used up has no reward, which is counted; it is never 0.
+episode whose attempts are used up has no reward, which is counted; it is never 0. The same error of the environment's code in all episodes
+ends the work.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from rlhf_core.rollout.engine import Sampling
 
 R = TypeVar("R")
 Mail = dict[str, Any] | Failed  # a line of the environment's process, or its end
+ENOUGH = 4  # episodes that fail by the same error, and no other, that show it to meet all
 DEATHS = 10  # of processes, by episodes that are not known to be guilty, before an attempt of such an episode counts as failed
 
 
@@ -61,6 +63,10 @@ class Episodes:
         self._config, self._renderer, self._limits, self._background, self._engines = config, renderer, limits, background, engines
         self._numbers, self._processes = itertools.count(), list[Process | None]([None] * config.processes)
         self._starting = [asyncio.Lock() for _ in self._processes]
+        self._asked, self._started = 0, itertools.count()
+        self._finished = False  # an attempt has
+        self._failing = set[int]()  # episodes with a failed attempt
+        self._raised = set[str]()  # the places of the errors by which attempts failed
         self._admissions = [Admission(config.concurrency) for _ in self._processes]
         try:
             self._tools = background.run(self._process(0)).tools
@@ -71,7 +77,8 @@ class Episodes:
 
     async def run(self, asked: Sequence[Asked], sampling: Sampling) -> list[Episode]:
         """Runs episodes; returns them in the order in which they were asked for. Raises RoleFailed when an engine fails or makes no
-        progress; one that died is started anew and asked again."""
+        progress; one that died is started anew and asked again. ValueError as `_check`."""
+        self._asked += len(asked)
         tasks = [asyncio.create_task(self._episode(one, sampling)) for one in asked]
         try:
             return list(await asyncio.gather(*tasks))
@@ -80,6 +87,7 @@ class Episodes:
                 task.cancel()
 
     async def _episode(self, asked: Asked, sampling: Sampling) -> Episode:
+        episode = next(self._started)
         attempt, deaths = 0, 0
         while True:
             seed = random.Random(f"{asked.seed}-{attempt}-{deaths}").getrandbits(48) if attempt or deaths else asked.seed
@@ -91,14 +99,25 @@ class Episodes:
             try:
                 async with self._admissions[number % len(self._processes)]:
                     rewards = await self._attempt(number, asked, seed, trajectory, sampling, clock)
+                self._finished = True
                 return Episode(trajectory, rewards, "", attempt + 1, clock.spent)
             except Failed as failed:
+                self._check(episode, failed)
                 deaths += not failed.guilty
                 attempt += failed.guilty or deaths > DEATHS
                 if attempt >= self._config.max_attempts:
                     if failed.late:
                         trajectory.cut()
                     return Episode(trajectory, [], str(failed), attempt, clock.spent)
+
+    def _check(self, episode: int, failed: Failed) -> None:
+        """Notes a failed attempt. Raises ValueError when all episodes so far have failed, each by the same error of the environment's
+        code."""
+        self._failing.add(episode)
+        self._raised.add(failed.place)
+        same = len(self._raised) == 1 and "" not in self._raised
+        if same and not self._finished and len(self._failing) == self._asked >= ENOUGH:
+            raise ValueError(f"the environment {self._config.class_name}: each episode raised {failed}; correct it, then run again")
 
     async def _attempt(self, number: int, asked: Asked, seed: int, trajectory: Trajectory, sampling: Sampling, clock: Clock) -> list[float]:
         """Runs one attempt; returns the reward of each answer. Raises Failed. The engine answers no further when the environment does not
@@ -125,7 +144,7 @@ class Episodes:
                     raise told
                 if "error" in told:
                     done = True
-                    raise Failed(told["error"])
+                    raise Failed(told["error"], place=told["place"])
                 if "rewards" in told:
                     done = True
                     if len(told["rewards"]) != trajectory.turns:  # a wait for an answer was cancelled

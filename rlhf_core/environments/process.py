@@ -22,11 +22,12 @@ ENDING_SECONDS = 5.0  # how long a process that has closed its output may take t
 
 
 class Failed(Exception):
-    """Says why an attempt at an episode failed. `guilty`: by what the episode itself did, as far as is known; `late`: its time was over."""
+    """Says why an attempt at an episode failed. `guilty`: by what the episode itself did, as far as is known; `late`: its time was over;
+    `place`: as of `UsersError`."""
 
-    def __init__(self, reason: str, guilty: bool = True, late: bool = False):
+    def __init__(self, reason: str, guilty: bool = True, late: bool = False, place: str = ""):
         super().__init__(reason)
-        self.guilty, self.late = guilty, late
+        self.guilty, self.late, self.place = guilty, late, place
 
 
 class Process:

@@ -2,7 +2,7 @@
 
 Lines of JSON both ways. The first of ours says that the class is loaded, with its tools, or why it is not. Then come, for each episode:
     in   {"start": ID, "task": {...}, "messages": [...], "seed": N}     {"answer": ID, ...}     {"cancel": ID}
-    out  {"id": ID, "ask": [messages]}     {"id": ID, "rewards": [...]}     {"id": ID, "error": "..."}
+    out  {"id": ID, "ask": [messages]}     {"id": ID, "rewards": [...]}     {"id": ID, "error": "...", "place": "..."}, as `UsersError`
 MARK is the descriptor of a shared page: before each step of an episode its ID and a counter are written there, so that the parent knows
 which episode ended the process or keeps it from all others. What the environment prints goes to stderr. Standard library only.
 """
@@ -26,7 +26,7 @@ from threading import Thread
 from typing import Any
 
 from rlhf_core.environments.conversation import Conversation, LimitReached
-from rlhf_core.system.processes import users_module
+from rlhf_core.system.processes import users_error, users_module
 
 PAGE = struct.Struct("<QQ")  # the episode that is being stepped, plus 1 (0: none), and a counter of steps
 WORKER = os.getpid()
@@ -77,14 +77,15 @@ def load(file: Path, name: str, options: dict[str, Any]) -> Any:
     try:
         return kind(**options)
     except Exception as error:
-        raise ValueError(f"{file}: {name}(**{options}) cannot be made: {type(error).__name__}: {error}; correct its options") from error
+        told = users_error(error, file, kind.__init__).text
+        raise ValueError(f"{file}: {name}(**{options}) cannot be made: {told}; correct its options") from error
 
 
 class Episodes:
     """Runs the episodes of one process."""
 
-    def __init__(self, environment: Any, out: Any, page: mmap.mmap):
-        self._environment, self._out, self._page = environment, out, page
+    def __init__(self, environment: Any, file: Path, out: Any, page: mmap.mmap):
+        self._environment, self._file, self._out, self._page = environment, file, out, page
         self._running: dict[int, asyncio.Task[None]] = {}
         self._answers: dict[int, asyncio.Future[dict[str, Any]]] = {}
 
@@ -119,10 +120,16 @@ class Episodes:
         except asyncio.CancelledError:
             pass
         except (Exception, SystemExit, KeyboardInterrupt) as error:  # one failed attempt, whatever the user's code raised
-            self.say(id=number, error=f"{type(error).__name__}: {error}"[:500])
+            told = users_error(error, self._file, self._environment.rollout)
+            self.say(id=number, error=shortened(told.text), place=told.place)
         finally:
             self._running.pop(number, None)
             self._answers.pop(number, None)
+
+
+def shortened(text: str) -> str:
+    """Returns a text of at most 500 characters; the end, where the line of an error stands, is kept."""
+    return text if len(text) <= 500 else f"{text[:250]} ... {text[-245:]}"
 
 
 def rewards_of(model: Conversation, final: Any, whole: bool) -> list[float]:
@@ -159,7 +166,7 @@ async def main(file: str, name: str, options: str, mark: int) -> None:
     await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(lines), sys.stdin.buffer)
     try:
         environment = load(Path(file), name, json.loads(options))
-        episodes = Episodes(environment, out, page)
+        episodes = Episodes(environment, Path(file), out, page)
         episodes.say(ready=True, tools=list(getattr(environment, "tools", [])))
     except ValueError as error:
         print(json.dumps({"error": str(error)}), file=out, flush=True)

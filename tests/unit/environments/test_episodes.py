@@ -23,6 +23,7 @@ from rlhf_core.environments.trajectory import Limits
 from rlhf_core.rollout.dispatch import Background
 from rlhf_core.rollout.engine import Answer, Sampling
 from rlhf_core.stages.ppo.sampling.answers import of_episode
+from rlhf_core.system.processes import raised_by_us
 from tests.support.templates import save_tokenizer
 
 SAMPLING = Sampling(n=1, temperature=1.0, max_new_tokens=50, stop_token_ids=[])
@@ -180,6 +181,28 @@ def test_a_large_reward_is_bounded(make: Make, renderer: Renderer) -> None:
     rollout = of_episode(found)
     assert found.rewards == [1e30, -1e30] and rollout.own is not None and rollout.own.early is not None
     assert rollout.own.reward == 0 and rollout.own.early.max() == np.float32(1e30)
+
+
+BROKEN = """
+class World:
+    async def rollout(self, task, model):
+        first = await model.answer()
+        if task["number"] % task["every"] == 0:
+            return scor(first.text)
+        return 1.0
+"""
+
+
+def test_an_error_of_the_code_in_all_episodes_stops_at_once_with_its_line(make: Make, renderer: Renderer, tmp_path: Path) -> None:
+    (tmp_path / "broken.py").write_text(BROKEN)
+    episodes = make("broken.py:World", max_attempts=1000)
+    told = r"environment World: each episode raised NameError: name 'scor' is not defined \(.*broken\.py, line 6\); correct it"
+    with pytest.raises(ValueError, match=told) as caught:
+        run(episodes, renderer, [{"number": i, "every": 1} for i in range(40)])
+    assert raised_by_us(caught.value), "a user's mistake: the stage is not retried"
+    found = run(make("broken.py:World"), renderer, [{"number": i, "every": 2} for i in range(40)])
+    assert [bool(episode.rewards) for episode in found] == [i % 2 == 1 for i in range(40)]
+    assert found[0].failure.startswith("NameError: ") and found[0].failure.endswith("broken.py, line 6)")
 
 
 def test_a_process_that_an_episode_forks_says_nothing(make: Make, renderer: Renderer) -> None:
