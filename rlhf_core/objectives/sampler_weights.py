@@ -16,6 +16,7 @@ from rlhf_core.config import PPO
 from rlhf_core.objectives.masked import document_mean, document_sum
 
 WeightLevel = Literal["token", "sequence", "geometric"]
+SOME = 1_000_000  # tokens that a percentile is of, at most: every k-th
 
 
 def importance_weights(
@@ -65,9 +66,10 @@ def kept_tokens(old: np.ndarray, sampler: np.ndarray, mask: np.ndarray, config: 
     weight within its bounds."""
     if config.sampler_is != "mask":
         return mask
-    rows = (torch.tensor(array)[None] for array in (old, sampler, mask))
-    weights = sampler_weights(*rows, torch.zeros(1, len(mask), dtype=torch.int64), config)
-    return (weights[0] > 0).numpy()
+    one_document = torch.zeros(1, len(mask), dtype=torch.int64)
+    old_row, sampler_row, mask_row = (torch.tensor(array)[None] for array in (old, sampler, mask))
+    weights = sampler_weights(old_row, sampler_row, mask_row, one_document, config)
+    return np.asarray(weights[0] > 0)
 
 
 def sampler_metrics(gaps: Tensor, lengths: Tensor, config: PPO) -> dict[str, float]:
@@ -97,9 +99,6 @@ def sampler_metrics(gaps: Tensor, lengths: Tensor, config: PPO) -> dict[str, flo
         "sampler/weight_max": float(weights.max()),
         "sampler/ess": float(total.square() / (len(used) * squares)) if squares > 0 else 0.0,
     }
-
-
-SOME = 1_000_000  # tokens that a percentile is of, at most: every k-th
 
 
 def _of_level(gaps: Tensor, lengths: Tensor, level: WeightLevel) -> Tensor:

@@ -75,7 +75,7 @@ RULES = (
         "on reward models that leave normalize out",
     ),
     Rule(PPO, "sampler_is_level", lambda c: c.sampler_is != "off", "with sampler_is truncate, clamp or mask"),
-    Rule(PPO, "sampler_is_cap", lambda c: c.sampler_is in ("truncate", "off"), "with sampler_is truncate"),
+    Rule(PPO, "sampler_is_cap", lambda c: c.sampler_is == "truncate", "with sampler_is truncate"),
     Rule(PPO, "sampler_is_clamp", lambda c: c.sampler_is in ("clamp", "mask"), "with sampler_is clamp or mask"),
     Rule(PPO, "reference_ranks", lambda c: "reference" in c.groups, "where the reference has processes of its own"),
     Rule(PPO, "reward_ranks", _default_reward_ranks, "on reward models that leave ranks out"),
@@ -115,8 +115,9 @@ def idle_fields(recipe: Recipe) -> list[str]:
     """Returns a sentence for each field that the recipe sets and that has no effect; of a swept stage, in none of its variants."""
     told = list(_idle("", recipe))
     for name, config in recipe.stages.items():
-        swept = isinstance(config, Optimised) and config.sweep
-        found = variants(config, config.sweep).values() if swept else [config]
+        found = [config]
+        if isinstance(config, Optimised) and config.sweep:
+            found = list(variants(config, config.sweep).values())
         by_variant = [list(_idle_in_stage(f"stages.{name}", variant)) for variant in found]
         told += [sentence for sentence in by_variant[0] if all(sentence in others for others in by_variant)]
     return told

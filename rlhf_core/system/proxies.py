@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from urllib.parse import urlsplit
-from urllib.request import getproxies_environment, proxy_bypass_environment
+from urllib.request import getproxies_environment, proxy_bypass_environment  # type: ignore[attr-defined]
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 NO_PROXY = ("no_proxy", "NO_PROXY")  # libraries read one of them or both, and prefer the first
