@@ -63,7 +63,6 @@ RULES = (
     Rule(PPO, CLIPS, lambda c: _steps(c) > 1, "where an iteration has several optimiser steps (before the second the policy ratio is 1)"),
     Rule(PPO, "eps_clip", lambda c: c.eps_clip_low is None or c.eps_clip_high is None, "where eps_clip_low or eps_clip_high is left out"),
     Rule(PPO, "kl_in", lambda c: c.init_kl_coef > 0, "with init_kl_coef above 0"),
-    Rule(PPO, "kl_target", lambda c: c.init_kl_coef > 0, "with init_kl_coef above 0, which it multiplies"),
     Rule(PPO, "kl_horizon", lambda c: c.kl_target is not None, "with kl_target"),
     Rule(PPO, "kl_estimator", lambda c: c.has_reference, "where there is a reference"),
     Rule(PPO, "overlong_penalty", lambda c: c.overlong_buffer > 0, "with overlong_buffer"),

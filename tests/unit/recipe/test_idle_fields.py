@@ -48,7 +48,6 @@ IDLE: list[tuple[str, dict[str, Any], dict[str, Any], dict[str, Any]]] = [
     ],
     ("ppo", PPO | {"eps_clip_low": 0.1, "eps_clip_high": 0.3}, {"eps_clip": 0.5}, {"eps_clip_high": None}),
     ("ppo", PPO | {"init_kl_coef": 0, "kl_estimator": "k3", "reference": "base"}, {"kl_in": "loss"}, {"init_kl_coef": 0.1}),
-    ("ppo", PPO | {"init_kl_coef": 0}, {"kl_target": 6.0}, {"init_kl_coef": 0.1}),
     ("ppo", PPO, {"kl_horizon": 100}, {"kl_target": 6.0}),
     ("ppo", PPO | {"init_kl_coef": 0}, {"kl_estimator": "k3"}, {"reference": "base"}),
     ("ppo", PPO, {"overlong_penalty": 0.5}, {"overlong_buffer": 5}),
