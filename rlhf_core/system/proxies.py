@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from urllib.parse import urlsplit
-from urllib.request import getproxies_environment, proxy_bypass_environment  # type: ignore[attr-defined]
+from urllib.request import getproxies_environment, proxy_bypass
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 NO_PROXY = ("no_proxy", "NO_PROXY")  # libraries read one of them or both, and prefer the first
@@ -13,8 +13,10 @@ EVERYTHING = "*"  # alone in NO_PROXY: no request uses a proxy
 
 
 def bypass_loopback() -> None:
-    """Adds this machine's loopback names to NO_PROXY and no_proxy where a variable names a proxy. The entries there stay; of the two a
-    variable that is not set gets those of the other. Child processes inherit both."""
+    """Adds this machine's loopback names to NO_PROXY and no_proxy where a variable names a proxy.
+
+    The entries there stay; of the two a variable that is not set gets those of the other. Child processes inherit both.
+    """
     proxies = [name for name, value in os.environ.items() if name.lower().endswith("_proxy") and value]
     if all(name.lower() in EXCEPTIONS for name in proxies):
         return
@@ -32,14 +34,19 @@ def _with_loopback(value: str) -> str:
 
 
 def proxy_of(url: str) -> str:
-    """Returns the end of a sentence about a failed request to `url`: the proxy that the environment names for it, without credentials, and
-    its variable. "" where the request goes to its server directly."""
-    parts = urlsplit(url)
+    """Returns the end of a sentence about a failed request to `url`: its proxy, without credentials, and the variable of that.
+
+    "" where the request goes to its server directly, or `url` is no address.
+    """
+    try:
+        parts = urlsplit(url)
+    except ValueError:
+        return ""
     proxies = getproxies_environment()
     scheme = next((scheme for scheme in (parts.scheme, "all") if proxies.get(scheme)), None)
-    if scheme is None or proxy_bypass_environment(parts.netloc.rpartition("@")[2]):
+    if scheme is None or proxy_bypass(parts.netloc.rpartition("@")[2]):
         return ""
     value = proxies[scheme]
-    variable = next(name for name in os.environ if name.lower() == f"{scheme}_proxy" and os.environ[name] == value)
+    names = (name for name, named in os.environ.items() if name.lower() == f"{scheme}_proxy" and named == value)
     address = urlsplit(value if "://" in value else f"//{value}").netloc.rpartition("@")[2]
-    return f", through the proxy {address} that {variable} names (NO_PROXY lists hosts to reach without one)"
+    return f", through the proxy {address} that {next(names)} names (NO_PROXY lists hosts to reach without one)"

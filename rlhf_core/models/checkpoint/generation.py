@@ -28,7 +28,7 @@ def with_stop_tokens(generation: GenerationConfig, tokenizer: PreTrainedTokenize
 
 
 def used_values(generation: GenerationConfig) -> GenerationConfig:
-    """Returns the generation config without its `ignored_values`: transformers generates the same with it, and writes it."""
+    """Returns the generation config without its `ignored_values`. transformers generates the same with it, and writes it."""
     used = copy.deepcopy(generation)
     for name in ignored_values(generation):
         setattr(used, name, None)
@@ -36,8 +36,10 @@ def used_values(generation: GenerationConfig) -> GenerationConfig:
 
 
 def ignored_values(generation: GenerationConfig) -> list[str]:
-    """Returns the names of values with which transformers refuses to write a generation config, because its `generate` ignores them:
-    those of sampling where `do_sample` is not true, those of beams where there is one, a negative padding token."""
+    """Returns the names of values with which transformers refuses to write a generation config, because `generate` ignores them.
+
+    These are values of sampling where `do_sample` is not true, of beams where there is one, a negative padding token.
+    """
     try:
         generation.validate(strict=True)
     except ValueError as error:  # its message has a line for each of them

@@ -80,14 +80,19 @@ def test_a_run_is_visible_on_the_server(server: str, material: Path, tmp_path: P
     assert any("published" in line for line in lines), "the stage's own log is relayed"
 
 
-def test_a_dead_server_is_reported_in_one_sentence(material: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("proxy", ["", "http://me:secret@127.0.0.1:9"])
+def test_a_dead_server_is_reported_in_one_sentence(material: Path, tmp_path: Path, proxy: str) -> None:
+    """Also one that a dead proxy is in front of."""
     stages = {"publication": {"model": "base"}}
     recipe = {"name": "r", "base_model": str(material / "base"), "artifacts": str(tmp_path / "artifacts"), "stages": stages}
     (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(recipe))
-    environment = os.environ | {"PREFECT_API_URL": f"http://127.0.0.1:{free_port()}/api", "PYTHONPATH": str(ROOT)}
+    api = "http://prefect.invalid/api" if proxy else f"http://127.0.0.1:{free_port()}/api"
+    environment = os.environ | {"PREFECT_API_URL": api, "PYTHONPATH": str(ROOT), "http_proxy": proxy}
     command = [sys.executable, "-m", "flows.cli", "run", str(tmp_path / "recipe.yaml")]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, cwd=tmp_path, stdin=subprocess.DEVNULL)
     assert done.returncode == 3 and "no Prefect server answers" in done.stderr and "Traceback" not in done.stderr
+    assert ("through the proxy 127.0.0.1:9 that http_proxy names" in " ".join(done.stderr.split())) is bool(proxy), done.stderr
+    assert "secret" not in done.stderr
 
 
 @pytest.mark.long

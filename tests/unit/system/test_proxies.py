@@ -125,6 +125,7 @@ def test_a_stages_process_reaches_reward_servers_and_judges_of_this_machine(tmp_
         ({"HTTP_PROXY": "http://a:1", "NO_PROXY": "far"}, "http://far:80/", ""),
         ({"HTTP_PROXY": "http://a:1", "NO_PROXY": LOOPBACK}, "http://127.0.0.1:80/", ""),
         ({}, "http://far/", ""),
+        ({"HTTP_PROXY": "http://a:1"}, "http://[far/", ""),
     ],
 )
 def test_the_proxy_of_an_address_is_named_without_credentials(
