@@ -43,7 +43,7 @@ def test_stages_run_in_order_and_a_second_run_skips_them(recipe: Callable[..., R
     found = artifacts()
     assert "| loss | 1.5 |" in found["sft-metrics"]
     assert "file://" in found["sft-checkpoint"] and "made/checkpoint" in found["sft-checkpoint"]
-    assert "| loop.round2 | rule | 0.600 | 0.550 - 0.650 | 300 |" in found["evaluation-win-rates"]
+    assert "| loop.round2 | rule | 0.600 | 0.550 - 0.650 | played 300 battles |" in found["evaluation-win-rates"]
     assert "report.html" in found["report"]
     picture = base64.b64decode(found["sft-curves"].removeprefix("data:image/svg+xml;base64,"))
     assert ElementTree.fromstring(picture).tag == "{http://www.w3.org/2000/svg}svg"
