@@ -25,7 +25,7 @@ WITHOUT = {
     "Anchors": "days judge pairs",
     # tests/unit/stages/publication
     "publication": "base_repo branch dataset dry_run evaluation folder gated license licenses model private repo_id round_branch",
-    # 4 bits need a GPU: tests/gpu.
+    # 4 bits need a GPU: tests/unit/models/test_lora.py.
     "Lora": "quantize",
     # Options of the engine itself: tests/unit/rollout/test_engine_options.py; random streams need a GPU.
     "Vllm": "engine seed_answers",
