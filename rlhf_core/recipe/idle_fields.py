@@ -14,7 +14,6 @@ from pydantic import BaseModel
 from rlhf_core.config import PPO, SFT, Calibration, Data, Evaluation, Loop, Preferences, Publication, Recipe, Source, StageConfig, Vllm
 from rlhf_core.config.data import Rows
 from rlhf_core.config.judging.evaluation import ChatJudge, RewardJudge
-from rlhf_core.config.loops import Rewarded
 from rlhf_core.config.rewards import NoReward
 from rlhf_core.config.sweep import variants
 from rlhf_core.config.training import Anchored, Optimised, Trainable
@@ -114,7 +113,7 @@ def idle_fields(recipe: Recipe) -> list[str]:
     """Returns a sentence for each field that the recipe sets and that has no effect; of a swept stage, in none of its variants."""
     told = list(_idle("", recipe))
     for name, config in recipe.stages.items():
-        found = [config]
+        found: list[StageConfig] = [config]
         if isinstance(config, Optimised) and config.sweep:
             found = list(variants(config, config.sweep).values())
         by_variant = [list(_idle_in_stage(f"stages.{name}", variant)) for variant in found]
@@ -128,7 +127,7 @@ def _idle_in_stage(where: str, config: StageConfig) -> Iterator[str]:
     for text in config.texts:
         if text.rows is not None and text.rows in COLUMNS:
             yield from _unread_columns(f"{where}.{text.field}", text.data, text.rows)
-    if isinstance(config, Rewarded) and isinstance(config, PPO) and _set(config.vllm, "start_timeout"):
+    if isinstance(config, PPO) and _set(config.vllm, "start_timeout"):
         yield f"{where}.vllm.start_timeout has no effect: ppo waits for its engines as long as its own timeout says"
 
 

@@ -16,6 +16,7 @@ PPO = [
     Change("actor", "other", looped),
     Change("critic", "other", looped),
     Change("reference", "other", looped),
+    Change("environment", "guess", looped, {"advantage_estimator": "reinforce_pp"}),
     Change("advantage_estimator", "reinforce_pp", credited),
     Change("loss_aggregation", "sequence", updated),
     Change("policy_loss", "cispo", updated),

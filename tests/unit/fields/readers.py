@@ -1,0 +1,93 @@
+"""Names a reader of each field whose name other classes have, too, and that has no probe: a file, and what it reads there."""
+
+from __future__ import annotations
+
+_TEXT = """
+Recipe.name rlhf_core/recipe/plan.py self.recipe.name
+Recipe.artifacts rlhf_core/recipe/plan.py self.recipe.artifacts
+Recipe.store rlhf_core/runs/store.py recipe.store
+Recipe.seed rlhf_core/recipe/plan.py seed=self.recipe.seed
+Recipe.trust_remote_code rlhf_core/recipe/plan.py self.recipe.trust_remote_code
+Recipe.wandb rlhf_core/recipe/plan.py self.recipe.wandb
+Recipe.stages rlhf_core/recipe/expand.py recipe.stages
+Gated.gates rlhf_core/recipe/gates.py config.gates
+Optimised.zero_stage rlhf_core/training/ranks.py config.zero_stage
+Trainable.ranks rlhf_core/training/ranks.py config.ranks
+Trainable.adam_offload rlhf_core/config/training.py self.adam_offload
+Trainable.param_offload rlhf_core/config/training.py self.param_offload
+Loop.rounds rlhf_core/recipe/expand.py config.rounds
+PPO.environment rlhf_core/stages/ppo/train.py config.environment
+PPO.timeout rlhf_core/stages/ppo/start.py config.timeout
+PPO.adam_offload rlhf_core/config/ppo.py self.adam_offload
+PPO.param_offload rlhf_core/config/ppo.py self.param_offload
+Evaluation.models evaluation/stage.py config.models
+Evaluation.baseline evaluation/stage.py config.baseline
+Evaluation.questions evaluation/stage.py config.questions
+Evaluation.parents evaluation/stage.py config.parents
+Evaluation.calibration rlhf_core/recipe/consistency.py config.calibration
+Evaluation.proxy evaluation/stage.py config.proxy
+Regression.history evaluation/regression/stage.py config.history
+Regression.band evaluation/regression/stage.py config.band
+Calibration.judge evaluation/calibration/stage.py config.judge
+Calibration.labels evaluation/calibration/stage.py config.labels
+Served.max_model_len evaluation/answers/served_models.py config.max_model_len
+AlignmentTax.models evaluation/alignment_tax/stage.py config.models
+AlignmentTax.baseline evaluation/alignment_tax/stage.py config.baseline
+AlignmentTax.tasks evaluation/alignment_tax/stage.py config.tasks
+AlignmentTax.limit evaluation/alignment_tax/harness.py config.limit
+AlignmentTax.num_fewshot evaluation/alignment_tax/harness.py config.num_fewshot
+AlignmentTax.chat_template evaluation/alignment_tax/harness.py config.chat_template
+AlignmentTax.timeout evaluation/alignment_tax/harness.py config.timeout
+Select.of evaluation/select.py config.of
+Select.by evaluation/select.py config.by
+Drift.kl evaluation/drift/stage.py config.kl
+Publication.folder rlhf_core/stages/publication/run.py config.folder
+Publication.repo_id rlhf_core/stages/publication/run.py config.repo_id
+Publication.branch rlhf_core/stages/publication/run.py config.branch
+Publication.license rlhf_core/stages/publication/run.py config.license
+Notify.timeout tasks/notify.py notify.timeout
+Wandb.group rlhf_core/runs/wandb_mirror.py request.wandb.group
+Gate.metric rlhf_core/recipe/gates.py gate.metric
+Gate.approve rlhf_core/recipe/gates.py gate.approve
+Lora.rank rlhf_core/models/lora.py lora.rank
+Lora.alpha rlhf_core/models/lora.py lora.alpha
+Lora.export rlhf_core/training/ranks.py lora.export
+Ranks.num_nodes rlhf_core/records.py self.num_nodes
+Ranks.num_ranks_per_node rlhf_core/records.py self.num_ranks_per_node
+Ranks.cpus rlhf_core/cluster/layout.py groups[name].cpus
+Ranks.gpus rlhf_core/cluster/layout.py groups[names[0]].gpus
+Data.sources rlhf_core/data/rows/mixture.py data.sources
+Vllm.cpus rlhf_core/cluster/layout.py groups[name].cpus
+Vllm.gpus rlhf_core/cluster/layout.py groups[names[0]].gpus
+Vllm.sleep rlhf_core/stages/ppo/start.py config.vllm.sleep
+Vllm.adapters rlhf_core/stages/ppo/start.py config.vllm.adapters
+Vllm.engine rlhf_core/rollout/engine.py vllm.engine
+WeighedReward.name rlhf_core/config/rewards.py self.name
+WeighedReward.weight rlhf_core/rewards/combine.py source.weight
+ModelReward.normalize rlhf_core/rewards/combine.py source.normalize
+ModelReward.ranks rlhf_core/config/ppo.py source.ranks
+RequestedReward.normalize rlhf_core/rewards/combine.py source.normalize
+RequestedReward.timeout rlhf_core/rewards/clients.py source.timeout
+HttpReward.url rlhf_core/rewards/clients.py source.url
+HttpReward.api_key_env rlhf_core/rewards/clients.py source.api_key_env
+EnvironmentReward.normalize rlhf_core/rewards/combine.py source.normalize
+Environment.path rlhf_core/config/rewards.py self.path
+Environment.options rlhf_core/environments/episodes.py own.options
+Environment.answer_max_len rlhf_core/stages/ppo/train.py config.environment.answer_max_len
+Environment.timeout rlhf_core/environments/episodes.py self._config.timeout
+RequestLimits.timeout evaluation/answers/chat_client.py self.limits.timeout
+Remote.api_key_env evaluation/answers/chat_client.py config.api_key_env
+Endpoint.more evaluation/answers/remote_answers.py endpoint.more
+Endpoint.max_failed evaluation/answers/remote_answers.py endpoint.max_failed
+Source.path rlhf_core/data/rows/files.py source.path
+Source.split rlhf_core/data/rows/files.py source.split
+RuleJudge.answer_key evaluation/stage.py judge.answer_key
+RewardJudge.tie evaluation/judges/factory.py judge.tie
+ChatJudge.max_failed evaluation/judges/factory.py judge.max_failed
+RewardEvaluation.models evaluation/stage.py wanted.models
+Anchors.judge evaluation/drift/stage.py config.anchors.judge
+Recipe.cost evaluation/dashboard/cost.py config["cost"]
+"""
+READERS: dict[str, tuple[str, str]] = {
+    field: (file, text) for field, file, text in (line.split(maxsplit=2) for line in _TEXT.strip().splitlines())
+}
