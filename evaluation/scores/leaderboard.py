@@ -1,6 +1,6 @@
 """Computes the leaderboard of a folder of judgments, without any model, for `alignflow leaderboard FOLDER`.
 
-One board for each judge, category and baseline: arena score with our interval (resampled by question), the style-controlled score if the
+One board for each judge, category and baseline: arena score with our interval (over questions), the style-controlled score if the
 answers are known. Torch-free.
 """
 

@@ -80,23 +80,25 @@ def curve(
         earlier = chains.setdefault(found[1] if found else model, [start])
         point = _point(model, found[1] if found else model, values, rates[model])
         best = max(earlier, key=lambda other: other.win_rate)
-        suspicion = suspicion_of(measured[best.model], values, resamples, seed)
+        level = 1 - 0.05 / len(earlier)  # the best of several is partly lucky (Bonferroni)
+        suspicion = suspicion_of(measured[best.model], values, resamples, seed, level)
         points.append(point.model_copy(update={"suspicion": suspicion, "since": None if suspicion == "none" else best.model}))
         earlier.append(points[-1])
     judge = next(iter(rates.values())).judge
     return OverOptimisation(proxy=proxy, baseline=baseline, judge=judge, points=(start, *points))
 
 
-def suspicion_of(before: Measured, after: Measured, resamples: int, seed: int) -> Suspicion:
-    """Tests whether the proxy's score rises and the judge's falls from `before` to `after`, on questions with a verdict on both."""
+def suspicion_of(before: Measured, after: Measured, resamples: int, seed: int, level: float = 0.95) -> Suspicion:
+    """Tests whether the proxy's score rises and the judge's falls from `before` to `after`, on questions with a verdict on both; sure
+    where the intervals of this level exclude 0."""
     judged = np.isfinite(before.battle) & np.isfinite(after.battle)
     if not judged.any():
         return "none"
     rise, fall = (after.proxy - before.proxy)[judged], (before.battle - after.battle)[judged]
     if rise.mean() <= 0 or fall.mean() <= 0:
         return "none"
-    rise_low, _ = interval(QuestionSums(rise, np.ones(len(rise))), resamples, seed)
-    fall_low, _ = difference_interval(fall)
+    rise_low, _ = interval(QuestionSums(rise, np.ones(len(rise))), resamples, seed, level)
+    fall_low, _ = difference_interval(fall, level)
     return "sure" if min(rise_low, fall_low) > 0 else "possible"
 
 

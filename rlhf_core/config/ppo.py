@@ -151,7 +151,8 @@ class PPO(Optimised, Rewarded, Routed):
     sampler_is_level: Literal["token", "sequence", "geometric"] = Field(
         "token",
         description="importance weights of each token, or one of the whole answer for all of its tokens: the product (sequence), whose "
-        "spread grows with the answer's length, or the geometric mean (geometric), which suits sampler_is mask",
+        "spread grows with the answer's length, or the geometric mean (geometric), which suits sampler_is mask with narrow bounds, such as "
+        "sampler_is_clamp [0.98, 1.02]",
     )
     sampler_is_cap: float = Field(2.0, gt=0, description="cap of the truncated importance weight")
     sampler_is_clamp: tuple[float, float] = Field(
@@ -360,6 +361,16 @@ class PPO(Optimised, Rewarded, Routed):
         if self.overlong_buffer >= self.generate_max_len:
             yield f"overlong_buffer={self.overlong_buffer} must be below generate_max_len={self.generate_max_len}"
         yield from self._bootstrap_mistakes()
+        if self.ratio == "sequence" and self.sampler_is == "mask" and self.sampler_is_level == "token":
+            yield (
+                "sampler_is mask leaves out single tokens, and ratio sequence is of whole answers: set sampler_is_level to geometric or "
+                "sequence"
+            )
+        if self.bootstrap_truncated and self.dynamic_filtering:
+            yield (
+                "dynamic_filtering compares rewards before the critic's values are known, which bootstrap_truncated puts in their place: "
+                "leave one of them out"
+            )
         if self.policy_loss == "cispo" and (self.dual_clip is not None or self.ratio == "sequence"):
             yield "cispo weighs each token's log-prob: leave out dual_clip and ratio, or set policy_loss to clip"
         if not 0 < self.sampler_is_clamp[0] <= 1 <= self.sampler_is_clamp[1]:

@@ -22,7 +22,9 @@ def round_unbiased(exact: Tensor, dtype: torch.dtype, name: str) -> Tensor:
     generator = torch.Generator(exact.device).manual_seed(zlib.crc32(name.encode()))
     noise = torch.randint(1 << LOW_BITS, exact.shape, generator=generator, dtype=torch.int32, device=exact.device)
     bits = exact.contiguous().view(torch.int32) + noise
-    return (bits >> LOW_BITS << LOW_BITS).view(torch.float32).to(torch.bfloat16)
+    rounded = (bits >> LOW_BITS << LOW_BITS).view(torch.float32)
+    # The bits of NaN and inf are no number to add to: NaN would become 0.
+    return torch.where(exact.isfinite(), rounded, exact).to(torch.bfloat16)
 
 
 class Survival:

@@ -145,7 +145,8 @@ def rloo(scores: Tensor) -> Tensor:
 
 
 GROUPED = {"grpo": grpo, "dr_grpo": dr_grpo, "rloo": rloo}  # by the name that a recipe gives as advantage_estimator
-UNSCALED = GROUPED | {"grpo": dr_grpo}  # their linear part, without a division: what the KL of answers is centred by
+# What the KL of answers is compared by: nothing divides it. An answer's own KL in the mean, as in dr_grpo, would weaken it by 1 - 1 / n.
+UNSCALED = GROUPED | {"grpo": rloo}
 
 
 class InGroups(NamedTuple):
@@ -164,7 +165,9 @@ def in_groups(estimator: Callable[[Tensor], Tensor], scores: Tensor, scored: Ten
     for start in range(0, len(scores), n):
         members = start + scored[start : start + n].nonzero().flatten()
         if len(members) >= 2:
-            advantages[members], compared[members] = estimator(scores[members]), True
+            # In float64 the mean of equal numbers is that number: in float32 it may be off, and its error is divided by a tiny deviation.
+            advantages[members] = estimator(scores[members].double()).to(scores.dtype)
+            compared[members] = True
     return InGroups(advantages, compared)
 
 

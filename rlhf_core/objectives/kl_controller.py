@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 
 
@@ -18,9 +19,10 @@ class KLController:
         """Returns the controller after `n` answers of mean KL `kl`, as `target`.
 
         The coefficient is multiplied by `(1 + error / horizon)^n`, the paper's factor once for each answer. So it stays positive however
-        many answers come at once, and does not depend on how they are cut into iterations.
+        many answers come at once, and does not depend on how they are cut into iterations. One update changes it by a factor of e at most.
         """
         if self.target is None:
             return self
         error = min(max(kl / self.target - 1, -0.2), 0.2)
-        return replace(self, coef=self.coef * (1 + error / self.horizon) ** n)
+        growth = n * math.log1p(error / self.horizon)
+        return replace(self, coef=self.coef * math.exp(min(max(growth, -1.0), 1.0)))

@@ -291,18 +291,21 @@ def entropy_loss(entropy: Tensor, mask: Tensor, denominator: float, weights: Ten
     return Loss(-mean, {"policy/entropy": mean.detach()})
 
 
-def value_clip_range(returns: Tensor, mask: Tensor, clip: float) -> float:
-    """Returns `clip` times the standard deviation of the returns under the mask, (B, T) each: the range of `value_loss`.
+def value_clip_range(returns: Tensor, values: Tensor, mask: Tensor, clip: float) -> float:
+    """Returns `clip` times the scale of the returns under the mask, all (B, T): the range of `value_loss`. The scale is their standard
+    deviation, or the root mean square of their distance to the `values` of the critic where that is larger: a critic that starts far from
+    returns that are all alike must move.
 
-    Pass the whole rollout of all ranks: the deviation of one rank or one micro-batch differs. Returns `clip` itself where the returns have
-    no spread beyond rounding.
+    Pass the whole rollout of all ranks: the scale of one rank or one micro-batch differs. Returns `clip` itself where there is no scale
+    beyond rounding.
     """
     known = returns[mask].double()
     if not known.numel():
         return clip
-    std = float(known.std(correction=0))
-    has_spread = std > NO_SPREAD * float(known.abs().max())
-    return clip * std if has_spread else clip
+    spread = float(known.std(correction=0))
+    distance = float((known - values[mask].double()).square().mean().sqrt())
+    scale = max(spread, distance)
+    return clip * scale if scale > NO_SPREAD * float(known.abs().max()) else clip
 
 
 def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, mask: Tensor, clip: float | None, denominator: float) -> Loss:

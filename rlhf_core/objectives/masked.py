@@ -29,11 +29,14 @@ def masked_mean(x: Tensor, mask: Tensor) -> Tensor:
 def whiten(x: Tensor, mask: Tensor, eps: float = 1e-8) -> Tensor:
     """Returns `(x - mean) / sqrt(var + eps)` over the tokens under the mask, with population variance; 0 elsewhere.
 
-    Pass the whole rollout of all ranks: statistics of one rank or one micro-batch differ.
+    Pass the whole rollout of all ranks: statistics of one rank or one micro-batch differ. Sums are in float64: the mean of equal numbers
+    is that number then.
     """
-    mean = masked_mean(x, mask)
-    variance = masked_mean((x - mean).square(), mask)
-    return torch.where(mask, (x - mean) * torch.rsqrt(variance + eps), 0)
+    count = mask.sum().clamp(min=1)
+    mean = (torch.where(mask, x, 0).sum(dtype=torch.float64) / count).to(x.dtype)
+    centred = torch.where(mask, x - mean, 0)
+    variance = centred.square().sum(dtype=torch.float64) / count
+    return centred * torch.rsqrt(variance + eps).to(x.dtype)
 
 
 def document_sum(x: Tensor, mask: Tensor, documents: Tensor, num_documents: int) -> Tensor:

@@ -17,6 +17,7 @@ from rlhf_core.objectives.masked import document_mean, document_sum
 
 WeightLevel = Literal["token", "sequence", "geometric"]
 SOME = 1_000_000  # tokens that a percentile is of, at most: every k-th
+LARGEST_LOG = 69.0  # of a weight that a metric reports, e^69 = 1e30: a product over a long answer may be infinite
 
 
 def importance_weights(
@@ -86,7 +87,7 @@ def sampler_metrics(gaps: Tensor, lengths: Tensor, config: PPO) -> dict[str, flo
         "sampler/ratio_gap": float(torch.expm1(gaps).abs().mean(dtype=torch.float64)),
         "sampler/gap_p99": float(np.percentile(distances[:: 1 + len(gaps) // SOME].numpy(), 99)),
     }
-    weights = _of_level(gaps, lengths, config.sampler_is_level).exp()
+    weights = _of_level(gaps, lengths, config.sampler_is_level).clamp(max=LARGEST_LOG).exp()
     used = torch.ones_like(weights)
     if config.sampler_is != "off":
         used = bounded(weights, *config.sampler_is_bounds, config.sampler_is == "mask")

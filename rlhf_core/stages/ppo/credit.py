@@ -110,7 +110,7 @@ def credit(
     }
     value_clip = None
     if config.has_critic and config.value_clip is not None:
-        value_clip = value_clip_range(returns, mask & usable[:, None], config.value_clip)
+        value_clip = value_clip_range(returns, values, mask & usable[:, None], config.value_clip)
     if config.has_critic:
         metrics["value/explained_variance"] = float(explained_variance(values, returns, mask & usable[:, None]).nan_to_num(0.0))
     none = (None,) * len(rollouts)  # what no loss reads does not travel
@@ -133,11 +133,11 @@ def divergence(
     kl_coef: float,
     config: PPO,
 ) -> Divergence:
-    """Measures the actor's KL to the reference on the `usable` rollouts (0 without a reference), and its distance to the sampler on all."""
+    """Measures the actor's KL to the reference (0 without one) and its distance to the sampler, on the `usable` rollouts."""
     places = [_response(rollout.document.mask_array) for rollout in rollouts]
 
-    def flat(rows: Sequence[np.ndarray], chosen: Sequence[int] = range(len(rollouts))) -> Tensor:
-        """Returns the response tokens of rows, one after the other."""
+    def flat(rows: Sequence[np.ndarray], chosen: Sequence[int]) -> Tensor:
+        """Returns the response tokens of the chosen rows, one after the other."""
         return torch.from_numpy(np.concatenate([rows[i][places[i]] for i in chosen]))
 
     kl, metrics = 0.0, dict[str, float]()
@@ -145,8 +145,8 @@ def divergence(
         estimates = kl_estimate(flat(logprobs, usable), flat(ref_logprobs, usable), config.kl_estimator)
         kl = float(estimates.mean(dtype=torch.float64))
         metrics = {"kl/mean": kl, "kl/per_answer": float(estimates.sum(dtype=torch.float64)) / len(usable), "kl/coef": kl_coef}
-    gaps = flat(logprobs) - flat([rollout.sampler_logprobs for rollout in rollouts])
-    lengths = torch.tensor([np.count_nonzero(rollout.document.mask_array) for rollout in rollouts])
+    gaps = flat(logprobs, usable) - flat([rollout.sampler_logprobs for rollout in rollouts], usable)
+    lengths = torch.tensor([np.count_nonzero(rollouts[i].document.mask_array) for i in usable])
     return Divergence(kl, metrics | sampler_metrics(gaps, lengths, config))
 
 

@@ -110,3 +110,11 @@ def test_what_is_sent_to_engines_is_what_is_exported(material: Path) -> None:
     survival = Survival()
     one, again = ({n: w.clone() for n, w in checkpoint_weights(policy.model, lambda _: nullcontext(), survival)} for _ in range(2))
     assert all(torch.equal(weight, again[name]) for name, weight in one.items()) and survival.share() == pytest.approx(1.0, abs=0.1)
+
+
+def test_what_is_not_finite_stays_so() -> None:
+    patterns = torch.tensor([0x7FFFFFFF, 0x7FC00000, -1, 0x7F800000, -0x800000], dtype=torch.int32)  # NaNs, inf, -inf
+    exact = patterns.view(torch.float32).repeat(100)
+    rounded = round_unbiased(exact, torch.bfloat16, "w")
+    assert rounded.isnan().equal(exact.isnan())
+    assert rounded.isinf().equal(exact.isinf())

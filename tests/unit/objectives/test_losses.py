@@ -275,17 +275,17 @@ def test_the_range_of_values_follows_the_scale_of_the_returns():
     returns, mask = tensor([[1.0, 3.0, 99.0], [5.0, 7.0, -99.0]]), torch.tensor([[True, True, False]] * 2)
     std = 5**0.5  # of 1, 3, 5, 7
     for scale in (1e-20, 1.0, 1e18):
-        assert losses.value_clip_range(returns.float() * scale, mask, 0.2) == pytest.approx(0.2 * std * scale)
-    assert losses.value_clip_range(returns + 1000, mask, 0.2) == pytest.approx(0.2 * std)
+        assert losses.value_clip_range(returns.float() * scale, returns.float() * scale, mask, 0.2) == pytest.approx(0.2 * std * scale)
+    assert losses.value_clip_range(returns + 1000, returns + 1000, mask, 0.2) == pytest.approx(0.2 * std)
 
 
 @pytest.mark.parametrize("value", [0.0, 3.0, -1e30])
 def test_returns_without_spread_leave_the_clip_as_it_is(value):
     mask = torch.rand(3, 5) < 2
-    assert losses.value_clip_range(torch.full((3, 5), value), mask, 0.2) == 0.2
+    assert losses.value_clip_range(torch.full((3, 5), value), torch.full((3, 5), value), mask, 0.2) == 0.2
     noise = torch.full((3, 5), value) * (1 + 1e-7 * torch.randn(3, 5))
-    assert losses.value_clip_range(noise, mask, 0.2) == 0.2, "of rounding"
-    assert losses.value_clip_range(noise, ~mask, 0.2) == 0.2, "nothing is trained on"
+    assert losses.value_clip_range(noise, noise, mask, 0.2) == 0.2, "of rounding"
+    assert losses.value_clip_range(noise, noise, ~mask, 0.2) == 0.2, "nothing is trained on"
 
 
 def test_at_the_first_step_the_policy_gradient_is_that_of_reinforce():

@@ -111,9 +111,10 @@ def sample_filtered(fleet: Fleet, setup: Setup, position: int, statistics: Mappi
         rewards = fleet.reward(rollouts, setup.allowed_failures)
         seen += rollouts
         seen_rewards.append(rewards)
-        join(seen_rewards).check(setup.allowed_failures)
+        join(seen_rewards).check(setup.allowed_failures * len(seen) // (batch * n))
         updated = with_answers(updated, rewards.by_source, setup.terms)
-        found = with_signal(trained_rewards(rollouts, rewards, updated, setup), n, config.filter_min_spread)
+        trainable = np.array([rollout.finished or not config.mask_truncated for rollout in rollouts])
+        found = with_signal(trained_rewards(rollouts, rewards, updated, setup), n, config.filter_min_spread, trainable)
         chosen = found[: missing * n]
         kept += [rollouts[i] for i in chosen]
         kept_rewards.append(rewards.take(chosen))
@@ -196,12 +197,15 @@ def join_scores(parts: Sequence[Scores], allowed_failures: int) -> Scores:
     return Scores(logprobs, references, values, rewards, stored, np.concatenate(ends) if ends else None)
 
 
-def with_signal(rewards: np.ndarray, n: int, min_spread: float) -> list[int]:
-    """Returns the indices of answers, `n` of each prompt in a row, whose group's rewards (nan: none) differ by more than `min_spread`."""
+def with_signal(rewards: np.ndarray, n: int, min_spread: float, trainable: np.ndarray | None = None) -> list[int]:
+    """Returns the indices of answers, `n` of each prompt in a row, whose group's rewards (nan: none) differ by more than `min_spread`, and
+    of which one is `trainable` (None: all are)."""
     chosen: list[int] = []
     for start in range(0, len(rewards), n):
         group = rewards[start : start + n]
         given = group[~np.isnan(group)]
+        if trainable is not None and not trainable[start : start + n].any():
+            continue
         if len(given) >= 2 and given.max() - given.min() > min_spread:
             chosen += range(start, start + n)
     return chosen

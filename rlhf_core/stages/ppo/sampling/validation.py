@@ -33,6 +33,7 @@ from rlhf_core.system.files import write_text
 
 BEST = f"{STATE}/best"  # folder of the exports of the best iterations, until the stage is done
 REWARD, LOW, HIGH = (f"eval/reward/{name}" for name in ("mean", "ci_low", "ci_high"))
+ROUNDING = 1e-6  # a sum of weighed rewards may be this much below the number that it should be
 NORMAL = 1.96  # standard errors on each side of a 95 % interval
 
 
@@ -160,7 +161,8 @@ def _of(name: str, table: np.ndarray, right: float | None) -> dict[str, float]:
     metrics = _interval(f"{name}/reward", np.nanmean(table[given.any(1)], axis=1))
     if right is None:
         return metrics
-    counts = [(int(row.sum()), int((values[row] >= right).sum())) for row, values in zip(given, table, strict=True) if row.any()]
+    enough = right - ROUNDING * max(1.0, abs(right))
+    counts = [(int(row.sum()), int((values[row] >= enough).sum())) for row, values in zip(given, table, strict=True) if row.any()]
     metrics |= _rate(f"{name}/right", np.array([c / n for n, c in counts]))
     for k in pass_sizes(table.shape[1]):
         chances = [pass_at(n, c, k) for n, c in counts if n >= k]  # fewer answers say nothing about k of them
@@ -175,7 +177,10 @@ def pass_at(n: int, right: int, k: int) -> float:
 
 
 def _interval(name: str, values: np.ndarray) -> dict[str, float]:
-    """Mean over prompts, and where there are two or more its 95 % interval by the normal approximation."""
+    """Mean over prompts, and its 95 % interval: of rewards from 0 to 1 as of a rate, of others, where there are two or more, by the normal
+    approximation."""
+    if ((values >= 0) & (values <= 1)).all():
+        return _rate(name, values)
     mean = float(values.mean())
     if len(values) < 2:
         return {f"{name}/mean": mean}

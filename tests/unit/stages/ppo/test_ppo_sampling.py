@@ -129,6 +129,7 @@ def test_a_group_has_a_signal_when_its_rewards_differ() -> None:
     assert with_signal(rewards, 2, 1e-6) == [2, 3]
     assert with_signal(rewards, 3, 1e-6) == [0, 1, 2]
     assert with_signal(rewards, 4, 1e-6) == [0, 1, 2, 3]
+    assert with_signal(np.array([0, 1, 0, 1]), 2, 1e-6, np.array([False, True, False, False])) == [0, 1], "one that is trained on"
 
 
 def test_without_filtering_a_batch_is_sampled_once_and_scored_with_the_others() -> None:
@@ -220,8 +221,10 @@ def test_failures_of_all_rounds_count_against_the_limit() -> None:
     def score(prompt: int, j: int) -> float:
         return float("nan") if j else 1.0
 
-    with pytest.raises(RewardsFailed, match=r"reward_model left 20 of 40 answers without a reward, more than the 7 .*the last error"):
-        sample(Fleet(score), setup(PromptOrder(PROMPTS, 4, 0), 9, 7), 0, {})  # type: ignore[arg-type]
+    with pytest.raises(RewardsFailed, match=r"reward_model left 4 of 8 answers without a reward, more than the 3 .*the last error"):
+        sample(Fleet(score), setup(PromptOrder(PROMPTS, 4, 0), 9, 3), 0, {})  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="none of the 20 groups"):  # half of the answers may fail in each round: no group has two rewards
+        sample(Fleet(score), setup(PromptOrder(PROMPTS, 4, 0), 2, 4), 0, {})  # type: ignore[arg-type]
 
 
 # An iteration.

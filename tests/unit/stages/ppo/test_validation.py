@@ -199,3 +199,9 @@ def test_answers_without_log_probs_are_rollouts() -> None:
     """As those of validation, which asks for none."""
     found = rollout(Prompt((), [1, 2], {}, False), answer_of([3, 4], [], True))
     assert found.answer == [3, 4] and found.sampler_logprobs.tolist() == [0, 0, 0, 0]
+
+
+def test_a_weighed_sum_just_below_the_bound_is_right() -> None:
+    """0.7 + 0.2 + 0.1 is 0.9999999999999999."""
+    found = validation([0.7 + 0.2 + 0.1, 0.0], n=2, right=1.0)
+    assert found["eval/right/mean"] == 0.5
