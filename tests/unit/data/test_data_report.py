@@ -203,7 +203,9 @@ def test_all_faults_of_one_data_set_are_named_before_it_is_trained_on(
                 named.add(finding["name"])
                 assert f"warning: {field}: {finding['sentence']}" in printed and finding["sentence"] in (run / MARKDOWN).read_text()
         assert (run / CHART).read_text().rstrip().endswith("</svg>")
-    assert named == set(LIMITS) - {"empty prompts", "answers cut away", "duplicate prompts", "control tokens"} | {"chosen longer"}, "those have tests above"
+    assert named == set(LIMITS) - {"empty prompts", "answers cut away", "duplicate prompts", "control tokens"} | {"chosen longer"}, (
+        "those have tests above"
+    )
 
 
 def test_the_report_is_an_output_an_artifact_and_on_the_page(material: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
