@@ -60,7 +60,7 @@ def test_a_checkpoint_judges_two_others_over_http_and_nothing_twice(good: Path, 
     (tmp_path / "questions.jsonl").write_text("".join(json.dumps(row) + "\n" for row in questions))
     seen = [Match(Question("q", "digits", ({"role": "user", "content": row["prompt"]},), {}), row["answer"], "?") for row in ROWS[:4]]
     prompts = [(chat(tokenizer, judge_prompt(match)), "[[A>B]]") for match in seen]
-    judge = fit(base, tmp_path / "judge", prompts, 25, num_hidden_layers=1, layer_types=["full_attention"], max_position_embeddings=2048)
+    judge = fit(base, tmp_path / "judge", prompts, 60, num_hidden_layers=1, layer_types=["full_attention"], max_position_embeddings=2048)
 
     asked = VllmJudge(model="judge", max_tokens=16, max_model_len=2048, concurrency=8, vllm=SMALL)
     config = Evaluation(

@@ -118,7 +118,7 @@ def train(request: StageRequest, run: RunDir, groups: Mapping[str, WorkerGroup],
             with at(f"iteration {done} of {iterations}"):
                 made = ppo_iteration(fleet, setup, carried, kl.coef, schedule, done == iterations, collector)
                 metrics, mean_kl, carried, rollouts, rewards = made
-            kl = adapted(kl, config, step, mean_kl, len(rollouts))
+            kl = adapted(kl, config, step, mean_kl)
             if held_out and ((done % config.eval_steps == 0 and done > config.freezing_actor_steps) or done == iterations):
                 validation, best = validated(fleet, held_out, run, done, best)
                 metrics |= validation
@@ -219,9 +219,12 @@ def updates_before(config: PPO, iteration: int) -> int:
     return max(0, iteration - config.freezing_actor_steps)
 
 
-def adapted(kl: KLController, config: PPO, iteration: int, mean_kl: float, answers: int) -> KLController:
-    """Returns the KL controller after an iteration. Before the actor's first update its KL is 0 by definition, and changes nothing."""
-    return kl.update(mean_kl, answers) if updates_before(config, iteration) else kl
+def adapted(kl: KLController, config: PPO, iteration: int, mean_kl: float) -> KLController:
+    """Returns the KL controller after an iteration. Before the actor's first update the KL is nothing that training did, and changes
+    nothing."""
+    if not updates_before(config, iteration):
+        return kl
+    return kl.update(mean_kl, config.rollout_batch_size * config.n_samples_per_prompt)
 
 
 def start_collector(fleet: Fleet, setup: Setup, iterations: int, first: int, state: Path | None) -> Collector:
