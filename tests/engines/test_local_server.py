@@ -58,16 +58,19 @@ def test_a_checkpoint_judges_two_others_over_http_and_nothing_twice(good: Path, 
     tokenizer = AutoTokenizer.from_pretrained(base)
     questions = [{"uid": f"q{n}", "category": row["category"], **row} for n, row in enumerate(ROWS)]
     (tmp_path / "questions.jsonl").write_text("".join(json.dumps(row) + "\n" for row in questions))
-    seen = [Match(Question("q", "digits", ({"role": "user", "content": row["prompt"]},), {}), row["answer"], "?") for row in ROWS[:4]]
+    wrong = [(chat(tokenizer, [{"role": "user", "content": row["prompt"]}]), "?") for row in ROWS]
+    unknowing = fit(base, tmp_path / "unknowing", wrong, 40)
+    pairs = [pair for row in ROWS[:4] for pair in ((row, row["answer"], "?"), (row, "?", row["answer"]))]
+    seen = [Match(Question("q", "digits", ({"role": "user", "content": row["prompt"]},), {}), a, b) for row, a, b in pairs]
     prompts = [(chat(tokenizer, judge_prompt(match)), "[[A>B]]") for match in seen]
-    judge = fit(base, tmp_path / "judge", prompts, 60, num_hidden_layers=1, layer_types=["full_attention"], max_position_embeddings=2048)
+    judge = fit(base, tmp_path / "judge", prompts, 50, num_hidden_layers=1, layer_types=["full_attention"], max_position_embeddings=2048)
 
     asked = VllmJudge(model="judge", max_tokens=16, max_model_len=2048, concurrency=8, vllm=SMALL)
     config = Evaluation(
         models=("good",), baseline="base", questions=Source(path=str(tmp_path / "questions.jsonl")), judges=(asked, RuleJudge()),
         prompt_max_len=64, generate_max_len=24, vllm=SMALL, bootstrap_rounds=200,
     )  # fmt: skip
-    run = stage(tmp_path / "run", config, {"good": good, "base": base, "judge": judge})
+    run = stage(tmp_path / "run", config, {"good": good, "base": unknowing, "judge": judge})
     result = run_stage(run.path, evaluate)
     report = EvalReport.model_validate_json((run / "report" / "eval.json").read_text())
     (rate,) = report.win_rates
