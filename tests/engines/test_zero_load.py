@@ -155,7 +155,9 @@ def test_two_ranks_export_what_one_exports(material: Path, tmp_path: Path) -> No
         load = trained_scorer if case["scorer"] else trained_policy
         model = load(*((case["base"], 0) if case["scorer"] else (case["base"],)), case["dtype"], False, lora, 3).model
         save_model(model, checkpoint_weights(model, lambda parameters: torch.no_grad()), case["base"], tmp_path / "one" / name)
-        one, two = ({file.name: file.read_bytes() for file in (tmp_path / where / name).iterdir()} for where in ("one", "two"))
+        folders = [tmp_path / where / name for where in ("one", "two")]
+        one, two = ({file.name: file.read_bytes() for file in folder.iterdir() if file.is_file()} for folder in folders)
+        assert (folders[1] / "adapter" / "adapter_model.safetensors").is_file() == case["lora"], name
         assert one.keys() == two.keys() and [file for file in one if one[file] != two[file]] == [], name
 
 
