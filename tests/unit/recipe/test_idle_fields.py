@@ -1,4 +1,4 @@
-"""Fields that a recipe sets and that its other fields leave without effect are told; what acts is not."""
+"""A field without effect beside the other fields of its recipe gets a note; a field that acts gets none."""
 
 from __future__ import annotations
 
