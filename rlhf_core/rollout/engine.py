@@ -6,7 +6,6 @@ resumed run samples what the undisturbed one samples. Weights come in as (name, 
 
 from __future__ import annotations
 
-import logging
 import random
 import time
 from array import array
@@ -36,7 +35,7 @@ from rlhf_core.rollout.environment import (
     set_vllm_environment,
     whole_model,
 )
-from rlhf_core.rollout.patches.engine import applies, find_ranks_in_a_file, keep_rows, sampled_logprobs, wait_for_whole_answers
+from rlhf_core.rollout.patches.engine import applies, find_ranks_in_a_file
 from rlhf_core.rollout.patches.models import patch_models, returns_routing
 from rlhf_core.rollout.pipeline import WHOLE, Followers, PipelineStage
 from rlhf_core.rollout.weight_receiver import adapter_request
@@ -45,6 +44,7 @@ from rlhf_core.system import progress
 from rlhf_core.system.gc_pause import uncollected
 
 ASKED = "asked-"  # begins the ids of requests of `advance`
+COUNTERS = ("vllm:generation_tokens", "vllm:spec_decode_num_accepted_tokens")  # of vLLM's public metrics
 
 
 @dataclass(frozen=True)
@@ -122,7 +122,6 @@ def library(kv_cache_gib: float) -> Any:
         import vllm
         import vllm.entrypoints.llm  # `vllm.LLM` would import it later
 
-    logging.getLogger("vllm.config.scheduler").setLevel(logging.ERROR)  # it would say that the scheduler is not its own
     find_ranks_in_a_file()
     patch_models()
     return vllm
@@ -153,8 +152,7 @@ class Sampler:
         self._dtype, self._trust_remote_code = dtype, trust_remote_code
         require_known_options(vllm.engine)
         self._library = library(vllm.kv_cache_gib)
-        self._patched = applies()
-        keep_rows()
+        self._drafts = "speculative_config" in vllm.engine
         merged = ExitStack()
         source = model
         model = merged.enter_context(whole_model(model, dtype, trust_remote_code))
@@ -180,10 +178,9 @@ class Sampler:
             language_model_only=wraps_text_by_config(config_of(model)),
             **delta_rule(model),
             **graphs(vllm.engine),
-            **({"worker_cls": "rlhf_core.rollout.patches.worker.Worker"} if on_gpu and self._patched else {}),
-            **({"scheduler_cls": "rlhf_core.rollout.patches.scheduler.scheduler_for"} if self._patched else {}),
+            **({"worker_cls": "rlhf_core.rollout.patches.worker.Worker"} if on_gpu and applies() else {}),
             worker_extension_cls="rlhf_core.rollout.weight_receiver.WeightReceiver",
-            disable_log_stats=True,
+            disable_log_stats=not self._drafts,
             enable_sleep_mode=can_sleep,
             tensor_parallel_size=vllm.tensor_parallel_size,
             **adapter_options(adapter_rank),
@@ -200,7 +197,7 @@ class Sampler:
         self.llm.collective_rpc("prepare_runner", args=(known,))
         if adapter_rank:
             self.llm.collective_rpc("keep_plain_head")
-        self._sampled = wait_for_whole_answers(self.llm.llm_engine)
+        self._counted = (0, 0)  # what `sampled` has told
         self.tied = bool(self.llm.llm_engine.model_config.hf_text_config.tie_word_embeddings)
         self._adapter_rank = adapter_rank
         self._adapter: Any = None  # what requests name, once adapters are there
@@ -238,8 +235,7 @@ class Sampler:
     def _step(self) -> list[Any]:
         """Makes a step of the engine; returns what it finished, but keeps answers to requests of `advance`."""
         outputs = [output for output in self.llm.llm_engine.step() if output.finished]
-        if not self._patched:  # else `wait_for_whole_answers` counts the steps that sample something
-            progress.made()
+        progress.made()
         others = []
         for output in outputs:
             if (begun := self._begun.pop(output.request_id, None)) is None:
@@ -264,11 +260,11 @@ class Sampler:
 
     def _abort(self, keys: Sequence[int]) -> None:
         """Makes the engine forget requests of `advance`, and free what they hold; those that are finished are left alone."""
-        begun = [found for key in keys if (found := self._begun.pop(f"{ASKED}{key}", None)) is not None]
-        if begun:
-            self.llm.llm_engine.abort_request([f"{ASKED}{key}" for key in keys])
-        for request in begun:
-            self._sampled.forget(request.own)
+        unfinished = [f"{ASKED}{key}" for key in keys if f"{ASKED}{key}" in self._begun]
+        if unfinished:
+            self.llm.llm_engine.abort_request(unfinished)
+        for name in unfinished:
+            del self._begun[name]
 
     def _params(self, seeds: Sequence[int], sampling: Sampling) -> list[Any]:
         """Returns vLLM's parameters of each answer; with `seed_whole` seeds the engine itself."""
@@ -329,8 +325,12 @@ class Sampler:
         self._loaded(self.version + 1)
 
     def sampled(self) -> tuple[int, int]:
-        """Returns how many tokens an engine that drafts tokens sampled since the last call, and in how many steps of answers."""
-        return self._sampled.take()
+        """Returns how many tokens an engine that drafts tokens sampled since the last call, and in how many steps of answers: a step
+        gives one token and the drafts that were accepted."""
+        counters = {metric.name: metric.value for metric in self.llm.get_metrics() if metric.name in COUNTERS}
+        tokens, accepted = (counters.get(name, 0) for name in COUNTERS)
+        told, self._counted = self._counted, (tokens, tokens - accepted)
+        return self._counted[0] - told[0], self._counted[1] - told[1]
 
     def gpu_uuids(self) -> list[str | None]:
         """Returns the GPU of each process of this engine."""
@@ -404,3 +404,14 @@ def _answer(request: Any) -> Answer:
     if experts is not None and (len(experts) != len(request.prompt_token_ids) + len(tokens) - 1 or not experts.any()):
         raise RuntimeError("vLLM returned no routed experts for these tokens: set routing_replay to false")
     return answer_of(tokens, logprobs, output.finish_reason == "stop", experts)
+
+
+def sampled_logprobs(logprobs: Any, tokens: list[int]) -> list[float]:
+    """Returns the log-prob of each token of an answer from vLLM's FlatLogprobs, in which the sampled token comes first.
+
+    Raises RuntimeError when vLLM returned the log-probs of other tokens.
+    """
+    ids = [logprobs.token_ids[start] for start in logprobs.start_indices]
+    if ids != tokens:
+        raise RuntimeError("vLLM returned log-probs of other tokens than those it sampled: install the version that the requirements name")
+    return [logprobs.logprobs[start] for start in logprobs.start_indices]

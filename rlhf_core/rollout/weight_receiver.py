@@ -14,9 +14,8 @@ from vllm.distributed import get_pp_group
 
 from rlhf_core.hub.model_config import FIXED_EXPERTS, keeps_experts
 from rlhf_core.models.wrapper import stored_names, text_names
-from rlhf_core.rollout.patches.engine import gather_sampled_alone
 from rlhf_core.rollout.patches.models import forget_packed_experts
-from rlhf_core.rollout.patches.sampling import leave_out_padding, read_logits_once
+from rlhf_core.rollout.patches.sampling import leave_out_padding
 from rlhf_core.rollout.pipeline import join_stages
 from rlhf_core.rollout.weight_transfer import Broadcast, Channel, Rendezvous, Route, SameGpu, gpu_uuid
 
@@ -37,16 +36,11 @@ class WeightReceiver:
         return gpu_uuid()
 
     def prepare_runner(self, known: int | None) -> None:
-        """Changes what vLLM's model runner does with logits, and makes the buffers of a later stage that only a warm-up would make.
-
-        `known`: only so many of the vocabulary's first rows are sampled.
-        """
+        """Leaves rows of the vocabulary from number `known` on out of what is sampled, and makes the buffers of a later stage that only a
+        warm-up would make."""
         runner = self.model_runner
         if known is not None:
             leave_out_padding(runner.get_model(), known)
-        if (sampler := getattr(runner, "sampler", None)) is not None:  # of the last stage alone
-            gather_sampled_alone(sampler)
-            read_logits_once(runner)
         if getattr(runner, "intermediate_tensors", self) is None and not get_pp_group().is_first_rank:
             shape = {"batch_size": runner.max_num_tokens, "dtype": runner.model_config.dtype, "device": runner.device}
             runner.intermediate_tensors = runner.get_model().make_empty_intermediate_tensors(**shape)

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, ClassVar
+from typing import Any
 from unittest.mock import Mock
 
 import pytest
@@ -27,7 +27,6 @@ from rlhf_core.models.checkpoint.weights import checkpoint_weights
 from rlhf_core.models.load import Policy, Scorer, load_policy, load_scorer
 from rlhf_core.objectives.losses import Loss
 from rlhf_core.rollout.engine import Sampler
-from rlhf_core.rollout.patches import engine as vllm_patches
 from rlhf_core.rollout.weight_transfer import Broadcast, Rendezvous
 from rlhf_core.runs.run_dir import RunDir
 from rlhf_core.stages.ppo.roles.actor import Actor
@@ -111,31 +110,11 @@ def test_work_of_child_processes_counts(monkeypatch: pytest.MonkeyPatch) -> None
         assert before != (before := progress.seen())
 
 
-def test_steps_of_an_engine_that_sample_something_count(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(vllm_patches, "applies", lambda: True)
-
-    class Processor:
-        request_states: ClassVar[dict[str, Any]] = {}
-
-        def process_outputs(self, outputs: list[Any]) -> list[Any]:
-            return outputs
-
-    class Output:
-        request_id, new_token_ids, new_logprobs, routed_experts, finish_reason = "0", [1], None, None, None
-
-    class Engine:
-        output_processor = Processor()
-
-    vllm_patches.wait_for_whole_answers(Engine)
-    assert counted(lambda: Engine.output_processor.process_outputs([Output()])) == 1
-    assert counted(lambda: Engine.output_processor.process_outputs([])) == 0
-
-
-def test_steps_of_an_engine_of_another_release_count() -> None:
-    """vLLM then hands on nothing before an answer is complete."""
+def test_steps_of_an_engine_count() -> None:
+    """vLLM hands on nothing before an answer is complete."""
     engine = SimpleNamespace(step=list)
     sampler = Sampler.__new__(Sampler)
-    sampler.llm, sampler._patched = SimpleNamespace(llm_engine=engine), False
+    sampler.llm = SimpleNamespace(llm_engine=engine)
     assert counted(lambda: [sampler._step() for _ in range(3)]) == 3
 
 

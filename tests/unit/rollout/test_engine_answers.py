@@ -1,0 +1,71 @@
+"""What is read from vLLM's answers and set in its workers; the engines' own tests compare log-probs with the trainer's."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from rlhf_core.rollout.engine import sampled_logprobs
+from rlhf_core.rollout.patches import models as model_patches
+from rlhf_core.rollout.patches.models import forget_packed_experts
+from rlhf_core.rollout.weight_receiver import WeightReceiver
+
+
+def flat_logprobs() -> Any:
+    from vllm.logprobs import FlatLogprobs  # not at the top: vLLM reads its environment when it is first imported
+
+    return FlatLogprobs()
+
+
+def test_log_probs_of_sampled_tokens_are_read() -> None:
+    """vLLM puts the sampled token first, the likeliest ones after it."""
+    plain = flat_logprobs()
+    plain.append_fast([5, 3], [-0.5, -0.25], iter([2, 1]), [None, None])
+    plain.append_fast([7], [-1.0], iter([1]), [None])
+    assert sampled_logprobs(plain, [5, 7]) == [-0.5, -1.0]
+    with pytest.raises(RuntimeError, match="log-probs of other tokens"):
+        sampled_logprobs(plain, [3, 7])
+    with pytest.raises(RuntimeError, match="log-probs of other tokens"):
+        sampled_logprobs(flat_logprobs(), [5])
+    assert sampled_logprobs(flat_logprobs(), []) == []
+
+
+def test_experts_that_vllm_packed_are_packed_anew_or_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = torch.nn.ModuleList([torch.nn.Linear(1, 1), torch.nn.Linear(1, 1)])
+    model[0].quant_method, model[1].quant_method = SimpleNamespace(), SimpleNamespace(moe_kernel="packed")
+    monkeypatch.setattr(model_patches, "applies", lambda: False)
+    with pytest.raises(RuntimeError, match="may keep the old weights of experts"):
+        forget_packed_experts(model)
+    monkeypatch.setattr(model_patches, "applies", lambda: True)
+    forget_packed_experts(model)
+    assert model[1].quant_method.moe_kernel is None and not vars(model[0].quant_method)
+    monkeypatch.setattr(model_patches, "applies", lambda: False)
+    forget_packed_experts(model[:1])  # without experts every release will do
+
+
+def test_a_seed_is_that_of_both_of_vllms_model_runners() -> None:
+    """Answers without seeds of their own draw from PyTorch in one and from numpy in the other."""
+    receiver = WeightReceiver()
+
+    def drawn(seed: int) -> tuple[float, int]:
+        receiver.seed(seed)
+        return float(torch.rand(())), int(np.random.randint(2**31))
+
+    first, other, again = drawn(2**47 + 5), drawn(2**47 + 6), drawn(2**47 + 5)
+    assert first == again and first[0] != other[0] and first[1] != other[1]
+
+
+def test_one_release_runs_qwen2_as_it_does_llama(monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm.config import vllm
+
+    name, chosen = "DEFAULT_V2_MODEL_RUNNER_ARCHITECTURES", frozenset({"LlamaForCausalLM"})
+    monkeypatch.setattr(vllm, name, chosen, raising=False)
+    model_patches.run_qwen2_by_the_second_runner()
+    assert getattr(vllm, name) == chosen, "this release chooses for itself"
+    monkeypatch.setattr(model_patches, "applies", lambda releases: releases == ("0.24.",))
+    model_patches.run_qwen2_by_the_second_runner()
+    assert getattr(vllm, name) == {"LlamaForCausalLM", "Qwen2ForCausalLM"}
