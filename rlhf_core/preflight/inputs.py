@@ -38,6 +38,7 @@ from rlhf_core.preflight.weights import weight_problem
 from rlhf_core.recipe.plan import Node, Plan
 from rlhf_core.recipe.plan import plan as plan_of
 from rlhf_core.recipe.sentences import ANYTHING, WrongRecipe, unknown
+from rlhf_core.rollout.patches.table import installed_release, untested
 from rlhf_core.runs.remote_files import StoreFault
 from rlhf_core.runs.store import Store
 from rlhf_core.runs.wandb_mirror import KEY_ENV, MODE_ENV
@@ -166,6 +167,8 @@ def check_machine(plan: Plan, nodes: Sequence[Node]) -> list[str]:
         for key in node.config.needed_keys:
             if key.required and not os.environ.get(key.variable):
                 problems.append(f"{where}: {key.reader} needs a key in the environment variable {key.variable}; set it")
+        if getattr(node.config, "vllm", None) is not None:
+            problems += filter(None, [untested(installed_release())])
         if isinstance(node.config, AlignmentTax) and importlib.util.find_spec("lm_eval") is None:
             problems.append(f"{where} needs the package lm_eval, which is not installed; install alignflow's extra `tax`")
     return list(dict.fromkeys(problems))

@@ -32,11 +32,11 @@ from rlhf_core.rollout.environment import (
     delta_rule,
     graphs,
     require_known_options,
+    returns_routing,
     set_vllm_environment,
     whole_model,
 )
-from rlhf_core.rollout.patches.engine import applies, find_ranks_in_a_file
-from rlhf_core.rollout.patches.models import patch_models, returns_routing
+from rlhf_core.rollout.patches.table import apply_patches
 from rlhf_core.rollout.pipeline import WHOLE, Followers, PipelineStage
 from rlhf_core.rollout.weight_receiver import adapter_request
 from rlhf_core.rollout.weight_transfer import Rendezvous, Route
@@ -122,8 +122,7 @@ def library(kv_cache_gib: float) -> Any:
         import vllm
         import vllm.entrypoints.llm  # `vllm.LLM` would import it later
 
-    find_ranks_in_a_file()
-    patch_models()
+    apply_patches()
     return vllm
 
 
@@ -178,7 +177,7 @@ class Sampler:
             language_model_only=wraps_text_by_config(config_of(model)),
             **delta_rule(model),
             **graphs(vllm.engine),
-            **({"worker_cls": "rlhf_core.rollout.patches.worker.Worker"} if on_gpu and applies() else {}),
+            **({"worker_cls": "rlhf_core.rollout.patches.gpu_worker.Worker"} if on_gpu else {}),
             worker_extension_cls="rlhf_core.rollout.weight_receiver.WeightReceiver",
             disable_log_stats=not self._drafts,
             enable_sleep_mode=can_sleep,

@@ -21,6 +21,7 @@ from rlhf_core.hub.api import client_options
 from rlhf_core.hub.ids import parted
 from rlhf_core.hub.model_config import experts_of_config, text_config, wraps_text_by_config
 from rlhf_core.hub.model_files import ADAPTER_CONFIG
+from rlhf_core.rollout.patches.table import is_release
 from rlhf_core.system import progress
 from rlhf_core.system.machine import num_gpus
 from rlhf_core.system.processes import child_environment
@@ -194,3 +195,13 @@ def quiet(kv_cache_gib: float) -> dict[str, str]:
         "VLLM_CPU_KVCACHE_SPACE": str(max(1, round(kv_cache_gib))),
         "VLLM_CPU_OMP_THREADS_BIND": os.environ.get("VLLM_CPU_OMP_THREADS_BIND", "nobind"),
     }
+
+
+def returns_routing() -> bool:
+    """Returns whether vLLM returns the experts of each token on this machine's GPU, for models that `experts.replayed` names.
+
+    0.32 returns none. Blackwell's fused kernels choose experts themselves, and vLLM returns zeros (vllm#44116).
+    """
+    import torch
+
+    return torch.cuda.is_available() and torch.cuda.get_device_capability() < (10, 0) and is_release("0.24.")

@@ -8,11 +8,9 @@ from __future__ import annotations
 import runpy
 
 from rlhf_core.rollout.key_guard import answer_on_given_socket
-from rlhf_core.rollout.patches.engine import find_ranks_in_a_file
-from rlhf_core.rollout.patches.models import patch_models
+from rlhf_core.rollout.patches.table import apply_patches
 
-find_ranks_in_a_file()
-patch_models()
+apply_patches()
 
 if __name__ == "__main__":
     answer_on_given_socket()

@@ -14,8 +14,8 @@ from vllm.distributed import get_pp_group
 
 from rlhf_core.hub.model_config import FIXED_EXPERTS, keeps_experts
 from rlhf_core.models.wrapper import stored_names, text_names
-from rlhf_core.rollout.patches.models import forget_packed_experts
-from rlhf_core.rollout.patches.sampling import leave_out_padding
+from rlhf_core.rollout.patches.packed_experts import forget_packed_experts
+from rlhf_core.rollout.patches.vocabulary_rows import leave_out_padding
 from rlhf_core.rollout.pipeline import join_stages
 from rlhf_core.rollout.weight_transfer import Broadcast, Channel, Rendezvous, Route, SameGpu, gpu_uuid
 

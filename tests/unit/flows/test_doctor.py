@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from flows.cli import doctor
 from flows.cli.doctor import _compiled, examine
 
 
@@ -32,3 +33,10 @@ def test_libraries_that_every_process_compiles(
 def test_the_findings_of_this_environment() -> None:
     found = {finding.what: finding for finding in examine()}
     assert found["torch"].level == "ok" and found["CPUs"].level == "ok"
+    assert found["vllm: rotary_heads"].value.endswith("Until: A CPU kernel for tensors with a dimension of heads.")
+
+
+def test_a_vllm_that_is_not_tested_is_bad(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "_version", lambda package: {"vllm": "0.27.0"}.get(package, "1"))
+    (finding,) = [finding for finding in examine() if finding.what.startswith("vllm ")]
+    assert finding.level == "bad" and "vLLM 0.27.0 is not tested" in finding.value

@@ -242,6 +242,13 @@ def test_the_users_mistakes_come_before_the_machines(planned: Planned) -> None:
         require_here(p, p.nodes)
 
 
+def test_a_vllm_that_is_not_tested_is_said_before_a_run(planned: Planned, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rlhf_core.preflight.inputs.installed_release", lambda: "0.27.0")
+    plan = planned()
+    (problem,) = [problem for problem in check_machine(plan, plan.nodes) if "vLLM" in problem]
+    assert problem.startswith("vLLM 0.27.0 is not tested")
+
+
 def test_a_cluster_is_not_this_machine(planned: Planned, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RAY_ADDRESS", "ray://elsewhere:10001")
     assert check_here(planned("ppo.vllm.gpus=1", "ppo.actor_ranks.cpus=64")) == []

@@ -10,8 +10,7 @@ import pytest
 import torch
 
 from rlhf_core.rollout.engine import sampled_logprobs
-from rlhf_core.rollout.patches import models as model_patches
-from rlhf_core.rollout.patches.models import forget_packed_experts
+from rlhf_core.rollout.patches.packed_experts import forget_packed_experts
 from rlhf_core.rollout.weight_receiver import WeightReceiver
 
 
@@ -34,17 +33,12 @@ def test_log_probs_of_sampled_tokens_are_read() -> None:
     assert sampled_logprobs(flat_logprobs(), []) == []
 
 
-def test_experts_that_vllm_packed_are_packed_anew_or_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_experts_that_vllm_packed_are_packed_anew() -> None:
     model = torch.nn.ModuleList([torch.nn.Linear(1, 1), torch.nn.Linear(1, 1)])
-    model[0].quant_method, model[1].quant_method = SimpleNamespace(), SimpleNamespace(moe_kernel="packed")
-    monkeypatch.setattr(model_patches, "applies", lambda: False)
-    with pytest.raises(RuntimeError, match="may keep the old weights of experts"):
-        forget_packed_experts(model)
-    monkeypatch.setattr(model_patches, "applies", lambda: True)
+    model[0].quant_method = SimpleNamespace()
+    model[1].quant_method = SimpleNamespace(moe_kernel="packed")
     forget_packed_experts(model)
     assert model[1].quant_method.moe_kernel is None and not vars(model[0].quant_method)
-    monkeypatch.setattr(model_patches, "applies", lambda: False)
-    forget_packed_experts(model[:1])  # without experts every release will do
 
 
 def test_a_seed_is_that_of_both_of_vllms_model_runners() -> None:
@@ -57,15 +51,3 @@ def test_a_seed_is_that_of_both_of_vllms_model_runners() -> None:
 
     first, other, again = drawn(2**47 + 5), drawn(2**47 + 6), drawn(2**47 + 5)
     assert first == again and first[0] != other[0] and first[1] != other[1]
-
-
-def test_one_release_runs_qwen2_as_it_does_llama(monkeypatch: pytest.MonkeyPatch) -> None:
-    from vllm.config import vllm
-
-    name, chosen = "DEFAULT_V2_MODEL_RUNNER_ARCHITECTURES", frozenset({"LlamaForCausalLM"})
-    monkeypatch.setattr(vllm, name, chosen, raising=False)
-    model_patches.run_qwen2_by_the_second_runner()
-    assert getattr(vllm, name) == chosen, "this release chooses for itself"
-    monkeypatch.setattr(model_patches, "applies", lambda releases: releases == ("0.24.",))
-    model_patches.run_qwen2_by_the_second_runner()
-    assert getattr(vllm, name) == {"LlamaForCausalLM", "Qwen2ForCausalLM"}

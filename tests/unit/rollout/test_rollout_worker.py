@@ -13,8 +13,8 @@ from vllm.config.load import LoadConfig
 from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 from vllm.v1.worker import gpu_worker
 
-from rlhf_core.rollout.patches.engine import BESIDES
-from rlhf_core.rollout.patches.worker import Worker
+from rlhf_core.rollout.patches.gpu_worker import Worker
+from rlhf_core.rollout.patches.memory_share import BESIDES
 from rlhf_core.system import progress
 
 GIB = 2**30

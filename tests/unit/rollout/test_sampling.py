@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from rlhf_core.rollout.patches.sampling import leave_out_padding, whole_distributions
+from rlhf_core.rollout.patches.vocabulary_rows import leave_out_padding
+from rlhf_core.rollout.patches.warm_up import whole_distributions
 
 
 def asked(**changed: Any) -> Any:
@@ -25,26 +26,27 @@ def asked(**changed: Any) -> Any:
 
 def test_a_workers_process_chooses_the_runner_that_the_scheduler_chose(monkeypatch: pytest.MonkeyPatch) -> None:
     """It is spawned with the worker's module alone, which patches before vLLM's worker chooses."""
-    from rlhf_core.rollout.patches import worker
+    from rlhf_core.rollout.patches import gpu_worker
 
     said: list[str] = []
-    monkeypatch.setattr(worker, "run_qwen2_by_the_second_runner", lambda: said.append("patched"))
-    monkeypatch.setattr(worker.BASE, "__init__", lambda self, *arguments: said.append("chosen"))
-    worker.Worker("config")
+    monkeypatch.setattr(gpu_worker, "is_release", lambda release: True)
+    monkeypatch.setattr(gpu_worker.qwen2_runner, "apply", lambda: said.append("patched"))
+    monkeypatch.setattr(gpu_worker.BASE, "__init__", lambda self, *arguments: said.append("chosen"))
+    gpu_worker.Worker("config")
     assert said == ["patched", "chosen"]
 
 
 @pytest.mark.parametrize("release", ["0.24.0", "0.32.0"])
 def test_the_second_runner_of_one_release_asks_nothing_at_its_start(release: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    from rlhf_core.rollout.patches import worker
+    from rlhf_core.rollout.patches import warm_up
 
     asked: list[object] = []
-    monkeypatch.setattr(worker, "applies", lambda releases: release.startswith(releases))
-    monkeypatch.setattr(worker.gpu_worker, "warmup_kernels", asked.append)
-    with pytest.raises(ZeroDivisionError), worker.without_requests_of_its_own():
-        worker.gpu_worker.warmup_kernels("start")
+    monkeypatch.setattr(warm_up, "is_release", release.startswith)
+    monkeypatch.setattr(warm_up.gpu_worker, "warmup_kernels", asked.append)
+    with pytest.raises(ZeroDivisionError), warm_up.without_requests_of_its_own():
+        warm_up.gpu_worker.warmup_kernels("start")
         1 / 0  # noqa: B018
-    worker.gpu_worker.warmup_kernels("after")
+    warm_up.gpu_worker.warmup_kernels("after")
     assert asked == (["after"] if release.startswith("0.24.") else ["start", "after"])
 
 

