@@ -56,16 +56,17 @@ def main(argv: Sequence[str], package: str = "rlhf_core") -> int:
     if KINDS[kind].package != package:
         ours = ", ".join(name for name, known in KINDS.items() if known.package == package)
         return _refuse(f"{argv[0]} is of kind {kind}, which this command does not do; it does {ours}", WRONG_INPUT)
+    packages = {*OURS, KINDS[kind].module.partition(".")[0]}
     try:
         with uncollected():
             module = importlib.import_module(KINDS[kind].module)
         run_stage(argv[0], module.run)
     except ModuleNotFoundError as error:
-        if (error.name or "").split(".")[0] in OURS:
+        if (error.name or "").split(".")[0] in packages:
             raise
         return _refuse(f"{kind} needs the package {error.name}, which is not installed; install alignflow's extras", ENVIRONMENT)
     except ValueError as error:
-        if not raised_by_us(error):
+        if not raised_by_us(error, packages):
             raise
         return _refuse(" ".join(str(error).split()), WRONG_INPUT)
     except (MachineLacks, Unreachable) as error:
@@ -73,7 +74,7 @@ def main(argv: Sequence[str], package: str = "rlhf_core") -> int:
     except NodeLost as error:
         return _refuse(str(error), FAILED)
     except FloatingPointError as error:
-        if not raised_by_us(error):
+        if not raised_by_us(error, packages):
             raise
         return _refuse(str(error), FAILED)
     except Exception as error:

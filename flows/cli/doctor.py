@@ -14,6 +14,8 @@ from typing import NamedTuple
 import psutil
 from packaging.requirements import Requirement
 
+from rlhf_core.config import KINDS
+from rlhf_core.config.outside_kinds import UNUSABLE
 from rlhf_core.rollout.patches.table import patches_for, untested
 from rlhf_core.system.machine import num_cpus, num_gpus
 
@@ -45,7 +47,14 @@ def examine() -> list[Finding]:
         Finding("ok", "Prefect server", os.environ.get("PREFECT_API_URL") or "started for each run (no PREFECT_API_URL)"),
     ]
     found += [Finding("ok", key, "set" if os.environ.get(key) else "not set") for key in KEYS]
-    return found + _requirements() + _packages(gpus) + _compiled()
+    return found + _requirements() + _packages(gpus) + _outside_kinds() + _compiled()
+
+
+def _outside_kinds() -> list[Finding]:
+    """Lists the kinds of stages that other packages add."""
+    modules = {name: kind.module for name, kind in KINDS.items() if not kind.module.startswith(("rlhf_core.", "evaluation."))}
+    found = [Finding("ok", f"stage {name}", module) for name, module in modules.items() if module]
+    return found + [Finding("warn", f"stage {name}", problem) for name, problem in UNUSABLE.items()]
 
 
 def _requirements() -> list[Finding]:

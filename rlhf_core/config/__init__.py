@@ -50,11 +50,14 @@ from rlhf_core.config.loops import (
     SampledLoop,
     Sampling,
 )
+from rlhf_core.config.outside_kinds import kinds_of_packages
 from rlhf_core.config.ppo import AGGREGATIONS, GROUP_ESTIMATORS, PPO, AdvantageEstimator, Aggregation
 from rlhf_core.config.processes import Vllm
 from rlhf_core.config.sweep import Select
 from rlhf_core.config.training import DPO, KTO, REFERENCE_FREE, SFT, Lora, Optimised, PreferenceLoss, RewardModel, Trainable, UnpairedLoss
 from rlhf_core.records import RECIPE_ONLY, Config, Frozen, Positive, Ranks, Rate
+
+KINDS.update(kinds_of_packages(KINDS))
 
 if TYPE_CHECKING:
     StageConfig = Gated  # the config of any kind; narrowed with isinstance

@@ -1,6 +1,7 @@
 """The table of stage kinds. Torch-free: only a stage's own process imports its module.
 
-A new kind is a config class, a module with `run(request, run)`, and an entry in `KINDS`: CONTRIBUTING.md.
+A new kind is a config class, a module with `run(request, run)`, and an entry in `KINDS`: CONTRIBUTING.md. Kinds of other packages are
+added when `rlhf_core.config` is imported: outside_kinds.py.
 """
 
 from __future__ import annotations
@@ -52,7 +53,9 @@ class Kind(NamedTuple):
 
     @property
     def package(self) -> str:
-        return self.module.partition(".")[0]
+        """The package whose `__main__` runs it; that of `rlhf_core` runs kinds of other packages too."""
+        first = self.module.partition(".")[0]
+        return first if first in ("", "evaluation") else "rlhf_core"
 
     @property
     def has_vocabulary(self) -> bool:

@@ -12,6 +12,7 @@ from typing import Any
 from pydantic import BaseModel, ValidationError
 
 from rlhf_core.config import KINDS, Data, FallibleJudge, Judge, Recipe, Source
+from rlhf_core.config.outside_kinds import UNUSABLE
 from rlhf_core.config.rewards import RewardSource
 
 ANYTHING = "placeholder"  # a value of a required field that is missing, for the checks behind it
@@ -37,6 +38,8 @@ def sentences(error: ValidationError, raw: object) -> list[str]:
                 found.append(f"{holder}: the key {item['input']!r} is {told}")
             case "union_tag_not_found" if names[:1] == ["stages"] and len(names) == 2:
                 found.append(f"{where}: say which stage it is with `stage:`, one of {', '.join(KINDS)}")
+            case "union_tag_invalid" if len(names) == 2 and str(item["ctx"]["tag"]) in UNUSABLE:
+                found.append(f"{where}: {UNUSABLE[str(item['ctx']['tag'])]}")
             case "union_tag_invalid":
                 valid = tuple(KINDS) if len(names) == 2 else TAGS[str(names[-2] if isinstance(names[-1], int) else names[-1])]
                 key = "stage" if len(names) == 2 else "kind"

@@ -9,7 +9,7 @@ import os
 import signal
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import suppress
 from pathlib import Path
 from types import ModuleType
@@ -38,10 +38,10 @@ LASTING = (  # errors of a program, which no later attempt is without
 )
 
 
-def raised_by_us(error: BaseException) -> bool:
-    """Returns whether our own code raised an error, so that its message is for the user; a library's needs its traceback."""
+def raised_by_us(error: BaseException, packages: Collection[str] = OURS) -> bool:
+    """Returns whether one of these packages raised an error, so that its message is for the user; a library's needs its traceback."""
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
-    return bool(frames) and str(frames[-1].f_globals.get("__name__", "")).split(".")[0] in OURS
+    return bool(frames) and str(frames[-1].f_globals.get("__name__", "")).split(".")[0] in packages
 
 
 def module_path() -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""Adds a kind of stage as in CONTRIBUTING.md, two files and an entry, and runs it: digest, gates, lineage and page."""
+"""Adds a kind of stage, as in CONTRIBUTING.md and as a package of its own, and runs it: digest, gates, lineage and page."""
 
 from __future__ import annotations
 
@@ -22,6 +22,12 @@ base_model: base
 stages:
   first: {stage: soup, other: other, share: 0.25}
   second: {stage: soup, model: first, other: other, gates: [{metric: distance, max: 3.5}]}
+"""
+PACKAGED = """
+name: soups
+base_model: base
+stages:
+  blend: {stage: soup, other: other, share: 0.25, gates: [{metric: distance, max: 5}]}
 """
 Command = Callable[..., subprocess.CompletedProcess[str]]
 
@@ -48,13 +54,17 @@ def code(tmp_path: Path) -> Path:
 @pytest.fixture
 def alignflow(code: Path, tmp_path: Path, prefect: str) -> Command:
     """Returns the command of that copy, in a folder with two models and a recipe."""
-    work = tmp_path / "work"
+    return command_in(tmp_path / "work", RECIPE, {"PYTHONPATH": str(code), "PREFECT_API_URL": prefect})
+
+
+def command_in(work: Path, recipe: str, variables: dict[str, str]) -> Command:
+    """Returns the command in a new folder with two models and a recipe."""
     for name, value in (("base", 1.0), ("other", 3.0)):
         (work / name).mkdir(parents=True)
         (work / name / "config.json").write_text("{}")
         save_file({f"layer{n}": np.full((2, 2), value * (n + 1), np.float32) for n in range(3)}, work / name / "model.safetensors")
-    (work / "recipe.yaml").write_text(RECIPE)
-    environment = {**os.environ, "PYTHONPATH": str(code), "PREFECT_API_URL": prefect}
+    (work / "recipe.yaml").write_text(recipe)
+    environment = {**os.environ, **variables}
 
     def run(*words: str) -> subprocess.CompletedProcess[str]:
         command = [sys.executable, "-m", "flows.cli", *words]
@@ -102,3 +112,37 @@ def test_gates_and_digests_of_an_added_kind(alignflow: Command, code: Path) -> N
     kinds = code / "rlhf_core" / "config" / "kinds.py"
     kinds.write_text(kinds.read_text().replace('f"{STAGES}.soup",', 'f"{STAGES}.soup", 99,'))
     assert "2 to run, 0 to resume, 0 to skip" in alignflow("run", "recipe.yaml", "--dry-run").stdout, "its version is"
+
+
+@pytest.fixture
+def installed(tmp_path: Path, prefect: str) -> Command:
+    """Returns the command where the package of docs/how-to/own-stages.md is installed."""
+    page = (ROOT / "docs/how-to/own-stages.md").read_text()
+    files = dict(re.findall(r"^```\w+\n# ([\w/.]+)\n(.*?)^```", page, re.M | re.S))
+    assert list(files) == ["pyproject.toml", "acme_soup/kind.py", "acme_soup/run.py"]
+    for path, text in files.items():
+        (tmp_path / "package" / path).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "package" / path).write_text(text)
+    options = ["--quiet", "--no-deps", "--no-build-isolation", "--no-index", "--target", str(tmp_path / "site")]
+    install = [sys.executable, "-m", "pip", "install", *options, str(tmp_path / "package")]
+    subprocess.run(install, check=True, capture_output=True, timeout=120)
+    path = os.pathsep.join([str(tmp_path / "site"), str(ROOT)])
+    return command_in(tmp_path / "work", PACKAGED, {"PYTHONPATH": path, "PREFECT_API_URL": prefect})
+
+
+def test_a_kind_of_an_installed_package(installed: Command, tmp_path: Path) -> None:
+    work = tmp_path / "work"
+    wrong = installed("validate", "recipe.yaml", "blend.share=2", "blend.gates=[{metric: distanse, max: 1}]")
+    assert wrong.returncode == 2 and "stages.blend.share" in wrong.stderr
+    done = installed("run", "recipe.yaml")
+    assert done.returncode == 0, done.stdout + done.stderr
+    blend = run_dir(work, "blend")
+    assert float(load_file(blend / "checkpoint" / "model.safetensors")["layer0"][0, 0]) == 1.5
+    page = (work / "artifacts" / "soups" / "report.html").read_text()
+    assert page.count(">distance<") >= 2 and "Is my Soup bad?" in page
+    assert installed("lineage", str(blend / "checkpoint")).stdout.startswith("blend (soup) ")
+
+    save_file({"other": np.zeros(2, np.float32)}, work / "other" / "model.safetensors")
+    failed = installed("run", "recipe.yaml")
+    assert failed.returncode == 2 and "have weights of other names: name models of one shape" in failed.stdout + failed.stderr
+    assert "stage soup" in installed("doctor").stdout

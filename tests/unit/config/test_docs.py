@@ -20,7 +20,7 @@ DOCS = sorted((ROOT / "docs").rglob("*.md"))
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *DOCS, *sorted((ROOT / "tests").rglob("*.md"))]
 OURS = "flows|tasks|evaluation|rlhf_core|deployments|requirements|tests|docs|\\.ci"
 WORDS, README_WORDS = 1200, 1200
-NAMES = ("pairs-on-the-hub", "gpt", "top_p", "trial", "best")
+NAMES = ("pairs-on-the-hub", "gpt", "top_p", "trial", "best", "blend", "other", "share")
 FENCE = re.compile(r"^```.*?^```", re.DOTALL | re.MULTILINE)
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from rlhf_core.rollout.engine import sampled_logprobs
+from rlhf_core.rollout.engine import Sampler, sampled_logprobs
 from rlhf_core.rollout.patches.packed_experts import forget_packed_experts
 from rlhf_core.rollout.weight_receiver import WeightReceiver
 
@@ -51,3 +51,18 @@ def test_a_seed_is_that_of_both_of_vllms_model_runners() -> None:
 
     first, other, again = drawn(2**47 + 5), drawn(2**47 + 6), drawn(2**47 + 5)
     assert first == again and first[0] != other[0] and first[1] != other[1]
+
+
+def test_drafts_are_counted_by_vllms_metrics() -> None:
+    """Three answers of 10 tokens in all, 4 of which were drafts: 6 steps."""
+    from vllm.v1.metrics.reader import Counter, Gauge
+
+    counted = {"vllm:generation_tokens": 10, "vllm:spec_decode_num_accepted_tokens": 4}
+    running = Gauge(name="vllm:num_requests_running", labels={}, value=0.0)
+    sampler = Sampler.__new__(Sampler)
+    sampler._counted = (0, 0)
+    metrics = lambda: [running, *(Counter(name=name, labels={}, value=value) for name, value in counted.items())]  # noqa: E731
+    sampler.llm = SimpleNamespace(get_metrics=metrics)
+    assert sampler.sampled() == (10, 6) and sampler.sampled() == (0, 0)
+    counted["vllm:generation_tokens"] = 13
+    assert sampler.sampled() == (3, 3), "no draft was right"

@@ -1,0 +1,49 @@
+"""Reads kinds of stages that other installed packages add, by entry points of the group `alignflow.stages`: docs/how-to/own-stages.md."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from importlib.metadata import EntryPoint, entry_points
+
+from rlhf_core.config.gates import Gated
+from rlhf_core.config.kinds import Kind
+
+GROUP = "alignflow.stages"
+
+UNUSABLE: dict[str, str] = {}  # by the name of a kind: why its entry point is left out
+
+
+def kinds_of_packages(known: Collection[str]) -> dict[str, Kind]:
+    """Returns the kinds of installed packages by name. `known`: names that are taken.
+
+    An entry point that cannot be used is left out, so that other recipes still run; `UNUSABLE` says why, and so do `alignflow doctor` and
+    the check of a recipe that names it.
+    """
+    kinds: dict[str, Kind] = {}
+    for point in sorted(entry_points(group=GROUP), key=lambda point: point.name):
+        try:
+            kinds[point.name] = _kind_of(point, (*known, *kinds))
+        except Exception as error:
+            told = " ".join(str(error).split()) or type(error).__name__
+            UNUSABLE[point.name] = f"the stage kind {point.name} of {_package(point)} ({point.value}) cannot be used: {told}"
+    return kinds
+
+
+def _kind_of(point: EntryPoint, known: Collection[str]) -> Kind:
+    """Loads an entry point. Raises ValueError where it is no usable `Kind`, and what its module raises."""
+    if point.name in known:
+        raise ValueError("there is a kind of this name; choose another")
+    kind = point.load()
+    if not isinstance(kind, Kind):
+        raise ValueError(f"it is a {type(kind).__name__}, not an rlhf_core.config.kinds.Kind")
+    if not (isinstance(kind.config, type) and issubclass(kind.config, Gated)):
+        raise ValueError("its config class must inherit from rlhf_core.config.gates.Gated")
+    if kind.config.model_fields["stage"].default != point.name:
+        raise ValueError(f"the field `stage` of {kind.config.__name__} must have the default {point.name!r}")
+    if not kind.module:
+        raise ValueError("it names no module with `run(request, run)`")
+    return kind
+
+
+def _package(point: EntryPoint) -> str:
+    return f"the package {point.dist.name}" if point.dist else "a package"

@@ -1,0 +1,77 @@
+"""Kinds of other packages: those that cannot be used are left out with a sentence, and every other recipe goes on."""
+
+from __future__ import annotations
+
+from importlib.metadata import EntryPoint
+from pathlib import Path
+from typing import Literal
+
+import pytest
+
+from rlhf_core.config import KINDS, outside_kinds
+from rlhf_core.config.gates import Gated
+from rlhf_core.config.kinds import Kind
+from rlhf_core.recipe.load import load_recipe
+
+
+class Toy(Gated):
+    stage: Literal["toy"] = "toy"
+
+
+class NotGated:
+    pass
+
+
+GOOD = Kind(Toy, "acme.toy")
+NO_MODULE = Kind(Toy)
+NO_CONFIG = Kind(NotGated, "acme.toy")  # type: ignore[arg-type]
+NUMBER = 5
+
+
+@pytest.fixture(autouse=True)
+def _none_unusable(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(outside_kinds, "UNUSABLE", {})
+
+
+def read(monkeypatch: pytest.MonkeyPatch, name: str, value: str) -> dict[str, Kind]:
+    points = [EntryPoint(name, value, outside_kinds.GROUP), EntryPoint("toy", f"{__name__}:GOOD", outside_kinds.GROUP)]
+    monkeypatch.setattr(outside_kinds, "entry_points", lambda group: points if group == outside_kinds.GROUP else [])
+    return outside_kinds.kinds_of_packages(KINDS)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "told"),
+    [
+        ("sft", "GOOD", "there is a kind of this name; choose another"),
+        ("toys", "GOOD", "the field `stage` of Toy must have the default 'toys'"),
+        ("atoy", "NO_MODULE", "the field `stage` of Toy must have the default 'atoy'"),
+        ("zoo", "NUMBER", "it is a int, not an rlhf_core.config.kinds.Kind"),
+        ("zoo", "NO_CONFIG", "its config class must inherit from rlhf_core.config.gates.Gated"),
+        ("zoo", "ABSENT", "has no attribute 'ABSENT'"),
+    ],
+)
+def test_an_entry_point_that_cannot_be_used(name: str, value: str, told: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert read(monkeypatch, name, f"{__name__}:{value}") == {"toy": GOOD}, "others are there"
+    (sentence,) = outside_kinds.UNUSABLE.values()
+    assert sentence.startswith(f"the stage kind {name} of a package ({__name__}:{value}) cannot be used: ") and told in sentence
+
+
+def test_a_kind_without_a_module_and_a_package_that_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    read(monkeypatch, "absent", "acme_that_is_gone.kind:KIND")
+    assert "No module named 'acme_that_is_gone'" in outside_kinds.UNUSABLE["absent"]
+    points = [EntryPoint("toy", f"{__name__}:NO_MODULE", outside_kinds.GROUP)]
+    monkeypatch.setattr(outside_kinds, "entry_points", lambda group: points)
+    assert outside_kinds.kinds_of_packages(KINDS) == {}
+    assert outside_kinds.UNUSABLE["toy"].endswith("it names no module with `run(request, run)`")
+
+
+def test_a_recipe_that_names_it_is_told_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rlhf_core.recipe.sentences.UNUSABLE", {"toy": "the stage kind toy of the package acme cannot be used: x"})
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text("{name: r, base_model: b, stages: {a: {stage: toy}}}")
+    with pytest.raises(ValueError, match=r"stages\.a: the stage kind toy of the package acme cannot be used: x"):
+        load_recipe(recipe)
+
+
+def test_kinds_of_other_packages_run_by_our_command() -> None:
+    assert GOOD.package == "rlhf_core" and KINDS["evaluation"].package == "evaluation" and KINDS["iterative_dpo"].package == ""
