@@ -9,8 +9,16 @@ cd "$(dirname "$0")/.."
 TORCH="torch==2.13.0+cpu"
 TORCH_INDEX="https://download.pytorch.org/whl/cpu"
 export PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_DEFAULT_TIMEOUT="${PIP_DEFAULT_TIMEOUT:-60}"
-# uv's own choice is hard links to its cache: who then edits a file in .venv also edits it for every later environment.
-export UV_LINK_MODE="${UV_LINK_MODE:-copy}"
+# uv links .venv to the files of its cache, and an edit in .venv would be an edit of them. So the cache is of this setup alone, in
+# the checkout to be on the same disk, and is removed when .venv is done. One that UV_CACHE_DIR names stays: files are copied.
+OWN_CACHE=.uv-cache
+if [ -n "${UV_CACHE_DIR:-}" ]; then
+    export UV_LINK_MODE="${UV_LINK_MODE:-copy}"
+else
+    export UV_CACHE_DIR=$PWD/$OWN_CACHE UV_LINK_MODE=hardlink
+fi
+# uv leaves it to Python to compile what it imports. Where Python is told not to write that down, each process would do it anew.
+[ -z "${PYTHONDONTWRITEBYTECODE:-}" ] || export UV_COMPILE_BYTECODE=1
 unset UV_NO_VERIFY_HASHES
 
 say() { echo "setup: $*"; }
@@ -48,7 +56,7 @@ key=$({ pwd; cat requirements/{cpu,dev,docs,uv}.txt requirements/{install.sh,pip
 # A killed installer can leave half a package that looks installed, so what was begun and not finished is made anew, from its cache.
 begin() { touch .venv/.unfinished; }
 stamped() { [ -x .venv/bin/python ] && [ ! -e .venv/.unfinished ] && [ "$(cat ".venv/.stamp-$1" 2>/dev/null)" = "$key" ]; }
-stamp() { echo "$key" >".venv/.stamp-$1" && rm -f .venv/.unfinished; }
+stamp() { rm -rf "$OWN_CACHE" && echo "$key" >".venv/.stamp-$1" && rm -f .venv/.unfinished; }
 
 supported() { "$1" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 12))' 2>/dev/null; }
 

@@ -54,8 +54,6 @@ def for_uv(pip: Mapping[str, str], environment: Mapping[str, str]) -> dict[str, 
         found["ALL_PROXY"] = pip["proxy"]
     if pip.get("no-index", "").lower() not in OFF:
         found["UV_OFFLINE"] = "1"
-    if pip.get("no-cache-dir", "").lower() not in OFF:
-        found["UV_NO_CACHE"] = "1"
     found["UV_HTTP_TIMEOUT"] = pip.get("timeout", pip.get("default-timeout", "60"))
     bundle = pip.get("cert") or environment.get("REQUESTS_CA_BUNDLE") or environment.get("CURL_CA_BUNDLE")
     if bundle:

@@ -10,6 +10,11 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[3]
+STARTS = {
+    "uv": "uv --quiet pip install --python .venv/bin/python ",
+    "pip": "python -m pip --quiet --quiet install ",
+    "with": "with ",
+}
 UNHASHED = ("torch==", "--editable .")
 # Of Python: supports every check, makes .venv with itself as the interpreter, and as `-m pip` does what PIP says.
 PYTHON = """#!/usr/bin/env bash
@@ -24,7 +29,9 @@ case "$*" in
 esac
 """
 UV = """#!/usr/bin/env bash
-echo "uv $* [$UV_LINK_MODE $UV_FROM_PIP]" >>"$LOG"
+echo "uv $*" >>"$LOG"
+echo "with $UV_LINK_MODE $UV_FROM_PIP $UV_COMPILE_BYTECODE" >>"$LOG"
+mkdir -p "$UV_CACHE_DIR" && touch "$UV_CACHE_DIR/file"
 eval "$UV"
 """
 NOT_HERE = "[[ $* != *uv.txt* ]]"  # of PIP: has all but uv
@@ -42,17 +49,17 @@ class Checkout:
             (folder / name).write_text(script)
             (folder / name).chmod(0o755)
 
-    def setup(self, *extra: str, pip: str = "true", uv: str = "true") -> subprocess.CompletedProcess[str]:
-        """Runs the script; `pip` and `uv` are what these do, as shell."""
+    def setup(self, *extra: str, pip: str = "true", uv: str = "true", **more: str) -> subprocess.CompletedProcess[str]:
+        """Runs the script; `pip` and `uv` are what these do, as shell, and `more` are variables of the environment."""
         self.log.write_text("")
         variables = {"PYTHON": str(self.folder / "python-stand-in"), "UV_STAND_IN": str(self.folder / "uv-stand-in")}
-        variables |= {"PATH": os.environ["PATH"], "LOG": str(self.log), "PIP": pip, "UV": uv}
+        variables |= {"PATH": os.environ["PATH"], "LOG": str(self.log), "PIP": pip, "UV": uv} | more
         command = ["bash", "requirements/install.sh", *extra]
         return subprocess.run(command, cwd=self.folder, env=variables, capture_output=True, text=True, timeout=60)
 
     def calls(self, tool: str) -> list[str]:
-        """Returns what `uv` or `pip` was asked to install, in order."""
-        start = {"uv": "uv --quiet pip install --python .venv/bin/python ", "pip": "python -m pip --quiet --quiet install "}[tool]
+        """Returns what `uv` or `pip` was asked to install, in order; of `with`, uv's link mode, pip's setting and compilation."""
+        start = STARTS[tool]
         return [line.removeprefix(start) for line in self.log.read_text().splitlines() if line.startswith(start)]
 
     def finished(self, name: str = "cpu") -> bool:
@@ -69,20 +76,29 @@ def test_uv_installs_everything_with_hashes_but_torch_and_alignflow(checkout: Ch
     assert done.returncode == 0, done.stderr
     assert checkout.calls("pip") == ["--require-hashes --no-deps -r requirements/uv.txt"]
     lines = checkout.calls("uv")
-    assert [line.split()[-3] for line in lines if "-r " in line] == [
-        ".venv/.setuptools.txt",
-        "requirements/cpu.txt",
-        "requirements/docs.txt",
-    ]
+    files = [line.split()[-1] for line in lines if " -r " in line]
+    assert files == [".venv/.setuptools.txt", "requirements/cpu.txt", "requirements/docs.txt"]
     assert all("--no-deps" in line for line in lines)
     loose = [line for line in lines if "--require-hashes" not in line]
     assert len(loose) == 2 and all(name in line for name, line in zip(UNHASHED, loose, strict=True))
     assert checkout.finished() and checkout.finished("docs")
 
 
-def test_uv_copies_from_its_cache_and_knows_what_pip_is_told(checkout: Checkout) -> None:
+def test_uv_links_to_no_cache_that_stays_and_knows_what_pip_is_told(checkout: Checkout) -> None:
     checkout.setup()
-    assert {line.partition(" [")[2] for line in checkout.calls("uv")} == {"copy 1]"}
+    assert checkout.calls("with") == ["hardlink 1 "] * 4
+    assert not (checkout.folder / ".uv-cache").exists()
+
+
+def test_a_cache_of_the_user_stays_and_is_copied_from(checkout: Checkout) -> None:
+    checkout.setup(UV_CACHE_DIR=str(checkout.folder / "mine"))
+    assert checkout.calls("with") == ["copy 1 "] * 4
+    assert [path.name for path in (checkout.folder / "mine").iterdir()] == ["file"]
+
+
+def test_everything_is_compiled_where_python_may_not_write_what_it_compiles(checkout: Checkout) -> None:
+    checkout.setup(PYTHONDONTWRITEBYTECODE="1")
+    assert checkout.calls("with") == ["hardlink 1 1"] * 4
 
 
 def test_what_is_there_is_not_installed_again(checkout: Checkout) -> None:
@@ -134,6 +150,7 @@ def test_nothing_counts_as_installed_when_neither_can(checkout: Checkout) -> Non
 def test_a_setup_that_was_killed_is_begun_anew(checkout: Checkout, what: str) -> None:
     done = checkout.setup("docs", uv=f'[[ "$*" != *{what}* ]] || kill -9 $PPID')
     assert done.returncode == -9 and not checkout.finished() and not checkout.finished("docs")
+    assert (checkout.folder / ".uv-cache/file").exists(), "what it has loaded is of use for the next"
     assert checkout.setup("docs").returncode == 0
     assert "python -m venv --clear .venv\n" in checkout.log.read_text()
     assert checkout.finished() and checkout.finished("docs")
