@@ -9,22 +9,54 @@ cd "$(dirname "$0")/.."
 TORCH="torch==2.13.0+cpu"
 TORCH_INDEX="https://download.pytorch.org/whl/cpu"
 export PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_DEFAULT_TIMEOUT="${PIP_DEFAULT_TIMEOUT:-60}"
+# uv links .venv to the files of its cache, and an edit in .venv would be an edit of them. So the cache is of this setup alone, in
+# the checkout to be on the same disk, and is removed when .venv is done. One that UV_CACHE_DIR names stays: files are copied.
+OWN_CACHE=.uv-cache
+if [ -n "${UV_CACHE_DIR:-}" ]; then
+    export UV_LINK_MODE="${UV_LINK_MODE:-copy}"
+else
+    export UV_CACHE_DIR=$PWD/$OWN_CACHE UV_LINK_MODE=hardlink
+fi
+# uv leaves it to Python to compile what it imports. Where Python is told not to write that down, each process would do it anew.
+[ -z "${PYTHONDONTWRITEBYTECODE:-}" ] || export UV_COMPILE_BYTECODE=1
+unset UV_NO_VERIFY_HASHES
 
 say() { echo "setup: $*"; }
 fail() { echo "setup: $*" >&2; exit 3; }
-pip() { .venv/bin/python -m pip --quiet --quiet "$@"; }
+by_pip() { .venv/bin/python -m pip --quiet --quiet install "$@"; }
+by_uv() { [ "$uv" = yes ] && .venv/bin/uv --quiet pip install --python .venv/bin/python "$@"; }
+without_uv() {
+    uv=no
+    say "uv $1: pip installs the packages instead, which takes minutes"
+}
+# uv takes half a minute where pip takes four; both get the same options.
+uv=unknown
+get_uv() {
+    [ "$uv" = unknown ] || return 0
+    if by_pip --require-hashes --no-deps -r requirements/uv.txt 2>/dev/null; then
+        uv=yes
+        eval "$(.venv/bin/python requirements/pip_settings.py)"
+    else
+        without_uv "cannot be installed"
+    fi
+}
+packages() {
+    by_uv "$@" && return
+    [ "$uv" = no ] || without_uv "failed"
+    by_pip "$@"
+}
 # Every file has a hash in the lock. Without isolation: what builds an sdist is of the lock too.
-pinned() { pip install --require-hashes --no-deps --no-build-isolation -r "$1"; }
+pinned() { packages --require-hashes --no-deps --no-build-isolation -r "$1"; }
 
 extra=${1:-}
 case $extra in "" | dev | docs) ;; *) fail "$extra.txt is not for this environment: give dev, docs or nothing." ;; esac
 
 # The folder's own path counts: scripts in a virtual environment name it, so a moved checkout is installed again.
-key=$({ pwd; cat requirements/{cpu,dev,docs}.txt requirements/install.sh pyproject.toml; } | cksum)
-# A killed pip can leave half a package that looks installed, so what was begun and not finished is made anew (pip's cache helps).
+key=$({ pwd; cat requirements/{cpu,dev,docs,uv}.txt requirements/{install.sh,pip_settings.py} pyproject.toml; } | cksum)
+# A killed installer can leave half a package that looks installed, so what was begun and not finished is made anew, from its cache.
 begin() { touch .venv/.unfinished; }
 stamped() { [ -x .venv/bin/python ] && [ ! -e .venv/.unfinished ] && [ "$(cat ".venv/.stamp-$1" 2>/dev/null)" = "$key" ]; }
-stamp() { echo "$key" >".venv/.stamp-$1" && rm -f .venv/.unfinished; }
+stamp() { rm -rf "$OWN_CACHE" && echo "$key" >".venv/.stamp-$1" && rm -f .venv/.unfinished; }
 
 supported() { "$1" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 12))' 2>/dev/null; }
 
@@ -66,9 +98,12 @@ check_machine() {
 install_torch() {
     [ "$(.venv/bin/python -c 'import importlib.metadata as m; print("torch==" + m.version("torch"))' 2>/dev/null)" = "$TORCH" ] && return
     say "installing $TORCH (about 200 MB)"
-    pip install --no-deps "$TORCH" 2>/dev/null ||
-        pip install --no-deps "$TORCH" --index-url "$TORCH_INDEX" ||
-        fail "neither the configured package index nor $TORCH_INDEX gave $TORCH: see pip's message above."
+    local tool
+    for tool in by_uv by_pip; do
+        "$tool" --no-deps "$TORCH" 2>/dev/null && return
+        "$tool" --no-deps "$TORCH" --index-url "$TORCH_INDEX" && return
+    done
+    fail "neither the configured package index nor $TORCH_INDEX gave $TORCH: see the message above."
 }
 
 install_cpu() {
@@ -77,15 +112,20 @@ install_cpu() {
     make_venv
     check_machine
     begin
-    pinned <(sed -n '/^setuptools==/,/[^\\]$/p' requirements/cpu.txt)
+    get_uv
+    sed -n '/^setuptools==/,/[^\\]$/p' requirements/cpu.txt >.venv/.setuptools.txt
+    pinned .venv/.setuptools.txt
     install_torch
-    say "installing $(grep -c '==' requirements/cpu.txt) packages of requirements/cpu.txt; the first time this takes minutes"
+    say "installing $(grep -c '==' requirements/cpu.txt) packages of requirements/cpu.txt (the first time it loads 1 GB)"
     pinned requirements/cpu.txt
-    pip install --no-deps --no-build-isolation --editable .
+    # uv's cache would keep the version of an earlier commit.
+    UV_NO_CACHE=1 packages --no-deps --no-build-isolation --editable .
     say "importing the engines once"
+    .venv/bin/python -m tasks.fresh_database &
+    local database=$!
     DS_ACCELERATOR=cpu .venv/bin/python -W ignore -c 'import datasets, deepspeed, prefect, ray, torch, transformers, vllm' >/dev/null ||
         fail "the engines do not import in .venv: see the message above. If torchvision, torchaudio or torchcodec is installed there, uninstall it."
-    .venv/bin/python -m tasks.fresh_database || say "no empty database was made for Prefect: the first run will make one, in seconds"
+    wait "$database" || say "no empty database was made for Prefect: the first run will make one, in seconds"
     stamp cpu
     say "done"
 }
@@ -109,6 +149,7 @@ fi
 if [ -n "$extra" ] && ! stamped "$extra"; then
     say "installing the packages of requirements/$extra.txt"
     begin
+    get_uv
     pinned "requirements/$extra.txt"
     stamp "$extra"
 fi

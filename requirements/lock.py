@@ -1,8 +1,8 @@
 """Writes lock files anew: the versions that they name, with the sha256 of their files. Usage: python requirements/lock.py [NAME ...]
 
 Needs uv on PATH; the package index is that of uv's settings. Hashes are of wheels for Linux; of the sdist where a platform has no wheel.
-cpu, dev and docs keep the packages that they list. gpu and orchestration follow pyproject.toml: versions stay as they are named, missing
-packages are added, unneeded ones removed.
+cpu, dev, docs and uv keep the packages that they list. gpu and orchestration follow pyproject.toml: versions stay as they are named,
+missing packages are added, unneeded ones removed.
 """
 
 import subprocess
@@ -25,7 +25,7 @@ class Lock(NamedTuple):
     machines: tuple[str, ...] = ("x86_64", "aarch64")
 
 
-LOCKS = {name: Lock() for name in ("cpu", "dev", "docs")}
+LOCKS = {name: Lock() for name in ("cpu", "dev", "docs", "uv")}
 LOCKS |= {"gpu": Lock("gpu", ("wheel",), (12,), ("x86_64",)), "orchestration": Lock("kubernetes", pythons=(11,))}
 
 

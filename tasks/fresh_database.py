@@ -17,8 +17,6 @@ from contextlib import closing
 from importlib.metadata import version
 from pathlib import Path
 
-from prefect.settings import PREFECT_API_DATABASE_CONNECTION_URL, PREFECT_HOME
-
 NAME = "prefect.db"
 MAKE_SECONDS = 600.0
 
@@ -45,6 +43,9 @@ def make(path: Path) -> None:
 
 def lay_database() -> None:
     """Copies the empty database to Prefect's home. An existing database, or any of its files, is not changed."""
+    # Imported here, since `make` needs no settings and setup waits for it.
+    from prefect.settings import PREFECT_API_DATABASE_CONNECTION_URL, PREFECT_HOME
+
     home = PREFECT_HOME.value()
     ours = PREFECT_API_DATABASE_CONNECTION_URL.value() == f"sqlite+aiosqlite:///{home}/{NAME}"
     if not ours or not template().is_file() or any(home.glob(f"{NAME}*")):

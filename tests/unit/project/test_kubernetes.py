@@ -310,12 +310,13 @@ def test_dockerfiles(name: str) -> None:
         if word == "RUN" and "apt-get install" in rest:
             assert "--no-install-recommends" in rest and "rm -rf /var/lib/apt/lists" in rest
         if word == "RUN" and "pip install" in rest:
-            assert "--no-cache-dir" in rest
-            for options in rest.split("pip install")[1:]:
+            for tool, options in re.findall(r"(uv )?pip install (.*?)(?= && |$)", rest):
+                assert ("--no-cache --compile-bytecode" if tool else "--no-cache-dir") in options
+                assert tool or options.endswith("requirements/uv.txt"), "pip installs uv, and uv the rest"
                 assert "--no-deps" in options and ("--require-hashes" in options or options.endswith(" .")), "all but alignflow has hashes"
         if word in ("ENV", "ARG"):
             assert not re.search(r"TOKEN|PASSWORD|SECRET|API_KEY", rest)
     users = [rest for word, rest in lines if word == "USER"]
     assert users and users[-1] == "1000:1000"
     text = (DOCKER / f"{name}.Dockerfile").read_text()
-    assert set(re.findall(r"requirements/(\w+)\.txt", text)) == {{"trainer": "gpu"}.get(name, name)}
+    assert set(re.findall(r"requirements/(\w+)\.txt", text)) == {{"trainer": "gpu"}.get(name, name), "uv"}
