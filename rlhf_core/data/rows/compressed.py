@@ -27,7 +27,7 @@ def data_suffix(path: str | Path) -> str:
     return Path(place.stem).suffix if place.suffix in COMPRESSED else place.suffix
 
 
-def open_binary(path: str) -> IO[bytes]:
+def open_binary(path: str) -> IO[bytes] | gzip.GzipFile:
     """Opens a file for reading, unpacked. Raises OSError as `open` does."""
     suffix = Path(path).suffix
     if suffix == ".gz":
