@@ -21,10 +21,12 @@ import numpy as np
 from evaluation.labelling.records import LABELS, HumanLabel, in_force
 from evaluation.scores.arena_hard import Estimate
 from evaluation.scores.scoring import CELLS, Floats, QuestionSums, rate_interval, sums_of
+from rlhf_core.data.labels import LabelLine
 
 WINNERS = 3  # A, tie, B
 ROUNDS, LEVEL = 1000, 0.95
 Metric = Literal["nominal", "ordinal"]
+Rated = HumanLabel | LabelLine  # of the labelling page; of a file that may come from elsewhere
 Statistic = Callable[[Floats], Floats]  # of tables (R, C, C) -> (R,)
 
 
@@ -41,7 +43,7 @@ class TwoAnnotators(NamedTuple):
 
 class OneAnnotator(NamedTuple):
     """`first_side`: share of verdicts with a winner that name the answer shown first, 0.5 without a bias. `consistent`: share of the
-    `repeats` pairs shown twice that got the same winner again. `seconds`: median time of a verdict."""
+    `repeats` pairs shown twice that got the same winner again. `seconds`: median time of a verdict. None where the labels do not say it."""
 
     name: str
     labels: int
@@ -50,7 +52,7 @@ class OneAnnotator(NamedTuple):
     first_side: Estimate | None
     repeats: int
     consistent: Estimate | None
-    seconds: float
+    seconds: float | None
 
 
 class Agreement(NamedTuple):
@@ -64,10 +66,10 @@ class Agreement(NamedTuple):
     annotators: list[OneAnnotator]
 
 
-def agreement(labels: Sequence[HumanLabel], rounds: int = ROUNDS, seed: int = 0) -> Agreement:
+def agreement(labels: Sequence[Rated], rounds: int = ROUNDS, seed: int = 0) -> Agreement:
     """Returns the agreement in all lines of a labels file; labels that were taken back do not count."""
     rows = in_force(labels)
-    given: dict[str, dict[str, HumanLabel]] = defaultdict(dict)  # by key and annotator
+    given: dict[str, dict[str, Rated]] = defaultdict(dict)  # by key and annotator
     for row in rows:
         if row.verdict is not None and row.repeat_of is None:
             given[row.key][row.annotator] = row
@@ -158,7 +160,7 @@ def _estimate(cells: Floats, statistic: Statistic, rounds: int, seed: int) -> Es
     return Estimate(value, float(low), float(high))
 
 
-def _two_annotators(one: str, other: str, shared: Sequence[dict[str, HumanLabel]], rounds: int, seed: int) -> TwoAnnotators | None:
+def _two_annotators(one: str, other: str, shared: Sequence[dict[str, Rated]], rounds: int, seed: int) -> TwoAnnotators | None:
     both = [(by_annotator[one], by_annotator[other]) for by_annotator in shared if one in by_annotator and other in by_annotator]
     same = _share([(a.key, a.winner == b.winner) for a, b in both])
     if same is None:
@@ -168,12 +170,14 @@ def _two_annotators(one: str, other: str, shared: Sequence[dict[str, HumanLabel]
     return TwoAnnotators(one, other, len(both), same, kappa, weighted)
 
 
-def _one_annotator(name: str, rows: Sequence[HumanLabel]) -> OneAnnotator:
+def _one_annotator(name: str, rows: Sequence[Rated]) -> OneAnnotator:
     decided = [row for row in rows if row.verdict is not None]
     firsts = [row for row in decided if row.repeat_of is None]
     by_id = {row.id: row for row in firsts}
     repeats = [(by_id[row.repeat_of], row) for row in decided if row.repeat_of in by_id]
-    won = [(row.key, row.winner == (0 if row.shown_first == "a" else 2)) for row in decided if row.winner != 1]
+    sided = [row for row in decided if row.winner != 1 and row.shown_first is not None]
+    won = [(row.key, row.winner == (0 if row.shown_first == "a" else 2)) for row in sided]
+    times = [row.seconds for row in decided if row.seconds is not None]
     return OneAnnotator(
         name,
         len(firsts),
@@ -182,7 +186,7 @@ def _one_annotator(name: str, rows: Sequence[HumanLabel]) -> OneAnnotator:
         _share(won),
         len(repeats),
         _share([(again.key, first.winner == again.winner) for first, again in repeats]),
-        median(row.seconds for row in decided) if decided else 0.0,
+        median(times) if times else None,
     )
 
 

@@ -16,7 +16,7 @@ from evaluation.scores.arena_files import folders, read_judgments, rows_of
 from rlhf_core.config import Data, Source
 from rlhf_core.data.documents import Message
 from rlhf_core.data.rows.columns import Located, preference_of, prompt_of, text_of, written
-from rlhf_core.data.rows.files import raw_rows
+from rlhf_core.data.rows.files import is_file, raw_rows
 from rlhf_core.data.rows.mixture import placed_rows
 from rlhf_core.runs.run_dir import RESULT
 from rlhf_core.runs.run_records import RUN
@@ -60,7 +60,7 @@ def _pairs(source: str, seed: int, artifacts: Path, models: Sequence[str]) -> It
         return _battles(folder, models)
     if models:
         raise ValueError(f"--models {','.join(models)}: {source} is no evaluation: leave --models out")
-    if Path(source).suffix not in (".jsonl", ".json", ".parquet", ".csv"):
+    if not is_file(Source(path=source)):
         names = sorted(
             {path.parent.name.rpartition("-")[0] for path in artifacts.glob(f"stages/*/{RESULT}") if _is_evaluation(path.parent)}
         )

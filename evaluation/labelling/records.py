@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from functools import cached_property
-from typing import Literal
+from typing import Literal, TypeVar
 
+from rlhf_core.data.labels import VERDICTS, LabelLine
 from rlhf_core.records import Frozen, Label
 from rlhf_core.system.files import digest
 
 Side = Literal["a", "b"]  # of the two answers
-LABELS: tuple[Label, ...] = ("A>>B", "A>B", "A=B", "B>A", "B>>A")
+LABELS = VERDICTS
 
 
 class ComparedPair(Frozen):
@@ -62,7 +63,10 @@ class HumanLabel(ComparedPair):
         return (self.strength > 1) + (self.strength > 2)
 
 
-def in_force(labels: Iterable[HumanLabel]) -> list[HumanLabel]:
+AnyLabel = TypeVar("AnyLabel", bound=HumanLabel | LabelLine)
+
+
+def in_force(labels: Iterable[AnyLabel]) -> list[AnyLabel]:
     """Returns the labels that were not taken back, in their order; also skipped ones."""
     rows = list(labels)
     undone = {row.undone for row in rows}

@@ -20,6 +20,7 @@ from rlhf_core.forecast.placements import Placement, choose, details, on_fewest,
 from rlhf_core.forecast.seconds import seconds_of_pass
 from rlhf_core.forecast.zero_stage import at_start, peak_of_training, size_of_folder, stage_of_training, starts, starts_of_ppo
 from rlhf_core.hub.model_config import Size
+from rlhf_core.preflight.inputs import needs
 from rlhf_core.recipe.plan import Node, Plan
 from rlhf_core.recipe.yaml_text import dump
 
@@ -28,6 +29,8 @@ BF16 = "bfloat16"
 
 def show_forecast(console: Console, planned: Plan, count: int, gpu: Gpu) -> None:
     """Prints each training stage's memory on the fullest GPU, and for PPO the phases of all placements on `count` GPUs."""
+    if told := on_cpus(planned):
+        console.print(told, markup=False, highlight=False, soft_wrap=True)
     nodes = nodes_of(count, gpu)
     on = f", {nodes} nodes with {gpu.network / LINK / 1e9:.0f} GB/s between them (--nodes, --network)" if nodes > 1 else ""
     how = "--gpu, or --gpu-memory, --flops, --bandwidth"
@@ -53,6 +56,19 @@ def show_forecast(console: Console, planned: Plan, count: int, gpu: Gpu) -> None
             peaks = training_by_phase(config, size, stage, gpu)
             told = ", ".join(f"{phase} {each.gpu / GIB:.1f} / {each.host / GIB:.1f}" for phase, each in peaks.items())
             console.print(f"  GiB of a GPU / of the host of a node: {told}", highlight=False)
+
+
+def on_cpus(planned: Plan) -> str:
+    """Says which of the stages in a forecast run on CPUs, for which it holds only once they are on GPUs; "" where none does."""
+    trained = [node for node in planned.nodes if isinstance(node.config, PPO | Trainable)]
+    without = [node.name for node in trained if not needs(node.config).gpus]
+    if not without:
+        return ""
+    if len(without) == len(trained):
+        who = "this recipe runs on CPUs"
+    else:
+        who = f"{', '.join(without)} {'run' if len(without) > 1 else 'runs'} on CPUs"
+    return f"{who}: the figures below are for GPUs, and hold only with `gpus: 1` in ranks and engines; there is no forecast for CPUs"
 
 
 def nodes_in(planned: Plan, count: int) -> int | None:

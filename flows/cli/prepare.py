@@ -19,10 +19,10 @@ from rlhf_core.system.processes import ENVIRONMENT, WRONG_INPUT
 
 
 def migrate(script: Path, *, out: Path | None = None, gpus: Whole = 8) -> int:
-    """Turn a launch script of OpenRLHF, in its flat or its dotted flags, into a recipe. Executes nothing of it.
+    """Turn a launch script of OpenRLHF (flat or dotted flags) or TRL (sft, dpo, kto, reward, grpo) into a recipe. Executes nothing of it.
 
     Args:
-        script: shell script, or Kubernetes YAML with one inside.
+        script: shell script, Kubernetes YAML with one inside, or a YAML config of TRL.
         out: recipe to write; it must not exist yet. Default: recipe.yaml, or the first of recipe-2.yaml, recipe-3.yaml, ... that does not
             exist. Its comments say what became of every flag.
         gpus: GPUs of one machine, for launchers that take all there are.

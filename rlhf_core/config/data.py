@@ -19,7 +19,7 @@ def template_mistakes(template: str) -> Iterator[str]:
 
 
 class Source(Config):
-    """One data set of a mixture: a local .jsonl/.json/.parquet/.csv file, or a Hub data set id."""
+    """One data set of a mixture: a local .jsonl/.json/.csv file (also compressed: .gz, .zst), a .parquet file, or a Hub data set id."""
 
     path: str = Field(
         description="file, inbox (a folder NAME.inbox), Hub data set id, or one at a revision (owner/name@REVISION)", min_length=1

@@ -16,7 +16,7 @@ from rlhf_core.records import Config, Momentum, NotInDigest, Positive, Ranks, Ra
 
 Recomputed = Annotated[Share, BeforeValidator(lambda value: float(value) if isinstance(value, bool) else value)]
 
-
+FEW_STEPS = 10  # fewer optimiser steps than these train almost nothing
 ADAPTER_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # for which vLLM has kernels; an adapter takes the next larger one
 
 
@@ -218,6 +218,10 @@ class Trainable(Optimised):
     @property
     def trained_ranks(self) -> dict[str, Ranks]:
         return {"ranks": self.ranks}
+
+    def steps(self, items: int) -> int:
+        """Returns the optimiser steps of all epochs over `items` documents or pairs; the last batch of an epoch may be smaller."""
+        return -(-items // self.train_batch_size) * self.max_epochs
 
     @property
     def longest(self) -> int:

@@ -1,7 +1,8 @@
 """Reads labels that people gave to pairs of answers: a JSON object a line. Torch-free.
 
 {"id", "uid", "prompt": [messages], "answer_a", "answer_b", "verdict": "A>>B" | "A>B" | "A=B" | "B>A" | "B>>A" | null (skipped),
-"annotator", "repeat_of": id | null, "undone": id | null}; further keys are ignored. A verdict is about `answer_a` and `answer_b`, however
+"annotator", "repeat_of": id | null, "undone": id | null} and, where they are known, "shown_first": "a" | "b" and "seconds"; further keys
+are ignored. A verdict is about `answer_a` and `answer_b`, however
 they were shown. A line with `undone` takes back the label of that id and needs nothing else. `repeat_of` asks an annotator once more about
 a pair: it measures whether people agree with themselves, and is no second vote.
 """
@@ -11,8 +12,9 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Iterator, Mapping
+from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from pydantic import ConfigDict, ValidationError
 
@@ -21,11 +23,12 @@ from rlhf_core.data.rows.columns import Located, prompt_of
 from rlhf_core.records import POINTS, Frozen, Label
 from rlhf_core.system.files import digest
 
+VERDICTS: tuple[Label, ...] = ("A>>B", "A>B", "A=B", "B>A", "B>>A")
 SHOWN_FAULTS = 20  # of one file in one message
 
 
-class HumanLabel(Frozen):
-    """One label. `sign`: 1 where answer A is better, -1 where B is, 0 for a tie."""
+class LabelLine(Frozen):
+    """One label. `sign`: 1 where answer A is better, -1 where B is, 0 for a tie; `shown_first`, `seconds`: None where a file has none."""
 
     model_config = ConfigDict(frozen=True, extra="ignore")
 
@@ -36,12 +39,39 @@ class HumanLabel(Frozen):
     answer_b: str
     verdict: Label | None
     annotator: str = ""
+    shown_first: Literal["a", "b"] | None = None
+    seconds: float | None = None
     repeat_of: str | None = None
+    undone: str | None = None
+
+    @cached_property
+    def key(self) -> str:
+        """The same for all labels of a pair, whichever of its answers is A."""
+        return digest([self.uid, list(self.prompt), *sorted((self.answer_a, self.answer_b))])
 
     @property
     def sign(self) -> int:
         assert self.verdict is not None
         return round(2 * POINTS[self.verdict] - 1)
+
+    @property
+    def strength(self) -> int:
+        """The place of the verdict in VERDICTS: 0 (A is much better) to 4 (B is). The label must not be a skipped one."""
+        assert self.verdict is not None, "a skipped pair has no verdict"
+        return VERDICTS.index(self.verdict)
+
+    @property
+    def winner(self) -> int:
+        """0 for A, 1 for a tie, 2 for B."""
+        return 1 - self.sign
+
+    def turned(self) -> LabelLine:
+        """Returns the same label with the answers the other way round."""
+        sides: dict[str | None, Literal["a", "b"] | None] = {"a": "b", "b": "a", None: None}
+        changes: dict[str, Any] = {"answer_a": self.answer_b, "answer_b": self.answer_a, "shown_first": sides[self.shown_first]}
+        if self.verdict is not None:
+            changes["verdict"] = VERDICTS[-1 - VERDICTS.index(self.verdict)]
+        return LabelLine(**self.model_dump() | changes)
 
 
 class LabelledPair(NamedTuple):
@@ -66,11 +96,24 @@ class LabelledPair(NamedTuple):
 def load_labels(path: str | Path, max_labels: int | None = None) -> list[LabelledPair]:
     """Returns the pairs of a file that somebody decided, in the order of their last labels; the last `max_labels` of them (None: all).
 
-    An annotator's later label of a pair replaces the earlier one. Raises ValueError with the faults of the file, each with its line, and
-    when it has no label that counts.
+    An annotator's later label of a pair replaces the earlier one. Raises ValueError as `read_label_file`, and when the file has no label
+    that counts.
+    """
+    pairs = _pairs({label.id: label for label in read_label_file(path) if label.verdict is not None})
+    if not pairs:
+        raise ValueError(f"{path}: has no label that counts (skipped and taken back ones do not): label pairs first")
+    return pairs[-max_labels:] if max_labels else pairs
+
+
+def read_label_file(path: str | Path) -> list[LabelLine]:
+    """Returns the labels of a file that were not taken back, also skipped ones, in the order of the file. All labels of a pair have its
+    answers as the first of them, also where a line has them the other way round.
+
+    A last line without an end that is no JSON was cut by a crash and is left out. Raises ValueError with the faults of the file, each with
+    its line.
     """
     faults: list[str] = []
-    labels: dict[str, HumanLabel] = {}
+    labels: dict[str, LabelLine] = {}
     lines: dict[str, int] = {}
     undone: dict[str, int] = {}
     for number, row in _rows(Path(path), faults):
@@ -87,17 +130,21 @@ def load_labels(path: str | Path, max_labels: int | None = None) -> list[Labelle
     if faults:
         more = [f"and {len(faults) - SHOWN_FAULTS} lines more"] if len(faults) > SHOWN_FAULTS else []
         raise ValueError(f"{path}: correct or remove these lines: " + "; ".join([*faults[:SHOWN_FAULTS], *more]))
-    pairs = _pairs({name: label for name, label in labels.items() if name not in undone and label.verdict is not None})
-    if not pairs:
-        raise ValueError(f"{path}: has no label that counts (skipped and taken back ones do not): label pairs first")
-    return pairs[-max_labels:] if max_labels else pairs
+    first_answers: dict[str, str] = {}
+    found = []
+    for name, label in labels.items():
+        if name not in undone:
+            is_turned = label.answer_a != first_answers.setdefault(label.key, label.answer_a)
+            found.append(label.turned() if is_turned else label)
+    return found
 
 
 def _rows(path: Path, faults: list[str]) -> Iterator[tuple[int, dict[str, Any]]]:
     if not path.is_file():
         raise ValueError(f"{path}: there is no such file: give the labels as a local .jsonl file")
-    for number, line in enumerate(path.read_bytes().split(b"\n"), 1):
-        if not line.strip():
+    *lines, unended = path.read_bytes().split(b"\n")
+    for number, line in enumerate([*lines, unended], 1):
+        if not line.strip() or (number > len(lines) and _was_cut(line)):
             continue
         try:
             row = json.loads(line.decode())
@@ -111,9 +158,18 @@ def _rows(path: Path, faults: list[str]) -> Iterator[tuple[int, dict[str, Any]]]
             faults.append(f"line {number}: is no JSON object")
 
 
-def _label(where: str, row: dict[str, Any], faults: list[str]) -> HumanLabel | None:
+def _was_cut(line: bytes) -> bool:
+    """Returns whether the last line of a file, which has no end, is no whole JSON."""
     try:
-        label = HumanLabel.model_validate(row)
+        json.loads(line)
+    except (ValueError, RecursionError):
+        return True
+    return False
+
+
+def _label(where: str, row: dict[str, Any], faults: list[str]) -> LabelLine | None:
+    try:
+        label = LabelLine.model_validate(row)
         prompt_of(Located("", {"prompt": list(label.prompt)}))
         return label
     except ValidationError as error:
@@ -130,24 +186,22 @@ def _wrong(field: str, given: object) -> str:
     return f"{field} is {str(given)[:40]!r}{needed}"
 
 
-def _pairs(labels: Mapping[str, HumanLabel]) -> list[LabelledPair]:
-    """Collects the labels of each pair, whichever of its answers is A in a line, with one vote of each annotator.
+def _pairs(labels: Mapping[str, LabelLine]) -> list[LabelledPair]:
+    """Collects the labels of each pair, with one vote of each annotator.
 
     A repetition of a label that does not count is a vote.
     """
     votes: dict[str, dict[str, int]] = {}
     repeats: dict[str, list[tuple[int, int]]] = {}
-    about: dict[str, HumanLabel] = {}
+    about: dict[str, LabelLine] = {}
     for label in labels.values():
-        key = digest([label.uid, list(label.prompt), *sorted((label.answer_a, label.answer_b))])
-        first = about.setdefault(key, label)
-        sign = _sign_of(label, first)
+        about.setdefault(label.key, label)
         before = labels.get(label.repeat_of) if label.repeat_of is not None else None
         if before is not None:
-            repeats.setdefault(key, []).append((_sign_of(before, first), sign))
+            repeats.setdefault(label.key, []).append((before.sign, label.sign))
             continue
-        given = votes.pop(key, {})  # and put back as the last one: pairs are in the order of their last labels
-        votes[key] = given | {label.annotator: sign}
+        given = votes.pop(label.key, {})  # and put back as the last one: pairs are in the order of their last labels
+        votes[label.key] = given | {label.annotator: label.sign}
     uids = Counter(about[key].uid for key in votes)
     seen: Counter[str] = Counter()
     pairs = []
@@ -157,8 +211,3 @@ def _pairs(labels: Mapping[str, HumanLabel]) -> list[LabelledPair]:
         own = one.uid if uids[one.uid] == 1 else f"{one.uid}#{seen[one.uid]}"
         pairs.append(LabelledPair(one.uid, own, one.prompt, one.answer_a, one.answer_b, given, tuple(repeats.get(key, ()))))
     return pairs
-
-
-def _sign_of(label: HumanLabel, first: HumanLabel) -> int:
-    """Returns the sign of a label for the answers as the pair's first label has them."""
-    return label.sign if label.answer_a == first.answer_a else -label.sign

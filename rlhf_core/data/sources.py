@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from array import array
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
@@ -37,6 +38,9 @@ if TYPE_CHECKING:  # chat imports transformers, which checking columns does not 
 PROGRESS_SECONDS = 20.0
 DOCUMENTS = Shape(1, lambda documents, _: documents[0])
 PAIRS = Shape(2, lambda documents, margin: Pair(documents[0], documents[1], margin))
+LABELLED = Shape(1, lambda documents, label: Labelled(documents[0], bool(label)))
+SuffixOf = Callable[[float], str]
+Maker = Callable[[Located], Made]
 UNWEIGHTED = "every answer has weight 0"
 SAME, SAME_CUT = "chosen and rejected are the same", "chosen and rejected are the same within the token limit"
 
@@ -49,18 +53,7 @@ def sft_documents(data: Data, renderer: Renderer, max_len: int, seed: int, folde
     when no row is left.
     """
 
-    def make(located: Located) -> Made:
-        messages = conversation_of(located)
-        whole = at(located.where, renderer.conversation, messages, tools_of(located))
-        document = whole.cut(max_len)
-        answer = sum(whole.mask)
-        prompt = whole.mask.index(True) if answer else len(whole)
-        if not any(document.mask):
-            if answer:
-                return Made((), 0, 1, ANSWER_CUT, prompt, (answer,))
-            return Made((), 0, 1, UNWEIGHTED if any("weight" in message for message in messages) else "no answer", prompt)
-        return Made([((document,), 0.0)], len(whole) > max_len, 1, "", prompt, (answer,))
-
+    make = maker_of("sft", renderer, max_len)
     why = f"no answer within the first {max_len} tokens"
     return collect(data, renderer, "sft", max_len, seed, make, DOCUMENTS, why, folder)
 
@@ -73,21 +66,75 @@ def preference_pairs(data: Data, renderer: Renderer, max_len: int, seed: int, fo
     as in `sft_documents`.
     """
 
-    def make(located: Located) -> Made:
-        preference = preference_of(located)
-        if preference.chosen == preference.rejected:
-            return Made((), 0, 1, SAME)
-        texts, tools = (preference.chosen, preference.rejected), tools_of(located)
-        within = answers_within(located.where, renderer, preference.prompt, texts, max_len, preference.cut, tools)
-        (chosen, rejected), lengths, cut = within
-        if not any(chosen.mask) or not any(rejected.mask):
-            return Made((), 0, 1, ANSWER_CUT, *lengths)
-        if chosen.tokens == rejected.tokens:
-            return Made((), 0, 1, SAME_CUT, *lengths)
-        return Made([((chosen, rejected), preference.margin)], cut, 1, "", *lengths)
-
+    make = maker_of("preference", renderer, max_len)
     why = f"no preference, or chosen and rejected the same within {max_len} tokens"
     return collect(data, renderer, "preference", max_len, seed, make, PAIRS, why, folder)
+
+
+def maker_of(kind: Kind, renderer: Renderer, limit: int, suffix_of: SuffixOf | None = None) -> Maker:
+    """Returns the function from a row to what a stage makes of it within `limit` tokens. `suffix_of`: of a reward, for scored rows.
+
+    It raises ValueError, with the row's place, for a row of a wrong type or one that the template refuses.
+    """
+    if kind == "sft":
+        return partial(_conversation_within, renderer, limit)
+    if kind == "preference":
+        return partial(_pair_within, renderer, limit)
+    if kind == "labelled":
+        return partial(_labelled_within, renderer, limit)
+    if kind == "prompt":
+        return partial(_prompt_within, renderer, limit)
+    return partial(_answer_within, renderer, limit, suffix_of)
+
+
+def _conversation_within(renderer: Renderer, limit: int, located: Located) -> Made:
+    messages = conversation_of(located)
+    whole = at(located.where, renderer.conversation, messages, tools_of(located))
+    document = whole.cut(limit)
+    answer = sum(whole.mask)
+    prompt = whole.mask.index(True) if answer else len(whole)
+    if not any(document.mask):
+        if answer:
+            return Made((), 0, 1, ANSWER_CUT, prompt, (answer,))
+        return Made((), 0, 1, UNWEIGHTED if any("weight" in message for message in messages) else "no answer", prompt)
+    return Made([((document,), 0.0)], len(whole) > limit, 1, "", prompt, (answer,))
+
+
+def _pair_within(renderer: Renderer, limit: int, located: Located) -> Made:
+    preference = preference_of(located)
+    if preference.chosen == preference.rejected:
+        return Made((), 0, 1, SAME)
+    texts, tools = (preference.chosen, preference.rejected), tools_of(located)
+    within = answers_within(located.where, renderer, preference.prompt, texts, limit, preference.cut, tools)
+    (chosen, rejected), lengths, cut = within
+    if not any(chosen.mask) or not any(rejected.mask):
+        return Made((), 0, 1, ANSWER_CUT, *lengths)
+    if chosen.tokens == rejected.tokens:
+        return Made((), 0, 1, SAME_CUT, *lengths)
+    return Made([((chosen, rejected), preference.margin)], cut, 1, "", *lengths)
+
+
+def _labelled_within(renderer: Renderer, limit: int, located: Located) -> Made:
+    prompt, answers = labelled_of(located)
+    texts = [text for text, _ in answers]
+    documents, lengths, cut = answers_within(located.where, renderer, prompt, texts, limit, tools=tools_of(located))
+    kept = [((document,), float(label)) for document, (_, label) in zip(documents, answers, strict=True) if any(document.mask)]
+    return Made(kept, cut * len(kept), len(answers), "" if len(kept) == len(answers) else ANSWER_CUT, *lengths)
+
+
+def _answer_within(renderer: Renderer, limit: int, suffix_of: SuffixOf | None, located: Located) -> Made:
+    prompt, text = answer_of(located)
+    conditioned = with_suffix(prompt, suffix_of(reward_of(located)) if suffix_of else "")
+    (document,), lengths, cut = answers_within(located.where, renderer, conditioned, [text], limit, tools=tools_of(located))
+    if not any(document.mask):
+        return Made((), 0, 1, ANSWER_CUT, *lengths)
+    return Made([((document,), 0.0)], cut, 1, "", *lengths)
+
+
+def _prompt_within(renderer: Renderer, limit: int, located: Located) -> Made:
+    """The item has no document: prompts are kept in memory with their rows."""
+    tokens, cut = at(located.where, renderer.prompt_within, prompt_of(located), limit, tools_of(located))
+    return Made([((), 0.0)], cut, 1, "", len(tokens))
 
 
 def prompts(data: Data, renderer: Renderer, prompt_max_len: int, seed: int) -> Loaded[Prompt]:
@@ -113,7 +160,7 @@ def collect(
     kind: Kind,
     limit: int,
     seed: int,
-    make: Callable[[Located], Made],
+    make: Maker,
     shape: Shape,
     why: str,
     folder: Path | None,
@@ -189,12 +236,6 @@ def _key(data: Data, renderer: Renderer, kind: Kind, limit: int, seed: int) -> s
     return digest({"data": data.model_dump(mode="json"), "files": states, "tokenizer": known, "kind": kind, "limit": limit, "seed": seed})
 
 
-LABELLED = Shape(1, lambda documents, label: Labelled(documents[0], bool(label)))
-
-
-SuffixOf = Callable[[float], str]
-
-
 class AnswerDocuments(NamedTuple):
     """Documents to train on. With a reward condition: `suffix_of` maps a reward to its prompt's suffix, `best_suffix` is the highest's."""
 
@@ -209,13 +250,7 @@ def labelled_answers(data: Data, renderer: Renderer, max_len: int, seed: int, fo
     The report counts answers: a pair is two rows. Folder and errors as in `sft_documents`.
     """
 
-    def make(located: Located) -> Made:
-        prompt, answers = labelled_of(located)
-        texts = [text for text, _ in answers]
-        documents, lengths, cut = answers_within(located.where, renderer, prompt, texts, max_len, tools=tools_of(located))
-        kept = [((document,), float(label)) for document, (_, label) in zip(documents, answers, strict=True) if any(document.mask)]
-        return Made(kept, cut * len(kept), len(answers), "" if len(kept) == len(answers) else ANSWER_CUT, *lengths)
-
+    make = maker_of("labelled", renderer, max_len)
     return collect(data, renderer, "labelled", max_len, seed, make, LABELLED, f"no answer within {max_len} tokens", folder)
 
 
@@ -240,13 +275,6 @@ def answer_documents(
         suffix_of = at(names(data), reward_suffix, rewards)
         best_suffix = suffix_of(max(rewards))
 
-    def make(located: Located) -> Made:
-        prompt, text = answer_of(located)
-        conditioned = with_suffix(prompt, suffix_of(reward_of(located)) if suffix_of else "")
-        (document,), lengths, cut = answers_within(located.where, renderer, conditioned, [text], max_len, tools=tools_of(located))
-        if not any(document.mask):
-            return Made((), 0, 1, ANSWER_CUT, *lengths)
-        return Made([((document,), 0.0)], cut, 1, "", *lengths)
-
+    make = maker_of(kind, renderer, max_len, suffix_of)
     documents = collect(data, renderer, kind, max_len, seed, make, DOCUMENTS, f"no answer within {max_len} tokens", folder)
     return AnswerDocuments(documents, best_suffix, suffix_of)

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, TypeVar
 
 from pydantic import BaseModel
 
 from rlhf_core.config import KINDS
-from rlhf_core.migrate.flags import DROPPED, FIELDS, PPO_ONLY, Dialect, flat
+from rlhf_core.migrate.flags import DROPPED, FIELDS, PPO_ONLY, Dialect, Field, flat
 from rlhf_core.migrate.launches import Launch
 from rlhf_core.migrate.values import Words
 from rlhf_core.recipe.sentences import models_in
@@ -100,10 +100,10 @@ class Draft:
         self.put(name, value)
         self.note("approximated" if how else "translated", flag, f"{name}: {how}" if how else name)
 
-    def read_fields(self, only: Collection[str] = FIELDS) -> None:
-        """Translates every flag in FIELDS, or those of `only`."""
-        for flag in [name for name in self.left if name in FIELDS and name in only]:
-            rule, given = FIELDS[flag], self.left.pop(flag)
+    def read_fields(self, only: Collection[str] = FIELDS, table: Mapping[str, Field] = FIELDS) -> None:
+        """Translates every flag in a table, or those of `only`."""
+        for flag in [name for name in self.left if name in table and name in only]:
+            rule, given = table[flag], self.left.pop(flag)
             if not self.has(rule.name) or (flag in PPO_ONLY and self.kind != "ppo"):
                 self.note("dropped", given, DROPPED.get(flag, f"a {self.kind} stage has no {rule.name}"))
                 continue
@@ -111,10 +111,12 @@ class Draft:
             if value is not None:
                 self.translate(given, rule.name, value, rule.how)
 
-    def drop_rest(self) -> None:
-        """Drops every flag that is left, with a note of the reason."""
+    def drop_rest(self, reason_of: Callable[[str], str] | None = None) -> None:
+        """Drops every flag that is left, with a note of the reason. `reason_of`: of a flag of another tool."""
         for name, given in self.left.items():
-            if "muon" in name:
+            if reason_of is not None:
+                reason = reason_of(name)
+            elif "muon" in name:
                 reason = "the optimiser is AdamW"
             elif name.startswith("critic."):
                 reason = "the critic shares this setting with the actor, whose flag is used"

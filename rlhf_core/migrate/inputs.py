@@ -57,9 +57,10 @@ def is_model(source: str) -> bool:
 
 
 def rewards_of(draft: Draft) -> list[str]:
-    """Returns the sources of a PPO stage's rewards."""
+    """Returns the names of the sources of a PPO stage's rewards: models, functions, URLs."""
     sources = draft.fields["reward"]
-    return sources if isinstance(sources, list) else [sources]
+    listed_sources = sources if isinstance(sources, list) else [sources]
+    return [str(next(iter(source.values()))) if isinstance(source, dict) else source for source in listed_sources]
 
 
 def required(draft: Draft, flag: Flag | None, what: str) -> Flag:

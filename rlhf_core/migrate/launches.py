@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
 
 import yaml
 
 from rlhf_core.migrate.shell import Command, Remark, Script, read_script
+from rlhf_core.migrate.trl_commands import KINDS as TRL_KINDS
+from rlhf_core.migrate.trl_commands import TrlProgram, trl_launch, trl_program
 from rlhf_core.migrate.variables import Variables
 
 # The module or file that a command starts, and the stage kind it trains.
@@ -33,12 +36,13 @@ MAX_DEPTH = 4  # of scripts inside scripts
 
 
 class Launch(NamedTuple):
-    """One training command. `flags`: words by flag; `gpus`: (nodes, GPUs per node) of the launcher, None if not given."""
+    """One training command of a tool. `flags`: words by flag; `gpus`: (nodes, GPUs per node) of the launcher, None if not given."""
 
     kind: str
     flags: dict[str, tuple[str, ...]]
     line: int
     gpus: tuple[int | None, int | None]
+    tool: Literal["openrlhf", "trl"] = "openrlhf"
 
 
 class Found(NamedTuple):
@@ -48,15 +52,18 @@ class Found(NamedTuple):
     remarks: list[Remark]
 
 
-def launches_of(text: str) -> Found:
-    """Returns the training commands of a file, in order. Raises ValueError for wrong YAML, or an unclosed quote or bracket."""
+def launches_of(text: str, folder: Path = Path()) -> Found:
+    """Returns the training commands of a file, in order. `folder`: of configs that commands name.
+
+    Raises ValueError for wrong YAML, an unclosed quote or bracket, or a config of TRL that cannot be read.
+    """
     variables = Variables()
     scripts = scripts_of(text, variables) if is_manifest(text) else [read_script(text, variables)]
-    found = [launches_in(script, variables) for script in scripts]
+    found = [launches_in(script, variables, folder) for script in scripts]
     return Found([launch for one in found for launch in one.launches], [remark for one in found for remark in one.remarks])
 
 
-def launches_in(script: Script, variables: Variables, depth: int = 0) -> Found:
+def launches_in(script: Script, variables: Variables, folder: Path = Path(), depth: int = 0) -> Found:
     """Returns the training commands of a script, in order. `depth`: of scripts inside scripts."""
     found = Found([], list(script.remarks))
     for words, line in script.commands:
@@ -64,9 +71,11 @@ def launches_in(script: Script, variables: Variables, depth: int = 0) -> Found:
         place = _program(words)
         name = _name(words[place]) if place is not None else ""
         if inner is not None:
-            more = launches_in(read_script(inner, variables, line), variables, depth + 1)
+            more = launches_in(read_script(inner, variables, line), variables, folder, depth + 1)
             found.launches.extend(more.launches)
             found.remarks.extend(more.remarks)
+        elif (program := trl_program(words)) is not None:
+            _add_trl(found, words, program, line, folder)
         elif place is not None and name in PROGRAMS:
             found.launches.append(Launch(PROGRAMS[name], flags_of(words[place + 1 :]), line, _gpus(words[:place])))
         elif name == SAMPLING:
@@ -75,6 +84,17 @@ def launches_in(script: Script, variables: Variables, depth: int = 0) -> Found:
         elif name:
             found.remarks.append(Remark(line, f"{name} has no counterpart here: the command is left out"))
     return found
+
+
+def _add_trl(found: Found, words: tuple[str, ...], program: TrlProgram, line: int, folder: Path) -> None:
+    """Adds a command of TRL to the launches, or a remark that it is left out."""
+    if program.name not in TRL_KINDS:
+        found.remarks.append(Remark(line, f"trl {program.name} has no counterpart here: the command is left out"))
+        return
+    launcher, given = flags_of(words[: program.at]), flags_of(words[program.at + 1 :])
+    launched = trl_launch(words, program, given, launcher, folder, line)
+    found.launches.append(Launch(TRL_KINDS[program.name], launched.options, line, launched.gpus, "trl"))
+    found.remarks.extend(Remark(line, remark) for remark in launched.remarks)
 
 
 def flags_of(words: tuple[str, ...]) -> dict[str, tuple[str, ...]]:

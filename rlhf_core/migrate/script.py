@@ -1,4 +1,4 @@
-"""Converts a launch script, or Kubernetes YAML with one inside, to a recipe with comments about every flag."""
+"""Converts a launch script, Kubernetes YAML with one inside, or a config of TRL to a recipe with comments about every flag."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ from typing import Any, NamedTuple
 
 from rlhf_core.config import Recipe
 from rlhf_core.migrate.draft import Note
-from rlhf_core.migrate.launches import PROGRAMS, launches_of
+from rlhf_core.migrate.launches import PROGRAMS, Found, Launch, is_manifest, launches_of
 from rlhf_core.migrate.shell import Remark
 from rlhf_core.migrate.stages import stages_of
+from rlhf_core.migrate.trl_commands import KINDS, refuse_python, trl_config
 from rlhf_core.recipe.load import recipe_of
 from rlhf_core.recipe.plan import plan
 from rlhf_core.recipe.yaml_text import dump
@@ -44,10 +45,12 @@ def migrate(path: Path, gpus: int = 8) -> Migrated:
     except UnicodeDecodeError:
         raise ValueError(f"script {path} is not a text file; give the path of a shell script or a Kubernetes manifest") from None
     try:
-        found = launches_of(text)
+        refuse_python(text, path.suffix)
+        found = _found_in(text, path)
         if not found.launches:
             raise ValueError(
-                f"there is no training command in it (one that starts {', '.join(PROGRAMS)}); give the script that launches the training"
+                f"there is no training command in it (one that starts {', '.join(PROGRAMS)}, or trl {'|'.join(KINDS)}); give the script "
+                "that launches the training"
             )
         raw, notes = stages_of(found.launches, gpus)
         raw = {"name": re.sub(r"[^A-Za-z0-9._-]+", "-", path.stem).strip("-._") or "migrated", **raw}
@@ -56,6 +59,15 @@ def migrate(path: Path, gpus: int = 8) -> Migrated:
     except ValueError as error:
         raise ValueError(f"script {path}: {error}") from None
     return Migrated(recipe, _text(path, raw, notes, found.remarks), tuple(notes), tuple(found.remarks))
+
+
+def _found_in(text: str, path: Path) -> Found:
+    """Returns the training commands of a script or a manifest, or the one of a YAML config of TRL."""
+    config = trl_config(text, path.stem) if path.suffix in (".yaml", ".yml") and not is_manifest(text) else None
+    if config is None:
+        return launches_of(text, path.parent)
+    command, options = config
+    return Found([Launch(KINDS[command], options, 1, (None, None), "trl")], [])
 
 
 def _text(path: Path, raw: dict[str, Any], notes: list[Note], remarks: list[Remark]) -> str:

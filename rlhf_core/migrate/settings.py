@@ -54,6 +54,11 @@ def read_adapters(draft: Draft) -> None:
     if targets and (names := listed(targets.words)):
         lora["targets"] = "all-linear" if "all-linear" in names else names
         draft.note("translated", targets, "lora.targets")
+    put_lora(draft, lora, four)
+
+
+def put_lora(draft: Draft, lora: dict[str, Any], four: Flag | None) -> None:
+    """Sets adapters; `four`: the flag that asks for 4-bit base weights."""
     if four:
         lora["quantize"] = "nf4"
         draft.note("translated", four, "lora.quantize: nf4")

@@ -17,6 +17,7 @@ from rlhf_core.migrate.settings import (
     read_schedule,
     read_token_limits,
 )
+from rlhf_core.migrate.trl.stages import read_trl, reason_of
 from rlhf_core.migrate.values import off_or_number
 
 
@@ -36,9 +37,12 @@ def stages_of(launches: Sequence[Launch], gpus: int) -> Stages:
     stages: dict[str, dict[str, Any]] = {}
     for launch in launches:
         draft = draft_of(launch, _name(launch.kind, stages))
-        _read_training(draft, launch, chain, gpus)
+        if launch.tool == "trl":
+            read_trl(draft, launch, chain, gpus)
+        else:
+            _read_training(draft, launch, chain, gpus)
         _read_seed(draft, seeds)
-        draft.drop_rest()
+        draft.drop_rest(reason_of if launch.tool == "trl" else None)
         notes += draft.notes
         stages[draft.name] = draft.fields if draft.name == draft.kind else {"stage": draft.kind, **draft.fields}
     return Stages({"base_model": chain.base, **({"seed": seeds[0]} if seeds else {}), "stages": stages}, notes)

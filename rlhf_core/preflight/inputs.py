@@ -9,31 +9,28 @@ from __future__ import annotations
 import ast
 import importlib.util
 import os
-import sys
 import tempfile
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import cache, partial
 from pathlib import Path
 from typing import NamedTuple
 
 from rlhf_core.cluster.layout import arrange
-from rlhf_core.config import KINDS, PPO, AlignmentTax, Calibration, Data, Evaluation, Preferences, Publication, Ranks, Rewarded, StageConfig
-from rlhf_core.config.data import Text
+from rlhf_core.config import KINDS, PPO, AlignmentTax, Calibration, Data, Evaluation, Publication, Ranks, Rewarded, StageConfig
 from rlhf_core.config.judging.lm_eval_tasks import is_path, read_task
 from rlhf_core.config.rewards import FunctionReward
 from rlhf_core.data.documents import check_limit
 from rlhf_core.data.rows.columns import Kind
-from rlhf_core.data.rows.mixture import check_columns, load_rows
+from rlhf_core.data.rows.mixture import check_columns
 from rlhf_core.environments.sandbox import available
-from rlhf_core.hub.ids import is_remote
-from rlhf_core.hub.vocabulary import tokenizer_place
 from rlhf_core.preflight.family import family_problems, option_problems
+from rlhf_core.preflight.frames import frames_of, rendered
 from rlhf_core.preflight.lengths import length_problems
 from rlhf_core.preflight.models import model_problem, sampling_problems, unfit_models, unlike_vocabulary, vocabulary_problems
 from rlhf_core.preflight.questions import question_problems, selecting_questions, shared_questions
+from rlhf_core.preflight.rows.batches import batch_warning, prompt_problem
 from rlhf_core.preflight.sequences import sequence_problems
-from rlhf_core.preflight.template_length import Measured, Pair, Rows, measure, measured
-from rlhf_core.preflight.template_rows import Rendered
+from rlhf_core.preflight.template_length import Measured
 from rlhf_core.preflight.weights import weight_problem
 from rlhf_core.recipe.plan import Node, Plan
 from rlhf_core.recipe.plan import plan as plan_of
@@ -45,8 +42,6 @@ from rlhf_core.runs.wandb_mirror import KEY_ENV, MODE_ENV
 from rlhf_core.stages.publication.folder import refuse_foreign
 from rlhf_core.system.machine import MachineLacks as MachineLacks  # for those who check
 from rlhf_core.system.machine import num_cpus, num_gpus
-
-LONG_PROMPT = 2**12  # bytes: files with more than this for each prompt of an iteration hold enough of them
 
 
 class Needs(NamedTuple):
@@ -81,7 +76,7 @@ def check_inputs(plan: Plan, nodes: Sequence[Node]) -> list[str]:
         problems += option_problems(todo)
     if not problems and importlib.util.find_spec("torch") is not None:
         problems += family_problems(todo, partial(_start_of, plan), plan.recipe.trust_remote_code)
-    frames = _frames(plan, todo, broken) if importlib.util.find_spec("transformers") is not None else {}
+    frames = frames_of(plan, todo, partial(tokenizer_of, plan), broken) if importlib.util.find_spec("transformers") is not None else {}
     unread = {*broken, *(place for (place, _), frame in frames.items() if isinstance(frame, str))}  # told with the data
 
     @cache
@@ -108,10 +103,11 @@ def check_inputs(plan: Plan, nodes: Sequence[Node]) -> list[str]:
                 problems.append(f"{where}: {frame}")
             elif frame is not None:
                 problems += _refused(f"stages.{node.name}.{text.limit_field}", check_limit, text.limit, frame.length)
-                refused = _rendered(frame, text).refused
+                refused = rendered(frame, text).refused
                 problems += [f"{where}: {refused}"] if refused else []
         of_prompts = f"stages.{node.name}.prompts:"
-        problems += _prompt_problems(node, plan.recipe.seed) if not any(problem.startswith(of_prompts) for problem in problems) else []
+        if not any(problem.startswith(of_prompts) for problem in problems):
+            problems += [told for told in (prompt_problem(node, plan.recipe.seed),) if told]
         problems += question_problems(node, plan.recipe.seed)
         problems += _function_problems(node)
         if isinstance(node.config, AlignmentTax):
@@ -122,17 +118,20 @@ def check_inputs(plan: Plan, nodes: Sequence[Node]) -> list[str]:
 
 
 def input_warnings(plan: Plan, nodes: Sequence[Node]) -> list[str]:
-    """Lists what is odd in the rows that `check_inputs` renders, and refuses no stage."""
+    """Lists what is odd in the rows that `check_inputs` renders, and where they make few batches; refuses no stage."""
     if importlib.util.find_spec("transformers") is None:
         return []
     todo = [node for node in nodes if not node.done]
-    frames = _frames(plan, todo, ())
+    frames = frames_of(plan, todo, partial(tokenizer_of, plan), ())
     warned = []
     for node in todo:
         for text in node.config.texts:
             frame = frames.get((tokenizer_of(plan, node) or "", text.data.template))
-            if isinstance(frame, Measured) and (sentence := _rendered(frame, text).warned):
-                warned.append(f"stages.{node.name}.{text.field}: {sentence}")
+            if not isinstance(frame, Measured):
+                continue
+            found = rendered(frame, text)
+            told = [*found.warned, batch_warning(node.config, text.field, found.items) if found.items else ""]
+            warned += [f"stages.{node.name}.{text.field}: {sentence}" for sentence in told if sentence]
     return list(dict.fromkeys(warned))
 
 
@@ -253,79 +252,12 @@ def _start_of(plan: Plan, node: Node, name: str) -> str | None:
     return tokenizer_of(plan, plan[node.stages[name]]) if name in node.stages else node.models[name]
 
 
-def _frames(plan: Plan, nodes: Sequence[Node], broken: Collection[str]) -> dict[Pair, Measured | str]:
-    """Maps (tokenizer, template) to the template's own length in tokens and what it makes of the stages' rows, or to the reason why they
-    cannot be used."""
-    starts = {node.name: start for node in nodes if (start := tokenizer_of(plan, node)) is not None and start not in broken}
-    pairs: dict[Pair, dict[Rows, None]] = {}
-    for node in nodes:
-        for text in node.config.texts if node.name in starts else ():
-            rows = pairs.setdefault((starts[node.name], text.data.template), {})
-            if text.rows:
-                rows[_rows_of(text)] = None
-    trust = plan.recipe.trust_remote_code
-    found = _frames_apart(pairs, trust) if trust or "transformers" not in sys.modules else {}
-    return {pair: found[pair] if pair in found else _frame(*pair, tuple(rows), trust) for pair, rows in pairs.items()}
-
-
-def _rows_of(text: Text) -> Rows:
-    assert text.rows is not None, "the stage checks it"
-    return Rows(text.data.model_dump_json(), text.rows)
-
-
-def _rendered(frame: Measured, text: Text) -> Rendered:
-    return frame.rendered[_rows_of(text)] if text.rows else Rendered()
-
-
-def _frames_apart(pairs: Mapping[Pair, Iterable[Rows]], trust_remote_code: bool) -> dict[Pair, Measured | str]:
-    """As `_frames`, of those that a process without torch can read; fetches tokenizers from the Hub."""
-    found: dict[Pair, Measured | str] = {}
-    folders = {}
-    for place, template in pairs:
-        try:
-            folders[place, template] = (tokenizer_place(place) if is_remote(place) else place), template
-        except ValueError as error:
-            found[place, template] = str(error)
-    local = {folder: tuple(pairs[pair]) for pair, folder in folders.items() if not is_remote(folder[0])}
-    lengths = measured(local, trust_remote_code)
-    return found | {pair: lengths[folder] for pair, folder in folders.items() if folder in lengths}
-
-
-def _frame(place: str, template: str, rows: Sequence[Rows], trust_remote_code: bool) -> Measured | str:
-    try:
-        return measure(place, template, rows, trust_remote_code)
-    except ValueError as error:
-        return str(error)
-
-
 def _refused(where: str, check: Callable[..., object], *values: object) -> list[str]:
     try:
         check(*values)
     except ValueError as error:
         return [f"{where}: {error}"]
     return []
-
-
-def _prompt_problems(node: Node, seed: int) -> list[str]:
-    """Checks that there are prompts for one iteration of PPO, or for the round of a loop. Large files are not counted for PPO."""
-    config = node.config
-    if not isinstance(config, Rewarded) or any(is_remote(source.path) for source in config.prompts.sources):
-        return []
-    if isinstance(config, PPO):
-        large = sum(Path(source.path).stat().st_size for source in config.prompts.sources) > config.rollout_batch_size * LONG_PROMPT
-        return [] if large else _refused(f"stages.{node.name}.prompts", lambda: config.iterations(len(load_rows(config.prompts, seed))))
-    if not isinstance(config, Preferences) or config.first_prompt == 0:
-        return []
-    try:
-        rows = len(load_rows(config.prompts, seed))
-    except ValueError as error:
-        return [f"stages.{node.name}.prompts: {error}"]
-    if rows > config.first_prompt:
-        return []
-    return [
-        f"stages.{node.name}: its prompts start at number {config.first_prompt}, but there are only {rows}; give more prompts, fewer "
-        f"rounds or fewer prompts per round"
-    ]
 
 
 def _function_problems(node: Node) -> list[str]:

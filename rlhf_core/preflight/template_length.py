@@ -12,16 +12,20 @@ import json
 import signal
 import subprocess
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, cast
 
 from rlhf_core.config import Data
 from rlhf_core.data.rows.columns import Kind
-from rlhf_core.preflight.template_rows import Rendered, render_rows
+from rlhf_core.preflight.rows.template_rows import Rendered, render_rows
 from rlhf_core.system.gc_pause import uncollected
 from rlhf_core.system.processes import child_environment
+
+if TYPE_CHECKING:  # chat imports transformers
+    from rlhf_core.data.chat import Renderer
 
 Pair = tuple[str, str]  # a model folder and a template
 SECONDS = 60.0
@@ -33,10 +37,12 @@ ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error", "TOKENI
 
 
 class Rows(NamedTuple):
-    """A data set that a template is to render: a `Data` as JSON, and its kind."""
+    """A data set that a template is to render: a `Data` as JSON, its kind, and the field and tokens of its limit (0: none)."""
 
     data: str
     kind: Kind
+    limit_field: str = ""
+    limit: int = 0
 
 
 class Measured(NamedTuple):
@@ -77,7 +83,12 @@ def measure(place: str, template: str, rows: Sequence[Rows], trust_remote_code: 
     from rlhf_core.data.chat import Renderer, load_tokenizer
 
     renderer = Renderer(load_tokenizer(place, trust_remote_code), template)
-    return Measured(renderer.frame_len, {each: render_rows(renderer, Data.model_validate_json(each.data), each.kind) for each in rows})
+    return Measured(renderer.frame_len, {each: _render(renderer, each) for each in rows})
+
+
+def _render(renderer: Renderer, rows: Rows, limited: Callable[[], AbstractContextManager[object]] = nullcontext) -> Rendered:
+    data = Data.model_validate_json(rows.data)
+    return render_rows(renderer, data, rows.kind, rows.limit_field, rows.limit, limited)
 
 
 def _ask(asked: list[tuple[Pair, Sequence[Rows]]], trust_remote_code: bool) -> tuple[list[Measured | None], int]:
@@ -96,7 +107,11 @@ def _read(line: list[object] | None, rows: Sequence[Rows]) -> Measured | None:
         return None
     length, *rendered = line
     assert isinstance(length, int)
-    return Measured(length, {each: Rendered(*of_rows) for each, of_rows in zip(rows, rendered, strict=True)})  # type: ignore[misc]
+    found = {}
+    for each, of_rows in zip(rows, rendered, strict=True):
+        refused, warned, items = cast("tuple[str, list[str], int | None]", of_rows)
+        found[each] = Rendered(refused, tuple(warned), items)
+    return Measured(length, found)
 
 
 def _key(pair: Pair, rows: tuple[Rows, ...]) -> Key:
@@ -136,7 +151,7 @@ def main() -> None:
                 with contextlib.suppress(ValueError):  # a template that refuses it is reported with the data
                     renderer.conversation(SPOKEN)  # one may loop on text alone
             of_row = partial(_limited, ROW_CPU_SECONDS)
-            rendered = [render_rows(renderer, Data.model_validate_json(data), kind, of_row) for data, kind in rows]
+            rendered = [_render(renderer, Rows(*each), of_row) for each in rows]
             answer = [renderer.frame_len, *rendered]
         print(json.dumps(answer), flush=True)
 

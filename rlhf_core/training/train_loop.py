@@ -16,6 +16,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from rlhf_core.config import Trainable
+from rlhf_core.config.training import FEW_STEPS
 from rlhf_core.objectives.losses import Loss
 from rlhf_core.runs import resume_state
 from rlhf_core.runs.metrics_log import Tracker
@@ -24,7 +25,6 @@ from rlhf_core.system import progress
 from rlhf_core.training.engine import Engine, at, check_finite, elements, learning_rate, sum_metrics
 from rlhf_core.training.skipped_steps import SkippedSteps, StepRow
 
-FEW_STEPS = 10  # fewer than these train almost nothing
 LAST_STEPS = 4  # final metrics average at least this many steps: the last one may have few items
 
 
@@ -48,7 +48,7 @@ def fit(engine: Engine, run: RunDir, task: Task, config: Trainable, seed: int) -
     gradient norm is not finite in more steps than may be skipped: on all ranks at the same step.
     """
     steps_per_epoch = -(-len(task.items) // config.train_batch_size)
-    total = steps_per_epoch * config.max_epochs
+    total = config.steps(len(task.items))
     if total == 0:
         raise ValueError("the data left no row to train on: see the counts of dropped and truncated rows")
     resume = resume_state.latest(run)

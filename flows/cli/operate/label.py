@@ -41,7 +41,7 @@ def label(
     Args:
         source: an evaluation (its directory, its name, or the name of a recipe), or a .jsonl of preferences or of answer_a and answer_b.
         out: file that labels are appended to.
-        agreement: a file of labels; show how far its annotators agree, and serve nothing.
+        agreement: a file of labels, as a calibration reads; show how far its annotators agree, and serve nothing.
         sample: pairs to label, drawn by the seed.
         seed: of the pairs, the side of each answer, and the pairs that come twice.
         per_item: annotators for each pair.
@@ -55,9 +55,9 @@ def label(
     """
     if agreement is not None:
         from evaluation.labelling.agreement import agreement as measured
-        from evaluation.labelling.store import read_labels
+        from rlhf_core.data.labels import read_label_file
 
-        show_agreement(console, measured(read_labels(agreement)))
+        show_agreement(console, measured(read_label_file(agreement)))
         return OK
     pair = tuple(name for name in models.split(",") if name)
     wrong = {
@@ -118,8 +118,15 @@ def show_agreement(console: Console, found: Agreement) -> None:
     columns = ("labels", "skipped", "ties", "prefers the left", "shown twice", "same winner again", "median seconds")
     table = table_of("annotator", *columns, right=columns)
     for annotator in found.annotators:
-        sides = (_share(annotator.first_side), str(annotator.repeats), _share(annotator.consistent), f"{annotator.seconds:.1f}")
-        table.add_row(escape(plain(annotator.name)), str(annotator.labels), str(annotator.skipped), f"{100 * annotator.ties:.0f} %", *sides)
+        seconds = "–" if annotator.seconds is None else f"{annotator.seconds:.1f}"
+        sides = (_share(annotator.first_side), str(annotator.repeats), _share(annotator.consistent), seconds)
+        table.add_row(
+            escape(plain(annotator.name) or "(no name)"),
+            str(annotator.labels),
+            str(annotator.skipped),
+            f"{100 * annotator.ties:.0f} %",
+            *sides,
+        )
     console.print(table)
 
 

@@ -2,7 +2,7 @@
 
 JSON and CSV files are parsed by the standard library, which keeps texts unchanged: the readers of `datasets` guess types, and convert
 answers that look like dates, numbers or "None". Parquet, which has types, and Hub data sets (which are downloaded and read from disk)
-are read by `datasets`. Only a .json file with one list is read whole.
+are read by `datasets`. Only a .json file with one list is read whole. JSON and CSV files may be compressed (`compressed.py`).
 """
 
 from __future__ import annotations
@@ -12,27 +12,33 @@ import csv
 import json
 import os
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from rlhf_core.config import Source
 from rlhf_core.data.rows.columns import Row
+from rlhf_core.data.rows.compressed import COMPRESSED, RowLines, data_suffix, open_binary, opened_rows
 from rlhf_core.hub.ids import parted
 
-SUFFIXES = (".jsonl", ".json", ".parquet", ".csv")
+TEXT_SUFFIXES = (".jsonl", ".json", ".csv")  # these may be compressed
 SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")  # JSON writes characters beyond \uffff as two of these, and cut texts end with one
 
 
 def is_file(source: Source) -> bool:
     """Returns whether a source is a local file, by its name."""
-    return Path(source.path).suffix in SUFFIXES
+    return is_text(source.path) or Path(source.path).suffix == ".parquet"
+
+
+def is_text(path: str) -> bool:
+    """Returns whether a file's name says JSON or CSV, compressed or not."""
+    return data_suffix(path) in TEXT_SUFFIXES
 
 
 def is_arrow(source: Source) -> bool:
     """Returns whether Arrow reads a source: parquet and Hub data sets."""
-    return Path(source.path).suffix not in (".jsonl", ".json", ".csv")
+    return not is_text(source.path)
 
 
 def raw_rows(source: Source, first: int | None) -> Iterator[Row]:
@@ -42,24 +48,30 @@ def raw_rows(source: Source, first: int | None) -> Iterator[Row]:
         raise ValueError(f"{source.path}: there is no such inbox: `alignflow feedback import FILE --inbox {source.path}` makes it")
     if path.is_dir():
         raise ValueError(f"{source.path}: is a directory: name a file in it")
-    if path.suffix in SUFFIXES and not path.is_file():
+    if is_file(source) and not path.is_file():
         there = "" if path.is_absolute() else f" at {os.path.abspath(path)}"
         raise ValueError(f"{source.path}: there is no such file{there}: correct the path of this data source")
-    if path.suffix not in SUFFIXES and path.is_file():
-        raise ValueError(f"{source.path}: data files end with {', '.join(SUFFIXES)}: convert or rename this one")
-    readers = {".jsonl": _json_rows, ".json": _json_rows, ".csv": _csv_rows}
-    yield from islice(readers[path.suffix](source.path), first) if path.suffix in readers else _dataset_rows(source, first)
+    if not is_file(source) and path.is_file():
+        raise ValueError(
+            f"{source.path}: data files end with {', '.join(TEXT_SUFFIXES)} (compressed: also with {' or '.join(COMPRESSED)}) or .parquet: "
+            "convert or rename this one"
+        )
+    if not is_text(source.path):
+        yield from _dataset_rows(source, first)
+    elif data_suffix(path) == ".csv":
+        yield from islice(_csv_rows(source.path), first)
+    else:
+        yield from islice(_json_rows(source.path), first)
 
 
 def _json_rows(path: str) -> Iterator[Row]:
     """Yields the objects of a file with one JSON object per line, or with one JSON list of objects."""
     try:
-        with open(path, encoding="utf-8-sig") as file:  # with or without a byte order mark
-            start = file.read(1)
-            while start.isspace():
-                start = file.read(1)
-            file.seek(0)
-            for number, row in enumerate(_json(path, file.read()) if start == "[" else _json_lines(path, file), start=1):
+        with opened_rows(path) as lines:
+            is_list = lines.first_character() == "["
+        with opened_rows(path) as lines:
+            rows = _json(path, lines.whole()) if is_list else _json_lines(path, lines)
+            for number, row in enumerate(rows, start=1):
                 if not isinstance(row, dict):
                     raise ValueError(f"{path}, row {number}: must be a JSON object with columns, found {type(row).__name__}")
                 yield row
@@ -67,8 +79,9 @@ def _json_rows(path: str) -> Iterator[Row]:
         raise _not_utf8(path) from error
 
 
-def _json_lines(path: str, lines: Iterable[str]) -> Iterator[Any]:
+def _json_lines(path: str, lines: RowLines) -> Iterator[Any]:
     for number, line in enumerate(lines, start=1):
+        lines.end_row()
         if line.strip():
             yield _json(f"{path}, line {number}", line.rstrip())
 
@@ -95,8 +108,9 @@ def _csv_rows(path: str) -> Iterator[Row]:
     """Yields the rows of a CSV file with a header; every value is text."""
     csv.field_size_limit(2**31 - 1)  # the default refuses cells over 128 KiB
     try:
-        with open(path, encoding="utf-8-sig", newline="") as file:
-            for number, row in enumerate(csv.DictReader(file, strict=True), start=1):
+        with opened_rows(path, newline="") as lines:
+            for number, row in enumerate(csv.DictReader(lines, strict=True), start=1):
+                lines.end_row()
                 if None in row or None in row.values():
                     raise ValueError(f"{path}, row {number}: has another number of cells than the header: correct or quote its cells")
                 yield row
@@ -108,7 +122,7 @@ def _csv_rows(path: str) -> Iterator[Row]:
 
 def _not_utf8(path: str) -> ValueError:
     """Returns the error of a file that is not UTF-8, with the first line that is not."""
-    with open(path, "rb") as file:
+    with open_binary(path) as file:
         for number, line in enumerate(file, start=1):
             if number == 1 and line.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
                 return ValueError(f"{path}: is in UTF-16: save the file as UTF-8")

@@ -60,19 +60,18 @@ def check_columns(data: Data, kind: Kind) -> None:
     """Reads the first rows of each source (`checked_rows`), and raises the ValueError that a stage would raise for a missing file, no rows,
     a missing column or a wrong row."""
     for located in checked_rows(data, kind):
-        READERS[kind](located)
-        tools_of(located)
+        if not unusable(located, kind):
+            READERS[kind](located)
+            tools_of(located)
 
 
 def checked_rows(data: Data, kind: Kind) -> Iterator[Located]:
-    """Yields the rows that are checked before any work, without those that a stage of this kind leaves out: CHECKED_ROWS of a single file;
+    """Yields the rows that are checked before any work, also those that a stage of this kind leaves out: CHECKED_ROWS of a single file;
     FIRST_ROWS of a Hub data set, which is not downloaded, and of each source of a mixture, which may leave out later ones."""
     alone = len(data.sources) == 1
     for source in data.sources:
         first = CHECKED_ROWS if alone and is_file(source) else FIRST_ROWS
-        for located in _read(source, kind, first, data.max_samples if alone else None):
-            if not unusable(located, kind):
-                yield located
+        yield from _read(source, kind, first, data.max_samples if alone else None)
 
 
 def unusable(located: Located, kind: Kind | None) -> str:

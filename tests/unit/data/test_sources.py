@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import csv
+import gzip
 import json
 import re
 import subprocess
@@ -8,6 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pyarrow
 import pytest
 from datasets import Dataset
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -46,6 +48,18 @@ def write(path: Path, rows: list[Any]) -> str:
     return str(path)
 
 
+def compressed(path: str, suffix: str) -> str:
+    """Compresses a file beside it, in two members, as programs do that append to one."""
+    content = Path(path).read_bytes()
+    halves = content[: len(content) // 2], content[len(content) // 2 :]
+    packed = Path(path + suffix)
+    if suffix == ".gz":
+        packed.write_bytes(b"".join(gzip.compress(half) for half in halves))
+    else:
+        packed.write_bytes(b"".join(pyarrow.Codec("zstd").compress(half, asbytes=True) for half in halves))
+    return str(packed)
+
+
 def user(content: str) -> dict[str, str]:
     return {"role": "user", "content": content}
 
@@ -75,7 +89,9 @@ def test_every_format_gives_the_same_rows_in_the_order_of_the_file(tmp_path: Pat
         writer = csv.DictWriter(file, ["prompt", "response"])
         writer.writeheader()
         writer.writerows(rows)
-    for path in (jsonl, *(str(tmp_path / f"rows.{suffix}") for suffix in ("json", "parquet", "csv"))):
+    plain = [jsonl, *(str(tmp_path / f"rows.{suffix}") for suffix in ("json", "parquet", "csv"))]
+    packed = [compressed(path, suffix) for path in plain if not path.endswith("parquet") for suffix in (".gz", ".zst")]
+    for path in (*plain, *packed):
         assert load_rows(data(path), seed=3) == rows, path
         check_columns(data(path), "sft")
 
@@ -149,6 +165,57 @@ def test_a_data_set_that_cannot_be_read_is_refused_in_one_sentence(tmp_path: Pat
         assert str(told.value).startswith(path) and message in str(told.value) and "\n" not in str(told.value)
         with pytest.raises(ValueError, match=re.escape(message)):
             check_columns(data(path), "prompt")
+
+
+def test_a_compressed_file_that_cannot_be_unpacked_is_told_in_one_sentence(tmp_path: Path) -> None:
+    whole = write(tmp_path / "rows.jsonl", [{"prompt": str(i)} for i in range(1000)])
+    cases = {}
+    for suffix in (".gz", ".zst"):
+        packed = Path(compressed(whole, suffix))
+        cut = tmp_path / f"cut.jsonl{suffix}"
+        cut.write_bytes(packed.read_bytes()[:-20])
+        plain = tmp_path / f"plain.jsonl{suffix}"
+        plain.write_text('{"prompt": "x"}\n')
+        broken = tmp_path / f"broken.csv{suffix}"
+        broken.write_bytes(packed.read_bytes()[:40] + b"\0" * 400)
+        cases |= dict.fromkeys(map(str, (cut, plain, broken)), "cannot be unpacked")
+    latin = tmp_path / "latin.csv.gz"
+    latin.write_bytes(gzip.compress("prompt\n\u00e9\n".encode("latin-1")))
+    cases[str(latin)] = ", line 2: is not UTF-8 (0xe9 at byte 1)"
+    archive = tmp_path / "rows.parquet.gz"
+    archive.write_bytes(b"")
+    cases[str(archive)] = "data files end with .jsonl, .json, .csv (compressed: also with .gz or .zst) or .parquet"
+    for path, message in cases.items():
+        with pytest.raises(ValueError) as told:
+            load_rows(data(path), seed=0)
+        assert str(told.value).startswith(path) and message in str(told.value) and "\n" not in str(told.value), told.value
+
+
+def test_a_small_compressed_file_cannot_fill_the_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rlhf_core.data.rows.compressed.LARGEST_ROW", 1 << 20)
+    monkeypatch.setattr("rlhf_core.data.rows.compressed.LARGEST_LIST", 1 << 20)
+    good, fat = json.dumps({"prompt": "x"}) + "\n", json.dumps({"prompt": "x" * (2 << 20)}) + "\n"
+    contents = {
+        "line.jsonl.gz": good + fat,
+        "cell.csv.gz": 'prompt\nx\n"' + "x\n" * (1 << 20) + '"\n',
+        "list.json.gz": "[" + good.strip() + ", " * (1 << 20),
+    }
+    wrong = {
+        "line.jsonl.gz": ", line 2: a row has more than 1 Mi",
+        "cell.csv.gz": ": a row has more than 1 Mi",
+        "list.json.gz": ": holds a list",
+    }
+    for name, content in contents.items():
+        path = tmp_path / name
+        path.write_bytes(gzip.compress(content.encode()))
+        with pytest.raises(ValueError, match=re.escape(wrong[name])) as told:
+            load_rows(data(str(path)), seed=0)
+        assert str(told.value).startswith(str(path)) and "\n" not in str(told.value)
+    many = tmp_path / "many.jsonl.gz"
+    many.write_bytes(gzip.compress((good * 80_000).encode()))  # more than the limit in all, and each row is small
+    assert len(load_rows(data(str(many)), seed=0)) == 80_000
+    plain = write(tmp_path / "plain.jsonl", [{"prompt": "x" * (2 << 20)}])
+    assert len(load_rows(data(plain), seed=0)) == 1
 
 
 def test_a_missing_file_is_told_with_the_place_that_was_looked_at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

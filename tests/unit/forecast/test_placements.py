@@ -89,6 +89,8 @@ def test_the_command_names_every_stage_and_a_choice(tmp_path: Path, capsys: pyte
     assert main(["plan", str(tmp_path / "recipe.yaml"), "--gpus", "4"]) == 0
     printed = capsys.readouterr().out
     assert re.search(r"sft: [\d.]+ GiB per GPU on 4", printed) and re.search(r"reward_model: 1\d\d\.\d GiB .* and a GPU has 140", printed)
+    first = "reward_model, ppo run on CPUs: the figures below are for GPUs, and hold only with `gpus: 1` in ranks and engines"
+    assert printed.startswith(f"{first}; there is no forecast for CPUs\n")
     assert "choose all together" in printed and "actor and reference on 2, critic and reward on 1, vLLM on 1" in printed
     (tmp_path / "base" / "config.json").unlink()
     assert main(["plan", str(tmp_path / "recipe.yaml")]) == 2
@@ -96,6 +98,14 @@ def test_the_command_names_every_stage_and_a_choice(tmp_path: Path, capsys: pyte
     capsys.readouterr()
     assert main(["plan", str(tmp_path / "recipe.yaml")]) == 2
     assert "base is no folder: name a local model folder" in " ".join(capsys.readouterr().err.split())
+
+
+def test_a_recipe_for_cpus_is_told_so_first(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "base").mkdir()
+    Qwen2Config(hidden_size=64, num_attention_heads=2, num_key_value_heads=2, num_hidden_layers=1).save_pretrained(tmp_path / "base")
+    (tmp_path / "recipe.yaml").write_text(f"{{name: n, base_model: {tmp_path}/base, stages: {{sft: {{data: {{sources: a.jsonl}}}}}}}}")
+    assert main(["plan", str(tmp_path / "recipe.yaml")]) == 0
+    assert capsys.readouterr().out.startswith("this recipe runs on CPUs: the figures below are for GPUs")
 
 
 def test_a_model_that_no_gpu_can_load_is_said_with_its_size(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -113,6 +123,7 @@ def test_a_model_that_no_gpu_can_load_is_said_with_its_size(tmp_path: Path, caps
     (tmp_path / "recipe.yaml").write_text(yaml.safe_dump({"name": "big", "base_model": str(tmp_path / "base"), "stages": stages}))
     assert main(["plan", str(tmp_path / "recipe.yaml"), "--gpus", "32", "--gpu", "h100"]) == 0
     said = " ".join(capsys.readouterr().out.split())
+    assert said.startswith("estimates for"), "all of it runs on GPUs"
     assert re.search(r"sft: \d+\.\d GiB per GPU on 32 GPU\(s\) and a GPU has 79: with .*zero_stage: 3 it is \d\d\.\d", said)
     assert "choose all together, reference and reward sharded, Adam offloaded" in said, "what the recipe does not say is tried"
     assert main(["plan", str(tmp_path / "recipe.yaml"), "--gpus", "4", "--gpu", "h100"]) == 0

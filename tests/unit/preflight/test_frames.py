@@ -15,8 +15,8 @@ from flows.cli.app import main
 from rlhf_core.config import Data
 from rlhf_core.data.chat import Renderer, load_tokenizer
 from rlhf_core.preflight import template_length
+from rlhf_core.preflight.rows.template_rows import render_rows
 from rlhf_core.preflight.template_length import frame_lengths
-from rlhf_core.preflight.template_rows import render_rows
 from tests.support.micro import ROOT
 from tests.support.tiny_models import save_weights
 from tests.unit.preflight.test_check import TEMPLATE, save_tokenizer
@@ -137,11 +137,12 @@ def test_a_control_token_in_a_text_is_told_and_refuses_nothing(
     monkeypatch.chdir(base.parent)
     (base.parent / "recipe.yaml").write_text(RECIPE.replace("LIMIT", "200"))
     lines(base.parent, *map(asked, "ab"), asked("hi<|im_end|>"), asked("<|im_start|>"))
-    assert main(["validate", "recipe.yaml", "--here"]) == 0
+    many_steps = ("sft.train_batch_size=1", "sft.micro_train_batch_size=1", "sft.max_epochs=10")
+    assert main(["validate", "recipe.yaml", *many_steps, "--here"]) == 0
     (told,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("warning")]
     assert told.startswith("warning: stages.sft.data: sft.jsonl, row 3: the text '<|im_end|>' is a control token of the model")
     lines(base.parent, *map(asked, "ab"))
-    assert main(["validate", "recipe.yaml", "--here"]) == 0
+    assert main(["validate", "recipe.yaml", *many_steps, "--here"]) == 0
     assert "warning" not in capsys.readouterr().out
 
 

@@ -1,0 +1,66 @@
+"""Finds what the chat templates of a plan's stages take by themselves, and what they make of the stages' rows: in a process without torch
+where possible (`template_length.py`), else in this one."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+
+from rlhf_core.config.data import Text
+from rlhf_core.hub.ids import is_remote
+from rlhf_core.hub.vocabulary import tokenizer_place
+from rlhf_core.preflight.rows.template_rows import Rendered
+from rlhf_core.preflight.template_length import Measured, Pair, Rows, measure, measured
+from rlhf_core.recipe.plan import Node, Plan
+
+Frames = dict[Pair, Measured | str]  # a string: why tokenizer or template cannot be used
+
+
+def frames_of(plan: Plan, nodes: Sequence[Node], start_of: Callable[[Node], str | None], broken: Collection[str]) -> Frames:
+    """Maps (tokenizer, template) of the stages to the template's own length in tokens and what it makes of the stages' rows.
+
+    `start_of`: the folder or Hub id of a stage's tokenizer; those in `broken` are left out.
+    """
+    starts = {node.name: start for node in nodes if (start := start_of(node)) is not None and start not in broken}
+    pairs: dict[Pair, dict[Rows, None]] = {}
+    for node in nodes:
+        for text in node.config.texts if node.name in starts else ():
+            rows = pairs.setdefault((starts[node.name], text.data.template), {})
+            if text.rows:
+                rows[_rows_of(text)] = None
+    trust = plan.recipe.trust_remote_code
+    found = _frames_apart(pairs, trust) if trust or "transformers" not in sys.modules else {}
+    return {pair: found[pair] if pair in found else _frame(*pair, tuple(rows), trust) for pair, rows in pairs.items()}
+
+
+def rendered(frame: Measured, text: Text) -> Rendered:
+    """Returns what the template of a frame makes of the rows of a data set of a stage."""
+    return frame.rendered[_rows_of(text)] if text.rows else Rendered()
+
+
+def _rows_of(text: Text) -> Rows:
+    assert text.rows is not None, "the stage checks it"
+    # Other limits hold for a part of the row alone: those of the prompt of an evaluation's pairs.
+    is_whole_row = text.limit_field == "max_len" or text.rows == "prompt"
+    return Rows(text.data.model_dump_json(), text.rows, text.limit_field, text.limit if is_whole_row else 0)
+
+
+def _frames_apart(pairs: Mapping[Pair, Iterable[Rows]], trust_remote_code: bool) -> Frames:
+    """As `frames_of`, of those that a process without torch can read; fetches tokenizers from the Hub."""
+    found: Frames = {}
+    folders = {}
+    for place, template in pairs:
+        try:
+            folders[place, template] = (tokenizer_place(place) if is_remote(place) else place), template
+        except ValueError as error:
+            found[place, template] = str(error)
+    local = {folder: tuple(pairs[pair]) for pair, folder in folders.items() if not is_remote(folder[0])}
+    lengths = measured(local, trust_remote_code)
+    return found | {pair: lengths[folder] for pair, folder in folders.items() if folder in lengths}
+
+
+def _frame(place: str, template: str, rows: Sequence[Rows], trust_remote_code: bool) -> Measured | str:
+    try:
+        return measure(place, template, rows, trust_remote_code)
+    except ValueError as error:
+        return str(error)

@@ -1,0 +1,85 @@
+"""Compares the rows of a data set with the batches of its stage. Torch-free; of Hub data sets nothing is read."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from rlhf_core.config import PPO, Preferences, Rewarded, StageConfig, Trainable
+from rlhf_core.config.training import FEW_STEPS
+from rlhf_core.data.rows.mixture import load_rows
+from rlhf_core.data.survey import LIMITS
+from rlhf_core.hub.ids import is_remote
+from rlhf_core.preflight.rows.sample import noun_of
+from rlhf_core.recipe.plan import Node
+
+LONG_PROMPT = 2**12  # bytes: files with more than this for each prompt of an iteration hold enough of them
+
+
+def batch_warning(config: StageConfig, field: str, count: int) -> str:
+    """Says what `count` rows of the data set in a field make of the stage's batches, where that is little; else returns ""."""
+    if isinstance(config, Trainable) and field == "data":
+        return _few_steps(config, count)
+    if isinstance(config, PPO) and field == "prompts":
+        return _left_prompts(config, count)
+    if isinstance(config, Preferences) and field == "prompts":
+        asked = config.num_prompts
+        there = max(0, count - config.first_prompt)
+        if asked is not None and there < asked:
+            return f"num_prompts={asked}, and from number {config.first_prompt} on there are {there} prompts: all of them are used"
+    return ""
+
+
+def _few_steps(config: Trainable, count: int) -> str:
+    batch, noun = config.train_batch_size, noun_of(config.rows)
+    steps = config.steps(count)
+    if count < batch:
+        return (
+            f"{count} {noun} do not fill a batch of train_batch_size={batch}: each epoch is one step with all of them, {steps} in all; "
+            f"lower train_batch_size or give more {noun}"
+        )
+    if steps < FEW_STEPS:
+        return (
+            f"{count} {noun} with train_batch_size={batch} and max_epochs={config.max_epochs} make {steps} steps, which train almost "
+            "nothing: lower train_batch_size or raise max_epochs"
+        )
+    return ""
+
+
+def _left_prompts(config: PPO, count: int) -> str:
+    left = count % config.rollout_batch_size
+    if count < config.rollout_batch_size or left <= LIMITS["unused rows"] * count:
+        return ""
+    return (
+        f"each episode leaves out {left} of {count} prompts, which fill no iteration of rollout_batch_size={config.rollout_batch_size}: "
+        "set it to a divisor, or give more prompts"
+    )
+
+
+def prompt_problem(node: Node, seed: int) -> str:
+    """Says that there are too few prompts for one iteration of PPO, or for the round of a loop; else returns "". Large files are not
+    counted for PPO."""
+    config = node.config
+    if not isinstance(config, Rewarded) or any(is_remote(source.path) for source in config.prompts.sources):
+        return ""
+    where = f"stages.{node.name}.prompts"
+    if isinstance(config, PPO):
+        size = sum(Path(source.path).stat().st_size for source in config.prompts.sources)
+        if size > config.rollout_batch_size * LONG_PROMPT:
+            return ""
+        try:
+            config.iterations(len(load_rows(config.prompts, seed)))
+        except ValueError as error:
+            return f"{where}: {error}"
+        return ""
+    if not isinstance(config, Preferences) or config.first_prompt == 0:
+        return ""
+    try:
+        rows = len(load_rows(config.prompts, seed))
+    except ValueError as error:
+        return f"{where}: {error}"
+    if rows > config.first_prompt:
+        return ""
+    return (
+        f"stages.{node.name}: its prompts start at number {config.first_prompt}, but there are only {rows}; give more prompts, fewer "
+        f"rounds or fewer prompts per round"
+    )

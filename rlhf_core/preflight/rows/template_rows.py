@@ -1,0 +1,138 @@
+"""Renders rows of a data set as its stage will, before any work: the first ones, to count what the token limit leaves of them, and one
+of each later shape, since a template refuses shapes, not texts.
+
+A shape is the roles of a row's messages, which of them are empty or call tools, and whether tools are described. Control tokens of the
+template that are typed in a text are looked for in all rows that are read (`checked_rows`). Torch-free; Hub data sets are left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from rlhf_core.config import Data
+from rlhf_core.data.documents import SUFFIX, Message
+from rlhf_core.data.rows.columns import (
+    Kind,
+    Located,
+    answer_of,
+    conversation_of,
+    labelled_of,
+    preference_of,
+    prompt_of,
+    tools_of,
+    written,
+)
+from rlhf_core.data.rows.files import is_file
+from rlhf_core.data.rows.mixture import CHECKED_ROWS, checked_rows, names, unusable
+from rlhf_core.data.sources import maker_of
+from rlhf_core.data.survey import Made
+from rlhf_core.preflight.rows.sample import RowSample, noun_of
+
+if TYPE_CHECKING:  # chat imports transformers
+    from rlhf_core.data.chat import Renderer
+
+MOST_SHAPES = 64
+NO_LIMIT = 1 << 40  # tokens
+
+
+class Rendered(NamedTuple):
+    """What the rows of a data set show: why the stage would refuse one or all, and what is odd in them; "" and empty where nothing is.
+
+    `items`: how many the stage would train on or sample from, at most; None where not all rows were read.
+    """
+
+    refused: str = ""
+    warned: tuple[str, ...] = ()
+    items: int | None = None
+
+
+def render_rows(
+    renderer: Renderer,
+    data: Data,
+    kind: Kind,
+    limit_field: str = "",
+    limit: int = 0,
+    limited: Callable[[], AbstractContextManager[object]] = nullcontext,
+) -> Rendered:
+    """Renders the first rows and a row of each later shape within `limited()`, as the stage does within `limit` tokens (0: no limit).
+
+    Rows that cannot be read are left to `check_columns`, and a limit below the template's own length to `check_limit`.
+    """
+    if not all(is_file(source) for source in data.sources):
+        return Rendered()
+    is_limited = limit > renderer.frame_len
+    make = maker_of(kind, renderer, limit if is_limited else NO_LIMIT, lambda reward: SUFFIX.format(reward))
+    sample, shapes = RowSample(limit_field, limit, noun_of(kind)), set[Any]()
+    control_token = ""
+    read = later = 0  # rows, and items of those that are not in the sample
+    try:
+        for located in checked_rows(data, kind):
+            read += 1
+            lacks = unusable(located, kind)
+            if lacks:
+                if not sample.is_full:
+                    sample.see(located.where, Made((), 0, 1, lacks))
+                continue
+            messages, answers = _texts(kind, located)
+            control_token = control_token or _control_token(renderer, located.where, messages, answers)
+            shape = (_shape(messages), _shape([answer for answer in answers if not isinstance(answer, str)]), bool(tools_of(located)))
+            is_sampled = not sample.is_full
+            if not is_sampled:
+                later += len(answers) if kind == "labelled" else 1
+                if shape in shapes or len(shapes) >= MOST_SHAPES:
+                    continue
+            try:
+                with limited():
+                    made = make(located)
+            except ValueError as error:
+                return Rendered(str(error), _told(control_token))
+            if made.prompt_tokens is not None:
+                shapes.add(shape)
+            if is_sampled:
+                sample.see(located.where, made)
+    except ValueError:
+        return Rendered("", _told(control_token))
+    are_all = len(data.sources) == 1 and (read < CHECKED_ROWS or read == data.max_samples)
+    warned = [control_token]
+    if is_limited:
+        in_sample = are_all and sample.rows == read
+        if refusal := sample.refusal(in_sample):
+            return Rendered(f"{names(data)}: {refusal}", _told(control_token))
+        warned += sample.warnings(in_sample)
+    return Rendered("", _told(*warned), sample.kept + later if are_all else None)
+
+
+def _told(*sentences: str) -> tuple[str, ...]:
+    return tuple(sentence for sentence in sentences if sentence)
+
+
+def _texts(kind: Kind, located: Located) -> tuple[list[Message], list[str | Message]]:
+    """Returns the messages of a row, and the answers to them that are not among these."""
+    if kind == "sft":
+        return conversation_of(located), []
+    if kind == "prompt":
+        return prompt_of(located), []
+    if kind == "preference":
+        preference = preference_of(located)
+        return preference.prompt, [preference.chosen, preference.rejected]
+    if kind == "labelled":
+        prompt, labelled = labelled_of(located)
+        return prompt, [answer for answer, _ in labelled]
+    prompt, text = answer_of(located)
+    return prompt, [text]
+
+
+def _shape(messages: list[Message]) -> tuple[Any, ...]:
+    return tuple((message["role"], bool(message["content"].strip()), tuple(sorted(message))) for message in messages)
+
+
+def _control_token(renderer: Renderer, where: str, messages: list[Message], answers: list[str | Message]) -> str:
+    for text in (*(message["content"] for message in messages), *map(written, answers)):
+        found = renderer.control_tokens.search(text)
+        if found is not None:
+            return (
+                f"{where}: the text {found[0]!r} is a control token of the model; it is read as plain text, so remove it if it marks a turn"
+            )
+    return ""
