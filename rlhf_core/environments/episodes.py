@@ -13,7 +13,7 @@ import random
 import time
 from collections.abc import Coroutine, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 from rlhf_core.config.rewards import Environment
 from rlhf_core.data.chat import Renderer
@@ -24,8 +24,8 @@ from rlhf_core.environments.calls import call_format
 from rlhf_core.environments.process import LOOK_SECONDS, Failed, Process
 from rlhf_core.environments.trajectory import Full, Limits, Trajectory
 from rlhf_core.rewards.contract import bounded
-from rlhf_core.rollout.dispatch import Background, Engines
-from rlhf_core.rollout.engine import Sampling
+from rlhf_core.rollout.dispatch import Background
+from rlhf_core.rollout.engine import Answer, Sampling
 
 R = TypeVar("R")
 Mail = dict[str, Any] | Failed  # a line of the environment's process, or its end
@@ -53,13 +53,23 @@ class Asked(NamedTuple):
     shared: int
 
 
+class Answering(Protocol):
+    """Engines that answer one request at a time, or what stands for them: `rlhf_core.rollout.dispatch.Engines`."""
+
+    def reserve(self) -> int: ...
+
+    def release(self, engine: int) -> None: ...
+
+    async def ask(self, engine: int, tokens: list[int], seed: int, sampling: Sampling) -> Answer: ...
+
+
 class Episodes:
     """Runs an environment's episodes in processes of their own.
 
     Raises ValueError when the environment cannot be made, or the model's chat template knows no tools and the environment has some.
     """
 
-    def __init__(self, config: Environment, renderer: Renderer, limits: Limits, background: Background, engines: Engines):
+    def __init__(self, config: Environment, renderer: Renderer, limits: Limits, background: Background, engines: Answering):
         self._config, self._renderer, self._limits, self._background, self._engines = config, renderer, limits, background, engines
         self._numbers, self._processes = itertools.count(), list[Process | None]([None] * config.processes)
         self._starting = [asyncio.Lock() for _ in self._processes]
@@ -91,14 +101,12 @@ class Episodes:
         attempt, deaths = 0, 0
         while True:
             seed = random.Random(f"{asked.seed}-{attempt}-{deaths}").getrandbits(48) if attempt or deaths else asked.seed
-            tools = [*tools_of(Located("the prompts", asked.prompt.row)), *self._tools]
-            self._calls = self._calls or (call_format(self._renderer) if tools else None)
-            trajectory = Trajectory(asked.prompt, self._renderer, self._limits, tools, self._calls)
+            trajectory = self._trajectory(asked.prompt)
             clock = Clock(self._config.timeout)
             number = next(self._numbers)
             try:
                 async with self._admissions[number % len(self._processes)]:
-                    rewards = await self._attempt(number, asked, seed, trajectory, sampling, clock)
+                    rewards = await self._attempt(number, asked, seed, trajectory, sampling, clock, self._engines)
                 self._finished = True
                 return Episode(trajectory, rewards, "", attempt + 1, clock.spent)
             except Failed as failed:
@@ -110,6 +118,17 @@ class Episodes:
                         trajectory.cut()
                     return Episode(trajectory, [], str(failed), attempt, clock.spent)
 
+    def _trajectory(self, prompt: Prompt) -> Trajectory:
+        tools = [*tools_of(Located("the prompts", prompt.row)), *self._tools]
+        self._calls = self._calls or (call_format(self._renderer) if tools else None)
+        return Trajectory(prompt, self._renderer, self._limits, tools, self._calls)
+
+    async def try_once(self, prompt: Prompt, sampling: Sampling, engines: Answering, seconds: float) -> None:
+        """Runs one episode with the answers of `engines`. Raises Failed when the environment fails, TimeoutError after `seconds`."""
+        clock = Clock(self._config.timeout)
+        attempt = self._attempt(next(self._numbers), Asked(prompt, 0, 0), 0, self._trajectory(prompt), sampling, clock, engines)
+        await asyncio.wait_for(attempt, seconds)
+
     def _check(self, episode: int, failed: Failed) -> None:
         """Notes a failed attempt. Raises ValueError when all episodes so far have failed, each by the same error of the environment's
         code."""
@@ -119,12 +138,21 @@ class Episodes:
         if same and not self._finished and len(self._failing) == self._asked >= ENOUGH:
             raise ValueError(f"the environment {self._config.class_name}: each episode raised {failed}; correct it, then run again")
 
-    async def _attempt(self, number: int, asked: Asked, seed: int, trajectory: Trajectory, sampling: Sampling, clock: Clock) -> list[float]:
+    async def _attempt(
+        self,
+        number: int,
+        asked: Asked,
+        seed: int,
+        trajectory: Trajectory,
+        sampling: Sampling,
+        clock: Clock,
+        engines: Answering,
+    ) -> list[float]:
         """Runs one attempt; returns the reward of each answer. Raises Failed. The engine answers no further when the environment does not
         wait for it."""
         which = number % len(self._processes)
         process = await self._process(which)
-        engine, turn, done = self._engines.reserve(), 0, False
+        engine, turn, done = engines.reserve(), 0, False
         early: Mail | None = None  # a line that came while the engine answered
         mailbox = process.episodes[number] = asyncio.Queue()
         task = {**asked.prompt.row, "messages": list(asked.prompt.messages)}
@@ -144,7 +172,7 @@ class Episodes:
                     raise told
                 if "error" in told:
                     done = True
-                    raise Failed(told["error"], place=told["place"])
+                    raise Failed(told["error"], place=told["place"], certain=told["certain"])
                 if "rewards" in told:
                     done = True
                     if len(told["rewards"]) != trajectory.turns:  # a wait for an answer was cancelled
@@ -160,7 +188,7 @@ class Episodes:
                     raise Failed(str(error)) from error
                 seed_of_turn = seed if not turn else random.Random(f"{seed}-turn-{turn}").getrandbits(48)
                 how = sampling._replace(n=1, max_new_tokens=room)
-                answer, early = await first_of(self._engines.ask(engine, tokens, seed_of_turn, how), mailbox)
+                answer, early = await first_of(engines.ask(engine, tokens, seed_of_turn, how), mailbox)
                 if answer is None and isinstance(early, dict) and "rewards" in early:
                     raise Failed("the episode ended while the model answered: the environment cancelled model.answer()")
                 if answer is None:
@@ -169,7 +197,7 @@ class Episodes:
                 turn += 1
                 process.send(answer=number, **asdict(seen), message=message)
         finally:
-            self._engines.release(engine)
+            engines.release(engine)
             process.episodes.pop(number, None)
             if not done:
                 process.send(cancel=number)

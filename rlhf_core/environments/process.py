@@ -23,11 +23,11 @@ ENDING_SECONDS = 5.0  # how long a process that has closed its output may take t
 
 class Failed(Exception):
     """Says why an attempt at an episode failed. `guilty`: by what the episode itself did, as far as is known; `late`: its time was over;
-    `place`: as of `UsersError`."""
+    `place`, `certain`: as of `UsersError`."""
 
-    def __init__(self, reason: str, guilty: bool = True, late: bool = False, place: str = ""):
+    def __init__(self, reason: str, guilty: bool = True, late: bool = False, place: str = "", certain: bool = False):
         super().__init__(reason)
-        self.guilty, self.late, self.place = guilty, late, place
+        self.guilty, self.late, self.place, self.certain = guilty, late, place, certain
 
 
 class Process:

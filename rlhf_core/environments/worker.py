@@ -2,7 +2,8 @@
 
 Lines of JSON both ways. The first of ours says that the class is loaded, with its tools, or why it is not. Then come, for each episode:
     in   {"start": ID, "task": {...}, "messages": [...], "seed": N}     {"answer": ID, ...}     {"cancel": ID}
-    out  {"id": ID, "ask": [messages]}     {"id": ID, "rewards": [...]}     {"id": ID, "error": "...", "place": "..."}, as `UsersError`
+    out  {"id": ID, "ask": [messages]}     {"id": ID, "rewards": [...]}     {"id": ID, "error": "...", "place": "...", "certain": ...}, as
+         `UsersError`
 MARK is the descriptor of a shared page: before each step of an episode its ID and a counter are written there, so that the parent knows
 which episode ended the process or keeps it from all others. What the environment prints goes to stderr. Standard library only.
 """
@@ -121,7 +122,7 @@ class Episodes:
             pass
         except (Exception, SystemExit, KeyboardInterrupt) as error:  # one failed attempt, whatever the user's code raised
             told = users_error(error, self._file, self._environment.rollout)
-            self.say(id=number, error=shortened(told.text), place=told.place)
+            self.say(id=number, error=shortened(told.text), place=told.place, certain=told.certain)
         finally:
             self._running.pop(number, None)
             self._answers.pop(number, None)

@@ -50,11 +50,12 @@ class WrongReply(RewardError):
 
 
 class CodeError(RewardError):
-    """The user's code raised an error that is its own, such as a NameError. `place`: type, file and line, the same for every answer."""
+    """The user's code raised an error that is its own, such as a NameError. `place`: type, file and line, the same for every answer;
+    `certain`: as of `UsersError`."""
 
-    def __init__(self, message: str, place: str):
-        super().__init__(message, place)
-        self.place = place
+    def __init__(self, message: str, place: str, certain: bool = False):
+        super().__init__(message, place, certain)
+        self.place, self.certain = place, certain
 
     def __str__(self) -> str:
         return str(self.args[0])

@@ -77,7 +77,7 @@ class Function:
         finally:
             self._idle.put(process)
         if reply.get("place"):
-            raise CodeError(reply["text"], reply["place"])
+            raise CodeError(reply["text"], reply["place"], reply["certain"])
         if "text" in reply:
             raise RewardError(reply["text"])
         return read_reply(json.dumps(reply), len(samples))

@@ -45,11 +45,12 @@ def call(function: Callable[..., Any], lists: dict[str, Any], file: Path) -> dic
     """The reply to one question, of a function of `file`."""
     try:
         rewards = function(**wanted(function, lists))
-        if not isinstance(rewards, Iterable):
-            raise TypeError(f"{function.__name__}() returned {rewards!r:.60}, no list of rewards")
-        return {"rewards": [_plain(reward) for reward in rewards]}
+        if isinstance(rewards, Iterable):
+            return {"rewards": [_plain(reward) for reward in rewards]}
     except Exception as error:  # one failed request, whatever the user's code raised
         return users_error(error, file, function)._asdict()
+    wrong = TypeError(f"{function.__name__}() returned {rewards!r:.60}, no list of rewards")
+    return users_error(wrong, file, function)._replace(certain=True)._asdict()
 
 
 def _plain(value: Any) -> Any:

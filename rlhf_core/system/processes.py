@@ -3,9 +3,11 @@ groups, and imports the files of users."""
 
 from __future__ import annotations
 
+import dis
 import importlib.util
 import inspect
 import os
+import re
 import signal
 import sys
 import traceback
@@ -36,6 +38,7 @@ LASTING = (  # errors of a program, which no later attempt is without
     NotImplementedError,
     RecursionError,
 )
+WRONG_CALL = re.compile(r"\(\) (missing \d+ required|takes (no|exactly|from|\d+) |got an unexpected keyword|got multiple values)")
 
 
 def raised_by_us(error: BaseException, packages: Collection[str] = OURS) -> bool:
@@ -79,10 +82,12 @@ def how_ended(code: int) -> str:
 
 class UsersError(NamedTuple):
     """Describes an error of a user's code. `text`: type, message, file and line. `place`: type, file and line of an error that every
-    attempt meets again, such as a NameError; "" for one that a later attempt may not meet, such as one of the network."""
+    attempt meets again, such as a NameError; "" for one that a later attempt may not meet, such as one of the network. `certain`: what the
+    code is called with makes no difference, as of a NameError; False where another answer of a model might be no error."""
 
     text: str
     place: str
+    certain: bool = False
 
 
 def users_error(error: BaseException, file: Path, called: Callable[..., Any] | None = None) -> UsersError:
@@ -96,7 +101,27 @@ def users_error(error: BaseException, file: Path, called: Callable[..., Any] | N
     message = error.msg if isinstance(error, SyntaxError) else error
     where = f" ({line})" if line else ""
     lasts = isinstance(error, LASTING) and not isinstance(error, OSError)
-    return UsersError(f"{kind}: {message}{where}", f"{kind}{where}" if lasts else "")
+    return UsersError(f"{kind}: {message}{where}", f"{kind}{where}" if lasts else "", _meets_every_call(error))
+
+
+def _meets_every_call(error: BaseException) -> bool:
+    """Returns whether an error is one of the code's text: a name or module that is nowhere, a call of a function with other arguments than
+    it takes. A local variable may have no value for some inputs, and unpacked arguments (`f(*words)`) may be too many for some."""
+    if isinstance(error, ImportError | SyntaxError):
+        return True
+    if isinstance(error, NameError):
+        return str(error).startswith("name ")  # else of a local variable, or one of an outer function
+    if isinstance(error, AttributeError):
+        return isinstance(error.obj, ModuleType)
+    return isinstance(error, TypeError) and bool(WRONG_CALL.search(str(error))) and not _unpacks(error)
+
+
+def _unpacks(error: BaseException) -> bool:
+    """Returns whether the instruction that raised is a call with unpacked arguments."""
+    last = error.__traceback__
+    while last is not None and last.tb_next is not None:
+        last = last.tb_next
+    return last is not None and dis.opname[last.tb_frame.f_code.co_code[last.tb_lasti]] == "CALL_FUNCTION_EX"
 
 
 def _users_line(error: BaseException, file: Path) -> str:

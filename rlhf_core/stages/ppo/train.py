@@ -20,11 +20,13 @@ from rlhf_core.data.report import JSON, write_data_report
 from rlhf_core.data.sources import prompts as load_prompts
 from rlhf_core.environments.episodes import Episodes
 from rlhf_core.environments.trajectory import Limits
+from rlhf_core.environments.trial import try_environment
 from rlhf_core.forecast.zero_stage import layout_of
 from rlhf_core.hub.vocabulary import require_same_vocabulary
 from rlhf_core.objectives.kl_controller import KLController
 from rlhf_core.rewards.combine import Running, term_of
 from rlhf_core.rewards.own_tokens import writers
+from rlhf_core.rewards.trial import try_rewards
 from rlhf_core.rollout.dispatch import Background, Engines
 from rlhf_core.rollout.engine import Sampling
 from rlhf_core.runs import resume_state
@@ -83,7 +85,12 @@ def train(request: StageRequest, run: RunDir, groups: Mapping[str, WorkerGroup],
     held_out = load_validation(config, renderer, data.items, setup.terms, renderer.stop_token_ids, request.seed)
     resume = resume_state.latest(run)
     resumed_zero_stage = resume_state.kept_zero_stage(run, layout_of(config))
-    asked = start_asking(config, renderer, groups)  # before any model is loaded: the environment may be wrong
+    # Before any model is loaded: functions and environment may be wrong.
+    try_rewards(config.reward, data.items[0], renderer)
+    asked = start_asking(config, renderer, groups)
+    if asked.episodes is not None:
+        assert config.environment is not None and asked.background is not None
+        try_environment(config.environment, asked.episodes, asked.background, data.items[0], renderer)
     fleet = start_fleet(config, paths, tokenizer, request.seed, groups, request.trust_remote_code, resumed_zero_stage, own_tokens, asked)
     with closing(fleet):
         print(f"all roles are up after {time.monotonic() - begun:.0f} s", flush=True)

@@ -25,6 +25,7 @@ from rlhf_core.hub.positions import require_positions, stored_config
 from rlhf_core.rewards.batch import reward_batch, terms_of
 from rlhf_core.rewards.contract import Sample
 from rlhf_core.rewards.own_tokens import writers
+from rlhf_core.rewards.trial import try_rewards
 from rlhf_core.rollout.engine import Answer
 from rlhf_core.runs.run_dir import Outcome, RunDir, StageRequest
 from rlhf_core.stages.preferences.post_process import post_process
@@ -52,6 +53,7 @@ def run(request: StageRequest, run: RunDir) -> Outcome:
     data = load_prompts(config.prompts, renderer, config.prompt_max_len, request.seed)
     write_data_report(run, request.name, prompts=data.report)
     prompts = slice_of_round(data.items, config.first_prompt, config.num_prompts, request.seed)
+    try_rewards(config.reward, prompts[0], renderer)
     suffix = stored_suffix(policy)
     conditioned = Renderer(tokenizer, config.prompts.template, suffix)
     prompt_tokens = [

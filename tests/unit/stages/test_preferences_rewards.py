@@ -26,6 +26,7 @@ from tests.support.tiny_models import reward_model
 ANSWERS = ("3", "44", "555", "6666")
 FUNCTIONS = """
 def length(responses): return [len(r) for r in responses]
+def misspelt(responses): return [scor(r) for r in responses]
 def no_threes(responses): return [None if "3" in r else float(len(r)) for r in responses]
 def of_the_row(rows, query): return [row["worth"] + ("<|assistant|>6666" in text) for row, text in zip(rows, query)]
 """
@@ -153,3 +154,9 @@ def test_missing_statistics_stop_the_stage_before_sampling(run: Any, tmp_path: P
 def test_ranks_of_a_reward_model_are_refused(run: Any) -> None:
     with pytest.raises(ValueError, match="rm scores in the stage's own process: leave out its ranks"):
         run([{"model": "rm", "ranks": {"cpus": 2}}])
+
+
+def test_a_bug_in_a_reward_function_is_told_before_an_engine_starts(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rlhf_core.stages.preferences.run, "answers_of_round", pytest.fail)
+    with pytest.raises(ValueError, match=r"misspelt: a call with a made-up answer raised NameError: .*code\.py, line 3"):
+        run(["rm", "code.py:misspelt"])

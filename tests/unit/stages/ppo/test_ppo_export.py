@@ -103,7 +103,7 @@ def ppo(
         requested = PPO(prompts=prompts, prompt_max_len=48, generate_max_len=24, **sizes, **config)
         inputs = dict.fromkeys(("sft", "reward_model"), str(material / "base"))
         run.prepare(StageRequest(name="ppo", digest="0", config=requested, inputs=inputs, seed=0))
-        run_stage(run.path, lambda request, run: train.train(request, run, {}, 0.0))
+        run_stage(run.path, lambda request, run: train.train(request, run, {"sampler": None}, 0.0))
     return done
 
 
@@ -125,6 +125,20 @@ def test_an_actor_that_cannot_be_saved_is_not_trained(material: Path, tmp_path: 
     doubles = {"start_fleet": lambda *_: Roles(unsaved=True), "ppo_iteration": pytest.fail}
     with pytest.raises(ValueError, match="export_trial: the actor could not be saved"):
         ppo(material, RunDir(tmp_path / "run"), monkeypatch, doubles=doubles)
+
+
+def test_a_bug_in_a_reward_function_is_told_before_a_model_is_loaded(
+    material: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "checks.py").write_text("def score(responses):\n    return [scor(r) for r in responses]\n")
+    (tmp_path / "world.py").write_text("class World:\n    async def rollout(self, task, model):\n        return nothing\n")
+    doubles = {"start_fleet": pytest.fail}
+    with pytest.raises(ValueError, match=r"score: a call with a made-up answer raised NameError: .*checks\.py, line 2"):
+        ppo(material, RunDir(tmp_path / "run"), monkeypatch, doubles=doubles, reward=("reward_model", f"{tmp_path}/checks.py:score"))
+    doubles["Engines"] = lambda *_: None
+    asked = {"reward": ("reward_model", "environment"), "environment": f"{tmp_path}/world.py:World", "advantage_estimator": "reinforce_pp"}
+    with pytest.raises(ValueError, match=r"World: an episode with made-up answers raised NameError: .*world\.py, line 3"):
+        ppo(material, RunDir(tmp_path / "other"), monkeypatch, doubles=doubles, **asked)
 
 
 def test_after_a_kill_every_export_is_that_of_its_iteration(material: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

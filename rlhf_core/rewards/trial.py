@@ -1,0 +1,80 @@
+"""Calls each reward function once with a made-up answer, so that a bug in it is told before any engine starts.
+
+Only an error that every call meets (`UsersError.certain`) ends the stage. Others may come from the answer, which no model has given: they
+are warnings. A reward server is not asked for a reward, which may cost money: only whether its address answers is looked at.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import httpx
+
+from rlhf_core.config.rewards import FunctionReward, HttpReward, RewardSource
+from rlhf_core.data.chat import Renderer
+from rlhf_core.data.documents import Prompt
+from rlhf_core.data.rows.required_columns import USUAL
+from rlhf_core.rewards.contract import CodeError, RewardError, Sample
+from rlhf_core.rewards.function import Function
+from rlhf_core.rewards.remote import Server
+from rlhf_core.system.proxies import proxy_of
+
+SECONDS = 30.0  # of the imports of a function, and of its call
+REACH_SECONDS = 5.0
+ANSWER = "This is an answer."
+
+
+def made_up_answer(row: dict[str, Any]) -> str:
+    """Returns the right answer of a row, where a column of a usual name has one, else a sentence."""
+    for column in ("answer", *USUAL["answer"]):
+        value = row.get(column)
+        if isinstance(value, str | int | float) and str(value).strip():
+            return str(value)
+    return ANSWER
+
+
+def try_rewards(sources: Sequence[RewardSource], prompt: Prompt, renderer: Renderer) -> None:
+    """Tries all functions and servers of a stage; reward models are left out. Prints warnings. Raises ValueError for a function that cannot
+    be loaded, or whose code is wrong for every answer."""
+    for source in sources:
+        if isinstance(source, FunctionReward):
+            _try_function(source, sample_of(prompt, renderer))
+        elif isinstance(source, HttpReward):
+            _try_server(source)
+
+
+def sample_of(prompt: Prompt, renderer: Renderer) -> Sample:
+    """Returns a made-up answer to a prompt, as a reward source gets it."""
+    text = made_up_answer(prompt.row)
+    document = renderer.answer_tokens(prompt.tokens, text)
+    return Sample(prompt.messages, text, prompt.row, True, renderer.decoded(document.tokens, False))
+
+
+def _try_function(source: FunctionReward, sample: Sample) -> None:
+    function = Function(source.file, source.function_name, min(source.timeout, SECONDS), 1)
+    try:
+        function.score([sample])
+    except CodeError as error:
+        if error.certain:
+            told = f"a call with a made-up answer raised {error}"
+            raise ValueError(f"the reward function {source.title}: {told}; correct it, then run again") from None
+        _warn(source, f"raised {error}")
+    except RewardError as error:
+        _warn(source, f"failed: {error}")
+    finally:
+        function.close()
+
+
+def _warn(source: FunctionReward, what: str) -> None:
+    told = f"a call with a made-up answer {what}; the stage goes on, and ends if it does so with the model's answers too"
+    print(f"warning: the reward function {source.title}: {told}", flush=True)
+
+
+def _try_server(source: HttpReward) -> None:
+    try:
+        httpx.head(source.url, timeout=REACH_SECONDS)
+    except httpx.HTTPError as error:
+        shown = Server(source.url, source.timeout, None).shown
+        told = f"does not answer yet ({type(error).__name__}{proxy_of(source.url)}): start it, or correct its address"
+        print(f"warning: the reward server {shown} {told}", flush=True)
