@@ -127,6 +127,7 @@ def answer_all(
     trust = request.trust_remote_code
 
     def open_sampler(path: str) -> Sampler:
+        print(f"starting vLLM with {path}", flush=True)
         from rlhf_core.rollout.engine import Sampler  # imports vLLM, which takes seconds, so only when there is something to generate
 
         dtype = stored_dtype(model_config(path, max_len, trust)) if config.dtype == "auto" else config.dtype

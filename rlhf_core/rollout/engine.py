@@ -184,6 +184,7 @@ class Sampler:
             **({"scheduler_cls": "rlhf_core.rollout.patches.scheduler.scheduler_for"} if self._patched else {}),
             worker_extension_cls="rlhf_core.rollout.weight_receiver.WeightReceiver",
             disable_log_stats=True,
+            use_tqdm_on_load=False,
             enable_sleep_mode=can_sleep,
             tensor_parallel_size=vllm.tensor_parallel_size,
             **adapter_options(adapter_rank),
