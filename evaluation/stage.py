@@ -138,7 +138,8 @@ def answer_all(
     answers: dict[str, list[ModelAnswer]] = {}
     answering: dict[str, Answering] = {}
     try:
-        for model in dict.fromkeys((config.baseline, *config.models, *(config.parents or {}).values())):
+        models = list(dict.fromkeys((config.baseline, *config.models, *(config.parents or {}).values())))
+        for place, model in enumerate(models, 1):
             file = run / REPORT / "answers" / f"{file_name(model)}.jsonl"
             if model in config.endpoints:
                 known = run / REMOTE / f"{file_name(model)}.jsonl"
@@ -154,7 +155,8 @@ def answer_all(
                 if count is not None:
                     found = [replace(answer, tokens=count(answer.text)) for answer in found]
                 write_answers(file, model, questions, found)
-                print(f"{model}: {len(found)} answers in {time.monotonic() - start:.1f} s", flush=True)
+                took = f"{model}: {len(found)} answers in {time.monotonic() - start:.1f} s"
+                print(f"{took} ({place} of {len(models)} models)", flush=True)
             answers[model] = found
     finally:
         engine.close()
