@@ -81,13 +81,19 @@ class Terminal:
     """A command under a pty of its own. `see` is called with the screen whenever that may have changed."""
 
     def __init__(self, command: Sequence[str], folder: Path, environment: Mapping[str, str], width: int = 80, height: int = 24):
-        self.screen, self.began, self.code = Screen(width, height), time.monotonic(), 0
+        self.screen = Screen(width, height)
+        self.began = time.monotonic()
         self.process, self._descriptor = pty.fork()
         if not self.process:
             os.chdir(folder)
             os.execvpe(command[0], list(command), dict(environment))
         self.resize(width, height)
         self.settings = termios.tcgetattr(self._descriptor)
+
+    @property
+    def seconds(self) -> float:
+        """Since the command was started."""
+        return time.monotonic() - self.began
 
     def resize(self, width: int, height: int) -> None:
         """Sets the size of the window, as a person does with the mouse."""

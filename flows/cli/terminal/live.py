@@ -118,16 +118,15 @@ class Picture:
             self._live.stop()
 
     def _draw_on(self) -> None:
-        told = False
-        while True:
+        told = over = False
+        while not over:
+            over = self._over.wait(SECONDS)  # once more then, so that the end is seen
             try:
                 self._draw()
             except Exception:  # an error in a picture must not fail the run
                 if not told:
                     logging.getLogger(__name__).exception("the terminal's lines could not be drawn")
                 told = True
-            if self._over.wait(SECONDS):
-                return
 
     def _draw(self) -> None:
         if self._screen.width != self._width:  # the terminal has wrapped the old lines: nobody knows where they are now

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from evaluation.dashboard.folder import Folder
-from evaluation.dashboard.state import Stage, run_stages
+from evaluation.dashboard.state import PARENTS, Stage, run_stages
 from flows.cli.terminal.frame import Line, Moment
 from rlhf_core.recipe.plan import Node, Plan
 from rlhf_core.runs.noise import is_noise, plain
@@ -52,10 +52,17 @@ class Watch:
             record = read(self._record_file, lambda _: True)
             self._record = record if record.stages else None
         if self._record is None:
-            return [Line(node.name, "skipped" if node.name in self._before else "waiting") for node in self._nodes]
+            return [self._planned_line(node) for node in self._nodes]
         self._folder.look()
         stages = {stage.name: stage for stage in run_stages(self._folder, self._record)}
         return [self._line(stages[node.name], stages) for node in self._nodes if node.name in stages]
+
+    def _planned_line(self, node: Node) -> Line:
+        """Returns a stage before the run has begun."""
+        if node.name in self._before:
+            return Line(node.name, "skipped")
+        parents = [name for name in node.parents if name not in self._before]
+        return Line(node.name, "waiting", text=f"{PARENTS}{', '.join(parents)}" if parents else "")
 
     def _line(self, stage: Stage, stages: dict[str, Stage]) -> Line:
         if stage.state == "done":

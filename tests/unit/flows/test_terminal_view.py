@@ -21,7 +21,7 @@ from flows.cli.terminal.live import live_view
 from tests.support import live_run
 
 artifacts = Path(sys.argv[1])
-node = SimpleNamespace(name="sft", done=False)
+node = SimpleNamespace(name="sft", done=False, parents=())
 planned = SimpleNamespace(artifacts=artifacts, folder=artifacts / live_run.RECIPE, recipe=SimpleNamespace(name=live_run.RECIPE))
 with live_view(planned, (node,), "one", False) as say:
     say("checking the inputs")

@@ -22,7 +22,8 @@ LOSS = {"metric": "loss", "max": 0.1}
 
 @pytest.fixture
 def planned(tmp_path: Path) -> Any:
-    nodes = [SimpleNamespace(name=name, run_dir=tmp_path / "stages" / f"{name}-0", done=False) for name in NAMES]
+    folder = tmp_path / "stages"
+    nodes = [SimpleNamespace(name=name, run_dir=folder / f"{name}-0", done=False, parents=()) for name in NAMES]
     return SimpleNamespace(artifacts=tmp_path, folder=tmp_path / "mine", recipe=SimpleNamespace(name="mine"), nodes=nodes)
 
 
@@ -48,9 +49,11 @@ def lines(watch: Watch) -> dict[str, Line]:
 
 def test_before_the_run_has_a_record(planned: Any) -> None:
     planned.nodes[0].done = True
+    planned.nodes[2].parents = ("sft", "dpo")
     moment = Watch(planned, planned.nodes, "id").moment("importing Prefect")
     assert moment.title == "mine" and moment.doing == "importing Prefect"
     assert [line.state for line in moment.lines] == ["skipped", "waiting", "waiting", "waiting"]
+    assert [line.text for line in moment.lines] == ["", "", "waits for dpo", ""]
 
 
 def test_what_each_stage_does(planned: Any) -> None:
