@@ -127,6 +127,7 @@ def answer_all(
     trust = request.trust_remote_code
 
     def open_sampler(path: str) -> Sampler:
+        print(f"starting vLLM with {path}", flush=True)
         from rlhf_core.rollout.engine import Sampler  # imports vLLM, which takes seconds, so only when there is something to generate
 
         dtype = stored_dtype(model_config(path, max_len, trust)) if config.dtype == "auto" else config.dtype
@@ -137,7 +138,8 @@ def answer_all(
     answers: dict[str, list[ModelAnswer]] = {}
     answering: dict[str, Answering] = {}
     try:
-        for model in dict.fromkeys((config.baseline, *config.models, *(config.parents or {}).values())):
+        models = list(dict.fromkeys((config.baseline, *config.models, *(config.parents or {}).values())))
+        for place, model in enumerate(models, 1):
             file = run / REPORT / "answers" / f"{file_name(model)}.jsonl"
             if model in config.endpoints:
                 known = run / REMOTE / f"{file_name(model)}.jsonl"
@@ -153,7 +155,8 @@ def answer_all(
                 if count is not None:
                     found = [replace(answer, tokens=count(answer.text)) for answer in found]
                 write_answers(file, model, questions, found)
-                print(f"{model}: {len(found)} answers in {time.monotonic() - start:.1f} s", flush=True)
+                took = f"{model}: {len(found)} answers in {time.monotonic() - start:.1f} s"
+                print(f"{took} ({place} of {len(models)} models)", flush=True)
             answers[model] = found
     finally:
         engine.close()

@@ -13,14 +13,16 @@ import os
 import sys
 import warnings
 from collections.abc import Sequence
+from functools import partial
 
 from pydantic import ValidationError
 
 from rlhf_core.config import KINDS
-from rlhf_core.runs.run_dir import RunDir, run_stage
+from rlhf_core.config.kinds import Kind
+from rlhf_core.runs.run_dir import Outcome, RunDir, StageRequest, run_stage
 from rlhf_core.system.gc_pause import uncollected
 from rlhf_core.system.machine import MachineLacks, NodeLost, Unreachable, disk_problem, num_gpus
-from rlhf_core.system.processes import ENVIRONMENT, FAILED, OURS, WRONG_INPUT, raised_by_us
+from rlhf_core.system.processes import ENVIRONMENT, FAILED, OURS, WRONG_INPUT, age_of_this_process, raised_by_us
 from rlhf_core.system.proxies import bypass_loopback
 
 ENV_DEFAULTS = {
@@ -32,22 +34,23 @@ ENV_DEFAULTS = {
     "TQDM_DISABLE": "1",
     "TRANSFORMERS_VERBOSITY": "error",
     "VLLM_LOGGING_LEVEL": "ERROR",
+    "RAY_COLOR_PREFIX": "0",
     # OpenMP threads spin only briefly while they wait: on a busy machine a spinning thread slows the one it waits for.
     "GOMP_SPINCOUNT": "10000",
     "PYTHONWARNINGS": "ignore::FutureWarning,ignore::DeprecationWarning",
 }
+# Where there is no GPU: without the second PyTorch warns of how vLLM binds memory to NUMA nodes.
+CPU_DEFAULTS = {"DS_ACCELERATOR": "cpu", "TORCH_CPP_LOG_LEVEL": "ERROR"}
 
 
 def main(argv: Sequence[str], package: str = "rlhf_core") -> int:
     """Runs the stage in `argv[0]`, whose module is in `package`. Returns the exit code."""
     if len(argv) != 1:
         return _refuse("give one argument, the run directory", WRONG_INPUT)
-    for key, value in ENV_DEFAULTS.items():
+    for key, value in (ENV_DEFAULTS | ({} if num_gpus() else CPU_DEFAULTS)).items():
         os.environ.setdefault(key, value)
     bypass_loopback()
     warnings.simplefilter("ignore", FutureWarning)  # PYTHONWARNINGS reaches only the processes this one starts
-    if num_gpus() == 0:
-        os.environ.setdefault("DS_ACCELERATOR", "cpu")
     try:
         request = RunDir(argv[0]).request()
     except (OSError, ValidationError) as error:
@@ -58,9 +61,7 @@ def main(argv: Sequence[str], package: str = "rlhf_core") -> int:
         return _refuse(f"{argv[0]} is of kind {kind}, which this command does not do; it does {ours}", WRONG_INPUT)
     packages = {*OURS, KINDS[kind].module.partition(".")[0]}
     try:
-        with uncollected():
-            module = importlib.import_module(KINDS[kind].module)
-        run_stage(argv[0], module.run)
+        run_stage(argv[0], partial(_work, KINDS[kind]), age_of_this_process())
     except ModuleNotFoundError as error:
         if (error.name or "").split(".")[0] in packages:
             raise
@@ -82,6 +83,15 @@ def main(argv: Sequence[str], package: str = "rlhf_core") -> int:
             return _refuse(f"{argv[0]} cannot be written to: {reason}, then run again: it resumes from its last checkpoint", ENVIRONMENT)
         raise
     return 0
+
+
+def _work(kind: Kind, request: StageRequest, run: RunDir) -> Outcome:
+    """Imports the module of a kind of stage and runs it."""
+    print(f"importing the libraries of {kind.shown_as}", flush=True)
+    with uncollected():
+        module = importlib.import_module(kind.module)
+    outcome: Outcome = module.run(request, run)
+    return outcome
 
 
 def _refuse(sentence: str, code: int) -> int:

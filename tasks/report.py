@@ -10,13 +10,11 @@ from __future__ import annotations
 import json
 import logging
 import os
-import secrets
 import socket
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +31,7 @@ from rlhf_core.recipe.plan import Plan
 from rlhf_core.recipe.references import beside
 from rlhf_core.runs.run_dir import HOLDER_ENV, LOCK, REQUEST, RunDir
 from rlhf_core.runs.run_records import LOCK as RUN_LOCK
-from rlhf_core.runs.run_records import RUN, RUNS, Asked, RunRecord, asked
+from rlhf_core.runs.run_records import RUN, RUNS, Asked, RunRecord, asked, new_id
 from rlhf_core.system.files import is_locked, locked, read_json, write_text
 from rlhf_core.system.machine import disk_problem
 from rlhf_core.system.redaction import without_passwords
@@ -49,7 +47,7 @@ def this_run(recipe: str) -> RunRecord:
     source = parameters.get("recipe")
     given = asked.get() or Asked(source if isinstance(source, str) else "", tuple(parameters.get("overrides") or ()))
     return RunRecord(
-        id=f"{datetime.fromtimestamp(started, UTC):%Y%m%d-%H%M%S}-{secrets.token_hex(3)}",
+        id=given.id or new_id(started),
         name=given.name,
         recipe=recipe,
         source=without_passwords(given.source),

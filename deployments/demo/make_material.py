@@ -173,6 +173,7 @@ def _turn(rng: random.Random, exercise: Exercise) -> list[dict[str, str]]:
 
 def write_base(folder: Path, seed: int) -> None:
     """The random base model with its tokenizer, as transformers saves them."""
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")  # else DeepSpeed, which transformers imports, warns that it finds no GPU
     # Imported here: material that is already complete is recognised without paying for these.
     import torch
     from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers

@@ -22,6 +22,8 @@ TAIL = 64  # bytes before the position, compared to notice a replaced file
 MAX_POINTS, MAX_METRICS = 600, 500
 MARK = re.compile(rb"(---|\+\+\+) (\d{4}-\d\d-\d\d \d\d:\d\d:\d\d) (?:.* ended after ([\d.]{1,12}) s with code (-?\d{1,5})$)?")
 STEP = re.compile(rb"step (\d{1,12})/(\d{1,12})(?:\s|$)")
+# What stages without steps say of their work: answers that are sampled, scored, judged.
+PARTS = re.compile(rb"(?:sampled answers to |scored |.{1,300} \(|.{1,300}: )(\d{1,12}) of (\d{1,12}) (?:prompts,|answers$|models\)$|done$)")
 
 
 Seen = TypeVar("Seen")
@@ -200,7 +202,7 @@ class Attempt(NamedTuple):
 
 
 class Log(NamedTuple):
-    """The starts of a stage's process, and (done, all) of the last line `step X/Y`."""
+    """The starts of a stage's process, and (done, all) of the last line `step X/Y`, or of `X of Y` as PARTS has it."""
 
     attempts: tuple[Attempt, ...]
     progress: tuple[int, int] | None
@@ -214,6 +216,7 @@ class Attempts(Growing[Log]):
     def restart(self) -> None:
         self.attempts: list[Attempt] = []
         self.progress: tuple[int, int] | None = None
+        self.has_steps = False
 
     def take(self, line: bytes) -> None:
         if mark := MARK.match(line):
@@ -223,6 +226,9 @@ class Attempts(Growing[Log]):
             elif mark[4] and self.attempts:
                 self.attempts[-1] = self.attempts[-1]._replace(seconds=float(mark[3]), code=int(mark[4]))
         elif step := STEP.match(line):
+            self.has_steps = True
+            self.progress = int(step[1]), int(step[2])
+        elif not self.has_steps and (step := PARTS.match(line)):
             self.progress = int(step[1]), int(step[2])
 
     def snapshot(self) -> Log:

@@ -113,7 +113,8 @@ def _waiting(run: RunRecord, stages: list[Stage]) -> list[Stage]:
     others = [stage.name for stage in stages if stage.state == "running"]
     told = []
     for stage in stages:
-        if stage.state == "done":
+        failed_now = stage.state == "failed" and (stage.changed or 0) >= run.started  # others may still run beside it
+        if stage.state == "done" or failed_now:
             told.append(stage)
         elif stage.state == "running":
             ours = not stage.told.startswith("run ") or (run.label in stage.told and f"process {run.pid}," in stage.told)

@@ -73,6 +73,8 @@ def serve(
             raise ValueError(f"there is no port {number}: give 1 to 65535, or 0 for a free one")
     if not re.fullmatch(r"[A-Za-z0-9.,_-]*", allow_host):
         raise ValueError(f"--allow-host {allow_host}: give names or addresses of hosts, without ports, separated by commas")
+    console = Console(soft_wrap=True)
+    console.print("importing Prefect and reading the recipes", highlight=False)
     from prefect.client.orchestration import get_client
     from prefect.settings import PREFECT_API_AUTH_STRING, PREFECT_API_URL, temporary_settings
 
@@ -92,7 +94,6 @@ def serve(
         raise ValueError("--on-feedback: no recipe has a loop of kind iterative_feedback: leave it out, or serve a recipe with one")
     if starts_an_hour < 1:
         raise ValueError(f"--starts-an-hour {starts_an_hour}: give 1 or more")
-    console = Console(soft_wrap=True)
     with only_one(home.absolute()):
         try:
             port = port or free_port(host)
@@ -103,6 +104,7 @@ def serve(
         signal.signal(signal.SIGTERM, signal.default_int_handler)
         signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell ignores SIGINT for commands in the background
         try:
+            console.print("starting Prefect's server, a worker and the deployments", highlight=False)
             services.start_server()
             with ours, get_client(sync_client=True) as client:
                 prepare(client)

@@ -6,20 +6,22 @@ import logging
 import os
 import signal
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import httpx
 
-from flows.cli.show import OK, TERMINATED, Override, RecipePlace, Whole, console, show_end, show_pins, show_plan
+from flows.cli.show import OK, TERMINATED, Override, RecipePlace, Whole, console, show_pins, show_plan
+from flows.cli.terminal.live import Say, live_view, working
 from rlhf_core.preflight.inputs import MachineLacks, require_here
 from rlhf_core.recipe.dry_run import outlook
 from rlhf_core.recipe.gates import ApprovalAwaited, GateFailed
 from rlhf_core.recipe.load import load_recipe
-from rlhf_core.recipe.plan import Plan, plan
+from rlhf_core.recipe.plan import Node, Plan, plan
 from rlhf_core.runs.launch import SeveralFailed, StageFailed
 from rlhf_core.runs.remote_files import StoreFault
-from rlhf_core.runs.run_records import Asked, asked, check_name
+from rlhf_core.runs.run_records import Asked, asked, check_name, new_id
 from rlhf_core.system import orphan_watcher
 from rlhf_core.system.proxies import proxy_of
 from tasks.server_process import ours, prepared
@@ -32,6 +34,7 @@ def run(
     dry_run: bool = False,
     latest: bool = False,
     jobs: Whole | None = None,
+    plain: bool = False,
 ) -> int:
     """Run all stages of a recipe that are not done yet.
 
@@ -40,45 +43,60 @@ def run(
         dry_run: only show the stages, what would be skipped and why.
         latest: look up branches and tags of the Hub anew, unless the last run of this recipe is unfinished.
         jobs: run so many stages at once when none needs the other, in place of the recipe's side_by_side.
+        plain: print the log, as where the output is no terminal, in place of live lines.
     """
     check_name(name)
     if jobs is not None and jobs < 1:
         raise ValueError(f"--jobs {jobs}: give 1 or more stages")
     overrides = overrides if jobs is None else (*overrides, f"side_by_side={jobs}")
-    loaded = load_recipe(recipe, overrides)
-    if latest and not dry_run:
-        from flows.alignment import refresh_hub_revisions
+    with working("reading the recipe and its inputs", plain):
+        loaded = load_recipe(recipe, overrides)
+        if latest and not dry_run:
+            from flows.alignment import refresh_hub_revisions
 
-        refresh_hub_revisions(loaded)
-    planned = plan(loaded)
+            refresh_hub_revisions(loaded)
+        planned = plan(loaded)
     show_pins(planned)
     if dry_run:
         show_plan(console, planned, outlook(planned))
         return OK
-    with _server_loading():
+
+    def check() -> None:
         require_here(planned, planned.nodes)
+
+    def flow() -> None:
         from flows.alignment import alignment
 
-        return _run(planned, Asked(recipe, overrides, name), lambda: alignment(planned.recipe))
+        alignment(planned.recipe)
+
+    return _run(planned, planned.nodes, Asked(recipe, overrides, name), plain, check, flow)
 
 
-def stage(name: str, recipe: RecipePlace, *overrides: Override) -> int:
+def stage(name: str, recipe: RecipePlace, *overrides: Override, plain: bool = False) -> int:
     """Run one stage of a recipe and nothing else; its parents must be done. The name of a loop runs all of its stages.
 
     Args:
         name: name of the stage, as `alignflow run RECIPE --dry-run` shows it.
+        plain: print the log, as where the output is no terminal, in place of live lines.
     """
-    planned = plan(load_recipe(recipe, overrides))
+    with working("reading the recipe and its inputs", plain):
+        planned = plan(load_recipe(recipe, overrides))
     nodes = planned.stages_of(name)
-    with _server_loading():
+
+    def check() -> None:
         from flows.alignment import require_parents
-        from flows.alignment import stage as flow
         from tasks.store import fetch_parents
 
         fetch_parents(planned, nodes)
         require_parents(planned, nodes)
         require_here(planned, nodes)
-        return _run(planned, Asked(recipe, overrides), lambda: flow(planned.recipe, name))
+
+    def flow() -> None:
+        from flows.alignment import stage
+
+        stage(planned.recipe, name)
+
+    return _run(planned, nodes, Asked(recipe, overrides), plain, check, flow)
 
 
 @contextmanager
@@ -90,18 +108,41 @@ def _server_loading() -> Iterator[None]:
         yield
 
 
-def _run(planned: Plan, given: Asked, flow: Callable[[], object]) -> int:
-    """Runs a flow and prints how it ended. Raises MachineLacks when Prefect's server does not answer."""
+def _run(planned: Plan, nodes: tuple[Node, ...], given: Asked, plain: bool, check: Callable[[], None], flow: Callable[[], None]) -> int:
+    """Shows how a flow goes on, and how it ended. `check` comes before it, and raises for what is missing."""
+    given = given._replace(id=new_id(time.time()))
+    begun = False
+    try:
+        with live_view(planned, nodes, given.id, plain) as say, _server_loading():
+            say("checking the inputs and this machine")
+            check()
+            say("importing Prefect")
+            import flows.alignment  # noqa: F401
+
+            begun = True
+            _flow(planned, given, flow, say)
+    finally:
+        if begun:
+            from flows.cli.terminal.ending import show_end
+            from tasks.report import statuses_of
+
+            show_end(console, planned, statuses_of(planned.folder))
+    return OK
+
+
+def _flow(planned: Plan, given: Asked, flow: Callable[[], None], say: Say) -> None:
+    """Runs a flow with its Prefect server. Raises MachineLacks when that does not answer."""
     from flows.alignment import checked_plan
-    from tasks.report import statuses_of
     from tasks.temporary_server import start_server, without_heartbeats
 
-    for name in ("prefect.flow_runs", "prefect.task_runs"):
+    for name in ("prefect.engine", "prefect.flow_runs", "prefect.task_runs"):
         logging.getLogger(name).addFilter(_without_trace)
     named = os.environ.get("PREFECT_API_URL", "an address of its own")
     token, other = checked_plan.set(planned), asked.set(given)
     try:
+        say("starting Prefect's server")
         start_server()
+        say("")
         with without_heartbeats():
             flow()
     except RuntimeError as error:
@@ -126,8 +167,6 @@ def _run(planned: Plan, given: Asked, flow: Callable[[], object]) -> int:
     finally:
         checked_plan.reset(token)
         asked.reset(other)
-        show_end(console, planned, statuses_of(planned.folder))
-    return OK
 
 
 def _proxy() -> str:

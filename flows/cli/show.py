@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
 from types import NoneType, UnionType
@@ -20,15 +20,12 @@ from rich.table import Table
 
 from flows.cli.history import Found, Item
 from rlhf_core.config import KINDS, Recipe
-from rlhf_core.config.kinds import metrics_of
 from rlhf_core.hub.revisions import PINS
 from rlhf_core.recipe.dry_run import Outlook
-from rlhf_core.recipe.gates import gates_of
-from rlhf_core.recipe.plan import Node, Plan
+from rlhf_core.recipe.plan import Plan
 from rlhf_core.recipe.sentences import models_in
 from rlhf_core.runs.differences import Difference
 from rlhf_core.runs.lineage import Ancestor, Dataset, stages, tree
-from rlhf_core.runs.run_dir import RunDir
 from rlhf_core.runs.run_records import RunRecord
 from rlhf_core.system.markdown_table import table
 
@@ -79,28 +76,6 @@ def show_plan(console: Console, plan: Plan, lines: Sequence[Outlook]) -> None:
     summary = f"{counts['run']} to run, {counts['resume']} to resume, {counts['skip']} to skip"
     summary += f", {counts['fetch']} to fetch from {plan.recipe.store}" if plan.recipe.store else ""
     console.print(f"{summary}; artifacts in {plan.artifacts}")
-
-
-def show_end(console: Console, plan: Plan, statuses: dict[str, str]) -> None:
-    """Prints one line for each stage and each gate, and the page's path. `statuses`: what this run did with each stage."""
-    table = table_of("stage", "status", "seconds", "metrics", whole=("stage", "status"))
-    for node in plan.nodes:
-        result, status = RunDir(node.run_dir).result(), statuses.get(node.name, "not run")
-        shown = [f"{name} {value:.4g}" for name, value in sorted(result.metrics.items(), key=_importance(node))][:4] if result else []
-        seconds = f"{result.seconds:.0f}" if result else ""
-        table.add_row(node.name, f"[{COLOURS.get(status, 'yellow')}]{status}[/]", seconds, ", ".join(shown))
-    console.print(table)
-    for verdict in (verdict for node in plan.nodes for verdict in gates_of(node)):
-        mark = "[green]gate passed[/]" if verdict.passed else f"[red]gate failed ({verdict.gate.on_fail})[/]"
-        mark = "[yellow]gate waits[/]" if verdict.waits else mark
-        console.print(f"{mark} {escape(verdict.summary)}", highlight=False)
-    console.print(f"report: {plan.folder / 'report.html'}")
-
-
-def _importance(node: Node) -> Callable[[tuple[str, float]], tuple[bool, int, str]]:
-    """Sorts metrics: win rates first, in the order of the recipe's models, then as the kind of stage lists its metrics."""
-    places = {name: place for place, name in enumerate(metrics_of(node.config))}
-    return lambda item: (not item[0].startswith("win_rate/"), places.get(item[0], len(places)), item[0])
 
 
 def show_board(console: Console, board: Board) -> None:

@@ -46,25 +46,26 @@ LENGTH = 1024  # tokens of a prompt, and of an answer, at most
 PLAIN = re.compile(r"[A-Za-z./~_][\w./@~-]*")
 
 
-def demo(*, folder: Path = Path(".")) -> int:
+def demo(*, folder: Path = Path("."), plain: bool = False) -> int:
     """Run the whole lifecycle on a tiny model: makes its material with a seeded script, trains, evaluates, and writes one page.
 
     Args:
         folder: where material and artifacts go: demo/ and artifacts/ in it.
+        plain: print the log, as where the output is no terminal, in place of live lines.
     """
     if missing := [name for name in ("torch", "transformers", "tokenizers") if importlib.util.find_spec(name) is None]:
         raise MachineLacks(f"the demo trains models, and {', '.join(missing)} cannot be imported: install the engines (README, Try it)")
     from flows.cli.run import run
+    from flows.cli.terminal.live import working
 
     shipped = _shipped()
     _make_folder(folder)
     os.chdir(folder)  # artifacts go there
-    _make_material(shipped / "demo" / "make_material.py")
+    with working("making the demo's model and data", plain):
+        _make_material(shipped / "demo" / "make_material.py")
     recipe = Path("demo/tiny-cpu.yaml")  # beside the material: paths in a recipe are relative to its file
     write_text(recipe, (shipped / "recipes" / "tiny-cpu.yaml").read_text().replace("../../demo/material", "material"))
-    code = run(str(recipe))
-    console.print(f"The page: {Path('artifacts/tiny-cpu/report.html').absolute()}", markup=False, highlight=False)
-    return code
+    return run(str(recipe), plain=plain)
 
 
 def _shipped() -> Path:

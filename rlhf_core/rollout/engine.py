@@ -180,6 +180,7 @@ class Sampler:
             **({"worker_cls": "rlhf_core.rollout.patches.gpu_worker.Worker"} if on_gpu else {}),
             worker_extension_cls="rlhf_core.rollout.weight_receiver.WeightReceiver",
             disable_log_stats=not self._drafts,
+            use_tqdm_on_load=False,
             enable_sleep_mode=can_sleep,
             tensor_parallel_size=vllm.tensor_parallel_size,
             **adapter_options(adapter_rank),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import logging
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -173,6 +174,7 @@ def set_vllm_environment(kv_cache_gib: float) -> None:
     """Sets: the engine in this process (not in a second one), no usage report, a KV cache on CPU that does not take half the memory."""
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+    logging.getLogger("vllm").setLevel(os.environ["VLLM_LOGGING_LEVEL"].upper())  # vLLM 0.32 sets it in its own commands alone
     os.environ.update(quiet(kv_cache_gib))
 
 

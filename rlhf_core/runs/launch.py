@@ -19,12 +19,12 @@ from pathlib import Path
 
 from rlhf_core.records import StageResult
 from rlhf_core.runs.allotment import check_stop, variables
+from rlhf_core.runs.noise import is_noise, plain
 from rlhf_core.runs.run_dir import LOG, RunDir
 from rlhf_core.system.processes import ENVIRONMENT, WRONG_INPUT, child_environment
 
 GRACE_SECONDS = 10.0  # between TERM and KILL
 TAIL_LINES = 15
-RAYLET_DUMP = re.compile(r"^\s+\[(state-dump|\d{4}-\S+ \S+ \w \d+ \d+\] \(raylet\))")  # Ray repeats a raylet's log: stays in the log file
 SECRET_NAME = re.compile(r"(TOKEN|APIKEY|(^|_)KEY|SECRET|PASSWORD|AUTH_STRING)(_?\d+)?$")
 
 
@@ -61,7 +61,8 @@ class SeveralFailed(RuntimeError):
 
 
 def launch(module: str, run_dir: Path, name: str, on_line: Callable[[str], None], grace_seconds: float = GRACE_SECONDS) -> StageResult:
-    """Runs `python -m MODULE RUN_DIR`, waits for it and returns its result. `on_line` gets each line of its output.
+    """Runs `python -m MODULE RUN_DIR`, waits for it and returns its result. `on_line` gets each line of its output that is not
+    noise (noise.py), without colours; `log.txt` has all.
 
     Writes the start time to `log.txt`, and the end time unless an exception in this call ended the process. Masks the values of the keys
     that the stage needs and of variables with names like those of keys. Raises StageFailed when the process ends without a result, Stopped
@@ -91,9 +92,10 @@ def launch(module: str, run_dir: Path, name: str, on_line: Callable[[str], None]
                     line = line.replace(secret, "***")
                 log.write(line + "\n")
                 log.flush()
-                if not RAYLET_DUMP.match(line):
-                    tail.append(line)
-                    on_line(line)
+                shown = plain(line)
+                if not is_noise(shown):
+                    tail.append(shown)
+                    on_line(shown)
             code = process.wait()
             log.write(f"+++ {time.strftime('%Y-%m-%d %H:%M:%S')} {name} ended after {time.monotonic() - start:.2f} s with code {code}\n")
     finally:

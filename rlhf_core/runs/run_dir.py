@@ -175,9 +175,10 @@ class RunDir:
                 remember_digest(self / name, info.sha256)
 
 
-def run_stage(run_dir: str | Path, work: Callable[[StageRequest, RunDir], Outcome]) -> StageResult:
+def run_stage(run_dir: str | Path, work: Callable[[StageRequest, RunDir], Outcome], seconds_before: float = 0.0) -> StageResult:
     """Runs `work` for one run directory and returns the result; returns the stored one when the stage is done.
 
+    The result's seconds are those of `work`, and `seconds_before`: what the process took to get here.
     Of two processes that call this, one works and the other waits. Raises TimeoutError after WAIT_SECONDS, and what `work` raises.
     """
     run = RunDir(run_dir)
@@ -191,7 +192,7 @@ def run_stage(run_dir: str | Path, work: Callable[[StageRequest, RunDir], Outcom
         (run / RESULT).unlink(missing_ok=True)
         start = time.monotonic()
         outcome = work(_fetched(request), run)
-        result = run.finish(request, outcome, time.monotonic() - start)
+        result = run.finish(request, outcome, seconds_before + time.monotonic() - start)
         shutil.rmtree(run / STATE, ignore_errors=True)  # not needed once there is a result
         return result
 

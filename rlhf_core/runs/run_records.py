@@ -7,8 +7,10 @@ separate files, so that only the run writes its record. A recipe's `run.json` co
 from __future__ import annotations
 
 import re
+import secrets
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import NamedTuple
 
@@ -21,11 +23,17 @@ NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
 
 class Asked(NamedTuple):
-    """What a run was asked for. `source`: path or URI of the recipe; `name`: of the run."""
+    """What a run was asked for. `source`: path or URI of the recipe; `name`, `id`: of the run; without an id it gets one."""
 
     source: str = ""
     overrides: tuple[str, ...] = ()
     name: str | None = None
+    id: str = ""
+
+
+def new_id(started: float) -> str:
+    """Returns an id for a run that starts at this time, in seconds since 1970."""
+    return f"{datetime.fromtimestamp(started, UTC):%Y%m%d-%H%M%S}-{secrets.token_hex(3)}"
 
 
 asked: ContextVar[Asked | None] = ContextVar("asked", default=None)  # set by the command line before it calls a flow

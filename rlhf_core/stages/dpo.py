@@ -28,7 +28,16 @@ from rlhf_core.objectives.masked import document_mean, document_sum
 from rlhf_core.runs.run_dir import STATE, Outcome, RunDir, StageRequest
 from rlhf_core.stages.reference_logprobs import Model, reference_logprobs
 from rlhf_core.training.engine import Engine
-from rlhf_core.training.ranks import EXPORT_TRIAL, finish_training, make_engine, on_ranks, open_frozen, shards_of, try_export
+from rlhf_core.training.ranks import (
+    EXPORT_TRIAL,
+    finish_training,
+    make_engine,
+    on_ranks,
+    open_frozen,
+    shards_of,
+    tell_load,
+    try_export,
+)
 from rlhf_core.training.train_loop import Task, fit, held_out_metrics, replicas
 
 
@@ -71,6 +80,7 @@ def train(request: StageRequest, run: RunDir) -> Outcome:
     data = load_pairs(request, config, tokenizer, config.data, run / STATE)
     held_out = load_pairs(request, config, tokenizer, config.eval_data, run / STATE) if config.eval_data else None
     held_out_pairs = held_out.items if held_out else []
+    tell_load(source)
     trained = trained_policy(
         source, config.dtype, request.trust_remote_code, config.lora, request.seed, config.router_aux_coef, shards_of(config)
     )

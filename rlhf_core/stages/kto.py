@@ -30,7 +30,16 @@ from rlhf_core.objectives.losses import Loss, kto_loss, with_balance
 from rlhf_core.runs.run_dir import STATE, Outcome, RunDir, StageRequest
 from rlhf_core.stages.reference_logprobs import answer_logprobs_and_balance, dealt_logprobs, reference_logprobs
 from rlhf_core.training.engine import Engine
-from rlhf_core.training.ranks import EXPORT_TRIAL, finish_training, make_engine, on_ranks, open_frozen, shards_of, try_export
+from rlhf_core.training.ranks import (
+    EXPORT_TRIAL,
+    finish_training,
+    make_engine,
+    on_ranks,
+    open_frozen,
+    shards_of,
+    tell_load,
+    try_export,
+)
 from rlhf_core.training.train_loop import Task, fit, held_out_metrics, items_of_step, replicas
 
 Mismatch = tuple[int, int]  # indices of the items that give the prompt and the answer
@@ -86,6 +95,7 @@ def train(request: StageRequest, run: RunDir) -> Outcome:
     def mismatched(pair: Mismatch) -> Document:
         return mismatch(documents[pair[0]], documents[pair[1]], config.max_len)
 
+    tell_load(source)
     trained = trained_policy(
         source, config.dtype, request.trust_remote_code, config.lora, request.seed, config.router_aux_coef, shards_of(config)
     )

@@ -25,7 +25,7 @@ from rlhf_core.objectives.masked import gather_last
 from rlhf_core.runs.run_dir import STATE, Outcome, RunDir, StageRequest
 from rlhf_core.system.files import write_text
 from rlhf_core.training.engine import Engine
-from rlhf_core.training.ranks import EXPORT_TRIAL, finish_training, make_engine, on_ranks, shards_of, try_export
+from rlhf_core.training.ranks import EXPORT_TRIAL, finish_training, make_engine, on_ranks, shards_of, tell_load, try_export
 from rlhf_core.training.train_loop import Task, fit, passes_of_rank, replicas
 
 STATISTICS_PAIRS = 512  # pairs of the training data the statistics come from when there is no evaluation split
@@ -47,6 +47,7 @@ def train(request: StageRequest, run: RunDir) -> Outcome:
 
     data, held_out = load(config.data), load(config.eval_data) if config.eval_data else None
     pad = tokenizer.pad_token_id
+    tell_load(source)
     scorer = trained_scorer(source, pad, config.dtype, request.trust_remote_code, config.lora, request.seed, shards_of(config))
     engine = make_engine(scorer, config)
     try_export(engine, run / EXPORT_TRIAL, source, config.lora, request.trust_remote_code)

@@ -24,7 +24,7 @@ from rlhf_core.objectives.collate import collate
 from rlhf_core.objectives.losses import Loss, sft_loss, with_balance
 from rlhf_core.runs.run_dir import STATE, Outcome, RunDir, StageRequest
 from rlhf_core.training.engine import Engine
-from rlhf_core.training.ranks import EXPORT_TRIAL, finish_training, make_engine, on_ranks, shards_of, try_export
+from rlhf_core.training.ranks import EXPORT_TRIAL, finish_training, make_engine, on_ranks, shards_of, tell_load, try_export
 from rlhf_core.training.train_loop import Task, fit, held_out_metrics, replicas
 
 Row = list[Document]
@@ -51,6 +51,7 @@ def train(request: StageRequest, run: RunDir) -> Outcome:
     held_out = None
     if config.eval_data:
         held_out = load_documents(request, config, tokenizer, config.eval_data, run / STATE, suffix_of).documents
+    tell_load(source)
     policy = trained_policy(
         source, config.dtype, request.trust_remote_code, config.lora, request.seed, config.router_aux_coef, shards_of(config)
     )

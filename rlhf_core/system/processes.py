@@ -10,12 +10,15 @@ import os
 import re
 import signal
 import sys
+import time
 import traceback
 from collections.abc import Callable, Collection
 from contextlib import suppress
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
+
+import psutil
 
 LISTENER = "ALIGNFLOW_LISTENER"  # variable: the descriptor of the listening socket that a process inherits to answer on
 FAILED, WRONG_INPUT, ENVIRONMENT = 1, 2, 3  # exit codes of a stage: it ended; the user's mistake; a package or device is lacking
@@ -59,6 +62,11 @@ def child_environment() -> dict[str, str]:
     """Returns the environment of a stage's process. The auth string of Prefect's API is left out: a stage calls nothing of Prefect."""
     kept = {name: value for name, value in os.environ.items() if not name.endswith("API_AUTH_STRING")}
     return kept | {"PYTHONUNBUFFERED": "1"} | module_path()
+
+
+def age_of_this_process() -> float:
+    """Returns the seconds since this process was started."""
+    return max(0.0, time.time() - psutil.Process().create_time())
 
 
 def kill_group(leader: int) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from collections import deque
 from collections.abc import Callable
@@ -47,6 +48,12 @@ Rank = Callable[[StageRequest, RunDir], Outcome]
 BESIDE = "adapter"  # folder of a merged checkpoint with its adapter
 EXPORT_TRIAL = f"{STATE}/export_trial"  # folder of `try_export`
 QUANTISED = ("zero_quantized_weights", "zero_quantized_nontrainable_weights")  # options of ZeRO++ (Wang et al. 2023)
+
+
+def tell_load(source: str) -> None:
+    """Prints, on rank 0, which model is loaded next."""
+    if os.environ.get("RANK", "0") == "0":
+        print(f"loading the model {source}", flush=True)
 
 
 def on_ranks(rank: Rank, request: StageRequest, run: RunDir) -> Outcome:

@@ -40,10 +40,13 @@ def import_(
     """
     if not files:
         raise ValueError("give the files to import: alignflow feedback import FILE... --inbox NAME.inbox")
+    told = "its rows and the questions of the recipe's evaluations" if recipe else "its rows"
+    console.print(f"opening the inbox: {told} are read", highlight=False)
     box, questions = _opened(inbox, recipe)
     worst, new = OK, 0
     for file in files:
         shown = public_address(file)
+        console.print(f"reading {shown}", markup=False, highlight=False)
         with console.status(f"reading {escape(shown)}") as status:
 
             def progress(so_far: Receipt, shown: str = shown, status: Status = status) -> None:

@@ -35,6 +35,8 @@ def start_processes(config: PPO) -> dict[str, WorkerGroup]:
     """Starts the processes of each role, each in its slot; they import their libraries."""
     connect()
     reservation = reserve(arrange(config.placed, config.together), config.timeout)
+    processes = sum(len(slots) for slots in reservation.slots.values())
+    print(f"starting {processes} processes, which import their libraries and then load their models", flush=True)
     # Sampling has the machine to itself, unless it runs ahead; the others work two and two.
     alone = () if config.max_staleness else ("sampler",)
     groups = {

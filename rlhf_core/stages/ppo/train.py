@@ -118,6 +118,7 @@ def train(request: StageRequest, run: RunDir, groups: Mapping[str, WorkerGroup],
             _, best = validated(fleet, held_out, run, 0, None)
         collector = start_collector(fleet, setup, iterations, first, resume.folder if resume else None) if config.continuous else None
         tracker = Tracker(run, iterations, first)
+        print(f"iteration {first + 1} of {iterations} begins: its answers are sampled first", flush=True)
         cadence = resume_state.Cadence(config.save_steps, config.save_minutes, run.path, 0 if config.lora else fleet.trained_parameters())
         for step in range(first, iterations):
             done = step + 1

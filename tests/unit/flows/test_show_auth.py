@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from flows.cli.app import main
 from flows.cli.loops import show_auth
 
 API, AUTH = "http://127.0.0.1:4200/api", "alignflow:" + "x" * 43
@@ -40,3 +41,9 @@ def test_a_terminal_shows_the_auth_string_and_a_log_the_file_that_holds_it(
     command = shell.removeprefix("from another shell: ")
     told = subprocess.run(["sh", "-c", f'{command}; echo "$PREFECT_API_URL $PREFECT_API_AUTH_STRING"'], capture_output=True, text=True)
     assert told.stdout == f"{API} {AUTH}\n"
+
+
+def test_serve_says_what_it_does_before_it_imports_prefect(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["serve"]) == 2
+    told = capsys.readouterr()
+    assert told.out.startswith("importing Prefect and reading the recipes\n") and "give the recipes to serve" in told.err

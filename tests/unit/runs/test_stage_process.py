@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -12,7 +13,8 @@ import pytest
 
 from rlhf_core import __main__ as stage_process
 from rlhf_core.config import KINDS, SFT
-from rlhf_core.runs.run_dir import Outcome, RunDir, StageRequest
+from rlhf_core.runs.run_dir import LOCK, Outcome, RunDir, StageRequest
+from rlhf_core.system.files import is_locked
 
 
 @pytest.fixture
@@ -81,3 +83,32 @@ def test_a_stage_of_another_package_is_refused(run_dir: str, capsys: pytest.Capt
     assert stage_process.main([run_dir], "evaluation") == 2
     told = capsys.readouterr().err
     assert "is of kind sft, which this command does not do; it does evaluation, " in told and "alignment_tax" in told and "dpo" not in told
+
+
+def test_imports_are_told_and_belong_to_the_stage(
+    run_dir: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The line comes before the libraries, the directory is locked while they are imported (pages show such a stage as running), and the
+    result's seconds are those since the process was started."""
+    seen: list[tuple[str, bool]] = []
+
+    def imported(name: str) -> object:
+        seen.append((capsys.readouterr().out, is_locked(RunDir(run_dir) / LOCK)))
+        return SimpleNamespace(run=lambda request, run: Outcome({}, {}))
+
+    monkeypatch.setattr(stage_process, "importlib", SimpleNamespace(import_module=imported))
+    monkeypatch.setattr(stage_process, "age_of_this_process", lambda: 40.0)
+    assert stage_process.main([run_dir]) == 0
+    assert seen == [("importing the libraries of SFT\n", True)]
+    result = RunDir(run_dir).result()
+    assert result is not None and 40 <= result.seconds < 50
+
+
+def test_the_age_of_a_process_counts_from_its_start() -> None:
+    told = subprocess.run(
+        [sys.executable, "-c", "import time; time.sleep(0.3); from rlhf_core.system import processes as p; print(p.age_of_this_process())"],
+        stdout=subprocess.PIPE,
+        text=True,
+        check=True,
+    )
+    assert 0.3 <= float(told.stdout) < 30

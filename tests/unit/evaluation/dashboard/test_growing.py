@@ -170,3 +170,21 @@ def test_starts_and_ends_of_a_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     last = Attempts(file)
     last.update()
     assert last.attempts == [] and last.progress == (3, 20), "only the end of a long log is read"
+
+
+@pytest.mark.parametrize(
+    "lines, progress",
+    [
+        ("sampling 6 answers to each of 768 prompts\nsampled answers to 512 of 768 prompts, 12,345 tokens\n", (512, 768)),
+        ("scored 64 of 128 answers\n", (64, 128)),
+        ("sft: 420 answers in 7.2 s (1 of 4 models)\n", (1, 4)),
+        ("judge gpt: 840 games, 840 to ask\njudge gpt: 120 of 840 done\n", (120, 840)),
+        ("each episode leaves out 48 of 6000 prompts, which fill no iteration of 64 (rollout_batch_size)\n", None),
+        ("warning: data: rows that equal another one: 2644 of 40000 rows (for instance a, row 1)\n", None),
+        ("step 3/30  reward/mean 1\nreward: 5 of 10 done\n", (3, 30)),
+    ],
+)
+def test_progress_of_stages_without_steps(tmp_path: Path, lines: str, progress: tuple[int, int] | None) -> None:
+    file = tmp_path / "log.txt"
+    file.write_text("--- 2026-11-26 13:47:10 sft\n" + lines)
+    assert Attempts(file).look().progress == progress

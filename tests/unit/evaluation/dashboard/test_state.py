@@ -243,3 +243,22 @@ def test_locks_of_a_listing(tmp_path: Path) -> None:
         (tmp_path / "locks").write_text(text)
         assert Locks(tmp_path / "locks").held(file) is held, text
     assert not Locks(tmp_path / "absent").held(file)
+
+
+def test_a_stage_that_failed_while_others_run_is_no_waiting_one(artifacts: Artifacts) -> None:
+    """Stages that run side by side: one failed in this run, another was killed before it and is still to be run."""
+    run_dir = unfinished(artifacts, BEGUN + "+++ 2026-11-26 13:48:10 ppo ended after 60.25 s with code 1\n")
+    other = artifacts.record("second", host=socket.gethostname(), status="not run")
+    folder = Folder(artifacts.path)
+
+    def state_of(name: str) -> str:
+        folder.look()
+        return next(stage.state for stage in run_stages(folder, folder.run("demo", "second")) if stage.name == name)
+
+    with FileLock(other.with_suffix(".lock")):
+        started = folder.run("demo", "second").started
+        for path in run_dir.iterdir():
+            os.utime(path, (started - 60, started - 60))
+        assert state_of("ppo") == "waiting"
+        os.utime(run_dir / LOG, (started + 60, started + 60))
+        assert state_of("ppo") == "failed"

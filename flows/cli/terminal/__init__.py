@@ -1,0 +1,1 @@
+"""What `run`, `stage` and `demo` show on a terminal while they run, and at their end."""

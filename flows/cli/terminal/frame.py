@@ -1,0 +1,116 @@
+"""Draws one moment of a run for a terminal: a line for each stage, each exactly one row high, whatever the width.
+
+Reads nothing and knows no clock: watch.py says what is to be drawn, live.py when.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from rich.text import Text
+
+BAR, NARROW = 20, 64  # cells of a bar; columns of a terminal that has no room for one
+MARKS = {"done": "✓", "skipped": "✓", "failed": "✗", "running": "▶", "waiting": "·"}
+PLAIN_MARKS = {"done": "+", "skipped": "+", "failed": "x", "running": ">", "waiting": "."}
+COLOURS = {"done": "green", "skipped": "green", "failed": "red", "running": "cyan", "waiting": "dim"}
+ALWAYS = ("running", "failed")  # states of stages that are never left out
+
+
+class Line(NamedTuple):
+    """A stage. `state`: a key of MARKS. `seconds`: that it runs, or took; `steps`: (done, all); `left`: seconds until all are done, by
+    the pace so far; `text`: what it does or says, waits for, or ended with."""
+
+    name: str
+    state: str
+    seconds: float | None = None
+    steps: tuple[int, int] | None = None
+    left: float | None = None
+    text: str = ""
+
+
+@dataclass(frozen=True)
+class Moment:
+    """A run at one moment. `doing`: what the run itself does, beside its stages; "" when that is nothing but to wait for them."""
+
+    title: str
+    seconds: float
+    doing: str = ""
+    lines: Sequence[Line] = ()
+
+
+def frame(moment: Moment, width: int, height: int, ascii_only: bool = False) -> Text:
+    """Returns the rows of a terminal of this size, which has one row to spare for its prompt."""
+    done = sum(line.state in ("done", "skipped") for line in moment.lines)
+    parts = [moment.title, duration(moment.seconds)]
+    parts += [f"{done} of {len(moment.lines)} stages done"] if moment.lines else []
+    rows = [Text("   ".join([*parts, moment.doing]).rstrip(), style="bold")]
+    shown, rest = chosen(moment.lines, max(1, height - 3))
+    names = min(max((len(line.name) for line in shown), default=0), max(12, width // 3))
+    rows += [_row(line, names, width, ascii_only) for line in shown]
+    if rest:
+        rows.append(Text(f"  and {counts(rest)}", style="dim"))
+    for row in rows:
+        row.truncate(width - 1, overflow="crop" if ascii_only else "ellipsis")
+    return Text("\n", no_wrap=True, overflow="crop").join(rows)
+
+
+def chosen(lines: Sequence[Line], most: int) -> tuple[list[Line], list[Line]]:
+    """Returns the stages to draw, in their order, and the others: where not all fit, those that run or failed are drawn, and as many of
+    those that wait next as there is room for."""
+    if len(lines) <= most:
+        return list(lines), []
+    ranked = sorted(lines, key=lambda line: (line.state not in ALWAYS, line.state != "waiting"))  # stable: of each sort the first
+    kept = {line.name for line in ranked[: most - 1]}
+    return [line for line in lines if line.name in kept], [line for line in lines if line.name not in kept]
+
+
+def counts(lines: Sequence[Line]) -> str:
+    """Returns how many stages are in each state, such as `3 done, 12 waiting`."""
+    found = {state: sum(line.state == state for line in lines) for state in MARKS}
+    return ", ".join(f"{count} {state}" for state, count in found.items() if count)
+
+
+def duration(seconds: float) -> str:
+    """Returns seconds as text, such as `45 s`, `3 min 05 s`, `2 h 05 min`."""
+    whole = int(seconds)
+    if whole < 60:
+        return f"{whole} s"
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60:02} s"
+    return f"{whole // 3600} h {whole % 3600 // 60:02} min"
+
+
+def _row(line: Line, names: int, width: int, ascii_only: bool) -> Text:
+    mark = (PLAIN_MARKS if ascii_only else MARKS)[line.state]
+    cut = ".." if ascii_only else "…"
+    name = line.name if len(line.name) <= names else cut + line.name[len(line.name) - names + len(cut) :]  # its end tells rounds apart
+    row = Text.assemble((f"{mark} {name:{names}}", COLOURS[line.state]), "  ")
+    if line.steps is not None and line.state == "running":
+        _add_steps(row, line, width, ascii_only)
+    elif line.state == "skipped":
+        row.append("done before  ", "dim")
+    elif line.seconds is not None:
+        row.append(f"{duration(line.seconds)}  ")
+    row.append(line.text, "dim" if line.state == "waiting" else "")
+    return row
+
+
+def _add_steps(row: Text, line: Line, width: int, ascii_only: bool) -> None:
+    assert line.steps is not None
+    done, whole = line.steps
+    if width >= NARROW:
+        filled = round(BAR * min(1.0, done / max(1, whole)))
+        full, empty = ("#", "-") if ascii_only else ("━", "─")
+        row.append(full * filled, "cyan").append(empty * (BAR - filled), "dim").append(" ")
+    row.append(f"{done}/{whole}  ")
+    if line.left is not None and done < whole:
+        row.append(f"{rate(line.left / (whole - done))}  {duration(line.left)} left  ")
+    elif line.seconds is not None:
+        row.append(f"{duration(line.seconds)}  ")
+
+
+def rate(seconds: float) -> str:
+    """Returns the pace of steps of so many seconds, such as `12.5/s` or `3.1 s each`."""
+    return f"{1 / seconds:.1f}/s" if 0 < seconds < 1 else f"{seconds:.1f} s each"

@@ -1,0 +1,157 @@
+"""Shows a run on the terminal while it goes on, and sends what it prints to a log.
+
+What this process, its threads, libraries and children write to a terminal's standard output or error goes to the log meanwhile, since
+the file descriptors are redirected. On every way out of the block the lines are removed, the cursor is shown and the descriptors are as
+they were.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+from types import FrameType
+
+from rich.console import Console
+from rich.live import Live
+
+from flows.cli.show import console
+from flows.cli.terminal.frame import Moment, frame
+from rlhf_core.recipe.plan import Node, Plan
+from rlhf_core.runs.run_records import RUNS
+
+SECONDS = 0.25  # between two pictures
+INTERRUPTED = "interrupted: the stages that run are ended"
+Say = Callable[[str], None]
+
+
+def is_watched(plain: bool) -> bool:
+    """Returns whether to show live lines: the output is a terminal that can move its cursor, nobody asked for plain lines, and this is
+    not a CI job, whose logs keep every line."""
+    in_ci = os.environ.get("CI", "").lower() not in ("", "0", "false")
+    return not plain and not in_ci and sys.stdout.isatty() and os.environ.get("TERM", "dumb") != "dumb"
+
+
+@contextmanager
+def working(told: str, plain: bool) -> Iterator[None]:
+    """Says what is done in the block: with a spinner on a terminal, else nothing."""
+    if not is_watched(plain):
+        yield
+        return
+    with console.status(told):
+        yield
+
+
+@contextmanager
+def live_view(planned: Plan, nodes: tuple[Node, ...], identity: str, plain: bool) -> Iterator[Say]:
+    """Shows the run with this id in the block, where `is_watched`. Yields a function that is told what the run does beside its stages."""
+    if not is_watched(plain):
+        yield lambda doing: None
+        return
+    from flows.cli.terminal.watch import Watch
+
+    log = planned.folder / RUNS / f"{identity}.log"
+    console.print(f"log: {os.path.relpath(log)}", markup=False, highlight=False)
+    with ExitStack() as ends:
+        screen = Console(file=ends.enter_context(os.fdopen(os.dup(sys.stdout.fileno()), "w", encoding=sys.stdout.encoding)))
+        ends.enter_context(redirected(log))
+        picture = Picture(screen, Watch(planned, nodes, identity).moment)
+        ends.enter_context(picture.shown())
+        ends.enter_context(_interrupts_told(picture.say))
+        yield picture.say
+
+
+@contextmanager
+def redirected(log: Path) -> Iterator[None]:
+    """Within the block, what goes to a terminal by the standard output and error goes to a file, which is removed if it stays empty."""
+    log.parent.mkdir(parents=True, exist_ok=True)
+    streams = [stream for stream in (sys.stdout, sys.stderr) if stream.isatty()]
+    kept = [(stream, stream.fileno(), os.dup(stream.fileno())) for stream in streams]
+    with log.open("ab") as file:
+        for stream, descriptor, _ in kept:
+            stream.flush()
+            os.dup2(file.fileno(), descriptor)
+    try:
+        yield
+    finally:
+        for stream, descriptor, terminal in kept:
+            stream.flush()
+            os.dup2(terminal, descriptor)
+            os.close(terminal)
+        with suppress(OSError):
+            if not log.stat().st_size:
+                log.unlink()
+                log.parent.rmdir()  # unless something else is there
+                log.parents[1].rmdir()
+
+
+class Picture:
+    """Draws a run again and again in a thread of its own."""
+
+    def __init__(self, screen: Console, moment: Callable[[str], Moment]):
+        self._screen, self._moment = screen, moment
+        self._doing, self._over, self._width = "", threading.Event(), screen.width
+        self._live = Live(
+            console=screen, auto_refresh=False, transient=True, redirect_stdout=False, redirect_stderr=False, vertical_overflow="crop"
+        )
+
+    def say(self, doing: str) -> None:
+        """Sets what the run does beside its stages."""
+        self._doing = doing
+
+    @contextmanager
+    def shown(self) -> Iterator[None]:
+        """Draws within the block, and removes what it drew."""
+        thread = threading.Thread(target=self._draw_on, name="terminal", daemon=True)
+        self._live.start()
+        thread.start()
+        try:
+            yield
+        finally:
+            self._over.set()
+            thread.join()
+            self._live.stop()
+
+    def _draw_on(self) -> None:
+        told = over = False
+        while not over:
+            over = self._over.wait(SECONDS)  # once more then, so that the end is seen
+            try:
+                self._draw()
+            except Exception:  # an error in a picture must not fail the run
+                if not told:
+                    logging.getLogger(__name__).exception("the terminal's lines could not be drawn")
+                told = True
+
+    def _draw(self) -> None:
+        if self._screen.width != self._width:  # the terminal has wrapped the old lines: nobody knows where they are now
+            self._width = self._screen.width
+            self._live.stop()
+            self._screen.clear()
+            self._live.start()
+        width, height = self._screen.size
+        self._live.update(frame(self._moment(self._doing), width, height, self._screen.options.ascii_only), refresh=True)
+
+
+@contextmanager
+def _interrupts_told(say: Say) -> Iterator[None]:
+    """Tells at Ctrl-C that stages are ended, which may take seconds. What was to happen then happens."""
+    before = signal.getsignal(signal.SIGINT)
+    if not callable(before):
+        yield
+        return
+
+    def told(number: int, place: FrameType | None) -> None:
+        say(INTERRUPTED)
+        before(number, place)
+
+    signal.signal(signal.SIGINT, told)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
