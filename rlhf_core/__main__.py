@@ -1,5 +1,6 @@
 """Runs the stage of one run directory, with or without Prefect: `python -m rlhf_core RUN_DIR`.
 
+`--wait KIND DESCRIPTOR` in place of RUN_DIR: it imports what the kind needs, then reads the run directory from an inherited pipe.
 Exit codes: 0 done; 2 wrong input (one line on stderr says what to change); 3 a package is missing, or a GPU is too small (likewise);
 1 anything else, with a traceback, or one line where a node of the cluster was lost, or training came to a loss, gradient norm or weight
 that is not finite.
@@ -13,10 +14,12 @@ import os
 import sys
 import warnings
 from collections.abc import Sequence
+from contextlib import suppress
 
 from pydantic import ValidationError
 
 from rlhf_core.config import KINDS
+from rlhf_core.runs.prepared import WAIT, awaited
 from rlhf_core.runs.run_dir import RunDir, run_stage
 from rlhf_core.system.gc_pause import uncollected
 from rlhf_core.system.machine import MachineLacks, NodeLost, Unreachable, disk_problem, num_gpus
@@ -40,7 +43,8 @@ ENV_DEFAULTS = {
 
 def main(argv: Sequence[str], package: str = "rlhf_core") -> int:
     """Runs the stage in `argv[0]`, whose module is in `package`. Returns the exit code."""
-    if len(argv) != 1:
+    waits = argv[:1] == [WAIT]
+    if len(argv) != (3 if waits else 1):
         return _refuse("give one argument, the run directory", WRONG_INPUT)
     for key, value in ENV_DEFAULTS.items():
         os.environ.setdefault(key, value)
@@ -48,6 +52,11 @@ def main(argv: Sequence[str], package: str = "rlhf_core") -> int:
     warnings.simplefilter("ignore", FutureWarning)  # PYTHONWARNINGS reaches only the processes this one starts
     if num_gpus() == 0:
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    if waits:
+        run_dir = _imported_first(argv[1], int(argv[2]))
+        if run_dir is None:
+            return 0
+        argv = sys.argv[1:] = [run_dir]
     try:
         request = RunDir(argv[0]).request()
     except (OSError, ValidationError) as error:
@@ -81,6 +90,14 @@ def main(argv: Sequence[str], package: str = "rlhf_core") -> int:
             return _refuse(f"{argv[0]} cannot be written to: {reason}, then run again: it resumes from its last checkpoint", ENVIRONMENT)
         raise
     return 0
+
+
+def _imported_first(kind: str, descriptor: int) -> str | None:
+    """Imports the libraries of a kind of stage, then returns the run directory that this process is told (runs/prepared.py), or None."""
+    os.set_inheritable(descriptor, False)
+    with uncollected(), suppress(Exception):  # what cannot be imported is told when the stage needs it
+        importlib.import_module(KINDS[kind].module)
+    return awaited(descriptor)
 
 
 def _refuse(sentence: str, code: int) -> int:

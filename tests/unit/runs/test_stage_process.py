@@ -81,3 +81,16 @@ def test_a_stage_of_another_package_is_refused(run_dir: str, capsys: pytest.Capt
     assert stage_process.main([run_dir], "evaluation") == 2
     told = capsys.readouterr().err
     assert "is of kind sft, which this command does not do; it does evaluation, " in told and "alignment_tax" in told and "dpo" not in told
+
+
+@pytest.mark.parametrize("told", [True, False])
+def test_a_process_that_waits_runs_the_stage_it_is_told(run_dir: str, monkeypatch: pytest.MonkeyPatch, told: bool) -> None:
+    monkeypatch.setitem(sys.modules, "work_for_test", cast(ModuleType, SimpleNamespace(run=lambda request, run: Outcome({}, {}))))
+    monkeypatch.setitem(KINDS, "sft", KINDS["sft"]._replace(module="work_for_test"))
+    monkeypatch.setattr(sys, "argv", ["x"])
+    reads, writes = os.pipe()
+    with os.fdopen(writes, "wb") as pipe:
+        pipe.write(run_dir.encode() + b"\n" if told else b"")
+    assert stage_process.main(["--wait", "sft", str(reads)], "work_for_test") == 0
+    assert (RunDir(run_dir).result() is not None) == told
+    assert sys.argv == (["x", run_dir] if told else ["x"])
