@@ -23,7 +23,7 @@ from rlhf_core.runs.prepared import WAIT, awaited
 from rlhf_core.runs.run_dir import RunDir, run_stage
 from rlhf_core.system.gc_pause import uncollected
 from rlhf_core.system.machine import MachineLacks, NodeLost, Unreachable, disk_problem, num_gpus
-from rlhf_core.system.processes import ENVIRONMENT, FAILED, OURS, WRONG_INPUT, raised_by_us
+from rlhf_core.system.processes import ENVIRONMENT, FAILED, OURS, WRONG_INPUT, end_process, raised_by_us
 from rlhf_core.system.proxies import bypass_loopback
 
 ENV_DEFAULTS = {
@@ -106,4 +106,4 @@ def _refuse(sentence: str, code: int) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    end_process(main(sys.argv[1:]))
