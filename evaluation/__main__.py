@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 
 from rlhf_core.__main__ import main
+from rlhf_core.system.processes import end_process
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:], "evaluation"))
+    end_process(main(sys.argv[1:], "evaluation"))

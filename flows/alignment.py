@@ -17,7 +17,7 @@ from typing import Any
 from prefect import runtime
 
 from evaluation.report.summary import Status
-from flows.running import OneByOne, Threads
+from flows.running import OneByOne, Threads, prepare_next
 from flows.schedule import machine_here, schedule_of
 from rlhf_core.config import Publication, Recipe
 from rlhf_core.config.gates import Verdict
@@ -26,6 +26,7 @@ from rlhf_core.preflight.inputs import require_here
 from rlhf_core.recipe.gates import GateFailed, gates_behind, holding, uncheckable
 from rlhf_core.recipe.plan import Node, Plan, plan
 from rlhf_core.runs.launch import SeveralFailed
+from rlhf_core.runs.prepared import prepared
 from rlhf_core.runs.run_dir import StageRequest
 from rlhf_core.runs.store import store_of
 from rlhf_core.system import orphan_watcher
@@ -169,6 +170,8 @@ def _run_open(planned: Plan, nodes: tuple[Node, ...]) -> list[Verdict]:
                         stages.begin(planned[start.name], start, schedule.variables(start))
                     if not stages.starts:
                         break
+                    if schedule.peak == 1 and goes_on():
+                        prepare_next(nodes, begun)
                     name, result = stages.ended()
                     try:
                         end(planned[name], result)
@@ -177,6 +180,8 @@ def _run_open(planned: Plan, nodes: tuple[Node, ...]) -> list[Verdict]:
         except BaseException:
             statuses |= {name: found(planned[name].run_dir) for name in stages.starts}
             raise
+        finally:
+            prepared.end()
         order = [node.name for node in planned.nodes]
         roll_back(planned, failed_gates)
         if waiting and not failures and goes_on():

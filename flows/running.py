@@ -6,7 +6,7 @@ A signal reaches the main thread alone. It ends a stage there; those in threads 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from functools import partial
@@ -14,8 +14,10 @@ from typing import Any, NamedTuple, Self
 
 from evaluation.report.summary import Status
 from flows.schedule import Start
+from rlhf_core.config import KINDS
 from rlhf_core.recipe.plan import Node
 from rlhf_core.runs.allotment import Allotment, allotment
+from rlhf_core.runs.prepared import prepared
 
 POLL_SECONDS = 0.5
 
@@ -25,6 +27,14 @@ class Ended(NamedTuple):
 
     name: str
     result: Callable[[], Status]
+
+
+def prepare_next(nodes: Sequence[Node], begun: Collection[str]) -> None:
+    """Lets the process of the next stage that is not done import its libraries while the one before works (rlhf_core/runs/prepared.py)."""
+    for node in nodes:
+        if node.name not in begun and not node.done:
+            prepared.start(KINDS[node.kind].package, node.kind)
+            return
 
 
 class OneByOne:

@@ -1,5 +1,6 @@
 """Runs the stage of one run directory, with or without Prefect: `python -m rlhf_core RUN_DIR`.
 
+`--wait KIND DESCRIPTOR` in place of RUN_DIR: it imports what the kind needs, then reads the run directory from an inherited pipe.
 Exit codes: 0 done; 2 wrong input (one line on stderr says what to change); 3 a package is missing, or a GPU is too small (likewise);
 1 anything else, with a traceback, or one line where a node of the cluster was lost, or training came to a loss, gradient norm or weight
 that is not finite.
@@ -13,16 +14,26 @@ import os
 import sys
 import warnings
 from collections.abc import Sequence
+from contextlib import suppress
 from functools import partial
 
 from pydantic import ValidationError
 
 from rlhf_core.config import KINDS
 from rlhf_core.config.kinds import Kind
+from rlhf_core.runs.prepared import WAIT, awaited
 from rlhf_core.runs.run_dir import Outcome, RunDir, StageRequest, run_stage
 from rlhf_core.system.gc_pause import uncollected
 from rlhf_core.system.machine import MachineLacks, NodeLost, Unreachable, disk_problem, num_gpus
-from rlhf_core.system.processes import ENVIRONMENT, FAILED, OURS, WRONG_INPUT, age_of_this_process, raised_by_us
+from rlhf_core.system.processes import (
+    ENVIRONMENT,
+    FAILED,
+    OURS,
+    WRONG_INPUT,
+    age_of_this_process,
+    end_process,
+    raised_by_us,
+)
 from rlhf_core.system.proxies import bypass_loopback
 
 ENV_DEFAULTS = {
@@ -45,12 +56,19 @@ CPU_DEFAULTS = {"DS_ACCELERATOR": "cpu", "TORCH_CPP_LOG_LEVEL": "ERROR"}
 
 def main(argv: Sequence[str], package: str = "rlhf_core") -> int:
     """Runs the stage in `argv[0]`, whose module is in `package`. Returns the exit code."""
-    if len(argv) != 1:
+    waits = argv[:1] == [WAIT]
+    if len(argv) != (3 if waits else 1):
         return _refuse("give one argument, the run directory", WRONG_INPUT)
     for key, value in (ENV_DEFAULTS | ({} if num_gpus() else CPU_DEFAULTS)).items():
         os.environ.setdefault(key, value)
     bypass_loopback()
     warnings.simplefilter("ignore", FutureWarning)  # PYTHONWARNINGS reaches only the processes this one starts
+    if waits:
+        run_dir = _imported_first(argv[1], int(argv[2]))
+        if run_dir is None:
+            return 0
+        argv = sys.argv[1:] = [run_dir]
+    seconds_before = 0.0 if waits else age_of_this_process()
     try:
         request = RunDir(argv[0]).request()
     except (OSError, ValidationError) as error:
@@ -61,7 +79,7 @@ def main(argv: Sequence[str], package: str = "rlhf_core") -> int:
         return _refuse(f"{argv[0]} is of kind {kind}, which this command does not do; it does {ours}", WRONG_INPUT)
     packages = {*OURS, KINDS[kind].module.partition(".")[0]}
     try:
-        run_stage(argv[0], partial(_work, KINDS[kind]), age_of_this_process())
+        run_stage(argv[0], partial(_work, KINDS[kind]), seconds_before)
     except ModuleNotFoundError as error:
         if (error.name or "").split(".")[0] in packages:
             raise
@@ -94,10 +112,18 @@ def _work(kind: Kind, request: StageRequest, run: RunDir) -> Outcome:
     return outcome
 
 
+def _imported_first(kind: str, descriptor: int) -> str | None:
+    """Imports the libraries of a kind of stage, then returns the run directory that this process is told (runs/prepared.py), or None."""
+    os.set_inheritable(descriptor, False)
+    with uncollected(), suppress(Exception):  # what cannot be imported is told when the stage needs it
+        importlib.import_module(KINDS[kind].module)
+    return awaited(descriptor)
+
+
 def _refuse(sentence: str, code: int) -> int:
     print(sentence, file=sys.stderr, flush=True)
     return code
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    end_process(main(sys.argv[1:]))

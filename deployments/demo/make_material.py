@@ -176,6 +176,7 @@ def write_base(folder: Path, seed: int) -> None:
     os.environ.setdefault("DS_ACCELERATOR", "cpu")  # else DeepSpeed, which transformers imports, warns that it finds no GPU
     # Imported here: material that is already complete is recognised without paying for these.
     import torch
+    from safetensors.torch import save_file
     from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
     from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
@@ -221,10 +222,16 @@ def write_base(folder: Path, seed: int) -> None:
         bos_token_id=None,
     )
     model = Qwen2ForCausalLM(config)
-    model.generation_config = GenerationConfig(
+    generation = GenerationConfig(
         do_sample=True, temperature=1.0, pad_token_id=tokenizer.pad_token_id, eos_token_id=tokenizer.eos_token_id
     )
-    model.save_pretrained(folder)
+    config.architectures, config.dtype = [type(model).__name__], model.dtype
+    config.save_pretrained(folder)
+    generation.save_pretrained(folder)
+    # `model.save_pretrained` would import DeepSpeed, which takes seconds, and write the same file.
+    tied = set(model.all_tied_weights_keys)
+    weights = {name: weight for name, weight in model.state_dict().items() if name not in tied}
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
 
 
 def _corpus() -> list[str]:

@@ -84,11 +84,18 @@ def _make_folder(folder: Path) -> None:
 def _make_material(script: Path) -> None:
     """Makes the demo's base model and data if they are missing. Raises ValueError when the folder holds something else."""
     command = [sys.executable, "-P", str(script), "--out", MATERIAL]
-    done = subprocess.run(command, env=child_environment(), stderr=subprocess.PIPE, text=True, stdin=subprocess.DEVNULL)
-    if done.returncode == WRONG_INPUT:
-        raise ValueError(done.stderr.strip().splitlines()[-1])
-    if done.returncode:
-        raise RuntimeError(f"the demo's material could not be made:\n{done.stderr.strip()[-3000:]}")
+    with subprocess.Popen(command, env=child_environment(), stderr=subprocess.PIPE, text=True, stdin=subprocess.DEVNULL) as process:
+        try:
+            import flows.alignment  # noqa: F401  takes seconds, and the run needs it next
+
+            _, told = process.communicate()
+        except BaseException:
+            process.kill()
+            raise
+    if process.returncode == WRONG_INPUT:
+        raise ValueError(told.strip().splitlines()[-1])
+    if process.returncode:
+        raise RuntimeError(f"the demo's material could not be made:\n{told.strip()[-3000:]}")
 
 
 def init(

@@ -11,19 +11,18 @@ import re
 import selectors
 import signal
 import subprocess
-import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from rlhf_core.records import StageResult
-from rlhf_core.runs.allotment import check_stop, variables
+from rlhf_core.runs.allotment import check_stop
 from rlhf_core.runs.noise import is_noise, plain
+from rlhf_core.runs.prepared import GRACE_SECONDS, end, prepared, reaped
 from rlhf_core.runs.run_dir import LOG, RunDir
-from rlhf_core.system.processes import ENVIRONMENT, WRONG_INPUT, child_environment
+from rlhf_core.system.processes import ENVIRONMENT, WRONG_INPUT
 
-GRACE_SECONDS = 10.0  # between TERM and KILL
 TAIL_LINES = 15
 SECRET_NAME = re.compile(r"(TOKEN|APIKEY|(^|_)KEY|SECRET|PASSWORD|AUTH_STRING)(_?\d+)?$")
 
@@ -61,8 +60,8 @@ class SeveralFailed(RuntimeError):
 
 
 def launch(module: str, run_dir: Path, name: str, on_line: Callable[[str], None], grace_seconds: float = GRACE_SECONDS) -> StageResult:
-    """Runs `python -m MODULE RUN_DIR`, waits for it and returns its result. `on_line` gets each line of its output that is not
-    noise (noise.py), without colours; `log.txt` has all.
+    """Runs `python -m MODULE RUN_DIR`, or the process that was prepared for it, and returns its result. `on_line` gets each line of its
+    output that is not noise (noise.py), without colours; `log.txt` has all.
 
     Writes the start time to `log.txt`, and the end time unless an exception in this call ended the process. Masks the values of the keys
     that the stage needs and of variables with names like those of keys. Raises StageFailed when the process ends without a result, Stopped
@@ -70,19 +69,15 @@ def launch(module: str, run_dir: Path, name: str, on_line: Callable[[str], None]
     descendants too.
     """
     run = RunDir(run_dir)
-    command = [sys.executable, "-P", "-m", module, str(run.path)]
+    config = run.request().config
+    kind = config.stage
     tail: deque[str] = deque(maxlen=TAIL_LINES)
-    keys = {key.variable for key in run.request().config.needed_keys}
+    keys = {key.variable for key in config.needed_keys}
     secrets = [value for name, value in os.environ.items() if (name in keys or SECRET_NAME.search(name)) and len(value) >= 8]
     start = time.monotonic()
-    process = subprocess.Popen(
-        [sys.executable, "-P", "-m", "rlhf_core.system.reaper", str(os.getpid()), str(grace_seconds), *command],
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        env={**child_environment(), **variables()},
-        start_new_session=True,
-    )
+    process = prepared.take(module, kind, run.path, grace_seconds)
+    if process is None:
+        process = reaped(module, [str(run.path)], kind, grace_seconds).reaper
     try:
         with (run / LOG).open("a") as log:
             log.write(f"--- {time.strftime('%Y-%m-%d %H:%M:%S')} {name}\n")
@@ -99,7 +94,7 @@ def launch(module: str, run_dir: Path, name: str, on_line: Callable[[str], None]
             code = process.wait()
             log.write(f"+++ {time.strftime('%Y-%m-%d %H:%M:%S')} {name} ended after {time.monotonic() - start:.2f} s with code {code}\n")
     finally:
-        _end(process, grace_seconds)
+        end(process, grace_seconds)
     result = run.result()
     if result is None:
         raise StageFailed(name, code, tuple(tail))
@@ -127,20 +122,6 @@ def _lines(process: subprocess.Popen[bytes]) -> Iterator[str]:
 
 def _text(line: bytes) -> str:
     return line.rstrip(b"\r").rpartition(b"\r")[2].decode(errors="replace")
-
-
-def _end(process: subprocess.Popen[bytes], grace_seconds: float) -> None:
-    """Stops the supervising process (rlhf_core/system/reaper.py), which stops all its descendants. Ignores further Ctrl-C while waiting."""
-    while process.poll() is None:
-        process.terminate()
-        try:
-            process.wait(timeout=grace_seconds + 5)
-        except subprocess.TimeoutExpired:
-            process.kill()
-        except KeyboardInterrupt:
-            continue
-    if process.stdout is not None:
-        process.stdout.close()
 
 
 def _signal_name(number: int) -> str | None:

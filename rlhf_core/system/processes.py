@@ -1,8 +1,9 @@
-"""Defines exit codes and environment of stage processes, distinguishes errors of our own code from those of libraries, kills process
-groups, and imports the files of users."""
+"""Defines exit codes and environment of stage processes, distinguishes errors of our own code from those of libraries, ends processes
+and process groups, and imports the files of users."""
 
 from __future__ import annotations
 
+import atexit
 import dis
 import importlib.util
 import inspect
@@ -10,13 +11,14 @@ import os
 import re
 import signal
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Callable, Collection
 from contextlib import suppress
 from pathlib import Path
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import psutil
 
@@ -73,6 +75,17 @@ def kill_group(leader: int) -> None:
     """Kills a process that began a session, and what it has started."""
     with suppress(ProcessLookupError):
         os.killpg(leader, signal.SIGKILL)
+
+
+def end_process(code: int) -> NoReturn:
+    """Ends this process as Python does, but without taking its modules apart, which takes seconds after large libraries: waits for its
+    threads, calls what was registered with `atexit`, writes what is buffered."""
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError, ValueError):  # nobody reads it, or it is closed
+            stream.flush()
+    os._exit(code)
 
 
 def how_ended(code: int) -> str:

@@ -187,7 +187,8 @@ def nothing_left(folder: Path) -> bool:
 
 
 def find(run: int, who: str) -> psutil.Process | None:
-    """The process to kill: what was started last of those that fit. None when the run is over."""
+    """The process to kill: what was started last of those that fit, of stages first: the next one's process may wait beside the one that
+    works. None when the run is over."""
     try:
         command = psutil.Process(run)
         below = command.children(recursive=True)
@@ -201,7 +202,8 @@ def find(run: int, who: str) -> psutil.Process | None:
         "ray": lambda process: is_actor(" ".join(command_of(process))),
         "server": lambda process: any(word.endswith("server_process.py") for word in command_of(process)),
     }
-    return max(filter(fits[who], below), key=lambda process: process.create_time(), default=None)
+    choose = min if who == "stage" else max
+    return choose(filter(fits[who], below), key=lambda process: process.create_time(), default=None)
 
 
 def is_actor(command: str) -> bool:

@@ -112,3 +112,16 @@ def test_the_age_of_a_process_counts_from_its_start() -> None:
         check=True,
     )
     assert 0.3 <= float(told.stdout) < 30
+
+
+@pytest.mark.parametrize("told", [True, False])
+def test_a_process_that_waits_runs_the_stage_it_is_told(run_dir: str, monkeypatch: pytest.MonkeyPatch, told: bool) -> None:
+    monkeypatch.setitem(sys.modules, "work_for_test", cast(ModuleType, SimpleNamespace(run=lambda request, run: Outcome({}, {}))))
+    monkeypatch.setitem(KINDS, "sft", KINDS["sft"]._replace(module="work_for_test"))
+    monkeypatch.setattr(sys, "argv", ["x"])
+    reads, writes = os.pipe()
+    with os.fdopen(writes, "wb") as pipe:
+        pipe.write(run_dir.encode() + b"\n" if told else b"")
+    assert stage_process.main(["--wait", "sft", str(reads)], "work_for_test") == 0
+    assert (RunDir(run_dir).result() is not None) == told
+    assert sys.argv == (["x", run_dir] if told else ["x"])
