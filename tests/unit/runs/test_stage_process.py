@@ -34,7 +34,7 @@ def raise_in(module: str, error: Exception) -> object:
 def main(run_dir: str, work: object, monkeypatch: pytest.MonkeyPatch) -> int:
     monkeypatch.setitem(sys.modules, "work_for_test", cast(ModuleType, SimpleNamespace(run=work)))
     monkeypatch.setitem(KINDS, "sft", KINDS["sft"]._replace(module="work_for_test"))
-    return stage_process.main([run_dir], "work_for_test")
+    return stage_process.main([run_dir])
 
 
 def test_done(run_dir: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -122,6 +122,6 @@ def test_a_process_that_waits_runs_the_stage_it_is_told(run_dir: str, monkeypatc
     reads, writes = os.pipe()
     with os.fdopen(writes, "wb") as pipe:
         pipe.write(run_dir.encode() + b"\n" if told else b"")
-    assert stage_process.main(["--wait", "sft", str(reads)], "work_for_test") == 0
+    assert stage_process.main(["--wait", "sft", str(reads)]) == 0
     assert (RunDir(run_dir).result() is not None) == told
     assert sys.argv == (["x", run_dir] if told else ["x"])
