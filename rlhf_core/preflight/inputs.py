@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from rlhf_core.cluster.layout import arrange
-from rlhf_core.config import KINDS, PPO, AlignmentTax, Calibration, Data, Evaluation, Publication, Ranks, Rewarded, StageConfig
+from rlhf_core.config import KINDS, PPO, AlignmentTax, Calibration, Data, Evaluation, Preferences, Publication, Ranks, Rewarded, StageConfig
 from rlhf_core.config.judging.lm_eval_tasks import is_path, read_task
 from rlhf_core.config.rewards import FunctionReward
 from rlhf_core.data.documents import check_limit
@@ -28,7 +28,7 @@ from rlhf_core.preflight.frames import frames_of, rendered
 from rlhf_core.preflight.lengths import length_problems
 from rlhf_core.preflight.models import model_problem, sampling_problems, unfit_models, unlike_vocabulary, vocabulary_problems
 from rlhf_core.preflight.questions import question_problems, selecting_questions, shared_questions
-from rlhf_core.preflight.rows.batches import batch_warning, prompt_problem
+from rlhf_core.preflight.rows.batches import batch_warning, made_rows_warning, prompt_problem, rows_made
 from rlhf_core.preflight.sequences import sequence_problems
 from rlhf_core.preflight.template_length import Measured
 from rlhf_core.preflight.weights import weight_problem
@@ -124,6 +124,7 @@ def input_warnings(plan: Plan, nodes: Sequence[Node]) -> list[str]:
     todo = [node for node in nodes if not node.done]
     frames = frames_of(plan, todo, partial(tokenizer_of, plan), ())
     warned = []
+    made: dict[str, int] = {}  # rows of preferences stages, at most
     for node in todo:
         for text in node.config.texts:
             frame = frames.get((tokenizer_of(plan, node) or "", text.data.template))
@@ -132,6 +133,12 @@ def input_warnings(plan: Plan, nodes: Sequence[Node]) -> list[str]:
             found = rendered(frame, text)
             told = [*found.warned, batch_warning(node.config, text.field, found.items) if found.items else ""]
             warned += [f"stages.{node.name}.{text.field}: {sentence}" for sentence in told if sentence]
+            if isinstance(node.config, Preferences) and found.items:
+                made[node.name] = rows_made(node.config, found.items)
+        for field in ("pairs", "answers"):
+            count = made.get(node.stages.get(getattr(node.config, field, None) or "", ""))
+            if count and (sentence := made_rows_warning(node.config, count)):
+                warned.append(f"stages.{node.name}.{field}: {sentence}")
     return list(dict.fromkeys(warned))
 
 

@@ -83,10 +83,14 @@ REASONS: dict[str, str] = {
         vllm_model_impl vllm_max_model_length vllm_server_timeout vllm_group_port use_transformers_paged num_generations_eval
         ignore_bias_buffers dataset_streaming streaming use_cache bnb_4bit_quant_type use_bnb_nested_quant bnb_4bit_quant_storage
         lora_task_type train_sampling_strategy logging_first_step logging_strategy save_strategy save_safetensors save_only_model
+        local_rank debug auto_find_batch_size bf16_full_eval fp16_full_eval eval_delay prediction_loss_only eval_do_concat_batches
+        eval_use_gather_object include_for_metrics batch_eval_metrics include_num_input_tokens_seen enable_jit_checkpoint ignore_data_skip
+        restore_callback_states_from_checkpoint skip_memory_metrics accelerator_config average_tokens_across_devices liger_kernel_config
+        use_transformers_continuous_batching transformers_continuous_batching_config do_predict label_names
         do_train do_eval overwrite_output_dir resume_from_checkpoint trl_project disable_tqdm log_level eval_on_start""",
     "checkpoints are in the stage's run directory, artifacts/stages/<stage>-<digest>/": "logging_dir load_best_model_at_end",
     "write `wandb: {project: ...}` into the recipe for this, with the key in WANDB_API_KEY; TensorBoard files are always written": """
-        report_to run_name project trackio_space_id""",
+        report_to run_name project trackio_space_id trackio_bucket_id trackio_static_space_id""",
     "a `publication` stage copies a model to the Hub": """
         push_to_hub hub_model_id hub_strategy hub_private_repo hub_token hub_revision""",
     "samples are in the run directory of the stage": "log_completions num_completions_to_print log_unique_prompts log_completions_hub_repo",
@@ -95,7 +99,7 @@ REASONS: dict[str, str] = {
     "there is no such loss term": """
         ld_alpha use_weighting discopop_tau f_divergence_type f_alpha_divergence_coef top_entropy_quantile off_policy_mask_threshold
         use_bias_correction_kl use_adaptive_entropy entropy_coef_min entropy_coef_max entropy_coef_delta entropy_target
-        sapo_temperature_neg sapo_temperature_pos multi_objective_aggregation""",
+        sapo_temperature_neg sapo_temperature_pos vespo_k_pos vespo_lambda_pos vespo_k_neg vespo_lambda_neg multi_objective_aggregation""",
     "sampling has temperature, top_p and top_k alone": "min_p repetition_penalty generation_kwargs vllm_structured_outputs_regex",
     "the template is that of the model's own tokenizer": "chat_template_path chat_template_kwargs eos_token pad_token",
     "models train without dropout": "disable_dropout",
@@ -118,6 +122,12 @@ DROPPED: dict[str, str] = {
     "adam_epsilon": "AdamW's epsilon is 1e-8",
     "label_smoothing_factor": "the loss of SFT has no label smoothing",
     "fp16": "the half precision is bfloat16",
+    "data_seed": "a recipe has one seed",
+    "full_determinism": "runs are seeded, and reproducible on CPUs",
+    "use_cpu": "set gpus to 0 in the groups and the engines of the stage",
+    "parallelism_config": "set sequence_parallel_size, or zero_stage",
+    "optim_target_modules": "the optimiser is AdamW, of all weights",
+    "greater_is_better": "the model of the last step is used; of ppo with eval_prompts that of the best iteration",
     "max_prompt_length": "a pair has one limit, max_len: the prompt keeps its end, then the answers are cut",
     "max_completion_length": "a pair has one limit, max_len: the prompt keeps its end, then the answers are cut",
     "test_split_size": "set eval_data to rows of their own",

@@ -44,6 +44,8 @@ def read_trl(draft: Draft, launch: Launch, chain: Chain, gpus: int) -> None:
     else:
         _read_loss(draft)
         read_ranks(draft, launch.gpus, gpus)
+        if (on_cpus := draft.take("use_cpu")) and true(on_cpus.words):
+            draft.translate(on_cpus, "ranks.gpus", 0.0)
         world = (launch.gpus[0] or 1) * (launch.gpus[1] or gpus)
     steps = _read_batches(draft, world)
     _read_schedule(draft, steps)

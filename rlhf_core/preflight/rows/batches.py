@@ -21,12 +21,24 @@ def batch_warning(config: StageConfig, field: str, count: int) -> str:
         return _few_steps(config, count)
     if isinstance(config, PPO) and field == "prompts":
         return _left_prompts(config, count)
-    if isinstance(config, Preferences) and field == "prompts":
-        asked = config.num_prompts
-        there = max(0, count - config.first_prompt)
-        if asked is not None and there < asked:
-            return f"num_prompts={asked}, and from number {config.first_prompt} on there are {there} prompts: all of them are used"
+    if isinstance(config, Preferences) and field == "prompts" and config.num_prompts is not None and count < config.num_prompts:
+        return f"num_prompts={config.num_prompts}, and the data has {count} prompts: all of them are used"
     return ""
+
+
+def rows_made(config: Preferences, prompts: int) -> int:
+    """Returns how many rows a preferences stage writes at most, when its data has `prompts` prompts."""
+    used = min(config.num_prompts or prompts, prompts)
+    is_one_each = config.post_processor in ("dpo", "rejection_sampling")
+    return used if is_one_each else used * config.n_samples_per_prompt
+
+
+def made_rows_warning(config: StageConfig, count: int) -> str:
+    """As `batch_warning`, of a stage that trains on at most `count` rows that a preferences stage makes."""
+    if not isinstance(config, Trainable):
+        return ""
+    told = _few_steps(config, count)
+    return f"at most {told}" if told else ""
 
 
 def _few_steps(config: Trainable, count: int) -> str:

@@ -26,7 +26,7 @@ trl sft --model_name_or_path $MODEL --dataset_name data/chats.jsonl --output_dir
     --use_peft --lora_r 32 --lora_alpha 64 --lora_dropout 0.1 --lora_target_modules q_proj k_proj --warp_speed 9 \
     --neftune_noise_alpha 5 --eval_strategy steps --eval_steps 50 --dataset_test_split held
 python -m trl.scripts.dpo --model_name_or_path sft --dataset_name acme/pairs --loss_type sigmoid sft --loss_weights 1.0 0.2 \
-    --max_steps 100 --per_device_train_batch_size 2 --warmup_steps 20 --bf16 False
+    --max_steps 100 --per_device_train_batch_size 2 --warmup_steps 20 --bf16 False --use_cpu
 trl vllm-serve --model acme/base
 """
 
@@ -81,7 +81,11 @@ def test_a_chain_of_two_commands_with_adapters(tmp_path: Path) -> None:
     assert "unknown option" in dropped["--warp_speed 9"] and "no noise" in dropped["--neftune_noise_alpha 5"]
     assert "no dropout" in dropped["--lora_dropout 0.1"] and "wandb" in dropped["--report_to wandb"]
     # `python` starts one process; 100 steps of 2 rows, of which 20 warm up.
-    assert dpo["ranks"]["num_ranks_per_node"] == 1 and dpo["train_batch_size"] == 2 and dpo["data"]["max_samples"] == 200
+    assert (
+        dpo["ranks"] == {"num_nodes": 1, "num_ranks_per_node": 1, "gpus": 0.0}
+        and dpo["train_batch_size"] == 2
+        and dpo["data"]["max_samples"] == 200
+    )
     assert (dpo["warmup_ratio"], dpo["nll_coef"], dpo["dtype"]) == (0.2, 0.2, "float32")
     assert "trl vllm-serve has no counterpart here" in found.remarks[-1].text
 

@@ -14,7 +14,7 @@ from rlhf_core.config import PPO, Data, Preferences
 from rlhf_core.data.chat import Renderer, load_tokenizer
 from rlhf_core.data.sources import sft_documents
 from rlhf_core.preflight.rows import sample, template_rows
-from rlhf_core.preflight.rows.batches import batch_warning
+from rlhf_core.preflight.rows.batches import batch_warning, rows_made
 from rlhf_core.preflight.rows.template_rows import Rendered, render_rows
 from tests.support.tiny_models import save_weights
 from tests.unit.preflight.test_check import TEMPLATE, save_tokenizer
@@ -146,7 +146,24 @@ def test_prompts_are_counted_against_the_iterations_and_against_those_asked_for(
     assert told.startswith("each episode leaves out 36 of 100 prompts, which fill no iteration of rollout_batch_size=64")
     assert batch_warning(ppo, "prompts", 130) == "", "2 of 130 are few"
     assert batch_warning(ppo, "eval_prompts", 100) == ""
-    round_2 = Preferences(prompts=data, reward=reward, first_prompt=80, num_prompts=50, post_processor="dpo")
-    told = batch_warning(round_2, "prompts", 100)
-    assert told == "num_prompts=50, and from number 80 on there are 20 prompts: all of them are used"
-    assert batch_warning(round_2, "prompts", 130) == ""
+    few = Preferences(prompts=data, reward=reward, num_prompts=50, post_processor="dpo", n_samples_per_prompt=4)
+    assert batch_warning(few, "prompts", 20) == "num_prompts=50, and the data has 20 prompts: all of them are used"
+    assert batch_warning(few, "prompts", 50) == ""
+    assert [rows_made(few, 20), rows_made(few, 80)] == [20, 50]
+    assert rows_made(few.model_copy(update={"post_processor": "kto"}), 20) == 80
+
+
+def test_rows_that_a_preferences_stage_makes_are_counted_against_batches(
+    tmp_path: Path, renderer: Renderer, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    data_of(tmp_path / "rows.jsonl", *of("prompt", SHORT, 20))
+    (tmp_path / "rw.py").write_text("def f(responses):\n    return [1.0 for _ in responses]\n")
+    sampled = "{stage: preferences, policy: base, prompts: {sources: rows.jsonl}, reward: 'rw.py:f', n_samples_per_prompt: 2, "
+    stages = f"{{made: {sampled} post_processor: dpo, prompt_max_len: 100, generate_max_len: 100}}, dpo: {{policy: base, pairs: made}}}}"
+    (tmp_path / "recipe.yaml").write_text(f"{{name: n, base_model: {renderer.tokenizer.name_or_path}, stages: {stages}}}")
+    main(["validate", "recipe.yaml", "--here"])
+    (told,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("warning")]
+    assert told.startswith(
+        "warning: stages.dpo.pairs: at most 20 pairs do not fill a batch of train_batch_size=128: each epoch is one step"
+    )
