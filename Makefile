@@ -85,5 +85,5 @@ docs:
 	@echo "The site: $(CURDIR)/site/index.html"
 
 clean:
-	rm -rf demo build site *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf demo build site .uv-cache *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find flows tasks rlhf_core evaluation deployments tests -name __pycache__ -type d -prune -exec rm -rf {} +

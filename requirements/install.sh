@@ -116,7 +116,7 @@ install_cpu() {
     sed -n '/^setuptools==/,/[^\\]$/p' requirements/cpu.txt >.venv/.setuptools.txt
     pinned .venv/.setuptools.txt
     install_torch
-    say "installing $(grep -c '==' requirements/cpu.txt) packages of requirements/cpu.txt (the first time it loads 1 GB)"
+    say "installing $(grep -c '==' requirements/cpu.txt) packages of requirements/cpu.txt (600 MB, where no cache has them)"
     pinned requirements/cpu.txt
     # uv's cache would keep the version of an earlier commit.
     UV_NO_CACHE=1 packages --no-deps --no-build-isolation --editable .

@@ -22,9 +22,10 @@ def configured() -> dict[str, str]:
     listed = subprocess.run(command, capture_output=True, text=True, check=False).stdout
     options: dict[tuple[str, str], str] = {}
     for line in listed.splitlines():
-        key, _, value = line.partition("=")
+        key, equals, value = line.partition("=")
         section, _, option = key.partition(".")
-        options[section, option] = ast.literal_eval(value)
+        if equals:
+            options[section, option] = ast.literal_eval(value)
     merged: dict[str, str] = {}
     for chosen in SECTIONS:
         merged |= {option: value for (section, option), value in options.items() if section == chosen}

@@ -26,12 +26,11 @@ LEFT_OUT = ("UV_CACHE_DIR", "PYTHONDONTWRITEBYTECODE")
 
 
 class Run(NamedTuple):
-    """Seconds of one setup, and bytes of its .venv and caches."""
+    """Seconds of one setup, and bytes of its .venv."""
 
     wall: float
     cpu: float
     environment: int
-    caches: int
 
 
 def cpu_seconds() -> float:
@@ -59,7 +58,7 @@ def measure(folder: Path, source: Path, commit: str, target: str) -> Run:
     subprocess.run(["make", target], cwd=clone, env=environment, check=True)
     wall = time.monotonic() - started
     cpu = cpu_seconds() - cpu_before
-    return Run(wall, cpu, size(clone / ".venv"), size(caches))
+    return Run(wall, cpu, size(clone / ".venv"))
 
 
 def main() -> None:
@@ -88,7 +87,6 @@ def main() -> None:
         "longest wall": figure(round(max(run.wall for run in runs), 1), "s"),
         "most CPU": figure(round(max(run.cpu for run in runs), 1), "s"),
         ".venv": figure(round(runs[-1].environment / 2**30, 1), "GiB"),
-        "caches": figure(round(runs[-1].caches / 2**30, 1), "GiB"),
     }
     save(arguments, f"`make {arguments.target}` in a fresh clone with empty caches", found)
 
