@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 
-COLOUR = re.compile(r"\x1b\[[0-9;]*m")
+CODES = re.compile(r"\x1b(\[[0-?]*[ -/]*[@-~])?")  # of terminals: colours, moves of the cursor
 RAY_PREFIX = re.compile(r"^\([^()]+ pid=\d+(, ip=[^()]+)?\)( |$)")  # before each line of Ray's other processes
 NOISE = re.compile(
     "|".join(
@@ -29,10 +29,10 @@ NOISE = re.compile(
 
 
 def plain(line: str) -> str:
-    """Returns a line without the codes of colours."""
-    return COLOUR.sub("", line)
+    """Returns a line without codes of terminals, such as those of colours."""
+    return CODES.sub("", line)
 
 
 def is_noise(line: str) -> bool:
-    """Returns whether a line, without colours, says nothing to whoever watches the stage."""
+    """Returns whether a line, without codes of terminals, says nothing to whoever watches the stage."""
     return NOISE.match(RAY_PREFIX.sub("", line)) is not None

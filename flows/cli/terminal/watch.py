@@ -99,7 +99,7 @@ class RunWatch:
         said = [line for line in map(plain, lines) if not is_noise(line)]
         if not said or said[-1].startswith(("--- ", "+++ ")):
             return "its process starts"
-        return STEP.sub("", said[-1], count=1)[:SHOWN_TEXT]
+        return STEP.sub("", said[-1], count=1).replace("\t", " ")[:SHOWN_TEXT]
 
 
 def _held_by(stage: Stage, stages: dict[str, Stage]) -> str:
