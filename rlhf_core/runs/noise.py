@@ -1,7 +1,7 @@
 """Says which lines of a stage's process are for `log.txt` alone: notes of its libraries that nobody can act on.
 
-Where a library has a setting or logger for a note, that is used (`QUIET` in rlhf_core/__main__.py, rollout/environment.py); these are
-the others, and those of releases and processes that the settings do not reach.
+Where a library has a setting or logger for a note, that is used (`ENV_DEFAULTS` in rlhf_core/__main__.py, rollout/environment.py).
+These are the others, and those of releases and processes that the settings do not reach.
 """
 
 from __future__ import annotations
