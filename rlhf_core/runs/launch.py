@@ -61,7 +61,7 @@ class SeveralFailed(RuntimeError):
 
 def launch(module: str, run_dir: Path, name: str, on_line: Callable[[str], None], grace_seconds: float = GRACE_SECONDS) -> StageResult:
     """Runs `python -m MODULE RUN_DIR`, or the process that was prepared for it, and returns its result. `on_line` gets each line of its
-    output that is not noise (noise.py), without colours; `log.txt` has all.
+    output that is not noise (noise.py), without codes of terminals; `log.txt` has all.
 
     Writes the start time to `log.txt`, and the end time unless an exception in this call ended the process. Masks the values of the keys
     that the stage needs and of variables with names like those of keys. Raises StageFailed when the process ends without a result, Stopped

@@ -1,14 +1,14 @@
 """Says which lines of a stage's process are for `log.txt` alone: notes of its libraries that nobody can act on.
 
-Where a library has a setting or logger for a note, that is used (`QUIET` in rlhf_core/__main__.py, rollout/environment.py); these are
-the others, and those of releases and processes that the settings do not reach.
+Where a library has a setting or logger for a note, that is used (`ENV_DEFAULTS` in rlhf_core/__main__.py, rollout/environment.py).
+These are the others, and those of releases and processes that the settings do not reach.
 """
 
 from __future__ import annotations
 
 import re
 
-COLOUR = re.compile(r"\x1b\[[0-9;]*m")
+CODES = re.compile(r"\x1b(\[[0-?]*[ -/]*[@-~])?")  # of terminals: colours, moves of the cursor
 RAY_PREFIX = re.compile(r"^\([^()]+ pid=\d+(, ip=[^()]+)?\)( |$)")  # before each line of Ray's other processes
 NOISE = re.compile(
     "|".join(
@@ -29,10 +29,10 @@ NOISE = re.compile(
 
 
 def plain(line: str) -> str:
-    """Returns a line without the codes of colours."""
-    return COLOUR.sub("", line)
+    """Returns a line without codes of terminals, such as those of colours."""
+    return CODES.sub("", line)
 
 
 def is_noise(line: str) -> bool:
-    """Returns whether a line, without colours, says nothing to whoever watches the stage."""
+    """Returns whether a line, without codes of terminals, says nothing to whoever watches the stage."""
     return NOISE.match(RAY_PREFIX.sub("", line)) is not None

@@ -65,7 +65,7 @@ sys.exit(flows.cli.main(["run", *sys.argv[2:]]))
 
 
 class Share(NamedTuple):
-    """Seconds. `processes`: the stages' processes; `work`: what they call their work, without imports."""
+    """Seconds. `processes`: the stages' processes; `work`: what their results say, from the start of each to its result."""
 
     flow: float
     processes: float

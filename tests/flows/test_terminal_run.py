@@ -28,7 +28,7 @@ def test_a_run_on_a_terminal_and_in_a_pipe(tmp_path: Path) -> None:
     assert any("▶ one" in text and "· evaluation  waits for one" in text and "INFO" not in text for text in seen)
     end = shown.screen.text()
     assert "▶" not in end and "The final model (two) is not clearly better or worse than SFT" in end
-    assert end.endswith(f"report: {folder / 'artifacts' / 'micro' / 'report.html'}")
+    assert end.replace("\n", "").endswith(f"report: {folder / 'artifacts' / 'micro' / 'report.html'}")
     assert shown.screen.cursor and shown.restored
     (log,) = (folder / "artifacts" / "micro" / "runs").glob("*.log")
     assert f"log: {log.relative_to(folder)}" in end and log.with_suffix(".json").is_file()

@@ -5,6 +5,7 @@ Knows the codes that rich writes: colours (left out), cursor up, column, home an
 
 from __future__ import annotations
 
+import codecs
 import fcntl
 import os
 import pty
@@ -82,6 +83,7 @@ class Terminal:
 
     def __init__(self, command: Sequence[str], folder: Path, environment: Mapping[str, str], width: int = 80, height: int = 24):
         self.screen = Screen(width, height)
+        self.written = ""  # all of it, with its codes
         self.began = time.monotonic()
         self.process, self._descriptor = pty.fork()
         if not self.process:
@@ -105,6 +107,7 @@ class Terminal:
 
     def run(self, see: Callable[[Terminal], None], seconds: float = 120) -> int:
         """Follows the command to its end. Returns its exit code, -n when signal n ended it."""
+        decoder = codecs.getincrementaldecoder("utf-8")("replace")  # a read may end within a character
         while select.select([self._descriptor], [], [], max(0.0, self.began + seconds - time.monotonic()))[0]:
             try:
                 written = os.read(self._descriptor, 65536)
@@ -112,7 +115,9 @@ class Terminal:
                 break
             if not written:
                 break
-            self.screen.feed(written.decode(errors="replace"))
+            text = decoder.decode(written)
+            self.written += text
+            self.screen.feed(text)
             see(self)
         self.restored = termios.tcgetattr(self._descriptor) == self.settings
         os.close(self._descriptor)

@@ -18,7 +18,7 @@ COLOURS = {"done": "green", "skipped": "green", "failed": "red", "running": "cya
 ALWAYS = ("running", "failed")  # states of stages that are never left out
 
 
-class Line(NamedTuple):
+class StageLine(NamedTuple):
     """A stage. `state`: a key of MARKS. `seconds`: that it runs, or took; `steps`: (done, all); `left`: seconds until all are done, by
     the pace so far; `text`: what it does or says, waits for, or ended with."""
 
@@ -31,16 +31,16 @@ class Line(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Moment:
+class RunMoment:
     """A run at one moment. `doing`: what the run itself does, beside its stages; "" when that is nothing but to wait for them."""
 
     title: str
     seconds: float
     doing: str = ""
-    lines: Sequence[Line] = ()
+    lines: Sequence[StageLine] = ()
 
 
-def frame(moment: Moment, width: int, height: int, ascii_only: bool = False) -> Text:
+def frame(moment: RunMoment, width: int, height: int, ascii_only: bool = False) -> Text:
     """Returns the rows of a terminal of this size, which has one row to spare for its prompt."""
     done = sum(line.state in ("done", "skipped") for line in moment.lines)
     parts = [moment.title, duration(moment.seconds)]
@@ -56,7 +56,7 @@ def frame(moment: Moment, width: int, height: int, ascii_only: bool = False) -> 
     return Text("\n", no_wrap=True, overflow="crop").join(rows)
 
 
-def chosen(lines: Sequence[Line], most: int) -> tuple[list[Line], list[Line]]:
+def chosen(lines: Sequence[StageLine], most: int) -> tuple[list[StageLine], list[StageLine]]:
     """Returns the stages to draw, in their order, and the others: where not all fit, those that run or failed are drawn, and as many of
     those that wait next as there is room for."""
     if len(lines) <= most:
@@ -66,7 +66,7 @@ def chosen(lines: Sequence[Line], most: int) -> tuple[list[Line], list[Line]]:
     return [line for line in lines if line.name in kept], [line for line in lines if line.name not in kept]
 
 
-def counts(lines: Sequence[Line]) -> str:
+def counts(lines: Sequence[StageLine]) -> str:
     """Returns how many stages are in each state, such as `3 done, 12 waiting`."""
     found = {state: sum(line.state == state for line in lines) for state in MARKS}
     return ", ".join(f"{count} {state}" for state, count in found.items() if count)
@@ -82,7 +82,7 @@ def duration(seconds: float) -> str:
     return f"{whole // 3600} h {whole % 3600 // 60:02} min"
 
 
-def _row(line: Line, names: int, width: int, ascii_only: bool) -> Text:
+def _row(line: StageLine, names: int, width: int, ascii_only: bool) -> Text:
     mark = (PLAIN_MARKS if ascii_only else MARKS)[line.state]
     cut = ".." if ascii_only else "…"
     name = line.name if len(line.name) <= names else cut + line.name[len(line.name) - names + len(cut) :]  # its end tells rounds apart
@@ -97,7 +97,7 @@ def _row(line: Line, names: int, width: int, ascii_only: bool) -> Text:
     return row
 
 
-def _add_steps(row: Text, line: Line, width: int, ascii_only: bool) -> None:
+def _add_steps(row: Text, line: StageLine, width: int, ascii_only: bool) -> None:
     assert line.steps is not None
     done, whole = line.steps
     if width >= NARROW:

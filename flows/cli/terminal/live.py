@@ -21,7 +21,7 @@ from rich.console import Console
 from rich.live import Live
 
 from flows.cli.show import console
-from flows.cli.terminal.frame import Moment, frame
+from flows.cli.terminal.frame import RunMoment, frame
 from rlhf_core.recipe.plan import Node, Plan
 from rlhf_core.runs.run_records import RUNS
 
@@ -53,14 +53,14 @@ def live_view(planned: Plan, nodes: tuple[Node, ...], identity: str, plain: bool
     if not is_watched(plain):
         yield lambda doing: None
         return
-    from flows.cli.terminal.watch import Watch
+    from flows.cli.terminal.watch import RunWatch
 
     log = planned.folder / RUNS / f"{identity}.log"
     console.print(f"log: {os.path.relpath(log)}", markup=False, highlight=False)
     with ExitStack() as ends:
         screen = Console(file=ends.enter_context(os.fdopen(os.dup(sys.stdout.fileno()), "w", encoding=sys.stdout.encoding)))
         ends.enter_context(redirected(log))
-        picture = Picture(screen, Watch(planned, nodes, identity).moment)
+        picture = Picture(screen, RunWatch(planned, nodes, identity).moment)
         ends.enter_context(picture.shown())
         ends.enter_context(_interrupts_told(picture.say))
         yield picture.say
@@ -93,7 +93,7 @@ def redirected(log: Path) -> Iterator[None]:
 class Picture:
     """Draws a run again and again in a thread of its own."""
 
-    def __init__(self, screen: Console, moment: Callable[[str], Moment]):
+    def __init__(self, screen: Console, moment: Callable[[str], RunMoment]):
         self._screen, self._moment = screen, moment
         self._doing, self._over, self._width = "", threading.Event(), screen.width
         self._live = Live(

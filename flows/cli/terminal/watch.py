@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from evaluation.dashboard.folder import Folder
 from evaluation.dashboard.state import PARENTS, Stage, run_stages
-from flows.cli.terminal.frame import Line, Moment
+from flows.cli.terminal.frame import RunMoment, StageLine
 from rlhf_core.recipe.plan import Node, Plan
 from rlhf_core.runs.noise import is_noise, plain
 from rlhf_core.runs.run_dir import LOG
@@ -22,7 +22,7 @@ STATES = {"done": "done", "running": "running", "failed": "failed", "killed": "f
 
 
 @dataclass(frozen=True)
-class Pace:
+class FirstSeen:
     """When a stage's progress was first seen, and what it was."""
 
     since: float
@@ -30,7 +30,7 @@ class Pace:
     whole: int
 
 
-class Watch:
+class RunWatch:
     """Looks at the stages of one run. `nodes`: those that it runs; `identity`: the id of its record."""
 
     def __init__(self, planned: Plan, nodes: Sequence[Node], identity: str):
@@ -39,15 +39,15 @@ class Watch:
         self._record: RunRecord | None = None
         self._before = {node.name for node in nodes if node.done}
         self._folder = Folder(planned.artifacts)
-        self._paces = dict[str, Pace]()
+        self._paces = dict[str, FirstSeen]()
         self._began = time.monotonic()
 
-    def moment(self, doing: str) -> Moment:
-        """Returns the run as it is now. `doing`: as in `Moment`."""
+    def moment(self, doing: str) -> RunMoment:
+        """Returns the run as it is now. `doing`: as in `RunMoment`."""
         seconds = time.monotonic() - self._began
-        return Moment(self._planned.recipe.name, seconds, doing, self._lines())
+        return RunMoment(self._planned.recipe.name, seconds, doing, self._lines())
 
-    def _lines(self) -> list[Line]:
+    def _lines(self) -> list[StageLine]:
         if self._record is None and self._record_file.is_file():
             record = read(self._record_file, lambda _: True)
             self._record = record if record.stages else None
@@ -57,19 +57,19 @@ class Watch:
         stages = {stage.name: stage for stage in run_stages(self._folder, self._record)}
         return [self._line(stages[node.name], stages) for node in self._nodes if node.name in stages]
 
-    def _planned_line(self, node: Node) -> Line:
+    def _planned_line(self, node: Node) -> StageLine:
         """Returns a stage before the run has begun."""
         if node.name in self._before:
-            return Line(node.name, "skipped")
+            return StageLine(node.name, "skipped")
         parents = [name for name in node.parents if name not in self._before]
-        return Line(node.name, "waiting", text=f"{PARENTS}{', '.join(parents)}" if parents else "")
+        return StageLine(node.name, "waiting", text=f"{PARENTS}{', '.join(parents)}" if parents else "")
 
-    def _line(self, stage: Stage, stages: dict[str, Stage]) -> Line:
+    def _line(self, stage: Stage, stages: dict[str, Stage]) -> StageLine:
         if stage.state == "done":
             text = "; ".join((stage.metric, *stage.gates)).strip("; ")
-            return Line(stage.name, "skipped" if stage.name in self._before else "done", stage.seconds, text=text)
+            return StageLine(stage.name, "skipped" if stage.name in self._before else "done", stage.seconds, text=text)
         if stage.state != "running":
-            return Line(stage.name, STATES.get(stage.state, "waiting"), text=_held_by(stage, stages) or stage.told)
+            return StageLine(stage.name, STATES.get(stage.state, "waiting"), text=_held_by(stage, stages) or stage.told)
         run_dir = self._folder.path / "stages" / stage.folder
         attempts = self._folder.attempts(run_dir).attempts
         seconds = time.time() - attempts[-1].started if attempts else None
@@ -78,7 +78,7 @@ class Watch:
         if steps is not None and step is not None:
             steps = (min(max(steps[0], int(step)), steps[1]), steps[1])
         left = stage.left if stage.left is not None else self._left(stage.name, steps)
-        return Line(stage.name, "running", seconds, steps, left, self._says(stage))
+        return StageLine(stage.name, "running", seconds, steps, left, self._says(stage))
 
     def _left(self, name: str, steps: tuple[int, int] | None) -> float | None:
         """Returns the seconds of the steps that are left, by what was seen of the others; None before there is anything to go by."""
@@ -87,7 +87,7 @@ class Watch:
         done, whole = steps
         pace = self._paces.get(name)
         if pace is None or pace.whole != whole or done < pace.done:
-            self._paces[name] = Pace(time.monotonic(), done, whole)
+            self._paces[name] = FirstSeen(time.monotonic(), done, whole)
             return None
         if done == pace.done:
             return None
@@ -99,7 +99,7 @@ class Watch:
         said = [line for line in map(plain, lines) if not is_noise(line)]
         if not said or said[-1].startswith(("--- ", "+++ ")):
             return "its process starts"
-        return STEP.sub("", said[-1], count=1)[:SHOWN_TEXT]
+        return STEP.sub("", said[-1], count=1).replace("\t", " ")[:SHOWN_TEXT]
 
 
 def _held_by(stage: Stage, stages: dict[str, Stage]) -> str:

@@ -35,7 +35,9 @@ def test_a_folder_with_other_files_is_not_changed(
 
 
 @pytest.mark.slow
-def test_material_is_made_in_the_folder_and_the_shipped_recipe_is_run_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_material_is_made_in_the_folder_and_the_shipped_recipe_is_run_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
     """Replaces the run, which trains for minutes, by a function that records its arguments."""
     monkeypatch.chdir(tmp_path)
     seen: list[tuple[str, Path]] = []
@@ -51,3 +53,4 @@ def test_material_is_made_in_the_folder_and_the_shipped_recipe_is_run_there(tmp_
     shipped = (root / "deployments" / "recipes" / "tiny-cpu.yaml").read_text()
     assert seen == [(shipped.replace("../../demo/material", "material"), tmp_path / "tried" / "demo" / "material" / "base")]
     assert (seen[0][1] / "model.safetensors").is_file()
+    assert capfd.readouterr().out == "demo/material: made\n", "DeepSpeed does not warn that it finds no GPU"

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 from filelock import FileLock
 
-from flows.cli.terminal.frame import Line
-from flows.cli.terminal.watch import Watch
+from flows.cli.terminal.frame import StageLine
+from flows.cli.terminal.watch import RunWatch
 from rlhf_core.runs.run_dir import LOCK, LOG, METRICS, RunDir, StageRequest
 
 NAMES = ("sft", "dpo", "kto", "loop.round1.dpo")
@@ -43,14 +43,14 @@ def begin(planned: Any, name: str, log: str, **config: Any) -> Path:
     return run.path
 
 
-def lines(watch: Watch) -> dict[str, Line]:
+def lines(watch: RunWatch) -> dict[str, StageLine]:
     return {line.name: line for line in watch.moment("").lines}
 
 
 def test_before_the_run_has_a_record(planned: Any) -> None:
     planned.nodes[0].done = True
     planned.nodes[2].parents = ("sft", "dpo")
-    moment = Watch(planned, planned.nodes, "id").moment("importing Prefect")
+    moment = RunWatch(planned, planned.nodes, "id").moment("importing Prefect")
     assert moment.title == "mine" and moment.doing == "importing Prefect"
     assert [line.state for line in moment.lines] == ["skipped", "waiting", "waiting", "waiting"]
     assert [line.text for line in moment.lines] == ["", "", "waits for dpo", ""]
@@ -58,7 +58,7 @@ def test_before_the_run_has_a_record(planned: Any) -> None:
 
 def test_what_each_stage_does(planned: Any) -> None:
     record(planned, {"dpo": ["sft"], "kto": ["sft"], "loop.round1.dpo": ["dpo"]})
-    watch = Watch(planned, planned.nodes, "id")
+    watch = RunWatch(planned, planned.nodes, "id")
     sft = begin(
         planned, "sft", "importing the libraries of SFT\nLoading safetensors checkpoint shards: 0% Completed | 0/1 [00:00<?, ?it/s]\n"
     )
@@ -81,7 +81,7 @@ def test_stages_that_a_gate_keeps_from_starting(planned: Any) -> None:
     run_dir = begin(planned, "sft", "", gates=[LOSS])
     result = {"name": "sft", "stage": "dpo", "digest": "0", "seconds": 3.0, "metrics": {"loss": 0.5}, "outputs": {}, "files": {}}
     (run_dir / "result.json").write_text(json.dumps(result | {"environment": {}}))
-    told = lines(Watch(planned, planned.nodes, "id"))
+    told = lines(RunWatch(planned, planned.nodes, "id"))
     assert told["sft"].state == "done" and told["sft"].seconds == 3.0
     assert told["dpo"].state == "waiting" and told["dpo"].text == "sft does not pass a gate: loss is 0.5, at most 0.1 (stop)"
 
@@ -91,7 +91,7 @@ def test_time_left_of_a_stage_without_metrics(planned: Any, monkeypatch: pytest.
     run_dir = begin(planned, "sft", "sampled answers to 10 of 100 prompts, 99 tokens\n")
     now = time.monotonic()
     with FileLock(run_dir / LOCK):
-        watch = Watch(planned, planned.nodes, "id")
+        watch = RunWatch(planned, planned.nodes, "id")
         assert lines(watch)["sft"].left is None
         with (run_dir / LOG).open("a") as log:
             log.write("sampled answers to 20 of 100 prompts, 199 tokens\n")

@@ -45,5 +45,6 @@ def test_what_a_stage_says_and_what_goes_wrong_is_shown(line: str) -> None:
     assert plain(line) == line and not is_noise(line)
 
 
-def test_colours_are_cut() -> None:
+def test_colours_and_other_codes_are_cut() -> None:
     assert plain("\x1b[36m(actor pid=7)\x1b[0m a line") == "(actor pid=7) a line"
+    assert plain("an answer \x1b[2J\x1b[H that clears the screen\x1b") == "an answer  that clears the screen"
