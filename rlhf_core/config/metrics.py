@@ -73,6 +73,8 @@ def reinforced(config: PPO) -> Iterator[str]:
         yield from ("kl/mean", "kl/per_answer", "kl/coef")
     yield from ("return/mean", "rollout/usable", "sync/probe_gap", "sync/probe_bound", "tokens", "iterations")
     yield from (f"policy/{name}" for name in POLICY_STEPS + FIRST_STEP)
+    if config.sampler_is == "mask":
+        yield "policy/empty_steps"
     if config.kl_in == "loss" and config.has_reference:
         yield "policy/kl_loss"
     if config.has_critic:
@@ -277,6 +279,7 @@ PPO_MEANS = {
         ("policy/first_ratio", "policy/first_ratio_gap"),
         "Sampling and training disagree before the first step: not PPO is bad, but its log-probs; compare dtypes.",
     ),
+    "policy/empty_steps": "Steps had no token whose weight is within sampler_is_clamp: widen it, or look at sampler/gap.",
     "policy/kl_old": "PPO's steps are too large: lower actor_learning_rate or max_epochs.",
     "policy/entropy": "PPO's policy has collapsed to few answers, or came apart: look at its answers, learning rate and entropy_coef.",
     "policy/grad_norm": "PPO is unstable: lower actor_learning_rate.",

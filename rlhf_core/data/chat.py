@@ -11,7 +11,6 @@ are encoded as the tokenizer does. `tools` are JSON schemas of functions, which 
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Collection, Sequence
 from itertools import pairwise
@@ -24,6 +23,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from rlhf_core.data.documents import Document, Message, answered, check_limit, with_suffix
+from rlhf_core.data.pad_token import embedding_rows, names_its_end, with_pad_token
 from rlhf_core.data.rows.columns import without_weights
 from rlhf_core.hub.ids import is_remote
 from rlhf_core.hub.model_files import VOCABULARIES
@@ -41,7 +41,8 @@ MARK = "\ufdd2"  # in place of an answer, to find where it ends
 def load_tokenizer(path: str, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
     """Loads the tokenizer of a model folder or Hub id, also at a commit (`owner/name@COMMIT`); of an adapter without one, its base's.
 
-    Raises ValueError when it cannot be loaded, encodes text to nothing, has no end-of-sequence token, or has no separate pad token.
+    A tokenizer without a pad token of its own gets one of its special tokens (`with_pad_token`). Raises ValueError when it cannot be
+    loaded, encodes text to nothing, has no end-of-sequence token, or no token to pad with.
     """
     folder = tokenizer_place(path)
     if not is_remote(folder) and not Path(folder).is_dir():
@@ -54,11 +55,16 @@ def load_tokenizer(path: str, trust_remote_code: bool = False) -> PreTrainedToke
         raise ValueError(f"{path}: no tokenizer can be loaded from here ({why})") from error
     except StrictDataclassError as error:
         raise ValueError(f"{path}: its config.json contradicts itself ({_first_line(error.__cause__ or error)})") from error
-    if tokenizer.eos_token_id is None:
+    shares_pad = tokenizer.pad_token_id is not None and tokenizer.pad_token_id == tokenizer.eos_token_id
+    if tokenizer.eos_token_id is None or (shares_pad and not names_its_end(folder)):
         raise ValueError(f"{path}: the tokenizer has no end-of-sequence token: set eos_token in its tokenizer_config.json")
+    tokenizer = with_pad_token(tokenizer)
     if tokenizer.pad_token_id is None or tokenizer.pad_token_id == tokenizer.eos_token_id:
-        state = "has no pad token" if tokenizer.pad_token_id is None else "uses its end-of-sequence token as pad token"
-        raise ValueError(f"{path}: the tokenizer {state}: set pad_token in its tokenizer_config.json to another token of the vocabulary")
+        state = "uses its end-of-sequence token as pad token" if shares_pad else "has no pad token"
+        raise ValueError(
+            f"{path}: the tokenizer {state}, and has no special token that could be one: set pad_token in its tokenizer_config.json to"
+            " another token of the vocabulary"
+        )
     if not tokenizer("a word", add_special_tokens=False).input_ids:
         raise ValueError(f"{path}: the tokenizer encodes text to nothing: its files do not fit the model_type in config.json")
     return tokenizer
@@ -289,9 +295,10 @@ class Renderer:
                 add_generation_prompt=generation_prompt,
                 **self.tokenizer.special_tokens_map,
             )
-        except (TemplateError, TypeError) as error:  # the second: of filters, on a message of an unforeseen kind
+        except Exception as error:  # a template is a program: whatever it does wrong is raised
             roles = ", ".join(message["role"] for message in messages)
-            raise ValueError(f"the chat template refuses messages with the roles ({roles}): {_first_line(error)}") from error
+            what = _first_line(error) if isinstance(error, TemplateError) else f"{type(error).__name__}: {_first_line(error)}"
+            raise ValueError(f"the chat template refuses messages with the roles ({roles}): {what}") from error
         return texts[0], list(spans[0]) if spans else []
 
     def _plain(self, messages: list[Message]) -> tuple[str, list[Span]]:
@@ -369,12 +376,8 @@ class Renderer:
     def _check_rows(self, tokens: Sequence[int]) -> None:
         """Raises ValueError when the model in the tokenizer's folder has no embedding for one of these tokens."""
         place = str(self.tokenizer.name_or_path)
-        file = Path(place) / "config.json"
-        if not file.is_file():
-            return
-        config = json.loads(file.read_text())
-        rows = config.get("vocab_size", (config.get("text_config") or {}).get("vocab_size"))
-        if isinstance(rows, int) and max(tokens) >= rows:
+        rows = embedding_rows(place)
+        if rows is not None and max(tokens) >= rows:
             named = self.tokenizer.convert_ids_to_tokens(max(tokens))
             raise ValueError(
                 f"{place}: the token {named!r} has the number {max(tokens)}, and the model has embeddings for {rows} tokens: call "

@@ -164,10 +164,14 @@ def merges_in_parts(path: str) -> bool:
 
 
 def merge_adapter(model: PreTrainedModel, path: str, shards: Shards | None = None) -> PreTrainedModel:
-    """Returns `model` with the adapter of folder `path` merged into its weights, all trainable again. `shards`: layer by layer."""
-    from peft import PeftModel
+    """Returns `model` with the adapter of folder `path` merged into its weights, all trainable again; also an adapter of a language model
+    into one with a head for scores. `shards`: layer by layer."""
+    from peft import PeftConfig, PeftModel
 
-    adapted = PeftModel.from_pretrained(model, path)
+    config = PeftConfig.from_pretrained(path)
+    if has_head(model) and config.task_type == "CAUSAL_LM":
+        config.task_type = None  # peft's class for it would ask the model to generate
+    adapted = PeftModel.from_pretrained(model, path, config=config)
     if not merges_in_parts(path):
         return adapted.merge_and_unload().requires_grad_(True)
     for name, layer in lora_layers(model).items():

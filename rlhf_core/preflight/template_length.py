@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import resource
 import signal
 import subprocess
 import sys
@@ -31,7 +32,9 @@ Pair = tuple[str, str]  # a model folder and a template
 SECONDS = 60.0
 CPU_SECONDS = 2.0  # of one template, which takes milliseconds
 ROW_CPU_SECONDS = 20.0  # of one row, which may be long
+MEMORY = 4 << 30  # bytes, beside those of the process
 ENDLESS = f"the chat template did not end within {CPU_SECONDS:.0f} s; correct it, or set the template of the data to a plain one"
+TOO_LARGE = f"the chat template takes more than {MEMORY >> 30} GiB; correct it, or set the template of the data to a plain one"
 SPOKEN = ({"role": "user", "content": "What is here?"}, {"role": "assistant", "content": "Some text."})
 ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error", "TOKENIZERS_PARALLELISM": "false"}
 
@@ -58,8 +61,8 @@ _known: dict[Key, Measured] = {}
 
 
 def frame_lengths(pairs: Iterable[Pair], trust_remote_code: bool = False) -> dict[Pair, int | str]:
-    """Returns `Renderer.frame_len`, in tokens, of each pair that can be read without torch and the Hub, and ENDLESS for one that loops;
-    others are left out."""
+    """Returns `Renderer.frame_len`, in tokens, of each pair that can be read without torch and the Hub, ENDLESS for one that loops, and
+    TOO_LARGE for one that takes too much memory; others are left out."""
     found = measured(dict.fromkeys(pairs, ()), trust_remote_code)
     return {pair: each if isinstance(each, str) else each.length for pair, each in found.items()}
 
@@ -68,14 +71,18 @@ def measured(pairs: Mapping[Pair, Sequence[Rows]], trust_remote_code: bool = Fal
     """As `frame_lengths`, with what the rows of the data sets of each pair show."""
     keys = {pair: _key(pair, tuple(rows)) for pair, rows in pairs.items()}
     left = [pair for pair, key in keys.items() if key not in _known]
-    endless: dict[Pair, Measured | str] = {}
+    refused: dict[Pair, Measured | str] = {}
     while left:
         answers, ended = _ask([(pair, pairs[pair]) for pair in left], trust_remote_code)
-        _known.update((keys[pair], answer) for pair, answer in zip(left, answers, strict=False) if answer is not None)
+        for pair, answer in zip(left, answers, strict=False):
+            if isinstance(answer, Measured):
+                _known[keys[pair]] = answer
+            elif answer is not None:
+                refused[pair] = answer
         left = left[len(answers) :] if ended == -signal.SIGVTALRM else []
-        endless |= dict.fromkeys(left[:1], ENDLESS)
+        refused |= dict.fromkeys(left[:1], ENDLESS)
         left = left[1:]
-    return {pair: _known[key] for pair, key in keys.items() if key in _known} | endless
+    return {pair: _known[key] for pair, key in keys.items() if key in _known} | refused
 
 
 def measure(place: str, template: str, rows: Sequence[Rows], trust_remote_code: bool) -> Measured:
@@ -91,7 +98,7 @@ def _render(renderer: Renderer, rows: Rows, limited: Callable[[], AbstractContex
     return render_rows(renderer, data, rows.kind, rows.limit_field, rows.limit, limited)
 
 
-def _ask(asked: list[tuple[Pair, Sequence[Rows]]], trust_remote_code: bool) -> tuple[list[Measured | None], int]:
+def _ask(asked: list[tuple[Pair, Sequence[Rows]]], trust_remote_code: bool) -> tuple[list[Measured | str | None], int]:
     """Returns what the process of `main` says of the first pairs, and its exit code."""
     command = [sys.executable, "-P", "-m", "rlhf_core.preflight.template_length", *["trust"] * trust_remote_code]
     environment = child_environment() | ENVIRONMENT
@@ -102,9 +109,9 @@ def _ask(asked: list[tuple[Pair, Sequence[Rows]]], trust_remote_code: bool) -> t
     return [], 0
 
 
-def _read(line: list[object] | None, rows: Sequence[Rows]) -> Measured | None:
-    if line is None:
-        return None
+def _read(line: list[object] | str | None, rows: Sequence[Rows]) -> Measured | str | None:
+    if not isinstance(line, list):
+        return line
     length, *rendered = line
     assert isinstance(length, int)
     found = {}
@@ -125,35 +132,47 @@ def _changed(folder: Path) -> int:
 
 @contextlib.contextmanager
 def _limited(seconds: float) -> Iterator[None]:
-    """Ends this process when the block takes longer, inside a library's loop too."""
+    """Ends this process when the block takes longer, inside a library's loop too; MemoryError is raised where it takes more than MEMORY."""
+    pages = int(Path("/proc/self/statm").read_text().split()[0])
+    before, most = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + MEMORY, most))
     signal.setitimer(signal.ITIMER_VIRTUAL, seconds)
     try:
         yield
     finally:
         signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+        resource.setrlimit(resource.RLIMIT_AS, (before, most))
 
 
 def main() -> None:
-    """Reads pairs and their data sets from standard input as JSON, writes a line for each pair: its length and what each data set shows, or
-    null for one that cannot be read."""
+    """Reads pairs and their data sets from standard input as JSON, writes a line for each pair: its length and what each data set shows,
+    TOO_LARGE, or null for one that cannot be read."""
     trust = sys.argv[1:] == ["trust"]
     if not trust:  # a model's code may need it
         sys.modules["torch"] = None  # type: ignore[assignment]  # makes `import torch` fail
+    for pair, rows in json.load(sys.stdin):
+        answer: list[object] | str | None = None
+        try:
+            answer = _answer(*pair, [Rows(*each) for each in rows], trust)
+        except Exception as error:
+            if isinstance(error.__cause__, MemoryError):
+                answer = TOO_LARGE
+            # The caller's attempt with torch reports any other.
+        print(json.dumps(answer), flush=True)
+
+
+def _answer(place: str, template: str, rows: Sequence[Rows], trust_remote_code: bool) -> list[object]:
     with uncollected():
         from rlhf_core.data.chat import Renderer, load_tokenizer
 
-    for (place, template), rows in json.load(sys.stdin):
-        answer = None
-        with contextlib.suppress(Exception):  # the caller's attempt with torch reports it
-            tokenizer = load_tokenizer(place, trust)
-            with _limited(CPU_SECONDS):
-                renderer = Renderer(tokenizer, template)
-                with contextlib.suppress(ValueError):  # a template that refuses it is reported with the data
-                    renderer.conversation(SPOKEN)  # one may loop on text alone
-            of_row = partial(_limited, ROW_CPU_SECONDS)
-            rendered = [_render(renderer, Rows(*each), of_row) for each in rows]
-            answer = [renderer.frame_len, *rendered]
-        print(json.dumps(answer), flush=True)
+    tokenizer = load_tokenizer(place, trust_remote_code)
+    with _limited(CPU_SECONDS):
+        renderer = Renderer(tokenizer, template)
+        with contextlib.suppress(ValueError):  # a template that refuses it is reported with the data
+            renderer.conversation(SPOKEN)  # one may loop on text alone
+    of_row = partial(_limited, ROW_CPU_SECONDS)
+    rendered = [_render(renderer, each, of_row) for each in rows]
+    return [renderer.frame_len, *rendered]
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
+from rlhf_core.data.pad_token import with_pad_token
 from rlhf_core.hub.ids import snapshot_of_hub
 from rlhf_core.hub.model_files import PROCESSOR, WEIGHTS, stored_tensors
 from rlhf_core.hub.vocabulary import tokenizer_place
@@ -129,7 +130,8 @@ def save_adapter(model: PreTrainedModel, state: dict[str, Tensor], base: str, fo
 
 
 def save_tokenizer(source: str, folder: Path, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
-    tokenizer = AutoTokenizer.from_pretrained(tokenizer_place(source), trust_remote_code=trust_remote_code)
+    """Writes the tokenizer of a model, with the pad token that it is trained with."""
+    tokenizer = with_pad_token(AutoTokenizer.from_pretrained(tokenizer_place(source), trust_remote_code=trust_remote_code))
     tokenizer.save_pretrained(folder)
     return tokenizer
 

@@ -101,9 +101,7 @@ def ppo_iteration(
     if fleet.sleeps:
         with _phase(phases, "wake"):
             fleet.wake()
-    metrics = (
-        credited.metrics | diverged.metrics | sampled.metrics | {name: sum(step[name] for step in steps) / len(steps) for name in steps[0]}
-    )
+    metrics = credited.metrics | diverged.metrics | sampled.metrics | step_means(steps)
     if config.max_staleness == 1:
         metrics["rollout/age"] = float(sampled.age)
     ahead = None
@@ -111,7 +109,7 @@ def ppo_iteration(
         with _phase(phases, "generate"):
             ahead = pending()._replace(age=int("actor" in updates))
     if "actor" in updates:
-        metrics |= {f"policy/first_{name}": steps[0][f"policy/{name}"] for name in ("ratio", "ratio_gap")}
+        metrics |= actor_metrics(steps, config)
         with _phase(phases, "sync"):
             if collector:
                 collector.updates += 1
@@ -126,6 +124,23 @@ def ppo_iteration(
     metrics |= {f"phase/{name}": seconds for name, seconds in phases.items()}
     metrics |= fleet.iteration_metrics(rollouts, list(updates), schedule.max_epochs, time.monotonic() - start)
     return Iteration(metrics, diverged.kl, Carried(sampled.position, statistics, ahead), rollouts, scores.rewards)
+
+
+def step_means(steps: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Returns the mean of each metric over the optimiser steps that have it."""
+    names = dict.fromkeys(name for step in steps for name in step)
+    values = {name: [step[name] for step in steps if name in step] for name in names}
+    return {name: sum(found) / len(found) for name, found in values.items()}
+
+
+def actor_metrics(steps: Sequence[Mapping[str, float]], config: PPO) -> dict[str, float]:
+    """Returns the ratios at the actor's first step, none where no step had a token to train on; with `sampler_is: mask` also how many steps
+    had none."""
+    taken = [step for step in steps if "policy/ratio" in step]
+    metrics = {f"policy/first_{name}": step[f"policy/{name}"] for step in taken[:1] for name in ("ratio", "ratio_gap")}
+    if config.sampler_is == "mask":
+        metrics["policy/empty_steps"] = float(len(steps) - len(taken))
+    return metrics
 
 
 def divergence_of(rollouts: Sequence[Rollout], scores: Scores, logprobs: Scored, kl_coef: float, config: PPO) -> Divergence:

@@ -33,7 +33,7 @@ from rlhf_core.runs import resume_state
 from rlhf_core.runs.metrics_log import Tracker, read_metrics
 from rlhf_core.runs.run_dir import EXPORTS, ROLLOUTS, VALIDATION, Outcome, RunDir, StageRequest
 from rlhf_core.stages.ppo.fleet import Asking, Fleet
-from rlhf_core.stages.ppo.iteration import Carried, Schedule, ppo_iteration
+from rlhf_core.stages.ppo.iteration import Carried, Schedule, ppo_iteration, step_means
 from rlhf_core.stages.ppo.records import shown
 from rlhf_core.stages.ppo.sampling.answers import PromptOrder, Setup
 from rlhf_core.stages.ppo.sampling.collector import Collector, answering
@@ -303,11 +303,12 @@ def restore(kl: KLController, loop: Mapping[str, Any]) -> tuple[KLController, Ca
 
 
 def final_metrics(lines: Sequence[dict[str, Any]]) -> dict[str, float]:
-    """Computes means over the last fifth of the iterations, and the reward's rise from the first fifth with its standard error."""
+    """Computes means over the last fifth of the iterations, of a metric over those that have it, and the reward's rise from the first
+    fifth with its standard error."""
     fifth = max(1, len(lines) // 5)
     last, start = lines[-fifth:], lines[:fifth]
-    names = [name for name in last[-1] if name not in ("step", "time")]
-    metrics = {name: sum(line.get(name, last[-1][name]) for line in last) / len(last) for name in names}
+    means = step_means(last)
+    metrics = {name: value for name, value in means.items() if name not in ("step", "time")}
     before, after = ([line["reward/mean"] for line in part] for part in (start, last))
     metrics["reward/first_fifth"], metrics["reward/last_fifth"] = sum(before) / len(before), sum(after) / len(after)
     metrics["reward/rise_standard_error"] = (_variance_of_mean(before) + _variance_of_mean(after)) ** 0.5

@@ -40,7 +40,7 @@ CONFIGS: list[Gated] = [
     Preferences.model_validate(SAMPLED | {"post_processor": "dpo"}),
     Preferences.model_validate(SAMPLED | {"post_processor": "kto"}),
     PPO.model_validate(SAMPLED | {"overlong_buffer": 8, "truncated_penalty": 1, "dynamic_filtering": True, "eval_prompts": ROWS}),
-    PPO.model_validate(SAMPLED | {"kl_in": "loss", "kl_estimator": "k3", "max_staleness": 2}),
+    PPO.model_validate(SAMPLED | {"kl_in": "loss", "kl_estimator": "k3", "max_staleness": 2, "sampler_is": "mask"}),
     PPO.model_validate(
         SAMPLED | {"environment": "guess", "reward": {"kind": "environment", "name": "SOURCE"}, "advantage_estimator": "rloo"}
     ),

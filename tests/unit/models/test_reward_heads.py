@@ -15,7 +15,7 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 from flows.cli.app import main
 from rlhf_core.config import Lora, RewardModel
 from rlhf_core.models import load
-from rlhf_core.models.load import load_scorer, trained_scorer
+from rlhf_core.models.load import load_policy, load_scorer, trained_scorer
 from rlhf_core.models.scoring import RewardScorer
 from rlhf_core.preflight.inputs import check_inputs
 from rlhf_core.stages.ppo.roles.passes import ModelSpec
@@ -186,6 +186,18 @@ def test_a_reward_model_keeps_its_head_and_the_log_says_so(
     before = AutoModelForSequenceClassification.from_pretrained(places / "one").score.weight if name == "one" else torch.zeros_like(head)
     assert torch.allclose(head, before, atol=1e-6)
     assert "keeps its trained head" in str(RewardModel.model_fields["model"].description)
+
+
+def test_a_reward_model_starts_from_an_adapter_of_a_language_model(places: Path) -> None:
+    """As of SFT with `lora.export: adapter`: with its adapters merged, and a new head of zeros."""
+    scorer = trained_scorer(str(places / "without"), 0, "float32", False, None, 0)
+    policy = dict(load_policy(str(places / "without")).model.named_parameters())
+    base = dict(load_policy(str(places / "lm")).model.named_parameters())
+    body = {name: weight for name, weight in scorer.model.named_parameters() if name != "score.weight"}
+    assert body.keys() <= policy.keys() and all(weight.equal(policy[name]) for name, weight in body.items())
+    assert not all(weight.equal(base[name]) for name, weight in body.items()), "the adapters say something"
+    assert scorer.new_head and not scorer.model.score.weight.any()
+    assert all(weight.requires_grad for weight in scorer.model.parameters())
 
 
 def test_an_adapter_with_a_head_has_no_new_one(places: Path) -> None:

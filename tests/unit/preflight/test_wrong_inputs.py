@@ -280,3 +280,24 @@ def test_an_endless_template(base: Path) -> None:
     found = template_length.frame_lengths([good, bad, (str(base), "{}")])
     assert found[bad] == "the chat template did not end within 2 s; correct it, or set the template of the data to a plain one"
     assert isinstance(found[good], int) and isinstance(found[str(base), "{}"], int), "those before and after it are read"
+
+
+@pytest.mark.parametrize(
+    ("template", "told"),
+    [
+        ("{{ 1 / 0 }}", "ZeroDivisionError: division by zero"),
+        ("{% for i in range(10**9) %}{% for j in range(10**9) %}{% endfor %}{% endfor %}", "OverflowError: Range too big."),
+    ],
+)
+def test_a_template_that_raises(refused: Refused, base: Path, template: str, told: str) -> None:
+    save_tokenizer(base, template)
+    assert refused()[0].startswith(f"stages.sft.data: the chat template refuses messages with the roles (user, assistant): {told}")
+
+
+def test_a_template_that_takes_all_memory(base: Path) -> None:
+    """In a process of its own, as `validate` has no transformers."""
+    from rlhf_core.preflight import template_length
+
+    save_tokenizer(base, "{% set s = 'a' * 2**33 %}{{ s }}" + TEMPLATE)
+    told = "the chat template takes more than 4 GiB; correct it, or set the template of the data to a plain one"
+    assert template_length.frame_lengths([(str(base), "chat")]) == {(str(base), "chat"): told}

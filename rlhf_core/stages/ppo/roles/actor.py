@@ -71,8 +71,12 @@ class Actor(Trained):
             return plain, self.logprobs(documents, 1.0)
 
     def update(self, items: list[Experience], update: Update, read: list[Read]) -> dict[str, float]:
-        """Takes one step on PPO's clipped surrogate or a relative of it."""
-        counted = count([self.trained_tokens(item) for item in items])
+        """Takes one step on PPO's clipped surrogate or a relative of it. Without any token to train on, over all ranks, there is no step:
+        Adam's momentum and weight decay would move the weights. Its metrics are then the learning rate alone."""
+        trained = [self.trained_tokens(item) for item in items]
+        if not any(mask.any() for mask in trained):
+            return {"policy/learning_rate": update.learning_rate}
+        counted = count(trained)
         entropy: Entropy = "gradient" if self.config.entropy_coef else "value"
 
         def loss(part: list[int]) -> Loss:

@@ -17,11 +17,13 @@ import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen2ForSequenceClassification
 
 from rlhf_core.config import PPO, Data
+from rlhf_core.config.kinds import has_metric
 from rlhf_core.data.documents import Document, Prompt
 from rlhf_core.models.scoring import STATISTICS
 from rlhf_core.objectives.kl_controller import KLController
 from rlhf_core.rewards.clients import Rewards
 from rlhf_core.stages.ppo.credit import Credited, credit
+from rlhf_core.stages.ppo.iteration import actor_metrics, step_means
 from rlhf_core.stages.ppo.records import Experience, Rollout, Scores
 from rlhf_core.stages.ppo.roles.actor import Actor
 from rlhf_core.stages.ppo.roles.passes import ModelSpec, on_tokens
@@ -187,10 +189,25 @@ def test_masked_answers_train_as_if_they_were_not_there(models: Path, aggregatio
     expected = alone.train(far, [Update([0, 2, 4, 6], 1e-2, 0.3)]).metrics[0]
     assert found == pytest.approx(expected, rel=1e-4)
     torch.testing.assert_close(flat(whole), flat(alone), atol=1e-4, rtol=0)
-    nothing = actor(models, **choices)
-    before = flat(nothing)
-    assert nothing.train(far, [Update([1, 3], 1e-2, 0.3)]).metrics[0]["policy/grad_norm"] == 0
-    assert flat(nothing).equal(before), "a step of masked answers alone changes nothing"
+
+
+@pytest.mark.usefixtures("plain_engine")
+def test_a_step_of_masked_answers_alone_is_not_taken(models: Path) -> None:
+    """After a step with a gradient, whose momentum would go on, and with weight decay."""
+    items = experience(models)
+    far = [replace(e, sampler_logprobs=e.sampler_logprobs - 2.0 * (i % 2)) for i, e in enumerate(items)]
+    role = actor(models, sampler_is="mask", sampler_is_level="geometric", weight_decay=0.1)
+    taken = role.train(far, [Update([0, 2], 1e-2, 0.0)]).metrics[0]
+    before = flat(role)
+    left_out = role.train(far, [Update([1, 3], 1e-2, 0.0)]).metrics[0]
+    assert flat(role).equal(before)
+    assert left_out == {"policy/learning_rate": 1e-2}, "a ratio of 0 would be that of no token"
+    means = step_means([left_out, taken])
+    assert means == taken
+    first = {"policy/first_ratio": taken["policy/ratio"], "policy/first_ratio_gap": taken["policy/ratio_gap"]}
+    assert actor_metrics([left_out, taken], role.config) == first | {"policy/empty_steps": 1.0}
+    assert actor_metrics([left_out], role.config) == {"policy/empty_steps": 1.0}
+    assert all(has_metric(role.config, name) for name in ("policy/empty_steps", *first))
 
 
 @pytest.mark.usefixtures("plain_engine")

@@ -1,0 +1,61 @@
+"""Chooses a pad token for tokenizers that have none of their own: many base models ship with none, or with their end-of-sequence token.
+
+Padding is never told from text by its token here: masks and positions come from the lengths of documents. A reward model's config names
+its pad token, though, since other tools read the score at the last token that is another one. It must not end a document.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+from transformers import PreTrainedTokenizerBase
+
+PADS = re.compile(r"pad", re.IGNORECASE)
+UNUSED = re.compile(r"reserved|unused|extra_id|filler", re.IGNORECASE)
+MEDIA = re.compile(r"image|video|audio|vision", re.IGNORECASE)  # replaced by embeddings in a multimodal model
+
+
+def with_pad_token(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:
+    """Gives a tokenizer whose pad token is missing, or its end-of-sequence token, another token of its vocabulary as one, if it can."""
+    if tokenizer.pad_token_id is None or tokenizer.pad_token_id == tokenizer.eos_token_id:
+        found = _unused_token(tokenizer)
+        if found is not None:
+            tokenizer.pad_token = found
+    return tokenizer
+
+
+def _unused_token(tokenizer: PreTrainedTokenizerBase) -> str | None:
+    """Returns a special token that ends no document: one made for padding, else a reserved one, the unknown token, or another that the chat
+    template does not write. None where there is none that the model has an embedding for."""
+    ends = {tokenizer.eos_token, tokenizer.bos_token}
+    rows = embedding_rows(str(tokenizer.name_or_path))
+    written = str(tokenizer.chat_template or "")
+    special = [
+        token.content
+        for number, token in sorted(tokenizer.added_tokens_decoder.items())
+        if token.special and token.content not in ends and (rows is None or number < rows)
+    ]
+    text_only = [token for token in special if not MEDIA.search(token) and token not in written]
+    unknown = [token for token in text_only if token == tokenizer.unk_token]
+    made_for_it = [token for token in text_only if PADS.search(token)]
+    reserved = [token for token in text_only if UNUSED.search(token)]
+    return next(iter([*made_for_it, *reserved, *unknown, *text_only]), None)
+
+
+def embedding_rows(place: str) -> int | None:
+    """Returns how many tokens the model in a tokenizer's folder has embeddings for; None where its config.json does not say."""
+    file = Path(place) / "config.json"
+    if not file.is_file():
+        return None
+    config = json.loads(file.read_text())
+    rows = config.get("vocab_size", (config.get("text_config") or {}).get("vocab_size"))
+    return rows if isinstance(rows, int) else None
+
+
+def names_its_end(folder: str) -> bool:
+    """Returns whether files in a tokenizer's folder name its end-of-sequence token; else it is a default of the tokenizer's class. True
+    where there are no such files here, as for Hub ids."""
+    files = [file for name in ("tokenizer_config.json", "special_tokens_map.json") if (file := Path(folder) / name).is_file()]
+    return not files or any(json.loads(file.read_text()).get("eos_token") for file in files)
