@@ -9,7 +9,7 @@ import shlex
 import socket
 import sys
 from collections.abc import Mapping, Sequence
-from datetime import timedelta
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -18,6 +18,7 @@ from zoneinfo import available_timezones
 
 import psutil
 from prefect import Flow
+from prefect._vendor.croniter import CroniterBadDateError, croniter  # what Prefect reads cron with
 from prefect.client.orchestration import SyncPrefectClient
 from prefect.client.schemas.actions import GlobalConcurrencyLimitUpdate, WorkPoolCreate, WorkPoolUpdate
 from prefect.client.schemas.filters import FlowRunFilter
@@ -84,10 +85,18 @@ def schedule_of(every: float | None, cron: str, timezone: str) -> Schedule:
         raise ValueError(f"timezone {timezone!r} is unknown: give a name such as Europe/Berlin or UTC")
     if every is not None and not 1 <= every <= LONGEST:
         raise ValueError(f"an interval of {every:g} s is no schedule: give 1 to {LONGEST:.0f}, a year")
+    if every is not None:
+        return Schedule(interval=timedelta(seconds=every))
     try:
-        return Schedule(interval=timedelta(seconds=every)) if every is not None else Schedule(cron=cron, timezone=timezone)
+        schedule = Schedule(cron=cron, timezone=timezone)
     except ValueError:
         raise ValueError(f"cron {cron!r} is no schedule: give minute, hour, day, month and weekday, such as '0 2 * * *'") from None
+    try:
+        croniter(cron, datetime.now(UTC)).get_next()
+    except CroniterBadDateError:
+        day, month = cron.split()[2:4]
+        raise ValueError(f"cron {cron!r} never fires: month {month} has no day {day}; correct the day or the month") from None
+    return schedule
 
 
 def prepare(client: SyncPrefectClient) -> None:

@@ -12,11 +12,14 @@ import runpy
 import sys
 import warnings
 
+from tasks.run_log import without_tracebacks
+
 FLOWS = ("flows.alignment", "flows.loops", "flows.parts")  # the modules of all entrypoints
 
 if __name__ == "__main__":
     for module in FLOWS:
         importlib.import_module(module)
+    without_tracebacks()
     warnings.filterwarnings("ignore", "'prefect.engine' found in sys.modules", RuntimeWarning)
     sys.argv = sys.argv[1:]
     runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)

@@ -23,8 +23,9 @@ from rlhf_core.preflight.inputs import MachineLacks
 from rlhf_core.system import orphan_watcher
 from rlhf_core.system.files import locked, read_json, write_text
 from rlhf_core.system.processes import LISTENER, module_path
-from rlhf_core.system.secret_file import kept_secret
+from rlhf_core.system.secret_file import kept_secret, make_private
 from tasks import server_process
+from tasks.fresh_database import NAME as DATABASE
 from tasks.served import SERVED_ENV
 from tasks.slots import LIMIT_ENV
 
@@ -41,7 +42,8 @@ LOG_BYTES = 20_000_000  # on SQLite Prefect 3.7 logs a traceback at each poll of
 
 @contextmanager
 def only_one(home: Path) -> Iterator[None]:
-    """Holds the lock of a home folder until the block ends. Raises MachineLacks when another `serve` holds it."""
+    """Makes a home folder private and holds its lock until the block ends. Raises MachineLacks when another `serve` holds it."""
+    make_private(home, f"{DATABASE}*", LOG, f"{LOG}.1", PLACE, SERVED)
     with locked(home / LOCK) as ours:
         if not ours:
             there = read_json(home / PLACE)
@@ -168,6 +170,7 @@ class Services:
                 stderr=log,
                 start_new_session=True,
                 pass_fds=descriptors,
+                umask=0o077 if name == "server" else -1,  # of its database
             )
         return self._running[name]
 

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from datetime import UTC, datetime
 from typing import Never
+from uuid import UUID
 
 from httpx import HTTPError
 from prefect.client.orchestration import SyncPrefectClient
+from prefect.client.schemas.filters import FlowRunFilter
+from prefect.client.schemas.objects import FlowRun, StateType
 from prefect.exceptions import PrefectException
 from rich.console import Console
 
@@ -18,6 +23,34 @@ from flows.triggers.feedback import LOOK_SECONDS
 from flows.triggers.runs import FeedbackTrigger
 
 CHECK_SECONDS, SWEEP_SECONDS = 0.5, 15.0
+
+
+class Failures:
+    """The failed runs of deployments, each told once."""
+
+    def __init__(self, since: datetime):
+        """`since`: runs that failed earlier are not told."""
+        self._since, self._told = since, set[UUID]()
+
+    def new(self, client: SyncPrefectClient) -> list[str]:
+        """Returns a line for each run that failed since the last call, with its reason."""
+        wanted = {"state": {"type": {"any_": [StateType.FAILED]}}, "end_time": {"after_": self._since}}
+        found = client.read_flow_runs(flow_run_filter=FlowRunFilter.model_validate(wanted), limit=200)
+        lines = []
+        for run in found:
+            if run.deployment_id is None or run.id in self._told:
+                continue
+            self._told.add(run.id)
+            lines.append(f"run {run.name} failed: {reason_of(run)}")
+        return lines
+
+
+def reason_of(run: FlowRun) -> str:
+    """Returns the first line of what a failed run says, without Prefect's words before it."""
+    said = (run.state.message if run.state else None) or ""
+    error = said.partition("encountered an exception: ")[2] or said
+    sentence = re.sub(r"^\w+: ", "", error.strip())  # the exception's class
+    return sentence.partition("\n")[0] or "see its log"
 
 
 def supervise(console: Console, client: SyncPrefectClient, services: Services, triggers: Sequence[FeedbackTrigger]) -> Never:
@@ -35,6 +68,7 @@ def supervise(console: Console, client: SyncPrefectClient, services: Services, t
                 console.print(f"{what}: {error}", markup=False, highlight=False)
                 faults.add(str(error))
 
+    failed = Failures(datetime.now(UTC))
     swept = looked = time.monotonic()
     while True:
         time.sleep(CHECK_SECONDS)
@@ -48,5 +82,7 @@ def supervise(console: Console, client: SyncPrefectClient, services: Services, t
         if time.monotonic() - swept > SWEEP_SECONDS:
             with told("runs were not checked"):
                 sweep(client)
+                for line in failed.new(client):
+                    console.print(line, markup=False, highlight=False)
             services.bound_log()
             swept = time.monotonic()

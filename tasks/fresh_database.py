@@ -54,6 +54,7 @@ def lay_database() -> None:
     try:
         home.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(template(), part)
+        part.chmod(0o600)  # it gets the names and parameters of runs
         os.link(part, home / NAME)  # fails when another process has just made one
     except OSError:  # Prefect makes its own
         return

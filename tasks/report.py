@@ -97,13 +97,31 @@ def reported(plan: Plan) -> Iterator[dict[str, Status]]:
         except BaseException as error:
             state = "interrupted" if not isinstance(error, Exception) else "gate failed" if isinstance(error, GateFailed) else "failed"
             try:
-                write(plan, statuses, run, state)
+                write_or_tell(plan, statuses, run, state)
             except Exception:  # must not replace the exception that ended the run
                 logging.getLogger(__name__).exception("the report of %s could not be written", plan.recipe.name)
             raise
         waits = any(verdict.waits for node in plan.nodes for verdict in gates_of(node))
-        page = write(plan, statuses, run, "waits" if waits else "done")
-    create_link_artifact(page.as_uri(), link_text=page.name, key="report", description=f"report of {plan.recipe.name}")
+        page = write_or_tell(plan, statuses, run, "waits" if waits else "done")
+    if page:
+        create_link_artifact(page.as_uri(), link_text=page.name, key="report", description=f"report of {plan.recipe.name}")
+
+
+def write_or_tell(plan: Plan, statuses: dict[str, Status], run: RunRecord, state: str) -> Path | None:
+    """Writes the folder and the page as `write`. Returns None, and logs one sentence, when the disk takes no more: the stages are done
+    whether there is a page or not."""
+    try:
+        return write(plan, statuses, run, state)
+    except Exception as error:
+        problem = disk_problem(error)
+        if problem is None:
+            raise
+        place = getattr(error, "filename", None) or plan.folder
+        told = "the page is not written, since %s cannot be written to: %s, then `alignflow report %s` writes it; the stages' results stand"
+        logging.getLogger(__name__).error(told, place, problem, plan.folder)
+    with suppress(OSError):
+        record(plan, views_of(plan, statuses), run, state, time.time())
+    return None
 
 
 def write(plan: Plan, statuses: dict[str, Status], run: RunRecord | None = None, state: str = "") -> Path:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import signal
 import sys
@@ -16,14 +15,12 @@ from flows.cli.show import OK, TERMINATED, Override, RecipePlace, Whole, console
 from flows.cli.terminal.live import Say, live_view, working
 from rlhf_core.preflight.inputs import MachineLacks, require_here
 from rlhf_core.recipe.dry_run import outlook
-from rlhf_core.recipe.gates import ApprovalAwaited, GateFailed
 from rlhf_core.recipe.load import load_recipe
 from rlhf_core.recipe.plan import Node, Plan, plan
-from rlhf_core.runs.launch import SeveralFailed, StageFailed
-from rlhf_core.runs.remote_files import StoreFault
 from rlhf_core.runs.run_records import Asked, asked, check_name, new_id
 from rlhf_core.system import orphan_watcher
 from rlhf_core.system.proxies import proxy_of
+from tasks.run_log import without_tracebacks
 from tasks.server_process import ours, prepared
 
 
@@ -135,8 +132,7 @@ def _flow(planned: Plan, given: Asked, flow: Callable[[], None], say: Say) -> No
     from flows.alignment import checked_plan
     from tasks.temporary_server import start_server, without_heartbeats
 
-    for name in ("prefect.engine", "prefect.flow_runs", "prefect.task_runs"):
-        logging.getLogger(name).addFilter(_without_trace)
+    without_tracebacks()
     named = os.environ.get("PREFECT_API_URL", "an address of its own")
     token, other = checked_plan.set(planned), asked.set(given)
     try:
@@ -174,16 +170,3 @@ def _proxy() -> str:
     from prefect.settings import PREFECT_API_URL
 
     return proxy_of(PREFECT_API_URL.value() or "")
-
-
-def _without_trace(record: logging.LogRecord) -> bool:
-    """Removes the flow's traceback from log records of failed stages, gates and servers, which have their own log or sentence.
-
-    Returns False, which drops the record, for Prefect's messages about our hooks below warnings.
-    """
-    if "ook 'notify_state'" in record.getMessage():
-        return record.levelno > logging.INFO
-    told = StageFailed | GateFailed | ApprovalAwaited | SeveralFailed | StoreFault | MachineLacks | httpx.HTTPError
-    if record.exc_info and isinstance(record.exc_info[1], told):
-        record.exc_info = None
-    return True

@@ -1,7 +1,7 @@
 """Loads a recipe from YAML and overrides (`ppo.actor_learning_rate=5e-7`), and reports each mistake in one sentence.
 
 Paths of inputs in a recipe's file are relative to its folder; `artifacts`, all paths on the command line, and those of a Recipe in Python,
-to the working directory. A mapping names absolute paths.
+to the working directory. A mapping names absolute paths. `~` and `~user` at the start of a path are home folders.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pydantic import ValidationError
 from rlhf_core.config import Recipe
 from rlhf_core.recipe.consistency import inconsistencies
 from rlhf_core.recipe.expand import expand
-from rlhf_core.recipe.references import beside, relative_paths
+from rlhf_core.recipe.references import beside, relative_paths, with_home
 from rlhf_core.recipe.sentences import WrongRecipe, everything_wrong, short, unknown
 from rlhf_core.recipe.yaml_text import dump, parse
 from rlhf_core.system.proxies import proxy_of
@@ -45,7 +45,7 @@ def given_recipe(given: object, overrides: object = (), stored: bool = False) ->
     """
     texts = given_overrides(overrides)
     if isinstance(given, Recipe):
-        return _overridden(given.model_dump(), texts) if texts else given
+        return _overridden(given.model_dump(), texts) if texts else with_home(given)[0]
     if isinstance(given, dict):
         recipe = _overridden(given, texts)
         if not stored and (found := relative_paths(recipe)):
@@ -154,6 +154,9 @@ def recipe_of(raw: object, folder: Path | None = None, given: Collection[str] = 
     """
 
     def placed(recipe: Recipe) -> Recipe:
+        recipe, unknown_homes = with_home(recipe)
+        if unknown_homes:
+            raise WrongRecipe(unknown_homes, recipe)
         if folder is None:
             return recipe
         whole, problems = beside(recipe, folder, given)

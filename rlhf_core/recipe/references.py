@@ -102,6 +102,27 @@ def beside(recipe: Recipe, folder: Path, given: Collection[str] = (), absolute: 
     return whole, problems
 
 
+def with_home(recipe: Recipe) -> tuple[Recipe, list[str]]:
+    """Returns the recipe with the user's home folder in place of `~`, and another user's of `~user`, at the start of `artifacts`, `store`
+    and the paths of inputs; and a sentence for each that names no user of this machine."""
+    named_places = [("artifacts", recipe.artifacts), ("store", recipe.store or ""), *_inputs(recipe)]
+    homes, problems = dict[str, str](), list[str]()
+    for where, name in named_places:
+        if not name.startswith("~"):
+            continue
+        homes[name] = os.path.expanduser(name)
+        if homes[name] == name:
+            user = name.partition("/")[0]
+            problems.append(f"{where}: {name}: this machine knows no home folder {user}; write the whole path, or ./{name} for that name")
+    if not homes:
+        return recipe, []
+    whole = recipe.model_dump()
+    for field in ("artifacts", "store", "base_model"):
+        whole[field] = homes.get(whole[field], whole[field])
+    whole["stages"] = _placed_in(recipe.stages, homes)
+    return Recipe.model_validate(whole), problems
+
+
 def relative_paths(recipe: Recipe) -> list[str]:
     """Returns the paths of inputs that are relative to the working directory."""
     paths = [name.rpartition(":")[0] if ".py:" in name else name for _, name in _inputs(recipe)]

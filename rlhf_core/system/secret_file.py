@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import secrets
 import stat
@@ -17,12 +18,36 @@ def kept_secret(place: Path, prefix: str = "") -> str:
         if there and about.st_uid == os.getuid() and not about.st_mode & 0o077:
             return there
     made = f"{prefix}{secrets.token_urlsafe(32)}"
-    place.parent.mkdir(parents=True, exist_ok=True)
+    make_private(place.parent)
     descriptor, part = tempfile.mkstemp(prefix=f".{place.name}.", dir=place.parent)  # with mode 0600
     with open(descriptor, "w") as file:
         file.write(f"{made}\n")
     os.replace(part, place)
     return made
+
+
+def make_private(home: Path, *files: str) -> None:
+    """Makes a state folder that only this user can enter (0700), also one that is there, with its files of these patterns (0600).
+
+    Logs a warning for what another user owns, and for a folder that others may need: one that all can write to, and the working directory
+    or a folder above it.
+    """
+    if not home.exists():
+        home.parent.mkdir(parents=True, exist_ok=True)
+        home.mkdir(mode=0o700, exist_ok=True)
+    shared = bool(home.stat().st_mode & stat.S_ISVTX) or Path.cwd().is_relative_to(home.resolve())
+    found = [(file, 0o600) for pattern in files for file in home.glob(pattern)]
+    for path, mode in [(home, 0o700), *found]:
+        about = path.lstat()
+        if stat.S_ISLNK(about.st_mode) or not about.st_mode & 0o077:
+            continue
+        mine = about.st_uid == os.getuid()
+        if mine and not (shared and path == home):
+            path.chmod(mode)
+            continue
+        why = "other programs may need that" if mine else "it belongs to another user"
+        told = "other users of this machine can read %s, and %s: name a folder of your own with --home"
+        logging.getLogger(__name__).warning(told, path, why)
 
 
 def private_folder(parent: Path) -> Path:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import http.client
 import http.server
 import json
+import logging
 import queue
 import re
 import shutil
@@ -81,6 +82,13 @@ def ended(serve: Serve, api: str, run: str) -> dict[str, Any]:
 
 def runs(api: str) -> int:
     return len(ask(api, "/flow_runs/filter", {"limit": 200}))
+
+
+def logged(api: str, run: str) -> list[dict[str, Any]]:
+    """Returns the log of a run, whose last lines Prefect sends some seconds after it ended."""
+    wanted = {"logs": {"flow_run_id": {"any_": [run]}}, "limit": 200}
+    wait_until(lambda: any(line["level"] >= logging.ERROR for line in ask(api, "/logs/filter", wanted)), "the run's log", 30)
+    return list(ask(api, "/logs/filter", wanted))
 
 
 def test_requests_without_the_auth_string_are_refused(serve: Serve, api: str) -> None:
@@ -245,12 +253,18 @@ def test_a_run_accepts_only_its_deployments_recipe_and_settings(serve: Serve, ap
     for run, sentence in asked:
         state = ended(serve, api, run)
         assert state["type"] == "FAILED" and sentence in state["message"] and "\n" not in state["message"].strip(), state
+        (in_log,) = [line["message"] for line in logged(api, run) if line["level"] >= logging.ERROR]
+        assert in_log.startswith(sentence) and "\n" not in in_log
     identity = deployment(api)
     patch(api, f"/deployments/{identity}", {"parameters": {"recipe": "other.yaml", "overrides": []}})
     try:
         assert own in ended(serve, api, serve.run(api, "alignment/micro"))["message"], "it is compared with what `serve` was given"
     finally:
         patch(api, f"/deployments/{identity}", {"parameters": {"recipe": "recipe.yaml", "overrides": []}})
+    console = serve.folder / "serve.txt"
+    for _, sentence in wanted:
+        wait_until(lambda sentence=sentence: sentence in console.read_text(), "the console to say it", 60, serve.told)
+    assert console.read_text().count("override loop.reward: ") == 1 and "Traceback" not in console.read_text()
     assert micro.begun(serve.folder) == before
     allowed = serve.run(api, "loop/micro", overrides=["loop.beta=0.25"], max_rounds=4)
     assert ended(serve, api, allowed)["type"] == "COMPLETED" and "loop.round1.dpo" in micro.begun(serve.folder)

@@ -123,3 +123,26 @@ def test_a_folder_beside_a_misspelt_one_is_proposed(folder: Path) -> None:
     for other in ("models/bas@main", "models/base-it", "models/bose", "models/base2"):
         (folder / "recipe.yaml").write_text(TEXT.replace("base_model: models/base", f"base_model: {other}"))
         assert load_recipe("../project/recipe.yaml").base_model == other, "a model of the Hub"
+
+
+def test_home_folders_are_expanded_and_decide_nothing(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(folder))
+    text = TEXT.replace("models/", "~/models/").replace("data/", "~/data/").replace("checks.py", "~/checks.py")
+    text = text.replace("model: other", "model: ~/other").replace("task.yaml", "~/task.yaml")
+    (folder.parent / "home.yaml").write_text(f"artifacts: ~/made\nstore: ~/kept\n{text}")
+    recipe = load_recipe("../home.yaml")
+    assert (recipe.artifacts, recipe.store) == (str(folder / "made"), str(folder / "kept"))
+    assert "~" not in dump_recipe(recipe) and plan(recipe).artifacts == folder / "made"
+    spelled_out = load_recipe("../project/recipe.yaml", [f"artifacts={folder}/made"])
+    assert digests(recipe) == digests(spelled_out)
+    overridden = load_recipe(
+        "../project/recipe.yaml", ["artifacts=~/made", "sft.data.sources=~/data/chats.jsonl", "base_model=~/models/base"]
+    )
+    assert overridden == spelled_out
+    assert given_recipe(Recipe.model_validate(spelled_out.model_dump() | {"artifacts": "~/made"})) == spelled_out
+
+
+def test_a_home_folder_of_nobody_is_a_sentence(folder: Path) -> None:
+    with pytest.raises(ValueError, match=r"^artifacts: ~noone-here/x: this machine knows no home folder ~noone-here; write the whole path"):
+        load_recipe("../project/recipe.yaml", ["artifacts=~noone-here/x"])
+    assert not Path("~noone-here").exists()

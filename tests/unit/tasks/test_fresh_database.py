@@ -31,6 +31,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 def test_a_new_home_gets_the_one_that_setup_made(home: Path) -> None:
     lay_database()
     assert [(path.name, path.read_bytes()) for path in home.iterdir()] == [("prefect.db", MADE)]
+    assert (home / "prefect.db").stat().st_mode & 0o777 == 0o600
 
 
 @pytest.mark.parametrize("name", ["prefect.db", "prefect.db-wal"])

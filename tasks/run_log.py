@@ -1,0 +1,45 @@
+"""Leaves tracebacks out of Prefect's logs of runs where the error is a sentence for the user."""
+
+from __future__ import annotations
+
+import logging
+
+import httpx
+
+from rlhf_core.recipe.gates import ApprovalAwaited, GateFailed
+from rlhf_core.runs.launch import SeveralFailed, StageFailed
+from rlhf_core.runs.remote_files import StoreFault
+from rlhf_core.system.machine import MachineLacks, disk_problem
+from rlhf_core.system.processes import raised_by_us
+
+TOLD = StageFailed | GateFailed | ApprovalAwaited | SeveralFailed | StoreFault | MachineLacks | httpx.HTTPError
+ENGINE = "prefect.engine"  # repeats what the run's own log has
+
+
+def without_tracebacks() -> None:
+    """Makes `shorten` a filter of the logs of this process's flows and tasks."""
+    for name in ("prefect.flow_runs", "prefect.task_runs", ENGINE):
+        logging.getLogger(name).addFilter(shorten)
+
+
+def shorten(record: logging.LogRecord) -> bool:
+    """Removes the traceback of failed stages, gates and servers, which have their own log or sentence; of wrong input and a full disk
+    nothing but their sentence stays.
+
+    Returns False, which drops the record, for Prefect's messages about our hooks below warnings, and where the sentence is known.
+    """
+    if "ook 'notify_state'" in record.getMessage():
+        return record.levelno > logging.INFO
+    error = record.exc_info[1] if record.exc_info else None
+    if error is None:
+        return True
+    problem = None if isinstance(error, TOLD) else disk_problem(error)
+    if problem:
+        place = getattr(error, "filename", None) or "the artifacts folder"
+        record.msg, record.args = "%s cannot be written to: %s, then run again", (place, problem)
+    elif isinstance(error, ValueError) and raised_by_us(error):
+        record.msg, record.args = "%s", (str(error),)
+    elif not isinstance(error, TOLD):
+        return True
+    record.exc_info = None
+    return record.name != ENGINE

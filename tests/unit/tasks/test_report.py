@@ -1,0 +1,55 @@
+"""Checks that a run stands when its page cannot be written, and that one sentence says so."""
+
+from __future__ import annotations
+
+import errno
+import json
+import logging
+from pathlib import Path
+
+import pytest
+
+import evaluation.report.page
+from rlhf_core.config import Recipe
+from rlhf_core.recipe.plan import Plan, plan
+from tasks import report
+from tasks.report import reported
+
+RECIPE = {"name": "full", "base_model": "org/model", "stages": {"sft": {"data": {"sources": "/nowhere.jsonl"}}}}
+
+
+@pytest.fixture
+def planned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Plan:
+    """A plan whose page finds the disk full."""
+
+    def full(path: Path, text: str) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device", str(path))
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(evaluation.report.page, "write_text", full)
+    monkeypatch.setattr(report, "create_link_artifact", lambda *_, **__: pytest.fail("there is no page to link to"))
+    return plan(Recipe.model_validate(RECIPE | {"artifacts": str(tmp_path / "made")}))
+
+
+def told(planned: Plan, caplog: pytest.LogCaptureFixture) -> str:
+    (record,) = [record for record in caplog.records if record.levelno >= logging.ERROR]
+    assert record.exc_info is None
+    return record.getMessage()
+
+
+def test_a_full_disk_under_the_page_is_a_sentence_and_the_run_stands(planned: Plan, caplog: pytest.LogCaptureFixture) -> None:
+    with reported(planned) as statuses:
+        statuses["sft"] = "done"
+    assert told(planned, caplog) == (
+        f"the page is not written, since {planned.folder}/summary.json cannot be written to: its disk is full; free some space, then "
+        f"`alignflow report {planned.folder}` writes it; the stages' results stand"
+    )
+    run = json.loads((planned.folder / "run.json").read_text())
+    assert (run["state"], run["stages"][0]["status"]) == ("done", "done") and run["ended"]
+
+
+def test_a_full_disk_under_the_page_of_a_failed_run_is_a_sentence_too(planned: Plan, caplog: pytest.LogCaptureFixture) -> None:
+    with pytest.raises(KeyError, match="the stage's"), reported(planned):
+        raise KeyError("the stage's")
+    assert "its disk is full; free some space" in told(planned, caplog)
+    assert json.loads((planned.folder / "run.json").read_text())["state"] == "failed"
