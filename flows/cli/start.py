@@ -83,9 +83,7 @@ def _make_folder(folder: Path) -> None:
 def _make_material(script: Path) -> None:
     """Makes the demo's base model and data if they are missing. Raises ValueError when the folder holds something else."""
     command = [sys.executable, "-P", str(script), "--out", MATERIAL]
-    with subprocess.Popen(
-        command, env=child_environment(), stderr=subprocess.PIPE, text=True, stdin=subprocess.DEVNULL
-    ) as process:
+    with subprocess.Popen(command, env=child_environment(), stderr=subprocess.PIPE, text=True, stdin=subprocess.DEVNULL) as process:
         try:
             import flows.alignment  # noqa: F401  takes seconds, and the run needs it next
 
