@@ -30,10 +30,11 @@ class Ended(NamedTuple):
 
 
 def prepare_next(nodes: Sequence[Node], begun: Collection[str]) -> None:
-    """Lets the process of the next stage that is not done import its libraries while the one before works (rlhf_core/runs/prepared.py)."""
+    """Lets the process of the stage after those that have begun, and that is not done, import its libraries while the last of these works
+    (rlhf_core/runs/prepared.py)."""
     for node in nodes:
         if node.name not in begun and not node.done:
-            prepared.start(KINDS[node.kind].package, node.kind)
+            prepared.plan(KINDS[node.kind].package, node.kind)
             return
 
 

@@ -41,6 +41,7 @@ MEANING = {
 }
 FINAL = {"loop": "iterative_dpo"}  # the stage whose model is the result, when its name is not the kind's
 MATERIAL = "demo/material"
+AT_ONCE_SECONDS = 1.0  # in which the script of the material finds that nothing is to do, or something is in the way
 BATCH, MICRO_BATCH = 128, 8  # documents of an optimiser step, at least; of a forward pass
 LENGTH = 1024  # tokens of a prompt, and of an answer, at most
 PLAIN = re.compile(r"[A-Za-z./~_][\w./@~-]*")
@@ -86,9 +87,7 @@ def _make_material(script: Path) -> None:
     command = [sys.executable, "-P", str(script), "--out", MATERIAL]
     with subprocess.Popen(command, env=child_environment(), stderr=subprocess.PIPE, text=True, stdin=subprocess.DEVNULL) as process:
         try:
-            import flows.alignment  # noqa: F401  takes seconds, and the run needs it next
-
-            _, told = process.communicate()
+            told = _errors_of(process)
         except BaseException:
             process.kill()
             raise
@@ -96,6 +95,16 @@ def _make_material(script: Path) -> None:
         raise ValueError(told.strip().splitlines()[-1])
     if process.returncode:
         raise RuntimeError(f"the demo's material could not be made:\n{told.strip()[-3000:]}")
+
+
+def _errors_of(process: subprocess.Popen[str]) -> str:
+    """Waits for a process and returns what it wrote to stderr. Unless it ends at once, meanwhile imports the flow, which takes seconds."""
+    try:
+        return process.communicate(timeout=AT_ONCE_SECONDS)[1]
+    except subprocess.TimeoutExpired:
+        import flows.alignment  # noqa: F401
+
+        return process.communicate()[1]
 
 
 def init(

@@ -79,6 +79,7 @@ def launch(module: str, run_dir: Path, name: str, on_line: Callable[[str], None]
     if process is None:
         process = reaped(module, [str(run.path)], kind, grace_seconds).reaper
     try:
+        prepared.start()
         with (run / LOG).open("a") as log:
             log.write(f"--- {time.strftime('%Y-%m-%d %H:%M:%S')} {name}\n")
             log.flush()  # so that a process that is killed before its first line is in the log too

@@ -43,18 +43,29 @@ class StageProcess(NamedTuple):
 
 
 class Prepared:
-    """Holds the process that waits for the next stage, at most one. Methods may be called from any thread."""
+    """Holds the process that waits for the next stage, at most one. Methods may be called from any thread.
+
+    `plan` says which kind of stage comes after the one that is about to start; `launch` takes the process that waits, if there is one, and
+    then starts the planned one (`start`).
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
+        self._planned: tuple[str, str] | None = None
         self._waiting: StageProcess | None = None
         self._end_of_pipe = -1
 
-    def start(self, module: str, kind: str) -> None:
-        """Starts a process for a stage of this kind, in place of one that waits; does nothing where it would not pay."""
-        if sys.platform != "linux" or num_gpus() or free_memory() < MEMORY or self._has(module, kind):
+    def plan(self, module: str, kind: str) -> None:
+        """Sets the module and the kind of the stage after the one that is about to start."""
+        self._planned = module, kind
+
+    def start(self) -> None:
+        """Starts the process of the planned stage, in place of one that waits; does nothing where it would not pay."""
+        planned, self._planned = self._planned, None
+        if planned is None or sys.platform != "linux" or num_gpus() or free_memory() < MEMORY:
             return
         self.end()
+        module, kind = planned
         reads, writes = os.pipe()
         try:
             process = reaped(module, [WAIT, kind, str(reads)], kind, GRACE_SECONDS, pass_fds=(reads,))
@@ -65,10 +76,6 @@ class Prepared:
             os.close(reads)
         with self._lock:
             self._waiting, self._end_of_pipe = process, writes
-
-    def _has(self, module: str, kind: str) -> bool:
-        with self._lock:
-            return self._waiting is not None and self._waiting.fits(module, kind, GRACE_SECONDS)
 
     def take(self, module: str, kind: str, run_dir: Path, grace_seconds: float) -> subprocess.Popen[bytes] | None:
         """Tells the process that waits its run directory, and returns its reaper. Returns None, and ends the process, where a process
@@ -90,7 +97,8 @@ class Prepared:
         return None
 
     def end(self) -> None:
-        """Ends the process that waits, if there is one."""
+        """Ends the process that waits, if there is one, and forgets the plan."""
+        self._planned = None
         with self._lock:
             found, self._waiting = self._waiting, None
             pipe, self._end_of_pipe = self._end_of_pipe, -1

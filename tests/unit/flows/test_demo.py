@@ -3,13 +3,27 @@
 from __future__ import annotations
 
 import importlib.util
+import sys
 from pathlib import Path
 
 import pytest
+from transformers import Qwen2ForCausalLM
 
+import flows
 from flows.cli import run as cli_run
+from flows.cli import start
 from flows.cli.app import main
 from rlhf_core.recipe.load import load_recipe
+
+WAITS_FOR_IMPORT = """
+import sys, time
+from pathlib import Path
+for _ in range(1000):
+    if Path("importing").exists():
+        sys.exit(0)
+    time.sleep(0.02)
+sys.exit("the import has not begun")
+"""
 
 
 def test_without_the_engines_nothing_is_written(
@@ -54,3 +68,26 @@ def test_material_is_made_in_the_folder_and_the_shipped_recipe_is_run_there(
     assert seen == [(shipped.replace("../../demo/material", "material"), tmp_path / "tried" / "demo" / "material" / "base")]
     assert (seen[0][1] / "model.safetensors").is_file()
     assert capfd.readouterr().out == "demo/material: made\n", "DeepSpeed does not warn that it finds no GPU"
+    model, loading = Qwen2ForCausalLM.from_pretrained(seen[0][1], output_loading_info=True)
+    assert not any(loading.values()) and model.lm_head.weight is model.model.embed_tokens.weight
+
+
+def test_the_flow_is_imported_while_the_material_is_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The material of this test is not made before the flow's import has begun."""
+    importing, script = tmp_path / "importing", tmp_path / "material.py"
+    script.write_text(WAITS_FOR_IMPORT)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(flows, "alignment", None, raising=False)  # so that both are as before after the test
+    monkeypatch.delitem(sys.modules, "flows.alignment", raising=False)
+    find = type("Finder", (), {"find_spec": staticmethod(lambda name, *_: importing.touch() if name == "flows.alignment" else None)})
+    monkeypatch.setattr(sys, "meta_path", [find, *sys.meta_path])
+    start._make_material(script)
+    assert importing.exists()
+
+
+@pytest.mark.parametrize(("code", "error"), [(2, ValueError), (1, RuntimeError)])
+def test_what_is_wrong_with_the_material_is_said(tmp_path: Path, code: int, error: type[Exception]) -> None:
+    script = tmp_path / "material.py"
+    script.write_text(f"import sys\nprint('no room', file=sys.stderr)\nsys.exit({code})\n")
+    with pytest.raises(error, match="no room"):
+        start._make_material(script)

@@ -23,6 +23,6 @@ NODES = (node("a", "sft"), node("b", "dpo", done=True), node("c", "evaluation"),
 )
 def test_the_next_stage_that_is_not_done(begun: set[str], started: list[tuple[str, str]], monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[tuple[str, str]] = []
-    monkeypatch.setattr(running.prepared, "start", lambda module, kind: calls.append((module, kind)))
+    monkeypatch.setattr(running.prepared, "plan", lambda module, kind: calls.append((module, kind)))
     running.prepare_next(NODES, begun)
     assert calls == started

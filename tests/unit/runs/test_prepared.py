@@ -38,7 +38,8 @@ PARENT = f"""
 import sys, time
 from rlhf_core.runs import prepared as ahead
 ahead.num_gpus, ahead.free_memory = lambda: 0, lambda: 1 << 40
-ahead.prepared.start({MODULE!r}, "sft")
+ahead.prepared.plan({MODULE!r}, "sft")
+ahead.prepared.start()
 time.sleep(120)
 """
 
@@ -55,13 +56,18 @@ def waiting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Prepare
     ahead.prepared.end()
 
 
-def run(folder: Path) -> list[str]:
+def run(folder: Path, name: str = "stage") -> list[str]:
     """Runs a stage; returns what it printed."""
-    made = RunDir(folder / "stage")
+    made = RunDir(folder / name)
     made.prepare(StageRequest(name="x", digest="d", config=SFT.model_validate({"data": {"sources": "x.jsonl"}}), inputs={}, seed=0))
     lines: list[str] = []
     launch(MODULE, made.path, "x", lines.append)
     return lines
+
+
+def ready(waiting: Prepared) -> None:
+    waiting.plan(MODULE, "sft")
+    waiting.start()
 
 
 def begun(folder: Path, count: int = 1) -> list[int]:
@@ -78,17 +84,25 @@ def until(true: Callable[[], object]) -> None:
 
 
 def test_a_stage_runs_in_the_process_that_was_started_ahead(waiting: Prepared, tmp_path: Path) -> None:
-    waiting.start(MODULE, "sft")
+    ready(waiting)
     (pid,) = begun(tmp_path)
-    waiting.start(MODULE, "sft")  # there is one
     assert run(tmp_path) == [f"process {pid} as it was"]
     assert begun(tmp_path) == [pid] and not psutil.pid_exists(pid)
+
+
+def test_the_next_stage_is_prepared_while_a_stage_runs_which_does_not_take_it(waiting: Prepared, tmp_path: Path) -> None:
+    waiting.plan(MODULE, "sft")
+    (first,) = run(tmp_path)
+    pids = begun(tmp_path, 2)
+    (second,) = run(tmp_path, "next")
+    assert first != second and {first, second} == {f"process {pid} as it was" for pid in pids}
+    assert run(tmp_path, "last") not in ([first], [second])  # nothing was planned after the second
 
 
 def test_a_stage_with_another_environment_gets_a_process_of_its_own(
     waiting: Prepared, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    waiting.start(MODULE, "sft")
+    ready(waiting)
     (ahead_of_it,) = begun(tmp_path)
     monkeypatch.setenv("CHANGED", "later")
     (line,) = run(tmp_path)
@@ -100,7 +114,7 @@ def test_a_stage_with_another_environment_gets_a_process_of_its_own(
 def test_a_process_that_waits_for_another_stage_is_not_used(
     waiting: Prepared, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wrong: str
 ) -> None:
-    waiting.start(MODULE, "sft")
+    ready(waiting)
     (pid,) = begun(tmp_path)
     if wrong == "folder":
         monkeypatch.chdir(tmp_path)
@@ -109,7 +123,7 @@ def test_a_process_that_waits_for_another_stage_is_not_used(
 
 
 def test_a_stage_runs_although_the_process_that_waited_was_killed(waiting: Prepared, tmp_path: Path) -> None:
-    waiting.start(MODULE, "sft")
+    ready(waiting)
     (pid,) = begun(tmp_path)
     os.kill(pid, signal.SIGKILL)
     until(lambda: not psutil.pid_exists(pid))
@@ -119,7 +133,7 @@ def test_a_stage_runs_although_the_process_that_waited_was_killed(waiting: Prepa
 
 
 def test_a_process_that_waits_is_ended(waiting: Prepared, tmp_path: Path) -> None:
-    waiting.start(MODULE, "sft")
+    ready(waiting)
     (pid,) = begun(tmp_path)
     waiting.end()
     assert not psutil.pid_exists(pid) and waiting.take(MODULE, "sft", tmp_path, ahead.GRACE_SECONDS) is None
@@ -142,6 +156,6 @@ def test_no_process_waits_beside_a_gpu_or_without_memory(
     waiting: Prepared, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, found: int
 ) -> None:
     monkeypatch.setattr(ahead, name, lambda: found)
-    waiting.start(MODULE, "sft")
+    ready(waiting)
     assert waiting.take(MODULE, "sft", tmp_path, ahead.GRACE_SECONDS) is None
     assert not list((tmp_path / "pids").iterdir())
