@@ -222,9 +222,7 @@ def write_base(folder: Path, seed: int) -> None:
         bos_token_id=None,
     )
     model = Qwen2ForCausalLM(config)
-    generation = GenerationConfig(
-        do_sample=True, temperature=1.0, pad_token_id=tokenizer.pad_token_id, eos_token_id=tokenizer.eos_token_id
-    )
+    generation = GenerationConfig(do_sample=True, temperature=1.0, pad_token_id=tokenizer.pad_token_id, eos_token_id=tokenizer.eos_token_id)
     config.architectures, config.dtype = [type(model).__name__], model.dtype
     config.save_pretrained(folder)
     generation.save_pretrained(folder)
