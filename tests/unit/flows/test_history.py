@@ -11,15 +11,16 @@ import pytest
 from filelock import FileLock
 
 import flows.cli
-from flows.cli.history import Difference, Item, differences, lineage_of, remove, size_of, stages, survey
+from flows.cli.history import Difference, Item, _win_rates, differences, lineage_of, remove, size_of, stages, survey
 from rlhf_core.config import DPO, SFT, Recipe
 from rlhf_core.recipe.plan import plan
 from rlhf_core.runs.lineage import data_of
 from rlhf_core.runs.run_dir import LOCK, REQUEST, RESULT, STATE, Outcome, RunDir
-from rlhf_core.runs.run_records import kept
+from rlhf_core.runs.run_records import NAME, Asked, asked, kept
 from rlhf_core.system.files import is_locked
 from tasks.report import record, this_run, views_of
 from tests.support.chain import BASE, Chain, build
+from tests.support.finished_run import finished, view
 
 
 @pytest.fixture
@@ -272,3 +273,34 @@ def test_pages_of_runs_that_are_not_kept_are_garbage(chain: Chain) -> None:
     assert [item.path for item in pages] == [old.with_suffix(".html")]
     assert not remove(pages[0]) and remove(pages[0], keeping)
     assert not pages[0].path.exists() and new.with_suffix(".html").exists() and old.exists()
+
+
+def test_a_run_of_prefect_is_named_after_its_recipe(monkeypatch: pytest.MonkeyPatch) -> None:
+    from flows import alignment
+
+    monkeypatch.setattr(alignment.runtime.flow_run, "parameters", {"recipe": {"name": "tiny-cpu"}}, raising=False)
+    names = {alignment.run_name() for _ in range(3)}
+    assert len(names) == 3 and all(name.startswith("tiny-cpu-") and NAME.fullmatch(name) for name in names)
+    token = asked.set(Asked(name="mine"))
+    try:
+        assert alignment.run_name() == "mine"
+    finally:
+        asked.reset(token)
+
+
+def test_win_rates_differ_with_their_intervals(tmp_path: Path) -> None:
+    folders = []
+    for side, shift in (("one", 0.0), ("two", 0.1)):
+        finished(tmp_path / side)
+        run_dir = view(tmp_path / side, "evaluation").run_dir
+        result = RunDir(run_dir).result()
+        assert result is not None
+        file = run_dir / result.outputs["report"] / "eval.json"
+        report = json.loads(file.read_text())
+        for rate in report["win_rates"]:
+            rate.update(win_rate=0.5 + shift, ci_low=0.4 + shift, ci_high=0.6 + shift)
+        size = file.stat().st_size  # a result counts while its files have the sizes that it names
+        file.write_text(json.dumps(report, separators=(",", ":")).ljust(size))
+        folders.append(run_dir)
+    found = list(_win_rates("evaluation", *folders))
+    assert found and {(change.before, change.after) for change in found} == {("50.0% (40.0% to 60.0%)", "60.0% (50.0% to 70.0%)")}
