@@ -13,8 +13,7 @@ from typing import Annotated, Literal
 
 from cyclopts import App, Parameter
 
-from flows.cli import history
-from flows.cli.operate import named_runs
+from flows.cli import history, named_runs
 from flows.cli.show import OK, Whole, console, show_board, show_differences, show_garbage, show_lineage, show_runs, show_stages, show_stores
 from rlhf_core.recipe.load import load_recipe
 from rlhf_core.recipe.plan import plan

@@ -12,7 +12,7 @@ from cyclopts import Parameter
 from rich.markup import escape
 
 from flows.cli.artifacts import Artifacts
-from flows.cli.operate.named_runs import place_of, recipe_folder
+from flows.cli.named_runs import place_of, recipe_folder
 from flows.cli.show import OK, console, require_folder, table_of
 from rlhf_core.preflight.inputs import MachineLacks
 from rlhf_core.runs.run_records import RUN, RUNS
