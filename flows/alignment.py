@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from prefect import runtime
+from prefect.utilities.names import generate_slug
 
 from evaluation.report.summary import Status
 from flows.running import OneByOne, Threads, prepare_next
@@ -28,6 +29,7 @@ from rlhf_core.recipe.plan import Node, Plan, plan
 from rlhf_core.runs.launch import SeveralFailed
 from rlhf_core.runs.prepared import prepared
 from rlhf_core.runs.run_dir import StageRequest
+from rlhf_core.runs.run_records import asked
 from rlhf_core.runs.store import store_of
 from rlhf_core.system import orphan_watcher
 from tasks.decisions.approval import ask_about, await_approvals
@@ -41,12 +43,24 @@ from tasks.stages import run_stage
 from tasks.store import fetch_parents
 from tasks.temporary_server import OwnServerFlow
 
+MAX_RECIPE_NAME = 36  # characters of a run's name, of which there are at most 64
+
 # The plan that the command line has made and checked before it calls a flow, which then does neither again.
 checked_plan: ContextVar[Plan | None] = ContextVar("checked_plan", default=None)
 
 
 def run_name() -> str:
-    """Returns the name of a flow run: its recipe's name, or the file name of its path."""
+    """Returns the name of a flow run: the one asked for, else that of its recipe (or of the recipe's file) and two random words."""
+    given = asked.get()
+    if given is not None and given.name:
+        return given.name
+    return f"{_recipe_name()[:MAX_RECIPE_NAME]}-{generate_slug(2)}"
+
+
+def _recipe_name() -> str:
+    planned = checked_plan.get()
+    if planned is not None:
+        return planned.recipe.name
     recipe = runtime.flow_run.parameters.get("recipe")
     if isinstance(recipe, dict):
         return str(recipe.get("name"))

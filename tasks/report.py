@@ -1,8 +1,8 @@
 """Writes the folder of a recipe, `<artifacts>/<recipe name>/`, with its report, at the end of every run, also of a failed one.
 
 `summary.json`, `recipe.yaml` (as it was run) and `run.json` describe the last run. `run.json` has the run directory, status and gate
-verdicts of each stage: from it the page can be written again after the recipe or its data changed. `runs/` has a file for each run: its
-`run.json` with the recipe.
+verdicts of each stage: from it the page can be written again after the recipe or its data changed. `runs/` has two files for each run: its
+`run.json` with the recipe, and its page.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from prefect.client.schemas.objects import FlowRun, State
 from pydantic import TypeAdapter
 
 from evaluation.report.index import write_index
-from evaluation.report.summary import StageView, Status
+from evaluation.report.summary import StageView, Status, read
 from rlhf_core.recipe.gates import GateFailed, gates_of
 from rlhf_core.recipe.load import dump_recipe, recipe_of
 from rlhf_core.recipe.plan import Plan
 from rlhf_core.recipe.references import beside
 from rlhf_core.runs.run_dir import HOLDER_ENV, LOCK, REQUEST, RunDir
 from rlhf_core.runs.run_records import LOCK as RUN_LOCK
-from rlhf_core.runs.run_records import RUN, RUNS, Asked, RunRecord, asked, new_id
+from rlhf_core.runs.run_records import NAME, PAGE, RUN, RUNS, Asked, RunRecord, asked, new_id
 from rlhf_core.system.files import is_locked, locked, read_json, write_text
 from rlhf_core.system.machine import disk_problem
 from rlhf_core.system.redaction import without_passwords
@@ -48,7 +48,7 @@ def this_run(recipe: str) -> RunRecord:
     given = asked.get() or Asked(source if isinstance(source, str) else "", tuple(parameters.get("overrides") or ()))
     return RunRecord(
         id=given.id or new_id(started),
-        name=given.name,
+        name=given.name or _flow_run_name(),
         recipe=recipe,
         source=without_passwords(given.source),
         overrides=tuple(map(without_passwords, given.overrides)),
@@ -56,6 +56,12 @@ def this_run(recipe: str) -> RunRecord:
         pid=os.getpid(),
         started=started,
     )
+
+
+def _flow_run_name() -> str | None:
+    """Returns the name that Prefect has for this run; None outside of a run, and for a text that cannot name a run."""
+    name = runtime.flow_run.name
+    return name if name and NAME.fullmatch(name) else None
 
 
 def record_failure(flow: Flow[..., Any], flow_run: FlowRun, state: State[Any]) -> None:
@@ -137,6 +143,7 @@ def write(plan: Plan, statuses: dict[str, Status], run: RunRecord | None = None,
 
     page = write_report(plan.folder, plan.recipe.name, views)
     if run:
+        write_text(plan.folder / RUNS / f"{run.id}{PAGE}", page.read_text())
         record(plan, views, run, state, time.time())
     write_index(plan.artifacts)
     return page
@@ -165,16 +172,36 @@ def rewrite(folder: Path) -> Path:
     """
     artifacts = folder.absolute().parent
     try:
-        run = json.loads((folder / RUN).read_text())
-        views = [replace(view, run_dir=artifacts / view.run_dir) for view in VIEWS.validate_python(run["stages"])]
+        recipe, views = _recorded(folder / RUN, artifacts)
     except (OSError, ValueError, LookupError, TypeError):
         why = f"its {RUN} is damaged" if (folder / RUN).is_file() else f"it has no {RUN}, so no run wrote here"
         raise ValueError(f"{folder}: {why}: give a recipe, the folder <artifacts>/<recipe> of one that has run, or <artifacts>") from None
     from evaluation.report.page import write_report
 
-    page = write_report(folder, run["recipe"], views)
+    page = write_report(folder, recipe, views)
     write_index(artifacts)
     return page
+
+
+def rewrite_run(file: Path) -> Path:
+    """Writes the page of a run again, by its record in `runs/`. Returns its path. Raises ValueError when the record is damaged."""
+    artifacts = file.absolute().parents[2]
+    try:
+        recipe, views = _recorded(file, artifacts)
+    except (OSError, ValueError, LookupError, TypeError):
+        raise ValueError(f"{file} cannot be read or names no stages: restore it, or give another run") from None
+    from evaluation.report.page import render
+
+    page = file.with_suffix(PAGE)
+    write_text(page, render(recipe, [read(view) for view in views]))
+    write_index(artifacts)
+    return page
+
+
+def _recorded(file: Path, artifacts: Path) -> tuple[str, list[StageView]]:
+    """Returns the recipe's name and the stages in the record of a run."""
+    run = json.loads(file.read_text())
+    return run["recipe"], [replace(view, run_dir=artifacts / view.run_dir) for view in VIEWS.validate_python(run["stages"])]
 
 
 def statuses_of(folder: Path) -> dict[str, str]:

@@ -42,7 +42,7 @@ def dashboard(artifacts: Path) -> Starlette:
             return HTMLResponse(fill("page.missing", told=told), 404)
 
     def report(request: Request) -> Response:
-        found = folder.report(request.path_params["recipe"])
+        found = folder.report(request.path_params["recipe"], request.path_params.get("identity", ""))
         if found is None:
             return HTMLResponse(fill("page.missing", told="There is no report: a run writes it at its end."), 404)
         with found.open("rb") as file:
@@ -69,6 +69,7 @@ def dashboard(artifacts: Path) -> Starlette:
         routes=[
             *(Route(path, page) for path in of_pages),
             Route("/report/{recipe}", report),
+            Route("/report/{recipe}/{identity}", report),
             Route("/static/{name}", static),
             Route("/events/{path:path}", events),
         ]

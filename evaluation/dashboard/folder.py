@@ -22,7 +22,7 @@ from evaluation.dashboard.growing import Attempts, Curves, Growing, Log, Metrics
 from evaluation.dashboard.locks import Locks
 from rlhf_core.runs.run_dir import LOCK, LOG, METRICS, REQUEST, RESULT
 from rlhf_core.runs.run_records import LOCK as RUN_LOCK
-from rlhf_core.runs.run_records import PIN, RunRecord, read, records
+from rlhf_core.runs.run_records import PAGE, PIN, RUNS, RunRecord, read, records
 from rlhf_core.system.files import tail
 
 FRESH = 180.0  # seconds
@@ -86,10 +86,18 @@ class Folder:
             raise Missing(f"{recipe}/{identity}")
         return found
 
-    def report(self, recipe: str) -> Path | None:
-        """Returns the report of a recipe's last run; None when there is none."""
-        file = self.path / recipe / "report.html"
-        return file if NAME.fullmatch(recipe) and _is(file.parent, stat.S_ISDIR) and _is(file, stat.S_ISREG) else None
+    def report(self, recipe: str, identity: str = "") -> Path | None:
+        """Returns the report of a run; without an id that of the recipe's last run. None when there is none."""
+        home = self.path / recipe
+        if not NAME.fullmatch(recipe) or not _is(home, stat.S_ISDIR):
+            return None
+        if not identity:
+            file = home / "report.html"
+        elif NAME.fullmatch(identity) and _is(home / RUNS, stat.S_ISDIR):
+            file = home / RUNS / f"{identity}{PAGE}"
+        else:
+            return None
+        return file if _is(file, stat.S_ISREG) else None
 
     def json(self, file: Path) -> dict[str, Any]:
         """Returns the JSON object in a file; {} as `read_json`, and when it is a link or has more than MAX_JSON bytes."""

@@ -30,6 +30,7 @@ from rlhf_core.runs.run_records import RUN, RunRecord
 from rlhf_core.system.redaction import plain, without_passwords
 
 LOG_LINES, MAX_RUNS, MAX_CHOICES, MAX_CONFIG, MAX_PANELS = 200, 300, 50, 200_000, 3
+CHAMPION = "champion.json"
 COLOURS = {
     "done": "#2e8b6f",
     "running": "#2563a8",
@@ -90,7 +91,7 @@ def overview(folder: Folder) -> Page:
 
     def runs() -> str:
         found = folder.runs()
-        rows = [(run, link(run), _counts(folder, run)) for run in found[:MAX_RUNS]]
+        rows = [(run, link(run), _counts(folder, run), state.win_rate(folder, run), _champion(folder, run)) for run in found[:MAX_RUNS]]
         return fill("overview.runs", rows=rows, more=len(found) - len(rows))
 
     def others() -> str:
@@ -102,12 +103,20 @@ def overview(folder: Folder) -> Page:
     def watched() -> object:
         found = folder.runs()
         dirs = {folder.path / stage.run_dir for run in found if run.state == "running" for stage in run.stages}
-        return [(run.file, run.state, identity_of(run.file)) for run in found], [state.watched(folder, path) for path in sorted(dirs)]
+        crowned = [identity_of(file) for file in inside(folder.path, f"*/{CHAMPION}")]
+        own = [(run.file, run.state, identity_of(run.file)) for run in found]
+        return own, crowned, [state.watched(folder, path) for path in sorted(dirs)]
 
     def questions() -> str:
         return fill("overview.questions", questions=state.questions(folder))
 
-    parts = {"questions": questions, "now": now, "runs": runs, "others": others}
+    parts = {
+        "questions": questions,
+        "now": now,
+        "filter": lambda: fill("overview.filter"),  # apart from the runs, so that the box keeps its text when these change
+        "runs": runs,
+        "others": others,
+    }
     return Page("Runs", parts, frozenset({"questions", "others"}), watched)
 
 
@@ -121,6 +130,8 @@ def run_page(folder: Folder, recipe: str, identity: str) -> Page:
     def about() -> str:
         now = folder.run(recipe, identity)
         report = f"/report/{quote(recipe)}" if folder.report(recipe) else ""
+        if folder.report(recipe, identity):
+            report = f"/report/{quote(recipe)}/{quote(identity)}"
         return fill("run.about", run=now, stages=stages(), report=report)
 
     def rivals() -> str:
@@ -250,6 +261,15 @@ def _counts(folder: Folder, run: RunRecord) -> tuple[int, int]:
     if run.ended is not None:
         return sum(stage.status in ("done", "skipped") for stage in run.stages), len(run.stages)
     return sum(stage.state == "done" for stage in state.run_stages(folder, run)), len(run.stages)
+
+
+def _champion(folder: Folder, run: RunRecord) -> str:
+    """Returns the model in use of the run's recipe where a publication of this run made it the champion, else ''."""
+    reigns = folder.json(folder.path / recipe_of(run) / CHAMPION).get("reigns")
+    last = reigns[-1] if isinstance(reigns, list) and reigns else None
+    if not isinstance(last, dict) or f"stages/{last.get('run')}" not in {stage.run_dir for stage in run.stages}:
+        return ""
+    return str(last.get("model", ""))
 
 
 def _is_loop(loop: dict[str, Any]) -> bool:

@@ -25,6 +25,7 @@ from rlhf_core.runs.approval import Approval
 from rlhf_core.runs.run_dir import HOLDER, LOG, METRICS, REQUEST, RESULT, ROLLOUTS
 from rlhf_core.runs.run_records import RunRecord
 
+WIN_RATE = "win_rate/"
 PARENTS = "waits for "  # names of stages before it
 HOST = re.compile(r" on (\S+) since ")
 STOPPED = {128 + number: signal.Signals(number).name for number in (signal.SIGINT, signal.SIGTERM, signal.SIGKILL)}
@@ -191,3 +192,14 @@ def watched(folder: Folder, run_dir: Path) -> tuple[object, ...]:
     """Returns a value that is equal while nothing changes in a run directory."""
     names = (REQUEST, METRICS, LOG, RESULT, HOLDER, ROLLOUTS, APPROVAL)
     return (folder.held(run_dir), *(identity_of(run_dir / name) for name in names))
+
+
+def win_rate(folder: Folder, run: RunRecord) -> str:
+    """Returns the win rate of a run's last finished evaluation, such as `ppo 61.2 %`; '' when there is none."""
+    for stage in reversed(run.stages):
+        run_dir = folder.path / stage.run_dir
+        config = folder.request(run_dir).get("config", {})
+        text = main_metric(config, numbers(folder.json(run_dir / RESULT).get("metrics")))
+        if text.startswith(WIN_RATE):
+            return text.removeprefix(WIN_RATE)
+    return ""

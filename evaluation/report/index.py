@@ -1,4 +1,5 @@
-"""Writes `<artifacts>/index.html`, a table of every recipe's last run with links to their reports, from `run.json` and `summary.json`.
+"""Writes `<artifacts>/index.html`: a table of every recipe's last run, from `run.json` and `summary.json`, and one of the newest runs of
+all recipes, both with links to their pages.
 
 A folder whose records are missing or damaged gets a row with the state `damaged`; the other rows are not affected.
 """
@@ -14,9 +15,11 @@ from urllib.parse import quote
 
 from evaluation.report.template import duration, fill, percent
 from rlhf_core.config import KINDS
+from rlhf_core.runs.run_records import PAGE, RUN, records
 from rlhf_core.system.files import write_text
 
-INDEX, RUN, SUMMARY, REPORT = "index.html", "run.json", "summary.json", "report.html"
+INDEX, SUMMARY, REPORT = "index.html", "summary.json", "report.html"
+MAX_RUNS = 200  # in the table of all runs
 
 
 class Line(NamedTuple):
@@ -33,14 +36,35 @@ class Line(NamedTuple):
     passed: int
 
 
+class RunLine(NamedTuple):
+    """A run in the table of all runs. `page`: address of its own page, '' where it has none."""
+
+    recipe: str
+    label: str
+    page: str
+    state: str
+    when: datetime
+
+
 def write_index(artifacts: Path) -> Path:
     """Writes the page atomically and returns its path. Raises ValueError when the folder has no runs."""
     folders = [file.parent for file in artifacts.glob(f"*/{RUN}")]
     if not folders:
         raise ValueError(f"{artifacts} holds no runs: give the `artifacts` folder of recipes, or the folder of one run")
     lines = sorted((line_of(folder) for folder in folders), key=lambda line: line.when, reverse=True)
-    write_text(artifacts / INDEX, fill("index.html.j2", lines=lines))
+    write_text(artifacts / INDEX, fill("index.html.j2", lines=lines, runs=run_lines(artifacts)))
     return artifacts / INDEX
+
+
+def run_lines(artifacts: Path) -> list[RunLine]:
+    """Returns the newest runs of all recipes that have a record of their own, at most MAX_RUNS, the newest first."""
+    found = [run for run in records(artifacts) if run.file.name != RUN]
+    lines = []
+    for run in found[:MAX_RUNS]:
+        page = run.file.with_suffix(PAGE)
+        address = quote(page.relative_to(artifacts).as_posix()) if page.is_file() else ""
+        lines.append(RunLine(run.recipe, run.label, address, run.state, datetime.fromtimestamp(run.started)))
+    return lines
 
 
 def line_of(folder: Path) -> Line:

@@ -13,13 +13,13 @@ from typing import Annotated, Literal
 
 from cyclopts import App, Parameter
 
-from flows.cli import history
+from flows.cli import history, named_runs
 from flows.cli.show import OK, Whole, console, show_board, show_differences, show_garbage, show_lineage, show_runs, show_stages, show_stores
 from rlhf_core.recipe.load import load_recipe
 from rlhf_core.recipe.plan import plan
 from rlhf_core.runs.lineage import data_of, stage_of
 from rlhf_core.runs.run_dir import RunDir
-from rlhf_core.runs.run_records import RUN, kept, pin, records
+from rlhf_core.runs.run_records import RUN, RUNS, kept, pin, records
 from rlhf_core.system.files import write_text
 from rlhf_core.system.secret_file import kept_secret
 
@@ -31,16 +31,19 @@ SECONDS = {"h": 3600.0, "d": 86400.0, "w": 7 * 86400.0}
 runs_app = App(name="runs", help="The runs in an artifacts folder.")
 
 
-def report(run: Path) -> int:
+def report(which: Annotated[str, Parameter(name="run")], *, artifacts: Artifacts = Path("artifacts")) -> int:
     """Write the page of a run again, and the page over all runs.
 
     Args:
-        run: a recipe, the folder ARTIFACTS/NAME of one, or ARTIFACTS for the page over all runs alone.
+        which: a run's name or id, a recipe, the folder ARTIFACTS/NAME of one, or ARTIFACTS for the page over all runs alone.
     """
     from evaluation.report.index import write_index
-    from tasks.report import found, rewrite, write
+    from tasks.report import found, rewrite, rewrite_run, write
 
-    if run.is_dir() and not (run / RUN).exists() and any(run.glob(f"*/{RUN}")):
+    run = Path(which) if which.endswith((".yaml", ".yml")) else named_runs.place_of(artifacts, which)
+    if run.parent.name == RUNS and run.suffix == ".json":
+        page = rewrite_run(run)
+    elif run.is_dir() and not (run / RUN).exists() and any(run.glob(f"*/{RUN}")):
         page = write_index(run)
     elif run.is_dir():
         page = rewrite(run)
@@ -87,24 +90,26 @@ def stages(artifacts: Artifacts = Path("artifacts")) -> int:
     return OK
 
 
-def diff(before: Path, after: Path) -> int:
-    """Show what changed between two runs: configuration, inputs, versions, metrics.
+def diff(before: str, after: str, *, artifacts: Artifacts = Path("artifacts")) -> int:
+    """Show what changed between two runs: configuration, inputs, versions, metrics, win rates.
 
     Args:
-        before: a stage's directory ARTIFACTS/stages/STAGE-DIGEST, or a recipe's folder ARTIFACTS/NAME.
-        after: another one of that sort.
+        before: a run's name or id, a recipe's folder ARTIFACTS/NAME (its last run), or a stage's directory ARTIFACTS/stages/STAGE-DIGEST.
+        after: another run, or another stage's directory.
     """
-    show_differences(console, history.differences(before, after))
+    places = [named_runs.place_of(artifacts, given) for given in (before, after)]
+    show_differences(console, history.differences(*places))
     return OK
 
 
-def lineage(checkpoint: str, *, out: Path | None = None) -> int:
+def lineage(checkpoint: str, *, out: Path | None = None, artifacts: Artifacts = Path("artifacts")) -> int:
     """Show what a checkpoint was made from: its parents, their data and the versions they were made with.
 
     Args:
-        checkpoint: a checkpoint, a stage's directory, or a Hub id.
+        checkpoint: a checkpoint, a stage's directory, a Hub id, or a run's name or id, which means its last checkpoint.
         out: also draw it, to this SVG file.
     """
+    checkpoint = named_runs.checkpoint_of(artifacts, checkpoint)
     found, stage = history.lineage_of(checkpoint), stage_of(checkpoint)
     data = data_of(found, RunDir(stage[0]).artifacts if stage else None)
     show_lineage(console, found, data)

@@ -13,13 +13,15 @@ from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from flows.cli.named_runs import is_record, recipe_folder
 from rlhf_core.config import KINDS
 from rlhf_core.recipe import loop_record
 from rlhf_core.recipe.yaml_text import parse
+from rlhf_core.records import EvalReport
 from rlhf_core.runs.differences import Difference, changed, stage_differences
 from rlhf_core.runs.lineage import Ancestor, lineage, stage_of
 from rlhf_core.runs.run_dir import LOCK, REQUEST, RESULT, STATE, RunDir
-from rlhf_core.runs.run_records import RUN, RunRecord, kept, read, records
+from rlhf_core.runs.run_records import PAGE, RUN, RUNS, RunRecord, kept, read, records
 from rlhf_core.system.files import is_locked, locked, read_json
 
 STAGES, RECIPE = "stages", "recipe.yaml"
@@ -39,7 +41,8 @@ class Found(NamedTuple):
 
 
 class Item(NamedTuple):
-    """A folder for `gc`: a run directory or its resume states. `size` in bytes; `why`: who keeps it, or who no longer does."""
+    """What `gc` may remove: a run directory, its resume states, or the page of a run. `size` in bytes; `why`: who keeps it, or no
+    longer does."""
 
     path: Path
     size: int
@@ -55,8 +58,9 @@ def stages(artifacts: Path) -> list[Found]:
 
 
 def differences(before: Path, after: Path) -> list[Difference]:
-    """Returns the differences of two run directories (or checkpoints), or two recipe folders. Raises ValueError when they are neither."""
-    recipes = [(folder / RUN).is_file() for folder in (before, after)]
+    """Returns the differences of two run directories (or checkpoints), or of two runs: their records, or recipe folders, which mean the
+    last run. Raises ValueError when they are neither."""
+    recipes = [(place / RUN).is_file() or is_record(place) for place in (before, after)]
     if all(recipes):
         return list(_recipe_differences(before, after))
     stages = [stage_of(folder) for folder in (before, after)]
@@ -73,6 +77,8 @@ def differences(before: Path, after: Path) -> list[Difference]:
 def _why_no_stage(folder: Path) -> str:
     if not folder.exists():
         return "there is no such folder"
+    if is_record(folder):
+        return "this is a run, and the other argument is none"
     if (folder / RUN).is_file():
         return "this is a recipe's folder, and the other argument is none"
     return "this is no folder of a stage, nor of a recipe that has run" if folder.is_dir() else "this is a file"
@@ -104,11 +110,20 @@ def survey(artifacts: Path, keeping: Keeping = kept) -> tuple[list[Item], list[I
             garbage.append(Item(folder / STATE, size_of(folder / STATE), "resume states of a stage that is done"))
             size -= garbage[-1].size
         used.append(Item(folder, size, _few(keepers[folder])))
+    runs = records(artifacts)
+    keep = keeping(runs)
+    for run in runs:
+        page = run.file.with_suffix(PAGE)
+        if run.id not in keep and page.is_file():
+            garbage.append(Item(page, page.stat().st_size, f"the page of run {run.label}, which no longer keeps its stages"))
     return used, garbage
 
 
 def remove(item: Item, keeping: Keeping = kept) -> bool:
-    """Removes a folder unless a process works there or a run now keeps it. Returns whether it was removed."""
+    """Removes a folder unless a process works there or a run now keeps it, or the page of a run that is not kept. Returns whether it was
+    removed."""
+    if item.path.suffix == PAGE:
+        return _remove_page(item.path, keeping)
     folder = item.path.parent if item.path.name == STATE else item.path
     with locked(folder / LOCK) as ours:
         if not ours or (item.path == folder and folder in _claims(folder.parents[1], keeping, locks=False)[0]):
@@ -116,6 +131,13 @@ def remove(item: Item, keeping: Keeping = kept) -> bool:
         if item.path == folder:
             (folder / RESULT).unlink(missing_ok=True)  # first, so that a partly removed stage does not count as done
         shutil.rmtree(item.path)
+    return True
+
+
+def _remove_page(page: Path, keeping: Keeping) -> bool:
+    if page.stem in keeping(records(page.parents[2])):
+        return False
+    page.unlink(missing_ok=True)
     return True
 
 
@@ -153,15 +175,51 @@ def _found(folder: Path, record: Mapping[str, Any]) -> Found:
 
 
 def _recipe_differences(before: Path, after: Path) -> Iterator[Difference]:
-    old, new = ({stage.name: stage for stage in read(folder / RUN).require_whole().stages} for folder in (before, after))
-    yield from (Difference("", "recipe", *change) for change in changed(_top(before), _top(after)))
+    records_of_runs = is_record(before) or is_record(after)
+    files = [_record_of(place) for place in (before, after)]
+    old, new = ({stage.name: stage for stage in read(file).require_whole().stages} for file in files)
+    recipes = map(_recipe_of_run, files) if records_of_runs else map(_top, (before, after))
+    yield from (Difference("", "recipe", *change) for change in changed(*recipes))
     for name in {**old, **new}:
         if name not in old or name not in new:
             yield Difference(name, "stages", "", *("there" if name in side else "not there" for side in (old, new)))
             continue
-        paths = [folder.absolute().parent / stages[name].run_dir for folder, stages in ((before, old), (after, new))]
+        sides = ((files[0], old), (files[1], new))
+        paths = [recipe_folder(file).absolute().parent / stages[name].run_dir for file, stages in sides]
         if paths[0].resolve() != paths[1].resolve():
             yield from stage_differences(name, *paths)
+            yield from _win_rates(name, *paths)
+
+
+def _record_of(place: Path) -> Path:
+    """Returns the record of a run: the one given, or that of a recipe folder's last run, in `runs/` where it is there."""
+    if is_record(place):
+        return place
+    last = read(place / RUN)
+    own = (run for run in map(read, (place / RUNS).glob("*.json")) if run.started == last.started)
+    return next((run.file for run in own), place / RUN)
+
+
+def _recipe_of_run(record: Path) -> dict[str, Any]:
+    """Returns a recipe's top-level fields as a run had them, without its stages; those of the last run where the record has none."""
+    config = read_json(record).get("config")
+    if not isinstance(config, dict):
+        return _top(recipe_folder(record))
+    return {key: value for key, value in config.items() if key != "stages"}
+
+
+def _win_rates(name: str, before: Path, after: Path) -> Iterator[Difference]:
+    """Yields the win rates of two evaluations that differ, with their 95 % intervals."""
+    for model, *texts in changed(*map(_win_rate_texts, (before, after))):
+        yield Difference(name, "win rate", model, *texts)
+
+
+def _win_rate_texts(run_dir: Path) -> dict[str, str]:
+    result = RunDir(run_dir).result()
+    place = result.outputs.get("report") if result else None
+    report = EvalReport.read(run_dir / place / "eval.json") if place else None
+    rates = [rate for rate in report.win_rates if rate.judge == report.judge] if report else []
+    return {rate.model: f"{rate.win_rate:.1%} ({rate.ci_low:.1%} to {rate.ci_high:.1%})" for rate in rates}
 
 
 def _claims(artifacts: Path, keeping: Keeping, locks: bool = True) -> tuple[dict[Path, list[str]], dict[Path, list[str]]]:

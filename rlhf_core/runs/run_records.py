@@ -1,11 +1,13 @@
 """Reads, finds and pins the records of runs, `<artifacts>/<recipe>/runs/<id>.json`, which tasks/report.py writes. Torch-free.
 
 A run in progress holds `<id>.lock`, which the system frees when its process dies; `<id>.pin` beside a record pins the run. They are
-separate files, so that only the run writes its record. A recipe's `run.json` counts as a record where `runs/` does not have it.
+separate files, so that only the run writes its record. `<id>.html` is the run's own page. A recipe's `run.json` counts as a record where
+`runs/` does not have it.
 """
 
 from __future__ import annotations
 
+import difflib
 import re
 import secrets
 from collections.abc import Callable, Sequence
@@ -18,7 +20,8 @@ from pydantic import BaseModel, Field
 
 from rlhf_core.system.files import is_locked
 
-RUN, RUNS, LOCK, PIN = "run.json", "runs", ".lock", ".pin"
+RUN, RUNS, LOCK, PIN, PAGE = "run.json", "runs", ".lock", ".pin", ".html"
+MAX_NEAREST, MAX_LISTED = 3, 5  # runs in a message
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
 
@@ -98,18 +101,45 @@ def records(artifacts: Path, read_one: Callable[[Path], RunRecord] | None = None
     return sorted(found, key=lambda run: (run.started, run.id), reverse=True)
 
 
-def pin(artifacts: Path, which: str, pinned: bool) -> RunRecord:
-    """Pins or unpins a run, by its id or name; of several runs of that name the newest. Raises ValueError when there is none."""
+def find_run(artifacts: Path, which: str) -> RunRecord:
+    """Returns a run by its id, by its name (of several runs of that name the newest), or by the beginning of one id. Raises ValueError
+    when there is none, with the nearest, and for the beginning of several ids."""
     runs = records(artifacts)
-    found = [run for run in runs if run.id == which] or [run for run in runs if run.name == which]
-    if not found:
-        raise ValueError(f"{artifacts} has no run {which[:80]!r}: give the name or id of one that `alignflow runs {artifacts}` lists")
-    file = found[0].file.with_suffix(PIN)
+    exact = [run for run in runs if run.id == which] or [run for run in runs if run.name == which]
+    if exact:
+        return exact[0]
+    begun = [run for run in runs if which and run.id.startswith(which)]
+    if len(begun) > 1:
+        raise ValueError(f"{which!r} begins the ids of {_listed(begun)}: give more of the id")
+    if begun:
+        return begun[0]
+    near = _nearest(runs, which)
+    told = f"; the nearest: {_listed(near)}" if near else ""
+    raise ValueError(f"{artifacts} has no run {which[:80]!r}: give the name or id of one that `alignflow runs {artifacts}` lists{told}")
+
+
+def pin(artifacts: Path, which: str, pinned: bool) -> RunRecord:
+    """Pins or unpins a run. Raises ValueError as `find_run`."""
+    found = find_run(artifacts, which)
+    file = found.file.with_suffix(PIN)
     if pinned:
         file.touch()
     else:
         file.unlink(missing_ok=True)
-    return found[0]
+    return found
+
+
+def _nearest(runs: Sequence[RunRecord], which: str) -> list[RunRecord]:
+    """Returns at most MAX_NEAREST runs whose id or name resembles a text; the newest where none does."""
+    by_text = {text: run for run in reversed(runs) for text in (run.id, run.name) if text}
+    close = difflib.get_close_matches(which, by_text, MAX_NEAREST)
+    unique = {by_text[text].id: by_text[text] for text in close}
+    return list(unique.values()) or list(runs[:MAX_NEAREST])
+
+
+def _listed(runs: Sequence[RunRecord]) -> str:
+    more = f" and {len(runs) - MAX_LISTED} more" if len(runs) > MAX_LISTED else ""
+    return ", ".join(run.label for run in runs[:MAX_LISTED]) + more
 
 
 def kept(runs: Sequence[RunRecord], keep_runs: int | None = None, not_before: float | None = None) -> set[str]:

@@ -1,9 +1,10 @@
 """Protects what this project serves (labelling, live page, endpoints for feedback and triggers): a token for each request, known hosts,
 own origin.
 
-A browser gives the token once, as `/?token=...`, and gets a cookie; programs send it as a bearer token. Browsers send cookies of a host
-to all its ports, so the cookie is a keyed digest: who gets it does not know the token, and an open page survives a restart. A request for
-another host (DNS rebinding) and a write from another server's page are refused. There is no TLS: put a proxy in front.
+A browser gives the token once, as `/?token=...` or in the form of token_page.py, and gets a cookie; programs send it as a bearer token.
+Browsers send cookies of a host to all its ports, so the cookie is a keyed digest: who gets it does not know the token, and an open page
+survives a restart. A request for another host (DNS rebinding) and a write from another server's page are refused. There is no TLS: put a
+proxy in front.
 """
 
 from __future__ import annotations
@@ -12,12 +13,14 @@ import hashlib
 import hmac
 import re
 from collections.abc import Collection
-from urllib.parse import parse_qsl, quote, urlencode
+from urllib.parse import parse_qsl, quote, unquote, urlencode
 
 from starlette.datastructures import Headers
 from starlette.requests import cookie_parser
 from starlette.responses import JSONResponse, RedirectResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from rlhf_core.system.token_page import asks_for_page, is_form, read_form, token_page
 
 LOOPBACK = "127.0.0.1"
 READS = ("GET", "HEAD")
@@ -43,12 +46,16 @@ class Protected:
             if scope["type"] == "lifespan":
                 await self._app(scope, receive, send)
             return
-        refusal = self._refusal(scope)
+        refusal = self._foreign(scope)
+        if refusal is None and is_form(scope):
+            refusal = self._answer_form(scope, await read_form(scope, receive))
+        if refusal is None:
+            refusal = self._refusal(scope)
         await (refusal or self._app)(scope, receive, _with_headers(send))
 
-    def _refusal(self, scope: Scope) -> Response | None:
-        """Returns the answer to a request that may not reach the application, or that brings the token in its address."""
-        headers, query = Headers(scope=scope), parse_qsl(scope["query_string"].decode("latin-1"), keep_blank_values=True)
+    def _foreign(self, scope: Scope) -> Response | None:
+        """Returns the answer to a request for another host, or for a write from another server's page."""
+        headers = Headers(scope=scope)
         host = headers.get("host", "")
         named = HOST.fullmatch(host)
         if named is None or _plain(named["name"]) not in self._hosts:
@@ -56,19 +63,46 @@ class Protected:
         origin = headers.get("origin")
         if scope["method"] not in READS and origin is not None and not _is_of(origin, host):
             return JSONResponse({"error": "this request comes from another server's page"}, 403)
-        cookie = f"alignflow-{scope['server'][1] if scope.get('server') else 0}"  # browsers share cookies between the ports of a host
+        return None
+
+    def _answer_form(self, scope: Scope, form: dict[str, str]) -> Response:
+        path, _, query = form.get("next", "/").partition("?")
+        path = unquote(path)
+        if not _same(form.get("token", ""), self._token):
+            return token_page(_local(path, query), wrong=True)
+        return self._opened(scope, path, query)
+
+    def _opened(self, scope: Scope, path: str, query: str) -> Response:
+        """Returns the answer to a browser that gave the token: the cookie, and a redirect."""
+        response = RedirectResponse(_local(path, query), 303)
+        response.set_cookie(_cookie(scope), self._session, httponly=True, samesite="strict")
+        return response
+
+    def _refusal(self, scope: Scope) -> Response | None:
+        """Returns the answer to a request without the token, or that brings it in its address."""
+        headers, query = Headers(scope=scope), parse_qsl(scope["query_string"].decode("latin-1"), keep_blank_values=True)
+        rest = urlencode([pair for pair in query if pair[0] != "token"])
         given = dict(query).get("token", "")
         if given and _same(given, self._token) and scope["method"] in READS:
-            rest = urlencode([pair for pair in query if pair[0] != "token"])
-            path = quote("/" + scope["path"].lstrip("/\\"))  # browsers read // and /\ as the start of another server's address
-            response = RedirectResponse(f"{path}{f'?{rest}' if rest else ''}", 303)
-            response.set_cookie(cookie, self._session, httponly=True, samesite="strict")
-            return response
+            return self._opened(scope, scope["path"], rest)
         bearer = headers.get("authorization", "").removeprefix("Bearer ")
-        if _same(bearer, self._token) or _same(cookie_parser(headers.get("cookie", "")).get(cookie, ""), self._session):
+        if _same(bearer, self._token) or _same(cookie_parser(headers.get("cookie", "")).get(_cookie(scope), ""), self._session):
             return None
+        if asks_for_page(scope):
+            return token_page(_local(scope["path"], rest))
         told = "give the token: open the address that the command printed, or send it as a bearer token"
         return JSONResponse({"error": told}, 401, {"connection": "close"})
+
+
+def _cookie(scope: Scope) -> str:
+    """Returns the cookie's name, which has the port: browsers share cookies between the ports of a host."""
+    return f"alignflow-{scope['server'][1] if scope.get('server') else 0}"
+
+
+def _local(path: str, query: str) -> str:
+    """Returns an address on this server, of a plain path and an encoded query. Browsers read // and /\\ as the start of another
+    server's address."""
+    return quote("/" + path.lstrip("/\\")) + (f"?{quote(query, safe='=&+%')}" if query else "")
 
 
 def _same(given: str, secret: str) -> bool:

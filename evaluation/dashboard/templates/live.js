@@ -21,6 +21,17 @@ function show(name, part) {
   section.dataset.digest = part.digest
   for (const one of section.querySelectorAll("details")) if (open.includes(one.dataset.key)) one.open = true
   scroll(section, at)
+  filter()
+}
+
+function filter() { // hides the runs whose row has not all words of the box
+  const box = document.getElementById("filter")
+  if (!box) return
+  const words = box.value.toLowerCase().split(/\s+/)
+  for (const row of document.querySelectorAll("tr[data-run]")) {
+    const text = row.textContent.toLowerCase()
+    row.hidden = !words.every(word => text.includes(word))
+  }
 }
 
 function scroll(section, at) {
@@ -50,5 +61,7 @@ document.addEventListener("visibilitychange", () => { // a hidden page costs not
   if (!document.hidden) connect()
   else if (stream) stream.close()
 })
+document.addEventListener("input", filter)
+filter() // a browser may keep the text of the box when a page is loaded again
 sections().forEach(section => scroll(section, null))
 connect()

@@ -6,24 +6,31 @@ import getpass
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Annotated
 
+from cyclopts import Parameter
 from rich.markup import escape
 
+from flows.cli.artifacts import Artifacts
+from flows.cli.named_runs import place_of, recipe_folder
 from flows.cli.show import OK, console, require_folder, table_of
 from rlhf_core.preflight.inputs import MachineLacks
 from rlhf_core.runs.run_records import RUN, RUNS
 from rlhf_core.runs.store import Store
 from rlhf_core.system.files import read_json
 
+RecipeOrRun = Annotated[str, Parameter(name="folder")]
 
-def champion(folder: Path) -> int:
+
+def champion(which: RecipeOrRun, *, artifacts: Artifacts = Path("artifacts")) -> int:
     """Show which published model of a recipe is in use, since when, why, and those before.
 
     Args:
-        folder: the recipe's folder, ARTIFACTS/NAME, which has its report.
+        which: the recipe's folder ARTIFACTS/NAME, its name, or the name or id of one of its runs.
     """
     from rlhf_core.stages.publication import champion as record  # imports the Hub's client
 
+    folder = recipe_folder(place_of(artifacts, which))
     require_folder(folder)
     found = record.champions_of(folder.absolute())
     if found.now is None and found.moving is None:
@@ -42,17 +49,25 @@ def champion(folder: Path) -> int:
     return OK
 
 
-def promote(folder: Path, publication: str, *, reason: str = "promoted by hand", by: str | None = None) -> int:
+def promote(
+    which: RecipeOrRun,
+    publication: str,
+    *,
+    reason: str = "promoted by hand",
+    by: str | None = None,
+    artifacts: Artifacts = Path("artifacts"),
+) -> int:
     """Make the model of a finished publication the champion.
 
     Args:
-        folder: the recipe's folder, ARTIFACTS/NAME, which has its report.
+        which: the recipe's folder ARTIFACTS/NAME, its name, or the name or id of one of its runs.
         publication: name of the publication's run directory, or of the stage, whose newest result is taken.
         reason: kept with the champion.
         by: who decides; default: the user of this machine.
     """
     from rlhf_core.stages.publication import champion as record  # imports the Hub's client
 
+    folder = recipe_folder(place_of(artifacts, which))
     require_folder(folder)
     folder = folder.absolute()
     stages = folder.parent / "stages"
@@ -64,16 +79,23 @@ def promote(folder: Path, publication: str, *, reason: str = "promoted by hand",
     return OK
 
 
-def rollback(folder: Path, *, reason: str = "rolled back by hand", by: str | None = None) -> int:
+def rollback(
+    which: RecipeOrRun,
+    *,
+    reason: str = "rolled back by hand",
+    by: str | None = None,
+    artifacts: Artifacts = Path("artifacts"),
+) -> int:
     """Go back to the champion before the present one.
 
     Args:
-        folder: the recipe's folder, ARTIFACTS/NAME, which has its report.
+        which: the recipe's folder ARTIFACTS/NAME, its name, or the name or id of one of its runs.
         reason: kept with both champions.
         by: who decides; default: the user of this machine.
     """
     from rlhf_core.stages.publication import champion as record  # imports the Hub's client
 
+    folder = recipe_folder(place_of(artifacts, which))
     require_folder(folder)
     folder = folder.absolute()
     with _reached():

@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import json
 import shutil
+from functools import partial
 from pathlib import Path
 
 import pytest
 from filelock import FileLock
 
 import flows.cli
-from flows.cli.history import Difference, Item, differences, lineage_of, remove, size_of, stages, survey
+from flows.cli.history import Difference, Item, _win_rates, differences, lineage_of, remove, size_of, stages, survey
 from rlhf_core.config import DPO, SFT, Recipe
 from rlhf_core.recipe.plan import plan
 from rlhf_core.runs.lineage import data_of
 from rlhf_core.runs.run_dir import LOCK, REQUEST, RESULT, STATE, Outcome, RunDir
+from rlhf_core.runs.run_records import NAME, Asked, asked, kept
 from rlhf_core.system.files import is_locked
 from tasks.report import record, this_run, views_of
 from tests.support.chain import BASE, Chain, build
+from tests.support.finished_run import finished, view
 
 
 @pytest.fixture
@@ -225,3 +228,79 @@ def test_old_records_are_shown(chain: Chain) -> None:
         (chain.stages[name] / REQUEST).write_text(json.dumps(record))
     assert {run.state for run in stages(chain.root)} == {"done"}
     assert Difference("sft", "configuration", "a_key_of_old", "1", "-") in differences(chain.stages["sft"], chain.stages["ppo"])
+
+
+def recorded(chain: Chain, identity: str, name: str, started: float, seed: int, *stages: str) -> Path:
+    """Writes the record of a run of the recipe `demo`, with a page."""
+    file = chain.root / "demo" / "runs" / f"{identity}.json"
+    file.parent.mkdir(parents=True, exist_ok=True)
+    there = [
+        {"name": stage.partition("-")[0], "kind": "sft", "parents": [], "run_dir": f"stages/{stage}", "status": "done"} for stage in stages
+    ]
+    record = {"recipe": "demo", "name": name, "started": started, "state": "done", "stages": there}
+    file.write_text(json.dumps(record | {"config": {"seed": seed, "stages": {}}}))
+    file.with_suffix(".html").write_text(f"page of {name}")
+    return file
+
+
+def test_commands_take_runs_by_name(chain: Chain, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    other = another(chain, "sft", "f" * 16, {"loss": 0.5}, learning_rate=2e-5)
+    recorded(chain, "20260101-000000-aaaaaa", "one", 1e9, 1, chain.stages["sft"].name)
+    newest = recorded(chain, "20260202-000000-bbbbbb", "two", 2e9, 2, other.name)
+    monkeypatch.chdir(chain.root.parent)
+    for pair in (("one", "two"), ("20260101", "20260202-000000-bbbbbb")):
+        assert flows.cli.main(["diff", *pair]) == 0
+        told = " ".join(capsys.readouterr().out.split())
+        assert "recipe seed 1 2" in told and "learning_rate 1e-05 2e-05" in told and "metrics loss 0.123457 0.5" in told
+    assert flows.cli.main(["lineage", "two"]) == 0
+    assert "sft (sft)" in capsys.readouterr().out
+    (chain.root / "demo" / "run.json").write_text(newest.read_text())
+    assert flows.cli.main(["report", "one"]) == 0
+    page = chain.root / "demo" / "runs" / "20260101-000000-aaaaaa.html"
+    assert str(page.relative_to(chain.root.parent)) in capsys.readouterr().out.replace("\n", "") and "<html" in page.read_text()
+    assert newest.with_suffix(".html").read_text() == "page of two"
+    assert flows.cli.main(["champion", "two"]) == 2
+    assert "demo has no champion" in capsys.readouterr().err
+    assert flows.cli.main(["diff", "one", "tow"]) == 2
+    assert "the nearest: two (20260202-000000-bbbbbb)" in " ".join(capsys.readouterr().err.split())
+
+
+def test_pages_of_runs_that_are_not_kept_are_garbage(chain: Chain) -> None:
+    old = recorded(chain, "20260101-000000-aaaaaa", "one", 1e9, 1, chain.stages["sft"].name)
+    new = recorded(chain, "20260202-000000-bbbbbb", "two", 2e9, 2, chain.stages["sft"].name)
+    keeping = partial(kept, keep_runs=1)
+    pages = [item for item in survey(chain.root, keeping)[1] if item.path.suffix == ".html"]
+    assert [item.path for item in pages] == [old.with_suffix(".html")]
+    assert not remove(pages[0]) and remove(pages[0], keeping)
+    assert not pages[0].path.exists() and new.with_suffix(".html").exists() and old.exists()
+
+
+def test_a_run_of_prefect_is_named_after_its_recipe(monkeypatch: pytest.MonkeyPatch) -> None:
+    from flows import alignment
+
+    monkeypatch.setattr(alignment.runtime.flow_run, "parameters", {"recipe": {"name": "tiny-cpu"}}, raising=False)
+    names = {alignment.run_name() for _ in range(3)}
+    assert len(names) == 3 and all(name.startswith("tiny-cpu-") and NAME.fullmatch(name) for name in names)
+    token = asked.set(Asked(name="mine"))
+    try:
+        assert alignment.run_name() == "mine"
+    finally:
+        asked.reset(token)
+
+
+def test_win_rates_differ_with_their_intervals(tmp_path: Path) -> None:
+    folders = []
+    for side, shift in (("one", 0.0), ("two", 0.1)):
+        finished(tmp_path / side)
+        run_dir = view(tmp_path / side, "evaluation").run_dir
+        result = RunDir(run_dir).result()
+        assert result is not None
+        file = run_dir / result.outputs["report"] / "eval.json"
+        report = json.loads(file.read_text())
+        for rate in report["win_rates"]:
+            rate.update(win_rate=0.5 + shift, ci_low=0.4 + shift, ci_high=0.6 + shift)
+        size = file.stat().st_size  # a result counts while its files have the sizes that it names
+        file.write_text(json.dumps(report, separators=(",", ":")).ljust(size))
+        folders.append(run_dir)
+    found = list(_win_rates("evaluation", *folders))
+    assert found and {(change.before, change.after) for change in found} == {("50.0% (40.0% to 60.0%)", "60.0% (50.0% to 70.0%)")}

@@ -18,7 +18,7 @@ from filelock import FileLock
 import flows.cli
 from flows.cli.history import remove, survey
 from rlhf_core.runs.run_dir import RunDir
-from rlhf_core.runs.run_records import check_name, kept, pin, records
+from rlhf_core.runs.run_records import RUNS, check_name, find_run, kept, pin, records
 from tests.support.chain import Chain, build
 
 DAY = 86400.0
@@ -174,3 +174,17 @@ for number in range(60):
     while any(writer.poll() is None for writer in writers):
         assert "damaged" not in {run.state for run in records(chain.root)}
     assert {run.id for run in records(chain.root)} == {"first", *(f"{name}-{number}" for name in "xy" for number in range(3))}
+
+
+def test_a_run_is_found_by_id_name_or_the_beginning_of_an_id(tmp_path: Path) -> None:
+    folder = tmp_path / "demo" / RUNS
+    folder.mkdir(parents=True)
+    for number, (identity, name) in enumerate([("20260101-000000-aaaaaa", "first"), ("20260102-000000-bbbbbb", "second")]):
+        (folder / f"{identity}.json").write_text(json.dumps({"recipe": "demo", "name": name, "started": 1e9 + number}))
+    assert find_run(tmp_path, "20260101-000000-aaaaaa").name == "first"
+    assert find_run(tmp_path, "second").id == "20260102-000000-bbbbbb"
+    assert find_run(tmp_path, "20260102").name == "second"
+    with pytest.raises(ValueError, match=r"'202601' begins the ids of second \(2026\S+\), first \(2026\S+\): give more of the id"):
+        find_run(tmp_path, "202601")
+    with pytest.raises(ValueError, match=r"has no run 'secnod': give .*; the nearest: second \(20260102-000000-bbbbbb\)$"):
+        find_run(tmp_path, "secnod")

@@ -99,3 +99,32 @@ def test_the_cookie_does_not_tell_the_token_and_survives_a_restart(client: TestC
     for token, status in ((TOKEN, 404), ("another-token", 401)):
         other = TestClient(Protected(Starlette(), token), base_url="http://127.0.0.1:8000")
         assert other.get("/x", headers={"cookie": f"{cookie.name}={cookie.value}"}).status_code == status
+
+
+BROWSER = {"accept": "text/html,application/xhtml+xml,*/*;q=0.8"}
+OWN = {"origin": "http://127.0.0.1:8000"}
+
+
+def test_a_browser_without_the_token_is_asked_for_it(client: TestClient) -> None:
+    asked = client.get("/runs", params={"a": '1"><b>'}, headers=BROWSER)
+    assert asked.status_code == 401 and 'name="token"' in asked.text and "<b>" not in asked.text and TOKEN not in asked.text
+    assert client.get("/runs", headers={"accept": "*/*"}).json()["error"].startswith("give the token")
+    wrong = client.post("/token", data={"token": "x", "next": "/runs"}, headers=OWN)
+    assert wrong.status_code == 401 and "That is not the token." in wrong.text and "set-cookie" not in wrong.headers
+    given = client.post("/token", data={"token": TOKEN, "next": "/runs?a=1+2"}, headers=OWN)
+    assert given.status_code == 303 and given.headers["location"] == "/runs?a=1+2"
+    assert client.get("/runs", headers=BROWSER).status_code == 200  # by the cookie
+
+
+@pytest.mark.parametrize("then", ["//evil.example/x", "/\\evil.example", "/%2F/evil.example", "https://evil.example"])
+def test_the_form_leads_to_no_other_server(client: TestClient, then: str) -> None:
+    answer = client.post("/token", data={"token": TOKEN, "next": then}, headers=OWN)
+    place = answer.headers["location"]
+    assert answer.status_code == 303 and place.startswith("/") and not place.startswith(("//", "/\\"))
+
+
+def test_the_form_of_another_servers_page_or_a_long_one_is_refused(client: TestClient) -> None:
+    form = {"token": TOKEN, "next": "/"}
+    assert client.post("/token", data=form, headers={"origin": "http://evil.example"}).status_code == 403
+    assert client.post("/token", data=form, headers=OWN | {"host": "evil.example"}).status_code == 421
+    assert client.post("/token", data=form | {"next": "/" + "x" * 9000}, headers=OWN).status_code == 401

@@ -148,3 +148,10 @@ def test_a_page_without_the_token_shows_nothing(shown: Dashboard, artifacts: Pat
     page = browser.new_page()
     assert page.goto(f"http://127.0.0.1:{shown.port}/").status == 401
     assert "alignflow" not in page.title()
+    page.fill("input[name=token]", "not the token")
+    page.click("button")
+    page.wait_for_selector("text=That is not the token")
+    page.fill("input[name=token]", (shown.home / "dashboard-token").read_text().strip())
+    page.click("button")
+    wait_for(page, "runs", "No run is recorded")
+    assert page.url == f"http://127.0.0.1:{shown.port}/"

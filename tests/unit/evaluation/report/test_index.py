@@ -50,6 +50,18 @@ def test_every_run_has_a_line_with_its_results(tmp_path: Path) -> None:
     assert (line.state, line.stages, line.gates) == ("stopped at a gate", "1 of 2", ("sft: eval/loss 0.9 (stop)",))
 
 
+def test_all_runs_are_listed_with_their_own_pages(tmp_path: Path) -> None:
+    recipe_folder(tmp_path, "one")
+    runs = tmp_path / "one" / "runs"
+    runs.mkdir()
+    for identity, name in (("20260101-000000-aaaaaa", "first"), ("20260102-000000-bbbbbb", "second")):
+        (runs / f"{identity}.json").write_text(json.dumps({"recipe": "one", "name": name, "state": "done"}))
+    (runs / "20260101-000000-aaaaaa.html").write_text("page")
+    page = write_index(tmp_path).read_text()
+    assert '<a href="one/runs/20260101-000000-aaaaaa.html">first (20260101-000000-aaaaaa)</a>' in page
+    assert "second (20260102-000000-bbbbbb)" in page and "bbbbbb.html" not in page
+
+
 @pytest.mark.parametrize("damage", ["", "{", "[]", "null", '{"stages": 3}', '{"stages": [{}]}'])
 def test_a_damaged_run_leaves_the_others_shown(tmp_path: Path, damage: str) -> None:
     recipe_folder(tmp_path, "sound")
