@@ -30,7 +30,9 @@ def show_end(console: Console, plan: Plan, statuses: Mapping[str, str]) -> None:
     evidence = [read(view) for view in views_of(plan, known)]
     evaluated = read_evaluation(evidence)
     if evaluated is not None:
-        console.print(f"\n{verdict(evaluated, evidence)}\n", style="bold", markup=False, highlight=False)
+        told = f"\n{verdict(evaluated, evidence)}\n"
+        wrapped = console.is_terminal  # between words
+        console.print(told, style="bold", markup=False, highlight=False, soft_wrap=not wrapped)
     table = stages_table(plan.nodes, known)
     if console.is_terminal:  # a line for each stage, however narrow it is
         table.expand = True

@@ -62,5 +62,7 @@ def test_the_end_of_a_run(planned: Any) -> None:
 
 def test_each_stage_has_one_row_on_a_terminal_of_80_columns(planned: Any) -> None:
     told = end(planned, width=80, force_terminal=True)
+    sentence = told[: told.index("stage ")].split("\n")
+    assert max(map(len, sentence)) <= 80 and " ".join(" ".join(sentence).split()).endswith("judge: rule).")
     table = told[told.index("stage ") :].split("\n")[1 : 1 + len(CONFIGS)]
     assert [row.split()[0] for row in table] == list(CONFIGS) and max(map(len, table)) <= 80
