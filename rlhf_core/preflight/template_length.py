@@ -150,10 +150,10 @@ def main() -> None:
     trust = sys.argv[1:] == ["trust"]
     if not trust:  # a model's code may need it
         sys.modules["torch"] = None  # type: ignore[assignment]  # makes `import torch` fail
-    for pair, rows in json.load(sys.stdin):
+    for (place, template), rows in json.load(sys.stdin):
         answer: list[object] | str | None = None
         try:
-            answer = _answer(*pair, [Rows(*each) for each in rows], trust)
+            answer = _answer(place, template, [Rows(*each) for each in rows], trust)
         except Exception as error:
             if isinstance(error.__cause__, MemoryError):
                 answer = TOO_LARGE

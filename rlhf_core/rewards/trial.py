@@ -1,7 +1,8 @@
 """Calls each reward function once with a made-up answer, so that a bug in it is told before any engine starts.
 
-Only an error that every call meets (`UsersError.certain`) ends the stage. Others may come from the answer, which no model has given: they
-are warnings. A reward server is not asked for a reward, which may cost money: only whether its address answers is looked at.
+Only an error that every call meets (`UsersError.certain`) ends the stage. Others may come from the answer, which no
+model has given: they are warnings. A reward server is not asked for a reward, which may cost money: only whether its
+address answers is looked at.
 """
 
 from __future__ import annotations
@@ -35,8 +36,8 @@ def made_up_answer(row: dict[str, Any]) -> str:
 
 
 def try_rewards(sources: Sequence[RewardSource], prompt: Prompt, renderer: Renderer) -> None:
-    """Tries all functions and servers of a stage; reward models are left out. Prints warnings. Raises ValueError for a function that cannot
-    be loaded, or whose code is wrong for every answer."""
+    """Tries all functions and servers of a stage; reward models are left out. Prints warnings. Raises ValueError for a
+    function that cannot be loaded, or whose code is wrong for every answer."""
     for source in sources:
         if isinstance(source, FunctionReward):
             _try_function(source, sample_of(prompt, renderer))

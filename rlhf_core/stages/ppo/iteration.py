@@ -134,8 +134,8 @@ def step_means(steps: Sequence[Mapping[str, float]]) -> dict[str, float]:
 
 
 def actor_metrics(steps: Sequence[Mapping[str, float]], config: PPO) -> dict[str, float]:
-    """Returns the ratios at the actor's first step, none where no step had a token to train on; with `sampler_is: mask` also how many steps
-    had none."""
+    """Returns the ratios at the actor's first step, none where no step had a token to train on; with
+    `sampler_is: mask` also how many steps had none."""
     taken = [step for step in steps if "policy/ratio" in step]
     metrics = {f"policy/first_{name}": step[f"policy/{name}"] for step in taken[:1] for name in ("ratio", "ratio_gap")}
     if config.sampler_is == "mask":

@@ -87,10 +87,7 @@ def train(request: StageRequest, run: RunDir, groups: Mapping[str, WorkerGroup],
     resumed_zero_stage = resume_state.kept_zero_stage(run, layout_of(config))
     # Before any model is loaded: functions and environment may be wrong.
     try_rewards(config.reward, data.items[0], renderer)
-    asked = start_asking(config, renderer, groups)
-    if asked.episodes is not None:
-        assert config.environment is not None and asked.background is not None
-        try_environment(config.environment, asked.episodes, asked.background, data.items[0], renderer)
+    asked = start_asking(config, renderer, groups, data.items[0])
     fleet = start_fleet(config, paths, tokenizer, request.seed, groups, request.trust_remote_code, resumed_zero_stage, own_tokens, asked)
     with closing(fleet):
         print(f"all roles are up after {time.monotonic() - begun:.0f} s", flush=True)
@@ -210,16 +207,18 @@ def finish_saving(fleet: Fleet, commit: resume_state.Commit | None) -> None:
         commit.wait()
 
 
-def start_asking(config: PPO, renderer: Renderer, groups: Mapping[str, WorkerGroup]) -> Asking:
-    """Starts what asks engines for single answers, where that is needed, and the processes of the environment. Raises ValueError when it
-    cannot be made."""
+def start_asking(config: PPO, renderer: Renderer, groups: Mapping[str, WorkerGroup], prompt: Prompt) -> Asking:
+    """Starts what asks engines for single answers, where that is needed, and the processes of the environment, which is
+    tried with `prompt`. Raises ValueError when it cannot be made, or its code is wrong."""
     if config.environment is None and not config.continuous:
         return Asking()
     background, engines = Background(), Engines(groups["sampler"], config.timeout)
     if config.environment is None:
         return Asking(background, engines)
     limits = Limits(config.environment.max_turns, config.prompt_max_len, config.generate_max_len, config.environment.answer_max_len)
-    return Asking(background, engines, Episodes(config.environment, renderer, limits, background, engines))
+    episodes = Episodes(config.environment, renderer, limits, background, engines)
+    try_environment(config.environment, episodes, background, prompt, renderer)
+    return Asking(background, engines, episodes)
 
 
 def updates_before(config: PPO, iteration: int) -> int:

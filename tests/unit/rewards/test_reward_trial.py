@@ -122,7 +122,11 @@ def test_what_the_made_up_answer_may_have_caused_is_a_warning(
 
 def test_errors_of_single_answers_stop_no_stage(file: Path, renderer: Renderer, prompt: Prompt, capsys: pytest.CaptureFixture[str]) -> None:
     worded = Prompt(prompt.messages, prompt.tokens, {"answer": "of three words"}, False)
-    try_rewards([FunctionReward(function=f"{file}:{name}") for name in ("unpacks", "unset", "closed_over")], worded, renderer)
+    try_rewards(
+        [FunctionReward(function=f"{file}:{name}") for name in ("unpacks", "unset", "closed_over")],
+        worded,
+        renderer,
+    )
     told = capsys.readouterr().out
     assert "raised TypeError: one() takes 1 positional argument but 3 were given" in told and "raised UnboundLocalError" in told
     assert "raised NameError: cannot access free variable 'found'" in told
@@ -137,7 +141,11 @@ def test_a_good_function_and_a_failed_reward_say_nothing(
 
 def test_the_answer_is_the_row_s_own_where_it_has_one(renderer: Renderer, prompt: Prompt) -> None:
     sample = sample_of(prompt, renderer)
-    assert (sample.response, sample.row, sample.finished) == ("42", prompt.row, True) and "6 times 7" in sample.query
+    assert (sample.response, sample.row, sample.finished) == (
+        "42",
+        prompt.row,
+        True,
+    ) and "6 times 7" in sample.query
     assert made_up_answer({"solution": "so"}) == "so" and made_up_answer({"answer": " ", "gold": [1]}) == ANSWER
 
 
