@@ -225,3 +225,13 @@ def test_old_records_are_shown(chain: Chain) -> None:
         (chain.stages[name] / REQUEST).write_text(json.dumps(record))
     assert {run.state for run in stages(chain.root)} == {"done"}
     assert Difference("sft", "configuration", "a_key_of_old", "1", "-") in differences(chain.stages["sft"], chain.stages["ppo"])
+
+
+def test_empty_lists_are_a_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "stages").mkdir()
+    assert flows.cli.main(["runs", str(tmp_path)]) == 0
+    assert capsys.readouterr().out == "there are no runs in this folder yet: `alignflow run RECIPE` makes one\n"
+    assert flows.cli.main(["stages", str(tmp_path)]) == 0
+    assert capsys.readouterr().out == "there are no stages in this folder yet: `alignflow run RECIPE` makes them\n"
+    assert flows.cli.main(["runs", str(tmp_path), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == []
