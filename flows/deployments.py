@@ -18,7 +18,7 @@ from zoneinfo import available_timezones
 
 import psutil
 from prefect import Flow
-from prefect._vendor.croniter import CroniterBadDateError, croniter  # what Prefect reads cron with
+from prefect._vendor.croniter.croniter import CroniterBadDateError, croniter  # what Prefect reads cron with
 from prefect.client.orchestration import SyncPrefectClient
 from prefect.client.schemas.actions import GlobalConcurrencyLimitUpdate, WorkPoolCreate, WorkPoolUpdate
 from prefect.client.schemas.filters import FlowRunFilter

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 
 import httpx
 
@@ -13,6 +14,8 @@ from rlhf_core.system.machine import MachineLacks, disk_problem
 from rlhf_core.system.processes import raised_by_us
 
 TOLD = StageFailed | GateFailed | ApprovalAwaited | SeveralFailed | StoreFault | MachineLacks | httpx.HTTPError
+# Prefect's last line of a run that failed with a ValueError, which repeats the sentence before it.
+REPEATED = re.compile(r"Finished in state Failed\(['\"]Flow run encountered an exception: ValueError")
 ENGINE = "prefect.engine"  # repeats what the run's own log has
 
 
@@ -30,6 +33,8 @@ def shorten(record: logging.LogRecord) -> bool:
     """
     if "ook 'notify_state'" in record.getMessage():
         return record.levelno > logging.INFO
+    if REPEATED.match(record.getMessage()):
+        return False
     error = record.exc_info[1] if record.exc_info else None
     if error is None:
         return True

@@ -13,6 +13,7 @@ from markupsafe import Markup
 
 from evaluation.report import models as page_models
 from evaluation.report import stages as page_stages
+from evaluation.report.alarms import alarms
 from evaluation.report.calibrations import calibrations, judge_belief
 from evaluation.report.drawing.charts import calibration_chart, over_optimisation_chart, win_rate_chart
 from evaluation.report.drawing.dag import HEIGHT, WIDTH, draw
@@ -42,6 +43,7 @@ def render(recipe_name: str, stages: Sequence[Evidence]) -> str:
     evaluated = read_evaluation(stages)
     chains = rounds(stages)
     reward_models = RewardReports.read(evaluated.folder / REWARD_MODELS) if evaluated else None
+    has_curve = reward_models is not None and any(len(model.calibration) > 1 for model in reward_models.models)
     over = OverOptimisation.read(evaluated.folder / OVER_OPTIMISATION) if evaluated else None
     return fill(
         "page.html.j2",
@@ -52,6 +54,7 @@ def render(recipe_name: str, stages: Sequence[Evidence]) -> str:
         judge_belief=judge_belief(evaluated, stages),
         calibrations=calibrations(stages),
         suites=page_models.suites(stages),
+        alarms=alarms(stages, evaluated),
         tiles=tiles(stages, evaluated),
         dag=draw({stage.view.name: stage.view.parents for stage in stages}),
         size=(WIDTH, HEIGHT),
@@ -66,11 +69,12 @@ def render(recipe_name: str, stages: Sequence[Evidence]) -> str:
         else None,
         rounds=rounds_svg(chains, evaluated, stages),
         categories=sorted({category for rate in evaluated.decided.values() for category in rate.by_category}) if evaluated else [],
+        style=[effect for effect in evaluated.report.style if effect.ci_low != effect.ci_high] if evaluated else [],
         judge_descriptions=page_models.judge_descriptions(evaluated),
         reward_models=reward_models,
         taxes=page_models.taxes(stages),
         drifts=page_models.drifts(stages),
-        calibration=Markup(calibration_chart(reward_models)) if reward_models and reward_models.models else None,
+        calibration=Markup(calibration_chart(reward_models)) if reward_models and has_curve else None,
         over_optimisation=over,
         over_optimisation_chart=Markup(over_optimisation_chart(over)) if over else None,
         groups=examples(evaluated) if evaluated else [],

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from markupsafe import Markup
 
-from evaluation.report.drawing.charts import Run, stage_chart
+from evaluation.report.drawing.charts import Run, single_values, stage_chart
 from evaluation.report.drawing.dag import family_svg
 from evaluation.report.iterations import WAIT, Phase, Rollout, phases_of, rollouts
 from evaluation.report.summary import Evidence
@@ -20,12 +20,13 @@ from rlhf_core.system.redaction import without_passwords
 
 
 class Chart(NamedTuple):
-    """The curves of one stage or loop, and its result's metrics (`notes`) at `when`; for PPO also phases, and the share of an iteration in
-    which each role waits for others."""
+    """The curves of one stage or loop, what has one value in place of a curve (`values`), and its result's metrics (`notes`) at `when`;
+    for PPO also phases, and the share of an iteration in which each role waits for others."""
 
     title: str
     seconds: float | None
     svg: Markup | None
+    values: dict[str, float]
     when: str
     notes: dict[str, float]
     phases: list[Phase]
@@ -46,13 +47,15 @@ def charts(stages: Sequence[Evidence], chains: Sequence[Sequence[Evidence]]) -> 
         runs = [Run(f"round {nth}" if loop else "", member.curves) for nth, member in enumerate(chain, 1)]
         title = f"{view.name} … {chain[-1].view.name}" if loop else view.name
         svg = stage_chart(title, view.kind, runs)
+        values = single_values(view.kind, runs)
         results = [member.result for member in chain if member.result]
         seconds = sum(result.seconds for result in results) if results else None
         final = {name: value for name, value in results[-1].metrics.items() if not name.startswith("data/")} if results else {}
         when = "end of the last round" if loop else "end"
         waits = {name.removeprefix(WAIT): value for name, value in final.items() if name.startswith(WAIT)}
         shown = rollouts(chain[-1].view.run_dir)
-        found.append(Chart(title, seconds, Markup(svg) if svg else None, when, final, phases_of(final), waits, shown))
+        drawing = Markup(svg) if svg else None
+        found.append(Chart(title, seconds, drawing, values, when, final, phases_of(final), waits, shown))
     return found
 
 

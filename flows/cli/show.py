@@ -112,6 +112,9 @@ def show_runs(console: Console, runs: Sequence[RunRecord], stages: Sequence[Foun
         made = [run.model_dump(mode="json") | {"stages_done": done, "win_rate": rate} for run, done, rate in lines]
         print(json.dumps(made, indent=2))
         return
+    if not runs:
+        console.print("there are no runs in this folder yet: `alignflow run RECIPE` makes one", highlight=False)
+        return
     columns = ("id", "name", "pinned", "state", "started", "recipe", "stages", "win rate")
     table = table_of(*columns, whole=("id", "state", "started", "stages"))
     for run, done, rate in lines:
@@ -126,6 +129,9 @@ def show_runs(console: Console, runs: Sequence[RunRecord], stages: Sequence[Foun
 
 def show_stages(console: Console, found: Sequence[Found]) -> None:
     """Prints the stages of an artifacts folder as a table."""
+    if not found:
+        console.print("there are no stages in this folder yet: `alignflow run RECIPE` makes them", highlight=False)
+        return
     columns = ("stage", "kind", "digest", "when", "seconds", "state", "metric")
     table = table_of(*columns, whole=("stage", "digest", "when", "state"))
     for run in found:

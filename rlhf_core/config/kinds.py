@@ -41,6 +41,7 @@ class Kind(NamedTuple):
     metrics: Callable[[Any], Iterable[str]] | None = None  # those that gates may name, by the configuration; default: `main`
     means: Mapping[str, str] = MappingProxyType({})  # what a failed gate on a metric usually means
     charts: tuple[Panel, ...] | None = ()  # its curves on the page; (): those of `main`; None: no curves
+    counts: str = "step"  # what the x axis of its curves counts
     title: str = ""  # on the page and on model cards; default: the name of its config class
 
     @property
@@ -143,6 +144,7 @@ KINDS = {
         metrics=metrics.reinforced,
         means=metrics.PPO_MEANS,
         main=("eval/reward/mean", "reward/last_fifth", "reward/mean"),
+        counts="iteration",
         charts=metrics.PPO_CHARTS,
     ),
     "evaluation": Kind(

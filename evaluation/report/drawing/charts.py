@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import matplotlib
 from matplotlib.axes import Axes
@@ -21,8 +21,9 @@ from rlhf_core.config.metrics import Panel
 from rlhf_core.records import WinRate
 
 MAX_POINTS = 300
-ROW = 2.0  # inches: one row of panels
+ROW = 2.15  # inches: one row of panels
 PHASES = "phase/"
+X_LABEL: dict[str, Any] = {"fontsize": 7.5, "labelpad": 1.5}
 
 
 class Run(NamedTuple):
@@ -34,10 +35,10 @@ class Run(NamedTuple):
 
 @matplotlib.rc_context(STYLE)
 def stage_chart(name: str, kind: str, runs: Sequence[Run]) -> str | None:
-    """Small multiples of one stage, or of the rounds of one loop. None when there is nothing to draw."""
-    panels = [panel for panel in KINDS[kind].panels if any(_points(run.curves.get(m, [])) for run in runs for m in panel.lines)]
+    """Small multiples of one stage, or of the rounds of one loop. None when there is nothing to draw: a line needs two points."""
+    panels = [panel for panel in KINDS[kind].panels if _longest(panel, runs) > 1]
     every = {name: _points(curve) for name, curve in runs[0].curves.items() if name.startswith(PHASES)} if len(runs) == 1 else {}
-    phases = {name: points for name, points in every.items() if points}
+    phases = {name: points for name, points in every.items() if len(points) > 1}
     if not panels and not phases:
         return None
     count = len(panels) + bool(phases)
@@ -46,27 +47,48 @@ def stage_chart(name: str, kind: str, runs: Sequence[Run]) -> str | None:
     figure = Figure(figsize=(WIDTH, ROW * rows))
     grid = figure.add_gridspec(rows, columns, **_margins(columns, rows))
     for i, panel in enumerate(panels):
-        _draw(figure.add_subplot(grid[i // columns, i % columns]), panel, runs)
+        _draw(figure.add_subplot(grid[i // columns, i % columns]), panel, runs, KINDS[kind].counts)
     if phases:  # last; takes the rest of its row
-        _stack(figure.add_subplot(grid[len(panels) // columns, len(panels) % columns :]), phases)
+        _stack(figure.add_subplot(grid[len(panels) // columns, len(panels) % columns :]), phases, KINDS[kind].counts)
     return svg(figure, f"curves of {name}")
 
 
+def single_values(kind: str, runs: Sequence[Run]) -> dict[str, float]:
+    """Returns the values of the panels that `stage_chart` leaves out since no line has two points, by their titles and labels."""
+    values = {}
+    for panel in KINDS[kind].panels:
+        if _longest(panel, runs) != 1:
+            continue
+        for run in runs:
+            for metric, line_label in panel.lines.items():
+                for _, value in _points(run.curves.get(metric, [])):
+                    label = " ".join(part for part in (run.label, line_label) if part)
+                    values[f"{panel.title} ({label})" if label else panel.title] = value
+    return values
+
+
+def _longest(panel: Panel, runs: Sequence[Run]) -> int:
+    """Returns how many points the longest line of a panel has."""
+    return max((len(_points(run.curves.get(metric, []))) for run in runs for metric in panel.lines), default=0)
+
+
 def _margins(columns: int, rows: int) -> dict[str, float]:
-    """Returns gridspec's margins with fixed space for titles and tick labels: matplotlib's layout engines draw everything twice."""
-    left, right, top, bottom, between = 0.45, 0.1, 0.3, 0.3, 0.5  # inches
-    panel, high = (WIDTH - left - right - between * (columns - 1)) / columns, (ROW * rows - top - bottom - between * (rows - 1)) / rows
+    """Returns gridspec's margins with fixed space for titles and labels: matplotlib's layout engines draw everything twice."""
+    left, right, top, bottom = 0.45, 0.1, 0.3, 0.45  # inches
+    beside, below = 0.5, 0.68  # between panels
+    panel = (WIDTH - left - right - beside * (columns - 1)) / columns
+    high = (ROW * rows - top - bottom - below * (rows - 1)) / rows
     return {
         "left": left / WIDTH,
         "right": 1 - right / WIDTH,
         "top": 1 - top / (ROW * rows),
         "bottom": bottom / (ROW * rows),
-        "wspace": between / panel,
-        "hspace": between / high,
+        "wspace": beside / panel,
+        "hspace": below / high,
     }
 
 
-def _draw(ax: Axes, panel: Panel, runs: Sequence[Run]) -> None:
+def _draw(ax: Axes, panel: Panel, runs: Sequence[Run], counts: str) -> None:
     colours = iter(COLOURS)
     labels = 0
     if panel.level is not None:
@@ -94,6 +116,7 @@ def _draw(ax: Axes, panel: Panel, runs: Sequence[Run]) -> None:
             ax.plot(steps, values, dashes, color=colour, linewidth=1.5, marker=marker, markersize=3.5, label=short(label) or None)
             labels += bool(label)
     ax.set_title(panel.title)
+    ax.set_xlabel(counts, **X_LABEL)
     ax.margins(x=0.02)
     ax.locator_params(nbins=5)
     ax.yaxis.set_major_formatter(lambda value, _: f"{value:g}")  # the default puts a common factor over the title
@@ -101,13 +124,14 @@ def _draw(ax: Axes, panel: Panel, runs: Sequence[Run]) -> None:
         ax.legend(loc="best", handlelength=1.4)
 
 
-def _stack(ax: Axes, phases: dict[str, Curve]) -> None:
+def _stack(ax: Axes, phases: dict[str, Curve], counts: str) -> None:
     steps = sorted({step for curve in phases.values() for step, _ in curve})
     order = sorted(phases, key=lambda phase: -sum(value for _, value in phases[phase]))
     heights = [[dict(phases[phase]).get(step, 0.0) for step in steps] for phase in order]
     colours = [COLOURS[i % len(COLOURS)] for i in range(len(order))]
     ax.stackplot(steps, heights, labels=[short(phase.removeprefix(PHASES)) for phase in order], colors=colours, alpha=0.8, linewidth=0)
     ax.set_title("Where an iteration's time goes (s)")
+    ax.set_xlabel(counts, **X_LABEL)
     ax.margins(x=0.005)
     ax.set_ylim(0, 1.35 * max(map(sum, zip(*heights, strict=True)), default=1.0) or 1.0)  # space for the legend
     ax.legend(loc="upper right", ncols=8, handlelength=1, handletextpad=0.4, columnspacing=1.2)
@@ -168,6 +192,7 @@ def win_rate_chart(rates: Sequence[WinRate], final: str, parents: Mapping[str, W
     ax.grid(axis="y", visible=False)
     against = f" against {rates[0].baseline}" if len(labelled) == 1 else ""
     ax.set_title(f"Win rate{against} (%)")
+    ax.set_xlabel("win rate (%)", **X_LABEL)
     if len(labelled) > 1:
         figure.legend(loc="outside lower center", ncols=2, handlelength=1, columnspacing=1.4)
     return svg(figure, "win rates")
@@ -197,6 +222,7 @@ def calibration_chart(reports: RewardReports) -> str:
         ax.plot(sure, right, color=colour, linewidth=1.2, label=short(report.model))
         ax.scatter(sure, right, s=[8 + 50 * part.pairs / most for part in report.calibration], color=colour, alpha=0.6)
     ax.set_title("Reward models: right (%) by how sure they were (%)")
+    ax.set_xlabel("how sure: mean probability of the answer that it prefers (%)", **X_LABEL)
     ax.legend(loc="best", handlelength=1.4)
     return svg(figure, "calibration of reward models")
 
@@ -223,6 +249,7 @@ def tax_chart(report: TaxReport) -> str:
     ax.margins(x=0.08)
     ax.grid(axis="y", visible=False)
     ax.set_title(f"Lost against {short(report.baseline)} ({unit})")
+    ax.set_xlabel(unit, **X_LABEL)
     if len(models) > 1:
         figure.legend(loc="outside lower center", ncols=3, handlelength=1, columnspacing=1.4)
     return svg(figure, "alignment tax")
@@ -252,7 +279,7 @@ def over_optimisation_chart(found: OverOptimisation) -> str:
     left.set_title(f"Trained on: mean score of {short(found.proxy)}")
     right.set_title(f"Goal: win rate against {short(found.baseline)} (%)")
     for ax in (left, right):
-        ax.set_xlabel(f"square root of the KL from {short(found.baseline)} (nats an answer)", fontsize=7.5)
+        ax.set_xlabel(f"square root of the KL from {short(found.baseline)} (nats an answer)", **X_LABEL)
     if len(chains) > 1:
         right.legend(loc="best", handlelength=1.4)
     return svg(figure, "over-optimisation")
@@ -272,4 +299,5 @@ def rounds_chart(chains: Sequence[Sequence[tuple[str, float, float, float]]], tr
     ax.set_xticks(range(len(longest)), [short(point[0]) for point in longest])
     ax.margins(x=0.08)
     ax.set_title(f"Win rate, round by round of iterative {training} (%)")
+    ax.set_xlabel("model after each round", **X_LABEL)
     return svg(figure, "win rate per round")

@@ -304,3 +304,13 @@ def test_win_rates_differ_with_their_intervals(tmp_path: Path) -> None:
         folders.append(run_dir)
     found = list(_win_rates("evaluation", *folders))
     assert found and {(change.before, change.after) for change in found} == {("50.0% (40.0% to 60.0%)", "60.0% (50.0% to 70.0%)")}
+
+
+def test_empty_lists_are_a_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "stages").mkdir()
+    assert flows.cli.main(["runs", str(tmp_path)]) == 0
+    assert capsys.readouterr().out == "there are no runs in this folder yet: `alignflow run RECIPE` makes one\n"
+    assert flows.cli.main(["stages", str(tmp_path)]) == 0
+    assert capsys.readouterr().out == "there are no stages in this folder yet: `alignflow run RECIPE` makes them\n"
+    assert flows.cli.main(["runs", str(tmp_path), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == []

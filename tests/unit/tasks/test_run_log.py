@@ -70,6 +70,16 @@ def test_faults_keep_their_traceback(logger: str, caplog: pytest.LogCaptureFixtu
     assert record.exc_info and "KeyError" in record.getMessage()
 
 
+def test_the_last_line_of_a_run_does_not_repeat_wrong_input() -> None:
+    def shown(text: str) -> bool:
+        return shorten(logging.makeLogRecord({"name": "prefect.flow_runs", "levelno": logging.ERROR, "msg": text}))
+
+    assert not shown("Finished in state Failed('Flow run encountered an exception: ValueError: override seed.x: no')")
+    assert shown("Finished in state Failed('Flow run encountered an exception: StageFailed: sft')") and shown(
+        "Finished in state Completed()"
+    )
+
+
 def test_all_logs_of_runs_have_the_filter() -> None:
     names = ("prefect.flow_runs", "prefect.task_runs", "prefect.engine")
     before = {name: list(logging.getLogger(name).filters) for name in names}

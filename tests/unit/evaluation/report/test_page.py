@@ -294,7 +294,7 @@ def test_the_dag_draws_nodes_apart_and_edges_forward() -> None:
 def test_a_chart_without_points_is_none_and_many_points_stay_small() -> None:
     assert stage_chart("sft", "sft", [Run("", {"loss": [(1.0, float("nan"))]})]) is None
     assert stage_chart("publication", "publication", [Run("", {})]) is None
-    assert stage_chart("sft", "sft", [Run("", {"loss": [(1.0, 2.0)]})]) is not None
+    assert stage_chart("sft", "sft", [Run("", {"loss": [(1.0, 2.0), (2.0, 1.0)]})]) is not None
     long = [(float(i), float(i % 7)) for i in range(50_000)]
     curves = {"reward/mean": long, "reward/std": long, "phase/generate": long, "phase/score": long}
     svg = stage_chart("ppo", "ppo", [Run("", curves)])
