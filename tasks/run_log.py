@@ -16,7 +16,8 @@ from rlhf_core.system.processes import raised_by_us
 TOLD = StageFailed | GateFailed | ApprovalAwaited | SeveralFailed | StoreFault | MachineLacks | httpx.HTTPError
 # Prefect's last line of a run that failed with a ValueError, which repeats the sentence before it.
 REPEATED = re.compile(r"Finished in state Failed\(['\"]Flow run encountered an exception: ValueError")
-ENGINE = "prefect.engine"  # repeats what the run's own log has
+# Two more that repeat it: all of one logger's, and a line in the log of a deployment's run.
+ENGINE, OF_ENGINE = "prefect.engine", "Engine execution exited"
 
 
 def without_tracebacks() -> None:
@@ -38,6 +39,7 @@ def shorten(record: logging.LogRecord) -> bool:
     error = record.exc_info[1] if record.exc_info else None
     if error is None:
         return True
+    repeats = record.name == ENGINE or record.getMessage().startswith(OF_ENGINE)
     problem = None if isinstance(error, TOLD) else disk_problem(error)
     if problem:
         place = getattr(error, "filename", None) or "the artifacts folder"
@@ -47,4 +49,4 @@ def shorten(record: logging.LogRecord) -> bool:
     elif not isinstance(error, TOLD):
         return True
     record.exc_info = None
-    return record.name != ENGINE
+    return not repeats

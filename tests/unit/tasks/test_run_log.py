@@ -106,3 +106,16 @@ def test_serve_tells_each_failed_run_of_a_deployment_once() -> None:
     assert failed.new(Client()) == ["run micro failed: override loop.reward: no"]  # type: ignore[arg-type]
     runs.append(run("later", "", 1))
     assert failed.new(Client()) == ["run later failed: see its log"]  # type: ignore[arg-type]
+
+
+def test_the_engines_line_in_a_runs_log_does_not_repeat_wrong_input(caplog: pytest.LogCaptureFixture) -> None:
+    log = logging.Logger("prefect.flow_runs")
+    log.addHandler(caplog.handler)
+    log.addFilter(shorten)
+    for fail in (refuse, fault):
+        try:
+            fail()
+        except Exception:
+            log.error("Engine execution exited with unexpected exception", exc_info=True)
+    (record,) = caplog.records
+    assert record.exc_info and "a bug" in str(record.exc_info[1])
