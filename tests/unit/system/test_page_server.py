@@ -145,7 +145,8 @@ def test_a_wrong_token_is_told_and_is_in_no_address(pages: TestClient) -> None:
 
 
 @pytest.mark.parametrize(
-    ("path", "headers"), [("/runs", {"accept": "*/*"}), ("/runs", {"accept": "text/event-stream"}), ("/api/next", BROWSER), ("/api", BROWSER)]
+    ("path", "headers"),
+    [("/runs", {"accept": "*/*"}), ("/runs", {"accept": "text/event-stream"}), ("/api/next", BROWSER), ("/api", BROWSER)],
 )
 def test_programs_without_the_token_get_no_page(pages: TestClient, path: str, headers: dict[str, str]) -> None:
     answer = pages.get(path, headers=headers)
