@@ -30,7 +30,7 @@ from rlhf_core.runs.run_records import RUN, RunRecord
 from rlhf_core.system.redaction import plain, without_passwords
 
 LOG_LINES, MAX_RUNS, MAX_CHOICES, MAX_CONFIG, MAX_PANELS = 200, 300, 50, 200_000, 3
-CHAMPION = "champion.json"
+MAX_FILTER = 200  # characters of the words that filter the runs
 COLOURS = {
     "done": "#2e8b6f",
     "running": "#2563a8",
@@ -68,7 +68,7 @@ def page_of(folder: Folder, path: str, query: dict[str, str]) -> Page:
     folder.look()
     match path.strip("/").split("/"):
         case [""]:
-            return overview(folder)
+            return overview(folder, query.get("filter", ""))
         case ["run", recipe, identity]:
             return run_page(folder, recipe, identity)
         case ["stage", name]:
@@ -78,8 +78,9 @@ def page_of(folder: Folder, path: str, query: dict[str, str]) -> Page:
     raise Missing(path)
 
 
-def overview(folder: Folder) -> Page:
-    """Returns the page of all runs, loops and stages."""
+def overview(folder: Folder, wanted: str = "") -> Page:
+    """Returns the page of all runs, loops and stages. `wanted`: words that each of the shown runs has."""
+    wanted = plain(wanted[:MAX_FILTER])
 
     def now() -> str:
         rows = []
@@ -91,8 +92,11 @@ def overview(folder: Folder) -> Page:
 
     def runs() -> str:
         found = folder.runs()
-        rows = [(run, link(run), _counts(folder, run), state.win_rate(folder, run), _champion(folder, run)) for run in found[:MAX_RUNS]]
-        return fill("overview.runs", rows=rows, more=len(found) - len(rows))
+        words = wanted.lower().split()
+        texts = {run.file: _text(run, state.champion(folder, run)) for run in found}
+        chosen = [run for run in found if all(word in texts[run.file] for word in words)]
+        rows = [(run, texts[run.file], _row(folder, run)) for run in chosen[:MAX_RUNS]]
+        return fill("overview.runs", rows=rows, more=len(chosen) - len(rows), filtered=bool(words))
 
     def others() -> str:
         known = {stage.run_dir.partition("/")[2] for run in folder.runs() for stage in run.stages}
@@ -103,7 +107,7 @@ def overview(folder: Folder) -> Page:
     def watched() -> object:
         found = folder.runs()
         dirs = {folder.path / stage.run_dir for run in found if run.state == "running" for stage in run.stages}
-        crowned = [identity_of(file) for file in inside(folder.path, f"*/{CHAMPION}")]
+        crowned = [identity_of(file) for file in inside(folder.path, f"*/{state.CHAMPION}")]
         own = [(run.file, run.state, identity_of(run.file)) for run in found]
         return own, crowned, [state.watched(folder, path) for path in sorted(dirs)]
 
@@ -113,7 +117,7 @@ def overview(folder: Folder) -> Page:
     parts = {
         "questions": questions,
         "now": now,
-        "filter": lambda: fill("overview.filter"),  # apart from the runs, so that the box keeps its text when these change
+        "filter": lambda: fill("overview.filter", wanted=wanted, longest=MAX_FILTER),
         "runs": runs,
         "others": others,
     }
@@ -256,6 +260,21 @@ def link(run: RunRecord) -> str:
     return "" if run.state == "damaged" and run.file.name != RUN else f"/run/{quote(recipe_of(run))}/{quote(key_of(run))}"
 
 
+class Row(NamedTuple):
+    """What the list of runs says of a run besides its record. `to`: address of its page; `done` of `stages` are done; `rate`, `champion`:
+    as in state.py."""
+
+    to: str
+    done: int
+    stages: int
+    rate: str
+    champion: str
+
+
+def _row(folder: Folder, run: RunRecord) -> Row:
+    return Row(link(run), *_counts(folder, run), state.win_rate(folder, run), state.champion(folder, run))
+
+
 def _counts(folder: Folder, run: RunRecord) -> tuple[int, int]:
     """Returns how many stages of a run are done, and how many it has."""
     if run.ended is not None:
@@ -263,13 +282,14 @@ def _counts(folder: Folder, run: RunRecord) -> tuple[int, int]:
     return sum(stage.state == "done" for stage in state.run_stages(folder, run)), len(run.stages)
 
 
-def _champion(folder: Folder, run: RunRecord) -> str:
-    """Returns the model in use of the run's recipe where a publication of this run made it the champion, else ''."""
-    reigns = folder.json(folder.path / recipe_of(run) / CHAMPION).get("reigns")
-    last = reigns[-1] if isinstance(reigns, list) and reigns else None
-    if not isinstance(last, dict) or f"stages/{last.get('run')}" not in {stage.run_dir for stage in run.stages}:
-        return ""
-    return str(last.get("model", ""))
+def _text(run: RunRecord, champion: str) -> str:
+    """Returns the text of a run that the words of the filter are looked for in."""
+    texts = [recipe_of(run), run.file.stem, run.recipe, run.label, run.state, run.why]
+    if run.pinned:
+        texts.append("pinned")
+    if champion:
+        texts.append(f"champion {champion}")
+    return plain(" ".join(texts)).lower()
 
 
 def _is_loop(loop: dict[str, Any]) -> bool:

@@ -16,8 +16,9 @@ from typing import Any, NamedTuple
 
 from pydantic import ValidationError
 
-from evaluation.dashboard.folder import FRESH, STAGES, Folder, Missing, identity_of, inside
+from evaluation.dashboard.folder import FRESH, STAGES, Folder, Missing, identity_of, inside, recipe_of
 from evaluation.dashboard.growing import Attempt, is_number
+from evaluation.report.template import percent
 from rlhf_core.config import KINDS
 from rlhf_core.config.gates import Gate
 from rlhf_core.runs.approval import FILE as APPROVAL
@@ -25,7 +26,8 @@ from rlhf_core.runs.approval import Approval
 from rlhf_core.runs.run_dir import HOLDER, LOG, METRICS, REQUEST, RESULT, ROLLOUTS
 from rlhf_core.runs.run_records import RunRecord
 
-WIN_RATE = "win_rate/"
+CHAMPION = "champion.json"  # which rlhf_core/stages/publication/champion.py keeps in a recipe's folder
+WIN_RATE = "win_rate/"  # with the name of a model
 PARENTS = "waits for "  # names of stages before it
 HOST = re.compile(r" on (\S+) since ")
 STOPPED = {128 + number: signal.Signals(number).name for number in (signal.SIGINT, signal.SIGTERM, signal.SIGKILL)}
@@ -195,11 +197,42 @@ def watched(folder: Folder, run_dir: Path) -> tuple[object, ...]:
 
 
 def win_rate(folder: Folder, run: RunRecord) -> str:
-    """Returns the win rate of a run's last finished evaluation, such as `ppo 61.2 %`; '' when there is none."""
+    """Returns the win rate of the last model in a run's last finished evaluation with its 95 % interval, such as
+    `ppo 61.2 % (55.0–67.1 %)`; '' when there is none."""
     for stage in reversed(run.stages):
-        run_dir = folder.path / stage.run_dir
+        try:
+            run_dir = folder.stage(stage.run_dir.partition("/")[2])
+        except Missing:
+            continue
         config = folder.request(run_dir).get("config", {})
-        text = main_metric(config, numbers(folder.json(run_dir / RESULT).get("metrics")))
-        if text.startswith(WIN_RATE):
-            return text.removeprefix(WIN_RATE)
+        if config.get("stage") != "evaluation":
+            continue
+        text = _win_rate_text(config, numbers(folder.json(run_dir / RESULT).get("metrics")))
+        if text:
+            return text
     return ""
+
+
+def _win_rate_text(config: Mapping[str, Any], metrics: Mapping[str, float]) -> str:
+    """Returns the win rate of the last of an evaluation's models, or of the last judged one where the last is the baseline."""
+    judged = [name.removeprefix(WIN_RATE) for name in metrics if name.startswith(WIN_RATE)]
+    if not judged:
+        return ""
+    models = config.get("models")
+    named = models[-1] if isinstance(models, list) and models else None
+    model = named if named in judged else judged[-1]
+    rate = percent(metrics[f"{WIN_RATE}{model}"], 1)
+    bounds = [metrics.get(f"{bound}/{model}") for bound in ("ci_low", "ci_high")]
+    if None in bounds:
+        return f"{model} {rate}"
+    return f"{model} {rate} ({percent(bounds[0], 1).removesuffix(' %')}–{percent(bounds[1], 1)})"
+
+
+def champion(folder: Folder, run: RunRecord) -> str:
+    """Returns the model in use of a run's recipe where a publication of this run made it the champion; '' otherwise."""
+    reigns = folder.json(folder.path / recipe_of(run) / CHAMPION).get("reigns")
+    last = reigns[-1] if isinstance(reigns, list) and reigns else None
+    if not isinstance(last, dict):
+        return ""
+    ours = {stage.run_dir for stage in run.stages}
+    return str(last.get("model", "")) if f"{STAGES}/{last.get('run')}" in ours else ""

@@ -34,10 +34,14 @@ HEADERS = {  # pages load nothing from elsewhere and are in no frame; addresses 
 
 
 class Protected:
-    """An ASGI application in front of another one. `hosts`: names of this machine in requests, besides localhost and 127.0.0.1."""
+    """An ASGI application in front of another one.
 
-    def __init__(self, app: ASGIApp, token: str, hosts: Collection[str] = ()):
-        self._app, self._token = app, token
+    `hosts`: names of this machine in requests, besides localhost and 127.0.0.1. `command`: what serves pages for browsers and prints their
+    address, such as `alignflow dashboard`; a browser without the token is then shown a page that asks for it.
+    """
+
+    def __init__(self, app: ASGIApp, token: str, hosts: Collection[str] = (), command: str = ""):
+        self._app, self._token, self._command = app, token, command
         self._session = hmac.new(token.encode(), b"cookie of a browser", hashlib.sha256).hexdigest()
         self._hosts = {_plain(name) for name in ("localhost", LOOPBACK, *hosts)}
 
@@ -47,7 +51,7 @@ class Protected:
                 await self._app(scope, receive, send)
             return
         refusal = self._foreign(scope)
-        if refusal is None and is_form(scope):
+        if refusal is None and self._command and is_form(scope):
             refusal = self._answer_form(scope, await read_form(scope, receive))
         if refusal is None:
             refusal = self._refusal(scope)
@@ -66,30 +70,31 @@ class Protected:
         return None
 
     def _answer_form(self, scope: Scope, form: dict[str, str]) -> Response:
+        """Returns the answer to the form of token_page.py."""
         path, _, query = form.get("next", "/").partition("?")
-        path = unquote(path)
+        then = _local(unquote(path), query)
         if not _same(form.get("token", ""), self._token):
-            return token_page(_local(path, query), wrong=True)
-        return self._opened(scope, path, query)
+            return token_page(self._command, then, wrong=True)
+        return self._opened(scope, then)
 
-    def _opened(self, scope: Scope, path: str, query: str) -> Response:
-        """Returns the answer to a browser that gave the token: the cookie, and a redirect."""
-        response = RedirectResponse(_local(path, query), 303)
+    def _opened(self, scope: Scope, then: str) -> Response:
+        """Returns the answer to a browser that gave the token: the cookie, and a redirect to an address on this server."""
+        response = RedirectResponse(then, 303)
         response.set_cookie(_cookie(scope), self._session, httponly=True, samesite="strict")
         return response
 
     def _refusal(self, scope: Scope) -> Response | None:
         """Returns the answer to a request without the token, or that brings it in its address."""
-        headers, query = Headers(scope=scope), parse_qsl(scope["query_string"].decode("latin-1"), keep_blank_values=True)
-        rest = urlencode([pair for pair in query if pair[0] != "token"])
-        given = dict(query).get("token", "")
+        headers, query = Headers(scope=scope), scope["query_string"].decode("latin-1")
+        given = dict(parse_qsl(query, keep_blank_values=True)).get("token", "")
+        then = _local(scope["path"], query)
         if given and _same(given, self._token) and scope["method"] in READS:
-            return self._opened(scope, scope["path"], rest)
+            return self._opened(scope, then)
         bearer = headers.get("authorization", "").removeprefix("Bearer ")
         if _same(bearer, self._token) or _same(cookie_parser(headers.get("cookie", "")).get(_cookie(scope), ""), self._session):
             return None
-        if asks_for_page(scope):
-            return token_page(_local(scope["path"], rest))
+        if self._command and asks_for_page(scope):
+            return token_page(self._command, then, wrong=bool(given))
         told = "give the token: open the address that the command printed, or send it as a bearer token"
         return JSONResponse({"error": told}, 401, {"connection": "close"})
 
@@ -100,9 +105,10 @@ def _cookie(scope: Scope) -> str:
 
 
 def _local(path: str, query: str) -> str:
-    """Returns an address on this server, of a plain path and an encoded query. Browsers read // and /\\ as the start of another
-    server's address."""
-    return quote("/" + path.lstrip("/\\")) + (f"?{quote(query, safe='=&+%')}" if query else "")
+    """Returns an address on this server, without a token. `path` is decoded, `query` is not."""
+    rest = urlencode([pair for pair in parse_qsl(query, keep_blank_values=True) if pair[0] != "token"])
+    place = quote("/" + path.lstrip("/\\"))  # browsers read // and /\ as the start of another server's address
+    return f"{place}?{rest}" if rest else place
 
 
 def _same(given: str, secret: str) -> bool:

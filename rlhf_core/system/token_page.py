@@ -10,27 +10,30 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import HTMLResponse
 from starlette.types import Receive, Scope
 
-PATH, MAX_BYTES = "/token", 8192  # of the form, and how long what it sends may be
+PATH = "/token"  # of the form
+MAX_BYTES = 8192  # of what it sends
 FORM = "application/x-www-form-urlencoded"
 PAGE = """<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
-<title>Token needed</title>
-<style>body {{ font: 15px/1.5 system-ui, sans-serif; max-width: 32em; margin: 4em auto; padding: 0 1em; }}
-input, button {{ font: inherit; padding: .4em .6em; }} input {{ width: 100%; box-sizing: border-box; margin: .6em 0; }}</style></head>
+<title>Token needed</title><link rel="icon" href="data:,">
+<style>body {{ font: 15px/1.5 system-ui, sans-serif; max-width: 34em; margin: 4em auto; padding: 0 1em; }}
+input, button {{ font: inherit; padding: .4em .6em; }} input {{ width: 100%; box-sizing: border-box; margin: .4em 0 .8em; }}</style></head>
 <body><h1>Token needed</h1>
-<p role="status">{told}</p>
+{wrong}<p>This page needs its token. <code>{command}</code> prints the address with the token on a terminal, and elsewhere the name of
+the file that holds it. Open that address, or enter the token here.</p>
 <form method="post" action="{path}"><input type="hidden" name="next" value="{then}">
 <label>Token <input type="password" name="token" autocomplete="off" autofocus required></label>
-<button>Open</button></form>
+<button>Open the page</button></form>
 </body></html>
 """
-ASK = "Give the token: it is in the address that the command printed, and in the file that it named."
-WRONG = "That is not the token. " + ASK
+WRONG = '<p role="alert"><b>That is not the token.</b></p>\n'
 
 
 def asks_for_page(scope: Scope) -> bool:
-    """Whether a request comes from a browser that opens a page; programs get an answer in JSON."""
-    return scope["method"] in ("GET", "HEAD") and "text/html" in Headers(scope=scope).get("accept", "")
+    """Whether a request comes from a browser that opens a page; programs, and scripts of pages, get an answer in JSON."""
+    wants_html = "text/html" in Headers(scope=scope).get("accept", "")
+    of_program = f"{scope['path']}/".startswith("/api/")
+    return wants_html and scope["method"] in ("GET", "HEAD") and not of_program
 
 
 def is_form(scope: Scope) -> bool:
@@ -39,13 +42,15 @@ def is_form(scope: Scope) -> bool:
     return scope["method"] == "POST" and scope["path"] == PATH and kind == FORM
 
 
-def token_page(then: str, wrong: bool = False) -> HTMLResponse:
-    """Returns the page, with status 401. `then`: the address on this server that is opened after the token was given.
+def token_page(command: str, then: str, wrong: bool = False) -> HTMLResponse:
+    """Returns the page, with status 401. `command`: what prints the address; `then`: the address on this server that is opened after the
+    token was given; `wrong`: whether a wrong one was.
 
-    A browser sends `Origin: null` with the form of a page without a referrer, which the server refuses, so this one has its own policy.
+    A browser sends `Origin: null` with the form of a page without a referrer, which the server refuses, so this page has another policy.
     """
-    text = PAGE.format(told=WRONG if wrong else ASK, path=PATH, then=escape(then))
-    return HTMLResponse(text, 401, {"referrer-policy": "same-origin", "connection": "close"})
+    then = "/" if then == PATH else then  # the address of the page itself after a wrong token
+    text = PAGE.format(wrong=WRONG if wrong else "", command=escape(command), path=PATH, then=escape(then))
+    return HTMLResponse(text, 401, {"referrer-policy": "strict-origin", "connection": "close"})
 
 
 async def read_form(scope: Scope, receive: Receive) -> dict[str, str]:
@@ -58,5 +63,8 @@ async def read_form(scope: Scope, receive: Receive) -> dict[str, str]:
                 return {}
     except ClientDisconnect:
         return {}
-    fields = parse_qs(body.decode("latin-1"), keep_blank_values=True)
+    try:
+        fields = parse_qs(body.decode("latin-1"), keep_blank_values=True, max_num_fields=20)
+    except ValueError:  # more fields than the form has
+        return {}
     return {name: values[-1] for name, values in fields.items()}

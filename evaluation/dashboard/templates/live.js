@@ -2,8 +2,10 @@
 "use strict"
 
 const AGAIN = 3000 // milliseconds until a refused stream is asked for again
+const PAUSE = 300 // milliseconds without a key after which the server is asked for the filtered runs
 const sections = () => [...document.querySelectorAll("section[data-digest]")]
 let stream = null
+let pause = null
 
 function tell(state, text) {
   const told = document.getElementById("live")
@@ -14,6 +16,7 @@ function tell(state, text) {
 function show(name, part) {
   const section = document.getElementById(`part-${name}`)
   if (!section || section.dataset.digest === part.digest) return
+  if (section.contains(document.getElementById("filter"))) return // it has what is being typed
   const open = [...section.querySelectorAll("details[open]")].map(one => one.dataset.key)
   const log = section.querySelector("pre.log")
   const at = log && log.scrollTop + log.clientHeight < log.scrollHeight - 20 ? log.scrollTop : null // null: at its end
@@ -24,14 +27,21 @@ function show(name, part) {
   filter()
 }
 
-function filter() { // hides the runs whose row has not all words of the box
+function filter() { // hides the runs that lack a word of the box
   const box = document.getElementById("filter")
   if (!box) return
   const words = box.value.toLowerCase().split(/\s+/)
-  for (const row of document.querySelectorAll("tr[data-run]")) {
-    const text = row.textContent.toLowerCase()
-    row.hidden = !words.every(word => text.includes(word))
+  for (const row of document.querySelectorAll("tr[data-text]")) {
+    row.hidden = !words.every(word => row.dataset.text.includes(word))
   }
+}
+
+function find(words) { // gets the runs with these words from the server, which may have more of them than the page
+  const address = new URL(location)
+  if (words.trim()) address.searchParams.set("filter", words)
+  else address.searchParams.delete("filter")
+  history.replaceState(null, "", address)
+  connect()
 }
 
 function scroll(section, at) {
@@ -61,7 +71,12 @@ document.addEventListener("visibilitychange", () => { // a hidden page costs not
   if (!document.hidden) connect()
   else if (stream) stream.close()
 })
-document.addEventListener("input", filter)
+document.addEventListener("input", event => {
+  if (event.target.id !== "filter") return
+  filter()
+  clearTimeout(pause)
+  pause = setTimeout(find, PAUSE, event.target.value)
+})
 filter() // a browser may keep the text of the box when a page is loaded again
 sections().forEach(section => scroll(section, null))
 connect()

@@ -49,7 +49,8 @@ def dashboard(
         console = Console(soft_wrap=True)
         show_address(console, artifacts, address, token, file)
         console.print("Ctrl-C ends it")
-        config = server_config(Protected(application(artifacts), token, names), log_level="error", timeout_graceful_shutdown=4)
+        app = Protected(application(artifacts), token, names, command="alignflow dashboard")
+        config = server_config(app, log_level="error", timeout_graceful_shutdown=4)
         with suppress(KeyboardInterrupt):
             uvicorn.Server(config).run([listener])
     return OK

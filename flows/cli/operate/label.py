@@ -91,7 +91,8 @@ def label(
         same = f", {drawn.same} with equal answers left out" if drawn.same else ""
         console.print(f"{len(drawn.pairs)} of {drawn.found} pairs{same}; {len(file.labels)} lines in {out}", markup=False, highlight=False)
         show_addresses(console, address, token, place)
-        config = server_config(Protected(application(assignment), token, names), log_level="error", lifespan="off")
+        app = Protected(application(assignment), token, names, command="alignflow label")
+        config = server_config(app, log_level="error", lifespan="off")
         signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell ignores SIGINT for commands in the background
         uvicorn.Server(config).run([listener])
     return OK

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import html
+import re
 from typing import Any
 
 import pytest
@@ -17,13 +19,17 @@ TOKEN = "a-token-of-thirty-two-characters"
 BEARER = {"authorization": f"Bearer {TOKEN}"}
 
 
-@pytest.fixture
-def client() -> TestClient:
+def client_of(command: str = "") -> TestClient:
     async def page(request: Request) -> PlainTextResponse:
         return PlainTextResponse(str(request.url.query))
 
     app = Starlette(routes=[Route("/{path:path}", page, methods=["GET", "POST"])])
-    return TestClient(Protected(app, TOKEN, ["box.lan"]), base_url="http://127.0.0.1:8000", follow_redirects=False)
+    return TestClient(Protected(app, TOKEN, ["box.lan"], command), base_url="http://127.0.0.1:8000", follow_redirects=False)
+
+
+@pytest.fixture
+def client() -> TestClient:
+    return client_of()
 
 
 @pytest.mark.parametrize(
@@ -105,26 +111,75 @@ BROWSER = {"accept": "text/html,application/xhtml+xml,*/*;q=0.8"}
 OWN = {"origin": "http://127.0.0.1:8000"}
 
 
-def test_a_browser_without_the_token_is_asked_for_it(client: TestClient) -> None:
-    asked = client.get("/runs", params={"a": '1"><b>'}, headers=BROWSER)
-    assert asked.status_code == 401 and 'name="token"' in asked.text and "<b>" not in asked.text and TOKEN not in asked.text
-    assert client.get("/runs", headers={"accept": "*/*"}).json()["error"].startswith("give the token")
-    wrong = client.post("/token", data={"token": "x", "next": "/runs"}, headers=OWN)
-    assert wrong.status_code == 401 and "That is not the token." in wrong.text and "set-cookie" not in wrong.headers
-    given = client.post("/token", data={"token": TOKEN, "next": "/runs?a=1+2"}, headers=OWN)
-    assert given.status_code == 303 and given.headers["location"] == "/runs?a=1+2"
-    assert client.get("/runs", headers=BROWSER).status_code == 200  # by the cookie
+@pytest.fixture
+def pages() -> TestClient:
+    """The same application, of a command that serves pages."""
+    return client_of("alignflow dashboard")
 
 
-@pytest.mark.parametrize("then", ["//evil.example/x", "/\\evil.example", "/%2F/evil.example", "https://evil.example"])
-def test_the_form_leads_to_no_other_server(client: TestClient, then: str) -> None:
-    answer = client.post("/token", data={"token": TOKEN, "next": then}, headers=OWN)
-    place = answer.headers["location"]
-    assert answer.status_code == 303 and place.startswith("/") and not place.startswith(("//", "/\\"))
+def test_a_browser_without_the_token_is_asked_for_it(pages: TestClient) -> None:
+    asked = pages.get("/runs/<i>", params={"a": '1"><b>'}, headers=BROWSER)
+    assert asked.status_code == 401 and "<code>alignflow dashboard</code>" in asked.text and 'name="token"' in asked.text
+    assert "<b>" not in asked.text and "<i>" not in asked.text and TOKEN not in asked.text
+    assert "frame-ancestors 'none'" in asked.headers["content-security-policy"] and "set-cookie" not in asked.headers
+    assert asked.headers["cache-control"] == "no-store"
+    then = html.unescape(re.search(r'name="next" value="(.*?)"', asked.text)[1])  # type: ignore[index]
+    assert then == "/runs/%3Ci%3E?a=1%22%3E%3Cb%3E"
+    given = pages.post("/token", data={"token": TOKEN, "next": then}, headers=OWN)
+    assert given.status_code == 303 and given.headers["location"] == then and TOKEN not in given.text
+    cookie = given.headers["set-cookie"].lower()
+    assert "httponly" in cookie and "samesite=strict" in cookie and TOKEN not in cookie
+    assert pages.get("/runs", headers=BROWSER).status_code == 200  # by the cookie
 
 
-def test_the_form_of_another_servers_page_or_a_long_one_is_refused(client: TestClient) -> None:
+def test_a_wrong_token_is_told_and_is_in_no_address(pages: TestClient) -> None:
+    for wrong in (
+        pages.get("/runs", params={"token": "guessed", "a": "1"}, headers=BROWSER),
+        pages.post("/token", data={"token": "guessed", "next": "/runs?a=1&token=guessed"}, headers=OWN),
+    ):
+        assert wrong.status_code == 401 and "That is not the token." in wrong.text and "set-cookie" not in wrong.headers
+        assert 'value="/runs?a=1"' in wrong.text and "guessed" not in wrong.text
+    given = pages.post("/token", data={"token": TOKEN, "next": f"/runs?a=1&token={TOKEN}"}, headers=OWN)
+    assert given.headers["location"] == "/runs?a=1"
+    assert 'value="/"' in pages.get("/token", headers=BROWSER | {"cookie": ""}).text
+
+
+@pytest.mark.parametrize(
+    ("path", "headers"),
+    [("/runs", {"accept": "*/*"}), ("/runs", {"accept": "text/event-stream"}), ("/api/next", BROWSER), ("/api", BROWSER)],
+)
+def test_programs_without_the_token_get_no_page(pages: TestClient, path: str, headers: dict[str, str]) -> None:
+    answer = pages.get(path, headers=headers)
+    assert answer.status_code == 401 and answer.json()["error"].startswith("give the token")
+
+
+def test_an_endpoint_for_programs_has_no_form(client: TestClient) -> None:
+    assert client.get("/runs", headers=BROWSER).json()["error"].startswith("give the token")
+    answer = client.post("/token", data={"token": TOKEN, "next": "/"}, headers=OWN)
+    assert answer.status_code == 401 and "set-cookie" not in answer.headers
+
+
+@pytest.mark.parametrize(
+    ("then", "place"),
+    [
+        *((then, "/evil.example/x") for then in ("//evil.example/x", "/\\evil.example/x", "/%2F/evil.example/x", "/%5Cevil.example/x")),
+        ("https://evil.example", "/https%3A//evil.example"),
+        ("/x\r\nset-cookie: a=b", "/x%0D%0Aset-cookie%3A%20a%3Db"),
+        ("", "/"),
+    ],
+)
+def test_the_form_leads_to_no_other_server(pages: TestClient, then: str, place: str) -> None:
+    answer = pages.post("/token", data={"token": TOKEN, "next": then}, headers=OWN)
+    assert (answer.status_code, answer.headers["location"]) == (303, place)
+
+
+def test_the_form_of_another_servers_page_or_a_long_one_is_refused(pages: TestClient) -> None:
     form = {"token": TOKEN, "next": "/"}
-    assert client.post("/token", data=form, headers={"origin": "http://evil.example"}).status_code == 403
-    assert client.post("/token", data=form, headers=OWN | {"host": "evil.example"}).status_code == 421
-    assert client.post("/token", data=form | {"next": "/" + "x" * 9000}, headers=OWN).status_code == 401
+    assert pages.post("/token", data=form, headers={"origin": "http://evil.example"}).status_code == 403
+    assert pages.post("/token", data=form, headers={"origin": "null"}).status_code == 403
+    assert pages.post("/token", data=form, headers=OWN | {"host": "evil.example"}).status_code == 421
+    for more in ({"next": "/" + "x" * 9000}, {f"field{number}": "" for number in range(30)}):
+        refused = pages.post("/token", data=form | more, headers=OWN)
+        assert refused.status_code == 401 and "set-cookie" not in refused.headers
+    assert pages.post("/token", json=form, headers=OWN).status_code == 401
+    assert pages.post("/token", params={"token": TOKEN}, headers=OWN).status_code == 401

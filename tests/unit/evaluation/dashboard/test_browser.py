@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
@@ -155,3 +156,33 @@ def test_a_page_without_the_token_shows_nothing(shown: Dashboard, artifacts: Pat
     page.click("button")
     wait_for(page, "runs", "No run is recorded")
     assert page.url == f"http://127.0.0.1:{shown.port}/"
+
+
+TYPE = """text => {
+  const box = document.getElementById("filter")
+  box.focus()
+  box.value = text
+  box.dispatchEvent(new Event("input", {bubbles: true}))
+  return Object.fromEntries([...document.querySelectorAll("tr[data-text]")].map(row => [row.cells[1].textContent, row.hidden]))
+}"""  # returns which runs are hidden
+
+
+def test_the_filter_of_runs(shown: Dashboard, artifacts: Path, browser: playwright.BrowserContext) -> None:
+    folder = artifacts / "demo" / "runs"
+    folder.mkdir(parents=True)
+    for identity, state in (("first", "done"), ("second", "failed")):
+        (folder / f"{identity}.json").write_text(json.dumps({"recipe": "demo", "state": state, "started": 1.79e9, "ended": 1.79e9 + 9}))
+    errors: list[str] = []
+    page = browser.new_page()
+    page.on("console", lambda message: errors.append(message.text) if message.type == "error" else None)
+    page.on("pageerror", lambda error: errors.append(str(error)))
+    page.goto(shown.address)
+    rows = page.locator("tr[data-text]")
+    assert page.evaluate(TYPE, "DEMO fail") == {"first": True, "second": False}, "at once, by the script alone"
+    playwright.expect(rows).to_have_count(1)  # the server's answer
+    assert page.url.endswith("/?filter=DEMO+fail") and page.evaluate("document.activeElement.id") == "filter"
+    page.reload()
+    assert page.input_value("#filter") == "DEMO fail" and rows.count() == 1
+    page.fill("#filter", "")
+    playwright.expect(rows).to_have_count(2)
+    assert page.url.endswith("/") and not errors, "nor does the security policy refuse anything"
