@@ -14,9 +14,9 @@ RUN_ID_BEGINS = re.compile(r"\d{4,8}(-[0-9a-f-]*)?$")  # as no Hub id of a model
 def place_of(artifacts: Path, given: str) -> Path:
     """Returns what a text names: a path that exists, else the folder of a recipe by its name, else the record of a run by its id or name.
 
-    Other texts with a slash are returned as paths. Raises ValueError as `find_run`.
+    Other texts with a slash are returned as paths, and any text where there is no folder of artifacts. Raises ValueError as `find_run`.
     """
-    if Path(given).exists():
+    if Path(given).exists() or not artifacts.is_dir():
         return Path(given)
     if (artifacts / given / RUN).is_file():
         return artifacts / given

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -133,7 +134,9 @@ def test_the_end_of_the_input_is_reported_in_one_sentence(terminal: list[str], c
 
 @pytest.mark.parametrize("value", ["1e5", "true", "null", 'a "b" \\ c: d', "a,b", "#x", "ä.jsonl", "{x}", ".5", "~", "plain/x-1.jsonl"])
 def test_any_text_is_read_back_unchanged(value: str) -> None:
+    """But for the home folder, which ~ is."""
     assert main(["init", "--kind", "sft", "--base-model", value, "--sft-data", value, "--name", "x", "--gpus", "0"]) == 0
     recipe = recipe_of(yaml.safe_load(Path("recipe.yaml").read_text()))
     stage = recipe.stages["sft"].model_dump()
-    assert (recipe.base_model, stage["data"]["sources"][0]["path"]) == (value, value)
+    place = os.path.expanduser(value)
+    assert (recipe.base_model, stage["data"]["sources"][0]["path"]) == (place, place)

@@ -75,7 +75,7 @@ def test_the_modules_are_found_where_the_path_is_not_safe(tmp_path: Path) -> Non
 
 @pytest.mark.slow
 def test_validate_and_the_process_that_reads_its_tokenizers(folder: Path, material: Path, tmp_path: Path) -> None:
-    stage = {"max_len": 8, "data": {"sources": [str(material / "sft.jsonl")], "max_samples": 8}}
+    stage = {"max_len": 64, "data": {"sources": [str(material / "sft.jsonl")], "max_samples": 8}}
     recipe = {"name": "small", "base_model": str(material / "base"), "stages": {"sft": stage}}
     (folder / "recipe.yaml").write_text(yaml.safe_dump(recipe))
     (tmp_path / "bin").mkdir()

@@ -165,7 +165,12 @@ def test_every_meaning_belongs_to_a_metric_that_exists(planned: Planned) -> None
             "anchors": {"pairs": questions, "judge": {"kind": "rule"}},
         },
         "kto": {"data": {"sources": "p.jsonl"}, "eval_data": {"sources": "p.jsonl"}},
-        "rl": {"stage": "ppo", "prompts": {"sources": "p.jsonl"}, "eval_prompts": {"sources": "q.jsonl"}},
+        "rl": {
+            "stage": "ppo",
+            "prompts": {"sources": "p.jsonl"},
+            "eval_prompts": {"sources": "q.jsonl"},
+            "sampler_is": "mask",
+        },
         "select": {"of": ["dpo", "ppo"], "by": "judged"},
         "publication": {"model": "sft"},
     }
