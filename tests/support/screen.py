@@ -11,6 +11,7 @@ import os
 import pty
 import re
 import select
+import signal
 import struct
 import termios
 import time
@@ -87,6 +88,7 @@ class Terminal:
         self.began = time.monotonic()
         self.process, self._descriptor = pty.fork()
         if not self.process:
+            signal.signal(signal.SIGINT, signal.SIG_DFL)  # which a job in the background would ignore
             os.chdir(folder)
             os.execvpe(command[0], list(command), dict(environment))
         self.resize(width, height)
@@ -106,7 +108,7 @@ class Terminal:
         os.write(self._descriptor, keys)
 
     def run(self, see: Callable[[Terminal], None], seconds: float = 120) -> int:
-        """Follows the command to its end. Returns its exit code, -n when signal n ended it."""
+        """Follows the command to its end, and kills it after some seconds. Returns its exit code, -n when signal n ended it."""
         decoder = codecs.getincrementaldecoder("utf-8")("replace")  # a read may end within a character
         while select.select([self._descriptor], [], [], max(0.0, self.began + seconds - time.monotonic()))[0]:
             try:
@@ -119,6 +121,8 @@ class Terminal:
             self.written += text
             self.screen.feed(text)
             see(self)
+        else:
+            os.kill(self.process, signal.SIGKILL)
         self.restored = termios.tcgetattr(self._descriptor) == self.settings
         os.close(self._descriptor)
         return os.waitstatus_to_exitcode(os.waitpid(self.process, 0)[1])
