@@ -72,7 +72,9 @@ def test_a_run_is_visible_on_the_server(server: str, material: Path, tmp_path: P
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200, cwd=tmp_path, stdin=subprocess.DEVNULL)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
     (flow,) = ask(server, "/flow_runs/filter", {})
-    assert flow["name"] == "publish-base" and flow["state_type"] == "COMPLETED"
+    assert flow["name"].startswith("publish-base-") and flow["state_type"] == "COMPLETED"
+    (record,) = (tmp_path / "artifacts" / "publish-base" / "runs").glob("*.json")
+    assert json.loads(record.read_text())["name"] == flow["name"] and record.with_suffix(".html").is_file()
     assert "publication" in {task["name"] for task in ask(server, "/task_runs/filter", {})}
     keys = {artifact["key"] for artifact in ask(server, "/artifacts/filter", {})}
     assert {"publication-metrics", "publication-published"} <= keys

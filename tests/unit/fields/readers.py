@@ -87,6 +87,7 @@ ChatJudge.max_failed evaluation/judges/factory.py judge.max_failed
 RewardEvaluation.models evaluation/stage.py wanted.models
 Anchors.judge evaluation/drift/stage.py config.anchors.judge
 Recipe.cost evaluation/dashboard/cost.py config["cost"]
+Publication.champion tasks/decisions/champion.py config.champion
 """
 READERS: dict[str, tuple[str, str]] = {
     field: (file, text) for field, file, text in (line.split(maxsplit=2) for line in _TEXT.strip().splitlines())

@@ -152,7 +152,7 @@ def test_what_it_says_to_write_fits_when_it_is_written(tmp_path: Path, capsys: p
         assert main(["plan", str(tmp_path / "recipe.yaml"), "--gpus", "1", "--gpu", "h100"]) == 0
         said = capsys.readouterr().out
         assert main(["plan", str(tmp_path / "recipe.yaml"), "--gpus", "1", "--gpu-memory", "79.2", "--bandwidth", "3"]) == 0
-        assert capsys.readouterr().out == said and said.startswith("estimates for 79 GiB, 770 TFLOP/s and 3.0 TB/s a GPU")
+        assert capsys.readouterr().out == said and "\nestimates for 79 GiB, 770 TFLOP/s and 3.0 TB/s a GPU" in f"\n{said}"
         return said
 
     before = printed()
