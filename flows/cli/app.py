@@ -81,6 +81,7 @@ app = App(
     "Exit codes: 0 ok, 1 a stage or a gate failed, 2 wrong input, 3 machine or environment is not enough, 4 a person must approve a stage, "
     "130 interrupted, 143 terminated.",
     version=installed_version,
+    suppress_keyboard_interrupt=False,  # `main` says how to go on
 )
 app.command(cli_loops.loop_app)
 app.command(cli_artifacts.runs_app)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from typing import Annotated, ClassVar, Literal
 
@@ -129,10 +130,12 @@ class Optimised(Gated, ZeroFields):
             at_once = max(1, ranks.world_size // self.sequence_parallel_size)
             micro, whole = self.micro_train_batch_size, self.micro_train_batch_size * at_once
             if self.train_batch_size % whole:
+                share, rest = divmod(self.train_batch_size, at_once)
+                fitting = f" (micro_train_batch_size={math.gcd(micro, share)} does)" if not rest else ""
                 yield (
                     f"train_batch_size={self.train_batch_size} must be a multiple of micro_train_batch_size x ranks"
                     f"{' / sequence_parallel_size' * (self.sequence_parallel_size > 1)} = "
-                    f"{micro} x {at_once} = {whole}: every rank makes the same number of full forward passes"
+                    f"{micro} x {at_once} = {whole}{fitting}: every rank makes the same number of full forward passes"
                 )
 
     @check

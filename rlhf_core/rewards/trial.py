@@ -1,4 +1,5 @@
-"""Calls each reward function once with a made-up answer, so that a bug in it is told before any engine starts.
+"""Calls each reward function once with made-up answers, a right and a wrong one where the data know the right one, so that a bug in it is
+told before any engine starts.
 
 Only an error that every call meets (`UsersError.certain`) ends the stage. Others may come from the answer, which no
 model has given: they are warnings. A reward server is not asked for a reward, which may cost money: only whether its
@@ -40,22 +41,27 @@ def try_rewards(sources: Sequence[RewardSource], prompt: Prompt, renderer: Rende
     function that cannot be loaded, or whose code is wrong for every answer."""
     for source in sources:
         if isinstance(source, FunctionReward):
-            _try_function(source, sample_of(prompt, renderer))
+            _try_function(source, samples_of(prompt, renderer))
         elif isinstance(source, HttpReward):
             _try_server(source)
 
 
-def sample_of(prompt: Prompt, renderer: Renderer) -> Sample:
-    """Returns a made-up answer to a prompt, as a reward source gets it."""
-    text = made_up_answer(prompt.row)
+def samples_of(prompt: Prompt, renderer: Renderer) -> list[Sample]:
+    """Returns made-up answers to a prompt, as a reward source gets them: the right one, if it is known, and a sentence."""
+    texts = dict.fromkeys([made_up_answer(prompt.row), ANSWER])
+    return [sample_of(prompt, text, renderer) for text in texts]
+
+
+def sample_of(prompt: Prompt, text: str, renderer: Renderer) -> Sample:
+    """Returns an answer to a prompt, as a reward source gets it."""
     document = renderer.answer_tokens(prompt.tokens, text)
     return Sample(prompt.messages, text, prompt.row, True, renderer.decoded(document.tokens, False))
 
 
-def _try_function(source: FunctionReward, sample: Sample) -> None:
+def _try_function(source: FunctionReward, samples: list[Sample]) -> None:
     function = Function(source.file, source.function_name, min(source.timeout, SECONDS), 1)
     try:
-        function.score([sample])
+        function.score(samples)
     except CodeError as error:
         if error.certain:
             told = f"a call with a made-up answer raised {error}"

@@ -115,7 +115,8 @@ def find_run(artifacts: Path, which: str) -> RunRecord:
         return begun[0]
     near = _nearest(runs, which)
     told = f"; the nearest: {_listed(near)}" if near else ""
-    raise ValueError(f"{artifacts} has no run {which[:80]!r}: give the name or id of one that `alignflow runs {artifacts}` lists{told}")
+    listed = f"give the name or id of one that `alignflow runs {artifacts}` lists"
+    raise ValueError(f"{artifacts} has no run {which[:80]!r}: {listed}, or another folder (--artifacts){told}")
 
 
 def pin(artifacts: Path, which: str, pinned: bool) -> RunRecord:

@@ -25,6 +25,7 @@ def imports(responses):
     import no_such_module
 def one(response): return float(response)
 def arguments(responses): return [one(r, 2) for r in responses]
+def of_wrong_ones(responses, rows): return [1.0 if r == str(row["answer"]) else respone for r, row in zip(responses, rows)]
 def other_name(answers): return [0.0 for _ in answers]
 def nothing(responses): return None
 async def waits(responses): return [0.0 for _ in responses]
@@ -82,6 +83,7 @@ def line_of(text: str) -> int:
         ("module", "AttributeError: module 'json' has no attribute 'lods'", "def module"),
         ("imports", "ModuleNotFoundError: No module named 'no_such_module'", "    import no_such"),
         ("arguments", r"TypeError: one\(\) takes 1 positional argument but 2 were given", "def arguments"),
+        ("of_wrong_ones", "NameError: name 'respone' is not defined", "def of_wrong_ones"),
         ("nothing", r"TypeError: nothing\(\) returned None, no list of rewards", "def nothing"),
         ("waits", r"TypeError: waits\(\) returned <coroutine .*, no list of rewards", "async def waits"),
     ],
@@ -109,7 +111,7 @@ def test_a_function_with_another_signature_is_refused(file: Path, renderer: Rend
         ("raises", "raised ValueError: no score (%s, line %d)"),
         ("network", "failed: ConnectionError: no route (%s, line %d)"),
         ("leaves", "failed: its process exited with status 3"),
-        ("short", "failed: it gave 0 rewards for 1 answers"),
+        ("short", "failed: it gave 0 rewards for 2 answers"),
     ],
 )
 def test_what_the_made_up_answer_may_have_caused_is_a_warning(
@@ -140,7 +142,7 @@ def test_a_good_function_and_a_failed_reward_say_nothing(
 
 
 def test_the_answer_is_the_row_s_own_where_it_has_one(renderer: Renderer, prompt: Prompt) -> None:
-    sample = sample_of(prompt, renderer)
+    sample = sample_of(prompt, made_up_answer(prompt.row), renderer)
     assert (sample.response, sample.row, sample.finished) == (
         "42",
         prompt.row,
