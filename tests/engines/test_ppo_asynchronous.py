@@ -139,8 +139,11 @@ def test_no_answer_is_too_old_and_engine_and_trainer_agree(asynchronous: Path) -
 
 
 def test_every_prompt_is_asked_once(asynchronous: Path, folder: Path) -> None:
-    assert sum(seen(folder, "asynchronous").values()) == ITERATIONS * BATCH * N
-    assert set(seen(folder, "asynchronous").values()) == {N}
+    """But for the first, for which a made-up episode is run before engines start."""
+    asked = seen(folder, "asynchronous")
+    asked[0] -= 1
+    assert sum(asked.values()) == ITERATIONS * BATCH * N
+    assert set(asked.values()) == {N}
 
 
 def test_each_token_knows_the_weights_that_sampled_it(folder: Path, material: Path) -> None:

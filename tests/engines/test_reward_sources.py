@@ -27,6 +27,7 @@ from rlhf_core.config import PPO, Data, Ranks, RewardModel, Vllm
 from rlhf_core.data.chat import Renderer, load_tokenizer
 from rlhf_core.models.scoring import RewardScorer
 from rlhf_core.rewards.server import AnswerToScore, document
+from rlhf_core.rewards.trial import ANSWER
 from rlhf_core.runs.metrics_log import read_metrics
 from rlhf_core.runs.run_dir import RunDir, StageRequest
 from tests.support.families import make_family
@@ -126,8 +127,10 @@ def check_its_protection(address: str, place: Path, served: subprocess.Popen[str
 
 
 def test_all_sources_are_summed(run: Path) -> None:
-    """What each source said is what it says of the texts of the requests to the function."""
-    lines, requests = read_metrics(run / "grpo"), (run / "checks" / "requests.jsonl").read_text().splitlines()
+    """What each source said is what it says of the texts of the requests to the function; the first one has made-up answers."""
+    lines = read_metrics(run / "grpo")
+    made_up, *requests = (run / "checks" / "requests.jsonl").read_text().splitlines()
+    assert ANSWER in made_up and not any(ANSWER in request for request in requests)
     assert len(lines) == len(requests) == ITERATIONS
     checkpoint = str(run / "rm" / "checkpoint")
     renderer, scorer = Renderer(load_tokenizer(checkpoint), "chat"), RewardScorer(checkpoint, "float32", 16)
