@@ -17,7 +17,7 @@ if [ -n "${UV_CACHE_DIR:-}" ]; then
 else
     export UV_CACHE_DIR=$PWD/$OWN_CACHE UV_LINK_MODE=hardlink
 fi
-# uv leaves it to Python to compile what it imports. Where Python is told not to write that down, each process would do it anew.
+# uv compiles no bytecode: Python does at the first import. With PYTHONDONTWRITEBYTECODE each process would compile again, so uv does it.
 [ -z "${PYTHONDONTWRITEBYTECODE:-}" ] || export UV_COMPILE_BYTECODE=1
 unset UV_NO_VERIFY_HASHES
 

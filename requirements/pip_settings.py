@@ -33,13 +33,13 @@ def configured() -> dict[str, str]:
 
 
 def system_has_certificates() -> bool:
-    """Tells whether this machine has certificates of its own; uv fails where it is told to use them and finds none."""
+    """Returns whether this machine has certificates of its own. UV_SYSTEM_CERTS makes uv fail where there are none."""
     paths = ssl.get_default_verify_paths()
     return bool(paths.cafile or (paths.capath and os.listdir(paths.capath)))
 
 
 def for_uv(pip: Mapping[str, str], environment: Mapping[str, str]) -> dict[str, str]:
-    """Returns the variables that make uv use what `pip` is told to use, but for those that `environment` has."""
+    """Returns `pip`'s settings as variables of uv, without those that `environment` already sets."""
     found: dict[str, str] = {}
     if "index-url" in pip and "UV_INDEX_URL" not in environment:
         found["UV_DEFAULT_INDEX"] = pip["index-url"]

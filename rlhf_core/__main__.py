@@ -113,9 +113,9 @@ def _work(kind: Kind, request: StageRequest, run: RunDir) -> Outcome:
 
 
 def _imported_first(kind: str, descriptor: int) -> str | None:
-    """Imports the libraries of a kind of stage, then returns the run directory that this process is told (runs/prepared.py), or None."""
+    """Imports the libraries of a kind of stage, then returns the run directory read from a pipe (runs/prepared.py), or None."""
     os.set_inheritable(descriptor, False)
-    with uncollected(), suppress(Exception):  # what cannot be imported is told when the stage needs it
+    with uncollected(), suppress(Exception):  # the stage reports what cannot be imported
         importlib.import_module(KINDS[kind].module)
     return awaited(descriptor)
 

@@ -54,7 +54,7 @@ class Asked(NamedTuple):
 
 
 class Answering(Protocol):
-    """Engines that answer one request at a time, or what stands for them: `rlhf_core.rollout.dispatch.Engines`."""
+    """The interface of engines that answer one request at a time (`rlhf_core.rollout.dispatch.Engines`)."""
 
     def reserve(self) -> int: ...
 

@@ -1,4 +1,4 @@
-"""Runs one episode of an environment with made-up answers, so that a bug in it is told before any engine starts.
+"""Runs one episode of an environment with made-up answers, so that a bug in it is reported before any engine starts.
 
 As of reward functions (`rlhf_core.rewards.trial`), only an error that every episode meets ends the stage.
 """

@@ -1,5 +1,5 @@
 """Calls each reward function once with made-up answers, a right and a wrong one where the data know the right one, so that a bug in it is
-told before any engine starts.
+reported before any engine starts.
 
 Only an error that every call meets (`UsersError.certain`) ends the stage. Others may come from the answer, which no
 model has given: they are warnings. A reward server is not asked for a reward, which may cost money: only whether its

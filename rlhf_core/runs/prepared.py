@@ -1,7 +1,7 @@
 """Starts the process of the next stage while the one before works: it imports the libraries of its kind, and waits for a run directory.
 
 The process is the one that a stage has anyway, with the same environment, below its own reaper: `python -m PACKAGE --wait KIND DESCRIPTOR`.
-It is used only where all of that is as it would be for a process started now. Until it is told a run directory it has touched nothing, so
+It is used only where all of that is as it would be for a process started now. Until it reads a run directory it has touched nothing, so
 it can be ended without harm, and it ends with the process that started it. Left out: stages that run side by side, whose environments
 differ, and machines with GPUs, where a process that waits might hold memory of one.
 """
@@ -21,7 +21,7 @@ from rlhf_core.runs.allotment import variables
 from rlhf_core.system.machine import free_memory, num_gpus
 from rlhf_core.system.processes import child_environment
 
-WAIT = "--wait"  # argument of a process that is told its run directory later
+WAIT = "--wait"  # argument of a process that reads its run directory from a pipe
 MEMORY = 3 << 30  # bytes that must be free: a process that waits holds half a GiB, beside a stage that works
 GRACE_SECONDS = 10.0  # between TERM and KILL
 

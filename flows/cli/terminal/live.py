@@ -49,7 +49,8 @@ def working(told: str, plain: bool) -> Iterator[None]:
 
 @contextmanager
 def live_view(planned: Plan, nodes: tuple[Node, ...], identity: str, plain: bool) -> Iterator[Say]:
-    """Shows the run with this id in the block, where `is_watched`. Yields a function that is told what the run does beside its stages."""
+    """Shows the run with this id in the block, where `is_watched`. Yields a function that sets the text of what the run does beside
+    its stages."""
     if not is_watched(plain):
         yield lambda doing: None
         return

@@ -79,14 +79,14 @@ PATCHES = (
     Patch(
         "memory_share",
         TESTED,
-        "An engine measures only its own memory; vLLM measures the whole GPU, which other roles use too.",
+        "On GPUs an engine measures only its own memory; vLLM measures all that roles on the same GPU use.",
         "A profile of the process alone.",
         at_start=False,
     ),
     Patch(
         "warm_up",
         TESTED,
-        "The warm-up compiles no kernel for top-k and top-p, and sends no requests of its own: 14 s less at each start.",
+        "On GPUs the warm-up compiles no kernel for top-k and top-p, and sends no requests: 14 s less at each start.",
         "An option to leave these out.",
         at_start=False,
     ),
