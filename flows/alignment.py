@@ -160,8 +160,8 @@ def _run_open(planned: Plan, nodes: tuple[Node, ...]) -> list[Verdict]:
             statuses[node.name] = result()
         except BaseException as error:
             statuses[node.name] = found(node.run_dir)
-            if isinstance(error, Exception) and statuses[node.name] != "running":  # else a signal, or another run works on it
-                statuses[node.name] = "failed"
+            if statuses[node.name] != "running":  # else another run works on it
+                statuses[node.name] = "failed" if isinstance(error, Exception) else interrupted(node)
             raise
         if statuses[node.name] == "done":
             notify_stage(planned.recipe, node)
@@ -191,8 +191,8 @@ def _run_open(planned: Plan, nodes: tuple[Node, ...]) -> list[Verdict]:
                         end(planned[name], result)
                     except Exception as error:
                         failures.append(error)
-        except BaseException:
-            statuses |= {name: found(planned[name].run_dir) for name in stages.starts}
+        except BaseException:  # a signal: `end` raises what stages raise
+            statuses |= {name: interrupted(planned[name]) for name in stages.starts}
             raise
         finally:
             prepared.end()
@@ -204,6 +204,12 @@ def _run_open(planned: Plan, nodes: tuple[Node, ...]) -> list[Verdict]:
         if failures:
             raise failures[0] if len(failures) == 1 else SeveralFailed(failures)
     return waiting
+
+
+def interrupted(node: Node) -> Status:
+    """Returns the status of a stage that ended with its run, as by a signal."""
+    status = found(node.run_dir)
+    return "interrupted" if status == "failed" else status
 
 
 def request_of(planned: Plan, node: Node) -> StageRequest:

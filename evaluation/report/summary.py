@@ -22,7 +22,7 @@ from rlhf_core.records import EvalReport, StageResult, WinRate
 from rlhf_core.runs.metrics_log import read_metrics
 from rlhf_core.runs.run_dir import RunDir, StageRequest
 
-Status = Literal["done", "skipped", "failed", "not run", "running"]
+Status = Literal["done", "skipped", "failed", "interrupted", "not run", "running"]
 Curve = list[tuple[float, float]]  # (step, value), steps rising
 
 

@@ -26,6 +26,9 @@ def verdict(evaluated: Evaluated | None, stages: Sequence[Evidence]) -> str:
         stopped = [stage.view.name for stage in stages if stage.view.status == "failed"]
         if stopped:
             return f"The run stopped at {', '.join(stopped)}: there is no evaluation."
+        ended = [stage.view.name for stage in stages if stage.view.status == "interrupted"]
+        if ended:
+            return f"The run was interrupted in {', '.join(ended)}: run it again to go on."
         held = [stage.view.name for stage in stages if holding(stage.view.gates)]
         if held:
             return f"The run stopped after {', '.join(held)}, which did not pass a gate: there is no evaluation."

@@ -95,7 +95,7 @@ def test_a_signal_ends_both(prefect: str, folder: Path, number: signal.Signals, 
     assert [run.state for run in records(folder / "artifacts")] == [state]
     if number != signal.SIGKILL:
         summary = json.loads((folder / "artifacts" / "micro" / "summary.json").read_text())
-        assert [stage["status"] for stage in summary["stages"]] == ["done", "failed", "failed", "not run"]
+        assert [stage["status"] for stage in summary["stages"]] == ["done", "interrupted", "interrupted", "not run"]
     run_again(folder, api)
 
 

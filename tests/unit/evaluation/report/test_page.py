@@ -205,6 +205,13 @@ def test_the_page_is_the_same_when_it_is_made_again(whole: Path, tmp_path: Path)
     assert write_report(tmp_path / "demo", "demo", stages).read_bytes() == whole.read_bytes()
 
 
+def test_an_interrupted_stage_is_no_failed_one(tmp_path: Path) -> None:
+    stages = [finish(tmp_path, "sft"), *(view(tmp_path, name, "not run") for name in list(CONFIGS)[1:])]
+    stages[2] = view(tmp_path, "ppo", "interrupted")
+    text = page(tmp_path, stages).text
+    assert "The run was interrupted in ppo: run it again to go on." in text and "Stage ppo failed" not in text
+
+
 def test_a_failed_stage_shows_its_log_and_the_rest_is_said_to_be_missing(tmp_path: Path) -> None:
     stages = [finish(tmp_path, "sft"), *(view(tmp_path, name, "not run") for name in list(CONFIGS)[1:])]
     stages[2] = view(tmp_path, "ppo", "failed")
