@@ -6,7 +6,6 @@ Checks only stages that are not done. Reads data and tokenizers with the stages'
 
 from __future__ import annotations
 
-import ast
 import importlib.util
 import os
 import tempfile
@@ -16,9 +15,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from rlhf_core.cluster.layout import arrange
-from rlhf_core.config import KINDS, PPO, AlignmentTax, Calibration, Data, Evaluation, Preferences, Publication, Ranks, Rewarded, StageConfig
+from rlhf_core.config import KINDS, PPO, AlignmentTax, Calibration, Data, Evaluation, Preferences, Publication, Ranks, StageConfig
 from rlhf_core.config.judging.lm_eval_tasks import is_path, read_task
-from rlhf_core.config.rewards import FunctionReward
 from rlhf_core.data.documents import check_limit
 from rlhf_core.data.rows.columns import Kind
 from rlhf_core.data.rows.mixture import check_columns
@@ -28,13 +26,14 @@ from rlhf_core.preflight.frames import frames_of, rendered
 from rlhf_core.preflight.lengths import length_problems
 from rlhf_core.preflight.models import model_problem, sampling_problems, unfit_models, unlike_vocabulary, vocabulary_problems
 from rlhf_core.preflight.questions import question_problems, selecting_questions, shared_questions
+from rlhf_core.preflight.reward_functions import code_problems
 from rlhf_core.preflight.rows.batches import batch_warning, made_rows_warning, prompt_problem, rows_made
 from rlhf_core.preflight.sequences import sequence_problems
 from rlhf_core.preflight.template_length import Measured
 from rlhf_core.preflight.weights import weight_problem
 from rlhf_core.recipe.plan import Node, Plan
 from rlhf_core.recipe.plan import plan as plan_of
-from rlhf_core.recipe.sentences import ANYTHING, WrongRecipe, unknown
+from rlhf_core.recipe.sentences import ANYTHING, WrongRecipe
 from rlhf_core.rollout.patches.table import installed_release, untested
 from rlhf_core.runs.remote_files import StoreFault
 from rlhf_core.runs.store import Store
@@ -109,7 +108,7 @@ def check_inputs(plan: Plan, nodes: Sequence[Node]) -> list[str]:
         if not any(problem.startswith(of_prompts) for problem in problems):
             problems += [told for told in (prompt_problem(node, plan.recipe.seed),) if told]
         problems += question_problems(node, plan.recipe.seed)
-        problems += _function_problems(node)
+        problems += code_problems(node)
         if isinstance(node.config, AlignmentTax):
             for task in filter(is_path, node.config.tasks):
                 problems += _refused(f"stages.{node.name}.tasks", read_task, task, node.config.trust_task_code)
@@ -265,31 +264,6 @@ def _refused(where: str, check: Callable[..., object], *values: object) -> list[
     except ValueError as error:
         return [f"{where}: {error}"]
     return []
-
-
-def _function_problems(node: Node) -> list[str]:
-    """Checks that the files of rewards and environments exist, and what they name in them. The file is parsed, not run."""
-    problems = []
-    sources = node.config.reward if isinstance(node.config, Rewarded) else ()
-    named = [("reward", "function", s.file, s.function_name) for s in sources if isinstance(s, FunctionReward)]
-    if isinstance(node.config, PPO) and (environment := node.config.environment) is not None and environment.own:
-        named.append(("environment", "class", environment.file, environment.class_name))
-    for field, kind, file, name in named:
-        where = f"stages.{node.name}.{field}"
-        try:
-            code = ast.parse(file.read_text())
-        except OSError as error:
-            problems.append(f"{where}: {file} cannot be read ({error.strerror}); correct the path of the {kind}")
-        except (SyntaxError, UnicodeDecodeError) as error:
-            problems.append(f"{where}: {file} is no Python file ({error}); correct it")
-        else:
-            defined = [part.name for part in code.body if isinstance(part, ast.FunctionDef | ast.ClassDef)]
-            targets = [target for part in code.body if isinstance(part, ast.Assign) for target in part.targets]
-            assigned = [target.id for target in targets if isinstance(target, ast.Name)]
-            imported = [alias.asname or alias.name for part in code.body if isinstance(part, ast.ImportFrom) for alias in part.names]
-            if name not in (valid := defined + assigned + imported):
-                problems.append(f"{where}: {file}: {unknown(name, valid, kind)}")
-    return problems
 
 
 def _folder_problem(folder: Path) -> list[str]:

@@ -17,7 +17,7 @@ from rlhf_core.config import Recipe
 from rlhf_core.recipe.consistency import inconsistencies
 from rlhf_core.recipe.expand import expand
 from rlhf_core.recipe.references import beside, relative_paths, with_home
-from rlhf_core.recipe.sentences import WrongRecipe, everything_wrong, short, unknown
+from rlhf_core.recipe.sentences import WrongRecipe, everything_wrong, field_of_recipe, short, unknown
 from rlhf_core.recipe.yaml_text import dump, parse
 from rlhf_core.system.proxies import proxy_of
 
@@ -80,6 +80,7 @@ def _overridden(given: dict[Any, Any], overrides: Sequence[str], folder: Path | 
             raise WrongRecipe([*wrong, str(error)], error.rest) from None
         first, recipe = error, error.rest
     whole, more = recipe.model_dump(), list[str]()
+    words: tuple[str, ...] = ()
     for keys, value in nested:
         try:
             _set(whole["stages"], keys, value)
@@ -87,11 +88,15 @@ def _overridden(given: dict[Any, Any], overrides: Sequence[str], folder: Path | 
             more.append(str(error))
     try:
         recipe = recipe_of(whole) if nested else recipe
+    except WrongRecipe as error:
+        more += str(error).splitlines()
+        recipe = error.rest or recipe
+        words = error.wrong
     except ValueError as error:
         more += str(error).splitlines()
     wrong += [str(first), *first.further(more)] if first else more
     if wrong:
-        raise WrongRecipe(wrong, recipe)
+        raise WrongRecipe(wrong, recipe, words)
     return recipe
 
 
@@ -221,7 +226,8 @@ def _set(stages: Any, keys: list[str], value: Any) -> None:
             index: Any = int(key)
         elif isinstance(here, dict):
             if key not in here:
-                raise ValueError(f"override {'.'.join(keys)}: {unknown(key, here, 'stage' if depth == 0 else 'key')}")
+                meant = field_of_recipe(key) if depth == 1 and last else None
+                raise ValueError(f"override {'.'.join(keys)}: {meant or unknown(key, here, 'stage' if depth == 0 else 'key')}")
             index = key
         else:
             raise ValueError(f"override {'.'.join(keys)}: {where} is {short(here)}, which has no parts; set {where} as a whole")

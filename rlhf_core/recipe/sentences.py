@@ -25,7 +25,9 @@ def sentences(error: ValidationError, raw: object) -> list[str]:
         where, names = ".".join(str(part) for part in _place(item["loc"])), _place(item["loc"])
         match item["type"]:
             case "extra_forbidden":
-                found.append(f"{where}: {_start_field(names, raw) or unknown(str(names[-1]), _fields(names[:-1], raw))}")
+                is_of_stage = names[0] == "stages" and len(names) == 3
+                meant = _start_field(names, raw) or (field_of_recipe(str(names[-1])) if is_of_stage else None)
+                found.append(f"{where}: {meant or unknown(str(names[-1]), _fields(names[:-1], raw))}")
             case "missing":
                 info = _fields(names[:-1], raw).get(names[-1])
                 meaning = f" ({info.description})" if info is not None and info.description else ""
@@ -66,7 +68,8 @@ class WrongRecipe(ValueError):
     def __init__(self, told: Iterable[str], rest: Recipe | None, wrong: Iterable[str] = ()):
         super().__init__("\n".join(told))
         self.rest = rest
-        self._named = re.compile("|".join(rf"(?<!\w){re.escape(word)}(?!\w)" for word in wrong) or r"\b\B")
+        self.wrong = tuple(wrong)
+        self._named = re.compile("|".join(rf"(?<!\w){re.escape(word)}(?!\w)" for word in self.wrong) or r"\b\B")
 
     def further(self, problems: Iterable[str]) -> list[str]:
         """Returns the problems of `rest` that are no consequences."""
@@ -79,8 +82,8 @@ def everything_wrong(error: ValidationError, raw: object, check: Callable[[Recip
     that stay wrong are removed, and missing values are filled in."""
     told = sentences(error, raw)
     rest, wrong = _without_faults(error, raw)
-    valid = None
-    for _ in range(3):
+    valid, reduced = None, set[str]()
+    for _ in range(4):
         if not _part(rest, "stages"):
             break
         try:
@@ -92,10 +95,16 @@ def everything_wrong(error: ValidationError, raw: object, check: Callable[[Recip
         except ValueError as unfit:
             further, valid = str(unfit).splitlines(), getattr(unfit, "rest", None)
         told += [each for each in WrongRecipe((), None, wrong).further(further) if each not in told]
-        wrong |= failed
         if not failed:
             break
-        rest["stages"] = {name: stage for name, stage in rest["stages"].items() if name not in failed}
+        stages = rest["stages"]
+        reducible = {name for name in failed - reduced if isinstance(_part(stages, name), dict)}
+        wrong |= failed - reducible
+        rest["stages"] = {name: stage for name, stage in stages.items() if name not in failed - reducible}
+        for name in reducible:
+            rest["stages"][name], left_out = _inputs_alone(name, stages[name])
+            wrong |= left_out
+        reduced |= failed
     return WrongRecipe(told, valid, wrong)
 
 
@@ -118,6 +127,19 @@ def _without_faults(error: ValidationError, raw: object) -> tuple[Any, set[str]]
     return rest, wrong
 
 
+def _inputs_alone(name: str, stage: dict[str, Any]) -> tuple[dict[str, Any], set[str]]:
+    """Returns a stage whose fields contradict each other with its data, models and required fields alone, and the names of the others."""
+    kind = KINDS.get(str(stage.get("stage", name)))
+    fields = kind.config.model_fields if kind else {}
+    kept = {"stage", "reward", *(key for key, info in fields.items() if info.is_required() or _is_input(info.annotation))}
+    return {key: value for key, value in stage.items() if key in kept}, {str(key) for key in stage.keys() - kept}
+
+
+def _is_input(annotation: Any) -> bool:
+    """Returns whether a field's type is that of data or of a model's name."""
+    return annotation in (str, str | None) or Data in models_in(annotation)
+
+
 def _start_field(names: list[int | str], raw: Any) -> str | None:
     """Returns what to write for the field that names the start model in another kind of stage, such as `model` in a dpo stage."""
     if len(names) != 3 or names[0] != "stages" or names[2] not in {kind.start for kind in KINDS.values()} - {"judge"}:
@@ -125,6 +147,13 @@ def _start_field(names: list[int | str], raw: Any) -> str | None:
     stage = _part(_part(raw, "stages"), names[1])
     kind = KINDS.get(str(stage.get("stage", names[1])))
     return f"unknown key {names[2]!r}; did you mean {kind.start}?" if kind and kind.start in kind.config.model_fields else None
+
+
+def field_of_recipe(key: str) -> str | None:
+    """Returns what to write for a field of the whole recipe, such as `seed`, that was given in a stage; None for another key."""
+    if key not in Recipe.model_fields:
+        return None
+    return f"{key} is a field of the whole recipe: write it at the top (override: {key}=...)"
 
 
 def unknown(name: str, valid: Iterable[str], what: str = "key") -> str:

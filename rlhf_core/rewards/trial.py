@@ -1,5 +1,5 @@
 """Calls each reward function once with made-up answers, a right and a wrong one where the data know the right one, so that a bug in it is
-reported before any engine starts.
+reported before any work (rlhf_core/preflight/reward_functions.py), and before any engine starts.
 
 Only an error that every call meets (`UsersError.certain`) ends the stage. Others may come from the answer, which no
 model has given: they are warnings. A reward server is not asked for a reward, which may cost money: only whether its
@@ -9,18 +9,20 @@ address answers is looked at.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import httpx
 
 from rlhf_core.config.rewards import FunctionReward, HttpReward, RewardSource
-from rlhf_core.data.chat import Renderer
 from rlhf_core.data.documents import Prompt
 from rlhf_core.data.rows.required_columns import USUAL
 from rlhf_core.rewards.contract import CodeError, RewardError, Sample
 from rlhf_core.rewards.function import Function
 from rlhf_core.rewards.remote import Server
 from rlhf_core.system.proxies import proxy_of
+
+if TYPE_CHECKING:  # chat imports transformers
+    from rlhf_core.data.chat import Renderer
 
 SECONDS = 30.0  # of the imports of a function, and of its call
 REACH_SECONDS = 5.0
@@ -41,15 +43,16 @@ def try_rewards(sources: Sequence[RewardSource], prompt: Prompt, renderer: Rende
     function that cannot be loaded, or whose code is wrong for every answer."""
     for source in sources:
         if isinstance(source, FunctionReward):
-            _try_function(source, samples_of(prompt, renderer))
+            samples = [sample_of(prompt, text, renderer) for text in made_up_answers(prompt.row)]
+            if failed := call_once(source, samples, SECONDS):
+                _warn(source, failed)
         elif isinstance(source, HttpReward):
             _try_server(source)
 
 
-def samples_of(prompt: Prompt, renderer: Renderer) -> list[Sample]:
-    """Returns made-up answers to a prompt, as a reward source gets them: the right one, if it is known, and a sentence."""
-    texts = dict.fromkeys([made_up_answer(prompt.row), ANSWER])
-    return [sample_of(prompt, text, renderer) for text in texts]
+def made_up_answers(row: dict[str, Any]) -> list[str]:
+    """Returns the right answer of a row, if it is known, and a sentence."""
+    return list(dict.fromkeys([made_up_answer(row), ANSWER]))
 
 
 def sample_of(prompt: Prompt, text: str, renderer: Renderer) -> Sample:
@@ -58,19 +61,22 @@ def sample_of(prompt: Prompt, text: str, renderer: Renderer) -> Sample:
     return Sample(prompt.messages, text, prompt.row, True, renderer.decoded(document.tokens, False))
 
 
-def _try_function(source: FunctionReward, samples: list[Sample]) -> None:
-    function = Function(source.file, source.function_name, min(source.timeout, SECONDS), 1)
+def call_once(source: FunctionReward, samples: Sequence[Sample], seconds: float) -> str:
+    """Calls a function with made-up answers, and returns what failed that may come from these answers, or "". Raises ValueError for a
+    function that cannot be loaded, or whose code is wrong for every answer."""
+    function = Function(source.file, source.function_name, min(source.timeout, seconds), 1)
     try:
         function.score(samples)
     except CodeError as error:
-        if error.certain:
-            told = f"a call with a made-up answer raised {error}"
-            raise ValueError(f"the reward function {source.title}: {told}; correct it, then run again") from None
-        _warn(source, f"raised {error}")
+        if not error.certain:
+            return f"raised {error}"
+        told = f"a call with a made-up answer raised {error}"
+        raise ValueError(f"the reward function {source.title}: {told}; correct it, then run again") from None
     except RewardError as error:
-        _warn(source, f"failed: {error}")
+        return f"failed: {error}"
     finally:
         function.close()
+    return ""
 
 
 def _warn(source: FunctionReward, what: str) -> None:

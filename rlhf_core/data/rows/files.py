@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import codecs
 import csv
+import difflib
 import json
 import os
 import re
@@ -50,7 +51,9 @@ def raw_rows(source: Source, first: int | None) -> Iterator[Row]:
         raise ValueError(f"{source.path}: is a directory: name a file in it")
     if is_file(source) and not path.is_file():
         there = "" if path.is_absolute() else f" at {os.path.abspath(path)}"
-        raise ValueError(f"{source.path}: there is no such file{there}: correct the path of this data source")
+        near = _nearest_name(path)
+        meant = f"; did you mean {near}?" if near else ": correct the path of this data source"
+        raise ValueError(f"{source.path}: there is no such file{there}{meant}")
     if not is_file(source) and path.is_file():
         raise ValueError(
             f"{source.path}: data files end with {', '.join(TEXT_SUFFIXES)} (compressed: also with {' or '.join(COMPRESSED)}) or .parquet: "
@@ -62,6 +65,16 @@ def raw_rows(source: Source, first: int | None) -> Iterator[Row]:
         yield from islice(_csv_rows(source.path), first)
     else:
         yield from islice(_json_rows(source.path), first)
+
+
+def _nearest_name(path: Path) -> str | None:
+    """Returns the name in the folder of `path` whose stem is most like that of `path`; None when none is."""
+    try:
+        names = {Path(name).stem: name for name in os.listdir(path.parent)}
+    except OSError:
+        return None
+    near = difflib.get_close_matches(path.stem, names, n=1)
+    return names[near[0]] if near else None
 
 
 def _json_rows(path: str) -> Iterator[Row]:

@@ -9,7 +9,7 @@ import pytest
 
 from rlhf_core.config import PPO
 from rlhf_core.config.rewards import FunctionReward, HttpReward, ModelReward
-from rlhf_core.preflight.inputs import _function_problems
+from rlhf_core.preflight.reward_functions import code_problems
 from rlhf_core.recipe.load import dump_recipe, load_recipe
 from rlhf_core.recipe.plan import plan
 
@@ -29,7 +29,7 @@ def test_a_shipped_recipe_is_sound(path: Path, monkeypatch: pytest.MonkeyPatch, 
     recipe = load_recipe(path, [f"artifacts={tmp_path}"])
     planned = plan(recipe)
     assert recipe.name == path.stem
-    assert [problem for node in planned.nodes for problem in _function_problems(node)] == []
+    assert [problem for node in planned.nodes for problem in code_problems(node)] == []
     (tmp_path / "again.yaml").write_text(dump_recipe(recipe))
     assert load_recipe(tmp_path / "again.yaml") == recipe
 

@@ -84,8 +84,10 @@ def planned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Planned:
     (tmp_path / "recipe.yaml").write_text(TEXT)
     for name, row in ROWS.items():
         (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row | {"uid": number}) + "\n" for number in range(4)))
-    (tmp_path / "checks.py").write_text("from math import sqrt\n\ndef short(responses): return [0]\n\nlong = short\n")
+    (tmp_path / "checks.py").write_text("from scorers import brief\n\ndef short(responses): return [0]\n\nlong = short\n")
+    (tmp_path / "scorers.py").write_text("def brief(responses): return [0 for _ in responses]\n")
     (tmp_path / "broken.py").write_text("def f(:\n")
+    (tmp_path / "wrong.py").write_text("def misspelt(responses): return [len(respones)]\n\ndef renamed(answers): return [0]\n")
     save_tokenizer(tmp_path / "base", TEMPLATE)
     monkeypatch.setattr(check, "available", lambda: False)  # bubblewrap
     (tmp_path / "base" / "config.json").write_text('{"model_type": "llama"}')
@@ -95,13 +97,14 @@ def planned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Planned:
 
 def test_a_sound_recipe_has_no_problems(planned: Planned) -> None:
     assert check_here(planned()) == []
-    assert check_here(planned("ppo.reward=[reward_model, checks.py:short, checks.py:long, checks.py:sqrt, 'http://host']")) == []
+    assert check_here(planned("ppo.reward=[reward_model, checks.py:short, checks.py:long, checks.py:brief, 'http://host']")) == []
 
 
 @pytest.mark.parametrize(
     ("overrides", "told"),
     [
         (["sft.data={sources: none.jsonl}"], ["stages.sft.data: none.jsonl: there is no such file at /"]),
+        (["sft.data={sources: stf.jsonl}"], ["stf.jsonl; did you mean sft.jsonl?"]),
         (
             ["reward_model.data={sources: [{path: pairs.jsonl, chosen_key: better}]}"],
             ["pairs.jsonl: there is no column 'better'; its columns are prompt, chosen, rejected, uid: set chosen_key: chosen in this"],
@@ -142,6 +145,15 @@ def test_a_sound_recipe_has_no_problems(planned: Planned) -> None:
         ),
         (["ppo.reward=[reward_model, checks.py:shrt]"], ["checks.py: unknown function 'shrt'; did you mean short"]),
         (["ppo.reward=[reward_model, broken.py:f]"], ["broken.py is no Python file"]),
+        (
+            ["ppo.reward=[reward_model, wrong.py:misspelt]"],
+            ["stages.ppo.reward: the reward function misspelt: a call with a made-up answer raised NameError: name 'respones' is not"],
+        ),
+        (["ppo.reward=[reward_model, wrong.py:renamed]"], ["stages.ppo.reward: a reward function may name"]),
+        (
+            ["loop.rounds=1", "loop.reward=wrong.py:misspelt", "loop.prompt_max_len=3"],
+            ["stages.loop.round1.preferences.prompt_max_len: a limit of 3 tokens", "NameError: name 'respones' is not defined (/"],
+        ),
         (["ppo.eval_prompts={sources: q.jsonl}"], ["stages.ppo.eval_prompts: 4 of 4 prompts are questions of evaluation"]),
         (["ppo.environment=none.py:World"], ["none.py cannot be read (No such file or directory); correct the path of the class"]),
         (["ppo.environment=checks.py:Wrld"], ["checks.py: unknown class 'Wrld'"]),

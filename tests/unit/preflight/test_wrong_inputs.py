@@ -72,6 +72,17 @@ def test_wrong_keys_and_wrong_files_are_told_at_once(refused: Refused, base: Pat
     assert ["unknown key 'learning_rat'" in refused()[0], "stages.ppo.actor: unknown name 'stf'" in refused()[1]] == [True, True]
 
 
+def test_fields_that_contradict_each_other_hide_no_wrong_file_of_their_stage(refused: Refused) -> None:
+    overrides = ("sft.train_batch_size=12", "sft.micro_train_batch_size=8", "sft.data={sources: none.jsonl}")
+    told = refused(*overrides, "publication.model=stf")
+    for part in ("train_batch_size=12 must be a multiple", "unknown name 'stf'"):
+        assert [line for line in told if part in line], told
+    told = refused(*overrides)
+    for part in ("train_batch_size=12 must be a multiple", "stages.sft.data: none.jsonl: there is no such file"):
+        assert [line for line in told if part in line], told
+    assert len(told) == 2, told
+
+
 def test_lengths_beyond_the_positions_of_the_base_model(refused: Refused, base: Path) -> None:
     """Told once for a loop; RoPE scaling counts."""
     configured(base, max_position_embeddings=128)

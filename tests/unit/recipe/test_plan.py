@@ -109,11 +109,11 @@ def test_a_loop_trains_as_its_post_processor_says(
         ("again: {stage: kto, answers: ppo}", "stages.again.answers: ppo is of kind ppo, but a stage of kind preferences is needed here"),
         ("again: {stage: kto}", "a kto stage needs exactly one of data (files) and answers"),
         ("again: {stage: sft, answers: made, data: {sources: train.jsonl}}", "an sft stage needs exactly one of data (files) and answers"),
-        ("again: {stage: dpo, pairs: made, loss: simpo, reference: ppo}", "loss 'simpo' uses no reference: leave reference out"),
-        ("again: {stage: dpo, pairs: made, loss: orpo, beta: 0.2}", "loss 'orpo' has no beta, and an NLL term of its own"),
-        ("again: {stage: dpo, pairs: made, gamma: 0.5}", "gamma belongs to loss 'simpo': leave it out for 'sigmoid'"),
-        ("again: {stage: dpo, pairs: made, lambd: 0.5}", "lambd belongs to loss 'orpo': leave it out for 'sigmoid'"),
-        ("again: {stage: dpo, pairs: made, loss: ipo_sum, label_smoothing: 0.1}", "set it to 0 for 'ipo_sum'"),
+        ("again: {stage: dpo, pairs: other, loss: simpo, reference: ppo}", "loss 'simpo' uses no reference: leave reference out"),
+        ("again: {stage: dpo, pairs: other, loss: orpo, beta: 0.2}", "loss 'orpo' has no beta, and an NLL term of its own"),
+        ("again: {stage: dpo, pairs: other, gamma: 0.5}", "gamma belongs to loss 'simpo': leave it out for 'sigmoid'"),
+        ("again: {stage: dpo, pairs: other, lambd: 0.5}", "lambd belongs to loss 'orpo': leave it out for 'sigmoid'"),
+        ("again: {stage: dpo, pairs: other, loss: ipo_sum, label_smoothing: 0.1}", "set it to 0 for 'ipo_sum'"),
         ("again: {stage: iterative, post_processor: kto, packing: false, prompts: {sources: prompts.jsonl}}", "packing belongs to"),
         ("again: {stage: iterative, post_processor: dpo, min_reward: 1, prompts: {sources: prompts.jsonl}}", "min_reward belongs to"),
         ("again: {stage: iterative, post_processor: dpo, n_samples_per_prompt: 1, prompts: {sources: p.jsonl}}", "compares answers to one"),
@@ -121,7 +121,8 @@ def test_a_loop_trains_as_its_post_processor_says(
 )
 def test_a_preference_stage_that_does_not_fit_is_one_sentence(planned: Planned, tmp_path: Path, stages: str, told: str) -> None:
     made = "made: {stage: preferences, post_processor: kto, prompts: {sources: prompts.jsonl}}"
-    (tmp_path / "recipe.yaml").write_text(TEXT.rstrip() + f"\n  {made}\n  {stages}\n")
+    other = made.replace("made", "other").replace("kto", "dpo")
+    (tmp_path / "recipe.yaml").write_text(TEXT.rstrip() + f"\n  {made}\n  {other}\n  {stages}\n")
     with pytest.raises(ValueError) as caught:
         planned()
     assert told in str(caught.value) and "\n" not in str(caught.value)

@@ -166,6 +166,7 @@ def test_dump_reads_back(recipe: Write, tmp_path: Path) -> None:
     ("override", "told"),
     [
         ("ppo.actor_learning_rat=1", "ppo.actor_learning_rat: unknown key 'actor_learning_rat'; did you mean actor_learning_rate"),
+        ("ppo.seed=1", "override ppo.seed: seed is a field of the whole recipe: write it at the top (override: seed=...)"),
         ("pppo.gamma=1", "unknown stage 'pppo'; did you mean ppo?"),
         ("sede=1", "unknown key 'sede'; did you mean seed?"),
         ("ppo.xyzzy=1", "valid: router_aux_coef, "),

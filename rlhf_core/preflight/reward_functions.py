@@ -1,0 +1,80 @@
+"""Checks the files of reward functions and environments, and calls each reward function once with made-up answers. Torch-free.
+
+The call finds in a second what the stage would find after its engines have their cluster. Warnings are left to the stage, whose prompts are
+rendered by the model's own template.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+from pathlib import Path
+
+from rlhf_core.config import PPO, Data, Rewarded
+from rlhf_core.config.rewards import FunctionReward
+from rlhf_core.data.rows.columns import prompt_of
+from rlhf_core.data.rows.mixture import checked_rows
+from rlhf_core.recipe.plan import Node
+from rlhf_core.recipe.sentences import unknown
+from rlhf_core.rewards.contract import Sample
+from rlhf_core.rewards.trial import call_once, made_up_answers
+
+SECONDS = 10.0  # of the imports of a function, and of its call
+_known: dict[tuple[FunctionReward, int], str] = {}  # by source and mtime of its file: a run checks twice, before its flow and in it
+
+
+def code_problems(node: Node) -> list[str]:
+    """Lists what is wrong with the code of a stage's reward functions and environment, each with its place in the recipe."""
+    config, where = node.config, f"stages.{node.name}"
+    functions = [source for source in config.reward if isinstance(source, FunctionReward)] if isinstance(config, Rewarded) else []
+    problems = [_file_problem(f"{where}.reward", "function", source.file, source.function_name) for source in functions]
+    if isinstance(config, PPO) and (environment := config.environment) is not None and environment.own:
+        problems.append(_file_problem(f"{where}.environment", "class", environment.file, environment.class_name))
+    found = [problem for problem in problems if problem]
+    if isinstance(config, Rewarded) and not found:
+        found = [f"{where}.reward: {told}" for told in _trial_problems(config.prompts, functions)]
+    return found
+
+
+def _file_problem(where: str, kind: str, file: Path, name: str) -> str:
+    """Says why a file has no such function or class; "" where it has. The file is parsed, not run."""
+    try:
+        code = ast.parse(file.read_text())
+    except OSError as error:
+        return f"{where}: {file} cannot be read ({error.strerror}); correct the path of the {kind}"
+    except (SyntaxError, UnicodeDecodeError) as error:
+        return f"{where}: {file} is no Python file ({error}); correct it"
+    defined = [part.name for part in code.body if isinstance(part, ast.FunctionDef | ast.ClassDef)]
+    targets = [target for part in code.body if isinstance(part, ast.Assign) for target in part.targets]
+    assigned = [target.id for target in targets if isinstance(target, ast.Name)]
+    imported = [alias.asname or alias.name for part in code.body if isinstance(part, ast.ImportFrom) for alias in part.names]
+    valid = defined + assigned + imported
+    return "" if name in valid else f"{where}: {file}: {unknown(name, valid, kind)}"
+
+
+def _trial_problems(prompts: Data, functions: list[FunctionReward]) -> list[str]:
+    """Lists the functions whose code is wrong for every answer. Left out where torch is not installed: such a machine only orchestrates,
+    and may lack what the functions import."""
+    if not functions or importlib.util.find_spec("torch") is None:
+        return []
+    try:
+        located = next(checked_rows(prompts, "prompt"), None)
+        messages = prompt_of(located) if located is not None else []
+    except ValueError:  # told with the data
+        return []
+    if located is None:
+        return []
+    query = "\n".join(message["content"] for message in messages)
+    samples = [Sample(messages, text, located.row, True, f"{query}\n{text}") for text in made_up_answers(located.row)]
+    return [told for source in functions if (told := _trial_problem(source, samples))]
+
+
+def _trial_problem(source: FunctionReward, samples: list[Sample]) -> str:
+    key = source, source.file.stat().st_mtime_ns
+    if key not in _known:
+        try:
+            call_once(source, samples, SECONDS)
+            _known[key] = ""
+        except ValueError as error:
+            _known[key] = str(error)
+    return _known[key]
