@@ -1,4 +1,5 @@
-"""Puts what `alignflow demo` runs, folders of deployments/, into the wheel as flows/shipped; all else of the build: pyproject.toml."""
+"""Puts what `alignflow demo` runs, folders of deployments/, into the wheel as flows/shipped; all else of the
+build: pyproject.toml."""
 
 import shutil
 from pathlib import Path
@@ -17,7 +18,12 @@ class BuildWithDeployments(build_py):
         if not self.editable_mode:
             for name in SHIPPED:
                 target = Path(self.build_lib, "flows", "shipped", name)
-                shutil.copytree(Path("deployments", name), target, dirs_exist_ok=True, ignore=shutil.ignore_patterns("__pycache__"))
+                shutil.copytree(
+                    Path("deployments", name),
+                    target,
+                    dirs_exist_ok=True,
+                    ignore=shutil.ignore_patterns("__pycache__"),
+                )
 
 
 setup(cmdclass={"build_py": BuildWithDeployments})

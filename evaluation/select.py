@@ -1,4 +1,5 @@
-"""Runs a select stage: takes the best of several models by the judgments of a finished evaluation, and links its checkpoint.
+"""Runs a select stage: takes the best of several models by the judgments of a finished evaluation, and links
+its checkpoint.
 
 Writes `checkpoint` (hard links to the chosen model's files) and `choice.json` with all differences.
 """
@@ -28,7 +29,11 @@ def run(request: StageRequest, run: RunDir) -> Outcome:
         raise ValueError(f"{report / 'eval.json'} is missing or damaged: run the stage {config.by} again")
     scores: dict[str, dict[str, float]] = {model: {} for model in config.of}
     for judgment in read_judgments(report / "judgments"):
-        ours = judgment.judge == judged.judge and judgment.baseline == judged.baseline and judgment.model in scores
+        ours = (
+            judgment.judge == judged.judge
+            and judgment.baseline == judged.baseline
+            and judgment.model in scores
+        )
         if ours and judgment.score is not None:
             scores[judgment.model][judgment.uid] = judgment.score
     order = tuple(dict.fromkeys((config.simplest or config.of[0], *config.of)))
@@ -36,7 +41,11 @@ def run(request: StageRequest, run: RunDir) -> Outcome:
     print(choice.sentence, flush=True)
     link(Path(request.inputs[choice.chosen]), run / "checkpoint")
     write_text(run / CHOICE, choice.model_dump_json(indent=2))
-    metrics = {"clear": float(choice.clear), "chosen": float(config.of.index(choice.chosen) + 1), "questions": float(choice.questions)}
+    metrics = {
+        "clear": float(choice.clear),
+        "chosen": float(config.of.index(choice.chosen) + 1),
+        "questions": float(choice.questions),
+    }
     for one in choice.differences:
         metrics |= {f"win_rate/{one.model}": one.win_rate, f"difference/{one.model}": one.difference}
         metrics |= {f"difference_low/{one.model}": one.low, f"difference_high/{one.model}": one.high}
@@ -46,6 +55,7 @@ def run(request: StageRequest, run: RunDir) -> Outcome:
 
 def link(checkpoint: Path, target: Path) -> None:
     """Links the files of a checkpoint into a new folder; copies them where the file system has no links."""
-    if made := stage_of(str(checkpoint)):
+    made = stage_of(str(checkpoint))
+    if made:
         RunDir(made[0]).remember_digests()  # links have the digests of their files
     link_tree(checkpoint, target)

@@ -1,8 +1,10 @@
-"""Runs the evaluation stage: collects every model's answers, has every judge compare them with the baseline's, and writes the report.
+"""Runs the evaluation stage: collects every model's answers, has every judge compare them with the
+baseline's, and writes the report.
 
-`report/eval.json` is the report of the first judge, `report/second_opinions.json` the list of the others' (same record);
-`report/answers/<model>.jsonl` and `report/judgments/<judge>.jsonl` are in Arena-Hard's formats. `report/reward_models.json` is written
-when reward models are evaluated on pairs, `report/over_optimisation.json` when there is a proxy.
+`report/eval.json` is the report of the first judge, `report/second_opinions.json` the list of the others'
+(same record); `report/answers/<model>.jsonl` and `report/judgments/<judge>.jsonl` are in Arena-Hard's
+formats. `report/reward_models.json` is written when reward models are evaluated on pairs,
+`report/over_optimisation.json` when there is a proxy.
 """
 
 from __future__ import annotations
@@ -17,7 +19,16 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from evaluation.answers.local_answers import Engine, ModelAnswer, file_name, generate, model_config, model_kind, read_answers, write_answers
+from evaluation.answers.local_answers import (
+    Engine,
+    ModelAnswer,
+    file_name,
+    generate,
+    model_config,
+    model_kind,
+    read_answers,
+    write_answers,
+)
 from evaluation.answers.remote_answers import answer_remotely, answering_metrics
 from evaluation.judges.factory import judge_names, judging, load_reward_model, make_judge
 from evaluation.judges.offline import RewardJudge, RuleJudge, battles
@@ -41,7 +52,8 @@ from rlhf_core.system.files import digest, write_text
 if TYPE_CHECKING:
     from rlhf_core.rollout.engine import Sampler
 
-REPORT, REMOTE = "report", "remote_answers"
+REPORT = "report"
+REMOTE = "remote_answers"
 
 
 def run(request: StageRequest, run: RunDir) -> Outcome:
@@ -52,7 +64,14 @@ def run(request: StageRequest, run: RunDir) -> Outcome:
     config = request.config
     assert isinstance(config, configs.Evaluation), f"evaluation got the config of a {config.stage} stage"
     questions = load_questions(config.questions, config.max_questions, request.seed)
-    rule = next((RuleJudge("rule", judge.answer_key) for judge in config.judges if isinstance(judge, configs.RuleJudge)), None)
+    rule = next(
+        (
+            RuleJudge("rule", judge.answer_key)
+            for judge in config.judges
+            if isinstance(judge, configs.RuleJudge)
+        ),
+        None,
+    )
     if rule is not None:
         for question in questions:
             rule.known(question)  # raises before any model answers
@@ -66,8 +85,11 @@ def run(request: StageRequest, run: RunDir) -> Outcome:
         with ExitStack() as stack:
             judge = make_judge(name, judge_config, request, config, run, stack)
             if isinstance(judge_config, configs.ChatJudge) and judge_config.interval_width is not None:
-                width, step = judge_config.interval_width, judge_config.sequential_questions
-                judgments[name] = battles_in_turns(judge, questions, texts, sides(config), width, step, request.seed)
+                width = judge_config.interval_width
+                step = judge_config.sequential_questions
+                judgments[name] = battles_in_turns(
+                    judge, questions, texts, sides(config), width, step, request.seed
+                )
             else:
                 judgments[name] = battles(judge, questions, texts, sides(config))
         path = run / REPORT / "judgments" / f"{file_name(name)}.jsonl"
@@ -76,29 +98,45 @@ def run(request: StageRequest, run: RunDir) -> Outcome:
         use[name] = judging(judgments[name], judge, judge_config)
         del judge  # frees a reward model's memory before the next judge is loaded
 
-    styles = {(model, answer.uid): style_of(answer.metadata) for model, given in answers.items() for answer in given}
+    styles = {
+        (model, answer.uid): style_of(answer.metadata) for model, given in answers.items() for answer in given
+    }
     about = {
-        "right": {model: fmean(map(rule.right, questions, given)) for model, given in texts.items()} if rule else {},
+        "right": (
+            {model: fmean(map(rule.right, questions, given)) for model, given in texts.items()}
+            if rule
+            else {}
+        ),
         "mean_tokens": {model: fmean(answer.tokens for answer in given) for model, given in answers.items()},
-        "truncated": {model: fmean(answer.answer_truncated for answer in given) for model, given in answers.items()},
+        "truncated": {
+            model: fmean(answer.answer_truncated for answer in given) for model, given in answers.items()
+        },
     }
     made = make_reports(judgments, config.baseline, styles, about, use, config.bootstrap_rounds, request.seed)
     reports = [report.model_copy(update={"answering": answering}) for report in made]
     if config.proxy:
-        found = over_optimisation_of(request, config, questions, texts, judgments[reports[0].judge], reports[0])
+        found = over_optimisation_of(
+            request, config, questions, texts, judgments[reports[0].judge], reports[0]
+        )
         write_text(run / REPORT / over_optimisation.FILE, found.model_dump_json(indent=2))
         metrics |= over_optimisation.metrics(found)
     if config.reward_evaluation:
         reward_models = evaluate_reward_models(request, config, config.reward_evaluation)
         write_text(run / REPORT / reward_accuracy.REWARD_MODELS, reward_models.model_dump_json(indent=2))
         metrics |= reward_accuracy.metrics(reward_models)
-    write_text(run / REPORT / "second_opinions.json", json.dumps([r.model_dump(mode="json") for r in reports[1:]], indent=2))
+    write_text(
+        run / REPORT / "second_opinions.json",
+        json.dumps([r.model_dump(mode="json") for r in reports[1:]], indent=2),
+    )
     write_text(run / REPORT / "eval.json", reports[0].model_dump_json(indent=2))
     metrics |= report_metrics(reports[0])
     for report in reports:
         metrics |= judging_metrics(report)
     metrics |= answering_metrics(answering)
-    metrics |= {f"prompt_truncated/{model}": fmean(a.prompt_truncated for a in given) for model, given in answers.items()}
+    metrics |= {
+        f"prompt_truncated/{model}": fmean(a.prompt_truncated for a in given)
+        for model, given in answers.items()
+    }
     tracker = Tracker(run, total_steps=1)
     tracker.log(1, metrics)
     tracker.close()
@@ -109,29 +147,45 @@ def run(request: StageRequest, run: RunDir) -> Outcome:
 
 
 def sides(config: configs.Evaluation) -> list[tuple[str, str]]:
-    """Returns the (model, opponent) pairs: every model against the baseline, then against its parent if that is not the baseline."""
-    parents = {model: parent for model, parent in (config.parents or {}).items() if parent not in (config.baseline, model)}
+    """Returns the (model, opponent) pairs: every model against the baseline, then against its parent if that
+    is not the baseline."""
+    parents = {
+        model: parent
+        for model, parent in (config.parents or {}).items()
+        if parent not in (config.baseline, model)
+    }
     models = [model for model in dict.fromkeys(config.models) if model != config.baseline]
-    return [(model, config.baseline) for model in models] + [(model, parents[model]) for model in models if model in parents]
+    return [(model, config.baseline) for model in models] + [
+        (model, parents[model]) for model in models if model in parents
+    ]
 
 
 def answer_all(
     request: StageRequest, config: configs.Evaluation, run: RunDir, questions: Sequence[Question]
 ) -> tuple[dict[str, list[ModelAnswer]], dict[str, Answering]]:
-    """Returns the answers of the baseline and each model, by name, and the requests and costs of the remote ones.
+    """Returns the answers of the baseline and each model, by name, and the requests and costs of the remote
+    ones.
 
-    Reads complete files of an earlier attempt. A remote model's settings are part of the run directory's digest, so its file is valid
-    too.
+    Reads complete files of an earlier attempt. A remote model's settings are part of the run directory's
+    digest, so its file is valid too.
     """
     max_len = config.prompt_max_len + config.generate_max_len
     trust = request.trust_remote_code
 
     def open_sampler(path: str) -> Sampler:
         print(f"starting vLLM with {path}", flush=True)
-        from rlhf_core.rollout.engine import Sampler  # imports vLLM, which takes seconds, so only when there is something to generate
+        # imports vLLM, which takes seconds, so only when there is something to generate
+        from rlhf_core.rollout.engine import Sampler
 
         dtype = stored_dtype(model_config(path, max_len, trust)) if config.dtype == "auto" else config.dtype
-        return Sampler(path, seed=request.seed, max_model_len=max_len, dtype=dtype, vllm=config.vllm, trust_remote_code=trust)
+        return Sampler(
+            path,
+            seed=request.seed,
+            max_model_len=max_len,
+            dtype=dtype,
+            vllm=config.vllm,
+            trust_remote_code=trust,
+        )
 
     count = token_counter(config.style_tokenizer) if config.style_tokenizer else None
     engine = Engine(open_sampler)
@@ -148,7 +202,8 @@ def answer_all(
                 continue
             found = read_answers(file, questions)
             if found is None:
-                path, start = request.inputs[model], time.monotonic()
+                path = request.inputs[model]
+                start = time.monotonic()
                 renderer = Renderer(load_tokenizer(path, trust), config.template, stored_suffix(path))
                 sampler = engine.with_model(path, model_kind(model_config(path, max_len, trust), renderer))
                 found = generate(sampler, renderer, questions, config, request.seed)
@@ -171,23 +226,39 @@ def over_optimisation_of(
     judged: Sequence[Judgment],
     report: EvalReport,
 ) -> over_optimisation.OverOptimisation:
-    """Returns the proxy's scores and the KL of every judged model's answers, with the first judge's win rates."""
-    from evaluation.answers.kl import log_ratios  # imports torch's model code, so only when there is something to measure
+    """Returns the proxy's scores and the KL of every judged model's answers, with the first judge's win
+    rates."""
+    # imports torch's model code, so only when there is something to measure
+    from evaluation.answers.kl import log_ratios
 
     assert config.proxy is not None
     models = [config.baseline, *(model for model in config.models if model != config.baseline)]
-    ratios = log_ratios(questions, {model: texts[model] for model in models}, request.inputs, config, request.trust_remote_code)
+    ratios = log_ratios(
+        questions,
+        {model: texts[model] for model in models},
+        request.inputs,
+        config,
+        request.trust_remote_code,
+    )
     scorer, renderer = load_reward_model(config.proxy, request, config, config.template)
     judge = RewardJudge("proxy", scorer.score, renderer, 0.0, config.prompt_max_len, config.generate_max_len)
     uids = [question.uid for question in questions]
     measured = {}
     for model in models:
-        scores = np.array(scorer.score([judge.document(*pair) for pair in zip(questions, texts[model], strict=True)]))
+        scores = np.array(
+            scorer.score([judge.document(*pair) for pair in zip(questions, texts[model], strict=True)])
+        )
         half = np.full(len(questions), 0.5)
-        battles = half if model == config.baseline else over_optimisation.battle_scores(judged, model, config.baseline, uids)
+        battles = (
+            half
+            if model == config.baseline
+            else over_optimisation.battle_scores(judged, model, config.baseline, uids)
+        )
         measured[model] = over_optimisation.Measured(ratios[model], scores, battles)
     rates = {rate.model: rate for rate in report.win_rates}
-    return over_optimisation.curve(config.proxy, config.baseline, measured, rates, config.bootstrap_rounds, request.seed)
+    return over_optimisation.curve(
+        config.proxy, config.baseline, measured, rates, config.bootstrap_rounds, request.seed
+    )
 
 
 def evaluate_reward_models(
@@ -198,18 +269,27 @@ def evaluate_reward_models(
     Raises ValueError when no pair has two different answers.
     """
     rows = load_rows(wanted.data, request.seed, "preference")
-    found = [(row, preference_of(Located(f"reward_evaluation.data, row {number}", row))) for number, row in enumerate(rows, 1)]
+    found = [
+        (row, preference_of(Located(f"reward_evaluation.data, row {number}", row)))
+        for number, row in enumerate(rows, 1)
+    ]
     found = [(row, pair) for row, pair in found if pair.chosen != pair.rejected]
     if not found:
-        raise ValueError("reward_evaluation.data: chosen and rejected are the same in every row: give pairs that differ")
-    differences, pairs = {}, None
+        raise ValueError(
+            "reward_evaluation.data: chosen and rejected are the same in every row: give pairs that differ"
+        )
+    differences = {}
+    pairs = None
     for name in dict.fromkeys(wanted.models):
         scorer, renderer = load_reward_model(name, request, config, wanted.data.template)
         documents: list[Document] = []
         for row, pair in found:
             tools = tools_of(Located("reward_evaluation.data", row))
             prompt, _ = renderer.prompt_within(pair.prompt, config.prompt_max_len, tools)
-            whole = [answered(prompt, renderer.response_tokens(pair.prompt, text, tools)) for text in (pair.chosen, pair.rejected)]
+            whole = [
+                answered(prompt, renderer.response_tokens(pair.prompt, text, tools))
+                for text in (pair.chosen, pair.rejected)
+            ]
             documents += [document.cut(len(prompt) + config.generate_max_len) for document in whole]
         scores = np.array(scorer.score(documents)).reshape(-1, 2)
         differences[name] = scores[:, 0] - scores[:, 1]

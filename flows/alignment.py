@@ -1,7 +1,9 @@
-"""Defines the flows `alignment` (a whole recipe) and `stage` (one of its stages). Read this first; then loops.py and parts.py.
+"""Defines the flows `alignment` (a whole recipe) and `stage` (one of its stages). Read this first; then
+loops.py and parts.py.
 
-Each stage runs in its own process, in a directory named by the digest of its configuration and inputs. A finished stage is skipped.
-Stages that do not need each other run side by side where the machine allows it: schedule.py says which, running.py runs them.
+Each stage runs in its own process, in a directory named by the digest of its configuration and inputs. A
+finished stage is skipped. Stages that do not need each other run side by side where the machine allows it:
+schedule.py says which, running.py runs them.
 """
 
 from __future__ import annotations
@@ -50,7 +52,8 @@ checked_plan: ContextVar[Plan | None] = ContextVar("checked_plan", default=None)
 
 
 def run_name() -> str:
-    """Returns the name of a flow run: the one asked for, else that of its recipe (or of the recipe's file) and two random words."""
+    """Returns the name of a flow run: the one asked for, else that of its recipe (or of the recipe's file)
+    and two random words."""
     given = asked.get()
     if given is not None and given.name:
         return given.name
@@ -67,16 +70,22 @@ def _recipe_name() -> str:
     return recipe.name if isinstance(recipe, Recipe) else Path(str(recipe)).stem
 
 
-# Makes a flow. The hooks send a run's states to the recipe's webhook, and record a run that fails before it has stages; `recipe_of_run`
-# checks parameters, with shorter messages.
-HOOKS: dict[str, Any] = {hook: [notify_state] for hook in ("on_running", "on_completion", "on_failure", "on_crashed", "on_cancellation")}
+# Makes a flow. The hooks send a run's states to the recipe's webhook, and record a run that fails before it
+# has stages; `recipe_of_run` checks parameters, with shorter messages.
+HOOKS: dict[str, Any] = {
+    hook: [notify_state]
+    for hook in ("on_running", "on_completion", "on_failure", "on_crashed", "on_cancellation")
+}
 HOOKS["on_failure"] = [notify_state, record_failure]
-flow: Any = partial(OwnServerFlow, flow_run_name=run_name, persist_result=False, validate_parameters=False, **HOOKS)
+flow: Any = partial(
+    OwnServerFlow, flow_run_name=run_name, persist_result=False, validate_parameters=False, **HOOKS
+)
 
 
 @flow
 def alignment(recipe: Recipe | str, overrides: tuple[str, ...] = (), latest: bool = False) -> None:
-    """Runs all stages of a recipe (a path, URI, or Recipe), parents first, and writes its report. `latest`: see `refresh_hub_revisions`."""
+    """Runs all stages of a recipe (a path, URI, or Recipe), parents first, and writes its report. `latest`:
+    see `refresh_hub_revisions`."""
     loaded = recipe_of_run(recipe, overrides, runtime.flow_run.id, runtime.deployment.id)
     require_type("latest", latest, bool)
     if latest:
@@ -113,22 +122,26 @@ def require_type(name: str, value: object, *kinds: type | None) -> None:
 
 
 def refresh_hub_revisions(recipe: Recipe) -> None:
-    """Removes the saved commits of the recipe's Hub branches and tags, unless its last run is unfinished: that one resumes with them."""
+    """Removes the saved commits of the recipe's Hub branches and tags, unless its last run is unfinished:
+    that one resumes with them."""
     folder = Path(recipe.artifacts).absolute() / recipe.name
     if all(status in ("done", "skipped") for status in statuses_of(folder).values()):
         forget(folder)
 
 
 def run_all(planned: Plan, nodes: tuple[Node, ...]) -> None:
-    """Runs stages, each when its parents are done and their gates passed; `flows/schedule.py` says which run side by side.
+    """Runs stages, each when its parents are done and their gates passed; `flows/schedule.py` says which run
+    side by side.
 
-    Raises ValueError or MachineLacks before any work, StageFailed when a stage fails, GateFailed when a failed gate stopped other stages,
-    SeveralFailed for more than one of these. After a failure nothing is started; stages that run beside the failed one finish first.
-    Raises ApprovalAwaited, or suspends the run, when all that is left waits for a person (tasks/decisions/approval.py).
+    Raises ValueError or MachineLacks before any work, StageFailed when a stage fails, GateFailed when a
+    failed gate stopped other stages, SeveralFailed for more than one of these. After a failure nothing is
+    started; stages that run beside the failed one finish first. Raises ApprovalAwaited, or suspends the run,
+    when all that is left waits for a person (tasks/decisions/approval.py).
     """
     if planned is not checked_plan.get():
         require_here(planned, nodes)
-    if "PREFECT__FLOW_RUN_ID" in os.environ:  # a worker started this process: a run of its own does not outlive it
+    # a worker started this process: a run of its own does not outlive it
+    if "PREFECT__FLOW_RUN_ID" in os.environ:
         orphan_watcher.end_with_parent(signal.SIGTERM)
     while waiting := _run_open(planned, nodes):
         await_approvals(planned, waiting)
@@ -175,7 +188,11 @@ def _run_open(planned: Plan, nodes: tuple[Node, ...]) -> list[Verdict]:
         for ancestor in planned.ancestors(nodes):  # finished in an earlier run; their gates also apply now
             if goes_on():
                 pass_gates(ancestor)
-        stages = Threads(partial(work, run_stage.submit)) if schedule.peak > 1 else OneByOne(partial(work, run_stage))
+        stages = (
+            Threads(partial(work, run_stage.submit))
+            if schedule.peak > 1
+            else OneByOne(partial(work, run_stage))
+        )
         try:
             with stages:
                 while True:
@@ -200,7 +217,11 @@ def _run_open(planned: Plan, nodes: tuple[Node, ...]) -> list[Verdict]:
         roll_back(planned, failed_gates)
         if waiting and not failures and goes_on():
             ask_about(planned, waiting)  # also where a failed branch ends the run
-        failures += [GateFailed(sorted(failed_gates, key=lambda verdict: order.index(verdict.stage)))] if failed_gates else []
+        failures += (
+            [GateFailed(sorted(failed_gates, key=lambda verdict: order.index(verdict.stage)))]
+            if failed_gates
+            else []
+        )
         if failures:
             raise failures[0] if len(failures) == 1 else SeveralFailed(failures)
     return waiting
@@ -213,23 +234,31 @@ def interrupted(node: Node) -> Status:
 
 
 def request_of(planned: Plan, node: Node) -> StageRequest:
-    """Returns the request for a stage's process; a publication's also has the verdicts of the gates behind it, for the model card."""
+    """Returns the request for a stage's process; a publication's also has the verdicts of the gates behind
+    it, for the model card."""
     request = planned.request(node)
-    return request.model_copy(update={"gates": gates_behind(planned, node)}) if isinstance(node.config, Publication) else request
+    return (
+        request.model_copy(update={"gates": gates_behind(planned, node)})
+        if isinstance(node.config, Publication)
+        else request
+    )
 
 
 def require_parents(planned: Plan, nodes: tuple[Node, ...]) -> None:
-    """Raises ValueError when a parent of the stages is neither done nor among them, or the gates behind a publication cannot be checked."""
+    """Raises ValueError when a parent of the stages is neither done nor among them, or the gates behind a
+    publication cannot be checked."""
     here = {node.name for node in nodes}
     parents = dict.fromkeys(parent for node in nodes for parent in node.parents if parent not in here)
     missing = [name for name in parents if not planned[name].done]
     if missing:
         raise ValueError(
-            f"stage {nodes[0].name} needs {', '.join(missing)}, which {'is' if len(missing) == 1 else 'are'} not done: "
-            f"run `alignflow stage {missing[0]} RECIPE` first, or `alignflow run RECIPE` for all"
+            f"stage {nodes[0].name} needs {', '.join(missing)}, which {'is' if len(missing) == 1 else 'are'}"
+            f" not done: run `alignflow stage {missing[0]} RECIPE` first, or `alignflow run RECIPE` for all"
         )
-    if gone := uncheckable(planned, nodes):
+    gone = uncheckable(planned, nodes)
+    if gone:
         raise ValueError(
-            f"stage {nodes[-1].name} depends on {gone[0].name}, whose gates cannot be checked because its result is gone: "
-            f"run `alignflow stage {gone[0].name} RECIPE` again, or take its gates out of the recipe"
+            f"stage {nodes[-1].name} depends on {gone[0].name}, whose gates cannot be checked because its"
+            f" result is gone: run `alignflow stage {gone[0].name} RECIPE` again, or take its gates out of"
+            " the recipe"
         )

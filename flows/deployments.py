@@ -1,6 +1,8 @@
-"""Creates what `alignflow serve` needs on a Prefect server: pool, queues, slot, automation for silent runs, and deployments.
+"""Creates what `alignflow serve` needs on a Prefect server: pool, queues, slot, automation for silent runs,
+and deployments.
 
-Manual runs have a queue of higher priority than scheduled runs, and start before them, also when many of those are late.
+Manual runs have a queue of higher priority than scheduled runs, and start before them, also when many of
+those are late.
 """
 
 from __future__ import annotations
@@ -40,14 +42,16 @@ from rlhf_core.recipe.load import load_recipe
 from rlhf_core.recipe.loop_record import check_judged, loop_of
 from rlhf_core.recipe.plan import plan
 
-ASKED, SCHEDULED = "asked", "scheduled"  # queues
+ASKED = "asked"
+SCHEDULED = "scheduled"  # queues
 LONGEST = 366 * 86400.0  # seconds between two runs of a schedule
 SILENT_SECONDS = 540  # three heartbeats at Prefect's default of 180 s
 UNFINISHED = [StateType.RUNNING, StateType.PENDING, StateType.CANCELLING]
 
 
 class Served(NamedTuple):
-    """A recipe with deployments: the path or URI that each run reads, the overrides of its deployments, and the recipe as read."""
+    """A recipe with deployments: the path or URI that each run reads, the overrides of its deployments, and
+    the recipe as read."""
 
     path: str
     overrides: tuple[str, ...]
@@ -59,10 +63,13 @@ class Served(NamedTuple):
         return {"recipe": self.path, "overrides": list(self.overrides)}
 
 
-def served(paths: Sequence[str], overrides: Sequence[str], ends: Mapping[str, float] = MappingProxyType({})) -> list[Served]:
+def served(
+    paths: Sequence[str], overrides: Sequence[str], ends: Mapping[str, float] = MappingProxyType({})
+) -> list[Served]:
     """Reads and plans the recipes. `ends`: `max_rounds` and `min_gain` of their loops.
 
-    Raises ValueError for mistakes, for two recipes of the same name, and for `ends` of a recipe without a loop.
+    Raises ValueError for mistakes, for two recipes of the same name, and for `ends` of a recipe without a
+    loop.
     """
     found = [Served(path, tuple(overrides), load_recipe(path, overrides)) for path in paths]
     if ends.get("max_rounds", 1) < 1:
@@ -74,7 +81,8 @@ def served(paths: Sequence[str], overrides: Sequence[str], ends: Mapping[str, fl
             if "min_gain" in ends:
                 check_judged(one.recipe, name)
     names = [one.recipe.name for one in found]
-    if twice := [name for name in names if names.count(name) > 1]:
+    twice = [name for name in names if names.count(name) > 1]
+    if twice:
         raise ValueError(f"two recipes are called {twice[0]}: give one of them another name")
     return found
 
@@ -90,25 +98,31 @@ def schedule_of(every: float | None, cron: str, timezone: str) -> Schedule:
     try:
         schedule = Schedule(cron=cron, timezone=timezone)
     except ValueError:
-        raise ValueError(f"cron {cron!r} is no schedule: give minute, hour, day, month and weekday, such as '0 2 * * *'") from None
+        raise ValueError(
+            f"cron {cron!r} is no schedule: give minute, hour, day, month and weekday, such as '0 2 * * *'"
+        ) from None
     try:
         croniter(cron, datetime.now(UTC)).get_next()
     except CroniterBadDateError:
         day, month = cron.split()[2:4]
-        raise ValueError(f"cron {cron!r} never fires: month {month} has no day {day}; correct the day or the month") from None
+        raise ValueError(
+            f"cron {cron!r} never fires: month {month} has no day {day}; correct the day or the month"
+        ) from None
     return schedule
 
 
 def prepare(client: SyncPrefectClient) -> None:
-    """Creates or updates pool, queues, slot and automation; ends unfinished runs of an earlier `serve` and frees their slots."""
+    """Creates or updates pool, queues, slot and automation; ends unfinished runs of an earlier `serve` and
+    frees their slots."""
     command = shlex.join([sys.executable, *SAFELY, "prefect.engine"])
     template = job_template(command=command, working_dir=str(Path.cwd()))  # of `artifacts` and overrides
     try:
         client.create_work_pool(WorkPoolCreate(name=POOL, type="process", base_job_template=template))
     except ObjectAlreadyExists:
         client.update_work_pool(POOL, WorkPoolUpdate(base_job_template=template))
-    # Scheduled runs have their own queue, which starts one at a time. A concurrency limit of their deployment would cancel many late runs
-    # at once: the server's SQLite refuses most of so many writes, and clients wait up to a minute before they retry.
+    # Scheduled runs have their own queue, which starts one at a time. A concurrency limit of their deployment
+    # would cancel many late runs at once: the server's SQLite refuses most of so many writes, and clients
+    # wait up to a minute before they retry.
     for priority, (name, limit) in enumerate(((ASKED, None), (SCHEDULED, 1)), start=1):
         try:
             queue = client.read_work_queue_by_name(name, work_pool_name=POOL)
@@ -123,9 +137,11 @@ def prepare(client: SyncPrefectClient) -> None:
 
 
 def job_template(**fixed: str) -> dict[str, Any]:
-    """Returns the base job template of a process pool. `fixed`: fields that runs and deployments cannot change, as it has no variables.
+    """Returns the base job template of a process pool. `fixed`: fields that runs and deployments cannot
+    change, as it has no variables.
 
-    Runs start with the worker's environment. There is no `env` here because Prefect would merge that of runs into it, often unchecked.
+    Runs start with the worker's environment. There is no `env` here because Prefect would merge that of runs
+    into it, often unchecked.
     """
     variables = {"type": "object", "properties": {}, "additionalProperties": False}
     return {"variables": variables, "job_configuration": {"stream_output": True, **fixed}}
@@ -133,35 +149,45 @@ def job_template(**fixed: str) -> dict[str, Any]:
 
 def watch_silent_runs(client: SyncPrefectClient) -> None:
     """Creates the automation for silent runs, or updates that of an earlier version."""
-    if there := client.read_automations_by_name(SILENT.name):
+    there = client.read_automations_by_name(SILENT.name)
+    if there:
         client.update_automation(there[0].id, SILENT)
     else:
         client.create_automation(SILENT)
 
 
 def sweep(client: SyncPrefectClient, at_start: bool = False) -> int:
-    """Marks runs of deployments whose process on this machine is gone as crashed, or as cancelled when they were being cancelled.
+    """Marks runs of deployments whose process on this machine is gone as crashed, or as cancelled when they
+    were being cancelled.
 
     `at_start`: also runs that never had a process. Returns how many.
     """
-    found = client.read_flow_runs(flow_run_filter=FlowRunFilter.model_validate({"state": {"type": {"any_": UNFINISHED}}}), limit=200)
+    found = client.read_flow_runs(
+        flow_run_filter=FlowRunFilter.model_validate({"state": {"type": {"any_": UNFINISHED}}}), limit=200
+    )
     ours = [run for run in found if run.deployment_id and (run.infrastructure_pid or at_start)]
     gone = [run for run in ours if not (run.infrastructure_pid and _is_alive(run))]
     gone = [client.read_flow_run(run.id) for run in gone]  # again: it may have ended after the list was read
     gone = [run for run in gone if run.state_type in UNFINISHED]
     for run in gone:
         ended = Cancelled if run.state_type == StateType.CANCELLING else Crashed
-        client.set_flow_run_state(run.id, ended(message="its process is gone; run it again to go on"), force=True)
+        client.set_flow_run_state(
+            run.id, ended(message="its process is gone; run it again to go on"), force=True
+        )
     return len(gone)
 
 
 def deploy(
-    api: str, one: Served, schedule: Schedule | None, ends: Mapping[str, float] = MappingProxyType({}), feedback: bool = False
+    api: str,
+    one: Served,
+    schedule: Schedule | None,
+    ends: Mapping[str, float] = MappingProxyType({}),
+    feedback: bool = False,
 ) -> dict[str, UUID]:
     """Creates a recipe's deployments and returns their ids by name.
 
-    `schedule`: of its loop, or of the whole recipe when it has no single loop. `ends`: more parameters of its loop. `feedback`: its loop
-    has a deployment for runs that new feedback starts.
+    `schedule`: of its loop, or of the whole recipe when it has no single loop. `ends`: more parameters of its
+    loop. `feedback`: its loop has a deployment for runs that new feedback starts.
     """
     made = {KINDS[config.stage].makes for config in one.recipe.stages.values()}
     loops = [config for config in one.recipe.stages.values() if isinstance(config, Loop)]
@@ -169,16 +195,22 @@ def deploy(
     flows += [(loop, "flows.loops.loop")] if len(loops) == 1 else []
     flows += [(evaluate, "flows.parts.evaluate")] if "report" in made else []
     flows += [(publish, "flows.parts.publish")] if "published" in made else []
-    name, scheduled = one.recipe.name, flows[1 if len(loops) == 1 else 0]
-    wanted: list[tuple[Flow[..., Any], str, str, str, Schedule | None]] = [(*flow, name, ASKED, None) for flow in flows]
+    name = one.recipe.name
+    scheduled = flows[1 if len(loops) == 1 else 0]
+    wanted: list[tuple[Flow[..., Any], str, str, str, Schedule | None]] = [
+        (*flow, name, ASKED, None) for flow in flows
+    ]
     wanted += [(*scheduled, f"{name}-scheduled", SCHEDULED, schedule)] if schedule else []
     wanted += [(loop, "flows.loops.loop", feedback_name(name), SCHEDULED, None)] if feedback else []
     deployed = {}
     with temporary_settings({PREFECT_API_URL: api}):
         for flow, entrypoint, name, queue, when in wanted:
             parameters = {**one.parameters, **(ends if flow is loop else {})}
-            deployment = flow.to_deployment(name, schedule=when, parameters=parameters, work_pool_name=POOL, work_queue_name=queue)
-            assert isinstance(deployment, RunnerDeployment)  # not a coroutine, because no event loop runs here
+            deployment = flow.to_deployment(
+                name, schedule=when, parameters=parameters, work_pool_name=POOL, work_queue_name=queue
+            )
+            # not a coroutine, because no event loop runs here
+            assert isinstance(deployment, RunnerDeployment)
             deployment.entrypoint = entrypoint
             identity = deployment.apply()
             assert isinstance(identity, UUID)
@@ -192,7 +224,8 @@ def feedback_name(recipe: str) -> str:
 
 
 def _is_alive(run: FlowRun) -> bool:
-    """Returns whether a run's process (Prefect: HOST:PID or PID) is alive; True for a process on another machine.
+    """Returns whether a run's process (Prefect: HOST:PID or PID) is alive; True for a process on another
+    machine.
 
     The environment is compared because a zombie has none, and the PID can belong to a later process.
     """
@@ -213,12 +246,19 @@ SILENT = AutomationCore(
     description=f"A flow run without a heartbeat for {SILENT_SECONDS} s is marked as crashed.",
     trigger=EventTrigger(
         after={"prefect.flow-run.heartbeat"},
-        expect={f"prefect.flow-run.{event}" for event in ("heartbeat", "Completed", "Failed", "Cancelled", "Crashed")},
+        expect={
+            f"prefect.flow-run.{event}"
+            for event in ("heartbeat", "Completed", "Failed", "Cancelled", "Crashed")
+        },
         match={"prefect.resource.id": "prefect.flow-run.*"},
         for_each={"prefect.resource.id"},
         posture=Posture.Proactive,
         threshold=1,
         within=timedelta(seconds=SILENT_SECONDS),
     ),
-    actions=[ChangeFlowRunState(state=StateType.CRASHED, message="no heartbeat: its process is gone; run it again to go on")],
+    actions=[
+        ChangeFlowRunState(
+            state=StateType.CRASHED, message="no heartbeat: its process is gone; run it again to go on"
+        )
+    ],
 )

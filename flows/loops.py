@@ -1,6 +1,7 @@
 """Defines the flow `loop`: it trains the next round of a loop and ends, for a schedule.
 
-The loop's record on disk (rlhf_core/recipe/loop_record.py) has the finished rounds and the next one, also of other and of killed runs.
+The loop's record on disk (rlhf_core/recipe/loop_record.py) has the finished rounds and the next one, also of
+other and of killed runs.
 """
 
 from __future__ import annotations
@@ -15,7 +16,18 @@ from prefect.states import Completed
 from flows.alignment import flow, require_type, run_all
 from rlhf_core.config import Recipe
 from rlhf_core.recipe.gates import ApprovalAwaited, GateFailed
-from rlhf_core.recipe.loop_record import LoopState, begin, check_judged, finish, folder_of, follow, loop_lock, loop_of, loop_state, refuse
+from rlhf_core.recipe.loop_record import (
+    LoopState,
+    begin,
+    check_judged,
+    finish,
+    folder_of,
+    follow,
+    loop_lock,
+    loop_of,
+    loop_state,
+    refuse,
+)
 from rlhf_core.runs.remote_files import StoreFault
 from rlhf_core.runs.store import store_of
 from rlhf_core.stages.publication.champion import champions_of, complete
@@ -32,34 +44,45 @@ def loop(
     max_rounds: int | None = None,
     min_gain: float | None = None,
 ) -> Any:
-    """Trains, evaluates and publishes the next round of a recipe's loop. A run without work to do completes with the reason as its message.
+    """Trains, evaluates and publishes the next round of a recipe's loop. A run without work to do completes
+    with the reason as its message.
 
-    Fetches rounds that only the recipe's store has first. `stage`: which loop, when a recipe has several. The loop ends after `max_rounds`
-    rounds, or when the win rate of its last round is not more than `min_gain` above the round before it (needs an evaluation of the loop).
+    Fetches rounds that only the recipe's store has first. `stage`: which loop, when a recipe has several. The
+    loop ends after `max_rounds` rounds, or when the win rate of its last round is not more than `min_gain`
+    above the round before it (needs an evaluation of the loop).
     """
     loaded = recipe_of_run(recipe, overrides, runtime.flow_run.id, runtime.deployment.id)
     require_type("stage", stage, str, None)
     require_type("max_rounds", max_rounds, int, None)
     require_type("min_gain", min_gain, float, int, None)
-    name, due = loop_of(loaded, stage), datetime.fromisoformat(str(runtime.flow_run.scheduled_start_time or datetime.now(UTC)))
+    name = loop_of(loaded, stage)
+    due = datetime.fromisoformat(str(runtime.flow_run.scheduled_start_time or datetime.now(UTC)))
     with provided(variables(loaded)), loop_lock(folder_of(loaded)) as mine:
         if not mine:
             return _completed(f"another run is training {name} of {loaded.name}: this one leaves it to that")
         if min_gain is not None:
             check_judged(loaded, name)
-        fetched, store = False, store_of(loaded)
+        fetched = False
+        store = store_of(loaded)
         while True:
             found = _from_champion(loaded, loop_state(loaded, name))
             asked = any(asked_by_this_run(found.plan[verdict.stage].run_dir) for verdict in found.held)
             if (found.renewed or found.turned_down) and not asked:
                 gate = found.held[0]
-                get_run_logger().warning("%s: round %d is refused, and left out: %s", name, found.number, gate.summary)
+                get_run_logger().warning(
+                    "%s: round %d is refused, and left out: %s", name, found.number, gate.summary
+                )
                 found = refuse(loaded, found, gate.summary)
-            if why := found.why_not(max_rounds, min_gain, None if fetched else due):
+            why = found.why_not(max_rounds, min_gain, None if fetched else due)
+            if why:
                 return _completed(f"{name} of {loaded.name}: {why}")
             missing = [node for node in found.plan.stages_of(f"{name}.round{found.number}") if not node.done]
-            fetched = store is not None and bool(missing) and all(store.has(node.run_dir.name) for node in missing)
-            get_run_logger().info("%s: round %d %s", name, found.number, "is in the store" if fetched else "begins")
+            fetched = (
+                store is not None and bool(missing) and all(store.has(node.run_dir.name) for node in missing)
+            )
+            get_run_logger().info(
+                "%s: round %d %s", name, found.number, "is in the store" if fetched else "begins"
+            )
             found = begin(loaded, found)
             try:
                 run_all(found.plan, found.plan.nodes)
@@ -80,8 +103,8 @@ def loop(
 
 
 def _from_champion(recipe: Recipe, found: LoopState) -> LoopState:
-    """Returns the state of a loop that goes on from the recipe's champion, also where a person has rolled back or promoted one. Completes a
-    move of the champion that was cut off."""
+    """Returns the state of a loop that goes on from the recipe's champion, also where a person has rolled
+    back or promoted one. Completes a move of the champion that was cut off."""
     folder = found.plan.folder
     try:
         with suppress(ValueError):  # a move that the Hub refused for good: the next one takes its place
@@ -91,7 +114,12 @@ def _from_champion(recipe: Recipe, found: LoopState) -> LoopState:
     *earlier, now = champions_of(folder).reigns or (None,)
     if now is None:
         return found
-    followed = follow(recipe, found, now.model, {reign.model: reign.ended for reign in earlier if reign and reign.model != now.model})
+    followed = follow(
+        recipe,
+        found,
+        now.model,
+        {reign.model: reign.ended for reign in earlier if reign and reign.model != now.model},
+    )
     if followed is not found:
         get_run_logger().warning("%s goes on from %s, the champion", found.record.loop, now.model)
     return followed

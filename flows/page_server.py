@@ -1,4 +1,5 @@
-"""What the commands that serve pages have in common: names of the machine, the token in their output, and limits of the server."""
+"""What the commands that serve pages have in common: names of the machine, the token in their output, and
+limits of the server."""
 
 from __future__ import annotations
 
@@ -14,27 +15,36 @@ from rich.console import Console
 if TYPE_CHECKING:
     import uvicorn
 
-MOST_CONNECTIONS, HEADER_SECONDS = 200, 10.0
+MOST_CONNECTIONS = 200
+HEADER_SECONDS = 10.0
 
 
 def host_names(host: str, allow_host: str) -> list[str]:
-    """Returns the names of this machine that requests may have. `allow_host`: more names, with commas. Raises ValueError for other text."""
+    """Returns the names of this machine that requests may have. `allow_host`: more names, with commas. Raises
+    ValueError for other text."""
     if not re.fullmatch(r"[A-Za-z0-9.,_-]*", allow_host):
-        raise ValueError(f"--allow-host {allow_host}: give names or addresses of hosts, without ports, separated by commas")
+        raise ValueError(
+            f"--allow-host {allow_host}: give names or addresses of hosts, without ports, separated by commas"
+        )
     from flows.serve import EVERYWHERE
 
-    return [host, *([socket.gethostname()] if host == EVERYWHERE else []), *(name for name in allow_host.split(",") if name)]
+    return [
+        host,
+        *([socket.gethostname()] if host == EVERYWHERE else []),
+        *(name for name in allow_host.split(",") if name),
+    ]
 
 
 def token_shown(console: Console, token: str, file: Path) -> str:
-    """Returns the token for a terminal, and elsewhere, where a service manager keeps a log, only the file that holds it."""
+    """Returns the token for a terminal, and elsewhere, where a service manager keeps a log, only the file
+    that holds it."""
     return token if console.is_terminal else f"... (the token: what is in {file})"
 
 
 def server_config(app: Callable[..., Any], **options: Any) -> uvicorn.Config:
-    """Returns uvicorn's configuration. h11 reads at most 64 KiB of headers; uvicorn's other parser keeps all of them in memory. A
-    connection that does not send the headers of a request within HEADER_SECONDS is closed: beside MOST_CONNECTIONS of them nobody could
-    connect."""
+    """Returns uvicorn's configuration. h11 reads at most 64 KiB of headers; uvicorn's other parser keeps all
+    of them in memory. A connection that does not send the headers of a request within HEADER_SECONDS is
+    closed: beside MOST_CONNECTIONS of them nobody could connect."""
     import uvicorn
     from uvicorn.protocols.http.h11_impl import H11Protocol
 

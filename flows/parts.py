@@ -1,4 +1,5 @@
-"""Defines the flows `evaluate` and `publish`, for parts of a recipe. The parent stages must be done; these flows train nothing."""
+"""Defines the flows `evaluate` and `publish`, for parts of a recipe. The parent stages must be done; these
+flows train nothing."""
 
 from __future__ import annotations
 
@@ -35,7 +36,10 @@ def _part(recipe: Recipe | str, overrides: tuple[str, ...], kinds: tuple[str, ..
         if name is not None:
             here = tuple(node for node in nodes if node.name == name or node.name.startswith(f"{name}."))
             if not here:
-                raise ValueError(f"recipe {loaded.name}: {unknown(name, [node.name for node in nodes], ' or '.join(kinds))}")
+                raise ValueError(
+                    f"recipe {loaded.name}:"
+                    f" {unknown(name, [node.name for node in nodes], ' or '.join(kinds))}"
+                )
             nodes = here
         if not nodes:
             raise ValueError(f"recipe {loaded.name} has no stage of kind {' or '.join(kinds)}: add one")

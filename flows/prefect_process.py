@@ -1,8 +1,9 @@
-"""`python -P -m flows.prefect_process MODULE ARGUMENTS...`: runs a module of Prefect as `python -m`, after importing the flows.
+"""`python -P -m flows.prefect_process MODULE ARGUMENTS...`: runs a module of Prefect as `python -m`, after
+importing the flows.
 
-Prefect puts the working directory first on the module path while it imports a flow by name (`prefect.utilities.importtools.load_module`
-of Prefect 3.7), so a folder there could replace a package that the flow imports.
-Python does not search for modules that are already imported.
+Prefect puts the working directory first on the module path while it imports a flow by name
+(`prefect.utilities.importtools.load_module` of Prefect 3.7), so a folder there could replace a package that
+the flow imports. Python does not search for modules that are already imported.
 """
 
 from __future__ import annotations

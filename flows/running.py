@@ -1,6 +1,8 @@
-"""Runs started stages: one in the main thread, or several in the threads of the flow's task runner. flows/schedule.py says which.
+"""Runs started stages: one in the main thread, or several in the threads of the flow's task runner.
+flows/schedule.py says which.
 
-A signal reaches the main thread alone. It ends a stage there; those in threads end at a sign (rlhf_core/runs/allotment.py).
+A signal reaches the main thread alone. It ends a stage there; those in threads end at a sign
+(rlhf_core/runs/allotment.py).
 """
 
 from __future__ import annotations
@@ -23,15 +25,16 @@ POLL_SECONDS = 0.5
 
 
 class Ended(NamedTuple):
-    """A stage that ended. `result` returns its status or raises what ended it; of `OneByOne` it runs the stage."""
+    """A stage that ended. `result` returns its status or raises what ended it; of `OneByOne` it runs the
+    stage."""
 
     name: str
     result: Callable[[], Status]
 
 
 def prepare_next(nodes: Sequence[Node], begun: Collection[str]) -> None:
-    """Lets the process of the stage after those that have begun, and that is not done, import its libraries while the last of these works
-    (rlhf_core/runs/prepared.py)."""
+    """Lets the process of the stage after those that have begun, and that is not done, import its libraries
+    while the last of these works (rlhf_core/runs/prepared.py)."""
     for node in nodes:
         if node.name not in begun and not node.done:
             prepared.plan(KINDS[node.kind].package, node.kind)
@@ -54,7 +57,8 @@ class OneByOne:
 
     def ended(self) -> Ended:
         assert self._next is not None
-        found, self._next = self._next, None
+        found = self._next
+        self._next = None
         return found
 
     def __enter__(self) -> Self:
@@ -65,11 +69,14 @@ class OneByOne:
 
 
 class Threads:
-    """Runs stages side by side. `submit` hands a stage to the task runner and returns Prefect's future of it."""
+    """Runs stages side by side. `submit` hands a stage to the task runner and returns Prefect's future of
+    it."""
 
     def __init__(self, submit: Callable[[Node], Any]):
-        self._submit, self._stop = submit, threading.Event()
-        self._over, self._one_is_over = set[str](), threading.Event()
+        self._submit = submit
+        self._stop = threading.Event()
+        self._over = set[str]()
+        self._one_is_over = threading.Event()
         self._futures: dict[str, Any] = {}
         self.starts: dict[str, Start] = {}
 
@@ -77,7 +84,8 @@ class Threads:
         return self
 
     def __exit__(self, *error: object) -> None:
-        """Ends the stages that run, after an exception, and waits until their processes have ended; ignores further Ctrl-C meanwhile."""
+        """Ends the stages that run, after an exception, and waits until their processes have ended; ignores
+        further Ctrl-C meanwhile."""
         self._stop.set()
         while not self._over.issuperset(self._futures):
             with suppress(KeyboardInterrupt):
@@ -94,8 +102,10 @@ class Threads:
             future.set_exception(error)
         finally:
             allotment.reset(token)
-        future.add_done_callback(lambda _: self._end(node.name))  # first: `__exit__` waits for this of each future
-        self._futures[node.name], self.starts[node.name] = future, start
+        # first: `__exit__` waits for this of each future
+        future.add_done_callback(lambda _: self._end(node.name))
+        self._futures[node.name] = future
+        self.starts[node.name] = start
 
     def ended(self) -> Ended:
         """Waits until a stage ends."""

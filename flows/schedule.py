@@ -1,8 +1,10 @@
-"""Decides which stages of a plan run side by side, and on which GPUs: pure functions of the plan and of what the machine has.
+"""Decides which stages of a plan run side by side, and on which GPUs: pure functions of the plan and of what
+the machine has.
 
-Two stages that run at once share no GPU and together ask for no more CPUs than there are. Of the stages that may start, the one that the
-longest chain of other stages waits for is first; one that does not fit lets those after it pass. Memory is left out: on a machine without
-GPUs stages run one after the other unless the recipe says otherwise (`side_by_side`).
+Two stages that run at once share no GPU and together ask for no more CPUs than there are. Of the stages that
+may start, the one that the longest chain of other stages waits for is first; one that does not fit lets those
+after it pass. Memory is left out: on a machine without GPUs stages run one after the other unless the recipe
+says otherwise (`side_by_side`).
 """
 
 from __future__ import annotations
@@ -23,7 +25,8 @@ from rlhf_core.system.machine import gpu_names, num_cpus
 
 
 class Machine(NamedTuple):
-    """What stages share. `gpus` by name; `cluster`: they run on a Ray cluster, which one stage has at a time."""
+    """What stages share. `gpus` by name; `cluster`: they run on a Ray cluster, which one stage has at a
+    time."""
 
     cpus: int
     gpus: tuple[str, ...] = ()
@@ -59,7 +62,8 @@ def machine_here() -> Machine:
 
 
 def cost_of(config: StageConfig, machine: Machine) -> Cost:
-    """Returns what a stage takes of a machine; the whole of it on a cluster. A stage without processes of a model takes nothing."""
+    """Returns what a stage takes of a machine; the whole of it on a cluster. A stage without processes of a
+    model takes nothing."""
     need = needs(config)
     if not need.cpus:
         return Cost(0, 0)
@@ -73,13 +77,15 @@ def cost_of(config: StageConfig, machine: Machine) -> Cost:
 def _whole_gpus(layout: Layout) -> int:
     """Returns how many GPUs the bundles of a layout fill; parts of a GPU are put together in order."""
     whole = sum(math.ceil(bundle["GPU"]) for bundle in layout.bundles if bundle.get("GPU", 0.0) >= 1)
-    return whole + len({place for places in layout.gpus().values() for place in places if place.startswith("shared")})
+    return whole + len(
+        {place for places in layout.gpus().values() for place in places if place.startswith("shared")}
+    )
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """The stages of a run, parents first, what each takes, and how many may run at once. `skipped`: those that are done, which take
-    nothing."""
+    """The stages of a run, parents first, what each takes, and how many may run at once. `skipped`: those
+    that are done, which take nothing."""
 
     machine: Machine
     at_most: int
@@ -87,21 +93,34 @@ class Schedule:
     parents: Mapping[str, tuple[str, ...]]
     skipped: frozenset[str] = frozenset()
 
-    def starts(self, done: Iterable[str], running: Mapping[str, Start], held: Iterable[str] = ()) -> list[Start]:
-        """Returns the stages to start. `done`: finished ones of the plan, whose dependents may start; `held`: those that do not start."""
-        finished, found = set(done), dict(running)
+    def starts(
+        self, done: Iterable[str], running: Mapping[str, Start], held: Iterable[str] = ()
+    ) -> list[Start]:
+        """Returns the stages to start. `done`: finished ones of the plan, whose dependents may start; `held`:
+        those that do not start."""
+        finished = set(done)
+        found = dict(running)
         out = {*finished, *running, *held}
         for name in self._order:
-            if name not in out and finished.issuperset(self.parents[name]) and (start := self._place(name, found)):
+            if (
+                name not in out
+                and finished.issuperset(self.parents[name])
+                and (start := self._place(name, found))
+            ):
                 found[name] = start
         return [start for name, start in found.items() if name not in running]
 
     def _place(self, name: str, running: Mapping[str, Start]) -> Start | None:
         """Returns where a stage runs beside others; None when it does not fit."""
-        cost, taken = self._cost(name), {gpu for start in running.values() for gpu in start.gpus}
+        cost = self._cost(name)
+        taken = {gpu for start in running.values() for gpu in start.gpus}
         cpus = sum(self._cost(other).cpus for other in running)
         free = [gpu for gpu in self.machine.gpus if gpu not in taken]
-        if len(running) >= self.at_most or cost.gpus > len(free) or cpus + cost.cpus > self.machine.cpus + 1e-6:
+        if (
+            len(running) >= self.at_most
+            or cost.gpus > len(free)
+            or cpus + cost.cpus > self.machine.cpus + 1e-6
+        ):
             return None
         return Start(name, tuple(free[: cost.gpus]))
 
@@ -110,8 +129,8 @@ class Schedule:
 
     @cached_property
     def _order(self) -> list[str]:
-        """The stages by the length of the longest chain that waits for each, then as in the recipe; as in the recipe alone for one at a
-        time."""
+        """The stages by the length of the longest chain that waits for each, then as in the recipe; as in the
+        recipe alone for one at a time."""
         if self.at_most == 1:
             return list(self.costs)
         chains = dict.fromkeys(self.costs, 0)
@@ -122,11 +141,15 @@ class Schedule:
 
     def spans(self, seconds: Mapping[str, float], done: Iterable[str] = ()) -> list[Span]:
         """Returns when each stage would run if it took so many seconds and none failed."""
-        finished, running, now = set(done), dict[str, Start](), 0.0
-        ends, spans = dict[str, float](), []
+        finished = set(done)
+        running = dict[str, Start]()
+        now = 0.0
+        ends = dict[str, float]()
+        spans = []
         while True:
             for start in self.starts(finished, running):
-                running[start.name], ends[start.name] = start, now + seconds[start.name]
+                running[start.name] = start
+                ends[start.name] = now + seconds[start.name]
                 spans.append(Span(start.name, now, ends[start.name], start.gpus))
             if not running:
                 return spans
@@ -138,13 +161,16 @@ class Schedule:
     @cached_property
     def peak(self) -> int:
         """The most stages at once if none was done and all took as long as each other."""
-        outside = {parent for parents in self.parents.values() for parent in parents if parent not in self.costs}
+        outside = {
+            parent for parents in self.parents.values() for parent in parents if parent not in self.costs
+        }
         spans = replace(self, skipped=frozenset()).spans(dict.fromkeys(self.costs, 1.0), outside)
         return max((sum(other.start == span.start for other in spans) for span in spans), default=1)
 
     def variables(self, start: Start) -> dict[str, str]:
-        """Returns the environment of a stage's process beside others: its GPUs, or without GPUs its share of the cores, which is the same
-        for all stages of the plan, whatever runs beside them. A value of OMP_NUM_THREADS that the user has set is kept."""
+        """Returns the environment of a stage's process beside others: its GPUs, or without GPUs its share of
+        the cores, which is the same for all stages of the plan, whatever runs beside them. A value of
+        OMP_NUM_THREADS that the user has set is kept."""
         if self.machine.gpus:
             return {} if self.machine.cluster else {"CUDA_VISIBLE_DEVICES": ",".join(start.gpus)}
         cores = str(max(1, self.machine.cpus // self.peak))
@@ -152,7 +178,8 @@ class Schedule:
 
 
 def schedule_of(planned: Plan, nodes: Sequence[Node], machine: Machine) -> Schedule:
-    """Returns the schedule of stages of a plan on a machine: `side_by_side` of the recipe says how many run at once."""
+    """Returns the schedule of stages of a plan on a machine: `side_by_side` of the recipe says how many run
+    at once."""
     wanted = planned.recipe.side_by_side
     several = bool(machine.gpus) if wanted is None else wanted
     at_most = len(nodes) if several is True else int(several) or 1

@@ -1,7 +1,9 @@
-"""Runs the processes of `alignflow serve`: a Prefect server and a process worker on this machine, for one home folder.
+"""Runs the processes of `alignflow serve`: a Prefect server and a process worker on this machine, for one
+home folder.
 
-A file lock allows one `serve` for each home. Server, worker, flows and stages end with it in any case (rlhf_core/system/orphan_watcher.py).
-The server's password (Prefect's auth string) is in a file that only its owner can read and in these processes' environment, in no log.
+A file lock allows one `serve` for each home. Server, worker, flows and stages end with it in any case
+(rlhf_core/system/orphan_watcher.py). The server's password (Prefect's auth string) is in a file that only its
+owner can read and in these processes' environment, in no log.
 """
 
 from __future__ import annotations
@@ -29,26 +31,39 @@ from tasks.fresh_database import NAME as DATABASE
 from tasks.served import SERVED_ENV
 from tasks.slots import LIMIT_ENV
 
-POOL, LIMIT = "alignflow-process", "alignflow-machine"
-SAFELY = ("-P", "-m", "flows.prefect_process")  # Python's arguments before those of a module of Prefect's that imports flows
-START_SECONDS, STOP_SECONDS = 120.0, 20.0
-PLACE, LOCK, LOG = "serve.json", "serve.lock", "serve.log"
-AUTH, SERVED, FEEDBACK_TOKEN, TRIGGER_TOKEN = "auth-string", "served.json", "feedback-token", "trigger-token"
+POOL = "alignflow-process"
+LIMIT = "alignflow-machine"
+# Python's arguments before those of a module of Prefect's that imports flows
+SAFELY = ("-P", "-m", "flows.prefect_process")
+START_SECONDS = 120.0
+STOP_SECONDS = 20.0
+PLACE = "serve.json"
+LOCK = "serve.lock"
+LOG = "serve.log"
+AUTH = "auth-string"
+SERVED = "served.json"
+FEEDBACK_TOKEN = "feedback-token"  # noqa: S105  (a file's name)
+TRIGGER_TOKEN = "trigger-token"  # noqa: S105
 ENDPOINTS = {"feedback": "the endpoint for feedback", "triggers": "the endpoint for triggers"}
 EVERYWHERE = "0.0.0.0"
 PAGE = "live page of"
-LOG_BYTES = 20_000_000  # on SQLite Prefect 3.7 logs a traceback at each poll of a worker, ten megabytes an hour
+# on SQLite Prefect 3.7 logs a traceback at each poll of a worker, ten megabytes an hour
+LOG_BYTES = 20_000_000
 
 
 @contextmanager
 def only_one(home: Path) -> Iterator[None]:
-    """Makes a home folder private and holds its lock until the block ends. Raises MachineLacks when another `serve` holds it."""
+    """Makes a home folder private and holds its lock until the block ends. Raises MachineLacks when another
+    `serve` holds it."""
     make_private(home, f"{DATABASE}*", LOG, f"{LOG}.1", PLACE, SERVED)
     with locked(home / LOCK) as ours:
         if not ours:
             there = read_json(home / PLACE)
             where = f"{there['ui']} (process {there['pid']})" if there else "an address it has not said yet"
-            raise MachineLacks(f"alignflow serve is running on {home} already, at {where}: use that, stop it, or give another --home")
+            raise MachineLacks(
+                f"alignflow serve is running on {home} already, at {where}: use that, stop it, or give"
+                " another --home"
+            )
         try:
             yield
         finally:
@@ -56,63 +71,103 @@ def only_one(home: Path) -> Iterator[None]:
 
 
 class Services:
-    """Prefect's server and worker in their own sessions: Ctrl-C in the terminal reaches only `serve`, which ends them in order."""
+    """Prefect's server and worker in their own sessions: Ctrl-C in the terminal reaches only `serve`, which
+    ends them in order."""
 
     def __init__(self, home: Path, host: str, port: int, allowed: Sequence[str] = ()):
         """`allowed`: further names of this machine, accepted in the Host header of requests."""
-        self.home, self.ui = home, f"http://{server_process.LOOPBACK if host == EVERYWHERE else host}:{port}"
+        self.home = home
+        self.ui = f"http://{server_process.LOOPBACK if host == EVERYWHERE else host}:{port}"
         self.api = f"{self.ui}/api"
         self.auth = kept_secret(home / AUTH, "alignflow:")
-        self._address, self._hosts = (host, port), (host, *([socket.gethostname()] if host == EVERYWHERE else []), *allowed)
+        self._address = (host, port)
+        self._hosts = (host, *([socket.gethostname()] if host == EVERYWHERE else []), *allowed)
         self._running: dict[str, subprocess.Popen[bytes]] = {}
 
     def start_server(self) -> None:
-        """Starts the server and waits until it answers. Raises MachineLacks when the port is taken or it does not answer."""
+        """Starts the server and waits until it answers. Raises MachineLacks when the port is taken or it does
+        not answer."""
         host, port = self._address
-        with listen(host, port) as listener:  # the server inherits it: no other process can answer at this port and get the auth string
+        # the server inherits it: no other process can answer at this port and get the auth string
+        with listen(host, port) as listener:
             orphan_watcher.start()
-            own = {"PREFECT__SERVER_FINAL": "1", "PREFECT_UI_API_URL": "/api"} | server_process.protected(self.auth, self.ui)
+            own = {"PREFECT__SERVER_FINAL": "1", "PREFECT_UI_API_URL": "/api"} | server_process.protected(
+                self.auth, self.ui
+            )
             command = server_process.command(listener.fileno(), self._hosts)
             server = self._start("server", command, self.environment() | own, [listener.fileno()])
         server_process.tell(server)
         if not server_process.answers(server, self.api, START_SECONDS):
             self.check()
-            raise MachineLacks(f"Prefect's server did not answer at {self.api} for {START_SECONDS:.0f} s: see {self.home / LOG}")
+            raise MachineLacks(
+                f"Prefect's server did not answer at {self.api} for {START_SECONDS:.0f} s: see"
+                f" {self.home / LOG}"
+            )
         write_text(self.home / PLACE, json.dumps({"ui": self.ui, "api": self.api, "pid": os.getpid()}) + "\n")
 
     def start_worker(self) -> None:
-        command = [sys.executable, *SAFELY, "prefect", "worker", "start", "--pool", POOL, "--type", "process", "--name", "serve"]
+        command = [
+            sys.executable,
+            *SAFELY,
+            "prefect",
+            "worker",
+            "start",
+            "--pool",
+            POOL,
+            "--type",
+            "process",
+            "--name",
+            "serve",
+        ]
         self._start("worker", command, self.environment())
 
     def start_feedback(self, recipes: Sequence[str], inboxes: Sequence[Path], port: int) -> str:
-        """Starts the endpoint that takes feedback for inboxes, beside the server's address. Returns its address."""
+        """Starts the endpoint that takes feedback for inboxes, beside the server's address. Returns its
+        address."""
         places = [part for inbox in inboxes for part in ("--inbox", str(inbox))]
         command = ["feedback", "serve", *recipes, *places, "--allow-host", ",".join(self._hosts)]
         return self._start_endpoint("feedback", command, port) + "/feedback"
 
     def start_triggers(self, deployments: Sequence[str], port: int, starts_an_hour: int) -> str:
-        """Starts the endpoint that starts runs of deployments on requests, beside the server's address. Returns its address."""
-        command = ["serve-triggers", *deployments, "--allow-host", ",".join(self._hosts), "--starts-an-hour", str(starts_an_hour)]
+        """Starts the endpoint that starts runs of deployments on requests, beside the server's address.
+        Returns its address."""
+        command = [
+            "serve-triggers",
+            *deployments,
+            "--allow-host",
+            ",".join(self._hosts),
+            "--starts-an-hour",
+            str(starts_an_hour),
+        ]
         return self._start_endpoint("triggers", command, port) + "/trigger"
 
     def _start_endpoint(self, name: str, command: list[str], port: int) -> str:
         host = self._address[0]
-        with listen(host, port) as listener:  # it inherits it, as the server does: a browser sends its token to no other process
+        # it inherits it, as the server does: a browser sends its token to no other process
+        with listen(host, port) as listener:
             port = listener.getsockname()[1]
             place = ["--home", str(self.home), "--host", host, "--port", str(port)]
             environment = self.environment() | {LISTENER: str(listener.fileno())}
-            self._start(name, [sys.executable, "-P", "-m", "flows.cli", *command, *place], environment, [listener.fileno()])
+            self._start(
+                name,
+                [sys.executable, "-P", "-m", "flows.cli", *command, *place],
+                environment,
+                [listener.fileno()],
+            )
         return f"{self.ui.rpartition(':')[0]}:{port}"
 
     def start_dashboard(self, artifacts: Path, port: int) -> str:
-        """Starts the live page of an artifacts folder, beside the server's address. Returns its address. When it ends, `serve` goes on."""
+        """Starts the live page of an artifacts folder, beside the server's address. Returns its address. When
+        it ends, `serve` goes on."""
         artifacts.mkdir(parents=True, exist_ok=True)
         command = ["dashboard", str(artifacts), "--allow-host", ",".join(self._hosts)]
         return self._start_endpoint(f"{PAGE} {artifacts}", command, port) + "/"
 
     def record(self, deployments: Mapping[Any, Mapping[str, Any]]) -> None:
         """Saves the parameters of deployments by id; tasks/served.py compares those of runs with them."""
-        known = read_json(self.home / SERVED) | {str(identity): dict(own) for identity, own in deployments.items()}
+        known = read_json(self.home / SERVED) | {
+            str(identity): dict(own) for identity, own in deployments.items()
+        }
         write_text(self.home / SERVED, json.dumps(known, indent=1) + "\n")
 
     def check(self) -> None:
@@ -121,23 +176,26 @@ class Services:
             if process.poll() is not None and not name.startswith(PAGE):
                 whose = ENDPOINTS.get(name, f"Prefect's {name}")
                 raise MachineLacks(
-                    f"{whose} ended with code {process.returncode}, so serve ends too (log: {self.home / LOG}): start it again, "
-                    "finished stages stay finished"
+                    f"{whose} ended with code {process.returncode}, so serve ends too (log:"
+                    f" {self.home / LOG}): start it again, finished stages stay finished"
                 )
 
     def bound_log(self) -> None:
-        """Empties a log above LOG_BYTES and keeps one copy. Server and worker append, so they can have it open meanwhile."""
+        """Empties a log above LOG_BYTES and keeps one copy. Server and worker append, so they can have it
+        open meanwhile."""
         log = self.home / LOG
         if log.stat().st_size > LOG_BYTES:
             shutil.copyfile(log, self.home / f"{LOG}.1")
             os.truncate(log, 0)
 
     def stop(self) -> None:
-        """Ends the worker, then the flows and their stages, and last the server, which records how they ended."""
+        """Ends the worker, then the flows and their stages, and last the server, which records how they
+        ended."""
         server = self._running.pop("server", None)
         for process in self._running.values():
             process.terminate()
-        for number in (0, signal.SIGTERM, signal.SIGKILL):  # 0 sends nothing: flows end with their worker; the rest gets a signal
+        # 0 sends nothing: flows end with their worker; the rest gets a signal
+        for number in (0, signal.SIGTERM, signal.SIGKILL):
             for pid in self._others(server):
                 orphan_watcher.send(pid, number)
             deadline = time.monotonic() + STOP_SECONDS
@@ -155,7 +213,9 @@ class Services:
         for process in self._running.values():
             process.poll()  # a process that ended counts as alive until its code is read
         return [
-            pid for pid in orphan_watcher.marked(os.environ.get(orphan_watcher.MARK, "-")) if server is None or not _is_of(pid, server.pid)
+            pid
+            for pid in orphan_watcher.marked(os.environ.get(orphan_watcher.MARK, "-"))
+            if server is None or not _is_of(pid, server.pid)
         ]
 
     def _start(
@@ -183,16 +243,19 @@ class Services:
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """Returns a listening socket: that which `serve` has given this process, else a new one; port 0 takes a free one. Raises MachineLacks
-    when there is none."""
-    if given := os.environ.pop(LISTENER, ""):
+    """Returns a listening socket: that which `serve` has given this process, else a new one; port 0 takes a
+    free one. Raises MachineLacks when there is none."""
+    given = os.environ.pop(LISTENER, "")
+    if given:
         os.set_inheritable(int(given), False)
         return socket.socket(fileno=int(given))
     try:
         return socket.create_server((host, port))
     except OSError as error:
         why = str(error.strerror).partition(" (while ")[0]
-        raise MachineLacks(f"nothing can be served on {host}:{port} ({why}): give another --port or --host") from None
+        raise MachineLacks(
+            f"nothing can be served on {host}:{port} ({why}): give another --port or --host"
+        ) from None
 
 
 def _is_of(pid: int, leader: int) -> bool:

@@ -1,4 +1,5 @@
-"""Looks after what `alignflow serve` has started: its processes, runs whose process is gone, and inboxes with rows for a round."""
+"""Looks after what `alignflow serve` has started: its processes, runs whose process is gone, and inboxes with
+rows for a round."""
 
 from __future__ import annotations
 
@@ -22,7 +23,8 @@ from flows.serve import Services
 from flows.triggers.feedback import LOOK_SECONDS
 from flows.triggers.runs import FeedbackTrigger
 
-CHECK_SECONDS, SWEEP_SECONDS = 0.5, 15.0
+CHECK_SECONDS = 0.5
+SWEEP_SECONDS = 15.0
 
 
 class Failures:
@@ -30,7 +32,8 @@ class Failures:
 
     def __init__(self, since: datetime):
         """`since`: runs that failed earlier are not told."""
-        self._since, self._told = since, set[UUID]()
+        self._since = since
+        self._told = set[UUID]()
 
     def new(self, client: SyncPrefectClient) -> list[str]:
         """Returns a line for each run that failed since the last call, with its reason."""
@@ -53,7 +56,9 @@ def reason_of(run: FlowRun) -> str:
     return sentence.partition("\n")[0] or "see its log"
 
 
-def supervise(console: Console, client: SyncPrefectClient, services: Services, triggers: Sequence[FeedbackTrigger]) -> Never:
+def supervise(
+    console: Console, client: SyncPrefectClient, services: Services, triggers: Sequence[FeedbackTrigger]
+) -> Never:
     """Does so until Ctrl-C. Raises MachineLacks when one of the processes ends."""
     faults: set[str] = set()
 
@@ -76,8 +81,11 @@ def supervise(console: Console, client: SyncPrefectClient, services: Services, t
         if time.monotonic() - looked > LOOK_SECONDS:
             for trigger in triggers:
                 with told("new feedback was not looked for"):
-                    if run := trigger.look():
-                        console.print(f"new feedback: run {run.name} is started", markup=False, highlight=False)
+                    run = trigger.look()
+                    if run:
+                        console.print(
+                            f"new feedback: run {run.name} is started", markup=False, highlight=False
+                        )
             looked = time.monotonic()
         if time.monotonic() - swept > SWEEP_SECONDS:
             with told("runs were not checked"):

@@ -1,7 +1,8 @@
 """Prints pip's settings as uv's, as lines of shell: `eval "$(python requirements/pip_settings.py)"`.
 
-uv does not read pip's configuration. Where it names an index, a folder of wheels, a proxy or certificates, uv is to use these
-too. What the environment already sets for uv stays. Left out: constraints, since the locks name one version of each package.
+uv does not read pip's configuration. Where it names an index, a folder of wheels, a proxy or certificates, uv
+is to use these too. What the environment already sets for uv stays. Left out: constraints, since the locks
+name one version of each package.
 """
 
 import ast
@@ -17,7 +18,8 @@ OFF = ("", "0", "false", "no", "off")
 
 
 def configured() -> dict[str, str]:
-    """Returns the options of `pip install` that files or PIP_* variables set; values of several words are as pip prints them."""
+    """Returns the options of `pip install` that files or PIP_* variables set; values of several words are as
+    pip prints them."""
     command = [sys.executable, "-m", "pip", "config", "list"]
     listed = subprocess.run(command, capture_output=True, text=True, check=False).stdout
     options: dict[tuple[str, str], str] = {}
@@ -33,7 +35,8 @@ def configured() -> dict[str, str]:
 
 
 def system_has_certificates() -> bool:
-    """Returns whether this machine has certificates of its own. UV_SYSTEM_CERTS makes uv fail where there are none."""
+    """Returns whether this machine has certificates of its own. UV_SYSTEM_CERTS makes uv fail where there are
+    none."""
     paths = ssl.get_default_verify_paths()
     return bool(paths.cafile or (paths.capath and os.listdir(paths.capath)))
 
@@ -45,7 +48,8 @@ def for_uv(pip: Mapping[str, str], environment: Mapping[str, str]) -> dict[str, 
         found["UV_DEFAULT_INDEX"] = pip["index-url"]
     if "extra-index-url" in pip and not environment.keys() & {"UV_INDEX", "UV_EXTRA_INDEX_URL"}:
         found["UV_INDEX"] = " ".join(pip["extra-index-url"].split())
-        # As pip does: the version that is asked for counts, from whichever index; the locks' hashes say which file it is.
+        # As pip does: the version that is asked for counts, from whichever index; the locks' hashes say which
+        # file it is.
         found["UV_INDEX_STRATEGY"] = "unsafe-best-match"
     if "find-links" in pip:
         found["UV_FIND_LINKS"] = ",".join(pip["find-links"].split())

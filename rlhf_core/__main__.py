@@ -1,10 +1,10 @@
 """Runs the stage of one run directory, with or without Prefect: `python -m rlhf_core RUN_DIR`.
 
-`--wait KIND DESCRIPTOR` in place of RUN_DIR: it imports what the kind needs, then reads the run directory from an inherited pipe.
-Exit codes: 0 done; 2 wrong input (one line on stderr says what to change); 3 a package is missing, or a GPU is too small (likewise);
-1 anything else, with a traceback, or one line where a node of the cluster was lost, or training came to a loss, gradient norm or weight
-that is not finite.
-A ValueError counts as wrong input when our own code raised it; one from inside a library is a failure.
+`--wait KIND DESCRIPTOR` in place of RUN_DIR: it imports what the kind needs, then reads the run directory
+from an inherited pipe. Exit codes: 0 done; 2 wrong input (one line on stderr says what to change); 3 a
+package is missing, or a GPU is too small (likewise); 1 anything else, with a traceback, or one line where a
+node of the cluster was lost, or training came to a loss, gradient norm or weight that is not finite. A
+ValueError counts as wrong input when our own code raised it; one from inside a library is a failure.
 """
 
 from __future__ import annotations
@@ -46,7 +46,8 @@ ENV_DEFAULTS = {
     "TRANSFORMERS_VERBOSITY": "error",
     "VLLM_LOGGING_LEVEL": "ERROR",
     "RAY_COLOR_PREFIX": "0",
-    # OpenMP threads spin only briefly while they wait: on a busy machine a spinning thread slows the one it waits for.
+    # OpenMP threads spin only briefly while they wait: on a busy machine a spinning thread slows the one it
+    # waits for.
     "GOMP_SPINCOUNT": "10000",
     "PYTHONWARNINGS": "ignore::FutureWarning,ignore::DeprecationWarning",
 }
@@ -62,7 +63,8 @@ def main(argv: Sequence[str], package: str = "rlhf_core") -> int:
     for key, value in (ENV_DEFAULTS | ({} if num_gpus() else CPU_DEFAULTS)).items():
         os.environ.setdefault(key, value)
     bypass_loopback()
-    warnings.simplefilter("ignore", FutureWarning)  # PYTHONWARNINGS reaches only the processes this one starts
+    # PYTHONWARNINGS reaches only the processes this one starts
+    warnings.simplefilter("ignore", FutureWarning)
     if waits:
         run_dir = _imported_first(argv[1], int(argv[2]))
         if run_dir is None:
@@ -72,18 +74,25 @@ def main(argv: Sequence[str], package: str = "rlhf_core") -> int:
     try:
         request = RunDir(argv[0]).request()
     except (OSError, ValidationError) as error:
-        return _refuse(f"{argv[0]} is no run directory: config.json: {str(error).splitlines()[0]}", WRONG_INPUT)
+        return _refuse(
+            f"{argv[0]} is no run directory: config.json: {str(error).splitlines()[0]}", WRONG_INPUT
+        )
     kind = request.config.stage
     if KINDS[kind].package != package:
         ours = ", ".join(name for name, known in KINDS.items() if known.package == package)
-        return _refuse(f"{argv[0]} is of kind {kind}, which this command does not do; it does {ours}", WRONG_INPUT)
+        return _refuse(
+            f"{argv[0]} is of kind {kind}, which this command does not do; it does {ours}", WRONG_INPUT
+        )
     packages = {*OURS, KINDS[kind].module.partition(".")[0]}
     try:
         run_stage(argv[0], partial(_work, KINDS[kind]), seconds_before)
     except ModuleNotFoundError as error:
         if (error.name or "").split(".")[0] in packages:
             raise
-        return _refuse(f"{kind} needs the package {error.name}, which is not installed; install alignflow's extras", ENVIRONMENT)
+        return _refuse(
+            f"{kind} needs the package {error.name}, which is not installed; install alignflow's extras",
+            ENVIRONMENT,
+        )
     except ValueError as error:
         if not raised_by_us(error, packages):
             raise
@@ -97,8 +106,13 @@ def main(argv: Sequence[str], package: str = "rlhf_core") -> int:
             raise
         return _refuse(str(error), FAILED)
     except Exception as error:
-        if reason := disk_problem(error):
-            return _refuse(f"{argv[0]} cannot be written to: {reason}, then run again: it resumes from its last checkpoint", ENVIRONMENT)
+        reason = disk_problem(error)
+        if reason:
+            return _refuse(
+                f"{argv[0]} cannot be written to: {reason}, then run again: it resumes from its last"
+                " checkpoint",
+                ENVIRONMENT,
+            )
         raise
     return 0
 
@@ -113,7 +127,8 @@ def _work(kind: Kind, request: StageRequest, run: RunDir) -> Outcome:
 
 
 def _imported_first(kind: str, descriptor: int) -> str | None:
-    """Imports the libraries of a kind of stage, then returns the run directory read from a pipe (runs/prepared.py), or None."""
+    """Imports the libraries of a kind of stage, then returns the run directory read from a pipe
+    (runs/prepared.py), or None."""
     os.set_inheritable(descriptor, False)
     with uncollected(), suppress(Exception):  # the stage reports what cannot be imported
         importlib.import_module(KINDS[kind].module)

@@ -5,9 +5,9 @@ or lost with probability one half each, and the n + 1 questions get weights from
 the Bayesian bootstrap (Rubin 1981). The ends of the interval are quantiles of the weighted mean.
 
 - With scores 0 and 1 alone it is the mid-P interval of a proportion (Lancaster 1961; Berry & Armitage 1995).
-- With the added question always lost for the lower end, and always won for the upper one, it would be Gaffke's
-  bound (2005; Learned-Miller & Thomas 2019, arXiv:1905.06208). That is Clopper & Pearson's interval for a
-  proportion, and wider than it needs to be.
+- With the added question always lost for the lower end, and always won for the upper one, it would be
+  Gaffke's bound (2005; Learned-Miller & Thomas 2019, arXiv:1905.06208). That is Clopper & Pearson's interval
+  for a proportion, and wider than it needs to be.
 - A lower score lowers the mean for any weights, so it raises neither end.
 
 Dirichlet weights are independent exponential variables divided by their sum. Hence "the weighted mean is at
@@ -35,7 +35,9 @@ POINTS = np.exp(_X - np.exp(-_X))
 WEIGHTS = (1 + np.exp(-_X)) * STEP / np.pi
 
 
-def mean_interval(total: Floats, weight: Floats, added: float = 1.0, level: float = 0.95) -> tuple[float, float]:
+def mean_interval(
+    total: Floats, weight: Floats, added: float = 1.0, level: float = 0.95
+) -> tuple[float, float]:
     """Returns the interval of `total.sum() / weight.sum()`; without a question it is (0, 1).
 
     `weight` (n,) is the weight of each question, `total` (n,) its score times its weight. `added`: weight of
@@ -64,7 +66,8 @@ def _at_most_zero(scales: Floats, shapes: Floats) -> float:
         return 1.0
     if (scales >= 0).all():
         return 0.0
-    mean, deviation = float(shapes @ scales), float(np.sqrt(shapes @ scales**2))
+    mean = float(shapes @ scales)
+    deviation = float(np.sqrt(shapes @ scales**2))
     if abs(mean) > FAR * deviation:
         return float(mean < 0)
     scales = scales / deviation

@@ -1,4 +1,5 @@
-"""Defines the records that are passed between processes or written to files: frozen pydantic models. Torch-free."""
+"""Defines the records that are passed between processes or written to files: frozen pydantic models.
+Torch-free."""
 
 from __future__ import annotations
 
@@ -21,17 +22,22 @@ Off, No = (
 
 def _is_a_name(value: str) -> str:
     if value and not re.fullmatch(r"[A-Za-z_]\w*", value):
-        raise ValueError("give the name of an environment variable, and the key itself to that variable: what is here ends up in files")
+        raise ValueError(
+            "give the name of an environment variable, and the key itself to that variable: what is here ends"
+            " up in files"
+        )
     return value
 
 
 Variable = Annotated[str, AfterValidator(_is_a_name)]  # of the environment
-RECIPE_ONLY: dict[str, Any] = {"recipe_only": True}  # as `json_schema_extra`: a switch that no run of a deployment may turn
+# as `json_schema_extra`: a switch that no run of a deployment may turn
+RECIPE_ONLY: dict[str, Any] = {"recipe_only": True}
 
 
 class NotInDigest:
-    """Marks a config field, `Annotated[TYPE, NotInDigest]`, whose value leaves a stage's result equal up to rounding and the random
-    stream: it decides speed, memory, placement, patience or cadence. Another value makes nothing anew, and a stage resumes with it."""
+    """Marks a config field, `Annotated[TYPE, NotInDigest]`, whose value leaves a stage's result equal up to
+    rounding and the random stream: it decides speed, memory, placement, patience or cadence. Another value
+    makes nothing anew, and a stage resumes with it."""
 
 
 class Frozen(BaseModel):
@@ -52,7 +58,8 @@ Mistakes = TypeVar("Mistakes", bound=Callable[[Any], Iterator[str]])
 
 
 def check(mistakes: Mistakes) -> Mistakes:
-    """Marks a method of a config that yields a sentence for each mistake in its fields: all of them are told at once."""
+    """Marks a method of a config that yields a sentence for each mistake in its fields: all of them are told
+    at once."""
     mistakes.is_check = True  # type: ignore[attr-defined]
     return mistakes
 
@@ -60,18 +67,25 @@ def check(mistakes: Mistakes) -> Mistakes:
 @cache
 def _checks(kind: type) -> tuple[str, ...]:
     """Returns the names of the methods that `check` marks, those of base classes first."""
-    marked = (name for base in reversed(kind.__mro__) for name, value in vars(base).items() if hasattr(value, "is_check"))
+    marked = (
+        name
+        for base in reversed(kind.__mro__)
+        for name, value in vars(base).items()
+        if hasattr(value, "is_check")
+    )
     return tuple(dict.fromkeys(marked))
 
 
 class Config(Frozen):
-    """Base of everything a recipe may say. Infinity and NaN are no numbers here, and true is not 1, unless a field reads it itself."""
+    """Base of everything a recipe may say. Infinity and NaN are no numbers here, and true is not 1, unless a
+    field reads it itself."""
 
     model_config = ConfigDict(allow_inf_nan=False)
 
     @model_validator(mode="after")
     def _make_checks(self) -> Self:
-        """Raises one ValueError, with a line for each mistake, for all checks of the class; pydantic would stop at the first validator."""
+        """Raises one ValueError, with a line for each mistake, for all checks of the class; pydantic would
+        stop at the first validator."""
         found: list[str] = []
         for name in _checks(type(self)):
             try:
@@ -85,11 +99,20 @@ class Config(Frozen):
     @model_validator(mode="before")
     @classmethod
     def _no_switch_for_a_number(cls, given: Any) -> Any:
-        """Makes text of true and false where a number belongs: pydantic would read them as 1 and 0, and refuses text at its place."""
+        """Makes text of true and false where a number belongs: pydantic would read them as 1 and 0, and
+        refuses text at its place."""
         if not isinstance(given, dict):
             return given
-        fields = [(name, field) for name, field in cls.model_fields.items() if name in given and _holds_numbers(field.annotation)]
-        own = [name for name, field in fields if not any(isinstance(item, BeforeValidator) for item in field.metadata)]
+        fields = [
+            (name, field)
+            for name, field in cls.model_fields.items()
+            if name in given and _holds_numbers(field.annotation)
+        ]
+        own = [
+            name
+            for name, field in fields
+            if not any(isinstance(item, BeforeValidator) for item in field.metadata)
+        ]
         return given | {name: _as_text(given[name]) for name in own}
 
 
@@ -131,8 +154,9 @@ class FileInfo(Frozen):
 class StageResult(Frozen):
     """The result of a finished stage; `result.json`, written last.
 
-    `outputs` maps names (`checkpoint` for a model, `pairs` for a preference data set, `report` for an evaluation) to directories or files
-    relative to the run directory; `files` is the manifest over all of them. `seconds`: duration of the last attempt.
+    `outputs` maps names (`checkpoint` for a model, `pairs` for a preference data set, `report` for an
+    evaluation) to directories or files relative to the run directory; `files` is the manifest over all of
+    them. `seconds`: duration of the last attempt.
     """
 
     name: str
@@ -146,7 +170,8 @@ class StageResult(Frozen):
 
 
 class PreferencePair(Frozen):
-    """One row of a `pairs.jsonl`; `..._cut`: the length limit ended the answer. Chat messages are `{"role": ..., "content": ...}`."""
+    """One row of a `pairs.jsonl`; `..._cut`: the length limit ended the answer. Chat messages are `{"role":
+    ..., "content": ...}`."""
 
     prompt: tuple[dict[str, str], ...]
     chosen: str
@@ -176,7 +201,8 @@ POINTS: dict[str, float] = {"A>>B": 1.0, "A>B": 1.0, "A=B": 0.5, "B>A": 0.0, "B>
 
 
 class Game(Frozen):
-    """One verdict on two answers, in Arena-Hard's format. `score`: A and B in the order that the judge got; None: no verdict."""
+    """One verdict on two answers, in Arena-Hard's format. `score`: A and B in the order that the judge got;
+    None: no verdict."""
 
     score: Label | None
     judgment: dict[str, str]
@@ -240,11 +266,15 @@ class WinRate(Frozen):
         """What was counted, such as "won 214, lost 4 and tied 202 of 420 battles"."""
         if self.num_won is None:
             return f"played {self.num_questions} battles"
-        return f"won {self.num_won}, lost {self.num_lost} and tied {self.num_tied} of {self.num_questions} battles"
+        return (
+            f"won {self.num_won}, lost {self.num_lost} and tied {self.num_tied} of {self.num_questions}"
+            " battles"
+        )
 
 
 class StyleEffect(Frozen):
-    """Change of the log-odds of winning by a typical (root mean square) difference in one style feature, with a 95 % interval."""
+    """Change of the log-odds of winning by a typical (root mean square) difference in one style feature, with
+    a 95 % interval."""
 
     feature: str
     effect: float
@@ -255,8 +285,8 @@ class StyleEffect(Frozen):
 class Judging(Frozen):
     """Numbers of questions, games and requests of a judge. `failed`: games without a verdict.
 
-    Tokens are those of all verdicts used, also cached ones; `requests` only those that the run sent. `cost` is in US dollars, None when
-    the prices are not known.
+    Tokens are those of all verdicts used, also cached ones; `requests` only those that the run sent. `cost`
+    is in US dollars, None when the prices are not known.
     """
 
     questions: int
@@ -269,10 +299,11 @@ class Judging(Frozen):
 
 
 class Answering(Frozen):
-    """How a remote model's answers were requested. `url`: the endpoint; `settings`: the sampling fields of each request.
+    """How a remote model's answers were requested. `url`: the endpoint; `settings`: the sampling fields of
+    each request.
 
-    Tokens are those of all answers used, also stored ones; `requests` only those that the run sent; `failed` counts questions without an
-    answer. `cost` is in US dollars, None when the prices are not known.
+    Tokens are those of all answers used, also stored ones; `requests` only those that the run sent; `failed`
+    counts questions without an answer. `cost` is in US dollars, None when the prices are not known.
     """
 
     model: str
@@ -289,9 +320,10 @@ class Answering(Frozen):
 class EvalReport(Frozen):
     """The evaluation of all models of one recipe by one judge.
 
-    `right`: share of correct answers per model, with a rule judge. `mean_tokens`: of the answers; `truncated`: share cut at the limit.
-    `agreement`: share of battles in which another judge names the same winner. `win_rates` are against the baseline, `against_parent`
-    against the model each was trained from, where that is not the baseline. `answering`: requests to each remote model.
+    `right`: share of correct answers per model, with a rule judge. `mean_tokens`: of the answers;
+    `truncated`: share cut at the limit. `agreement`: share of battles in which another judge names the same
+    winner. `win_rates` are against the baseline, `against_parent` against the model each was trained from,
+    where that is not the baseline. `answering`: requests to each remote model.
     """
 
     baseline: str
@@ -308,8 +340,12 @@ class EvalReport(Frozen):
 
 
 def keys_that_are_no_text(where: str, value: Any) -> Iterator[str]:
-    """Yields a sentence for each key inside the mapping `value`, at any depth, that is no text, such as true and 1."""
+    """Yields a sentence for each key inside the mapping `value`, at any depth, that is no text, such as true
+    and 1."""
     for key, inner in value.items() if isinstance(value, Mapping) else ():
         if not isinstance(key, str):
-            yield f"{where}: the key {key!r} is no text: put it in quotes (YAML reads true, null and 1 as other things)"
+            yield (
+                f"{where}: the key {key!r} is no text: put it in quotes (YAML reads true, null and 1 as other"
+                " things)"
+            )
         yield from keys_that_are_no_text(f"{where}.{key}", inner)

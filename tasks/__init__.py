@@ -1,5 +1,5 @@
-"""Prefect tasks and their tools. Importing the package sets defaults of Prefect's settings, which Prefect reads at import, and keeps
-requests to this machine away from proxies."""
+"""Prefect tasks and their tools. Importing the package sets defaults of Prefect's settings, which Prefect
+reads at import, and keeps requests to this machine away from proxies."""
 
 import os
 
@@ -8,7 +8,8 @@ from rlhf_core.system.proxies import bypass_loopback
 DEFAULTS = {
     "PREFECT_SERVER_ANALYTICS_ENABLED": "false",  # with it SQLite reports "database is locked"
     "DO_NOT_TRACK": "1",
-    "PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS": "120",  # the first start makes the database; 20 s is short on a busy laptop
+    # the first start makes the database; 20 s is short on a busy laptop
+    "PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS": "120",
     "PREFECT_LOGGING_TO_API_WHEN_MISSING_FLOW": "ignore",
 }
 for name, value in DEFAULTS.items():

@@ -1,7 +1,8 @@
-"""Makes an empty Prefect database once and copies it for new users: Prefect's own way, over a hundred migrations, takes seconds.
+"""Makes an empty Prefect database once and copies it for new users: Prefect's own way, over a hundred
+migrations, takes seconds.
 
-`python -m tasks.fresh_database` makes the one of this environment, with Prefect's empty tables; `make setup` runs it. When it is missing,
-or Prefect's database is not `prefect.db` in its home, Prefect makes its own.
+`python -m tasks.fresh_database` makes the one of this environment, with Prefect's empty tables; `make setup`
+runs it. When it is missing, or Prefect's database is not `prefect.db` in its home, Prefect makes its own.
 """
 
 from __future__ import annotations
@@ -27,22 +28,32 @@ def template() -> Path:
 
 
 def make(path: Path) -> None:
-    """Makes an empty database with Prefect's own command. Raises RuntimeError with its output when it fails."""
+    """Makes an empty database with Prefect's own command. Raises RuntimeError with its output when it
+    fails."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=path.parent) as folder:
-        made, whole = Path(folder) / NAME, Path(folder) / "whole.db"
-        settings = {"PREFECT_HOME": folder, "PREFECT_API_DATABASE_CONNECTION_URL": f"sqlite+aiosqlite:///{made}"}
+        made = Path(folder) / NAME
+        whole = Path(folder) / "whole.db"
+        settings = {
+            "PREFECT_HOME": folder,
+            "PREFECT_API_DATABASE_CONNECTION_URL": f"sqlite+aiosqlite:///{made}",
+        }
         command = [sys.executable, "-P", "-m", "prefect", "server", "database", "upgrade", "--yes"]
-        done = subprocess.run(command, env=os.environ | settings, capture_output=True, text=True, timeout=MAKE_SECONDS)
+        done = subprocess.run(
+            command, env=os.environ | settings, capture_output=True, text=True, timeout=MAKE_SECONDS
+        )
         if done.returncode:
-            raise RuntimeError(f"Prefect could not make an empty database: {(done.stdout + done.stderr).strip()[-2000:]}")
+            raise RuntimeError(
+                f"Prefect could not make an empty database: {(done.stdout + done.stderr).strip()[-2000:]}"
+            )
         with closing(sqlite3.connect(made)) as database:
             database.execute("VACUUM INTO ?", (str(whole),))  # one file, without a write-ahead log
         os.replace(whole, path)
 
 
 def lay_database() -> None:
-    """Copies the empty database to Prefect's home. An existing database, or any of its files, is not changed."""
+    """Copies the empty database to Prefect's home. An existing database, or any of its files, is not
+    changed."""
     # Imported here, since `make` needs no settings and setup waits for it.
     from prefect.settings import PREFECT_API_DATABASE_CONNECTION_URL, PREFECT_HOME
 

@@ -1,8 +1,9 @@
-"""Reads keys and tokens from Prefect's secrets, for runs of a deployment whose worker has none in its environment.
+"""Reads keys and tokens from Prefect's secrets, for runs of a deployment whose worker has none in its
+environment.
 
-A secret block is named like the variable, in small letters with dashes: `hf-token` for HF_TOKEN. A variable that is set wins. Keys are
-put into the environment of the flow's process while it runs, which its stages inherit; no parameter, file or log has them
-(runs/launch.py masks them).
+A secret block is named like the variable, in small letters with dashes: `hf-token` for HF_TOKEN. A variable
+that is set wins. Keys are put into the environment of the flow's process while it runs, which its stages
+inherit; no parameter, file or log has them (runs/launch.py masks them).
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ AWS_KEYS = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN")
 
 
 def variables(recipe: Recipe) -> tuple[str, ...]:
-    """Returns the environment variables that a recipe may need: the Hub's token, and keys of store, W&B, judges, endpoints and rewards."""
+    """Returns the environment variables that a recipe may need: the Hub's token, and keys of store, W&B,
+    judges, endpoints and rewards."""
     names = ["HF_TOKEN", *(AWS_KEYS if (recipe.store or "").startswith(("s3:", "s3a:")) else ())]
     names += ["WANDB_API_KEY"] if recipe.wandb else []
     names += [key.variable for config in recipe.stages.values() for key in config.needed_keys]

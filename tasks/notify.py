@@ -1,7 +1,9 @@
-"""Sends a webhook message (POST) for each state of a flow run, each finished stage and each gate. The run does not wait for the receiver.
+"""Sends a webhook message (POST) for each state of a flow run, each finished stage and each gate. The run
+does not wait for the receiver.
 
-A thread sends the messages in order, with a few attempts each; the first lost one is logged, and later ones get one attempt.
-The URL comes from the environment and is never logged, nor is an exception that could contain it.
+A thread sends the messages in order, with a few attempts each; the first lost one is logged, and later ones
+get one attempt. The URL comes from the environment and is never logged, nor is an exception that could
+contain it.
 """
 
 from __future__ import annotations
@@ -31,7 +33,8 @@ from rlhf_core.runs.run_dir import RunDir
 from rlhf_core.system.proxies import proxy_of
 from tasks.served import recipe_of_run
 
-ATTEMPTS, PAUSE = 3, 1.0  # attempts for one message; seconds before the second, doubled for the third
+ATTEMPTS = 3
+PAUSE = 1.0  # attempts for one message; seconds before the second, doubled for the third
 WAIT_AT_EXIT = 0.8  # seconds that an ending process waits for unsent messages
 MAX_WAITING = 1000  # messages; bounds the memory when a receiver hangs for days
 MAX_TEXT = 500  # characters
@@ -51,8 +54,12 @@ class Sender:
     """Sends messages to one URL from its own thread. `name` replaces the URL in log messages."""
 
     def __init__(self, url: str, name: str, timeout: float, pause: float = PAUSE):
-        self._url, self._name, self._pause = url, name, pause
-        self._client = httpx.Client(timeout=timeout, headers={"Content-Type": "application/json", "User-Agent": "alignflow"})
+        self._url = url
+        self._name = name
+        self._pause = pause
+        self._client = httpx.Client(
+            timeout=timeout, headers={"Content-Type": "application/json", "User-Agent": "alignflow"}
+        )
         self._waiting: queue.Queue[bytes] = queue.Queue(MAX_WAITING)
         self._attempts = ATTEMPTS
         threading.Thread(target=self._work, name=f"webhook of {name}", daemon=True).start()
@@ -70,14 +77,22 @@ class Sender:
 
     def _end(self) -> None:
         if not self.flush(WAIT_AT_EXIT):
-            logger.warning("the webhook in %s has not taken %d messages; they are lost", self._name, self._waiting.unfinished_tasks)
+            logger.warning(
+                "the webhook in %s has not taken %d messages; they are lost",
+                self._name,
+                self._waiting.unfinished_tasks,
+            )
 
     def _work(self) -> None:
         while True:
             body = self._waiting.get()
             lost = self._send(body)
             if lost and self._attempts > 1:
-                logger.warning("the webhook in %s does not take messages (%s); the run goes on without it", self._name, lost)
+                logger.warning(
+                    "the webhook in %s does not take messages (%s); the run goes on without it",
+                    self._name,
+                    lost,
+                )
             self._attempts = 1 if lost else ATTEMPTS
             self._waiting.task_done()
 
@@ -85,9 +100,12 @@ class Sender:
         """Sends one message. Returns '' on success, else the reason without the URL."""
         pauses = wait_exponential(multiplier=self._pause)
         try:
-            Retrying(stop=stop_after_attempt(self._attempts), wait=pauses, retry=retry_if_exception(_may_pass), reraise=True)(
-                self._post, body
-            )
+            Retrying(
+                stop=stop_after_attempt(self._attempts),
+                wait=pauses,
+                retry=retry_if_exception(_may_pass),
+                reraise=True,
+            )(self._post, body)
         except httpx.HTTPStatusError as error:
             return f"HTTP {error.response.status_code}"
         except (httpx.HTTPError, httpx.InvalidURL) as error:
@@ -110,12 +128,16 @@ _warned: set[str] = set()
 
 
 def sender_of(notify: Notify) -> Sender | None:
-    """Returns the sender of a webhook; None, with one warning, when its environment variable has no address."""
+    """Returns the sender of a webhook; None, with one warning, when its environment variable has no
+    address."""
     url = notify.url
     if url is None:
         if notify.url_env not in _warned:
             _warned.add(notify.url_env)
-            logger.warning("notify: the variable %s holds no http(s) address: no messages are sent about this run", notify.url_env)
+            logger.warning(
+                "notify: the variable %s holds no http(s) address: no messages are sent about this run",
+                notify.url_env,
+            )
         return None
     if url not in _senders:
         _senders[url] = Sender(url, notify.url_env, notify.timeout)
@@ -123,21 +145,37 @@ def sender_of(notify: Notify) -> Sender | None:
 
 
 def send(recipe: Recipe, event: Event, text: str, more: dict[str, Any], at: datetime | None = None) -> None:
-    """Sends one message of a recipe's run if the recipe's `notify` has the event. `more` is added to the body."""
+    """Sends one message of a recipe's run if the recipe's `notify` has the event. `more` is added to the
+    body."""
     notify = recipe.notify
     if notify is None or event not in notify.events:
         return
-    if sender := sender_of(notify):
+    sender = sender_of(notify)
+    if sender:
         moment = (at or datetime.now(UTC)).astimezone(UTC).isoformat(timespec="seconds")
         run = {"run_id": str(runtime.flow_run.id or "")}
-        sender.put({"event": event, "recipe": recipe.name, "at": moment, "text": f"{recipe.name}: {text}"[:MAX_TEXT], **run, **more})
+        sender.put(
+            {
+                "event": event,
+                "recipe": recipe.name,
+                "at": moment,
+                "text": f"{recipe.name}: {text}"[:MAX_TEXT],
+                **run,
+                **more,
+            }
+        )
 
 
 def notify_stage(recipe: Recipe, node: Node) -> None:
     """Sends the message that a stage is done."""
     result = RunDir(node.run_dir).result()
     seconds = round(result.seconds, 1) if result else None
-    send(recipe, "stage", f"stage {node.name} is done", {"stage": node.name, "kind": node.kind, "seconds": seconds})
+    send(
+        recipe,
+        "stage",
+        f"stage {node.name} is done",
+        {"stage": node.name, "kind": node.kind, "seconds": seconds},
+    )
 
 
 def notify_gates(recipe: Recipe, verdicts: Sequence[Verdict]) -> None:
@@ -161,11 +199,17 @@ def notify_approval(recipe: Recipe, question: Approval, page: Path) -> None:
 
 def notify_champion(recipe: Recipe, model: str, run: str, why: str) -> None:
     """Sends the message that another published model is the champion."""
-    send(recipe, "champion", f"{model} is the champion: {why}", {"model": model, "publication": run, "why": why})
+    send(
+        recipe,
+        "champion",
+        f"{model} is the champion: {why}",
+        {"model": model, "publication": run, "why": why},
+    )
 
 
 def notify_state(flow: Flow[..., Any], flow_run: FlowRun, state: State[Any]) -> None:
-    """Sends the state of a flow run; a hook of Prefect. Before `running` a scheduled run also sends `scheduled`, with its time."""
+    """Sends the state of a flow run; a hook of Prefect. Before `running` a scheduled run also sends
+    `scheduled`, with its time."""
     recipe = _notifying(flow_run)
     event = EVENT_OF.get(state.type)
     if recipe is None or event is None:
@@ -178,8 +222,10 @@ def notify_state(flow: Flow[..., Any], flow_run: FlowRun, state: State[Any]) -> 
 
 
 def _notifying(flow_run: FlowRun) -> Recipe | None:
-    """Returns the recipe in a flow run's parameters; None when it has no `notify`, cannot be read or is refused (the flow reports that)."""
-    given, overrides = flow_run.parameters.get("recipe"), flow_run.parameters.get("overrides") or ()
+    """Returns the recipe in a flow run's parameters; None when it has no `notify`, cannot be read or is
+    refused (the flow reports that)."""
+    given = flow_run.parameters.get("recipe")
+    overrides = flow_run.parameters.get("overrides") or ()
     if isinstance(given, dict) and not given.get("notify") and "notify" not in str(overrides):
         return None
     try:

@@ -1,8 +1,9 @@
-"""Writes the folder of a recipe, `<artifacts>/<recipe name>/`, with its report, at the end of every run, also of a failed one.
+"""Writes the folder of a recipe, `<artifacts>/<recipe name>/`, with its report, at the end of every run, also
+of a failed one.
 
-`summary.json`, `recipe.yaml` (as it was run) and `run.json` describe the last run. `run.json` has the run directory, status and gate
-verdicts of each stage: from it the page can be written again after the recipe or its data changed. `runs/` has two files for each run: its
-`run.json` with the recipe, and its page.
+`summary.json`, `recipe.yaml` (as it was run) and `run.json` describe the last run. `run.json` has the run
+directory, status and gate verdicts of each stage: from it the page can be written again after the recipe or
+its data changed. `runs/` has two files for each run: its `run.json` with the recipe, and its page.
 """
 
 from __future__ import annotations
@@ -37,15 +38,21 @@ from rlhf_core.system.machine import disk_problem
 from rlhf_core.system.redaction import without_passwords
 from tasks.served import recipe_of_run
 
-RECIPE, MAX_WHY = "recipe.yaml", 500  # characters
-VIEWS = TypeAdapter(list[StageView])  # the stages in `run.json`, with run directories relative to the artifacts
+RECIPE = "recipe.yaml"
+MAX_WHY = 500  # characters
+# the stages in `run.json`, with run directories relative to the artifacts
+VIEWS = TypeAdapter(list[StageView])
 
 
 def this_run(recipe: str) -> RunRecord:
-    """Returns the record of a run that starts now, with what the command line, or the parameters of a deployment's run, asked for."""
-    started, parameters = time.time(), runtime.flow_run.parameters or {}
+    """Returns the record of a run that starts now, with what the command line, or the parameters of a
+    deployment's run, asked for."""
+    started = time.time()
+    parameters = runtime.flow_run.parameters or {}
     source = parameters.get("recipe")
-    given = asked.get() or Asked(source if isinstance(source, str) else "", tuple(parameters.get("overrides") or ()))
+    given = asked.get() or Asked(
+        source if isinstance(source, str) else "", tuple(parameters.get("overrides") or ())
+    )
     return RunRecord(
         id=given.id or new_id(started),
         name=given.name or _flow_run_name(),
@@ -59,36 +66,48 @@ def this_run(recipe: str) -> RunRecord:
 
 
 def _flow_run_name() -> str | None:
-    """Returns the name that Prefect has for this run; None outside of a run, and for a text that cannot name a run."""
+    """Returns the name that Prefect has for this run; None outside of a run, and for a text that cannot name
+    a run."""
     name = runtime.flow_run.name
     return name if name and NAME.fullmatch(name) else None
 
 
 def record_failure(flow: Flow[..., Any], flow_run: FlowRun, state: State[Any]) -> None:
-    """Records a run of a flow that failed before its stages were known, with the reason: pages and `alignflow runs` show it. A hook of
-    Prefect; does nothing for runs that `reported` records, for runs without a deployment where the recipe has no folder yet, and where the
-    recipe cannot be read or nothing can be written."""
+    """Records a run of a flow that failed before its stages were known, with the reason: pages and `alignflow
+    runs` show it. A hook of Prefect; does nothing for runs that `reported` records, for runs without a
+    deployment where the recipe has no folder yet, and where the recipe cannot be read or nothing can be
+    written."""
     began = flow_run.start_time.timestamp() if flow_run.start_time else time.time()
     given = flow_run.parameters or {}
     with suppress(ValueError, OSError):
-        recipe = recipe_of_run(given.get("recipe"), given.get("overrides"), flow_run.id, flow_run.deployment_id)
+        recipe = recipe_of_run(
+            given.get("recipe"), given.get("overrides"), flow_run.id, flow_run.deployment_id
+        )
         folder = Path(recipe.artifacts).absolute() / recipe.name / RUNS
         if flow_run.deployment_id is None and not folder.parent.is_dir():
             return
         known = (read_json(file) for file in folder.glob("*.json") if file.stat().st_mtime >= began - 1)
         if any(run.get("pid") == os.getpid() and run.get("started", 0) >= began - 1 for run in known):
             return
-        why = (state.message or "").partition("encountered an exception: ")[2].strip().partition("\n")[0] or "it failed"
-        if told := disk_problem(OSError(why)):
+        why = (state.message or "").partition("encountered an exception: ")[2].strip().partition("\n")[
+            0
+        ] or "it failed"
+        told = disk_problem(OSError(why))
+        if told:
             why = f"{folder.parents[1]} or an inbox cannot be written to: {told}, then run again ({why})"
-        run = this_run(recipe.name).model_copy(update={"state": "failed", "why": without_passwords(why)[:MAX_WHY], "ended": time.time()})
+        run = this_run(recipe.name).model_copy(
+            update={"state": "failed", "why": without_passwords(why)[:MAX_WHY], "ended": time.time()}
+        )
         folder.mkdir(parents=True, exist_ok=True)
-        write_text(folder / f"{run.id}.json", run.model_dump_json(exclude={"file", "id", "pinned"}, indent=2) + "\n")
+        write_text(
+            folder / f"{run.id}.json", run.model_dump_json(exclude={"file", "id", "pinned"}, indent=2) + "\n"
+        )
 
 
 @contextmanager
 def reported(plan: Plan) -> Iterator[dict[str, Status]]:
-    """Yields the status of every stage, which the block updates, and writes the report after the block, also when it raises."""
+    """Yields the status of every stage, which the block updates, and writes the report after the block, also
+    when it raises."""
     statuses: dict[str, Status] = {node.name: found(node.run_dir) for node in plan.nodes}
     run = this_run(plan.recipe.name)
     lock = plan.folder / RUNS / f"{run.id}{RUN_LOCK}"
@@ -97,25 +116,36 @@ def reported(plan: Plan) -> Iterator[dict[str, Status]]:
         ends.enter_context(locked(lock))
         os.environ[HOLDER_ENV] = f"run {run.label} of {plan.recipe.name}, process {os.getpid()},"
         ends.callback(os.environ.pop, HOLDER_ENV)
-        record(plan, views_of(plan, statuses), run)  # so that `alignflow gc` keeps the stages of a run in progress
+        # so that `alignflow gc` keeps the stages of a run in progress
+        record(plan, views_of(plan, statuses), run)
         try:
             yield statuses
         except BaseException as error:
-            state = "interrupted" if not isinstance(error, Exception) else "gate failed" if isinstance(error, GateFailed) else "failed"
+            state = (
+                "interrupted"
+                if not isinstance(error, Exception)
+                else "gate failed"
+                if isinstance(error, GateFailed)
+                else "failed"
+            )
             try:
                 write_or_tell(plan, statuses, run, state)
             except Exception:  # must not replace the exception that ended the run
-                logging.getLogger(__name__).exception("the report of %s could not be written", plan.recipe.name)
+                logging.getLogger(__name__).exception(
+                    "the report of %s could not be written", plan.recipe.name
+                )
             raise
         waits = any(verdict.waits for node in plan.nodes for verdict in gates_of(node))
         page = write_or_tell(plan, statuses, run, "waits" if waits else "done")
     if page:
-        create_link_artifact(page.as_uri(), link_text=page.name, key="report", description=f"report of {plan.recipe.name}")
+        create_link_artifact(
+            page.as_uri(), link_text=page.name, key="report", description=f"report of {plan.recipe.name}"
+        )
 
 
 def write_or_tell(plan: Plan, statuses: dict[str, Status], run: RunRecord, state: str) -> Path | None:
-    """Writes the folder and the page as `write`. Returns None, and logs one sentence, when the disk takes no more: the stages are done
-    whether there is a page or not."""
+    """Writes the folder and the page as `write`. Returns None, and logs one sentence, when the disk takes no
+    more: the stages are done whether there is a page or not."""
     try:
         return write(plan, statuses, run, state)
     except Exception as error:
@@ -123,7 +153,10 @@ def write_or_tell(plan: Plan, statuses: dict[str, Status], run: RunRecord, state
         if problem is None:
             raise
         place = getattr(error, "filename", None) or plan.folder
-        told = "the page is not written, since %s cannot be written to: %s, then `alignflow report %s` writes it; the stages' results stand"
+        told = (
+            "the page is not written, since %s cannot be written to: %s, then `alignflow report %s` writes"
+            " it; the stages' results stand"
+        )
         logging.getLogger(__name__).error(told, place, problem, plan.folder)
     with suppress(OSError):
         record(plan, views_of(plan, statuses), run, state, time.time())
@@ -133,7 +166,8 @@ def write_or_tell(plan: Plan, statuses: dict[str, Status], run: RunRecord, state
 def write(plan: Plan, statuses: dict[str, Status], run: RunRecord | None = None, state: str = "") -> Path:
     """Writes the recipe's folder, and the page over all runs. Returns the page's path.
 
-    `run`: the one that ends now, in `state`; None: writes the pages only and keeps `run.json`, which `alignflow gc` reads.
+    `run`: the one that ends now, in `state`; None: writes the pages only and keeps `run.json`, which
+    `alignflow gc` reads.
     """
     views = views_of(plan, statuses)
     if run:
@@ -151,17 +185,28 @@ def write(plan: Plan, statuses: dict[str, Status], run: RunRecord | None = None,
 
 def views_of(plan: Plan, statuses: dict[str, Status]) -> list[StageView]:
     """Returns the stages of a plan as records of the report."""
-    return [StageView(node.name, node.kind, node.parents, node.run_dir, statuses[node.name], gates_of(node)) for node in plan.nodes]
+    return [
+        StageView(node.name, node.kind, node.parents, node.run_dir, statuses[node.name], gates_of(node))
+        for node in plan.nodes
+    ]
 
 
-def record(plan: Plan, views: list[StageView], run: RunRecord, state: str = "", ended: float | None = None) -> None:
-    """Writes the recipe, `run.json`, and the run's own file in `runs/` (runs/run_records.py), which later runs do not change."""
+def record(
+    plan: Plan, views: list[StageView], run: RunRecord, state: str = "", ended: float | None = None
+) -> None:
+    """Writes the recipe, `run.json`, and the run's own file in `runs/` (runs/run_records.py), which later
+    runs do not change."""
     (plan.folder / RUNS).mkdir(parents=True, exist_ok=True)
-    write_text(plan.folder / RECIPE, dump_recipe(recipe_of(beside(plan.recipe, Path.cwd(), absolute=True)[0])))
+    write_text(
+        plan.folder / RECIPE, dump_recipe(recipe_of(beside(plan.recipe, Path.cwd(), absolute=True)[0]))
+    )
     relative = [replace(view, run_dir=view.run_dir.relative_to(plan.artifacts)) for view in views]
     entry = run.model_dump(mode="json", exclude={"file", "id", "pinned"})
     entry |= {"state": state, "ended": ended, "stages": VIEWS.dump_python(relative, mode="json")}
-    write_text(plan.folder / RUNS / f"{run.id}.json", json.dumps(entry | {"config": plan.recipe.model_dump(mode="json")}, indent=2) + "\n")
+    write_text(
+        plan.folder / RUNS / f"{run.id}.json",
+        json.dumps(entry | {"config": plan.recipe.model_dump(mode="json")}, indent=2) + "\n",
+    )
     write_text(plan.folder / RUN, json.dumps(entry, indent=2) + "\n")
 
 
@@ -174,8 +219,13 @@ def rewrite(folder: Path) -> Path:
     try:
         recipe, views = _recorded(folder / RUN, artifacts)
     except (OSError, ValueError, LookupError, TypeError):
-        why = f"its {RUN} is damaged" if (folder / RUN).is_file() else f"it has no {RUN}, so no run wrote here"
-        raise ValueError(f"{folder}: {why}: give a recipe, the folder <artifacts>/<recipe> of one that has run, or <artifacts>") from None
+        why = (
+            f"its {RUN} is damaged" if (folder / RUN).is_file() else f"it has no {RUN}, so no run wrote here"
+        )
+        raise ValueError(
+            f"{folder}: {why}: give a recipe, the folder <artifacts>/<recipe> of one that has run, or"
+            " <artifacts>"
+        ) from None
     from evaluation.report.page import write_report
 
     page = write_report(folder, recipe, views)
@@ -184,12 +234,15 @@ def rewrite(folder: Path) -> Path:
 
 
 def rewrite_run(file: Path) -> Path:
-    """Writes the page of a run again, by its record in `runs/`. Returns its path. Raises ValueError when the record is damaged."""
+    """Writes the page of a run again, by its record in `runs/`. Returns its path. Raises ValueError when the
+    record is damaged."""
     artifacts = file.absolute().parents[2]
     try:
         recipe, views = _recorded(file, artifacts)
     except (OSError, ValueError, LookupError, TypeError):
-        raise ValueError(f"{file} cannot be read or names no stages: restore it, or give another run") from None
+        raise ValueError(
+            f"{file} cannot be read or names no stages: restore it, or give another run"
+        ) from None
     from evaluation.report.page import render
 
     page = file.with_suffix(PAGE)
@@ -201,7 +254,9 @@ def rewrite_run(file: Path) -> Path:
 def _recorded(file: Path, artifacts: Path) -> tuple[str, list[StageView]]:
     """Returns the recipe's name and the stages in the record of a run."""
     run = json.loads(file.read_text())
-    return run["recipe"], [replace(view, run_dir=artifacts / view.run_dir) for view in VIEWS.validate_python(run["stages"])]
+    return run["recipe"], [
+        replace(view, run_dir=artifacts / view.run_dir) for view in VIEWS.validate_python(run["stages"])
+    ]
 
 
 def statuses_of(folder: Path) -> dict[str, str]:

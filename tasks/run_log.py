@@ -13,11 +13,14 @@ from rlhf_core.runs.remote_files import StoreFault
 from rlhf_core.system.machine import MachineLacks, disk_problem
 from rlhf_core.system.processes import raised_by_us
 
-TOLD = StageFailed | GateFailed | ApprovalAwaited | SeveralFailed | StoreFault | MachineLacks | httpx.HTTPError
+TOLD = (
+    StageFailed | GateFailed | ApprovalAwaited | SeveralFailed | StoreFault | MachineLacks | httpx.HTTPError
+)
 # Prefect's last line of a run that failed with a ValueError, which repeats the sentence before it.
 REPEATED = re.compile(r"Finished in state Failed\(['\"]Flow run encountered an exception: ValueError")
 # Two more that repeat it: all of one logger's, and a line in the log of a deployment's run.
-ENGINE, OF_ENGINE = "prefect.engine", "Engine execution exited"
+ENGINE = "prefect.engine"
+OF_ENGINE = "Engine execution exited"
 
 
 def without_tracebacks() -> None:
@@ -27,10 +30,11 @@ def without_tracebacks() -> None:
 
 
 def shorten(record: logging.LogRecord) -> bool:
-    """Removes the traceback of failed stages, gates and servers, which have their own log or sentence; of wrong input and a full disk
-    nothing but their sentence stays.
+    """Removes the traceback of failed stages, gates and servers, which have their own log or sentence; of
+    wrong input and a full disk nothing but their sentence stays.
 
-    Returns False, which drops the record, for Prefect's messages about our hooks below warnings, and where the sentence is known.
+    Returns False, which drops the record, for Prefect's messages about our hooks below warnings, and where
+    the sentence is known.
     """
     if "ook 'notify_state'" in record.getMessage():
         return record.levelno > logging.INFO
@@ -43,9 +47,11 @@ def shorten(record: logging.LogRecord) -> bool:
     problem = None if isinstance(error, TOLD) else disk_problem(error)
     if problem:
         place = getattr(error, "filename", None) or "the artifacts folder"
-        record.msg, record.args = "%s cannot be written to: %s, then run again", (place, problem)
+        record.msg = "%s cannot be written to: %s, then run again"
+        record.args = (place, problem)
     elif isinstance(error, ValueError) and raised_by_us(error):
-        record.msg, record.args = "%s", (str(error),)
+        record.msg = "%s"
+        record.args = (str(error),)
     elif not isinstance(error, TOLD):
         return True
     record.exc_info = None

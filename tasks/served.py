@@ -1,7 +1,9 @@
-"""Loads the recipe of a run, and checks that a run of a deployment has the deployment's recipe, and more overrides of settings only.
+"""Loads the recipe of a run, and checks that a run of a deployment has the deployment's recipe, and more
+overrides of settings only.
 
-`alignflow serve` writes the deployments' parameters to a file and gives its path to their runs; no request to the API changes it.
-A worker of another Prefect server reads them from it: users who can change deployments there can run code, users who create runs cannot.
+`alignflow serve` writes the deployments' parameters to a file and gives its path to their runs; no request to
+the API changes it. A worker of another Prefect server reads them from it: users who can change deployments
+there can run code, users who create runs cannot.
 """
 
 from __future__ import annotations
@@ -30,7 +32,9 @@ SERVED_ENV = "ALIGNFLOW_SERVED"
 _loaded: dict[str, Recipe] = {}  # by flow run
 
 
-def recipe_of_run(given: object, overrides: object, run: UUID | str | None, deployment: UUID | str | None) -> Recipe:
+def recipe_of_run(
+    given: object, overrides: object, run: UUID | str | None, deployment: UUID | str | None
+) -> Recipe:
     """Returns the recipe of a flow run, as `own_recipe`. A process reads it once for each run."""
     if str(run) not in _loaded:
         _loaded[str(run)] = own_recipe(given, overrides, deployment)
@@ -40,15 +44,17 @@ def recipe_of_run(given: object, overrides: object, run: UUID | str | None, depl
 def own_recipe(given: object, overrides: object, deployment: UUID | str | None) -> Recipe:
     """Returns the recipe in a run's parameters. `deployment`: the run's, if it has one.
 
-    Raises ValueError for another recipe than the deployment's, before reading it, for an override of no setting, and as `given_recipe`.
+    Raises ValueError for another recipe than the deployment's, before reading it, for an override of no
+    setting, and as `given_recipe`.
     """
     if deployment is None:
         return given_recipe(given, overrides)
     own = _own_parameters(str(deployment))
     if given is None or given != own[0].get("recipe"):
         raise ValueError(
-            f"parameter recipe: a run of this deployment has the deployment's own recipe, {str(own[0].get('recipe'))[:200]}: leave the "
-            "parameter out, or make a deployment of the other recipe (`alignflow serve`)"
+            "parameter recipe: a run of this deployment has the deployment's own recipe,"
+            f" {str(own[0].get('recipe'))[:200]}: leave the parameter out, or make a deployment of the other"
+            " recipe (`alignflow serve`)"
         )
     texts = given_overrides(overrides)
     known = {override for parameters in own for override in parameters.get("overrides") or ()}
@@ -62,10 +68,14 @@ def own_recipe(given: object, overrides: object, deployment: UUID | str | None) 
 
 def _own_parameters(deployment: str) -> Sequence[Mapping[str, Any]]:
     """Returns a deployment's own parameters and those of its schedules."""
-    if place := os.environ.get(SERVED_ENV):
+    place = os.environ.get(SERVED_ENV)
+    if place:
         served = json.loads(Path(place).read_text())
         if deployment not in served:
-            raise ValueError("`alignflow serve` has not made this deployment: give it the recipe, and run the deployment that it makes")
+            raise ValueError(
+                "`alignflow serve` has not made this deployment: give it the recipe, and run the deployment"
+                " that it makes"
+            )
         return [served[deployment]]
     with get_client(sync_client=True) as client:
         found = client.read_deployment(UUID(deployment))
@@ -79,13 +89,15 @@ def require_settings(recipe: Recipe, overrides: Sequence[str]) -> None:
         for keys in [[key] for key, _ in top] + [keys for keys, _ in nested]:
             if not _is_setting(recipe if top else recipe.stages, keys, f"override {'.'.join(keys)}"):
                 raise ValueError(
-                    f"override {'.'.join(keys)}: a run of a deployment may set numbers, switches and choices that hold no path, code or "
-                    "trust; write this field into the recipe, or give the override to the deployment (`alignflow serve RECIPE OVERRIDE`)"
+                    f"override {'.'.join(keys)}: a run of a deployment may set numbers, switches and choices"
+                    " that hold no path, code or trust; write this field into the recipe, or give the"
+                    " override to the deployment (`alignflow serve RECIPE OVERRIDE`)"
                 )
 
 
 def _is_setting(here: Any, keys: Sequence[str], where: str) -> bool:
-    """Whether the field that the keys lead to, the last one of a record on the way, holds nothing but plain values."""
+    """Whether the field that the keys lead to, the last one of a record on the way, holds nothing but plain
+    values."""
     setting = False
     for key in keys:
         parts = _parts(here)
@@ -108,12 +120,16 @@ def _parts(here: Any) -> dict[str, Any]:
 
 
 def _is_plain(annotation: Any) -> bool:
-    """Whether a field's values are numbers, booleans, choices of a Literal or an Enum, None, or tuples of such."""
-    origin, parts = typing.get_origin(annotation), typing.get_args(annotation)
+    """Whether a field's values are numbers, booleans, choices of a Literal or an Enum, None, or tuples of
+    such."""
+    origin = typing.get_origin(annotation)
+    parts = typing.get_args(annotation)
     if origin is typing.Literal:
         return True
     if origin is typing.Annotated:
         return _is_plain(parts[0])
     if origin in (typing.Union, types.UnionType, tuple):
         return all(_is_plain(part) for part in parts if part is not Ellipsis)
-    return annotation in (int, float, bool, types.NoneType) or (isinstance(annotation, type) and issubclass(annotation, Enum))
+    return annotation in (int, float, bool, types.NoneType) or (
+        isinstance(annotation, type) and issubclass(annotation, Enum)
+    )

@@ -1,9 +1,11 @@
-"""A Prefect server in a process of its own, run by this file: loaded while the command does other things, and told later to begin.
+"""A Prefect server in a process of its own, run by this file: loaded while the command does other things, and
+told later to begin.
 
-Prefect's own class for such a server takes two seconds to import, since it imports the whole server; importing this file takes nothing of
-Prefect. Until the process is told to begin it has touched nothing, so it can be killed without harm, and it ends when the command does.
-It has a process group of its own, so Ctrl-C in a terminal does not reach it: the command ends it, after its own last words.
-The API asks for an auth string. A request for another host (DNS rebinding) or from another server's page is refused before Prefect has it.
+Prefect's own class for such a server takes two seconds to import, since it imports the whole server;
+importing this file takes nothing of Prefect. Until the process is told to begin it has touched nothing, so it
+can be killed without harm, and it ends when the command does. It has a process group of its own, so Ctrl-C in
+a terminal does not reach it: the command ends it, after its own last words. The API asks for an auth string.
+A request for another host (DNS rebinding) or from another server's page is refused before Prefect has it.
 `alignflow serve` runs its server by this file too.
 """
 
@@ -27,18 +29,22 @@ import httpx
 LOOPBACK = "127.0.0.1"
 MOST_CONNECTIONS = 1000
 STOP_SECONDS = 5.0  # between TERM and KILL, as Prefect has it
-POLL_SECONDS, ANSWER_SECONDS = 0.05, 5.0
-MODE = {"PREFECT_UI_ENABLED": "0", "PREFECT__SERVER_EPHEMERAL": "1", "PREFECT__SERVER_FINAL": "1"}  # as Prefect starts one
+POLL_SECONDS = 0.05
+ANSWER_SECONDS = 5.0
+# as Prefect starts one
+MODE = {"PREFECT_UI_ENABLED": "0", "PREFECT__SERVER_EPHEMERAL": "1", "PREFECT__SERVER_FINAL": "1"}
 AUTH = "PREFECT_API_AUTH_STRING"  # where Prefect's clients find it
 
 
 def command(descriptor: int, hosts: Sequence[str] = ()) -> list[str]:
-    """Of the process: `descriptor` is its bound socket, `hosts` names of this machine besides localhost and the address of a connection."""
+    """Of the process: `descriptor` is its bound socket, `hosts` names of this machine besides localhost and
+    the address of a connection."""
     return [sys.executable, "-P", __file__, str(descriptor), *hosts]
 
 
 def protected(auth: str, origin: str) -> dict[str, str]:
-    """The environment by which Prefect's server asks for an auth string and admits its own pages alone. No command line shows it."""
+    """The environment by which Prefect's server asks for an auth string and admits its own pages alone. No
+    command line shows it."""
     return {"PREFECT_SERVER_API_AUTH_STRING": auth, "PREFECT_SERVER_API_CORS_ALLOWED_ORIGINS": origin}
 
 
@@ -52,7 +58,8 @@ def tell(process: subprocess.Popen[bytes]) -> None:
 def answers(process: subprocess.Popen[bytes], api: str, seconds: float) -> bool:
     """Waits until the process answers at `api`; returns False when it ends, or does not answer in time."""
     end = time.monotonic() + seconds
-    no_certificates = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)  # it answers plain HTTP, and loading certificates would take a while
+    # it answers plain HTTP, and loading certificates would take a while
+    no_certificates = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     with httpx.Client(timeout=ANSWER_SECONDS, trust_env=False, verify=no_certificates) as client:
         while process.poll() is None and time.monotonic() < end:
             with contextlib.suppress(httpx.TransportError):
@@ -63,7 +70,8 @@ def answers(process: subprocess.Popen[bytes], api: str, seconds: float) -> bool:
 
 
 class ServerProcess:
-    """The process and its address. `running`: it was told to begin and has not been stopped; `begun`: it was told so once."""
+    """The process and its address. `running`: it was told to begin and has not been stopped; `begun`: it was
+    told so once."""
 
     def __init__(self) -> None:
         self.server_process: subprocess.Popen[bytes] | None = None
@@ -76,16 +84,21 @@ class ServerProcess:
         return f"http://{LOOPBACK}:{self._port}/api"
 
     def prepare(self) -> None:
-        """Starts the process, which loads and waits. It inherits its socket, which listens: nobody else can get the port, and with it
-        the auth string. OSError when there is none."""
+        """Starts the process, which loads and waits. It inherits its socket, which listens: nobody else can
+        get the port, and with it the auth string. OSError when there is none."""
         if not self._port:
             atexit.register(self.stop)
-        kept = {name: value for name, value in os.environ.items() if name not in ("PREFECT_API_URL", AUTH)}  # its own, when started again
+        # its own, when started again
+        kept = {name: value for name, value in os.environ.items() if name not in ("PREFECT_API_URL", AUTH)}
         with socket.create_server((LOOPBACK, self._port)) as listener:
             self._port = listener.getsockname()[1]
             environment = kept | MODE | protected(self.auth, f"http://{LOOPBACK}:{self._port}")
             self.server_process = subprocess.Popen(
-                command(listener.fileno()), stdin=subprocess.PIPE, env=environment, pass_fds=[listener.fileno()], process_group=0
+                command(listener.fileno()),
+                stdin=subprocess.PIPE,
+                env=environment,
+                pass_fds=[listener.fileno()],
+                process_group=0,
             )
 
     def begin(self) -> None:
@@ -97,17 +110,23 @@ class ServerProcess:
         tell(self.server_process)
 
     def start(self, seconds: float) -> None:
-        """Begins, unless it has, and waits until it answers. RuntimeError when its process ends or does not answer in time."""
+        """Begins, unless it has, and waits until it answers. RuntimeError when its process ends or does not
+        answer in time."""
         if not self.running:
             self.begin()
         assert self.server_process is not None
         if not answers(self.server_process, self.api_url, seconds):
             self.stop()
-            raise RuntimeError(f"Prefect's temporary server at {self.api_url} ended, or did not answer within {seconds:.0f} s")
+            raise RuntimeError(
+                f"Prefect's temporary server at {self.api_url} ended, or did not answer within"
+                f" {seconds:.0f} s"
+            )
 
     def stop(self) -> None:
         """Ends the process: at once while it has begun nothing, else as Prefect does."""
-        process, begun, self.running = self.server_process, self.running, False
+        process = self.server_process
+        begun = self.running
+        self.running = False
         if process is None or process.poll() is not None:
             return
         if begun:
@@ -125,7 +144,8 @@ ours = ServerProcess()
 
 @contextlib.contextmanager
 def prepared() -> Iterator[None]:
-    """Prepares this process's temporary server, unless the environment names one. A block that did not start it leaves none."""
+    """Prepares this process's temporary server, unless the environment names one. A block that did not start
+    it leaves none."""
     if not os.environ.get("PREFECT_API_URL"):
         with contextlib.suppress(OSError):  # Prefect says what is wrong when a flow needs one
             ours.prepare()
@@ -140,7 +160,8 @@ Application = Callable[[dict[str, Any], Any, Any], Awaitable[None]]
 
 
 def own_only(application: Application, hosts: Sequence[str]) -> Application:
-    """An ASGI application that refuses requests for other hosts (400), and those that a page of another origin makes (403)."""
+    """An ASGI application that refuses requests for other hosts (400), and those that a page of another
+    origin makes (403)."""
     from starlette.responses import PlainTextResponse
 
     async def checked(scope: dict[str, Any], receive: Any, send: Any) -> None:
@@ -156,7 +177,8 @@ def own_only(application: Application, hosts: Sequence[str]) -> Application:
 
 
 def refusal(headers: Sequence[tuple[bytes, bytes]], hosts: Sequence[str]) -> tuple[int, str] | None:
-    """Status and sentence for a request that is not for one of `hosts`, or not from a page of the same host and port; None for others."""
+    """Status and sentence for a request that is not for one of `hosts`, or not from a page of the same host
+    and port; None for others."""
     asked = [value.decode("latin-1").lower() for name, value in headers if name == b"host"]
     origins = [value.decode("latin-1").lower() for name, value in headers if name == b"origin"]
     if len(asked) != 1 or asked[0].partition(":")[0] not in {host.lower() for host in hosts}:
@@ -167,7 +189,8 @@ def refusal(headers: Sequence[tuple[bytes, bytes]], hosts: Sequence[str]) -> tup
 
 
 def main(descriptor: int, hosts: Sequence[str]) -> None:
-    """The process itself: loads, waits for a byte on its standard input, and serves on the socket it was given. Without one it ends."""
+    """The process itself: loads, waits for a byte on its standard input, and serves on the socket it was
+    given. Without one it ends."""
     gc.disable()  # while loading, which makes nothing but what stays: a fifth of its time
     import uvicorn
     from prefect.server.api.server import create_app
@@ -176,7 +199,9 @@ def main(descriptor: int, hosts: Sequence[str]) -> None:
         return own_only(create_app(), hosts)
 
     # h11 reads at most 64 KiB of headers; uvicorn's other parser keeps all of them in memory.
-    config = uvicorn.Config(app, factory=True, log_level="error", lifespan="on", http="h11", limit_concurrency=MOST_CONNECTIONS)
+    config = uvicorn.Config(
+        app, factory=True, log_level="error", lifespan="on", http="h11", limit_concurrency=MOST_CONNECTIONS
+    )
     config.load()
     gc.freeze()
     gc.enable()

@@ -1,8 +1,10 @@
-"""Lets the stages of one run at a time work on a machine: the run takes the machine's slot, the stages of other runs wait for it.
+"""Lets the stages of one run at a time work on a machine: the run takes the machine's slot, the stages of
+other runs wait for it.
 
-The slot is a global concurrency limit of the Prefect server, named by ALIGNFLOW_LIMIT; `alignflow serve` makes it and sets the variable.
-Without the variable there is no limit. Stages of one run that work side by side share the slot: flows/schedule.py decides what fits on
-the machine. A slot is freed when the last of them ends, or a minute after its run was killed with -9.
+The slot is a global concurrency limit of the Prefect server, named by ALIGNFLOW_LIMIT; `alignflow serve`
+makes it and sets the variable. Without the variable there is no limit. Stages of one run that work side by
+side share the slot: flows/schedule.py decides what fits on the machine. A slot is freed when the last of them
+ends, or a minute after its run was killed with -9.
 """
 
 from __future__ import annotations
@@ -18,20 +20,27 @@ from prefect.concurrency.sync import concurrency
 from rlhf_core.runs.allotment import check_stop
 
 LIMIT_ENV = "ALIGNFLOW_LIMIT"
-LEASE_SECONDS, END_SECONDS = 60.0, 10.0
+LEASE_SECONDS = 60.0
+END_SECONDS = 10.0
 
 
 class Slot:
-    """A slot of a limit, taken and freed by a thread of its own: a wait for the server in the stage's thread could not be ended."""
+    """A slot of a limit, taken and freed by a thread of its own: a wait for the server in the stage's thread
+    could not be ended."""
 
     def __init__(self, name: str):
-        self._name, self._error = name, list[Exception]()
-        self._taken, self._given_back = threading.Event(), threading.Event()
-        self._thread = threading.Thread(target=copy_context().run, args=(self._hold,), name=f"slot of {name}", daemon=True)
+        self._name = name
+        self._error = list[Exception]()
+        self._taken = threading.Event()
+        self._given_back = threading.Event()
+        self._thread = threading.Thread(
+            target=copy_context().run, args=(self._hold,), name=f"slot of {name}", daemon=True
+        )
         self._thread.start()
 
     def wait(self) -> None:
-        """Waits until the slot is taken. Raises Stopped as `check_stop`, and what Prefect raises when there is no such limit."""
+        """Waits until the slot is taken. Raises Stopped as `check_stop`, and what Prefect raises when there
+        is no such limit."""
         while not self._taken.wait(1.0):
             check_stop()
         if self._error:
@@ -45,7 +54,9 @@ class Slot:
 
     def _hold(self) -> None:
         try:
-            with concurrency(self._name, strict=True, lease_duration=LEASE_SECONDS, raise_on_lease_renewal_failure=False):
+            with concurrency(
+                self._name, strict=True, lease_duration=LEASE_SECONDS, raise_on_lease_renewal_failure=False
+            ):
                 self._taken.set()
                 self._given_back.wait()
         except Exception as error:
@@ -57,12 +68,14 @@ class SharedSlot:
     """The slot of this process: taken for its first stage, freed after its last one."""
 
     def __init__(self) -> None:
-        self._turn, self._stages = threading.Lock(), 0
+        self._turn = threading.Lock()
+        self._stages = 0
         self._slot: Slot | None = None
 
     @contextmanager
     def held(self, name: str) -> Iterator[None]:
-        """Holds the slot until the block ends. When the server fails meanwhile, the stage continues. Raises as `Slot.wait`."""
+        """Holds the slot until the block ends. When the server fails meanwhile, the stage continues. Raises
+        as `Slot.wait`."""
         while not self._turn.acquire(timeout=1.0):
             check_stop()  # another stage of this run waits for the slot
         try:
@@ -94,7 +107,8 @@ _shared = SharedSlot()
 @contextmanager
 def machine() -> Iterator[None]:
     """Holds the machine's slot for a stage until the block ends, where there is a limit."""
-    if name := os.environ.get(LIMIT_ENV):
+    name = os.environ.get(LIMIT_ENV)
+    if name:
         with _shared.held(name):
             yield
     else:

@@ -1,8 +1,10 @@
-"""Runs a stage as a Prefect task: in its own process, with its log forwarded and its results shown as artifacts.
+"""Runs a stage as a Prefect task: in its own process, with its log forwarded and its results shown as
+artifacts.
 
-Called directly, or submitted to the flow's task runner, in whose threads stages run side by side. Only the main thread gets the signal
-that cancels a flow: what waits in another thread calls `check_stop` (rlhf_core/runs/allotment.py), and then ends the stage's processes.
-Prefect's result cache is off: a stage is done when its run directory has a complete `result.json`.
+Called directly, or submitted to the flow's task runner, in whose threads stages run side by side. Only the
+main thread gets the signal that cancels a flow: what waits in another thread calls `check_stop`
+(rlhf_core/runs/allotment.py), and then ends the stage's processes. Prefect's result cache is off: a stage is
+done when its run directory has a complete `result.json`.
 """
 
 from __future__ import annotations
@@ -36,12 +38,14 @@ from tasks.slots import machine
 from tasks.store import fetch_stage, states_uploaded, upload_stage
 from tasks.temporary_server import keep_server
 
-RETRIES, RETRY_DELAY_SECONDS = 1, 5
+RETRIES = 1
+RETRY_DELAY_SECONDS = 5
 LINES_PER_SECOND = 20
 
 
 def can_retry(task: Any, task_run: Any, state: Any) -> bool:
-    """Returns whether Prefect should retry: after a crash, from which the stage resumes; not after wrong input or a signal to stop."""
+    """Returns whether Prefect should retry: after a crash, from which the stage resumes; not after wrong
+    input or a signal to stop."""
     error = state.result(raise_on_failure=False)
     return isinstance(error, StageFailed) and error.can_retry
 
@@ -56,10 +60,11 @@ def can_retry(task: Any, task_run: Any, state: Any) -> bool:
     persist_result=False,
 )
 def run_stage(request: StageRequest, run_dir: Path, store: Store | None = None) -> Literal["done", "skipped"]:
-    """Runs one stage unless it is done, here or in the store; copies its result to the store. Waits while another run works on it.
+    """Runs one stage unless it is done, here or in the store; copies its result to the store. Waits while
+    another run works on it.
 
-    Raises StageFailed when its process ends without a result or as `require_unchanged`, StoreFault when the store cannot be used,
-    MachineLacks as `RunDir.wait`, Stopped as `check_stop`.
+    Raises StageFailed when its process ends without a result or as `require_unchanged`, StoreFault when the
+    store cannot be used, MachineLacks as `RunDir.wait`, Stopped as `check_stop`.
     """
     check_stop()  # a retry begins here, seconds after the crash
     logger = get_run_logger()
@@ -87,19 +92,27 @@ def run_stage(request: StageRequest, run_dir: Path, store: Store | None = None) 
 
 
 def require_unchanged(request: StageRequest, digests: Digests) -> None:
-    """Raises StageFailed when a file that decides the result is not what it was when the run was planned, and named its directory: the
-    stage would go on from a resume state with other data, or be found done by whoever has the old one."""
-    if changed := [path for path, content in request.contents.items() if digests.of(Path(path)) != content]:
-        told = f"{', '.join(changed)}: changed since the run was planned; run again, and the stage gets a directory of its own"
+    """Raises StageFailed when a file that decides the result is not what it was when the run was planned, and
+    named its directory: the stage would go on from a resume state with other data, or be found done by
+    whoever has the old one."""
+    changed = [path for path, content in request.contents.items() if digests.of(Path(path)) != content]
+    if changed:
+        told = (
+            f"{', '.join(changed)}: changed since the run was planned; run again, and the stage gets a"
+            " directory of its own"
+        )
         raise StageFailed(request.name, WRONG_INPUT, (told,))
 
 
 class Throttle:
-    """Forwards at most LINES_PER_SECOND lines a second, and logs how many it left out (the log file has all)."""
+    """Forwards at most LINES_PER_SECOND lines a second, and logs how many it left out (the log file has
+    all)."""
 
     def __init__(self, log: Callable[[str], None]):
         self._log = log
-        self._start, self._passed, self._left_out = time.monotonic(), 0, 0
+        self._start = time.monotonic()
+        self._passed = 0
+        self._left_out = 0
 
     def __call__(self, line: str) -> None:
         if not line.strip():
@@ -107,7 +120,9 @@ class Throttle:
         if time.monotonic() - self._start >= 1:
             if self._left_out:
                 self._log(f"({self._left_out} lines more are in log.txt)")
-            self._start, self._passed, self._left_out = time.monotonic(), 0, 0
+            self._start = time.monotonic()
+            self._passed = 0
+            self._left_out = 0
         if self._passed < LINES_PER_SECOND:
             self._passed += 1
             self._log(line)
@@ -116,28 +131,37 @@ class Throttle:
 
 
 def show(result: StageResult, run_dir: Path) -> None:
-    """Creates the artifacts of a finished stage: metrics, outputs, curves, data report, and the tables of evaluations."""
+    """Creates the artifacts of a finished stage: metrics, outputs, curves, data report, and the tables of
+    evaluations."""
     key = artifact_key(result.name)
     title = f"{result.name} ({result.stage}, {result.seconds:.0f} s)"
     texts = {"metrics": f"## {title}\n\n{table(('metric', 'value'), sorted(result.metrics.items()))}"}
     if (run_dir / DATA_REPORT).is_file():
         texts["data"] = (run_dir / DATA_REPORT).read_text()
     if "report" in result.outputs:
-        if report := EvalReport.read(run_dir / result.outputs["report"] / "eval.json"):
+        report = EvalReport.read(run_dir / result.outputs["report"] / "eval.json")
+        if report:
             texts["win-rates"] = evaluation_table(report)
-        if tax := TaxReport.read(run_dir / result.outputs["report"] / TAX):
+        tax = TaxReport.read(run_dir / result.outputs["report"] / TAX)
+        if tax:
             texts["tax"] = tax_table(tax)
-        if regression := RegressionReport.read(run_dir / result.outputs["report"] / REGRESSION):
+        regression = RegressionReport.read(run_dir / result.outputs["report"] / REGRESSION)
+        if regression:
             texts["regression"] = regression_table(regression)
-        if calibration := CalibrationReport.read(run_dir / result.outputs["report"] / CALIBRATION):
+        calibration = CalibrationReport.read(run_dir / result.outputs["report"] / CALIBRATION)
+        if calibration:
             texts["calibration"] = calibration_tables(calibration)
     for name, text in texts.items():
         create_markdown_artifact(text, key=f"{key}-{name}", description=f"{name} of {title}")
     for name, path in result.outputs.items():
         create_link_artifact(
-            (run_dir / path).resolve().as_uri(), link_text=path, key=f"{key}-{artifact_key(name)}", description=f"{name} of {title}"
+            (run_dir / path).resolve().as_uri(),
+            link_text=path,
+            key=f"{key}-{artifact_key(name)}",
+            description=f"{name} of {title}",
         )
-    if picture := curves(result, run_dir):
+    picture = curves(result, run_dir)
+    if picture:
         create_image_artifact(picture, key=f"{key}-curves", description=f"curves of {title}")
 
 
@@ -160,7 +184,17 @@ def tax_table(report: TaxReport) -> str:
     rows = []
     for row in report.main:
         interval = None if row.ci_low is None else f"{row.ci_low:+.3f} to {row.ci_high:+.3f}"
-        rows.append((row.task, row.metric, row.model, f"{row.baseline_value:.3f}", f"{row.value:.3f}", f"{row.tax:+.3f}", interval))
+        rows.append(
+            (
+                row.task,
+                row.metric,
+                row.model,
+                f"{row.baseline_value:.3f}",
+                f"{row.value:.3f}",
+                f"{row.tax:+.3f}",
+                interval,
+            )
+        )
     header = ("task", "metric", "model", "before", "after", "lost", "95 % interval")
     return f"Lost against {report.baseline}.\n\n{table(header, rows)}"
 
@@ -174,7 +208,14 @@ def evaluation_table(report: EvalReport) -> str:
     """Returns the win rates of a report as a markdown table."""
     rows = []
     for rate in report.win_rates:
-        won, interval, right = f"{rate.win_rate:.3f}", f"{rate.ci_low:.3f} - {rate.ci_high:.3f}", report.right.get(rate.model)
-        rows.append((rate.model, rate.judge, won, interval, rate.counted, None if right is None else f"{right:.3f}"))
+        won = f"{rate.win_rate:.3f}"
+        interval = f"{rate.ci_low:.3f} - {rate.ci_high:.3f}"
+        right = report.right.get(rate.model)
+        rows.append(
+            (rate.model, rate.judge, won, interval, rate.counted, None if right is None else f"{right:.3f}")
+        )
     header = ("model", "judge", "win rate", "95 % interval", "counted", "right")
-    return f"Against {report.baseline}; {report.judge} decides; a tie counts as half a win.\n\n{table(header, rows)}"
+    return (
+        f"Against {report.baseline}; {report.judge} decides; a tie counts as half a"
+        f" win.\n\n{table(header, rows)}"
+    )

@@ -22,9 +22,11 @@ WAIT_SECONDS = 20.0  # for a copy in progress when the stage ends or is cancelle
 
 
 def fetch_stage(store: Store, run: RunDir, request: StageRequest, log: Callable[..., None]) -> None:
-    """Fetches a stage that is not done here: its result, else, if there is no local one, its newest resume state.
+    """Fetches a stage that is not done here: its result, else, if there is no local one, its newest resume
+    state.
 
-    Does nothing when another process holds the run directory's lock; the stage's own process waits for it. Raises StoreFault.
+    Does nothing when another process holds the run directory's lock; the stage's own process waits for it.
+    Raises StoreFault.
     """
     try:
         with run.locked(wait_seconds=1):  # whoever looks whether it is locked holds it for a moment
@@ -39,7 +41,8 @@ def fetch_stage(store: Store, run: RunDir, request: StageRequest, log: Callable[
 
 
 def fetch_parents(planned: Plan, nodes: Sequence[Node]) -> None:
-    """Fetches the missing results of the stages that `nodes` depend on, directly or not. Raises StoreFault."""
+    """Fetches the missing results of the stages that `nodes` depend on, directly or not. Raises
+    StoreFault."""
     store = store_of(planned.recipe)
     for node in planned.ancestors(nodes) if store else ():
         if store and not node.done:
@@ -47,7 +50,8 @@ def fetch_parents(planned: Plan, nodes: Sequence[Node]) -> None:
 
 
 def upload_stage(store: Store, run: RunDir, log: Callable[..., None]) -> None:
-    """Copies a finished stage to the store, unless it is there, and removes its resume states there. Raises StoreFault."""
+    """Copies a finished stage to the store, unless it is there, and removes its resume states there. Raises
+    StoreFault."""
     if store.put(run):
         log("%s was copied to %s", run.path.name, store.files.url)
     store.put_approval(run)
@@ -56,8 +60,11 @@ def upload_stage(store: Store, run: RunDir, log: Callable[..., None]) -> None:
 
 
 @contextmanager
-def states_uploaded(store: Store | None, run: RunDir, warn: Callable[..., None], every: float = EVERY_SECONDS) -> Iterator[None]:
-    """Copies the newest resume state again and again while the block runs, and the last one when the stage crashes.
+def states_uploaded(
+    store: Store | None, run: RunDir, warn: Callable[..., None], every: float = EVERY_SECONDS
+) -> Iterator[None]:
+    """Copies the newest resume state again and again while the block runs, and the last one when the stage
+    crashes.
 
     A failed copy only gives a warning, and none the first time when the stage has a newer state by then.
     """
@@ -66,7 +73,9 @@ def states_uploaded(store: Store | None, run: RunDir, warn: Callable[..., None],
     if store is None or not store.checkpoints:
         yield
         return
-    copied, failed, ended = "", 0, threading.Event()
+    copied = ""
+    failed = 0
+    ended = threading.Event()
 
     def copy_newest() -> None:
         nonlocal copied, failed
@@ -75,7 +84,8 @@ def states_uploaded(store: Store | None, run: RunDir, warn: Callable[..., None],
             state = latest(run)
             if state is not None and state.folder.name != copied:
                 store.put_state(run, state.folder.name)
-                copied, failed = state.folder.name, 0
+                copied = state.folder.name
+                failed = 0
         except (StoreFault, OSError) as error:
             failed += 1
             if state and (_is_needed(run, state) or (failed > 1 and run.result() is None)):
@@ -100,7 +110,8 @@ def states_uploaded(store: Store | None, run: RunDir, warn: Callable[..., None],
 
 
 def _is_needed(run: RunDir, state: Resume) -> bool:
-    """Returns whether a state is the newest of a stage without a result; one that is done removes its states."""
+    """Returns whether a state is the newest of a stage without a result; one that is done removes its
+    states."""
     if run.result() is not None:
         return False
     try:

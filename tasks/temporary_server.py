@@ -1,7 +1,8 @@
-"""Prefect's temporary server, beside a flow that was given no other: started again when it ends before the flow.
+"""Prefect's temporary server, beside a flow that was given no other: started again when it ends before the
+flow.
 
-It only notes what happens, but a run without it tries for minutes to note its end, and then fails. It is one of our own
-(`server_process.py`), which asks for an auth string and is there sooner than Prefect's.
+It only notes what happens, but a run without it tries for minutes to note its end, and then fails. It is one
+of our own (`server_process.py`), which asks for an auth string and is there sooner than Prefect's.
 """
 
 from __future__ import annotations
@@ -29,15 +30,18 @@ from rlhf_core.system import orphan_watcher
 from tasks.fresh_database import lay_database
 from tasks.server_process import AUTH, ours
 
-POLL_SECONDS, RESTARTS = 0.5, 3
-_turn, _over = threading.Lock(), threading.Event()
+POLL_SECONDS = 0.5
+RESTARTS = 3
+_turn = threading.Lock()
+_over = threading.Event()
 _ended: list[int] = []  # exit codes of servers that were replaced
 
 
 def start_server() -> None:
     """Starts this process's own server and has Prefect use it; does nothing where a server is named.
 
-    Raises MachineLacks when it does not start: Prefect would try its own for ever when, say, the database cannot be opened.
+    Raises MachineLacks when it does not start: Prefect would try its own for ever when, say, the database
+    cannot be opened.
     """
     if ours.begun and os.environ.get("PREFECT_API_URL") == ours.api_url:  # a second flow of this process
         keep_server()
@@ -50,15 +54,16 @@ def start_server() -> None:
     lay_database()
     with contextlib.suppress(OSError):  # it is tried once more below
         ours.begin()
-    from evaluation.report import page  # noqa: F401  (two seconds to import, at the end of every run: here the server needs that time)
+    # Two seconds to import, at the end of every run: here the server needs that time.
+    from evaluation.report import page  # noqa: F401
 
     try:
         ours.start(_start_seconds())
     except (OSError, RuntimeError):
         raise MachineLacks(
-            f"Prefect's temporary server ended, or did not answer within {_start_seconds()} s (what it said stands above): look at its "
-            f"database in {PREFECT_HOME.value()}; on a slow machine raise PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS; or start a "
-            "server and set PREFECT_API_URL"
+            f"Prefect's temporary server ended, or did not answer within {_start_seconds()} s (what it said"
+            f" stands above): look at its database in {PREFECT_HOME.value()}; on a slow machine raise"
+            " PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS; or start a server and set PREFECT_API_URL"
         ) from None
     os.environ.update({"PREFECT_API_URL": ours.api_url, AUTH: ours.auth})
     os.environ.setdefault("PREFECT_UI_URL", "")  # it has no pages to link to
@@ -68,7 +73,8 @@ def start_server() -> None:
 
 
 class OwnServerFlow(Flow[..., Any]):
-    """A flow whose call starts this process's own server where none is named: the one that Prefect would start answers anybody."""
+    """A flow whose call starts this process's own server where none is named: the one that Prefect would
+    start answers anybody."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         start_server()
@@ -76,8 +82,13 @@ class OwnServerFlow(Flow[..., Any]):
 
 
 def without_heartbeats() -> AbstractContextManager[object]:
-    """Beside this process's own server, which nobody watches, a flow in the block sends none: at its end they would cost half a second."""
-    return temporary_settings({PREFECT_FLOWS_HEARTBEAT_FREQUENCY: None}) if ours.running else contextlib.nullcontext()
+    """Beside this process's own server, which nobody watches, a flow in the block sends none: at its end they
+    would cost half a second."""
+    return (
+        temporary_settings({PREFECT_FLOWS_HEARTBEAT_FREQUENCY: None})
+        if ours.running
+        else contextlib.nullcontext()
+    )
 
 
 def _watch() -> None:
@@ -86,14 +97,22 @@ def _watch() -> None:
 
 
 def keep_server() -> None:
-    """Starts this process's own server again, at its address and with its database, when it has ended; three times at most. Returns when
-    it answers: a client that is made while there is none would fail at once."""
+    """Starts this process's own server again, at its address and with its database, when it has ended; three
+    times at most. Returns when it answers: a client that is made while there is none would fail at once."""
     with _turn:
         process = ours.server_process
-        if not ours.begun or process is None or process.poll() is None or len(_ended) == RESTARTS or _over.is_set():
+        if (
+            not ours.begun
+            or process is None
+            or process.poll() is None
+            or len(_ended) == RESTARTS
+            or _over.is_set()
+        ):
             return
         _ended.append(process.returncode)
-        get_logger("alignflow").warning("Prefect's temporary server ended with code %d: it is started again", process.returncode)
+        get_logger("alignflow").warning(
+            "Prefect's temporary server ended with code %d: it is started again", process.returncode
+        )
         ours.running = False
         with contextlib.suppress(OSError, RuntimeError):
             ours.start(_start_seconds())

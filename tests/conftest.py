@@ -1,4 +1,5 @@
-"""What every test gets: no network, no phoning home, few threads, fixed seeds, and a home of its own for caches and databases.
+"""What every test gets: no network, no phoning home, few threads, fixed seeds, and a home of its own for
+caches and databases.
 
 The environment is set at import, before any test module imports a library that reads it once.
 """
@@ -44,7 +45,14 @@ import_module("rlhf_core.cluster")  # sets what Ray reads at its import; some te
 os.environ.setdefault("MPLBACKEND", "Agg")
 if not Path("/dev/nvidiactl").exists():
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
-for secret in ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "WANDB_API_KEY", "OPENAI_API_KEY", "PREFECT_API_KEY", "PREFECT_API_URL"):
+for secret in (
+    "HF_TOKEN",
+    "HUGGING_FACE_HUB_TOKEN",
+    "WANDB_API_KEY",
+    "OPENAI_API_KEY",
+    "PREFECT_API_KEY",
+    "PREFECT_API_URL",
+):
     os.environ.pop(secret, None)
 
 # The same examples on every machine and every day; a slow machine is not a failure.
@@ -71,14 +79,22 @@ def pytest_collection() -> Iterator[Any]:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--checked", default="", help="folders whose tests are left out but for slow ones: `make check` runs them")
+    parser.addoption(
+        "--checked",
+        default="",
+        help="folders whose tests are left out but for slow ones: `make check` runs them",
+    )
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """The longest first; without what `--checked` leaves out."""
     checked = tuple(config.getoption("--checked").split())
-    items[:] = [item for item in items if not item.nodeid.startswith(checked) or item.get_closest_marker("slow")]
-    items.sort(key=lambda item: next((i for i, start in enumerate(LONG) if item.nodeid.startswith(start)), len(LONG)))
+    items[:] = [
+        item for item in items if not item.nodeid.startswith(checked) or item.get_closest_marker("slow")
+    ]
+    items.sort(
+        key=lambda item: next((i for i, start in enumerate(LONG) if item.nodeid.startswith(start)), len(LONG))
+    )
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -99,7 +115,12 @@ def material(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The demo's base model and a twentieth of its data, made by the demo's own script."""
     out = tmp_path_factory.mktemp("demo") / "material"
     script = Path(__file__).parents[1] / "deployments" / "demo" / "make_material.py"
-    subprocess.run([sys.executable, str(script), "--out", str(out), "--scale", "0.05"], check=True, timeout=120, stdin=subprocess.DEVNULL)
+    subprocess.run(
+        [sys.executable, str(script), "--out", str(out), "--scale", "0.05"],
+        check=True,
+        timeout=120,
+        stdin=subprocess.DEVNULL,
+    )
     return out
 
 
@@ -116,6 +137,7 @@ def _seeded() -> Iterator[None]:
     random.seed(SEED)
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed(SEED)
-    if torch := sys.modules.get("torch"):
+    torch = sys.modules.get("torch")
+    if torch:
         torch.manual_seed(SEED)
     yield

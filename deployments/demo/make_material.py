@@ -1,19 +1,22 @@
-"""Makes everything the demo learns from: `python deployments/demo/make_material.py --out DIR [--seed 0] [--scale 1.0]`.
+"""Makes everything the demo learns from: `python deployments/demo/make_material.py --out DIR [--seed 0]
+[--scale 1.0]`.
 
-    base/                        a random decoder of about a million parameters, its tokenizer and chat template
+    base/                        a random decoder of about a million parameters, its tokenizer and chat
+    template
     sft.jsonl, sft_heldout.jsonl                    messages (one or two turns)
     preferences.jsonl, preferences_heldout.jsonl    prompt, chosen, rejected
     prompts.jsonl                                   prompt, for PPO and iterative DPO
     questions.jsonl                                 uid, category, prompt, answer: the held-out test set
-    manifest.json                                   seed, scale, digests of this script and its phrases, sizes and digests of the files
+    manifest.json                                   seed, scale, digests of this script and its phrases, sizes
+    and digests of the files
 
-The tasks are plain English instructions with one right answer: copy, reverse or sort the digits of a number, name its first or
-last digit, count the digits, add two small numbers. Digits, because Qwen2's splitting rule makes each of them one token.
-An answer is right when it equals `answer` after whitespace is normalised.
-A good assistant gives the bare answer. Most of the SFT answers are not like that: they guess and hedge, refuse, or wrap the
-answer in chatter. SFT imitates this mixture; the preferences say which part of it people want.
-No prompt of a held-out file occurs in any other file. The same seed and scale give the same bytes.
-There is no pretraining here: the base model is random, so that SFT in a minute of CPU time has to teach it everything.
+The tasks are plain English instructions with one right answer: copy, reverse or sort the digits of a number,
+name its first or last digit, count the digits, add two small numbers. Digits, because Qwen2's splitting rule
+makes each of them one token. An answer is right when it equals `answer` after whitespace is normalised. A
+good assistant gives the bare answer. Most of the SFT answers are not like that: they guess and hedge, refuse,
+or wrap the answer in chatter. SFT imitates this mixture; the preferences say which part of it people want. No
+prompt of a held-out file occurs in any other file. The same seed and scale give the same bytes. There is no
+pretraining here: the base model is random, so that SFT in a minute of CPU time has to teach it everything.
 """
 
 from __future__ import annotations
@@ -80,10 +83,13 @@ def draw(rng: random.Random, category: str) -> Exercise:
     """A random exercise of a category."""
     wording = rng.choice(WORDINGS[category])
     if category == "sum":
-        a, b = rng.randint(1, 9), rng.randint(1, 9)
+        a = rng.randint(1, 9)
+        b = rng.randint(1, 9)
         wrong = rng.choice([n for n in range(max(2, a + b - 2), a + b + 3) if n != a + b])
         return Exercise(category, wording.format(a, b), str(a + b), str(wrong))
-    digits = "".join(rng.sample("0123456789", rng.randint(2, 7) if category == "count" else rng.randint(3, 4)))
+    digits = "".join(
+        rng.sample("0123456789", rng.randint(2, 7) if category == "count" else rng.randint(3, 4))
+    )
     answer = solve(category, digits)
     return Exercise(category, wording.format(digits), answer, _slip(rng, category, digits, answer))
 
@@ -102,7 +108,8 @@ def solve(category: str, digits: str) -> str:
 
 
 def _slip(rng: random.Random, category: str, digits: str, answer: str) -> str:
-    """A wrong answer as a careless person would give it: another digit, a miscount, two digits swapped, one lost or replaced."""
+    """A wrong answer as a careless person would give it: another digit, a miscount, two digits swapped, one
+    lost or replaced."""
     if category in ("first", "last"):
         return rng.choice([digit for digit in digits if digit != answer])
     if category == "count":
@@ -152,11 +159,20 @@ def make_rows(seed: int, scale: float) -> dict[str, list[dict[str, Any]]]:
                 taken.add(exercise.prompt)
             row: dict[str, Any]
             if name == "questions":
-                row = {"uid": f"q{number:04d}", "category": exercise.category, "prompt": exercise.prompt, "answer": exercise.answer}
+                row = {
+                    "uid": f"q{number:04d}",
+                    "category": exercise.category,
+                    "prompt": exercise.prompt,
+                    "answer": exercise.answer,
+                }
             elif name == "prompts":
                 row = {"prompt": exercise.prompt}
             elif name.startswith("preferences"):
-                row = {"prompt": exercise.prompt, "chosen": exercise.answer, "rejected": respond(rng, exercise, REJECTED_MODES)}
+                row = {
+                    "prompt": exercise.prompt,
+                    "chosen": exercise.answer,
+                    "rejected": respond(rng, exercise, REJECTED_MODES),
+                }
             else:
                 turns = [exercise] if rng.random() >= TWO_TURNS else [exercise, next(exercises)]
                 if name in HELD_OUT:
@@ -173,7 +189,8 @@ def _turn(rng: random.Random, exercise: Exercise) -> list[dict[str, str]]:
 
 def write_base(folder: Path, seed: int) -> None:
     """The random base model with its tokenizer, as transformers saves them."""
-    os.environ.setdefault("DS_ACCELERATOR", "cpu")  # else DeepSpeed, which transformers imports, warns that it finds no GPU
+    # else DeepSpeed, which transformers imports, warns that it finds no GPU
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")
     # Imported here: material that is already complete is recognised without paying for these.
     import torch
     from safetensors.torch import save_file
@@ -182,17 +199,26 @@ def write_base(folder: Path, seed: int) -> None:
 
     # transformers rebuilds a tokenizer found beside a Qwen2 config with Qwen2's splitting rule and its
     # `<|endoftext|>`, so it is trained with that very rule, and that token is its padding, as in Qwen2.
-    rule = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+    rule = (
+        r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}|"
+        r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+    )
     bpe = Tokenizer(models.BPE())
     bpe.normalizer = normalizers.NFC()
     bpe.pre_tokenizer = pre_tokenizers.Sequence(
-        [pre_tokenizers.Split(Regex(rule), "isolated"), pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
+        [
+            pre_tokenizers.Split(Regex(rule), "isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
     )
     bpe.decoder = decoders.ByteLevel()
     special = ["<|endoftext|>", "<|end|>", "<|system|>", "<|user|>", "<|assistant|>"]
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     bpe.train_from_iterator(
-        _corpus(), trainers.BpeTrainer(vocab_size=VOCABULARY, special_tokens=special, initial_alphabet=alphabet, show_progress=False)
+        _corpus(),
+        trainers.BpeTrainer(
+            vocab_size=VOCABULARY, special_tokens=special, initial_alphabet=alphabet, show_progress=False
+        ),
     )
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=bpe,
@@ -213,7 +239,8 @@ def write_base(folder: Path, seed: int) -> None:
         num_attention_heads=4,  # heads of 32: the smallest that vLLM's CPU attention has
         num_key_value_heads=4,
         max_position_embeddings=512,
-        # RoPE base 100, not 10000: these texts are short, and with faster angles positions are learned in fewer steps.
+        # RoPE base 100, not 10000: these texts are short, and with faster angles positions are learned in
+        # fewer steps.
         rope_parameters={"rope_type": "default", "rope_theta": 100.0},
         tie_word_embeddings=True,
         initializer_range=0.05,
@@ -222,8 +249,14 @@ def write_base(folder: Path, seed: int) -> None:
         bos_token_id=None,
     )
     model = Qwen2ForCausalLM(config)
-    generation = GenerationConfig(do_sample=True, temperature=1.0, pad_token_id=tokenizer.pad_token_id, eos_token_id=tokenizer.eos_token_id)
-    config.architectures, config.dtype = [type(model).__name__], model.dtype
+    generation = GenerationConfig(
+        do_sample=True,
+        temperature=1.0,
+        pad_token_id=tokenizer.pad_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+    )
+    config.architectures = [type(model).__name__]
+    config.dtype = model.dtype
     config.save_pretrained(folder)
     generation.save_pretrained(folder)
     # `model.save_pretrained` would import DeepSpeed, which takes seconds, and write the same file.
@@ -234,7 +267,9 @@ def write_base(folder: Path, seed: int) -> None:
 
 def _corpus() -> list[str]:
     """The words of the tasks, often enough that each becomes one token."""
-    return [re.sub(r"\{.*?\}", "", phrase) for phrase in itertools.chain(*WORDINGS.values(), *TEXTS.values())] * 2
+    return [
+        re.sub(r"\{.*?\}", "", phrase) for phrase in itertools.chain(*WORDINGS.values(), *TEXTS.values())
+    ] * 2
 
 
 def make(out: Path, seed: int = 0, scale: float = 1.0) -> bool:
@@ -245,7 +280,11 @@ def make(out: Path, seed: int = 0, scale: float = 1.0) -> bool:
     """
     wanted = {"seed": seed, "scale": scale, "script": _sha256(Path(__file__)), "phrases": _sha256(PHRASES)}
     found = _manifest(out)
-    if found is not None and _complete(out, found) and all(found.get(key) == value for key, value in wanted.items()):
+    if (
+        found is not None
+        and _complete(out, found)
+        and all(found.get(key) == value for key, value in wanted.items())
+    ):
         return False
     if found is None and out.exists() and not (out.is_dir() and not any(out.iterdir())):
         raise ValueError(f"{out} exists and is not demo material: remove it, or name another folder")
@@ -256,8 +295,12 @@ def make(out: Path, seed: int = 0, scale: float = 1.0) -> bool:
         for name, rows in make_rows(seed, scale).items():
             (made / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
         write_base(made / "base", seed)
-        files = {file.relative_to(made).as_posix(): file for file in sorted(made.rglob("*")) if file.is_file()}
-        listed = {name: {"size": file.stat().st_size, "sha256": _sha256(file)} for name, file in files.items()}
+        files = {
+            file.relative_to(made).as_posix(): file for file in sorted(made.rglob("*")) if file.is_file()
+        }
+        listed = {
+            name: {"size": file.stat().st_size, "sha256": _sha256(file)} for name, file in files.items()
+        }
         (made / "manifest.json").write_text(json.dumps({**wanted, "files": listed}, indent=2) + "\n")
         if out.exists():
             os.rename(out, Path(temporary) / "old")
@@ -271,7 +314,11 @@ def _manifest(out: Path) -> dict[str, Any] | None:
         manifest = json.loads((out / "manifest.json").read_text())
     except (OSError, ValueError):
         return None
-    return manifest if isinstance(manifest, dict) and {"seed", "scale", "script", "files"} <= set(manifest) else None
+    return (
+        manifest
+        if isinstance(manifest, dict) and {"seed", "scale", "script", "files"} <= set(manifest)
+        else None
+    )
 
 
 def _complete(out: Path, manifest: dict[str, Any]) -> bool:

@@ -1,4 +1,5 @@
-"""Builds the parts that manifests share: the pod of a node that trains, the Ray cluster of such pods, and Prefect's job template."""
+"""Builds the parts that manifests share: the pod of a node that trains, the Ray cluster of such pods, and
+Prefect's job template."""
 
 from __future__ import annotations
 
@@ -10,8 +11,13 @@ NODE = {"alignflow/part": "node"}  # label of pods that train; 60-network.yaml n
 
 
 def pod(v: Values, name: str, command: list[str] | None = None) -> dict[str, Any]:
-    """Returns a pod with all GPUs of a node, the shared volume at /artifacts, and /dev/shm in memory (Ray's object store, NCCL)."""
-    size: dict[str, Any] = {"cpu": v.cpus_per_node, "memory": f"{v.memory_gib}Gi", "nvidia.com/gpu": v.gpus_per_node}
+    """Returns a pod with all GPUs of a node, the shared volume at /artifacts, and /dev/shm in memory (Ray's
+    object store, NCCL)."""
+    size: dict[str, Any] = {
+        "cpu": v.cpus_per_node,
+        "memory": f"{v.memory_gib}Gi",
+        "nvidia.com/gpu": v.gpus_per_node,
+    }
     if v.rdma.count:
         size[v.rdma.resource] = v.rdma.count
     capabilities = {"drop": ["ALL"], **({"add": ["IPC_LOCK"]} if v.rdma.count else {})}  # RDMA pins memory
@@ -23,7 +29,10 @@ def pod(v: Values, name: str, command: list[str] | None = None) -> dict[str, Any
         "env": environment(v),
         "resources": {"limits": size, "requests": dict(size)},
         "securityContext": {"allowPrivilegeEscalation": False, "capabilities": capabilities},
-        "volumeMounts": [{"name": "artifacts", "mountPath": "/artifacts"}, {"name": "shm", "mountPath": "/dev/shm"}],
+        "volumeMounts": [
+            {"name": "artifacts", "mountPath": "/artifacts"},
+            {"name": "shm", "mountPath": "/dev/shm"},
+        ],
     }
     return {
         "securityContext": {"runAsNonRoot": True, "runAsUser": 1000, "runAsGroup": 1000, "fsGroup": 1000},
@@ -37,9 +46,13 @@ def pod(v: Values, name: str, command: list[str] | None = None) -> dict[str, Any
 
 
 def environment(v: Values) -> list[dict[str, Any]]:
-    """Returns the environment variables of a trainer; secrets by reference, and optional, so that a pod starts without them."""
+    """Returns the environment variables of a trainer; secrets by reference, and optional, so that a pod
+    starts without them."""
     plain = {"HF_HOME": "/artifacts/hub", "RAY_USAGE_STATS_ENABLED": "0", "VLLM_NO_USAGE_STATS": "1", **v.env}
-    secret = {name: {"secretKeyRef": {"name": source.secret, "key": source.key, "optional": True}} for name, source in v.secrets.items()}
+    secret = {
+        name: {"secretKeyRef": {"name": source.secret, "key": source.key, "optional": True}}
+        for name, source in v.secrets.items()
+    }
     return [{"name": name, "value": value} for name, value in plain.items()] + [
         {"name": name, "valueFrom": source} for name, source in secret.items()
     ]
@@ -47,7 +60,8 @@ def environment(v: Values) -> list[dict[str, Any]]:
 
 def ray_cluster(v: Values) -> dict[str, Any]:
     """Returns a Ray cluster: a head that also trains, and a worker for each further node."""
-    gpus, labels = {"num-gpus": str(v.gpus_per_node)}, {"labels": NODE}
+    gpus = {"num-gpus": str(v.gpus_per_node)}
+    labels = {"labels": NODE}
     head = {"metadata": labels, "spec": pod(v, "ray-head")}
     spec: dict[str, Any] = {
         "authOptions": {"mode": "token"},  # KubeRay makes the token and gives it to the pods
@@ -56,39 +70,59 @@ def ray_cluster(v: Values) -> dict[str, Any]:
     if v.nodes > 1:
         count = {"replicas": v.nodes - 1, "minReplicas": v.nodes - 1, "maxReplicas": v.nodes - 1}
         spec["workerGroupSpecs"] = [
-            {"groupName": "gpu", **count, "rayStartParams": gpus, "template": {"metadata": labels, "spec": pod(v, "ray-worker")}}
+            {
+                "groupName": "gpu",
+                **count,
+                "rayStartParams": gpus,
+                "template": {"metadata": labels, "spec": pod(v, "ray-worker")},
+            }
         ]
     return spec
 
 
 def numbered_pod(v: Values, service: str, job: str, command: list[str]) -> dict[str, Any]:
-    """Returns a pod of an Indexed Job with the number of nodes, the host of node 0 and Ray's token in its environment, for ray-node.sh."""
+    """Returns a pod of an Indexed Job with the number of nodes, the host of node 0 and Ray's token in its
+    environment, for ray-node.sh."""
     ray = {"RAY_NODES": str(v.nodes), "RAY_HEAD_HOST": f"{job}-0.{service}"}
     token = {"RAY_AUTH_TOKEN": SecretKey(secret="alignflow-ray", key="token")}
     return pod(v.model_copy(update={"env": v.env | ray, "secrets": v.secrets | token}), "node", command)
 
 
 def work_pool(v: Values) -> dict[str, Any]:
-    """Returns the base job template of Prefect's Kubernetes pool: a flow run is a Job of one node, whose size a deployment can change.
+    """Returns the base job template of Prefect's Kubernetes pool: a flow run is a Job of one node, whose size
+    a deployment can change.
 
     Image, command, environment and namespace are fixed, so that a run cannot choose its code.
     """
     spec = pod(v, "prefect-job")
     (container,) = spec["containers"]
-    # The flow resumes by running again, not by a pod that restarts under it. Prefect demands the two counts here.
+    # The flow resumes by running again, not by a pod that restarts under it. Prefect demands the two counts
+    # here.
     spec |= {"restartPolicy": "Never", "parallelism": 1, "completions": 1}
-    resources = dict(container["resources"]["limits"]) | {"cpu": "{{ cpus }}", "memory": "{{ memory }}", "nvidia.com/gpu": "{{ gpus }}"}
+    resources = dict(container["resources"]["limits"]) | {
+        "cpu": "{{ cpus }}",
+        "memory": "{{ memory }}",
+        "nvidia.com/gpu": "{{ gpus }}",
+    }
     container["resources"] = {"limits": resources, "requests": dict(resources)}
     labels = {"labels": "{{ labels }}"}
     job = {
         "apiVersion": "batch/v1",
         "kind": "Job",
         "metadata": {**labels, "namespace": v.namespace, "generateName": "{{ name }}-"},
-        "spec": {"backoffLimit": 0, "ttlSecondsAfterFinished": "{{ finished_job_ttl }}", "template": {"metadata": labels, "spec": spec}},
+        "spec": {
+            "backoffLimit": 0,
+            "ttlSecondsAfterFinished": "{{ finished_job_ttl }}",
+            "template": {"metadata": labels, "spec": spec},
+        },
     }
     fields = ("labels", "name", "job_watch_timeout_seconds", "pod_watch_timeout_seconds", "stream_output")
     return {
-        "job_configuration": {**{field: f"{{{{ {field} }}}}" for field in fields}, "namespace": v.namespace, "job_manifest": job},
+        "job_configuration": {
+            **{field: f"{{{{ {field} }}}}" for field in fields},
+            "namespace": v.namespace,
+            "job_manifest": job,
+        },
         "variables": {"type": "object", "properties": _variables(v), "additionalProperties": False},
     }
 

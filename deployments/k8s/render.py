@@ -1,7 +1,7 @@
 """Renders the manifests of `templates/` for a cluster of a given size.
 
-python deployments/k8s/render.py --nodes 4 --gpus-per-node 8 --out build/k8s
-Values come from `values.yaml` (or --values FILE), then from the flags. Nothing is applied: look at the files, then `kubectl apply -f`.
+python deployments/k8s/render.py --nodes 4 --gpus-per-node 8 --out build/k8s Values come from `values.yaml`
+(or --values FILE), then from the flags. Nothing is applied: look at the files, then `kubectl apply -f`.
 """
 
 from __future__ import annotations
@@ -23,15 +23,21 @@ HERE = Path(__file__).parent
 
 
 def read_values(path: Path, **flags: object) -> Values:
-    """Reads the values of a file; flags override them. Raises ValueError: one sentence (a line) for each mistake."""
+    """Reads the values of a file; flags override them. Raises ValueError: one sentence (a line) for each
+    mistake."""
     try:
         raw = yaml.safe_load(path.read_text()) or {}
     except (OSError, yaml.YAMLError) as error:
         raise ValueError(f"values {path}: {error}; give a YAML file with values") from None
     try:
-        return Values.model_validate({**raw, **{name: value for name, value in flags.items() if value is not None}})
+        return Values.model_validate(
+            {**raw, **{name: value for name, value in flags.items() if value is not None}}
+        )
     except ValidationError as error:
-        problems = [f"values {path}: {'.'.join(map(str, item['loc']))}: {item['msg']}; correct it" for item in error.errors()]
+        problems = [
+            f"values {path}: {'.'.join(map(str, item['loc']))}: {item['msg']}; correct it"
+            for item in error.errors()
+        ]
         raise ValueError("\n".join(problems)) from None
 
 
@@ -39,12 +45,22 @@ def render(values: Values) -> dict[str, str]:
     """Returns the text of every manifest by file name."""
     loader = jinja2.FileSystemLoader(HERE / "templates")
     environment = jinja2.Environment(
-        loader=loader, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True, autoescape=False
+        loader=loader,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        autoescape=False,
     )
     environment.filters["block"] = block
-    shared = {"v": values, "numbered_pod": numbered_pod, "ray_cluster": ray_cluster, "work_pool": json.dumps(work_pool(values), indent=2)}
+    shared = {
+        "v": values,
+        "numbered_pod": numbered_pod,
+        "ray_cluster": ray_cluster,
+        "work_pool": json.dumps(work_pool(values), indent=2),
+    }
     return {
-        name.removesuffix(".j2"): environment.get_template(name).render(**shared) + "\n" for name in sorted(environment.list_templates())
+        name.removesuffix(".j2"): environment.get_template(name).render(**shared) + "\n"
+        for name in sorted(environment.list_templates())
     }
 
 

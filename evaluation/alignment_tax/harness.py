@@ -1,7 +1,8 @@
 """Loads lm-eval's tasks, runs them against a local vLLM server, and converts the results to our records.
 
-lm-eval is imported only when there is something to measure. It sends token ids of the checkpoint's own tokenizer to the server's
-completions endpoint, so that prompts and log-probs are those of the model; BOS comes first if the tokenizer adds it.
+lm-eval is imported only when there is something to measure. It sends token ids of the checkpoint's own
+tokenizer to the server's completions endpoint, so that prompts and log-probs are those of the model; BOS
+comes first if the tokenizer adds it.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ from rlhf_core.data.chat import load_tokenizer
 from rlhf_core.recipe.sentences import unknown
 from rlhf_core.rollout.server import Server
 
-SAME_MEAN = 1e-6  # tolerance: a metric that is the mean of its documents' values can be compared document by document
+# tolerance: a metric that is the mean of its documents' values can be compared document by document
+SAME_MEAN = 1e-6
 
 
 class Measured(NamedTuple):
@@ -31,7 +33,8 @@ class Measured(NamedTuple):
 
 
 class Tasks:
-    """The tasks of a recipe, loaded once before any server starts. `leaves` maps each task or group to the names of its single tasks.
+    """The tasks of a recipe, loaded once before any server starts. `leaves` maps each task or group to the
+    names of its single tasks.
 
     The constructor raises ValueError when a task is unknown or its data cannot be loaded.
     """
@@ -42,16 +45,21 @@ class Tasks:
         if not trust_code:
             close_templates()
         local = all(map(is_path, tasks))
-        self.manager = TaskManager(include_defaults=not local)  # indexing lm-eval's own tasks takes ten seconds
+        # indexing lm-eval's own tasks takes ten seconds
+        self.manager = TaskManager(include_defaults=not local)
         self.specs = [self._spec(task, trust_code) for task in tasks]
-        self.leaves = {task_name(task): self._load(task, spec) for task, spec in zip(tasks, self.specs, strict=True)}
+        self.leaves = {
+            task_name(task): self._load(task, spec) for task, spec in zip(tasks, self.specs, strict=True)
+        }
 
     def _spec(self, task: str, trust_code: bool) -> str | dict[str, Any]:
         if not is_path(task):
             known = self.manager.all_tasks
             if task not in known:
                 what = unknown(task, known, "task")
-                raise ValueError(f"tasks: {what if len(what) < 300 else f'lm-eval knows no task {task!r}; `lm-eval ls tasks` lists all'}")
+                if len(what) >= 300:
+                    what = f"lm-eval knows no task {task!r}; `lm-eval ls tasks` lists all"
+                raise ValueError(f"tasks: {what}")
             return task
         from lm_eval.tasks._yaml_loader import load_yaml
 
@@ -59,8 +67,8 @@ class Tasks:
         spec: dict[str, Any] = load_yaml(file) | {"task": task_name(task)}
         if not trust_code and (foreign := _foreign_metrics(spec)):
             raise ValueError(
-                f"tasks: lm-eval has no metric {', '.join(foreign)}, and would run code of the Hub for it: correct metric_list in "
-                f"{task}, or set trust_task_code: true"
+                f"tasks: lm-eval has no metric {', '.join(foreign)}, and would run code of the Hub for it:"
+                f" correct metric_list in {task}, or set trust_task_code: true"
             )
         arguments = dict(spec.get("dataset_kwargs") or {})
         if "data_files" in arguments:
@@ -72,23 +80,29 @@ class Tasks:
             return list(self.manager.load([copy.deepcopy(spec)])["tasks"])
         except ModuleNotFoundError:
             raise
-        except Exception as error:  # of datasets, the Hub's client, the network, Jinja, ...: each becomes one sentence
+        except (
+            Exception
+        ) as error:  # of datasets, the Hub's client, the network, Jinja, ...: each becomes one sentence
             why = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
             if is_path(task):
                 raise ValueError(f"tasks: {task} cannot be loaded ({why}): correct the file") from error
             raise ValueError(
-                f"tasks: the data of {task} cannot be loaded ({why}): lm-eval takes it from the Hub, so this machine must reach the Hub or "
-                f"have it in its cache; a task YAML with local data_files needs neither"
+                f"tasks: the data of {task} cannot be loaded ({why}): lm-eval takes it from the Hub, so this"
+                " machine must reach the Hub or have it in its cache; a task YAML with local data_files"
+                " needs neither"
             ) from error
 
 
 def close_templates() -> None:
-    """Makes lm-eval evaluate the Jinja templates of tasks in Jinja's sandbox: else one reaches all of Python."""
+    """Makes lm-eval evaluate the Jinja templates of tasks in Jinja's sandbox: else one reaches all of
+    Python."""
     from jinja2.sandbox import SandboxedEnvironment
     from lm_eval import utils
 
     own = utils.env
-    utils.env = SandboxedEnvironment(loader=own.loader, undefined=own.undefined, keep_trailing_newline=own.keep_trailing_newline)
+    utils.env = SandboxedEnvironment(
+        loader=own.loader, undefined=own.undefined, keep_trailing_newline=own.keep_trailing_newline
+    )
     utils.env.filters |= own.filters
 
 
@@ -98,22 +112,36 @@ def _foreign_metrics(spec: Mapping[str, Any]) -> list[str]:
     from lm_eval.api.registry import metric_registry
 
     entries = [entry for entry in spec.get("metric_list") or [] if isinstance(entry, dict)]
-    return [str(entry.get("metric")) for entry in entries if entry.get("hf_evaluate") or entry.get("metric") not in metric_registry]
+    return [
+        str(entry.get("metric"))
+        for entry in entries
+        if entry.get("hf_evaluate") or entry.get("metric") not in metric_registry
+    ]
 
 
 def measure(
-    name: str, served: LocalModel, server: Server, tasks: Tasks, config: AlignmentTax, seed: int, trust_remote_code: bool
+    name: str,
+    served: LocalModel,
+    server: Server,
+    tasks: Tasks,
+    config: AlignmentTax,
+    seed: int,
+    trust_remote_code: bool,
 ) -> Measured:
     """Runs all tasks on the model that `server` serves.
 
-    Raises ValueError when the recipe sets chat_template and the tokenizer has none, ServerFailed when the server has died.
+    Raises ValueError when the recipe sets chat_template and the tokenizer has none, ServerFailed when the
+    server has died.
     """
     import lm_eval
     from lm_eval.models.openai_completions import LocalCompletionsAPI
 
     tokenizer = load_tokenizer(served.path, trust_remote_code)
     if config.chat_template and tokenizer.chat_template is None:
-        raise ValueError(f"chat_template is set, and the tokenizer of {name} has none: leave it out, or name chat models only")
+        raise ValueError(
+            f"chat_template is set, and the tokenizer of {name} has none: leave it out, or name chat models"
+            " only"
+        )
     starts = tokenizer("a").input_ids[:1] == [tokenizer.bos_token_id]
     model = LocalCompletionsAPI(
         base_url=f"{server.url}/completions",
@@ -150,11 +178,15 @@ def measure(
         raise
     assert found is not None
     scores = scores_of(found, tasks.leaves)
-    return Measured(ModelScores(model=name, identity=served.identity, tasks=scores, lm_eval=lm_eval.__version__), rows_of(found["samples"]))
+    return Measured(
+        ModelScores(model=name, identity=served.identity, tasks=scores, lm_eval=lm_eval.__version__),
+        rows_of(found["samples"]),
+    )
 
 
 def scores_of(found: Mapping[str, Any], leaves: Mapping[str, Sequence[str]]) -> dict[str, TaskScores]:
-    """Converts lm-eval's results, by task; a group has the metrics that all of its tasks have, averaged over all documents."""
+    """Converts lm-eval's results, by task; a group has the metrics that all of its tasks have, averaged over
+    all documents."""
     scores = {}
     for task, names in leaves.items():
         parts = [_leaf(name, found) for name in names]
@@ -170,21 +202,33 @@ def rows_of(samples: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[dict[str
     rows = []
     for task, found in samples.items():
         for sample in found:
-            shown = {"task": task, "doc_id": sample["doc_id"], "filter": sample["filter"], "prompt": _first(sample["arguments"])}
+            shown = {
+                "task": task,
+                "doc_id": sample["doc_id"],
+                "filter": sample["filter"],
+                "prompt": _first(sample["arguments"]),
+            }
             values = {metric: _number(sample.get(metric)) for metric in sample["metrics"]}
-            rows.append(shown | {"target": sample["target"], "response": sample["filtered_resps"], "metrics": values})
+            rows.append(
+                shown | {"target": sample["target"], "response": sample["filtered_resps"], "metrics": values}
+            )
     return rows
 
 
 def _leaf(name: str, found: Mapping[str, Any]) -> TaskScores:
-    result, samples = found["results"][name], found["samples"][name]
+    result = found["results"][name]
+    samples = found["samples"][name]
     better = found["higher_is_better"].get(name, {})
     metrics = {}
     for key, value in result.items():
         metric, comma, filtered = key.partition(",")
         if not comma or metric.endswith("_stderr") or _number(value) is None:
             continue
-        values = {f"{name}/{s['doc_id']}/{s['doc_hash'][:16]}": _number(s.get(metric)) for s in samples if s["filter"] == filtered}
+        values = {
+            f"{name}/{s['doc_id']}/{s['doc_hash'][:16]}": _number(s.get(metric))
+            for s in samples
+            if s["filter"] == filtered
+        }
         known = {document: number for document, number in values.items() if number is not None}
         is_mean = len(known) == len(values) > 0 and abs(fmean(known.values()) - value) < SAME_MEAN
         metrics[key] = Score(
@@ -199,10 +243,14 @@ def _leaf(name: str, found: Mapping[str, Any]) -> TaskScores:
 def _pooled(scores: Sequence[Score], sizes: Sequence[int]) -> Score:
     total = sum(sizes)
     errors = [score.stderr for score in scores]
-    variance = sum((size * error) ** 2 for size, error in zip(sizes, errors, strict=True) if error is not None)
+    variance = sum(
+        (size * error) ** 2 for size, error in zip(sizes, errors, strict=True) if error is not None
+    )
     documents: dict[str, float] | None = {}
     for score in scores:
-        documents = documents | score.documents if documents is not None and score.documents is not None else None
+        documents = (
+            documents | score.documents if documents is not None and score.documents is not None else None
+        )
     return Score(
         value=sum(size * score.value for size, score in zip(sizes, scores, strict=True)) / total,
         stderr=None if None in errors else math.sqrt(variance) / total,
@@ -212,7 +260,8 @@ def _pooled(scores: Sequence[Score], sizes: Sequence[int]) -> Score:
 
 
 def _number(value: Any) -> float | None:
-    """Returns a finite number (lm-eval's numpy scalars and booleans count), None for 'N/A', lists and missing values."""
+    """Returns a finite number (lm-eval's numpy scalars and booleans count), None for 'N/A', lists and missing
+    values."""
     try:
         number = float(value)
     except (TypeError, ValueError):

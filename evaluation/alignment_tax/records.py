@@ -6,7 +6,8 @@ from rlhf_core.records import Frozen
 
 
 class Score(Frozen):
-    """One metric of one task. `documents` maps each document to its value if `value` is their mean, else None."""
+    """One metric of one task. `documents` maps each document to its value if `value` is their mean, else
+    None."""
 
     value: float
     stderr: float | None
@@ -15,14 +16,16 @@ class Score(Frozen):
 
 
 class TaskScores(Frozen):
-    """A task or group: its metrics by `metric,filter` in lm-eval's order (the first is the main one), and its number of documents."""
+    """A task or group: its metrics by `metric,filter` in lm-eval's order (the first is the main one), and its
+    number of documents."""
 
     metrics: dict[str, Score]
     documents: int
 
 
 class ModelScores(Frozen):
-    """All tasks of one model, by the recipe's name of the task. `identity`: digest of its files (`served_models.identity_of`)."""
+    """All tasks of one model, by the recipe's name of the task. `identity`: digest of its files
+    (`served_models.identity_of`)."""
 
     model: str
     identity: str

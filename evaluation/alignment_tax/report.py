@@ -1,4 +1,5 @@
-"""Computes each model's loss against the baseline on each task, with intervals. Torch-free; does not import lm-eval."""
+"""Computes each model's loss against the baseline on each task, with intervals. Torch-free; does not import
+lm-eval."""
 
 from __future__ import annotations
 
@@ -16,9 +17,9 @@ Z95 = 1.959964
 
 
 class Loss(Frozen):
-    """`tax`: what a model lost, baseline minus model, or model minus baseline where less is better. `paired`: its 95 % interval is a
-    bootstrap over the documents that both models answered; else it combines the two standard errors as independent (None: lm-eval gave
-    none)."""
+    """`tax`: what a model lost, baseline minus model, or model minus baseline where less is better. `paired`:
+    its 95 % interval is a bootstrap over the documents that both models answered; else it combines the two
+    standard errors as independent (None: lm-eval gave none)."""
 
     tax: float
     ci_low: float | None
@@ -27,7 +28,8 @@ class Loss(Frozen):
 
 
 class TaxRow(Loss):
-    """One metric of one task on one model, and on the baseline. `main`: the task's first metric, which gates and the chart use."""
+    """One metric of one task on one model, and on the baseline. `main`: the task's first metric, which gates
+    and the chart use."""
 
     task: str
     metric: str
@@ -64,7 +66,8 @@ def compare(baseline: ModelScores, model: ModelScores, resamples: int, seed: int
         before = baseline.tasks[task]
         shared = [metric for metric in scores.metrics if metric in before.metrics]
         for metric in shared:
-            one, other = before.metrics[metric], scores.metrics[metric]
+            one = before.metrics[metric]
+            other = scores.metrics[metric]
             rows.append(
                 TaxRow(
                     task=task,
@@ -86,8 +89,14 @@ def loss_of(baseline: Score, model: Score, resamples: int, seed: int) -> Loss:
     """Returns baseline minus model (model minus baseline where less is better), with a 95 % interval."""
     sign = 1.0 if model.higher_is_better else -1.0
     lost = sign * (baseline.value - model.value)
-    if baseline.documents is not None and model.documents is not None and baseline.documents.keys() == model.documents.keys():
-        differences = [(name, sign * (value - model.documents[name]), 1.0) for name, value in baseline.documents.items()]
+    if (
+        baseline.documents is not None
+        and model.documents is not None
+        and baseline.documents.keys() == model.documents.keys()
+    ):
+        differences = [
+            (name, sign * (value - model.documents[name]), 1.0) for name, value in baseline.documents.items()
+        ]
         low, high = interval(sums_of(differences), resamples, seed)
         return Loss(tax=lost, ci_low=low, ci_high=high, paired=True)
     if baseline.stderr is None or model.stderr is None:
@@ -97,15 +106,25 @@ def loss_of(baseline: Score, model: Score, resamples: int, seed: int) -> Loss:
 
 
 def tax_metrics(report: TaxReport) -> dict[str, float]:
-    """Returns `tax/<task>/<model>`, its interval, `score/<task>/<model>`; `tax/<task>` and `tax_low/<task>` are the maximum over models."""
+    """Returns `tax/<task>/<model>`, its interval, `score/<task>/<model>`; `tax/<task>` and `tax_low/<task>`
+    are the maximum over models."""
     found: dict[str, float] = {}
     for row in report.main:
         about = {"tax": row.tax, "tax_low": row.ci_low, "tax_high": row.ci_high, "score": row.value}
-        found |= {f"{name}/{row.task}/{row.model}": value for name, value in about.items() if value is not None}
-        found |= {f"score/{row.task}/{report.baseline}": row.baseline_value, f"documents/{row.task}": float(row.documents)}
+        found |= {
+            f"{name}/{row.task}/{row.model}": value for name, value in about.items() if value is not None
+        }
+        found |= {
+            f"score/{row.task}/{report.baseline}": row.baseline_value,
+            f"documents/{row.task}": float(row.documents),
+        }
     for task in report.tasks:
         for name in ("tax", "tax_low"):
-            values = [found[f"{name}/{task}/{model}"] for model in report.models if f"{name}/{task}/{model}" in found]
+            values = [
+                found[f"{name}/{task}/{model}"]
+                for model in report.models
+                if f"{name}/{task}/{model}" in found
+            ]
             if values:
                 found[f"{name}/{task}"] = float(np.max(values))
     return found
@@ -117,5 +136,7 @@ def log_lines(report: TaxReport) -> Sequence[str]:
     for row in report.main:
         bounds = "" if row.ci_low is None else f" [{row.ci_low:+.3f}, {row.ci_high:+.3f}]"
         scores = f"{row.metric} {row.baseline_value:.3f} -> {row.value:.3f}"
-        lines.append(f"{row.model} against {report.baseline} on {row.task}: {scores}, lost {row.tax:+.3f}{bounds}")
+        lines.append(
+            f"{row.model} against {report.baseline} on {row.task}: {scores}, lost {row.tax:+.3f}{bounds}"
+        )
     return lines

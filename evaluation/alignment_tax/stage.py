@@ -1,8 +1,9 @@
-"""Runs the alignment_tax stage: lm-eval's tasks on every model, served by a local vLLM server, compared with the baseline.
+"""Runs the alignment_tax stage: lm-eval's tasks on every model, served by a local vLLM server, compared with
+the baseline.
 
-`report/tax.json` has the comparison; `report/scores/<model>.json` a model's scores, written when they are complete, so that a resumed
-stage does not measure it again; `report/documents/<model>.jsonl` every question with the model's answer; `servers/` the servers' logs.
-Models with the same files are measured once.
+`report/tax.json` has the comparison; `report/scores/<model>.json` a model's scores, written when they are
+complete, so that a resumed stage does not measure it again; `report/documents/<model>.jsonl` every question
+with the model's answer; `servers/` the servers' logs. Models with the same files are measured once.
 """
 
 from __future__ import annotations
@@ -21,22 +22,27 @@ from rlhf_core.runs.metrics_log import Tracker
 from rlhf_core.runs.run_dir import Outcome, RunDir, StageRequest
 from rlhf_core.system.files import write_text
 
-REPORT, LOGS = "report", "servers"
+REPORT = "report"
+LOGS = "servers"
 
 
 def run(request: StageRequest, run: RunDir) -> Outcome:
-    """Measures the baseline and all models. Reuses scores of an earlier, killed attempt. Raises ValueError as `Tasks` and `measure`."""
+    """Measures the baseline and all models. Reuses scores of an earlier, killed attempt. Raises ValueError as
+    `Tasks` and `measure`."""
     config = request.config
     assert isinstance(config, AlignmentTax), f"alignment_tax got the config of a {config.stage} stage"
     names = list(dict.fromkeys((config.baseline, *config.models)))
     files = {name: run / REPORT / "scores" / f"{file_name(name)}.json" for name in names}
     scores = {name: found for name in names if (found := ModelScores.read(files[name])) is not None}
-    if missing := [name for name in names if name not in scores]:
+    missing = [name for name in names if name not in scores]
+    if missing:
         tasks = Tasks(config.tasks, config.trust_task_code)
         for name in missing:
-            start, where = time.monotonic(), f"alignment_tax of {name}"
+            start = time.monotonic()
+            where = f"alignment_tax of {name}"
             model = local_model(where, request.inputs[name], config, run, request.trust_remote_code)
-            if twin := next((known for known in scores.values() if known.identity == model.identity), None):
+            twin = next((known for known in scores.values() if known.identity == model.identity), None)
+            if twin:
                 scores[name] = twin.model_copy(update={"model": name})
                 print(f"{name}: the same files as {twin.model}, whose scores count", flush=True)
                 continue
@@ -44,14 +50,19 @@ def run(request: StageRequest, run: RunDir) -> Outcome:
             documents = "".join(json.dumps(row, default=str) + "\n" for row in measured.rows)
             for file, text in (
                 (run / REPORT / "documents" / f"{file_name(name)}.jsonl", documents),
-                (files[name], measured.scores.model_dump_json(indent=1)),  # last: it marks the model as finished
+                # last: it marks the model as finished
+                (files[name], measured.scores.model_dump_json(indent=1)),
             ):
                 file.parent.mkdir(parents=True, exist_ok=True)
                 write_text(file, text)
             scores[name] = measured.scores
             print(f"{name}: {len(measured.rows)} documents in {time.monotonic() - start:.1f} s", flush=True)
     models = [name for name in names if name != config.baseline]
-    rows = [row for name in models for row in compare(scores[config.baseline], scores[name], config.bootstrap_rounds, request.seed)]
+    rows = [
+        row
+        for name in models
+        for row in compare(scores[config.baseline], scores[name], config.bootstrap_rounds, request.seed)
+    ]
     report = TaxReport(
         baseline=config.baseline,
         models=tuple(models),
@@ -70,8 +81,12 @@ def run(request: StageRequest, run: RunDir) -> Outcome:
     return Outcome(metrics, {"report": REPORT})
 
 
-def measure_one(name: str, model: LocalModel, request: StageRequest, config: AlignmentTax, tasks: Tasks, run: RunDir) -> Measured:
+def measure_one(
+    name: str, model: LocalModel, request: StageRequest, config: AlignmentTax, tasks: Tasks, run: RunDir
+) -> Measured:
     """Serves one model and runs all tasks on it."""
     trust = request.trust_remote_code
-    with served(model, file_name(name), run / LOGS / f"{file_name(name)}.log", config.vllm, request.seed, trust) as server:
+    with served(
+        model, file_name(name), run / LOGS / f"{file_name(name)}.log", config.vllm, request.seed, trust
+    ) as server:
         return measure(name, model, server, tasks, config, request.seed, trust)

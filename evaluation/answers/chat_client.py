@@ -1,8 +1,8 @@
 """Sends many requests to one OpenAI-compatible chat endpoint, for judges and for remote models that answer.
 
-Requests to a busy, failing or silent endpoint are retried with growing pauses. If an endpoint refuses `max_tokens` or a temperature, as
-endpoints of reasoning models do, requests use `max_completion_tokens`, or no temperature. The API key is passed to the client only:
-error texts of refused keys are not shown.
+Requests to a busy, failing or silent endpoint are retried with growing pauses. If an endpoint refuses
+`max_tokens` or a temperature, as endpoints of reasoning models do, requests use `max_completion_tokens`, or
+no temperature. The API key is passed to the client only: error texts of refused keys are not shown.
 """
 
 from __future__ import annotations
@@ -15,9 +15,21 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple, TextIO, TypeVar
 
-from openai import APIConnectionError, APIResponseValidationError, APIStatusError, AsyncOpenAI, DefaultAsyncHttpxClient
+from openai import (
+    APIConnectionError,
+    APIResponseValidationError,
+    APIStatusError,
+    AsyncOpenAI,
+    DefaultAsyncHttpxClient,
+)
 from pydantic import ValidationError
-from tenacity import AsyncRetrying, RetryCallState, retry_if_exception, stop_after_attempt, wait_random_exponential
+from tenacity import (
+    AsyncRetrying,
+    RetryCallState,
+    retry_if_exception,
+    stop_after_attempt,
+    wait_random_exponential,
+)
 
 from rlhf_core import config as configs
 from rlhf_core.records import Frozen
@@ -37,11 +49,13 @@ class Unreadable(Exception):
     """A reply with status 200 that is no chat completion."""
 
 
-NO_REPLY = (APIConnectionError, APIStatusError, APIResponseValidationError, Unreadable, TimeoutError)  # raised by `ask` after the retries
+# raised by `ask` after the retries
+NO_REPLY = (APIConnectionError, APIStatusError, APIResponseValidationError, Unreadable, TimeoutError)
 
 
 class Connection(NamedTuple):
-    """An endpoint. `hint`: what to check when it refuses, for messages; `check` raises when its server is known to have ended.
+    """An endpoint. `hint`: what to check when it refuses, for messages; `check` raises when its server is
+    known to have ended.
 
     Requests to a server of this machine (`local`) use no proxy.
     """
@@ -54,7 +68,8 @@ class Connection(NamedTuple):
 
 
 class Reply(Frozen):
-    """A reply. Tokens as the endpoint counts them; `reasoning_tokens`: output tokens that are not in `text`; `cut`: a limit ended it."""
+    """A reply. Tokens as the endpoint counts them; `reasoning_tokens`: output tokens that are not in `text`;
+    `cut`: a limit ended it."""
 
     text: str
     input_tokens: int
@@ -64,7 +79,8 @@ class Reply(Frozen):
 
 
 class Pace:
-    """Limits callers to `per_minute` a minute, evenly spaced; None: no limit. Time lost in a pause is not made up for."""
+    """Limits callers to `per_minute` a minute, evenly spaced; None: no limit. Time lost in a pause is not
+    made up for."""
 
     def __init__(self, per_minute: float | None):
         self.gap = 60 / per_minute if per_minute else 0.0
@@ -80,9 +96,9 @@ class Pace:
 class ChatClient:
     """Sends requests to `model` at an endpoint, within the config's limits.
 
-    `who` is the client's name in messages (`judge gpt`); `connect` is called when there is something to send, and may start a server;
-    `settings` are the request's further fields, `asked` those before the endpoint refused any; `pause`: scale of the first pause, in
-    seconds. `requests` counts those sent.
+    `who` is the client's name in messages (`judge gpt`); `connect` is called when there is something to send,
+    and may start a server; `settings` are the request's further fields, `asked` those before the endpoint
+    refused any; `pause`: scale of the first pause, in seconds. `requests` counts those sent.
     """
 
     def __init__(
@@ -94,22 +110,39 @@ class ChatClient:
         limits: configs.Remote | configs.ChatJudge,
         pause: float = 1.0,
     ):
-        self.who, self.model, self.connect, self.limits = who, model, connect, limits
+        self.who = who
+        self.model = model
+        self.connect = connect
+        self.limits = limits
         self.settings = self.asked = dict(settings)
         self.backoff = wait_random_exponential(multiplier=pause, max=LONGEST_PAUSE)
         self.pace = Pace(limits.requests_per_minute if isinstance(limits, configs.Remote) else None)
         self.requests = 0
 
-    def each(self, items: Mapping[str, Item], work: Callable[[Item], Awaitable[Found]], done: Callable[[str, Found], None]) -> None:
-        """Calls `work` for every item, and `done` with each key and result as it completes. An exception of either ends all."""
+    def each(
+        self,
+        items: Mapping[str, Item],
+        work: Callable[[Item], Awaitable[Found]],
+        done: Callable[[str, Found], None],
+    ) -> None:
+        """Calls `work` for every item, and `done` with each key and result as it completes. An exception of
+        either ends all."""
         if items:
             self.connection = self.connect()
             asyncio.run(self._each(items, work, done))
 
-    async def _each(self, items: Mapping[str, Item], work: Callable[[Item], Awaitable[Found]], done: Callable[[str, Found], None]) -> None:
+    async def _each(
+        self,
+        items: Mapping[str, Item],
+        work: Callable[[Item], Awaitable[Found]],
+        done: Callable[[str, Found], None],
+    ) -> None:
         http = DefaultAsyncHttpxClient(trust_env=False) if self.connection.local else None
-        self.api = AsyncOpenAI(base_url=self.connection.url, api_key=self.connection.key, max_retries=0, http_client=http)
-        waiting, finished = iter(items.items()), 0  # one queue for all workers
+        self.api = AsyncOpenAI(
+            base_url=self.connection.url, api_key=self.connection.key, max_retries=0, http_client=http
+        )
+        waiting = iter(items.items())
+        finished = 0  # one queue for all workers
 
         async def worker() -> None:
             nonlocal finished
@@ -134,21 +167,27 @@ class ChatClient:
         Raises one of NO_REPLY, or ValueError when no attempt can succeed.
         """
         stop = stop_after_attempt(self.limits.max_attempts)
-        attempts = AsyncRetrying(retry=retry_if_exception(_passing), stop=stop, wait=self._pause, reraise=True)
+        attempts = AsyncRetrying(
+            retry=retry_if_exception(_passing), stop=stop, wait=self._pause, reraise=True
+        )
         try:
             return await attempts(self._once, list(messages))
         except APIStatusError as error:
             if error.status_code in REFUSED:
                 raise ValueError(
-                    f"{self.who}: {self.connection.url} answers {error.status_code}{self._proxy} for model {self.model!r}: "
-                    f"check the model's name{self.connection.hint}"
+                    f"{self.who}: {self.connection.url} answers {error.status_code}{self._proxy} for model"
+                    f" {self.model!r}: check the model's name{self.connection.hint}"
                 ) from None
             raise
 
     def reason(self, error: Exception) -> str:
         """Returns why there is no reply, in brackets."""
-        if isinstance(error, APIStatusError):  # a remote endpoint's message may contain the key, so only a local one's is shown
-            return f"(no reply: HTTP {error.status_code}{f', {error.message[:300]}' if self.connection.local else self._proxy})"
+        # a remote endpoint's message may contain the key, so only a local one's is shown
+        if isinstance(error, APIStatusError):
+            return (
+                "(no reply: HTTP"
+                f" {error.status_code}{f', {error.message[:300]}' if self.connection.local else self._proxy})"
+            )
         if isinstance(error, TimeoutError) or "Timeout" in type(error).__name__:
             return f"(no reply within {self.limits.timeout:g} s{self._proxy})"
         return f"(no reply: {type(error).__name__}{self._proxy})"
@@ -163,9 +202,13 @@ class ChatClient:
         self.requests += 1
         settings = self.settings
         try:
-            async with asyncio.timeout(self.limits.timeout):  # the library's own timeout restarts with every byte
+            # the library's own timeout restarts with every byte
+            async with asyncio.timeout(self.limits.timeout):
                 completion = await self.api.chat.completions.create(
-                    model=self.model, messages=messages, timeout=self.limits.timeout, **_as_arguments(settings)
+                    model=self.model,
+                    messages=messages,
+                    timeout=self.limits.timeout,
+                    **_as_arguments(settings),
                 )
         except APIStatusError as error:
             if error.status_code not in WRONG_REQUEST or not self._adapt(settings, str(error)):
@@ -177,7 +220,8 @@ class ChatClient:
         except ValueError:
             raise Unreadable("the reply is no JSON") from None
         try:
-            choice, usage = completion.choices[0], completion.usage
+            choice = completion.choices[0]
+            usage = completion.usage
             details = usage.completion_tokens_details if usage else None
             return Reply(
                 text=choice.message.content or "",
@@ -190,20 +234,28 @@ class ChatClient:
             raise Unreadable("the reply is no chat completion") from None
 
     def _adapt(self, sent: dict[str, Any], complaint: str) -> bool:
-        """Changes the settings when the endpoint's error names one that was sent; returns whether to send the request again."""
+        """Changes the settings when the endpoint's error names one that was sent; returns whether to send the
+        request again."""
         if self.settings is not sent:
             return True  # another request has changed the settings
         if "max_tokens" in sent and "max_tokens" in complaint and not self.connection.local:
-            self.settings = {"max_completion_tokens" if name == "max_tokens" else name: value for name, value in sent.items()}
+            self.settings = {
+                "max_completion_tokens" if name == "max_tokens" else name: value
+                for name, value in sent.items()
+            }
         elif "temperature" in sent and "temperature" in complaint:
             self.settings = {name: value for name, value in sent.items() if name != "temperature"}
         else:
             return False
-        print(f"{self.who}: the endpoint refused a parameter, requests now have {', '.join(self.settings)}", flush=True)
+        print(
+            f"{self.who}: the endpoint refused a parameter, requests now have {', '.join(self.settings)}",
+            flush=True,
+        )
         return True
 
     def _pause(self, state: RetryCallState) -> float:
-        """Returns the seconds until the next attempt: the endpoint's `retry-after`, else random with exponential growth."""
+        """Returns the seconds until the next attempt: the endpoint's `retry-after`, else random with
+        exponential growth."""
         error = state.outcome.exception() if state.outcome else None
         if isinstance(error, APIStatusError):
             try:
@@ -214,7 +266,8 @@ class ChatClient:
 
 
 def remote(config: configs.Remote) -> Connection:
-    """Returns the connection to an endpoint, with the key in an environment variable or "none", which servers without keys accept."""
+    """Returns the connection to an endpoint, with the key in an environment variable or "none", which servers
+    without keys accept."""
     hint = f", base_url and the key in the environment variable {config.api_key_env}"
     return Connection(config.base_url, os.environ.get(config.api_key_env) or "none", hint)
 
@@ -230,7 +283,8 @@ def appending(path: Path) -> Iterator[TextIO]:
 
 
 def records_of(path: Path, kind: type[Record]) -> Iterator[Record]:
-    """Yields the records in the complete lines of a file; one cut by a kill is left out. (`splitlines` would also split at U+2028.)"""
+    """Yields the records in the complete lines of a file; one cut by a kill is left out. (`splitlines` would
+    also split at U+2028.)"""
     for line in path.read_text(encoding="utf-8", errors="replace").split("\n") if path.is_file() else ():
         try:
             record = kind.model_validate_json(line)
@@ -240,8 +294,13 @@ def records_of(path: Path, kind: type[Record]) -> Iterator[Record]:
 
 
 def _as_arguments(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the arguments of the OpenAI client; fields that it does not have (a vLLM server's `top_k`) go into `extra_body`."""
-    known = {name: value for name, value in settings.items() if name in ("max_tokens", "max_completion_tokens", "temperature")}
+    """Returns the arguments of the OpenAI client; fields that it does not have (a vLLM server's `top_k`) go
+    into `extra_body`."""
+    known = {
+        name: value
+        for name, value in settings.items()
+        if name in ("max_tokens", "max_completion_tokens", "temperature")
+    }
     extra = {name: value for name, value in settings.items() if name not in known}
     return known | ({"extra_body": extra} if extra else {})
 

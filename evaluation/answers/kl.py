@@ -1,4 +1,5 @@
-"""Computes log-prob ratios of answers between a model and the baseline. Their mean over the model's own samples estimates the KL."""
+"""Computes log-prob ratios of answers between a model and the baseline. Their mean over the model's own
+samples estimates the KL."""
 
 from __future__ import annotations
 
@@ -26,7 +27,8 @@ def log_ratios(
     config: Evaluation,
     trust_remote_code: bool = False,
 ) -> dict[str, Floats]:
-    """Returns `log p(answer | model) - log p(answer | baseline)` summed over the answer's tokens, by model, each (Q,); 0 for the baseline.
+    """Returns `log p(answer | model) - log p(answer | baseline)` summed over the answer's tokens, by model,
+    each (Q,); 0 for the baseline.
 
     Texts are tokenised as `config` says, `places` has each model's folder. One model is in memory at a time.
     Raises ValueError when a model's tokenizer encodes an answer differently from the baseline's.
@@ -34,18 +36,24 @@ def log_ratios(
 
     def documents(texts: Sequence[str], place: str) -> list[Document]:
         renderer = Renderer(load_tokenizer(place, trust_remote_code), config.template, stored_suffix(place))
-        prompts = [renderer.prompt_within(question.messages, config.prompt_max_len)[0] for question in questions]
+        prompts = [
+            renderer.prompt_within(question.messages, config.prompt_max_len)[0] for question in questions
+        ]
         return [
             renderer.answer_tokens(prompt, text).cut(len(prompt) + config.generate_max_len)
             for prompt, text in zip(prompts, texts, strict=True)
         ]
 
-    baseline, models = config.baseline, [model for model in answers if model != config.baseline]
+    baseline = config.baseline
+    models = [model for model in answers if model != config.baseline]
     own = {model: documents(answers[model], places[model]) for model in models}
     seen = {model: documents(answers[model], places[baseline]) for model in models}
     for model in models:
         if any(_answer(a) != _answer(b) for a, b in zip(own[model], seen[model], strict=True)):
-            raise ValueError(f"{model} and {baseline} encode answers differently, so there is no KL between them: leave proxy out")
+            raise ValueError(
+                f"{model} and {baseline} encode answers differently, so there is no KL between them: leave"
+                " proxy out"
+            )
     totals = {model: _logprobs(places[model], own[model], config, trust_remote_code) for model in models}
     every = [document for model in models for document in seen[model]]
     reference = np.split(_logprobs(places[baseline], every, config, trust_remote_code), len(models) or 1)
@@ -57,13 +65,18 @@ def _answer(document: Document) -> list[int]:
     return [token for token, own in zip(document.tokens, document.mask, strict=True) if own]
 
 
-def _logprobs(place: str, documents: Sequence[Document], config: Evaluation, trust_remote_code: bool) -> Floats:
+def _logprobs(
+    place: str, documents: Sequence[Document], config: Evaluation, trust_remote_code: bool
+) -> Floats:
     """Returns the log-probs of the answers, summed over tokens, (N,)."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     policy: Policy = load_policy(place, config.dtype, trust_remote_code).eval().to(device)
     detect_document_leak(policy, policy, device, packed=False)
-    pad, size = load_tokenizer(place, trust_remote_code).pad_token_id, config.micro_rollout_batch_size
+    pad = load_tokenizer(place, trust_remote_code).pad_token_id
+    size = config.micro_rollout_batch_size
     batches = [documents[start : start + size] for start in range(0, len(documents), size)]
     with torch.no_grad():
-        parts = [answer_logprobs(policy, batch, pad, False, device).double().cpu().numpy() for batch in batches]
+        parts = [
+            answer_logprobs(policy, batch, pad, False, device).double().cpu().numpy() for batch in batches
+        ]
     return np.concatenate(parts) if parts else np.zeros(0)

@@ -1,10 +1,11 @@
 """Generates answers of local models with vLLM, and reads and writes them in Arena-Hard's answer format.
 
-One line: {uid, model, messages, metadata{token_len, header_count, list_count, bold_count}}; the last message's content is
-{"answer": text}, as in published files. `token_len` counts the model's own tokens without the one that ends the answer
-(arena-hard-auto counts with tiktoken's gpt-4o encoding, a download); markdown is counted outside code blocks. Our two flags,
-`prompt_truncated` and `answer_truncated`, are outside the metadata, because arena-hard-auto counts its columns. A file is written
-atomically, and one with all questions is not generated again.
+One line: {uid, model, messages, metadata{token_len, header_count, list_count, bold_count}}; the last
+message's content is {"answer": text}, as in published files. `token_len` counts the model's own tokens
+without the one that ends the answer (arena-hard-auto counts with tiktoken's gpt-4o encoding, a download);
+markdown is counted outside code blocks. Our two flags, `prompt_truncated` and `answer_truncated`, are outside
+the metadata, because arena-hard-auto counts its columns. A file is written atomically, and one with all
+questions is not generated again.
 """
 
 from __future__ import annotations
@@ -33,7 +34,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ModelAnswer:
-    """One answer. `tokens`: number of its tokens without the stop token; the flags: whether a limit cut the prompt or the answer."""
+    """One answer. `tokens`: number of its tokens without the stop token; the flags: whether a limit cut the
+    prompt or the answer."""
 
     uid: str
     text: str
@@ -47,8 +49,11 @@ class ModelAnswer:
         return {"token_len": self.tokens, **markdown(self.text)}
 
 
-def generate(sampler: Sampler, renderer: Renderer, questions: Sequence[Question], config: Evaluation, seed: int) -> list[ModelAnswer]:
-    """Generates one answer to each question, in order. Each has a seed made of `seed` and its uid, so the order has no effect."""
+def generate(
+    sampler: Sampler, renderer: Renderer, questions: Sequence[Question], config: Evaluation, seed: int
+) -> list[ModelAnswer]:
+    """Generates one answer to each question, in order. Each has a seed made of `seed` and its uid, so the
+    order has no effect."""
     from rlhf_core.rollout.engine import Sampling
 
     prompts = [renderer.prompt_within(question.messages, config.prompt_max_len) for question in questions]
@@ -59,14 +64,21 @@ def generate(sampler: Sampler, renderer: Renderer, questions: Sequence[Question]
     )
     answers = []
     for question, (_, cut), (sample,) in zip(questions, prompts, samples, strict=True):
-        tokens = sample.tokens[:-1] if sample.tokens and sample.tokens[-1] in renderer.stop_token_ids else sample.tokens
-        text = str(renderer.tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False))
+        tokens = (
+            sample.tokens[:-1]
+            if sample.tokens and sample.tokens[-1] in renderer.stop_token_ids
+            else sample.tokens
+        )
+        text = str(
+            renderer.tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        )
         answers.append(ModelAnswer(question.uid, text, len(tokens), cut, not sample.finished))
     return answers
 
 
 class Engine:
-    """Keeps one vLLM engine: loads weights of checkpoint folders of the same kind into it, and starts a new one for other models.
+    """Keeps one vLLM engine: loads weights of checkpoint folders of the same kind into it, and starts a new
+    one for other models.
 
     `open_sampler(path)` starts an engine.
     """
@@ -77,12 +89,14 @@ class Engine:
         self._kind = ""
 
     def with_model(self, path: str, kind: str) -> Sampler:
-        """Returns the engine with the weights of `path`. Checkpoints of the same `kind` (see `model_kind`) share an engine."""
+        """Returns the engine with the weights of `path`. Checkpoints of the same `kind` (see `model_kind`)
+        share an engine."""
         if self._sampler is not None and kind == self._kind and Path(path).is_dir():
             self._sampler.load(path)
             return self._sampler
         self.close()
-        self._sampler, self._kind = self._open(path), kind
+        self._sampler = self._open(path)
+        self._kind = kind
         return self._sampler
 
     def close(self) -> None:
@@ -93,19 +107,29 @@ class Engine:
 
 
 def model_config(path: str, max_len: int, trust_remote_code: bool) -> PretrainedConfig:
-    """Returns the model's config, of an adapter its base's. Raises ValueError when the model has fewer than `max_len` positions."""
+    """Returns the model's config, of an adapter its base's. Raises ValueError when the model has fewer than
+    `max_len` positions."""
     config = AutoConfig.from_pretrained(base_of(path) or path, trust_remote_code=trust_remote_code)
     require_positions(path, config.to_dict(), max_len)
     return config
 
 
 def model_kind(config: PretrainedConfig, renderer: Renderer) -> str:
-    """Returns a digest of the architecture and the vocabulary; checkpoints with the same digest can share an engine."""
-    settings = {name: value for name, value in config.to_dict().items() if name not in ("_name_or_path", "transformers_version")}
-    return digest([json.dumps(settings, sort_keys=True, default=str), sorted(renderer.tokenizer.get_vocab().items())])
+    """Returns a digest of the architecture and the vocabulary; checkpoints with the same digest can share an
+    engine."""
+    settings = {
+        name: value
+        for name, value in config.to_dict().items()
+        if name not in ("_name_or_path", "transformers_version")
+    }
+    return digest(
+        [json.dumps(settings, sort_keys=True, default=str), sorted(renderer.tokenizer.get_vocab().items())]
+    )
 
 
-def write_answers(path: Path, model: str, questions: Sequence[Question], answers: Sequence[ModelAnswer]) -> None:
+def write_answers(
+    path: Path, model: str, questions: Sequence[Question], answers: Sequence[ModelAnswer]
+) -> None:
     """Writes one model's file atomically."""
     path.parent.mkdir(parents=True, exist_ok=True)
     rows = [_row(model, question, answer) for question, answer in zip(questions, answers, strict=True)]
@@ -124,7 +148,8 @@ def _row(model: str, question: Question, answer: ModelAnswer) -> dict[str, Any]:
 
 
 def read_answers(path: Path, questions: Sequence[Question]) -> list[ModelAnswer] | None:
-    """Returns the answers of a file to these questions, in their order; None when the file does not exist or lacks one."""
+    """Returns the answers of a file to these questions, in their order; None when the file does not exist or
+    lacks one."""
     if not path.is_file():
         return None
     found = {answer.uid: answer for answer in map(_answer, path.read_text(encoding="utf-8").split("\n")[:-1])}
@@ -135,12 +160,20 @@ def read_answers(path: Path, questions: Sequence[Question]) -> list[ModelAnswer]
 
 def _answer(line: str) -> ModelAnswer:
     row = json.loads(line)
-    content, metadata = row["messages"][-1]["content"], row["metadata"]
+    content = row["messages"][-1]["content"]
+    metadata = row["metadata"]
     text = content["answer"] if isinstance(content, dict) else content
-    return ModelAnswer(row["uid"], text, metadata["token_len"], row.get("prompt_truncated", False), row.get("answer_truncated", False))
+    return ModelAnswer(
+        row["uid"],
+        text,
+        metadata["token_len"],
+        row.get("prompt_truncated", False),
+        row.get("answer_truncated", False),
+    )
 
 
 def file_name(name: str) -> str:
-    """Returns a file's stem for a model's or judge's name, which may be a path or Hub id; different names get different stems."""
+    """Returns a file's stem for a model's or judge's name, which may be a path or Hub id; different names get
+    different stems."""
     safe = re.sub(r"[^A-Za-z0-9._-]+", "_", name).lstrip(".")
     return safe if safe == name else f"{safe}-{hashlib.sha256(name.encode()).hexdigest()[:8]}"

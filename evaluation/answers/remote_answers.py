@@ -1,4 +1,5 @@
-"""Gets answers of remote models from an OpenAI-compatible endpoint, and saves each when it arrives, so that none is requested twice.
+"""Gets answers of remote models from an OpenAI-compatible endpoint, and saves each when it arrives, so that
+none is requested twice.
 
 Prompts are not cut. A model's settings, tokens and cost become an `Answering` record of the report.
 """
@@ -33,20 +34,27 @@ def answer_remotely(
     count: Callable[[str], int] | None,
     pause: float = 1.0,
 ) -> tuple[list[ModelAnswer], Answering]:
-    """Returns one answer of the endpoint `name` to each question, in order, empty ones for failed requests, and settings, tokens and cost.
+    """Returns one answer of the endpoint `name` to each question, in order, empty ones for failed requests,
+    and settings, tokens and cost.
 
-    `file` keeps replies by a digest of the request. `count` counts the tokens of a text; None: the endpoint's count, without reasoning.
-    Raises ValueError when the endpoint refuses the model, or more than the share `max_failed` of the questions has no answer.
+    `file` keeps replies by a digest of the request. `count` counts the tokens of a text; None: the endpoint's
+    count, without reasoning. Raises ValueError when the endpoint refuses the model, or more than the share
+    `max_failed` of the questions has no answer.
     """
     endpoint = config.endpoints[name]
     temperature = config.temperature if endpoint.temperature is None else endpoint.temperature
-    settings = {"max_tokens": endpoint.max_tokens or config.generate_max_len, "temperature": temperature, **endpoint.more}
+    settings = {
+        "max_tokens": endpoint.max_tokens or config.generate_max_len,
+        "temperature": temperature,
+        **endpoint.more,
+    }
     messages = [_messages(question, endpoint.system) for question in questions]
     keys = [digest([list(sent), endpoint.model, endpoint.base_url, settings]) for sent in messages]
     known = {given.key: given.reply for given in records_of(file, Given)}
     missing = {key: sent for key, sent in zip(keys, messages, strict=True) if key not in known}
     print(f"{name}: {len(questions)} questions, {len(missing)} to ask", flush=True)
-    client, failed = ChatClient(name, endpoint.model, lambda: remote(endpoint), settings, endpoint, pause), 0
+    client = ChatClient(name, endpoint.model, lambda: remote(endpoint), settings, endpoint, pause)
+    failed = 0
 
     async def answer(sent: Messages) -> Reply | str:
         try:
@@ -66,8 +74,9 @@ def answer_remotely(
             failed += keys.count(key)
             if failed > endpoint.max_failed * len(questions):
                 raise ValueError(
-                    f"{name}: {failed} of {len(questions)} questions have no answer, more than max_failed={endpoint.max_failed:g} "
-                    f"allows (the last: {found}): look at the endpoint, then run again; the answers so far are kept"
+                    f"{name}: {failed} of {len(questions)} questions have no answer, more than"
+                    f" max_failed={endpoint.max_failed:g} allows (the last: {found}): look at the endpoint,"
+                    " then run again; the answers so far are kept"
                 )
 
         client.each(missing, answer, done)
@@ -85,15 +94,23 @@ def answer_remotely(
         cost=cost_of(endpoint, *tokens),
     )
     empty = Reply(text="", input_tokens=0, output_tokens=0)
-    return [_model_answer(q, known.get(key, empty), count) for q, key in zip(questions, keys, strict=True)], answering
+    return [
+        _model_answer(q, known.get(key, empty), count) for q, key in zip(questions, keys, strict=True)
+    ], answering
 
 
 def answering_metrics(answering: dict[str, Answering]) -> dict[str, float]:
-    """Returns `answer_requests/<model>`, `answer_failed/<model>`, tokens, and the cost if prices are known."""
+    """Returns `answer_requests/<model>`, `answer_failed/<model>`, tokens, and the cost if prices are
+    known."""
     found: dict[str, float] = {}
     for name, use in answering.items():
-        values = {what: getattr(use, what) for what in ("requests", "failed", "input_tokens", "output_tokens", "cost")}
-        found |= {f"answer_{what}/{name}": float(value) for what, value in values.items() if value is not None}
+        values = {
+            what: getattr(use, what)
+            for what in ("requests", "failed", "input_tokens", "output_tokens", "cost")
+        }
+        found |= {
+            f"answer_{what}/{name}": float(value) for what, value in values.items() if value is not None
+        }
     return found
 
 

@@ -29,8 +29,11 @@ class LocalModel(NamedTuple):
     identity: str
 
 
-def local_model(where: str, path: str, config: VllmJudge | AlignmentTax, run: RunDir, trust_remote_code: bool) -> LocalModel:
-    """Returns the model to serve. `dtype` auto: as stored; `max_model_len` None: the model's own number of positions.
+def local_model(
+    where: str, path: str, config: VllmJudge | AlignmentTax, run: RunDir, trust_remote_code: bool
+) -> LocalModel:
+    """Returns the model to serve. `dtype` auto: as stored; `max_model_len` None: the model's own number of
+    positions.
 
     The digests of its files are cached in the artifacts folder that the run directory is in.
     Raises ValueError, beginning with `where`, when that number is not known or smaller than `max_model_len`.
@@ -41,7 +44,9 @@ def local_model(where: str, path: str, config: VllmJudge | AlignmentTax, run: Ru
     if length is None:
         raise ValueError(f"{where}: the model's config has no max_position_embeddings: set max_model_len")
     if positions is not None and length > positions:
-        raise ValueError(f"{where}: max_model_len is {length}, and the model has {positions} positions: lower it")
+        raise ValueError(
+            f"{where}: max_model_len is {length}, and the model has {positions} positions: lower it"
+        )
     dtype = stored_dtype(model_config) if config.dtype == "auto" else config.dtype
     digests = Digests(run.artifacts)
     identity = identity_of(path, digests, getattr(model_config, "_commit_hash", None))
@@ -50,7 +55,9 @@ def local_model(where: str, path: str, config: VllmJudge | AlignmentTax, run: Ru
 
 
 @contextmanager
-def served(model: LocalModel, name: str, log: Path, vllm: Vllm, seed: int, trust_remote_code: bool) -> Iterator[Server]:
+def served(
+    model: LocalModel, name: str, log: Path, vllm: Vllm, seed: int, trust_remote_code: bool
+) -> Iterator[Server]:
     """Starts a server of `model` under `name`, and ends it after the block. `log`: its log file."""
     _free_gpu()
     with serving(
@@ -67,7 +74,8 @@ def served(model: LocalModel, name: str, log: Path, vllm: Vllm, seed: int, trust
 
 
 def identity_of(path: str, digests: Digests, commit: str | None = None) -> str:
-    """Returns a digest of a checkpoint's files (of an adapter and its base), from the manifest of the stage that wrote it if there is one.
+    """Returns a digest of a checkpoint's files (of an adapter and its base), from the manifest of the stage
+    that wrote it if there is one.
 
     Returns a Hub id unchanged, with the commit when it is known.
     """
@@ -82,14 +90,19 @@ def _files(folder: Path, digests: Digests) -> str:
     result = RunDir(found[0]).result() if found else None
     if found and result:
         inside = folder.resolve().relative_to(found[0].resolve()).as_posix() + "/"
-        known = {name.removeprefix(inside): info.sha256 for name, info in result.files.items() if name.startswith(inside)}
+        known = {
+            name.removeprefix(inside): info.sha256
+            for name, info in result.files.items()
+            if name.startswith(inside)
+        }
         if known:
             return digest(known)  # equal to `Digests.of` of the folder
     return digests.of(folder)
 
 
 def _free_gpu() -> None:
-    """Frees GPU memory of models that this process no longer uses, because the server reserves a share of the whole GPU."""
+    """Frees GPU memory of models that this process no longer uses, because the server reserves a share of the
+    whole GPU."""
     import torch
 
     gc.collect()

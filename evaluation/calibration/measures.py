@@ -1,17 +1,25 @@
-"""Measures how far a judge can be believed: agreement with people, and biases, with intervals. Pure functions of arrays and seeds.
+"""Measures how far a judge can be believed: agreement with people, and biases, with intervals. Pure functions
+of arrays and seeds.
 
-Signs are 1 (answer A is better), 0 (a tie) and -1 (B). A judge's sign of a pair is that of the mean of its two games, as in an evaluation:
-games that name different winners make a tie. Every measure is a function of sums over pairs.
+Signs are 1 (answer A is better), 0 (a tie) and -1 (B). A judge's sign of a pair is that of the mean of its
+two games, as in an evaluation: games that name different winners make a tie. Every measure is a function of
+sums over pairs.
 
 agreement           share of pairs with the same sign: a tie of one alone is a disagreement
-agreement_decided   the same over pairs that neither calls a tie (Zheng et al. 2023, arXiv:2306.05685, setup S2)
-kappa               (p - e) / (1 - e): p is the agreement, e that of two who draw from their own shares of A, tie, B (Cohen 1960)
-position_bias       share of games won by the answer shown first minus that shown second (Zheng et al. 2023, section 3.3)
+agreement_decided   the same over pairs that neither calls a tie (Zheng et al. 2023, arXiv:2306.05685, setup
+S2)
+kappa               (p - e) / (1 - e): p is the agreement, e that of two who draw from their own shares of A,
+tie, B (Cohen 1960)
+position_bias       share of games won by the answer shown first minus that shown second (Zheng et al. 2023,
+section 3.3)
 swap_consistency    share of pairs whose two games name the same winner
-length_bias         P(judge prefers the longer answer) - P(people do), pairs of different length, a tie counts one half
-length_error_gap    P(judge prefers the longer | people the shorter) - P(judge prefers the shorter | people the longer), ties as above:
-                    0 also of a judge that errs often, but either way alike (equalized odds: Hardt et al. 2016, arXiv:1610.02413)
-markdown_bias, markdown_error_gap   the same of the answer with more headers, list items and bold text for its length
+length_bias         P(judge prefers the longer answer) - P(people do), pairs of different length, a tie counts
+one half
+length_error_gap    P(judge prefers the longer | people the shorter) - P(judge prefers the shorter | people
+                    the longer), ties as above: 0 also of a judge that errs often, but either way alike
+                    (equalized odds: Hardt et al. 2016, arXiv:1610.02413)
+markdown_bias, markdown_error_gap   the same of the answer with more headers, list items and bold text for its
+length
 human_agreement     share of two annotators of a pair who give the same sign, mean over pairs
 human_kappa         Fleiss' kappa (1971) of the annotators of pairs with several
 human_repeat        share of repeated labels with the sign that the annotator gave first
@@ -40,7 +48,8 @@ OVER = {  # the term that counts the pairs which a measure that is no mean is ab
 
 
 class Mean(NamedTuple):
-    """A measure that is a mean: sums of values and their counts, (uids,) each, and the least possible value."""
+    """A measure that is a mean: sums of values and their counts, (uids,) each, and the least possible
+    value."""
 
     sums: Floats
     counts: Floats
@@ -48,9 +57,10 @@ class Mean(NamedTuple):
 
 
 class Observed(NamedTuple):
-    """N pairs. `games` (N, 2): who won game 0 (A shown first) and 1 (B shown first), 1 the answer shown first, -1 the second, 0 a tie, nan
-    no verdict. `human`, `longer`, `marked` (N,): signs of people, of length and of markdown. `votes` (N, 3): annotators who said A, tie,
-    B. `repeats` (N, 2): repeated labels, and those with the sign of the first."""
+    """N pairs. `games` (N, 2): who won game 0 (A shown first) and 1 (B shown first), 1 the answer shown
+    first, -1 the second, 0 a tie, nan no verdict. `human`, `longer`, `marked` (N,): signs of people, of
+    length and of markdown. `votes` (N, 3): annotators who said A, tie, B. `repeats` (N, 2): repeated labels,
+    and those with the sign of the first."""
 
     uids: Sequence[str]
     games: Floats
@@ -90,9 +100,11 @@ def measure(observed: Observed, resamples: int, seed: int) -> dict[str, Estimate
 
 
 def _mean_estimate(mean: Mean) -> Estimate:
-    """Returns a mean with the interval of `rlhf_core.mean_interval`; values on [-1, 1] are moved to [0, 1]."""
+    """Returns a mean with the interval of `rlhf_core.mean_interval`; values on [-1, 1] are moved to [0,
+    1]."""
     held = mean.counts > 0
-    sums, counts = mean.sums[held], mean.counts[held]
+    sums = mean.sums[held]
+    counts = mean.counts[held]
     span = 1 - mean.least
     ends = mean_interval((sums - mean.least * counts) / span, counts, float(counts.max()))
     low, high = (mean.least + span * end for end in ends)
@@ -105,7 +117,8 @@ def _resampled(names: Sequence[str], sums: Floats, resamples: int, seed: int) ->
     Where all resamples are equal the interval gets the half width of that of a share which is 0 or 1 of the
     uids that the measure is about, so that a few equal verdicts are not taken as proof.
     """
-    count, generator = len(sums), np.random.default_rng(seed)
+    count = len(sums)
+    generator = np.random.default_rng(seed)
     drawn: list[dict[str, Floats]] = []
     step = max(1, CELLS // count)
     for start in range(0, resamples, step):
@@ -121,22 +134,31 @@ def _resampled(names: Sequence[str], sums: Floats, resamples: int, seed: int) ->
         if np.ptp(values) < 1e-12:
             equal = np.ones(int((sums[:, names.index(OVER[name])] > 0).sum()))
             half = 1 - mean_interval(equal, equal)[0]
-            low, high = value - half, value + half
-        low, high = max(-1.0, float(low)), min(1.0, float(high))
+            low = value - half
+            high = value + half
+        low = max(-1.0, float(low))
+        high = min(1.0, float(high))
         found[name] = Estimate(value=float(value), ci_low=low, ci_high=high)
     return found
 
 
 def _terms(observed: Observed) -> dict[str, Floats]:
     """Returns what each pair adds to the sums, by name, (N,) each."""
-    judge, human = judge_signs(observed.games), observed.human
+    judge = judge_signs(observed.games)
+    human = observed.human
     held = np.isfinite(judge)
     judge = np.where(held, judge, 0)
-    terms = {f"cell{h}{j}": held * (human == 1 - h) * (judge == 1 - j) * 1.0 for h in range(3) for j in range(3)}
+    terms = {
+        f"cell{h}{j}": held * (human == 1 - h) * (judge == 1 - j) * 1.0 for h in range(3) for j in range(3)
+    }
     terms |= {"judged": held * 1.0, "decided": held * (human != 0) * (judge != 0) * 1.0}
     both = np.isfinite(observed.games).sum(1) == 2
     first, second = np.where(both[:, None], observed.games, 0).T
-    terms |= {"both": both * 1.0, "first": (first + second) / 2, "consistent": both * (first == -second) * 1.0}
+    terms |= {
+        "both": both * 1.0,
+        "first": (first + second) / 2,
+        "consistent": both * (first == -second) * 1.0,
+    }
     for name, sign in zip(STYLES, (observed.longer, observed.marked), strict=True):
         uneven = held & (sign != 0)
         longer = (judge * sign + 1) / 2  # whether the judge prefers the longer (or more marked-up) answer
@@ -181,14 +203,17 @@ def _ratios(names: Sequence[str], sums: Floats) -> dict[str, Floats]:
     with np.errstate(divide="ignore", invalid="ignore"):
         agreement = np.trace(cells, axis1=1, axis2=2) / of["judged"]
         chance = (cells.sum(2) * cells.sum(1)).sum(1) / of["judged"] ** 2
-        among, by_chance = of["same"] / of["several"], ((votes / votes.sum(1, keepdims=True)) ** 2).sum(1)
+        among = of["same"] / of["several"]
+        by_chance = ((votes / votes.sum(1, keepdims=True)) ** 2).sum(1)
         gaps = {}
         for name in STYLES:
-            wrong_for, wrong_against = of[f"{name}_for"] / of[f"{name}_less"], of[f"{name}_against"] / of[f"{name}_more"]
+            wrong_for = of[f"{name}_for"] / of[f"{name}_less"]
+            wrong_against = of[f"{name}_against"] / of[f"{name}_more"]
             gaps[f"{name}_error_gap"] = wrong_for - wrong_against
         return {"kappa": _beyond(agreement, chance), **gaps, "human_kappa": _beyond(among, by_chance)}
 
 
 def _beyond(agreement: Floats, chance: Floats) -> Floats:
-    """Returns the agreement beyond chance as a share of what is possible; nan where chance alone agrees always."""
+    """Returns the agreement beyond chance as a share of what is possible; nan where chance alone agrees
+    always."""
     return np.where(chance < 1 - 1e-12, (agreement - chance) / (1 - chance), np.nan)

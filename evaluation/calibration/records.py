@@ -36,8 +36,9 @@ class Estimate(Frozen):
 class CalibrationReport(Frozen):
     """The content of `calibration.json`.
 
-    `judge`: its name; `identity`: what must be equal of a judge for this calibration to hold for it (`judge_identity`). `unjudged`: pairs
-    without a verdict, which no measure but the people's counts. `confusion`: people's A, tie, B in rows, the judge's in columns.
+    `judge`: its name; `identity`: what must be equal of a judge for this calibration to hold for it
+    (`judge_identity`). `unjudged`: pairs without a verdict, which no measure but the people's counts.
+    `confusion`: people's A, tie, B in rows, the judge's in columns.
     """
 
     judge: str
@@ -57,7 +58,11 @@ class CalibrationReport(Frozen):
         kappa = self.measures.get("kappa")
         if kappa is None:
             return ""
-        return "poor" if kappa.value < 0 else next((name for end, name in STRENGTHS if kappa.value <= end), STRENGTHS[-1][1])
+        return (
+            "poor"
+            if kappa.value < 0
+            else next((name for end, name in STRENGTHS if kappa.value <= end), STRENGTHS[-1][1])
+        )
 
     @property
     def rows(self) -> list[tuple[str, Estimate]]:
@@ -67,22 +72,37 @@ class CalibrationReport(Frozen):
 
 def metrics(report: CalibrationReport) -> dict[str, float]:
     """Returns `kappa`, `kappa/ci_low`, `kappa/ci_high`, ... and the counts."""
-    found = {"pairs": report.pairs, "uids": report.uids, "labels": report.labels, "annotators": report.annotators}
+    found = {
+        "pairs": report.pairs,
+        "uids": report.uids,
+        "labels": report.labels,
+        "annotators": report.annotators,
+    }
     found |= {"unjudged": report.unjudged, "failed_games": report.judging.failed}
     values = {name: float(value) for name, value in found.items()}
     for name, one in report.measures.items():
         values |= {name: one.value, f"{name}/ci_low": one.ci_low, f"{name}/ci_high": one.ci_high}
     use = report.judging
-    counted = {"input_tokens": use.input_tokens, "output_tokens": use.output_tokens, "cost": use.cost} if use.input_tokens else {}
+    counted = (
+        {"input_tokens": use.input_tokens, "output_tokens": use.output_tokens, "cost": use.cost}
+        if use.input_tokens
+        else {}
+    )
     return values | {f"judge_{name}": float(value) for name, value in counted.items() if value is not None}
 
 
 def calibration_tables(report: CalibrationReport) -> str:
     """Returns the measures and the confusion matrix as markdown tables."""
-    rows = [(title, f"{one.value:.3f}", f"{one.ci_low:.3f} to {one.ci_high:.3f}") for title, one in report.rows]
+    rows = [
+        (title, f"{one.value:.3f}", f"{one.ci_low:.3f} to {one.ci_high:.3f}") for title, one in report.rows
+    ]
     cells = [(f"people: {name}", *row) for name, row in zip(OUTCOMES, report.confusion, strict=True)]
     counts = (
-        f"{report.pairs} pairs of {report.uids} questions, {report.annotators} annotators, {report.judging.failed} games without verdict"
+        f"{report.pairs} pairs of {report.uids} questions, {report.annotators} annotators,"
+        f" {report.judging.failed} games without verdict"
     )
     header = ("", *(f"judge: {name}" for name in OUTCOMES))
-    return f"{report.judge}: {counts}.\n\n{table(('measure', 'value', '95 % interval'), rows)}\n{table(header, cells)}"
+    return (
+        f"{report.judge}:"
+        f" {counts}.\n\n{table(('measure', 'value', '95 % interval'), rows)}\n{table(header, cells)}"
+    )

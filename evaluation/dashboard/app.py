@@ -1,7 +1,9 @@
-"""Serves the dashboard: pages, their script and style, and a stream of the parts that changed. It only answers GET, and writes nothing.
+"""Serves the dashboard: pages, their script and style, and a stream of the parts that changed. It only
+answers GET, and writes nothing.
 
-Put `Protected` (rlhf_core/system/page_server.py) in front: this application itself asks for no token. An open page has one stream of
-server-sent events: each second a look at sizes and times of its files, and only where these changed its parts are made anew and sent.
+Put `Protected` (rlhf_core/system/page_server.py) in front: this application itself asks for no token. An open
+page has one stream of server-sent events: each second a look at sizes and times of its files, and only where
+these changed its parts are made anew and sent.
 """
 
 from __future__ import annotations
@@ -24,9 +26,11 @@ from evaluation.dashboard.pages import digest, fill, page_of, whole
 
 STATIC = Path(__file__).parent / "templates"
 FILES = {"live.js": "text/javascript", "dashboard.css": "text/css"}
-LOOK_SECONDS, SLOW_SECONDS = 1.0, 15.0  # between two looks at the files; between two makings of all parts
+LOOK_SECONDS = 1.0
+SLOW_SECONDS = 15.0  # between two looks at the files; between two makings of all parts
 GRACE_SECONDS = 2.0  # for streams to end with the server
-MAX_STREAMS, MAX_REPORT = 64, 64 << 20  # open pages; bytes
+MAX_STREAMS = 64
+MAX_REPORT = 64 << 20  # open pages; bytes
 
 
 def dashboard(artifacts: Path) -> Starlette:
@@ -38,22 +42,34 @@ def dashboard(artifacts: Path) -> Starlette:
         try:
             return HTMLResponse(whole(page_of(folder, request.scope["path"], dict(request.query_params))))
         except Missing:
-            told = "There is no such run or stage in this artifacts folder: it was removed, or the address is wrong."
+            told = (
+                "There is no such run or stage in this artifacts folder: it was removed, or the address is"
+                " wrong."
+            )
             return HTMLResponse(fill("page.missing", told=told), 404)
 
     def report(request: Request) -> Response:
         found = folder.report(request.path_params["recipe"], request.path_params.get("identity", ""))
         if found is None:
-            return HTMLResponse(fill("page.missing", told="There is no report: a run writes it at its end."), 404)
+            return HTMLResponse(
+                fill("page.missing", told="There is no report: a run writes it at its end."), 404
+            )
         with found.open("rb") as file:
             content = file.read(MAX_REPORT + 1)
         if len(content) > MAX_REPORT:
-            return HTMLResponse(fill("page.missing", told=f"The report has more than {MAX_REPORT >> 20} MiB: open its file."), 413)
+            return HTMLResponse(
+                fill("page.missing", told=f"The report has more than {MAX_REPORT >> 20} MiB: open its file."),
+                413,
+            )
         return HTMLResponse(content)
 
     def static(request: Request) -> Response:
         name = request.path_params["name"]
-        return FileResponse(STATIC / name, media_type=FILES[name]) if name in FILES else PlainTextResponse("there is no such file", 404)
+        return (
+            FileResponse(STATIC / name, media_type=FILES[name])
+            if name in FILES
+            else PlainTextResponse("there is no such file", 404)
+        )
 
     async def events(request: Request) -> Response:
         if len(streams) >= MAX_STREAMS:
@@ -77,11 +93,19 @@ def dashboard(artifacts: Path) -> Starlette:
 
 
 async def changes(
-    folder: Folder, path: str, query: dict[str, str], known: dict[str, str], streams: set[object], ended: anyio.Event
+    folder: Folder,
+    path: str,
+    query: dict[str, str],
+    known: dict[str, str],
+    streams: set[object],
+    ended: anyio.Event,
 ) -> AsyncIterator[dict[str, str]]:
-    """Yields an event `parts`, {part: {digest, html}} as JSON, for the parts of a page that are not as in `known` (digests by part), and
-    then for each change; an event `gone` when there is no such page (any more). Ends when `ended` is set."""
-    this, before, made = object(), None, 0.0
+    """Yields an event `parts`, {part: {digest, html}} as JSON, for the parts of a page that are not as in
+    `known` (digests by part), and then for each change; an event `gone` when there is no such page (any
+    more). Ends when `ended` is set."""
+    this = object()
+    before = None
+    made = 0.0
     streams.add(this)
 
     def look(every: bool) -> tuple[object, dict[str, str]]:
@@ -100,7 +124,11 @@ async def changes(
                 yield {"event": "gone", "data": ""}
                 return
             made = time.monotonic() if every else made
-            new = {name: {"digest": digest(html), "html": html} for name, html in parts.items() if digest(html) != known.get(name)}
+            new = {
+                name: {"digest": digest(html), "html": html}
+                for name, html in parts.items()
+                if digest(html) != known.get(name)
+            }
             if new:
                 known.update({name: part["digest"] for name, part in new.items()})
                 yield {"event": "parts", "data": json.dumps(new)}

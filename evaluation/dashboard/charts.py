@@ -1,6 +1,8 @@
-"""Draws curves as SVG: a small panel for each chart of the stage's kind, with one line for each run and metric. Without matplotlib.
+"""Draws curves as SVG: a small panel for each chart of the stage's kind, with one line for each run and
+metric. Without matplotlib.
 
-A page that is open draws them at each new step, so a panel takes about a millisecond. Colours are those of the report.
+A page that is open draws them at each new step, so a panel takes about a millisecond. Colours are those of
+the report.
 """
 
 from __future__ import annotations
@@ -13,14 +15,19 @@ from rlhf_core.config import KINDS
 from rlhf_core.config.metrics import Panel
 
 COLOURS = ("#2563a8", "#d9822b", "#2e8b6f", "#a8437a", "#6f5bb0", "#7a8794", "#b8a11f", "#3aa0b8")
-WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 340.0, 170.0, 46.0, 8.0, 8.0, 18.0
+WIDTH = 340.0
+HEIGHT = 170.0
+LEFT = 46.0
+RIGHT = 8.0
+TOP = 8.0
+BOTTOM = 18.0
 MAX_OTHERS = 60  # panels of metrics that no chart of the kind has
 Points = Sequence[tuple[float, float]]
 
 
 class Line(NamedTuple):
-    """`path`: SVG path data; `band`: of the area around it, '' for none; `dots`: (x, y) of the points of a short line; `last`: its last
-    value."""
+    """`path`: SVG path data; `band`: of the area around it, '' for none; `dots`: (x, y) of the points of a
+    short line; `last`: its last value."""
 
     label: str
     colour: str
@@ -39,7 +46,8 @@ class Mark(NamedTuple):
 
 
 class Drawn(NamedTuple):
-    """A panel. `level`: y of the dashed line that means "no difference"; `missing`: values that are not finite."""
+    """A panel. `level`: y of the dashed line that means "no difference"; `missing`: values that are not
+    finite."""
 
     title: str
     lines: list[Line]
@@ -50,7 +58,8 @@ class Drawn(NamedTuple):
 
 
 class Run(NamedTuple):
-    """The curves of one stage; `label`: where several are compared; `bad`: values that are not finite, by metric."""
+    """The curves of one stage; `label`: where several are compared; `bad`: values that are not finite, by
+    metric."""
 
     label: str
     curves: Mapping[str, Points]
@@ -66,30 +75,43 @@ def main_panels(kind: str, runs: Sequence[Run]) -> list[Drawn]:
 def other_panels(kind: str, runs: Sequence[Run]) -> list[Drawn]:
     """Returns a panel for each other metric of several steps, at most MAX_OTHERS."""
     shown = {metric for panel in (KINDS[kind].panels if kind in KINDS else ()) for metric in panel.lines}
-    names = dict.fromkeys(name for run in runs for name in run.curves if name not in shown and len(run.curves[name]) > 1)
+    names = dict.fromkeys(
+        name for run in runs for name in run.curves if name not in shown and len(run.curves[name]) > 1
+    )
     drawn = (draw(Panel(name, {name: ""}), runs) for name in list(names)[:MAX_OTHERS])
     return [panel for panel in drawn if panel]
 
 
 def draw(panel: Panel, runs: Sequence[Run]) -> Drawn | None:
     """Lays a panel out. None when there are no points and no values that are not finite."""
-    found = [(run, metric, label) for run in runs for metric, label in panel.lines.items() if metric in run.curves]
+    found = [
+        (run, metric, label) for run in runs for metric, label in panel.lines.items() if metric in run.curves
+    ]
     points = [point for run, metric, _ in found for point in run.curves[metric]]
     missing = sum(run.bad.get(metric, 0) for run, metric, _ in found)
     if not points:
         return Drawn(panel.title, [], [], [], None, missing) if missing else None
-    x0, x1 = min(x for x, _ in points), max(x for x, _ in points)
+    x0 = min(x for x, _ in points)
+    x1 = max(x for x, _ in points)
     bands = [_band(panel, run) for run in runs]
-    values = [y for _, y in points] + ([panel.level] if panel.level is not None else []) + [y for band in bands for _, y in band]
-    y0, y1 = min(values), max(values)
+    values = (
+        [y for _, y in points]
+        + ([panel.level] if panel.level is not None else [])
+        + [y for band in bands for _, y in band]
+    )
+    y0 = min(values)
+    y1 = max(values)
     if y1 == y0:
-        y0, y1 = y0 - (abs(y0) or 1.0) / 2, y1 + (abs(y1) or 1.0) / 2
+        y0 = y0 - (abs(y0) or 1.0) / 2
+        y1 = y1 + (abs(y1) or 1.0) / 2
 
     def x(value: float) -> float:
         return LEFT + (WIDTH - LEFT - RIGHT) * (0.5 if x1 == x0 else (value - x0) / (x1 - x0))
 
     def y(value: float) -> float:
-        return TOP + (HEIGHT - TOP - BOTTOM) * (0.5 if not math.isfinite(y1 - y0) else (y1 - value) / (y1 - y0))
+        return TOP + (HEIGHT - TOP - BOTTOM) * (
+            0.5 if not math.isfinite(y1 - y0) else (y1 - value) / (y1 - y0)
+        )
 
     lines = []
     for nth, (run, metric, label) in enumerate(found):
@@ -101,12 +123,26 @@ def draw(panel: Panel, runs: Sequence[Run]) -> Drawn | None:
         colour = COLOURS[(runs.index(run) if len(runs) > 1 else nth) % len(COLOURS)]
         dashed = len(runs) > 1 and not first
         named = " ".join(part for part in (run.label, label) if part)
-        lines.append(Line(named, colour, dashed, _path(placed), band, placed if len(placed) < 8 else [], run.curves[metric][-1][1]))
+        lines.append(
+            Line(
+                named,
+                colour,
+                dashed,
+                _path(placed),
+                band,
+                placed if len(placed) < 8 else [],
+                run.curves[metric][-1][1],
+            )
+        )
     at = ticks(y0, y1)
-    digits = math.ceil(math.log10(max(map(abs, at)) / (at[1] - at[0]))) + 1 if len(at) > 1 and at[1] > at[0] else 3
+    digits = (
+        math.ceil(math.log10(max(map(abs, at)) / (at[1] - at[0]))) + 1 if len(at) > 1 and at[1] > at[0] else 3
+    )
     marks_y = [Mark(y(value), f"{value:.{min(max(digits, 3), 8)}g}") for value in at]
     marks_x = [Mark(x(x1), f"{x1:g}")] if x1 == x0 else [Mark(x(x0), f"{x0:g}"), Mark(x(x1), f"{x1:g}")]
-    return Drawn(panel.title, lines, marks_x, marks_y, None if panel.level is None else y(panel.level), missing)
+    return Drawn(
+        panel.title, lines, marks_x, marks_y, None if panel.level is None else y(panel.level), missing
+    )
 
 
 def _band(panel: Panel, run: Run) -> list[tuple[float, float]]:

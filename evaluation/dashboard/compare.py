@@ -1,4 +1,5 @@
-"""Puts two stages, or two runs, beside each other: what differs in their configuration and results, and their curves in one panel."""
+"""Puts two stages, or two runs, beside each other: what differs in their configuration and results, and their
+curves in one panel."""
 
 from __future__ import annotations
 
@@ -10,11 +11,13 @@ from evaluation.dashboard.folder import STAGES, Folder, Missing
 from rlhf_core.runs.differences import Difference, changed, stage_differences
 from rlhf_core.runs.run_records import RunRecord
 
-MAX_DIFFERENCES, MAX_TEXT = 500, 300
+MAX_DIFFERENCES = 500
+MAX_TEXT = 300
 
 
 class Side(NamedTuple):
-    """One of the two. `title`: its name; `link`: its page; `stages`: run directories by the stage's name; `run`: None of a stage."""
+    """One of the two. `title`: its name; `link`: its page; `stages`: run directories by the stage's name;
+    `run`: None of a stage."""
 
     title: str
     link: str
@@ -30,7 +33,8 @@ class Overlay(NamedTuple):
 
 
 def side(folder: Folder, given: str) -> Side:
-    """Returns what a text in the address names: a run directory, or RECIPE/RUN. Raises Missing when there is none."""
+    """Returns what a text in the address names: a run directory, or RECIPE/RUN. Raises Missing when there is
+    none."""
     recipe, _, identity = given.rpartition("/")
     if not recipe:
         name = folder.request(folder.stage(given)).get("name", given)
@@ -45,17 +49,25 @@ def differences(folder: Folder, one: Side, other: Side) -> list[Difference]:
     found: list[Difference] = []
     if one.run and other.run:
         tops = [folder.json(run.file).get("config") for run in (one.run, other.run)]
-        recipes = [{k: v for k, v in top.items() if k != "stages"} if isinstance(top, dict) else {} for top in tops]
+        recipes = [
+            {k: v for k, v in top.items() if k != "stages"} if isinstance(top, dict) else {} for top in tops
+        ]
         found += [Difference("", "recipe", *change) for change in changed(*recipes)]
     for name, mine, theirs in _pairs(one, other):
         if not mine or not theirs:
-            found.append(Difference(name, "stages", "", *("there" if there else "not there" for there in (mine, theirs))))
+            found.append(
+                Difference(
+                    name, "stages", "", *("there" if there else "not there" for there in (mine, theirs))
+                )
+            )
         elif mine != theirs:
             try:
                 found += stage_differences(name, folder.stage(mine), folder.stage(theirs), read=folder.json)
             except (Missing, AttributeError, TypeError):  # removed, or a damaged record
                 continue
-    return [one._replace(before=_short(one.before), after=_short(one.after)) for one in found[:MAX_DIFFERENCES]]
+    return [
+        one._replace(before=_short(one.before), after=_short(one.after)) for one in found[:MAX_DIFFERENCES]
+    ]
 
 
 def overlays(folder: Folder, one: Side, other: Side) -> list[Overlay]:
@@ -85,8 +97,12 @@ def _short(text: str) -> str:
 
 
 def _pairs(one: Side, other: Side) -> list[tuple[str, str, str]]:
-    """Returns (stage, run directory of the first, of the second), '' where one has none; two single stages are always a pair."""
+    """Returns (stage, run directory of the first, of the second), '' where one has none; two single stages
+    are always a pair."""
     if not one.run and not other.run:
         (name, mine), (_, theirs) = *one.stages.items(), *other.stages.items()
         return [(name, mine, theirs)]
-    return [(name, one.stages.get(name, ""), other.stages.get(name, "")) for name in {**one.stages, **other.stages}]
+    return [
+        (name, one.stages.get(name, ""), other.stages.get(name, ""))
+        for name in {**one.stages, **other.stages}
+    ]

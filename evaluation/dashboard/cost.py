@@ -1,7 +1,9 @@
-"""Adds up GPU-hours and money of a run: the GPUs that its stages reserve times the time of their processes, and the fees of judges.
+"""Adds up GPU-hours and money of a run: the GPUs that its stages reserve times the time of their processes,
+and the fees of judges.
 
-GPUs of a stage: as it reserves them in Ray, the most of its parts that run one after the other. An attempt whose starter was killed has
-no recorded end: its time is left out, so sums are then "at least". Stages that a run found finished cost it nothing.
+GPUs of a stage: as it reserves them in Ray, the most of its parts that run one after the other. An attempt
+whose starter was killed has no recorded end: its time is left out, so sums are then "at least". Stages that a
+run found finished cost it nothing.
 """
 
 from __future__ import annotations
@@ -27,7 +29,8 @@ FEES = ("judge_cost", "answer_cost")  # US dollars, in results of evaluations an
 
 
 class Line(NamedTuple):
-    """What one stage used in a run. `gpus` None: not known; `unended`: attempts without a recorded end, which are not in `seconds`."""
+    """What one stage used in a run. `gpus` None: not known; `unended`: attempts without a recorded end, which
+    are not in `seconds`."""
 
     stage: str
     attempts: int
@@ -84,7 +87,9 @@ def price_of(folder: Folder, run: RunRecord) -> Cost | None:
     """Returns the price in the recipe as it was run; None when it has none, or cannot be read."""
     config = folder.json(run.file).get("config")
     try:
-        return Cost.model_validate(config["cost"]) if isinstance(config, dict) and config.get("cost") else None
+        return (
+            Cost.model_validate(config["cost"]) if isinstance(config, dict) and config.get("cost") else None
+        )
     except ValidationError:
         return None
 
@@ -95,10 +100,15 @@ def _line(folder: Folder, run: RunRecord, stage: Stage, run_dir: Path) -> Line:
     seconds = sum(one.seconds for one in attempts if one.seconds is not None)
     unended = sum(one.seconds is None for one in attempts)
     if attempts and attempts[-1].seconds is None and stage.state == "running":
-        seconds, unended = seconds + max(0.0, time.time() - attempts[-1].started), unended - 1
+        seconds = seconds + max(0.0, time.time() - attempts[-1].started)
+        unended = unended - 1
     metrics = numbers(folder.json(run_dir / RESULT).get("metrics")) if attempts else {}
-    fees = sum(value for name, value in metrics.items() if name.partition("/")[0] in FEES and math.isfinite(value))
-    return Line(stage.name, len(attempts), unended, seconds, gpus_of(folder.request(run_dir).get("config", {})), fees)
+    fees = sum(
+        value for name, value in metrics.items() if name.partition("/")[0] in FEES and math.isfinite(value)
+    )
+    return Line(
+        stage.name, len(attempts), unended, seconds, gpus_of(folder.request(run_dir).get("config", {})), fees
+    )
 
 
 def gpus_of(config: Mapping[str, Any]) -> float | None:

@@ -1,7 +1,8 @@
-"""Reads an artifacts folder for the dashboard: nothing is written, links are not followed, and damaged or huge files count as missing.
+"""Reads an artifacts folder for the dashboard: nothing is written, links are not followed, and damaged or
+huge files count as missing.
 
-What was read is kept in memory by path, inode, size and mtime, for a bounded number of files, so that a page that is open costs little
-while nothing changes.
+What was read is kept in memory by path, inode, size and mtime, for a bounded number of files, so that a page
+that is open costs little while nothing changes.
 """
 
 from __future__ import annotations
@@ -28,7 +29,9 @@ from rlhf_core.system.files import tail
 FRESH = 180.0  # seconds
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,254}")
 STAGES = "stages"
-MAX_JSON, MAX_FILES, MAX_GROWING = 16 << 20, 8192, 256  # bytes of a file that is read whole; files kept in memory
+MAX_JSON = 16 << 20
+MAX_FILES = 8192
+MAX_GROWING = 256  # bytes of a file that is read whole; files kept in memory
 Identity = tuple[int, int, int]
 Found = TypeVar("Found")
 Reader = TypeVar("Reader", bound=Growing[Any])
@@ -60,19 +63,28 @@ class Folder:
         return path
 
     def requests(self, without: Container[str] = ()) -> dict[str, dict[str, Any]]:
-        """Returns the requests of all run directories that have one, by the directory's name, but those of `without`."""
+        """Returns the requests of all run directories that have one, by the directory's name, but those of
+        `without`."""
         try:
-            names = sorted(entry.name for entry in os.scandir(self.path / STAGES) if entry.is_dir(follow_symlinks=False))
+            names = sorted(
+                entry.name for entry in os.scandir(self.path / STAGES) if entry.is_dir(follow_symlinks=False)
+            )
         except OSError:
             return {}
-        found = ((name, self.request(self.path / STAGES / name)) for name in names if NAME.fullmatch(name) and name not in without)
+        found = (
+            (name, self.request(self.path / STAGES / name))
+            for name in names
+            if NAME.fullmatch(name) and name not in without
+        )
         return {name: request for name, request in found if request}
 
     def request(self, run_dir: Path) -> dict[str, Any]:
         """Returns a stage's `config.json`; {} when it is missing, damaged, or not one of a stage."""
         found = self.json(run_dir / REQUEST)
         kinds = {"name": str, "digest": str, "config": dict, "inputs": dict}
-        whole = all(isinstance(found.get(key), kind) for key, kind in kinds.items()) and isinstance(found["config"].get("stage"), str)
+        whole = all(isinstance(found.get(key), kind) for key, kind in kinds.items()) and isinstance(
+            found["config"].get("stage"), str
+        )
         return found if whole else {}
 
     def runs(self) -> list[RunRecord]:
@@ -81,13 +93,16 @@ class Folder:
 
     def run(self, recipe: str, identity: str) -> RunRecord:
         """Returns a recorded run. Raises Missing when there is none."""
-        found = next((run for run in self.runs() if (recipe_of(run), key_of(run)) == (recipe, identity)), None)
+        found = next(
+            (run for run in self.runs() if (recipe_of(run), key_of(run)) == (recipe, identity)), None
+        )
         if found is None:
             raise Missing(f"{recipe}/{identity}")
         return found
 
     def report(self, recipe: str, identity: str = "") -> Path | None:
-        """Returns the report of a run; without an id that of the recipe's last run. None when there is none."""
+        """Returns the report of a run; without an id that of the recipe's last run. None when there is
+        none."""
         home = self.path / recipe
         if not NAME.fullmatch(recipe) or not _is(home, stat.S_ISDIR):
             return None
@@ -100,7 +115,8 @@ class Folder:
         return file if _is(file, stat.S_ISREG) else None
 
     def json(self, file: Path) -> dict[str, Any]:
-        """Returns the JSON object in a file; {} as `read_json`, and when it is a link or has more than MAX_JSON bytes."""
+        """Returns the JSON object in a file; {} as `read_json`, and when it is a link or has more than
+        MAX_JSON bytes."""
         return self._kept(file, ("json",), lambda: _object(file))
 
     def curves(self, run_dir: Path) -> Metrics:
@@ -120,8 +136,11 @@ class Folder:
         return self.locks.held(run_dir / LOCK)
 
     def changed(self, run_dir: Path) -> float | None:
-        """Returns when the files of a stage were last written, in seconds since 1970; None when there are none."""
-        times = [found[2] for name in (REQUEST, METRICS, LOG, RESULT) if (found := identity_of(run_dir / name))]
+        """Returns when the files of a stage were last written, in seconds since 1970; None when there are
+        none."""
+        times = [
+            found[2] for name in (REQUEST, METRICS, LOG, RESULT) if (found := identity_of(run_dir / name))
+        ]
         return max(times) / 1e9 if times else None
 
     def fresh(self, run_dir: Path) -> bool:
@@ -136,7 +155,8 @@ class Folder:
         found = self._kept(file, ("run", running, pinned), lambda: read(file, lambda _: running))
         elsewhere = found.state == "killed" and found.host not in ("", socket.gethostname())
         if elsewhere and any(self.fresh(self.path / stage.run_dir) for stage in found.stages):
-            return found.model_copy(update={"state": "running"})  # by its files alone: no lock of that machine can be seen
+            # by its files alone: no lock of that machine can be seen
+            return found.model_copy(update={"state": "running"})
         return found
 
     def _kept(self, file: Path, what: tuple[object, ...], make: Callable[[], Found]) -> Found:
@@ -176,7 +196,8 @@ def recipe_of(run: RunRecord) -> str:
 
 
 def identity_of(file: Path) -> Identity | None:
-    """Returns inode, size and mtime of a file; None when it is missing. They change when it is written to or replaced."""
+    """Returns inode, size and mtime of a file; None when it is missing. They change when it is written to or
+    replaced."""
     try:
         about = file.lstat()
     except (OSError, ValueError):

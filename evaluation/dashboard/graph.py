@@ -40,7 +40,8 @@ class Source(NamedTuple):
 
 
 class Relatives(NamedTuple):
-    """Where a stage comes from and what was made from it. `models`: of outside; `parents`, `children`: names of run directories."""
+    """Where a stage comes from and what was made from it. `models`: of outside; `parents`, `children`: names
+    of run directories."""
 
     graph: Graph
     parents: list[str]
@@ -57,7 +58,8 @@ def of_run(stages: Sequence[Stage]) -> Graph:
 
 
 def of_stage(folder: Folder, name: str) -> Relatives:
-    """Returns ancestors and descendants of a stage (the nearest MAX_NODES of each), and its own models and data."""
+    """Returns ancestors and descendants of a stage (the nearest MAX_NODES of each), and its own models and
+    data."""
     requests = folder.requests()
     above = {one: _parents(one, request, requests) for one, request in requests.items()}
     below: dict[str, list[str]] = {}
@@ -66,13 +68,20 @@ def of_stage(folder: Folder, name: str) -> Relatives:
             below.setdefault(parent, []).append(child)
     family = [*_reached(name, above)[:MAX_NODES][::-1], *_reached(name, below)[1:MAX_NODES]]
     ordered = _topological({one: above.get(one, []) for one in family})
-    labels, boxes = {one: _label(folder, one) for one in ordered}, {}
+    labels = {one: _label(folder, one) for one in ordered}
+    boxes = {}
     for one in ordered:
         stage = stage_of(folder, folder.stage(one))
-        boxes[labels[one]] = Box(stage.state, "this stage" if one == name else stage.state, "" if one == name else address(one))
+        boxes[labels[one]] = Box(
+            stage.state, "this stage" if one == name else stage.state, "" if one == name else address(one)
+        )
     drawing = draw({labels[one]: [labels[parent] for parent in parents] for one, parents in ordered.items()})
     request = requests.get(name, {})
-    outside = [_outside(place) for place in map(str, request.get("inputs", {}).values()) if not _stage_in(requests, place)]
+    outside = [
+        _outside(place)
+        for place in map(str, request.get("inputs", {}).values())
+        if not _stage_in(requests, place)
+    ]
     own = Ancestor(name, "", "", config=request.get("config", {}))
     return Relatives(Graph(drawing, boxes), above.get(name, []), below.get(name, []), outside, _data(own))
 
@@ -98,12 +107,17 @@ def _data(stage: Ancestor) -> list[Source]:
 
 def _parents(name: str, request: Mapping[str, Any], stages: Collection[str]) -> list[str]:
     places = map(str, request["inputs"].values())
-    return list(dict.fromkeys(found for place in places if (found := _stage_in(stages, place)) and found != name))
+    return list(
+        dict.fromkeys(found for place in places if (found := _stage_in(stages, place)) and found != name)
+    )
 
 
 def _stage_in(stages: Collection[str], place: str) -> str:
-    """Returns which of the run directories a path is in, also when the artifacts were moved or copied; '' when in none."""
-    return next((name for before, name in pairwise(Path(place).parts) if before == STAGES and name in stages), "")
+    """Returns which of the run directories a path is in, also when the artifacts were moved or copied; ''
+    when in none."""
+    return next(
+        (name for before, name in pairwise(Path(place).parts) if before == STAGES and name in stages), ""
+    )
 
 
 def _outside(place: str) -> str:
@@ -111,7 +125,8 @@ def _outside(place: str) -> str:
 
 
 def _reached(start: str, neighbours: Mapping[str, Sequence[str]]) -> list[str]:
-    found, waiting = dict[str, None](), [start]
+    found = dict[str, None]()
+    waiting = [start]
     while waiting:
         one = waiting.pop(0)
         if one not in found:
@@ -121,7 +136,8 @@ def _reached(start: str, neighbours: Mapping[str, Sequence[str]]) -> list[str]:
 
 
 def _topological(parents: Mapping[str, Sequence[str]]) -> dict[str, list[str]]:
-    """Returns the nodes with their parents, parents first; edges that close a circle (of damaged records) are left out."""
+    """Returns the nodes with their parents, parents first; edges that close a circle (of damaged records) are
+    left out."""
     ordered: dict[str, list[str]] = {}
 
     def visit(node: str, path: tuple[str, ...]) -> None:

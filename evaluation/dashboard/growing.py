@@ -1,7 +1,8 @@
-"""Reads files that grow: only what was appended since the last call, in bounded memory. A replaced or cut file is read from its start.
+"""Reads files that grow: only what was appended since the last call, in bounded memory. A replaced or cut
+file is read from its start.
 
-`metrics.jsonl` is appended to while a stage runs and replaced when it resumes (runs/metrics_log.py); `log.txt` is only appended to
-(runs/launch.py). A last line without its end is left until it has one.
+`metrics.jsonl` is appended to while a stage runs and replaced when it resumes (runs/metrics_log.py);
+`log.txt` is only appended to (runs/launch.py). A last line without its end is left until it has one.
 """
 
 from __future__ import annotations
@@ -17,20 +18,30 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Generic, NamedTuple, TypeGuard, TypeVar
 
-CHUNK, MAX_LINE, MAX_LOG = 1 << 20, 1 << 20, 64 << 20  # bytes
+CHUNK = 1 << 20
+MAX_LINE = 1 << 20
+MAX_LOG = 64 << 20  # bytes
 TAIL = 64  # bytes before the position, compared to notice a replaced file
-MAX_POINTS, MAX_METRICS = 600, 500
-MARK = re.compile(rb"(---|\+\+\+) (\d{4}-\d\d-\d\d \d\d:\d\d:\d\d) (?:.* ended after ([\d.]{1,12}) s with code (-?\d{1,5})$)?")
+MAX_POINTS = 600
+MAX_METRICS = 500
+MARK = re.compile(
+    rb"(---|\+\+\+) (\d{4}-\d\d-\d\d \d\d:\d\d:\d\d) (?:.* ended after ([\d.]{1,12}) s with code"
+    rb" (-?\d{1,5})$)?"
+)
 STEP = re.compile(rb"step (\d{1,12})/(\d{1,12})(?:\s|$)")
 # What stages without steps say of their work: answers that are sampled, scored, judged.
-PARTS = re.compile(rb"(?:sampled answers to |scored |.{1,300} \(|.{1,300}: )(\d{1,12}) of (\d{1,12}) (?:prompts,|answers$|models\)$|done$)")
+PARTS = re.compile(
+    rb"(?:sampled answers to |scored |.{1,300} \(|.{1,300}: )(\d{1,12}) of (\d{1,12})"
+    rb" (?:prompts,|answers$|models\)$|done$)"
+)
 
 
 Seen = TypeVar("Seen")
 
 
 class Growing(Generic[Seen]):
-    """A file whose complete lines go to `take` once each, after `restart` when it is another file than before. Links are not followed.
+    """A file whose complete lines go to `take` once each, after `restart` when it is another file than
+    before. Links are not followed.
 
     `look` returns what `snapshot` makes of them; any thread may call it.
     """
@@ -40,7 +51,10 @@ class Growing(Generic[Seen]):
     def __init__(self, path: Path):
         self._path = path
         self._identity: tuple[int, int] | None = None
-        self._offset, self._last, self._rest, self._cut = 0, b"", b"", False
+        self._offset = 0
+        self._last = b""
+        self._rest = b""
+        self._cut = False
         self._guard = threading.Lock()
         self._seen: Seen | None = None
         self.restart()
@@ -70,7 +84,8 @@ class Growing(Generic[Seen]):
             if identity != self._identity or about.st_size < self._offset or not self._continues(descriptor):
                 self._begin(identity)
                 if self.most is not None and about.st_size > self.most:
-                    self._offset, self._cut = about.st_size - self.most, True
+                    self._offset = about.st_size - self.most
+                    self._cut = True
             while chunk := os.pread(descriptor, CHUNK, self._offset):
                 self._add(chunk)
         finally:
@@ -87,7 +102,10 @@ class Growing(Generic[Seen]):
         raise NotImplementedError
 
     def _forget(self) -> None:
-        self._offset, self._last, self._rest, self._cut = 0, b"", b"", False
+        self._offset = 0
+        self._last = b""
+        self._rest = b""
+        self._cut = False
 
     def _begin(self, identity: tuple[int, int] | None) -> None:
         if self._offset or identity != self._identity:
@@ -107,16 +125,20 @@ class Growing(Generic[Seen]):
                 self.take(line)
             self._cut = False
         if len(self._rest) > MAX_LINE:
-            self._rest, self._cut = b"", True
+            self._rest = b""
+            self._cut = True
 
 
 class Series:
-    """The points of one metric: at most MAX_POINTS, means of neighbours where there are more. Values that are not finite are counted."""
+    """The points of one metric: at most MAX_POINTS, means of neighbours where there are more. Values that are
+    not finite are counted."""
 
     def __init__(self) -> None:
-        self.not_finite, self.last = 0, math.nan
+        self.not_finite = 0
+        self.last = math.nan
         self._points: list[tuple[float, float]] = []
-        self._group, self._pending = 1, list[tuple[float, float]]()
+        self._group = 1
+        self._pending = list[tuple[float, float]]()
 
     def add(self, step: float, value: float) -> None:
         self.last = value
@@ -129,7 +151,8 @@ class Series:
             self._pending = []
         if len(self._points) >= MAX_POINTS:
             pairs = zip(self._points[::2], self._points[1::2], strict=False)
-            self._points, self._group = [_mean(pair) for pair in pairs], 2 * self._group
+            self._points = [_mean(pair) for pair in pairs]
+            self._group = 2 * self._group
 
     def points(self) -> list[tuple[float, float]]:
         """Returns (step, value), steps rising."""
@@ -143,8 +166,8 @@ def _mean(points: Iterable[tuple[float, float]]) -> tuple[float, float]:
 
 
 class Metrics(NamedTuple):
-    """The metrics of a stage: by name the points, how many values were not finite, and the last finite value. `step`, `time`: of the last
-    line; `pace`: seconds of a step, by the last lines."""
+    """The metrics of a stage: by name the points, how many values were not finite, and the last finite value.
+    `step`, `time`: of the last line; `pace`: seconds of a step, by the last lines."""
 
     points: dict[str, list[tuple[float, float]]]
     not_finite: dict[str, int]
@@ -170,7 +193,8 @@ class Curves(Growing[Metrics]):
             return
         if not isinstance(found, dict) or not is_number(found.get("step")):
             return
-        step, now = float(found["step"]), found.get("time")
+        step = float(found["step"])
+        now = found.get("time")
         if not math.isfinite(step) or (self.step is not None and step <= self.step):
             return
         if is_number(now) and self.time is not None and self.step is not None and now > self.time:
@@ -178,7 +202,11 @@ class Curves(Growing[Metrics]):
             self.pace = pace if self.pace is None else 0.8 * self.pace + 0.2 * pace
         self.step, self.time = step, float(now) if is_number(now) else self.time
         for name, value in found.items():
-            if name not in ("step", "time") and is_number(value) and (name in self.series or len(self.series) < MAX_METRICS):
+            if (
+                name not in ("step", "time")
+                and is_number(value)
+                and (name in self.series or len(self.series) < MAX_METRICS)
+            ):
                 self.series.setdefault(name[:200], Series()).add(step, float(value))
 
     def snapshot(self) -> Metrics:
@@ -190,11 +218,14 @@ class Curves(Growing[Metrics]):
 
 def is_number(value: object) -> TypeGuard[float]:
     """Returns whether a JSON value is a number that fits a float."""
-    return isinstance(value, float) or (isinstance(value, int) and not isinstance(value, bool) and abs(value) < 2**63)
+    return isinstance(value, float) or (
+        isinstance(value, int) and not isinstance(value, bool) and abs(value) < 2**63
+    )
 
 
 class Attempt(NamedTuple):
-    """A start of a stage's process. `seconds`, `code`: of its end; None while it runs, or when whoever started it was killed."""
+    """A start of a stage's process. `seconds`, `code`: of its end; None while it runs, or when whoever
+    started it was killed."""
 
     started: float
     seconds: float | None = None
@@ -202,7 +233,8 @@ class Attempt(NamedTuple):
 
 
 class Log(NamedTuple):
-    """The starts of a stage's process, and (done, all) of the last line `step X/Y`, or of `X of Y` as PARTS has it."""
+    """The starts of a stage's process, and (done, all) of the last line `step X/Y`, or of `X of Y` as PARTS
+    has it."""
 
     attempts: tuple[Attempt, ...]
     progress: tuple[int, int] | None
@@ -219,7 +251,8 @@ class Attempts(Growing[Log]):
         self.has_steps = False
 
     def take(self, line: bytes) -> None:
-        if mark := MARK.match(line):
+        mark = MARK.match(line)
+        if mark:
             when = _seconds(mark[2].decode())
             if mark[1] == b"---":
                 self.attempts = [*self.attempts[-999:], Attempt(when)]

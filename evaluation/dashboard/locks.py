@@ -1,7 +1,8 @@
 """Finds which lock files are held, without touching them: Linux lists all locks in /proc/locks.
 
-`is_locked` of system/files.py takes a lock for a moment and writes to its file: a page that did that each second could keep a stage from
-its own lock. Locks of processes in other containers and on other machines are not listed.
+`is_locked` of system/files.py takes a lock for a moment and writes to its file: a page that did that each
+second could keep a stage from its own lock. Locks of processes in other containers and on other machines are
+not listed.
 """
 
 from __future__ import annotations
@@ -11,7 +12,8 @@ import re
 from pathlib import Path
 
 LOCKS = Path("/proc/locks")
-HELD = re.compile(r"^\d+: FLOCK\s+\S+\s+WRITE (\d+) ([0-9a-f]+):([0-9a-f]+):(\d+) ", re.M)  # held ones; "-> " marks those that wait
+# held ones; "-> " marks those that wait
+HELD = re.compile(r"^\d+: FLOCK\s+\S+\s+WRITE (\d+) ([0-9a-f]+):([0-9a-f]+):(\d+) ", re.M)
 
 
 class Locks:
@@ -33,7 +35,8 @@ class Locks:
             about = file.lstat()
         except OSError:
             return False
-        major, minor = os.major(about.st_dev), os.minor(about.st_dev)
+        major = os.major(about.st_dev)
+        minor = os.minor(about.st_dev)
         if major == 0:  # overlayfs and btrfs: the device of the listing is another one
             return about.st_ino in self._inodes
         return (about.st_ino, major, minor) in self._held

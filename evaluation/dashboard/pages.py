@@ -1,6 +1,8 @@
-"""Makes the dashboard's pages of parts. Each part is HTML of its own template, so that an open page replaces only the parts that changed.
+"""Makes the dashboard's pages of parts. Each part is HTML of its own template, so that an open page replaces
+only the parts that changed.
 
-All texts of runs (names, answers, logs, configurations) are escaped by Jinja and lose their control characters.
+All texts of runs (names, answers, logs, configurations) are escaped by Jinja and lose their control
+characters.
 """
 
 from __future__ import annotations
@@ -29,7 +31,11 @@ from rlhf_core.runs.run_dir import LOG
 from rlhf_core.runs.run_records import RUN, RunRecord
 from rlhf_core.system.redaction import plain, without_passwords
 
-LOG_LINES, MAX_RUNS, MAX_CHOICES, MAX_CONFIG, MAX_PANELS = 200, 300, 50, 200_000, 3
+LOG_LINES = 200
+MAX_RUNS = 300
+MAX_CHOICES = 50
+MAX_CONFIG = 200_000
+MAX_PANELS = 3
 MAX_FILTER = 200  # characters of the words that filter the runs
 COLOURS = {
     "done": "#2e8b6f",
@@ -44,8 +50,8 @@ COLOURS = {
 
 
 class Page(NamedTuple):
-    """A page. `parts`: functions that return the HTML of each part; `slow`: those that an open page makes anew only now and then;
-    `watched` returns a value that is equal while nothing changes on disk."""
+    """A page. `parts`: functions that return the HTML of each part; `slow`: those that an open page makes
+    anew only now and then; `watched` returns a value that is equal while nothing changes on disk."""
 
     title: str
     parts: dict[str, Callable[[], str]]
@@ -53,13 +59,16 @@ class Page(NamedTuple):
     watched: Callable[[], object]
 
     def make(self, name: str) -> str:
-        """Returns the HTML of a part; a sentence where what is on disk (of another version, or damaged) cannot be shown."""
+        """Returns the HTML of a part; a sentence where what is on disk (of another version, or damaged)
+        cannot be shown."""
         try:
             return self.parts[name]()
         except Exception as error:
             title = plain(self.title).replace("\n", " ")
             told = plain(traceback.format_exc())  # a log is read on a terminal
-            logging.getLogger(__name__).error("the part %s of the page %s could not be made\n%s", name, title, told)
+            logging.getLogger(__name__).error(
+                "the part %s of the page %s could not be made\n%s", name, title, told
+            )
             return fill("page.broken", name=name, why=type(error).__name__)
 
 
@@ -85,8 +94,14 @@ def overview(folder: Folder, wanted: str = "") -> Page:
     def now() -> str:
         rows = []
         for run in (run for run in folder.runs() if run.state == "running"):
-            stages = [stage for stage in state.run_stages(folder, run) if stage.state not in ("done", "not begun")]
-            shown = [stage for stage in stages if not (stage.state == "waiting" and stage.told.startswith(state.PARENTS))]
+            stages = [
+                stage for stage in state.run_stages(folder, run) if stage.state not in ("done", "not begun")
+            ]
+            shown = [
+                stage
+                for stage in stages
+                if not (stage.state == "waiting" and stage.told.startswith(state.PARENTS))
+            ]
             rows.append((run, link(run), shown, len(stages) - len(shown)))
         return fill("overview.now", runs=rows)
 
@@ -102,11 +117,15 @@ def overview(folder: Folder, wanted: str = "") -> Page:
         known = {stage.run_dir.partition("/")[2] for run in folder.runs() for stage in run.stages}
         strays = [state.stage_of(folder, folder.stage(name)) for name in folder.requests(known)]
         loops = [(file.parent.name, folder.json(file)) for file in inside(folder.path, f"*/{LOOP}")]
-        return fill("overview.others", stages=strays, loops=[(name, loop) for name, loop in loops if _is_loop(loop)])
+        return fill(
+            "overview.others", stages=strays, loops=[(name, loop) for name, loop in loops if _is_loop(loop)]
+        )
 
     def watched() -> object:
         found = folder.runs()
-        dirs = {folder.path / stage.run_dir for run in found if run.state == "running" for stage in run.stages}
+        dirs = {
+            folder.path / stage.run_dir for run in found if run.state == "running" for stage in run.stages
+        }
         crowned = [identity_of(file) for file in inside(folder.path, f"*/{state.CHAMPION}")]
         own = [(run.file, run.state, identity_of(run.file)) for run in found]
         return own, crowned, [state.watched(folder, path) for path in sorted(dirs)]
@@ -141,12 +160,17 @@ def run_page(folder: Folder, recipe: str, identity: str) -> Page:
     def rivals() -> str:
         others = [other for other in folder.runs() if (recipe_of(other), key_of(other)) != (recipe, identity)]
         others.sort(key=lambda other: recipe_of(other) != recipe)
-        choices = [(f"{recipe_of(one)}/{key_of(one)}", f"{one.recipe} {one.label}") for one in others[:MAX_CHOICES]]
+        choices = [
+            (f"{recipe_of(one)}/{key_of(one)}", f"{one.recipe} {one.label}") for one in others[:MAX_CHOICES]
+        ]
         return fill("run.choose", this=f"{recipe}/{identity}", choices=choices)
 
     def curves() -> str:
         running = [stage for stage in stages() if stage.state == "running"]
-        drawn = [(one, charts.main_panels(one.kind, [compare.drawable(folder, one.folder)])[:MAX_PANELS]) for one in running]
+        drawn = [
+            (one, charts.main_panels(one.kind, [compare.drawable(folder, one.folder)])[:MAX_PANELS])
+            for one in running
+        ]
         return fill("run.curves", drawn=[(stage, panels) for stage, panels in drawn if panels])
 
     parts = {
@@ -160,7 +184,11 @@ def run_page(folder: Folder, recipe: str, identity: str) -> Page:
 
     def watched() -> object:
         now = folder.run(recipe, identity)
-        return now.state, identity_of(now.file), [state.watched(folder, folder.path / stage.run_dir) for stage in now.stages]
+        return (
+            now.state,
+            identity_of(now.file),
+            [state.watched(folder, folder.path / stage.run_dir) for stage in now.stages],
+        )
 
     return Page(f"{run.recipe} {run.label}", parts, frozenset({"choose"}), watched)
 
@@ -175,25 +203,42 @@ def stage_page(folder: Folder, name: str) -> Page:
     def curves() -> str:
         runs = [compare.drawable(folder, name)]
         last = folder.curves(run_dir).last
-        return fill("stage.curves", panels=charts.main_panels(kind(), runs), others=charts.other_panels(kind(), runs), last=last)
+        return fill(
+            "stage.curves",
+            panels=charts.main_panels(kind(), runs),
+            others=charts.other_panels(kind(), runs),
+            last=last,
+        )
 
     def phases() -> str:
         last = folder.curves(run_dir).last
         waits = {role.removeprefix(WAIT): share for role, share in last.items() if role.startswith(WAIT)}
-        memory = {role.removeprefix("memory/"): gib for role, gib in last.items() if role.startswith("memory/")}
+        memory = {
+            role.removeprefix("memory/"): gib for role, gib in last.items() if role.startswith("memory/")
+        }
         return fill("stage.phases", phases=phases_of(last), waits=waits, memory=memory)
 
     def config() -> str:
         request = folder.request(run_dir)
         own = {"seed": request.get("seed"), **request.get("config", {})}
-        return fill("stage.config", text=without_passwords(json.dumps(own, indent=2, ensure_ascii=False))[:MAX_CONFIG])
+        return fill(
+            "stage.config", text=without_passwords(json.dumps(own, indent=2, ensure_ascii=False))[:MAX_CONFIG]
+        )
 
     def choose() -> str:
-        others = [one for one, request in folder.requests().items() if one != name and request["config"]["stage"] == kind()]
+        others = [
+            one
+            for one, request in folder.requests().items()
+            if one != name and request["config"]["stage"] == kind()
+        ]
         return fill("run.choose", this=name, choices=[(other, other) for other in others[:MAX_CHOICES]])
 
     parts = {
-        "state": lambda: fill("stage.state", stage=state.stage_of(folder, run_dir), attempts=folder.attempts(run_dir).attempts[-20:]),
+        "state": lambda: fill(
+            "stage.state",
+            stage=state.stage_of(folder, run_dir),
+            attempts=folder.attempts(run_dir).attempts[-20:],
+        ),
         "curves": curves,
         "phases": phases,
         "answers": lambda: fill("stage.answers", found=rollouts(run_dir)[::-1]),
@@ -202,20 +247,31 @@ def stage_page(folder: Folder, name: str) -> Page:
         "choose": choose,
         "config": config,
     }
-    return Page(name, parts, frozenset({"lineage", "choose", "config"}), lambda: state.watched(folder, run_dir))
+    return Page(
+        name, parts, frozenset({"lineage", "choose", "config"}), lambda: state.watched(folder, run_dir)
+    )
 
 
 def compare_page(folder: Folder, a: str, b: str) -> Page:
-    """Returns two stages or two runs beside each other. Raises Missing when one is none, or they are of different sorts."""
-    one, other = compare.side(folder, a), compare.side(folder, b)
+    """Returns two stages or two runs beside each other. Raises Missing when one is none, or they are of
+    different sorts."""
+    one = compare.side(folder, a)
+    other = compare.side(folder, b)
     if (one.run is None) != (other.run is None):
         raise Missing(f"{a} and {b}")
     parts = {
-        "overlay": lambda: fill("compare.overlay", one=one, other=other, overlays=compare.overlays(folder, one, other)),
+        "overlay": lambda: fill(
+            "compare.overlay", one=one, other=other, overlays=compare.overlays(folder, one, other)
+        ),
         "differences": lambda: fill("compare.differences", found=compare.differences(folder, one, other)),
     }
     dirs = sorted({folder.path / "stages" / name for side in (one, other) for name in side.stages.values()})
-    return Page("Two beside each other", parts, frozenset({"differences"}), lambda: [state.watched(folder, path) for path in dirs])
+    return Page(
+        "Two beside each other",
+        parts,
+        frozenset({"differences"}),
+        lambda: [state.watched(folder, path) for path in dirs],
+    )
 
 
 def fill(part: str, **values: Any) -> str:
@@ -238,7 +294,12 @@ def templates() -> jinja2.Environment:
 def whole(page: Page) -> str:
     """Returns a page as HTML."""
     parts = {name: Markup(page.make(name)) for name in page.parts}
-    return fill("page.whole", title=page.title, parts=parts, digests={name: digest(html) for name, html in parts.items()})
+    return fill(
+        "page.whole",
+        title=page.title,
+        parts=parts,
+        digests={name: digest(html) for name, html in parts.items()},
+    )
 
 
 def digest(html: str) -> str:
@@ -257,12 +318,16 @@ def moment(seconds: float | None) -> str:
 
 def link(run: RunRecord) -> str:
     """Returns the address of a run's page; '' of a damaged record."""
-    return "" if run.state == "damaged" and run.file.name != RUN else f"/run/{quote(recipe_of(run))}/{quote(key_of(run))}"
+    return (
+        ""
+        if run.state == "damaged" and run.file.name != RUN
+        else f"/run/{quote(recipe_of(run))}/{quote(key_of(run))}"
+    )
 
 
 class Row(NamedTuple):
-    """What the list of runs says of a run besides its record. `to`: address of its page; `done` of `stages` are done; `rate`, `champion`:
-    as in state.py."""
+    """What the list of runs says of a run besides its record. `to`: address of its page; `done` of `stages`
+    are done; `rate`, `champion`: as in state.py."""
 
     to: str
     done: int
@@ -294,4 +359,8 @@ def _text(run: RunRecord, champion: str) -> str:
 
 def _is_loop(loop: dict[str, Any]) -> bool:
     rounds = loop.get("rounds")
-    return isinstance(loop.get("loop"), str) and isinstance(rounds, list) and all(isinstance(one, dict) for one in rounds)
+    return (
+        isinstance(loop.get("loop"), str)
+        and isinstance(rounds, list)
+        and all(isinstance(one, dict) for one in rounds)
+    )

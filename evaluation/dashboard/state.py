@@ -1,7 +1,9 @@
-"""Says what goes on in a run directory and in a run: its state, why it waits or ended, its progress. By files and held locks alone.
+"""Says what goes on in a run directory and in a run: its state, why it waits or ended, its progress. By files
+and held locks alone.
 
-States of a stage: done; running (a process holds its lock); failed; killed (its process is gone without an end); waiting (its run goes
-on); not begun. On another machine no lock can be seen: there a stage counts as running while its files are less than FRESH seconds old.
+States of a stage: done; running (a process holds its lock); failed; killed (its process is gone without an
+end); waiting (its run goes on); not begun. On another machine no lock can be seen: there a stage counts as
+running while its files are less than FRESH seconds old.
 """
 
 from __future__ import annotations
@@ -30,15 +32,18 @@ CHAMPION = "champion.json"  # which rlhf_core/stages/publication/champion.py kee
 WIN_RATE = "win_rate/"  # with the name of a model
 PARENTS = "waits for "  # names of stages before it
 HOST = re.compile(r" on (\S+) since ")
-STOPPED = {128 + number: signal.Signals(number).name for number in (signal.SIGINT, signal.SIGTERM, signal.SIGKILL)}
+STOPPED = {
+    128 + number: signal.Signals(number).name for number in (signal.SIGINT, signal.SIGTERM, signal.SIGKILL)
+}
 
 
 class Stage(NamedTuple):
-    """A stage at one moment. `folder`: the name of its run directory; `told`: why it is in its state, a sentence or ''.
+    """A stage at one moment. `folder`: the name of its run directory; `told`: why it is in its state, a
+    sentence or ''.
 
-    `steps`: (done, all) of a running one; `left`: seconds that it probably still takes; `seconds`: of the process that finished it;
-    `changed`: when its files were last written, in seconds since 1970; `parents`: names of stages; `gates`: those that it
-    does not pass, in words.
+    `steps`: (done, all) of a running one; `left`: seconds that it probably still takes; `seconds`: of the
+    process that finished it; `changed`: when its files were last written, in seconds since 1970; `parents`:
+    names of stages; `gates`: those that it does not pass, in words.
     """
 
     folder: str
@@ -55,19 +60,31 @@ class Stage(NamedTuple):
     gates: tuple[str, ...] = ()
 
 
-def stage_of(folder: Folder, run_dir: Path, name: str = "", kind: str = "", parents: tuple[str, ...] = ()) -> Stage:
+def stage_of(
+    folder: Folder, run_dir: Path, name: str = "", kind: str = "", parents: tuple[str, ...] = ()
+) -> Stage:
     """Returns a stage's state by its run directory. `name`, `kind`: where it has no request yet."""
-    request, result = folder.request(run_dir), folder.json(run_dir / RESULT)
+    request = folder.request(run_dir)
+    result = folder.json(run_dir / RESULT)
     config = request.get("config", {})
-    found = Stage(run_dir.name, request.get("name", name) or run_dir.name, config.get("stage", kind), "not begun", parents=parents)
+    found = Stage(
+        run_dir.name,
+        request.get("name", name) or run_dir.name,
+        config.get("stage", kind),
+        "not begun",
+        parents=parents,
+    )
     if not request:
         return found
     metrics = numbers(result.get("metrics"))
     found = found._replace(changed=folder.changed(run_dir))
     if is_number(result.get("seconds")):
         gates = tuple(open_gates(config, metrics, approval_of(folder, run_dir)))
-        return found._replace(state="done", seconds=float(result["seconds"]), metric=main_metric(config, metrics), gates=gates)
-    holder, attempts = folder.tail(run_dir / HOLDER)[:400], folder.attempts(run_dir)
+        return found._replace(
+            state="done", seconds=float(result["seconds"]), metric=main_metric(config, metrics), gates=gates
+        )
+    holder = folder.tail(run_dir / HOLDER)[:400]
+    attempts = folder.attempts(run_dir)
     last = attempts.attempts[-1] if attempts.attempts else None
     host = HOST.search(holder)
     elsewhere = host is not None and host[1] != socket.gethostname()
@@ -103,7 +120,13 @@ def run_stages(folder: Folder, run: RunRecord) -> list[Stage]:
             run_dir = folder.stage(recorded.run_dir.partition("/")[2])
             stage = stage_of(folder, run_dir, recorded.name, recorded.kind, recorded.parents)
         except Missing:
-            stage = Stage(recorded.run_dir.partition("/")[2], recorded.name, recorded.kind, "not begun", parents=recorded.parents)
+            stage = Stage(
+                recorded.run_dir.partition("/")[2],
+                recorded.name,
+                recorded.kind,
+                "not begun",
+                parents=recorded.parents,
+            )
         if run.ended is not None and recorded.status in ("failed", "not run") and stage.state != "done":
             stage = stage._replace(state="failed" if recorded.status == "failed" else "not begun")
         found.append(stage._replace(name=recorded.name))
@@ -116,22 +139,34 @@ def _waiting(run: RunRecord, stages: list[Stage]) -> list[Stage]:
     others = [stage.name for stage in stages if stage.state == "running"]
     told = []
     for stage in stages:
-        failed_now = stage.state == "failed" and (stage.changed or 0) >= run.started  # others may still run beside it
+        # others may still run beside it
+        failed_now = stage.state == "failed" and (stage.changed or 0) >= run.started
         if stage.state == "done" or failed_now:
             told.append(stage)
         elif stage.state == "running":
-            ours = not stage.told.startswith("run ") or (run.label in stage.told and f"process {run.pid}," in stage.told)
-            told.append(stage if ours else stage._replace(state="waiting", told=f"another run works on it: {stage.told}"))
+            ours = not stage.told.startswith("run ") or (
+                run.label in stage.told and f"process {run.pid}," in stage.told
+            )
+            told.append(
+                stage
+                if ours
+                else stage._replace(state="waiting", told=f"another run works on it: {stage.told}")
+            )
         elif missing := [name for name in stage.parents if name not in done]:
             told.append(stage._replace(state="waiting", told=f"{PARENTS}{', '.join(missing)}"))
         else:
-            why = f"waits while {', '.join(others)} runs" if others else "starts, or waits for another run's stage on this machine"
+            why = (
+                f"waits while {', '.join(others)} runs"
+                if others
+                else "starts, or waits for another run's stage on this machine"
+            )
             told.append(stage._replace(state="waiting", told=why))
     return told
 
 
 class Question(NamedTuple):
-    """A stage that waits for a person's approval. `recipe`: its folder in the artifacts, for `alignflow approve`."""
+    """A stage that waits for a person's approval. `recipe`: its folder in the artifacts, for `alignflow
+    approve`."""
 
     folder: str
     recipe: str
@@ -140,8 +175,14 @@ class Question(NamedTuple):
 
 def questions(folder: Folder) -> list[Question]:
     """Returns the stages that somebody may still approve or refuse, the oldest question first."""
-    read = ((file.parent.name, approval_of(folder, file.parent)) for file in inside(folder.path, f"{STAGES}/*/{APPROVAL}"))
-    asked = sorted(((one.asked, name, one) for name, one in read if one and one.state() == "asked"), key=lambda found: found[:2])
+    read = (
+        (file.parent.name, approval_of(folder, file.parent))
+        for file in inside(folder.path, f"{STAGES}/*/{APPROVAL}")
+    )
+    asked = sorted(
+        ((one.asked, name, one) for name, one in read if one and one.state() == "asked"),
+        key=lambda found: found[:2],
+    )
     return [Question(name, Path(one.recipe).name, one.told()) for _, name, one in asked]
 
 
@@ -154,8 +195,8 @@ def approval_of(folder: Folder, run_dir: Path) -> Approval | None:
 
 
 def open_gates(config: Mapping[str, Any], metrics: Mapping[str, float], asked: Approval | None) -> list[str]:
-    """Returns a part of a sentence for each gate of a finished stage that it does not pass. `asked`: the question to a person, which is not
-    asked while another gate stops what depends on the stage."""
+    """Returns a part of a sentence for each gate of a finished stage that it does not pass. `asked`: the
+    question to a person, which is not asked while another gate stops what depends on the stage."""
     found: list[str] = []
     waits = held = False
     gates = config.get("gates")
@@ -187,7 +228,11 @@ def main_metric(config: Mapping[str, Any], metrics: Mapping[str, float]) -> str:
 
 def numbers(found: object) -> dict[str, float]:
     """Returns the numbers of a JSON object by name."""
-    return {name: float(value) for name, value in found.items() if is_number(value)} if isinstance(found, dict) else {}
+    return (
+        {name: float(value) for name, value in found.items() if is_number(value)}
+        if isinstance(found, dict)
+        else {}
+    )
 
 
 def watched(folder: Folder, run_dir: Path) -> tuple[object, ...]:
@@ -197,8 +242,8 @@ def watched(folder: Folder, run_dir: Path) -> tuple[object, ...]:
 
 
 def win_rate(folder: Folder, run: RunRecord) -> str:
-    """Returns the win rate of the last model in a run's last finished evaluation with its 95 % interval, such as
-    `ppo 61.2 % (55.0–67.1 %)`; '' when there is none."""
+    """Returns the win rate of the last model in a run's last finished evaluation with its 95 % interval, such
+    as `ppo 61.2 % (55.0–67.1 %)`; '' when there is none."""
     for stage in reversed(run.stages):
         try:
             run_dir = folder.stage(stage.run_dir.partition("/")[2])
@@ -214,7 +259,8 @@ def win_rate(folder: Folder, run: RunRecord) -> str:
 
 
 def _win_rate_text(config: Mapping[str, Any], metrics: Mapping[str, float]) -> str:
-    """Returns the win rate of the last of an evaluation's models, or of the last judged one where the last is the baseline."""
+    """Returns the win rate of the last of an evaluation's models, or of the last judged one where the last is
+    the baseline."""
     judged = [name.removeprefix(WIN_RATE) for name in metrics if name.startswith(WIN_RATE)]
     if not judged:
         return ""
@@ -229,7 +275,8 @@ def _win_rate_text(config: Mapping[str, Any], metrics: Mapping[str, float]) -> s
 
 
 def champion(folder: Folder, run: RunRecord) -> str:
-    """Returns the model in use of a run's recipe where a publication of this run made it the champion; '' otherwise."""
+    """Returns the model in use of a run's recipe where a publication of this run made it the champion; ''
+    otherwise."""
     reigns = folder.json(folder.path / recipe_of(run) / CHAMPION).get("reigns")
     last = reigns[-1] if isinstance(reigns, list) and reigns else None
     if not isinstance(last, dict):

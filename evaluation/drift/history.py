@@ -1,7 +1,7 @@
 """Finds earlier results of a drift stage in the same artifacts folder. Torch-free.
 
-An earlier result is a finished run directory of the same stage with another digest, with the same reference. What is found depends on what
-has finished when the stage runs, and is not part of its digest.
+An earlier result is a finished run directory of the same stage with another digest, with the same reference.
+What is found depends on what has finished when the stage runs, and is not part of its digest.
 """
 
 from __future__ import annotations
@@ -23,7 +23,9 @@ class Found(NamedTuple):
 
     @property
     def as_earlier(self) -> Earlier:
-        return Earlier(at=self.report.at, digest=self.digest, model=self.report.model, values=self.report.values)
+        return Earlier(
+            at=self.report.at, digest=self.digest, model=self.report.model, values=self.report.values
+        )
 
 
 def earlier_results(request: StageRequest, config: Drift, run: RunDir) -> list[Found]:
@@ -44,4 +46,6 @@ def with_changes(signals: list[Signal], earlier: list[Found]) -> list[Signal]:
     before: dict[str, float] = {}
     for one in earlier:
         before |= one.report.values
-    return [s.model_copy(update={"change": s.value - before[s.name]}) if s.name in before else s for s in signals]
+    return [
+        s.model_copy(update={"change": s.value - before[s.name]}) if s.name in before else s for s in signals
+    ]

@@ -1,4 +1,5 @@
-"""Measures drift of judges: agreement of the judge with the reward model, and verdicts that the judge gave in the past. Torch-free."""
+"""Measures drift of judges: agreement of the judge with the reward model, and verdicts that the judge gave in
+the past. Torch-free."""
 
 from __future__ import annotations
 
@@ -17,9 +18,11 @@ from rlhf_core.records import Judgment
 FEWEST = 8  # questions of a rank correlation
 
 
-def agreement(judged: Sequence[Judgment], rewarded: Sequence[Judgment], rounds: int, seed: int) -> Signal | None:
-    """Returns `judge/reward_correlation`: Spearman's correlation, over questions, of the judge's score of the model (0 to 1) with the
-    difference of the reward model's scores of model and baseline.
+def agreement(
+    judged: Sequence[Judgment], rewarded: Sequence[Judgment], rounds: int, seed: int
+) -> Signal | None:
+    """Returns `judge/reward_correlation`: Spearman's correlation, over questions, of the judge's score of the
+    model (0 to 1) with the difference of the reward model's scores of model and baseline.
 
     None with fewer than FEWEST questions that both judged, or when one of them gives all questions the same.
     """
@@ -37,18 +40,31 @@ def agreement(judged: Sequence[Judgment], rewarded: Sequence[Judgment], rounds: 
 
 
 def judge_anchors(judge: Judge, anchors: Pairs) -> list[Signal]:
-    """Returns `anchors/changed`, the share of anchors with another winner than in the past, and `anchors/shift`, the change of answer B's
-    win rate; its test is an exact sign test on the anchors whose points rose or fell. Raises ValueError when no game has a verdict."""
+    """Returns `anchors/changed`, the share of anchors with another winner than in the past, and
+    `anchors/shift`, the change of answer B's win rate; its test is an exact sign test on the anchors whose
+    points rose or fell. Raises ValueError when no game has a verdict."""
     judged = battles(judge, anchors.questions, anchors.answers, [("b", "a")])
-    scores = np.array([np.nan if judgment.score is None else judgment.score for judgment in judged], dtype=np.float64)
+    scores = np.array(
+        [np.nan if judgment.score is None else judgment.score for judgment in judged], dtype=np.float64
+    )
     held = np.isfinite(scores)
     if not held.any():
-        raise ValueError(f"anchors: {judge.name} gave no verdict on any of {len(scores)} anchors: look at the judge's log")
-    points, scores = anchors.points[held], scores[held]
+        raise ValueError(
+            f"anchors: {judge.name} gave no verdict on any of {len(scores)} anchors: look at the judge's log"
+        )
+    points = anchors.points[held]
+    scores = scores[held]
     changed = (np.sign(scores - 0.5) != np.sign(points - 0.5)).astype(np.float64)
     low, high = share_interval(changed)
     share = Signal(name="anchors/changed", value=float(changed.mean()), low=low, high=high, count=len(points))
     difference = scores - points
     low, high = difference_interval(difference)
-    shift = Signal(name="anchors/shift", value=float(difference.mean()), low=low, high=high, count=len(points), p=sign_test(difference))
+    shift = Signal(
+        name="anchors/shift",
+        value=float(difference.mean()),
+        low=low,
+        high=high,
+        count=len(points),
+        p=sign_test(difference),
+    )
     return [share, shift]

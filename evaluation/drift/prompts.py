@@ -1,11 +1,13 @@
-"""Measures how far the prompts of the present are from those of the past. Torch-free, without a model or a classifier.
+"""Measures how far the prompts of the present are from those of the past. Torch-free, without a model or a
+classifier.
 
-Words: the Jensen-Shannon divergence (Lin 1991) in bits, from 0 to 1, of two distributions of hashed words (Weinberger et al. 2009). Each
-prompt has the same weight. The divergence of two finite samples of one distribution is above 0: its mean under permutations, in which
-present and past are the same by construction, is subtracted. The test is a permutation test over prompts (Phipson & Smyth 2010), exact when
-prompts are independent of each other. The interval has the spread of bootstrap resamples around the result; it is wide, so gates use the
-test.
-Lengths: ratio of the means in characters, tested with the two-sample Kolmogorov-Smirnov test.
+Words: the Jensen-Shannon divergence (Lin 1991) in bits, from 0 to 1, of two distributions of hashed words
+(Weinberger et al. 2009). Each prompt has the same weight. The divergence of two finite samples of one
+distribution is above 0: its mean under permutations, in which present and past are the same by construction,
+is subtracted. The test is a permutation test over prompts (Phipson & Smyth 2010), exact when prompts are
+independent of each other. The interval has the spread of bootstrap resamples around the result; it is wide,
+so gates use the test. Lengths: ratio of the means in characters, tested with the two-sample
+Kolmogorov-Smirnov test.
 """
 
 from __future__ import annotations
@@ -28,22 +30,31 @@ Singles = NDArray[np.float32]
 
 
 def prompt_signals(present: Sequence[str], past: Sequence[str], rounds: int, seed: int) -> list[Signal]:
-    """Returns `prompts/divergence` and `prompts/length`. Texts are whole prompts; each side has at least one."""
+    """Returns `prompts/divergence` and `prompts/length`. Texts are whole prompts; each side has at least
+    one."""
     count = len(present) + len(past)
     lengths = [np.array([len(text) for text in side], dtype=np.float64) for side in (present, past)]
     low, high = ratio(lengths[0], lengths[1], rounds, seed)
     test = ks_2samp(lengths[0], lengths[1])
     length = Signal(
-        name="prompts/length", value=float(lengths[0].mean() / lengths[1].mean()), low=low, high=high, count=count, p=float(test.pvalue)
+        name="prompts/length",
+        value=float(lengths[0].mean() / lengths[1].mean()),
+        low=low,
+        high=high,
+        count=count,
+        p=float(test.pvalue),
     )
     return [_divergence(words(present), words(past), rounds, seed), length]
 
 
 def words(texts: Sequence[str]) -> Singles:
-    """Returns each text's distribution over the buckets of its words, (N, BUCKETS); a text without a word has a bucket of its own."""
+    """Returns each text's distribution over the buckets of its words, (N, BUCKETS); a text without a word has
+    a bucket of its own."""
     found = np.zeros((len(texts), BUCKETS), dtype=np.float32)
     for row, text in enumerate(texts):
-        buckets = [1 + zlib.crc32(word.encode()) % (BUCKETS - 1) for word in re.findall(r"\w+", text.lower())] or [0]
+        buckets = [
+            1 + zlib.crc32(word.encode()) % (BUCKETS - 1) for word in re.findall(r"\w+", text.lower())
+        ] or [0]
         np.add.at(found[row], buckets, 1 / len(buckets))
     return found
 
@@ -60,9 +71,11 @@ def entropy(shares: Floats) -> Floats:
 
 def _divergence(present: Singles, past: Singles, rounds: int, seed: int) -> Signal:
     generator = np.random.default_rng(seed)
-    every, total = np.concatenate([present, past]), len(present) + len(past)
+    every = np.concatenate([present, past])
+    total = len(present) + len(past)
     seen = float(divergence(present.mean(0, dtype=np.float64), past.mean(0, dtype=np.float64)))
-    permuted, drawn = [], []
+    permuted = []
+    drawn = []
     for start in range(0, rounds, STEP):
         size = min(STEP, rounds - start)
         chosen = generator.permuted(np.tile(np.arange(total) < len(present), (size, 1)), axis=1)
@@ -70,7 +83,8 @@ def _divergence(present: Singles, past: Singles, rounds: int, seed: int) -> Sign
         permuted.append(divergence(sums / len(present), (every.sum(0) - sums).clip(0) / len(past)))
         sides = [weights(len(side), size, generator).astype(np.float32) @ side for side in (present, past)]
         drawn.append(divergence(sides[0].astype(np.float64), sides[1].astype(np.float64)))
-    null, again = np.concatenate(permuted), np.concatenate(drawn)
+    null = np.concatenate(permuted)
+    again = np.concatenate(drawn)
     value = seen - float(null.mean())
     low, high = (
         value + np.quantile(again, ENDS) - again.mean()

@@ -12,7 +12,8 @@ DRIFT = "drift.json"
 class Signal(Frozen):
     """One measure of drift over `count` prompts, questions or pairs, with its 95 % interval.
 
-    `p` is the p-value of the test against no drift, None where there is none. `change`: `value` less that of the previous result.
+    `p` is the p-value of the test against no drift, None where there is none. `change`: `value` less that of
+    the previous result.
     """
 
     name: str
@@ -25,7 +26,8 @@ class Signal(Frozen):
 
 
 class Earlier(Frozen):
-    """An earlier finished result of the same stage: when it was made, its digest and model, and the values of its signals."""
+    """An earlier finished result of the same stage: when it was made, its digest and model, and the values of
+    its signals."""
 
     at: datetime
     digest: str
@@ -34,7 +36,8 @@ class Earlier(Frozen):
 
 
 class DriftReport(Frozen):
-    """The content of `drift.json`. `at`: when it was made (UTC). `anchors_at`: when the anchors were judged. `history`: oldest first."""
+    """The content of `drift.json`. `at`: when it was made (UTC). `anchors_at`: when the anchors were judged.
+    `history`: oldest first."""
 
     at: datetime
     model: str
@@ -52,9 +55,16 @@ class DriftReport(Frozen):
 
 
 def metrics(report: DriftReport) -> dict[str, float]:
-    """Returns `<signal>`, `<signal>_low`, `<signal>_high`, and where there are such, `<signal>_p` and `<signal>/change`."""
+    """Returns `<signal>`, `<signal>_low`, `<signal>_high`, and where there are such, `<signal>_p` and
+    `<signal>/change`."""
     found: dict[str, float] = {}
     for signal in report.signals:
-        values = {"": signal.value, "_low": signal.low, "_high": signal.high, "_p": signal.p, "/change": signal.change}
+        values = {
+            "": signal.value,
+            "_low": signal.low,
+            "_high": signal.high,
+            "_p": signal.p,
+            "/change": signal.change,
+        }
         found |= {f"{signal.name}{suffix}": value for suffix, value in values.items() if value is not None}
     return found

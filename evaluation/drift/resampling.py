@@ -1,6 +1,8 @@
-"""Computes bootstrap intervals of means, ratios and rank correlations, vectorised over the resamples. Torch-free.
+"""Computes bootstrap intervals of means, ratios and rank correlations, vectorised over the resamples.
+Torch-free.
 
-Intervals are 95 % percentile bootstrap intervals (Efron & Tibshirani 1993, ch. 13) over rows: prompts, questions or pairs.
+Intervals are 95 % percentile bootstrap intervals (Efron & Tibshirani 1993, ch. 13) over rows: prompts,
+questions or pairs.
 """
 
 from __future__ import annotations
@@ -52,7 +54,8 @@ def ratio(above: Floats, below: Floats, resamples: int, seed: int) -> Interval:
 
 
 def spearman(one: Floats, other: Floats) -> Floats:
-    """Returns Spearman's rank correlation of each row of two (R, N) arrays, (R,); nan where all values of a row are the same."""
+    """Returns Spearman's rank correlation of each row of two (R, N) arrays, (R,); nan where all values of a
+    row are the same."""
     ranks = [rankdata(values, axis=1) for values in (one, other)]
     a, b = (rank - rank.mean(1, keepdims=True) for rank in ranks)
     scale = np.sqrt((a * a).sum(1) * (b * b).sum(1))

@@ -18,7 +18,8 @@ from rlhf_core.runs.run_dir import RunDir, StageRequest
 
 @dataclass(frozen=True)
 class Judged:
-    """The evaluation's request; the names that it gives the two models, and their answers, by name and in the order of `questions`."""
+    """The evaluation's request; the names that it gives the two models, and their answers, by name and in the
+    order of `questions`."""
 
     request: StageRequest
     folder: Path
@@ -46,7 +47,11 @@ class Judged:
     def judgments(self, judge: str) -> list[Judgment]:
         """Returns a judge's battles of the model against the evaluation's baseline."""
         battle = (judge, self.model, self.config.baseline)
-        return [one for one in read_judgments(self.folder / "judgments") if (one.judge, one.model, one.baseline) == battle]
+        return [
+            one
+            for one in read_judgments(self.folder / "judgments")
+            if (one.judge, one.model, one.baseline) == battle
+        ]
 
 
 def read_evaluation(report: Path, inputs: Mapping[str, str], model: str, reference: str) -> Judged:
@@ -56,24 +61,42 @@ def read_evaluation(report: Path, inputs: Mapping[str, str], model: str, referen
     """
     request = RunDir(report.parent).request()
     config = request.config
-    assert isinstance(config, configs.Evaluation), f"drift got the report of a {config.stage} stage as evaluation"
-    names = {place_of(request.inputs[name]): name for name in (*config.models, config.baseline) if name in request.inputs}
-    if missing := [name for name in (model, reference) if place_of(inputs[name]) not in names]:
+    assert isinstance(config, configs.Evaluation), (
+        f"drift got the report of a {config.stage} stage as evaluation"
+    )
+    names = {
+        place_of(request.inputs[name]): name
+        for name in (*config.models, config.baseline)
+        if name in request.inputs
+    }
+    missing = [name for name in (model, reference) if place_of(inputs[name]) not in names]
+    if missing:
         known = ", ".join(dict.fromkeys((config.baseline, *config.models)))
-        raise ValueError(f"{' and '.join(missing)} did not answer in the evaluation {request.name}, but {known} did: add it to its models")
+        raise ValueError(
+            f"{' and '.join(missing)} did not answer in the evaluation {request.name}, but {known} did: add"
+            " it to its models"
+        )
     ours = [names[place_of(inputs[name])] for name in (model, reference)]
     rows = {}
     for name in ours:
         text = (report / "answers" / f"{file_name(name)}.jsonl").read_text(encoding="utf-8")
         rows[name] = {row["uid"]: row for row in map(json.loads, text.split("\n")[:-1])}
     first = rows[ours[0]]
-    questions = [Question(uid, "all", tuple(row["messages"][:-1]), {}) for uid, row in first.items() if uid in rows[ours[1]]]
-    answers = {name: [_answer(rows[name][question.uid]["messages"][-1]["content"]) for question in questions] for name in ours}
+    questions = [
+        Question(uid, "all", tuple(row["messages"][:-1]), {})
+        for uid, row in first.items()
+        if uid in rows[ours[1]]
+    ]
+    answers = {
+        name: [_answer(rows[name][question.uid]["messages"][-1]["content"]) for question in questions]
+        for name in ours
+    }
     return Judged(request, report, ours[0], ours[1], questions, answers)
 
 
 def place_of(place: str) -> str:
-    """Returns the last three parts of a model's path, which have its stage's digest, or its Hub id: the same wherever artifacts are."""
+    """Returns the last three parts of a model's path, which have its stage's digest, or its Hub id: the same
+    wherever artifacts are."""
     return "/".join(PurePosixPath(place).parts[-3:])
 
 

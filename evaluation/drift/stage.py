@@ -1,7 +1,8 @@
-"""Runs the drift stage: compares prompts, answers and judges of the present with the past, and writes `report/drift.json`.
+"""Runs the drift stage: compares prompts, answers and judges of the present with the past, and writes
+`report/drift.json`.
 
-It reads the answers and judgments of a finished evaluation, asks no model, and loads one only for the KL (`kl`) and for a judge of anchors
-that needs one.
+It reads the answers and judgments of a finished evaluation, asks no model, and loads one only for the KL
+(`kl`) and for a judge of anchors that needs one.
 """
 
 from __future__ import annotations
@@ -42,24 +43,38 @@ class Anchored(NamedTuple):
 
 
 def run(request: StageRequest, run: RunDir) -> Outcome:
-    """Computes all signals. Raises ValueError for wrong prompts or anchors, and when a model has no answers in the evaluation."""
+    """Computes all signals. Raises ValueError for wrong prompts or anchors, and when a model has no answers
+    in the evaluation."""
     config = request.config
     assert isinstance(config, Drift), f"drift got the config of a {config.stage} stage"
-    rounds, seed, now = config.bootstrap_rounds, request.seed, datetime.now(UTC)
-    judged = read_evaluation(Path(request.inputs[config.evaluation]), request.inputs, config.model, config.reference)
+    rounds = config.bootstrap_rounds
+    seed = request.seed
+    now = datetime.now(UTC)
+    judged = read_evaluation(
+        Path(request.inputs[config.evaluation]), request.inputs, config.model, config.reference
+    )
     if config.kl and judged.config.temperature != 1:
         raise ValueError(
-            f"kl needs answers sampled at temperature 1, and the evaluation {judged.request.name} has another: set it, or kl: false"
+            f"kl needs answers sampled at temperature 1, and the evaluation {judged.request.name} has"
+            " another: set it, or kl: false"
         )
     signals = prompt_signals(*prompt_texts(config, seed), rounds, seed)
     signals += answer_signals(judged.answers[judged.model], judged.answers[judged.reference], rounds, seed)
     notes = []
     if judged.reward_judge is None:
-        notes.append("The evaluation has no reward model as second judge, so its agreement with the judge is not known.")
-    elif found := agreement(judged.judgments(judged.judge), judged.judgments(judged.reward_judge), rounds, seed):
+        notes.append(
+            "The evaluation has no reward model as second judge, so its agreement with the judge is not"
+            " known."
+        )
+    elif found := agreement(
+        judged.judgments(judged.judge), judged.judgments(judged.reward_judge), rounds, seed
+    ):
         signals.append(found)
     else:
-        notes.append("Too few questions were judged by both the judge and the reward model, or one of them gave all the same score.")
+        notes.append(
+            "Too few questions were judged by both the judge and the reward model, or one of them gave all"
+            " the same score."
+        )
     if config.kl:
         signals.append(kl(config, judged, request))
     earlier = earlier_results(request, config, run)
@@ -84,17 +99,23 @@ def run(request: StageRequest, run: RunDir) -> Outcome:
     tracker.close()
     for signal in report.signals:
         test = "" if signal.p is None else f", p = {signal.p:.3g}"
-        print(f"{signal.name}: {signal.value:.4g} [{signal.low:.4g}, {signal.high:.4g}]{test} ({signal.count})", flush=True)
+        print(
+            f"{signal.name}: {signal.value:.4g} [{signal.low:.4g}, {signal.high:.4g}]{test} ({signal.count})",
+            flush=True,
+        )
     return Outcome(found_metrics, {"report": REPORT})
 
 
 def prompt_texts(config: Drift, seed: int) -> tuple[list[str], list[str]]:
-    """Returns the different prompts of present and past as texts, at most `max_prompts` each: the last ones of the present, and some of the
-    past, drawn by the seed. Raises ValueError as `load_rows` and `prompt_of`."""
+    """Returns the different prompts of present and past as texts, at most `max_prompts` each: the last ones
+    of the present, and some of the past, drawn by the seed. Raises ValueError as `load_rows` and
+    `prompt_of`."""
 
     def texts(name: str, data: Data) -> list[str]:
         rows = load_rows(data, seed, "prompt")
-        return [as_text(prompt_of(Located(f"{name}, row {number}", row))) for number, row in enumerate(rows, 1)]
+        return [
+            as_text(prompt_of(Located(f"{name}, row {number}", row))) for number, row in enumerate(rows, 1)
+        ]
 
     newest_first = list(dict.fromkeys(reversed(texts("prompts", config.prompts))))
     past = list(dict.fromkeys(texts("past_prompts", config.past_prompts)))
@@ -103,8 +124,10 @@ def prompt_texts(config: Drift, seed: int) -> tuple[list[str], list[str]]:
 
 
 def kl(config: Drift, judged: Judged, request: StageRequest) -> Signal:
-    """Returns `kl`: the mean over the model's answers of log p(answer | model) - log p(answer | reference), in nats per answer."""
-    from evaluation.answers.kl import log_ratios  # imports torch's model code, so only when there is something to measure
+    """Returns `kl`: the mean over the model's answers of log p(answer | model) - log p(answer | reference),
+    in nats per answer."""
+    # imports torch's model code, so only when there is something to measure
+    from evaluation.answers.kl import log_ratios
 
     asked = judged.config.model_copy(update={"baseline": judged.reference})
     places = {judged.model: request.inputs[config.model], judged.reference: request.inputs[config.reference]}
@@ -114,12 +137,18 @@ def kl(config: Drift, judged: Judged, request: StageRequest) -> Signal:
     return Signal(name="kl", value=float(ratios.mean()), low=low, high=high, count=len(ratios))
 
 
-def anchors(config: Drift, judged: Judged, request: StageRequest, run: RunDir, earlier: Sequence[Found], now: datetime) -> Anchored:
-    """Judges the anchors, or takes over the signals of an earlier result whose verdicts on them are younger than `anchors.days`."""
+def anchors(
+    config: Drift, judged: Judged, request: StageRequest, run: RunDir, earlier: Sequence[Found], now: datetime
+) -> Anchored:
+    """Judges the anchors, or takes over the signals of an earlier result whose verdicts on them are younger
+    than `anchors.days`."""
     if config.anchors is None:
         return Anchored([], "", None)
     pairs = load_anchors(config.anchors.pairs, request.seed)
-    asked = [[question.prompt, a, b] for question, a, b in zip(pairs.questions, *pairs.answers.values(), strict=True)]
+    asked = [
+        [question.prompt, a, b]
+        for question, a, b in zip(pairs.questions, *pairs.answers.values(), strict=True)
+    ]
     judge = config.anchors.judge
     key = digest(
         [
@@ -131,9 +160,15 @@ def anchors(config: Drift, judged: Judged, request: StageRequest, run: RunDir, e
     )
     for one in reversed(earlier):
         at = one.report.anchors_at
-        if one.report.anchors_key == key and at is not None and now - at < timedelta(days=config.anchors.days):
+        if (
+            one.report.anchors_key == key
+            and at is not None
+            and now - at < timedelta(days=config.anchors.days)
+        ):
             print(f"anchors: the verdicts of {at:%Y-%m-%d %H:%M} UTC are taken over", flush=True)
-            return Anchored([signal for signal in one.report.signals if signal.name.startswith("anchors/")], key, at)
+            return Anchored(
+                [signal for signal in one.report.signals if signal.name.startswith("anchors/")], key, at
+            )
     with ExitStack() as stack:
         name = next(iter(judge_names([judge])))
         made = make_judge(name, judge, request, judged.config, run, stack)

@@ -21,7 +21,8 @@ from rlhf_core.system.files import digest
 
 
 class Entry(Frozen):
-    """One line of the cache. Tokens as the endpoint counts them, with those of the reminder if there was one."""
+    """One line of the cache. Tokens as the endpoint counts them, with those of the reminder if there was
+    one."""
 
     key: str
     game: Game
@@ -33,8 +34,8 @@ class Entry(Frozen):
 class OpenAIJudge:
     """Requests a verdict on each match.
 
-    `cache`: file of verdicts; `identity`: the judge in the cache's keys, a remote model's name or the digest of a local one's files.
-    `used`: all verdicts used, also cached ones; `games` and `failed` count them.
+    `cache`: file of verdicts; `identity`: the judge in the cache's keys, a remote model's name or the digest
+    of a local one's files. `used`: all verdicts used, also cached ones; `games` and `failed` count them.
     """
 
     name: str
@@ -49,12 +50,15 @@ class OpenAIJudge:
     @property
     def tokens(self) -> tuple[int, int]:
         """Input and output tokens of all verdicts used."""
-        return sum(entry.input_tokens for entry in self.used.values()), sum(entry.output_tokens for entry in self.used.values())
+        return sum(entry.input_tokens for entry in self.used.values()), sum(
+            entry.output_tokens for entry in self.used.values()
+        )
 
     def judge(self, matches: Sequence[Match]) -> list[Game]:
         """Returns one game for each match, in order.
 
-        Raises ValueError when the endpoint refuses the request, or more than the share `max_failed` of all games so far has no verdict.
+        Raises ValueError when the endpoint refuses the request, or more than the share `max_failed` of all
+        games so far has no verdict.
         """
         keys = [self._key(match) for match in matches]
         known = {entry.key: entry for entry in records_of(self.cache, Entry)}
@@ -73,9 +77,9 @@ class OpenAIJudge:
                 if self.failed > self.max_failed * self.games:
                     last = entry.game.judgment["answer"][-200:].strip()
                     raise ValueError(
-                        f"judge {self.name}: {self.failed} of {self.games} games have no verdict, more than "
-                        f"max_failed={self.max_failed:g} allows (the last: {last!r}): look at the endpoint, then run again; "
-                        f"the verdicts so far are kept"
+                        f"judge {self.name}: {self.failed} of {self.games} games have no verdict, more than"
+                        f" max_failed={self.max_failed:g} allows (the last: {last!r}): look at the endpoint,"
+                        " then run again; the verdicts so far are kept"
                     )
 
             self.client.each(missing, self._game, done)
@@ -100,7 +104,8 @@ class OpenAIJudge:
             score = verdict.label
             failure = "" if score is not None else f"(no verdict: {verdict.problem})"
         except NO_REPLY as error:
-            score, failure = None, self.client.reason(error)
+            score = None
+            failure = self.client.reason(error)
         words = "\n".join([*(reply.text for reply in replies), *([failure] if failure else [])])
         return Entry(
             key="",

@@ -23,12 +23,14 @@ from rlhf_core.system.files import digest
 if TYPE_CHECKING:
     from rlhf_core.models.scoring import RewardScorer
 
-CACHE, LOGS = "judge_cache", "servers"
+CACHE = "judge_cache"
+LOGS = "servers"
 JudgingStage = configs.Evaluation | configs.Calibration  # the config of a stage that judges
 
 
 def judge_names(judges: Sequence[configs.Judge]) -> dict[str, configs.Judge]:
-    """Returns judges by name: `rule`, the reward model's name, the chat model's name; a second one of the same name gets a number."""
+    """Returns judges by name: `rule`, the reward model's name, the chat model's name; a second one of the
+    same name gets a number."""
     named: dict[str, configs.Judge] = {}
     for judge in judges:
         base = _name(judge)
@@ -45,8 +47,16 @@ def _name(judge: configs.Judge) -> str:
     return shown(judge.model) if isinstance(judge, configs.VllmJudge) else judge.model
 
 
-def make_judge(name: str, judge: configs.Judge, request: StageRequest, config: JudgingStage, run: RunDir, stack: ExitStack) -> Judge:
-    """Makes the judge of one judge config. A local server starts with the judge's first request and ends with `stack`.
+def make_judge(
+    name: str,
+    judge: configs.Judge,
+    request: StageRequest,
+    config: JudgingStage,
+    run: RunDir,
+    stack: ExitStack,
+) -> Judge:
+    """Makes the judge of one judge config. A local server starts with the judge's first request and ends with
+    `stack`.
 
     Raises ValueError when a local judge's model is too short or has no chat template.
     """
@@ -54,18 +64,27 @@ def make_judge(name: str, judge: configs.Judge, request: StageRequest, config: J
         return RuleJudge(name, judge.answer_key)
     if isinstance(judge, configs.RewardJudge):
         scorer, renderer = load_reward_model(judge.reward, request, config, config.template)
-        return RewardJudge(name, scorer.score, renderer, judge.tie, config.prompt_max_len, config.generate_max_len)
+        return RewardJudge(
+            name, scorer.score, renderer, judge.tie, config.prompt_max_len, config.generate_max_len
+        )
     if isinstance(judge, configs.VllmJudge):
-        from evaluation.answers.served_models import local_model, served  # slow to import, and only local judges need it
+        # slow to import, and only local judges need it
+        from evaluation.answers.served_models import local_model, served
 
         trust = request.trust_remote_code
         model = local_model(f"judge {name}", request.inputs[judge.model], judge, run, trust)
         if judge.max_tokens >= model.max_model_len:
-            left = f"max_tokens={judge.max_tokens} leaves none of its {model.max_model_len} tokens for a prompt"
+            left = (
+                f"max_tokens={judge.max_tokens} leaves none of its {model.max_model_len} tokens for a prompt"
+            )
             raise ValueError(f"judge {name}: {left}: lower it")
         if load_tokenizer(model.path, trust).chat_template is None:
-            raise ValueError(f"judge {name}: its tokenizer has no chat template, and judging uses chat requests: name a chat model")
-        cache_name, identity = f"{file_name(name)}-{digest(model.identity)[:8]}.jsonl", model.identity
+            raise ValueError(
+                f"judge {name}: its tokenizer has no chat template, and judging uses chat requests: name a"
+                " chat model"
+            )
+        cache_name = f"{file_name(name)}-{digest(model.identity)[:8]}.jsonl"
+        identity = model.identity
 
         @functools.cache
         def connect() -> Connection:
@@ -75,22 +94,32 @@ def make_judge(name: str, judge: configs.Judge, request: StageRequest, config: J
 
         model_name = name
     else:  # the cache is named by model and endpoint, so that recipes with other judge names share it
-        cache_name, identity = f"{file_name(judge.model)}-{digest(judge.base_url)[:8]}.jsonl", judge.model
+        cache_name = f"{file_name(judge.model)}-{digest(judge.base_url)[:8]}.jsonl"
+        identity = judge.model
         model_name = judge.model
         connect = functools.cache(functools.partial(remote, judge))
     shared = Path(judge.verdict_cache).expanduser() if judge.verdict_cache is not None else None
     cache = shared / cache_name if shared else run / CACHE / f"{file_name(name)}.jsonl"
-    client = ChatClient(f"judge {name}", model_name, connect, {"max_tokens": judge.max_tokens, "temperature": 0}, judge)
+    client = ChatClient(
+        f"judge {name}", model_name, connect, {"max_tokens": judge.max_tokens, "temperature": 0}, judge
+    )
     return OpenAIJudge(name, client, cache, identity, judge.max_failed)
 
 
-def load_reward_model(name: str, request: StageRequest, config: JudgingStage, template: str) -> tuple[RewardScorer, Renderer]:
+def load_reward_model(
+    name: str, request: StageRequest, config: JudgingStage, template: str
+) -> tuple[RewardScorer, Renderer]:
     """Loads a reward model to the device, and returns it with the renderer of its texts."""
-    from rlhf_core.models.scoring import RewardScorer  # imports torch's model code, so only when there is something to score
+    # imports torch's model code, so only when there is something to score
+    from rlhf_core.models.scoring import RewardScorer
 
     path = request.inputs[name]
-    reward_config = model_config(path, config.prompt_max_len + config.generate_max_len, request.trust_remote_code)
-    scorer = RewardScorer(path, stored_dtype(reward_config), config.micro_rollout_batch_size, request.trust_remote_code)
+    reward_config = model_config(
+        path, config.prompt_max_len + config.generate_max_len, request.trust_remote_code
+    )
+    scorer = RewardScorer(
+        path, stored_dtype(reward_config), config.micro_rollout_batch_size, request.trust_remote_code
+    )
     return scorer, Renderer(load_tokenizer(path, request.trust_remote_code), template)
 
 

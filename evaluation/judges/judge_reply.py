@@ -63,7 +63,8 @@ def read_verdict(reply: str, answers: Sequence[str], cut: bool = False) -> Verdi
     own = [
         found
         for found in _labels(reply)
-        if not any(start <= found.start < end for start, end in quotations) and not _occurs(reply, found, sources)
+        if not any(start <= found.start < end for start, end in quotations)
+        and not _occurs(reply, found, sources)
     ]
     if not own:
         return Verdict(None, NO_VERDICT)

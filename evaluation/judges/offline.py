@@ -1,7 +1,7 @@
 """Judges offline, with a rule for known answers or a reward model, and runs the battles of any judge.
 
-A judge gets matches (a question and two answers, A and B) and returns one verdict each. Every battle is judged in both orders, by
-offline judges too: no verdict is derived from its mirror image.
+A judge gets matches (a question and two answers, A and B) and returns one verdict each. Every battle is
+judged in both orders, by offline judges too: no verdict is derived from its mirror image.
 """
 
 from __future__ import annotations
@@ -38,12 +38,15 @@ class Judge(Protocol):
 
 
 def battles(
-    judge: Judge, questions: Sequence[Question], answers: Mapping[str, Sequence[str]], sides: Sequence[tuple[str, str]]
+    judge: Judge,
+    questions: Sequence[Question],
+    answers: Mapping[str, Sequence[str]],
+    sides: Sequence[tuple[str, str]],
 ) -> list[Judgment]:
     """Judges each (model, baseline) of `sides` on every question, in two games.
 
-    `answers[model][i]` is the answer to `questions[i]`. In game 0 A is the baseline, in game 1 the model. Returns the judgments in the
-    order of `sides`, then of the questions.
+    `answers[model][i]` is the answer to `questions[i]`. In game 0 A is the baseline, in game 1 the model.
+    Returns the judgments in the order of `sides`, then of the questions.
     """
     matches = []
     for model, baseline in sides:
@@ -53,7 +56,14 @@ def battles(
     assert len(games) == len(matches), f"{judge.name} returned {len(games)} verdicts for {len(matches)} games"
     pairs = zip(games[::2], games[1::2], strict=True)
     return [
-        Judgment(uid=question.uid, category=question.category, judge=judge.name, model=model, baseline=baseline, games=next(pairs))
+        Judgment(
+            uid=question.uid,
+            category=question.category,
+            judge=judge.name,
+            model=model,
+            baseline=baseline,
+            games=next(pairs),
+        )
         for model, baseline in sides
         for question in questions
     ]
@@ -61,7 +71,8 @@ def battles(
 
 @dataclass(frozen=True)
 class RuleJudge:
-    """A right answer beats a wrong one; two right or two wrong answers tie. Right: equal to the known answer, up to whitespace."""
+    """A right answer beats a wrong one; two right or two wrong answers tie. Right: equal to the known answer,
+    up to whitespace."""
 
     name: str
     answer_key: str
@@ -78,8 +89,12 @@ class RuleJudge:
         return [self._game(match) for match in matches]
 
     def _game(self, match: Match) -> Game:
-        a, b = self.right(match.question, match.answer_a), self.right(match.question, match.answer_b)
-        words = f"A is {'right' if a else 'wrong'}, B is {'right' if b else 'wrong'}; the answer is {self.known(match.question)!r}."
+        a = self.right(match.question, match.answer_a)
+        b = self.right(match.question, match.answer_b)
+        words = (
+            f"A is {'right' if a else 'wrong'}, B is {'right' if b else 'wrong'}; the answer is"
+            f" {self.known(match.question)!r}."
+        )
         return Game(score="A=B" if a == b else "A>B" if a else "B>A", judgment={"answer": words})
 
 
@@ -87,8 +102,9 @@ class RuleJudge:
 class RewardJudge:
     """The higher score of a reward model wins; a difference of at most `tie` is a tie.
 
-    `score` maps documents to scores. Prompts are cut to `prompt_max_len` tokens as for the models that answered; answers keep their
-    first `answer_max_len` tokens, end of turn included, so that one cut at the limit has no end of turn.
+    `score` maps documents to scores. Prompts are cut to `prompt_max_len` tokens as for the models that
+    answered; answers keep their first `answer_max_len` tokens, end of turn included, so that one cut at the
+    limit has no end of turn.
     """
 
     name: str
@@ -102,7 +118,10 @@ class RewardJudge:
         texts = {(m.question.uid, text): m.question for m in matches for text in (m.answer_a, m.answer_b)}
         documents = [self.document(question, text) for (_, text), question in texts.items()]
         scores = dict(zip(texts, self.score(documents), strict=True))
-        return [self._game(scores[m.question.uid, m.answer_a], scores[m.question.uid, m.answer_b]) for m in matches]
+        return [
+            self._game(scores[m.question.uid, m.answer_a], scores[m.question.uid, m.answer_b])
+            for m in matches
+        ]
 
     def document(self, question: Question, text: str) -> Document:
         """Returns the tokens of prompt and answer for the reward model."""
@@ -117,6 +136,9 @@ class RewardJudge:
 
 
 def score_gap(game: Game) -> float | None:
-    """Returns the score of A less that of B in a game of a reward judge; None for a game of another judge, and when one is not finite."""
-    found = re.fullmatch(SCORES.replace(".", r"\.").replace(r"{:\.4f}", r"(-?\d+\.\d+)"), game.judgment.get("answer", ""))
+    """Returns the score of A less that of B in a game of a reward judge; None for a game of another judge,
+    and when one is not finite."""
+    found = re.fullmatch(
+        SCORES.replace(".", r"\.").replace(r"{:\.4f}", r"(-?\d+\.\d+)"), game.judgment.get("answer", "")
+    )
     return float(found[1]) - float(found[2]) if found else None

@@ -1,7 +1,8 @@
 """Judges questions in random order until the interval of each win rate is narrow enough.
 
-A fixed-width sequential interval (Chow & Robbins 1965): the rule depends on the width only, not on which model leads, so stopping favours
-neither. The interval is that of the report, which a few equal verdicts leave wide.
+A fixed-width sequential interval (Chow & Robbins 1965): the rule depends on the width only, not on which
+model leads, so stopping favours neither. The interval is that of the report, which a few equal verdicts leave
+wide.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ def battles_in_turns(
     step: int,
     seed: int,
 ) -> list[Judgment]:
-    """Runs `offline.battles` on `step` questions at a time; ends a side when the interval of its win rate is at most `width` wide."""
+    """Runs `offline.battles` on `step` questions at a time; ends a side when the interval of its win rate is
+    at most `width` wide."""
     order = list(range(len(questions)))
     random.Random(seed).shuffle(order)
     judged: dict[tuple[str, str], dict[str, Judgment]] = {side: {} for side in sides}
@@ -40,7 +42,9 @@ def battles_in_turns(
         undecided = [side for side in undecided if interval_width(scores[side]) > width]
         if not undecided:
             break
-    return [judged[side][question.uid] for side in sides for question in questions if question.uid in judged[side]]
+    return [
+        judged[side][question.uid] for side in sides for question in questions if question.uid in judged[side]
+    ]
 
 
 def interval_width(scores: Sequence[float | None]) -> float:

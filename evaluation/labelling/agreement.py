@@ -1,4 +1,5 @@
-"""Measures how far annotators agree, with each other and with themselves. Pure functions of labels and a seed.
+"""Measures how far annotators agree, with each other and with themselves. Pure functions of labels and a
+seed.
 
 Cohen's kappa of two annotators (Cohen 1960) and, with squared weights for the five degrees, weighted kappa
 (Cohen 1968); Krippendorff's alpha of all (Krippendorff 2011, "Computing Krippendorff's Alpha-Reliability"),
@@ -24,14 +25,16 @@ from evaluation.scores.scoring import CELLS, Floats, QuestionSums, rate_interval
 from rlhf_core.data.labels import LabelLine
 
 WINNERS = 3  # A, tie, B
-ROUNDS, LEVEL = 1000, 0.95
+ROUNDS = 1000
+LEVEL = 0.95
 Metric = Literal["nominal", "ordinal"]
 Rated = HumanLabel | LabelLine  # of the labelling page; of a file that may come from elsewhere
 Statistic = Callable[[Floats], Floats]  # of tables (R, C, C) -> (R,)
 
 
 class TwoAnnotators(NamedTuple):
-    """Agreement on the `pairs` that both labelled. `same`: share with the same winner; kappas are None where they are not defined."""
+    """Agreement on the `pairs` that both labelled. `same`: share with the same winner; kappas are None where
+    they are not defined."""
 
     one: str
     other: str
@@ -42,8 +45,9 @@ class TwoAnnotators(NamedTuple):
 
 
 class OneAnnotator(NamedTuple):
-    """`first_side`: share of verdicts with a winner that name the answer shown first, 0.5 without a bias. `consistent`: share of the
-    `repeats` pairs shown twice that got the same winner again. `seconds`: median time of a verdict. None where the labels do not say it."""
+    """`first_side`: share of verdicts with a winner that name the answer shown first, 0.5 without a bias.
+    `consistent`: share of the `repeats` pairs shown twice that got the same winner again. `seconds`: median
+    time of a verdict. None where the labels do not say it."""
 
     name: str
     labels: int
@@ -56,7 +60,8 @@ class OneAnnotator(NamedTuple):
 
 
 class Agreement(NamedTuple):
-    """`pairs`: with a verdict; `shared`: of two or more annotators. Alphas are None where they are not defined."""
+    """`pairs`: with a verdict; `shared`: of two or more annotators. Alphas are None where they are not
+    defined."""
 
     pairs: int
     shared: int
@@ -78,17 +83,33 @@ def agreement(labels: Sequence[Rated], rounds: int = ROUNDS, seed: int = 0) -> A
     return Agreement(
         len(given),
         len(shared),
-        krippendorff([[label.winner for label in one.values()] for one in shared], WINNERS, "nominal", rounds, seed),
-        krippendorff([[label.strength for label in one.values()] for one in shared], len(LABELS), "ordinal", rounds, seed),
-        [found for pair in combinations(names, 2) if (found := _two_annotators(*pair, shared, rounds, seed)) is not None],
+        krippendorff(
+            [[label.winner for label in one.values()] for one in shared], WINNERS, "nominal", rounds, seed
+        ),
+        krippendorff(
+            [[label.strength for label in one.values()] for one in shared],
+            len(LABELS),
+            "ordinal",
+            rounds,
+            seed,
+        ),
+        [
+            found
+            for pair in combinations(names, 2)
+            if (found := _two_annotators(*pair, shared, rounds, seed)) is not None
+        ],
         [_one_annotator(name, [row for row in rows if row.annotator == name]) for name in names],
     )
 
 
-def cohen(ratings: Sequence[tuple[int, int]], count: int, metric: Metric, rounds: int = ROUNDS, seed: int = 0) -> Estimate | None:
-    """Returns Cohen's kappa of two annotators' ratings, 0 to `count` - 1; `ordinal`: with weights of squared distance.
+def cohen(
+    ratings: Sequence[tuple[int, int]], count: int, metric: Metric, rounds: int = ROUNDS, seed: int = 0
+) -> Estimate | None:
+    """Returns Cohen's kappa of two annotators' ratings, 0 to `count` - 1; `ordinal`: with weights of squared
+    distance.
 
-    None without ratings, or where chance alone gives full agreement: each of the two always gave the same rating.
+    None without ratings, or where chance alone gives full agreement: each of the two always gave the same
+    rating.
     """
     places = np.arange(count, dtype=np.float64)
     distance = (places[:, None] != places) * 1.0 if metric == "nominal" else (places[:, None] - places) ** 2
@@ -103,13 +124,17 @@ def cohen(ratings: Sequence[tuple[int, int]], count: int, metric: Metric, rounds
     return _estimate(cells, kappa, rounds, seed)
 
 
-def krippendorff(ratings: Sequence[Sequence[int]], count: int, metric: Metric, rounds: int = ROUNDS, seed: int = 0) -> Estimate | None:
-    """Returns Krippendorff's alpha of the ratings of each unit, 0 to `count` - 1, by any number of annotators; units with one are left out.
+def krippendorff(
+    ratings: Sequence[Sequence[int]], count: int, metric: Metric, rounds: int = ROUNDS, seed: int = 0
+) -> Estimate | None:
+    """Returns Krippendorff's alpha of the ratings of each unit, 0 to `count` - 1, by any number of
+    annotators; units with one are left out.
 
     None without a unit, or where all ratings are the same.
     """
     units = [unit for unit in ratings if len(unit) > 1]
-    cells = np.zeros((len(units), count, count))  # coincidences: each ordered pair of a unit's ratings, 1 / (ratings - 1)
+    # coincidences: each ordered pair of a unit's ratings, 1 / (ratings - 1)
+    cells = np.zeros((len(units), count, count))
     for row, unit in enumerate(units):
         counts = np.bincount(unit, minlength=count).astype(np.float64)
         cells[row] = (np.outer(counts, counts) - np.diag(counts)) / (len(unit) - 1)
@@ -124,7 +149,8 @@ def krippendorff(ratings: Sequence[Sequence[int]], count: int, metric: Metric, r
 
 
 def _distances(totals: Floats, metric: Metric) -> Floats:
-    """Returns Krippendorff's squared differences of ratings (R, C, C). Ordinal: the ratings between two, themselves by half, squared."""
+    """Returns Krippendorff's squared differences of ratings (R, C, C). Ordinal: the ratings between two,
+    themselves by half, squared."""
     count = totals.shape[1]
     if metric == "nominal":
         return np.broadcast_to(1 - np.eye(count), (len(totals), count, count))
@@ -138,30 +164,40 @@ def _ratio(observed: Floats, expected: Floats) -> Floats:
 
 
 def _estimate(cells: Floats, statistic: Statistic, rounds: int, seed: int) -> Estimate | None:
-    """Returns the statistic of the sum of `cells` (units, C, C) and its interval over resampled units; None when it is not defined."""
+    """Returns the statistic of the sum of `cells` (units, C, C) and its interval over resampled units; None
+    when it is not defined."""
     if not len(cells):
         return None
     table = cells.sum(0)
     value = float(statistic(table[None])[0])
     if not np.isfinite(value):
         return None
-    units, flat = len(cells), cells.reshape(len(cells), -1)
+    units = len(cells)
+    flat = cells.reshape(len(cells), -1)
     if not (table - np.diag(np.diag(table))).any():
         low, _ = rate_interval(QuestionSums(np.ones(units), np.ones(units)), LEVEL)
         shares = table.sum(1) / table.sum()
         return Estimate(value, float(1 - (1 - low) / (1 - (shares**2).sum())), 1.0)
-    generator, found = np.random.default_rng(seed), []
+    generator = np.random.default_rng(seed)
+    found = []
     step = max(1, CELLS // units)
     for start in range(0, rounds, step):
-        times = generator.multinomial(units, np.full(units, 1 / units), size=min(step, rounds - start))  # of each unit, (R, units)
+        # of each unit, (R, units)
+        times = generator.multinomial(units, np.full(units, 1 / units), size=min(step, rounds - start))
         found.append(statistic((times @ flat).reshape(-1, *table.shape)))
     values = np.concatenate(found)
     low, high = np.quantile(values[np.isfinite(values)], [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
     return Estimate(value, float(low), float(high))
 
 
-def _two_annotators(one: str, other: str, shared: Sequence[dict[str, Rated]], rounds: int, seed: int) -> TwoAnnotators | None:
-    both = [(by_annotator[one], by_annotator[other]) for by_annotator in shared if one in by_annotator and other in by_annotator]
+def _two_annotators(
+    one: str, other: str, shared: Sequence[dict[str, Rated]], rounds: int, seed: int
+) -> TwoAnnotators | None:
+    both = [
+        (by_annotator[one], by_annotator[other])
+        for by_annotator in shared
+        if one in by_annotator and other in by_annotator
+    ]
     same = _share([(a.key, a.winner == b.winner) for a, b in both])
     if same is None:
         return None

@@ -1,7 +1,9 @@
-"""Serves the labelling page: `alignflow label`. Browsers get texts and counts, never a model's name, a source, or which answer is chosen.
+"""Serves the labelling page: `alignflow label`. Browsers get texts and counts, never a model's name, a
+source, or which answer is chosen.
 
-Pages are small HTML files; label.js asks for one pair at a time. Requests are handled one after the other in the event loop, the write of
-a label included, so that no two of them see the same state. Who may ask is decided by `rlhf_core/system/page_server.py`.
+Pages are small HTML files; label.js asks for one pair at a time. Requests are handled one after the other in
+the event loop, the write of a label included, so that no two of them see the same state. Who may ask is
+decided by `rlhf_core/system/page_server.py`.
 """
 
 from __future__ import annotations
@@ -29,7 +31,8 @@ from rlhf_core.system.machine import disk_problem
 
 TEMPLATES = Path(__file__).parent / "templates"
 STATIC = {"label.js": "text/javascript", "label.css": "text/css"}
-LARGEST_REQUEST, NOTE_LENGTH = 1 << 17, 10_000  # bytes, characters
+LARGEST_REQUEST = 1 << 17
+NOTE_LENGTH = 10_000  # bytes, characters
 SEND_SECONDS = 30.0  # for a browser to send its request
 LONGEST = 86_400.0  # seconds of one label
 
@@ -46,7 +49,8 @@ class Undo(Frozen):
 
 
 class Given(Undo):
-    """A verdict as the page sends it. `choice`: 0 (the left answer is much better) to 4 (the right one is), None: skipped."""
+    """A verdict as the page sends it. `choice`: 0 (the left answer is much better) to 4 (the right one is),
+    None: skipped."""
 
     task: str
     choice: int | None = Field(ge=0, le=4)
@@ -71,7 +75,13 @@ def application(assignment: Assignment) -> Starlette:
     async def start(request: Request) -> Response:
         known = assignment.annotators
         annotators = [(name, f"label?annotator={quote(name)}", assignment.progress(name)) for name in known]
-        return _page("start.html.j2", annotators=annotators, pairs=len(assignment.pairs), finished=assignment.finished, length=NAME_LENGTH)
+        return _page(
+            "start.html.j2",
+            annotators=annotators,
+            pairs=len(assignment.pairs),
+            finished=assignment.finished,
+            length=NAME_LENGTH,
+        )
 
     async def label_page(request: Request) -> Response:
         try:
@@ -109,11 +119,18 @@ def application(assignment: Assignment) -> Starlette:
             return JSONResponse({"error": "there is nothing to undo", **_next(name)}, 409)
         again = assignment.next(name)
         assert again is not None and again.pair.key == taken.key, "a pair that was taken back comes next"
-        place = None if taken.verdict is None else taken.strength if again.shown_first == "a" else 4 - taken.strength
+        place = (
+            None
+            if taken.verdict is None
+            else taken.strength
+            if again.shown_first == "a"
+            else 4 - taken.strength
+        )
         return JSONResponse({**_next(name), "before": {"choice": place, "note": taken.note}})
 
     def _next(annotator: str) -> dict[str, Any]:
-        task, progress = assignment.next(annotator), assignment.progress(annotator)._asdict()
+        task = assignment.next(annotator)
+        progress = assignment.progress(annotator)._asdict()
         if task is None:
             return {"task": None, "progress": progress}
         texts = (task.pair.answer_a, task.pair.answer_b)
@@ -141,9 +158,11 @@ def _named(assignment: Assignment, text: str) -> str:
 
 
 async def _read(request: Request, kind: type[Any]) -> Any:
-    """Returns the record in a request's body. Raises WrongRequest when it is too large, late or something else."""
+    """Returns the record in a request's body. Raises WrongRequest when it is too large, late or something
+    else."""
     length = request.headers.get("content-length", "")
-    if not length.isdigit() or int(length) > LARGEST_REQUEST or "transfer-encoding" in request.headers:  # else chunks pass it
+    # else chunks pass it
+    if not length.isdigit() or int(length) > LARGEST_REQUEST or "transfer-encoding" in request.headers:
         raise WrongRequest(413, f"the request needs a content-length of at most {LARGEST_REQUEST} bytes")
     try:
         async with asyncio.timeout(SEND_SECONDS):
@@ -154,7 +173,9 @@ async def _read(request: Request, kind: type[Any]) -> Any:
         return kind.model_validate(json.loads(body))
     except ValidationError as error:
         fault = error.errors(include_url=False)[0]
-        raise WrongRequest(400, whole(f"{'.'.join(map(str, fault['loc'])) or 'the request'}: {fault['msg']}")) from None
+        raise WrongRequest(
+            400, whole(f"{'.'.join(map(str, fault['loc'])) or 'the request'}: {fault['msg']}")
+        ) from None
     except (ValueError, RecursionError):
         raise WrongRequest(400, "the request is no JSON") from None
 
@@ -171,6 +192,10 @@ def _unwritten(request: Request, error: Exception) -> Response:
 
 def _page(template: str, **values: object) -> HTMLResponse:
     environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(TEMPLATES), autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
+        loader=jinja2.FileSystemLoader(TEMPLATES),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
     )
     return HTMLResponse(environment.get_template(template).render(**values))

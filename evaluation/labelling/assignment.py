@@ -1,8 +1,9 @@
 """Gives pairs to annotators, and turns their choices into labels.
 
-A pair is given until `per_item` annotators have labelled it, before a new one begins. The answer shown on the left is drawn for each pair
-and annotator. A share of an annotator's pairs comes a second time, with the sides swapped, after GAP others. What was given follows from
-the labels, so that a server that was killed goes on; only reservations of what a page shows at the moment are lost.
+A pair is given until `per_item` annotators have labelled it, before a new one begins. The answer shown on the
+left is drawn for each pair and annotator. A share of an annotator's pairs comes a second time, with the sides
+swapped, after GAP others. What was given follows from the labels, so that a server that was killed goes on;
+only reservations of what a page shows at the moment are lost.
 """
 
 from __future__ import annotations
@@ -57,7 +58,8 @@ class _Hold(NamedTuple):
 
 @dataclass(frozen=True)
 class Rules:
-    """`per_item`: annotators for each pair; `repeat`: share of pairs shown to an annotator twice; `seed`: of sides and repeats."""
+    """`per_item`: annotators for each pair; `repeat`: share of pairs shown to an annotator twice; `seed`: of
+    sides and repeats."""
 
     per_item: int = 2
     repeat: float = 0.05
@@ -68,13 +70,22 @@ class Assignment:
     """Knows who labelled what. Not for several threads: the server calls it from its event loop."""
 
     def __init__(
-        self, pairs: Sequence[ComparedPair], file: LabelFile, rules: Rules, secret: str, clock: Callable[[], float] = time.monotonic
+        self,
+        pairs: Sequence[ComparedPair],
+        file: LabelFile,
+        rules: Rules,
+        secret: str,
+        clock: Callable[[], float] = time.monotonic,
     ):
-        """`secret`: keeps ids of tasks and sides from being computed from texts, names and the seed. No page and no annotator knows it."""
+        """`secret`: keeps ids of tasks and sides from being computed from texts, names and the seed. No page
+        and no annotator knows it."""
         self.pairs = {pair.key: pair for pair in pairs}
-        self.file, self.rules = file, rules
-        self._secret, self._clock = secret.encode(), clock
-        self._firsts: defaultdict[str, dict[str, HumanLabel]] = defaultdict(dict)  # by annotator and key, in the order of labels
+        self.file = file
+        self.rules = rules
+        self._secret = secret.encode()
+        self._clock = clock
+        # by annotator and key, in the order of labels
+        self._firsts: defaultdict[str, dict[str, HumanLabel]] = defaultdict(dict)
         self._repeats: defaultdict[str, dict[str, HumanLabel]] = defaultdict(dict)
         self._decided: Counter[str] = Counter()  # by key: who gave a verdict
         self._holds: dict[str, _Hold] = {}
@@ -92,7 +103,8 @@ class Assignment:
         return sum(self._decided[key] >= self.rules.per_item for key in self.pairs)
 
     def known_name(self, text: str) -> str:
-        """Returns an annotator's name, in the spelling of earlier labels. Raises ValueError when it cannot be one."""
+        """Returns an annotator's name, in the spelling of earlier labels. Raises ValueError when it cannot be
+        one."""
         name = " ".join(unicodedata.normalize("NFC", text).split())
         if not name or len(name) > NAME_LENGTH or not name.isprintable():
             raise ValueError(f"give a name of 1 to {NAME_LENGTH} letters")
@@ -104,9 +116,14 @@ class Assignment:
         return Progress(len(mine) - skipped, skipped, len(self._open(annotator)))
 
     def next(self, annotator: str) -> Task | None:
-        """Returns what an annotator should label next, and reserves it; None: nothing is left. Asked again, returns the same."""
+        """Returns what an annotator should label next, and reserves it; None: nothing is left. Asked again,
+        returns the same."""
         held = self._holds.get(annotator)
-        if held is not None and held.key in self.pairs and (task := self._task(annotator, held.key)) is not None:
+        if (
+            held is not None
+            and held.key in self.pairs
+            and (task := self._task(annotator, held.key)) is not None
+        ):
             return self._given(annotator, task)
         for first in list(self._firsts.get(annotator, {}).values())[:-GAP]:
             if self._comes_again(annotator, first) and (task := self._task(annotator, first.key)) is not None:
@@ -116,15 +133,20 @@ class Assignment:
             self._holds.pop(annotator, None)
             return None
         others = self._held_by_others(annotator)
-        key = max(open_keys, key=lambda key: self._decided[key] + others[key])  # the first of those with most labels
+        # the first of those with most labels
+        key = max(open_keys, key=lambda key: self._decided[key] + others[key])
         task = self._task(annotator, key)
         assert task is not None, "an open pair has no label of this annotator"
         return self._given(annotator, task)
 
-    def label(self, annotator: str, task_id: str, choice: int | None, seconds: float, note: str | None = None) -> HumanLabel:
-        """Writes the verdict on a task. `choice`: the place in LABELS with the left answer as A; None: skipped.
+    def label(
+        self, annotator: str, task_id: str, choice: int | None, seconds: float, note: str | None = None
+    ) -> HumanLabel:
+        """Writes the verdict on a task. `choice`: the place in LABELS with the left answer as A; None:
+        skipped.
 
-        Raises Stale when the task is not open for this annotator, and OSError when the label cannot be written.
+        Raises Stale when the task is not open for this annotator, and OSError when the label cannot be
+        written.
         """
         task = self._by_id(annotator, task_id)
         if task is None:
@@ -147,13 +169,26 @@ class Assignment:
         return label
 
     def undo(self, annotator: str) -> HumanLabel | None:
-        """Takes back an annotator's last label and reserves its pair, so that `next` gives it again; None: there is no such label."""
-        mine = [label for table in (self._firsts, self._repeats) for label in table.get(annotator, {}).values() if label.key in self.pairs]
+        """Takes back an annotator's last label and reserves its pair, so that `next` gives it again; None:
+        there is no such label."""
+        mine = [
+            label
+            for table in (self._firsts, self._repeats)
+            for label in table.get(annotator, {}).values()
+            if label.key in self.pairs
+        ]
         if not mine:
             return None
         places = {label.id: place for place, label in enumerate(self.file.labels)}
         last = max(mine, key=lambda label: places[label.id])
-        own = {"id": secrets.token_hex(8), "undone": last.id, "verdict": None, "note": None, "seconds": 0.0, "at": _now()}
+        own = {
+            "id": secrets.token_hex(8),
+            "undone": last.id,
+            "verdict": None,
+            "note": None,
+            "seconds": 0.0,
+            "at": _now(),
+        }
         self.file.append(last.model_copy(update=own))
         del self._table(last)[annotator][last.key]
         self._decided[last.key] -= last.verdict is not None and last.repeat_of is None
@@ -169,8 +204,13 @@ class Assignment:
 
     def _open(self, annotator: str) -> list[str]:
         """Returns the keys of pairs that this annotator may begin, in the order in which they were drawn."""
-        others, mine = self._held_by_others(annotator), self._firsts.get(annotator, {})
-        return [key for key in self.pairs if key not in mine and self._decided[key] + others[key] < self.rules.per_item]
+        others = self._held_by_others(annotator)
+        mine = self._firsts.get(annotator, {})
+        return [
+            key
+            for key in self.pairs
+            if key not in mine and self._decided[key] + others[key] < self.rules.per_item
+        ]
 
     def _held_by_others(self, annotator: str) -> Counter[str]:
         now = self._clock()
@@ -189,7 +229,8 @@ class Assignment:
         return decided and self._drawn("repeat", annotator, first.key) < self.rules.repeat
 
     def _task(self, annotator: str, key: str) -> Task | None:
-        """Returns the task of an annotator on a pair: the first, else the repeat where the pair comes again; None when all is labelled."""
+        """Returns the task of an annotator on a pair: the first, else the repeat where the pair comes again;
+        None when all is labelled."""
         first = self._firsts.get(annotator, {}).get(key)
         if first is None:
             side: Side = "a" if self._drawn("side", annotator, key) < 0.5 else "b"
@@ -201,7 +242,8 @@ class Assignment:
 
     def _by_id(self, annotator: str, task_id: str) -> Task | None:
         held = self._holds.get(annotator)
-        keys = [held.key, *self.pairs] if held is not None and held.key in self.pairs else list(self.pairs)  # the likely one first
+        # the likely one first
+        keys = [held.key, *self.pairs] if held is not None and held.key in self.pairs else list(self.pairs)
         tasks = (self._task(annotator, key) for key in keys)
         return next((task for task in tasks if task is not None and task.id == task_id), None)
 

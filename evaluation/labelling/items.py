@@ -1,4 +1,5 @@
-"""Reads the pairs that annotators compare: answers of an evaluation's models, or rows of preferences. Torch-free.
+"""Reads the pairs that annotators compare: answers of an evaluation's models, or rows of preferences.
+Torch-free.
 
 A file's row with half a character is refused, as in training; a model's answer gets U+FFFD in its place.
 """
@@ -26,7 +27,8 @@ HALVES = re.compile("[\ud800-\udfff]")
 
 
 class Drawn(NamedTuple):
-    """The pairs to compare, in the order in which they are given. `found`: pairs of the source; `same`: with equal answers, left out."""
+    """The pairs to compare, in the order in which they are given. `found`: pairs of the source; `same`: with
+    equal answers, left out."""
 
     pairs: list[ComparedPair]
     found: int
@@ -34,12 +36,15 @@ class Drawn(NamedTuple):
 
 
 def draw(source: str, count: int, seed: int, artifacts: Path, models: Sequence[str] = ()) -> Drawn:
-    """Draws `count` pairs at random; a larger count draws the same and more. Memory is bounded by `count` for a file of rows.
+    """Draws `count` pairs at random; a larger count draws the same and more. Memory is bounded by `count` for
+    a file of rows.
 
-    `source`: a data file, an evaluation's directory, or the name of an evaluation or a recipe in `artifacts`. `models`: two models of an
-    evaluation to compare; without them all that its judges compared. Raises ValueError for what cannot be read, or has nothing to compare.
+    `source`: a data file, an evaluation's directory, or the name of an evaluation or a recipe in `artifacts`.
+    `models`: two models of an evaluation to compare; without them all that its judges compared. Raises
+    ValueError for what cannot be read, or has nothing to compare.
     """
-    found, same = 0, 0
+    found = 0
+    same = 0
     kept: dict[str, ComparedPair] = {}
     for pair in _pairs(source, seed, artifacts, models):
         found += 1
@@ -50,7 +55,9 @@ def draw(source: str, count: int, seed: int, artifacts: Path, models: Sequence[s
         if len(kept) > 2 * count + 1000:
             kept = dict(sorted(kept.items())[:count])
     if not kept:
-        raise ValueError(f"{source}: has no two different answers to compare ({found} pairs): give another source")
+        raise ValueError(
+            f"{source}: has no two different answers to compare ({found} pairs): give another source"
+        )
     return Drawn([pair for _, pair in sorted(kept.items())[:count]], found, same)
 
 
@@ -62,7 +69,11 @@ def _pairs(source: str, seed: int, artifacts: Path, models: Sequence[str]) -> It
         raise ValueError(f"--models {','.join(models)}: {source} is no evaluation: leave --models out")
     if not is_file(Source(path=source)):
         names = sorted(
-            {path.parent.name.rpartition("-")[0] for path in artifacts.glob(f"stages/*/{RESULT}") if _is_evaluation(path.parent)}
+            {
+                path.parent.name.rpartition("-")[0]
+                for path in artifacts.glob(f"stages/*/{RESULT}")
+                if _is_evaluation(path.parent)
+            }
         )
         known = f"those in {artifacts} are {', '.join(names)}" if names else f"there is none in {artifacts}"
         raise ValueError(f"{source}: is no file of preferences (.jsonl), and no evaluation: {known}")
@@ -70,7 +81,8 @@ def _pairs(source: str, seed: int, artifacts: Path, models: Sequence[str]) -> It
 
 
 def _evaluation(source: str, artifacts: Path) -> Path | None:
-    """Returns the directory of an evaluation by its path, or by the name of a stage (the newest) or a recipe (of its last run)."""
+    """Returns the directory of an evaluation by its path, or by the name of a stage (the newest) or a recipe
+    (of its last run)."""
     for recipe in (Path(source), artifacts / source):
         stages = read_json(recipe / RUN).get("stages", [])
         last = [stage["run_dir"] for stage in stages if stage.get("kind") == "evaluation"]
@@ -88,62 +100,109 @@ def _is_evaluation(folder: Path) -> bool:
 
 
 def _battles(folder: Path, models: Sequence[str]) -> Iterator[ComparedPair]:
-    """Yields the battles of an evaluation. A is the baseline's answer, B the model's, as in game 0 of a judgment."""
+    """Yields the battles of an evaluation. A is the baseline's answer, B the model's, as in game 0 of a
+    judgment."""
     places = folders(folder)
-    place = places.answers or next((place for place in (folder / "report/answers", folder / "answers") if place.is_dir()), None)
+    place = places.answers or next(
+        (place for place in (folder / "report/answers", folder / "answers") if place.is_dir()), None
+    )
     if place is None:
-        raise ValueError(f"{folder}: there are no answers (report/answers/*.jsonl): give the directory of an evaluation that is done")
+        raise ValueError(
+            f"{folder}: there are no answers (report/answers/*.jsonl): give the directory of an evaluation"
+            " that is done"
+        )
     answers: dict[str, dict[str, tuple[Message, ...]]] = {}
     for where, row in rows_of(place):
         try:
             *prompt, answer = row["messages"]
             content = answer["content"]
             text = content["answer"] if isinstance(content, dict) else content
-            shown = [*prompt_of(Located(where, {"prompt": prompt})), {"role": "assistant", "content": text_of(text, where, "answer")}]
+            shown = [
+                *prompt_of(Located(where, {"prompt": prompt})),
+                {"role": "assistant", "content": text_of(text, where, "answer")},
+            ]
             answers.setdefault(str(row["model"]), {})[str(row["uid"])] = tuple(shown)
         except (KeyError, TypeError, ValueError) as error:
-            raise ValueError(f"{where}: is no answer ({type(error).__name__}: {error}): give an evaluation's directory") from None
+            raise ValueError(
+                f"{where}: is no answer ({type(error).__name__}: {error}): give an evaluation's directory"
+            ) from None
     if models:
-        if unknown := [name for name in models if name not in answers]:
-            raise ValueError(f"--models: {folder} has no answers of {', '.join(unknown)}; it has those of {', '.join(sorted(answers))}")
+        unknown = [name for name in models if name not in answers]
+        if unknown:
+            raise ValueError(
+                f"--models: {folder} has no answers of {', '.join(unknown)}; it has those of"
+                f" {', '.join(sorted(answers))}"
+            )
         sides = [(models[0], models[1])]
     elif places.answers is None and len(answers) == 2:  # nobody has judged them yet
         first, second = sorted(answers)
         sides = [(first, second)]
     else:
-        sides = list(dict.fromkeys((judgment.baseline, judgment.model) for judgment in read_judgments(places.judgments)))
+        sides = list(
+            dict.fromkeys(
+                (judgment.baseline, judgment.model) for judgment in read_judgments(places.judgments)
+            )
+        )
     for a, b in sides:
-        ours, theirs = answers.get(a, {}), answers.get(b, {})
+        ours = answers.get(a, {})
+        theirs = answers.get(b, {})
         for uid in (uid for uid in ours if uid in theirs):
             *prompt, one = ours[uid]
             yield _pair(uid, prompt, (one["content"], theirs[uid][-1]["content"]), (a, b), str(folder))
 
 
 def _rows(file: str, seed: int) -> Iterator[ComparedPair]:
-    """Yields the rows of a file: `answer_a` and `answer_b` (and `uid`, `model_a`, `model_b`), or a preference, whose `chosen` is A."""
+    """Yields the rows of a file: `answer_a` and `answer_b` (and `uid`, `model_a`, `model_b`), or a
+    preference, whose `chosen` is A."""
     source = Source(path=file)
     first = next(iter(raw_rows(source, 1)), {})
     if "answer_a" in first:
         for number, row in enumerate(raw_rows(source, None), 1):
             where = f"{file}, row {number}"
-            answers = text_of(row.get("answer_a"), where, "answer_a"), text_of(row.get("answer_b"), where, "answer_b")
-            yield _pair(row.get("uid"), prompt_of(Located(where, row)), answers, (row.get("model_a"), row.get("model_b")), file)
+            answers = (
+                text_of(row.get("answer_a"), where, "answer_a"),
+                text_of(row.get("answer_b"), where, "answer_b"),
+            )
+            yield _pair(
+                row.get("uid"),
+                prompt_of(Located(where, row)),
+                answers,
+                (row.get("model_a"), row.get("model_b")),
+                file,
+            )
         return
     for placed in placed_rows(Data(sources=(source,)), seed, "preference"):
         if placed.located.no_preference:
             continue
         found = preference_of(placed.located)
-        yield _pair(placed.located.row.get("uid"), found.prompt, (written(found.chosen), written(found.rejected)), (None, None), file)
+        yield _pair(
+            placed.located.row.get("uid"),
+            found.prompt,
+            (written(found.chosen), written(found.rejected)),
+            (None, None),
+            file,
+        )
 
 
-def _pair(uid: Any, prompt: Sequence[Message], answers: tuple[str, str], models: tuple[Any, Any], source: str) -> ComparedPair:
+def _pair(
+    uid: Any, prompt: Sequence[Message], answers: tuple[str, str], models: tuple[Any, Any], source: str
+) -> ComparedPair:
     shown = tuple({"role": message["role"], "content": whole(written(message))} for message in prompt)
     one, other = map(whole, answers)
     name_a, name_b = (None if name is None else whole(str(name)) for name in models)
     identity = digest([list(shown), one, other]) if uid is None else whole(str(uid))
-    return ComparedPair(uid=identity, prompt=shown, answer_a=one, answer_b=other, model_a=name_a, model_b=name_b, source=source)
+    return ComparedPair(
+        uid=identity,
+        prompt=shown,
+        answer_a=one,
+        answer_b=other,
+        model_a=name_a,
+        model_b=name_b,
+        source=source,
+    )
 
 
 def whole(text: str) -> str:
-    """Returns a text with U+FFFD in place of each half of a character (an unpaired surrogate), which UTF-8 cannot hold."""
+    """Returns a text with U+FFFD in place of each half of a character (an unpaired surrogate), which UTF-8
+    cannot hold."""
     return HALVES.sub("\ufffd", text)

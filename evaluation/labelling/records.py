@@ -1,4 +1,5 @@
-"""Defines pairs of answers and the labels that annotators give them, one line of a file each (docs/reference/data-formats.md)."""
+"""Defines pairs of answers and the labels that annotators give them, one line of a file each
+(docs/reference/data-formats.md)."""
 
 from __future__ import annotations
 
@@ -15,7 +16,8 @@ LABELS = VERDICTS
 
 
 class ComparedPair(Frozen):
-    """Two answers to one prompt. `uid`: of the question; `model_...`: who answered, None where unknown; `source`: the file or run.
+    """Two answers to one prompt. `uid`: of the question; `model_...`: who answered, None where unknown;
+    `source`: the file or run.
 
     The texts hold no half of a character: what reads them from elsewhere puts U+FFFD in its place.
     """
@@ -35,10 +37,12 @@ class ComparedPair(Frozen):
 
 
 class HumanLabel(ComparedPair):
-    """One annotator's verdict on a pair; None: skipped. `at`: ISO time, UTC; `seconds`: from its display to the verdict.
+    """One annotator's verdict on a pair; None: skipped. `at`: ISO time, UTC; `seconds`: from its display to
+    the verdict.
 
-    The verdict is about `answer_a` and `answer_b`, whichever of them was shown first (on the left). `repeat_of`: the id of this annotator's
-    first label of the pair. A line with `undone` takes back the label of that id; its verdict is None.
+    The verdict is about `answer_a` and `answer_b`, whichever of them was shown first (on the left).
+    `repeat_of`: the id of this annotator's first label of the pair. A line with `undone` takes back the label
+    of that id; its verdict is None.
     """
 
     id: str
@@ -53,7 +57,8 @@ class HumanLabel(ComparedPair):
 
     @property
     def strength(self) -> int:
-        """The place of the verdict in LABELS: 0 (A is much better) to 4 (B is). The label must not be a skipped one."""
+        """The place of the verdict in LABELS: 0 (A is much better) to 4 (B is). The label must not be a
+        skipped one."""
         assert self.verdict is not None, "a skipped pair has no verdict"
         return LABELS.index(self.verdict)
 

@@ -1,7 +1,8 @@
-"""Appends labels to a JSONL file that survives a kill at any byte: a label that was acknowledged is on the disk, whole and once.
+"""Appends labels to a JSONL file that survives a kill at any byte: a label that was acknowledged is on the
+disk, whole and once.
 
-One process writes (file lock). A line is written and synced before `append` returns; a line cut by a kill has no end of line, was not
-acknowledged, and is removed at the next start.
+One process writes (file lock). A line is written and synced before `append` returns; a line cut by a kill has
+no end of line, was not acknowledged, and is removed at the next start.
 """
 
 from __future__ import annotations
@@ -26,7 +27,9 @@ def read_labels(path: Path) -> list[HumanLabel]:
     Raises ValueError for a missing file and for a line that is no label.
     """
     if not path.is_file():
-        raise ValueError(f"{path}: there is no such file: give the labels that `alignflow label SOURCE --out FILE` wrote")
+        raise ValueError(
+            f"{path}: there is no such file: give the labels that `alignflow label SOURCE --out FILE` wrote"
+        )
     return _parsed(path, path.read_bytes())
 
 
@@ -34,7 +37,8 @@ class LabelFile:
     """An open labels file. `labels`: its lines, also those of `undone`."""
 
     def __init__(self, path: Path):
-        """Opens or makes the file, with mode 0600. Raises ValueError when it is no labels file; leaves such a file as it is."""
+        """Opens or makes the file, with mode 0600. Raises ValueError when it is no labels file; leaves such a
+        file as it is."""
         self._path = path
         there = path.read_bytes() if path.exists() else b""
         self.labels = _parsed(path, there)
@@ -48,7 +52,8 @@ class LabelFile:
         os.close(folder)
 
     def append(self, label: HumanLabel) -> None:
-        """Writes a label to the disk. Raises OSError, and leaves the file as it was, when that is not possible."""
+        """Writes a label to the disk. Raises OSError, and leaves the file as it was, when that is not
+        possible."""
         if not os.path.exists(self._path) or not os.path.samestat(os.stat(self._path), os.fstat(self._file)):
             raise OSError(f"{self._path} was moved, removed or replaced: put it back, or start again")
         os.ftruncate(self._file, self._size)  # removes a part that an earlier failure left
@@ -71,10 +76,12 @@ class LabelFile:
 
 @contextmanager
 def opened(path: Path) -> Iterator[LabelFile]:
-    """Yields the labels file, which no other process can open meanwhile. Raises MachineLacks when one has it open, ValueError when the
-    folder does not exist or the file is no labels file."""
+    """Yields the labels file, which no other process can open meanwhile. Raises MachineLacks when one has it
+    open, ValueError when the folder does not exist or the file is no labels file."""
     if not path.absolute().parent.is_dir():
-        raise ValueError(f"{path}: there is no folder {path.absolute().parent}: make it, or give another --out")
+        raise ValueError(
+            f"{path}: there is no folder {path.absolute().parent}: make it, or give another --out"
+        )
     if path.exists() and not path.is_file():
         raise ValueError(f"{path}: is no file: give another --out")
     if path.exists():
@@ -82,7 +89,10 @@ def opened(path: Path) -> Iterator[LabelFile]:
     path = path.absolute()
     with locked(path.with_name(f".{path.name}.lock")) as ours:
         if not ours:
-            raise MachineLacks(f"{path}: another `alignflow label` writes to it: use that one, stop it, or give another --out")
+            raise MachineLacks(
+                f"{path}: another `alignflow label` writes to it: use that one, stop it, or give another"
+                " --out"
+            )
         file = LabelFile(path)
         try:
             yield file
@@ -94,7 +104,9 @@ def _parsed(path: Path, content: bytes) -> list[HumanLabel]:
     *lines, cut = content.split(b"\n")
     start = cut.rstrip(b"\0")  # after a power failure the end of a file may be zeros
     if start and not START.startswith(start[: len(START)]):
-        raise ValueError(f"{path}: its last line is no label: give a file that `alignflow label` wrote, or a new one")
+        raise ValueError(
+            f"{path}: its last line is no label: give a file that `alignflow label` wrote, or a new one"
+        )
     labels = []
     for number, line in enumerate(lines, 1):
         if not line.strip():
@@ -105,6 +117,7 @@ def _parsed(path: Path, content: bytes) -> list[HumanLabel]:
             fault = error.errors(include_url=False)[0]
             what = ".".join(map(str, fault["loc"])) or "the line"
             raise ValueError(
-                f"{path}, line {number}: is no label ({what}: {fault['msg']}): give a file that `alignflow label` wrote, or a new one"
+                f"{path}, line {number}: is no label ({what}: {fault['msg']}): give a file that `alignflow"
+                " label` wrote, or a new one"
             ) from None
     return labels

@@ -16,9 +16,11 @@ from rlhf_core.records import EvalReport, Judgment
 from rlhf_core.runs.run_dir import RunDir, StageRequest
 
 
-def lost_questions(folder: Path, model: str, lost_to: str | None = None, judge: str | None = None) -> list[SuiteQuestion]:
-    """Returns the questions that `model` lost to `lost_to` (None: the baseline) in both games by `judge` (None: the first), with the other
-    model's answer as reference, and the known answer where a rule judges.
+def lost_questions(
+    folder: Path, model: str, lost_to: str | None = None, judge: str | None = None
+) -> list[SuiteQuestion]:
+    """Returns the questions that `model` lost to `lost_to` (None: the baseline) in both games by `judge`
+    (None: the first), with the other model's answer as reference, and the known answer where a rule judges.
 
     Raises ValueError when the directory is of no finished evaluation or lacks what is named.
     """
@@ -26,22 +28,29 @@ def lost_questions(folder: Path, model: str, lost_to: str | None = None, judge: 
     try:
         request = run.request()
     except (OSError, ValidationError):
-        raise ValueError(f"{folder}: is no run directory: give ARTIFACTS/stages/NAME-DIGEST of an evaluation") from None
+        raise ValueError(
+            f"{folder}: is no run directory: give ARTIFACTS/stages/NAME-DIGEST of an evaluation"
+        ) from None
     report = EvalReport.read(run / "report" / "eval.json") if run.result() else None
     if report is None:
         raise ValueError(f"{folder}: holds no finished evaluation: run it first, or give another directory")
-    judged = [one for one in read_judgments(run / "report" / "judgments") if one.judge == (judge or report.judge)]
+    judged = [
+        one for one in read_judgments(run / "report" / "judgments") if one.judge == (judge or report.judge)
+    ]
     sides = dict.fromkeys((one.model, one.baseline) for one in judged)
     side = (model, lost_to or report.baseline)
     if side not in sides:
         there = ", ".join(f"{one} against {other}" for one, other in sides) or f"nothing by a judge {judge}"
         raise ValueError(f"{folder}: has no battles of {side[0]} against {side[1]}; there is {there}")
     lost = [one for one in judged if (one.model, one.baseline) == side and one.scores == (0.0, 0.0)]
-    answers, known = _answers(run.path, side[1]), _known(request)
+    answers = _answers(run.path, side[1])
+    known = _known(request)
     return [_question(one, answers[one.uid], known.get(one.uid), request) for one in lost]
 
 
-def _question(judgment: Judgment, row: dict[str, Any], answer: str | None, request: StageRequest) -> SuiteQuestion:
+def _question(
+    judgment: Judgment, row: dict[str, Any], answer: str | None, request: StageRequest
+) -> SuiteQuestion:
     content = row["messages"][-1]["content"]
     return SuiteQuestion(
         uid=judgment.uid,
@@ -64,9 +73,17 @@ def _answers(folder: Path, model: str) -> dict[str, dict[str, Any]]:
 
 
 def _known(request: StageRequest) -> dict[str, str]:
-    """Returns the known answers by uid where the evaluation has a rule. Raises ValueError when its questions are not there any more."""
+    """Returns the known answers by uid where the evaluation has a rule. Raises ValueError when its questions
+    are not there any more."""
     config = request.config
-    rule = next((one for one in config.judges if isinstance(one, RuleJudge)), None) if isinstance(config, Evaluation) else None
+    rule = (
+        next((one for one in config.judges if isinstance(one, RuleJudge)), None)
+        if isinstance(config, Evaluation)
+        else None
+    )
     if rule is None or not isinstance(config, Evaluation):
         return {}
-    return {one.uid: one.known_answer(rule.answer_key) for one in load_questions(config.questions, config.max_questions, request.seed)}
+    return {
+        one.uid: one.known_answer(rule.answer_key)
+        for one in load_questions(config.questions, config.max_questions, request.seed)
+    }

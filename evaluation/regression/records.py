@@ -1,4 +1,5 @@
-"""Defines the report of a regression suite, `report/regression.json`, and the band of earlier results. Torch-free, pure functions."""
+"""Defines the report of a regression suite, `report/regression.json`, and the band of earlier results.
+Torch-free, pure functions."""
 
 from __future__ import annotations
 
@@ -25,8 +26,8 @@ class QuestionResult(Frozen):
 
 
 class Band(Frozen):
-    """What earlier results of their final models on the same questions let one expect. `deviation`: of the final model's share from `mean`,
-    in units of `spread`; `low`, `high`: the ends of the band."""
+    """What earlier results of their final models on the same questions let one expect. `deviation`: of the
+    final model's share from `mean`, in units of `spread`; `low`, `high`: the ends of the band."""
 
     results: int
     questions: int
@@ -42,8 +43,9 @@ class Band(Frozen):
 class RegressionReport(Frozen):
     """The content of `regression.json`.
 
-    `final`: the last model of the config; `judge`: identity of the judge that decided (config/judging/calibration.py); `before`: the
-    outcomes of the last trusted result's final model, by uid; `band` None: there is no such result.
+    `final`: the last model of the config; `judge`: identity of the judge that decided
+    (config/judging/calibration.py); `before`: the outcomes of the last trusted result's final model, by uid;
+    `band` None: there is no such result.
     """
 
     baseline: str
@@ -61,34 +63,52 @@ class RegressionReport(Frozen):
 
     def newly_failed(self, model: str) -> list[str]:
         """The uids of questions that the last trusted result passed and the model does not."""
-        return [q.uid for q in self.questions if self.before.get(q.uid) == "passed" and q.outcomes[model] != "passed"]
+        return [
+            q.uid
+            for q in self.questions
+            if self.before.get(q.uid) == "passed" and q.outcomes[model] != "passed"
+        ]
 
     def recovered(self, model: str) -> list[str]:
         """The uids of questions that the last trusted result did not pass and the model does."""
-        return [q.uid for q in self.questions if self.before.get(q.uid, "passed") != "passed" and q.outcomes[model] == "passed"]
+        return [
+            q.uid
+            for q in self.questions
+            if self.before.get(q.uid, "passed") != "passed" and q.outcomes[model] == "passed"
+        ]
 
     @property
     def rows(self) -> list[tuple[str, QuestionResult]]:
-        """What changed for the final model (newly failed, recovered or nothing) and the question; first those that it does not pass."""
-        changed = dict.fromkeys(self.newly_failed(self.final), "newly failed") | dict.fromkeys(self.recovered(self.final), "recovered")
+        """What changed for the final model (newly failed, recovered or nothing) and the question; first those
+        that it does not pass."""
+        changed = dict.fromkeys(self.newly_failed(self.final), "newly failed") | dict.fromkeys(
+            self.recovered(self.final), "recovered"
+        )
         ordered = sorted(self.questions, key=lambda question: question.outcomes[self.final] == "passed")
         return [(changed.get(question.uid, ""), question) for question in ordered]
 
 
-def band_of(now: Mapping[str, QuestionOutcome], earlier: Sequence[Mapping[str, QuestionOutcome]], width: float) -> Band | None:
-    """Compares the share of passed questions with earlier results, over the questions that all of them have; None when there is none.
+def band_of(
+    now: Mapping[str, QuestionOutcome], earlier: Sequence[Mapping[str, QuestionOutcome]], width: float
+) -> Band | None:
+    """Compares the share of passed questions with earlier results, over the questions that all of them have;
+    None when there is none.
 
-    A control chart (Shewhart 1931): mean -+ `width` standard deviations. The standard deviation is that of the earlier shares, at least
-    that of a binomial share, sqrt(p (1 - p) / n) with two passed and two failed questions added to p (Agresti & Coull 1998), so that equal
-    results make no band of width 0; times sqrt(1 + 1 / results), because the mean is estimated too.
+    A control chart (Shewhart 1931): mean -+ `width` standard deviations. The standard deviation is that of
+    the earlier shares, at least that of a binomial share, sqrt(p (1 - p) / n) with two passed and two failed
+    questions added to p (Agresti & Coull 1998), so that equal results make no band of width 0; times sqrt(1 +
+    1 / results), because the mean is estimated too.
     """
     shared = [uid for uid in now if all(uid in one for one in earlier)]
     if not earlier or not shared:
         return None
     share, *shares = (fmean(one[uid] == "passed" for uid in shared) for one in (now, *earlier))
-    mean, count = fmean(shares), len(shared)
+    mean = fmean(shares)
+    count = len(shared)
     cautious = (mean * count + 2) / (count + 4)
-    spread = max(stdev(shares) if len(shares) > 1 else 0.0, math.sqrt(cautious * (1 - cautious) / count)) * math.sqrt(1 + 1 / len(shares))
+    spread = max(
+        stdev(shares) if len(shares) > 1 else 0.0, math.sqrt(cautious * (1 - cautious) / count)
+    ) * math.sqrt(1 + 1 / len(shares))
     deviation = (share - mean) / spread
     return Band(
         results=len(shares),
@@ -104,7 +124,8 @@ def band_of(now: Mapping[str, QuestionOutcome], earlier: Sequence[Mapping[str, Q
 
 
 def metrics(report: RegressionReport) -> dict[str, float]:
-    """Returns `passed/MODEL`, `newly_failed/MODEL`, ..., and of the final model `deviation` and `out_of_band`; 0 where there is no band."""
+    """Returns `passed/MODEL`, `newly_failed/MODEL`, ..., and of the final model `deviation` and
+    `out_of_band`; 0 where there is no band."""
     found: dict[str, float] = {"history": float(report.band.results) if report.band else 0.0}
     for model in report.models:
         outcomes = [question.outcomes[model] for question in report.questions]
@@ -118,5 +139,17 @@ def metrics(report: RegressionReport) -> dict[str, float]:
 
 def regression_table(report: RegressionReport) -> str:
     """Returns each question's outcome as a markdown table, those that the final model does not pass first."""
-    rows = [(q.uid, *(q.outcomes[model] for model in report.models), change, q.reason, q.source) for change, q in report.rows]
-    return table(("question", *report.models, f"{report.final} since the last trusted result", "why it is here", "source"), rows)
+    rows = [
+        (q.uid, *(q.outcomes[model] for model in report.models), change, q.reason, q.source)
+        for change, q in report.rows
+    ]
+    return table(
+        (
+            "question",
+            *report.models,
+            f"{report.final} since the last trusted result",
+            "why it is here",
+            "source",
+        ),
+        rows,
+    )

@@ -1,8 +1,9 @@
-"""Runs the regression stage: an evaluation of the suite's questions, then which of them each model passes, and the band of earlier results.
+"""Runs the regression stage: an evaluation of the suite's questions, then which of them each model passes,
+and the band of earlier results.
 
-A question is passed when the model does not lose it: the mean of its two games is at least a tie. With a rule as the first judge it is
-passed when the answer is right, whatever the baseline's is. A question without a verdict is not passed.
-`report/regression.json` has every question; the rest of `report/` is an evaluation's.
+A question is passed when the model does not lose it: the mean of its two games is at least a tie. With a rule
+as the first judge it is passed when the answer is right, whatever the baseline's is. A question without a
+verdict is not passed. `report/regression.json` has every question; the rest of `report/` is an evaluation's.
 """
 
 from __future__ import annotations
@@ -64,21 +65,36 @@ def run(request: StageRequest, run: RunDir) -> Outcome:
     )
     write_text(run / REPORT / "regression.md", regression_table(report))
     write_text(run / REPORT / REGRESSION, report.model_dump_json(indent=2))
-    found = {name: value for name, value in evaluated.metrics.items() if name.partition("/")[0].removesuffix("_vs_parent") not in RATES}
+    found = {
+        name: value
+        for name, value in evaluated.metrics.items()
+        if name.partition("/")[0].removesuffix("_vs_parent") not in RATES
+    }
     found |= metrics(report)
     for model in models:
-        failed, back = len(report.newly_failed(model)), len(report.recovered(model))
-        print(f"{model}: {found[f'passed/{model}']:.3f} of {len(questions)} passed, {failed} newly failed, {back} recovered", flush=True)
+        failed = len(report.newly_failed(model))
+        back = len(report.recovered(model))
+        print(
+            f"{model}: {found[f'passed/{model}']:.3f} of {len(questions)} passed, {failed} newly failed,"
+            f" {back} recovered",
+            flush=True,
+        )
     return Outcome(found, evaluated.outputs)
 
 
-def outcomes_of(run: RunDir, config: configs.Regression, model: str, questions: Sequence[Question]) -> Mapping[str, QuestionOutcome]:
+def outcomes_of(
+    run: RunDir, config: configs.Regression, model: str, questions: Sequence[Question]
+) -> Mapping[str, QuestionOutcome]:
     """Returns what became of each question by the first judge, by uid."""
     name, first = next(iter(judge_names(config.judges).items()))
     if isinstance(first, configs.RuleJudge):
-        rule, answers = RuleJudge(name, first.answer_key), read_answers(run / REPORT / "answers" / f"{file_name(model)}.jsonl", questions)
+        rule = RuleJudge(name, first.answer_key)
+        answers = read_answers(run / REPORT / "answers" / f"{file_name(model)}.jsonl", questions)
         assert answers is not None, f"the evaluation has written no answers of {model}"
-        return {q.uid: "passed" if rule.right(q, given.text) else "failed" for q, given in zip(questions, answers, strict=True)}
+        return {
+            q.uid: "passed" if rule.right(q, given.text) else "failed"
+            for q, given in zip(questions, answers, strict=True)
+        }
     found: dict[str, QuestionOutcome] = dict.fromkeys([question.uid for question in questions], "no verdict")
     text = (run / REPORT / "judgments" / f"{file_name(name)}.jsonl").read_text(encoding="utf-8")
     for line in filter(None, text.split("\n")):  # `splitlines` would also split at U+2028
@@ -89,19 +105,26 @@ def outcomes_of(run: RunDir, config: configs.Regression, model: str, questions: 
 
 
 def trusted_history(run: RunDir, request: StageRequest, judge: str) -> list[RegressionReport]:
-    """Returns the reports of earlier finished stages of the same name, baseline and judge whose gates all passed, the oldest first."""
+    """Returns the reports of earlier finished stages of the same name, baseline and judge whose gates all
+    passed, the oldest first."""
     found: list[tuple[float, RegressionReport]] = []
     assert isinstance(request.config, configs.Regression)
     for folder in run.path.parent.glob(f"{request.name}-*") if run.artifacts else ():
         other = RunDir(folder)
         result = other.result() if folder.resolve() != run.path else None
         report = RegressionReport.read(folder / REPORT / REGRESSION) if result else None
-        if result is None or report is None or (report.judge, report.baseline) != (judge, request.config.baseline):
+        if (
+            result is None
+            or report is None
+            or (report.judge, report.baseline) != (judge, request.config.baseline)
+        ):
             continue
         try:
             theirs = other.request()
         except (OSError, ValueError):
             continue
-        if theirs.name == request.name and all(verdict.passed for verdict in check(theirs.name, theirs.config, result)):
+        if theirs.name == request.name and all(
+            verdict.passed for verdict in check(theirs.name, theirs.config, result)
+        ):
             found.append(((folder / RESULT).stat().st_mtime, report))
     return [report for _, report in sorted(found, key=lambda one: one[0])]

@@ -1,4 +1,5 @@
-"""Finds what makes a run's other numbers worthless, for the top of its page: cut answers, rewards and gradients without a signal."""
+"""Finds what makes a run's other numbers worthless, for the top of its page: cut answers, rewards and
+gradients without a signal."""
 
 from __future__ import annotations
 
@@ -26,20 +27,40 @@ def alarms(stages: Sequence[Evidence], evaluated: Evaluated | None) -> list[Alar
     cut = evaluated.report.truncated if evaluated else {}
     for model, share in cut.items():
         if share >= NEARLY_ALL:
-            found.append(Alarm(model, f"{_share(share)} of its answers in the evaluation are cut at the length limit: {RAISE}."))
+            found.append(
+                Alarm(
+                    model,
+                    f"{_share(share)} of its answers in the evaluation are cut at the length limit: {RAISE}.",
+                )
+            )
     return found
 
 
 def _of_stage(stage: Evidence) -> list[Alarm]:
-    name, metrics = stage.view.name, stage.result.metrics if stage.result else {}
+    name = stage.view.name
+    metrics = stage.result.metrics if stage.result else {}
     found = []
     share = metrics.get(CUT, 0.0)
     if share >= NEARLY_ALL:
-        found.append(Alarm(name, f"{_share(share)} of the sampled answers are cut at the length limit: {RAISE}."))
+        found.append(
+            Alarm(name, f"{_share(share)} of the sampled answers are cut at the length limit: {RAISE}.")
+        )
     if _is_zero(stage.curves.get("reward/std", [])) or metrics.get("reward/std") == 0:
-        found.append(Alarm(name, "all answers have the same reward, so there is nothing to learn from: look at the reward's source."))
+        found.append(
+            Alarm(
+                name,
+                "all answers have the same reward, so there is nothing to learn from: look at the reward's"
+                " source.",
+            )
+        )
     if any(_is_zero(stage.curves.get(gradient, [])) for gradient in ("grad_norm", "policy/grad_norm")):
-        found.append(Alarm(name, "the gradient is zero in every step, so the model has not changed: look at data, loss and learning rate."))
+        found.append(
+            Alarm(
+                name,
+                "the gradient is zero in every step, so the model has not changed: look at data, loss and"
+                " learning rate.",
+            )
+        )
     return found
 
 

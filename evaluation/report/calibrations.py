@@ -29,22 +29,35 @@ def calibrations(stages: Sequence[Evidence]) -> list[Calibrated]:
 
 
 def judge_belief(evaluated: Evaluated | None, stages: Sequence[Evidence]) -> str:
-    """Returns a sentence: how the judge that decides agrees with people, by the last calibration of the run that is of the same judge, or
-    that it has none; '' for a rule, which needs none. A run has results of its present recipe only, so a calibration of an earlier
-    checkpoint of the judge is of another judge.
+    """Returns a sentence: how the judge that decides agrees with people, by the last calibration of the run
+    that is of the same judge, or that it has none; '' for a rule, which needs none. A run has results of its
+    present recipe only, so a calibration of an earlier checkpoint of the judge is of another judge.
     """
     request = evaluated.stage.request if evaluated else None
     if evaluated is None or request is None or not isinstance(request.config, Evaluation):
         return ""
-    judge, name = request.config.judges[0], evaluated.report.judge
+    judge = request.config.judges[0]
+    name = evaluated.report.judge
     if isinstance(judge, RuleJudge):
         return ""
-    known = [found for found in calibrations(stages) if found.report.identity == judge_identity(judge, request.inputs)]
+    known = [
+        found
+        for found in calibrations(stages)
+        if found.report.identity == judge_identity(judge, request.inputs)
+    ]
     if not known:
         return f"The judge {name} has no calibration: add a stage of kind calibration."
     report = known[-1].report
-    agreement, kappa = report.measures.get("agreement"), report.measures.get("kappa")
+    agreement = report.measures.get("agreement")
+    kappa = report.measures.get("kappa")
     if agreement is None:
         return f"The judge {name} gave no verdict in its calibration {known[-1].name}."
-    told = f"The judge {name} names the same winner as people in {percent(agreement.value)} of {report.pairs} pairs"
-    return f"{told} (kappa {kappa.value:.2f}, 95 % interval {kappa.ci_low:.2f} to {kappa.ci_high:.2f})." if kappa else f"{told}."
+    told = (
+        f"The judge {name} names the same winner as people in {percent(agreement.value)} of {report.pairs}"
+        " pairs"
+    )
+    return (
+        f"{told} (kappa {kappa.value:.2f}, 95 % interval {kappa.ci_low:.2f} to {kappa.ci_high:.2f})."
+        if kappa
+        else f"{told}."
+    )

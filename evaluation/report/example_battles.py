@@ -1,4 +1,5 @@
-"""Selects example battles for the report: won, lost and tied ones from all categories, with the judge's text."""
+"""Selects example battles for the report: won, lost and tied ones from all categories, with the judge's
+text."""
 
 from __future__ import annotations
 
@@ -35,24 +36,33 @@ class Group(NamedTuple):
 
 
 def examples(evaluated: Evaluated) -> list[Group]:
-    """Reads the report's answers and judgments, and returns a group for each outcome; empty when there is no battle to show."""
+    """Reads the report's answers and judgments, and returns a group for each outcome; empty when there is no
+    battle to show."""
     answers: dict[str, dict[str, tuple[str, str]]] = defaultdict(dict)
     for row in _jsonl(evaluated.folder / "answers"):
         answers[str(row.get("model"))][str(row.get("uid"))] = _conversation(row.get("messages"))
-    before, after = answers[evaluated.report.baseline], answers[evaluated.final]
+    before = answers[evaluated.report.baseline]
+    after = answers[evaluated.final]
     battles: dict[str, list[Judgment]] = {outcome: [] for outcome in EXAMPLES}
     for row in _jsonl(evaluated.folder / "judgments"):
         try:
             battle = Judgment.model_validate(row)
         except ValidationError:
             continue
-        ours = (battle.judge, battle.model, battle.baseline) == (evaluated.report.judge, evaluated.final, evaluated.report.baseline)
+        ours = (battle.judge, battle.model, battle.baseline) == (
+            evaluated.report.judge,
+            evaluated.final,
+            evaluated.report.baseline,
+        )
         if ours and battle.score is not None and battle.uid in before and battle.uid in after:
             battles["won" if battle.score > 0.5 else "lost" if battle.score < 0.5 else "tied"].append(battle)
     total = sum(map(len, battles.values()))
     groups = []
     for outcome, played in battles.items():
-        chosen = [Example(battle, *before[battle.uid], after[battle.uid][1]) for battle in _by_turns(played, EXAMPLES[outcome])]
+        chosen = [
+            Example(battle, *before[battle.uid], after[battle.uid][1])
+            for battle in _by_turns(played, EXAMPLES[outcome])
+        ]
         groups.append(Group(outcome, len(played), total, chosen))
     return groups if total else []
 
@@ -68,7 +78,8 @@ def _by_turns(battles: Sequence[Judgment], limit: int) -> list[Judgment]:
 
 
 def _conversation(messages: Any) -> tuple[str, str]:
-    """Returns (prompt, answer) of Arena-Hard's messages; an assistant's content may be a string or `{"answer": ...}`."""
+    """Returns (prompt, answer) of Arena-Hard's messages; an assistant's content may be a string or
+    `{"answer": ...}`."""
     texts = []
     for message in messages if isinstance(messages, list) else []:
         content = message.get("content") if isinstance(message, dict) else None

@@ -1,7 +1,8 @@
-"""Writes `<artifacts>/index.html`: a table of every recipe's last run, from `run.json` and `summary.json`, and one of the newest runs of
-all recipes, both with links to their pages.
+"""Writes `<artifacts>/index.html`: a table of every recipe's last run, from `run.json` and `summary.json`,
+and one of the newest runs of all recipes, both with links to their pages.
 
-A folder whose records are missing or damaged gets a row with the state `damaged`; the other rows are not affected.
+A folder whose records are missing or damaged gets a row with the state `damaged`; the other rows are not
+affected.
 """
 
 from __future__ import annotations
@@ -18,12 +19,15 @@ from rlhf_core.config import KINDS
 from rlhf_core.runs.run_records import PAGE, RUN, records
 from rlhf_core.system.files import write_text
 
-INDEX, SUMMARY, REPORT = "index.html", "summary.json", "report.html"
+INDEX = "index.html"
+SUMMARY = "summary.json"
+REPORT = "report.html"
 MAX_RUNS = 200  # in the table of all runs
 
 
 class Line(NamedTuple):
-    """A recipe's run. `state`: done, failed, stopped at a gate, unfinished or damaged; `gates`: the failed ones as text."""
+    """A recipe's run. `state`: done, failed, stopped at a gate, unfinished or damaged; `gates`: the failed
+    ones as text."""
 
     name: str
     page: str
@@ -50,14 +54,17 @@ def write_index(artifacts: Path) -> Path:
     """Writes the page atomically and returns its path. Raises ValueError when the folder has no runs."""
     folders = [file.parent for file in artifacts.glob(f"*/{RUN}")]
     if not folders:
-        raise ValueError(f"{artifacts} holds no runs: give the `artifacts` folder of recipes, or the folder of one run")
+        raise ValueError(
+            f"{artifacts} holds no runs: give the `artifacts` folder of recipes, or the folder of one run"
+        )
     lines = sorted((line_of(folder) for folder in folders), key=lambda line: line.when, reverse=True)
     write_text(artifacts / INDEX, fill("index.html.j2", lines=lines, runs=run_lines(artifacts)))
     return artifacts / INDEX
 
 
 def run_lines(artifacts: Path) -> list[RunLine]:
-    """Returns the newest runs of all recipes that have a record of their own, at most MAX_RUNS, the newest first."""
+    """Returns the newest runs of all recipes that have a record of their own, at most MAX_RUNS, the newest
+    first."""
     found = [run for run in records(artifacts) if run.file.name != RUN]
     lines = []
     for run in found[:MAX_RUNS]:
@@ -68,12 +75,17 @@ def run_lines(artifacts: Path) -> list[RunLine]:
 
 
 def line_of(folder: Path) -> Line:
-    """Returns a folder's row. Accepts any content of the records; an unexpected one gives the state `damaged`."""
+    """Returns a folder's row. Accepts any content of the records; an unexpected one gives the state
+    `damaged`."""
     when = datetime.fromtimestamp((folder / RUN).stat().st_mtime if (folder / RUN).exists() else 0)
     page = f"{quote(folder.name)}/{REPORT}" if (folder / REPORT).is_file() else ""
     try:
         run = json.loads((folder / RUN).read_text())
-        summary = json.loads((folder / SUMMARY).read_text()) if (folder / SUMMARY).is_file() else {"stages": [], "evaluation": None}
+        summary = (
+            json.loads((folder / SUMMARY).read_text())
+            if (folder / SUMMARY).is_file()
+            else {"stages": [], "evaluation": None}
+        )
         return _line(folder.name, page, when, run, summary)
     except (OSError, ValueError, TypeError, KeyError, AttributeError):
         return Line(folder.name, page, "damaged", when, "", "", (), (), 0)
@@ -99,7 +111,10 @@ def _line(name: str, page: str, when: datetime, run: dict[str, Any], summary: di
         f"{done} of {len(statuses)}",
         duration(sum(seconds)) if seconds else "",
         tuple(_metrics(summary)),
-        tuple(f"{gate['stage']}: {gate['metric']} {_number(gate['value'])} ({gate['on_fail']})" for gate in failed),
+        tuple(
+            f"{gate['stage']}: {gate['metric']} {_number(gate['value'])} ({gate['on_fail']})"
+            for gate in failed
+        ),
         len(gates) - len(failed),
     )
 
@@ -108,9 +123,14 @@ def _metrics(summary: dict[str, Any]) -> list[str]:
     texts = []
     for name, kind in KINDS.items():
         metric = kind.main[0] if kind.output == "checkpoint" and kind.main else ""
-        found = [stage for stage in summary["stages"] if stage["stage"] == name and stage["metrics"].get(metric) is not None]
+        found = [
+            stage
+            for stage in summary["stages"]
+            if stage["stage"] == name and stage["metrics"].get(metric) is not None
+        ]
         texts += [f"{found[-1]['name']}: {metric} {_number(found[-1]['metrics'][metric])}"] if found else []
-    if won := summary["evaluation"]:
+    won = summary["evaluation"]
+    if won:
         interval = f"{percent(float(won['ci_low']))} to {percent(float(won['ci_high']))}"
         texts.insert(0, f"{won['model']}: win rate {percent(float(won['win_rate']))} ({interval})")
     return texts

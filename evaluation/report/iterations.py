@@ -1,4 +1,5 @@
-"""Reads what PPO records of its iterations: sampled answers, and the seconds of each phase beside their floors. Imports no matplotlib."""
+"""Reads what PPO records of its iterations: sampled answers, and the seconds of each phase beside their
+floors. Imports no matplotlib."""
 
 from __future__ import annotations
 
@@ -15,7 +16,8 @@ MAX_LINE = 4 << 20  # bytes of a rollout that is shown
 
 
 class Rollout(NamedTuple):
-    """A sampled answer or episode: its messages as (role, text), its rewards by source (None: failed), and why it has none."""
+    """A sampled answer or episode: its messages as (role, text), its rewards by source (None: failed), and
+    why it has none."""
 
     messages: list[tuple[str, str]]
     rewards: dict[str, float | None]
@@ -23,14 +25,20 @@ class Rollout(NamedTuple):
 
 
 def rollouts(run_dir: Path) -> list[tuple[int, list[Rollout]]]:
-    """Returns a few rollouts of PPO's first and last logged iteration; none of other stages, or where they cannot be read."""
-    named = {file.stem.removeprefix("iteration"): file for file in (run_dir / ROLLOUTS).glob("iteration*.jsonl") if not file.is_symlink()}
+    """Returns a few rollouts of PPO's first and last logged iteration; none of other stages, or where they
+    cannot be read."""
+    named = {
+        file.stem.removeprefix("iteration"): file
+        for file in (run_dir / ROLLOUTS).glob("iteration*.jsonl")
+        if not file.is_symlink()
+    }
     files = {int(number): file for number, file in named.items() if number.isascii() and number.isdigit()}
     found = []
     for iteration in sorted({min(files), max(files)}) if files else ():
         try:
             with files[iteration].open("rb") as file:
-                rows = [json.loads(line) for _ in range(SHOWN_ROLLOUTS) if (line := file.readline(MAX_LINE))]  # a longer one is no JSON
+                # a longer one is no JSON
+                rows = [json.loads(line) for _ in range(SHOWN_ROLLOUTS) if (line := file.readline(MAX_LINE))]
             found.append((iteration, [_rollout(row) for row in rows]))
         except (OSError, ValueError, KeyError, TypeError, AttributeError):
             continue
@@ -40,15 +48,20 @@ def rollouts(run_dir: Path) -> list[tuple[int, list[Rollout]]]:
 def _rollout(row: dict[str, Any]) -> Rollout:
     messages = row.get("messages") or [*row["prompt"], {"role": "assistant", "content": row["response"]}]
     texts = [(str(message["role"]), written(message)) for message in messages]
-    rewards = {str(source): None if reward is None else float(reward) for source, reward in row["rewards"].items()}
+    rewards = {
+        str(source): None if reward is None else float(reward) for source, reward in row["rewards"].items()
+    }
     return Rollout(texts, rewards, str(row.get("failure", "")))
 
 
-PHASE, FLOOR, WAIT = "phase/", "floor/", "wait/"
+PHASE = "phase/"
+FLOOR = "floor/"
+WAIT = "wait/"
 
 
 class Phase(NamedTuple):
-    """Seconds of one phase, and its floor: the time of its operations and bytes at the rates measured on the GPU; None if unknown."""
+    """Seconds of one phase, and its floor: the time of its operations and bytes at the rates measured on the
+    GPU; None if unknown."""
 
     name: str
     seconds: float

@@ -1,4 +1,5 @@
-"""Collects the report's tables and charts of models: win rates, judges, alignment tax, regression suites, rounds of loops."""
+"""Collects the report's tables and charts of models: win rates, judges, alignment tax, regression suites,
+rounds of loops."""
 
 from __future__ import annotations
 
@@ -32,7 +33,8 @@ class Tax(NamedTuple):
 
 
 class Suite(NamedTuple):
-    """A finished regression stage. `rows`: what changed and the question, first those that the final model does not pass."""
+    """A finished regression stage. `rows`: what changed and the question, first those that the final model
+    does not pass."""
 
     name: str
     report: RegressionReport
@@ -69,7 +71,8 @@ def suites(stages: Sequence[Evidence]) -> list[Suite]:
 
 
 class Drifted(NamedTuple):
-    """A drift stage: its report, the results in its history and itself, newest first, and the curves of its signals (None: no history)."""
+    """A drift stage: its report, the results in its history and itself, newest first, and the curves of its
+    signals (None: no history)."""
 
     name: str
     report: DriftReport
@@ -90,7 +93,8 @@ def drifts(stages: Sequence[Evidence]) -> list[Drifted]:
 
 
 def rounds(stages: Sequence[Evidence]) -> list[list[Evidence]]:
-    """Returns the chains of training stages of loops: each stage trains on a preferences stage and starts from the stage before it."""
+    """Returns the chains of training stages of loops: each stage trains on a preferences stage and starts
+    from the stage before it."""
     pairs = {stage.view.name for stage in stages if KINDS[stage.view.kind].makes == "pairs"}
     chains: list[list[Evidence]] = []
     for stage in stages:
@@ -104,16 +108,26 @@ def rounds(stages: Sequence[Evidence]) -> list[list[Evidence]]:
     return chains
 
 
-def rounds_svg(chains: Sequence[Sequence[Evidence]], evaluated: Evaluated | None, stages: Sequence[Evidence]) -> Markup | None:
+def rounds_svg(
+    chains: Sequence[Sequence[Evidence]], evaluated: Evaluated | None, stages: Sequence[Evidence]
+) -> Markup | None:
     """Draws the win rates over the rounds; None when fewer than two of a chain were evaluated."""
     if evaluated is None:
         return None
-    rates = {evaluated.stage.stage_of(model, stages): rate for model, rate in evaluated.decided.items()}  # by stage, not by alias
+    # by stage, not by alias
+    rates = {evaluated.stage.stage_of(model, stages): rate for model, rate in evaluated.decided.items()}
     baseline = evaluated.stage.stage_of(evaluated.report.baseline, stages)
     lines = []
     for chain in chains:
         points = []
-        for stage in [*(s for s in stages if s.view.name in chain[0].view.parents and KINDS[s.view.kind].makes != "pairs"), *chain]:
+        for stage in [
+            *(
+                s
+                for s in stages
+                if s.view.name in chain[0].view.parents and KINDS[s.view.kind].makes != "pairs"
+            ),
+            *chain,
+        ]:
             rate = rates.get(stage.view.name)
             if rate:
                 points.append((rate.model, rate.win_rate, rate.ci_low, rate.ci_high))

@@ -1,7 +1,9 @@
-"""Writes the report of a run, `report.html`: one HTML page with the verdict, the DAG, charts, example battles, lineage and configuration.
+"""Writes the report of a run, `report.html`: one HTML page with the verdict, the DAG, charts, example
+battles, lineage and configuration.
 
-The page is self-contained: inline CSS, inline SVG, no script, no external resources. Jinja2 escapes all text; only our own charts are
-marked safe. A missing part (no evaluation, a failed stage, no metrics) is replaced by a sentence.
+The page is self-contained: inline CSS, inline SVG, no script, no external resources. Jinja2 escapes all text;
+only our own charts are marked safe. A missing part (no evaluation, a failed stage, no metrics) is replaced by
+a sentence.
 """
 
 from __future__ import annotations
@@ -43,7 +45,9 @@ def render(recipe_name: str, stages: Sequence[Evidence]) -> str:
     evaluated = read_evaluation(stages)
     chains = rounds(stages)
     reward_models = RewardReports.read(evaluated.folder / REWARD_MODELS) if evaluated else None
-    has_curve = reward_models is not None and any(len(model.calibration) > 1 for model in reward_models.models)
+    has_curve = reward_models is not None and any(
+        len(model.calibration) > 1 for model in reward_models.models
+    )
     over = OverOptimisation.read(evaluated.folder / OVER_OPTIMISATION) if evaluated else None
     return fill(
         "page.html.j2",
@@ -60,16 +64,30 @@ def render(recipe_name: str, stages: Sequence[Evidence]) -> str:
         size=(WIDTH, HEIGHT),
         by_name={stage.view.name: stage for stage in stages},
         total_seconds=sum(stage.result.seconds for stage in stages if stage.result),
-        troubles=[(stage, tail(stage.view.run_dir / LOG, 25)) for stage in stages if stage.view.status == "failed"],
+        troubles=[
+            (stage, tail(stage.view.run_dir / LOG, 25)) for stage in stages if stage.view.status == "failed"
+        ],
         gates=[verdict for stage in stages for verdict in stage.view.gates],
         suspects=suspects(stages),
         families=page_stages.families(stages),
-        win_rates=Markup(win_rate_chart(list(evaluated.decided.values()), evaluated.final, evaluated.against_parent))
-        if evaluated
-        else None,
+        win_rates=(
+            Markup(
+                win_rate_chart(list(evaluated.decided.values()), evaluated.final, evaluated.against_parent)
+            )
+            if evaluated
+            else None
+        ),
         rounds=rounds_svg(chains, evaluated, stages),
-        categories=sorted({category for rate in evaluated.decided.values() for category in rate.by_category}) if evaluated else [],
-        style=[effect for effect in evaluated.report.style if effect.ci_low != effect.ci_high] if evaluated else [],
+        categories=(
+            sorted({category for rate in evaluated.decided.values() for category in rate.by_category})
+            if evaluated
+            else []
+        ),
+        style=(
+            [effect for effect in evaluated.report.style if effect.ci_low != effect.ci_high]
+            if evaluated
+            else []
+        ),
         judge_descriptions=page_models.judge_descriptions(evaluated),
         reward_models=reward_models,
         taxes=page_models.taxes(stages),
@@ -80,7 +98,9 @@ def render(recipe_name: str, stages: Sequence[Evidence]) -> str:
         groups=examples(evaluated) if evaluated else [],
         charts=page_stages.charts(stages, chains),
         data=page_stages.data(stages),
-        data_warnings={stage.view.name: found for stage in stages if (found := page_stages.data_warnings(stage))},
+        data_warnings={
+            stage.view.name: found for stage in stages if (found := page_stages.data_warnings(stage))
+        },
         origins={stage.view.name: page_stages.origins(stage, stages) for stage in stages},
         published=page_stages.published(stages),
         environments=page_stages.environments(stages),

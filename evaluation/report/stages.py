@@ -1,4 +1,5 @@
-"""Collects the report's parts about stages: charts, data, origins, lineage, versions, configuration, publications, time per phase."""
+"""Collects the report's parts about stages: charts, data, origins, lineage, versions, configuration,
+publications, time per phase."""
 
 from __future__ import annotations
 
@@ -20,8 +21,9 @@ from rlhf_core.system.redaction import without_passwords
 
 
 class Chart(NamedTuple):
-    """The curves of one stage or loop, what has one value in place of a curve (`values`), and its result's metrics (`notes`) at `when`;
-    for PPO also phases, and the share of an iteration in which each role waits for others."""
+    """The curves of one stage or loop, what has one value in place of a curve (`values`), and its result's
+    metrics (`notes`) at `when`; for PPO also phases, and the share of an iteration in which each role waits
+    for others."""
 
     title: str
     seconds: float | None
@@ -50,7 +52,11 @@ def charts(stages: Sequence[Evidence], chains: Sequence[Sequence[Evidence]]) -> 
         values = single_values(view.kind, runs)
         results = [member.result for member in chain if member.result]
         seconds = sum(result.seconds for result in results) if results else None
-        final = {name: value for name, value in results[-1].metrics.items() if not name.startswith("data/")} if results else {}
+        final = (
+            {name: value for name, value in results[-1].metrics.items() if not name.startswith("data/")}
+            if results
+            else {}
+        )
         when = "end of the last round" if loop else "end"
         waits = {name.removeprefix(WAIT): value for name, value in final.items() if name.startswith(WAIT)}
         shown = rollouts(chain[-1].view.run_dir)
@@ -64,14 +70,17 @@ def data(stages: Sequence[Evidence]) -> tuple[list[str], dict[str, dict[str, flo
     rows = {}
     for stage in stages:
         metrics = stage.result.metrics if stage.result else {}
-        row = {name.removeprefix("data/"): value for name, value in metrics.items() if name.startswith("data/")}
+        row = {
+            name.removeprefix("data/"): value for name, value in metrics.items() if name.startswith("data/")
+        }
         if row:
             rows[stage.view.name] = row
     return list(dict.fromkeys(column for row in rows.values() for column in row)), rows
 
 
 def data_warnings(stage: Evidence) -> list[str]:
-    """Returns the warnings of the stage's data report; paths in other run directories are relative to `stages/`."""
+    """Returns the warnings of the stage's data report; paths in other run directories are relative to
+    `stages/`."""
     run_dir = stage.view.run_dir
     return [sentence.replace(f"{run_dir.parent.resolve()}/", "") for sentence in stored_warnings(run_dir)]
 
@@ -79,8 +88,13 @@ def data_warnings(stage: Evidence) -> list[str]:
 def origins(stage: Evidence, stages: Sequence[Evidence]) -> list[str]:
     """Returns a stage's parents, and the models from outside the recipe that it starts from."""
     inputs = stage.request.inputs if stage.request else {}
-    outside = [name for name in inputs if not {name, stage.stage_of(name, stages)} & {s.view.name for s in stages}]
-    return [*("…/" + Path(name).name if Path(name).is_absolute() else name for name in outside), *stage.view.parents]
+    outside = [
+        name for name in inputs if not {name, stage.stage_of(name, stages)} & {s.view.name for s in stages}
+    ]
+    return [
+        *("…/" + Path(name).name if Path(name).is_absolute() else name for name in outside),
+        *stage.view.parents,
+    ]
 
 
 def families(stages: Sequence[Evidence]) -> list[tuple[str, Markup]]:
@@ -96,7 +110,8 @@ def families(stages: Sequence[Evidence]) -> list[tuple[str, Markup]]:
 
 
 def published(stages: Sequence[Evidence]) -> list[tuple[Evidence, str]]:
-    """Returns every finished publication, and where it is: on the Hub with branch, commit and tag, or in a folder."""
+    """Returns every finished publication, and where it is: on the Hub with branch, commit and tag, or in a
+    folder."""
     rows = []
     for stage in stages:
         config = stage.request.config if stage.request else None
@@ -104,7 +119,10 @@ def published(stages: Sequence[Evidence]) -> list[tuple[Evidence, str]]:
             continue
         try:
             receipt = json.loads((stage.view.run_dir / stage.result.outputs["hub"]).read_text())
-            where = f"{receipt['repo_id']}, branch {config.branch}, tag {receipt['tag']}, commit {receipt['commit'][:12]}"
+            where = (
+                f"{receipt['repo_id']}, branch {config.branch}, tag {receipt['tag']}, commit"
+                f" {receipt['commit'][:12]}"
+            )
         except (OSError, ValueError, KeyError):
             where = f"not sent to the Hub; in stages/{stage.view.run_dir.name}"
         rows.append((stage, where))
@@ -122,7 +140,8 @@ def environments(stages: Sequence[Evidence]) -> list[tuple[str, list[str]]]:
 
 
 def config_text(stage: Evidence) -> str | None:
-    """Returns the stage's configuration as JSON without passwords in URLs; None when it has no readable `config.json`."""
+    """Returns the stage's configuration as JSON without passwords in URLs; None when it has no readable
+    `config.json`."""
     if stage.request is None:
         return None
     config = {"seed": stage.request.seed, **stage.request.config.model_dump(mode="json")}

@@ -1,7 +1,7 @@
 """Reads the results of a recipe's run from its run directories, for `summary.json` and `report.html`.
 
-Torch-free and Prefect-free. Nothing is cached: the same directories give the same summary in every process. Missing parts (a failed
-stage, no evaluation, a file cut by a kill) are None or empty, not an exception.
+Torch-free and Prefect-free. Nothing is cached: the same directories give the same summary in every process.
+Missing parts (a failed stage, no evaluation, a file cut by a kill) are None or empty, not an exception.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ Curve = list[tuple[float, float]]  # (step, value), steps rising
 
 @dataclass(frozen=True)
 class StageView:
-    """One node of the plan, for the report. `parents`: names of other nodes; `status`: what happened to it in this run; `gates`: verdicts
-    on its result."""
+    """One node of the plan, for the report. `parents`: names of other nodes; `status`: what happened to it in
+    this run; `gates`: verdicts on its result."""
 
     name: str
     kind: str
@@ -61,21 +61,27 @@ class Evidence:
 
     @property
     def checkpoint(self) -> str | None:
-        """The model folder, relative to the artifacts folder (`stages/<name>-<digest>/...`); None when there is none."""
+        """The model folder, relative to the artifacts folder (`stages/<name>-<digest>/...`); None when there
+        is none."""
         output = self.result.outputs.get("checkpoint") if self.result else None
         return f"{self.view.run_dir.parent.name}/{self.view.run_dir.name}/{output}" if output else None
 
     def stage_of(self, name: str, stages: Sequence[Evidence]) -> str:
-        """Returns the stage that `name` of this stage's config means (a loop's name means its last round); else `name`."""
+        """Returns the stage that `name` of this stage's config means (a loop's name means its last round);
+        else `name`."""
         folder = self.request.inputs.get(name) if self.request else None
         if folder is None or any(stage.view.name == name for stage in stages):
             return name
-        return next((s.view.name for s in stages if Path(folder).resolve().is_relative_to(s.view.run_dir.resolve())), name)
+        return next(
+            (s.view.name for s in stages if Path(folder).resolve().is_relative_to(s.view.run_dir.resolve())),
+            name,
+        )
 
 
 @dataclass(frozen=True)
 class Evaluated:
-    """A finished evaluation: its stage, the judges' reports, of which the first decides, and the final model (the config's last)."""
+    """A finished evaluation: its stage, the judges' reports, of which the first decides, and the final model
+    (the config's last)."""
 
     stage: Evidence
     reports: tuple[EvalReport, ...]
@@ -90,7 +96,11 @@ class Evaluated:
     @property
     def models(self) -> list[str]:
         """The judged models, with the baseline first unless it was judged itself."""
-        return list(dict.fromkeys([*(() if self.report.baseline in self.decided else [self.report.baseline]), *self.decided]))
+        return list(
+            dict.fromkeys(
+                [*(() if self.report.baseline in self.decided else [self.report.baseline]), *self.decided]
+            )
+        )
 
     @property
     def opinions(self) -> list[WinRate]:
@@ -121,7 +131,11 @@ def read(view: StageView) -> Evidence:
 def read_evaluation(stages: Sequence[Evidence]) -> Evaluated | None:
     """Returns the recipe's last finished evaluation; None when there is none."""
     for stage in reversed(stages):
-        report = EvalReport.read(stage.report / "eval.json") if stage.report and stage.view.kind != "regression" else None
+        report = (
+            EvalReport.read(stage.report / "eval.json")
+            if stage.report and stage.view.kind != "regression"
+            else None
+        )
         models = [rate.model for rate in report.win_rates if rate.judge == report.judge] if report else []
         config = stage.request.config if stage.request else None
         named = config.models[-1] if isinstance(config, Evaluation) else None
@@ -132,9 +146,10 @@ def read_evaluation(stages: Sequence[Evidence]) -> Evaluated | None:
 
 
 def summary_of(recipe_name: str, stages: Sequence[Evidence]) -> dict[str, Any]:
-    """Returns the content of `summary.json`: per stage its name, kind, status, seconds, checkpoint, digest, final metrics and gates, and
-    the win rate of its model against the baseline with a 95 % interval (all in [0, 1]). `evaluation` has the final model's, and every
-    model's under `models`; None when no evaluation finished.
+    """Returns the content of `summary.json`: per stage its name, kind, status, seconds, checkpoint, digest,
+    final metrics and gates, and the win rate of its model against the baseline with a 95 % interval (all in
+    [0, 1]). `evaluation` has the final model's, and every model's under `models`; None when no evaluation
+    finished.
     """
     evaluated = read_evaluation(stages)
     summary: dict[str, Any] = {
@@ -163,7 +178,11 @@ def summary_of(recipe_name: str, stages: Sequence[Evidence]) -> dict[str, Any]:
         summary["evaluation"] = {"model": evaluated.final, **models[evaluated.final], "models": models}
         places = evaluated.stage.request.inputs if evaluated.stage.request else {}
         for record, stage in zip(summary["stages"], stages, strict=True):
-            own = (score for model, score in models.items() if Path(places.get(model, "")).parent == stage.view.run_dir)
+            own = (
+                score
+                for model, score in models.items()
+                if Path(places.get(model, "")).parent == stage.view.run_dir
+            )
             record["evaluation"] = next(own, None)
     return summary
 
@@ -174,7 +193,8 @@ def as_json(summary: dict[str, Any]) -> str:
 
 
 class Trend(NamedTuple):
-    """Means of the first and the last fifth of a curve; `errors`: their difference in standard errors (None when the error is 0)."""
+    """Means of the first and the last fifth of a curve; `errors`: their difference in standard errors (None
+    when the error is 0)."""
 
     first: float
     last: float
@@ -187,7 +207,8 @@ def trend(curve: Curve) -> Trend | None:
     fifth = len(values) // 5
     if fifth < 2:
         return None
-    first, last = values[:fifth], values[-fifth:]
+    first = values[:fifth]
+    last = values[-fifth:]
     error = math.sqrt(variance(first) / fifth + variance(last) / fifth)
     return Trend(fmean(first), fmean(last), (fmean(last) - fmean(first)) / error if error > 0 else None)
 
@@ -212,7 +233,12 @@ def _opinions(file: Path) -> list[EvalReport]:
 
 
 def _score(rate: WinRate) -> dict[str, Any]:
-    score = {"win_rate": rate.win_rate, "ci_low": rate.ci_low, "ci_high": rate.ci_high, "num_questions": rate.num_questions}
+    score = {
+        "win_rate": rate.win_rate,
+        "ci_low": rate.ci_low,
+        "ci_high": rate.ci_high,
+        "num_questions": rate.num_questions,
+    }
     controlled = {"length_controlled": rate.length_controlled, "lc_low": rate.lc_low, "lc_high": rate.lc_high}
     return score | {name: value for name, value in controlled.items() if value is not None}
 

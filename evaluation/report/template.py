@@ -1,4 +1,5 @@
-"""Fills in the HTML templates of this folder and formats numbers for them. All values are escaped; a missing value is an error."""
+"""Fills in the HTML templates of this folder and formats numbers for them. All values are escaped; a missing
+value is an error."""
 
 from __future__ import annotations
 
@@ -44,7 +45,10 @@ def controlled(rate: WinRate, digits: int = 0) -> str:
     """Formats the length-controlled win rate with its 95 % interval."""
     if rate.length_controlled is None or rate.lc_low is None or rate.lc_high is None:
         return "–"
-    return f"{percent(rate.length_controlled, digits)} ({100 * rate.lc_low:.{digits}f}–{100 * rate.lc_high:.{digits}f})"
+    return (
+        f"{percent(rate.length_controlled, digits)}"
+        f" ({100 * rate.lc_low:.{digits}f}–{100 * rate.lc_high:.{digits}f})"
+    )
 
 
 def interval(rate: WinRate, digits: int = 0) -> str:
@@ -58,7 +62,8 @@ def cut(text: str) -> str:
 
 
 def number(value: float | None) -> str:
-    """Formats a number with three digits, or as a whole number from 1,000 on; – when it is missing or not finite."""
+    """Formats a number with three digits, or as a whole number from 1,000 on; – when it is missing or not
+    finite."""
     if value is None or not math.isfinite(value):
         return "–"
     return f"{value:,.0f}" if abs(value) >= 1000 or value == round(value) else f"{value:.3g}"
@@ -72,4 +77,6 @@ def duration(seconds: float | None) -> str:
         return f"{seconds:.1f} s"
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
-    return f"{hours} h {minutes:02d} min" if hours else f"{minutes} min {rest:02d} s" if minutes else f"{rest} s"
+    return (
+        f"{hours} h {minutes:02d} min" if hours else f"{minutes} min {rest:02d} s" if minutes else f"{rest} s"
+    )

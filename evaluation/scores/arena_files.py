@@ -1,9 +1,11 @@
-"""Reads files of judgments and answers in Arena-Hard's formats, v2.0 and v0.1, and writes judgments in v2.0's. Torch-free.
+"""Reads files of judgments and answers in Arena-Hard's formats, v2.0 and v0.1, and writes judgments in
+v2.0's. Torch-free.
 
-Judgments, a line each: v2.0 {uid, category, judge, model, baseline, games[2]{score, judgment, prompt}}, v0.1 {question_id, model, judge,
-games[2]{user_prompt, judgment, score}}. Answers: v2.0 {uid, model, messages, metadata}, v0.1 {question_id, model_id, choices,
-conv_metadata}. Scores that the original's regex accepts by mistake (`[A]`, `A>>>B`) and failed ones (null) are games without a verdict.
-Our files are v2.0's; extra fields are outside `metadata`, whose columns the original counts.
+Judgments, a line each: v2.0 {uid, category, judge, model, baseline, games[2]{score, judgment, prompt}}, v0.1
+{question_id, model, judge, games[2]{user_prompt, judgment, score}}. Answers: v2.0 {uid, model, messages,
+metadata}, v0.1 {question_id, model_id, choices, conv_metadata}. Scores that the original's regex accepts by
+mistake (`[A]`, `A>>>B`) and failed ones (null) are games without a verdict. Our files are v2.0's; extra
+fields are outside `metadata`, whose columns the original counts.
 """
 
 from __future__ import annotations
@@ -18,7 +20,8 @@ from rlhf_core.records import POINTS, Game, Judgment, Label
 
 V01 = "arena-hard-v0.1"
 V01_BASELINE = "gpt-4-0314"
-JUDGMENTS, ANSWERS = ("judgments", "model_judgment"), ("answers", "model_answer")
+JUDGMENTS = ("judgments", "model_judgment")
+ANSWERS = ("answers", "model_answer")
 MIRRORED: dict[str, Label] = {"B<<A": "A>>B", "B<A": "A>B", "B=A": "A=B", "A<B": "B>A", "A<<B": "B>>A"}
 
 TokenCount = Callable[[str], int]
@@ -32,33 +35,46 @@ class Folders(NamedTuple):
 
 
 def folders(folder: Path) -> Folders:
-    """Finds the two folders of a benchmark (`model_judgment/`, `model_answer/`), of an evaluation's report (`judgments/`, `answers/`), or
-    of an evaluation's run directory; else takes the folder as one of judgments. Raises ValueError when it is no folder."""
+    """Finds the two folders of a benchmark (`model_judgment/`, `model_answer/`), of an evaluation's report
+    (`judgments/`, `answers/`), or of an evaluation's run directory; else takes the folder as one of
+    judgments. Raises ValueError when it is no folder."""
     if not folder.is_dir():
-        raise ValueError(f"{folder} is no folder: give one with judgments (model_judgment/<judge>/<model>.jsonl, or a report's judgments/)")
+        raise ValueError(
+            f"{folder} is no folder: give one with judgments (model_judgment/<judge>/<model>.jsonl, or a"
+            " report's judgments/)"
+        )
     for root in (folder, folder / "report"):
         judged = next((root / name for name in JUDGMENTS if (root / name).is_dir()), None)
         if judged:
             return Folders(judged, next((root / name for name in ANSWERS if (root / name).is_dir()), None))
-    siblings = (place / name for place in (folder.parent, folder.parent.parent) for name in ANSWERS)  # of model_judgment/ or a judge's
+    # of model_judgment/ or a judge's
+    siblings = (place / name for place in (folder.parent, folder.parent.parent) for name in ANSWERS)
     named = folder.name in JUDGMENTS or folder.parent.name in JUDGMENTS
     return Folders(folder, next((place for place in siblings if place.is_dir()), None) if named else None)
 
 
 def read_judgments(folder: Path) -> list[Judgment]:
-    """Reads all judgments of a folder and its subfolders, sorted by judge, model, baseline and question, without duplicates.
+    """Reads all judgments of a folder and its subfolders, sorted by judge, model, baseline and question,
+    without duplicates.
 
-    Raises ValueError for a line that is no judgment, for two different judgments of one battle by one judge, and when there is none.
+    Raises ValueError for a line that is no judgment, for two different judgments of one battle by one judge,
+    and when there is none.
     """
     found: dict[tuple[str, ...], Judgment] = {}
     for where, row in rows_of(folder):
         try:
             judgment = to_judgment(row)
         except (KeyError, TypeError, ValueError, IndexError) as error:
-            raise ValueError(f"{where}: is no judgment ({type(error).__name__}: {error}): give a folder with judgments only") from None
+            raise ValueError(
+                f"{where}: is no judgment ({type(error).__name__}: {error}): give a folder with judgments"
+                " only"
+            ) from None
         key = (judgment.judge, judgment.model, judgment.baseline, judgment.uid)
         if found.setdefault(key, judgment) != judgment:
-            raise ValueError(f"{where}: {judgment.judge} has another judgment of {judgment.model} on {judgment.uid}: remove one of the two")
+            raise ValueError(
+                f"{where}: {judgment.judge} has another judgment of {judgment.model} on {judgment.uid}:"
+                " remove one of the two"
+            )
     if not found:
         raise ValueError(f"{folder}: there are no judgments (*.jsonl) in it: give the folder that holds them")
     return [found[key] for key in sorted(found)]
@@ -79,15 +95,18 @@ def to_judgment(row: dict[str, Any]) -> Judgment:
 
 
 def label_of(score: Any) -> Label | None:
-    """Returns one of the five labels, also for its mirrored form or in lower case; None for everything else."""
+    """Returns one of the five labels, also for its mirrored form or in lower case; None for everything
+    else."""
     label = MIRRORED.get(score.upper(), score.upper()) if isinstance(score, str) else None
     return cast(Label, label) if label in POINTS else None
 
 
 def read_styles(folder: Path, count_tokens: TokenCount | None = None) -> dict[tuple[str, str], Style]:
-    """Returns the style of every answer in a folder, by (model, uid), with counts from the metadata or from the text.
+    """Returns the style of every answer in a folder, by (model, uid), with counts from the metadata or from
+    the text.
 
-    Raises ValueError for a line that is no answer, and when a length is missing and there is no `count_tokens`.
+    Raises ValueError for a line that is no answer, and when a length is missing and there is no
+    `count_tokens`.
     """
     styles: dict[tuple[str, str], Style] = {}
     for where, row in rows_of(folder):
@@ -97,13 +116,19 @@ def read_styles(folder: Path, count_tokens: TokenCount | None = None) -> dict[tu
             metadata = dict((row.get("conv_metadata") if old else row.get("metadata")) or {})
             text = row["choices"][0]["turns"][-1]["content"] if old else row["messages"][-1]["content"]
             text = text["answer"] if isinstance(text, dict) else text
-            length = metadata.get("token_len", row["choices"][0]["turns"][-1].get("token_len") if old else None)
+            length = metadata.get(
+                "token_len", row["choices"][0]["turns"][-1].get("token_len") if old else None
+            )
             text = "" if text is None else text  # a request that failed
             counted = markdown(text)
         except (KeyError, TypeError, IndexError) as error:
-            raise ValueError(f"{where}: is no answer ({type(error).__name__}: {error}): give a folder with answers only") from None
+            raise ValueError(
+                f"{where}: is no answer ({type(error).__name__}: {error}): give a folder with answers only"
+            ) from None
         if length is None and count_tokens is None:
-            raise ValueError(f"{where}: the answer has no token_len: name a tokenizer to count with (--tokenizer)")
+            raise ValueError(
+                f"{where}: the answer has no token_len: name a tokenizer to count with (--tokenizer)"
+            )
         if length is None and count_tokens is not None:
             length = count_tokens(text)
         styles[str(model), str(uid)] = style_of({**counted, **metadata, "token_len": length})
@@ -111,8 +136,8 @@ def read_styles(folder: Path, count_tokens: TokenCount | None = None) -> dict[tu
 
 
 def token_counter(name: str) -> TokenCount:
-    """Returns a function that counts tokens: with "gpt-4o" as arena-hard-auto does (tiktoken, which downloads the encoding once), else
-    with a model's tokenizer."""
+    """Returns a function that counts tokens: with "gpt-4o" as arena-hard-auto does (tiktoken, which downloads
+    the encoding once), else with a model's tokenizer."""
     if name == "gpt-4o":
         import tiktoken
 
@@ -134,7 +159,9 @@ def _game(game: Any) -> Game:
         return Game(score=None, judgment={})
     text = game.get("judgment")
     words = text if isinstance(text, dict) else {"answer": text}
-    prompt = game.get("prompt") or ([{"role": "user", "content": game["user_prompt"]}] if "user_prompt" in game else [])
+    prompt = game.get("prompt") or (
+        [{"role": "user", "content": game["user_prompt"]}] if "user_prompt" in game else []
+    )
     return Game(
         score=label_of(game["score"]),
         judgment={name: value for name, value in words.items() if isinstance(value, str)},
@@ -143,12 +170,15 @@ def _game(game: Any) -> Game:
 
 
 def rows_of(folder: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yields the rows of all .jsonl files below a folder, each with its place. Raises ValueError for a line that is none."""
+    """Yields the rows of all .jsonl files below a folder, each with its place. Raises ValueError for a line
+    that is none."""
     for file in sorted(folder.rglob("*.jsonl")):
         try:
             text = file.read_text(encoding="utf-8")
         except UnicodeDecodeError:
-            raise ValueError(f"{file}: is not UTF-8 text: convert it, or leave it out of the folder") from None
+            raise ValueError(
+                f"{file}: is not UTF-8 text: convert it, or leave it out of the folder"
+            ) from None
         for number, line in enumerate(text.split("\n"), 1):
             if not line.strip():
                 continue

@@ -1,8 +1,9 @@
 """Computes style-controlled scores of Arena-Hard's battles. Pure functions of judgments and seeds.
 
-Fits Bradley-Terry with style features as arena-hard-auto does (`show_result.py`, 2025-06), with two differences. The bootstrap resamples
-questions (all their games and models together), not rows. Features are not centred, so that answers of the same style are compared, also
-with one model. Functions with style control need rows with styles.
+Fits Bradley-Terry with style features as arena-hard-auto does (`show_result.py`, 2025-06), with two
+differences. The bootstrap resamples questions (all their games and models together), not rows. Features are
+not centred, so that answers of the same style are compared, also with one model. Functions with style control
+need rows with styles.
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ class Estimate(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """N rows: outcomes in [0, 1] for the model and weights, (N,), each row's question and model, and style features when known."""
+    """N rows: outcomes in [0, 1] for the model and weights, (N,), each row's question and model, and style
+    features when known."""
 
     uids: list[str]
     models: list[str]
@@ -40,46 +42,61 @@ class Rows(NamedTuple):
 
 
 class Controlled(NamedTuple):
-    """Style-controlled scores by model, and the effect of each feature: the change of the log-odds by a difference of its typical size
-    (root mean square)."""
+    """Style-controlled scores by model, and the effect of each feature: the change of the log-odds by a
+    difference of its typical size (root mean square)."""
 
     scores: dict[str, Estimate]
     effects: dict[str, Estimate]
 
 
 def question_rows(judgments: Sequence[Judgment], styles: Styles | None, arena: bool) -> Rows:
-    """Returns one row for each battle with a verdict. With `arena` each game has weight 1, a strong one 3; else the battle has weight 1
-    and its outcome is the mean of its games, as in `scoring.plain_sums`. Raises ValueError when no game has a verdict or an answer's
-    style is missing."""
+    """Returns one row for each battle with a verdict. With `arena` each game has weight 1, a strong one 3;
+    else the battle has weight 1 and its outcome is the mean of its games, as in `scoring.plain_sums`. Raises
+    ValueError when no game has a verdict or an answer's style is missing."""
     found = [judgment for judgment in judgments if judgment.score is not None]
     if not found:
         raise ValueError("no game has a verdict, so there is no score: look at the judgments for the reason")
     sums = [(arena_sums if arena else plain_sums)([judgment]) for judgment in found]
     values = None
     if styles is not None:
-        values = features([_style(styles, j.model, j.uid) for j in found], [_style(styles, j.baseline, j.uid) for j in found])
-    outcomes, weights = np.array([each.score for each in sums]), np.array([each.weight[0] for each in sums])
+        values = features(
+            [_style(styles, j.model, j.uid) for j in found],
+            [_style(styles, j.baseline, j.uid) for j in found],
+        )
+    outcomes = np.array([each.score for each in sums])
+    weights = np.array([each.weight[0] for each in sums])
     return Rows([j.uid for j in found], [j.model for j in found], outcomes, weights, values)
 
 
 def controlled(rows: Rows, controls: Sequence[Control], resamples: int, seed: int) -> Controlled:
-    """Computes our style control: each model's score against the baseline for answers of the same style, with 95 % intervals.
+    """Computes our style control: each model's score against the baseline for answers of the same style, with
+    95 % intervals.
 
-    `rows` are those of `question_rows`. All models share the effects of style; each of the `resamples` draws questions with all their rows.
+    `rows` are those of `question_rows`. All models share the effects of style; each of the `resamples` draws
+    questions with all their rows.
     """
     assert rows.features is not None, "style control needs the styles of the answers"
     values = scaled(rows.features[:, columns(controls)])
     uids, index = np.unique(rows.uids, return_inverse=True)
     order = np.lexsort((rows.models, rows.uids))  # sums do not depend on the order of the files
     sorted_rows = Rows(
-        [rows.uids[i] for i in order], [rows.models[i] for i in order], rows.outcomes[order], rows.weights[order], rows.features[order]
+        [rows.uids[i] for i in order],
+        [rows.models[i] for i in order],
+        rows.outcomes[order],
+        rows.weights[order],
+        rows.features[order],
     )
-    drawn = np.random.default_rng(seed).multinomial(len(uids), np.full(len(uids), 1 / len(uids)), size=resamples)  # (R, Q)
+    # (R, Q)
+    drawn = np.random.default_rng(seed).multinomial(
+        len(uids), np.full(len(uids), 1 / len(uids)), size=resamples
+    )
     weights = np.vstack([np.ones((1, len(uids))), drawn])[:, index[order]] * sorted_rows.weights
     indicators, names = one_hot(sorted_rows.models)
     ridge = np.repeat((RIDGE, STYLE_RIDGE), [len(names), values.shape[1]])
-    coefficients = fit(np.hstack([indicators, values[order]]), sorted_rows.outcomes, weights, ridge)  # (1 + R, M + F)
-    chances, effects = expit(coefficients[:, : len(names)]), coefficients[:, len(names) :]
+    # (1 + R, M + F)
+    coefficients = fit(np.hstack([indicators, values[order]]), sorted_rows.outcomes, weights, ridge)
+    chances = expit(coefficients[:, : len(names)])
+    effects = coefficients[:, len(names) :]
     return Controlled(
         {name: _estimate(chances[:, i]) for i, name in enumerate(names)},
         {FEATURES[column]: _estimate(effects[:, i]) for i, column in enumerate(columns(controls))},
@@ -94,5 +111,8 @@ def _estimate(values: Floats) -> Estimate:
 
 def _style(styles: Styles, model: str, uid: str) -> Style:
     if (model, uid) not in styles:
-        raise ValueError(f"style control needs the answer of {model} to question {uid}, and there is none: give the folder of its answers")
+        raise ValueError(
+            f"style control needs the answer of {model} to question {uid}, and there is none: give the folder"
+            " of its answers"
+        )
     return styles[model, uid]

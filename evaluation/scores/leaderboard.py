@@ -1,7 +1,7 @@
 """Computes the leaderboard of a folder of judgments, without any model, for `alignflow leaderboard FOLDER`.
 
-One board for each judge, category and baseline: arena score with our interval (over questions), the style-controlled score if the
-answers are known. Torch-free.
+One board for each judge, category and baseline: arena score with our interval (over questions), the
+style-controlled score if the answers are known. Torch-free.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from rlhf_core.records import Judgment
 
 
 class Standing(NamedTuple):
-    """One model. All scores in [0, 1] against the board's baseline; `tokens` is the mean length of its answers."""
+    """One model. All scores in [0, 1] against the board's baseline; `tokens` is the mean length of its
+    answers."""
 
     model: str
     score: Estimate
@@ -29,7 +30,8 @@ class Standing(NamedTuple):
 
 
 class Board(NamedTuple):
-    """Models, best first. `effects`: change of the log-odds of winning by a style difference of typical size."""
+    """Models, best first. `effects`: change of the log-odds of winning by a style difference of typical
+    size."""
 
     judge: str
     category: str
@@ -49,7 +51,8 @@ class How(NamedTuple):
 
 
 def boards(judgments: Sequence[Judgment], styles: Styles | None, how: How) -> list[Board]:
-    """Returns all boards. `styles` None: no style control. Raises ValueError when too many games of a board have no verdict."""
+    """Returns all boards. `styles` None: no style control. Raises ValueError when too many games of a board
+    have no verdict."""
     groups: dict[tuple[str, str, str], list[Judgment]] = {}
     for judgment in judgments:
         groups.setdefault((judgment.judge, judgment.category, judgment.baseline), []).append(judgment)
@@ -70,12 +73,16 @@ def as_json(found: Sequence[Board]) -> str:
 
 
 def _board(judgments: Sequence[Judgment], styles: Styles | None, how: How) -> Board:
-    judge, category, baseline = judgments[0].judge, judgments[0].category, judgments[0].baseline
-    failed, games = sum(game.score is None for j in judgments for game in j.games), 2 * len(judgments)
+    judge = judgments[0].judge
+    category = judgments[0].category
+    baseline = judgments[0].baseline
+    failed = sum(game.score is None for j in judgments for game in j.games)
+    games = 2 * len(judgments)
     if failed > how.max_failed * games:
         raise ValueError(
-            f"judge {judge}, category {category}: {failed} of {games} games have no verdict, more than --max-failed {how.max_failed:g} "
-            f"allows: judge those again, or allow more and read the score with care"
+            f"judge {judge}, category {category}: {failed} of {games} games have no verdict, more than"
+            f" --max-failed {how.max_failed:g} allows: judge those again, or allow more and read the score"
+            " with care"
         )
     by_model: dict[str, list[Judgment]] = {}
     for judgment in judgments:
@@ -88,7 +95,9 @@ def _board(judgments: Sequence[Judgment], styles: Styles | None, how: How) -> Bo
     effects: dict[str, Estimate] = {}
     if styles is not None and how.controls:
         every = [judgment for ours in by_model.values() for judgment in ours]
-        held, effects = controlled(question_rows(every, styles, arena=True), how.controls, how.resamples, how.seed)
+        held, effects = controlled(
+            question_rows(every, styles, arena=True), how.controls, how.resamples, how.seed
+        )
     standings = [
         Standing(
             model,
@@ -97,7 +106,11 @@ def _board(judgments: Sequence[Judgment], styles: Styles | None, how: How) -> Bo
             sum(judgment.score is not None for judgment in ours),
             sum(game.score is None for judgment in ours for game in judgment.games),
             swap_consistency(ours),
-            sum(styles[model, j.uid].tokens for j in ours) / len(ours) if styles and all((model, j.uid) in styles for j in ours) else None,
+            (
+                sum(styles[model, j.uid].tokens for j in ours) / len(ours)
+                if styles and all((model, j.uid) in styles for j in ours)
+                else None
+            ),
         )
         for model, ours in by_model.items()
     ]

@@ -1,10 +1,12 @@
-"""Detects over-optimisation of a reward model: scores of the model used for training (the proxy) and win rates, over the KL.
+"""Detects over-optimisation of a reward model: scores of the model used for training (the proxy) and win
+rates, over the KL.
 
-The curve is that of Gao, Schulman & Hilton 2022 (arXiv:2210.10760, figure 1; they draw over the square root of the KL). KL is from the
-model that training started from. All three are measured on the same questions and answers, sampled at temperature 1. The KL is the mean
-over answers of `log p(answer | model) - log p(answer | baseline)`, in nats per answer, unbiased on the model's own samples.
-Limit: answers are stored as texts and tokenised again, which may give other tokens than those sampled.
-A point is suspicious when the proxy scores it higher, and the judge lower, than the best earlier point of its chain.
+The curve is that of Gao, Schulman & Hilton 2022 (arXiv:2210.10760, figure 1; they draw over the square root
+of the KL). KL is from the model that training started from. All three are measured on the same questions and
+answers, sampled at temperature 1. The KL is the mean over answers of `log p(answer | model) - log p(answer |
+baseline)`, in nats per answer, unbiased on the model's own samples. Limit: answers are stored as texts and
+tokenised again, which may give other tokens than those sampled. A point is suspicious when the proxy scores
+it higher, and the judge lower, than the best earlier point of its chain.
 """
 
 from __future__ import annotations
@@ -26,9 +28,10 @@ Suspicion = Literal["none", "possible", "sure"]
 
 
 class Point(Frozen):
-    """One model: KL from the baseline (nats per answer) and the proxy's mean score, each with its standard error, and the judge's win rate
-    with its 95 % interval. `suspicion`: whether the proxy's score rose and the win rate fell from the model `since`: `possible` by the
-    means, `sure` when both 95 % intervals of the differences, over the same questions, exclude zero."""
+    """One model: KL from the baseline (nats per answer) and the proxy's mean score, each with its standard
+    error, and the judge's win rate with its 95 % interval. `suspicion`: whether the proxy's score rose and
+    the win rate fell from the model `since`: `possible` by the means, `sure` when both 95 % intervals of the
+    differences, over the same questions, exclude zero."""
 
     model: str
     chain: str
@@ -44,7 +47,8 @@ class Point(Frozen):
 
 
 class OverOptimisation(Frozen):
-    """The curve of one evaluation. Points are in the order of training within a chain; the baseline is the first."""
+    """The curve of one evaluation. Points are in the order of training within a chain; the baseline is the
+    first."""
 
     proxy: str
     baseline: str
@@ -53,7 +57,8 @@ class OverOptimisation(Frozen):
 
 
 class Measured(NamedTuple):
-    """Values of one model by question, (Q,): log-prob ratio of its answer, the proxy's score, the judge's score (nan: no verdict)."""
+    """Values of one model by question, (Q,): log-prob ratio of its answer, the proxy's score, the judge's
+    score (nan: no verdict)."""
 
     kl: Floats
     proxy: Floats
@@ -67,9 +72,15 @@ def battle_scores(judgments: Sequence[Judgment], model: str, baseline: str, uids
 
 
 def curve(
-    proxy: str, baseline: str, measured: Mapping[str, Measured], rates: Mapping[str, WinRate], resamples: int, seed: int
+    proxy: str,
+    baseline: str,
+    measured: Mapping[str, Measured],
+    rates: Mapping[str, WinRate],
+    resamples: int,
+    seed: int,
 ) -> OverOptimisation:
-    """Returns the points of all models of `measured` that have a win rate. `measured` includes the baseline, with KL 0 and battles 0.5."""
+    """Returns the points of all models of `measured` that have a win rate. `measured` includes the baseline,
+    with KL 0 and battles 0.5."""
     points: list[Point] = []
     start = _point(baseline, baseline, measured[baseline], None)
     chains: dict[str, list[Point]] = {}
@@ -82,19 +93,26 @@ def curve(
         best = max(earlier, key=lambda other: other.win_rate)
         level = 1 - 0.05 / len(earlier)  # the best of several is partly lucky (Bonferroni)
         suspicion = suspicion_of(measured[best.model], values, resamples, seed, level)
-        points.append(point.model_copy(update={"suspicion": suspicion, "since": None if suspicion == "none" else best.model}))
+        points.append(
+            point.model_copy(
+                update={"suspicion": suspicion, "since": None if suspicion == "none" else best.model}
+            )
+        )
         earlier.append(points[-1])
     judge = next(iter(rates.values())).judge
     return OverOptimisation(proxy=proxy, baseline=baseline, judge=judge, points=(start, *points))
 
 
-def suspicion_of(before: Measured, after: Measured, resamples: int, seed: int, level: float = 0.95) -> Suspicion:
-    """Tests whether the proxy's score rises and the judge's falls from `before` to `after`, on questions with a verdict on both; sure
-    where the intervals of this level exclude 0."""
+def suspicion_of(
+    before: Measured, after: Measured, resamples: int, seed: int, level: float = 0.95
+) -> Suspicion:
+    """Tests whether the proxy's score rises and the judge's falls from `before` to `after`, on questions with
+    a verdict on both; sure where the intervals of this level exclude 0."""
     judged = np.isfinite(before.battle) & np.isfinite(after.battle)
     if not judged.any():
         return "none"
-    rise, fall = (after.proxy - before.proxy)[judged], (before.battle - after.battle)[judged]
+    rise = (after.proxy - before.proxy)[judged]
+    fall = (before.battle - after.battle)[judged]
     if rise.mean() <= 0 or fall.mean() <= 0:
         return "none"
     rise_low, _ = interval(QuestionSums(rise, np.ones(len(rise))), resamples, seed, level)
@@ -104,14 +122,22 @@ def suspicion_of(before: Measured, after: Measured, resamples: int, seed: int, l
 
 def metrics(found: OverOptimisation) -> dict[str, float]:
     """Returns `kl/MODEL`, `proxy/MODEL` and `over_optimised/MODEL` (1 when sure, else 0) for gates."""
-    values = {f"{name}/{point.model}": getattr(point, name) for point in found.points for name in ("kl", "proxy")}
-    return values | {f"over_optimised/{point.model}": float(point.suspicion == "sure") for point in found.points}
+    values = {
+        f"{name}/{point.model}": getattr(point, name) for point in found.points for name in ("kl", "proxy")
+    }
+    return values | {
+        f"over_optimised/{point.model}": float(point.suspicion == "sure") for point in found.points
+    }
 
 
 def _point(model: str, chain: str, values: Measured, rate: WinRate | None) -> Point:
     share, low, high = (0.5, 0.5, 0.5) if rate is None else (rate.win_rate, rate.ci_low, rate.ci_high)
-    errors = [float(part.std(ddof=1) / np.sqrt(len(part))) if len(part) > 1 else 0.0 for part in (values.kl, values.proxy)]
+    errors = [
+        float(part.std(ddof=1) / np.sqrt(len(part))) if len(part) > 1 else 0.0
+        for part in (values.kl, values.proxy)
+    ]
     return Point(
-        model=model, chain=chain, kl=float(values.kl.mean()), kl_error=errors[0], proxy=float(values.proxy.mean()), proxy_error=errors[1],
+        model=model, chain=chain, kl=float(values.kl.mean()), kl_error=errors[0],
+        proxy=float(values.proxy.mean()), proxy_error=errors[1],
         win_rate=share, ci_low=low, ci_high=high,
     )  # fmt: skip

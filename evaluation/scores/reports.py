@@ -21,16 +21,21 @@ def make_reports(
 ) -> list[EvalReport]:
     """Returns one report per judge, in the order of `judgments`.
 
-    `about` has the shares and means of the answers by model (right, mean_tokens, truncated), `use` each judge's counts and costs.
-    Raises ValueError when a judge gave no verdict.
+    `about` has the shares and means of the answers by model (right, mean_tokens, truncated), `use` each
+    judge's counts and costs. Raises ValueError when a judge gave no verdict.
     """
     main = {judge: [j for j in judged if j.baseline == baseline] for judge, judged in judgments.items()}
     reports = []
     for name, judged in judgments.items():
         agreements = {other: agreement(main[name], theirs) for other, theirs in main.items() if other != name}
         sides = dict.fromkeys((j.model, j.baseline) for j in judged)
-        rates = [rate_of([j for j in judged if (j.model, j.baseline) == side], styles, resamples, seed) for side in sides]
-        effects = controlled(question_rows(main[name], styles, arena=False), ("length", "markdown"), resamples, seed).effects
+        rates = [
+            rate_of([j for j in judged if (j.model, j.baseline) == side], styles, resamples, seed)
+            for side in sides
+        ]
+        effects = controlled(
+            question_rows(main[name], styles, arena=False), ("length", "markdown"), resamples, seed
+        ).effects
         reports.append(
             EvalReport(
                 baseline=baseline,
@@ -41,7 +46,10 @@ def make_reports(
                 truncated=dict(about["truncated"]),
                 agreement={other: share for other, share in agreements.items() if share is not None},
                 against_parent=tuple(rate for rate in rates if rate.baseline != baseline),
-                style=tuple(StyleEffect(feature=f, effect=e.value, ci_low=e.low, ci_high=e.high) for f, e in effects.items()),
+                style=tuple(
+                    StyleEffect(feature=f, effect=e.value, ci_low=e.low, ci_high=e.high)
+                    for f, e in effects.items()
+                ),
                 judging=use[name],
             )
         )
@@ -49,23 +57,35 @@ def make_reports(
 
 
 def rate_of(judged: Sequence[Judgment], styles: Styles, resamples: int, seed: int) -> WinRate:
-    """Returns the win rate of one side, raw and length-controlled (a fit of `arena_hard.controlled` to this side alone)."""
+    """Returns the win rate of one side, raw and length-controlled (a fit of `arena_hard.controlled` to this
+    side alone)."""
     rate = win_rate(judged)
-    held = controlled(question_rows(judged, styles, arena=False), ("length",), resamples, seed).scores[rate.model]
+    held = controlled(question_rows(judged, styles, arena=False), ("length",), resamples, seed).scores[
+        rate.model
+    ]
     return rate.model_copy(update={"length_controlled": held.value, "lc_low": held.low, "lc_high": held.high})
 
 
 def report_metrics(report: EvalReport) -> dict[str, float]:
-    """Returns `win_rate/<model>`, `right/<model>`, ... of a judge; `judge_agreement` is the mean over the other judges.
+    """Returns `win_rate/<model>`, `right/<model>`, ... of a judge; `judge_agreement` is the mean over the
+    other judges.
 
     Rates against a parent are `win_rate_vs_parent/<model>`, `ci_low_vs_parent/<model>`, ...
     """
     metrics: dict[str, float] = {}
-    for rate, suffix in [(rate, "") for rate in report.win_rates] + [(rate, "_vs_parent") for rate in report.against_parent]:
+    for rate, suffix in [(rate, "") for rate in report.win_rates] + [
+        (rate, "_vs_parent") for rate in report.against_parent
+    ]:
         names = ("win_rate", "ci_low", "ci_high", "length_controlled", "swap_consistency")
         values = {name: getattr(rate, name) for name in names} | {"failed_games": float(rate.num_failed)}
-        metrics |= {f"{name}{suffix}/{rate.model}": value for name, value in values.items() if value is not None}
-    for name, shares in (("right", report.right), ("length", report.mean_tokens), ("truncated", report.truncated)):
+        metrics |= {
+            f"{name}{suffix}/{rate.model}": value for name, value in values.items() if value is not None
+        }
+    for name, shares in (
+        ("right", report.right),
+        ("length", report.mean_tokens),
+        ("truncated", report.truncated),
+    ):
         metrics |= {f"{name}/{model}": value for model, value in shares.items()}
     metrics |= {f"judge_agreement/{judge}": share for judge, share in report.agreement.items()}
     if report.agreement:
@@ -78,5 +98,12 @@ def judging_metrics(report: EvalReport) -> dict[str, float]:
     use = report.judging
     if use is None or not use.input_tokens:
         return {}
-    values = {"input_tokens": use.input_tokens, "output_tokens": use.output_tokens, "failed_games": use.failed, "cost": use.cost}
-    return {f"judge_{name}/{report.judge}": float(value) for name, value in values.items() if value is not None}
+    values = {
+        "input_tokens": use.input_tokens,
+        "output_tokens": use.output_tokens,
+        "failed_games": use.failed,
+        "cost": use.cost,
+    }
+    return {
+        f"judge_{name}/{report.judge}": float(value) for name, value in values.items() if value is not None
+    }

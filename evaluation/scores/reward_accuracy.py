@@ -1,6 +1,8 @@
-"""Evaluates reward models on held-out preference pairs: accuracy, calibration, length bias, subsets, agreement. Torch-free.
+"""Evaluates reward models on held-out preference pairs: accuracy, calibration, length bias, subsets,
+agreement. Torch-free.
 
-A model prefers the answer it scores higher; equal scores are half right. Its predicted probability is the sigmoid of the difference.
+A model prefers the answer it scores higher; equal scores are half right. Its predicted probability is the
+sigmoid of the difference.
 """
 
 from __future__ import annotations
@@ -29,7 +31,8 @@ class Pairs(NamedTuple):
 
 
 class Bin(Frozen):
-    """Pairs whose predicted probability (of the preferred answer, so at least one half) is in the bin; means over them."""
+    """Pairs whose predicted probability (of the preferred answer, so at least one half) is in the bin; means
+    over them."""
 
     pairs: int
     confidence: float
@@ -48,9 +51,10 @@ class Accuracy(Frozen):
 class RewardReport(Frozen):
     """One reward model.
 
-    `calibration_error` is the expected calibration error (Guo et al. 2017, eq. 3) over `calibration`. Length bias, over pairs of
-    different length: `longer_preferred` by the model against `longer_chosen` by the data, accuracy where the chosen answer is the longer
-    and where it is the shorter one (None: no such pair), and Spearman's correlation of the differences in score and in length.
+    `calibration_error` is the expected calibration error (Guo et al. 2017, eq. 3) over `calibration`. Length
+    bias, over pairs of different length: `longer_preferred` by the model against `longer_chosen` by the data,
+    accuracy where the chosen answer is the longer and where it is the shorter one (None: no such pair), and
+    Spearman's correlation of the differences in score and in length.
     """
 
     model: str
@@ -66,7 +70,8 @@ class RewardReport(Frozen):
 
 
 class Agreement(Frozen):
-    """Two reward models on the same pairs: share with the same preference, Spearman's correlation of their score differences."""
+    """Two reward models on the same pairs: share with the same preference, Spearman's correlation of their
+    score differences."""
 
     first: str
     second: str
@@ -82,7 +87,8 @@ class RewardReports(Frozen):
 
 
 def evaluate(pairs: Pairs, differences: Mapping[str, Floats], bins: int) -> RewardReports:
-    """Evaluates all models; `differences[model]` (N,) is its score of the chosen minus that of the rejected answer."""
+    """Evaluates all models; `differences[model]` (N,) is its score of the chosen minus that of the rejected
+    answer."""
     reports = tuple(_report(model, pairs, difference, bins) for model, difference in differences.items())
     agreements = tuple(
         Agreement(
@@ -97,13 +103,20 @@ def evaluate(pairs: Pairs, differences: Mapping[str, Floats], bins: int) -> Rewa
 
 
 def metrics(reports: RewardReports) -> dict[str, float]:
-    """Returns `reward_accuracy/<model>`, its interval, `reward_calibration_error/<model>`, ... for the stage's result."""
+    """Returns `reward_accuracy/<model>`, its interval, `reward_calibration_error/<model>`, ... for the
+    stage's result."""
     found: dict[str, float] = {}
     for report in reports.models:
         values = {name: getattr(report.overall, name) for name in ("accuracy", "ci_low", "ci_high")}
-        values |= {name: getattr(report, name) for name in ("calibration_error", "longer_preferred", "longer_chosen")}
-        found |= {f"reward_{name}/{report.model}": value for name, value in values.items() if value is not None}
-    return found | {f"reward_agreement/{pair.first}/{pair.second}": pair.agreement for pair in reports.agreement}
+        values |= {
+            name: getattr(report, name) for name in ("calibration_error", "longer_preferred", "longer_chosen")
+        }
+        found |= {
+            f"reward_{name}/{report.model}": value for name, value in values.items() if value is not None
+        }
+    return found | {
+        f"reward_agreement/{pair.first}/{pair.second}": pair.agreement for pair in reports.agreement
+    }
 
 
 def right(differences: Floats) -> Floats:
@@ -113,10 +126,15 @@ def right(differences: Floats) -> Floats:
 
 def calibration(differences: Floats, bins: int) -> list[Bin]:
     """Returns the bins of [0.5, 1] that have a pair, by rising confidence."""
-    confidence, correct = expit(np.abs(differences)), right(differences)
+    confidence = expit(np.abs(differences))
+    correct = right(differences)
     index = np.minimum(((confidence - 0.5) * 2 * bins).astype(int), bins - 1)
     return [
-        Bin(pairs=int(held.sum()), confidence=float(confidence[held].mean()), accuracy=float(correct[held].mean()))
+        Bin(
+            pairs=int(held.sum()),
+            confidence=float(confidence[held].mean()),
+            accuracy=float(correct[held].mean()),
+        )
         for held in (index == number for number in range(bins))
         if held.any()
     ]
@@ -135,12 +153,15 @@ def _report(model: str, pairs: Pairs, differences: Floats, bins: int) -> RewardR
         overall=_accuracy(pairs.prompts, correct, every),
         by_subset=by_subset,
         calibration=tuple(curve),
-        calibration_error=sum(part.pairs * abs(part.accuracy - part.confidence) for part in curve) / len(correct),
+        calibration_error=sum(part.pairs * abs(part.accuracy - part.confidence) for part in curve)
+        / len(correct),
         longer_preferred=_mean(right(differences * longer), uneven),
         longer_chosen=_mean((longer + 1) / 2, uneven),
         accuracy_longer=_mean(correct, longer > 0),
         accuracy_shorter=_mean(correct, longer < 0),
-        length_correlation=_correlation(differences, (pairs.chosen_tokens - pairs.rejected_tokens).astype(np.float64)),
+        length_correlation=_correlation(
+            differences, (pairs.chosen_tokens - pairs.rejected_tokens).astype(np.float64)
+        ),
     )
 
 
@@ -161,7 +182,8 @@ def _correlation(one: Floats, other: Floats) -> float | None:
 
 
 def _ranks(values: Floats) -> Floats:
-    """Returns ranks from 1; equal values share their mean rank. (`scipy.stats.rankdata` does the same, but takes a second to import.)"""
+    """Returns ranks from 1; equal values share their mean rank. (`scipy.stats.rankdata` does the same, but
+    takes a second to import.)"""
     _, index, counts = np.unique(values, return_inverse=True, return_counts=True)
     ranks: Floats = (counts.cumsum() - (counts - 1) / 2)[index]
     return ranks

@@ -65,12 +65,16 @@ def sums_of(rows: Sequence[tuple[str, float, float]]) -> QuestionSums:
     uids, question_index = np.unique([uid for uid, _, _ in rows], return_inverse=True)
     score = np.array([row[1] for row in rows])
     weight = np.array([row[2] for row in rows])
-    score_sums, weight_sums = (np.bincount(question_index, values, len(uids)).astype(np.float64) for values in (score * weight, weight))
+    score_sums, weight_sums = (
+        np.bincount(question_index, values, len(uids)).astype(np.float64)
+        for values in (score * weight, weight)
+    )
     return QuestionSums(score_sums, weight_sums, float(weight_sums.max()))
 
 
 def interval(sums: QuestionSums, resamples: int, seed: int, level: float = 0.95) -> tuple[float, float]:
-    """Returns the percentile bootstrap interval of `sums.score` (Efron & Tibshirani 1993, ch. 13); resamples questions."""
+    """Returns the percentile bootstrap interval of `sums.score` (Efron & Tibshirani 1993, ch. 13); resamples
+    questions."""
     count = len(sums.total)
     generator = np.random.default_rng(seed)
     scores: list[Floats] = []
@@ -99,7 +103,9 @@ def win_rate(judgments: Sequence[Judgment]) -> WinRate:
     Raises ValueError when no game has a verdict.
     """
     sides = {(judgment.model, judgment.baseline, judgment.judge) for judgment in judgments}
-    assert len(sides) <= 1, f"judgments of several (model, baseline, judge) comparisons in one win rate: {sorted(sides)}"
+    assert len(sides) <= 1, (
+        f"judgments of several (model, baseline, judge) comparisons in one win rate: {sorted(sides)}"
+    )
     sums = plain_sums(judgments)
     low, high = rate_interval(sums)
     first = judgments[0]
@@ -123,8 +129,13 @@ def win_rate(judgments: Sequence[Judgment]) -> WinRate:
 
 
 def swap_consistency(judgments: Sequence[Judgment]) -> float:
-    """Returns the share of questions whose two games name the same winner, among those with two verdicts (0 when there is none)."""
-    same = [first == second for first, second in (j.scores for j in judgments) if first is not None and second is not None]
+    """Returns the share of questions whose two games name the same winner, among those with two verdicts (0
+    when there is none)."""
+    same = [
+        first == second
+        for first, second in (j.scores for j in judgments)
+        if first is not None and second is not None
+    ]
     return sum(same) / len(same) if same else 0.0
 
 
@@ -136,10 +147,15 @@ def by_category(judgments: Sequence[Judgment]) -> dict[str, float]:
 
 
 def agreement(ours: Sequence[Judgment], theirs: Sequence[Judgment]) -> float | None:
-    """Returns the share of battles (same question and models) in which two judges name the same winner; None without a common battle."""
+    """Returns the share of battles (same question and models) in which two judges name the same winner; None
+    without a common battle."""
     others = {(j.uid, j.model, j.baseline): j.score for j in theirs}
     pairs = [(j.score, others.get((j.uid, j.model, j.baseline))) for j in ours]
-    same = [_winner(ours_) == _winner(theirs_) for ours_, theirs_ in pairs if ours_ is not None and theirs_ is not None]
+    same = [
+        _winner(ours_) == _winner(theirs_)
+        for ours_, theirs_ in pairs
+        if ours_ is not None and theirs_ is not None
+    ]
     return sum(same) / len(same) if same else None
 
 

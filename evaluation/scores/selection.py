@@ -28,8 +28,9 @@ class Difference(Frozen):
 
 
 class Choice(Frozen):
-    """The chosen model. `clear`: the best is better than each other model; else the first in order of `equal` was chosen, which are the
-    best and those that are not shown to be worse. `questions`: those that all models have a verdict on."""
+    """The chosen model. `clear`: the best is better than each other model; else the first in order of `equal`
+    was chosen, which are the best and those that are not shown to be worse. `questions`: those that all
+    models have a verdict on."""
 
     chosen: str
     best: str
@@ -44,11 +45,13 @@ class Choice(Frozen):
         if self.clear:
             better = f"better than each of the {len(rates) - 1} others"
             return f"{self.chosen} is chosen: its win rate is {rates[self.chosen]:.3f}, {better}"
-        others = ", ".join(f"{one.model} {one.difference:+.3f} [{one.low:+.3f}, {one.high:+.3f}]" for one in self._open)
+        others = ", ".join(
+            f"{one.model} {one.difference:+.3f} [{one.low:+.3f}, {one.high:+.3f}]" for one in self._open
+        )
         return (
-            f"no model is better than all others on {self.questions} questions: {self.best} has the highest win rate, "
-            f"{rates[self.best]:.3f}, and its lead may be chance over {others}; {self.chosen} is chosen, the simplest "
-            f"of these"
+            f"no model is better than all others on {self.questions} questions: {self.best} has the highest"
+            f" win rate, {rates[self.best]:.3f}, and its lead may be chance over {others}; {self.chosen} is"
+            " chosen, the simplest of these"
         )
 
     @property
@@ -57,11 +60,14 @@ class Choice(Frozen):
 
 
 def choose(scores: Mapping[str, Mapping[str, float]], order: Sequence[str]) -> Choice:
-    """Returns the best of the models in `order`, or the first of those that are not shown to be worse. `scores`: model -> question ->
-    0 to 1. Raises ValueError when no question has a verdict on all of them."""
+    """Returns the best of the models in `order`, or the first of those that are not shown to be worse.
+    `scores`: model -> question -> 0 to 1. Raises ValueError when no question has a verdict on all of them."""
     common = sorted(set.intersection(*(set(scores[model]) for model in order)))
     if not common:
-        raise ValueError("no question has a verdict on all models, so they cannot be compared: look at the judgments for the reason")
+        raise ValueError(
+            "no question has a verdict on all models, so they cannot be compared: look at the judgments for"
+            " the reason"
+        )
     table = np.array([[scores[model][uid] for model in order] for uid in common])  # (Q, M)
     rates = table.mean(0)
     best = int(rates.argmax())  # the first of equals
@@ -74,4 +80,11 @@ def choose(scores: Mapping[str, Mapping[str, float]], order: Sequence[str]) -> C
         for i, (model, (low, high)) in enumerate(zip(order, ends, strict=True))
     )
     equal = tuple(model for i, model in enumerate(order) if i == best or ends[i][0] <= 0)
-    return Choice(chosen=equal[0], best=order[best], clear=len(equal) == 1, equal=equal, questions=len(common), differences=differences)
+    return Choice(
+        chosen=equal[0],
+        best=order[best],
+        clear=len(equal) == 1,
+        equal=equal,
+        questions=len(common),
+        differences=differences,
+    )

@@ -1,8 +1,9 @@
 """Runs the command `alignflow`: maps names to commands and exceptions to exit codes.
 
-Exit codes: 0 ok; 1 a stage or a gate failed; 2 wrong input (recipe, overrides, files, data); 3 the machine or environment is not
-enough (CPUs, GPUs, keys, packages, a folder that cannot be written to); 4 a person must approve a stage; 130 interrupted; 143 terminated.
-Commands import flows when they run them: `validate` and `--dry-run` do not import Prefect.
+Exit codes: 0 ok; 1 a stage or a gate failed; 2 wrong input (recipe, overrides, files, data); 3 the machine or
+environment is not enough (CPUs, GPUs, keys, packages, a folder that cannot be written to); 4 a person must
+approve a stage; 130 interrupted; 143 terminated. Commands import flows when they run them: `validate` and
+`--dry-run` do not import Prefect.
 """
 
 from __future__ import annotations
@@ -64,7 +65,8 @@ COMMANDS: dict[str, Callable[..., int]] = {
 }
 
 
-TOLD = (MachineLacks, StoreFault, StageFailed, GateFailed, ApprovalAwaited)  # errors whose sentence is for the user
+# errors whose sentence is for the user
+TOLD = (MachineLacks, StoreFault, StageFailed, GateFailed, ApprovalAwaited)
 
 
 def installed_version() -> str:
@@ -77,9 +79,11 @@ def installed_version() -> str:
 
 app = App(
     name="alignflow",
-    help="Aligns a language model by a recipe: SFT, reward model, PPO, iterative DPO, evaluation, publication.\n\n"
-    "Exit codes: 0 ok, 1 a stage or a gate failed, 2 wrong input, 3 machine or environment is not enough, 4 a person must approve a stage, "
-    "130 interrupted, 143 terminated.",
+    help=(
+        "Aligns a language model by a recipe: SFT, reward model, PPO, iterative DPO, evaluation,"
+        " publication.\n\nExit codes: 0 ok, 1 a stage or a gate failed, 2 wrong input, 3 machine or"
+        " environment is not enough, 4 a person must approve a stage, 130 interrupted, 143 terminated."
+    ),
     version=installed_version,
     suppress_keyboard_interrupt=False,  # `main` says how to go on
 )
@@ -103,9 +107,15 @@ def code_of(error: Exception) -> int:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command, prints an error as one sentence, and returns the exit code. Other exceptions are raised with their traceback."""
+    """Runs the command, prints an error as one sentence, and returns the exit code. Other exceptions are
+    raised with their traceback."""
     try:
-        result: Any = app(sys.argv[1:] if argv is None else argv, exit_on_error=False, print_error=False, result_action="return_value")
+        result: Any = app(
+            sys.argv[1:] if argv is None else argv,
+            exit_on_error=False,
+            print_error=False,
+            result_action="return_value",
+        )
         return result if isinstance(result, int) else OK
     except (CycloptsError, ValueError) as error:
         if not isinstance(error, CycloptsError) and not raised_by_us(error):
@@ -117,14 +127,23 @@ def main(argv: Sequence[str] | None = None) -> int:
         return ENVIRONMENT
     except OSError as error:
         if error.errno == errno.ENAMETOOLONG:
-            errors.print(f"{str(error.filename)[:60]}...: no file or folder can have so long a name; correct it", markup=False)
+            errors.print(
+                f"{str(error.filename)[:60]}...: no file or folder can have so long a name; correct it",
+                markup=False,
+            )
             return WRONG_INPUT
-        if not (reason := disk_problem(error)):
+        reason = disk_problem(error)
+        if not reason:
             raise
-        errors.print(f"{error.filename or 'the artifacts folder'} cannot be written to: {reason}, then run again", markup=False)
+        errors.print(
+            f"{error.filename or 'the artifacts folder'} cannot be written to: {reason}, then run again",
+            markup=False,
+        )
         return ENVIRONMENT
     except (MachineLacks, StoreFault, StageFailed, GateFailed, ApprovalAwaited, SeveralFailed) as error:
-        if isinstance(error, SeveralFailed) and (strange := next((one for one in error.errors if not isinstance(one, TOLD)), None)):
+        if isinstance(error, SeveralFailed) and (
+            strange := next((one for one in error.errors if not isinstance(one, TOLD)), None)
+        ):
             raise strange from error
         errors.print(str(error), markup=False)
         return code_of(error)

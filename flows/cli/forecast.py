@@ -18,7 +18,14 @@ from rlhf_core.forecast.memory import USABLE
 from rlhf_core.forecast.passes import alternatives, fields_of
 from rlhf_core.forecast.placements import Placement, choose, details, on_fewest, with_fields
 from rlhf_core.forecast.seconds import seconds_of_pass
-from rlhf_core.forecast.zero_stage import at_start, peak_of_training, size_of_folder, stage_of_training, starts, starts_of_ppo
+from rlhf_core.forecast.zero_stage import (
+    at_start,
+    peak_of_training,
+    size_of_folder,
+    stage_of_training,
+    starts,
+    starts_of_ppo,
+)
 from rlhf_core.hub.model_config import Size
 from rlhf_core.preflight.inputs import needs
 from rlhf_core.recipe.plan import Node, Plan
@@ -28,11 +35,17 @@ BF16 = "bfloat16"
 
 
 def show_forecast(console: Console, planned: Plan, count: int, gpu: Gpu) -> None:
-    """Prints each training stage's memory on the fullest GPU, and for PPO the phases of all placements on `count` GPUs."""
-    if told := on_cpus(planned):
+    """Prints each training stage's memory on the fullest GPU, and for PPO the phases of all placements on
+    `count` GPUs."""
+    told = on_cpus(planned)
+    if told:
         console.print(told, markup=False, highlight=False, soft_wrap=True)
     nodes = nodes_of(count, gpu)
-    on = f", {nodes} nodes with {gpu.network / LINK / 1e9:.0f} GB/s between them (--nodes, --network)" if nodes > 1 else ""
+    on = (
+        f", {nodes} nodes with {gpu.network / LINK / 1e9:.0f} GB/s between them (--nodes, --network)"
+        if nodes > 1
+        else ""
+    )
     how = "--gpu, or --gpu-memory, --flops, --bandwidth"
     console.print(f"estimates for {gpu} ({how}){on}; bf16, answers of full length", highlight=False)
     for node in planned.nodes:
@@ -40,26 +53,38 @@ def show_forecast(console: Console, planned: Plan, count: int, gpu: Gpu) -> None
             sizes = sizes_of(planned, node, node.config)
             fewest, found = on_fewest(node.config, count, sizes, gpu)
             if fewest < count:
-                console.print(f"{escape(node.name)}: {fewest} GPU(s) are as fast as {count} for models of these sizes", highlight=False)
+                console.print(
+                    f"{escape(node.name)}: {fewest} GPU(s) are as fast as {count} for models of these sizes",
+                    highlight=False,
+                )
             _show_ppo(console, node.name, node.config, found, gpu, sizes)
         elif isinstance(node.config, Trainable):
-            size, config = model_size(planned, node, getattr(node.config, KINDS[node.kind].start)), node.config
+            size = model_size(planned, node, getattr(node.config, KINDS[node.kind].start))
+            config = node.config
             stage = stage_of_training(config, size, gpu.memory).stage
             held = peak_of_training(config, size, stage, gpu.memory)
             zero = f", zero_stage {stage}" if config.zero_stage == "auto" else ""
-            line = f"[bold]{escape(node.name)}[/]: {held / GIB:.1f} GiB per GPU on {config.ranks.world_size} GPU(s){zero}"
+            line = (
+                f"[bold]{escape(node.name)}[/]: {held / GIB:.1f} GiB per GPU on {config.ranks.world_size}"
+                f" GPU(s){zero}"
+            )
             if held > USABLE * gpu.memory:
-                line += f" [red]and a GPU has {gpu.memory / GIB:.0f}: {_what_fits(config, size, stage, gpu)}[/]"
+                line += (
+                    f" [red]and a GPU has {gpu.memory / GIB:.0f}: {_what_fits(config, size, stage, gpu)}[/]"
+                )
             if config.dtype != BF16:
                 line += f" [red]with dtype: {BF16}, and the recipe has {config.dtype}[/]"
             console.print(line, highlight=False)
             peaks = training_by_phase(config, size, stage, gpu)
-            told = ", ".join(f"{phase} {each.gpu / GIB:.1f} / {each.host / GIB:.1f}" for phase, each in peaks.items())
+            told = ", ".join(
+                f"{phase} {each.gpu / GIB:.1f} / {each.host / GIB:.1f}" for phase, each in peaks.items()
+            )
             console.print(f"  GiB of a GPU / of the host of a node: {told}", highlight=False)
 
 
 def on_cpus(planned: Plan) -> str:
-    """Says which of the stages in a forecast run on CPUs, for which it holds only once they are on GPUs; "" where none does."""
+    """Says which of the stages in a forecast run on CPUs, for which it holds only once they are on GPUs; ""
+    where none does."""
     trained = [node for node in planned.nodes if isinstance(node.config, PPO | Trainable)]
     without = [node.name for node in trained if not needs(node.config).gpus]
     if not without:
@@ -68,19 +93,28 @@ def on_cpus(planned: Plan) -> str:
         who = "this recipe runs on CPUs"
     else:
         who = f"{', '.join(without)} {'run' if len(without) > 1 else 'runs'} on CPUs"
-    return f"{who}: the figures below are for GPUs, and hold only with `gpus: 1` in ranks and engines; there is no forecast for CPUs"
+    return (
+        f"{who}: the figures below are for GPUs, and hold only with `gpus: 1` in ranks and engines; there is"
+        " no forecast for CPUs"
+    )
 
 
 def nodes_in(planned: Plan, count: int) -> int | None:
-    """Returns the nodes that `count` GPUs are on where groups of the recipe have several nodes; None where it does not say."""
+    """Returns the nodes that `count` GPUs are on where groups of the recipe have several nodes; None where it
+    does not say."""
     groups = [wanted for node in planned.nodes for turn in node.config.turns for wanted in turn.values()]
-    on_each = max((ranks.num_ranks_per_node for ranks in groups if isinstance(ranks, Ranks) and ranks.num_nodes > 1), default=0)
+    on_each = max(
+        (ranks.num_ranks_per_node for ranks in groups if isinstance(ranks, Ranks) and ranks.num_nodes > 1),
+        default=0,
+    )
     return count // on_each if on_each and count % on_each == 0 else None
 
 
 def sizes_of(planned: Plan, node: Node, config: PPO) -> dict[str, Size]:
     """Returns the size of each role's model. Raises ValueError as `model_size`."""
-    names = {"actor": config.actor} | ({"reference": config.reference or config.actor} if "reference" in config.groups else {})
+    names = {"actor": config.actor} | (
+        {"reference": config.reference or config.actor} if "reference" in config.groups else {}
+    )
     names |= {f"reward:{source.title}": source.model for source in config.reward_models}
     if config.has_critic:
         names["critic"] = config.critic or config.reward_models[0].model
@@ -88,7 +122,8 @@ def sizes_of(planned: Plan, node: Node, config: PPO) -> dict[str, Size]:
 
 
 def model_size(planned: Plan, node: Node, name: str) -> Size:
-    """Returns the size of the model that a stage names: of its folder, or of the model that the stage making it starts from.
+    """Returns the size of the model that a stage names: of its folder, or of the model that the stage making
+    it starts from.
 
     Raises ValueError when the folder's config.json has no sizes.
     """
@@ -98,32 +133,49 @@ def model_size(planned: Plan, node: Node, name: str) -> Size:
     return size_of_folder(node.models[name])
 
 
-def _show_ppo(console: Console, name: str, config: PPO, found: list[Placement], gpu: Gpu, sizes: Mapping[str, Size]) -> None:
+def _show_ppo(
+    console: Console, name: str, config: PPO, found: list[Placement], gpu: Gpu, sizes: Mapping[str, Size]
+) -> None:
     phases = list(dict.fromkeys(phase for placement in found for phase in placement.seconds))
     numbers = ("GiB, fullest GPU", *phases, "seconds an iteration")
-    table, chosen = table_of("placement", *numbers, title=f"{name}: placements", right=numbers), choose(found, gpu)
+    table = table_of("placement", *numbers, title=f"{name}: placements", right=numbers)
+    chosen = choose(found, gpu)
     for placement in found:
-        seconds = [f"{placement.seconds[phase]:.1f}" if phase in placement.seconds else "" for phase in phases]
-        held = f"{placement.peak / GIB:.1f}" + (f", vLLM lacks {placement.lacking / GIB:.1f}" if placement.lacking > 0 else "")
+        seconds = [
+            f"{placement.seconds[phase]:.1f}" if phase in placement.seconds else "" for phase in phases
+        ]
+        held = f"{placement.peak / GIB:.1f}" + (
+            f", vLLM lacks {placement.lacking / GIB:.1f}" if placement.lacking > 0 else ""
+        )
         held += f", {placement.beyond:g} GPUs too many" if placement.beyond > 0 else ""
         mark = "[green]" if placement is chosen else "" if placement.fits(gpu) else "[red]"
-        table.add_row(f"{mark}{escape(placement.name)}", f"{mark}{held}", *seconds, f"{mark}{placement.total:.1f}")
+        table.add_row(
+            f"{mark}{escape(placement.name)}", f"{mark}{held}", *seconds, f"{mark}{placement.total:.1f}"
+        )
     if not found:
-        console.print(f"{escape(name)}: no placement suits its batch sizes and switches on this number of GPUs", highlight=False)
+        console.print(
+            f"{escape(name)}: no placement suits its batch sizes and switches on this number of GPUs",
+            highlight=False,
+        )
         return
     console.print(table)
     shown = chosen or min(found, key=lambda placement: (placement.beyond > 0, placement.peak))
     _show_details(console, name, config, shown, gpu, sizes)
     if chosen is None:
         closest = with_fields(config, shown)
-        names, needed = max(starts_of_ppo(closest.model_copy(update={"dtype": BF16}), sizes), key=lambda found: found[1])
+        names, needed = max(
+            starts_of_ppo(closest.model_copy(update={"dtype": BF16}), sizes), key=lambda found: found[1]
+        )
         together = f"at their start {', '.join(names)} take {needed / GIB:.1f} GiB of the same GPU"
         loading = _too_large(at_start(needed) if len(names) == 1 else together, needed, gpu)
         why = loading or f"with shorter passes neither: {_to_try(closest, 'more GPUs')}"
         console.print(f"none of these fits {gpu.memory / GIB:.0f} GiB, {why}", highlight=False)
         return
     fields = _to_write(config, chosen)
-    choice = f"choose [green]{escape(chosen.name)}[/]: the fastest that fits, or as good as it (within 5 %) with more memory left"
+    choice = (
+        f"choose [green]{escape(chosen.name)}[/]: the fastest that fits, or as good as it (within 5 %) with"
+        " more memory left"
+    )
     if not fields:
         console.print(f"{choice}. Leave it as it is", highlight=False)
         return
@@ -132,16 +184,29 @@ def _show_ppo(console: Console, name: str, config: PPO, found: list[Placement], 
     console.print(textwrap.indent(lines.rstrip(), "  "), markup=False, highlight=False, soft_wrap=True)
 
 
-def _show_details(console: Console, name: str, config: PPO, placement: Placement, gpu: Gpu, sizes: Mapping[str, Size]) -> None:
-    """Prints a placement phase by phase: seconds at the best and the worst of the measured rates, memory of GPU and host."""
+def _show_details(
+    console: Console, name: str, config: PPO, placement: Placement, gpu: Gpu, sizes: Mapping[str, Size]
+) -> None:
+    """Prints a placement phase by phase: seconds at the best and the worst of the measured rates, memory of
+    GPU and host."""
     (fast, typical, slow), memory = details(config, placement, sizes, gpu)
     numbers = ("seconds", "range", "GiB, fullest GPU", "GiB, host of a node")
     table = table_of("phase", *numbers, title=f"{name}, {placement.name}: phases", right=numbers)
     for phase in dict.fromkeys([*memory, *typical]):
-        seconds = [f"{typical[phase]:.1f}", f"{fast[phase]:.1f} to {slow[phase]:.1f}"] if phase in typical else ["", ""]
+        seconds = (
+            [f"{typical[phase]:.1f}", f"{fast[phase]:.1f} to {slow[phase]:.1f}"]
+            if phase in typical
+            else ["", ""]
+        )
         held = [f"{size / GIB:.1f}" for size in memory[phase]] if phase in memory else ["", ""]
         table.add_row(phase, *seconds, *held)
-    table.add_row("an iteration", f"{sum(typical.values()):.1f}", f"{sum(fast.values()):.1f} to {sum(slow.values()):.1f}", "", "")
+    table.add_row(
+        "an iteration",
+        f"{sum(typical.values()):.1f}",
+        f"{sum(fast.values()):.1f} to {sum(slow.values()):.1f}",
+        "",
+        "",
+    )
     console.print(table)
 
 
@@ -149,39 +214,57 @@ def _to_write(config: PPO, chosen: Placement) -> dict[str, Any]:
     """Returns the fields of a placement that differ from the recipe's, without defaults inside of groups."""
     fields = chosen.fields | {"dtype": BF16}  # the estimates are for bf16
     changed = with_fields(config, chosen._replace(fields=fields))
-    given, whole = config.model_dump(mode="json"), changed.model_dump(mode="json")
+    given = config.model_dump(mode="json")
+    whole = changed.model_dump(mode="json")
     short = changed.model_dump(mode="json", exclude_defaults=True)
     short["reward"] = [_source(source) for source in changed.reward]
     return {field: short.get(field, whole[field]) for field in fields if whole[field] != given[field]}
 
 
 def _source(source: RewardSource) -> dict[str, Any]:
-    named = source.model_dump(mode="json", include={"model", "function", "url"} if source.kind != "environment" else {"kind"})
+    named = source.model_dump(
+        mode="json", include={"model", "function", "url"} if source.kind != "environment" else {"kind"}
+    )
     return named | source.model_dump(mode="json", exclude_defaults=True)
 
 
 def _what_fits(config: Trainable, size: Size, stage: int, gpu: Gpu) -> str:
-    """Returns the recipe fields of the fastest passes that fit, with ZeRO stage 3 if none fits with the stage's own."""
+    """Returns the recipe fields of the fastest passes that fit, with ZeRO stage 3 if none fits with the
+    stage's own."""
     whole = config.lora is None or config.lora.quantize == "none"  # 4-bit weights are not cut into shards
     for tried in dict.fromkeys((stage, 3 if config.ranks.world_size > 1 and whole else stage)):
-        peaks = {each: peak_of_training(config, size, tried, gpu.memory, each) for each in alternatives(config)}
+        peaks = {
+            each: peak_of_training(config, size, tried, gpu.memory, each) for each in alternatives(config)
+        }
         fitting = [each for each, held in peaks.items() if held <= USABLE * gpu.memory]
         if fitting:
             head = KINDS[config.stage].has_vocabulary
             best = min(fitting, key=lambda each: seconds_of_pass(size, each, tried, head, gpu) / each.tokens)
             fields = fields_of(best, config) | ({} if tried == stage else {"zero_stage": tried})
-            return f"with {', '.join(f'{field}: {value}' for field, value in fields.items())} it is {peaks[best] / GIB:.1f}"
+            return (
+                f"with {', '.join(f'{field}: {value}' for field, value in fields.items())} it is"
+                f" {peaks[best] / GIB:.1f}"
+            )
     needed = starts(config.model_copy(update={"dtype": BF16}), {"": size})[""]
-    return _too_large(at_start(needed), needed, gpu) or f"no pass is short enough: {_to_try(config, 'more ranks')}"
+    return (
+        _too_large(at_start(needed), needed, gpu)
+        or f"no pass is short enough: {_to_try(config, 'more ranks')}"
+    )
 
 
 def _to_try(config: Optimised, more: str) -> str:
     """Returns what takes less memory and is not in the recipe yet, besides `more` ranks or GPUs."""
     whole = config.lora is not None and config.lora.quantize != "none"  # 4-bit weights stay whole on each GPU
-    frozen = isinstance(config, PPO) and config.read_only and not (config.ref_reward_shard or config.ref_reward_offload)
+    frozen = (
+        isinstance(config, PPO)
+        and config.read_only
+        and not (config.ref_reward_shard or config.ref_reward_offload)
+    )
     models = len(config.trained_ranks)
     tries = {
-        "a larger sequence_parallel_size": any(ranks.world_size > config.sequence_parallel_size for ranks in config.trained_ranks.values()),
+        "a larger sequence_parallel_size": any(
+            ranks.world_size > config.sequence_parallel_size for ranks in config.trained_ranks.values()
+        ),
         "no zero_hpz": config.zero_hpz,
         "adam_offload": config.lora is None and len(config.offloaded("adam")) < models,
         "param_offload": not whole and len(config.offloaded("param")) < models,
@@ -193,7 +276,8 @@ def _to_try(config: Optimised, more: str) -> str:
 
 
 def _too_large(told: str, needed: float, gpu: Gpu) -> str:
-    """Returns `told`, and what to do about models that a GPU cannot even load; "" where the `needed` bytes fit."""
+    """Returns `told`, and what to do about models that a GPU cannot even load; "" where the `needed` bytes
+    fit."""
     if needed <= USABLE * gpu.memory:
         return ""
     return f"{told}: more ranks with zero_stage 3, GPUs with more memory, or a smaller model"

@@ -1,4 +1,5 @@
-"""Reads an artifacts folder: its stages, the differences of two runs, and what no recipe refers to. Torch-free.
+"""Reads an artifacts folder: its stages, the differences of two runs, and what no recipe refers to.
+Torch-free.
 
 Records are read as plain JSON, not with the config classes, so that those of other versions can be read.
 """
@@ -24,11 +25,13 @@ from rlhf_core.runs.run_dir import LOCK, REQUEST, RESULT, STATE, RunDir
 from rlhf_core.runs.run_records import PAGE, RUN, RUNS, RunRecord, kept, read, records
 from rlhf_core.system.files import is_locked, locked, read_json
 
-STAGES, RECIPE = "stages", "recipe.yaml"
+STAGES = "stages"
+RECIPE = "recipe.yaml"
 
 
 class Found(NamedTuple):
-    """A run directory. `metric`: the main one, such as `eval/loss 1.23`; `seconds` None: not done; `when`: time of its last record."""
+    """A run directory. `metric`: the main one, such as `eval/loss 1.23`; `seconds` None: not done; `when`:
+    time of its last record."""
 
     path: Path
     name: str
@@ -41,8 +44,8 @@ class Found(NamedTuple):
 
 
 class Item(NamedTuple):
-    """What `gc` may remove: a run directory, its resume states, or the page of a run. `size` in bytes; `why`: who keeps it, or no
-    longer does."""
+    """What `gc` may remove: a run directory, its resume states, or the page of a run. `size` in bytes; `why`:
+    who keeps it, or no longer does."""
 
     path: Path
     size: int
@@ -53,22 +56,27 @@ Keeping = Callable[[Sequence[RunRecord]], set[str]]  # returns the ids of runs t
 
 
 def stages(artifacts: Path) -> list[Found]:
-    """Returns the stages of an artifacts folder, the oldest first. Raises ValueError when it has no `stages` folder."""
-    return sorted((_found(folder, record) for folder, record in _stages(artifacts)), key=lambda found: found.when)
+    """Returns the stages of an artifacts folder, the oldest first. Raises ValueError when it has no `stages`
+    folder."""
+    return sorted(
+        (_found(folder, record) for folder, record in _stages(artifacts)), key=lambda found: found.when
+    )
 
 
 def differences(before: Path, after: Path) -> list[Difference]:
-    """Returns the differences of two run directories (or checkpoints), or of two runs: their records, or recipe folders, which mean the
-    last run. Raises ValueError when they are neither."""
+    """Returns the differences of two run directories (or checkpoints), or of two runs: their records, or
+    recipe folders, which mean the last run. Raises ValueError when they are neither."""
     recipes = [(place / RUN).is_file() or is_record(place) for place in (before, after)]
     if all(recipes):
         return list(_recipe_differences(before, after))
     stages = [stage_of(folder) for folder in (before, after)]
-    if problems := [
-        f"{folder}: {_why_no_stage(folder)}: give two of <artifacts>/stages/<stage>-<digest>, or two of <artifacts>/<recipe> with a {RUN}"
+    problems = [
+        f"{folder}: {_why_no_stage(folder)}: give two of <artifacts>/stages/<stage>-<digest>, or two of"
+        f" <artifacts>/<recipe> with a {RUN}"
         for folder, stage in zip((before, after), stages, strict=True)
         if stage is None
-    ]:
+    ]
+    if problems:
         raise ValueError("\n".join(problems))
     (first, record), (second, _) = (stage for stage in stages if stage is not None)
     return list(stage_differences(record["name"], first, second))
@@ -81,33 +89,46 @@ def _why_no_stage(folder: Path) -> str:
         return "this is a run, and the other argument is none"
     if (folder / RUN).is_file():
         return "this is a recipe's folder, and the other argument is none"
-    return "this is no folder of a stage, nor of a recipe that has run" if folder.is_dir() else "this is a file"
+    return (
+        "this is no folder of a stage, nor of a recipe that has run" if folder.is_dir() else "this is a file"
+    )
 
 
 def lineage_of(place: str) -> Ancestor:
-    """Returns the lineage of a checkpoint (`runs.lineage`). Raises ValueError when it is neither a local path nor a Hub id."""
+    """Returns the lineage of a checkpoint (`runs.lineage`). Raises ValueError when it is neither a local path
+    nor a Hub id."""
     ancestor = lineage(place)
     if ancestor.kind == "unknown":
-        raise ValueError(f"{place}: there is no such file or folder; give a checkpoint, a stage's directory or a Hub id")
+        raise ValueError(
+            f"{place}: there is no such file or folder; give a checkpoint, a stage's directory or a Hub id"
+        )
     return ancestor
 
 
 def survey(artifacts: Path, keeping: Keeping = kept) -> tuple[list[Item], list[Item]]:
-    """Returns what is kept and what can be removed: stages that no kept run refers to, directly or through parents, and resume states of
-    stages that are done.
+    """Returns what is kept and what can be removed: stages that no kept run refers to, directly or through
+    parents, and resume states of stages that are done.
 
-    Stages that a process works on or a loop needs, and their ancestors, are kept. Raises ValueError when a record cannot be read.
+    Stages that a process works on or a loop needs, and their ancestors, are kept. Raises ValueError when a
+    record cannot be read.
     """
     keepers, former = _claims(artifacts, keeping)
-    used, garbage = [], []
+    used = []
+    garbage = []
     for folder, _ in _stages(artifacts):
         size = size_of(folder)
         if folder not in keepers:
-            why = f"of {_few(former[folder])}, which no longer keeps it" if former[folder] else "no recorded run refers to it"
+            why = (
+                f"of {_few(former[folder])}, which no longer keeps it"
+                if former[folder]
+                else "no recorded run refers to it"
+            )
             garbage.append(Item(folder, size, why))
             continue
         if (folder / STATE).is_dir() and not is_locked(folder / LOCK) and RunDir(folder).result() is not None:
-            garbage.append(Item(folder / STATE, size_of(folder / STATE), "resume states of a stage that is done"))
+            garbage.append(
+                Item(folder / STATE, size_of(folder / STATE), "resume states of a stage that is done")
+            )
             size -= garbage[-1].size
         used.append(Item(folder, size, _few(keepers[folder])))
     runs = records(artifacts)
@@ -115,21 +136,30 @@ def survey(artifacts: Path, keeping: Keeping = kept) -> tuple[list[Item], list[I
     for run in runs:
         page = run.file.with_suffix(PAGE)
         if run.id not in keep and page.is_file():
-            garbage.append(Item(page, page.stat().st_size, f"the page of run {run.label}, which no longer keeps its stages"))
+            garbage.append(
+                Item(
+                    page,
+                    page.stat().st_size,
+                    f"the page of run {run.label}, which no longer keeps its stages",
+                )
+            )
     return used, garbage
 
 
 def remove(item: Item, keeping: Keeping = kept) -> bool:
-    """Removes a folder unless a process works there or a run now keeps it, or the page of a run that is not kept. Returns whether it was
-    removed."""
+    """Removes a folder unless a process works there or a run now keeps it, or the page of a run that is not
+    kept. Returns whether it was removed."""
     if item.path.suffix == PAGE:
         return _remove_page(item.path, keeping)
     folder = item.path.parent if item.path.name == STATE else item.path
     with locked(folder / LOCK) as ours:
-        if not ours or (item.path == folder and folder in _claims(folder.parents[1], keeping, locks=False)[0]):
+        if not ours or (
+            item.path == folder and folder in _claims(folder.parents[1], keeping, locks=False)[0]
+        ):
             return False
         if item.path == folder:
-            (folder / RESULT).unlink(missing_ok=True)  # first, so that a partly removed stage does not count as done
+            # first, so that a partly removed stage does not count as done
+            (folder / RESULT).unlink(missing_ok=True)
         shutil.rmtree(item.path)
     return True
 
@@ -142,7 +172,8 @@ def _remove_page(page: Path, keeping: Keeping) -> bool:
 
 
 def stores(artifacts: Path) -> list[str]:
-    """Returns the stores that the recipes of an artifacts folder name. `stages` and `survey` do not read them."""
+    """Returns the stores that the recipes of an artifacts folder name. `stages` and `survey` do not read
+    them."""
     found = (_top(file.parent).get("store") for file in sorted(artifacts.glob(f"*/{RECIPE}")))
     return list(dict.fromkeys(str(store) for store in found if store))
 
@@ -153,7 +184,8 @@ def size_of(folder: Path) -> int:
 
 
 def _stages(artifacts: Path) -> Iterator[tuple[Path, dict[str, Any]]]:
-    """Yields the run directories with their `config.json`; other folders are ignored. Raises ValueError without a `stages` folder."""
+    """Yields the run directories with their `config.json`; other folders are ignored. Raises ValueError
+    without a `stages` folder."""
     if not (artifacts / STAGES).is_dir():
         raise ValueError(f"{artifacts} has no folder {STAGES}: give the `artifacts` folder of a recipe")
     for folder in sorted((artifacts / STAGES).resolve().iterdir()):
@@ -171,7 +203,16 @@ def _found(folder: Path, record: Mapping[str, Any]) -> Found:
     metric = next((f"{name} {metrics[name]:.4g}" for name in names if name in metrics), "")
     state = "done" if result else "running" if is_locked(folder / LOCK) else "unfinished"
     when = datetime.fromtimestamp((folder / (RESULT if result else REQUEST)).stat().st_mtime)
-    return Found(folder, record["name"], config["stage"], record["digest"], state, when, result.seconds if result else None, metric)
+    return Found(
+        folder,
+        record["name"],
+        config["stage"],
+        record["digest"],
+        state,
+        when,
+        result.seconds if result else None,
+        metric,
+    )
 
 
 def _recipe_differences(before: Path, after: Path) -> Iterator[Difference]:
@@ -182,7 +223,9 @@ def _recipe_differences(before: Path, after: Path) -> Iterator[Difference]:
     yield from (Difference("", "recipe", *change) for change in changed(*recipes))
     for name in {**old, **new}:
         if name not in old or name not in new:
-            yield Difference(name, "stages", "", *("there" if name in side else "not there" for side in (old, new)))
+            yield Difference(
+                name, "stages", "", *("there" if name in side else "not there" for side in (old, new))
+            )
             continue
         sides = ((files[0], old), (files[1], new))
         paths = [recipe_folder(file).absolute().parent / stages[name].run_dir for file, stages in sides]
@@ -192,7 +235,8 @@ def _recipe_differences(before: Path, after: Path) -> Iterator[Difference]:
 
 
 def _record_of(place: Path) -> Path:
-    """Returns the record of a run: the one given, or that of a recipe folder's last run, in `runs/` where it is there."""
+    """Returns the record of a run: the one given, or that of a recipe folder's last run, in `runs/` where it
+    is there."""
     if is_record(place):
         return place
     last = read(place / RUN)
@@ -201,7 +245,8 @@ def _record_of(place: Path) -> Path:
 
 
 def _recipe_of_run(record: Path) -> dict[str, Any]:
-    """Returns a recipe's top-level fields as a run had them, without its stages; those of the last run where the record has none."""
+    """Returns a recipe's top-level fields as a run had them, without its stages; those of the last run where
+    the record has none."""
     config = read_json(record).get("config")
     if not isinstance(config, dict):
         return _top(recipe_folder(record))
@@ -222,14 +267,24 @@ def _win_rate_texts(run_dir: Path) -> dict[str, str]:
     return {rate.model: f"{rate.win_rate:.1%} ({rate.ci_low:.1%} to {rate.ci_high:.1%})" for rate in rates}
 
 
-def _claims(artifacts: Path, keeping: Keeping, locks: bool = True) -> tuple[dict[Path, list[str]], dict[Path, list[str]]]:
-    """Returns by run directory who keeps it, and which runs no longer do. `locks`: also processes that work in it."""
+def _claims(
+    artifacts: Path, keeping: Keeping, locks: bool = True
+) -> tuple[dict[Path, list[str]], dict[Path, list[str]]]:
+    """Returns by run directory who keeps it, and which runs no longer do. `locks`: also processes that work
+    in it."""
     runs = [run.require_whole() for run in records(artifacts)]
     parents = cache(_parents)
-    keep, claims = keeping(runs), []
+    keep = keeping(runs)
+    claims = []
     for run in runs:
         what = ", pinned" if run.pinned else ", running" if run.state == "running" else ""
-        claims.append((f"run {run.label}{what}", run.id in keep, [(artifacts / stage.run_dir).resolve() for stage in run.stages]))
+        claims.append(
+            (
+                f"run {run.label}{what}",
+                run.id in keep,
+                [(artifacts / stage.run_dir).resolve() for stage in run.stages],
+            )
+        )
     for file in sorted(artifacts.glob(f"*/{loop_record.FILE}")):
         rounds = [(artifacts / STAGES / name).resolve() for name in loop_record.directories(file.parent)]
         claims.append((f"the loop of {file.parent.name}", True, rounds))
@@ -239,8 +294,13 @@ def _claims(artifacts: Path, keeping: Keeping, locks: bool = True) -> tuple[dict
         reigns = [(artifacts / STAGES / name).resolve() for name in runs_kept(file.parent)]
         claims.append((f"the champions of {file.parent.name}", True, reigns))
     if locks:
-        claims += [("a process that works on it", True, [folder]) for folder, _ in _stages(artifacts) if is_locked(folder / LOCK)]
-    keepers, former = defaultdict[Path, list[str]](list), defaultdict[Path, list[str]](list)
+        claims += [
+            ("a process that works on it", True, [folder])
+            for folder, _ in _stages(artifacts)
+            if is_locked(folder / LOCK)
+        ]
+    keepers = defaultdict[Path, list[str]](list)
+    former = defaultdict[Path, list[str]](list)
     for label, keeps, folders in claims:
         for folder in _closure(folders, parents):
             (keepers if keeps else former)[folder].append(label)
@@ -273,4 +333,6 @@ def _top(folder: Path) -> dict[str, Any]:
         recipe = parse((folder / RECIPE).read_text(), RECIPE)
     except (OSError, ValueError):
         return {}
-    return {key: value for key, value in recipe.items() if key != "stages"} if isinstance(recipe, dict) else {}
+    return (
+        {key: value for key, value in recipe.items() if key != "stages"} if isinstance(recipe, dict) else {}
+    )

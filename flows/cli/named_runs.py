@@ -1,4 +1,5 @@
-"""Finds what the argument of a command names: a run by its id or name, a recipe's folder, a stage's directory. Torch-free."""
+"""Finds what the argument of a command names: a run by its id or name, a recipe's folder, a stage's
+directory. Torch-free."""
 
 from __future__ import annotations
 
@@ -12,9 +13,11 @@ RUN_ID_BEGINS = re.compile(r"\d{4,8}(-[0-9a-f-]*)?$")  # as no Hub id of a model
 
 
 def place_of(artifacts: Path, given: str) -> Path:
-    """Returns what a text names: a path that exists, else the folder of a recipe by its name, else the record of a run by its id or name.
+    """Returns what a text names: a path that exists, else the folder of a recipe by its name, else the record
+    of a run by its id or name.
 
-    Other texts with a slash are returned as paths, and any text where there is no folder of artifacts. Raises ValueError as `find_run`.
+    Other texts with a slash are returned as paths, and any text where there is no folder of artifacts. Raises
+    ValueError as `find_run`.
     """
     if Path(given).exists() or not artifacts.is_dir():
         return Path(given)
@@ -33,7 +36,8 @@ def recipe_folder(place: Path) -> Path:
 
 
 def checkpoint_of(artifacts: Path, given: str) -> str:
-    """Returns the directory of the last checkpoint of a run that a text names; the text itself where it is a path or may be a Hub id.
+    """Returns the directory of the last checkpoint of a run that a text names; the text itself where it is a
+    path or may be a Hub id.
 
     Raises ValueError as `find_run` and `made_by`.
     """
@@ -44,14 +48,17 @@ def checkpoint_of(artifacts: Path, given: str) -> str:
 
 
 def made_by(record: Path) -> Path:
-    """Returns the run directory of the last stage of a run that made a checkpoint. Raises ValueError when none did."""
+    """Returns the run directory of the last stage of a run that made a checkpoint. Raises ValueError when
+    none did."""
     artifacts = recipe_folder(record).parent
     run = read(record).require_whole()
     for stage in reversed(run.stages):
         result = RunDir(artifacts / stage.run_dir).result()
         if result is not None and "checkpoint" in result.outputs:
             return artifacts / stage.run_dir
-    raise ValueError(f"run {run.label} has no checkpoint: give the directory of one of its stages, or another run")
+    raise ValueError(
+        f"run {run.label} has no checkpoint: give the directory of one of its stages, or another run"
+    )
 
 
 def is_record(place: Path) -> bool:

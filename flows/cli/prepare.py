@@ -1,4 +1,5 @@
-"""Commands that prepare a run: `alignflow migrate`, `config-docs`, `validate`, `plan`, `data` and `doctor`. They start nothing."""
+"""Commands that prepare a run: `alignflow migrate`, `config-docs`, `validate`, `plan`, `data` and `doctor`.
+They start nothing."""
 
 from __future__ import annotations
 
@@ -19,13 +20,13 @@ from rlhf_core.system.processes import ENVIRONMENT, WRONG_INPUT
 
 
 def migrate(script: Path, *, out: Path | None = None, gpus: Whole = 8) -> int:
-    """Turn a launch script of OpenRLHF (flat or dotted flags) or TRL (sft, dpo, kto, reward, grpo) into a recipe. Executes nothing of it.
+    """Turn a launch script of OpenRLHF (flat or dotted flags) or TRL (sft, dpo, kto, reward, grpo) into a
+    recipe. Executes nothing of it.
 
-    Args:
-        script: shell script, Kubernetes YAML with one inside, or a YAML config of TRL.
-        out: recipe to write; it must not exist yet. Default: recipe.yaml, or the first of recipe-2.yaml, recipe-3.yaml, ... that does not
-            exist. Its comments say what became of every flag.
-        gpus: GPUs of one machine, for launchers that take all there are.
+    Args: script: shell script, Kubernetes YAML with one inside, or a YAML config of TRL. out: recipe to
+        write; it must not exist yet. Default: recipe.yaml, or the first of recipe-2.yaml, recipe-3.yaml, ...
+        that does not exist. Its comments say what became of every flag. gpus: GPUs of one machine, for
+        launchers that take all there are.
     """
     from rlhf_core.migrate.script import migrate as read
 
@@ -34,7 +35,9 @@ def migrate(script: Path, *, out: Path | None = None, gpus: Whole = 8) -> int:
     if out is not None and out.exists():
         raise ValueError(f"{out} exists already: give another --out, or remove it")
     if out is not None and not out.absolute().parent.is_dir():
-        raise ValueError(f"--out {out}: there is no folder {out.absolute().parent}; make it, or give another file")
+        raise ValueError(
+            f"--out {out}: there is no folder {out.absolute().parent}; make it, or give another file"
+        )
     found = read(script, gpus)
     place = _free(Path("recipe.yaml")) if out is None else out
     write_text(place, found.text)
@@ -57,11 +60,11 @@ def config_docs() -> int:
 
 
 def validate(recipe: RecipePlace, *overrides: Override, here: bool = False) -> int:
-    """Check a recipe: keys, values, and that its stages fit together. Needs none of its files, and a network only to look up branches and
-    tags of the Hub.
+    """Check a recipe: keys, values, and that its stages fit together. Needs none of its files, and a network
+    only to look up branches and tags of the Hub.
 
-    Args:
-        here: also check files, columns, tokenizer, limits and this machine's resources, as run does before any work.
+    Args: here: also check files, columns, tokenizer, limits and this machine's resources, as run does before
+        any work.
     """
     try:
         planned = plan(load_recipe(recipe, overrides))
@@ -79,7 +82,10 @@ def validate(recipe: RecipePlace, *overrides: Override, here: bool = False) -> i
         errors.print(problem, markup=False)
     if not inputs and not machine:
         done = sum(node.done for node in planned.nodes) if here else 0
-        need = f" ({done} done already)" * bool(done) + f" and everything {'the others' if done else 'they'} need is here" * here
+        need = (
+            f" ({done} done already)" * bool(done)
+            + f" and everything {'the others' if done else 'they'} need is here" * here
+        )
         console.print(f"{recipe}: ok, {len(planned.nodes)} stages{need}", markup=False)
     return WRONG_INPUT if inputs else ENVIRONMENT if machine else OK
 
@@ -97,14 +103,11 @@ def forecast(
 ) -> int:
     """Estimate memory of each GPU and seconds of an iteration, and recommend a placement. Starts nothing.
 
-    Args:
-        gpus: GPUs to place a PPO stage on; default: as many as the recipe needs.
-        gpu: GPU type, for its memory and rates; for another type give the next three.
-        gpu_memory: GiB of a GPU.
-        flops: TFLOP/s of its bf16 matrix products, as measured.
-        bandwidth: TB/s of its memory, as measured.
-        nodes: nodes that these GPUs are on, equally many on each; default: as the recipe says, else 8 GPUs on a node.
-        network: GB/s of a node to other nodes, as sold; default: 50.
+    Args: gpus: GPUs to place a PPO stage on; default: as many as the recipe needs. gpu: GPU type, for its
+        memory and rates; for another type give the next three. gpu_memory: GiB of a GPU. flops: TFLOP/s of
+        its bf16 matrix products, as measured. bandwidth: TB/s of its memory, as measured. nodes: nodes that
+        these GPUs are on, equally many on each; default: as the recipe says, else 8 GPUs on a node. network:
+        GB/s of a node to other nodes, as sold; default: 50.
     """
     from flows.cli.forecast import nodes_in, show_forecast
     from rlhf_core.forecast.hardware import GPUS, on_nodes
@@ -116,16 +119,22 @@ def forecast(
         raise ValueError(f"{told} are numbers above 0: leave out what is not known")
     planned = plan(load_recipe(recipe, overrides))
     needed = max((round(needs(node.config).gpus) for node in planned.nodes), default=0)
-    kind, count = GPUS[gpu], gpus or max(1, needed)
-    memory, rate, speed = (getattr(kind, name) if value is None else value * unit for name, (value, unit) in given.items())
+    kind = GPUS[gpu]
+    count = gpus or max(1, needed)
+    memory, rate, speed = (
+        getattr(kind, name) if value is None else value * unit for name, (value, unit) in given.items()
+    )
     on = nodes or nodes_in(planned, count)
-    known = on_nodes(kind._replace(memory=memory, flops=rate, bandwidth=speed), count, on, network and network * 1e9)
+    known = on_nodes(
+        kind._replace(memory=memory, flops=rate, bandwidth=speed), count, on, network and network * 1e9
+    )
     show_forecast(console, planned, count, known)
     return 0
 
 
 def data(recipe: RecipePlace, *overrides: Override) -> int:
-    """Report on the data of a recipe without training: rows, lengths, duplicates, balance and damage. Needs files and tokenizers."""
+    """Report on the data of a recipe without training: rows, lengths, duplicates, balance and damage. Needs
+    files and tokenizers."""
     from rlhf_core.data.report import markdown
     from rlhf_core.preflight.data_reports import examine
 

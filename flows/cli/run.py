@@ -70,7 +70,8 @@ def run(
 
 
 def stage(name: str, recipe: RecipePlace, *overrides: Override, plain: bool = False) -> int:
-    """Run one stage of a recipe and nothing else; its parents must be done. The name of a loop runs all of its stages.
+    """Run one stage of a recipe and nothing else; its parents must be done. The name of a loop runs all of
+    its stages.
 
     Args:
         name: name of the stage, as `alignflow run RECIPE --dry-run` shows it.
@@ -98,14 +99,22 @@ def stage(name: str, recipe: RecipePlace, *overrides: Override, plain: bool = Fa
 
 @contextmanager
 def _server_loading() -> Iterator[None]:
-    """Loads Prefect's temporary server while the block checks and imports. Child processes end with this process in any case."""
+    """Loads Prefect's temporary server while the block checks and imports. Child processes end with this
+    process in any case."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(TERMINATED))
     orphan_watcher.start()
     with prepared():
         yield
 
 
-def _run(planned: Plan, nodes: tuple[Node, ...], given: Asked, plain: bool, check: Callable[[], None], flow: Callable[[], None]) -> int:
+def _run(
+    planned: Plan,
+    nodes: tuple[Node, ...],
+    given: Asked,
+    plain: bool,
+    check: Callable[[], None],
+    flow: Callable[[], None],
+) -> int:
     """Shows how a flow goes on, and how it ended. `check` comes before it, and raises for what is missing."""
     given = given._replace(id=new_id(time.time()))
     begun = False
@@ -134,7 +143,8 @@ def _flow(planned: Plan, given: Asked, flow: Callable[[], None], say: Say) -> No
 
     without_tracebacks()
     named = os.environ.get("PREFECT_API_URL", "an address of its own")
-    token, other = checked_plan.set(planned), asked.set(given)
+    token = checked_plan.set(planned)
+    other = asked.set(given)
     try:
         say("starting Prefect's server")
         start_server()
@@ -148,17 +158,19 @@ def _flow(planned: Plan, given: Asked, flow: Callable[[], None], say: Say) -> No
             gone = f"Prefect's temporary server ended and did not come back ({error})"
             raise MachineLacks(f"{gone}: run this again; finished stages stay finished") from error
         raise MachineLacks(
-            f"no Prefect server answers ({error}{_proxy()}): start it, or unset PREFECT_API_URL to use a temporary one"
+            f"no Prefect server answers ({error}{_proxy()}): start it, or unset PREFECT_API_URL to use a"
+            " temporary one"
         ) from error
     except httpx.HTTPError as error:
         where = f"Prefect's server at {named}"
         if isinstance(error, httpx.HTTPStatusError) and error.response.status_code == 401:
             raise MachineLacks(
-                f"{where} does not take the auth string of this shell: set PREFECT_API_AUTH_STRING (of `alignflow serve`: to what "
-                "is in the file auth-string of its home)"
+                f"{where} does not take the auth string of this shell: set PREFECT_API_AUTH_STRING (of"
+                " `alignflow serve`: to what is in the file auth-string of its home)"
             ) from error
         raise MachineLacks(
-            f"{where} stopped answering ({error}{_proxy()}): start it again and run this again; finished stages stay finished"
+            f"{where} stopped answering ({error}{_proxy()}): start it again and run this again; finished"
+            " stages stay finished"
         ) from error
     finally:
         checked_plan.reset(token)

@@ -34,11 +34,23 @@ if TYPE_CHECKING:  # imports scipy, which most commands do not need
     from evaluation.scores.leaderboard import Board
     from rlhf_core.migrate.script import Migrated
 
-OK, FAILED, WAITS, INTERRUPTED, TERMINATED = 0, 1, 4, 130, 143  # WRONG_INPUT and ENVIRONMENT, 2 and 3, are also those of a stage's process
-RecipePlace = Annotated[str, Parameter(help="YAML file, or its URI (https://, or what fsspec knows, such as s3://).")]
+OK = 0
+FAILED = 1
+WAITS = 4
+INTERRUPTED = 130
+TERMINATED = 143  # WRONG_INPUT and ENVIRONMENT, 2 and 3, are also those of a stage's process
+RecipePlace = Annotated[
+    str, Parameter(help="YAML file, or its URI (https://, or what fsspec knows, such as s3://).")
+]
 Whole = Annotated[int, Parameter(converter=lambda kind, tokens: whole_number(tokens[0].value))]
-Override = Annotated[str, Parameter(help="STAGE.FIELD=VALUE, such as ppo.actor_learning_rate=5e-7, or seed=1.")]
-COLOURS = dict.fromkeys(("skip", "fetch", "done", "skipped"), "green") | {"run": "cyan", "failed": "red", "not run": "dim"}
+Override = Annotated[
+    str, Parameter(help="STAGE.FIELD=VALUE, such as ppo.actor_learning_rate=5e-7, or seed=1.")
+]
+COLOURS = dict.fromkeys(("skip", "fetch", "done", "skipped"), "green") | {
+    "run": "cyan",
+    "failed": "red",
+    "not run": "dim",
+}
 
 console = Console(soft_wrap=True, width=None if sys.stdout.isatty() else 160)
 errors = Console(stderr=True, soft_wrap=True, highlight=False)
@@ -47,21 +59,31 @@ errors = Console(stderr=True, soft_wrap=True, highlight=False)
 def require_folder(folder: Path) -> None:
     """Raises ValueError when the folder of a recipe's report is not there."""
     if not folder.is_dir():
-        raise ValueError(f"{folder}: there is no such folder: give that of the recipe's report, ARTIFACTS/NAME")
+        raise ValueError(
+            f"{folder}: there is no such folder: give that of the recipe's report, ARTIFACTS/NAME"
+        )
 
 
-def table_of(*columns: str, title: str | None = None, whole: Sequence[str] = (), right: Sequence[str] = ()) -> Table:
+def table_of(
+    *columns: str, title: str | None = None, whole: Sequence[str] = (), right: Sequence[str] = ()
+) -> Table:
     """Returns an empty table. `whole`: columns whose cells are never broken; `right`: columns of numbers."""
     table = Table(title=title, title_justify="left", box=None, pad_edge=False)
     for column in columns:
-        table.add_column(column, overflow="fold", no_wrap=column in whole, justify="right" if column in right else "left")
+        table.add_column(
+            column, overflow="fold", no_wrap=column in whole, justify="right" if column in right else "left"
+        )
     return table
 
 
 def show_pins(planned: Plan) -> None:
     """Prints the branches and tags of the Hub that a recipe names, with their commits."""
     for pin in planned.pins:
-        console.print(f"{pin.reference} is commit {pin.commit}, kept in {planned.folder / PINS}", markup=False, highlight=False)
+        console.print(
+            f"{pin.reference} is commit {pin.commit}, kept in {planned.folder / PINS}",
+            markup=False,
+            highlight=False,
+        )
 
 
 def show_plan(console: Console, plan: Plan, lines: Sequence[Outlook]) -> None:
@@ -70,9 +92,18 @@ def show_plan(console: Console, plan: Plan, lines: Sequence[Outlook]) -> None:
     table = table_of(*columns, title=f"recipe {plan.recipe.name}", whole=("stage", "digest", "action"))
     for node, action, why in lines:
         inputs = [*node.models, *node.parents]
-        table.add_row(node.name, node.kind, ", ".join(inputs), node.digest, f"[{COLOURS.get(action, 'yellow')}]{action}[/]", why)
+        table.add_row(
+            node.name,
+            node.kind,
+            ", ".join(inputs),
+            node.digest,
+            f"[{COLOURS.get(action, 'yellow')}]{action}[/]",
+            why,
+        )
     console.print(table)
-    counts = {action: sum(line.action == action for line in lines) for action in ("run", "resume", "skip", "fetch")}
+    counts = {
+        action: sum(line.action == action for line in lines) for action in ("run", "resume", "skip", "fetch")
+    }
     summary = f"{counts['run']} to run, {counts['resume']} to resume, {counts['skip']} to skip"
     summary += f", {counts['fetch']} to fetch from {plan.recipe.store}" if plan.recipe.store else ""
     console.print(f"{summary}; artifacts in {plan.artifacts}")
@@ -81,15 +112,33 @@ def show_plan(console: Console, plan: Plan, lines: Sequence[Outlook]) -> None:
 def show_board(console: Console, board: Board) -> None:
     """Prints a leaderboard in percent, best model first, and the effects of style."""
     title = f"{board.category}, against {board.baseline}, judge {board.judge} (95 % intervals over questions)"
-    numbers = ("score", "interval", "style-controlled", "interval", "questions", "failed", "same swapped", "tokens")
+    numbers = (
+        "score",
+        "interval",
+        "style-controlled",
+        "interval",
+        "questions",
+        "failed",
+        "same swapped",
+        "tokens",
+    )
     table = table_of("model", *numbers, title=title, whole=["model"], right=numbers)
     for row in board.standings:
         cells = [text for estimate in (row.score, row.controlled) for text in _estimate(estimate)]
         tokens = "" if row.tokens is None else f"{row.tokens:.0f}"
-        table.add_row(row.model, *cells, str(row.questions), str(row.failed), f"{100 * row.swap_consistency:.0f} %", tokens)
+        table.add_row(
+            row.model,
+            *cells,
+            str(row.questions),
+            str(row.failed),
+            f"{100 * row.swap_consistency:.0f} %",
+            tokens,
+        )
     console.print(table, markup=False)
     if board.effects:
-        effects = [f"{name} {e.value:+.2f} ({e.low:+.2f} to {e.high:+.2f})" for name, e in board.effects.items()]
+        effects = [
+            f"{name} {e.value:+.2f} ({e.low:+.2f} to {e.high:+.2f})" for name, e in board.effects.items()
+        ]
         console.print(f"style effects, log-odds of a typical difference: {', '.join(effects)}", markup=False)
     console.print()
 
@@ -106,20 +155,36 @@ def show_runs(console: Console, runs: Sequence[RunRecord], stages: Sequence[Foun
     lines = []
     for run in runs:
         found = [known[stage.run_dir] for stage in run.stages if stage.run_dir in known]
-        rates = [stage.metric.removeprefix("win_rate/") for stage in found if stage.metric.startswith("win_rate/")]
+        rates = [
+            stage.metric.removeprefix("win_rate/") for stage in found if stage.metric.startswith("win_rate/")
+        ]
         lines.append((run, sum(stage.state == "done" for stage in found), rates[-1] if rates else None))
     if as_json:
-        made = [run.model_dump(mode="json") | {"stages_done": done, "win_rate": rate} for run, done, rate in lines]
+        made = [
+            run.model_dump(mode="json") | {"stages_done": done, "win_rate": rate} for run, done, rate in lines
+        ]
         print(json.dumps(made, indent=2))
         return
     if not runs:
-        console.print("there are no runs in this folder yet: `alignflow run RECIPE` makes one", highlight=False)
+        console.print(
+            "there are no runs in this folder yet: `alignflow run RECIPE` makes one", highlight=False
+        )
         return
     columns = ("id", "name", "pinned", "state", "started", "recipe", "stages", "win rate")
     table = table_of(*columns, whole=("id", "state", "started", "stages"))
     for run, done, rate in lines:
-        when, count = f"{datetime.fromtimestamp(run.started):%Y-%m-%d %H:%M}", f"{done} of {len(run.stages)} done"
-        cells = (run.id, run.name or "", "pinned" if run.pinned else "", run.state, when, run.recipe, count, rate or "")
+        when = f"{datetime.fromtimestamp(run.started):%Y-%m-%d %H:%M}"
+        count = f"{done} of {len(run.stages)} done"
+        cells = (
+            run.id,
+            run.name or "",
+            "pinned" if run.pinned else "",
+            run.state,
+            when,
+            run.recipe,
+            count,
+            rate or "",
+        )
         table.add_row(*map(escape, cells))
     console.print(table)
     for run in (run for run in runs if run.why):
@@ -130,14 +195,24 @@ def show_runs(console: Console, runs: Sequence[RunRecord], stages: Sequence[Foun
 def show_stages(console: Console, found: Sequence[Found]) -> None:
     """Prints the stages of an artifacts folder as a table."""
     if not found:
-        console.print("there are no stages in this folder yet: `alignflow run RECIPE` makes them", highlight=False)
+        console.print(
+            "there are no stages in this folder yet: `alignflow run RECIPE` makes them", highlight=False
+        )
         return
     columns = ("stage", "kind", "digest", "when", "seconds", "state", "metric")
     table = table_of(*columns, whole=("stage", "digest", "when", "state"))
     for run in found:
         seconds = "" if run.seconds is None else f"{run.seconds:.0f}"
         state = f"[{COLOURS.get(run.state, 'yellow')}]{run.state}[/]"
-        table.add_row(escape(run.name), run.kind, run.digest, f"{run.when:%Y-%m-%d %H:%M}", seconds, state, escape(run.metric))
+        table.add_row(
+            escape(run.name),
+            run.kind,
+            run.digest,
+            f"{run.when:%Y-%m-%d %H:%M}",
+            seconds,
+            state,
+            escape(run.metric),
+        )
     console.print(table)
     console.print(f"{len(found)} stages, {sum(run.state == 'done' for run in found)} done")
 
@@ -177,16 +252,27 @@ def show_lineage(console: Console, ancestor: Ancestor, data: Sequence[Dataset]) 
         console.print(f"  {', '.join(names)}: {text}", markup=False, highlight=False)
 
 
-def show_garbage(console: Console, kept: Sequence[Item], garbage: Sequence[Item], removed: set[Path] | None) -> None:
+def show_garbage(
+    console: Console, kept: Sequence[Item], garbage: Sequence[Item], removed: set[Path] | None
+) -> None:
     """Prints what is kept and what can be removed, with sizes; `removed`: what was, None without --delete."""
     lines = [("keep", item) for item in kept]
-    lines += [("remove" if removed is None else "removed" if item.path in removed else "in use, stays", item) for item in garbage]
+    lines += [
+        ("remove" if removed is None else "removed" if item.path in removed else "in use, stays", item)
+        for item in garbage
+    ]
     for what, item in lines:
-        console.print(f"{what:13} {item.size / 2**20:10.1f} MiB  {item.path}  ({item.why})", markup=False, highlight=False)
+        console.print(
+            f"{what:13} {item.size / 2**20:10.1f} MiB  {item.path}  ({item.why})",
+            markup=False,
+            highlight=False,
+        )
     whole = sum(item.size for item in garbage if removed is None or item.path in removed)
     end = "" if not garbage else "; --delete removes them" if removed is None else " were removed"
     count = len(garbage) if removed is None else len(removed)
-    console.print(f"{len(kept)} stages are kept; {count} folders, {whole / 2**20:.1f} MiB{end}", highlight=False)
+    console.print(
+        f"{len(kept)} stages are kept; {count} folders, {whole / 2**20:.1f} MiB{end}", highlight=False
+    )
 
 
 def show_migration(console: Console, out: Path, found: Migrated) -> None:
@@ -196,18 +282,26 @@ def show_migration(console: Console, out: Path, found: Migrated) -> None:
     for what, colour in colours.items():
         for note in (note for note in found.notes if note.what == what):
             text = f"{what}: {note.text}" if what != "translated" else note.text
-            table.add_row(note.stage, escape(note.flag), f"[{colour}]{escape(text)}[/]", str(note.line) if note.line else "")
+            table.add_row(
+                note.stage,
+                escape(note.flag),
+                f"[{colour}]{escape(text)}[/]",
+                str(note.line) if note.line else "",
+            )
     console.print(table)
     for remark in found.remarks:
         console.print(f"line {remark.line}: {remark.text}", markup=False, highlight=False)
     counts = [f"{sum(note.what == what for note in found.notes)} {what}" for what in colours]
     console.print(
-        f"{out}: {len(found.recipe.stages)} stages, flags: {', '.join(counts)}; next: alignflow validate {out} --here", markup=False
+        f"{out}: {len(found.recipe.stages)} stages, flags: {', '.join(counts)}; next: alignflow validate"
+        f" {out} --here",
+        markup=False,
     )
 
 
 def config_docs() -> str:
-    """Returns every field of a recipe as markdown: name, type, default, meaning. A field of several classes is listed once."""
+    """Returns every field of a recipe as markdown: name, type, default, meaning. A field of several classes
+    is listed once."""
     parts: dict[str, type[BaseModel]] = {}
     pages = [_section("Recipe", Recipe, parts)]
     pages += [_section(f"Stage `{name}`", kind.config, parts) for name, kind in KINDS.items()]
@@ -216,7 +310,10 @@ def config_docs() -> str:
         for name in rest:
             written.add(name)
             pages.append(_section(name, parts[name], parts))
-    head = "# Configuration\n\nMade by `alignflow config-docs` from `rlhf_core/config/`. A field without a default must be given.\n"
+    head = (
+        "# Configuration\n\nMade by `alignflow config-docs` from `rlhf_core/config/`. A field without a"
+        " default must be given.\n"
+    )
     return "\n".join([head, *pages])
 
 
@@ -228,7 +325,10 @@ def _section(title: str, model: type[BaseModel], parts: dict[str, type[BaseModel
         if base not in stages:
             parts.setdefault(base.__name__, base)
     if bases:
-        links = (f"[{base.__name__}](#{f'stage-{stages[base]}' if base in stages else base.__name__.lower()})" for base in bases)
+        links = (
+            f"[{base.__name__}](#{f'stage-{stages[base]}' if base in stages else base.__name__.lower()})"
+            for base in bases
+        )
         about += [f"Takes the fields of {', '.join(links)} as well.", ""]
     rows = []
     for name, info in model.model_fields.items():
@@ -244,7 +344,8 @@ def _section(title: str, model: type[BaseModel], parts: dict[str, type[BaseModel
 
 def _type_text(annotation: Any) -> str:
     """Returns a type as text for recipe authors: without modules, constraints and typing's names."""
-    origin, arguments = get_origin(annotation), get_args(annotation)
+    origin = get_origin(annotation)
+    arguments = get_args(annotation)
     if annotation is Ellipsis:
         return "..."
     if origin is Annotated:

@@ -28,9 +28,14 @@ NEEDED: dict[str, tuple[str, ...]] = {
     "ppo": ("preference_data", "prompts"),
     "loop": ("preference_data", "prompts"),
 }
-OPTIONAL: dict[str, tuple[str, ...]] = {"sft": ("questions",)} | dict.fromkeys(("dpo", "ppo", "loop"), ("sft_data", "questions"))
+OPTIONAL: dict[str, tuple[str, ...]] = {"sft": ("questions",)} | dict.fromkeys(
+    ("dpo", "ppo", "loop"), ("sft_data", "questions")
+)
 MEANING = {
-    "kind": "What to train: sft; dpo on preference pairs; ppo with a reward model; loop, rounds of DPO on sampled answers",
+    "kind": (
+        "What to train: sft; dpo on preference pairs; ppo with a reward model; loop, rounds of DPO on sampled"
+        " answers"
+    ),
     "base_model": "Base model, a local folder or a Hub id",
     "sft_data": "Chats to imitate, a file or a Hub data set",
     "preference_data": "Preference pairs, a file or a Hub data set",
@@ -41,21 +46,30 @@ MEANING = {
 }
 FINAL = {"loop": "iterative_dpo"}  # the stage whose model is the result, when its name is not the kind's
 MATERIAL = "demo/material"
-AT_ONCE_SECONDS = 1.0  # in which the script of the material finds that nothing is to do, or something is in the way
-BATCH, MICRO_BATCH = 128, 8  # documents of an optimiser step, at least; of a forward pass
+# in which the script of the material finds that nothing is to do, or something is in the way
+AT_ONCE_SECONDS = 1.0
+BATCH = 128
+MICRO_BATCH = 8  # documents of an optimiser step, at least; of a forward pass
 LENGTH = 1024  # tokens of a prompt, and of an answer, at most
 PLAIN = re.compile(r"[A-Za-z./~_][\w./@~-]*")
 
 
 def demo(*, folder: Path = Path("."), plain: bool = False) -> int:
-    """Run the whole lifecycle on a tiny model: makes its material with a seeded script, trains, evaluates, and writes one page.
+    """Run the whole lifecycle on a tiny model: makes its material with a seeded script, trains, evaluates,
+    and writes one page.
 
     Args:
         folder: where material and artifacts go: demo/ and artifacts/ in it.
         plain: print the log, as where the output is no terminal, in place of live lines.
     """
-    if missing := [name for name in ("torch", "transformers", "tokenizers") if importlib.util.find_spec(name) is None]:
-        raise MachineLacks(f"the demo trains models, and {', '.join(missing)} cannot be imported: install the engines (README, Try it)")
+    missing = [
+        name for name in ("torch", "transformers", "tokenizers") if importlib.util.find_spec(name) is None
+    ]
+    if missing:
+        raise MachineLacks(
+            f"the demo trains models, and {', '.join(missing)} cannot be imported: install the engines"
+            " (README, Try it)"
+        )
     from flows.cli.run import run
     from flows.cli.terminal.live import working
 
@@ -65,12 +79,15 @@ def demo(*, folder: Path = Path("."), plain: bool = False) -> int:
     with working("making the demo's model and data", plain):
         _make_material(shipped / "demo" / "make_material.py")
     recipe = Path("demo/tiny-cpu.yaml")  # beside the material: paths in a recipe are relative to its file
-    write_text(recipe, (shipped / "recipes" / "tiny-cpu.yaml").read_text().replace("../../demo/material", "material"))
+    write_text(
+        recipe, (shipped / "recipes" / "tiny-cpu.yaml").read_text().replace("../../demo/material", "material")
+    )
     return run(str(recipe), plain=plain)
 
 
 def _shipped() -> Path:
-    """Returns the folder that holds demo/, recipes/ and tasks/: flows/shipped/ of a wheel (setup.py), deployments/ of a checkout."""
+    """Returns the folder that holds demo/, recipes/ and tasks/: flows/shipped/ of a wheel (setup.py),
+    deployments/ of a checkout."""
     flows = Path(__file__).resolve().parents[1]
     return flows / "shipped" if (flows / "shipped").is_dir() else flows.parent / "deployments"
 
@@ -83,9 +100,12 @@ def _make_folder(folder: Path) -> None:
 
 
 def _make_material(script: Path) -> None:
-    """Makes the demo's base model and data if they are missing. Raises ValueError when the folder holds something else."""
+    """Makes the demo's base model and data if they are missing. Raises ValueError when the folder holds
+    something else."""
     command = [sys.executable, "-P", str(script), "--out", MATERIAL]
-    with subprocess.Popen(command, env=child_environment(), stderr=subprocess.PIPE, text=True, stdin=subprocess.DEVNULL) as process:
+    with subprocess.Popen(
+        command, env=child_environment(), stderr=subprocess.PIPE, text=True, stdin=subprocess.DEVNULL
+    ) as process:
         try:
             told = _errors_of(process)
         except BaseException:
@@ -98,7 +118,8 @@ def _make_material(script: Path) -> None:
 
 
 def _errors_of(process: subprocess.Popen[str]) -> str:
-    """Waits for a process and returns what it wrote to stderr. Unless it ends at once, meanwhile imports the flow, which takes seconds."""
+    """Waits for a process and returns what it wrote to stderr. Unless it ends at once, meanwhile imports the
+    flow, which takes seconds."""
     try:
         return process.communicate(timeout=AT_ONCE_SECONDS)[1]
     except subprocess.TimeoutExpired:
@@ -119,26 +140,34 @@ def init(
     gpus: Whole | None = None,
     name: str | None = None,
 ) -> int:
-    """Write a commented recipe to start from, recipe.yaml. Asks for what no flag gives; without a terminal every needed flag is required.
+    """Write a commented recipe to start from, recipe.yaml. Asks for what no flag gives; without a terminal
+    every needed flag is required.
 
-    Args:
-        folder: where the recipe goes; a recipe.yaml that is there stays, and is an error.
-        kind: what to train. sft; dpo: on preference pairs; ppo: with a reward model; loop: rounds of DPO on sampled answers.
-        base_model: local folder or Hub id of the model to start from.
-        sft_data: chats to imitate, a file or a Hub data set; optional for dpo, ppo and loop, which then start from the base model.
-        preference_data: rows with prompt, chosen and rejected; for dpo, ppo and loop.
-        prompts: rows with prompt; for ppo and loop.
-        questions: held-out rows with prompt and answer; optional, adds an evaluation.
-        gpus: GPUs of one machine, 0 for none; default: those of this machine.
-        name: name of the recipe; default: that of the folder.
+    Args: folder: where the recipe goes; a recipe.yaml that is there stays, and is an error. kind: what to
+        train. sft; dpo: on preference pairs; ppo: with a reward model; loop: rounds of DPO on sampled
+        answers. base_model: local folder or Hub id of the model to start from. sft_data: chats to imitate, a
+        file or a Hub data set; optional for dpo, ppo and loop, which then start from the base model.
+        preference_data: rows with prompt, chosen and rejected; for dpo, ppo and loop. prompts: rows with
+        prompt; for ppo and loop. questions: held-out rows with prompt and answer; optional, adds an
+        evaluation. gpus: GPUs of one machine, 0 for none; default: those of this machine. name: name of the
+        recipe; default: that of the folder.
     """
     path = folder / "recipe.yaml"
     if path.exists():
         raise ValueError(f"{path} exists already: name another folder, or remove it")
-    flags = {"sft_data": sft_data, "preference_data": preference_data, "prompts": prompts, "questions": questions}
+    flags = {
+        "sft_data": sft_data,
+        "preference_data": preference_data,
+        "prompts": prompts,
+        "questions": questions,
+    }
     given: dict[str, str | None] = {"kind": kind, "base_model": base_model, **flags}
-    if kind is not None and (unread := [field for field in flags if flags[field] and field not in NEEDED[kind] + OPTIONAL[kind]]):
-        raise ValueError(f"a recipe of kind {kind} does not read {_flags(unread)}: leave it out, or give another --kind")
+    if kind is not None and (
+        unread := [field for field in flags if flags[field] and field not in NEEDED[kind] + OPTIONAL[kind]]
+    ):
+        raise ValueError(
+            f"a recipe of kind {kind} does not read {_flags(unread)}: leave it out, or give another --kind"
+        )
     if gpus is not None and gpus < 0:
         raise ValueError(f"--gpus {gpus}: give the number of GPUs of one machine, or 0")
     default_name = re.sub(r"[^A-Za-z0-9._-]+", "-", folder.absolute().name).strip("-._") or "my-model"
@@ -146,8 +175,12 @@ def init(
         given = _answered(given)
         gpus = gpus if gpus is not None else int(_ask("gpus", str(num_gpus()), r"\d+"))
         name = name or _ask("name", default_name)
-    elif missing := [field for field in ("kind", "base_model", *NEEDED.get(kind or "", ())) if not given[field]]:
-        raise ValueError(f"give {_flags(missing)}: the standard input is no terminal, so nothing can be asked")
+    elif missing := [
+        field for field in ("kind", "base_model", *NEEDED.get(kind or "", ())) if not given[field]
+    ]:
+        raise ValueError(
+            f"give {_flags(missing)}: the standard input is no terminal, so nothing can be asked"
+        )
     text = recipe_text(given, num_gpus() if gpus is None else gpus, name or default_name, path)
     _make_folder(folder)
     write_text(path, text)
@@ -156,7 +189,8 @@ def init(
 
 
 def recipe_text(given: dict[str, str | None], gpus: int, name: str, path: Path) -> str:
-    """Returns a commented recipe as YAML. `given`: values of `init`'s flags; `path`: of the recipe, for its comments.
+    """Returns a commented recipe as YAML. `given`: values of `init`'s flags; `path`: of the recipe, for its
+    comments.
 
     Raises ValueError for a name or value that a recipe does not accept.
     """
@@ -176,16 +210,29 @@ def recipe_text(given: dict[str, str | None], gpus: int, name: str, path: Path) 
         "final": FINAL.get(kind, kind),
         "baseline": "base" if kind == "sft" else start,
     }
-    environment = Environment(loader=PackageLoader("flows.cli"), undefined=StrictUndefined, keep_trailing_newline=True, autoescape=False)
+    environment = Environment(
+        loader=PackageLoader("flows.cli"),
+        undefined=StrictUndefined,
+        keep_trailing_newline=True,
+        autoescape=False,
+    )
     environment.filters["quoted"] = _quoted
-    text = environment.get_template("recipe.yaml.j2").render({**{name: _beside(name, text, path) for name, text in given.items()}, **known})
+    text = environment.get_template("recipe.yaml.j2").render(
+        {**{name: _beside(name, text, path) for name, text in given.items()}, **known}
+    )
     recipe_of(parse(text, "recipe.yaml.j2"))
     return text
 
 
 def _beside(name: str, value: str | None, recipe: Path) -> str | None:
     """Returns a path of the command line as the recipe's file must name it."""
-    local = name != "kind" and value and not is_remote(value) and not os.path.isabs(value) and not value.startswith("~")
+    local = (
+        name != "kind"
+        and value
+        and not is_remote(value)
+        and not os.path.isabs(value)
+        and not value.startswith("~")
+    )
     return os.path.relpath(value, recipe.parent) if value and local and recipe.parent != Path() else value
 
 

@@ -1,8 +1,10 @@
-"""Starts runs on requests: POST /trigger/FLOW/NAME for the deployment FLOW/NAME, with a bearer token (rlhf_core/system/page_server.py).
+"""Starts runs on requests: POST /trigger/FLOW/NAME for the deployment FLOW/NAME, with a bearer token
+(rlhf_core/system/page_server.py).
 
-202: a run was started; 200: one is there already, which is named; 429: too many were started in the last hour, or too many requests wait;
-503: Prefect's server did not answer. A request's body and query are ignored: a run has its deployment's own parameters.
-The Hub's webhooks send their secret in `X-Webhook-Secret`, which counts as the token.
+202: a run was started; 200: one is there already, which is named; 429: too many were started in the last
+hour, or too many requests wait; 503: Prefect's server did not answer. A request's body and query are ignored:
+a run has its deployment's own parameters. The Hub's webhooks send their secret in `X-Webhook-Secret`, which
+counts as the token.
 """
 
 from __future__ import annotations
@@ -29,29 +31,42 @@ LATER = {"retry-after": "60"}
 HUB_SECRET = b"x-webhook-secret"
 
 
-def application(ask: Callable[[str], Asked], deployments: Collection[str], token: str, hosts: tuple[str, ...] = ()) -> ASGIApp:
-    """Returns the application. `ask` starts a run of one of the deployments (FLOW/NAME), or finds one that is there."""
+def application(
+    ask: Callable[[str], Asked], deployments: Collection[str], token: str, hosts: tuple[str, ...] = ()
+) -> ASGIApp:
+    """Returns the application. `ask` starts a run of one of the deployments (FLOW/NAME), or finds one that is
+    there."""
     locks = {name: asyncio.Lock() for name in deployments}
     waiting: Counter[str] = Counter()
 
     async def post(request: Request) -> Response:
         name = request.path_params["name"]
         if name not in locks:
-            return JSONResponse({"error": f"there is no deployment {name!r}; known are {', '.join(locks)}"}, 404)
+            return JSONResponse(
+                {"error": f"there is no deployment {name!r}; known are {', '.join(locks)}"}, 404
+            )
         if waiting[name] >= MOST_WAITING:
-            return JSONResponse({"error": f"{MOST_WAITING} requests for {name} wait: send it later"}, 429, LATER)
+            return JSONResponse(
+                {"error": f"{MOST_WAITING} requests for {name} wait: send it later"}, 429, LATER
+            )
         waiting[name] += 1
         try:
             async with locks[name]:  # two requests at once would both find no run
                 asked = await run_in_threadpool(ask, name)
         except ObjectNotFound:
-            return JSONResponse({"error": f"Prefect's server has no deployment {name}: deploy it"}, 503, LATER)
+            return JSONResponse(
+                {"error": f"Prefect's server has no deployment {name}: deploy it"}, 503, LATER
+            )
         except (PrefectException, HTTPError, RuntimeError) as error:
-            return JSONResponse({"error": f"Prefect's server did not answer ({type(error).__name__})"}, 503, LATER)
+            return JSONResponse(
+                {"error": f"Prefect's server did not answer ({type(error).__name__})"}, 503, LATER
+            )
         finally:
             waiting[name] -= 1
         if asked.run is None:
-            return JSONResponse({"error": f"too many runs of {name} were started in the last hour"}, 429, LATER)
+            return JSONResponse(
+                {"error": f"too many runs of {name} were started in the last hour"}, 429, LATER
+            )
         return JSONResponse(told(asked), 202 if asked.new else 200)
 
     app = Starlette(routes=[Route("/trigger/{name:path}", post, methods=["POST"])])
@@ -66,7 +81,8 @@ def told(asked: Asked) -> dict[str, Any]:
 
 
 class HubSecret:
-    """An ASGI application that takes the secret of a Hub webhook as the bearer token of a request that has none."""
+    """An ASGI application that takes the secret of a Hub webhook as the bearer token of a request that has
+    none."""
 
     def __init__(self, app: ASGIApp):
         self._app = app
@@ -75,5 +91,8 @@ class HubSecret:
         if scope["type"] == "http":
             given = dict(scope["headers"])
             if HUB_SECRET in given and b"authorization" not in given:
-                scope = {**scope, "headers": [*scope["headers"], (b"authorization", b"Bearer " + given[HUB_SECRET])]}
+                scope = {
+                    **scope,
+                    "headers": [*scope["headers"], (b"authorization", b"Bearer " + given[HUB_SECRET])],
+                }
         await self._app(scope, receive, send)

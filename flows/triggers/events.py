@@ -1,6 +1,8 @@
-"""Tells a Prefect server of new feedback by the event `alignflow.feedback.new`, on which a deployment may start.
+"""Tells a Prefect server of new feedback by the event `alignflow.feedback.new`, on which a deployment may
+start.
 
-Best effort: an event that cannot be sent is one warning, and never stops an import. The server is that of PREFECT_API_URL.
+Best effort: an event that cannot be sent is one warning, and never stops an import. The server is that of
+PREFECT_API_URL.
 """
 
 from __future__ import annotations
@@ -28,19 +30,26 @@ logger = logging.getLogger(__name__)
 
 
 def names_a_server() -> bool:
-    """Whether to tell a server: the environment names one, and it is not that of `alignflow serve`, which looks at inboxes itself."""
+    """Whether to tell a server: the environment names one, and it is not that of `alignflow serve`, which
+    looks at inboxes itself."""
     return bool(os.environ.get("PREFECT_API_URL")) and SERVED_ENV not in os.environ
 
 
 def tell(inboxes: Sequence[Path]) -> bool:
-    """Sends the event for each inbox, with the resource `alignflow.inbox.NAME`. Returns whether the server took it."""
+    """Sends the event for each inbox, with the resource `alignflow.inbox.NAME`. Returns whether the server
+    took it."""
     events = [
-        Event(event=NEW, resource=Resource({"prefect.resource.id": f"alignflow.inbox.{inbox.name.removesuffix(SUFFIX)}"}))
+        Event(
+            event=NEW,
+            resource=Resource({"prefect.resource.id": f"alignflow.inbox.{inbox.name.removesuffix(SUFFIX)}"}),
+        )
         for inbox in inboxes
     ]
     try:
         with get_client(sync_client=True, httpx_settings={"timeout": ANSWER_SECONDS}) as client:
-            client.request("POST", "/events", json=[event.model_dump(mode="json") for event in events]).raise_for_status()
+            client.request(
+                "POST", "/events", json=[event.model_dump(mode="json") for event in events]
+            ).raise_for_status()
     except (PrefectException, HTTPError, RuntimeError, OSError) as error:
         logger.debug("the event was not taken", exc_info=error)
         return False
@@ -51,7 +60,8 @@ class Teller:
     """Tells the server when a loop has rows for a round; an event that it did not take is sent again."""
 
     def __init__(self, watches: Sequence[Watch]):
-        self._watches, self._warned = watches, set[str]()
+        self._watches = watches
+        self._warned = set[str]()
 
     def start(self) -> None:
         """Looks every few seconds, in a thread that ends with the process."""
@@ -64,7 +74,10 @@ class Teller:
                     if tell(inboxes_of(watch.recipe)):
                         watch.started()
                     else:
-                        self._warn("Prefect's server (PREFECT_API_URL) did not take the event of new feedback: it is sent again later")
+                        self._warn(
+                            "Prefect's server (PREFECT_API_URL) did not take the event of new feedback: it is"
+                            " sent again later"
+                        )
             except (ValueError, OSError) as error:
                 self._warn(f"recipe {watch.recipe.name}: {error}")
 

@@ -1,6 +1,7 @@
 """Decides when the feedback in an inbox is enough for the next round of a loop. Without Prefect.
 
-It reads `loop.json` and counts rows, so nothing is lost with a process: rows that came while nothing watched are found at the start.
+It reads `loop.json` and counts rows, so nothing is lost with a process: rows that came while nothing watched
+are found at the start.
 """
 
 from __future__ import annotations
@@ -14,24 +15,34 @@ from rlhf_core.recipe.loop_record import LOCK, folder_of, loop_of, read
 from rlhf_core.system.files import is_locked
 
 LOOK_SECONDS = 5.0  # between two looks at an inbox
-SHORTEST_PAUSE, LONGEST_PAUSE = 60.0, 3600.0  # seconds between starts that finish no round
+SHORTEST_PAUSE = 60.0
+LONGEST_PAUSE = 3600.0  # seconds between starts that finish no round
 
 
 class Watch:
-    """Watches the inboxes of a recipe's loop. Raises ValueError when the recipe has no single loop on feedback."""
+    """Watches the inboxes of a recipe's loop. Raises ValueError when the recipe has no single loop on
+    feedback."""
 
     def __init__(self, recipe: Recipe, clock: Callable[[], float] = time.monotonic):
-        self.recipe, self.loop, self._clock = recipe, loop_of(recipe), clock
+        self.recipe = recipe
+        self.loop = loop_of(recipe)
+        self._clock = clock
         config = recipe.stages[self.loop]
         if not isinstance(config, IterativeFeedback):
-            raise ValueError(f"recipe {recipe.name}: its loop {self.loop} takes no feedback: use a loop of kind iterative_feedback")
+            raise ValueError(
+                f"recipe {recipe.name}: its loop {self.loop} takes no feedback: use a loop of kind"
+                " iterative_feedback"
+            )
         self._config = config
         self._tried: dict[str, int] | None = None  # the newest rows at the last start
-        self._rounds, self._pause, self._earliest = -1, 0.0, 0.0
+        self._rounds = -1
+        self._pause = 0.0
+        self._earliest = 0.0
 
     def due(self) -> bool:
-        """Whether to start a run: `min_new_rows` rows came that no round has and that were not there at the last start; or a round is
-        unfinished and this object has started none. False while a run works on the loop, and in pauses.
+        """Whether to start a run: `min_new_rows` rows came that no round has and that were not there at the
+        last start; or a round is unfinished and this object has started none. False while a run works on the
+        loop, and in pauses.
 
         Raises ValueError when `loop.json` or an inbox cannot be read.
         """
@@ -41,15 +52,22 @@ class Watch:
         record = read(folder, self.loop)
         if self._tried is None and record.begun:
             return True
-        parts = [self._tried or {}, *(done.taken for done in record.rounds[-1:]), record.begun.taken if record.begun else {}]
+        parts = [
+            self._tried or {},
+            *(done.taken for done in record.rounds[-1:]),
+            record.begun.taken if record.begun else {},
+        ]
         seen = {place: max(part.get(place, 0) for part in parts) for part in parts for place in part}
         return new_rows(self._config, seen) >= self._config.min_new_rows
 
     def started(self) -> None:
-        """Notes that a run was started. Starts that finish no round are a minute apart, then two, and so on up to an hour."""
+        """Notes that a run was started. Starts that finish no round are a minute apart, then two, and so on
+        up to an hour."""
         self._tried = ends_of(self._config)
         rounds = len(read(folder_of(self.recipe), self.loop).rounds)
-        self._pause = min(max(SHORTEST_PAUSE, 2 * self._pause), LONGEST_PAUSE) if rounds == self._rounds else 0.0
+        self._pause = (
+            min(max(SHORTEST_PAUSE, 2 * self._pause), LONGEST_PAUSE) if rounds == self._rounds else 0.0
+        )
         self._rounds, self._earliest = rounds, self._clock() + self._pause
 
     def again(self) -> None:

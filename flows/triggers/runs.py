@@ -22,22 +22,25 @@ MOST_DEPLOYMENTS = 200
 
 
 class Asked(NamedTuple):
-    """What became of a request: the run, and whether the request started it. No run: too many were started in the last hour."""
+    """What became of a request: the run, and whether the request started it. No run: too many were started in
+    the last hour."""
 
     run: FlowRun | None
     new: bool
 
 
 def ask(client: SyncPrefectClient, name: str, tag: str, an_hour: int | None = None) -> Asked:
-    """Starts a run of the deployment FLOW/NAME with the deployment's own parameters, unless it, or another deployment of this flow and
-    recipe, has a run that works, waits, or is due.
+    """Starts a run of the deployment FLOW/NAME with the deployment's own parameters, unless it, or another
+    deployment of this flow and recipe, has a run that works, waits, or is due.
 
-    `tag` of the run says what started it; at most `an_hour` runs with it are started in an hour. One caller for a deployment at a time.
-    Raises ObjectNotFound when there is no such deployment.
+    `tag` of the run says what started it; at most `an_hour` runs with it are started in an hour. One caller
+    for a deployment at a time. Raises ObjectNotFound when there is no such deployment.
     """
     own, alike = _deployments(client, name)
     now = datetime.now(UTC)
-    here = _runs(client, alike, {"state": {"type": {"any_": HERE}}, "expected_start_time": {"before_": now + SOON}}, 1)
+    here = _runs(
+        client, alike, {"state": {"type": {"any_": HERE}}, "expected_start_time": {"before_": now + SOON}}, 1
+    )
     if here:
         return Asked(here[0], False)
     if an_hour is not None:
@@ -46,35 +49,49 @@ def ask(client: SyncPrefectClient, name: str, tag: str, an_hour: int | None = No
             return Asked(None, False)
     once = str(uuid4())  # the client repeats a request that the server was too busy to answer
     state: State[Any] = Scheduled(scheduled_time=now)
-    return Asked(client.create_flow_run_from_deployment(own.id, state=state, tags=[tag], idempotency_key=once), True)
+    return Asked(
+        client.create_flow_run_from_deployment(own.id, state=state, tags=[tag], idempotency_key=once), True
+    )
 
 
 def _deployments(client: SyncPrefectClient, name: str) -> tuple[DeploymentResponse, list[UUID]]:
     """Returns a deployment, and the ids of all deployments of its flow and recipe."""
     flow, _, title = name.partition("/")
     wanted = FlowFilter.model_validate({"name": {"any_": [flow]}})
-    ours = client.read_deployments(flow_filter=wanted, deployment_filter=DeploymentFilter.model_validate({"name": {"any_": [title]}}))
+    ours = client.read_deployments(
+        flow_filter=wanted, deployment_filter=DeploymentFilter.model_validate({"name": {"any_": [title]}})
+    )
     if not ours:
         raise ObjectNotFound(http_exc=LookupError(name), help_message=f"there is no deployment {name}")
     recipe = ours[0].parameters.get("recipe")
     all_ = client.read_deployments(flow_filter=wanted, limit=MOST_DEPLOYMENTS)
-    return ours[0], [ours[0].id, *(other.id for other in all_ if other.id != ours[0].id and other.parameters.get("recipe") == recipe)]
+    return ours[0], [
+        ours[0].id,
+        *(other.id for other in all_ if other.id != ours[0].id and other.parameters.get("recipe") == recipe),
+    ]
 
 
-def _runs(client: SyncPrefectClient, deployments: list[UUID], more: dict[str, object], limit: int) -> list[FlowRun]:
+def _runs(
+    client: SyncPrefectClient, deployments: list[UUID], more: dict[str, object], limit: int
+) -> list[FlowRun]:
     wanted = FlowRunFilter.model_validate({"deployment_id": {"any_": deployments}, **more})
-    return client.read_flow_runs(flow_run_filter=wanted, limit=limit, sort=FlowRunSort.EXPECTED_START_TIME_ASC)
+    return client.read_flow_runs(
+        flow_run_filter=wanted, limit=limit, sort=FlowRunSort.EXPECTED_START_TIME_ASC
+    )
 
 
 class FeedbackTrigger:
     """Starts a run of a loop's deployment when its inbox has the rows for a round."""
 
     def __init__(self, client: SyncPrefectClient, name: str, watch: Watch):
-        self._client, self._name, self._watch = client, name, watch
+        self._client = client
+        self._name = name
+        self._watch = watch
         self._run: UUID | None = None
 
     def look(self) -> FlowRun | None:
-        """Returns the run that it started, if it did. Raises ValueError as `Watch.due`, and Prefect's and httpx's errors."""
+        """Returns the run that it started, if it did. Raises ValueError as `Watch.due`, and Prefect's and
+        httpx's errors."""
         if self._run is not None:
             last = self._client.read_flow_run(self._run)
             if last.state is not None and not last.state.is_final():

@@ -1,4 +1,5 @@
-"""Runs an object on another node of the stage, beside its ranks: without CPUs or GPUs of its own, in several threads."""
+"""Runs an object on another node of the stage, beside its ranks: without CPUs or GPUs of its own, in several
+threads."""
 
 from __future__ import annotations
 
@@ -24,7 +25,9 @@ class HelperDied(RuntimeError):
 class Held:
     """Holds the object in the process on the other node."""
 
-    def make(self, factory: Callable[..., Any], options: Mapping[str, Any], environment: Mapping[str, str]) -> None:
+    def make(
+        self, factory: Callable[..., Any], options: Mapping[str, Any], environment: Mapping[str, str]
+    ) -> None:
         end_when_alone([head(), own_node()])
         for name, value in environment.items():
             os.environ.setdefault(name, value)
@@ -35,21 +38,26 @@ class Held:
 
 
 class Helper:
-    """Makes an object on a node: `factory(**options)`, with the variables of this process where the node has none of that name. They are
-    sent with a call, since Ray writes those of an actor to its logs. `threads`: calls at once."""
+    """Makes an object on a node: `factory(**options)`, with the variables of this process where the node has
+    none of that name. They are sent with a call, since Ray writes those of an actor to its logs. `threads`:
+    calls at once."""
 
     def __init__(self, node: Node, threads: int, factory: Callable[..., Any], **options: Any):
         self.node = node
         where = NodeAffinitySchedulingStrategy(node.identity, soft=False)
         process = ray.remote(Held).options(
-            num_cpus=0, max_concurrency=threads, scheduling_strategy=where, runtime_env={"env_vars": passed_environment()}
+            num_cpus=0,
+            max_concurrency=threads,
+            scheduling_strategy=where,
+            runtime_env={"env_vars": passed_environment()},
         )
         self._process: Any = process.remote()
         variables = {name: value for name, value in os.environ.items() if not name.startswith(OWN)}
         self._made = self._process.make.remote(factory, options, variables)
 
     def call(self, method: str, *args: Any) -> Any:
-        """Calls a method of the object. Raises what it raises, HelperDied when its process ended, NodeLost when its node is lost."""
+        """Calls a method of the object. Raises what it raises, HelperDied when its process ended, NodeLost
+        when its node is lost."""
         try:
             fetched(self._made)
             return fetched(self._process.call.remote(method, *args))

@@ -1,8 +1,8 @@
 """Assigns each process of each group to a bundle of resources. Imports neither Ray nor torch.
 
-A bundle is what Ray reserves on one node, usually a GPU and some CPUs. Groups that are `together` share their bundles: process i of
-each runs on the same GPU. An engine over several GPUs of its own, or a stage of it, is one bundle, so that Ray finds a
-node with room for all of that.
+A bundle is what Ray reserves on one node, usually a GPU and some CPUs. Groups that are `together` share their
+bundles: process i of each runs on the same GPU. An engine over several GPUs of its own, or a stage of it, is
+one bundle, so that Ray finds a node with room for all of that.
 """
 
 from __future__ import annotations
@@ -26,15 +26,16 @@ class Slot(NamedTuple):
 
 @dataclass(frozen=True)
 class Layout:
-    """Holds the bundles and the slots of each group in them. An engine over several GPUs has a slot on each; `spans`: how many slots in a
-    row have to be on one node."""
+    """Holds the bundles and the slots of each group in them. An engine over several GPUs has a slot on each;
+    `spans`: how many slots in a row have to be on one node."""
 
     bundles: Sequence[Mapping[str, float]]
     slots: Mapping[str, Sequence[Slot]]
     spans: Mapping[str, int]
 
     def gpus(self) -> dict[str, list[str]]:
-        """Returns the GPU of each process, by group: `GPU 0` for a whole one, else `shared`, `shared 2`, ..., which are filled in turn."""
+        """Returns the GPU of each process, by group: `GPU 0` for a whole one, else `shared`, `shared 2`, ...,
+        which are filled in turn."""
         filled: list[float] = []
         names: list[list[str]] = []  # of each bundle, as many as one group has processes in it
         held = [Counter(slot.bundle for slot in slots) for slots in self.slots.values()]
@@ -49,10 +50,16 @@ class Layout:
                 filled.append(0.0)
             filled[place] += part
             names.append([f"shared {place + 1}" if place else "shared"])
-        return {name: [names[slot.bundle][k] for slot, k in _numbered(slots)] for name, slots in self.slots.items()}
+        return {
+            name: [names[slot.bundle][k] for slot, k in _numbered(slots)]
+            for name, slots in self.slots.items()
+        }
 
     def __str__(self) -> str:
-        return ", ".join(f"{name} {len(slots)} x ({slots[0].cpus:g} CPU, {slots[0].gpus:g} GPU)" for name, slots in self.slots.items())
+        return ", ".join(
+            f"{name} {len(slots)} x ({slots[0].cpus:g} CPU, {slots[0].gpus:g} GPU)"
+            for name, slots in self.slots.items()
+        )
 
 
 def _numbered(slots: Sequence[Slot]) -> Iterator[tuple[Slot, int]]:
@@ -64,17 +71,18 @@ def _numbered(slots: Sequence[Slot]) -> Iterator[tuple[Slot, int]]:
 
 
 def span_of(wanted: Wanted) -> int:
-    """Returns the number of processes that have to be on one node: those of an engine, or of a stage of it."""
+    """Returns the number of processes that have to be on one node: those of an engine, or of a stage of
+    it."""
     return wanted.tensor_parallel_size if isinstance(wanted, Vllm) else 1
 
 
 def arrange(groups: Mapping[str, Wanted], together: Sequence[Sequence[str]] = ()) -> Layout:
-    """Makes a bundle for each process, for each engine, or for each set of processes that share a GPU; in Ray each of those takes an equal
-    part of it.
+    """Makes a bundle for each process, for each engine, or for each set of processes that share a GPU; in Ray
+    each of those takes an equal part of it.
 
-    Processes that share GPUs have a bundle for each GPU also where an engine is among them, and so have engines on parts of GPUs: Ray would
-    put several of such processes on one GPU of a larger bundle. Raises ValueError when groups that share GPUs differ in their number of
-    processes or only some of them have GPUs.
+    Processes that share GPUs have a bundle for each GPU also where an engine is among them, and so have
+    engines on parts of GPUs: Ray would put several of such processes on one GPU of a larger bundle. Raises
+    ValueError when groups that share GPUs differ in their number of processes or only some of them have GPUs.
     """
     bundles: list[dict[str, float]] = []
     slots: dict[str, list[Slot]] = {}
@@ -83,13 +91,20 @@ def arrange(groups: Mapping[str, Wanted], together: Sequence[Sequence[str]] = ()
         check_together({name: groups[name] for name in names})
         count = processes(groups[names[0]])
         whole = 1.0 if len(names) > 1 else groups[names[0]].gpus
-        gpus = (int(10_000 / len(names)) / 10_000 if len(names) > 1 else whole) if groups[names[0]].gpus else 0.0
-        each = span_of(groups[names[0]]) if len(names) == 1 and gpus == int(gpus) else 1  # processes in a bundle
+        gpus = (
+            (int(10_000 / len(names)) / 10_000 if len(names) > 1 else whole) if groups[names[0]].gpus else 0.0
+        )
+        # processes in a bundle
+        each = span_of(groups[names[0]]) if len(names) == 1 and gpus == int(gpus) else 1
         for name in names:
             slots[name] = [Slot(len(bundles) + i // each, groups[name].cpus, gpus) for i in range(count)]
         cpus = sum(groups[name].cpus for name in names)
         bundles += [{"CPU": each * cpus} | ({"GPU": each * whole} if gpus else {})] * (count // each)
-    return Layout(bundles, {name: slots[name] for name in groups}, {name: span_of(wanted) for name, wanted in groups.items()})
+    return Layout(
+        bundles,
+        {name: slots[name] for name in groups},
+        {name: span_of(wanted) for name, wanted in groups.items()},
+    )
 
 
 def by_node(layout: Layout, node_of: Mapping[int, str]) -> dict[str, list[Slot]]:
@@ -99,15 +114,16 @@ def by_node(layout: Layout, node_of: Mapping[int, str]) -> dict[str, list[Slot]]
     """
     nodes = list(dict.fromkeys(node_of[bundle] for bundle in sorted(node_of)))
     ordered = {
-        name: sorted(slots, key=lambda slot: (nodes.index(node_of[slot.bundle]), slot.bundle)) for name, slots in layout.slots.items()
+        name: sorted(slots, key=lambda slot: (nodes.index(node_of[slot.bundle]), slot.bundle))
+        for name, slots in layout.slots.items()
     }
     for name, slots in ordered.items():
         span = layout.spans[name]
         for first in range(0, len(slots), span):
             if len({node_of[slot.bundle] for slot in slots[first : first + span]}) > 1:
                 raise ValueError(
-                    f"an engine of {name} with tensor_parallel_size={span} would be on two nodes: lower it to a divisor of a node's GPUs "
-                    "(pipeline_parallel_size puts one engine on several nodes)"
+                    f"an engine of {name} with tensor_parallel_size={span} would be on two nodes: lower it to"
+                    " a divisor of a node's GPUs (pipeline_parallel_size puts one engine on several nodes)"
                 )
     return ordered
 
@@ -115,9 +131,15 @@ def by_node(layout: Layout, node_of: Mapping[int, str]) -> dict[str, list[Slot]]
 def too_large(layout: Layout, nodes: Sequence[Mapping[str, float]]) -> str:
     """Returns in words which bundle no node could hold even if it were empty; empty when there is none."""
     for bundle in layout.bundles:
-        if not any(all(node.get(resource, 0.0) + 1e-6 >= amount for resource, amount in bundle.items()) for node in nodes):
+        if not any(
+            all(node.get(resource, 0.0) + 1e-6 >= amount for resource, amount in bundle.items())
+            for node in nodes
+        ):
             needed = " and ".join(f"{amount:g} {resource}s" for resource, amount in bundle.items())
-            most = ", ".join(f"{max((node.get(resource, 0.0) for node in nodes), default=0.0):g} {resource}s" for resource in bundle)
+            most = ", ".join(
+                f"{max((node.get(resource, 0.0) for node in nodes), default=0.0):g} {resource}s"
+                for resource in bundle
+            )
             return f"a node with {needed} (the largest have {most})"
     return ""
 

@@ -1,7 +1,9 @@
-"""Checks which ranks make progress: each reports its own (`rlhf_core.system.progress`), and the process that waits reads the reports.
+"""Checks which ranks make progress: each reports its own (`rlhf_core.system.progress`), and the process that
+waits reads the reports.
 
-A rank that works cannot answer a call, so a thread of its process puts the report into the cluster's key-value store. Ray's concurrency
-groups would answer calls beside the work, but move the work off the main thread, where libraries set their signal handlers.
+A rank that works cannot answer a call, so a thread of its process puts the report into the cluster's
+key-value store. Ray's concurrency groups would answer calls beside the work, but move the work off the main
+thread, where libraries set their signal handlers.
 """
 
 from __future__ import annotations
@@ -36,8 +38,10 @@ def report(key: str) -> None:
 def _report(key: str) -> None:
     reported = ""
     while True:
-        with suppress(RpcError, OSError):  # a folder was removed while it was looked at, for example; the next round tries again
-            if (now := progress.seen()) != reported:
+        # a folder was removed while it was looked at, for example; the next round tries again
+        with suppress(RpcError, OSError):
+            now = progress.seen()
+            if now != reported:
                 put(key, now)
                 reported = now
         time.sleep(REPORT_SECONDS)
@@ -52,25 +56,39 @@ class Silent(Exception):
 
 
 class Watch:
-    """The wait for the work of several ranks, none of which may go without progress for `timeout` seconds. `keys`: what each rank reports
-    under, by the reference of its work; ranks with one key are silent when none of them makes progress. `notice` gets the references of
-    ranks without progress for NOTICE_SECONDS, once, before the timeout is over. `show` gets what was done, after SHOWN_SECONDS, and then
-    each time after twice as long."""
+    """The wait for the work of several ranks, none of which may go without progress for `timeout` seconds.
+    `keys`: what each rank reports under, by the reference of its work; ranks with one key are silent when
+    none of them makes progress. `notice` gets the references of ranks without progress for NOTICE_SECONDS,
+    once, before the timeout is over. `show` gets what was done, after SHOWN_SECONDS, and then each time after
+    twice as long."""
 
-    def __init__(self, keys: Mapping[Any, str], timeout: float, notice: Callable[[Sequence[Any]], None], show: Callable[[str], None]):
-        self._keys, self._timeout, self._notice, self._show = keys, timeout, notice, show
+    def __init__(
+        self,
+        keys: Mapping[Any, str],
+        timeout: float,
+        notice: Callable[[Sequence[Any]], None],
+        show: Callable[[str], None],
+    ):
+        self._keys = keys
+        self._timeout = timeout
+        self._notice = notice
+        self._show = show
         self._first: dict[str, bytes | None] = {}  # what each rank reported at the first look
         self._noticed: set[Any] = set()
-        self._last: dict[str, bytes | None] = {}  # what each rank reported when it was last looked at; others may watch it, too
+        # what each rank reported when it was last looked at; others may watch it, too
+        self._last: dict[str, bytes | None] = {}
         self._pause = min(timeout / LOOKS, LONGEST_PAUSE)
         now = time.monotonic()
-        self._since, self._next_look = dict.fromkeys(keys, now), now + self._pause
-        self._begun, self._shown = now, now
+        self._since = dict.fromkeys(keys, now)
+        self._next_look = now + self._pause
+        self._begun = now
+        self._shown = now
         self._unread: float | None = None  # since when no report can be read
 
     def next(self, waiting: Sequence[Any], failing: Sequence[Any] = ()) -> tuple[Any, list[Any]]:
-        """Returns the reference that is ready first, and the others of `waiting`. `failing`: references that are ready when what `waiting`
-        needs has failed; they report no progress. Raises Silent, and NodeLost."""
+        """Returns the reference that is ready first, and the others of `waiting`. `failing`: references that
+        are ready when what `waiting` needs has failed; they report no progress. Raises Silent, and
+        NodeLost."""
         while True:
             pause = min(CHECK_SECONDS, max(0.0, self._next_look - time.monotonic()))
             ready, others = ray.wait([*waiting, *failing], num_returns=1, timeout=pause, fetch_local=False)
@@ -82,7 +100,9 @@ class Watch:
                 return ready[0], others
 
     def _look(self, others: list[Any]) -> None:
-        _, working = ray.wait(others, num_returns=len(others), timeout=0, fetch_local=False) if others else ([], [])
+        _, working = (
+            ray.wait(others, num_returns=len(others), timeout=0, fetch_local=False) if others else ([], [])
+        )
         now = time.monotonic()
         self._next_look = now + self._pause
         try:
@@ -90,21 +110,32 @@ class Watch:
         except RpcError:  # the head is gone or cannot be reached, which `reach` finds out, or it is slow
             self._unread = self._unread or now
             if now - self._unread >= self._timeout:
-                raise NodeLost(lost("the key-value store of the Ray cluster", f"for {self._timeout:.0f} s")) from None
+                raise NodeLost(
+                    lost("the key-value store of the Ray cluster", f"for {self._timeout:.0f} s")
+                ) from None
             return
         self._unread = None
         first = {key: report for key, report in reports.items() if key not in self._last}
         self._last |= first
-        self._since |= {ref: now for ref in working if reports[self._keys[ref]] != self._last[self._keys[ref]]}
+        self._since |= {
+            ref: now for ref in working if reports[self._keys[ref]] != self._last[self._keys[ref]]
+        }
         self._last.update(reports)
         self._first |= first
         if now - self._shown >= max(SHOWN_SECONDS, self._shown - self._begun):
-            pairs = [((self._first[key] or b"").decode(), (last or b"").decode()) for key, last in self._last.items()]
+            pairs = [
+                ((self._first[key] or b"").decode(), (last or b"").decode())
+                for key, last in self._last.items()
+            ]
             self._show(f"{progress.between(pairs)} in {now - self._begun:.0f} s")
             self._shown = now
-        if silent := [ref for ref in working if now - self._since[ref] >= self._timeout]:
+        silent = [ref for ref in working if now - self._since[ref] >= self._timeout]
+        if silent:
             raise Silent(silent)
         self._noticed = {ref for ref in self._noticed if now - self._since[ref] >= NOTICE_SECONDS}
-        if fresh := [ref for ref in working if now - self._since[ref] >= NOTICE_SECONDS and ref not in self._noticed]:
+        fresh = [
+            ref for ref in working if now - self._since[ref] >= NOTICE_SECONDS and ref not in self._noticed
+        ]
+        if fresh:
             self._notice(fresh)
             self._noticed |= {*fresh}

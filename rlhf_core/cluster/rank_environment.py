@@ -20,14 +20,16 @@ if TYPE_CHECKING:
     from torch.distributed import Store  # type: ignore[attr-defined]
 
 STORE = "ALIGNFLOW_STORE"  # environment variable: address of the store of this rank's group
-PATIENCE = timedelta(days=1)  # of collectives: a rank may read or write for long; their wait ends when no rank makes progress
+# of collectives: a rank may read or write for long; their wait ends when no rank makes progress
+PATIENCE = timedelta(days=1)
 RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", STORE)
 
 # What helps a role or a stage whose GPU has no memory left.
 LESS_MEMORY = (
-    "lower micro_train_tokens or micro_train_batch_size (in PPO also those of rollouts, and vllm.gpu_memory_utilization), or set "
-    "gradient_checkpointing, adam_offload or param_offload (in PPO also ref_reward_offload), and run again: with another value of any of "
-    "these the stage goes on from its last checkpoint; `alignflow plan` with this GPU's memory says what fits"
+    "lower micro_train_tokens or micro_train_batch_size (in PPO also those of rollouts, and"
+    " vllm.gpu_memory_utilization), or set gradient_checkpointing, adam_offload or param_offload (in PPO also"
+    " ref_reward_offload), and run again: with another value of any of these the stage goes on from its last"
+    " checkpoint; `alignflow plan` with this GPU's memory says what fits"
 )
 
 
@@ -40,8 +42,8 @@ def set_rank_environment(rank: int, world_size: int, store: str, local_rank: int
 
 
 def use_card_of(address: str) -> None:
-    """Makes gloo and vLLM use the network card with this address, unless the environment says which. By themselves they take the address
-    that the host's name has, which on many machines is one of loopback."""
+    """Makes gloo and vLLM use the network card with this address, unless the environment says which. By
+    themselves they take the address that the host's name has, which on many machines is one of loopback."""
     os.environ.setdefault("VLLM_HOST_IP", address)
     for card, found in psutil.net_if_addrs().items():
         if any(each.address == address for each in found):
@@ -49,9 +51,11 @@ def use_card_of(address: str) -> None:
 
 
 def store_address(host: str = LOOPBACK) -> str:
-    """Returns the address of a new store on this machine: a file of this user on a single node, a port of `host` on several.
+    """Returns the address of a new store on this machine: a file of this user on a single node, a port of
+    `host` on several.
 
-    PyTorch's TCP store asks nobody for a password and listens on all interfaces by itself: this one listens on `host` alone.
+    PyTorch's TCP store asks nobody for a password and listens on all interfaces by itself: this one listens
+    on `host` alone.
     """
     if host == LOOPBACK:
         return f"file://{private_folder(Path(tempfile.gettempdir()))}/ranks-{uuid.uuid4().hex}"
@@ -62,7 +66,8 @@ def store_address(host: str = LOOPBACK) -> str:
 
 
 def open_store(address: str, rank: int, world_size: int, timeout: timedelta) -> Store:
-    """Opens the store at an address of `store_address`; for a port, rank 0 must be the process that made the address."""
+    """Opens the store at an address of `store_address`; for a port, rank 0 must be the process that made the
+    address."""
     import torch.distributed as dist
 
     place = urlsplit(address)
@@ -71,19 +76,22 @@ def open_store(address: str, rank: int, world_size: int, timeout: timedelta) -> 
         store.set_timeout(timeout)
         return store
     listener = _listening.pop(address).detach() if rank == 0 else None
-    host, port = str(place.hostname), int(place.port or 0)
+    host = str(place.hostname)
+    port = int(place.port or 0)
     return dist.TCPStore(host, port, world_size, rank == 0, timeout, master_listen_fd=listener)  # type: ignore[attr-defined]
 
 
 def serve_store(address: str) -> Store | None:
-    """Opens the store at an address of `store_address`, which this process must have made, for others to join; does not wait for them.
-    Returns None for a file, which nobody has to open first."""
+    """Opens the store at an address of `store_address`, which this process must have made, for others to
+    join; does not wait for them. Returns None for a file, which nobody has to open first."""
     import torch.distributed as dist
 
     place = urlsplit(address)
     if place.scheme == "file":
         return None
-    host, port, listener = str(place.hostname), int(place.port or 0), _listening.pop(address).detach()
+    host = str(place.hostname)
+    port = int(place.port or 0)
+    listener = _listening.pop(address).detach()
     return dist.TCPStore(host, port, None, True, PATIENCE, False, master_listen_fd=listener)  # type: ignore[attr-defined]
 
 

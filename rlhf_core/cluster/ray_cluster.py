@@ -1,4 +1,5 @@
-"""Joins the Ray cluster at RAY_ADDRESS, or starts one for this process, and reserves a place on it for every rank of a stage."""
+"""Joins the Ray cluster at RAY_ADDRESS, or starts one for this process, and reserves a place on it for every
+rank of a stage."""
 
 from __future__ import annotations
 
@@ -24,11 +25,12 @@ from rlhf_core.system.secret_file import private_folder
 
 # Settings of the libraries, by how their names begin.
 KEPT = tuple(
-    "NCCL_ TORCH_ NVSHMEM_ CUDA_ VLLM_ HF_ DS_ GLOO_ GOMP_ PYTHON PYTORCH_ RAY_ TRANSFORMERS_ TOKENIZERS_ TQDM_ TRITON_ "
-    "TORCHINDUCTOR_".split()
+    "NCCL_ TORCH_ NVSHMEM_ CUDA_ VLLM_ HF_ DS_ GLOO_ GOMP_ PYTHON PYTORCH_ RAY_ TRANSFORMERS_ TOKENIZERS_"
+    " TQDM_ TRITON_ TORCHINDUCTOR_".split()
 )
 # Set explicitly: some hosts show less memory than they have.
-OBJECT_STORE_BYTES, GPU_OBJECT_STORE_BYTES = 512 << 20, 8 << 30
+OBJECT_STORE_BYTES = 512 << 20
+GPU_OBJECT_STORE_BYTES = 8 << 30
 KEPT_DAYS = 30  # files of groups and clusters that were killed; a run is shorter
 GIVEN_UP_SECONDS = 150.0  # Ray gives up a node that does not answer after up to 75
 _used: frozenset[str] = frozenset()  # nodes of the last reservation
@@ -36,7 +38,8 @@ _started = ""  # address of the cluster that `connect` started last
 
 
 class Reservation(NamedTuple):
-    """Holds what `reserve` has reserved: `slots[name]` are those of a group's processes, node by node; `nodes`: the node of each bundle."""
+    """Holds what `reserve` has reserved: `slots[name]` are those of a group's processes, node by node;
+    `nodes`: the node of each bundle."""
 
     group: PlacementGroup
     slots: Mapping[str, Sequence[Slot]]
@@ -60,8 +63,8 @@ def connect() -> None:
     if os.environ.get("RAY_ADDRESS"):
         if os.environ.get("RAY_AUTH_MODE") != "token":
             print(
-                f"warning: whoever reaches the Ray cluster at {os.environ['RAY_ADDRESS']} can run code on it: start it with "
-                "RAY_AUTH_MODE=token and one RAY_AUTH_TOKEN on all nodes, and set both here",
+                f"warning: whoever reaches the Ray cluster at {os.environ['RAY_ADDRESS']} can run code on it:"
+                " start it with RAY_AUTH_MODE=token and one RAY_AUTH_TOKEN on all nodes, and set both here",
                 flush=True,
             )
         ray.init(job_config=SafePathJob(), log_to_driver=True, logging_level="WARNING")
@@ -72,7 +75,8 @@ def connect() -> None:
     # Ranks have variables of their own: Ray would start a worker for each core of the machine, and use none.
     os.environ.setdefault("RAY_prestart_worker_first_driver", "0")
     store = GPU_OBJECT_STORE_BYTES if num_gpus() else OBJECT_STORE_BYTES
-    # "local": without it Ray would join whatever cluster was started last on this machine, somebody else's perhaps.
+    # "local": without it Ray would join whatever cluster was started last on this machine, somebody else's
+    # perhaps.
     ray.init(
         "local",
         num_cpus=os.cpu_count(),
@@ -87,8 +91,8 @@ def connect() -> None:
 
 
 def remove_leftovers(folder: Path) -> None:
-    """Removes stores of ranks and sessions of Ray that are older than KEPT_DAYS and whose process, the last part of a session's name, has
-    ended."""
+    """Removes stores of ranks and sessions of Ray that are older than KEPT_DAYS and whose process, the last
+    part of a session's name, has ended."""
     for place in [*folder.glob("ranks-*"), *folder.glob("ray/session_2*")]:
         process = place.name.rpartition("_")[2]
         with suppress(OSError):
@@ -99,8 +103,9 @@ def remove_leftovers(folder: Path) -> None:
 
 
 def leave() -> None:
-    """Ends the cluster if `connect` started it, else leaves it. Nothing that its processes print is shown after that. Where the head of
-    another cluster is gone, Ray would wait for it: there the end of this process is the end of the connection."""
+    """Ends the cluster if `connect` started it, else leaves it. Nothing that its processes print is shown
+    after that. Where the head of another cluster is gone, Ray would wait for it: there the end of this
+    process is the end of the connection."""
     if not ray.is_initialized() or is_ours() or answering([head()]):
         ray.shutdown()
         reach.watch([])
@@ -108,14 +113,22 @@ def leave() -> None:
 
 def _nodes(identities: Collection[str] | None = None) -> list[Place]:
     """Returns the living nodes of the cluster, all or these."""
-    living = [node for node in ray.nodes() if node["Alive"] and (identities is None or node["NodeID"] in identities)]
+    living = [
+        node for node in ray.nodes() if node["Alive"] and (identities is None or node["NodeID"] in identities)
+    ]
     return [place_of(node) for node in living]
 
 
 def _wait_for_nodes() -> None:
-    """Waits until every node answers, or Ray has given up those that do not: until then it would reserve them. Raises NodeLost."""
-    deadline, told = time.monotonic() + GIVEN_UP_SECONDS, ""
-    while (nodes := _nodes()) and (answer := answering(nodes)) and (silent := [place for place in nodes if place not in answer]):
+    """Waits until every node answers, or Ray has given up those that do not: until then it would reserve
+    them. Raises NodeLost."""
+    deadline = time.monotonic() + GIVEN_UP_SECONDS
+    told = ""
+    while (
+        (nodes := _nodes())
+        and (answer := answering(nodes))
+        and (silent := [place for place in nodes if place not in answer])
+    ):
         names = " and ".join(place.name for place in silent)
         if time.monotonic() > deadline:
             raise NodeLost(lost(names, f"for {GIVEN_UP_SECONDS:.0f} s"))
@@ -130,8 +143,12 @@ def other_nodes() -> list[Node]:
     if not ray.is_initialized():
         return []
     own = ray.get_runtime_context().get_node_id()
-    there = [node for node in ray.nodes() if node["Alive"] and node["NodeID"] in _used and node["NodeID"] != own]
-    return sorted((Node(node["NodeID"], node["NodeManagerAddress"]) for node in there), key=lambda node: node.address)
+    there = [
+        node for node in ray.nodes() if node["Alive"] and node["NodeID"] in _used and node["NodeID"] != own
+    ]
+    return sorted(
+        (Node(node["NodeID"], node["NodeManagerAddress"]) for node in there), key=lambda node: node.address
+    )
 
 
 def dead_nodes() -> list[str]:
@@ -145,34 +162,44 @@ def is_ours() -> bool:
 
 
 def passed_environment() -> dict[str, str]:
-    """Returns the variables that workers of another cluster get: libraries' settings, among them those that keep NVLink multicast off.
+    """Returns the variables that workers of another cluster get: libraries' settings, among them those that
+    keep NVLink multicast off.
 
-    Keys and tokens are left out, since Ray writes these variables to its logs: they must be set on the nodes. RAY_ADDRESS tells our package
-    that the process is not on a cluster of one machine alone.
+    Keys and tokens are left out, since Ray writes these variables to its logs: they must be set on the nodes.
+    RAY_ADDRESS tells our package that the process is not on a cluster of one machine alone.
     """
-    kept = {name: value for name, value in os.environ.items() if name.startswith(KEPT) and not SECRET_NAME.search(name)}
+    kept = {
+        name: value
+        for name, value in os.environ.items()
+        if name.startswith(KEPT) and not SECRET_NAME.search(name)
+    }
     for noise in ("RAY_ADDRESS", "RAY_JOB_ID", "RAY_RAYLET_PID", "CUDA_VISIBLE_DEVICES"):
         kept.pop(noise, None)
     return kept | ({"RAY_ADDRESS": ray.get_runtime_context().gcs_address} if ray.is_initialized() else {})
 
 
 def reserve(layout: Layout, timeout: float) -> Reservation:
-    """Reserves the bundles of a layout, nodes filled one after the other. From then on the nodes are watched (`reach`).
+    """Reserves the bundles of a layout, nodes filled one after the other. From then on the nodes are watched
+    (`reach`).
 
-    Raises ValueError when the cluster can never hold the layout, TimeoutError when its resources are not free within `timeout` seconds,
-    NodeLost when a node does not answer.
+    Raises ValueError when the cluster can never hold the layout, TimeoutError when its resources are not free
+    within `timeout` seconds, NodeLost when a node does not answer.
     """
     if not is_ours():
         _wait_for_nodes()
     nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
-    if missing := shortage(layout.bundles, ray.cluster_resources()) or too_large(layout, nodes):
-        raise ValueError(f"the cluster lacks {missing} for {layout}: lower cpus/gpus of these groups, let some share GPUs, or add nodes")
+    missing = shortage(layout.bundles, ray.cluster_resources()) or too_large(layout, nodes)
+    if missing:
+        raise ValueError(
+            f"the cluster lacks {missing} for {layout}: lower cpus/gpus of these groups, let some share GPUs,"
+            " or add nodes"
+        )
     group = placement_group(list(layout.bundles), strategy="PACK")
     if not group.wait(timeout):
         free = ray.available_resources()
         raise TimeoutError(
-            f"{layout} was not available within {timeout:.0f} s: free now are {free.get('CPU', 0):g} CPUs and "
-            f"{free.get('GPU', 0):g} GPUs, the others are in use"
+            f"{layout} was not available within {timeout:.0f} s: free now are {free.get('CPU', 0):g} CPUs and"
+            f" {free.get('GPU', 0):g} GPUs, the others are in use"
         )
     node_of = placement_group_table(group)["bundles_to_node_id"]
     print(f"reserved {layout} on {len(set(node_of.values()))} node(s)", flush=True)

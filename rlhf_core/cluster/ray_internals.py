@@ -1,8 +1,11 @@
-"""Uses private parts of Ray, made for Ray 2.60. Where a release lacks one, Ray is left as it is, and a line in the log says so.
+"""Uses private parts of Ray, made for Ray 2.60. Where a release lacks one, Ray is left as it is, and a line
+in the log says so.
 
-- `SafePathJob` keeps the working directory off the workers' module path, unless it is on this process's own. Ray puts it before everything
-  else there, so that a `tasks.py` in it hides our package; `ray._private.worker.connect` does so where the job's method says False.
-- `put` and `get` reach the cluster's key-value store. Without it every look finds progress, so that no rank is taken to be silent.
+- `SafePathJob` keeps the working directory off the workers' module path, unless it is on this process's own.
+  Ray puts it before everything else there, so that a `tasks.py` in it hides our package;
+  `ray._private.worker.connect` does so where the job's method says False.
+- `put` and `get` reach the cluster's key-value store. Without it every look finds progress, so that no rank
+is taken to be silent.
 """
 
 from __future__ import annotations
@@ -25,15 +28,25 @@ STORE_SECONDS = 5  # until a look gives up: the cluster's head may be gone
 
 class SafePathJob(JobConfig):
     def _runtime_env_has_working_dir(self) -> bool:
-        return bool(super()._runtime_env_has_working_dir()) or os.getcwd() not in map(os.path.abspath, sys.path)
+        return bool(super()._runtime_env_has_working_dir()) or os.getcwd() not in map(
+            os.path.abspath, sys.path
+        )
 
 
 def report_missing() -> None:
     """Prints what the installed Ray lacks."""
     if not hasattr(JobConfig, "_runtime_env_has_working_dir"):
-        print(f"Ray {ray.__version__} may import modules of the working directory in place of ours: install Ray 2.60", flush=True)
+        print(
+            f"Ray {ray.__version__} may import modules of the working directory in place of ours: install Ray"
+            " 2.60",
+            flush=True,
+        )
     if _internal_kv_get is None:
-        print(f"Ray {ray.__version__} shows no progress of ranks, so a wait for one that hangs does not end: install Ray 2.60", flush=True)
+        print(
+            f"Ray {ray.__version__} shows no progress of ranks, so a wait for one that hangs does not end:"
+            " install Ray 2.60",
+            flush=True,
+        )
 
 
 def put(key: str, value: str) -> None:
@@ -43,10 +56,12 @@ def put(key: str, value: str) -> None:
 
 
 def get(key: str) -> bytes | None:
-    """Returns the stored report; None when there is none. Raises ray.exceptions.RpcError when the store cannot be reached."""
+    """Returns the stored report; None when there is none. Raises ray.exceptions.RpcError when the store
+    cannot be reached."""
     if _internal_kv_get is None:
         return str(time.monotonic_ns()).encode()
-    if (client := internal_kv_get_gcs_client()) is None:  # behind ray://
+    client = internal_kv_get_gcs_client()
+    if client is None:  # behind ray://
         found: bytes | None = _internal_kv_get(key, namespace=NAMESPACE)
     else:
         found = client.internal_kv_get(key.encode(), NAMESPACE.encode(), timeout=STORE_SECONDS)

@@ -1,8 +1,10 @@
-"""Checks that the nodes of a stage and the head of its cluster can be reached, by opening a connection to each every few seconds.
+"""Checks that the nodes of a stage and the head of its cluster can be reached, by opening a connection to
+each every few seconds.
 
-Ray needs more than a minute to find that a node's cable is cut, and ends the waiting process without a reason where its head is gone. The
-kernel answers for a process that is stopped or busy, so no answer means that the node, its network or its raylet is gone. A place that has
-never answered is not watched: from outside, a cluster behind `ray://` shows one port only.
+Ray needs more than a minute to find that a node's cable is cut, and ends the waiting process without a reason
+where its head is gone. The kernel answers for a process that is stopped or busy, so no answer means that the
+node, its network or its raylet is gone. A place that has never answered is not watched: from outside, a
+cluster behind `ray://` shows one port only.
 """
 
 from __future__ import annotations
@@ -20,11 +22,16 @@ import ray
 
 from rlhf_core.system.machine import NodeLost
 
-CHECK_SECONDS, ANSWER_SECONDS = 2.0, 2.0  # between two checks; of one
+CHECK_SECONDS = 2.0
+ANSWER_SECONDS = 2.0  # between two checks; of one
 NOTICE_SECONDS = 3.0  # without an answer, until the log says so
-LOST_SECONDS = 30.0  # without an answer, until the stage ends: longer than a cable that is put back takes, shorter than a minute
-EXIT_SECONDS = 10.0  # after that this process is ended: it still waits for something of Ray that never returns
-ALONE_SECONDS = 45.0  # without an answer of the head or the raylet, until a rank ends itself: nothing else may tell it of its stage's end
+# without an answer, until the stage ends: longer than a cable that is put back takes, shorter than a minute
+LOST_SECONDS = 30.0
+# after that this process is ended: it still waits for something of Ray that never returns
+EXIT_SECONDS = 10.0
+# without an answer of the head or the raylet, until a rank ends itself: nothing else may tell it of its
+# stage's end
+ALONE_SECONDS = 45.0
 
 
 class Place(NamedTuple):
@@ -42,7 +49,8 @@ def head() -> Place:
 
 
 class Reach:
-    """Watches the places of the one cluster that this process uses, in a thread of its own, from `watch` on."""
+    """Watches the places of the one cluster that this process uses, in a thread of its own, from `watch`
+    on."""
 
     def __init__(self) -> None:
         self._places: Sequence[Place] = ()
@@ -53,7 +61,10 @@ class Reach:
 
     def watch(self, places: Sequence[Place]) -> None:
         """Watches those of the places that answer, in place of the ones so far."""
-        self._places, self._since, self._noticed, self._lost = answering(places), {}, set(), ""
+        self._places = answering(places)
+        self._since = {}
+        self._noticed = set()
+        self._lost = ""
         if self._thread is None:
             self._thread = Thread(target=self._watch, name="reach", daemon=True)
             self._thread.start()
@@ -71,7 +82,8 @@ class Reach:
     def _watch(self) -> None:
         while True:
             time.sleep(CHECK_SECONDS)
-            places = self._places if ray.is_initialized() else ()  # none once this process has left the cluster
+            # none once this process has left the cluster
+            places = self._places if ray.is_initialized() else ()
             self.note(places, answering(places), time.monotonic())
 
     def note(self, places: Sequence[Place], answer: Collection[Place], now: float) -> None:
@@ -86,7 +98,9 @@ class Reach:
             without = now - self._since.setdefault(place, now)
             if without >= NOTICE_SECONDS and place not in self._noticed:
                 self._noticed.add(place)
-                print(f"{place.name} gives no answer; the stage waits {LOST_SECONDS:.0f} s for it", flush=True)
+                print(
+                    f"{place.name} gives no answer; the stage waits {LOST_SECONDS:.0f} s for it", flush=True
+                )
             if without >= LOST_SECONDS and not self._lost:
                 self._lost = lost(place.name, f"for {without:.0f} s")
             if without >= LOST_SECONDS + EXIT_SECONDS:
@@ -103,23 +117,30 @@ def own_node() -> Place:
 
 def place_of(node: Mapping[str, Any]) -> Place:
     """Returns where the Ray process of an entry of `ray.nodes()` answers."""
-    return Place(f"the Ray node {node['NodeManagerAddress']}", node["NodeManagerAddress"], node["NodeManagerPort"])
+    return Place(
+        f"the Ray node {node['NodeManagerAddress']}", node["NodeManagerAddress"], node["NodeManagerPort"]
+    )
 
 
 def end_when_alone(places: Sequence[Place]) -> None:
-    """Starts a thread that ends this process, which works for a stage, once one of the places has not answered for ALONE_SECONDS: the
-    head, which would tell of the stage's end, or the raylet, with which a process of Ray does not always end."""
+    """Starts a thread that ends this process, which works for a stage, once one of the places has not
+    answered for ALONE_SECONDS: the head, which would tell of the stage's end, or the raylet, with which a
+    process of Ray does not always end."""
     since: dict[Place, float] = {}
 
     def watch() -> None:
         while True:
             time.sleep(CHECK_SECONDS)
-            answer, now = answering(places), time.monotonic()
+            answer = answering(places)
+            now = time.monotonic()
             for place in places:
                 if place in answer:
                     since.pop(place, None)
                 elif now - since.setdefault(place, now) >= ALONE_SECONDS:
-                    print(f"{place.name} gave no answer for {ALONE_SECONDS:.0f} s: this process ends", flush=True)
+                    print(
+                        f"{place.name} gave no answer for {ALONE_SECONDS:.0f} s: this process ends",
+                        flush=True,
+                    )
                     os._exit(1)
 
     if len(answering(places)) == len(places):
@@ -129,14 +150,14 @@ def end_when_alone(places: Sequence[Place]) -> None:
 def lost(names: str, when: str) -> str:
     """Returns the sentence of nodes that are lost."""
     return (
-        f"{names} gave no answer {when}: power, network or the Ray process is gone; run again when it is back, or on the nodes that are "
-        "left: a stage resumes from its last checkpoint"
+        f"{names} gave no answer {when}: power, network or the Ray process is gone; run again when it is"
+        " back, or on the nodes that are left: a stage resumes from its last checkpoint"
     )
 
 
 def fetched(ref: Any) -> Any:
-    """Waits for the small value of a reference. Raises NodeLost where a node is lost meanwhile, and what the work raised. Ray may begin
-    the transfer of a large value anew after each time limit."""
+    """Waits for the small value of a reference. Raises NodeLost where a node is lost meanwhile, and what the
+    work raised. Ray may begin the transfer of a large value anew after each time limit."""
     while True:
         try:
             return ray.get(ref, timeout=CHECK_SECONDS)
@@ -146,10 +167,13 @@ def fetched(ref: Any) -> Any:
 
 def answering(places: Sequence[Place]) -> list[Place]:
     """Returns the places that accept a connection within ANSWER_SECONDS; all are tried at once."""
-    deadline, found = time.monotonic() + ANSWER_SECONDS, set[Place]()
+    deadline = time.monotonic() + ANSWER_SECONDS
+    found = set[Place]()
     with ExitStack() as stack, selectors.DefaultSelector() as selector:
         for place in places:
-            probe = stack.enter_context(socket.socket(socket.AF_INET6 if ":" in place.host else socket.AF_INET))
+            probe = stack.enter_context(
+                socket.socket(socket.AF_INET6 if ":" in place.host else socket.AF_INET)
+            )
             probe.setblocking(False)
             try:
                 probe.connect_ex((place.host, place.port))

@@ -27,16 +27,18 @@ def temporary_group(
     pipeline_stages: int = 1,
     **options: Any,
 ) -> Iterator[WorkerGroup]:
-    """Starts the processes of `wanted`, and makes the role's object on each rank (`WorkerGroup.prepare`, `WorkerGroup.build`). `span` and
-    `pipeline_stages`: as of `WorkerGroup`.
+    """Starts the processes of `wanted`, and makes the role's object on each rank (`WorkerGroup.prepare`,
+    `WorkerGroup.build`). `span` and `pipeline_stages`: as of `WorkerGroup`.
 
-    Raises ValueError and TimeoutError as `reserve`. At the end leaves the cluster; if `connect` started it, waits until its processes have
-    ended, because another stage needs their GPUs.
+    Raises ValueError and TimeoutError as `reserve`. At the end leaves the cluster; if `connect` started it,
+    waits until its processes have ended, because another stage needs their GPUs.
     """
     connect()
     ours = is_ours()
     try:
-        group = WorkerGroup(name, reserve(arrange({name: wanted}), timeout), 1, span, pipeline_stages=pipeline_stages)
+        group = WorkerGroup(
+            name, reserve(arrange({name: wanted}), timeout), 1, span, pipeline_stages=pipeline_stages
+        )
         if prepare:
             group.prepare(*prepare)
         group.build(factory, **options).wait(timeout)

@@ -1,4 +1,5 @@
-"""Runs one rank of a worker group in a process of its own: makes the object of its role and calls its methods."""
+"""Runs one rank of a worker group in a process of its own: makes the object of its role and calls its
+methods."""
 
 from __future__ import annotations
 
@@ -25,13 +26,14 @@ from rlhf_core.system.processes import raised_by_us
 
 
 def cpu_threads(side_by_side: int) -> int:
-    """Returns how many threads one of `side_by_side` processes gets: its part of the stage's cores, or of those of this node (of this
-    container, where that has a quota)."""
+    """Returns how many threads one of `side_by_side` processes gets: its part of the stage's cores, or of
+    those of this node (of this container, where that has a quota)."""
     return max(1, int(os.environ.get(CORES_ENV) or num_cpus()) // side_by_side)
 
 
 class LibraryError(RuntimeError):
-    """Stands for a ValueError that a library raised. Unlike one of ours it does not say what the user must change."""
+    """Stands for a ValueError that a library raised. Unlike one of ours it does not say what the user must
+    change."""
 
 
 @contextmanager
@@ -46,7 +48,8 @@ def mark_library_errors() -> Iterator[None]:
 
 
 class RankReady(NamedTuple):
-    """Says that a rank is ready: the id of its process, and the seconds that its imports and its loading took."""
+    """Says that a rank is ready: the id of its process, and the seconds that its imports and its loading
+    took."""
 
     process: int
     imports: float
@@ -54,14 +57,15 @@ class RankReady(NamedTuple):
 
 
 class Worker:
-    """Runs one rank: `build` makes the role's object, `call` runs one of its methods. `side_by_side`: processes that share the cores of
-    this node; `key`: under which the rank reports progress."""
+    """Runs one rank: `build` makes the role's object, `call` runs one of its methods. `side_by_side`:
+    processes that share the cores of this node; `key`: under which the rank reports progress."""
 
     def __init__(self, name: str, side_by_side: int, expandable_segments: bool, key: str):
         self._name = name
         self._unprepared: Exception | None = None
         self._imports = 0.0
-        os.environ["OMP_NUM_THREADS"] = str(cpu_threads(side_by_side))  # before anything is imported that reads it
+        # before anything is imported that reads it
+        os.environ["OMP_NUM_THREADS"] = str(cpu_threads(side_by_side))
         if not expandable_segments:
             give_up_segments(os.environ)
         use_card_of(ray.util.get_node_ip_address())
@@ -103,10 +107,14 @@ class Worker:
         return free_memory()
 
     def follow(self, *built: Any) -> None:
-        """Makes the role's object as `build` does, and ends this process when the object's `stay` returns: it has failed."""
+        """Makes the role's object as `build` does, and ends this process when the object's `stay` returns: it
+        has failed."""
         self.build(*built)
         self.role.stay()
-        print(f"a pipeline stage of {self._name} ended: the lines of its Worker_PP processes say why", flush=True)
+        print(
+            f"a pipeline stage of {self._name} ended: the lines of its Worker_PP processes say why",
+            flush=True,
+        )
         ray.actor.exit_actor()
 
     def build(
@@ -121,9 +129,9 @@ class Worker:
         address: str = "",
         *gpus: list[str],
     ) -> RankReady:
-        """Makes the role's object. `store`: address of the store in which the ranks find each other. `gpus`: for an engine over several
-        GPUs, the ids of its GPUs, by slot. `stage`: of an engine of several stages, its number and how many there are; `address`:
-        that of their store."""
+        """Makes the role's object. `store`: address of the store in which the ranks find each other. `gpus`:
+        for an engine over several GPUs, the ids of its GPUs, by slot. `stage`: of an engine of several
+        stages, its number and how many there are; `address`: that of their store."""
         start = time.monotonic()
         if gpus:
             os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(gpu for place in gpus for gpu in place)
@@ -136,7 +144,8 @@ class Worker:
         return RankReady(os.getpid(), self._imports, time.monotonic() - start)
 
     def call(self, method: str, *args: Any, **kwargs: Any) -> tuple[Any, float]:
-        """Returns the method's result and the seconds it took. Results are in host memory, so the GPU has finished too."""
+        """Returns the method's result and the seconds it took. Results are in host memory, so the GPU has
+        finished too."""
         start = time.monotonic()
         with mark_library_errors():
             result = getattr(self.role, method)(*args, **kwargs)

@@ -1,7 +1,9 @@
-"""Starts and calls worker groups, the ranks of one role. Each rank is a Ray actor that holds one Python object.
+"""Starts and calls worker groups, the ranks of one role. Each rank is a Ray actor that holds one Python
+object.
 
-A call goes to every rank and returns at once. The wait for it ends with an error, which names role and phase, when a rank makes no progress
-for a time. Arguments may be references from `put_on_nodes`, so that a batch is sent to each node once.
+A call goes to every rank and returns at once. The wait for it ends with an error, which names role and phase,
+when a rank makes no progress for a time. Arguments may be references from `put_on_nodes`, so that a batch is
+sent to each node once.
 """
 
 from __future__ import annotations
@@ -19,7 +21,14 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from rlhf_core.cluster.layout import arrange
 from rlhf_core.cluster.progress_watch import NOTICE_SECONDS, Silent, Watch
 from rlhf_core.cluster.rank_environment import LESS_MEMORY
-from rlhf_core.cluster.ray_cluster import Reservation, connect, dead_nodes, is_ours, passed_environment, reserve
+from rlhf_core.cluster.ray_cluster import (
+    Reservation,
+    connect,
+    dead_nodes,
+    is_ours,
+    passed_environment,
+    reserve,
+)
 from rlhf_core.cluster.reach import lost, reach
 from rlhf_core.cluster.worker import RankReady, Worker
 from rlhf_core.config import Ranks
@@ -29,7 +38,8 @@ from rlhf_core.system.machine import NodeLost
 P = ParamSpec("P")
 R = TypeVar("R")
 NODE_DIED = re.compile(r"node has (crashed|died)")  # in Ray's errors
-DEATH_SECONDS = 3.0  # until Ray tells of a dead rank; others that were connected with it raise errors of their own before
+# until Ray tells of a dead rank; others that were connected with it raise errors of their own before
+DEATH_SECONDS = 3.0
 SILENT_SECONDS = 3600  # longer than any work of a training stage that counts no progress
 
 
@@ -44,8 +54,9 @@ class RankDied(RoleFailed):
 class Pending(NamedTuple, Generic[R]):
     """Holds the references of work that ranks of a group are doing.
 
-    `keys`: where each rank reports progress. `spent`: dict to which the slowest rank's seconds are added, under the name of the phase.
-    `other_stages`: references of the other pipeline stages of engines, which are ready only when these have failed."""
+    `keys`: where each rank reports progress. `spent`: dict to which the slowest rank's seconds are added,
+    under the name of the phase. `other_stages`: references of the other pipeline stages of engines, which are
+    ready only when these have failed."""
 
     role: str
     phase: str
@@ -55,7 +66,8 @@ class Pending(NamedTuple, Generic[R]):
     other_stages: Sequence[Any] = ()
 
     def wait(self, timeout: float) -> list[R]:
-        """Waits; returns the results by rank. Raises RoleFailed as soon as one rank failed, or made no progress for `timeout` seconds."""
+        """Waits; returns the results by rank. Raises RoleFailed as soon as one rank failed, or made no
+        progress for `timeout` seconds."""
         return wait_all([self], timeout)[0]
 
     def results(self) -> list[Any]:
@@ -72,25 +84,34 @@ class Pending(NamedTuple, Generic[R]):
         except ray.exceptions.RayActorError as error:
             if NODE_DIED.search(str(error)):
                 named = ", ".join(address for address in dead_nodes() if address in str(error))
-                told = f"a Ray node{f' ({named})' if named else ''} ended during '{self.phase}' of {self.role}"
-                raise NodeLost(f"{told}: its raylet was stopped or killed, often for lack of memory; start the stage again") from None
-            if gone := reach.gone():
+                told = (
+                    f"a Ray node{f' ({named})' if named else ''} ended during '{self.phase}' of {self.role}"
+                )
+                raise NodeLost(
+                    f"{told}: its raylet was stopped or killed, often for lack of memory; start the stage"
+                    " again"
+                ) from None
+            gone = reach.gone()
+            if gone:
                 raise NodeLost(lost(gone, f"in '{self.phase}' of {self.role}")) from None
             raise RankDied(
-                f"a rank of {self.role} died during '{self.phase}', often for lack of memory: lower its batch sizes. {error}"
+                f"a rank of {self.role} died during '{self.phase}', often for lack of memory: lower its batch"
+                f" sizes. {error}"
             ) from None
         except ray.exceptions.RayTaskError as error:
             for kind in (ValueError, FloatingPointError):
                 if isinstance(error.cause, kind):
                     raise kind(f"{self.role}: {error.cause}") from None
             if type(error.cause).__name__ == "OutOfMemoryError":
-                raise RoleFailed(f"{self.role} ran out of GPU memory in '{self.phase}': {LESS_MEMORY}. {error.cause}") from None
+                raise RoleFailed(
+                    f"{self.role} ran out of GPU memory in '{self.phase}': {LESS_MEMORY}. {error.cause}"
+                ) from None
             raise RoleFailed(f"{self.role} failed in '{self.phase}': {error.cause!r}\n{error}") from None
 
 
 def wait_all(pending: Sequence[Pending[Any]], timeout: float) -> list[list[Any]]:
-    """Waits for groups that work at once; returns the results by group and rank. Raises RoleFailed as soon as any rank failed, or made no
-    progress for `timeout` seconds, NodeLost when a node was lost."""
+    """Waits for groups that work at once; returns the results by group and rank. Raises RoleFailed as soon as
+    any rank failed, or made no progress for `timeout` seconds, NodeLost when a node was lost."""
     owner = {ref: work for work in pending for ref in (*work.refs, *work.other_stages)}
     stages = [ref for work in pending for ref in work.other_stages]
     keys = {ref: key for work in pending for ref, key in zip(work.refs, work.keys, strict=True)}
@@ -109,7 +130,9 @@ def wait_all(pending: Sequence[Pending[Any]], timeout: float) -> list[list[Any]]
     return [work.results() for work in pending]
 
 
-def _cause(failed: RoleFailed, owner: Mapping[Any, Pending[Any]], waiting: list[Any]) -> RoleFailed | NodeLost:
+def _cause(
+    failed: RoleFailed, owner: Mapping[Any, Pending[Any]], waiting: list[Any]
+) -> RoleFailed | NodeLost:
     """Returns the death of another rank or of a node where there is one, else `failed`."""
     deadline = time.monotonic() + DEATH_SECONDS
     while not isinstance(failed, RankDied) and waiting and (left := deadline - time.monotonic()) > 0:
@@ -127,7 +150,10 @@ def _cause(failed: RoleFailed, owner: Mapping[Any, Pending[Any]], waiting: list[
 
 def _silent(pending: Sequence[Pending[Any]], silent: Silent, timeout: float) -> RoleFailed:
     who = _without_progress(pending, silent.refs)
-    return RoleFailed(f"{who} for {timeout:.0f} s; raise `timeout` (of PPO) if this is normal, else start the stage again: it resumes")
+    return RoleFailed(
+        f"{who} for {timeout:.0f} s; raise `timeout` (of PPO) if this is normal, else start the stage again:"
+        " it resumes"
+    )
 
 
 def _notice(pending: Sequence[Pending[Any]], timeout: float, refs: Sequence[Any]) -> None:
@@ -142,18 +168,20 @@ def _show(pending: Sequence[Pending[Any]], done: str) -> None:
 
 def _without_progress(pending: Sequence[Pending[Any]], refs: Sequence[Any]) -> str:
     return " and ".join(
-        f"{work.role}: ranks {[rank for rank, ref in enumerate(work.refs) if ref in refs]} made no progress in '{work.phase}'"
+        f"{work.role}: ranks {[rank for rank, ref in enumerate(work.refs) if ref in refs]} made no progress"
+        f" in '{work.phase}'"
         for work in pending
         if any(ref in refs for ref in work.refs)
     )
 
 
 class WorkerGroup:
-    """Starts all ranks of one role. An engine over several GPUs is one rank: `span` processes, in `pipeline_stages` stages of vLLM's
-    pipeline, each with a process that works (`Worker.follow`); the processes on its other GPUs only reserve these.
-    `at_once`: roles that work at the same time, between which and whose ranks the cores of a node are divided.
-    `expandable_segments`: whether PyTorch may use them, where the user turns them on (`rlhf_core.system.gpu_allocator`). `together`: the
-    ranks wait for each other in collectives, so that the progress of one is that of all."""
+    """Starts all ranks of one role. An engine over several GPUs is one rank: `span` processes, in
+    `pipeline_stages` stages of vLLM's pipeline, each with a process that works (`Worker.follow`); the
+    processes on its other GPUs only reserve these. `at_once`: roles that work at the same time, between which
+    and whose ranks the cores of a node are divided. `expandable_segments`: whether PyTorch may use them,
+    where the user turns them on (`rlhf_core.system.gpu_allocator`). `together`: the ranks wait for each other
+    in collectives, so that the progress of one is that of all."""
 
     def __init__(
         self,
@@ -165,38 +193,58 @@ class WorkerGroup:
         together: bool = False,
         pipeline_stages: int = 1,
     ):
-        self.name, slots = name, reservation.slots[name]
-        self.world_size, key = len(slots) // span, uuid.uuid4().hex
+        self.name = name
+        slots = reservation.slots[name]
+        self.world_size = len(slots) // span
+        key = uuid.uuid4().hex
         nodes = [reservation.nodes[slot.bundle] for slot in slots]
         self.nodes = nodes[::span]  # of each rank
         keys = [key if together else f"{key}-{i}" for i in range(len(slots))]
-        # Processes of a cluster of our own have our environment anyway, and start at once where Ray need not make one for them.
+        # Processes of a cluster of our own have our environment anyway, and start at once where Ray need not
+        # make one for them.
         environment = None if is_ours() else {"env_vars": passed_environment()}
 
         def process(i: int) -> Any:
-            slot, title = slots[i], f"{name}{i // span}" if self.world_size > 1 else name
-            where = PlacementGroupSchedulingStrategy(reservation.group, placement_group_bundle_index=slot.bundle)
-            options = {"num_cpus": slot.cpus, "num_gpus": slot.gpus, "runtime_env": environment, "scheduling_strategy": where}
-            return ray.remote(Worker).options(**options).remote(title, at_once * nodes.count(nodes[i]), expandable_segments, keys[i])
+            slot = slots[i]
+            title = f"{name}{i // span}" if self.world_size > 1 else name
+            where = PlacementGroupSchedulingStrategy(
+                reservation.group, placement_group_bundle_index=slot.bundle
+            )
+            options = {
+                "num_cpus": slot.cpus,
+                "num_gpus": slot.gpus,
+                "runtime_env": environment,
+                "scheduling_strategy": where,
+            }
+            return (
+                ray.remote(Worker)
+                .options(**options)
+                .remote(title, at_once * nodes.count(nodes[i]), expandable_segments, keys[i])
+            )
 
         self._process = process
         self._processes = [process(i) for i in range(len(slots))]
-        self._span, self._workers, self._keys = span, self._processes[::span], keys[::span]
-        self._stages, self._following = pipeline_stages, dict[int, list[Any]]()  # by rank: references of its other stages
+        self._span = span
+        self._workers = self._processes[::span]
+        self._keys = keys[::span]
+        self._stages = pipeline_stages
+        self._following = dict[int, list[Any]]()  # by rank: references of its other stages
         self._spent: dict[str, float] = {}
         self._spent_alone: list[dict[str, float]] = [{} for _ in self._workers]  # by `call_rank`
 
     def prepare(self, function: str, *args: Any) -> None:
-        """Lets every rank call `module:function`, to import what it will need, and does not wait. An engine over several GPUs does not:
-        what it imports may look for GPUs before `build` sets which it sees."""
+        """Lets every rank call `module:function`, to import what it will need, and does not wait. An engine
+        over several GPUs does not: what it imports may look for GPUs before `build` sets which it sees."""
         if self._span == 1:
             for worker in self._workers:
                 worker.prepare.remote(function, *args)
 
     def build(self, factory: Callable[..., Any], **options: Any) -> Pending[RankReady]:
-        """Makes the role's object on every rank; ranks find each other in the first one's store. The results are `RankReady`."""
+        """Makes the role's object on every rank; ranks find each other in the first one's store. The results
+        are `RankReady`."""
         self._made = factory, options
-        store = self._workers[0].store_address.remote()  # Ray passes the result of a reference, so this does not wait
+        # Ray passes the result of a reference, so this does not wait
+        store = self._workers[0].store_address.remote()
         refs = [self._build(rank, store) for rank in range(self.world_size)]
         return Pending(self.name, "load", refs, self._keys, other_stages=self._others(range(self.world_size)))
 
@@ -212,7 +260,9 @@ class WorkerGroup:
             of_stage = own[stage * size : (stage + 1) * size]
             seen = [worker.gpu_ids.remote() for worker in of_stage] if self._span > 1 else []
             start = of_stage[0].follow if stage else of_stage[0].build
-            return start.remote(rank, self.world_size, local_rank, store, *self._made, numbers[stage], address, *seen)
+            return start.remote(
+                rank, self.world_size, local_rank, store, *self._made, numbers[stage], address, *seen
+            )
 
         first, *self._following[rank] = [started(stage) for stage in range(self._stages)]
         return first
@@ -221,58 +271,109 @@ class WorkerGroup:
         return [ref for rank in ranks for ref in self._following.get(rank, ())]
 
     def build_again(self, ranks: Sequence[int]) -> Pending[RankReady]:
-        """Starts ranks anew whose process died, and makes their role's object as `build` did. For ranks that do not know each other."""
+        """Starts ranks anew whose process died, and makes their role's object as `build` did. For ranks that
+        do not know each other."""
         for rank in ranks:
             for i in range(rank * self._span, (rank + 1) * self._span):
                 ray.kill(self._processes[i])
                 self._processes[i] = self._process(i)
             self._workers[rank] = self._processes[rank * self._span]
         store = self._workers[ranks[0]].store_address.remote()
-        refs, keys = [self._build(rank, store) for rank in ranks], [self._keys[rank] for rank in ranks]
+        refs = [self._build(rank, store) for rank in ranks]
+        keys = [self._keys[rank] for rank in ranks]
         return Pending(self.name, "load", refs, keys, other_stages=self._others(ranks))
 
     def store_address(self, rank: int, timeout: float) -> str:
         """Returns the address of a store that this rank opens."""
-        return Pending[str](self.name, "address", [self._workers[rank].store_address.remote()], [self._keys[rank]]).wait(timeout)[0]
+        return Pending[str](
+            self.name, "address", [self._workers[rank].store_address.remote()], [self._keys[rank]]
+        ).wait(timeout)[0]
 
     def gpu_bytes(self, timeout: float) -> int:
         """Returns the bytes of the smallest GPU of the group; 0 without GPUs."""
-        return min(Pending[int](self.name, "start", [worker.gpu_bytes.remote() for worker in self._workers], self._keys).wait(timeout))
+        return min(
+            Pending[int](
+                self.name, "start", [worker.gpu_bytes.remote() for worker in self._workers], self._keys
+            ).wait(timeout)
+        )
 
     def free_hosts(self, timeout: float) -> dict[str, int]:
         """Returns the bytes of host memory that are free on each node of the group."""
-        free = Pending[int](self.name, "start", [worker.host_bytes.remote() for worker in self._workers], self._keys).wait(timeout)
+        free = Pending[int](
+            self.name, "start", [worker.host_bytes.remote() for worker in self._workers], self._keys
+        ).wait(timeout)
         return dict(zip(self.nodes, free, strict=True))
 
-    def call(self, phase: str, method: Callable[Concatenate[Any, P], R], *args: P.args, **kwargs: P.kwargs) -> Pending[R]:
-        """Starts a method of the role's class on every rank's object; of a subclass its own method of that name."""
+    def call(
+        self, phase: str, method: Callable[Concatenate[Any, P], R], *args: P.args, **kwargs: P.kwargs
+    ) -> Pending[R]:
+        """Starts a method of the role's class on every rank's object; of a subclass its own method of that
+        name."""
         refs = [worker.call.remote(method.__name__, *args, **kwargs) for worker in self._workers]
         return Pending(self.name, phase, refs, self._keys, self._spent, self._others(range(self.world_size)))
 
     def call_after(
-        self, before: Sequence[Any], phase: str, method: Callable[Concatenate[Any, P], R], *args: P.args, **kwargs: P.kwargs
+        self,
+        before: Sequence[Any],
+        phase: str,
+        method: Callable[Concatenate[Any, P], R],
+        *args: P.args,
+        **kwargs: P.kwargs,
     ) -> Pending[R]:
         """Starts a method as `call` does, once the references `before` are ready (`after_work`)."""
-        refs = [worker.call_after.remote(method.__name__, len(before), *before, *args, **kwargs) for worker in self._workers]
+        refs = [
+            worker.call_after.remote(method.__name__, len(before), *before, *args, **kwargs)
+            for worker in self._workers
+        ]
         return Pending(self.name, phase, refs, self._keys, self._spent, self._others(range(self.world_size)))
 
     def after_work(self) -> list[Any]:
         """Returns references that are ready when each rank has ended the calls so far, however they ended."""
         return [worker.gpu_ids.remote() for worker in self._workers]
 
-    def call_rank(self, rank: int, phase: str, method: Callable[Concatenate[Any, P], R], *args: P.args, **kwargs: P.kwargs) -> Pending[R]:
+    def call_rank(
+        self,
+        rank: int,
+        phase: str,
+        method: Callable[Concatenate[Any, P], R],
+        *args: P.args,
+        **kwargs: P.kwargs,
+    ) -> Pending[R]:
         """Starts a method as `call` does, on one rank alone."""
         ref = self._workers[rank].call.remote(method.__name__, *args, **kwargs)
-        return Pending(self.name, phase, [ref], self._keys[rank : rank + 1], self._spent_alone[rank], self._others([rank]))
+        return Pending(
+            self.name,
+            phase,
+            [ref],
+            self._keys[rank : rank + 1],
+            self._spent_alone[rank],
+            self._others([rank]),
+        )
 
     def stream(
-        self, phase: str, timeout: float, method: Callable[Concatenate[Any, P], Iterator[R]], *args: P.args, **kwargs: P.kwargs
+        self,
+        phase: str,
+        timeout: float,
+        method: Callable[Concatenate[Any, P], Iterator[R]],
+        *args: P.args,
+        **kwargs: P.kwargs,
     ) -> Iterator[R]:
-        """Yields what the method, as for `call`, yields on the ranks, in the order in which it arrives. Raises RoleFailed as `wait_all`."""
-        working = [worker.stream.options(num_returns="streaming").remote(method.__name__, *args, **kwargs) for worker in self._workers]
-        waiting, slowest, stages = list(working), 0.0, self._others(range(self.world_size))
+        """Yields what the method, as for `call`, yields on the ranks, in the order in which it arrives.
+        Raises RoleFailed as `wait_all`."""
+        working = [
+            worker.stream.options(num_returns="streaming").remote(method.__name__, *args, **kwargs)
+            for worker in self._workers
+        ]
+        waiting = list(working)
+        slowest = 0.0
+        stages = self._others(range(self.world_size))
         work = Pending[Any](self.name, phase, working, self._keys, other_stages=stages)
-        watch = Watch(dict(zip(working, self._keys, strict=True)), timeout, partial(_notice, [work], timeout), partial(_show, [work]))
+        watch = Watch(
+            dict(zip(working, self._keys, strict=True)),
+            timeout,
+            partial(_notice, [work], timeout),
+            partial(_show, [work]),
+        )
         while waiting:
             try:
                 ready, _ = watch.next(waiting, stages)
@@ -290,7 +391,8 @@ class WorkerGroup:
         self._spent[phase] = self._spent.get(phase, 0.0) + slowest
 
     def take_seconds(self) -> dict[str, float]:
-        """Returns the seconds of work by phase, and starts to count anew: those of the slowest rank, without waits for other groups."""
+        """Returns the seconds of work by phase, and starts to count anew: those of the slowest rank, without
+        waits for other groups."""
         spent = dict(self._spent)
         self._spent.clear()
         for alone in self._spent_alone:
@@ -300,13 +402,20 @@ class WorkerGroup:
 
 
 class Turns:
-    """Starts work of groups: at once, or each when the work before it is done (`in_turn`). Wait for it in the order of `start`."""
+    """Starts work of groups: at once, or each when the work before it is done (`in_turn`). Wait for it in the
+    order of `start`."""
 
     def __init__(self, in_turn: bool):
-        self._in_turn, self._before = in_turn, list[Any]()
+        self._in_turn = in_turn
+        self._before = list[Any]()
 
     def start(
-        self, group: WorkerGroup, phase: str, method: Callable[Concatenate[Any, P], R], *args: P.args, **kwargs: P.kwargs
+        self,
+        group: WorkerGroup,
+        phase: str,
+        method: Callable[Concatenate[Any, P], R],
+        *args: P.args,
+        **kwargs: P.kwargs,
     ) -> Pending[R]:
         if not self._in_turn:
             return group.call(phase, method, *args, **kwargs)
@@ -330,17 +439,24 @@ class StageRank:
     """Runs one rank of a training stage (SFT, reward model, DPO, KTO): every rank calls the same function."""
 
     def __init__(self, work: Callable[[StageRequest, RunDir], Outcome], request: StageRequest, path: str):
-        self._work, self._request, self._path = work, request, path
+        self._work = work
+        self._request = request
+        self._path = path
 
     def run(self) -> Outcome:
         return self._work(self._request, RunDir(self._path))
 
 
 def run_on_group(
-    work: Callable[[StageRequest, RunDir], Outcome], name: str, run: RunDir, ranks: Ranks, resolve: Callable[[int, int], StageRequest]
+    work: Callable[[StageRequest, RunDir], Outcome],
+    name: str,
+    run: RunDir,
+    ranks: Ranks,
+    resolve: Callable[[int, int], StageRequest],
 ) -> Outcome:
-    """Runs `work` on every rank of a worker group called `name` and returns rank 0's outcome. `resolve` gives the request, from the
-    bytes of the group's smallest GPU (0: there is none) and the free host memory of a node."""
+    """Runs `work` on every rank of a worker group called `name` and returns rank 0's outcome. `resolve` gives
+    the request, from the bytes of the group's smallest GPU (0: there is none) and the free host memory of a
+    node."""
     connect()
     group = WorkerGroup(name, reserve(arrange({name: ranks}), timeout=600), 1, together=True)
     request = resolve(group.gpu_bytes(600), min(group.free_hosts(600).values()))

@@ -1,8 +1,8 @@
 """One frozen config per stage, and the recipe that joins them. Torch-free.
 
-`Field(description=...)` is the text of docs/reference/config.md.
-A value that names a model (`model`, `policy`, `actor`, `reward` ...) is `base`, the name of another stage of the recipe,
-or a local folder / Hub id of a model (`owner/name@REVISION`: at a commit, tag or branch).
+`Field(description=...)` is the text of docs/reference/config.md. A value that names a model (`model`,
+`policy`, `actor`, `reward` ...) is `base`, the name of another stage of the recipe, or a local folder / Hub
+id of a model (`owner/name@REVISION`: at a commit, tag or branch).
 """
 
 from __future__ import annotations
@@ -54,7 +54,18 @@ from rlhf_core.config.outside_kinds import kinds_of_packages
 from rlhf_core.config.ppo import AGGREGATIONS, GROUP_ESTIMATORS, PPO, AdvantageEstimator, Aggregation
 from rlhf_core.config.processes import Vllm
 from rlhf_core.config.sweep import Select
-from rlhf_core.config.training import DPO, KTO, REFERENCE_FREE, SFT, Lora, Optimised, PreferenceLoss, RewardModel, Trainable, UnpairedLoss
+from rlhf_core.config.training import (
+    DPO,
+    KTO,
+    REFERENCE_FREE,
+    SFT,
+    Lora,
+    Optimised,
+    PreferenceLoss,
+    RewardModel,
+    Trainable,
+    UnpairedLoss,
+)
 from rlhf_core.records import RECIPE_ONLY, Config, Frozen, Positive, Ranks, Rate
 
 KINDS.update(kinds_of_packages(KINDS))
@@ -62,23 +73,42 @@ KINDS.update(kinds_of_packages(KINDS))
 if TYPE_CHECKING:
     StageConfig = Gated  # the config of any kind; narrowed with isinstance
 else:
-    StageConfig = Annotated[reduce(or_, (kind.config for kind in KINDS.values())), Field(discriminator="stage")]
+    StageConfig = Annotated[
+        reduce(or_, (kind.config for kind in KINDS.values())), Field(discriminator="stage")
+    ]
 
-Event = Literal["scheduled", "running", "completed", "failed", "crashed", "cancelled", "stage", "gate", "approval", "champion"]
+Event = Literal[
+    "scheduled",
+    "running",
+    "completed",
+    "failed",
+    "crashed",
+    "cancelled",
+    "stage",
+    "gate",
+    "approval",
+    "champion",
+]
 EVENTS: tuple[Event, ...] = get_args(Event)
 
 
 class Notify(Config):
-    """A webhook: one POST of a small JSON object for each event (docs/how-to/monitoring.md), sent in the background."""
+    """A webhook: one POST of a small JSON object for each event (docs/how-to/monitoring.md), sent in the
+    background."""
 
     url_env: str = Field(
-        description="environment variable that holds the webhook's URL, which stays out of recipes, logs and artifacts",
+        description=(
+            "environment variable that holds the webhook's URL, which stays out of recipes, logs and"
+            " artifacts"
+        ),
         pattern=r"^[A-Za-z_]\w*$",
     )
     events: tuple[Event, ...] = Field(
         EVENTS,
-        description="states of the run; `stage`, `gate`, `approval`, `champion`: a stage ended, a gate was checked, a person is asked, "
-        "another model is the champion",
+        description=(
+            "states of the run; `stage`, `gate`, `approval`, `champion`: a stage ended, a gate was checked, a"
+            " person is asked, another model is the champion"
+        ),
         min_length=1,
     )
     timeout: Rate = Field(10.0, description="seconds the receiver may take for one message")
@@ -95,53 +125,82 @@ class Notify(Config):
 
 
 class Wandb(Config):
-    """A run in Weights & Biases for each stage that writes metrics; it gets the lines of `metrics.jsonl` (docs/how-to/monitoring.md). The
-    key is that of the environment variable WANDB_API_KEY."""
+    """A run in Weights & Biases for each stage that writes metrics; it gets the lines of `metrics.jsonl`
+    (docs/how-to/monitoring.md). The key is that of the environment variable WANDB_API_KEY."""
 
     project: str = Field(description="project of the runs", pattern=r"^[^/\\#?%:]{1,128}$")
-    entity: str | None = Field(None, description="user or team of the project; default: the key's own", min_length=1)
-    group: str | None = Field(None, description="group of the runs; default: the recipe's name", min_length=1, max_length=128)
+    entity: str | None = Field(
+        None, description="user or team of the project; default: the key's own", min_length=1
+    )
+    group: str | None = Field(
+        None, description="group of the runs; default: the recipe's name", min_length=1, max_length=128
+    )
 
 
 class Cost(Config):
     """What a GPU costs, for the dashboard (docs/how-to/dashboard.md)."""
 
     gpu_hour: Rate = Field(description="price of one GPU for an hour")
-    currency: str = Field("USD", description="currency of the price; prices of judges and endpoints are in USD", pattern=r"^[A-Z]{3}$")
+    currency: str = Field(
+        "USD",
+        description="currency of the price; prices of judges and endpoints are in USD",
+        pattern=r"^[A-Z]{3}$",
+    )
 
 
 class Recipe(Config):
     """A base model, its stages, and the folders of their artifacts."""
 
     name: str = Field(
-        description="name of the recipe; artifacts are filed under it", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=100
+        description="name of the recipe; artifacts are filed under it",
+        pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$",
+        max_length=100,
     )
-    base_model: str = Field(description="local folder or Hub id of the model that is called `base`", min_length=1)
+    base_model: str = Field(
+        description="local folder or Hub id of the model that is called `base`", min_length=1
+    )
     artifacts: str = Field(
         "artifacts",
         description="folder of all run directories, relative to the working directory",
         min_length=1,
         pattern=r"^[^\x00-\x1f]*$",
     )
-    store: str | None = Field(None, description="bucket or folder that finished stages are copied to and fetched from: s3://bucket/prefix")
-    store_checkpoints: bool = Field(False, description="also copy the newest resume state of a running stage to the store")
+    store: str | None = Field(
+        None,
+        description=(
+            "bucket or folder that finished stages are copied to and fetched from: s3://bucket/prefix"
+        ),
+    )
+    store_checkpoints: bool = Field(
+        False, description="also copy the newest resume state of a running stage to the store"
+    )
     seed: int = Field(0, ge=0, lt=2**32, description="seed of every stage")
     side_by_side: bool | Positive | None = Field(
         None,
-        description="stages that run at once when none needs the other: a number, true for as many as CPUs and GPUs allow, false for one; "
-        "default: true on a machine with GPUs",
+        description=(
+            "stages that run at once when none needs the other: a number, true for as many as CPUs and GPUs"
+            " allow, false for one; default: true on a machine with GPUs"
+        ),
     )
-    trust_remote_code: bool = Field(False, description="allow model code from the Hub", json_schema_extra=RECIPE_ONLY)
+    trust_remote_code: bool = Field(
+        False, description="allow model code from the Hub", json_schema_extra=RECIPE_ONLY
+    )
     notify: Notify | None = Field(None, description="webhook that receives the events of a run")
     wandb: Wandb | None = Field(None, description="Weights & Biases project for the metrics of every stage")
-    cost: Cost | None = Field(None, description="price of a GPU, from which the dashboard computes what runs cost")
-    stages: dict[str, StageConfig] = Field(description="stages by name; a stage named like its kind needs no `stage:`", min_length=1)
+    cost: Cost | None = Field(
+        None, description="price of a GPU, from which the dashboard computes what runs cost"
+    )
+    stages: dict[str, StageConfig] = Field(
+        description="stages by name; a stage named like its kind needs no `stage:`", min_length=1
+    )
 
     @field_validator("name")
     @classmethod
     def _is_free(cls, value: str) -> str:
         if value in ("stages", "index.html"):
-            raise ValueError(f"{value!r} is what the artifacts folder has of all recipes: give this one another name")
+            raise ValueError(
+                f"{value!r} is what the artifacts folder has of all recipes: give this one another name"
+            )
         return value
 
     @field_validator("side_by_side", mode="before")
@@ -161,9 +220,15 @@ class Recipe(Config):
             raise ValueError(f"{value!r} names no place; give one such as s3://bucket/prefix")
         if protocol and protocol not in known_implementations and protocol not in ("file", "local"):
             near = difflib.get_close_matches(protocol, list(known_implementations), n=1)
-            raise ValueError(f"unknown protocol {protocol!r}{f'; did you mean {near[0]}?' if near else '; fsspec does not know it'}")
+            raise ValueError(
+                "unknown protocol"
+                f" {protocol!r}{f'; did you mean {near[0]}?' if near else '; fsspec does not know it'}"
+            )
         if "@" in place.partition("/")[0] or "?" in place:
-            raise ValueError("leave keys and options out of the URL: they come from the environment, such as AWS_ACCESS_KEY_ID")
+            raise ValueError(
+                "leave keys and options out of the URL: they come from the environment, such as"
+                " AWS_ACCESS_KEY_ID"
+            )
         return value
 
     @field_validator("stages", mode="before")
@@ -172,6 +237,10 @@ class Recipe(Config):
         if not isinstance(value, dict):
             return value
         return {
-            name: {"stage": name, **body} if isinstance(body, dict) and "stage" not in body and name in KINDS else body
+            name: (
+                {"stage": name, **body}
+                if isinstance(body, dict) and "stage" not in body and name in KINDS
+                else body
+            )
             for name, body in value.items()
         }

@@ -9,7 +9,8 @@ from pydantic import Field, field_validator
 
 from rlhf_core.records import Config, Positive, Share, check
 
-Rows = Literal["sft", "preference", "prompt", "answer", "labelled", "scored"]  # what the rows of a data set hold
+# what the rows of a data set hold
+Rows = Literal["sft", "preference", "prompt", "answer", "labelled", "scored"]
 
 
 def template_mistakes(template: str) -> Iterator[str]:
@@ -19,14 +20,22 @@ def template_mistakes(template: str) -> Iterator[str]:
 
 
 class Source(Config):
-    """One data set of a mixture: a local .jsonl/.json/.csv file (also compressed: .gz, .zst), a .parquet file, or a Hub data set id."""
+    """One data set of a mixture: a local .jsonl/.json/.csv file (also compressed: .gz, .zst), a .parquet
+    file, or a Hub data set id."""
 
     path: str = Field(
-        description="file, inbox (a folder NAME.inbox), Hub data set id, or one at a revision (owner/name@REVISION)", min_length=1
+        description=(
+            "file, inbox (a folder NAME.inbox), Hub data set id, or one at a revision (owner/name@REVISION)"
+        ),
+        min_length=1,
     )
     split: str = Field("train", description="split, for Hub data sets")
     format: Literal["auto", "columns", "ultrafeedback", "arena", "hh", "sharegpt"] = Field(
-        "auto", description="shape of the rows (docs/how-to/data.md); auto: detected from the first row; columns: named by the *_key fields"
+        "auto",
+        description=(
+            "shape of the rows (docs/how-to/data.md); auto: detected from the first row; columns: named by"
+            " the *_key fields"
+        ),
     )
     probability: Share = Field(1.0, description="share of the mixture; the shares of all sources sum to 1")
     messages_key: str = Field("messages", description="column with chat messages (SFT)")
@@ -35,9 +44,15 @@ class Source(Config):
     chosen_key: str = Field("chosen", description="column with the preferred response (string or messages)")
     rejected_key: str = Field("rejected", description="column with the other response (string or messages)")
     margin_key: str | None = Field(
-        None, description="column with the margin of a preference, if there is one; ultrafeedback: margin is the difference of the scores"
+        None,
+        description=(
+            "column with the margin of a preference, if there is one; ultrafeedback: margin is the difference"
+            " of the scores"
+        ),
     )
-    label_key: str = Field("label", description="column with whether a response is desirable (KTO): true or false, 1 or 0")
+    label_key: str = Field(
+        "label", description="column with whether a response is desirable (KTO): true or false, 1 or 0"
+    )
     reward_key: str = Field("reward", description="column with the reward of a response (conditional SFT)")
 
     @property
@@ -50,7 +65,9 @@ class Data(Config):
     """A mixture of sources and how its rows become text."""
 
     sources: tuple[Source, ...] = Field(description="data sets, mixed by probability", min_length=1)
-    template: str = Field("chat", description="'chat': the tokenizer's chat template; else a plain one with one {} (prompt)")
+    template: str = Field(
+        "chat", description="'chat': the tokenizer's chat template; else a plain one with one {} (prompt)"
+    )
     max_samples: Positive | None = Field(None, description="at most this many rows")
 
     @field_validator("sources", mode="before")
@@ -71,7 +88,8 @@ class Data(Config):
 
 
 class Text(NamedTuple):
-    """A data set of a stage: its config field, what its rows must hold (None: the stage checks it), and its token limit."""
+    """A data set of a stage: its config field, what its rows must hold (None: the stage checks it), and its
+    token limit."""
 
     field: str
     data: Data

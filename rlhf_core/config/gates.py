@@ -26,7 +26,10 @@ class Approve(Config):
     @check
     def _check_within(self) -> Iterator[str]:
         if not re.fullmatch(r"[1-9][0-9]{0,3}[mhdw]", self.within):
-            yield f"within {self.within[:40]!r} is no time to decide: write minutes, hours, days or weeks, such as 30m, 48h, 7d or 2w"
+            yield (
+                f"within {self.within[:40]!r} is no time to decide: write minutes, hours, days or weeks, such"
+                " as 30m, 48h, 7d or 2w"
+            )
 
     @property
     def time(self) -> timedelta:
@@ -36,15 +39,21 @@ class Approve(Config):
 
 
 class Gate(Config, allow_inf_nan=True):
-    """A bound on one metric of a stage's result, or a person's approval. A metric that is missing or not finite fails it."""
+    """A bound on one metric of a stage's result, or a person's approval. A metric that is missing or not
+    finite fails it."""
 
     metric: str = Field("", description="metric of the stage's result, such as eval/loss")
-    approve: Approve | None = Field(None, description="in place of a metric: what depends on the stage waits until a person approves it")
+    approve: Approve | None = Field(
+        None, description="in place of a metric: what depends on the stage waits until a person approves it"
+    )
     min: float | None = Field(None, description="the metric must be at least this")
     max: float | None = Field(None, description="the metric must be at most this")
     on_fail: OnFail = Field(
         "stop",
-        description="stop: nothing more is started; warn: only a message; branch: stages that depend on this one are skipped, others run",
+        description=(
+            "stop: nothing more is started; warn: only a message; branch: stages that depend on this one are"
+            " skipped, others run"
+        ),
     )
 
     @check
@@ -73,7 +82,10 @@ class Gate(Config, allow_inf_nan=True):
     def bound(self) -> str:
         if self.approve:
             return f"a person approves within {self.approve.within}"
-        bounds = [f"at least {self.min:g}" if self.min is not None else "", f"at most {self.max:g}" if self.max is not None else ""]
+        bounds = [
+            f"at least {self.min:g}" if self.min is not None else "",
+            f"at most {self.max:g}" if self.max is not None else "",
+        ]
         return " and ".join(filter(None, bounds))
 
     def passes(self, value: float | None) -> bool:
@@ -83,7 +95,8 @@ class Gate(Config, allow_inf_nan=True):
 
 
 class Verdict(Frozen):
-    """The result of a gate. `value` None: the result has no such metric. `meaning` is empty unless the gate failed.
+    """The result of a gate. `value` None: the result has no such metric. `meaning` is empty unless the gate
+    failed.
 
     Of an approval, `said` is the decision in words; `waits`: a person may still decide.
     """
@@ -106,19 +119,31 @@ class Verdict(Frozen):
         """Returns the metric, its value and the bound as one sentence without a full stop."""
         if self.gate.approve:
             return f"stage {self.stage}: {self.said}"
-        found = f"{self.gate.metric} is {self.value:.6g}" if self.value is not None else f"its result has no metric {self.gate.metric}"
+        found = (
+            f"{self.gate.metric} is {self.value:.6g}"
+            if self.value is not None
+            else f"its result has no metric {self.gate.metric}"
+        )
         return f"stage {self.stage}: {found}, and the gate requires {self.gate.bound}"
 
     def record(self) -> dict[str, Any]:
         """Returns a flat, JSON-ready record for `summary.json`."""
         gate = self.gate.model_dump(exclude={"approve"} if self.gate.approve is None else None)
         if self.gate.approve:
-            return {**gate, "value": None, "passed": self.passed, "waits": self.waits, "said": self.said, "meaning": self.meaning}
+            return {
+                **gate,
+                "value": None,
+                "passed": self.passed,
+                "waits": self.waits,
+                "said": self.said,
+                "meaning": self.meaning,
+            }
         return {**gate, "value": self.value, "passed": self.passed, "meaning": self.meaning}
 
 
 class Key(NamedTuple):
-    """A key that a stage reads from the environment. `reader` needs it, for messages; not `required`: only if it is set."""
+    """A key that a stage reads from the environment. `reader` needs it, for messages; not `required`: only if
+    it is set."""
 
     reader: str
     variable: str

@@ -1,7 +1,7 @@
 """The table of stage kinds. Torch-free: only a stage's own process imports its module.
 
-A new kind is a config class, a module with `run(request, run)`, and an entry in `KINDS`: CONTRIBUTING.md. Kinds of other packages are
-added when `rlhf_core.config` is imported: outside_kinds.py.
+A new kind is a config class, a module with `run(request, run)`, and an entry in `KINDS`: CONTRIBUTING.md.
+Kinds of other packages are added when `rlhf_core.config` is imported: outside_kinds.py.
 """
 
 from __future__ import annotations
@@ -28,17 +28,24 @@ class Kind(NamedTuple):
     """One kind of stage. Only `config` and `module` must be given."""
 
     config: type[Gated]  # its field `stage` has the kind's name as default
-    module: str = ""  # has `run(request, run)`; started by the `__main__` of its package. "": a loop, which the plan replaces by stages
+    # has `run(request, run)`; started by the `__main__` of its package. "": a loop, which the plan replaces
+    # by stages
+    module: str = ""
     version: int = 3  # raise it when a change of code changes results: they are then computed again
-    makes: Literal["policy", "reward", "pairs", "report", "published", ""] = ""  # what other stages may use of it
+    # what other stages may use of it
+    makes: Literal["policy", "reward", "pairs", "report", "published", ""] = ""
     start: str = "model"  # the field that names the model it starts from; the stage has its tokenizer
-    names: Mapping[str, tuple[str, ...]] = MappingProxyType({})  # fields that name models or stages: allowed kinds, or what they make
+    # fields that name models or stages: allowed kinds, or what they make
+    names: Mapping[str, tuple[str, ...]] = MappingProxyType({})
     scored: str = ""  # the field of the model that gets a head for one score where it has none
     given_tokens: tuple[str, ...] = ()  # fields of models that get the token ids of the start model
-    takes: tuple[PostProcessor, ...] = ()  # of a preferences stage: what it must make of its answers for this stage to train on them
+    # of a preferences stage: what it must make of its answers for this stage to train on them
+    takes: tuple[PostProcessor, ...] = ()
     main: tuple[str, ...] = ()  # main metrics for lists of runs: the first one that the result has
-    main_of: Callable[[Mapping[str, Any]], Iterable[str]] | None = None  # in place of `main`, by the configuration as JSON
-    metrics: Callable[[Any], Iterable[str]] | None = None  # those that gates may name, by the configuration; default: `main`
+    # in place of `main`, by the configuration as JSON
+    main_of: Callable[[Mapping[str, Any]], Iterable[str]] | None = None
+    # those that gates may name, by the configuration; default: `main`
+    metrics: Callable[[Any], Iterable[str]] | None = None
     means: Mapping[str, str] = MappingProxyType({})  # what a failed gate on a metric usually means
     charts: tuple[Panel, ...] | None = ()  # its curves on the page; (): those of `main`; None: no curves
     counts: str = "step"  # what the x axis of its curves counts
@@ -88,7 +95,9 @@ KINDS = {
         makes="reward",
         names={"model": ("policy",)},
         scored="model",
-        metrics=metrics.trained(*metrics.REWARD_LOSS, held_out=metrics.REWARD_HELD_OUT, after=("score/mean", "score/std")),
+        metrics=metrics.trained(
+            *metrics.REWARD_LOSS, held_out=metrics.REWARD_HELD_OUT, after=("score/mean", "score/std")
+        ),
         means=metrics.REWARD_MODEL_MEANS,
         main=("eval/accuracy", "accuracy"),
         charts=metrics.REWARD_MODEL_CHARTS,
@@ -138,7 +147,12 @@ KINDS = {
         f"{STAGES}.ppo.run",
         makes="policy",
         start="actor",
-        names={"actor": ("policy",), "critic": ("policy", "reward"), "reference": ("policy",), "reward": ("reward",)},
+        names={
+            "actor": ("policy",),
+            "critic": ("policy", "reward"),
+            "reference": ("policy",),
+            "reward": ("reward",),
+        },
         scored="critic",
         given_tokens=("critic", "reference"),
         metrics=metrics.reinforced,
@@ -152,7 +166,12 @@ KINDS = {
         "evaluation.stage",
         makes="report",
         start="baseline",
-        names={"models": ("policy",), "baseline": ("policy",), "proxy": ("reward",), "calibration": ("calibration",)},
+        names={
+            "models": ("policy",),
+            "baseline": ("policy",),
+            "proxy": ("reward",),
+            "calibration": ("calibration",),
+        },
         metrics=metrics.judged,
         main_of=lambda config: (f"win_rate/{config['models'][-1]}",),
         means=metrics.EVALUATION_MEANS,
@@ -163,7 +182,12 @@ KINDS = {
         "evaluation.regression.stage",
         makes="report",
         start="baseline",
-        names={"models": ("policy",), "baseline": ("policy",), "proxy": ("reward",), "calibration": ("calibration",)},
+        names={
+            "models": ("policy",),
+            "baseline": ("policy",),
+            "proxy": ("reward",),
+            "calibration": ("calibration",),
+        },
         metrics=metrics.regressed,
         main_of=lambda config: (f"passed/{config['models'][-1]}",),
         means=metrics.REGRESSION_MEANS,
@@ -216,7 +240,11 @@ KINDS = {
         Publication,
         f"{STAGES}.publication.run",
         makes="published",
-        names={"model": ("policy", "reward"), "evaluation": ("evaluation",), "dataset": ("preferences", "evaluation")},
+        names={
+            "model": ("policy", "reward"),
+            "evaluation": ("evaluation",),
+            "dataset": ("preferences", "evaluation"),
+        },
         main=("files", "bytes"),
         charts=None,
     ),
@@ -229,7 +257,8 @@ def named(*wanted: str) -> tuple[str, ...]:
 
 
 def metrics_of(config: Gated) -> tuple[str, ...]:
-    """Returns the names of metrics that the stage's result can have; `*` matches names known only after the run."""
+    """Returns the names of metrics that the stage's result can have; `*` matches names known only after the
+    run."""
     kind = KINDS[config.stage]
     return tuple(kind.metrics(config)) if kind.metrics else kind.main
 

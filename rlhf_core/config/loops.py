@@ -20,13 +20,22 @@ PostProcessor = Literal["dpo", "kto", "conditional_sft", "rejection_sampling"]
 class Sampling(Config):
     """How answers are sampled by vLLM, and how many are scored at once."""
 
-    temperature: float = Field(1.0, ge=0, description="sampling temperature; 0 is greedy. Of ppo above 0: it divides the trainer's logits")
+    temperature: float = Field(
+        1.0,
+        ge=0,
+        description="sampling temperature; 0 is greedy. Of ppo above 0: it divides the trainer's logits",
+    )
     prompt_max_len: Positive = Field(
         1024,
-        description="longest prompt in tokens; longer ones lose their oldest messages, then the beginning of the last one, and are counted",
+        description=(
+            "longest prompt in tokens; longer ones lose their oldest messages, then the beginning of the last"
+            " one, and are counted"
+        ),
     )
     generate_max_len: Positive = Field(1024, description="longest answer in tokens; cut answers are counted")
-    micro_rollout_batch_size: Annotated[Positive, NotInDigest] = Field(8, description="documents of one scoring pass on one rank")
+    micro_rollout_batch_size: Annotated[Positive, NotInDigest] = Field(
+        8, description="documents of one scoring pass on one rank"
+    )
     vllm: Vllm = Field(Vllm(), description="the engines that answer")
 
 
@@ -37,18 +46,32 @@ class Rewarded(Gated, Sampling):
         1.0,
         gt=0,
         le=1,
-        description="sample from the most probable tokens that have this probability together (Holtzman et al. 2020); ppo trains that "
-        "distribution",
+        description=(
+            "sample from the most probable tokens that have this probability together (Holtzman et al. 2020);"
+            " ppo trains that distribution"
+        ),
     )
-    top_k: int = Field(0, ge=0, description="sample from this many of the most probable tokens; 0: from all; ppo trains that distribution")
+    top_k: int = Field(
+        0,
+        ge=0,
+        description=(
+            "sample from this many of the most probable tokens; 0: from all; ppo trains that distribution"
+        ),
+    )
     stop: tuple[Annotated[str, Field(min_length=1)], ...] = Field(
         (), description="texts that end an answer, besides the template's end of turn; the answer keeps them"
     )
     reward: RewardSources = Field(
-        (ModelReward(),), description="a reward model, path.py:function, http://..., or a list of these with weights; they are summed"
+        (ModelReward(),),
+        description=(
+            "a reward model, path.py:function, http://..., or a list of these with weights; they are summed"
+        ),
     )
     max_failed_rewards: Annotated[Share, NotInDigest] = Field(
-        0.02, description="share of the answers of a round (of ppo: an iteration) that a source may leave without a reward"
+        0.02,
+        description=(
+            "share of the answers of a round (of ppo: an iteration) that a source may leave without a reward"
+        ),
     )
     prompts: Data = Field(description="rows with a prompt")
 
@@ -56,8 +79,8 @@ class Rewarded(Gated, Sampling):
     def _check_stop(self) -> Iterator[str]:
         if self.stop and self.vllm.drafts is not None:
             yield (
-                "stop ends an answer at any token, and drafted tokens come several at once: leave out stop, or "
-                "vllm.engine.speculative_config"
+                "stop ends an answer at any token, and drafted tokens come several at once: leave out stop,"
+                " or vllm.engine.speculative_config"
             )
 
     @property
@@ -75,23 +98,32 @@ class Rewarded(Gated, Sampling):
     @property
     def needed_keys(self) -> Sequence[Key]:
         servers = (source for source in self.reward if isinstance(source, HttpReward))
-        return [Key(f"the reward {source.title}", source.api_key_env) for source in servers if source.api_key_env]
+        return [
+            Key(f"the reward {source.title}", source.api_key_env) for source in servers if source.api_key_env
+        ]
 
 
 class Rounds(Rewarded):
     """Fields that a preferences stage and a loop share."""
 
-    policy: str = Field("sft", description="model that answers; in a loop, the one that the first round starts from")
+    policy: str = Field(
+        "sft", description="model that answers; in a loop, the one that the first round starts from"
+    )
     n_samples_per_prompt: Positive = Field(4, description="answers per prompt")
     min_reward: float | None = Field(
         None,
-        description="rejection_sampling: a prompt whose best answer scores lower is dropped (of the weighed sum; with one reward model "
-        "alone, in its own units)",
+        description=(
+            "rejection_sampling: a prompt whose best answer scores lower is dropped (of the weighed sum; with"
+            " one reward model alone, in its own units)"
+        ),
     )
     post_processor: PostProcessor = Field(
         "dpo",
-        description="what a prompt's answers become. dpo: the best against the worst; kto: each answer, desirable when it scores above "
-        "their mean; rejection_sampling: the best; conditional_sft: every answer with its reward",
+        description=(
+            "what a prompt's answers become. dpo: the best against the worst; kto: each answer, desirable"
+            " when it scores above their mean; rejection_sampling: the best; conditional_sft: every answer"
+            " with its reward"
+        ),
     )
 
     @check
@@ -104,22 +136,34 @@ class Rounds(Rewarded):
             yield "reward: environments and none are for ppo: name a reward model, a function or a server"
         for source in self.reward_models:
             if source.ranks is not None:
-                yield (f"the reward model {source.title} scores in the stage's own process: leave out its ranks")
+                yield (
+                    f"the reward model {source.title} scores in the stage's own process: leave out its ranks"
+                )
 
     @check
     def _check_post_processor(self) -> Iterator[str]:
         if self.n_samples_per_prompt < 2 and self.post_processor != "conditional_sft":
-            yield (f"post_processor {self.post_processor!r} compares answers to one prompt: set n_samples_per_prompt to 2 or more")
+            yield (
+                f"post_processor {self.post_processor!r} compares answers to one prompt: set"
+                " n_samples_per_prompt to 2 or more"
+            )
         if self.min_reward is not None and self.post_processor != "rejection_sampling":
-            yield f"min_reward belongs to post_processor 'rejection_sampling': leave it out for {self.post_processor!r}"
+            yield (
+                "min_reward belongs to post_processor 'rejection_sampling': leave it out for"
+                f" {self.post_processor!r}"
+            )
 
 
 class Preferences(Rounds):
-    """Sample n answers a prompt, score them, and write a data set: pairs, labelled answers, the best, or all with their rewards."""
+    """Sample n answers a prompt, score them, and write a data set: pairs, labelled answers, the best, or all
+    with their rewards."""
 
     stage: Literal["preferences"] = "preferences"
     dtype: Literal["auto", "float32", "bfloat16"] = Field(
-        "auto", description="of the policy and of reward models; auto: that of each checkpoint; in a loop the loop's dtype"
+        "auto",
+        description=(
+            "of the policy and of reward models; auto: that of each checkpoint; in a loop the loop's dtype"
+        ),
     )
     first_prompt: int = Field(0, ge=0, description="prompts skipped (a round takes its own slice)")
     num_prompts: Positive | None = Field(None, description="prompts used; default all")
@@ -135,13 +179,18 @@ class Loop(Trainable, Routed):
     @check
     def _check_no_sweep(self) -> Iterator[str]:
         if self.sweep:
-            yield "sweep: a loop has rounds, and no variants: sweep a stage before it, or write a loop for each value"
+            yield (
+                "sweep: a loop has rounds, and no variants: sweep a stage before it, or write a loop for each"
+                " value"
+            )
 
 
 class SampledLoop(Rounds, Loop):
     """Rounds of sampling and of training on the answers."""
 
-    max_len: int = Field(0, ge=0, description="longest sequence in training, in tokens; 0: prompt_max_len + generate_max_len")
+    max_len: int = Field(
+        0, ge=0, description="longest sequence in training, in tokens; 0: prompt_max_len + generate_max_len"
+    )
     prompts_per_round: Positive = Field(1024, description="each round takes the next slice of the prompts")
 
 
@@ -169,15 +218,23 @@ class Iterative(SampledLoop, PreferenceLoss, UnpairedLoss):
         if self.post_processor == "kto" and self.train_batch_size < 2:
             yield "post_processor 'kto' estimates its KL over train_batch_size answers: set it to 2 or more"
         for field, owners in POST_PROCESSOR_FIELDS.items():
-            if self.post_processor not in owners and getattr(self, field) != type(self).model_fields[field].default:
-                yield f"{field} belongs to post_processor {' or '.join(owners)}: leave it out for {self.post_processor!r}"
+            if (
+                self.post_processor not in owners
+                and getattr(self, field) != type(self).model_fields[field].default
+            ):
+                yield (
+                    f"{field} belongs to post_processor {' or '.join(owners)}: leave it out for"
+                    f" {self.post_processor!r}"
+                )
 
 
 class IterativeFeedback(Loop, PreferenceLoss, UnpairedLoss):
     """Rounds of training on what people say of answers: each round takes the rows that its inbox has anew."""
 
     stage: Literal["iterative_feedback"] = "iterative_feedback"
-    method: Literal["dpo", "kto"] = Field(description="dpo: edits and rankings, as pairs; kto: thumbs, as labelled answers")
+    method: Literal["dpo", "kto"] = Field(
+        description="dpo: edits and rankings, as pairs; kto: thumbs, as labelled answers"
+    )
     feedback: Data = Field(description="an inbox (NAME.inbox); files beside it are the same in each round")
     min_new_rows: Annotated[Positive, NotInDigest] = Field(
         1, description="new rows of this method that the inbox must have for a round to begin"
@@ -185,12 +242,23 @@ class IterativeFeedback(Loop, PreferenceLoss, UnpairedLoss):
 
     @property
     def texts(self) -> Sequence[Text]:
-        return [Text("feedback", self.feedback, "preference" if self.method == "dpo" else "labelled", "max_len", self.max_len)]
+        return [
+            Text(
+                "feedback",
+                self.feedback,
+                "preference" if self.method == "dpo" else "labelled",
+                "max_len",
+                self.max_len,
+            )
+        ]
 
     @check
     def _check_feedback(self) -> Iterator[str]:
         if not any(source.is_inbox for source in self.feedback.sources):
-            yield "feedback: none of the sources is an inbox, whose rows are new in each round: name a folder that ends with .inbox"
+            yield (
+                "feedback: none of the sources is an inbox, whose rows are new in each round: name a folder"
+                " that ends with .inbox"
+            )
         if self.method == "kto" and self.train_batch_size < 2:
             yield "method 'kto' estimates its KL over train_batch_size answers: set it to 2 or more"
         for field, owners in METHOD_FIELDS.items():

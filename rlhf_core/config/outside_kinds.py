@@ -1,4 +1,5 @@
-"""Reads kinds of stages that other installed packages add, by entry points of the group `alignflow.stages`: docs/how-to/own-stages.md."""
+"""Reads kinds of stages that other installed packages add, by entry points of the group `alignflow.stages`:
+docs/how-to/own-stages.md."""
 
 from __future__ import annotations
 
@@ -16,8 +17,8 @@ UNUSABLE: dict[str, str] = {}  # by the name of a kind: why its entry point is l
 def kinds_of_packages(known: Collection[str]) -> dict[str, Kind]:
     """Returns the kinds of installed packages by name. `known`: names that are taken.
 
-    An entry point that cannot be used is left out, so that other recipes still run; `UNUSABLE` says why, and so do `alignflow doctor` and
-    the check of a recipe that names it.
+    An entry point that cannot be used is left out, so that other recipes still run; `UNUSABLE` says why, and
+    so do `alignflow doctor` and the check of a recipe that names it.
     """
     kinds: dict[str, Kind] = {}
     for point in sorted(entry_points(group=GROUP), key=lambda point: point.name):
@@ -25,7 +26,9 @@ def kinds_of_packages(known: Collection[str]) -> dict[str, Kind]:
             kinds[point.name] = _kind_of(point, (*known, *kinds))
         except Exception as error:
             told = " ".join(str(error).split()) or type(error).__name__
-            UNUSABLE[point.name] = f"the stage kind {point.name} of {_package(point)} ({point.value}) cannot be used: {told}"
+            UNUSABLE[point.name] = (
+                f"the stage kind {point.name} of {_package(point)} ({point.value}) cannot be used: {told}"
+            )
     return kinds
 
 

@@ -1,4 +1,5 @@
-"""Where rewards come from: reward models, Python functions, HTTP servers. Torch-free; also parses the shorthands of a recipe.
+"""Where rewards come from: reward models, Python functions, HTTP servers. Torch-free; also parses the
+shorthands of a recipe.
 
 reward: reward_model                          one reward model: a stage, a folder or a Hub id
 reward: [reward_model, checks.py:short, "http://localhost:8000"]
@@ -24,7 +25,9 @@ from rlhf_core.records import RECIPE_ONLY, Config, NotInDigest, Positive, Ranks,
 class WeighedReward(Config):
     """Fields that all sources of rewards share."""
 
-    name: str | None = Field(None, description="name in metrics; default: of the model, function or host", pattern=r"^[\w.:-]+$")
+    name: str | None = Field(
+        None, description="name in metrics; default: of the model, function or host", pattern=r"^[\w.:-]+$"
+    )
     weight: float = Field(1.0, description="factor of this source in the sum")
 
 
@@ -32,15 +35,20 @@ class RequestedReward(WeighedReward):
     """Fields that functions and servers share: requests are retried with growing pauses, up to a limit."""
 
     normalize: Literal["none", "running"] = Field(
-        "none", description="running: standardise with the mean and std of all rewards so far (of a round: its own)"
+        "none",
+        description="running: standardise with the mean and std of all rewards so far (of a round: its own)",
     )
     batch_size: Positive = Field(64, description="answers of one request")
-    concurrency: Annotated[Positive, NotInDigest] = Field(1, description="requests at once (processes of a function)")
+    concurrency: Annotated[Positive, NotInDigest] = Field(
+        1, description="requests at once (processes of a function)"
+    )
     timeout: Annotated[Rate, NotInDigest] = Field(60.0, description="seconds one request may take")
     max_attempts: Annotated[Positive, NotInDigest] = Field(
         6,
-        description="requests for one answer before it goes without a reward; as many in a row without success, beyond those of a search "
-        "for one answer, give up a batch",
+        description=(
+            "requests for one answer before it goes without a reward; as many in a row without success,"
+            " beyond those of a search for one answer, give up a batch"
+        ),
     )
 
 
@@ -51,10 +59,14 @@ class ModelReward(WeighedReward):
     model: str = Field("reward_model", description="reward model")
     normalize: Literal["none", "stored", "running"] | None = Field(
         None,
-        description="stored: with the mean and std kept with the model; running: of all so far (of a round: its own); default: "
-        "stored if normalize_reward of ppo is set, else none",
+        description=(
+            "stored: with the mean and std kept with the model; running: of all so far (of a round: its own);"
+            " default: stored if normalize_reward of ppo is set, else none"
+        ),
     )
-    ranks: Annotated[Ranks | None, NotInDigest] = Field(None, description="its processes in ppo; default: reward_ranks of the stage")
+    ranks: Annotated[Ranks | None, NotInDigest] = Field(
+        None, description="its processes in ppo; default: reward_ranks of the stage"
+    )
 
     @property
     def title(self) -> str:
@@ -62,7 +74,8 @@ class ModelReward(WeighedReward):
 
 
 class FunctionReward(RequestedReward):
-    """A Python function in processes of its own: its parameters are any of `prompts`, `responses`, `rows`, `finished`, `query`."""
+    """A Python function in processes of its own: its parameters are any of `prompts`, `responses`, `rows`,
+    `finished`, `query`."""
 
     kind: Literal["function"] = "function"
     function: str = Field(description="path.py:function", pattern=r"\.py:[A-Za-z_]\w*$")
@@ -81,7 +94,8 @@ class FunctionReward(RequestedReward):
 
 
 class HttpReward(RequestedReward):
-    """A reward server: POST of the same lists as JSON, `{"rewards": [...]}` back. `alignflow serve-reward` is one."""
+    """A reward server: POST of the same lists as JSON, `{"rewards": [...]}` back. `alignflow serve-reward` is
+    one."""
 
     kind: Literal["http"] = "http"
     url: str = Field(description="address", pattern=r"^https?://[^/]")
@@ -97,7 +111,10 @@ class HttpReward(RequestedReward):
     @classmethod
     def _no_password(cls, value: str) -> str:
         if "@" in urlsplit(value).netloc:
-            raise ValueError("the address holds a password, which would end up in files: put a key into the variable api_key_env names")
+            raise ValueError(
+                "the address holds a password, which would end up in files: put a key into the variable"
+                " api_key_env names"
+            )
         return value
 
 
@@ -105,7 +122,9 @@ class EnvironmentReward(WeighedReward):
     """The reward that the environment of ppo gives: the sum of those of all answers of an episode."""
 
     kind: Literal["environment"] = "environment"
-    normalize: Literal["none", "running"] = Field("none", description="running: standardise with the mean and std of all rewards so far")
+    normalize: Literal["none", "running"] = Field(
+        "none", description="running: standardise with the mean and std of all rewards so far"
+    )
 
     @property
     def title(self) -> str:
@@ -113,7 +132,8 @@ class EnvironmentReward(WeighedReward):
 
 
 class NoReward(WeighedReward):
-    """No reward: the KL to a teacher, which ppo names as its reference, is all that the policy learns from."""
+    """No reward: the KL to a teacher, which ppo names as its reference, is all that the policy learns
+    from."""
 
     kind: Literal["none"] = "none"
     normalize: Literal["none"] = "none"
@@ -127,18 +147,28 @@ SHIPPED = {"guess": "Guess", "tools": "Tools"}  # environments of alignflow: cla
 
 
 class Environment(Config):
-    """What the policy talks to in several turns. The short form `environment: path.py:Class` is `{path: path.py:Class}`."""
+    """What the policy talks to in several turns. The short form `environment: path.py:Class` is `{path:
+    path.py:Class}`."""
 
     path: str = Field(description="path.py:Class of your own, or guess or tools")
     options: dict[str, Any] = Field({}, description="arguments of the class")
     max_turns: Positive = Field(8, description="answers of an episode")
     answer_max_len: Positive | None = Field(
-        None, description="tokens of one answer; default: what is left of generate_max_len, which all tokens after the prompt share"
+        None,
+        description=(
+            "tokens of one answer; default: what is left of generate_max_len, which all tokens after the"
+            " prompt share"
+        ),
     )
     timeout: Annotated[Rate, NotInDigest] = Field(
-        60.0, description="seconds that the environment itself may take in an episode, without the time of the model"
+        60.0,
+        description=(
+            "seconds that the environment itself may take in an episode, without the time of the model"
+        ),
     )
-    max_attempts: Annotated[Positive, NotInDigest] = Field(3, description="attempts at an episode before it goes without a reward")
+    max_attempts: Annotated[Positive, NotInDigest] = Field(
+        3, description="attempts at an episode before it goes without a reward"
+    )
     processes: Annotated[Positive, NotInDigest] = Field(1, description="processes that run episodes")
     concurrency: Annotated[Positive, NotInDigest] = Field(1024, description="episodes of one process at once")
     sandbox: Annotated[Literal["bubblewrap", "none"], NotInDigest] = Field(
@@ -151,7 +181,9 @@ class Environment(Config):
     @classmethod
     def _named(cls, path: str) -> str:
         if path not in SHIPPED and not re.search(r"\.py:[A-Za-z_]\w*$", path):
-            raise ValueError(f"{path!r} is no environment: name a class as path.py:Class, or one of {', '.join(SHIPPED)}")
+            raise ValueError(
+                f"{path!r} is no environment: name a class as path.py:Class, or one of {', '.join(SHIPPED)}"
+            )
         return path
 
     @field_validator("options")
@@ -160,7 +192,9 @@ class Environment(Config):
         try:
             json.dumps(options)
         except (TypeError, ValueError) as error:
-            raise ValueError(f"options must be what JSON can hold ({error}): write dates and the like as texts") from error
+            raise ValueError(
+                f"options must be what JSON can hold ({error}): write dates and the like as texts"
+            ) from error
         return options
 
     @property
@@ -196,14 +230,25 @@ def _reward_source(value: Any) -> Any:
     if isinstance(value, str):
         if value in ("environment", "none"):
             return {"kind": value}
-        kind = "http" if value.startswith(("http://", "https://")) else "function" if re.search(r"\.py:\w+$", value) else "model"
+        kind = (
+            "http"
+            if value.startswith(("http://", "https://"))
+            else "function"
+            if re.search(r"\.py:\w+$", value)
+            else "model"
+        )
         return {"kind": kind, REWARD_KINDS[kind]: value}
     if isinstance(value, dict) and "kind" not in value:
-        return {"kind": next((kind for kind, field in REWARD_KINDS.items() if field in value), "model"), **value}
+        return {
+            "kind": next((kind for kind, field in REWARD_KINDS.items() if field in value), "model"),
+            **value,
+        }
     return value
 
 
-RewardSource = Annotated[ModelReward | FunctionReward | HttpReward | EnvironmentReward | NoReward, Field(discriminator="kind")]
+RewardSource = Annotated[
+    ModelReward | FunctionReward | HttpReward | EnvironmentReward | NoReward, Field(discriminator="kind")
+]
 
 
 def _named_apart(sources: tuple[RewardSource, ...]) -> tuple[RewardSource, ...]:
@@ -214,4 +259,9 @@ def _named_apart(sources: tuple[RewardSource, ...]) -> tuple[RewardSource, ...]:
     return sources
 
 
-RewardSources = Annotated[tuple[RewardSource, ...], BeforeValidator(_reward_sources), Field(min_length=1), AfterValidator(_named_apart)]
+RewardSources = Annotated[
+    tuple[RewardSource, ...],
+    BeforeValidator(_reward_sources),
+    Field(min_length=1),
+    AfterValidator(_named_apart),
+]

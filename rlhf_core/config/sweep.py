@@ -1,4 +1,5 @@
-"""Variants of a stage: one for each combination of the values that its `sweep` lists, and the stage that selects one of them."""
+"""Variants of a stage: one for each combination of the values that its `sweep` lists, and the stage that
+selects one of them."""
 
 from __future__ import annotations
 
@@ -21,23 +22,34 @@ Stage = TypeVar("Stage", bound=Gated)
 
 
 class Select(Gated):
-    """Takes the best of several models by an evaluation that judged them, or the simplest of those that are not shown to be worse."""
+    """Takes the best of several models by an evaluation that judged them, or the simplest of those that are
+    not shown to be worse."""
 
     stage: Literal["select"] = "select"
-    of: typing.Annotated[tuple[str, ...], BeforeValidator(lambda given: (given,) if isinstance(given, str) else given)] = Field(
-        description="a swept stage, or a list of stages: the models to choose from, the simplest first", min_length=1
+    of: typing.Annotated[
+        tuple[str, ...], BeforeValidator(lambda given: (given,) if isinstance(given, str) else given)
+    ] = Field(
+        description="a swept stage, or a list of stages: the models to choose from, the simplest first",
+        min_length=1,
     )
     by: str = Field("evaluation", description="the evaluation that judged them")
-    metric: Literal["win_rate"] = Field("win_rate", description="what counts: the win rate by the evaluation's first judge, a tie as half")
-    simplest: str | None = Field(None, description="the model to take when it is not shown to be worse than the best; default: the first")
+    metric: Literal["win_rate"] = Field(
+        "win_rate", description="what counts: the win rate by the evaluation's first judge, a tie as half"
+    )
+    simplest: str | None = Field(
+        None,
+        description="the model to take when it is not shown to be worse than the best; default: the first",
+    )
 
 
 def variants(config: Stage, sweep: dict[str, tuple[Value, ...]]) -> dict[str, Stage]:
-    """Returns a stage's variants by the end of their names, such as `beta=0.1` or `beta=0.1,loss=ipo`, in the order of the lists.
+    """Returns a stage's variants by the end of their names, such as `beta=0.1` or `beta=0.1,loss=ipo`, in the
+    order of the lists.
 
     Raises ValidationError when a value does not fit its field.
     """
-    plain, found = config.model_dump(exclude={"sweep"}), dict[str, Stage]()
+    plain = config.model_dump(exclude={"sweep"})
+    found = dict[str, Stage]()
     for values in product(*sweep.values()):
         variant = type(config).model_validate({**plain, **dict(zip(sweep, values, strict=True))})
         found[",".join(f"{field}={_shown(getattr(variant, field))}" for field in sweep)] = variant
@@ -46,19 +58,30 @@ def variants(config: Stage, sweep: dict[str, tuple[Value, ...]]) -> dict[str, St
 
 def sweep_mistakes(config: Gated, sweep: dict[str, tuple[Value, ...]]) -> Iterator[str]:
     """Yields a sentence for each mistake of a stage's `sweep`."""
-    fields = {name for name, field in type(config).model_fields.items() if name != "stage" and _can_vary(field)}
+    fields = {
+        name for name, field in type(config).model_fields.items() if name != "stage" and _can_vary(field)
+    }
     wrong = [name for name in sweep if name not in fields]
-    yield from (f"sweep.{name}: give a field of {config.stage} that decides its result and is a number or a choice" for name in wrong)
+    yield from (
+        f"sweep.{name}: give a field of {config.stage} that decides its result and is a number or a choice"
+        for name in wrong
+    )
     few = [name for name, values in sweep.items() if len(values) < 2]
-    yield from (f"sweep.{name} has {len(sweep[name])} value: give two or more, or set the field itself" for name in few)
-    if (count := prod(map(len, sweep.values()))) > MOST:
+    yield from (
+        f"sweep.{name} has {len(sweep[name])} value: give two or more, or set the field itself"
+        for name in few
+    )
+    count = prod(map(len, sweep.values()))
+    if count > MOST:
         yield f"sweep has {count} combinations: give {MOST} at most"
     elif not wrong:
         try:
             found = variants(config, sweep)
         except ValidationError as error:
             first = error.errors()[0]
-            yield f"sweep: {'.'.join(map(str, first['loc']))}: {first['msg'].removeprefix('Value error, ')}".replace(": :", ":")
+            where = ".".join(map(str, first["loc"]))
+            told = first["msg"].removeprefix("Value error, ")
+            yield f"sweep: {where}: {told}".replace(": :", ":")
             return
         if len(found) < count:
             yield "sweep lists a value twice: give each value of a field once"
@@ -70,7 +93,8 @@ def _can_vary(field: FieldInfo) -> bool:
 
 def _is_plain(annotation: Any) -> bool:
     """Whether a field holds one number, switch or choice, or nothing."""
-    origin, parts = typing.get_origin(annotation), typing.get_args(annotation)
+    origin = typing.get_origin(annotation)
+    parts = typing.get_args(annotation)
     if origin is typing.Annotated:
         return _is_plain(parts[0])
     if origin in (typing.Union, types.UnionType):

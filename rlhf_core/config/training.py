@@ -1,4 +1,5 @@
-"""SFT, the reward model, DPO and its relatives, KTO, and the fields that they share with each other and with PPO."""
+"""SFT, the reward model, DPO and its relatives, KTO, and the fields that they share with each other and with
+PPO."""
 
 from __future__ import annotations
 
@@ -15,55 +16,82 @@ from rlhf_core.config.sweep import Value, sweep_mistakes
 from rlhf_core.config.zero_fields import ZeroFields
 from rlhf_core.records import Config, Momentum, NotInDigest, Positive, Ranks, Rate, Share, check
 
-Recomputed = Annotated[Share, BeforeValidator(lambda value: float(value) if isinstance(value, bool) else value)]
+Recomputed = Annotated[
+    Share, BeforeValidator(lambda value: float(value) if isinstance(value, bool) else value)
+]
 
 FEW_STEPS = 10  # fewer optimiser steps than these train almost nothing
-ADAPTER_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # for which vLLM has kernels; an adapter takes the next larger one
+# for which vLLM has kernels; an adapter takes the next larger one
+ADAPTER_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 
 
 class Lora(Config):
-    """Low-rank adapters in place of full fine-tuning (LoRA, Hu et al. 2021); on 4-bit weights: QLoRA (Dettmers et al. 2023)."""
+    """Low-rank adapters in place of full fine-tuning (LoRA, Hu et al. 2021); on 4-bit weights: QLoRA
+    (Dettmers et al. 2023)."""
 
     rank: Positive = Field(16, description="rank of the adapters")
     alpha: Rate = Field(32.0, description="scale: adapters count alpha / rank")
     targets: Literal["all-linear"] | tuple[str, ...] = Field(
-        "all-linear", description="layers with adapters: all linear ones but the head, or their names (q_proj, v_proj, ...)", min_length=1
+        "all-linear",
+        description=(
+            "layers with adapters: all linear ones but the head, or their names (q_proj, v_proj, ...)"
+        ),
+        min_length=1,
     )
     quantize: Literal["none", "nf4"] = Field(
-        "none", description="nf4: frozen weights in 4 bits (QLoRA), on a GPU with bitsandbytes, ZeRO stage 0 to 2"
+        "none",
+        description="nf4: frozen weights in 4 bits (QLoRA), on a GPU with bitsandbytes, ZeRO stage 0 to 2",
     )
     export: Literal["merged", "adapter"] = Field(
         "merged",
-        description="the checkpoint is a whole model, which has the adapter in its folder `adapter`, or the adapter alone, which "
-        "names the model it belongs to",
+        description=(
+            "the checkpoint is a whole model, which has the adapter in its folder `adapter`, or the adapter"
+            " alone, which names the model it belongs to"
+        ),
     )
 
 
 def adapter_mistakes(vllm: Vllm, lora: Lora | None, dtype: str) -> Iterator[str]:
-    """Yields what is wrong with `vllm.adapters: alone`. On GPUs vLLM's kernels of adapters take 16 bits alone."""
+    """Yields what is wrong with `vllm.adapters: alone`. On GPUs vLLM's kernels of adapters take 16 bits
+    alone."""
     if vllm.adapters == "merged":
         return
     if lora is None:
         yield "vllm.adapters: alone sends adapters, and there are none: set lora, or leave it out"
     elif lora.quantize != "none":
-        yield f"vllm.adapters: alone, and lora.quantize={lora.quantize} rounds weights that engines would not round: leave one of them out"
+        yield (
+            f"vllm.adapters: alone, and lora.quantize={lora.quantize} rounds weights that engines would not"
+            " round: leave one of them out"
+        )
     elif lora.rank > (most := ADAPTER_RANKS[-1]):
-        yield f"vllm.adapters: alone takes adapters of rank {most} at most, and lora.rank is {lora.rank}: lower it, or leave it out"
+        yield (
+            f"vllm.adapters: alone takes adapters of rank {most} at most, and lora.rank is {lora.rank}: lower"
+            " it, or leave it out"
+        )
     if vllm.pipeline_parallel_size > 1:
         yield "vllm.adapters: alone is for engines without pipeline_parallel_size: leave one of them out"
     if vllm.gpus and dtype != "bfloat16":
-        yield f"vllm.adapters: alone needs dtype bfloat16 on GPUs, and it is {dtype}: set it, or leave vllm.adapters out"
+        yield (
+            f"vllm.adapters: alone needs dtype bfloat16 on GPUs, and it is {dtype}: set it, or leave"
+            " vllm.adapters out"
+        )
 
 
 class Optimised(Gated, ZeroFields):
     """Fields that PPO and all training stages share: optimiser, schedule, checkpoints, precision."""
 
-    train_batch_size: Positive = Field(128, description="documents (pairs for preferences) of one optimiser step, all ranks together")
-    micro_train_batch_size: Annotated[Positive, NotInDigest] = Field(8, description="rows of one training pass on one rank")
+    train_batch_size: Positive = Field(
+        128, description="documents (pairs for preferences) of one optimiser step, all ranks together"
+    )
+    micro_train_batch_size: Annotated[Positive, NotInDigest] = Field(
+        8, description="rows of one training pass on one rank"
+    )
     micro_train_tokens: Annotated[Positive | None, NotInDigest] = Field(
         None,
-        description="tokens of one training pass on one rank, in place of micro_train_batch_size: documents packed without padding, "
-        "passes equally full",
+        description=(
+            "tokens of one training pass on one rank, in place of micro_train_batch_size: documents packed"
+            " without padding, passes equally full"
+        ),
     )
     max_epochs: Positive = Field(1, description="passes over the data; of ppo over each rollout")
     betas: tuple[Momentum, Momentum] = Field((0.9, 0.95), description="AdamW")
@@ -75,7 +103,9 @@ class Optimised(Gated, ZeroFields):
         1, description="optimiser steps (of ppo: iterations) between two lines of metrics.jsonl"
     )
     save_steps: Annotated[int, NotInDigest] = Field(
-        0, ge=0, description="optimiser steps (of ppo: iterations) between two resume checkpoints; 0: by save_minutes"
+        0,
+        ge=0,
+        description="optimiser steps (of ppo: iterations) between two resume checkpoints; 0: by save_minutes",
     )
     save_minutes: Annotated[float, NotInDigest] = Field(
         30.0, ge=0, description="where save_steps is 0: minutes between two resume checkpoints; 0: none"
@@ -83,26 +113,43 @@ class Optimised(Gated, ZeroFields):
     keep_checkpoints: Annotated[Positive, NotInDigest] = Field(1, description="resume checkpoints kept")
     dtype: Literal["float32", "bfloat16"] = Field("float32", description="parameters and activations")
     gradient_checkpointing: Annotated[Recomputed, NotInDigest] = Field(
-        0.0, description="share of the layers whose activations are recomputed in the backward pass (above 0: logits too); true: all"
+        0.0,
+        description=(
+            "share of the layers whose activations are recomputed in the backward pass (above 0: logits too);"
+            " true: all"
+        ),
     )
     mlp_tokens: Annotated[Positive | None, NotInDigest] = Field(
         None,
-        description="tokens of a pass that a dense feed-forward block computes at a time, and again in the backward pass: less memory for "
-        "long documents; default: all",
+        description=(
+            "tokens of a pass that a dense feed-forward block computes at a time, and again in the backward"
+            " pass: less memory for long documents; default: all"
+        ),
     )
     zero_stage: Annotated[Literal["auto", 0, 1, 2, 3], NotInDigest] = Field(
         "auto",
-        description="0: plain torch, one rank (of ppo: one of actor and of critic); 1-3: DeepSpeed ZeRO; auto: 0 on one rank, on several "
-        "the lowest that fits their GPUs; 3 with param_offload or zero_hpz, and of ppo without GPUs",
+        description=(
+            "0: plain torch, one rank (of ppo: one of actor and of critic); 1-3: DeepSpeed ZeRO; auto: 0 on"
+            " one rank, on several the lowest that fits their GPUs; 3 with param_offload or zero_hpz, and of"
+            " ppo without GPUs"
+        ),
     )
     sequence_parallel_size: Annotated[Positive, NotInDigest] = Field(
         1,
-        description="ranks that compute each pass together, each a part of its tokens, and in attention a part of the heads: for long "
-        "documents; a divisor of the ranks and of the model's attention heads",
+        description=(
+            "ranks that compute each pass together, each a part of its tokens, and in attention a part of the"
+            " heads: for long documents; a divisor of the ranks and of the model's attention heads"
+        ),
     )
-    lora: Lora | None = Field(None, description="train low-rank adapters (of ppo: of actor and critic); default: all weights")
+    lora: Lora | None = Field(
+        None, description="train low-rank adapters (of ppo: of actor and critic); default: all weights"
+    )
     sweep: Annotated[dict[str, tuple[Value, ...]], NotInDigest] = Field(
-        {}, description="fields with lists of values: the stage is run once for each combination, as STAGE.FIELD=VALUE; not of a loop"
+        {},
+        description=(
+            "fields with lists of values: the stage is run once for each combination, as STAGE.FIELD=VALUE;"
+            " not of a loop"
+        ),
     )
 
     @property
@@ -111,7 +158,8 @@ class Optimised(Gated, ZeroFields):
         raise NotImplementedError
 
     def offloaded(self, what: Literal["adam", "param"]) -> tuple[str, ...]:
-        """The trained models whose optimiser (adam) or weights (param) are in host memory: of ppo its roles, else `model`."""
+        """The trained models whose optimiser (adam) or weights (param) are in host memory: of ppo its roles,
+        else `model`."""
         raise NotImplementedError
 
     @property
@@ -128,14 +176,15 @@ class Optimised(Gated, ZeroFields):
         """Yields a sentence for each model whose ranks do not make the same number of full passes."""
         for ranks in self.trained_ranks.values():
             at_once = max(1, ranks.world_size // self.sequence_parallel_size)
-            micro, whole = self.micro_train_batch_size, self.micro_train_batch_size * at_once
+            micro = self.micro_train_batch_size
+            whole = self.micro_train_batch_size * at_once
             if self.train_batch_size % whole:
                 share, rest = divmod(self.train_batch_size, at_once)
                 fitting = f" (micro_train_batch_size={math.gcd(micro, share)} does)" if not rest else ""
                 yield (
-                    f"train_batch_size={self.train_batch_size} must be a multiple of micro_train_batch_size x ranks"
-                    f"{' / sequence_parallel_size' * (self.sequence_parallel_size > 1)} = "
-                    f"{micro} x {at_once} = {whole}{fitting}: every rank makes the same number of full forward passes"
+                    f"train_batch_size={self.train_batch_size} must be a multiple of micro_train_batch_size x"
+                    f" ranks{' / sequence_parallel_size' * (self.sequence_parallel_size > 1)} = {micro} x"
+                    f" {at_once} = {whole}{fitting}: every rank makes the same number of full forward passes"
                 )
 
     @check
@@ -148,40 +197,63 @@ class Optimised(Gated, ZeroFields):
         for name, ranks in self.trained_ranks.items():
             if ranks.world_size % self.sequence_parallel_size:
                 yield (
-                    f"sequence_parallel_size={self.sequence_parallel_size} ranks compute each pass together, and {name} are "
-                    f"{ranks.world_size}: set it to a divisor of the ranks"
+                    f"sequence_parallel_size={self.sequence_parallel_size} ranks compute each pass together,"
+                    f" and {name} are {ranks.world_size}: set it to a divisor of the ranks"
                 )
 
     @check
     def _check_zero(self) -> Iterator[str]:
         for name, ranks in self.trained_ranks.items():
             if self.zero_stage == 0 and ranks.world_size > 1:
-                yield (f"zero_stage=0 trains on one rank, {name} are {ranks.world_size}: set zero_stage to 1, 2, 3 or auto")
+                yield (
+                    f"zero_stage=0 trains on one rank, {name} are {ranks.world_size}: set zero_stage to 1, 2,"
+                    " 3 or auto"
+                )
         quantized = self.lora is not None and self.lora.quantize != "none"
         if self.lora is not None and quantized and self.zero_stage == 3:
             yield (
-                f"lora.quantize={self.lora.quantize} cannot be trained with zero_stage=3, which would cut 4-bit weights into shards: "
-                f"set zero_stage to 2 or less, or quantize to none"
+                f"lora.quantize={self.lora.quantize} cannot be trained with zero_stage=3, which would cut"
+                " 4-bit weights into shards: set zero_stage to 2 or less, or quantize to none"
             )
-        sharded = [name for name, wanted in (("param_offload", self.offloaded("param")), ("zero_hpz", self.zero_hpz)) if wanted]
+        sharded = [
+            name
+            for name, wanted in (("param_offload", self.offloaded("param")), ("zero_hpz", self.zero_hpz))
+            if wanted
+        ]
         if self.lora is not None and quantized:
             whole = f"lora.quantize={self.lora.quantize} keeps whole weights on the GPU"
             yield from (f"{whole}: leave out {name}, or set quantize to none" for name in sharded)
         if self.zero_stage == 0 and self.offloaded("adam"):
-            yield "zero_stage=0 keeps Adam on the GPU, adam_offload moves it to the host: set zero_stage to 2, 3 or auto"
+            yield (
+                "zero_stage=0 keeps Adam on the GPU, adam_offload moves it to the host: set zero_stage to 2,"
+                " 3 or auto"
+            )
         if self.zero_stage == 0 and self.deepspeed:
-            yield "zero_stage=0 is plain torch, without options of DeepSpeed: leave out deepspeed, or set zero_stage to 1, 2, 3 or auto"
+            yield (
+                "zero_stage=0 is plain torch, without options of DeepSpeed: leave out deepspeed, or set"
+                " zero_stage to 1, 2, 3 or auto"
+            )
         if self.zero_stage not in (3, "auto"):
-            yield from (f"{name} is for weights that are sharded: set zero_stage to 3 or auto, or leave it out" for name in sharded)
+            yield from (
+                f"{name} is for weights that are sharded: set zero_stage to 3 or auto, or leave it out"
+                for name in sharded
+            )
         if self.zero_hpz and all(ranks.num_nodes == 1 for ranks in self.trained_ranks.values()):
-            yield f"zero_hpz keeps a copy of the weights on each node, and {' and '.join(self.trained_ranks)} have one node: leave it out"
+            yield (
+                f"zero_hpz keeps a copy of the weights on each node, and {' and '.join(self.trained_ranks)}"
+                " have one node: leave it out"
+            )
 
 
 class Routed(Config):
     """Loss of stages that train a policy with a mixture of experts."""
 
     router_aux_coef: float = Field(
-        0.0, ge=0, description="mixture-of-experts models: coefficient of the loss that keeps experts evenly used, per document"
+        0.0,
+        ge=0,
+        description=(
+            "mixture-of-experts models: coefficient of the loss that keeps experts evenly used, per document"
+        ),
     )
 
 
@@ -195,16 +267,28 @@ class Trainable(Optimised):
     skip_nonfinite_steps: int = Field(
         0,
         ge=0,
-        description="optimiser steps of a run that may be left out because their loss or gradient norm is not finite: weights and "
-        "optimiser stay as they are, and nonfinite_steps.jsonl names the rows; for data with few broken rows. 0: the first ends the run",
+        description=(
+            "optimiser steps of a run that may be left out because their loss or gradient norm is not finite:"
+            " weights and optimiser stay as they are, and nonfinite_steps.jsonl names the rows; for data with"
+            " few broken rows. 0: the first ends the run"
+        ),
     )
-    eval_steps: Annotated[int, NotInDigest] = Field(0, ge=0, description="steps between two evaluations on eval_data; 0: only at the end")
+    eval_steps: Annotated[int, NotInDigest] = Field(
+        0, ge=0, description="steps between two evaluations on eval_data; 0: only at the end"
+    )
     ranks: Annotated[Ranks, NotInDigest] = Field(Ranks(), description="processes of this stage")
     adam_offload: Annotated[bool, NotInDigest] = Field(
-        False, description="the optimiser's state is in host memory, where its step runs: 12 bytes a parameter less on the GPUs; slower"
+        False,
+        description=(
+            "the optimiser's state is in host memory, where its step runs: 12 bytes a parameter less on the"
+            " GPUs; slower"
+        ),
     )
     param_offload: Annotated[bool, NotInDigest] = Field(
-        False, description="ZeRO-3's shards of the weights are in host memory, a layer at a time goes to the GPU; slower"
+        False,
+        description=(
+            "ZeRO-3's shards of the weights are in host memory, a layer at a time goes to the GPU; slower"
+        ),
     )
 
     @check
@@ -213,7 +297,10 @@ class Trainable(Optimised):
             yield from self.batch_mistakes()
         if not self.ranks.gpus:
             fields = [name for name in ("adam_offload", "param_offload") if getattr(self, name)]
-            yield from (f"{name} frees a GPU's memory, and ranks have none: set gpus of ranks, or leave it out" for name in fields)
+            yield from (
+                f"{name} frees a GPU's memory, and ranks have none: set gpus of ranks, or leave it out"
+                for name in fields
+            )
 
     def offloaded(self, what: Literal["adam", "param"]) -> tuple[str, ...]:
         return ("model",) if (self.adam_offload if what == "adam" else self.param_offload) else ()
@@ -223,7 +310,8 @@ class Trainable(Optimised):
         return {"ranks": self.ranks}
 
     def steps(self, items: int) -> int:
-        """Returns the optimiser steps of all epochs over `items` documents or pairs; the last batch of an epoch may be smaller."""
+        """Returns the optimiser steps of all epochs over `items` documents or pairs; the last batch of an
+        epoch may be smaller."""
         return -(-items // self.train_batch_size) * self.max_epochs
 
     @property
@@ -237,7 +325,11 @@ class Trainable(Optimised):
     @property
     def texts(self) -> Sequence[Text]:
         found = {field: getattr(self, field, None) for field in ("data", "eval_data")}
-        return [Text(field, data, self.rows, "max_len", self.max_len) for field, data in found.items() if data is not None]
+        return [
+            Text(field, data, self.rows, "max_len", self.max_len)
+            for field, data in found.items()
+            if data is not None
+        ]
 
 
 class SFT(Trainable, Routed):
@@ -246,26 +338,41 @@ class SFT(Trainable, Routed):
     rows = "sft"
     stage: Literal["sft"] = "sft"
     model: str = Field("base", description="model to train")
-    data: Data | None = Field(None, description="rows with messages, or prompt and response (condition reward: these); or set answers")
-    answers: str | None = Field(None, description="a preferences stage whose answers are the data (rejection_sampling, conditional_sft)")
+    data: Data | None = Field(
+        None,
+        description="rows with messages, or prompt and response (condition reward: these); or set answers",
+    )
+    answers: str | None = Field(
+        None,
+        description="a preferences stage whose answers are the data (rejection_sampling, conditional_sft)",
+    )
     template: str = Field("chat", description="template of those answers: 'chat' or a plain one with one {}")
     eval_data: Data | None = Field(None, description="held-out rows for the evaluation loss")
     packing: Annotated[bool, NotInDigest] = Field(
         True, description="pack documents into rows of max_len (best fit); attention never crosses them"
     )
     condition: Literal["none", "reward"] = Field(
-        "none", description="reward: conditional SFT, the prompt ends with the standardised reward of its answer (column reward_key)"
+        "none",
+        description=(
+            "reward: conditional SFT, the prompt ends with the standardised reward of its answer (column"
+            " reward_key)"
+        ),
     )
     float8: bool = Field(
         False,
-        description="large linear layers multiply in FP8, their weights' gradients in bfloat16: faster on Hopper GPUs and newer ones, with "
-        "rounding errors of 3 to 4 % in each product",
+        description=(
+            "large linear layers multiply in FP8, their weights' gradients in bfloat16: faster on Hopper GPUs"
+            " and newer ones, with rounding errors of 3 to 4 % in each product"
+        ),
     )
 
     @check
     def _check_float8(self) -> Iterator[str]:
         if self.float8 and self.dtype != "bfloat16":
-            yield f"float8 is faster than bfloat16 alone, and dtype is {self.dtype}: set dtype to bfloat16, or leave float8 out"
+            yield (
+                f"float8 is faster than bfloat16 alone, and dtype is {self.dtype}: set dtype to bfloat16, or"
+                " leave float8 out"
+            )
         if self.float8 and self.lora is not None:
             yield "float8 trains all weights, lora adapters alone: leave one of them out"
 
@@ -273,11 +380,15 @@ class SFT(Trainable, Routed):
     def _check_data(self) -> Iterator[str]:
         yield from template_mistakes(self.template)
         if (self.data is None) == (self.answers is None):
-            yield "an sft stage needs exactly one of data (files) and answers (the name of a preferences stage)"
+            yield (
+                "an sft stage needs exactly one of data (files) and answers (the name of a preferences stage)"
+            )
 
     @property
     def texts(self) -> Sequence[Text]:
-        return [text._replace(rows="scored") if self.condition == "reward" else text for text in super().texts]
+        return [
+            text._replace(rows="scored") if self.condition == "reward" else text for text in super().texts
+        ]
 
 
 class RewardModel(Trainable):
@@ -287,23 +398,33 @@ class RewardModel(Trainable):
     stage: Literal["reward_model"] = "reward_model"
     model: str = Field(
         "sft",
-        description="model to start from: a language model gets a scalar head of zeros; a reward model keeps its trained head, and goes on "
-        "from its scores",
+        description=(
+            "model to start from: a language model gets a scalar head of zeros; a reward model keeps its"
+            " trained head, and goes on from its scores"
+        ),
     )
     data: Data = Field(description="rows with prompt, chosen and rejected")
-    eval_data: Data | None = Field(None, description="held-out pairs: accuracy, score mean and std are measured on them")
-    centering: float = Field(0.0, ge=0, description="coefficient of (r_chosen + r_rejected)^2 (Eisenstein et al. 2023)")
+    eval_data: Data | None = Field(
+        None, description="held-out pairs: accuracy, score mean and std are measured on them"
+    )
+    centering: float = Field(
+        0.0, ge=0, description="coefficient of (r_chosen + r_rejected)^2 (Eisenstein et al. 2023)"
+    )
     learning_rate: Rate = Field(9e-6, description="peak learning rate")
 
 
 class PreferenceLoss(Config):
     """The loss of a DPO stage (Rafailov et al. 2023, eq. 7) and of its relatives."""
 
-    beta: Rate | None = Field(None, description="strength of the KL anchor; SimPO: scale of the log-probs. Default 0.1, for simpo 2")
+    beta: Rate | None = Field(
+        None, description="strength of the KL anchor; SimPO: scale of the log-probs. Default 0.1, for simpo 2"
+    )
     loss: Literal["sigmoid", "ipo", "ipo_sum", "simpo", "orpo"] = Field(
         "sigmoid",
-        description="sigmoid: DPO; ipo: Azar et al. 2023, log-probs averaged over tokens; ipo_sum: summed, as the paper prints it; without "
-        "a reference: simpo (Meng et al. 2024), orpo (Hong et al. 2024)",
+        description=(
+            "sigmoid: DPO; ipo: Azar et al. 2023, log-probs averaged over tokens; ipo_sum: summed, as the"
+            " paper prints it; without a reference: simpo (Meng et al. 2024), orpo (Hong et al. 2024)"
+        ),
     )
     label_smoothing: float = Field(0.0, ge=0, lt=0.5, description="cDPO: probability that a label is flipped")
     nll_coef: float = Field(0.0, ge=0, description="weight of the token-mean NLL of the chosen response")
@@ -315,7 +436,10 @@ class PreferenceLoss(Config):
         if self.loss != "sigmoid" and self.label_smoothing:
             yield f"label_smoothing belongs to loss 'sigmoid' (cDPO): set it to 0 for {self.loss!r}"
         if self.loss == "orpo" and (self.beta is not None or self.nll_coef):
-            yield "loss 'orpo' has no beta, and an NLL term of its own: leave beta and nll_coef out and set lambd"
+            yield (
+                "loss 'orpo' has no beta, and an NLL term of its own: leave beta and nll_coef out and set"
+                " lambd"
+            )
         if self.loss != "simpo" and self.gamma != 1:
             yield f"gamma belongs to loss 'simpo': leave it out for {self.loss!r}"
         if self.loss != "orpo" and self.lambd != 0.1:
@@ -342,7 +466,9 @@ class Anchored(Trainable, Routed):
 
     policy: str = Field("sft", description="model to train")
     reference: str | None = Field(None, description="reference model; default: the policy before training")
-    template: str = Field("chat", description="template of pairs or answers: 'chat' or a plain one with one {}")
+    template: str = Field(
+        "chat", description="template of pairs or answers: 'chat' or a plain one with one {}"
+    )
     learning_rate: Rate = Field(5e-7, description="peak learning rate")
 
     @check
@@ -368,14 +494,20 @@ class DPO(Anchored, PreferenceLoss):
 
 
 class KTO(Anchored, UnpairedLoss):
-    """Kahneman-Tversky optimisation (Ethayarajh et al. 2024): answers that are desirable or not, in no pairs."""
+    """Kahneman-Tversky optimisation (Ethayarajh et al. 2024): answers that are desirable or not, in no
+    pairs."""
 
     rows = "labelled"
     stage: Literal["kto"] = "kto"
     data: Data | None = Field(
-        None, description="rows with prompt, response and label; preference pairs count as two answers; or set answers"
+        None,
+        description=(
+            "rows with prompt, response and label; preference pairs count as two answers; or set answers"
+        ),
     )
-    answers: str | None = Field(None, description="a preferences stage whose labelled answers (or pairs) are the data")
+    answers: str | None = Field(
+        None, description="a preferences stage whose labelled answers (or pairs) are the data"
+    )
     eval_data: Data | None = Field(None, description="held-out answers, or pairs")
     beta: Rate = Field(0.1, description="strength of the KL anchor")
     train_batch_size: Annotated[int, Field(ge=2)] = Field(
@@ -385,4 +517,6 @@ class KTO(Anchored, UnpairedLoss):
     @check
     def _check_data(self) -> Iterator[str]:
         if (self.data is None) == (self.answers is None):
-            yield "a kto stage needs exactly one of data (files) and answers (the name of a preferences stage)"
+            yield (
+                "a kto stage needs exactly one of data (files) and answers (the name of a preferences stage)"
+            )

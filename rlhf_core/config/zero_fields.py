@@ -13,25 +13,44 @@ ZERO = "zero_optimization"
 # Options that are not for `deepspeed`, and why; those of its block zero_optimization behind a dot.
 NOT_FOR_DEEPSPEED = {
     **dict.fromkeys(
-        ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "managed_gradient_accumulation"),
+        (
+            "train_batch_size",
+            "train_micro_batch_size_per_gpu",
+            "gradient_accumulation_steps",
+            "managed_gradient_accumulation",
+        ),
         "train_batch_size and micro_train_batch_size (or micro_train_tokens) of the stage decide it",
     ),
     "gradient_clipping": "max_norm of the stage sets it",
     **dict.fromkeys(("bf16", "bfloat16", "fp16", "torch_autocast"), "dtype of the stage sets it"),
     **dict.fromkeys(
-        ("optimizer", "scheduler", "zero_allow_untested_optimizer", "zero_force_ds_cpu_optimizer"), "alignflow sets AdamW and its schedule"
+        ("optimizer", "scheduler", "zero_allow_untested_optimizer", "zero_force_ds_cpu_optimizer"),
+        "alignflow sets AdamW and its schedule",
     ),
-    **dict.fromkeys(("gradient_allreduce_op", "gradient_predivide_factor"), "losses are sums over all ranks that nothing may divide again"),
-    **dict.fromkeys(("steps_per_print", "tensorboard", "wandb", "comet", "csv_monitor"), "metrics.jsonl has the metrics"),
+    **dict.fromkeys(
+        ("gradient_allreduce_op", "gradient_predivide_factor"),
+        "losses are sums over all ranks that nothing may divide again",
+    ),
+    **dict.fromkeys(
+        ("steps_per_print", "tensorboard", "wandb", "comet", "csv_monitor"), "metrics.jsonl has the metrics"
+    ),
     **dict.fromkeys(("checkpoint", "datastates_ckpt"), "alignflow writes the resume states"),
-    **dict.fromkeys(("data_efficiency", "dataloader_drop_last", "autotuning"), "alignflow deals the data and sets the passes"),
+    **dict.fromkeys(
+        ("data_efficiency", "dataloader_drop_last", "autotuning"),
+        "alignflow deals the data and sets the passes",
+    ),
     "activation_checkpointing": "gradient_checkpointing of the stage sets it",
     **dict.fromkeys(
-        ("hybrid_engine", "tensor_parallel", "expert_parallel", "pipeline", "sequence_parallel_size"), "it needs a model of another form"
+        ("hybrid_engine", "tensor_parallel", "expert_parallel", "pipeline", "sequence_parallel_size"),
+        "it needs a model of another form",
     ),
     f"{ZERO}.stage": "zero_stage of the stage sets it",
-    **dict.fromkeys((f"{ZERO}.offload_optimizer", f"{ZERO}.cpu_offload"), "adam_offload of the stage sets it"),
-    **dict.fromkeys((f"{ZERO}.offload_param", f"{ZERO}.cpu_offload_param"), "param_offload of the stage sets it"),
+    **dict.fromkeys(
+        (f"{ZERO}.offload_optimizer", f"{ZERO}.cpu_offload"), "adam_offload of the stage sets it"
+    ),
+    **dict.fromkeys(
+        (f"{ZERO}.offload_param", f"{ZERO}.cpu_offload_param"), "param_offload of the stage sets it"
+    ),
     f"{ZERO}.cpu_offload_use_pin_memory": "offloaded state is in pinned memory",
     f"{ZERO}.zero_hpz_partition_size": "zero_hpz of the stage sets it",
     f"{ZERO}.compute_grad_norm": "clipping and the metrics need the norm",
@@ -46,11 +65,12 @@ SPEED_ONLY = frozenset(
         *(
             f"{ZERO}.{prefix}{name}"
             for name in (
-                "contiguous_gradients reduce_scatter reduce_bucket_size use_multi_rank_bucket_allreduce allgather_partitions "
-                "allgather_bucket_size overlap_comm sub_group_size prefetch_bucket_size param_persistence_threshold "
-                "model_persistence_threshold max_live_parameters max_reuse_distance module_granularity_threshold "
-                "use_all_reduce_for_fetch_params allgather_sequential round_robin_gradients parameter_alignment memory_efficient_linear "
-                "override_module_apply log_trace_cache_warnings enable_sanity_checks"
+                "contiguous_gradients reduce_scatter reduce_bucket_size use_multi_rank_bucket_allreduce"
+                " allgather_partitions allgather_bucket_size overlap_comm sub_group_size prefetch_bucket_size"
+                " param_persistence_threshold model_persistence_threshold max_live_parameters"
+                " max_reuse_distance module_granularity_threshold use_all_reduce_for_fetch_params"
+                " allgather_sequential round_robin_gradients parameter_alignment memory_efficient_linear"
+                " override_module_apply log_trace_cache_warnings enable_sanity_checks"
             ).split()
             for prefix in ("", "stage3_")
         ),
@@ -63,13 +83,18 @@ class ZeroFields(Config):
 
     zero_hpz: Annotated[bool, NotInDigest] = Field(
         False,
-        description="on several nodes under ZeRO-3: each node has a second copy of the weights, sharded over its ranks, from which "
-        "backward passes fetch without the network (hpZ of ZeRO++, Wang et al. 2023)",
+        description=(
+            "on several nodes under ZeRO-3: each node has a second copy of the weights, sharded over its"
+            " ranks, from which backward passes fetch without the network (hpZ of ZeRO++, Wang et al. 2023)"
+        ),
     )
     deepspeed: dict[str, Any] = Field(
         {},
-        description="further options of DeepSpeed by its own names, such as {zero_optimization: {reduce_bucket_size: 100000000}}; they "
-        "override alignflow's. Options that only decide speed or memory are not in the digest",
+        description=(
+            "further options of DeepSpeed by its own names, such as {zero_optimization: {reduce_bucket_size:"
+            " 100000000}}; they override alignflow's. Options that only decide speed or memory are not in the"
+            " digest"
+        ),
     )
 
     @check
@@ -86,6 +111,8 @@ class ZeroFields(Config):
 
 def deciding_options(options: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the options of `deepspeed` that decide a result."""
-    zero = {name: value for name, value in options.get(ZERO, {}).items() if f"{ZERO}.{name}" not in SPEED_ONLY}
+    zero = {
+        name: value for name, value in options.get(ZERO, {}).items() if f"{ZERO}.{name}" not in SPEED_ONLY
+    }
     others = {name: value for name, value in options.items() if name not in SPEED_ONLY and name != ZERO}
     return others | ({ZERO: zero} if zero else {})

@@ -26,21 +26,34 @@ class Pairs(NamedTuple):
 def load_anchors(source: Source, seed: int) -> Pairs:
     """Reads anchors. Raises ValueError that names the row without a prompt, an answer or a verdict."""
     rows = load_rows(Data(sources=(source,)), seed)
-    questions = [to_question({**row, "uid": f"anchor {number}"}, source, number) for number, row in enumerate(rows, 1)]
+    questions = [
+        to_question({**row, "uid": f"anchor {number}"}, source, number) for number, row in enumerate(rows, 1)
+    ]
     return Pairs(
         questions,
-        {side: [_text(row, question.where, f"answer_{side}") for row, question in zip(rows, questions, strict=True)] for side in "ab"},
+        {
+            side: [
+                _text(row, question.where, f"answer_{side}")
+                for row, question in zip(rows, questions, strict=True)
+            ]
+            for side in "ab"
+        },
         np.array([_points(row, question.where) for row, question in zip(rows, questions, strict=True)]),
     )
 
 
 def _text(row: Mapping[str, Any], where: str, column: str) -> str:
     if not isinstance(row.get(column), str):
-        raise ValueError(f"{where}: an anchor needs the text column {column!r}; its columns are {', '.join(row)}: add it")
+        raise ValueError(
+            f"{where}: an anchor needs the text column {column!r}; its columns are {', '.join(row)}: add it"
+        )
     return str(row[column])
 
 
 def _points(row: Mapping[str, Any], where: str) -> float:
     if row.get("verdict") not in POINTS:
-        raise ValueError(f"{where}: the verdict of an anchor is A, B or tie, and here it is {row.get('verdict')!r}: correct it")
+        raise ValueError(
+            f"{where}: the verdict of an anchor is A, B or tie, and here it is {row.get('verdict')!r}:"
+            " correct it"
+        )
     return POINTS[row["verdict"]]

@@ -1,12 +1,15 @@
-"""Renders messages to tokens with the tokenizer's chat template, or a plain one, and masks the answers of the assistant.
+"""Renders messages to tokens with the tokenizer's chat template, or a plain one, and masks the answers of the
+assistant.
 
-A text is split where an answer begins and ends, and the parts are encoded one by one, so that no token crosses the border: the tokens of
-`prompt(messages[:i])`, from which a sampler continues, are exactly the beginning of `conversation(messages)`, which is trained on.
+A text is split where an answer begins and ends, and the parts are encoded one by one, so that no token
+crosses the border: the tokens of `prompt(messages[:i])`, from which a sampler continues, are exactly the
+beginning of `conversation(messages)`, which is trained on.
 
-A control token typed inside a message (`<|im_end|>`) stays text: a placeholder replaces it in the template, and it is encoded with
-`split_special_tokens`. This covers every added token marked special, in all roles; added tokens not marked special (such as `<think>`)
-are encoded as the tokenizer does. `tools` are JSON schemas of functions, which the template describes at the beginning; messages may have
-`tool_calls`. Left out: images, and content that is not a string.
+A control token typed inside a message (`<|im_end|>`) stays text: a placeholder replaces it in the template,
+and it is encoded with `split_special_tokens`. This covers every added token marked special, in all roles;
+added tokens not marked special (such as `<think>`) are encoded as the tokenizer does. `tools` are JSON
+schemas of functions, which the template describes at the beginning; messages may have `tool_calls`. Left out:
+images, and content that is not a string.
 """
 
 from __future__ import annotations
@@ -30,7 +33,8 @@ from rlhf_core.hub.model_files import VOCABULARIES
 from rlhf_core.hub.vocabulary import tokenizer_place
 
 # Unicode noncharacters, which texts should not contain; OPEN in a text is itself replaced by a placeholder.
-OPEN, CLOSE = "\ufdd0", "\ufdd1"
+OPEN = "\ufdd0"
+CLOSE = "\ufdd1"
 PLACEHOLDER = re.compile(f"{OPEN}([0-9]+){CLOSE}")
 GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 Span = tuple[int, int]
@@ -39,62 +43,102 @@ MARK = "\ufdd2"  # in place of an answer, to find where it ends
 
 
 def load_tokenizer(path: str, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
-    """Loads the tokenizer of a model folder or Hub id, also at a commit (`owner/name@COMMIT`); of an adapter without one, its base's.
+    """Loads the tokenizer of a model folder or Hub id, also at a commit (`owner/name@COMMIT`); of an adapter
+    without one, its base's.
 
-    A tokenizer without a pad token of its own gets one of its special tokens (`with_pad_token`). Raises ValueError when it cannot be
-    loaded, encodes text to nothing, has no end-of-sequence token, or no token to pad with.
+    A tokenizer without a pad token of its own gets one of its special tokens (`with_pad_token`). Raises
+    ValueError when it cannot be loaded, encodes text to nothing, has no end-of-sequence token, or no token to
+    pad with.
     """
     folder = tokenizer_place(path)
     if not is_remote(folder) and not Path(folder).is_dir():
         raise ValueError(f"{path}: there is no model folder here; correct the path, or make the model first")
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:  # the last two: of JSON that is no object
-        lacks = Path(folder).is_dir() and not any(True for pattern in VOCABULARIES for _ in Path(folder).glob(pattern))
-        why = f"there is no {', '.join(VOCABULARIES)}: save the model's tokenizer into this folder" if lacks else _first_line(error)
+    except (
+        OSError,
+        ValueError,
+        KeyError,
+        TypeError,
+        AttributeError,
+    ) as error:  # the last two: of JSON that is no object
+        lacks = Path(folder).is_dir() and not any(
+            True for pattern in VOCABULARIES for _ in Path(folder).glob(pattern)
+        )
+        why = (
+            f"there is no {', '.join(VOCABULARIES)}: save the model's tokenizer into this folder"
+            if lacks
+            else _first_line(error)
+        )
         raise ValueError(f"{path}: no tokenizer can be loaded from here ({why})") from error
     except StrictDataclassError as error:
-        raise ValueError(f"{path}: its config.json contradicts itself ({_first_line(error.__cause__ or error)})") from error
+        raise ValueError(
+            f"{path}: its config.json contradicts itself ({_first_line(error.__cause__ or error)})"
+        ) from error
     shares_pad = tokenizer.pad_token_id is not None and tokenizer.pad_token_id == tokenizer.eos_token_id
     if tokenizer.eos_token_id is None or (shares_pad and not names_its_end(folder)):
-        raise ValueError(f"{path}: the tokenizer has no end-of-sequence token: set eos_token in its tokenizer_config.json")
+        raise ValueError(
+            f"{path}: the tokenizer has no end-of-sequence token: set eos_token in its tokenizer_config.json"
+        )
     tokenizer = with_pad_token(tokenizer)
     if tokenizer.pad_token_id is None or tokenizer.pad_token_id == tokenizer.eos_token_id:
         state = "uses its end-of-sequence token as pad token" if shares_pad else "has no pad token"
         raise ValueError(
-            f"{path}: the tokenizer {state}, and has no special token that could be one: set pad_token in its tokenizer_config.json to"
-            " another token of the vocabulary"
+            f"{path}: the tokenizer {state}, and has no special token that could be one: set pad_token in its"
+            " tokenizer_config.json to another token of the vocabulary"
         )
     if not tokenizer("a word", add_special_tokens=False).input_ids:
-        raise ValueError(f"{path}: the tokenizer encodes text to nothing: its files do not fit the model_type in config.json")
+        raise ValueError(
+            f"{path}: the tokenizer encodes text to nothing: its files do not fit the model_type in"
+            " config.json"
+        )
     return tokenizer
 
 
 class Renderer:
-    """Renders messages `{"role": ..., "content": ...}` with one tokenizer and one template ("chat", or a plain one with one {}).
+    """Renders messages `{"role": ..., "content": ...}` with one tokenizer and one template ("chat", or a
+    plain one with one {}).
 
-    `stop_token_ids` are the tokens that end an answer: end-of-sequence, and the template's end-of-turn token when it is another one.
-    `end_token_id` is the one that training puts after an answer. `frame_len` is the template's own length in tokens.
-    A plain template puts system messages before the next user message, and the end-of-sequence token after each answer.
-    `prompt_suffix` is appended to the last message of every prompt (`rlhf_core.data.documents`), not to conversations.
-    `verbatim`: the data's answers were sampled, so they already contain what the template puts before an answer's text (a space, an empty
-    thought), and `response_tokens` adds nothing. The constructor raises ValueError when the template cannot be used with this tokenizer.
+    `stop_token_ids` are the tokens that end an answer: end-of-sequence, and the template's end-of-turn token
+    when it is another one. `end_token_id` is the one that training puts after an answer. `frame_len` is the
+    template's own length in tokens. A plain template puts system messages before the next user message, and
+    the end-of-sequence token after each answer. `prompt_suffix` is appended to the last message of every
+    prompt (`rlhf_core.data.documents`), not to conversations. `verbatim`: the data's answers were sampled, so
+    they already contain what the template puts before an answer's text (a space, an empty thought), and
+    `response_tokens` adds nothing. The constructor raises ValueError when the template cannot be used with
+    this tokenizer.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, template: str, prompt_suffix: str = "", verbatim: bool = False):
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        template: str,
+        prompt_suffix: str = "",
+        verbatim: bool = False,
+    ):
         self.tokenizer = tokenizer
         self.template = template
         self.prompt_suffix = prompt_suffix
         self.verbatim = verbatim
-        special = sorted((token.content for token in tokenizer.added_tokens_decoder.values() if token.special), key=len, reverse=True)
-        self.control_tokens = re.compile("|".join(re.escape(text) for text in special) or "(?!)")  # as typed in a text
+        special = sorted(
+            (token.content for token in tokenizer.added_tokens_decoder.values() if token.special),
+            key=len,
+            reverse=True,
+        )
+        # as typed in a text
+        self.control_tokens = re.compile("|".join(re.escape(text) for text in special) or "(?!)")
         self._hidden = [OPEN, MARK, *special]
         self._hidden_pattern = re.compile("|".join(re.escape(text) for text in self._hidden))
         self._eos = str(tokenizer.eos_token)
-        # Some tokenizers put a space before the start of a text. Parts after the first are encoded after an eos token to avoid it.
+        # Some tokenizers put a space before the start of a text. Parts after the first are encoded after an
+        # eos token to avoid it.
         self._anchored = self._ids(self._eos) == [tokenizer.eos_token_id]
         first = tokenizer("a").input_ids[0]
-        self._bos = str(tokenizer.bos_token) if tokenizer.bos_token is not None and first == tokenizer.bos_token_id else ""
+        self._bos = (
+            str(tokenizer.bos_token)
+            if tokenizer.bos_token is not None and first == tokenizer.bos_token_id
+            else ""
+        )
         self._writes_calls: bool | None = None  # of tools; found when a message has some
         self._chat_template = self._find_chat_template() if template == "chat" else ""
         end_of_turn = self._find_end_of_turn() if template == "chat" else tokenizer.eos_token_id
@@ -106,9 +150,12 @@ class Renderer:
         self._check_rows([*frame, *self.stop_token_ids, tokenizer.pad_token_id or 0])
 
     def prompt(self, messages: Sequence[Message], tools: Tools = ()) -> list[int]:
-        """Returns the tokens of the messages and of the generation prompt. Raises ValueError when the last message is the assistant's."""
+        """Returns the tokens of the messages and of the generation prompt. Raises ValueError when the last
+        message is the assistant's."""
         if not messages or messages[-1]["role"] == "assistant":
-            raise ValueError("a prompt needs at least one message, and its last one must not be the assistant's")
+            raise ValueError(
+                "a prompt needs at least one message, and its last one must not be the assistant's"
+            )
         text, spans = self._text(with_suffix(messages, self.prompt_suffix), True, tools)
         return list(self._encode(text, spans).tokens)
 
@@ -116,26 +163,41 @@ class Renderer:
         """Returns what the template writes; control tokens typed in messages are placeholders."""
         return self._text(messages, generation_prompt, tools)[0]
 
-    def follow(self, messages: Sequence[Message], new: Sequence[Message], ended: bool, tools: Tools = ()) -> list[int]:
-        """Returns the tokens between the last answer of `messages` and the answer to `new` messages. `ended`: the tokens of the last answer
-        hold its end of turn already. The answers themselves are not rendered: what was sampled stays as it was sampled.
+    def follow(
+        self, messages: Sequence[Message], new: Sequence[Message], ended: bool, tools: Tools = ()
+    ) -> list[int]:
+        """Returns the tokens between the last answer of `messages` and the answer to `new` messages. `ended`:
+        the tokens of the last answer hold its end of turn already. The answers themselves are not rendered:
+        what was sampled stays as it was sampled.
 
         Raises ValueError when the template refuses the messages, or does not show where the answer ends.
         """
         if messages[-1]["role"] != "assistant" or not new or new[-1]["role"] == "assistant":
-            raise ValueError("new messages follow an answer, and the last of them must not be the assistant's")
+            raise ValueError(
+                "new messages follow an answer, and the last of them must not be the assistant's"
+            )
         before = self._hidden_messages(messages[:-1])
-        after = self._after_answer(before, {"role": "assistant", "content": MARK}, self._hidden_messages(new), tools)
+        after = self._after_answer(
+            before, {"role": "assistant", "content": MARK}, self._hidden_messages(new), tools
+        )
         if after is None and messages[-1].get("tool_calls"):
-            after = self._after_answer(before, self._hidden_messages(messages[-1:])[0], self._hidden_messages(new), tools)
+            after = self._after_answer(
+                before, self._hidden_messages(messages[-1:])[0], self._hidden_messages(new), tools
+            )
         if after is None:
-            raise ValueError("the chat template does not show where an answer ends once messages follow it: take another template")
+            raise ValueError(
+                "the chat template does not show where an answer ends once messages follow it: take another"
+                " template"
+            )
         if ended and self._end_of_turn:
             after = after.removeprefix(self._end_of_turn)
         return self._encode_part(after, first=False)
 
-    def _after_answer(self, before: list[Message], answer: Message, new: list[Message], tools: Tools) -> str | None:
-        """Returns what the template writes after an answer, up to the next one; None when it does not show where the answer ends."""
+    def _after_answer(
+        self, before: list[Message], answer: Message, new: list[Message], tools: Tools
+    ) -> str | None:
+        """Returns what the template writes after an answer, up to the next one; None when it does not show
+        where the answer ends."""
         if self.template != "chat":
             text = self._plain([*before, answer, *new])[0]
         else:
@@ -155,11 +217,14 @@ class Renderer:
         """Returns the template's own length in tokens, with its description of the tools."""
         return len(self.prompt([{"role": "user", "content": ""}], tools)) if tools else self.frame_len
 
-    def prompt_within(self, messages: Sequence[Message], limit: int, tools: Tools = ()) -> tuple[list[int], bool]:
+    def prompt_within(
+        self, messages: Sequence[Message], limit: int, tools: Tools = ()
+    ) -> tuple[list[int], bool]:
         """Returns at most `limit` tokens of a prompt, and whether something was cut.
 
-        The template's own tokens and the end of the prompt stay: first the oldest turns are dropped, then the beginning of the last
-        message; system messages only when they and the template fill the limit. Raises ValueError as `check_limit`.
+        The template's own tokens and the end of the prompt stay: first the oldest turns are dropped, then the
+        beginning of the last message; system messages only when they and the template fill the limit. Raises
+        ValueError as `check_limit`.
         """
         frame_len = self.frame_of(tools)
         check_limit(limit, frame_len)
@@ -178,23 +243,31 @@ class Renderer:
         last = turns[-1]
         shell = len(self.prompt([*system, {**last, "content": ""}], tools))
         if shell >= limit:
-            system, shell = [], frame_len
+            system = []
+            shell = frame_len
         words = self._encode(self._hide(last["content"]), []).tokens
         cut = max(len(words) - (limit - shell), 0)
         while True:
             # A cut inside a character leaves replacement characters in front.
-            content = str(self.tokenizer.decode(words[cut:], clean_up_tokenization_spaces=False)).lstrip("\ufffd")
+            content = str(self.tokenizer.decode(words[cut:], clean_up_tokenization_spaces=False)).lstrip(
+                "\ufffd"
+            )
             tokens = self.prompt([*system, {**last, "content": content}], tools)
             if len(tokens) <= limit:
                 return tokens, True
             if not content:  # check_limit lets the user's empty prompt fit
-                raise ValueError(f"the role {last['role'][:40]!r} and the template take {len(tokens)} tokens, and the limit is {limit}")
+                raise ValueError(
+                    f"the role {last['role'][:40]!r} and the template take {len(tokens)} tokens, and the"
+                    f" limit is {limit}"
+                )
             cut += len(tokens) - limit
 
     def conversation(self, messages: Sequence[Message], tools: Tools = ()) -> Document:
-        """Returns the messages as a document, with the mask on all answers and their end-of-turn tokens, but for those of weight 0.
+        """Returns the messages as a document, with the mask on all answers and their end-of-turn tokens, but
+        for those of weight 0.
 
-        Tokens after the last answer are left out, as they are not trained on. Without an answer the mask is all False.
+        Tokens after the last answer are left out, as they are not trained on. Without an answer the mask is
+        all False.
         """
         text, spans = self._text(without_weights(messages), False, tools)
         document = self._encode(text, spans, untrained=_untrained(messages, spans))
@@ -203,24 +276,31 @@ class Renderer:
         end = len(document) - list(document.mask)[::-1].index(True)
         document = document.cut(end)
         last = messages[-1]
-        if last["role"] == "assistant" and "weight" not in last and document.tokens[-1] not in self.stop_token_ids:
+        if (
+            last["role"] == "assistant"
+            and "weight" not in last
+            and document.tokens[-1] not in self.stop_token_ids
+        ):
             return Document([*document.tokens, self.end_token_id], [*document.mask, True])
         return document
 
     def answer(self, prompt_messages: Sequence[Message], response: str) -> Document:
-        """Returns `prompt(...)`, the response and the end-of-turn token, with the mask on the last two: the tokens a sampler produces."""
+        """Returns `prompt(...)`, the response and the end-of-turn token, with the mask on the last two: the
+        tokens a sampler produces."""
         return self.answer_tokens(self.prompt(prompt_messages), response)
 
     def answer_tokens(self, prompt_tokens: list[int], response: str) -> Document:
         """As `answer`, after given prompt tokens, which may be cut."""
         return answered(prompt_tokens, self._sampled(response))
 
-    def response_tokens(self, prompt_messages: Sequence[Message], response: str | Message, tools: Tools = ()) -> list[int]:
-        """Returns the tokens of an answer, a text or a message that calls tools, as in `conversation`: with what the template puts before
-        its text, and its end-of-turn token.
+    def response_tokens(
+        self, prompt_messages: Sequence[Message], response: str | Message, tools: Tools = ()
+    ) -> list[int]:
+        """Returns the tokens of an answer, a text or a message that calls tools, as in `conversation`: with
+        what the template puts before its text, and its end-of-turn token.
 
-        For `verbatim` answers, and where the answer cannot be found in the template's text, only the response and the end-of-turn token.
-        Raises ValueError where the calls of an answer cannot be found.
+        For `verbatim` answers, and where the answer cannot be found in the template's text, only the response
+        and the end-of-turn token. Raises ValueError where the calls of an answer cannot be found.
         """
         message = {"role": "assistant", "content": response} if isinstance(response, str) else response
         calls = bool(message.get("tool_calls"))
@@ -232,7 +312,10 @@ class Renderer:
         span = marked[-1] if marked else self._answer_in(text, hidden, len(hidden) - 1, tools)
         if span is None or (marked and text[: span[0]] != self._render(hidden[:-1], True, tools)[0]):
             if calls:
-                raise ValueError("the chat template does not show where an answer with calls of tools begins: leave such rows out")
+                raise ValueError(
+                    "the chat template does not show where an answer with calls of tools begins: leave such"
+                    " rows out"
+                )
             return self._sampled(message["content"])
         part = self._encode_part(text[slice(*span)], first=False)
         stop = next((i for i, token in enumerate(part) if token in self.stop_token_ids), None)
@@ -241,7 +324,9 @@ class Renderer:
     def _sampled(self, response: str) -> list[int]:
         return [*self._encode(self._hide(response), [], first=False).tokens, self.end_token_id]
 
-    def _text(self, messages: Sequence[Message], generation_prompt: bool, tools: Tools = ()) -> tuple[str, list[Span]]:
+    def _text(
+        self, messages: Sequence[Message], generation_prompt: bool, tools: Tools = ()
+    ) -> tuple[str, list[Span]]:
         """Returns the text with placeholders, and the character spans of its answers."""
         self._require_calls(messages)
         hidden = self._hidden_messages(messages)
@@ -255,8 +340,9 @@ class Renderer:
                 span = self._answer_in(text, hidden, index, tools)
                 if span is None:
                     raise ValueError(
-                        f"the chat template writes the messages before message {index + 1} differently once it is there, so the tokens of "
-                        "this answer cannot be found: put {% generation %} and {% endgeneration %} around the answers in the template"
+                        f"the chat template writes the messages before message {index + 1} differently once"
+                        " it is there, so the tokens of this answer cannot be found: put {% generation %}"
+                        " and {% endgeneration %} around the answers in the template"
                     )
                 spans.append(span)
         return text, spans
@@ -267,14 +353,21 @@ class Renderer:
             return
         if self._writes_calls is None:
             call = {"type": "function", "id": "call00000", "function": {"name": MARK, "arguments": {}}}
-            called: list[Message] = [{"role": "user", "content": ""}, {"role": "assistant", "content": "", "tool_calls": [call]}]
+            called: list[Message] = [
+                {"role": "user", "content": ""},
+                {"role": "assistant", "content": "", "tool_calls": [call]},
+            ]
             self._writes_calls = self.template == "chat" and MARK in self._render(called, False)[0]
         if not self._writes_calls:
             kind = "chat" if self.template == "chat" else "plain"
-            raise ValueError(f"the {kind} template leaves out calls of tools: take a model whose chat template writes them, or other rows")
+            raise ValueError(
+                f"the {kind} template leaves out calls of tools: take a model whose chat template writes"
+                " them, or other rows"
+            )
 
     def _answer_in(self, text: str, hidden: list[Message], index: int, tools: Tools = ()) -> Span | None:
-        """Returns the span of the answer `hidden[index]` in `text`; None when the template renders the messages before it differently."""
+        """Returns the span of the answer `hidden[index]` in `text`; None when the template renders the
+        messages before it differently."""
         before, _ = self._render(hidden[:index], True, tools)
         if not text.startswith(before):
             return None
@@ -285,7 +378,9 @@ class Renderer:
         found = text.find(self._end_of_turn, len(before))
         return len(before), found + len(self._end_of_turn) if found >= 0 else len(text)
 
-    def _render(self, messages: list[Message], generation_prompt: bool, tools: Tools = ()) -> tuple[str, list[Span]]:
+    def _render(
+        self, messages: list[Message], generation_prompt: bool, tools: Tools = ()
+    ) -> tuple[str, list[Span]]:
         try:
             texts, spans = render_jinja_template(
                 conversations=[messages],
@@ -297,12 +392,20 @@ class Renderer:
             )
         except Exception as error:  # a template is a program: whatever it does wrong is raised
             roles = ", ".join(message["role"] for message in messages)
-            what = _first_line(error) if isinstance(error, TemplateError) else f"{type(error).__name__}: {_first_line(error)}"
-            raise ValueError(f"the chat template refuses messages with the roles ({roles}): {what}") from error
+            what = (
+                _first_line(error)
+                if isinstance(error, TemplateError)
+                else f"{type(error).__name__}: {_first_line(error)}"
+            )
+            raise ValueError(
+                f"the chat template refuses messages with the roles ({roles}): {what}"
+            ) from error
         return texts[0], list(spans[0]) if spans else []
 
     def _plain(self, messages: list[Message]) -> tuple[str, list[Span]]:
-        text, system, spans = self._bos, "", []
+        text = self._bos
+        system = ""
+        spans = []
         for message in messages:
             if message["role"] == "system":
                 system += message["content"] + "\n\n"
@@ -313,12 +416,17 @@ class Renderer:
                 spans.append((len(text), len(text) + len(message["content"]) + len(self._eos)))
                 text += message["content"] + self._eos
             else:
-                raise ValueError(f"a plain template knows the roles system, user and assistant, not {message['role']!r}: use 'chat'")
+                raise ValueError(
+                    f"a plain template knows the roles system, user and assistant, not {message['role']!r}:"
+                    " use 'chat'"
+                )
         return text, spans
 
-    def _encode(self, text: str, spans: list[Span], first: bool = True, untrained: Collection[int] = ()) -> Document:
-        """Encodes a text part by part; in each span the mask ends with the first stop token, inside it or right after it. `untrained`:
-        numbers of the spans that the mask leaves out."""
+    def _encode(
+        self, text: str, spans: list[Span], first: bool = True, untrained: Collection[int] = ()
+    ) -> Document:
+        """Encodes a text part by part; in each span the mask ends with the first stop token, inside it or
+        right after it. `untrained`: numbers of the spans that the mask leaves out."""
         tokens: list[int] = []
         mask: list[bool] = []
         unended = False
@@ -326,7 +434,11 @@ class Renderer:
         for number, (start, end) in enumerate(pairwise(borders)):
             in_span = number % 2 == 1
             part = self._encode_part(text[start:end], first and not tokens)
-            stop = next((i for i, token in enumerate(part) if token in self.stop_token_ids), None) if spans else None
+            stop = (
+                next((i for i, token in enumerate(part) if token in self.stop_token_ids), None)
+                if spans
+                else None
+            )
             counted = [False] * len(part)
             if in_span and number // 2 in untrained:
                 unended = False
@@ -356,11 +468,15 @@ class Renderer:
 
     def _ids(self, text: str, split_special_tokens: bool = False) -> list[int]:
         # verbose=False: no warning about texts over the model's length, which are cut later.
-        encoded = self.tokenizer(text, add_special_tokens=False, split_special_tokens=split_special_tokens, verbose=False)
+        encoded = self.tokenizer(
+            text, add_special_tokens=False, split_special_tokens=split_special_tokens, verbose=False
+        )
         return list(encoded.input_ids)
 
     def _hide(self, content: str) -> str:
-        return self._hidden_pattern.sub(lambda match: f"{OPEN}{self._hidden.index(match.group())}{CLOSE}", content)
+        return self._hidden_pattern.sub(
+            lambda match: f"{OPEN}{self._hidden.index(match.group())}{CLOSE}", content
+        )
 
     def _hidden_messages(self, messages: Sequence[Message]) -> list[Message]:
         return [self._hidden_values(message) for message in messages]
@@ -374,14 +490,16 @@ class Renderer:
         return self._hide(value) if isinstance(value, str) else value
 
     def _check_rows(self, tokens: Sequence[int]) -> None:
-        """Raises ValueError when the model in the tokenizer's folder has no embedding for one of these tokens."""
+        """Raises ValueError when the model in the tokenizer's folder has no embedding for one of these
+        tokens."""
         place = str(self.tokenizer.name_or_path)
         rows = embedding_rows(place)
         if rows is not None and max(tokens) >= rows:
             named = self.tokenizer.convert_ids_to_tokens(max(tokens))
             raise ValueError(
-                f"{place}: the token {named!r} has the number {max(tokens)}, and the model has embeddings for {rows} tokens: call "
-                "resize_token_embeddings(len(tokenizer)) on the model and save it, or use a template with tokens that the model knows"
+                f"{place}: the token {named!r} has the number {max(tokens)}, and the model has embeddings for"
+                f" {rows} tokens: call resize_token_embeddings(len(tokenizer)) on the model and save it, or"
+                " use a template with tokens that the model knows"
             )
 
     def _find_chat_template(self) -> str:
@@ -389,28 +507,34 @@ class Renderer:
             return str(self.tokenizer.get_chat_template())
         except ValueError as error:
             raise ValueError(
-                f"{self.tokenizer.name_or_path}: the model has no chat template: set the template of the data to a plain one, "
-                "with one {} for the prompt"
+                f"{self.tokenizer.name_or_path}: the model has no chat template: set the template of the data"
+                " to a plain one, with one {} for the prompt"
             ) from error
 
     def _find_end_of_turn(self) -> int | None:
         """Returns the first special token that the template puts after an answer; None when there is none."""
         word = "answer-to-find"
-        text, _ = self._render([{"role": "user", "content": "a"}, {"role": "assistant", "content": word}], False)
+        text, _ = self._render(
+            [{"role": "user", "content": "a"}, {"role": "assistant", "content": word}], False
+        )
         if word not in text:
-            raise ValueError(f"{self.tokenizer.name_or_path}: the chat template leaves out what the assistant says: use another template")
+            raise ValueError(
+                f"{self.tokenizer.name_or_path}: the chat template leaves out what the assistant says: use"
+                " another template"
+            )
         special = {index for index, token in self.tokenizer.added_tokens_decoder.items() if token.special}
         return next((token for token in self._ids(text.rpartition(word)[2]) if token in special), None)
 
 
 def _untrained(messages: Sequence[Message], spans: Sequence[Span]) -> set[int]:
-    """Returns the numbers of the spans whose answers have weight 0. Raises ValueError when spans are not one for each answer."""
+    """Returns the numbers of the spans whose answers have weight 0. Raises ValueError when spans are not one
+    for each answer."""
     answers = [message for message in messages if message["role"] == "assistant"]
     found = {number for number, message in enumerate(answers) if "weight" in message}
     if found and len(spans) != len(answers):
         raise ValueError(
-            f"{len(found)} of {len(answers)} answers have weight 0, and the chat template marks {len(spans)} parts as answers: put one "
-            "{% generation %} block around each answer in the template"
+            f"{len(found)} of {len(answers)} answers have weight 0, and the chat template marks {len(spans)}"
+            " parts as answers: put one {% generation %} block around each answer in the template"
         )
     return found
 

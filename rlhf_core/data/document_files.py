@@ -1,8 +1,9 @@
 """Stores documents in memory-mapped files, so that a data set may be larger than memory. Torch-free.
 
-One pass over the rows writes flat files; a training step maps them and reads the documents it needs, so only these are in memory. A
-token and its mask bit share one int32. The files are in `state/` of the run directory until the stage is done: a resumed stage does not
-tokenise again, and the ranks of a stage tokenise once. A folder gets its final name only when it is complete.
+One pass over the rows writes flat files; a training step maps them and reads the documents it needs, so only
+these are in memory. A token and its mask bit share one int32. The files are in `state/` of the run directory
+until the stage is done: a resumed stage does not tokenise again, and the ranks of a stage tokenise once. A
+folder gets its final name only when it is complete.
 """
 
 from __future__ import annotations
@@ -21,8 +22,13 @@ from rlhf_core.data.documents import Document, Lazy
 from rlhf_core.data.survey import DataReport, Loaded, Survey
 from rlhf_core.system.files import locked, sync_to_disk
 
-TOKENS, ENDS, PLACES, VALUES, ORDER = "tokens.i32", "ends.i64", "places.i64", "values.f64", "order.i64"
-REPORT, PROMPTS = "report.json", "prompts.npy"
+TOKENS = "tokens.i32"
+ENDS = "ends.i64"
+PLACES = "places.i64"
+VALUES = "values.f64"
+ORDER = "order.i64"
+REPORT = "report.json"
+PROMPTS = "prompts.npy"
 WAIT_SECONDS = 24 * 3600
 
 
@@ -38,7 +44,9 @@ class Writer:
 
     def __init__(self, folder: Path):
         self._folder = folder
-        self._files: dict[str, BinaryIO] = {name: (folder / name).open("wb") for name in (TOKENS, ENDS, PLACES, VALUES)}
+        self._files: dict[str, BinaryIO] = {
+            name: (folder / name).open("wb") for name in (TOKENS, ENDS, PLACES, VALUES)
+        }
         self.items = self.tokens = 0
 
     def add(self, place: int, documents: Sequence[Document], value: float) -> None:
@@ -56,28 +64,37 @@ class Writer:
         """Sorts the items by `place` and writes the order and the report."""
         for file in self._files.values():
             file.close()
-        np.argsort(np.fromfile(self._folder / PLACES, dtype=np.int64), kind="stable").astype(np.int64).tofile(self._folder / ORDER)
+        np.argsort(np.fromfile(self._folder / PLACES, dtype=np.int64), kind="stable").astype(np.int64).tofile(
+            self._folder / ORDER
+        )
         np.save(self._folder / PROMPTS, report.prompts, allow_pickle=False)
         (self._folder / REPORT).write_text(report.survey.model_dump_json())
 
 
 def stored(folder: Path | None, key: str, shape: Shape, build: Callable[[Writer], DataReport]) -> Loaded[Any]:
-    """Returns the items stored under `key` in a folder; `build` writes them if they are not there. Without a folder uses a temporary one.
+    """Returns the items stored under `key` in a folder; `build` writes them if they are not there. Without a
+    folder uses a temporary one.
 
-    Of several processes that call this one builds, and the others wait. Raises TimeoutError when that takes a day.
+    Of several processes that call this one builds, and the others wait. Raises TimeoutError when that takes a
+    day.
     """
     if folder is None:
         with tempfile.TemporaryDirectory(prefix="alignflow-data-") as temporary:
-            return _opened(_built(Path(temporary) / key, build), shape)  # a mapped file stays readable after it is deleted
+            # a mapped file stays readable after it is deleted
+            return _opened(_built(Path(temporary) / key, build), shape)
     with locked(folder / f".{key}.lock", WAIT_SECONDS) as ours:
         if not ours:
-            raise TimeoutError(f"another process has been reading the data into {folder} for {WAIT_SECONDS} s")
+            raise TimeoutError(
+                f"another process has been reading the data into {folder} for {WAIT_SECONDS} s"
+            )
         with suppress(OSError, ValueError, EOFError):  # missing, or not complete
             return _opened(folder / key, shape)
         return _opened(_built(folder / key, build, sync_to_disk), shape)
 
 
-def _built(whole: Path, build: Callable[[Writer], DataReport], sync: Callable[[Path], None] = lambda part: None) -> Path:
+def _built(
+    whole: Path, build: Callable[[Writer], DataReport], sync: Callable[[Path], None] = lambda part: None
+) -> Path:
     part = whole.with_name(f".{whole.name}")
     shutil.rmtree(part, ignore_errors=True)
     part.mkdir(parents=True)
@@ -90,9 +107,11 @@ def _built(whole: Path, build: Callable[[Writer], DataReport], sync: Callable[[P
 
 
 def _opened(folder: Path, shape: Shape) -> Loaded[Any]:
-    """Returns the items in a folder. Raises OSError, ValueError or EOFError when a file is missing or cut off."""
+    """Returns the items in a folder. Raises OSError, ValueError or EOFError when a file is missing or cut
+    off."""
     tokens, ends, values, order = (
-        np.memmap(folder / name, dtype=kind, mode="r").view(np.ndarray)  # a plain array of the mapped memory: faster to slice
+        # a plain array of the mapped memory: faster to slice
+        np.memmap(folder / name, dtype=kind, mode="r").view(np.ndarray)
         for name, kind in ((TOKENS, np.int32), (ENDS, np.int64), (VALUES, np.float64), (ORDER, np.int64))
     )
     if not (len(order) == len(values) and len(ends) == len(values) * shape.width and len(tokens) == ends[-1]):
@@ -101,11 +120,17 @@ def _opened(folder: Path, shape: Shape) -> Loaded[Any]:
     def get(index: int) -> Any:
         item = int(order[index])
         first = item * shape.width
-        documents = [_document(tokens[int(ends[at - 1]) if at else 0 : int(ends[at])]) for at in range(first, first + shape.width)]
+        documents = [
+            _document(tokens[int(ends[at - 1]) if at else 0 : int(ends[at])])
+            for at in range(first, first + shape.width)
+        ]
         return shape.restore(documents, float(values[item]))
 
     survey = Survey.model_validate_json((folder / REPORT).read_text())
-    return Loaded(Lazy(len(order), get), DataReport(survey, np.load(folder / PROMPTS, mmap_mode="r", allow_pickle=False)))
+    return Loaded(
+        Lazy(len(order), get),
+        DataReport(survey, np.load(folder / PROMPTS, mmap_mode="r", allow_pickle=False)),
+    )
 
 
 def _document(coded: np.ndarray) -> Document:

@@ -1,8 +1,9 @@
-"""Defines the items that data becomes: documents (tokens with a mask), pairs, labelled answers, prompts, lazy sequences. Torch-free.
+"""Defines the items that data becomes: documents (tokens with a mask), pairs, labelled answers, prompts, lazy
+sequences. Torch-free.
 
-Conditional SFT appends the reward of an answer to its prompt, ` <rm_score>: 0.73`, standardised over the data of the stage, so that a
-prompt can request a reward: sampling appends the suffix of the best answer, which the checkpoint keeps. A model of a later stage,
-trained on prompts without rewards, has no such file.
+Conditional SFT appends the reward of an answer to its prompt, ` <rm_score>: 0.73`, standardised over the data
+of the stage, so that a prompt can request a reward: sampling appends the suffix of the best answer, which the
+checkpoint keeps. A model of a later stage, trained on prompts without rewards, has no such file.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ from rlhf_core.system.files import write_text
 Item = TypeVar("Item")
 Other = TypeVar("Other")
 Message = dict[str, Any]  # role, content; of tools also tool_calls, tool_call_id, name
-# Conditional SFT: the reward of an answer, appended to its prompt, and the file of a checkpoint with the suffix of its best answer.
+# Conditional SFT: the reward of an answer, appended to its prompt, and the file of a checkpoint with the
+# suffix of its best answer.
 SUFFIX = " <rm_score>: {:.2f}"
 SUFFIX_FILE = "prompt_suffix.json"
 
@@ -33,12 +35,14 @@ Mask: TypeAlias = "list[bool] | array[int] | memoryview[int]"  # of format b, 0 
 
 
 def to_send(values: Sequence[Any]) -> Any:
-    """Returns an array or a memoryview as what pickle does not copy, so that processes of a node read it where Ray stores it."""
+    """Returns an array or a memoryview as what pickle does not copy, so that processes of a node read it
+    where Ray stores it."""
     return np.asarray(values) if isinstance(values, array | memoryview) else values
 
 
 def received(values: Any) -> Any:
-    """Returns what `to_send` was given; arrays as memoryviews, which cannot be written to where several processes read them."""
+    """Returns what `to_send` was given; arrays as memoryviews, which cannot be written to where several
+    processes read them."""
     return values.data if isinstance(values, np.ndarray) else values
 
 
@@ -46,8 +50,9 @@ def received(values: Any) -> Any:
 class Document:
     """One sequence. `mask[t]` is true when `tokens[t]` is in the loss: answers and their end-of-turn token.
 
-    `shared`: number of first tokens that are not put into the row again, because they equal those of the last document before it with
-    `shared` 0. `experts` (T - 1, layers, k): experts that a sampler chose for each token but the last, if known.
+    `shared`: number of first tokens that are not put into the row again, because they equal those of the last
+    document before it with `shared` 0. `experts` (T - 1, layers, k): experts that a sampler chose for each
+    token but the last, if known.
     """
 
     tokens: Tokens
@@ -91,12 +96,18 @@ class Document:
         return indexOf(self.mask, True) if True in self.mask else len(self)
 
     def after(self, trunk: Document) -> Document:
-        """Returns the document with its prompt shared with `trunk`, if both have the same prompt; without an answer or prompt unchanged.
+        """Returns the document with its prompt shared with `trunk`, if both have the same prompt; without an
+        answer or prompt unchanged.
 
-        It then starts at a position that `trunk` and the documents after it have already passed, so positions show where it starts.
+        It then starts at a position that `trunk` and the documents after it have already passed, so positions
+        show where it starts.
         """
         prompt = self.answer_start
-        same = prompt < len(self) and trunk.answer_start == prompt and trunk.tokens[:prompt] == self.tokens[:prompt]
+        same = (
+            prompt < len(self)
+            and trunk.answer_start == prompt
+            and trunk.tokens[:prompt] == self.tokens[:prompt]
+        )
         return replace(self, shared=prompt) if same else self
 
     def cut(self, max_len: int) -> Document:
@@ -130,7 +141,8 @@ class Labelled:
 
 @dataclass(frozen=True)
 class Prompt:
-    """A prompt for sampling. `messages`: the whole prompt as in the data; `tokens`: cut to the limit; `row`: all columns of its row."""
+    """A prompt for sampling. `messages`: the whole prompt as in the data; `tokens`: cut to the limit; `row`:
+    all columns of its row."""
 
     messages: tuple[Message, ...]
     tokens: list[int]
@@ -139,10 +151,12 @@ class Prompt:
 
 
 class Lazy(Sequence[Item]):
-    """A sequence of `count` items, each made by `get(index)` on access; a slice is a list. Equal when all items are equal."""
+    """A sequence of `count` items, each made by `get(index)` on access; a slice is a list. Equal when all
+    items are equal."""
 
     def __init__(self, count: int, get: Callable[[int], Item]):
-        self._count, self._get = count, get
+        self._count = count
+        self._get = get
 
     def __len__(self) -> int:
         return self._count
@@ -160,7 +174,11 @@ class Lazy(Sequence[Item]):
         return map(self._get, range(self._count))
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Sequence) and len(self) == len(other) and all(a == b for a, b in zip(self, other, strict=True))
+        return (
+            isinstance(other, Sequence)
+            and len(self) == len(other)
+            and all(a == b for a, b in zip(self, other, strict=True))
+        )
 
     __hash__ = None  # type: ignore[assignment]
 
@@ -172,7 +190,10 @@ def mapped(items: Sequence[Item], make: Callable[[Item], Other]) -> Sequence[Oth
 
 def joined(first: Sequence[Item], second: Sequence[Item]) -> Sequence[Item]:
     """Returns the concatenation of two sequences, without copying."""
-    return Lazy(len(first) + len(second), lambda index: first[index] if index < len(first) else second[index - len(first)])
+    return Lazy(
+        len(first) + len(second),
+        lambda index: first[index] if index < len(first) else second[index - len(first)],
+    )
 
 
 def answered(prompt: list[int], response: list[int]) -> Document:
@@ -183,36 +204,54 @@ def answered(prompt: list[int], response: list[int]) -> Document:
 def compact(prompt: Sequence[int], response: Sequence[int], experts: np.ndarray | None = None) -> Document:
     """Returns `answered` in 5 bytes a token, which travel between processes as they are."""
     start = len(prompt)
-    tokens, mask = np.empty(start + len(response), np.int32), np.zeros(start + len(response), np.int8)
-    tokens[:start], tokens[start:], mask[start:] = prompt, response, 1
+    tokens = np.empty(start + len(response), np.int32)
+    mask = np.zeros(start + len(response), np.int8)
+    tokens[:start] = prompt
+    tokens[start:] = response
+    mask[start:] = 1
     return Document(tokens.data, mask.data, experts=experts)
 
 
 def check_limit(limit: int, frame_len: int) -> None:
-    """Raises ValueError when `limit` is not larger than `frame_len`, the number of the template's own tokens."""
+    """Raises ValueError when `limit` is not larger than `frame_len`, the number of the template's own
+    tokens."""
     if limit <= frame_len:
-        raise ValueError(f"a limit of {limit} tokens leaves none for text: the template alone takes {frame_len} tokens, raise the limit")
+        raise ValueError(
+            f"a limit of {limit} tokens leaves none for text: the template alone takes {frame_len} tokens,"
+            " raise the limit"
+        )
 
 
 def reward_suffix(rewards: Sequence[float]) -> Callable[[float], str]:
-    """Returns the function from an answer's reward to its prompt's suffix: the reward standardised by mean and deviation of `rewards`.
+    """Returns the function from an answer's reward to its prompt's suffix: the reward standardised by mean
+    and deviation of `rewards`.
 
     Raises ValueError when they are all the same.
     """
-    mean, std = statistics.fmean(rewards), statistics.pstdev(rewards)
+    mean = statistics.fmean(rewards)
+    std = statistics.pstdev(rewards)
     if std == 0:
-        raise ValueError(f"all {len(rewards)} rewards are {mean:g}, so there is nothing to condition on: use condition none, or other data")
+        raise ValueError(
+            f"all {len(rewards)} rewards are {mean:g}, so there is nothing to condition on: use condition"
+            " none, or other data"
+        )
     return lambda reward: SUFFIX.format(round((reward - mean) / std, 2) + 0.0)  # + 0.0: no "-0.00"
 
 
 def as_text(messages: Sequence[Message]) -> str:
     """Returns messages as one text, for judges and digests; several begin with their role."""
-    return str(messages[0]["content"]) if len(messages) == 1 else "\n\n".join(f"{m['role']}: {m['content']}" for m in messages)
+    return (
+        str(messages[0]["content"])
+        if len(messages) == 1
+        else "\n\n".join(f"{m['role']}: {m['content']}" for m in messages)
+    )
 
 
 def with_suffix(prompt: Sequence[Message], suffix: str) -> list[Message]:
     """Returns the prompt with the suffix appended to its last message."""
-    return [*prompt[:-1], {**prompt[-1], "content": prompt[-1]["content"] + suffix}] if suffix else list(prompt)
+    return (
+        [*prompt[:-1], {**prompt[-1], "content": prompt[-1]["content"] + suffix}] if suffix else list(prompt)
+    )
 
 
 def store_suffix(checkpoint: Path, suffix: str) -> None:
@@ -221,6 +260,7 @@ def store_suffix(checkpoint: Path, suffix: str) -> None:
 
 
 def stored_suffix(model: str) -> str:
-    """Returns the suffix that requests a model's best answers; "" for a model trained without rewards, or a Hub id."""
+    """Returns the suffix that requests a model's best answers; "" for a model trained without rewards, or a
+    Hub id."""
     file = Path(model) / SUFFIX_FILE
     return str(json.loads(file.read_text())["prompt_suffix"]) if file.is_file() else ""

@@ -1,10 +1,11 @@
 """Reads labels that people gave to pairs of answers: a JSON object a line. Torch-free.
 
-{"id", "uid", "prompt": [messages], "answer_a", "answer_b", "verdict": "A>>B" | "A>B" | "A=B" | "B>A" | "B>>A" | null (skipped),
-"annotator", "repeat_of": id | null, "undone": id | null} and, where they are known, "shown_first": "a" | "b" and "seconds"; further keys
-are ignored. A verdict is about `answer_a` and `answer_b`, however
-they were shown. A line with `undone` takes back the label of that id and needs nothing else. `repeat_of` asks an annotator once more about
-a pair: it measures whether people agree with themselves, and is no second vote.
+{"id", "uid", "prompt": [messages], "answer_a", "answer_b", "verdict": "A>>B" | "A>B" | "A=B" | "B>A" | "B>>A"
+| null (skipped), "annotator", "repeat_of": id | null, "undone": id | null} and, where they are known,
+"shown_first": "a" | "b" and "seconds"; further keys are ignored. A verdict is about `answer_a` and
+`answer_b`, however they were shown. A line with `undone` takes back the label of that id and needs nothing
+else. `repeat_of` asks an annotator once more about a pair: it measures whether people agree with themselves,
+and is no second vote.
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ SHOWN_FAULTS = 20  # of one file in one message
 
 
 class LabelLine(Frozen):
-    """One label. `sign`: 1 where answer A is better, -1 where B is, 0 for a tie; `shown_first`, `seconds`: None where a file has none."""
+    """One label. `sign`: 1 where answer A is better, -1 where B is, 0 for a tie; `shown_first`, `seconds`:
+    None where a file has none."""
 
     model_config = ConfigDict(frozen=True, extra="ignore")
 
@@ -56,7 +58,8 @@ class LabelLine(Frozen):
 
     @property
     def strength(self) -> int:
-        """The place of the verdict in VERDICTS: 0 (A is much better) to 4 (B is). The label must not be a skipped one."""
+        """The place of the verdict in VERDICTS: 0 (A is much better) to 4 (B is). The label must not be a
+        skipped one."""
         assert self.verdict is not None, "a skipped pair has no verdict"
         return VERDICTS.index(self.verdict)
 
@@ -68,15 +71,20 @@ class LabelLine(Frozen):
     def turned(self) -> LabelLine:
         """Returns the same label with the answers the other way round."""
         sides: dict[str | None, Literal["a", "b"] | None] = {"a": "b", "b": "a", None: None}
-        changes: dict[str, Any] = {"answer_a": self.answer_b, "answer_b": self.answer_a, "shown_first": sides[self.shown_first]}
+        changes: dict[str, Any] = {
+            "answer_a": self.answer_b,
+            "answer_b": self.answer_a,
+            "shown_first": sides[self.shown_first],
+        }
         if self.verdict is not None:
             changes["verdict"] = VERDICTS[-1 - VERDICTS.index(self.verdict)]
         return LabelLine(**self.model_dump() | changes)
 
 
 class LabelledPair(NamedTuple):
-    """A pair of answers with the sign (1: A is better, 0: a tie, -1: B) that each annotator gave. `uid`: of its question, shared by other
-    pairs of the same question; `key`: of the pair alone; `repeats`: (first, second) sign where an annotator was asked twice."""
+    """A pair of answers with the sign (1: A is better, 0: a tie, -1: B) that each annotator gave. `uid`: of
+    its question, shared by other pairs of the same question; `key`: of the pair alone; `repeats`: (first,
+    second) sign where an annotator was asked twice."""
 
     uid: str
     key: str
@@ -94,42 +102,60 @@ class LabelledPair(NamedTuple):
 
 
 def load_labels(path: str | Path, max_labels: int | None = None) -> list[LabelledPair]:
-    """Returns the pairs of a file that somebody decided, in the order of their last labels; the last `max_labels` of them (None: all).
+    """Returns the pairs of a file that somebody decided, in the order of their last labels; the last
+    `max_labels` of them (None: all).
 
-    An annotator's later label of a pair replaces the earlier one. Raises ValueError as `read_label_file`, and when the file has no label
-    that counts.
+    An annotator's later label of a pair replaces the earlier one. Raises ValueError as `read_label_file`, and
+    when the file has no label that counts.
     """
     pairs = _pairs({label.id: label for label in read_label_file(path) if label.verdict is not None})
     if not pairs:
-        raise ValueError(f"{path}: has no label that counts (skipped and taken back ones do not): label pairs first")
+        raise ValueError(
+            f"{path}: has no label that counts (skipped and taken back ones do not): label pairs first"
+        )
     return pairs[-max_labels:] if max_labels else pairs
 
 
 def read_label_file(path: str | Path) -> list[LabelLine]:
-    """Returns the labels of a file that were not taken back, also skipped ones, in the order of the file. All labels of a pair have its
-    answers as the first of them, also where a line has them the other way round.
+    """Returns the labels of a file that were not taken back, also skipped ones, in the order of the file. All
+    labels of a pair have its answers as the first of them, also where a line has them the other way round.
 
-    A last line without an end that is no JSON was cut by a crash and is left out. Raises ValueError with the faults of the file, each with
-    its line.
+    A last line without an end that is no JSON was cut by a crash and is left out. Raises ValueError with the
+    faults of the file, each with its line.
     """
     faults: list[str] = []
     labels: dict[str, LabelLine] = {}
     lines: dict[str, int] = {}
     undone: dict[str, int] = {}
     for number, row in _rows(Path(path), faults):
-        if (target := row.get("undone")) is not None:
+        target = row.get("undone")
+        if target is not None:
             undone[str(target)] = number
         elif (label := _label(f"line {number}", row, faults)) is not None:
             if label.id in labels:
-                faults.append(f"line {number}: has the id {label.id!r} of line {lines[label.id]}: give each label an id of its own")
-            labels[label.id], lines[label.id] = label, number
+                faults.append(
+                    f"line {number}: has the id {label.id!r} of line {lines[label.id]}: give each label an id"
+                    " of its own"
+                )
+            labels[label.id] = label
+            lines[label.id] = number
     if not faults:  # else ids of faulty lines would look missing
-        faults += [f"line {n}: takes back the label {target!r}, which is not here" for target, n in undone.items() if target not in labels]
+        faults += [
+            f"line {n}: takes back the label {target!r}, which is not here"
+            for target, n in undone.items()
+            if target not in labels
+        ]
         named = [(label.repeat_of, label.id) for label in labels.values() if label.repeat_of is not None]
-        faults += [f"line {lines[own]}: repeats the label {first!r}, which is not here" for first, own in named if first not in labels]
+        faults += [
+            f"line {lines[own]}: repeats the label {first!r}, which is not here"
+            for first, own in named
+            if first not in labels
+        ]
     if faults:
         more = [f"and {len(faults) - SHOWN_FAULTS} lines more"] if len(faults) > SHOWN_FAULTS else []
-        raise ValueError(f"{path}: correct or remove these lines: " + "; ".join([*faults[:SHOWN_FAULTS], *more]))
+        raise ValueError(
+            f"{path}: correct or remove these lines: " + "; ".join([*faults[:SHOWN_FAULTS], *more])
+        )
     first_answers: dict[str, str] = {}
     found = []
     for name, label in labels.items():
@@ -148,7 +174,8 @@ def _rows(path: Path, faults: list[str]) -> Iterator[tuple[int, dict[str, Any]]]
             continue
         try:
             row = json.loads(line.decode())
-            json.dumps(row, ensure_ascii=False).encode()  # refuses half of a surrogate pair, which no request can carry
+            # refuses half of a surrogate pair, which no request can carry
+            json.dumps(row, ensure_ascii=False).encode()
         except (ValueError, RecursionError) as error:
             faults.append(f"line {number}: is not JSON in UTF-8 ({str(error)[:100]})")
             continue
@@ -173,8 +200,13 @@ def _label(where: str, row: dict[str, Any], faults: list[str]) -> LabelLine | No
         prompt_of(Located("", {"prompt": list(label.prompt)}))
         return label
     except ValidationError as error:
-        wrong = [(".".join(map(str, fault["loc"])), fault["type"], fault["input"]) for fault in error.errors()]
-        told = [f"{field} is missing" if kind == "missing" else _wrong(field, given) for field, kind, given in wrong]
+        wrong = [
+            (".".join(map(str, fault["loc"])), fault["type"], fault["input"]) for fault in error.errors()
+        ]
+        told = [
+            f"{field} is missing" if kind == "missing" else _wrong(field, given)
+            for field, kind, given in wrong
+        ]
         faults.append(f"{where}: {', '.join(told)}")
     except ValueError as error:
         faults.append(f"{where}: {str(error).removeprefix(': ').removesuffix(': correct or drop the row')}")
@@ -200,7 +232,8 @@ def _pairs(labels: Mapping[str, LabelLine]) -> list[LabelledPair]:
         if before is not None:
             repeats.setdefault(label.key, []).append((before.sign, label.sign))
             continue
-        given = votes.pop(label.key, {})  # and put back as the last one: pairs are in the order of their last labels
+        # and put back as the last one: pairs are in the order of their last labels
+        given = votes.pop(label.key, {})
         votes[label.key] = given | {label.annotator: label.sign}
     uids = Counter(about[key].uid for key in votes)
     seen: Counter[str] = Counter()
@@ -209,5 +242,9 @@ def _pairs(labels: Mapping[str, LabelLine]) -> list[LabelledPair]:
         one = about[key]
         seen[one.uid] += 1
         own = one.uid if uids[one.uid] == 1 else f"{one.uid}#{seen[one.uid]}"
-        pairs.append(LabelledPair(one.uid, own, one.prompt, one.answer_a, one.answer_b, given, tuple(repeats.get(key, ()))))
+        pairs.append(
+            LabelledPair(
+                one.uid, own, one.prompt, one.answer_a, one.answer_b, given, tuple(repeats.get(key, ()))
+            )
+        )
     return pairs

@@ -1,4 +1,5 @@
-"""Packs documents into rows and forward passes: best-fit-decreasing bin packing (Johnson 1974; Ding et al. 2024). Torch-free.
+"""Packs documents into rows and forward passes: best-fit-decreasing bin packing (Johnson 1974; Ding et al.
+2024). Torch-free.
 
 Documents are never split. Rows with the longest documents come first: shuffle them before training.
 """
@@ -14,18 +15,23 @@ from typing import NamedTuple, TypeVar
 from rlhf_core.data.documents import Document, Lazy, Pair
 
 Item = TypeVar("Item")
-KEYS = 3  # most keys and values that a pass gathers per token of its own, which keeps their memory a small part of the pass's
+# most keys and values that a pass gathers per token of its own, which keeps their memory a small part of the
+# pass's
+KEYS = 3
 
 
 def best_fit(lengths: Sequence[int], capacity: int) -> list[list[int]]:
-    """Returns bins of indices into `lengths` (tokens), no bin over `capacity` tokens, every index in exactly one bin.
+    """Returns bins of indices into `lengths` (tokens), no bin over `capacity` tokens, every index in exactly
+    one bin.
 
-    Each document, the longest first, goes into the bin where it leaves the least space, or into a new one. Deterministic; about n log n.
-    Raises ValueError for a length under 1 or over `capacity`.
+    Each document, the longest first, goes into the bin where it leaves the least space, or into a new one.
+    Deterministic; about n log n. Raises ValueError for a length under 1 or over `capacity`.
     """
     for index, length in enumerate(lengths):
         if not 1 <= length <= capacity:
-            raise ValueError(f"document {index} has {length} tokens: packing takes 1 to {capacity}, cut or drop it before")
+            raise ValueError(
+                f"document {index} has {length} tokens: packing takes 1 to {capacity}, cut or drop it before"
+            )
     bins: list[list[int]] = []
     with_space: dict[int, list[int]] = {}  # free tokens -> bins with exactly so many
     spaces: list[int] = []  # keys of with_space, sorted: at most `capacity` of them
@@ -37,7 +43,8 @@ def best_fit(lengths: Sequence[int], capacity: int) -> list[list[int]]:
             if not with_space[space]:
                 del with_space[space], spaces[at]
         else:
-            space, chosen = capacity, len(bins)
+            space = capacity
+            chosen = len(bins)
             bins.append([])
         bins[chosen].append(index)
         left = space - lengths[index]
@@ -50,16 +57,18 @@ def best_fit(lengths: Sequence[int], capacity: int) -> list[list[int]]:
 
 
 def evenly(lengths: Sequence[int], budget: int, multiple: int) -> list[list[int]]:
-    """Splits indices into as few parts of at most `budget` tokens as possible, with about equally many tokens in each.
+    """Splits indices into as few parts of at most `budget` tokens as possible, with about equally many tokens
+    in each.
 
-    The number of parts is a multiple of `multiple`, or that of `lengths` if that is smaller. Puts each index, the longest first, into the
-    part with the fewest tokens (LPT; Graham 1969), or uses best fit where that needs fewer parts. A length over the budget raises the
-    budget. Deterministic.
+    The number of parts is a multiple of `multiple`, or that of `lengths` if that is smaller. Puts each index,
+    the longest first, into the part with the fewest tokens (LPT; Graham 1969), or uses best fit where that
+    needs fewer parts. A length over the budget raises the budget. Deterministic.
     """
     budget = max(budget, *lengths)
     # Lower bounds: of lengths over budget / k at most k - 1 fit into one part.
     fewest = (-(-sum(length * k > budget for length in lengths) // (k - 1)) for k in range(2, 9))
-    count, tight = max(-(-sum(lengths) // budget), *fewest), None
+    count = max(-(-sum(lengths) // budget), *fewest)
+    tight = None
     while True:
         count = min(-(-count // multiple) * multiple, len(lengths))
         parts: list[list[int]] = [[] for _ in range(count)]
@@ -80,17 +89,20 @@ class Parts(Lazy[list[Item]]):
     """Consecutive parts of `items`, each read on access; `starts` has the index of the first item of each."""
 
     def __init__(self, items: Sequence[Item], starts: Sequence[int]):
-        self.starts, self._ends = starts, array("q", starts[1:])
+        self.starts = starts
+        self._ends = array("q", starts[1:])
         self._ends.append(len(items))
         super().__init__(len(starts), lambda part: list(items[starts[part] : self._ends[part]]))
 
 
 class Passes(NamedTuple):
-    """How documents are grouped into forward passes: `rows` documents, padded; or, with `tokens`, one row of at most so many tokens.
+    """How documents are grouped into forward passes: `rows` documents, padded; or, with `tokens`, one row of
+    at most so many tokens.
 
-    `ranks`: with `tokens`, passes are a multiple of it where there are enough documents, so that no rank waits for another.
-    `share`: with `tokens`, a prompt that a document has in common with one before it is stored once (`Document.shared`).
-    `apart`: with `tokens`, each document has a row of its own, and a pass at most so many tokens with the padding.
+    `ranks`: with `tokens`, passes are a multiple of it where there are enough documents, so that no rank
+    waits for another. `share`: with `tokens`, a prompt that a document has in common with one before it is
+    stored once (`Document.shared`). `apart`: with `tokens`, each document has a row of its own, and a pass at
+    most so many tokens with the padding.
     """
 
     rows: int
@@ -100,20 +112,27 @@ class Passes(NamedTuple):
     apart: bool = False
 
     def split(self, items: Sequence[Item], length: Callable[[Item], int]) -> list[list[Item]]:
-        """The items of each pass; `length` gives an item's tokens. With `rows` in order, `apart` the longest first."""
+        """The items of each pass; `length` gives an item's tokens. With `rows` in order, `apart` the longest
+        first."""
         if self.tokens is None:
             return [list(items[i : i + self.rows]) for i in range(0, len(items), self.rows)]
         if not items:
             return []
         if self.apart:
             return list(self.in_order(sorted(items, key=length, reverse=True), length))
-        return [[items[i] for i in part] for part in evenly([length(item) for item in items], self.tokens, self.ranks)]
+        return [
+            [items[i] for i in part]
+            for part in evenly([length(item) for item in items], self.tokens, self.ranks)
+        ]
 
     def in_order(self, items: Sequence[Item], length: Callable[[Item], int]) -> Parts[Item]:
-        """Returns consecutive items of each pass, read on access; with `tokens` as many as fit, at least one."""
+        """Returns consecutive items of each pass, read on access; with `tokens` as many as fit, at least
+        one."""
         if self.tokens is None:
             return Parts(items, array("q", range(0, len(items), self.rows)))
-        starts, held, longest = array("q"), self.tokens, 0
+        starts = array("q")
+        held = self.tokens
+        longest = 0
         for index, item in enumerate(items):
             size = length(item)
             longest = max(longest, size)
@@ -130,7 +149,8 @@ class Passes(NamedTuple):
         return [self.branched(documents)]
 
     def branched(self, documents: Sequence[Document]) -> list[Document]:
-        """Returns the documents of one row; with `share` a document with the same prompt as the one before it shares it."""
+        """Returns the documents of one row; with `share` a document with the same prompt as the one before it
+        shares it."""
         if not self.share or self.tokens is None:
             return list(documents)
         row: list[Document] = []
@@ -144,28 +164,37 @@ class Passes(NamedTuple):
         """Returns the tokens of a pair in one row, or in two padded rows."""
         if self.apart:
             return 2 * max(len(pair.chosen), len(pair.rejected))
-        return sum(len(document) - document.shared for document in self.branched((pair.chosen, pair.rejected)))
+        return sum(
+            len(document) - document.shared for document in self.branched((pair.chosen, pair.rejected))
+        )
 
     def together(self, documents: Sequence[Document]) -> list[list[int]]:
-        """Groups the indices of documents that share a prompt, the longest first; without `share` each index alone.
+        """Groups the indices of documents that share a prompt, the longest first; without `share` each index
+        alone.
 
-        With several ranks a group has at most half of a rank's tokens, so that all ranks get equal parts. A group attends to at most
-        `KEYS` times its own tokens.
+        With several ranks a group has at most half of a rank's tokens, so that all ranks get equal parts. A
+        group attends to at most `KEYS` times its own tokens.
         """
         order = sorted(range(len(documents)), key=lambda i: -len(documents[i]))
         if not self.share or self.tokens is None:
             return [[i] for i in order]
         prompts = [tuple(document.tokens[: document.answer_start]) for document in documents]
-        total = sum(map(len, set(prompts))) + sum(len(document) - document.answer_start for document in documents)
+        total = sum(map(len, set(prompts))) + sum(
+            len(document) - document.answer_start for document in documents
+        )
         limit = self.tokens if self.ranks == 1 else min(self.tokens, -(-total // (2 * self.ranks)))
-        newest: dict[tuple[int, ...], tuple[list[int], int, int]] = {}  # prompt -> its open group, its tokens, those it attends to
+        # prompt -> its open group, its tokens, those it attends to
+        newest: dict[tuple[int, ...], tuple[list[int], int, int]] = {}
         groups: list[list[int]] = []
         for i in order:
             whole = len(documents[i])
             group, held, keys = newest.get(prompts[i], ([], 0, 0))
             own = whole - len(prompts[i])
             if not group or not 0 < own < whole or held + own > limit or keys + whole > KEYS * (held + own):
-                group, held, keys, own = [], 0, 0, whole
+                group = []
+                held = 0
+                keys = 0
+                own = whole
                 groups.append(group)
             group.append(i)
             newest[prompts[i]] = (group, held + own, keys + whole)

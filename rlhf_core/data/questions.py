@@ -1,4 +1,5 @@
-"""Loads the questions of an evaluation: our rows, Arena-Hard v2.0's {uid, category, prompt} and v0.1's {question_id, category, turns}."""
+"""Loads the questions of an evaluation: our rows, Arena-Hard v2.0's {uid, category, prompt} and v0.1's
+{question_id, category, turns}."""
 
 from __future__ import annotations
 
@@ -16,7 +17,8 @@ from rlhf_core.system.files import digest
 
 @dataclass(frozen=True)
 class Question:
-    """A prompt as chat messages. `row` is the whole row, in which a rule judge finds the known answer; `where`: its file and number."""
+    """A prompt as chat messages. `row` is the whole row, in which a rule judge finds the known answer;
+    `where`: its file and number."""
 
     uid: str
     category: str
@@ -37,9 +39,13 @@ class Question:
         where = self.where or f"question {self.uid}"
         if key in self.row:
             found = "null" if value is None else "empty"
-            raise ValueError(f"{where}: column {key!r} is {found}, and the rule judge compares answers with it: fill it or drop the row")
+            raise ValueError(
+                f"{where}: column {key!r} is {found}, and the rule judge compares answers with it: fill it or"
+                " drop the row"
+            )
         prompt = self.row.get("prompt", self.row)
-        others = [name for name, other in self.row.items() if other is not prompt]  # the prompt is there under both its names
+        # the prompt is there under both its names
+        others = [name for name, other in self.row.items() if other is not prompt]
         raise ValueError(
             f"{where}: there is no column {key!r}, which the rule judge compares answers with; "
             f"{'its other columns are ' + ', '.join(others) if others else 'there is none but the prompt'}: "
@@ -58,8 +64,8 @@ def load_questions(source: Source, max_questions: int | None, seed: int) -> list
     for number, question in enumerate(questions, 1):
         if question.uid in seen:
             raise ValueError(
-                f"{source.path}, row {number}: has the uid {question.uid!r} of row {seen[question.uid]} (without a uid: the same prompt): "
-                f"give each question a `uid` of its own"
+                f"{source.path}, row {number}: has the uid {question.uid!r} of row {seen[question.uid]}"
+                " (without a uid: the same prompt): give each question a `uid` of its own"
             )
         seen[question.uid] = number
     return questions
@@ -76,8 +82,8 @@ def to_question(row: Mapping[str, Any], source: Source, number: int) -> Question
         value = [{"role": "user", **turn} if isinstance(turn, dict) else turn for turn in row["turns"]]
     if value is None:
         raise ValueError(
-            f"{where}: there is no column {source.prompt_key!r}, nor 'turns'; its columns are {', '.join(row)}: "
-            f"set {key_to_set('prompt_key', source.prompt_key, row)} in the questions"
+            f"{where}: there is no column {source.prompt_key!r}, nor 'turns'; its columns are"
+            f" {', '.join(row)}: set {key_to_set('prompt_key', source.prompt_key, row)} in the questions"
         )
     messages = tuple(prompt_of(Located(where, {"prompt": value})))
     if not any(message["content"].strip() for message in messages):

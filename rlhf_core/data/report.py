@@ -1,4 +1,5 @@
-"""Writes the data report of a stage before it trains: `data_report.json`, `.md` for people, `.svg` of the lengths. Torch-free."""
+"""Writes the data report of a stage before it trains: `data_report.json`, `.md` for people, `.svg` of the
+lengths. Torch-free."""
 
 from __future__ import annotations
 
@@ -12,7 +13,9 @@ from rlhf_core.runs.run_dir import RunDir
 from rlhf_core.system.files import write_text
 from rlhf_core.system.markdown_table import table
 
-JSON, MARKDOWN, CHART = "data_report.json", "data_report.md", "data_report.svg"
+JSON = "data_report.json"
+MARKDOWN = "data_report.md"
+CHART = "data_report.svg"
 NUMBERS = ("margin ", "reward ")  # prefixes of facts that are not shares
 
 
@@ -22,13 +25,18 @@ def write_data_report(run: RunDir, name: str, **parts: DataReport | None) -> Non
     run.path.mkdir(parents=True, exist_ok=True)
     write_text(run / CHART, chart(surveys))
     write_text(run / MARKDOWN, f"# Data of {name}\n\n{markdown(surveys)}\n![lengths]({CHART})\n")
-    write_text(run / JSON, json.dumps({field: survey.model_dump(mode="json") for field, survey in surveys.items()}, indent=2) + "\n")
+    write_text(
+        run / JSON,
+        json.dumps({field: survey.model_dump(mode="json") for field, survey in surveys.items()}, indent=2)
+        + "\n",
+    )
     for sentence in warnings(surveys):
         print(f"warning: {sentence}", flush=True)
 
 
 def surveys_of(parts: Mapping[str, DataReport | None]) -> dict[str, Survey]:
-    """Returns the surveys by field; that of `eval_data` or `eval_prompts` also has the share of its prompts that are trained on."""
+    """Returns the surveys by field; that of `eval_data` or `eval_prompts` also has the share of its prompts
+    that are trained on."""
     reports = {field: report for field, report in parts.items() if report is not None}
     surveys = {field: report.survey for field, report in reports.items()}
     for trained, held_out in (("data", "eval_data"), ("prompts", "eval_prompts")):
@@ -36,7 +44,9 @@ def surveys_of(parts: Mapping[str, DataReport | None]) -> dict[str, Survey]:
             share, finding = shared_prompts(reports[trained], reports[held_out])
             own = surveys[held_out]
             findings = (*own.findings, finding) if finding else own.findings
-            surveys[held_out] = own.model_copy(update={"facts": own.facts | {"shared with data": share}, "findings": findings})
+            surveys[held_out] = own.model_copy(
+                update={"facts": own.facts | {"shared with data": share}, "findings": findings}
+            )
     return surveys
 
 
@@ -67,10 +77,18 @@ def markdown(surveys: Mapping[str, Survey]) -> str:
         counts += [f"{count:,} left out: {why}" for why, count in survey.dropped.items()]
         lines = [f"## {field}", "", f"{'; '.join(counts)}. At most {survey.limit} tokens.", "", *warned, ""]
         lengths = [(part, *(f"{value:,}" for value in at.values())) for part, at in survey.lengths.items()]
-        sources = [(use.path, f"{use.asked:.3g}", f"{use.rows:,}", f"{use.rows / survey.rows:.3f}") for use in survey.sources]
+        sources = [
+            (use.path, f"{use.asked:.3g}", f"{use.rows:,}", f"{use.rows / survey.rows:.3f}")
+            for use in survey.sources
+        ]
         lines += [table(("tokens of the", "p5", "p50", "p95", "max"), lengths)]
         lines += [table(("source", "share in the recipe", "rows used", "share of the rows"), sources)]
-        lines += [table(("fact", "value", "warns"), ((name, _value(name, value), _limit(name)) for name, value in survey.facts.items()))]
+        lines += [
+            table(
+                ("fact", "value", "warns"),
+                ((name, _value(name, value), _limit(name)) for name, value in survey.facts.items()),
+            )
+        ]
         pages.append("\n".join(lines))
     return "\n".join(pages)
 

@@ -1,7 +1,8 @@
 """Makes documents, pairs and prompts from rows, with a survey of the data. Torch-free.
 
-Rows are read one at a time, in the order of the files. Documents and pairs are written to disk (document_files.py) and read from there
-one by one, in the order of the mixture; prompts, which contain their row, stay in memory.
+Rows are read one at a time, in the order of the files. Documents and pairs are written to disk
+(document_files.py) and read from there one by one, in the order of the mixture; prompts, which contain their
+row, stay in memory.
 """
 
 from __future__ import annotations
@@ -15,7 +16,17 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from rlhf_core.config import Data
 from rlhf_core.data.document_files import Shape, Writer, stored
-from rlhf_core.data.documents import Document, Labelled, Message, Pair, Prompt, answered, check_limit, reward_suffix, with_suffix
+from rlhf_core.data.documents import (
+    Document,
+    Labelled,
+    Message,
+    Pair,
+    Prompt,
+    answered,
+    check_limit,
+    reward_suffix,
+    with_suffix,
+)
 from rlhf_core.data.rows.columns import (
     Kind,
     Located,
@@ -42,15 +53,19 @@ LABELLED = Shape(1, lambda documents, label: Labelled(documents[0], bool(label))
 SuffixOf = Callable[[float], str]
 Maker = Callable[[Located], Made]
 UNWEIGHTED = "every answer has weight 0"
-SAME, SAME_CUT = "chosen and rejected are the same", "chosen and rejected are the same within the token limit"
+SAME = "chosen and rejected are the same"
+SAME_CUT = "chosen and rejected are the same within the token limit"
 
 
-def sft_documents(data: Data, renderer: Renderer, max_len: int, seed: int, folder: Path | None = None) -> Loaded[Document]:
-    """Makes documents of at most `max_len` tokens from conversations (`messages`, or `prompt` and `response`).
+def sft_documents(
+    data: Data, renderer: Renderer, max_len: int, seed: int, folder: Path | None = None
+) -> Loaded[Document]:
+    """Makes documents of at most `max_len` tokens from conversations (`messages`, or `prompt` and
+    `response`).
 
-    A longer one is cut on the right and counted, without an added end-of-turn token; one with no answer within the limit is dropped and
-    counted. `folder` keeps the documents for a resumed stage. Raises ValueError as `load_rows`, for missing columns and wrong types, and
-    when no row is left.
+    A longer one is cut on the right and counted, without an added end-of-turn token; one with no answer
+    within the limit is dropped and counted. `folder` keeps the documents for a resumed stage. Raises
+    ValueError as `load_rows`, for missing columns and wrong types, and when no row is left.
     """
 
     make = maker_of("sft", renderer, max_len)
@@ -58,12 +73,14 @@ def sft_documents(data: Data, renderer: Renderer, max_len: int, seed: int, folde
     return collect(data, renderer, "sft", max_len, seed, make, DOCUMENTS, why, folder)
 
 
-def preference_pairs(data: Data, renderer: Renderer, max_len: int, seed: int, folder: Path | None = None) -> Loaded[Pair]:
+def preference_pairs(
+    data: Data, renderer: Renderer, max_len: int, seed: int, folder: Path | None = None
+) -> Loaded[Pair]:
     """Makes pairs of documents of at most `max_len` tokens with the same prompt tokens.
 
-    When a pair is longer the prompt keeps its end, down to half of `max_len`; then the answers are cut on the right. Both count as
-    truncated. Rows without a preference and pairs whose answers are (or become) the same are dropped and counted. Folder and errors
-    as in `sft_documents`.
+    When a pair is longer the prompt keeps its end, down to half of `max_len`; then the answers are cut on the
+    right. Both count as truncated. Rows without a preference and pairs whose answers are (or become) the same
+    are dropped and counted. Folder and errors as in `sft_documents`.
     """
 
     make = maker_of("preference", renderer, max_len)
@@ -72,7 +89,8 @@ def preference_pairs(data: Data, renderer: Renderer, max_len: int, seed: int, fo
 
 
 def maker_of(kind: Kind, renderer: Renderer, limit: int, suffix_of: SuffixOf | None = None) -> Maker:
-    """Returns the function from a row to what a stage makes of it within `limit` tokens. `suffix_of`: of a reward, for scored rows.
+    """Returns the function from a row to what a stage makes of it within `limit` tokens. `suffix_of`: of a
+    reward, for scored rows.
 
     It raises ValueError, with the row's place, for a row of a wrong type or one that the template refuses.
     """
@@ -96,7 +114,9 @@ def _conversation_within(renderer: Renderer, limit: int, located: Located) -> Ma
     if not any(document.mask):
         if answer:
             return Made((), 0, 1, ANSWER_CUT, prompt, (answer,))
-        return Made((), 0, 1, UNWEIGHTED if any("weight" in message for message in messages) else "no answer", prompt)
+        return Made(
+            (), 0, 1, UNWEIGHTED if any("weight" in message for message in messages) else "no answer", prompt
+        )
     return Made([((document,), 0.0)], len(whole) > limit, 1, "", prompt, (answer,))
 
 
@@ -104,7 +124,8 @@ def _pair_within(renderer: Renderer, limit: int, located: Located) -> Made:
     preference = preference_of(located)
     if preference.chosen == preference.rejected:
         return Made((), 0, 1, SAME)
-    texts, tools = (preference.chosen, preference.rejected), tools_of(located)
+    texts = (preference.chosen, preference.rejected)
+    tools = tools_of(located)
     within = answers_within(located.where, renderer, preference.prompt, texts, limit, preference.cut, tools)
     (chosen, rejected), lengths, cut = within
     if not any(chosen.mask) or not any(rejected.mask):
@@ -117,15 +138,25 @@ def _pair_within(renderer: Renderer, limit: int, located: Located) -> Made:
 def _labelled_within(renderer: Renderer, limit: int, located: Located) -> Made:
     prompt, answers = labelled_of(located)
     texts = [text for text, _ in answers]
-    documents, lengths, cut = answers_within(located.where, renderer, prompt, texts, limit, tools=tools_of(located))
-    kept = [((document,), float(label)) for document, (_, label) in zip(documents, answers, strict=True) if any(document.mask)]
-    return Made(kept, cut * len(kept), len(answers), "" if len(kept) == len(answers) else ANSWER_CUT, *lengths)
+    documents, lengths, cut = answers_within(
+        located.where, renderer, prompt, texts, limit, tools=tools_of(located)
+    )
+    kept = [
+        ((document,), float(label))
+        for document, (_, label) in zip(documents, answers, strict=True)
+        if any(document.mask)
+    ]
+    return Made(
+        kept, cut * len(kept), len(answers), "" if len(kept) == len(answers) else ANSWER_CUT, *lengths
+    )
 
 
 def _answer_within(renderer: Renderer, limit: int, suffix_of: SuffixOf | None, located: Located) -> Made:
     prompt, text = answer_of(located)
     conditioned = with_suffix(prompt, suffix_of(reward_of(located)) if suffix_of else "")
-    (document,), lengths, cut = answers_within(located.where, renderer, conditioned, [text], limit, tools=tools_of(located))
+    (document,), lengths, cut = answers_within(
+        located.where, renderer, conditioned, [text], limit, tools=tools_of(located)
+    )
     if not any(document.mask):
         return Made((), 0, 1, ANSWER_CUT, *lengths)
     return Made([((document,), 0.0)], cut, 1, "", *lengths)
@@ -138,16 +169,21 @@ def _prompt_within(renderer: Renderer, limit: int, located: Located) -> Made:
 
 
 def prompts(data: Data, renderer: Renderer, prompt_max_len: int, seed: int) -> Loaded[Prompt]:
-    """Makes prompts of at most `prompt_max_len` tokens; a longer one keeps its end (`Renderer.prompt_within`) and is counted.
+    """Makes prompts of at most `prompt_max_len` tokens; a longer one keeps its end (`Renderer.prompt_within`)
+    and is counted.
 
     Errors as in `sft_documents`.
     """
     check_limit(prompt_max_len, renderer.frame_len)
-    mixture, surveyor = mixture_of(data, seed), Surveyor(data, "prompt", prompt_max_len, renderer.control_tokens)
+    mixture = mixture_of(data, seed)
+    surveyor = Surveyor(data, "prompt", prompt_max_len, renderer.control_tokens)
     found: list[tuple[int, Prompt]] = []
     for placed in placed_rows(data, seed, "prompt", mixture):
-        located, messages = placed.located, prompt_of(placed.located)
-        tokens, truncated = at(located.where, renderer.prompt_within, messages, prompt_max_len, tools_of(located))
+        located = placed.located
+        messages = prompt_of(placed.located)
+        tokens, truncated = at(
+            located.where, renderer.prompt_within, messages, prompt_max_len, tools_of(located)
+        )
         found.append((placed.place, Prompt(tuple(messages), tokens, located.row, truncated)))
         surveyor.see(placed, Made([((), 0.0)], truncated, 1, "", len(tokens)))
     items = [item for _, item in sorted(found, key=lambda pair: pair[0])]
@@ -172,8 +208,10 @@ def collect(
     check_limit(limit, renderer.frame_len)
 
     def build(writer: Writer) -> DataReport:
-        mixture, surveyor = mixture_of(data, seed), Surveyor(data, kind, limit, renderer.control_tokens)
-        rows, printed = 0, time.monotonic()
+        mixture = mixture_of(data, seed)
+        surveyor = Surveyor(data, kind, limit, renderer.control_tokens)
+        rows = 0
+        printed = time.monotonic()
         for placed in placed_rows(data, seed, kind, mixture):
             lacks = unusable(placed.located, kind)
             made = Made((), 0, 1, lacks) if lacks else make(placed.located)
@@ -186,7 +224,10 @@ def collect(
                 progress.made()
                 print(f"reading {names(data)}: {rows:,} rows, {writer.tokens:,} tokens", flush=True)
         if not writer.items:
-            raise ValueError(f"{names(data)}: all {rows} rows were dropped ({why}): raise the token limit or correct the data")
+            raise ValueError(
+                f"{names(data)}: all {rows} rows were dropped ({why}): raise the token limit or correct the"
+                " data"
+            )
         return surveyor.finish(mixture, writer.tokens)
 
     return stored(folder, f"data-{_key(data, renderer, kind, limit, seed)}", shape, build)
@@ -203,19 +244,25 @@ def answers_within(
 ) -> tuple[list[Document], tuple[int, list[int]], bool]:
     """Makes documents of at most `max_len` tokens, with the same prompt tokens, from answers to one prompt.
 
-    Returns the documents, the lengths in tokens of the prompt and the answers before cutting, and whether something was cut. The prompt
-    keeps its end, down to half of `max_len`; then the answers are cut on the right. `cut`: answers that the length limit of sampling
-    ended; they get no end-of-turn token. `tools`: those that the prompt describes.
+    Returns the documents, the lengths in tokens of the prompt and the answers before cutting, and whether
+    something was cut. The prompt keeps its end, down to half of `max_len`; then the answers are cut on the
+    right. `cut`: answers that the length limit of sampling ended; they get no end-of-turn token. `tools`:
+    those that the prompt describes.
     """
     prompt = at(where, renderer.prompt, messages, tools)
     answers = [at(where, renderer.response_tokens, messages, text, tools) for text in texts]
-    answers = [tokens[:-1] if unended else tokens for tokens, unended in zip(answers, cut or [False] * len(answers), strict=True)]
+    answers = [
+        tokens[:-1] if unended else tokens
+        for tokens, unended in zip(answers, cut or [False] * len(answers), strict=True)
+    ]
     lengths = len(prompt), [len(tokens) for tokens in answers]
     longest = max(lengths[1])
     over = len(prompt) + longest > max_len
     if over:
         frame = renderer.frame_of(tools) + 1
-        prompt, _ = at(where, renderer.prompt_within, messages, max(max_len - longest, max_len // 2, frame), tools)
+        prompt, _ = at(
+            where, renderer.prompt_within, messages, max(max_len - longest, max_len // 2, frame), tools
+        )
     return [answered(prompt, tokens).cut(max_len) for tokens in answers], lengths, over
 
 
@@ -233,25 +280,48 @@ def _key(data: Data, renderer: Renderer, kind: Kind, limit: int, seed: int) -> s
     states = [[file.stat().st_size, file.stat().st_mtime_ns] if file.is_file() else [] for file in files]
     tokenizer = renderer.tokenizer
     known = [str(tokenizer.name_or_path), len(tokenizer), str(tokenizer.chat_template)]
-    return digest({"data": data.model_dump(mode="json"), "files": states, "tokenizer": known, "kind": kind, "limit": limit, "seed": seed})
+    return digest(
+        {
+            "data": data.model_dump(mode="json"),
+            "files": states,
+            "tokenizer": known,
+            "kind": kind,
+            "limit": limit,
+            "seed": seed,
+        }
+    )
 
 
 class AnswerDocuments(NamedTuple):
-    """Documents to train on. With a reward condition: `suffix_of` maps a reward to its prompt's suffix, `best_suffix` is the highest's."""
+    """Documents to train on. With a reward condition: `suffix_of` maps a reward to its prompt's suffix,
+    `best_suffix` is the highest's."""
 
     documents: Loaded[Document]
     best_suffix: str = ""
     suffix_of: SuffixOf | None = None
 
 
-def labelled_answers(data: Data, renderer: Renderer, max_len: int, seed: int, folder: Path | None = None) -> Loaded[Labelled]:
-    """Makes labelled answers of at most `max_len` tokens, cut as pairs are; a preference pair gives a desirable and an undesirable one.
+def labelled_answers(
+    data: Data, renderer: Renderer, max_len: int, seed: int, folder: Path | None = None
+) -> Loaded[Labelled]:
+    """Makes labelled answers of at most `max_len` tokens, cut as pairs are; a preference pair gives a
+    desirable and an undesirable one.
 
     The report counts answers: a pair is two rows. Folder and errors as in `sft_documents`.
     """
 
     make = maker_of("labelled", renderer, max_len)
-    return collect(data, renderer, "labelled", max_len, seed, make, LABELLED, f"no answer within {max_len} tokens", folder)
+    return collect(
+        data,
+        renderer,
+        "labelled",
+        max_len,
+        seed,
+        make,
+        LABELLED,
+        f"no answer within {max_len} tokens",
+        folder,
+    )
 
 
 def answer_documents(
@@ -263,10 +333,12 @@ def answer_documents(
     folder: Path | None = None,
     suffix_of: SuffixOf | None = None,
 ) -> AnswerDocuments:
-    """Makes documents of at most `max_len` tokens from prompts and responses, cut as pairs are; the mask is on the response alone.
+    """Makes documents of at most `max_len` tokens from prompts and responses, cut as pairs are; the mask is
+    on the response alone.
 
-    condition `reward`: each prompt ends with `suffix_of` of its response's reward; without `suffix_of` (pass that of the training data for
-    held-out data) the rewards are standardised over all rows, which reads the data once more. Folder and errors as in `sft_documents`.
+    condition `reward`: each prompt ends with `suffix_of` of its response's reward; without `suffix_of` (pass
+    that of the training data for held-out data) the rewards are standardised over all rows, which reads the
+    data once more. Folder and errors as in `sft_documents`.
     """
     kind: Literal["scored", "answer"] = "scored" if condition == "reward" else "answer"
     best_suffix = ""
@@ -276,5 +348,7 @@ def answer_documents(
         best_suffix = suffix_of(max(rewards))
 
     make = maker_of(kind, renderer, max_len, suffix_of)
-    documents = collect(data, renderer, kind, max_len, seed, make, DOCUMENTS, f"no answer within {max_len} tokens", folder)
+    documents = collect(
+        data, renderer, kind, max_len, seed, make, DOCUMENTS, f"no answer within {max_len} tokens", folder
+    )
     return AnswerDocuments(documents, best_suffix, suffix_of)

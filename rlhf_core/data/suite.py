@@ -1,7 +1,8 @@
-"""A regression suite: questions that a model lost or a person reported, a JSON object a line, to which lines are only added. Torch-free.
+"""A regression suite: questions that a model lost or a person reported, a JSON object a line, to which lines
+are only added. Torch-free.
 
-{"uid", "prompt": text or [messages], "reason", "added": ISO time, "source", "category", and where known "answer" (the right answer, for a
-rule judge) and "reference" (a good answer, for people)}.
+{"uid", "prompt": text or [messages], "reason", "added": ISO time, "source", "category", and where known
+"answer" (the right answer, for a rule judge) and "reference" (a good answer, for people)}.
 """
 
 from __future__ import annotations
@@ -39,7 +40,12 @@ class SuiteQuestion(Frozen):
     @property
     def messages(self) -> tuple[Message, ...]:
         return tuple(
-            prompt_of(Located(f"question {self.uid}", {"prompt": self.prompt if isinstance(self.prompt, str) else list(self.prompt)}))
+            prompt_of(
+                Located(
+                    f"question {self.uid}",
+                    {"prompt": self.prompt if isinstance(self.prompt, str) else list(self.prompt)},
+                )
+            )
         )
 
     @property
@@ -49,13 +55,15 @@ class SuiteQuestion(Frozen):
 
 
 def read_suite(file: Path, reason: str = "") -> list[SuiteQuestion]:
-    """Returns the questions of a file; one without a uid gets the digest of its prompt. `reason`: of those that have none.
+    """Returns the questions of a file; one without a uid gets the digest of its prompt. `reason`: of those
+    that have none.
 
     Raises ValueError with all faults, each with its line; for a file that is not there too.
     """
     if not file.is_file():
         raise ValueError(f"{file}: there is no such file: give a file of questions (.jsonl)")
-    questions, faults = list[SuiteQuestion](), list[str]()
+    questions = list[SuiteQuestion]()
+    faults = list[str]()
     for number, line in enumerate(file.read_bytes().split(b"\n"), 1):
         if not line.strip():
             continue
@@ -69,7 +77,10 @@ def read_suite(file: Path, reason: str = "") -> list[SuiteQuestion]:
             json.dumps(row, ensure_ascii=False).encode()  # refuses half of a surrogate pair
             questions.append(question.model_copy(update={"uid": uid}))
         except ValidationError as error:
-            faults.append(f"line {number}: " + ", ".join(f"{'.'.join(map(str, one['loc'][:1]))}: {one['msg']}" for one in error.errors()))
+            faults.append(
+                f"line {number}: "
+                + ", ".join(f"{'.'.join(map(str, one['loc'][:1]))}: {one['msg']}" for one in error.errors())
+            )
         except (ValueError, RecursionError) as error:
             faults.append(f"line {number}: {error}")
     if faults:
@@ -78,23 +89,31 @@ def read_suite(file: Path, reason: str = "") -> list[SuiteQuestion]:
 
 
 def add_to_suite(suite: Path, questions: Iterable[SuiteQuestion]) -> list[SuiteQuestion]:
-    """Adds the questions whose prompt the suite has not, with the present time, and returns them. One with the uid of another prompt gets a
-    longer uid.
+    """Adds the questions whose prompt the suite has not, with the present time, and returns them. One with
+    the uid of another prompt gets a longer uid.
 
-    The file is replaced as a whole, with its earlier lines as they were. Raises ValueError for a wrong suite, and TimeoutError when
-    another process holds it for 30 seconds.
+    The file is replaced as a whole, with its earlier lines as they were. Raises ValueError for a wrong suite,
+    and TimeoutError when another process holds it for 30 seconds.
     """
     suite.parent.mkdir(parents=True, exist_ok=True)
     with locked(suite.with_name(f".{suite.name}.lock"), WAIT_SECONDS) as ours:
         if not ours:
-            raise TimeoutError(f"another process has been adding questions to {suite} for {WAIT_SECONDS:.0f} s: try again")
+            raise TimeoutError(
+                f"another process has been adding questions to {suite} for {WAIT_SECONDS:.0f} s: try again"
+            )
         known = read_suite(suite) if suite.exists() else []
-        uids, texts = {one.uid for one in known}, {one.text for one in known}
-        now, added = datetime.now(UTC).isoformat(timespec="seconds"), list[SuiteQuestion]()
+        uids = {one.uid for one in known}
+        texts = {one.text for one in known}
+        now = datetime.now(UTC).isoformat(timespec="seconds")
+        added = list[SuiteQuestion]()
         for question in questions:
             if question.text in texts:
                 continue
-            uid = f"{question.uid}-{digest(list(question.messages))[:8]}" if question.uid in uids else question.uid
+            uid = (
+                f"{question.uid}-{digest(list(question.messages))[:8]}"
+                if question.uid in uids
+                else question.uid
+            )
             uids.add(uid)
             texts.add(question.text)
             added.append(question.model_copy(update={"uid": uid, "added": now}))

@@ -1,7 +1,8 @@
-"""Counts lengths, duplicates, empty and damaged texts of a data set while its rows are read, before training. Torch-free.
+"""Counts lengths, duplicates, empty and damaged texts of a data set while its rows are read, before training.
+Torch-free.
 
-Memory per row is a few dozen bytes: digests of its text and its prompt, its source and number, its lengths in tokens. A finding is a fact
-beyond its limit in LIMITS or BALANCE, as a sentence with an example row.
+Memory per row is a few dozen bytes: digests of its text and its prompt, its source and number, its lengths in
+tokens. A finding is a fact beyond its limit in LIMITS or BALANCE, as a sentence with an example row.
 """
 
 from __future__ import annotations
@@ -18,7 +19,16 @@ import numpy as np
 
 from rlhf_core.config import Data
 from rlhf_core.data.documents import Document, Item, as_text
-from rlhf_core.data.rows.columns import Kind, Located, conversation_of, labelled_of, preference_of, prompt_of, reward_of, written
+from rlhf_core.data.rows.columns import (
+    Kind,
+    Located,
+    conversation_of,
+    labelled_of,
+    preference_of,
+    prompt_of,
+    reward_of,
+    written,
+)
 from rlhf_core.data.rows.columns import answer_of as prompt_and_answer
 from rlhf_core.data.rows.mixture import Mixture, Placed, unusable
 from rlhf_core.records import Frozen
@@ -34,7 +44,10 @@ FACTS = {
     "equal answers": (0.01, "chosen and rejected are the same"),
     "empty answers": (0.0, "answers without any text"),
     "empty prompts": (0.0, "prompts without any text"),
-    "control tokens": (0.0, "control tokens of the model (such as <|im_end|>) typed in a text, which are read as plain text"),
+    "control tokens": (
+        0.0,
+        "control tokens of the model (such as <|im_end|>) typed in a text, which are read as plain text",
+    ),
     "damaged text": (0.01, "broken characters (lost encoding or control characters)"),
     "truncated": (0.1, "longer than the token limit and cut"),
     "dropped": (0.05, "left out"),
@@ -44,21 +57,23 @@ FACTS = {
     "shared with data": (0.0, "held-out prompts that are also trained on"),
 }
 LIMITS = {name: limit for name, (limit, _) in FACTS.items()}
-BALANCE = {"desirable": (0.2, 0.8), "chosen longer": (0.3, 0.7)}  # shares outside are findings, from FEWEST values on
+# shares outside are findings, from FEWEST values on
+BALANCE = {"desirable": (0.2, 0.8), "chosen longer": (0.3, 0.7)}
 UNBALANCED = {
     "desirable": "the labels are out of balance, desirable answers",
     "chosen longer": "length predicts which answer was chosen, chosen ones that are longer",
 }
 FEWEST = 20
-REPEATS = ("sft", "prompt", "preference")  # kinds whose prompts are expected once; sampled answers come several to a prompt
+# kinds whose prompts are expected once; sampled answers come several to a prompt
+REPEATS = ("sft", "prompt", "preference")
 ANSWER_CUT = "no answer within the token limit"
 
 
 class Made(NamedTuple):
     """The items made from a row, each documents and a number.
 
-    `cut`: how many were cut; `rows`: how many items the row should give; `dropped`: why there are fewer. Lengths are in tokens before
-    cutting; None and empty when nothing was tokenised.
+    `cut`: how many were cut; `rows`: how many items the row should give; `dropped`: why there are fewer.
+    Lengths are in tokens before cutting; None and empty when nothing was tokenised.
     """
 
     items: Sequence[tuple[Sequence[Document], float]]
@@ -86,9 +101,9 @@ class SourceUse(Frozen):
 
 
 class Survey(Frozen):
-    """Facts of one data set. `rows`: those used of the files; `items`: expected from them; `kept`: made; `truncated`: those of these
-    that were cut; `tokens`: of those kept (of both documents of a pair). `facts` are shares of the rows, but for statistics of margins and
-    rewards.
+    """Facts of one data set. `rows`: those used of the files; `items`: expected from them; `kept`: made;
+    `truncated`: those of these that were cut; `tokens`: of those kept (of both documents of a pair). `facts`
+    are shares of the rows, but for statistics of margins and rewards.
 
     `histogram` has counts of lengths in equal bins from 0 to its last number, the upper edge in tokens.
     """
@@ -110,17 +125,25 @@ class Survey(Frozen):
 
 @dataclass(frozen=True)
 class DataReport:
-    """A survey, and the digests of all prompts: (N, 3) uint64 with digest, number of the source, number of the row."""
+    """A survey, and the digests of all prompts: (N, 3) uint64 with digest, number of the source, number of
+    the row."""
 
     survey: Survey
     prompts: np.ndarray = field(compare=False, repr=False)
 
     @property
     def counts(self) -> dict[str, int]:
-        """Items expected from the rows, items kept, those of them that were cut, items dropped, and the tokens of those kept."""
+        """Items expected from the rows, items kept, those of them that were cut, items dropped, and the
+        tokens of those kept."""
         found = self.survey
         dropped = found.items - found.kept
-        return {"rows": found.items, "kept": found.kept, "truncated": found.truncated, "dropped": dropped, "tokens": found.tokens}
+        return {
+            "rows": found.items,
+            "kept": found.kept,
+            "truncated": found.truncated,
+            "dropped": dropped,
+            "tokens": found.tokens,
+        }
 
     def metrics(self, prefix: str) -> dict[str, float]:
         """Returns the counts as metrics `{prefix}/rows`, `{prefix}/kept`, ..."""
@@ -131,16 +154,23 @@ class Surveyor:
     """Collects the facts of a data set: call `see` once per row, then `finish`."""
 
     def __init__(self, data: Data, kind: Kind, limit: int, control_tokens: re.Pattern[str]):
-        self._data, self._kind, self._limit = data, kind, limit
+        self._data = data
+        self._kind = kind
+        self._limit = limit
         self._control_tokens = control_tokens
-        self._prompts, self._rows = array("Q"), array("Q")  # digests
-        self._sources, self._numbers = array("H"), array("Q")
+        self._prompts = array("Q")
+        self._rows = array("Q")  # digests
+        self._sources = array("H")
+        self._numbers = array("Q")
         self._lengths = {"prompt": array("i"), "answer": array("i")}
-        self._margins, self._rewards = array("d"), array("d")
+        self._margins = array("d")
+        self._rewards = array("d")
         self._counts: Counter[str] = Counter()
         self._examples: dict[str, str] = {}
         self._dropped: Counter[str] = Counter()
-        self._items = self._kept = self._truncated = self._compared = self._longer = self._labels = self._desirable = 0
+        self._items = self._kept = self._truncated = self._compared = self._longer = self._labels = (
+            self._desirable
+        ) = 0
 
     def see(self, placed: Placed, made: Made) -> None:
         """Counts a row and the items made from it."""
@@ -162,7 +192,11 @@ class Surveyor:
             prompt = located.where  # unique, so that the row is no duplicate of another
         else:
             prompt, answers, later = self._texts(located)
-        self._mark("control tokens", self._control_tokens.search("\n".join((prompt, *answers, *later))) is not None, located.where)
+        self._mark(
+            "control tokens",
+            self._control_tokens.search("\n".join((prompt, *answers, *later))) is not None,
+            located.where,
+        )
         self._mark("empty answers", any(not text.strip() for text in answers), located.where)
         self._mark("empty prompts", not prompt.strip(), located.where)
         self._mark("damaged text", any(DAMAGE.search(text) for text in (prompt, *answers)), located.where)
@@ -172,25 +206,36 @@ class Surveyor:
         self._numbers.append(placed.number)
 
     def finish(self, mixture: Mixture | None, tokens: int) -> DataReport:
-        """Returns the report on the rows seen. `mixture`: the one they were read with; `tokens`: of the items kept."""
+        """Returns the report on the rows seen. `mixture`: the one they were read with; `tokens`: of the items
+        kept."""
         rows = len(self._rows)
         columns = ((self._prompts, np.uint64), (self._sources, np.uint16), (self._numbers, np.uint64))
-        numbers = np.stack([np.frombuffer(values, dtype=kind).astype(np.uint64) for values, kind in columns], axis=1)
+        numbers = np.stack(
+            [np.frombuffer(values, dtype=kind).astype(np.uint64) for values, kind in columns], axis=1
+        )
         for name, digests in (("duplicate rows", self._rows), ("duplicate prompts", self._prompts)):
             if name == "duplicate rows" and self._kind == "prompt":
                 continue  # a prompt is its whole row
             self._count_repeats(name, np.frombuffer(digests, dtype=np.uint64), numbers)
-        facts = {name: self._counts[name] / rows for name in LIMITS if name in self._counts or name == "truncated"}
+        facts = {
+            name: self._counts[name] / rows for name in LIMITS if name in self._counts or name == "truncated"
+        }
         findings = [
             Finding(
                 name=name,
-                sentence=f"{FACTS[name][1]}: {self._counts[name]} of {rows} rows{self._reasons() if name == 'dropped' else ''}",
+                sentence=(
+                    f"{FACTS[name][1]}: {self._counts[name]} of {rows}"
+                    f" rows{self._reasons() if name == 'dropped' else ''}"
+                ),
                 example=self._examples.get(name, ""),
             )
             for name, limit in LIMITS.items()
             if facts.get(name, 0) > limit and (name != "duplicate prompts" or self._kind in REPEATS)
         ]
-        for name, part, whole in (("desirable", self._desirable, self._labels), ("chosen longer", self._longer, self._compared)):
+        for name, part, whole in (
+            ("desirable", self._desirable, self._labels),
+            ("chosen longer", self._longer, self._compared),
+        ):
             if whole:
                 facts[name] = part / whole
                 low, high = BALANCE[name]
@@ -222,13 +267,20 @@ class Surveyor:
         return DataReport(survey, numbers)
 
     def _texts(self, located: Located) -> tuple[str, list[str], list[str]]:
-        """Returns the prompt, the answers, and messages between answers as texts; also counts labels, margins, rewards and comparisons."""
+        """Returns the prompt, the answers, and messages between answers as texts; also counts labels,
+        margins, rewards and comparisons."""
         if self._kind == "sft":
             messages = conversation_of(located)
-            first = next((i for i, message in enumerate(messages) if message["role"] == "assistant"), len(messages))
+            first = next(
+                (i for i, message in enumerate(messages) if message["role"] == "assistant"), len(messages)
+            )
             after = messages[first:]
             answers = [written(message) for message in after if message["role"] == "assistant"]
-            return as_text(messages[:first]), answers, [message["content"] for message in after if message["role"] != "assistant"]
+            return (
+                as_text(messages[:first]),
+                answers,
+                [message["content"] for message in after if message["role"] != "assistant"],
+            )
         if self._kind == "prompt":
             return as_text(prompt_of(located)), [], []
         if self._kind == "labelled":
@@ -238,7 +290,8 @@ class Surveyor:
             answers = [written(answer) for answer, _ in labelled]
         elif self._kind == "preference":
             preference = preference_of(located)
-            prompt, answers = preference.prompt, [written(preference.chosen), written(preference.rejected)]
+            prompt = preference.prompt
+            answers = [written(preference.chosen), written(preference.rejected)]
             if located.row.get("margin") is not None:
                 self._margins.append(preference.margin)
                 self._mark("negative margins", preference.margin < 0, located.where)
@@ -268,7 +321,10 @@ class Surveyor:
         if len(again):
             later = int(again[np.argmin(order[again])])
             self._counts[name] = len(again)
-            self._examples[name] = f"{self._where(numbers[order[later]])}, which repeats {self._where(numbers[order[later - 1]])}"
+            self._examples[name] = (
+                f"{self._where(numbers[order[later]])}, which repeats"
+                f" {self._where(numbers[order[later - 1]])}"
+            )
 
     def _where(self, number: np.ndarray) -> str:
         return f"{self._data.sources[int(number[1])].path}, row {int(number[2])}"
@@ -281,16 +337,18 @@ class Surveyor:
         if facts["unused rows"] <= LIMITS["unused rows"]:
             return []
         sentence = (
-            f"{source.path} {FACTS['unused rows'][1]} of {source.probability:g}: the mixture ends after {mixture.rows} rows and leaves "
-            f"{mixture.left} rows of the other sources unused"
+            f"{source.path} {FACTS['unused rows'][1]} of {source.probability:g}: the mixture ends after"
+            f" {mixture.rows} rows and leaves {mixture.left} rows of the other sources unused"
         )
         return [Finding(name="unused rows", sentence=sentence)]
 
 
 def shared_prompts(train: DataReport, held_out: DataReport) -> tuple[float, Finding | None]:
-    """Returns the share of held-out prompts that the training data has too, and a finding when it is above the limit."""
+    """Returns the share of held-out prompts that the training data has too, and a finding when it is above
+    the limit."""
     same = np.flatnonzero(np.isin(held_out.prompts[:, 0], train.prompts[:, 0]))
-    share, total = len(same) / len(held_out.prompts), len(held_out.prompts)
+    share = len(same) / len(held_out.prompts)
+    total = len(held_out.prompts)
     if share <= LIMITS["shared with data"]:
         return share, None
     _, source, number = held_out.prompts[same[0]]
@@ -306,7 +364,12 @@ def _digest(*texts: str) -> int:
 
 def _spread(values: array[float]) -> dict[str, float]:
     numbers = np.frombuffer(values, dtype=np.float64)
-    return {"min": float(numbers.min()), "mean": float(numbers.mean()), "std": float(numbers.std()), "max": float(numbers.max())}
+    return {
+        "min": float(numbers.min()),
+        "mean": float(numbers.mean()),
+        "std": float(numbers.std()),
+        "max": float(numbers.max()),
+    }
 
 
 def _quantiles(lengths: array[int]) -> dict[str, int]:
@@ -317,7 +380,11 @@ def _quantiles(lengths: array[int]) -> dict[str, int]:
 def _histogram(lengths: dict[str, array[int]]) -> dict[str, list[int]]:
     longest = max((max(values) for values in lengths.values() if values), default=0)
     edge = -(-max(longest, 1) // BINS) * BINS
-    return {name: [*np.histogram(values, BINS, (0, edge))[0].tolist(), edge] for name, values in lengths.items() if values}
+    return {
+        name: [*np.histogram(values, BINS, (0, edge))[0].tolist(), edge]
+        for name, values in lengths.items()
+        if values
+    }
 
 
 class Loaded(NamedTuple, Generic[Item]):

@@ -1,4 +1,5 @@
-"""Decides how many episodes a process of an environment runs at once, so that episodes that end their process do not stop all others."""
+"""Decides how many episodes a process of an environment runs at once, so that episodes that end their process
+do not stop all others."""
 
 from __future__ import annotations
 
@@ -8,13 +9,14 @@ import asyncio
 class Admission:
     """Lets at most `most` episodes run at once; fewer for some time after the process has died under them.
 
-    Additive increase and multiplicative decrease, as of TCP's window (Chiu & Jain 1989): a death halves the number, down to one episode,
-    which no other can end; every finished attempt adds one.
+    Additive increase and multiplicative decrease, as of TCP's window (Chiu & Jain 1989): a death halves the
+    number, down to one episode, which no other can end; every finished attempt adds one.
     """
 
     def __init__(self, most: int):
         self._most = self._limit = most
-        self._running, self._changed = 0, asyncio.Condition()
+        self._running = 0
+        self._changed = asyncio.Condition()
 
     async def __aenter__(self) -> None:
         async with self._changed:

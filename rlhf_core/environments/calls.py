@@ -1,7 +1,7 @@
 """Reads calls of tools from answers, in the format that the model's chat template writes.
 
-The format is found by rendering one call: JSON (Hermes, Qwen 2.5 and 3, Llama 3, Mistral), a name before JSON (newer Mistral, DeepSeek), or
-tags for each argument (Qwen3-Coder, Qwen3.5).
+The format is found by rendering one call: JSON (Hermes, Qwen 2.5 and 3, Llama 3, Mistral), a name before JSON
+(newer Mistral, DeepSeek), or tags for each argument (Qwen3-Coder, Qwen3.5).
 """
 
 from __future__ import annotations
@@ -13,21 +13,28 @@ from typing import Any, NamedTuple
 from rlhf_core.data.chat import Renderer
 from rlhf_core.environments.conversation import Call
 
-NAME, ARGUMENT, VALUE = "find_tool_name", "find_argument", "find_value"
+NAME = "find_tool_name"
+ARGUMENT = "find_argument"
+VALUE = "find_value"
 TOOL = {
     "type": "function",
     "function": {
         "name": NAME,
         "description": "a tool",
-        "parameters": {"type": "object", "properties": {ARGUMENT: {"type": "string", "description": "a text"}}, "required": [ARGUMENT]},
+        "parameters": {
+            "type": "object",
+            "properties": {ARGUMENT: {"type": "string", "description": "a text"}},
+            "required": [ARGUMENT],
+        },
     },
 }
 DECODER = json.JSONDecoder()
 
 
 class CallFormat(NamedTuple):
-    """Holds the texts around the parts of a call. `begin`: before it ("": the whole answer is a call). `between`: after the name, before
-    the arguments; None where one JSON object has both. `tags`: of arguments in tags, before the name, before the value, after the value."""
+    """Holds the texts around the parts of a call. `begin`: before it ("": the whole answer is a call).
+    `between`: after the name, before the arguments; None where one JSON object has both. `tags`: of arguments
+    in tags, before the name, before the value, after the value."""
 
     begin: str
     between: str | None = None
@@ -58,12 +65,19 @@ def call_format(renderer: Renderer) -> CallFormat:
     """Finds how the template writes calls. Raises ValueError for one that does not know tools."""
     asked = [{"role": "user", "content": "a"}]
     call = {"type": "function", "id": "call00000", "function": {"name": NAME, "arguments": {ARGUMENT: VALUE}}}
-    wrong = f"{renderer.tokenizer.name_or_path}: the chat template writes no calls of tools: take a model that was trained with tools"
+    wrong = (
+        f"{renderer.tokenizer.name_or_path}: the chat template writes no calls of tools: take a model that"
+        " was trained with tools"
+    )
     if renderer.template != "chat":
         raise ValueError("a plain template writes no calls of tools: set the template of the prompts to chat")
     try:
-        text = renderer.text([*asked, {"role": "assistant", "content": "", "tool_calls": [call]}], False, [TOOL])
-        prompt, without = (renderer.text(asked, generation_prompt, [TOOL]) for generation_prompt in (True, False))
+        text = renderer.text(
+            [*asked, {"role": "assistant", "content": "", "tool_calls": [call]}], False, [TOOL]
+        )
+        prompt, without = (
+            renderer.text(asked, generation_prompt, [TOOL]) for generation_prompt in (True, False)
+        )
     except ValueError as error:
         raise ValueError(f"{wrong} ({error})") from error
     said = text[len(prompt if text.startswith(prompt) else without) :]
@@ -98,7 +112,8 @@ def _decoded(text: str) -> Any:
 
 
 def _of_json(text: str, whole: bool) -> list[Call]:
-    """Reads an object or a list of objects at the beginning of a text; `whole`: text that is none is no call."""
+    """Reads an object or a list of objects at the beginning of a text; `whole`: text that is none is no
+    call."""
     value = _decoded(text)
     objects = value if isinstance(value, list) else [value]
     calls = []
@@ -115,11 +130,19 @@ def _of_json(text: str, whole: bool) -> list[Call]:
 def _call(name: str, arguments: Any) -> Call:
     if isinstance(arguments, str):
         arguments = _decoded(arguments)
-    return Call(name, arguments) if isinstance(arguments, dict) else Call(name, {}, "its arguments are no JSON object")
+    return (
+        Call(name, arguments)
+        if isinstance(arguments, dict)
+        else Call(name, {}, "its arguments are no JSON object")
+    )
 
 
 def _value(text: str) -> Any:
     """Reads the value of an argument in tags: JSON where it is some, else text."""
     stripped = text.strip()
     value = _decoded(stripped)
-    return value if value is not None and not isinstance(value, str) and json.dumps(value)[:1] == stripped[:1] else stripped
+    return (
+        value
+        if value is not None and not isinstance(value, str) and json.dumps(value)[:1] == stripped[:1]
+        else stripped
+    )

@@ -1,7 +1,9 @@
-"""What a user's environment talks to: one conversation with the model. Standard library only; runs in an environment process.
+"""What a user's environment talks to: one conversation with the model. Standard library only; runs in an
+environment process.
 
-An environment is a class with `async def rollout(self, task, model)`: `task` has all columns of a row of the prompts, `model` is a
-`Conversation` that begins with the row's prompt. It returns the reward at the end, a number, or None where `model.reward` gave all rewards.
+An environment is a class with `async def rollout(self, task, model)`: `task` has all columns of a row of the
+prompts, `model` is a `Conversation` that begins with the row's prompt. It returns the reward at the end, a
+number, or None where `model.reward` gave all rewards.
 """
 
 from __future__ import annotations
@@ -15,12 +17,14 @@ Message = dict[str, Any]
 
 
 class LimitReached(Exception):
-    """Says that the conversation has used up its turns or its tokens. A rollout that does not catch it ends with the rewards so far."""
+    """Says that the conversation has used up its turns or its tokens. A rollout that does not catch it ends
+    with the rewards so far."""
 
 
 @dataclass(frozen=True)
 class Call:
-    """A call of a tool in an answer. `arguments` is empty and `wrong` says why, where they cannot be read. `id` is for `tool_call_id`."""
+    """A call of a tool in an answer. `arguments` is empty and `wrong` says why, where they cannot be read.
+    `id` is for `tool_call_id`."""
 
     name: str
     arguments: dict[str, Any]
@@ -30,7 +34,8 @@ class Call:
 
 @dataclass(frozen=True)
 class Answer:
-    """An answer of the model. `text`: without calls and control tokens. `finished`: False when a limit of tokens cut it."""
+    """An answer of the model. `text`: without calls and control tokens. `finished`: False when a limit of
+    tokens cut it."""
 
     text: str
     finished: bool
@@ -38,27 +43,47 @@ class Answer:
 
 
 class Conversation:
-    """A conversation with the model. `messages`: all messages so far, `turns`: the number of answers among them since the prompt.
+    """A conversation with the model. `messages`: all messages so far, `turns`: the number of answers among
+    them since the prompt.
 
-    `random` is seeded by the run, the iteration and the prompt: the same for all answers to one prompt, which are compared.
+    `random` is seeded by the run, the iteration and the prompt: the same for all answers to one prompt, which
+    are compared.
     """
 
-    def __init__(self, messages: Sequence[Message], seed: int, ask: Callable[[list[Message]], Awaitable[dict[str, Any]]]):
-        self.messages, self.turns, self.rewards, self.rewarded = list(messages), 0, list[float](), False
+    def __init__(
+        self,
+        messages: Sequence[Message],
+        seed: int,
+        ask: Callable[[list[Message]], Awaitable[dict[str, Any]]],
+    ):
+        self.messages = list(messages)
+        self.turns = 0
+        self.rewards = list[float]()
+        self.rewarded = False
         self.random = random.Random(seed)
-        self._ask, self._lost = ask, False
+        self._ask = ask
+        self._lost = False
 
     async def answer(self, *new: str | Message) -> Answer:
         """Adds messages (a text is one of the user) and returns the model's answer. Raises LimitReached."""
         if self.turns and not new:
             raise ValueError("model.answer() without a message, after an answer: say something to it")
-        added = [{"role": "user", "content": message} if isinstance(message, str) else dict(message) for message in new]
+        added = [
+            {"role": "user", "content": message} if isinstance(message, str) else dict(message)
+            for message in new
+        ]
         for message in added:
             if not isinstance(message.get("role"), str) or not isinstance(message.get("content"), str):
-                raise ValueError(f"model.answer() takes texts, or messages with a role and a content that are texts, not {message!r:.80}")
-            message["content"] = message["content"].encode(errors="replace").decode()  # without halves of characters
+                raise ValueError(
+                    "model.answer() takes texts, or messages with a role and a content that are texts, not"
+                    f" {message!r:.80}"
+                )
+            # without halves of characters
+            message["content"] = message["content"].encode(errors="replace").decode()
         if self._lost:
-            raise RuntimeError("a wait for an answer was cancelled before, so the conversation cannot go on: end the episode")
+            raise RuntimeError(
+                "a wait for an answer was cancelled before, so the conversation cannot go on: end the episode"
+            )
         self._lost = True
         reply = await self._ask(added)
         self._lost = False

@@ -1,8 +1,8 @@
 """Runs episodes: conversations between a user's environment and the engines, many at once.
 
-An attempt that fails (the environment raises, hangs, returns no number, or ends its process) is begun anew, with other random numbers. An
-episode whose attempts are used up has no reward, which is counted; it is never 0. The same error of the environment's code in all episodes
-ends the work.
+An attempt that fails (the environment raises, hangs, returns no number, or ends its process) is begun anew,
+with other random numbers. An episode whose attempts are used up has no reward, which is counted; it is never
+0. The same error of the environment's code in all episodes ends the work.
 """
 
 from __future__ import annotations
@@ -30,13 +30,16 @@ from rlhf_core.rollout.engine import Answer, Sampling
 R = TypeVar("R")
 Mail = dict[str, Any] | Failed  # a line of the environment's process, or its end
 ENOUGH = 4  # episodes that fail by the same error, and no other, that show it to meet all
-DEATHS = 10  # of processes, by episodes that are not known to be guilty, before an attempt of such an episode counts as failed
+# of processes, by episodes that are not known to be guilty, before an attempt of such an episode counts as
+# failed
+DEATHS = 10
 
 
 @dataclass(frozen=True)
 class Episode:
-    """A finished conversation. `rewards`: of each answer, empty where all attempts failed, and then `failure` says how the last one did.
-    `attempts`: how many there were; `seconds`: of the environment's own, in the last."""
+    """A finished conversation. `rewards`: of each answer, empty where all attempts failed, and then `failure`
+    says how the last one did. `attempts`: how many there were; `seconds`: of the environment's own, in the
+    last."""
 
     trajectory: Trajectory
     rewards: list[float]
@@ -46,7 +49,8 @@ class Episode:
 
 
 class Asked(NamedTuple):
-    """An episode to run: the prompt, the seed of its answers, and the seed that all answers to this prompt share."""
+    """An episode to run: the prompt, the seed of its answers, and the seed that all answers to this prompt
+    share."""
 
     prompt: Prompt
     seed: int
@@ -66,14 +70,28 @@ class Answering(Protocol):
 class Episodes:
     """Runs an environment's episodes in processes of their own.
 
-    Raises ValueError when the environment cannot be made, or the model's chat template knows no tools and the environment has some.
+    Raises ValueError when the environment cannot be made, or the model's chat template knows no tools and the
+    environment has some.
     """
 
-    def __init__(self, config: Environment, renderer: Renderer, limits: Limits, background: Background, engines: Answering):
-        self._config, self._renderer, self._limits, self._background, self._engines = config, renderer, limits, background, engines
-        self._numbers, self._processes = itertools.count(), list[Process | None]([None] * config.processes)
+    def __init__(
+        self,
+        config: Environment,
+        renderer: Renderer,
+        limits: Limits,
+        background: Background,
+        engines: Answering,
+    ):
+        self._config = config
+        self._renderer = renderer
+        self._limits = limits
+        self._background = background
+        self._engines = engines
+        self._numbers = itertools.count()
+        self._processes = list[Process | None]([None] * config.processes)
         self._starting = [asyncio.Lock() for _ in self._processes]
-        self._asked, self._started = 0, itertools.count()
+        self._asked = 0
+        self._started = itertools.count()
         self._finished = False  # an attempt has
         self._failing = set[int]()  # episodes with a failed attempt
         self._raised = set[str]()  # the places of the errors by which attempts failed
@@ -86,8 +104,9 @@ class Episodes:
             raise
 
     async def run(self, asked: Sequence[Asked], sampling: Sampling) -> list[Episode]:
-        """Runs episodes; returns them in the order in which they were asked for. Raises RoleFailed when an engine fails or makes no
-        progress; one that died is started anew and asked again. ValueError as `_check`."""
+        """Runs episodes; returns them in the order in which they were asked for. Raises RoleFailed when an
+        engine fails or makes no progress; one that died is started anew and asked again. ValueError as
+        `_check`."""
         self._asked += len(asked)
         tasks = [asyncio.create_task(self._episode(one, sampling)) for one in asked]
         try:
@@ -98,15 +117,22 @@ class Episodes:
 
     async def _episode(self, asked: Asked, sampling: Sampling) -> Episode:
         episode = next(self._started)
-        attempt, deaths = 0, 0
+        attempt = 0
+        deaths = 0
         while True:
-            seed = random.Random(f"{asked.seed}-{attempt}-{deaths}").getrandbits(48) if attempt or deaths else asked.seed
+            seed = (
+                random.Random(f"{asked.seed}-{attempt}-{deaths}").getrandbits(48)
+                if attempt or deaths
+                else asked.seed
+            )
             trajectory = self._trajectory(asked.prompt)
             clock = Clock(self._config.timeout)
             number = next(self._numbers)
             try:
                 async with self._admissions[number % len(self._processes)]:
-                    rewards = await self._attempt(number, asked, seed, trajectory, sampling, clock, self._engines)
+                    rewards = await self._attempt(
+                        number, asked, seed, trajectory, sampling, clock, self._engines
+                    )
                 self._finished = True
                 return Episode(trajectory, rewards, "", attempt + 1, clock.spent)
             except Failed as failed:
@@ -124,19 +150,25 @@ class Episodes:
         return Trajectory(prompt, self._renderer, self._limits, tools, self._calls)
 
     async def try_once(self, prompt: Prompt, sampling: Sampling, engines: Answering, seconds: float) -> None:
-        """Runs one episode with the answers of `engines`. Raises Failed when the environment fails, TimeoutError after `seconds`."""
+        """Runs one episode with the answers of `engines`. Raises Failed when the environment fails,
+        TimeoutError after `seconds`."""
         clock = Clock(self._config.timeout)
-        attempt = self._attempt(next(self._numbers), Asked(prompt, 0, 0), 0, self._trajectory(prompt), sampling, clock, engines)
+        attempt = self._attempt(
+            next(self._numbers), Asked(prompt, 0, 0), 0, self._trajectory(prompt), sampling, clock, engines
+        )
         await asyncio.wait_for(attempt, seconds)
 
     def _check(self, episode: int, failed: Failed) -> None:
-        """Notes a failed attempt. Raises ValueError when all episodes so far have failed, each by the same error of the environment's
-        code."""
+        """Notes a failed attempt. Raises ValueError when all episodes so far have failed, each by the same
+        error of the environment's code."""
         self._failing.add(episode)
         self._raised.add(failed.place)
         same = len(self._raised) == 1 and "" not in self._raised
         if same and not self._finished and len(self._failing) == self._asked >= ENOUGH:
-            raise ValueError(f"the environment {self._config.class_name}: each episode raised {failed}; correct it, then run again")
+            raise ValueError(
+                f"the environment {self._config.class_name}: each episode raised {failed}; correct it, then"
+                " run again"
+            )
 
     async def _attempt(
         self,
@@ -148,11 +180,13 @@ class Episodes:
         clock: Clock,
         engines: Answering,
     ) -> list[float]:
-        """Runs one attempt; returns the reward of each answer. Raises Failed. The engine answers no further when the environment does not
-        wait for it."""
+        """Runs one attempt; returns the reward of each answer. Raises Failed. The engine answers no further
+        when the environment does not wait for it."""
         which = number % len(self._processes)
         process = await self._process(which)
-        engine, turn, done = engines.reserve(), 0, False
+        engine = engines.reserve()
+        turn = 0
+        done = False
         early: Mail | None = None  # a line that came while the engine answered
         mailbox = process.episodes[number] = asyncio.Queue()
         task = {**asked.prompt.row, "messages": list(asked.prompt.messages)}
@@ -176,7 +210,9 @@ class Episodes:
                 if "rewards" in told:
                     done = True
                     if len(told["rewards"]) != trajectory.turns:  # a wait for an answer was cancelled
-                        raise Failed("an answer came that nobody waited for: the environment cancelled model.answer()")
+                        raise Failed(
+                            "an answer came that nobody waited for: the environment cancelled model.answer()"
+                        )
                     self._admissions[which].finished()
                     return [float(reward) for reward in bounded(told["rewards"])]
                 try:
@@ -190,7 +226,9 @@ class Episodes:
                 how = sampling._replace(n=1, max_new_tokens=room)
                 answer, early = await first_of(engines.ask(engine, tokens, seed_of_turn, how), mailbox)
                 if answer is None and isinstance(early, dict) and "rewards" in early:
-                    raise Failed("the episode ended while the model answered: the environment cancelled model.answer()")
+                    raise Failed(
+                        "the episode ended while the model answered: the environment cancelled model.answer()"
+                    )
                 if answer is None:
                     continue
                 seen, message = trajectory.take(answer)
@@ -210,7 +248,9 @@ class Episodes:
                 if process is not None:
                     self._admissions[which].died(process.episodes_at_end)
                 own = self._config
-                process = await Process.start(str(own.file), own.class_name, own.options, own.timeout, own.sandbox)
+                process = await Process.start(
+                    str(own.file), own.class_name, own.options, own.timeout, own.sandbox
+                )
                 self._processes[which] = process
             return process
 
@@ -226,10 +266,13 @@ class Episodes:
             self._background.run(end())
 
 
-async def first_of(work: Coroutine[Any, Any, R], mailbox: asyncio.Queue[Mail]) -> tuple[R | None, Mail | None]:
-    """Waits for work or a line in the mailbox. Returns the result of the work, None where the line came before it, which cancels the work;
-    and the line, None where there is none."""
-    working, hearing = asyncio.create_task(work), asyncio.create_task(mailbox.get())
+async def first_of(
+    work: Coroutine[Any, Any, R], mailbox: asyncio.Queue[Mail]
+) -> tuple[R | None, Mail | None]:
+    """Waits for work or a line in the mailbox. Returns the result of the work, None where the line came
+    before it, which cancels the work; and the line, None where there is none."""
+    working = asyncio.create_task(work)
+    hearing = asyncio.create_task(mailbox.get())
     try:
         await asyncio.wait((working, hearing), return_when=asyncio.FIRST_COMPLETED)
         result = working.result() if working.done() else None
@@ -243,7 +286,8 @@ class Clock:
     """Counts the seconds of waits, which may be `limit` in all."""
 
     def __init__(self, limit: float):
-        self._limit, self.spent = limit, 0.0
+        self._limit = limit
+        self.spent = 0.0
 
     def extend(self, seconds: float) -> None:
         self._limit += seconds

@@ -1,4 +1,5 @@
-"""Starts the process of an environment (`worker.py`), and tells which episode ended it or kept it from all others."""
+"""Starts the process of an environment (`worker.py`), and tells which episode ended it or kept it from all
+others."""
 
 from __future__ import annotations
 
@@ -22,38 +23,67 @@ ENDING_SECONDS = 5.0  # how long a process that has closed its output may take t
 
 
 class Failed(Exception):
-    """Says why an attempt at an episode failed. `guilty`: by what the episode itself did, as far as is known; `late`: its time was over;
-    `place`, `certain`: as of `UsersError`."""
+    """Says why an attempt at an episode failed. `guilty`: by what the episode itself did, as far as is known;
+    `late`: its time was over; `place`, `certain`: as of `UsersError`."""
 
-    def __init__(self, reason: str, guilty: bool = True, late: bool = False, place: str = "", certain: bool = False):
+    def __init__(
+        self, reason: str, guilty: bool = True, late: bool = False, place: str = "", certain: bool = False
+    ):
         super().__init__(reason)
-        self.guilty, self.late, self.place, self.certain = guilty, late, place, certain
+        self.guilty = guilty
+        self.late = late
+        self.place = place
+        self.certain = certain
 
 
 class Process:
     """One process of an environment. `seconds`: how long one step of an episode may keep it from all others.
 
-    `tools`: JSON schemas of the environment's tools. Made by `start`; `episodes` has the mailbox of each running episode,
-    `episodes_at_end` counts those that ran when the process ended.
+    `tools`: JSON schemas of the environment's tools. Made by `start`; `episodes` has the mailbox of each
+    running episode, `episodes_at_end` counts those that ran when the process ended.
     """
 
-    def __init__(self, process: asyncio.subprocess.Process, page: mmap.mmap, seconds: float, tools: Sequence[dict[str, Any]]):
-        self._process, self._page, self._seconds, self.tools = process, page, seconds, list(tools)
+    def __init__(
+        self,
+        process: asyncio.subprocess.Process,
+        page: mmap.mmap,
+        seconds: float,
+        tools: Sequence[dict[str, Any]],
+    ):
+        self._process = process
+        self._page = page
+        self._seconds = seconds
+        self.tools = list(tools)
         self.episodes: dict[int, asyncio.Queue[dict[str, Any] | Failed]] = {}
-        self.ended, self.episodes_at_end = False, 0
-        self._blocked, self._held = False, (-1, 0.0)  # the episode whose step goes on, and since when
+        self.ended = False
+        self.episodes_at_end = 0
+        self._blocked = False
+        self._held = (-1, 0.0)  # the episode whose step goes on, and since when
         self._work = [asyncio.create_task(self._read()), asyncio.create_task(self._look())]
 
     @classmethod
-    async def start(cls, file: str, name: str, options: dict[str, Any], seconds: float, sandbox: str) -> Process:
+    async def start(
+        cls, file: str, name: str, options: dict[str, Any], seconds: float, sandbox: str
+    ) -> Process:
         """Starts a process. Raises ValueError when the environment cannot be made in it."""
         descriptor = os.memfd_create("alignflow-episode")
         try:
             os.ftruncate(descriptor, PAGE.size)
             page = mmap.mmap(descriptor, PAGE.size)
-            environment = {key: value for key, value in child_environment().items() if key != "PYTHONSAFEPATH"}
+            environment = {
+                key: value for key, value in child_environment().items() if key != "PYTHONSAFEPATH"
+            }
             process = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-P", "-m", "rlhf_core.environments.worker", file, name, json.dumps(options), str(descriptor)),
+                *(
+                    sys.executable,
+                    "-P",
+                    "-m",
+                    "rlhf_core.environments.worker",
+                    file,
+                    name,
+                    json.dumps(options),
+                    str(descriptor),
+                ),
                 stdin=asyncio.subprocess.PIPE,
                 stdout=asyncio.subprocess.PIPE,
                 env=environment | {"ALIGNFLOW_SANDBOX": sandbox},
@@ -67,18 +97,23 @@ class Process:
         try:
             ready = json.loads(await asyncio.wait_for(process.stdout.readline(), START_SECONDS) or b"{}")
         except (TimeoutError, ValueError):
-            ready = {"error": f"{file}: {name} is not made after {START_SECONDS:.0f} s; correct the environment"}
+            ready = {
+                "error": f"{file}: {name} is not made after {START_SECONDS:.0f} s; correct the environment"
+            }
         if "ready" not in ready:
             with suppress(TimeoutError):
                 await asyncio.wait_for(process.wait(), 0 if ready else ENDING_SECONDS)
             ending = "wrote no more" if process.returncode is None else how_ended(process.returncode)
             kill_group(process.pid)
             await process.communicate()
-            raise ValueError(ready.get("error") or f"{file}: the process that makes {name} {ending}; look at the log above")
+            raise ValueError(
+                ready.get("error") or f"{file}: the process that makes {name} {ending}; look at the log above"
+            )
         return cls(process, page, seconds, ready["tools"])
 
     def send(self, **line: Any) -> None:
-        """Sends a line. Drops it when the process has ended: the mailboxes of its episodes then hold `Failed`."""
+        """Sends a line. Drops it when the process has ended: the mailboxes of its episodes then hold
+        `Failed`."""
         assert self._process.stdin is not None
         if not self.ended:
             self._process.stdin.write(json.dumps(line, default=str).encode() + b"\n")
@@ -98,7 +133,8 @@ class Process:
                 told = None
             if told is None:
                 break
-            if (mailbox := self.episodes.get(told.get("id"))) is not None:
+            mailbox = self.episodes.get(told.get("id"))
+            if mailbox is not None:
                 mailbox.put_nowait(told)
         self.ended, self.episodes_at_end = True, len(self.episodes)
         ending = f"ended its process, which {await self._ending()}"
@@ -110,7 +146,8 @@ class Process:
             mailbox.put_nowait(Failed(reason, own or guilty < 0, late=own and self._blocked))
 
     async def _ending(self) -> str:
-        """Waits for the end of a process that writes no more, ends what it has started, and says how it ended."""
+        """Waits for the end of a process that writes no more, ends what it has started, and says how it
+        ended."""
         try:
             ending = how_ended(await asyncio.wait_for(self._process.wait(), ENDING_SECONDS))
         except TimeoutError:
@@ -120,17 +157,21 @@ class Process:
         return ending
 
     def held(self) -> bool:
-        """Returns whether one step has kept the process for some time, so that no episode gets on; `_look` ends that."""
+        """Returns whether one step has kept the process for some time, so that no episode gets on; `_look`
+        ends that."""
         episode, since = self._held
         return episode >= 0 and time.monotonic() - since > LOOK_SECONDS
 
     async def _look(self) -> None:
         """Ends the process when one step takes longer than its limit."""
-        last, since = (-1, 0), time.monotonic()
+        last = (-1, 0)
+        since = time.monotonic()
         while not self.ended:
             await asyncio.sleep(LOOK_SECONDS)
-            if (now := self._running()) != last or now[0] < 0:
-                last, since = now, time.monotonic()
+            now = self._running()
+            if now != last or now[0] < 0:
+                last = now
+                since = time.monotonic()
                 self._held = now[0], since
             elif time.monotonic() - since > self._seconds:
                 self._blocked = True

@@ -1,7 +1,8 @@
-"""Runs a program closed in by bubblewrap (Debian's package `bubblewrap`): no network, a read-only system, an empty home, no environment.
+"""Runs a program closed in by bubblewrap (Debian's package `bubblewrap`): no network, a read-only system, an
+empty home, no environment.
 
-Its time, memory and output are limited, and it can start no other process: a system call filter refuses. It dies with its parent. Standard
-library only; environments may use it for tools of their own.
+Its time, memory and output are limited, and it can start no other process: a system call filter refuses. It
+dies with its parent. Standard library only; environments may use it for tools of their own.
 """
 
 from __future__ import annotations
@@ -24,23 +25,37 @@ from weakref import WeakKeyDictionary
 
 MODE = "ALIGNFLOW_SANDBOX"  # variable: bubblewrap or none, as the recipe says
 ROOTS = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64")
-SECONDS, MEMORY_MIB, OUTPUT_BYTES = 10.0, 512, 16384
+SECONDS = 10.0
+MEMORY_MIB = 512
+OUTPUT_BYTES = 16384
 
-# By architecture: audit number, clone, clone3, and calls that are refused outright: fork, vfork, those that get memory beside the limit
-# (memfd_create, shmget), and those that give rights in a namespace of its own, and with them the kernel's memory (unshare, setns).
-CALLS = {"x86_64": (0xC000003E, 56, 435, (57, 58, 319, 29, 272, 308)), "aarch64": (0xC00000B7, 220, 435, (279, 194, 97, 268))}
+# By architecture: audit number, clone, clone3, and calls that are refused outright: fork, vfork, those that
+# get memory beside the limit (memfd_create, shmget), and those that give rights in a namespace of its own,
+# and with them the kernel's memory (unshare, setns).
+CALLS = {
+    "x86_64": (0xC000003E, 56, 435, (57, 58, 319, 29, 272, 308)),
+    "aarch64": (0xC00000B7, 220, 435, (279, 194, 97, 268)),
+}
 X32 = 0x40000000  # numbers from here on are calls of another interface of x86-64
 OPEN_FILES = 64
 CLONE_THREAD = 0x10000
-LOAD, EQUAL, AT_LEAST, ANY_BIT, RETURN = 0x20, 0x15, 0x35, 0x45, 0x06  # of classic BPF
-ALLOW, REFUSE, UNKNOWN, KILL = 0x7FFF0000, 0x00050000 | 11, 0x00050000 | 38, 0x80000000  # 11: EAGAIN, 38: ENOSYS
+LOAD = 0x20
+EQUAL = 0x15
+AT_LEAST = 0x35
+ANY_BIT = 0x45
+RETURN = 0x06  # of classic BPF
+ALLOW = 0x7FFF0000
+REFUSE = 0x00050000 | 11
+UNKNOWN = 0x00050000 | 38
+KILL = 0x80000000  # 11: EAGAIN, 38: ENOSYS
 
 
 _turns: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = WeakKeyDictionary()
 
 
 class Output(NamedTuple):
-    """What a program wrote, cut to the limit, and how it ended: its exit code; None where the time limit ended it."""
+    """What a program wrote, cut to the limit, and how it ended: its exit code; None where the time limit
+    ended it."""
 
     text: str
     code: int | None
@@ -48,7 +63,8 @@ class Output(NamedTuple):
 
 @cache
 def available() -> bool:
-    """Returns whether bubblewrap is installed and works here, tried once; user namespaces may be forbidden in a container."""
+    """Returns whether bubblewrap is installed and works here, tried once; user namespaces may be forbidden in
+    a container."""
     if shutil.which("bwrap") is None or platform.machine() not in CALLS:
         return False
     with tempfile.TemporaryFile() as rules:
@@ -56,7 +72,9 @@ def available() -> bool:
         rules.seek(0)
         command = closed_in([*python()[:-1], "-c", "print(1)"], rules.fileno())
         try:
-            tried = subprocess.run(command, pass_fds=(rules.fileno(),), capture_output=True, timeout=30, stdin=subprocess.DEVNULL)
+            tried = subprocess.run(
+                command, pass_fds=(rules.fileno(),), capture_output=True, timeout=30, stdin=subprocess.DEVNULL
+            )
         except (OSError, subprocess.TimeoutExpired):
             return False
     return tried.stdout == b"1\n"
@@ -68,18 +86,26 @@ def asked() -> bool:
 
 
 async def run(
-    command: Sequence[str], stdin: str = "", seconds: float = SECONDS, memory_mib: int = MEMORY_MIB, output_bytes: int = OUTPUT_BYTES
+    command: Sequence[str],
+    stdin: str = "",
+    seconds: float = SECONDS,
+    memory_mib: int = MEMORY_MIB,
+    output_bytes: int = OUTPUT_BYTES,
 ) -> Output:
-    """Runs a command and returns what it wrote to stdout and stderr; as many at once as there are CPUs. Raises RuntimeError where there is
-    no sandbox and the recipe asks for one."""
+    """Runs a command and returns what it wrote to stdout and stderr; as many at once as there are CPUs.
+    Raises RuntimeError where there is no sandbox and the recipe asks for one."""
     if asked() and not available():
-        raise RuntimeError("no bubblewrap (bwrap) works here: apt-get install bubblewrap, or set environment.sandbox to none")
+        raise RuntimeError(
+            "no bubblewrap (bwrap) works here: apt-get install bubblewrap, or set environment.sandbox to none"
+        )
     loop = asyncio.get_running_loop()
     async with _turns.setdefault(loop, asyncio.Semaphore(max(2, os.cpu_count() or 1))):
         return await _run(command, stdin.encode(errors="replace"), seconds, memory_mib, output_bytes)
 
 
-async def _run(command: Sequence[str], stdin: bytes, seconds: float, memory_mib: int, output_bytes: int) -> Output:
+async def _run(
+    command: Sequence[str], stdin: bytes, seconds: float, memory_mib: int, output_bytes: int
+) -> Output:
     closed = asked()
     with tempfile.TemporaryFile() as rules:
         if closed:
@@ -104,7 +130,8 @@ async def _run(command: Sequence[str], stdin: bytes, seconds: float, memory_mib:
     finally:
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL) if closed else process.kill()
-        while await process.stdout.read(65536):  # asyncio does not tell the end of a process whose output is not read
+        # asyncio does not tell the end of a process whose output is not read
+        while await process.stdout.read(65536):
             pass
         code = await process.wait()
     return Output(bytes(written[:output_bytes]).decode(errors="replace"), None if late else code)
@@ -124,7 +151,8 @@ async def _talk(process: asyncio.subprocess.Process, stdin: bytes, written: byte
 
 
 def closed_in(command: Sequence[str], rules: int, memory_mib: int = MEMORY_MIB) -> list[str]:
-    """Returns the command that runs `command` closed in. `rules`: the descriptor of the system call filter."""
+    """Returns the command that runs `command` closed in. `rules`: the descriptor of the system call
+    filter."""
     bound = [part for root in ROOTS if os.path.exists(root) for part in ("--ro-bind", root, root)]
     base = os.path.realpath(sys.base_prefix)
     if not base.startswith("/usr"):  # an interpreter of its own place
@@ -132,8 +160,10 @@ def closed_in(command: Sequence[str], rules: int, memory_mib: int = MEMORY_MIB) 
     return [
         *("bwrap", "--unshare-all", "--die-with-parent", "--new-session", "--cap-drop", "ALL", "--clearenv"),
         *bound,
-        *("--dev", "/dev", "--size", str(memory_mib << 20), "--tmpfs", "/tmp", "--dir", "/tmp/home", "--chdir", "/tmp/home"),  # noqa: S108 inside, a tmpfs of its own
-        *("--setenv", "HOME", "/tmp/home", "--setenv", "PATH", "/usr/bin:/bin", "--setenv", "PYTHONIOENCODING", "utf-8"),  # noqa: S108
+        *("--dev", "/dev", "--size", str(memory_mib << 20)),
+        *("--tmpfs", "/tmp", "--dir", "/tmp/home", "--chdir", "/tmp/home"),  # noqa: S108 inside, a tmpfs of its own
+        *("--setenv", "HOME", "/tmp/home", "--setenv", "PATH", "/usr/bin:/bin"),  # noqa: S108
+        *("--setenv", "PYTHONIOENCODING", "utf-8"),
         *("--remount-ro", "/dev", "--remount-ro", "/", "--seccomp", str(rules), "--", *command),
     ]
 
@@ -141,21 +171,34 @@ def closed_in(command: Sequence[str], rules: int, memory_mib: int = MEMORY_MIB) 
 def _limit(seconds: float, memory_mib: int) -> None:
     """Limits the process to be, before it begins: address space, CPU seconds, file sizes, no core dump."""
     memory = memory_mib << 20
-    limits = {resource.RLIMIT_AS: memory, resource.RLIMIT_CPU: int(seconds) + 1, resource.RLIMIT_FSIZE: memory, resource.RLIMIT_CORE: 0}
+    limits = {
+        resource.RLIMIT_AS: memory,
+        resource.RLIMIT_CPU: int(seconds) + 1,
+        resource.RLIMIT_FSIZE: memory,
+        resource.RLIMIT_CORE: 0,
+    }
     limits[resource.RLIMIT_NOFILE] = OPEN_FILES
     for what, most in limits.items():
         resource.setrlimit(what, (most, most))
 
 
 def _filter(machine: str) -> bytes:
-    """Returns the filter of system calls as bubblewrap reads it, a classic BPF program: threads may be made, processes may not."""
+    """Returns the filter of system calls as bubblewrap reads it, a classic BPF program: threads may be made,
+    processes may not."""
     audit, clone, clone3, refused = CALLS[machine]
     program: list[Any] = [(LOAD, 0, 0, 4), (EQUAL, 1, 0, audit), (RETURN, 0, 0, KILL), (LOAD, 0, 0, 0)]
     program += [(AT_LEAST, 0, 1, X32), (RETURN, 0, 0, REFUSE)]
     for number in refused:
         program += [(EQUAL, 0, 1, number), (RETURN, 0, 0, REFUSE)]
-    program += [(EQUAL, 0, 1, clone3), (RETURN, 0, 0, UNKNOWN)]  # its flags are behind a pointer; libraries then use clone
-    program += [(EQUAL, 0, 3, clone), (LOAD, 0, 0, 16), (ANY_BIT, 1, 0, CLONE_THREAD), (RETURN, 0, 0, REFUSE), (RETURN, 0, 0, ALLOW)]
+    # its flags are behind a pointer; libraries then use clone
+    program += [(EQUAL, 0, 1, clone3), (RETURN, 0, 0, UNKNOWN)]
+    program += [
+        (EQUAL, 0, 3, clone),
+        (LOAD, 0, 0, 16),
+        (ANY_BIT, 1, 0, CLONE_THREAD),
+        (RETURN, 0, 0, REFUSE),
+        (RETURN, 0, 0, ALLOW),
+    ]
     return b"".join(struct.pack("<HBBI", *step) for step in program)
 
 

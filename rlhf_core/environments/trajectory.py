@@ -33,21 +33,37 @@ class Limits(NamedTuple):
 
 
 class Trajectory:
-    """Holds one conversation in tokens. `prompt`: all messages before the first answer, once it is asked for."""
+    """Holds one conversation in tokens. `prompt`: all messages before the first answer, once it is asked
+    for."""
 
-    def __init__(self, prompt: Prompt, renderer: Renderer, limits: Limits, tools: Sequence[dict[str, Any]], calls: CallFormat | None):
-        self.prompt, self.messages = prompt, list[Message](prompt.messages)
-        self._renderer, self._limits, self._tools, self._calls = renderer, limits, tools, calls
-        self._tokens, self._mask, self._logprobs = list[int](), list[bool](), list[float]()
+    def __init__(
+        self,
+        prompt: Prompt,
+        renderer: Renderer,
+        limits: Limits,
+        tools: Sequence[dict[str, Any]],
+        calls: CallFormat | None,
+    ):
+        self.prompt = prompt
+        self.messages = list[Message](prompt.messages)
+        self._renderer = renderer
+        self._limits = limits
+        self._tools = tools
+        self._calls = calls
+        self._tokens = list[int]()
+        self._mask = list[bool]()
+        self._logprobs = list[float]()
         self._ends = list[int]()  # index of the last token of each answer
         self._finished = True  # the last answer has its end
         self._cut = False  # a limit ended the conversation after the last answer
-        self._versions, self._called = list[tuple[int, int]](), 0
+        self._versions = list[tuple[int, int]]()
+        self._called = 0
         self._experts: np.ndarray | None = None
 
     def ask(self, new: Sequence[Message]) -> tuple[list[int], int]:
-        """Adds messages. Returns all tokens, and how many the next answer may have. Raises Full, or ValueError for messages that the
-        template refuses; nothing is added then. After Full the conversation is not `finished`, unless another answer follows."""
+        """Adds messages. Returns all tokens, and how many the next answer may have. Raises Full, or
+        ValueError for messages that the template refuses; nothing is added then. After Full the conversation
+        is not `finished`, unless another answer follows."""
         if not self._ends:
             self._open(new)
             return self._tokens, self._room(0)
@@ -88,18 +104,23 @@ class Trajectory:
         self._mask += [True] * len(answer.tokens)
         self._logprobs += list(answer.logprobs) or [0.0] * len(answer.tokens)
         self._ends.append(len(self._tokens) - 1)
-        self._finished, self._experts = answer.finished, answer.experts
+        self._finished = answer.finished
+        self._experts = answer.experts
         self._cut = False
-        text, calls = self._renderer.decoded(answer.tokens, True), list[Call]()
+        text = self._renderer.decoded(answer.tokens, True)
+        calls = list[Call]()
         if self._calls:  # which special tokens may begin
-            before, calls = self._calls.read(self._renderer.decoded(answer.tokens[: len(answer.tokens) - answer.finished], False))
+            before, calls = self._calls.read(
+                self._renderer.decoded(answer.tokens[: len(answer.tokens) - answer.finished], False)
+            )
             text = before if calls else text
             calls = [replace(call, id=f"call{self._called + i:05d}"[:9]) for i, call in enumerate(calls)]
             self._called += len(calls)
         message: Message = {"role": "assistant", "content": text}
         if calls:
             message["tool_calls"] = [
-                {"type": "function", "id": c.id, "function": {"name": c.name, "arguments": c.arguments}} for c in calls
+                {"type": "function", "id": c.id, "function": {"name": c.name, "arguments": c.arguments}}
+                for c in calls
             ]
         self.messages.append(message)
         return Answer(text, answer.finished, calls), message
@@ -115,7 +136,9 @@ class Trajectory:
     @property
     def logprobs(self) -> np.ndarray:
         """The sampler's log-probs (T,), 0 off the mask."""
-        return np.array((self._logprobs or [0.0] * len(self.prompt.tokens))[: len(self.document)], dtype=np.float32)
+        return np.array(
+            (self._logprobs or [0.0] * len(self.prompt.tokens))[: len(self.document)], dtype=np.float32
+        )
 
     @property
     def versions(self) -> list[tuple[int, int]]:
@@ -129,8 +152,8 @@ class Trajectory:
 
     @property
     def finished(self) -> bool:
-        """False when a limit ended the conversation: of tokens or turns, before the environment was done or within the last answer, or
-        of time (`cut`)."""
+        """False when a limit ended the conversation: of tokens or turns, before the environment was done or
+        within the last answer, or of time (`cut`)."""
         return self._finished and not self._cut
 
     @property
@@ -139,7 +162,8 @@ class Trajectory:
         return self._finished
 
     def early(self, rewards: Sequence[float]) -> np.ndarray | None:
-        """Returns the rewards (T,) of all answers but the last, each at its answer's last token; None where there are none."""
+        """Returns the rewards (T,) of all answers but the last, each at its answer's last token; None where
+        there are none."""
         if not any(rewards[:-1]):
             return None
         placed = np.zeros(len(self.document), np.float32)

@@ -1,4 +1,5 @@
-"""Runs one episode of an environment with made-up answers, so that a bug in it is reported before any engine starts.
+"""Runs one episode of an environment with made-up answers, so that a bug in it is reported before any engine
+starts.
 
 As of reward functions (`rlhf_core.rewards.trial`), only an error that every episode meets ends the stage.
 """
@@ -31,8 +32,11 @@ class MadeUpAnswers:
         return answer_of(given, [0.0] * len(given), len(given) == len(self._tokens))
 
 
-def try_environment(config: Environment, episodes: Episodes, background: Background, prompt: Prompt, renderer: Renderer) -> None:
-    """Runs one episode. Prints a warning. Raises ValueError where the environment's code is wrong for every answer."""
+def try_environment(
+    config: Environment, episodes: Episodes, background: Background, prompt: Prompt, renderer: Renderer
+) -> None:
+    """Runs one episode. Prints a warning. Raises ValueError where the environment's code is wrong for every
+    answer."""
     answers = MadeUpAnswers(renderer, made_up_answer(prompt.row))
     sampling = Sampling(n=1, temperature=1.0, max_new_tokens=1, stop_token_ids=())
     try:
@@ -40,12 +44,17 @@ def try_environment(config: Environment, episodes: Episodes, background: Backgro
     except Failed as failed:
         if failed.certain:
             told = f"an episode with made-up answers raised {failed}"
-            raise ValueError(f"the environment {config.class_name}: {told}; correct it, then run again") from None
+            raise ValueError(
+                f"the environment {config.class_name}: {told}; correct it, then run again"
+            ) from None
         _warn(config, f"failed: {failed}")
     except TimeoutError:
         _warn(config, f"is not done after {SECONDS:g} s")
 
 
 def _warn(config: Environment, what: str) -> None:
-    told = f"an episode with made-up answers {what}; the stage goes on, and ends if too many episodes of the model fail"
+    told = (
+        f"an episode with made-up answers {what}; the stage goes on, and ends if too many episodes of the"
+        " model fail"
+    )
     print(f"warning: the environment {config.class_name}: {told}", flush=True)

@@ -1,11 +1,14 @@
-"""`python -m rlhf_core.environments.worker FILE CLASS OPTIONS MARK`: runs a user's environment, many episodes at once.
+"""`python -m rlhf_core.environments.worker FILE CLASS OPTIONS MARK`: runs a user's environment, many episodes
+at once.
 
-Lines of JSON both ways. The first of ours says that the class is loaded, with its tools, or why it is not. Then come, for each episode:
-    in   {"start": ID, "task": {...}, "messages": [...], "seed": N}     {"answer": ID, ...}     {"cancel": ID}
-    out  {"id": ID, "ask": [messages]}     {"id": ID, "rewards": [...]}     {"id": ID, "error": "...", "place": "...", "certain": ...}, as
-         `UsersError`
-MARK is the descriptor of a shared page: before each step of an episode its ID and a counter are written there, so that the parent knows
-which episode ended the process or keeps it from all others. What the environment prints goes to stderr. Standard library only.
+Lines of JSON both ways. The first of ours says that the class is loaded, with its tools, or why it is not.
+    Then come, for each episode: in   {"start": ID, "task": {...}, "messages": [...], "seed": N}
+    {"answer": ID, ...}     {"cancel": ID} out  {"id": ID, "ask": [messages]}     {"id": ID, "rewards": [...]}
+    {"id": ID, "error": "...", "place": "...", "certain": ...}, as `UsersError`
+MARK is the descriptor of a shared page: before each step of an episode its ID and a counter are written
+there, so that the parent knows
+which episode ended the process or keeps it from all others. What the environment prints goes to stderr.
+Standard library only.
 """
 
 from __future__ import annotations
@@ -35,7 +38,8 @@ episode_now: contextvars.ContextVar[int] = contextvars.ContextVar("episode_now",
 
 
 def end_if_forked() -> None:
-    """Ends a process that the environment's code forked: the worker alone goes on with episodes and speaks to the parent."""
+    """Ends a process that the environment's code forked: the worker alone goes on with episodes and speaks to
+    the parent."""
     if os.getpid() != WORKER:
         os._exit(0)
 
@@ -46,7 +50,9 @@ class Marked(Coroutine[Any, Any, Any]):
     steps = 0
 
     def __init__(self, inner: Coroutine[Any, Any, Any], page: mmap.mmap, episode: int):
-        self._inner, self._page, self._episode = inner, page, episode
+        self._inner = inner
+        self._page = page
+        self._episode = episode
 
     def _step(self, function: Callable[..., Any], *args: Any) -> Any:
         Marked.steps += 1
@@ -71,22 +77,31 @@ class Marked(Coroutine[Any, Any, Any]):
 
 
 def load(file: Path, name: str, options: dict[str, Any]) -> Any:
-    """Makes the environment. Modules beside its file can be imported by it. Raises ValueError when there is none."""
+    """Makes the environment. Modules beside its file can be imported by it. Raises ValueError when there is
+    none."""
     kind = getattr(users_module(file, "environment"), name, None)
     if not inspect.isclass(kind) or not inspect.iscoroutinefunction(getattr(kind, "rollout", None)):
-        raise ValueError(f"{file} has no class {name!r} with `async def rollout(self, task, model)`; correct the environment")
+        raise ValueError(
+            f"{file} has no class {name!r} with `async def rollout(self, task, model)`; correct the"
+            " environment"
+        )
     try:
         return kind(**options)
     except Exception as error:
         told = users_error(error, file, kind.__init__).text
-        raise ValueError(f"{file}: {name}(**{options}) cannot be made: {told}; correct its options") from error
+        raise ValueError(
+            f"{file}: {name}(**{options}) cannot be made: {told}; correct its options"
+        ) from error
 
 
 class Episodes:
     """Runs the episodes of one process."""
 
     def __init__(self, environment: Any, file: Path, out: Any, page: mmap.mmap):
-        self._environment, self._file, self._out, self._page = environment, file, out, page
+        self._environment = environment
+        self._file = file
+        self._out = out
+        self._page = page
         self._running: dict[int, asyncio.Task[None]] = {}
         self._answers: dict[int, asyncio.Future[dict[str, Any]]] = {}
 
@@ -99,8 +114,14 @@ class Episodes:
             number = line["start"]
             context = contextvars.copy_context()
             context.run(episode_now.set, number)
-            self._running[number] = asyncio.get_running_loop().create_task(self._run(number, line), context=context)
-        elif "answer" in line and (waiting := self._answers.pop(line["answer"], None)) is not None and not waiting.done():
+            self._running[number] = asyncio.get_running_loop().create_task(
+                self._run(number, line), context=context
+            )
+        elif (
+            "answer" in line
+            and (waiting := self._answers.pop(line["answer"], None)) is not None
+            and not waiting.done()
+        ):
             waiting.set_result(line)
         elif "cancel" in line and (task := self._running.get(line["cancel"])) is not None:
             task.cancel()
@@ -116,11 +137,16 @@ class Episodes:
             try:
                 final, whole = await self._environment.rollout(line["task"], model), True
             except LimitReached:
-                final, whole = None, False
+                final = None
+                whole = False
             self.say(id=number, rewards=rewards_of(model, final, whole))
         except asyncio.CancelledError:
             pass
-        except (Exception, SystemExit, KeyboardInterrupt) as error:  # one failed attempt, whatever the user's code raised
+        except (
+            Exception,
+            SystemExit,
+            KeyboardInterrupt,
+        ) as error:  # one failed attempt, whatever the user's code raised
             told = users_error(error, self._file, self._environment.rollout)
             self.say(id=number, error=shortened(told.text), place=told.place, certain=told.certain)
         finally:
@@ -134,14 +160,16 @@ def shortened(text: str) -> str:
 
 
 def rewards_of(model: Conversation, final: Any, whole: bool) -> list[float]:
-    """Returns the reward of each answer, the last with what `rollout` returned. `whole`: no limit ended it. Raises ValueError where there
-    is no reward."""
+    """Returns the reward of each answer, the last with what `rollout` returned. `whole`: no limit ended it.
+    Raises ValueError where there is no reward."""
     if not model.turns:
         raise ValueError("rollout() ended without an answer of the model")
     if whole and final is None and not model.rewarded:
         raise ValueError("rollout() returned None and gave no reward by model.reward()")
     if final is not None:
-        if isinstance(final, str) or (not isinstance(final, bool | int | float) and not hasattr(final, "__float__")):
+        if isinstance(final, str) or (
+            not isinstance(final, bool | int | float) and not hasattr(final, "__float__")
+        ):
             raise ValueError(f"rollout() returned {final!r:.60}, no number")
         model.reward(float(final))
     if not all(map(math.isfinite, model.rewards)):
@@ -178,7 +206,8 @@ async def main(file: str, name: str, options: str, mark: int) -> None:
 
 
 def end_group_with(parent: int) -> None:
-    """Ends this process and what it has started once its parent is gone, also while a step blocks the event loop."""
+    """Ends this process and what it has started once its parent is gone, also while a step blocks the event
+    loop."""
     while os.getppid() == parent:
         time.sleep(1)
     os.killpg(0, signal.SIGKILL)

@@ -1,8 +1,9 @@
-"""Takes feedback over HTTP: POST /feedback/NAME for the inbox NAME.inbox, with a bearer token (system/page_server.py).
+"""Takes feedback over HTTP: POST /feedback/NAME for the inbox NAME.inbox, with a bearer token
+(system/page_server.py).
 
-The body is a JSON object, a list of them, or lines of JSON. Rows are on disk when the answer comes, and a request that is sent again adds
-nothing twice. The answer counts what became of the rows; 400: the body is no JSON; 413: it is too large or has too many rows; 422: no row
-of it holds feedback; 507: the disk is full.
+The body is a JSON object, a list of them, or lines of JSON. Rows are on disk when the answer comes, and a
+request that is sent again adds nothing twice. The answer counts what became of the rows; 400: the body is no
+JSON; 413: it is too large or has too many rows; 422: no row of it holds feedback; 507: the disk is full.
 """
 
 from __future__ import annotations
@@ -26,12 +27,15 @@ from rlhf_core.feedback.receive import Given, receive
 from rlhf_core.system.machine import disk_problem
 from rlhf_core.system.page_server import Protected
 
-LARGEST_REQUEST, MOST_ROWS = 16 << 20, 10_000  # bytes and rows of a request
+LARGEST_REQUEST = 16 << 20
+MOST_ROWS = 10_000  # bytes and rows of a request
 SEND_SECONDS = 60.0  # for a client to send its request
 FIELDS = ("source", "annotator")  # of all rows of a request, as query parameters
 
 
-def application(inboxes: Mapping[str, tuple[Inbox, Callable[[], Questions]]], token: str, hosts: tuple[str, ...] = ()) -> ASGIApp:
+def application(
+    inboxes: Mapping[str, tuple[Inbox, Callable[[], Questions]]], token: str, hosts: tuple[str, ...] = ()
+) -> ASGIApp:
     """Returns the application. `inboxes`: by name, with the questions that their rows must not meet."""
 
     async def post(request: Request) -> Response:
@@ -42,23 +46,36 @@ def application(inboxes: Mapping[str, tuple[Inbox, Callable[[], Questions]]], to
             async with asyncio.timeout(SEND_SECONDS):
                 body = await _body(request)
         except (TimeoutError, ClientDisconnect):
-            return JSONResponse({"error": f"the request was not sent within {SEND_SECONDS:g} s"}, 408, {"connection": "close"})
+            return JSONResponse(
+                {"error": f"the request was not sent within {SEND_SECONDS:g} s"}, 408, {"connection": "close"}
+            )
         if body is None:
-            return JSONResponse({"error": f"the request has more than {LARGEST_REQUEST} bytes"}, 413, {"connection": "close"})
+            return JSONResponse(
+                {"error": f"the request has more than {LARGEST_REQUEST} bytes"}, 413, {"connection": "close"}
+            )
         rows = await run_in_threadpool(rows_of_body, body)
         if rows is None:
-            return JSONResponse({"error": "the body must be a JSON object, a list of them, or lines of JSON, in UTF-8"}, 400)
+            return JSONResponse(
+                {"error": "the body must be a JSON object, a list of them, or lines of JSON, in UTF-8"}, 400
+            )
         if len(rows) > MOST_ROWS:
-            return JSONResponse({"error": f"the request has {len(rows):,} rows: send at most {MOST_ROWS:,} at once"}, 413)
+            return JSONResponse(
+                {"error": f"the request has {len(rows):,} rows: send at most {MOST_ROWS:,} at once"}, 413
+            )
         inbox, questions = inboxes[name]
         given = [Given(f"row {number}", row) for number, row in enumerate(rows, start=1)]
         about = {field: request.query_params.get(field) for field in FIELDS}
         try:
-            receipt = await run_in_threadpool(lambda: receive(inbox, given, questions(), about["source"] or "", about["annotator"]))
+            receipt = await run_in_threadpool(
+                lambda: receive(inbox, given, questions(), about["source"] or "", about["annotator"])
+            )
         except OSError as error:
-            if (problem := disk_problem(error)) is None:
+            problem = disk_problem(error)
+            if problem is None:
                 raise
-            return JSONResponse({"error": f"the inbox {name} cannot be written to: {problem}, and send all rows again"}, 507)
+            return JSONResponse(
+                {"error": f"the inbox {name} cannot be written to: {problem}, and send all rows again"}, 507
+            )
         useless = not (receipt.new or receipt.duplicate or receipt.leaked)
         told = {**vars(receipt), "unusable": dict(receipt.unusable), "personal": dict(receipt.personal)}
         return JSONResponse(told, 422 if useless else 200)
@@ -67,7 +84,12 @@ def application(inboxes: Mapping[str, tuple[Inbox, Callable[[], Questions]]], to
         found = {name: dict(await run_in_threadpool(inbox.kinds)) for name, (inbox, _) in inboxes.items()}
         return JSONResponse(found)
 
-    app = Starlette(routes=[Route("/feedback/{name}", post, methods=["POST"]), Route("/feedback", counts, methods=["GET"])])
+    app = Starlette(
+        routes=[
+            Route("/feedback/{name}", post, methods=["POST"]),
+            Route("/feedback", counts, methods=["GET"]),
+        ]
+    )
     return Protected(app, token, hosts)
 
 
@@ -89,16 +111,22 @@ def rows_of_body(body: bytes) -> list[Any] | None:
             whole = json.loads(text)
             rows = whole if isinstance(whole, list) else [whole]
         except ValueError:
-            rows = [json.loads(line) for line in text.split("\n") if line.strip()]  # `splitlines` would also split at U+2028
+            # `splitlines` would also split at U+2028
+            rows = [json.loads(line) for line in text.split("\n") if line.strip()]
         json.dumps(rows, ensure_ascii=False).encode()  # refuses half of a surrogate pair
     except (ValueError, RecursionError):
         return None
     return rows
 
 
-def by_name(folders: list[Path], questions: Callable[[], Questions]) -> dict[str, tuple[Inbox, Callable[[], Questions]]]:
+def by_name(
+    folders: list[Path], questions: Callable[[], Questions]
+) -> dict[str, tuple[Inbox, Callable[[], Questions]]]:
     """Returns the inboxes of some folders by their names. Raises ValueError when two have the same one."""
     named = {folder.name.removesuffix(SUFFIX): (Inbox(folder), questions) for folder in folders}
     if len(named) < len(folders):
-        raise ValueError(f"two inboxes have the same name, by which rows are sent to them: rename one of {', '.join(map(str, folders))}")
+        raise ValueError(
+            "two inboxes have the same name, by which rows are sent to them: rename one of"
+            f" {', '.join(map(str, folders))}"
+        )
     return named

@@ -1,7 +1,8 @@
-"""Deletes one person's feedback: from the inbox, from the files that stages read, from run directories and from their copies in a store.
+"""Deletes one person's feedback: from the inbox, from the files that stages read, from run directories and
+from their copies in a store.
 
-The inbox is last: a deletion that is killed is done again from the start. A checkpoint that was trained on a row cannot forget it, so
-such models are listed. Torch-free.
+The inbox is last: a deletion that is killed is done again from the start. A checkpoint that was trained on a
+row cannot forget it, so such models are listed. Torch-free.
 """
 
 from __future__ import annotations
@@ -25,19 +26,24 @@ ALL_KINDS = ("thumb", "edit", "ranking")
 
 
 class Forgotten(NamedTuple):
-    """What a deletion found. `rows`: in the inbox; `files`: changed files with copies of rows; `trained`: stages that read the rows, and
-    those that were trained from their models."""
+    """What a deletion found. `rows`: in the inbox; `files`: changed files with copies of rows; `trained`:
+    stages that read the rows, and those that were trained from their models."""
 
     rows: int
     files: list[str]
     trained: list[str]
 
 
-def forget(inbox: Inbox, annotator: str, artifacts: Sequence[Path] = (), stores: Sequence[Store] = ()) -> Forgotten:
-    """Deletes the rows of one person. Raises ValueError while a stage that reads them runs; StoreFault when a store cannot be used."""
+def forget(
+    inbox: Inbox, annotator: str, artifacts: Sequence[Path] = (), stores: Sequence[Store] = ()
+) -> Forgotten:
+    """Deletes the rows of one person. Raises ValueError while a stage that reads them runs; StoreFault when a
+    store cannot be used."""
     with inbox.changing() if inbox.exists else nullcontext(True) as ours:  # no stage takes rows meanwhile
         if not ours:
-            raise ValueError(f"{inbox.folder}: another process takes or deletes rows of it: try again when it has ended")
+            raise ValueError(
+                f"{inbox.folder}: another process takes or deletes rows of it: try again when it has ended"
+            )
         return _forget(inbox, annotator, artifacts, stores)
 
 
@@ -48,11 +54,23 @@ def _forget(inbox: Inbox, annotator: str, artifacts: Sequence[Path], stores: Seq
     for cut_off in (inbox.folder / FOLDER).glob(".*"):  # of a `take` that was killed
         cut_off.unlink(missing_ok=True)
     taken = [file for file in sorted((inbox.folder / FOLDER).glob("*.jsonl")) if _holds(file, gone)]
-    runs = [RunDir(folder) for place in artifacts for folder in sorted((place / "stages").glob("*")) if (folder / REQUEST).is_file()]
+    runs = [
+        RunDir(folder)
+        for place in artifacts
+        for folder in sorted((place / "stages").glob("*"))
+        if (folder / REQUEST).is_file()
+    ]
     real = {file.resolve() for file in taken}
-    readers = [run for run in runs if real & {Path(place).resolve() for place in _sources(read_json(run / REQUEST).get("config"))}]
-    if busy := next((run for run in readers if is_locked(run / LOCK)), None):
-        raise ValueError(f"stage {busy.path.name} is running on these rows: cancel its run, or wait until it ends")
+    readers = [
+        run
+        for run in runs
+        if real & {Path(place).resolve() for place in _sources(read_json(run / REQUEST).get("config"))}
+    ]
+    busy = next((run for run in readers if is_locked(run / LOCK)), None)
+    if busy:
+        raise ValueError(
+            f"stage {busy.path.name} is running on these rows: cancel its run, or wait until it ends"
+        )
     families = _descendants(readers, runs)
     files = [str(file) for run in families for file in _clean(run, texts, stores, run in readers)]
     for file in taken:
@@ -80,8 +98,8 @@ def _descendants(readers: Sequence[RunDir], runs: Sequence[RunDir]) -> list[RunD
 
 
 def _clean(run: RunDir, prompts: Collection[str], stores: Sequence[Store], reader: bool) -> Iterator[Path]:
-    """Removes rows with these prompts from the JSON lines of a run directory, and tokenised rows of an unfinished stage; yields changed
-    files. The manifest in its result, and the copies in stores, follow."""
+    """Removes rows with these prompts from the JSON lines of a run directory, and tokenised rows of an
+    unfinished stage; yields changed files. The manifest in its result, and the copies in stores, follow."""
     result = StageResult.read(run / RESULT)
     if result is None and reader and (run / STATE).is_dir():
         shutil.rmtree(run / STATE)  # it begins anew: its state has seen the rows
@@ -89,9 +107,16 @@ def _clean(run: RunDir, prompts: Collection[str], stores: Sequence[Store], reade
     for file in sorted(run.path.rglob("*.jsonl")):
         if file.name != METRICS and _filter(file, lambda line: _prompt_of(line) not in prompts):
             yield file
-    changed = {name: _info(run / name) for name, info in result.files.items() if _is_shorter(run / name, info)} if result else {}
+    changed = (
+        {name: _info(run / name) for name, info in result.files.items() if _is_shorter(run / name, info)}
+        if result
+        else {}
+    )
     if result is not None and changed:  # also where a deletion was cut off before
-        write_text(run / RESULT, result.model_copy(update={"files": {**result.files, **changed}}).model_dump_json(indent=2))
+        write_text(
+            run / RESULT,
+            result.model_copy(update={"files": {**result.files, **changed}}).model_dump_json(indent=2),
+        )
     for store in stores:
         if store.differs(run):
             store.replace(run)
@@ -120,7 +145,11 @@ def _prompt_of(line: str) -> str:
     prompt = row.get("prompt") if isinstance(row, dict) else None
     if isinstance(prompt, str):
         return json.dumps([prompt])
-    return json.dumps([message.get("content") for message in prompt]) if isinstance(prompt, list) and prompt else ""
+    return (
+        json.dumps([message.get("content") for message in prompt])
+        if isinstance(prompt, list) and prompt
+        else ""
+    )
 
 
 def _lines(file: Path) -> Iterator[str]:

@@ -1,7 +1,8 @@
-"""Stores feedback in a folder `NAME.inbox`: an SQLite database to which rows are added and in which no row is changed. Torch-free.
+"""Stores feedback in a folder `NAME.inbox`: an SQLite database to which rows are added and in which no row is
+changed. Torch-free.
 
-A row is deleted by a tombstone, which keeps its number and identity, so that the same row is not imported again. Several processes may
-add rows; each row is on disk before `add` returns.
+A row is deleted by a tombstone, which keeps its number and identity, so that the same row is not imported
+again. Several processes may add rows; each row is on disk before `add` returns.
 """
 
 from __future__ import annotations
@@ -20,11 +21,14 @@ from typing import NamedTuple
 from rlhf_core.feedback.records import Feedback
 from rlhf_core.system.files import locked
 
-SUFFIX, FILE, LOCK = ".inbox", "feedback.sqlite", ".lock"
+SUFFIX = ".inbox"
+FILE = "feedback.sqlite"
+LOCK = ".lock"
 WAIT_SECONDS = 60.0  # for another process that writes
 TABLES = """
 CREATE TABLE rows (
-    seq INTEGER PRIMARY KEY AUTOINCREMENT, identity TEXT NOT NULL UNIQUE, about TEXT, opinion TEXT, kind TEXT, annotator TEXT, body TEXT
+    seq INTEGER PRIMARY KEY AUTOINCREMENT, identity TEXT NOT NULL UNIQUE,
+    about TEXT, opinion TEXT, kind TEXT, annotator TEXT, body TEXT
 );
 CREATE INDEX by_about ON rows (about, opinion);
 CREATE INDEX by_annotator ON rows (annotator);
@@ -47,14 +51,18 @@ class Stored(NamedTuple):
 
 
 class Inbox:
-    """The rows in one folder, which is made with the first row, for its owner alone. Raises ValueError when the database cannot be read.
+    """The rows in one folder, which is made with the first row, for its owner alone. Raises ValueError when
+    the database cannot be read.
 
     `folder` is the real path, which is the same from every working directory.
     """
 
     def __init__(self, folder: Path):
         if folder.suffix != SUFFIX:
-            raise ValueError(f"{folder}: an inbox is a folder whose name ends with {SUFFIX}: give one, such as {folder}{SUFFIX}")
+            raise ValueError(
+                f"{folder}: an inbox is a folder whose name ends with {SUFFIX}: give one, such as"
+                f" {folder}{SUFFIX}"
+            )
         self.folder = Path(os.path.realpath(folder))
         self._file = self.folder / FILE
 
@@ -64,23 +72,31 @@ class Inbox:
 
     @cached_property
     def id(self) -> str:
-        """16 hex digits, made with the inbox: another one in its place has another id, and its numbers begin anew."""
+        """16 hex digits, made with the inbox: another one in its place has another id, and its numbers begin
+        anew."""
         with closing(self._open()) as database:
             return str(database.execute("SELECT id FROM about").fetchone()[0])
 
     def changing(self) -> AbstractContextManager[bool]:
-        """Holds the lock of those who write or delete copies of rows; yields whether it was had within WAIT_SECONDS."""
+        """Holds the lock of those who write or delete copies of rows; yields whether it was had within
+        WAIT_SECONDS."""
         return locked(self.folder / LOCK, WAIT_SECONDS)
 
     def add(self, rows: Sequence[Feedback]) -> Added:
-        """Adds rows in one transaction; those whose identity is there are left out. Raises OSError when the disk is full: none is added."""
+        """Adds rows in one transaction; those whose identity is there are left out. Raises OSError when the
+        disk is full: none is added."""
         self._make()
-        values = [(row.identity(), row.about(), row.opinion(), row.kind, row.annotator, row.model_dump_json()) for row in rows]
+        values = [
+            (row.identity(), row.about(), row.opinion(), row.kind, row.annotator, row.model_dump_json())
+            for row in rows
+        ]
         try:
             with closing(self._open()) as database, database:
                 before = database.total_changes
                 database.executemany(
-                    "INSERT OR IGNORE INTO rows (identity, about, opinion, kind, annotator, body) VALUES (?,?,?,?,?,?)", values
+                    "INSERT OR IGNORE INTO rows (identity, about, opinion, kind, annotator, body) VALUES"
+                    " (?,?,?,?,?,?)",
+                    values,
                 )
                 new = database.total_changes - before
         except sqlite3.OperationalError as error:
@@ -90,13 +106,17 @@ class Inbox:
         return Added(new, len(rows) - new)
 
     def rows(self, kinds: Iterable[str], after: int = 0, until: int | None = None) -> Iterator[Stored]:
-        """Yields the rows of these kinds numbered above `after` and not above `until`, in their order, without deleted ones."""
+        """Yields the rows of these kinds numbered above `after` and not above `until`, in their order,
+        without deleted ones."""
         if not self.exists:
             return
         wanted = tuple(kinds)
-        query = f"SELECT seq, body FROM rows WHERE seq > ? AND seq <= ? AND body IS NOT NULL AND kind IN ({_marks(wanted)}) ORDER BY seq"  # noqa: S608
+        those = f"seq > ? AND seq <= ? AND body IS NOT NULL AND kind IN ({_marks(wanted)})"
+        query = f"SELECT seq, body FROM rows WHERE {those} ORDER BY seq"  # noqa: S608
         with closing(self._open()) as database:
-            for seq, body in database.execute(query, (after, self.end() if until is None else until, *wanted)):
+            for seq, body in database.execute(
+                query, (after, self.end() if until is None else until, *wanted)
+            ):
                 yield Stored(seq, Feedback.model_validate_json(body))
 
     def count(self, kinds: Iterable[str], after: int = 0) -> int:
@@ -120,25 +140,37 @@ class Inbox:
         if not self.exists:
             return Counter()
         with closing(self._open()) as database:
-            return Counter(dict(database.execute("SELECT coalesce(kind, 'deleted'), count(*) FROM rows GROUP BY 1")))
+            return Counter(
+                dict(database.execute("SELECT coalesce(kind, 'deleted'), count(*) FROM rows GROUP BY 1"))
+            )
 
     def contradictions(self) -> int:
         """Returns about how many answers, or sets of answers, rows hold opinions that differ."""
         if not self.exists:
             return 0
-        differing = "SELECT about FROM rows WHERE about IS NOT NULL AND kind != 'edit' GROUP BY about HAVING count(DISTINCT opinion) > 1"
+        differing = (
+            "SELECT about FROM rows WHERE about IS NOT NULL AND kind != 'edit' GROUP BY about HAVING"
+            " count(DISTINCT opinion) > 1"
+        )
         with closing(self._open()) as database:
             return int(database.execute(f"SELECT count(*) FROM ({differing})").fetchone()[0])  # noqa: S608
 
     def delete(self, annotator: str) -> list[int]:
-        """Turns the rows of one person into tombstones and returns their numbers. Their bytes are overwritten in the file."""
+        """Turns the rows of one person into tombstones and returns their numbers. Their bytes are overwritten
+        in the file."""
         if not self.exists:
             return []
         with closing(self._open()) as database:
             with database:
-                gone = [seq for (seq,) in database.execute("SELECT seq FROM rows WHERE annotator = ? ORDER BY seq", (annotator,))]
+                gone = [
+                    seq
+                    for (seq,) in database.execute(
+                        "SELECT seq FROM rows WHERE annotator = ? ORDER BY seq", (annotator,)
+                    )
+                ]
                 database.execute(
-                    "UPDATE rows SET about = NULL, opinion = NULL, kind = NULL, annotator = NULL, body = NULL WHERE annotator = ?",
+                    "UPDATE rows SET about = NULL, opinion = NULL, kind = NULL, annotator = NULL, body = NULL"
+                    " WHERE annotator = ?",
                     (annotator,),
                 )
             database.execute("PRAGMA wal_checkpoint(TRUNCATE)")
@@ -147,7 +179,8 @@ class Inbox:
         return gone
 
     def _make(self) -> None:
-        """Makes the database. It gets its name when it is complete, so no other process sees a part of one."""
+        """Makes the database. It gets its name when it is complete, so no other process sees a part of
+        one."""
         if self.exists:
             return
         self.folder.parent.mkdir(parents=True, exist_ok=True)
@@ -172,7 +205,8 @@ class Inbox:
             database.execute("SELECT 1 FROM rows, about LIMIT 1")
         except sqlite3.DatabaseError as error:
             raise ValueError(
-                f"{self._file}: cannot be read ({error}): restore it from a copy, or move it away to begin a new inbox"
+                f"{self._file}: cannot be read ({error}): restore it from a copy, or move it away to begin a"
+                " new inbox"
             ) from None
         return database
 

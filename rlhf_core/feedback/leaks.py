@@ -1,7 +1,8 @@
-"""Finds prompts that meet evaluation questions: the same text up to case and punctuation, or 13 words in a row. Torch-free.
+"""Finds prompts that meet evaluation questions: the same text up to case and punctuation, or 13 words in a
+row. Torch-free.
 
-13 words as in Brown et al. 2020, appendix C. A question of 5 to 12 words is met by a prompt that holds it whole; a shorter one by the
-same text alone, since such words occur everywhere.
+13 words as in Brown et al. 2020, appendix C. A question of 5 to 12 words is met by a prompt that holds it
+whole; a shorter one by the same text alone, since such words occur everywhere.
 """
 
 from __future__ import annotations
@@ -11,7 +12,8 @@ import unicodedata
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 
-RUN, SHORTEST = 13, 5  # words
+RUN = 13
+SHORTEST = 5  # words
 WORD = re.compile(r"\w+")
 
 
@@ -41,12 +43,18 @@ class Questions:
         if not self._whole:
             return False
         words = words_of(text)
-        if " ".join(words) in self._whole or (self._runs and any(run in self._runs for run in _runs(words, RUN))):
+        if " ".join(words) in self._whole or (
+            self._runs and any(run in self._runs for run in _runs(words, RUN))
+        ):
             return True
         if not self._short:
             return False
         starts = enumerate(_runs(words, SHORTEST))
-        return any(words[i : i + len(question)] == question for i, run in starts for question in self._short.get(run, ()))
+        return any(
+            words[i : i + len(question)] == question
+            for i, run in starts
+            for question in self._short.get(run, ())
+        )
 
 
 def _runs(words: Sequence[str], length: int) -> list[str]:

@@ -1,4 +1,5 @@
-"""Reads one JSON object as feedback: own rows, preference rows, labels of the labelling page, OpenAI's logs. Torch-free."""
+"""Reads one JSON object as feedback: own rows, preference rows, labels of the labelling page, OpenAI's logs.
+Torch-free."""
 
 from __future__ import annotations
 
@@ -9,13 +10,26 @@ from typing import Any
 
 from rlhf_core.feedback.records import Feedback, Kind
 
-UP = {"up": 1, "down": 0, "true": 1, "false": 0, "1": 1, "0": 0, "-1": 0, "good": 1, "bad": 0, "like": 1, "dislike": 0}
+UP = {
+    "up": 1,
+    "down": 0,
+    "true": 1,
+    "false": 0,
+    "1": 1,
+    "0": 0,
+    "-1": 0,
+    "good": 1,
+    "bad": 0,
+    "like": 1,
+    "dislike": 0,
+}
 ROLES = ("system", "developer", "user", "assistant", "tool")
 VERDICTS = {"A>>B": (0, 1), "A>B": (0, 1), "B>A": (1, 0), "B>>A": (1, 0)}
 LARGEST = 1_000_000  # characters of one answer, and of all messages of a prompt
 MOST_RANKED = 16  # answers, which are up to 120 pairs
 NAME_LENGTH = 200
-TIMES, THUMBS = ("at", "created"), ("thumb", "label", "rating")
+TIMES = ("at", "created")
+THUMBS = ("thumb", "label", "rating")
 
 
 class Unusable(ValueError):
@@ -25,11 +39,16 @@ class Unusable(ValueError):
 def feedback_of(row: Any, source: str = "", annotator: str | None = None) -> Feedback:
     """Returns the feedback in a row. `source`, `annotator`: of rows that name none.
 
-    Raises Unusable for a row that judges nothing (a tie, a skipped label), and ValueError for a malformed one.
+    Raises Unusable for a row that judges nothing (a tie, a skipped label), and ValueError for a malformed
+    one.
     """
     if not isinstance(row, Mapping):
         raise ValueError(f"a row must be a JSON object, found {type(row).__name__}")
-    row = _from_log(row) if "choices" in row or ("response" in row and isinstance(row["response"], Mapping)) else row
+    row = (
+        _from_log(row)
+        if "choices" in row or ("response" in row and isinstance(row["response"], Mapping))
+        else row
+    )
     if row.get("undone"):
         raise Unusable("a label that was taken back")
     kind, answers, ranks = _judged(row)
@@ -51,7 +70,9 @@ def _judged(row: Mapping[str, Any]) -> tuple[Kind, tuple[str, ...], tuple[int, .
         if row["verdict"] in (None, "A=B"):
             raise Unusable("a tie or a skipped label")
         if not isinstance(row["verdict"], str) or row["verdict"] not in VERDICTS:
-            raise ValueError(f"verdict must be one of {', '.join(VERDICTS)}, A=B or null, found {row['verdict']!r:.40}")
+            raise ValueError(
+                f"verdict must be one of {', '.join(VERDICTS)}, A=B or null, found {row['verdict']!r:.40}"
+            )
         return "ranking", (_answer(row, "answer_a"), _answer(row, "answer_b")), VERDICTS[row["verdict"]]
     if row.get("ranking") is not None:
         return _ranking(row)
@@ -76,8 +97,14 @@ def _ranking(row: Mapping[str, Any]) -> tuple[Kind, tuple[str, ...], tuple[int, 
     answers = tuple(answer for group in groups for answer in group)
     if len(answers) > MOST_RANKED:
         raise ValueError(f"ranking has {len(answers):,} answers: give at most {MOST_RANKED}")
-    if len(answers) < 2 or not all(isinstance(answer, str) and answer.strip() for answer in answers) or len(set(answers)) < len(answers):
-        raise ValueError("ranking must be a list of two or more different answers, best first; a list in it holds ties")
+    if (
+        len(answers) < 2
+        or not all(isinstance(answer, str) and answer.strip() for answer in answers)
+        or len(set(answers)) < len(answers)
+    ):
+        raise ValueError(
+            "ranking must be a list of two or more different answers, best first; a list in it holds ties"
+        )
     if any(len(answer) > LARGEST for answer in answers):
         raise ValueError(f"each answer of ranking must have at most {LARGEST:,} characters")
     if len(groups) < 2:
@@ -86,20 +113,29 @@ def _ranking(row: Mapping[str, Any]) -> tuple[Kind, tuple[str, ...], tuple[int, 
 
 
 def _from_log(row: Mapping[str, Any]) -> dict[str, Any]:
-    """Converts a logged chat completion: {request: {messages, model}, response: {choices, model, created}, feedback: {...}}, or a
-    response with its request's messages in one object. The feedback may also be beside them."""
-    request, response = row.get("request") or row.get("body") or row, row.get("response") or row
+    """Converts a logged chat completion: {request: {messages, model}, response: {choices, model, created},
+    feedback: {...}}, or a response with its request's messages in one object. The feedback may also be beside
+    them."""
+    request = row.get("request") or row.get("body") or row
+    response = row.get("response") or row
     response = response.get("body") or response if isinstance(response, Mapping) else {}
     given = row.get("feedback") or row.get("metadata") or {}
     choices = response.get("choices") if isinstance(response, Mapping) else None
-    if not isinstance(request, Mapping) or not isinstance(choices, list) or not choices or not isinstance(given, Mapping):
+    if (
+        not isinstance(request, Mapping)
+        or not isinstance(choices, list)
+        or not choices
+        or not isinstance(given, Mapping)
+    ):
         raise ValueError("a log needs request.messages, response.choices and feedback")
     message = choices[0].get("message") if isinstance(choices[0], Mapping) else None
     content = message.get("content") if isinstance(message, Mapping) else None
     if not isinstance(content, str):
         raise Unusable("an answer without text (a call of a tool, a refusal)")
     own = {
-        name: row[name] for name in ("at", "source", "annotator", "user", "thumb", "label", "rating", "edited") if row.get(name) is not None
+        name: row[name]
+        for name in ("at", "source", "annotator", "user", "thumb", "label", "rating", "edited")
+        if row.get(name) is not None
     }
     about = {"model": response.get("model") or request.get("model"), "created": response.get("created")}
     if request.get("user") is not None:
@@ -121,14 +157,22 @@ def _read_messages(prompt: Any) -> tuple[dict[str, Any], ...]:
         raise ValueError("prompt must be a text or a list of messages, and not be empty")
     read = []
     for message in prompt:
-        role, content = (message.get("role"), message.get("content")) if isinstance(message, Mapping) else (None, None)
+        role, content = (
+            (message.get("role"), message.get("content")) if isinstance(message, Mapping) else (None, None)
+        )
         if isinstance(content, list):  # content in parts: text alone
-            parts = [part.get("text") for part in content if isinstance(part, Mapping) and part.get("type") == "text"]
+            parts = [
+                part.get("text")
+                for part in content
+                if isinstance(part, Mapping) and part.get("type") == "text"
+            ]
             if len(parts) < len(content):
                 raise Unusable("a prompt with images or other parts that are no text")
             content = "".join(map(str, parts))
         if role not in ROLES or not isinstance(content, str):
-            raise ValueError(f"each message of the prompt needs a role ({', '.join(ROLES)}) and a content, a text")
+            raise ValueError(
+                f"each message of the prompt needs a role ({', '.join(ROLES)}) and a content, a text"
+            )
         read.append({"role": role, "content": content})
     if read[-1]["role"] == "assistant":
         raise ValueError("the prompt ends with an assistant message, so there is nothing to answer")
@@ -137,7 +181,12 @@ def _read_messages(prompt: Any) -> tuple[dict[str, Any], ...]:
 
 def _answer(row: Mapping[str, Any], column: str) -> str:
     value = row.get(column)
-    if isinstance(value, Sequence) and not isinstance(value, str) and value and isinstance(value[-1], Mapping):
+    if (
+        isinstance(value, Sequence)
+        and not isinstance(value, str)
+        and value
+        and isinstance(value[-1], Mapping)
+    ):
         value = value[-1].get("content")  # a conversation: its last message
     if not isinstance(value, str) or not value.strip() or len(value) > LARGEST:
         raise ValueError(f"{column} must be a text of 1 to {LARGEST:,} characters")
@@ -156,7 +205,8 @@ def _first(row: Mapping[str, Any], columns: Sequence[str]) -> Any:
 
 
 def _annotator(row: Mapping[str, Any], otherwise: str | None) -> str | None:
-    """Returns the name of who judged, whole: rows of a cut name would not be found when they are to be deleted."""
+    """Returns the name of who judged, whole: rows of a cut name would not be found when they are to be
+    deleted."""
     column = "annotator" if row.get("annotator") not in (None, "") else "user"
     value = row.get(column)
     name = otherwise if value in (None, "") else value
@@ -184,4 +234,6 @@ def _time(value: Any) -> datetime | None:
         read = datetime.fromisoformat(value)
         return read.replace(tzinfo=UTC) if read.tzinfo is None else read.astimezone(UTC)
     except (TypeError, ValueError, OverflowError, OSError):
-        raise ValueError(f"at must be a time such as 2026-01-31T12:00:00Z or seconds since 1970, found {value!r:.40}") from None
+        raise ValueError(
+            f"at must be a time such as 2026-01-31T12:00:00Z or seconds since 1970, found {value!r:.40}"
+        ) from None

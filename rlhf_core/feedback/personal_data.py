@@ -1,7 +1,9 @@
-"""Replaces mail addresses, phone numbers, card numbers and IBANs in texts, by presidio's pattern recognisers. Torch-free.
+"""Replaces mail addresses, phone numbers, card numbers and IBANs in texts, by presidio's pattern recognisers.
+Torch-free.
 
-Names and addresses of people are not found: that takes a language model. Presidio and what it imports take seconds to load, so that is
-left until a text has the characters of such data. Digits alone are a phone number only with a leading 0 or +: else they are arithmetic.
+Names and addresses of people are not found: that takes a language model. Presidio and what it imports take
+seconds to load, so that is left until a text has the characters of such data. Digits alone are a phone number
+only with a leading 0 or +: else they are arithmetic.
 """
 
 from __future__ import annotations
@@ -24,10 +26,12 @@ SUSPECTS = {  # what a text must hold for a recogniser to find something
 }
 
 
-LOCAL, DOMAIN = 64, 255  # the most characters before and after the @ of a mail address (RFC 5321, 4.5.3.1)
+LOCAL = 64
+DOMAIN = 255  # the most characters before and after the @ of a mail address (RFC 5321, 4.5.3.1)
 BEFORE = re.compile(r"[^\s@\"(),:;<>\[\]\\]+\Z")  # characters that may be before and after the @
 AFTER = re.compile(r"[^\s@!-,/:-?\[-^`{-~]*")
-MARGIN, PIECE = 64, 2048  # characters around what looks like a number; the most that a recogniser gets at once
+MARGIN = 64
+PIECE = 2048  # characters around what looks like a number; the most that a recogniser gets at once
 
 
 class Masked(NamedTuple):
@@ -38,7 +42,8 @@ class Masked(NamedTuple):
 
 
 def masked(texts: list[str]) -> Masked:
-    """Replaces each piece of personal data by its kind, as `<EMAIL_ADDRESS>`. Raises MachineLacks when presidio is needed and absent."""
+    """Replaces each piece of personal data by its kind, as `<EMAIL_ADDRESS>`. Raises MachineLacks when
+    presidio is needed and absent."""
     found: Counter[str] = Counter()
     return Masked([_masked(text, found) for text in texts], found)
 
@@ -55,11 +60,15 @@ class _Span(NamedTuple):
 def _masked(text: str, found: Counter[str]) -> str:
     spans = [span for kind in SUSPECTS for span in _spans(kind, text)]
     kept: list[_Span] = []  # sorted by their places
-    for span in sorted(spans, key=lambda span: (-span.score, span.start)):  # of two that overlap the more certain one
+    # of two that overlap the more certain one
+    for span in sorted(spans, key=lambda span: (-span.score, span.start)):
         place = bisect(kept, span.start, key=lambda other: other.start)
-        if (not place or kept[place - 1].end <= span.start) and (place == len(kept) or kept[place].start >= span.end):
+        if (not place or kept[place - 1].end <= span.start) and (
+            place == len(kept) or kept[place].start >= span.end
+        ):
             kept.insert(place, span)
-    parts, end = [], 0
+    parts = []
+    end = 0
     for span in kept:
         found[span.kind] += 1
         parts += [text[end : span.start], f"<{span.kind}>"]
@@ -68,11 +77,16 @@ def _masked(text: str, found: Counter[str]) -> str:
 
 
 def _spans(kind: str, text: str) -> Iterator[_Span]:
-    """Yields what the recogniser of a kind finds. It gets small pieces: its patterns take quadratic time, or more, on long texts."""
-    for start, end, first, last in _mail_windows(text) if kind == "EMAIL_ADDRESS" else _pieces(SUSPECTS[kind], text):
+    """Yields what the recogniser of a kind finds. It gets small pieces: its patterns take quadratic time, or
+    more, on long texts."""
+    for start, end, first, last in (
+        _mail_windows(text) if kind == "EMAIL_ADDRESS" else _pieces(SUSPECTS[kind], text)
+    ):
         for found in _recognisers()[kind].analyze(text[start:end], [kind], None):
             span = _Span(start + found.start, start + found.end, found.score, kind)
-            if first <= span.start < last and (kind != "PHONE_NUMBER" or _is_phone(text, span.start, span.end)):
+            if first <= span.start < last and (
+                kind != "PHONE_NUMBER" or _is_phone(text, span.start, span.end)
+            ):
                 yield span
 
 
@@ -86,7 +100,8 @@ class _Window(NamedTuple):
 
 
 def _mail_windows(text: str) -> Iterator[_Window]:
-    """Yields the characters around each @ that can be of its mail address; a character is in two windows at most."""
+    """Yields the characters around each @ that can be of its mail address; a character is in two windows at
+    most."""
     for match in SUSPECTS["EMAIL_ADDRESS"].finditer(text):
         at = match.start()
         before = BEFORE.search(text[max(0, at - LOCAL) : at])
@@ -100,7 +115,8 @@ def _pieces(suspect: re.Pattern[str], text: str) -> Iterator[_Window]:
     """Yields the parts of a text with a suspect and MARGIN around, in pieces that overlap by two margins."""
     parts: list[list[int]] = []
     for match in suspect.finditer(text):
-        start, end = max(0, match.start() - MARGIN), min(len(text), match.end() + MARGIN)
+        start = max(0, match.start() - MARGIN)
+        end = min(len(text), match.end() + MARGIN)
         if parts and start <= parts[-1][1]:
             parts[-1][1] = end
         else:
@@ -108,12 +124,17 @@ def _pieces(suspect: re.Pattern[str], text: str) -> Iterator[_Window]:
     for begin, stop in parts:
         for start in range(begin, max(begin + 1, stop - 2 * MARGIN), PIECE - 2 * MARGIN):
             end = min(stop, start + PIECE)
-            yield _Window(start, end, start if start == begin else start + MARGIN, end if end == stop else end - MARGIN)
+            yield _Window(
+                start, end, start if start == begin else start + MARGIN, end if end == stop else end - MARGIN
+            )
 
 
 def _is_phone(text: str, start: int, end: int) -> bool:
-    """Whether a number that presidio found is written as a phone number, and is no part of a longer or a decimal one."""
-    number, before, after = text[start:end], text[max(0, start - 2) : start], text[end : end + 2]
+    """Whether a number that presidio found is written as a phone number, and is no part of a longer or a
+    decimal one."""
+    number = text[start:end]
+    before = text[max(0, start - 2) : start]
+    after = text[end : end + 2]
     part = re.search(r"\d[.,]?$", before) or re.match(r"[.,]?\d", after)
     return not part and (not number.isdigit() or number.startswith("0"))
 
@@ -126,7 +147,8 @@ def _recognisers() -> dict[str, Any]:
         from tldextract import TLDExtract
     except ImportError:
         raise MachineLacks(
-            "personal data is found by the package presidio-analyzer, which is not installed: pip install alignflow[feedback]"
+            "personal data is found by the package presidio-analyzer, which is not installed: pip install"
+            " alignflow[feedback]"
         ) from None
     domains = TLDExtract(suffix_list_urls=())  # the list in the package: presidio's own call downloads one
 
@@ -134,5 +156,7 @@ def _recognisers() -> dict[str, Any]:
         def validate_result(self, pattern_text: str) -> bool:
             return bool(domains(pattern_text.rpartition("@")[2]).top_domain_under_public_suffix)
 
-    cards, ibans, phones = presidio.CreditCardRecognizer(), presidio.IbanRecognizer(), presidio.PhoneRecognizer()
+    cards = presidio.CreditCardRecognizer()
+    ibans = presidio.IbanRecognizer()
+    phones = presidio.PhoneRecognizer()
     return {"EMAIL_ADDRESS": Email(), "CREDIT_CARD": cards, "IBAN_CODE": ibans, "PHONE_NUMBER": phones}

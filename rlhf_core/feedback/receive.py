@@ -1,4 +1,5 @@
-"""Takes rows into an inbox: reads, masks personal data, refuses evaluation questions, counts. Memory does not grow with the rows."""
+"""Takes rows into an inbox: reads, masks personal data, refuses evaluation questions, counts. Memory does not
+grow with the rows."""
 
 from __future__ import annotations
 
@@ -18,13 +19,15 @@ from rlhf_core.feedback.personal_data import masked
 from rlhf_core.feedback.records import Feedback
 from rlhf_core.system.redaction import public_address
 
-BATCH, BATCH_BYTES = 2000, 32 << 20  # rows of one transaction, and bytes of their lines
+BATCH = 2000
+BATCH_BYTES = 32 << 20  # rows of one transaction, and bytes of their lines
 EXAMPLES = 5
 LARGEST_LINE = 16 << 20  # bytes
 
 
 class Given(NamedTuple):
-    """A row as it came, with its place for messages. `fault`: why it cannot be read, or ''; `size`: bytes of its line."""
+    """A row as it came, with its place for messages. `fault`: why it cannot be read, or ''; `size`: bytes of
+    its line."""
 
     where: str
     row: Any
@@ -34,7 +37,8 @@ class Given(NamedTuple):
 
 @dataclass
 class Receipt:
-    """What became of rows. `wrong`: malformed rows, `faults`: the first sentences about them; `unusable`: rows that judge nothing."""
+    """What became of rows. `wrong`: malformed rows, `faults`: the first sentences about them; `unusable`:
+    rows that judge nothing."""
 
     read: int = 0
     new: int = 0
@@ -54,14 +58,20 @@ def receive(
     annotator: str | None = None,
     shown: Callable[[Receipt], None] = lambda receipt: None,
 ) -> Receipt:
-    """Adds the feedback in rows to an inbox. Killed at any time, it has added whole batches, and the same rows given again are duplicates.
+    """Adds the feedback in rows to an inbox. Killed at any time, it has added whole batches, and the same
+    rows given again are duplicates.
 
     `source`, `annotator`: of rows that name none. `shown` is called after each batch.
     Raises ValueError as `Inbox`, MachineLacks when personal data must be looked for and presidio is absent.
     """
-    receipt, rows = Receipt(), iter(given)
+    receipt = Receipt()
+    rows = iter(given)
     while batch := list(_batch(rows)):
-        kept = [feedback for item in batch if (feedback := _read(item, receipt, questions, source, annotator)) is not None]
+        kept = [
+            feedback
+            for item in batch
+            if (feedback := _read(item, receipt, questions, source, annotator)) is not None
+        ]
         added = inbox.add(kept)
         receipt.read += len(batch)
         receipt.new += added.new
@@ -80,8 +90,11 @@ def _batch(rows: Iterator[Given]) -> Iterator[Given]:
             return
 
 
-def _read(item: Given, receipt: Receipt, questions: Questions, source: str, annotator: str | None) -> Feedback | None:
-    """Returns the feedback in a row without personal data; None, counted, when it has none or meets an evaluation question."""
+def _read(
+    item: Given, receipt: Receipt, questions: Questions, source: str, annotator: str | None
+) -> Feedback | None:
+    """Returns the feedback in a row without personal data; None, counted, when it has none or meets an
+    evaluation question."""
     try:
         if item.fault:
             raise ValueError(item.fault)
@@ -102,12 +115,16 @@ def _read(item: Given, receipt: Receipt, questions: Questions, source: str, anno
         return feedback
     receipt.personal.update(clean.found)
     count = len(feedback.prompt)
-    prompt = [message | {"content": text} for message, text in zip(feedback.prompt, clean.texts[:count], strict=True)]
+    prompt = [
+        message | {"content": text}
+        for message, text in zip(feedback.prompt, clean.texts[:count], strict=True)
+    ]
     return feedback.model_copy(update={"prompt": tuple(prompt), "answers": tuple(clean.texts[count:])})
 
 
 def rows_of(place: str) -> Iterator[Given]:
-    """Yields the rows of a JSONL file or of a URL that fsspec reads; one that ends with .gz is unpacked. Labels taken back are left out.
+    """Yields the rows of a JSONL file or of a URL that fsspec reads; one that ends with .gz is unpacked.
+    Labels taken back are left out.
 
     Raises ValueError when it cannot be opened.
     """
@@ -151,8 +168,15 @@ def _lines(place: str) -> Iterator[bytes]:
         with fsspec.open(place, "rb", compression="infer") as file:
             while line := file.readline(LARGEST_LINE + 1):
                 yield line
-                while len(line) > LARGEST_LINE and not line.endswith(b"\n"):  # the rest of a line that is too long
+                # the rest of a line that is too long
+                while len(line) > LARGEST_LINE and not line.endswith(b"\n"):
                     line = file.readline(LARGEST_LINE + 1)
     except (OSError, ValueError, ImportError) as error:
-        reason = getattr(error, "strerror", None) or f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
-        raise ValueError(f"{public_address(place)}: cannot be read ({public_address(reason)}): give a JSONL file or a URL of one") from None
+        reason = (
+            getattr(error, "strerror", None)
+            or f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+        )
+        raise ValueError(
+            f"{public_address(place)}: cannot be read ({public_address(reason)}): give a JSONL file or a URL"
+            " of one"
+        ) from None

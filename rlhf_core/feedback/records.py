@@ -14,8 +14,9 @@ Kind = Literal["thumb", "edit", "ranking"]
 class Feedback(Frozen):
     """One row. `answers`: thumb: the answer; edit: the answer, then the person's text; ranking: best first.
 
-    `ranks`: thumb: (1,) for up and (0,) for down; edit: (1, 0); ranking: one rank for each answer, 0 is the best, equal ones are ties.
-    `model`: digest or name of the model that answered. `annotator`: who gave it, for counting contradictions and for deletion.
+    `ranks`: thumb: (1,) for up and (0,) for down; edit: (1, 0); ranking: one rank for each answer, 0 is the
+    best, equal ones are ties. `model`: digest or name of the model that answered. `annotator`: who gave it,
+    for counting contradictions and for deletion.
     """
 
     kind: Kind
@@ -33,7 +34,8 @@ class Feedback(Frozen):
         return [str(message["content"]) for message in self.prompt] + list(self.answers)
 
     def about(self) -> str:
-        """Returns a digest of what the row judges, without the judgement: rows with equal ones may contradict each other."""
+        """Returns a digest of what the row judges, without the judgement: rows with equal ones may contradict
+        each other."""
         judged = self.answers[:1] if self.kind == "edit" else sorted(self.answers)
         return digest([self.kind, self.prompt, judged])
 
@@ -44,6 +46,7 @@ class Feedback(Frozen):
         return digest(sorted(zip(self.answers, self.ranks, strict=True)))
 
     def identity(self) -> str:
-        """Returns a digest of content and annotator (of none: time): a row with the same one is a duplicate."""
+        """Returns a digest of content and annotator (of none: time): a row with the same one is a
+        duplicate."""
         given = self.annotator if self.annotator is not None or self.at is None else self.at.isoformat()
         return digest([self.about(), self.opinion(), given])

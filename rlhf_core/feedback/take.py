@@ -1,6 +1,8 @@
-"""Writes the rows of an inbox that a stage trains on to a file, which the stage reads as any other data file. Torch-free.
+"""Writes the rows of an inbox that a stage trains on to a file, which the stage reads as any other data file.
+Torch-free.
 
-The file's name says which rows it has: numbers above `after`, not above `until`. A file that is there is not written again.
+The file's name says which rows it has: numbers above `after`, not above `until`. A file that is there is not
+written again.
 """
 
 from __future__ import annotations
@@ -21,7 +23,8 @@ from rlhf_core.system.files import digest
 
 FOLDER = "taken"
 NO_QUESTIONS = partial(Questions, ())
-VIEWS: Mapping[Rows, tuple[Kind, ...]] = {  # what a stage's rows must hold: the kinds of feedback that it can use
+# what a stage's rows must hold: the kinds of feedback that it can use
+VIEWS: Mapping[Rows, tuple[Kind, ...]] = {
     "preference": ("edit", "ranking"),
     "labelled": ("thumb",),
     "sft": ("edit",),
@@ -29,19 +32,28 @@ VIEWS: Mapping[Rows, tuple[Kind, ...]] = {  # what a stage's rows must hold: the
 }
 
 
-def take(inbox: Inbox, rows: Rows, after: int, until: int, questions: Callable[[], Questions] = NO_QUESTIONS, key: str = "") -> Path:
-    """Returns the file of these rows, without those that meet evaluation questions, which are asked for when it must be written; `key`: a
-    digest of the questions.
+def take(
+    inbox: Inbox,
+    rows: Rows,
+    after: int,
+    until: int,
+    questions: Callable[[], Questions] = NO_QUESTIONS,
+    key: str = "",
+) -> Path:
+    """Returns the file of these rows, without those that meet evaluation questions, which are asked for when
+    it must be written; `key`: a digest of the questions.
 
-    preference: prompt, chosen, rejected for each two answers of different rank; labelled: prompt, response, label; sft: prompt and the
-    person's text; prompt: each prompt once.
+    preference: prompt, chosen, rejected for each two answers of different rank; labelled: prompt, response,
+    label; sft: prompt and the person's text; prompt: each prompt once.
     """
     file = file_of(inbox, rows, after, until, key)
     if file.is_file():
         return file
     with inbox.changing() as ours:  # no deletion of a person's rows meanwhile
         if not ours:
-            raise ValueError(f"{inbox.folder}: another process deletes rows of it: try again when it has ended")
+            raise ValueError(
+                f"{inbox.folder}: another process deletes rows of it: try again when it has ended"
+            )
         if not file.is_file():
             _write(file, inbox, rows, after, until, questions())
     return file
@@ -62,8 +74,15 @@ def _write(file: Path, inbox: Inbox, rows: Rows, after: int, until: int, asked: 
         temporary.unlink(missing_ok=True)
 
 
-def usable(inbox: Inbox, rows: Rows, after: int, questions: Callable[[], Questions] = NO_QUESTIONS, most: int | None = None) -> int:
-    """Returns how many rows of feedback above `after` a stage can train on, without those that meet questions; counts to `most`."""
+def usable(
+    inbox: Inbox,
+    rows: Rows,
+    after: int,
+    questions: Callable[[], Questions] = NO_QUESTIONS,
+    most: int | None = None,
+) -> int:
+    """Returns how many rows of feedback above `after` a stage can train on, without those that meet
+    questions; counts to `most`."""
     raw = inbox.count(VIEWS[rows], after)
     if raw == 0 or (most is not None and raw < most):
         return raw
@@ -79,7 +98,8 @@ def _rows(inbox: Inbox, rows: Rows, after: int, until: int, asked: Questions) ->
             continue
         for row in MAKERS[rows](stored.row):
             if rows == "prompt":
-                if (known := digest(row["prompt"])) in seen:
+                known = digest(row["prompt"])
+                if known in seen:
                     continue
                 seen.add(known)
             yield {**row, "feedback": stored.seq}
@@ -91,7 +111,11 @@ def _meets(row: Feedback, asked: Questions) -> bool:
 
 def file_of(inbox: Inbox, rows: Rows, after: int, until: int, key: str) -> Path:
     """Returns the path of the file that `take` writes."""
-    return inbox.folder / FOLDER / f"{rows}-{after}-{until}-{inbox.id[:8]}{f'-{digest(key)[:8]}' if key else ''}.jsonl"
+    return (
+        inbox.folder
+        / FOLDER
+        / f"{rows}-{after}-{until}-{inbox.id[:8]}{f'-{digest(key)[:8]}' if key else ''}.jsonl"
+    )
 
 
 def _pairs(row: Feedback) -> Iterator[dict[str, Any]]:

@@ -25,21 +25,23 @@ from rlhf_core.runs.resume_state import STATE_BYTES
 from rlhf_core.system.gpu_allocator import pinned_bytes
 
 PROCESS = 2 * GIB  # host memory of a process with its libraries (assumed)
-ROUNDED = 1.5  # of weights that are pinned one by one, each block rounded up to a power of two: 1 to 2, as their shapes are
+# of weights that are pinned one by one, each block rounded up to a power of two: 1 to 2, as their shapes are
+ROUNDED = 1.5
 SUBGROUP = 1e9  # parameters whose fp32 gradients ZeRO-3 holds in a block of pinned memory
 DIRECT = 1 / 3  # of a GPU: models below it are loaded there without a copy in host memory (models/load.py)
 
 
 class Phase(NamedTuple):
-    """Bytes of the fullest GPU, and of the host of a node whose GPUs are all like the one that asks most of it."""
+    """Bytes of the fullest GPU, and of the host of a node whose GPUs are all like the one that asks most of
+    it."""
 
     gpu: float
     host: float
 
 
 class _Host(NamedTuple):
-    """Bytes of host memory of one process: always, and besides while it loads, saves, and loads a reference that scores once; of its
-    optimiser, which is made once the model is loaded."""
+    """Bytes of host memory of one process: always, and besides while it loads, saves, and loads a reference
+    that scores once; of its optimiser, which is made once the model is loaded."""
 
     still: float
     loading: float = 0.0
@@ -49,23 +51,31 @@ class _Host(NamedTuple):
 
 
 def by_phase(config: PPO, layout: Layout, sizes: Mapping[str, Size], gpu: Gpu) -> dict[str, Phase]:
-    """Peaks of start-up (libraries and CUDA's contexts), load, generate, score, train (the optimiser's step among it), gather, sync, export
-    and save. Phases in which memory is not given back (without `vllm.sleep`) keep what an earlier one took, as in `memory.peak`."""
-    held, on, hosts, found = roles(config, sizes, gpu.memory), sharing(layout), _hosts(config, sizes, gpu), []
+    """Peaks of start-up (libraries and CUDA's contexts), load, generate, score, train (the optimiser's step
+    among it), gather, sync, export and save. Phases in which memory is not given back (without `vllm.sleep`)
+    keep what an earlier one took, as in `memory.peak`."""
+    held = roles(config, sizes, gpu.memory)
+    on = sharing(layout)
+    hosts = _hosts(config, sizes, gpu)
+    found = []
     for names in on.values():
         on_gpu = gpu_phases([held[name] for name in names], config.vllm.sleep, config.colocate_all)
         found.append(_phases(on_gpu, [hosts[name] for name in names]))
     per_node = min(gpu.per_node, len(on))
     phases = {
-        phase: Phase(max(each[phase].gpu for each in found), per_node * max(each[phase].host for each in found)) for phase in found[0]
+        phase: Phase(
+            max(each[phase].gpu for each in found), per_node * max(each[phase].host for each in found)
+        )
+        for phase in found[0]
     }
     return _exported(phases, sizes["actor"])
 
 
 def training_by_phase(config: Trainable, size: Size, zero_stage: int, gpu: Gpu) -> dict[str, Phase]:
-    """Peaks of a training stage: start-up, load, the reference's scores where there is one, step, gather, export and save. The host is that
-    of a node with as many ranks as the recipe says."""
-    how, ranks = training_of(config, zero_stage, gpu.memory), config.ranks.num_ranks_per_node
+    """Peaks of a training stage: start-up, load, the reference's scores where there is one, step, gather,
+    export and save. The host is that of a node with as many ranks as the recipe says."""
+    how = training_of(config, zero_stage, gpu.memory)
+    ranks = config.ranks.num_ranks_per_node
     host = _trained_on_host(size, how, KINDS[config.stage].has_vocabulary, gpu)
     if getattr(config, "reference", None) is not None:
         host = host._replace(scoring=_loaded(size, size.parameters, how.ranks if zero_stage == 3 else 1, gpu))
@@ -74,14 +84,25 @@ def training_by_phase(config: Trainable, size: Size, zero_stage: int, gpu: Gpu) 
 
 
 def training_host_doubt(phases: Mapping[str, Phase], free: float) -> str:
-    """A line for the log where a node of a training stage has less free host memory than is estimated for it, besides its processes, which
-    have started. Empty where it has not. The save of a state is left out: where memory is short it is written without a copy."""
-    return _host_doubt(max(each.host for phase, each in phases.items() if phase != "save") - phases["start-up"].host, free)
+    """A line for the log where a node of a training stage has less free host memory than is estimated for it,
+    besides its processes, which have started. Empty where it has not. The save of a state is left out: where
+    memory is short it is written without a copy."""
+    return _host_doubt(
+        max(each.host for phase, each in phases.items() if phase != "save") - phases["start-up"].host, free
+    )
 
 
-def host_doubts(config: PPO, sizes: Mapping[str, Size], gpu: Gpu, nodes: Mapping[str, Sequence[str]], free: Mapping[str, float]) -> str:
-    """As `training_host_doubt`, a line for each node of PPO whose `free` bytes are known. `nodes`: the node of each rank of a role."""
-    hosts, needed = _hosts(config, sizes, gpu), dict.fromkeys(free, 0.0)
+def host_doubts(
+    config: PPO,
+    sizes: Mapping[str, Size],
+    gpu: Gpu,
+    nodes: Mapping[str, Sequence[str]],
+    free: Mapping[str, float],
+) -> str:
+    """As `training_host_doubt`, a line for each node of PPO whose `free` bytes are known. `nodes`: the node
+    of each rank of a role."""
+    hosts = _hosts(config, sizes, gpu)
+    needed = dict.fromkeys(free, 0.0)
     for name, places in nodes.items():
         for node in places:
             if node in needed:
@@ -98,7 +119,8 @@ def _host_doubt(needed: float, free: float) -> str:
 
 def _phases(on_gpu: Mapping[str, float], processes: list[_Host]) -> dict[str, Phase]:
     """The phases of a GPU with these processes."""
-    count, still = len(processes), sum(each.still + each.adam for each in processes)
+    count = len(processes)
+    still = sum(each.still + each.adam for each in processes)
     besides = {
         "load": sum(max(0.0, each.loading - each.adam) for each in processes),
         "score": sum(each.scoring for each in processes),
@@ -115,13 +137,16 @@ def _exported(phases: dict[str, Phase], size: Size) -> dict[str, Phase]:
 
 
 def _hosts(config: PPO, sizes: Mapping[str, Size], gpu: Gpu) -> dict[str, _Host]:
-    asleep = 2 * sizes["actor"].parameters / config.vllm.processes  # weights of an engine to which no sync sends them again
+    # weights of an engine to which no sync sends them again
+    asleep = 2 * sizes["actor"].parameters / config.vllm.processes
     engine = _Host(PROCESS + (asleep if config.vllm.sleep and config.vllm.adapters == "alone" else 0.0))
     return {name: _host(config, name, sizes, gpu) for name in config.groups} | {"sampler": engine}
 
 
 def _host(config: PPO, name: str, sizes: Mapping[str, Size], gpu: Gpu) -> _Host:
-    size, ranks, head = sizes[name], config.groups[name].world_size, name in ("actor", "reference")
+    size = sizes[name]
+    ranks = config.groups[name].world_size
+    head = name in ("actor", "reference")
     if name in ("actor", "critic"):
         return _trained_on_host(size, training_of_role(config, name, gpu.memory), head, gpu)
     count = size.parameters - (0 if head else size.head)
@@ -142,9 +167,9 @@ def _trained_on_host(size: Size, how: Training, head: bool, gpu: Gpu) -> _Host:
 
 
 def _adam(size: Size, share: float, how: Training) -> float:
-    """Bytes on the host of DeepSpeed's Adam for `share` parameters. Not pinned are two fp32 moments and, under ZeRO-3, fp32 weights; pinned
-    are fp32 gradients, those that passes add up in bf16, or under ZeRO-3 in fp32, and under ZeRO-1 and 2 fp32 weights, their bf16 form, and
-    the largest weight."""
+    """Bytes on the host of DeepSpeed's Adam for `share` parameters. Not pinned are two fp32 moments and,
+    under ZeRO-3, fp32 weights; pinned are fp32 gradients, those that passes add up in bf16, or under ZeRO-3
+    in fp32, and under ZeRO-1 and 2 fp32 weights, their bf16 form, and the largest weight."""
     if how.zero_stage == 3:
         added = (4 if how.sums_in_fp32 else 2) * share
         return 12 * share + pinned_bytes(added) + share / SUBGROUP * pinned_bytes(4 * SUBGROUP)

@@ -6,15 +6,16 @@ import math
 from typing import NamedTuple
 
 GIB = 2**30
-# Of the published peaks, as measured at the start of runs on H200s and H100s (stages/ppo/roofline.py): a large bf16 matrix product
-# (770 of 989 TFLOP/s) and a large copy (4.3 of 4.8 TB/s, 3.0 of 3.35).
-MATRIX, COPY = 0.778, 0.896
+# Of the published peaks, as measured at the start of runs on H200s and H100s (stages/ppo/roofline.py): a
+# large bf16 matrix product (770 of 989 TFLOP/s) and a large copy (4.3 of 4.8 TB/s, 3.0 of 3.35).
+MATRIX = 0.778
+COPY = 0.896
 LINK = 0.8  # of NVLink and of the network in a large collective: assumed, no record measures it
 
 
 class Published(NamedTuple):
-    """From the maker's data sheet: GiB that a process finds, dense bf16 FLOP/s, bytes/s of memory, of NVLink (PCIe where there is none) in
-    one direction, and of the link to the host."""
+    """From the maker's data sheet: GiB that a process finds, dense bf16 FLOP/s, bytes/s of memory, of NVLink
+    (PCIe where there is none) in one direction, and of the link to the host."""
 
     memory: float
     flops: float
@@ -34,8 +35,9 @@ PUBLISHED = {
 
 
 class Gpu(NamedTuple):
-    """Memory in bytes, FLOP/s of bf16 matrix products and bytes/s of memory, as measured rather than as sold; bytes/s in one direction of a
-    GPU's links to others of its node (`link`) and to the host, and of a node to other nodes (`network`); GPUs of a node."""
+    """Memory in bytes, FLOP/s of bf16 matrix products and bytes/s of memory, as measured rather than as sold;
+    bytes/s in one direction of a GPU's links to others of its node (`link`) and to the host, and of a node to
+    other nodes (`network`); GPUs of a node."""
 
     memory: float = 139.8 * GIB
     flops: float = 770e12
@@ -46,33 +48,43 @@ class Gpu(NamedTuple):
     per_node: int = 8
 
     def __str__(self) -> str:
-        return f"{self.memory / GIB:.0f} GiB, {self.flops / 1e12:.0f} TFLOP/s and {self.bandwidth / 1e12:.1f} TB/s a GPU"
+        return (
+            f"{self.memory / GIB:.0f} GiB, {self.flops / 1e12:.0f} TFLOP/s and {self.bandwidth / 1e12:.1f}"
+            " TB/s a GPU"
+        )
 
 
 def _of(sold: Published) -> Gpu:
-    flops, bandwidth = MATRIX * sold.flops, COPY * sold.bandwidth
-    return Gpu(sold.memory * GIB, round(flops, -13), round(bandwidth, -11), LINK * sold.link, LINK * sold.host)
+    flops = MATRIX * sold.flops
+    bandwidth = COPY * sold.bandwidth
+    return Gpu(
+        sold.memory * GIB, round(flops, -13), round(bandwidth, -11), LINK * sold.link, LINK * sold.host
+    )
 
 
 GPUS = {name: _of(sold) for name, sold in PUBLISHED.items()}
 
 
 def on_nodes(gpu: Gpu, gpus: int, nodes: int | None, network: float | None) -> Gpu:
-    """Returns the GPU in nodes of `gpus / nodes` each, which are connected by `network` bytes/s a node, as published.
+    """Returns the GPU in nodes of `gpus / nodes` each, which are connected by `network` bytes/s a node, as
+    published.
 
     Raises ValueError when the GPUs do not divide by the nodes.
     """
     if nodes is not None and gpus % nodes:
-        raise ValueError(f"--nodes {nodes}: {gpus} GPUs do not divide by it; give the nodes that have equally many of them")
+        raise ValueError(
+            f"--nodes {nodes}: {gpus} GPUs do not divide by it; give the nodes that have equally many of them"
+        )
     placed = gpu if nodes is None else gpu._replace(per_node=gpus // nodes)
     return placed if network is None else placed._replace(network=LINK * network)
 
 
 def gather_seconds(count_bytes: float, ranks: int, gpu: Gpu) -> float:
-    """Seconds in which each of `ranks` GPUs gets `count_bytes` that are shared out over all, or in which as many are reduced to shares.
+    """Seconds in which each of `ranks` GPUs gets `count_bytes` that are shared out over all, or in which as
+    many are reduced to shares.
 
-    A ring sends (n - 1) / n of the bytes over each link (Thakur et al. 2005, section 4.1). A ring over nodes enters and leaves each node
-    once, so that the whole node's link carries them too; the slower link decides.
+    A ring sends (n - 1) / n of the bytes over each link (Thakur et al. 2005, section 4.1). A ring over nodes
+    enters and leaves each node once, so that the whole node's link carries them too; the slower link decides.
     """
     if ranks < 2:
         return 0.0

@@ -1,9 +1,10 @@
 """Memory of each GPU in each phase of PPO, and of a training stage, before anything starts. Torch-free.
 
-Bytes a parameter that is trained in bf16 (Rajbhandari et al. 2020, section 3.1): weights 2, fp32 copy and Adam's two moments 12,
-gradients 2, and their fp32 form during the step 4; where a step has several passes, gradients 4 from the first pass on. As much again
-stays with PyTorch's allocator from step to step: seen on H200s, fitted to their peaks, its cause not looked into. ZeRO-1 and 2 keep the
-weights whole on each rank, ZeRO-3 cuts everything, weights as they are read.
+Bytes a parameter that is trained in bf16 (Rajbhandari et al. 2020, section 3.1): weights 2, fp32 copy and
+Adam's two moments 12, gradients 2, and their fp32 form during the step 4; where a step has several passes,
+gradients 4 from the first pass on. As much again stays with PyTorch's allocator from step to step: seen on
+H200s, fitted to their peaks, its cause not looked into. ZeRO-1 and 2 keep the weights whole on each rank,
+ZeRO-3 cuts everything, weights as they are read.
 """
 
 from __future__ import annotations
@@ -19,16 +20,19 @@ from rlhf_core.hub.model_config import Size
 
 CONTEXT = 0.6 * GIB  # CUDA's own memory in each process
 FETCHED = 4e9  # bytes of weights that ZeRO-3 holds whole at once while it computes, and its buckets
-KEPT = 1 / 16  # of a GPU: weights that take less stay whole from forward pass to backward pass, which would fetch them again
+# of a GPU: weights that take less stay whole from forward pass to backward pass, which would fetch them again
+KEPT = 1 / 16
 USABLE = 0.95  # of a GPU; the rest is lost to fragmentation
-GROUP, BUCKET = GIB / 8, GIB / 2  # weights gathered at once, but whole layers, and sent at once (models/checkpoint/weights.py, rollout/)
+GROUP = GIB / 8
+# weights gathered at once, but whole layers, and sent at once (models/checkpoint/weights.py, rollout/)
+BUCKET = GIB / 2
 CHUNK = 2048  # positions whose logits exist at once where they are not kept (models/token_logprobs.py)
 
 
 class Held(NamedTuple):
-    """Bytes of one process: always (`still`), besides while it scores, while it trains; engines besides while they generate; `starting`:
-    besides while it starts, when ZeRO-3 cuts weights; `gathering`: whole weights on their way to the engines or into a file; `bucket`:
-    those that a sync sends at once."""
+    """Bytes of one process: always (`still`), besides while it scores, while it trains; engines besides while
+    they generate; `starting`: besides while it starts, when ZeRO-3 cuts weights; `gathering`: whole weights
+    on their way to the engines or into a file; `bucket`: those that a sync sends at once."""
 
     still: float
     scoring: float = 0.0
@@ -40,8 +44,9 @@ class Held(NamedTuple):
 
 
 class Training(NamedTuple):
-    """What decides the memory of a trained model: ranks, ZeRO stage, share of layers recomputed, tokens of a pass, Adam on the host, and
-    whether only adapters are trained, whose own few bytes are left out, the bytes of a GPU, and those of a weight (QLoRA: NF4)."""
+    """What decides the memory of a trained model: ranks, ZeRO stage, share of layers recomputed, tokens of a
+    pass, Adam on the host, and whether only adapters are trained, whose own few bytes are left out, the bytes
+    of a GPU, and those of a weight (QLoRA: NF4)."""
 
     ranks: int
     zero_stage: int
@@ -57,37 +62,52 @@ class Training(NamedTuple):
 
     @property
     def cut(self) -> bool:
-        """Whether weights are cut over the ranks while they are loaded. hpZ's second copy is made of whole ones (training/ranks.py)."""
+        """Whether weights are cut over the ranks while they are loaded. hpZ's second copy is made of whole
+        ones (training/ranks.py)."""
         return self.zero_stage == 3 and self.copies == 1
 
 
 def trained(size: Size, how: Training, head: bool, scoring_tokens: int) -> Held:
-    """A model with its optimiser. `head`: it has the vocabulary as its output (a policy), or one number (a critic)."""
+    """A model with its optimiser. `head`: it has the vocabulary as its output (a policy), or one number (a
+    critic)."""
     count = size.parameters - (0 if head else size.head)
     per_rank = count / how.ranks
-    weights, fetched = how.weight * (per_rank if how.zero_stage == 3 else count), 0.0
+    weights = how.weight * (per_rank if how.zero_stage == 3 else count)
+    fetched = 0.0
     if how.zero_stage == 3 and how.copies > 1:
         weights += how.weight * count / how.copies
     if how.zero_stage == 3 and how.on_host:
         weights = 0.0
     if how.zero_stage == 3:
-        fetched = FETCHED + (2 * count if 2 * count <= KEPT * how.gpu_bytes and not how.adapters and not how.on_host else 0)
+        fetched = FETCHED + (
+            2 * count if 2 * count <= KEPT * how.gpu_bytes and not how.adapters and not how.on_host else 0
+        )
     state, gradients = _state_and_gradients(size, how, count)
     if not (how.adapters or how.offload or how.zero_stage == 0):
         state += 4 * per_rank  # what the allocator keeps
     kept = size.layers * (how.recomputed * 2 * size.hidden + (1 - how.recomputed) * size.kept) + size.kept
     positions = CHUNK if how.recomputed else how.tokens
     logits = max(CHUNK * 10, positions * 2) * size.vocabulary if head else 0
-    if head and how.recomputed and how.sums_in_fp32 and not how.adapters:  # the head's gradient: fp32, over chunks, and in bf16
+    # the head's gradient: fp32, over chunks, and in bf16
+    if head and how.recomputed and how.sums_in_fp32 and not how.adapters:
         logits += (4 + 2) * size.vocabulary * size.hidden
     if how.zero_stage == 3 and not how.adapters:
-        gradients += 2 * (count - (size.head if head else 0)) / size.layers  # those of a layer wait for its last
+        # those of a layer wait for its last
+        gradients += 2 * (count - (size.head if head else 0)) / size.layers
     step = 4 * count if how.zero_stage == 0 and not how.adapters else 0.0
-    scoring, training = read(size, scoring_tokens, head).scoring, max(gradients + how.tokens * kept + logits, step)
+    scoring = read(size, scoring_tokens, head).scoring
+    training = max(gradients + how.tokens * kept + logits, step)
     whole = how.weight * count
-    starting = min(FETCHED, whole) if how.cut else max(0.0, whole - weights - state)  # Adam's state is made after the cut
+    # Adam's state is made after the cut
+    starting = min(FETCHED, whole) if how.cut else max(0.0, whole - weights - state)
     gathering = group_bytes(size) if how.zero_stage == 3 else 0.0
-    return Held(CONTEXT + weights + state, fetched + scoring, fetched + training, starting=starting, gathering=gathering)
+    return Held(
+        CONTEXT + weights + state,
+        fetched + scoring,
+        fetched + training,
+        starting=starting,
+        gathering=gathering,
+    )
 
 
 def _state_and_gradients(size: Size, how: Training, count: float) -> tuple[float, float]:
@@ -95,14 +115,19 @@ def _state_and_gradients(size: Size, how: Training, count: float) -> tuple[float
     per_rank = count / how.ranks
     if how.adapters:
         return 0.0, 0.0
-    if how.zero_stage == 0:  # plain torch, whose fp32 gradients take the place of the bf16 ones when the pass is over
+    # plain torch, whose fp32 gradients take the place of the bf16 ones when the pass is over
+    if how.zero_stage == 0:
         return 12 * count, (4 if how.sums_in_fp32 else 2) * count
-    sums, buckets = 0.0, 2e9  # fp32 sums of this rank's share, and under ZeRO-1 of all before, in buckets of fp32; else buckets of bf16
+    sums = 0.0
+    # fp32 sums of this rank's share, and under ZeRO-1 of all before, in buckets of fp32; else buckets of bf16
+    buckets = 2e9
     if how.sums_in_fp32:
         sums = 4 * per_rank
     if how.sums_in_fp32 and how.zero_stage == 1:
-        sums, buckets = sums + 4 * count, 4e9
-    if how.offload and how.zero_stage < 3:  # besides: the largest weight's gradient, its place for a copy, and in fp64 for the norm
+        sums = sums + 4 * count
+        buckets = 4e9
+    # besides: the largest weight's gradient, its place for a copy, and in fp64 for the norm
+    if how.offload and how.zero_stage < 3:
         embeddings = size.vocabulary * size.hidden
         return 2 * embeddings, buckets + (2 + 8) * embeddings + sums
     if how.offload:
@@ -115,10 +140,12 @@ def _state_and_gradients(size: Size, how: Training, count: float) -> tuple[float
 
 
 def loaded(size: Size, head: bool, weight: float, ranks: int = 1, on_host: bool = False) -> float:
-    """Bytes that a process must find on its GPU while it loads a model: all of it, or under ZeRO-3 its share over `ranks` (`on_host`: in
-    host memory), and weights that are still whole."""
+    """Bytes that a process must find on its GPU while it loads a model: all of it, or under ZeRO-3 its share
+    over `ranks` (`on_host`: in host memory), and weights that are still whole."""
     count = weight * (size.parameters - (0 if head else size.head))
-    return CONTEXT + (0.0 if on_host else count / ranks) + (min(FETCHED, count) if ranks > 1 or on_host else 0.0)
+    return (
+        CONTEXT + (0.0 if on_host else count / ranks) + (min(FETCHED, count) if ranks > 1 or on_host else 0.0)
+    )
 
 
 def largest_layer(size: Size) -> float:
@@ -128,26 +155,30 @@ def largest_layer(size: Size) -> float:
 
 
 def group_bytes(size: Size) -> float:
-    """Bytes of the weights of a checkpoint that exist whole at once, in bf16, while they are sent to engines or written to a file."""
+    """Bytes of the weights of a checkpoint that exist whole at once, in bf16, while they are sent to engines
+    or written to a file."""
     return min(2 * size.parameters, GROUP + 2 * largest_layer(size))
 
 
 def read(size: Size, tokens: int, head: bool, offload: bool = False, ranks: int = 1) -> Held:
-    """A model that is only read; with `offload` its weights are there only while it scores. `ranks`: over which it is cut."""
+    """A model that is only read; with `offload` its weights are there only while it scores. `ranks`: over
+    which it is cut."""
     whole = 2 * (size.parameters - (0 if head else size.head))
-    weights, fetched = whole / ranks, min(FETCHED, whole) if ranks > 1 else 0.0
+    weights = whole / ranks
+    fetched = min(FETCHED, whole) if ranks > 1 else 0.0
     passing = tokens * size.passing + (CHUNK * size.vocabulary * 6 if head else 0) + fetched
     return Held(CONTEXT + (0 if offload else weights), passing + (weights if offload else 0))
 
 
 def bytes_of_weights(lora: Lora | None) -> float:
-    """Of a weight that is trained or is below adapters: 4 bits and the constants of their blocks (Dettmers et al. 2023), or bf16."""
+    """Of a weight that is trained or is below adapters: 4 bits and the constants of their blocks (Dettmers et
+    al. 2023), or bf16."""
     return 2.0 if lora is None or lora.quantize == "none" else 0.52
 
 
 def engine_needs(size: Size, over: int) -> float:
-    """Bytes on each of `over` GPUs without which an engine does not start: its weights, and what `rollout/patches/worker.py` sets aside
-    with its largest batch."""
+    """Bytes on each of `over` GPUs without which an engine does not start: its weights, and what
+    `rollout/patches/worker.py` sets aside with its largest batch."""
     return 2 * size.parameters / over + 3 * GIB
 
 
@@ -156,7 +187,8 @@ def roles(config: PPO, sizes: Mapping[str, Size], gpu_bytes: float) -> dict[str,
     a_pass = config.micro_rollout_tokens or config.micro_rollout_batch_size * config.longest
     held: dict[str, Held] = {}
     for name, ranks in config.groups.items():
-        head, scoring = name in ("actor", "reference"), on_rank(a_pass, config.sharing_of(name))
+        head = name in ("actor", "reference")
+        scoring = on_rank(a_pass, config.sharing_of(name))
         if name in ("actor", "critic"):
             found = trained(sizes[name], training_of_role(config, name, gpu_bytes), head, scoring)
             held[name] = found._replace(bucket=BUCKET) if name == "actor" else found._replace(gathering=0.0)
@@ -164,7 +196,8 @@ def roles(config: PPO, sizes: Mapping[str, Size], gpu_bytes: float) -> dict[str,
             over = ranks.world_size if config.ref_reward_shard else 1
             held[name] = read(sizes[name], scoring, head, config.ref_reward_offload, over)
     awake = config.vllm.gpu_memory_utilization * gpu_bytes
-    bucket = max(BUCKET, 2 * sizes["actor"].vocabulary * sizes["actor"].hidden)  # a larger weight is a bucket of its own
+    # a larger weight is a bucket of its own
+    bucket = max(BUCKET, 2 * sizes["actor"].vocabulary * sizes["actor"].hidden)
     engine = Held(1.0 * GIB, generating=awake) if config.vllm.sleep else Held(CONTEXT + awake)
     return held | {"sampler": engine._replace(bucket=bucket)}
 
@@ -191,7 +224,9 @@ def training_of(config: Trainable, zero_stage: int, gpu_bytes: float, what: Pass
     return found._replace(sums_in_fp32=sums_in_fp32(as_recipe, config.ranks.world_size))
 
 
-def _training(config: Optimised, role: str, ranks: Ranks, zero_stage: int, gpu_bytes: float, what: Pass) -> Training:
+def _training(
+    config: Optimised, role: str, ranks: Ranks, zero_stage: int, gpu_bytes: float, what: Pass
+) -> Training:
     return Training(
         ranks=ranks.world_size,
         zero_stage=zero_stage,
@@ -229,8 +264,9 @@ def peak(processes: list[Held], released: bool, in_turn: bool = False) -> float:
 
 
 def gpu_phases(processes: list[Held], released: bool, in_turn: bool = False) -> dict[str, float]:
-    """Bytes of a GPU with these processes, by phase. With `released` memory goes from phase to phase, and `in_turn` from one that trains to
-    the next; else each process keeps what its largest phase took. All start side by side, with engines awake."""
+    """Bytes of a GPU with these processes, by phase. With `released` memory goes from phase to phase, and
+    `in_turn` from one that trains to the next; else each process keeps what its largest phase took. All start
+    side by side, with engines awake."""
     still, scoring, generating, starting, gathering, bucket = (
         sum(getattr(process, name) for process in processes)
         for name in ("still", "scoring", "generating", "starting", "gathering", "bucket")
@@ -247,18 +283,24 @@ def gpu_phases(processes: list[Held], released: bool, in_turn: bool = False) -> 
     }
     if not released:
         syncing = [process.generating + process.gathering + process.bucket for process in processes]
-        kept = sum(max(process.scoring, process.training, most) for process, most in zip(processes, syncing, strict=True))
+        kept = sum(
+            max(process.scoring, process.training, most)
+            for process, most in zip(processes, syncing, strict=True)
+        )
         needed = dict.fromkeys(needed, kept)
     return load | {phase: still + besides for phase, besides in needed.items()}
 
 
-def training_phases(config: Trainable, size: Size, zero_stage: int, gpu_bytes: float, what: Pass | None = None) -> dict[str, float]:
+def training_phases(
+    config: Trainable, size: Size, zero_stage: int, gpu_bytes: float, what: Pass | None = None
+) -> dict[str, float]:
     """Bytes of a GPU of a training stage, by phase, with passes as the recipe has them or others.
 
-    The reference of DPO and KTO scores before the first step: the model itself, or a second one (taken to be of the same size), which under
-    ZeRO-3 is cut over the ranks too (training/ranks.py).
+    The reference of DPO and KTO scores before the first step: the model itself, or a second one (taken to be
+    of the same size), which under ZeRO-3 is cut over the ranks too (training/ranks.py).
     """
-    head, how = KINDS[config.stage].has_vocabulary, training_of(config, zero_stage, gpu_bytes, what)
+    head = KINDS[config.stage].has_vocabulary
+    how = training_of(config, zero_stage, gpu_bytes, what)
     held = trained(size, how, head, how.tokens)
     score = {}
     if "reference" in KINDS[config.stage].names and getattr(config, "loss", "") not in REFERENCE_FREE:

@@ -1,4 +1,5 @@
-"""Training passes that fit into the memory of a GPU: how many tokens they have, and how many layers are computed again. Torch-free."""
+"""Training passes that fit into the memory of a GPU: how many tokens they have, and how many layers are
+computed again. Torch-free."""
 
 from __future__ import annotations
 
@@ -10,33 +11,43 @@ from rlhf_core.config import Optimised
 
 
 class Pass(NamedTuple):
-    """Tokens of a training pass, which `sequence_parallel_size` ranks compute together, and the share of the layers whose activations are
-    computed again in its backward half."""
+    """Tokens of a training pass, which `sequence_parallel_size` ranks compute together, and the share of the
+    layers whose activations are computed again in its backward half."""
 
     tokens: int
     recomputed: float
 
     def __str__(self) -> str:
-        layers = {0.0: "nothing", 1.0: "all layers"}.get(self.recomputed, f"{self.recomputed:.0%} of the layers")
+        layers = {0.0: "nothing", 1.0: "all layers"}.get(
+            self.recomputed, f"{self.recomputed:.0%} of the layers"
+        )
         return f"{self.tokens:,} tokens a pass, {layers} recomputed"
 
 
 def recipe_pass(config: Optimised, ranks: int) -> Pass:
-    """The passes of a recipe on each of `ranks`, of documents of full length; none is longer than an optimiser step."""
+    """The passes of a recipe on each of `ranks`, of documents of full length; none is longer than an
+    optimiser step."""
     tokens = config.micro_train_tokens or config.micro_train_batch_size * config.longest
     return Pass(max(config.longest, min(tokens, _most(config, ranks))), config.gradient_checkpointing)
 
 
 def as_laid(config: Optimised, ranks: int) -> tuple[Pass, int]:
-    """The passes of an optimiser step on each of `ranks` as whole documents of full length fill them, with its own tokens, and how many."""
-    configured, documents = recipe_pass(config, ranks), _documents(config, ranks)
+    """The passes of an optimiser step on each of `ranks` as whole documents of full length fill them, with
+    its own tokens, and how many."""
+    configured = recipe_pass(config, ranks)
+    documents = _documents(config, ranks)
     passes = math.ceil(documents / (configured.tokens // config.longest))
-    return configured._replace(tokens=on_rank(documents * config.longest // passes, config.sequence_parallel_size)), passes
+    return (
+        configured._replace(
+            tokens=on_rank(documents * config.longest // passes, config.sequence_parallel_size)
+        ),
+        passes,
+    )
 
 
 def sums_in_fp32(config: Optimised, ranks: int) -> bool:
-    """Whether the bf16 gradients of passes are added in fp32: a step may have several passes on one of `ranks`, and the recipe's options
-    of DeepSpeed do not ask for sums in bf16."""
+    """Whether the bf16 gradients of passes are added in fp32: a step may have several passes on one of
+    `ranks`, and the recipe's options of DeepSpeed do not ask for sums in bf16."""
     types = config.deepspeed.get("data_types")
     asked = types.get("grad_accum_dtype", "fp32") if isinstance(types, Mapping) else "fp32"
     return several_passes(config, ranks) and asked == "fp32"
@@ -56,21 +67,31 @@ def on_rank(tokens: int, sharing: int) -> int:
 
 
 def alternatives(config: Optimised) -> list[Pass]:
-    """The recipe's passes first, then others: longer and shorter ones, with fewer and with more layers recomputed."""
-    ranks, least = min(_ranks(config)), config.longest
-    configured, most = recipe_pass(config, ranks), _most(config, ranks)
+    """The recipe's passes first, then others: longer and shorter ones, with fewer and with more layers
+    recomputed."""
+    ranks = min(_ranks(config))
+    least = config.longest
+    configured = recipe_pass(config, ranks)
+    most = _most(config, ranks)
     doubled = [longer for n in range(1, 12) if (longer := configured.tokens << n) <= most]
     halved = [shorter for n in range(1, 12) if (shorter := configured.tokens >> n) >= least]
     lengths = dict.fromkeys([configured.tokens, *doubled, *halved, least])
-    return [Pass(tokens, share) for share in dict.fromkeys((configured.recomputed, 0.0, 0.5, 1.0)) for tokens in lengths]
+    return [
+        Pass(tokens, share)
+        for share in dict.fromkeys((configured.recomputed, 0.0, 0.5, 1.0))
+        for tokens in lengths
+    ]
 
 
 def fields_of(what: Pass, config: Optimised) -> dict[str, Any]:
-    """How a recipe says them: by documents where this one counts those, and they divide its optimiser step, else by tokens."""
+    """How a recipe says them: by documents where this one counts those, and they divide its optimiser step,
+    else by tokens."""
     documents, rest = divmod(what.tokens, config.longest)
     counted = config.micro_train_tokens is None and not rest
     sharing = config.sequence_parallel_size
-    divides = counted and all(config.train_batch_size % (documents * ranks // sharing) == 0 for ranks in _ranks(config))
+    divides = counted and all(
+        config.train_batch_size % (documents * ranks // sharing) == 0 for ranks in _ranks(config)
+    )
     length = {"micro_train_batch_size": documents} if divides else {"micro_train_tokens": what.tokens}
     return length | {"gradient_checkpointing": what.recomputed}
 

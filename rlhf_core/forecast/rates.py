@@ -1,4 +1,5 @@
-"""How much of a GPU's measured rates the phases of a run reach. Written by `python -m tests.benchmarks.calibrate --write`."""
+"""How much of a GPU's measured rates the phases of a run reach. Written by `python -m
+tests.benchmarks.calibrate --write`."""
 
 from __future__ import annotations
 
@@ -6,9 +7,10 @@ from typing import NamedTuple
 
 
 class Rates(NamedTuple):
-    """`scoring`, `training`, `sharded`: share of the matrix rate in passes without gradients, of training, and of training under ZeRO-3;
-    `decode_step`: seconds of a step of vLLM besides reading weights, keys and values; `exposed`: share of the shorter of computing and
-    sending between nodes that does not happen beside the longer (assumed)."""
+    """`scoring`, `training`, `sharded`: share of the matrix rate in passes without gradients, of training,
+    and of training under ZeRO-3; `decode_step`: seconds of a step of vLLM besides reading weights, keys and
+    values; `exposed`: share of the shorter of computing and sending between nodes that does not happen beside
+    the longer (assumed)."""
 
     scoring: float
     training: float

@@ -1,8 +1,10 @@
-"""Simulates the phases of a PPO iteration before anything starts: seconds as operations and bytes over rates. Torch-free.
+"""Simulates the phases of a PPO iteration before anything starts: seconds as operations and bytes over rates.
+Torch-free.
 
-Operations: 2N a token for a forward pass of N parameters without embeddings, 6N for training (Kaplan et al. 2020, section 2.1), and
-2 x layers x hidden x length for causal attention's products in a forward pass (of a token at the mean distance). Bytes: weights, keys and
-values that decoding reads; weights and gradients that ZeRO sends (Rajbhandari et al. 2020, section 7). The rates are those of rates.py.
+Operations: 2N a token for a forward pass of N parameters without embeddings, 6N for training (Kaplan et al.
+2020, section 2.1), and 2 x layers x hidden x length for causal attention's products in a forward pass (of a
+token at the mean distance). Bytes: weights, keys and values that decoding reads; weights and gradients that
+ZeRO sends (Rajbhandari et al. 2020, section 7). The rates are those of rates.py.
 """
 
 from __future__ import annotations
@@ -20,18 +22,23 @@ from rlhf_core.forecast.rates import FAST, SLOW, TYPICAL, Rates
 from rlhf_core.hub.model_config import Size
 
 # Seen on H200s with 1.5B and 7.6B models, in runs without a record.
-LAUNCH = {0: 0.0034, 1: 0.0068, 2: 0.0068, 3: 0.0092}  # seconds a layer in which the host launches a pass, forward and backward
-HOST_ADAM, NODE_ADAM = 1.5e9, 6e9  # parameters a second of an optimiser step on the host, by a rank; by all ranks of a node (assumed)
+# seconds a layer in which the host launches a pass, forward and backward
+LAUNCH = {0: 0.0034, 1: 0.0068, 2: 0.0068, 3: 0.0092}
+HOST_ADAM = 1.5e9
+# parameters a second of an optimiser step on the host, by a rank; by all ranks of a node (assumed)
+NODE_ADAM = 6e9
 SYNC = 40e9  # bytes a second into the engines
 ALL_REDUCE = 15e-6  # seconds of one between the GPUs of an engine, of which a layer has two (assumed)
 SEQUENCES = 1024.0  # answers that an engine of vLLM works on at once, where their keys and values fit
-SPARE = 2 * GIB  # of an engine beside models, so that it starts also where its largest batch takes more than `engine_needs` knows
+# of an engine beside models, so that it starts also where its largest batch takes more than `engine_needs`
+# knows
+SPARE = 2 * GIB
 SLEEP = 20e9  # bytes a second of weights that an engine drops and takes again, to sleep and to wake
 
 
 class Sending(NamedTuple):
-    """Seconds in which weights and gradients are sent: of a pass without gradients, of a training pass, of an optimiser step, of all
-    scoring of an iteration."""
+    """Seconds in which weights and gradients are sent: of a pass without gradients, of a training pass, of an
+    optimiser step, of all scoring of an iteration."""
 
     scoring: float = 0.0
     training: float = 0.0
@@ -51,32 +58,56 @@ def phases_as_range(config: PPO, layout: Layout, sizes: Mapping[str, Size], gpu:
     return Range(*(phases(config, layout, sizes, gpu, rates) for rates in (FAST, TYPICAL, SLOW)))
 
 
-def phases(config: PPO, layout: Layout, sizes: Mapping[str, Size], gpu: Gpu, rates: Rates = TYPICAL) -> dict[str, float]:
-    """Seconds by phase for full-length answers: an upper bound where answers end early. Of generation that runs beside scoring and
-    training, what those do not cover."""
+def phases(
+    config: PPO, layout: Layout, sizes: Mapping[str, Size], gpu: Gpu, rates: Rates = TYPICAL
+) -> dict[str, float]:
+    """Seconds by phase for full-length answers: an upper bound where answers end early. Of generation that
+    runs beside scoring and training, what those do not cover."""
     answers = config.rollout_batch_size * config.n_samples_per_prompt
     tokens = answers * config.longest
     assert config.zero_stage != "auto", "decided before (zero_stage.py)"
-    scoring, training, host = {}, {}, [0.0]
+    scoring = {}
+    training = {}
+    host = [0.0]
     for name, group in config.groups.items():
-        size, head, ranks = sizes[name], name in ("actor", "reference"), group.world_size
+        size = sizes[name]
+        head = name in ("actor", "reference")
+        ranks = group.world_size
         sent = sending(config, name, size, gpu)
-        spread = rates.exposed if nodes_of(ranks, gpu) > 1 else 0.0  # within a node the measured rates contain it
-        if times := config.scorings[name]:
-            passes = math.ceil(tokens / ranks / (config.micro_rollout_tokens or config.micro_rollout_batch_size * config.longest))
+        # within a node the measured rates contain it
+        spread = rates.exposed if nodes_of(ranks, gpu) > 1 else 0.0
+        times = config.scorings[name]
+        if times:
+            passes = math.ceil(
+                tokens
+                / ranks
+                / (config.micro_rollout_tokens or config.micro_rollout_batch_size * config.longest)
+            )
             computed = forward_operations(size, head, config.longest) * tokens / rates.scoring / gpu.flops
-            scoring[name] = times * (beside(computed, ranks * passes * sent.scoring, spread) + ranks * sent.once)
+            scoring[name] = times * (
+                beside(computed, ranks * passes * sent.scoring, spread) + ranks * sent.once
+            )
         if name in ("actor", "critic"):
             steps = answers * config.max_epochs / config.train_batch_size
             a_pass, passes = as_laid(config, ranks)
-            computed = passes * seconds_of_pass(size, a_pass, config.zero_stage, head, gpu, config.longest, rates)
-            training[name] = steps * ranks * (beside(computed, passes * sent.training, spread) + beside(0.0, sent.step, spread))
+            computed = passes * seconds_of_pass(
+                size, a_pass, config.zero_stage, head, gpu, config.longest, rates
+            )
+            training[name] = (
+                steps
+                * ranks
+                * (beside(computed, passes * sent.training, spread) + beside(0.0, sent.step, spread))
+            )
             stored = size.parameters - (0 if head else size.head)
             by_rank = min(HOST_ADAM, NODE_ADAM / min(ranks, gpu.per_node))
             host.append(steps * stored / ranks / by_rank if name in config.adam_offload else 0.0)
-    engine, gpus = sizes["actor"], layout.gpus()
-    sent_whole = 0 if config.vllm.adapters == "alone" else 2 * engine.parameters  # adapters take no time beside it
-    gathered = gather_seconds(sent_whole, config.actor_ranks.world_size, gpu) if config.zero_stage == 3 else 0.0
+    engine = sizes["actor"]
+    gpus = layout.gpus()
+    # adapters take no time beside it
+    sent_whole = 0 if config.vllm.adapters == "alone" else 2 * engine.parameters
+    gathered = (
+        gather_seconds(sent_whole, config.actor_ranks.world_size, gpu) if config.zero_stage == 3 else 0.0
+    )
     found = {
         "generate": _generate(config, engine, len(layout.slots["sampler"]), gpu, rates),
         "score": busiest(scoring, gpus),
@@ -90,18 +121,24 @@ def phases(config: PPO, layout: Layout, sizes: Mapping[str, Size], gpu: Gpu, rat
 
 
 def forward_operations(size: Size, head: bool, length: int) -> float:
-    """Operations of a forward pass for one token of a document of `length` tokens. Embeddings are looked up, which takes none; `head`: the
-    output is the vocabulary."""
+    """Operations of a forward pass for one token of a document of `length` tokens. Embeddings are looked up,
+    which takes none; `head`: the output is the vocabulary."""
     embeddings = size.vocabulary * size.hidden
     layers = size.active - size.head - embeddings
     return 2 * (layers + (embeddings if head else 0)) + 2 * size.layers * size.hidden * length
 
 
-def seconds_of_pass(size: Size, what: Pass, zero_stage: int, head: bool, gpu: Gpu, length: int = 0, rates: Rates = TYPICAL) -> float:
-    """Its operations, or what the host takes to launch them where that is longer. `head`: as in `memory.trained`."""
+def seconds_of_pass(
+    size: Size, what: Pass, zero_stage: int, head: bool, gpu: Gpu, length: int = 0, rates: Rates = TYPICAL
+) -> float:
+    """Its operations, or what the host takes to launch them where that is longer. `head`: as in
+    `memory.trained`."""
     again = 1 + what.recomputed / 3  # of 3 parts, forward and twice as much backward, the first is done again
     share = rates.sharded if zero_stage == 3 else rates.training
-    return again * max(3 * forward_operations(size, head, length) * what.tokens / share / gpu.flops, size.layers * LAUNCH[zero_stage])
+    return again * max(
+        3 * forward_operations(size, head, length) * what.tokens / share / gpu.flops,
+        size.layers * LAUNCH[zero_stage],
+    )
 
 
 def beside(computed: float, sent: float, exposed: float) -> float:
@@ -110,10 +147,11 @@ def beside(computed: float, sent: float, exposed: float) -> float:
 
 
 def sending(config: PPO, role: str, size: Size, gpu: Gpu) -> Sending:
-    """What is sent for a role, in bf16. ZeRO-3 gathers weights for each pass, and again for its backward half unless they are kept (of hpZ
-    from the same node), and reduces gradients; stages 1 and 2 reduce them and gather weights once a step (2: reduce for each pass).
-    Adapters have hardly any gradients. With weights in host memory each fetch reads the rank's shard over the link to the host; frozen
-    models with `ref_reward_offload` are read whole, once, and with `ref_reward_shard` gathered for each pass."""
+    """What is sent for a role, in bf16. ZeRO-3 gathers weights for each pass, and again for its backward half
+    unless they are kept (of hpZ from the same node), and reduces gradients; stages 1 and 2 reduce them and
+    gather weights once a step (2: reduce for each pass). Adapters have hardly any gradients. With weights in
+    host memory each fetch reads the rank's shard over the link to the host; frozen models with
+    `ref_reward_offload` are read whole, once, and with `ref_reward_shard` gathered for each pass."""
     ranks = config.groups[role].world_size
     weights = 2 * (size.parameters - (0 if role in ("actor", "reference") else size.head))
     whole = gather_seconds(weights, ranks, gpu)
@@ -125,7 +163,11 @@ def sending(config: PPO, role: str, size: Size, gpu: Gpu) -> Sending:
     if config.zero_stage == 3:
         read = weights / ranks / gpu.host if role in config.param_offload else 0.0
         in_node = gather_seconds(weights, min(ranks, gpu.per_node), gpu)
-        again = 0.0 if weights <= KEPT * gpu.memory and not read else (in_node if config.zero_hpz else whole) + read
+        again = (
+            0.0
+            if weights <= KEPT * gpu.memory and not read
+            else (in_node if config.zero_hpz else whole) + read
+        )
         return Sending(whole + read, whole + read + again + reduced)
     if config.zero_stage == 0 or config.lora is not None:
         return Sending()
@@ -133,16 +175,23 @@ def sending(config: PPO, role: str, size: Size, gpu: Gpu) -> Sending:
 
 
 def shares_of_engine(config: PPO, size: Size, gpu: Gpu) -> list[float]:
-    """Shares of a GPU for an engine beside models: its weights, and keys and values of all its answers, or of a half, or of fewer at a
-    time, the largest first."""
+    """Shares of a GPU for an engine beside models: its weights, and keys and values of all its answers, or of
+    a half, or of fewer at a time, the largest first."""
     over = config.vllm.processes
-    answers = min(SEQUENCES, math.ceil(config.rollout_batch_size * config.n_samples_per_prompt / config.vllm.num_engines))
-    wanted = [engine_needs(size, over) + SPARE + answers / part * config.longest * size.kv / over for part in (1, 2, 4, 8)]
+    answers = min(
+        SEQUENCES,
+        math.ceil(config.rollout_batch_size * config.n_samples_per_prompt / config.vllm.num_engines),
+    )
+    wanted = [
+        engine_needs(size, over) + SPARE + answers / part * config.longest * size.kv / over
+        for part in (1, 2, 4, 8)
+    ]
     return list(dict.fromkeys(min(0.9, math.ceil(20 * 1.1 * each / gpu.memory) / 20) for each in wanted))
 
 
 def busiest(work: Mapping[str, float], gpus: Mapping[str, Sequence[str]]) -> float:
-    """The largest sum of work on one GPU: each role spreads its work evenly over its `gpus`, and GPUs work side by side."""
+    """The largest sum of work on one GPU: each role spreads its work evenly over its `gpus`, and GPUs work
+    side by side."""
     load: dict[str, float] = {}
     for role, total in work.items():
         for gpu in gpus[role]:
@@ -151,12 +200,16 @@ def busiest(work: Mapping[str, float], gpus: Mapping[str, Sequence[str]]) -> flo
 
 
 def _generate(config: PPO, size: Size, processes: int, gpu: Gpu, rates: Rates) -> float:
-    answers, over = config.rollout_batch_size * config.n_samples_per_prompt, config.vllm.processes
-    prompt, said = config.prompt_max_len, config.generate_max_len
+    answers = config.rollout_batch_size * config.n_samples_per_prompt
+    over = config.vllm.processes
+    prompt = config.prompt_max_len
+    said = config.generate_max_len
     space = over * (config.vllm.gpu_memory_utilization * gpu.memory - engine_needs(size, over))
-    at_once = min(SEQUENCES, max(1.0, space // (size.kv * config.longest))) if space > 0 else SEQUENCES  # answers in an engine
+    # answers in an engine
+    at_once = min(SEQUENCES, max(1.0, space // (size.kv * config.longest))) if space > 0 else SEQUENCES
     steps = said * math.ceil(answers * over / processes / at_once)
-    stages = over // config.vllm.tensor_parallel_size  # as many batches are under way, each of which reads the weights of all stages
+    # as many batches are under way, each of which reads the weights of all stages
+    stages = over // config.vllm.tensor_parallel_size
     weights = steps * stages * 2 * size.parameters / over
     keys = answers * said * (prompt + said / 2) * size.kv / processes
     prefill = 2 * size.active * answers * prompt / processes / gpu.flops

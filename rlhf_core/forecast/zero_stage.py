@@ -1,6 +1,8 @@
-"""Chooses the ZeRO stage for `zero_stage: auto`: the lowest that fits. A higher one saves memory and sends more between GPUs. Torch-free.
+"""Chooses the ZeRO stage for `zero_stage: auto`: the lowest that fits. A higher one saves memory and sends
+more between GPUs. Torch-free.
 
-The estimates are for bfloat16. Without a GPU, or for a model of unknown size, it is the highest stage, which needs the least memory.
+The estimates are for bfloat16. Without a GPU, or for a model of unknown size, it is the highest stage, which
+needs the least memory.
 """
 
 from __future__ import annotations
@@ -13,7 +15,17 @@ from typing import NamedTuple, TypeVar
 from rlhf_core.cluster.layout import arrange
 from rlhf_core.config import KINDS, PPO, Optimised, Trainable
 from rlhf_core.forecast.hardware import GIB
-from rlhf_core.forecast.memory import USABLE, Held, bytes_of_weights, copies, engine_needs, gpu_peaks, loaded, roles, training_phases
+from rlhf_core.forecast.memory import (
+    USABLE,
+    Held,
+    bytes_of_weights,
+    copies,
+    engine_needs,
+    gpu_peaks,
+    loaded,
+    roles,
+    training_phases,
+)
 from rlhf_core.forecast.passes import Pass
 from rlhf_core.hub.ids import is_remote
 from rlhf_core.hub.model_config import Size, size_of
@@ -36,20 +48,29 @@ class Chosen(NamedTuple):
 
 def layout_of(config: PPO) -> dict[str, int | str]:
     """The ranks of the roles that are trained, and their ZeRO stage, which a resume state names."""
-    return {**{name: ranks.world_size for name, ranks in config.trained_ranks.items()}, "zero_stage": config.zero_stage}
+    return {
+        **{name: ranks.world_size for name, ranks in config.trained_ranks.items()},
+        "zero_stage": config.zero_stage,
+    }
 
 
 def uses_deepspeed(config: PPO) -> bool:
-    """Whether actor and critic need it, where the recipe does not say: several ranks of one, or Adam on the host. Without GPUs always."""
+    """Whether actor and critic need it, where the recipe does not say: several ranks of one, or Adam on the
+    host. Without GPUs always."""
     if config.zero_stage != "auto":
         return config.zero_stage > 0
-    return config.needs_deepspeed or any(ranks.world_size > 1 or not ranks.gpus for ranks in config.trained_ranks.values())
+    return config.needs_deepspeed or any(
+        ranks.world_size > 1 or not ranks.gpus for ranks in config.trained_ranks.values()
+    )
 
 
 def stage_of_ppo(config: PPO, sizes: Mapping[str, Size] | None, gpu_bytes: float) -> Chosen:
-    """For actor and critic, beside all that shares their GPUs. `sizes`: of each group's model, None if unknown; `gpu_bytes`: 0: no GPU."""
+    """For actor and critic, beside all that shares their GPUs. `sizes`: of each group's model, None if
+    unknown; `gpu_bytes`: 0: no GPU."""
     alone = bool(gpu_bytes) and not uses_deepspeed(config)
-    return _choose(config, alone, sizes, lambda known, stage: peak_of_ppo(config, known, stage, gpu_bytes), gpu_bytes)
+    return _choose(
+        config, alone, sizes, lambda known, stage: peak_of_ppo(config, known, stage, gpu_bytes), gpu_bytes
+    )
 
 
 def stage_of_state(config: Optimised, kept: int) -> Chosen:
@@ -60,7 +81,11 @@ def stage_of_state(config: Optimised, kept: int) -> Chosen:
         ("zero_hpz", config.zero_hpz, 3),
     )
     ignored = [name for name, on, least in wanted if on and kept < least]
-    later = f", so {' and '.join(ignored)} {'count' if ignored[1:] else 'counts'} from the next start without one" if ignored else ""
+    later = (
+        f", so {' and '.join(ignored)} {'count' if ignored[1:] else 'counts'} from the next start without one"
+        if ignored
+        else ""
+    )
     return Chosen(kept, f"as its resume state{later}")
 
 
@@ -74,17 +99,21 @@ def peak_of_ppo(config: PPO, sizes: Mapping[str, Size], stage: int, gpu_bytes: f
 def stage_of_training(config: Trainable, size: Size | None, gpu_bytes: float) -> Chosen:
     """As `stage_of_ppo`, for a training stage."""
     alone = config.ranks.world_size == 1 and not config.needs_deepspeed
-    return _choose(config, alone, size, lambda known, stage: peak_of_training(config, known, stage, gpu_bytes), gpu_bytes)
+    return _choose(
+        config, alone, size, lambda known, stage: peak_of_training(config, known, stage, gpu_bytes), gpu_bytes
+    )
 
 
-def peak_of_training(config: Trainable, size: Size, stage: int, gpu_bytes: float, what: Pass | None = None) -> float:
+def peak_of_training(
+    config: Trainable, size: Size, stage: int, gpu_bytes: float, what: Pass | None = None
+) -> float:
     """Bytes of a GPU of a training stage under a ZeRO stage, with passes as the recipe has them or others."""
     return max(training_phases(config, size, stage, gpu_bytes, what).values())
 
 
 def starts(config: Optimised, sizes: Mapping[str, Size]) -> dict[str, float]:
-    """Bytes that each of `sizes`, the models that are trained by their roles, takes on every GPU of its ranks while it is loaded; under
-    `auto` with the ZeRO stage that takes the least."""
+    """Bytes that each of `sizes`, the models that are trained by their roles, takes on every GPU of its ranks
+    while it is loaded; under `auto` with the ZeRO stage that takes the least."""
     quantized = config.lora is not None and config.lora.quantize != "none"
     weight = 4.0 if config.dtype == "float32" and not quantized else bytes_of_weights(config.lora)
     found = {}
@@ -98,27 +127,38 @@ def starts(config: Optimised, sizes: Mapping[str, Size]) -> dict[str, float]:
 
 
 def starts_of_ppo(config: PPO, sizes: Mapping[str, Size]) -> list[tuple[list[str], float]]:
-    """The roles on each GPU that has models, and the bytes that they take there together: all load side by side, engines too. `sizes`: of
-    the models that are known; others are left out."""
+    """The roles on each GPU that has models, and the bytes that they take there together: all load side by
+    side, engines too. `sizes`: of the models that are known; others are left out."""
     held = starts(config, {role: size for role, size in sizes.items() if role in ("actor", "critic")})
     weight = 0.0 if config.ref_reward_offload else 4.0 if config.dtype == "float32" else 2.0
     over = {role: ranks.world_size if config.ref_reward_shard else 1 for role, ranks in config.groups.items()}
-    held |= {role: loaded(size, role == "reference", weight, over[role]) for role, size in sizes.items() if role not in held}
+    held |= {
+        role: loaded(size, role == "reference", weight, over[role])
+        for role, size in sizes.items()
+        if role not in held
+    }
     if "actor" in sizes:
         held["sampler"] = engine_needs(sizes["actor"], config.vllm.processes)
-    found = gpu_peaks(config, arrange(config.placed, config.together), {role: Held(held.get(role, 0.0)) for role in config.placed})
+    found = gpu_peaks(
+        config,
+        arrange(config.placed, config.together),
+        {role: Held(held.get(role, 0.0)) for role in config.placed},
+    )
     return [(names, needed) for names, needed in found.values() if names != ["sampler"]]
 
 
 def require_start(names: Sequence[str], needed: float, gpu_bytes: float) -> None:
-    """Raises MachineLacks when a GPU of `gpu_bytes` (0: none is there) cannot hold the `needed` bytes of the models that these roles
-    load onto it (`starts`), before any is loaded."""
+    """Raises MachineLacks when a GPU of `gpu_bytes` (0: none is there) cannot hold the `needed` bytes of the
+    models that these roles load onto it (`starts`), before any is loaded."""
     if 0 < gpu_bytes < needed:
-        told, instead = at_start(needed), "use more ranks with zero_stage 3, GPUs with more memory or a smaller model"
+        told = at_start(needed)
+        instead = "use more ranks with zero_stage 3, GPUs with more memory or a smaller model"
         if len(names) > 1:
             told = f"at their start they take {needed / GIB:.1f} GiB of the same GPU together"
             instead = f"give them GPUs of their own, or {instead}"
-        raise MachineLacks(f"{', '.join(names)}: {told}, and the smallest GPU here has {gpu_bytes / GIB:.1f}: {instead}")
+        raise MachineLacks(
+            f"{', '.join(names)}: {told}, and the smallest GPU here has {gpu_bytes / GIB:.1f}: {instead}"
+        )
 
 
 def at_start(needed: float) -> str:
@@ -126,12 +166,15 @@ def at_start(needed: float) -> str:
 
 
 def doubt(held: float, gpu_bytes: float) -> str:
-    """A line for the log where a GPU has less than what is estimated for it; estimates were up to 15 % off. Empty where it has not."""
+    """A line for the log where a GPU has less than what is estimated for it; estimates were up to 15 % off.
+    Empty where it has not."""
     if held <= gpu_bytes:
         return ""
     memory = f"{gpu_bytes / GIB:.1f}"
     wanted = f"an estimated {held / GIB:.1f} GiB on a GPU of {memory}"
-    return f"it may run out of memory: {wanted}; `alignflow plan RECIPE --gpu-memory {memory}` says what fits\n"
+    return (
+        f"it may run out of memory: {wanted}; `alignflow plan RECIPE --gpu-memory {memory}` says what fits\n"
+    )
 
 
 def size_at(place: str) -> Size | None:
@@ -143,30 +186,45 @@ def size_at(place: str) -> Size | None:
 
 
 def size_of_folder(place: str) -> Size:
-    """The size of a model in a folder or on the Hub, of an adapter's base. Raises ValueError when its config.json has no sizes."""
+    """The size of a model in a folder or on the Hub, of an adapter's base. Raises ValueError when its
+    config.json has no sizes."""
     if (adapter := Path(place) / ADAPTER_CONFIG).is_file():
-        place = pinned_base(Path(place)) or str(json.loads(adapter.read_text()).get("base_model_name_or_path"))
+        place = pinned_base(Path(place)) or str(
+            json.loads(adapter.read_text()).get("base_model_name_or_path")
+        )
     return size_of(str(described(place)) if is_remote(place) else place)
 
 
-def _choose(config: Optimised, alone: bool, known: T | None, peak: Callable[[T, int], float], gpu_bytes: float) -> Chosen:
-    """The recipe's stage; 0 for one rank (`alone`); else the lowest whose `peak` (bytes, of the `known` sizes) fits, of those that do what
-    the recipe asks for."""
+def _choose(
+    config: Optimised, alone: bool, known: T | None, peak: Callable[[T, int], float], gpu_bytes: float
+) -> Chosen:
+    """The recipe's stage; 0 for one rank (`alone`); else the lowest whose `peak` (bytes, of the `known`
+    sizes) fits, of those that do what the recipe asks for."""
     if config.zero_stage != "auto":
         return Chosen(config.zero_stage, "as the recipe says")
     if alone:
         return Chosen(0, "one rank has nothing to share out")
-    sharded = [name for name, wanted in (("param_offload", config.offloaded("param")), ("zero_hpz", config.zero_hpz)) if wanted]
+    sharded = [
+        name
+        for name, wanted in (("param_offload", config.offloaded("param")), ("zero_hpz", config.zero_hpz))
+        if wanted
+    ]
     if sharded:
         return Chosen(3, f"{sharded[0]} is for weights that are sharded")
     # What Adam on the host leaves on the GPU is known of stages 2 and 3.
     stages = (2, 3) if config.offloaded("adam") else (1, 2, 3)
-    quantized = config.lora is not None and config.lora.quantize != "none"  # 4-bit weights are not cut into shards
+    # 4-bit weights are not cut into shards
+    quantized = config.lora is not None and config.lora.quantize != "none"
     if known is None or not gpu_bytes or config.dtype != "bfloat16":
         unknown = "a model's config.json has no sizes" if known is None else "it is not bfloat16"
-        return Chosen(2 if quantized else 3, f"memory cannot be estimated, as {unknown if gpu_bytes else 'there is no GPU'}")
+        return Chosen(
+            2 if quantized else 3,
+            f"memory cannot be estimated, as {unknown if gpu_bytes else 'there is no GPU'}",
+        )
     peaks = {stage: peak(known, stage) for stage in stages if not (stage == 3 and quantized)}
     stage = next((stage for stage, held in peaks.items() if held <= USABLE * gpu_bytes), max(peaks))
     fits = "the lowest that fits" if peaks[stage] <= USABLE * gpu_bytes else "none is estimated to fit"
-    tried = ", ".join(f"{held / GIB:.1f} GiB with {number}" for number, held in peaks.items() if number <= stage)
+    tried = ", ".join(
+        f"{held / GIB:.1f} GiB with {number}" for number, held in peaks.items() if number <= stage
+    )
     return Chosen(stage, f"{fits} a GPU of {gpu_bytes / GIB:.1f} GiB ({tried})")

@@ -24,11 +24,13 @@ from rlhf_core.system.machine import Unreachable
 from rlhf_core.system.proxies import proxy_of
 
 TOKEN_ENV = "HF_TOKEN"
-QUOTA = re.compile(r"quota|storage|space left|too large", re.I)  # in the Hub's message of a 403 when an account is full
+# in the Hub's message of a 403 when an account is full
+QUOTA = re.compile(r"quota|storage|space left|too large", re.I)
 LONGEST_WAIT = 300.0  # seconds; the Hub's rate limits are per five minutes
 
 T = TypeVar("T")
-Refusal = Callable[[HfHubHTTPError, str, str], str]  # (error, what was requested, repository) -> the sentence for it
+# (error, what was requested, repository) -> the sentence for it
+Refusal = Callable[[HfHubHTTPError, str, str], str]
 
 
 class Retries(NamedTuple):
@@ -42,7 +44,8 @@ RETRIES = Retries()
 
 
 def client_options() -> dict[str, Any]:
-    """Returns the arguments of every call of the Hub's client. Without a token it sends none, also not one stored by `hf auth login`."""
+    """Returns the arguments of every call of the Hub's client. Without a token it sends none, also not one
+    stored by `hf auth login`."""
     token = os.environ.get(TOKEN_ENV, "").strip() or False
     return {"endpoint": os.environ.get("HF_ENDPOINT"), "token": token, "library_name": "alignflow"}
 
@@ -50,9 +53,9 @@ def client_options() -> dict[str, Any]:
 def with_retries(what: str, repo_id: str, call: Callable[[], T], retries: Retries, refusal: Refusal) -> T:
     """Calls the Hub until it succeeds or fails with a lasting error, and returns the call's result.
 
-    `what` names the request in messages ("find the model"). Raises Unreachable when temporary errors outlast the retries, ValueError
-    with the sentence of `refusal` when the Hub refuses. The original error is dropped on purpose: it quotes URLs, and those of uploads
-    contain signatures.
+    `what` names the request in messages ("find the model"). Raises Unreachable when temporary errors outlast
+    the retries, ValueError with the sentence of `refusal` when the Hub refuses. The original error is dropped
+    on purpose: it quotes URLs, and those of uploads contain signatures.
     """
 
     def wait(state: RetryCallState) -> float:
@@ -65,7 +68,11 @@ def with_retries(what: str, repo_id: str, call: Callable[[], T], retries: Retrie
         print(f"the Hub could not {what}: {_status(error)}; {again}", flush=True)
 
     retrying = Retrying(
-        stop=stop_after_attempt(retries.attempts), wait=wait, retry=retry_if_exception(_passes), before_sleep=say, reraise=True
+        stop=stop_after_attempt(retries.attempts),
+        wait=wait,
+        retry=retry_if_exception(_passes),
+        before_sleep=say,
+        reraise=True,
     )
     try:
         return retrying(call)
@@ -73,8 +80,8 @@ def with_retries(what: str, repo_id: str, call: Callable[[], T], retries: Retrie
         if _passes(error):
             proxy = proxy_of(client_options()["endpoint"] or ENDPOINT)
             raise Unreachable(
-                f"the Hub could not {what} of {repo_id} in {retries.attempts} attempts ({_status(error)}{proxy}): "
-                f"run this again later, nothing is lost or doubled"
+                f"the Hub could not {what} of {repo_id} in {retries.attempts} attempts"
+                f" ({_status(error)}{proxy}): run this again later, nothing is lost or doubled"
             ) from None
         cause = _http_error(error)
         if not isinstance(cause, HfHubHTTPError):
@@ -88,7 +95,10 @@ def write_refusal(error: HfHubHTTPError, what: str, repo_id: str) -> str:
     full = f"the Hub has no space left to {what} of {repo_id}{said}"
     match error.response.status_code:
         case 401:
-            return f"the Hub does not accept the token in {TOKEN_ENV}: set it to a valid token with write access to {repo_id}"
+            return (
+                f"the Hub does not accept the token in {TOKEN_ENV}: set it to a valid token with write access"
+                f" to {repo_id}"
+            )
         case 402 | 413 | 507:
             return f"{full}: make space or get more, then run this again, nothing is lost or doubled"
         case 403 if QUOTA.search(said):
@@ -98,20 +108,27 @@ def write_refusal(error: HfHubHTTPError, what: str, repo_id: str) -> str:
         case 404:
             return f"the token in {TOKEN_ENV} does not see {repo_id}: check repo_id and the token's access"
         case 412:
-            return f"someone else changed {repo_id} while this was being published: look at what changed there, then run the stage again"
+            return (
+                f"someone else changed {repo_id} while this was being published: look at what changed there,"
+                " then run the stage again"
+            )
         case status:
             return f"the Hub refused to {what} of {repo_id}: HTTP {status}{said}"
 
 
 def read_refusal(revision: str, kind: str = "model") -> Refusal:
-    """Returns the function that makes the sentence for a refusal to read a repository (`kind`: model or data set) at a revision."""
+    """Returns the function that makes the sentence for a refusal to read a repository (`kind`: model or data
+    set) at a revision."""
 
     def sentence(error: HfHubHTTPError, what: str, repo_id: str) -> str:
         match error.response.status_code, error:
             case _, RevisionNotFoundError():
                 return f"{repo_id} has no revision {revision}: name a branch, a tag or a commit of it"
             case 401 | 403 | 404, _:
-                return f"the Hub has no {kind} {repo_id} for you: correct it, or set {TOKEN_ENV} to a token that may read it"
+                return (
+                    f"the Hub has no {kind} {repo_id} for you: correct it, or set {TOKEN_ENV} to a token that"
+                    " may read it"
+                )
             case status, _:
                 return f"the Hub refused to {what} of {repo_id}: HTTP {status}"
 
@@ -119,8 +136,8 @@ def read_refusal(revision: str, kind: str = "model") -> Refusal:
 
 
 def _passes(error: BaseException) -> bool:
-    """Returns whether a later attempt may succeed: HTTP 408, 429 and 5xx but 507, a lost connection (xet raises Python's own classes), a
-    proxy's page instead of JSON."""
+    """Returns whether a later attempt may succeed: HTTP 408, 429 and 5xx but 507, a lost connection (xet
+    raises Python's own classes), a proxy's page instead of JSON."""
     if isinstance(error, OfflineModeIsEnabled):
         return False
     cause = _http_error(error)
@@ -139,7 +156,11 @@ def _http_error(error: BaseException | None) -> HTTPError | None:
 
 def _status(error: BaseException | None) -> str:
     cause = _http_error(error)
-    return f"HTTP {cause.response.status_code}" if isinstance(cause, HfHubHTTPError) else type(cause or error).__name__
+    return (
+        f"HTTP {cause.response.status_code}"
+        if isinstance(cause, HfHubHTTPError)
+        else type(cause or error).__name__
+    )
 
 
 def _retry_after(error: BaseException | None) -> float:

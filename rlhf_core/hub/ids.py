@@ -1,4 +1,5 @@
-"""Parses Hub ids (`owner/name`, `owner/name@REVISION`) and finds the repository and commit of a local folder. Torch-free."""
+"""Parses Hub ids (`owner/name`, `owner/name@REVISION`) and finds the repository and commit of a local folder.
+Torch-free."""
 
 from __future__ import annotations
 
@@ -13,21 +14,31 @@ DATA_SUFFIXES = (".jsonl", ".json", ".parquet", ".csv", ".txt", ".gz", ".zst", "
 
 
 def shown(place: str) -> str:
-    """Returns a file, folder, URL or Hub id for public pages: a Hub id unchanged, else the last path component without a query."""
+    """Returns a file, folder, URL or Hub id for public pages: a Hub id unchanged, else the last path
+    component without a query."""
     if is_hub_id(place):
         return place
-    return re.split(r"[?#]", place.rstrip("/\\"))[0].replace("\\", "/").rpartition("/")[2] or place.strip("/\\") or "."
+    return (
+        re.split(r"[?#]", place.rstrip("/\\"))[0].replace("\\", "/").rpartition("/")[2]
+        or place.strip("/\\")
+        or "."
+    )
 
 
 def is_hub_id(place: str) -> bool:
-    """Returns whether this is a Hub id (`owner/name`, `owner/name@REVISION`), not an existing path or a name with a data suffix."""
+    """Returns whether this is a Hub id (`owner/name`, `owner/name@REVISION`), not an existing path or a name
+    with a data suffix."""
     repo_id = parted(place)[0]
-    return bool(HUB_ID.fullmatch(repo_id)) and not repo_id.endswith(DATA_SUFFIXES) and not os.path.exists(place)
+    return (
+        bool(HUB_ID.fullmatch(repo_id)) and not repo_id.endswith(DATA_SUFFIXES) and not os.path.exists(place)
+    )
 
 
 def is_remote(place: str) -> bool:
     """Returns whether this is a Hub id, also one of one word (`gpt2`); an existing file or folder is not."""
-    return is_hub_id(place) or ("/" not in place and not place.endswith(DATA_SUFFIXES) and not os.path.exists(place))
+    return is_hub_id(place) or (
+        "/" not in place and not place.endswith(DATA_SUFFIXES) and not os.path.exists(place)
+    )
 
 
 def parted(place: str) -> tuple[str, str | None]:

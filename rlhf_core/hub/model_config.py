@@ -1,4 +1,5 @@
-"""Reads a model's size from its config.json and the headers of its weights, its experts and its recurrent layers. Torch-free."""
+"""Reads a model's size from its config.json and the headers of its weights, its experts and its recurrent
+layers. Torch-free."""
 
 from __future__ import annotations
 
@@ -11,15 +12,40 @@ from typing import Any, NamedTuple
 from rlhf_core.hub.model_files import tensors_of
 
 BF16 = 2  # bytes
-EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")  # keys of the number of experts, by model family
+# keys of the number of experts, by model family
+EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
 
 TIED = ("gemma", "cohere")  # families whose embeddings and head are tied by default
 
 
-# `model_type` of the language models that the tests train and export (tests/support/families.py). Others are tried before a run.
+# `model_type` of the language models that the tests train and export (tests/support/families.py). Others are
+# tried before a run.
 TESTED = {
-    *("deepseek_v3", "gemma2", "gemma3_text", "gemma4_text", "glm4", "glm4_moe", "glm4_moe_lite", "gpt_oss", "granite", "granitemoehybrid"),
-    *("lfm2", "llama", "ministral3", "mistral", "mixtral", "nemotron_h", "olmo3", "phi3", "qwen2", "qwen3", "qwen3_5_moe_text"),
+    *(
+        "deepseek_v3",
+        "gemma2",
+        "gemma3_text",
+        "gemma4_text",
+        "glm4",
+        "glm4_moe",
+        "glm4_moe_lite",
+        "gpt_oss",
+        "granite",
+        "granitemoehybrid",
+    ),
+    *(
+        "lfm2",
+        "llama",
+        "ministral3",
+        "mistral",
+        "mixtral",
+        "nemotron_h",
+        "olmo3",
+        "phi3",
+        "qwen2",
+        "qwen3",
+        "qwen3_5_moe_text",
+    ),
     *("qwen3_5_text", "qwen3_moe", "qwen3_next", "smollm3"),
 }
 
@@ -27,10 +53,10 @@ TESTED = {
 class Size(NamedTuple):
     """Number of parameters of a decoder, its shape, and bytes per token.
 
-    `active`: parameters used for one token, fewer than `parameters` with experts. `head`: those of the output layer, part of
-    `parameters`; 0 when tied. `kept`: bytes of activations per layer and token that training keeps, in bf16, with FlashAttention and
-    fused norms and activations. `passing`: bytes per layer and token that a pass without gradients holds at once. `kv`: bytes of keys
-    and values per token, over all layers.
+    `active`: parameters used for one token, fewer than `parameters` with experts. `head`: those of the output
+    layer, part of `parameters`; 0 when tied. `kept`: bytes of activations per layer and token that training
+    keeps, in bf16, with FlashAttention and fused norms and activations. `passing`: bytes per layer and token
+    that a pass without gradients holds at once. `kv`: bytes of keys and values per token, over all layers.
     """
 
     parameters: float
@@ -45,7 +71,8 @@ class Size(NamedTuple):
 
 
 def size_of(folder: str) -> Size:
-    """Returns the size of the model in a folder. Raises ValueError when its config.json is missing or lacks the needed numbers."""
+    """Returns the size of the model in a folder. Raises ValueError when its config.json is missing or lacks
+    the needed numbers."""
     file = Path(folder) / "config.json"
     try:
         config = json.loads(file.read_text())
@@ -54,16 +81,28 @@ def size_of(folder: str) -> Size:
         return size._replace(parameters=min(size.parameters, stored), active=min(size.active, stored))
     except (OSError, json.JSONDecodeError):
         what = "has no readable config.json" if Path(folder).is_dir() else "is no folder"
-        raise ValueError(f"{folder} {what}: name a local model folder, or a model of the Hub as owner/name") from None
+        raise ValueError(
+            f"{folder} {what}: name a local model folder, or a model of the Hub as owner/name"
+        ) from None
     except KeyError as missing:
-        raise ValueError(f"{file} has no {missing}: `alignflow plan` knows decoder models with the usual names only") from None
-    except (TypeError, AttributeError, ZeroDivisionError, OverflowError):  # lists, nulls and zeros in place of sizes
-        raise ValueError(f"{file} has no sizes as numbers: `alignflow plan` knows decoder models of equal layers only") from None
+        raise ValueError(
+            f"{file} has no {missing}: `alignflow plan` knows decoder models with the usual names only"
+        ) from None
+    except (
+        TypeError,
+        AttributeError,
+        ZeroDivisionError,
+        OverflowError,
+    ):  # lists, nulls and zeros in place of sizes
+        raise ValueError(
+            f"{file} has no sizes as numbers: `alignflow plan` knows decoder models of equal layers only"
+        ) from None
 
 
 def _stored(folder: Path) -> float:
-    """Parameters in the safetensors files of a folder, infinity where there are none that can be read, or some packed into integers. A
-    family whose feed-forward has no gate has fewer than its config.json tells."""
+    """Parameters in the safetensors files of a folder, infinity where there are none that can be read, or
+    some packed into integers. A family whose feed-forward has no gate has fewer than its config.json
+    tells."""
     count = 0
     try:
         for file in folder.glob("*.safetensors"):
@@ -88,18 +127,27 @@ def experts_of_config(config: Mapping[str, Any]) -> int:
 
 
 def size_of_config(config: dict[str, Any]) -> Size:
-    """Computes the size of a decoder like Llama: gated feed-forward, grouped-query attention, possibly experts.
+    """Computes the size of a decoder like Llama: gated feed-forward, grouped-query attention, possibly
+    experts.
 
     Raises KeyError for a missing number, and TypeError or the like for values that are no numbers.
     """
-    hidden, layers, vocabulary = config["hidden_size"], config["num_hidden_layers"], config["vocab_size"]
+    hidden = config["hidden_size"]
+    layers = config["num_hidden_layers"]
+    vocabulary = config["vocab_size"]
     heads = config["num_attention_heads"]
     width = config.get("head_dim") or hidden // heads
-    queries, keys = heads * width, (config.get("num_key_value_heads") or heads) * width
+    queries = heads * width
+    keys = (config.get("num_key_value_heads") or heads) * width
     experts = experts_of_config(config) or 1
     inner = config.get("moe_intermediate_size") or config["intermediate_size"]
     used = config.get("num_experts_per_tok", 1) if experts > 1 else 1
-    block = hidden * (2 * queries + 2 * keys) + 3 * hidden * inner * experts + (hidden * experts if experts > 1 else 0) + 2 * hidden
+    block = (
+        hidden * (2 * queries + 2 * keys)
+        + 3 * hidden * inner * experts
+        + (hidden * experts if experts > 1 else 0)
+        + 2 * hidden
+    )
     embeddings = vocabulary * hidden
     tied = bool(config.get("tie_word_embeddings", str(config.get("model_type")).startswith(TIED)))
     parameters = layers * block + embeddings * (1 if tied else 2) + hidden
@@ -121,16 +169,28 @@ STATEFUL_LAYERS = {"linear_attention", "mamba", "conv", "hybrid", "hybrid_slidin
 
 
 # What the part that reads text is called in the config.json of a model with several parts.
-TEXT_PARTS = ("text_config", "llm_config", "language_config", "thinker_config", "text_encoder", "decoder", "generator")
+TEXT_PARTS = (
+    "text_config",
+    "llm_config",
+    "language_config",
+    "thinker_config",
+    "text_encoder",
+    "decoder",
+    "generator",
+)
 
 
 def more_than_text(place: str, named: str) -> str:
     """Why the model at `place`, of the class `named`, is refused."""
-    return f"{place} is {named}, which reads more than text: name a text model, or a checkpoint of its language part alone"
+    return (
+        f"{place} is {named}, which reads more than text: name a text model, or a checkpoint of its language"
+        " part alone"
+    )
 
 
 def wraps_text_by_config(config: Mapping[str, Any]) -> bool:
-    """Whether a config.json is of a model that has its language model as a part, beside what reads images or sound."""
+    """Whether a config.json is of a model that has its language model as a part, beside what reads images or
+    sound."""
     return any(isinstance(config.get(part), Mapping) for part in TEXT_PARTS)
 
 
@@ -148,16 +208,24 @@ def quantised_by(config: Mapping[str, Any]) -> str | None:
 
 
 def cannot_train_quantised(place: str, config: Mapping[str, Any]) -> str | None:
-    """Why the quantised weights of the model at `place` cannot be trained; None where they can, or are not quantised."""
-    method, parts = quantised_by(config), " of a model with several parts" * wraps_text_by_config(config)
+    """Why the quantised weights of the model at `place` cannot be trained; None where they can, or are not
+    quantised."""
+    method = quantised_by(config)
+    parts = " of a model with several parts" * wraps_text_by_config(config)
     if method is None or (method in LOADED_WHOLE and not parts):
         return None
-    return f"{place} has weights quantised as {method}{parts}, which cannot be trained so: name its checkpoint in bfloat16"
+    return (
+        f"{place} has weights quantised as {method}{parts}, which cannot be trained so: name its checkpoint"
+        " in bfloat16"
+    )
 
 
 def keeps_experts(place: str) -> str:
     """Why vLLM cannot take new weights of the model at `place`."""
-    return f"{place}: vLLM takes no new weights for this family's experts, so it cannot sample while they train: use SFT, DPO or KTO"
+    return (
+        f"{place}: vLLM takes no new weights for this family's experts, so it cannot sample while they train:"
+        " use SFT, DPO or KTO"
+    )
 
 
 def num_experts(config: object) -> int:

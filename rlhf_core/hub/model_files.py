@@ -1,4 +1,5 @@
-"""Lists the files that make up a model or an adapter, and checks that they can be loaded without reading the weights."""
+"""Lists the files that make up a model or an adapter, and checks that they can be loaded without reading the
+weights."""
 
 from __future__ import annotations
 
@@ -9,8 +10,17 @@ from typing import Any
 WEIGHTS = ("*.safetensors", "*.safetensors.index.json")
 HEADER_BYTES = 100_000_000  # the longest header that safetensors reads
 VOCABULARIES = ("tokenizer.json", "*.model", "vocab.*")  # any of them makes a tokenizer
-TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt", "*.model")
-PROCESSOR = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")  # of what reads more than text
+TOKENIZER = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.*",
+    "merges.txt",
+    "*.model",
+)
+# of what reads more than text
+PROCESSOR = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
 OTHERS = (
     "config.json",
     "generation_config.json",
@@ -32,12 +42,16 @@ def model_files(checkpoint: Path, trust_remote_code: bool = False) -> list[Path]
     Raises ValueError when the configuration, the weights or the tokenizer are missing.
     """
     if not checkpoint.is_dir():
-        raise ValueError(f"{checkpoint} is not a folder with a model: publication needs the checkpoint of a finished stage")
+        raise ValueError(
+            f"{checkpoint} is not a folder with a model: publication needs the checkpoint of a finished stage"
+        )
     config = ADAPTER_CONFIG if is_adapter(checkpoint) else "config.json"
     needed = {config: (config,), "safetensors weights": WEIGHTS[:1], "tokenizer": VOCABULARIES}
     for what, patterns in needed.items():
         if not any(True for pattern in patterns for _ in checkpoint.glob(pattern)):
-            raise ValueError(f"{checkpoint} has no {what}: publish a folder written by save_pretrained, with its tokenizer")
+            raise ValueError(
+                f"{checkpoint} has no {what}: publish a folder written by save_pretrained, with its tokenizer"
+            )
     patterns = MODEL_FILES + (("*.py",) if trust_remote_code else ())
     return sorted({file for pattern in patterns for file in checkpoint.glob(pattern) if file.is_file()})
 
@@ -60,37 +74,43 @@ def tensors_of(file: Path) -> dict[str, dict[str, Any]]:
             end = 8 + length + max((int(about["data_offsets"][1]) for about in tensors.values()), default=0)
         except (ValueError, AttributeError, LookupError, TypeError, RecursionError):
             raise ValueError(f"{file.name} is no safetensors file, or is cut off in its header") from None
-    if (size := file.stat().st_size) != end:
+    size = file.stat().st_size
+    if size != end:
         raise ValueError(f"{file.name} has {size:,} bytes, and its header says {end:,}")
     return tensors
 
 
 def layout_fault(folder: Path) -> str | None:
-    """Returns why the weight files of a model folder would not be loaded whole, or by one library only; None where they are.
+    """Returns why the weight files of a model folder would not be loaded whole, or by one library only; None
+    where they are.
 
-    transformers loads `model.safetensors` before an index, and without either nothing; vLLM loads what the index lists.
+    transformers loads `model.safetensors` before an index, and without either nothing; vLLM loads what the
+    index lists.
     """
     if is_adapter(folder):
         return None
-    single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
+    single = folder / "model.safetensors"
+    index = folder / "model.safetensors.index.json"
     files = sorted(file.name for file in folder.glob(WEIGHTS[0]))
     if single.is_file():
         if not index.is_file() or single.name in _listed(index):
             return None
         return (
-            f"has {single.name} beside {index.name}, which lists other files, so it is unclear which weights are meant: move the ones that "
-            "are not meant out of the folder"
+            f"has {single.name} beside {index.name}, which lists other files, so it is unclear which weights"
+            " are meant: move the ones that are not meant out of the folder"
         )
     if not files or index.is_file():
         return None
     return (
-        f"has {files[0]}{f' and {len(files) - 1} more weight files' * (len(files) > 1)}, and neither {single.name} nor {index.name}, which "
-        "says what is in them: copy the index too, or save the model again with save_pretrained"
+        f"has {files[0]}{f' and {len(files) - 1} more weight files' * (len(files) > 1)}, and neither"
+        f" {single.name} nor {index.name}, which says what is in them: copy the index too, or save the model"
+        " again with save_pretrained"
     )
 
 
 def _listed(index: Path) -> set[str]:
-    """Returns the names of the files that an index lists; none of one that cannot be read, which `stored_tensors` refuses."""
+    """Returns the names of the files that an index lists; none of one that cannot be read, which
+    `stored_tensors` refuses."""
     try:
         return {str(name) for name in json.loads(index.read_text())["weight_map"].values()}
     except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
@@ -119,8 +139,8 @@ def stored_tensors(folder: Path) -> dict[str, dict[str, dict[str, Any]]]:
 def check_loads(folder: Path, trust_remote_code: bool = False) -> None:
     """Reads the configuration and the header of every weight file, not the weights.
 
-    Raises ValueError when transformers (peft for an adapter) cannot read the configuration, a weight file is cut, or the index names a
-    missing tensor.
+    Raises ValueError when transformers (peft for an adapter) cannot read the configuration, a weight file is
+    cut, or the index names a missing tensor.
     """
     if is_adapter(folder):
         from peft import PeftConfig
@@ -128,17 +148,23 @@ def check_loads(folder: Path, trust_remote_code: bool = False) -> None:
         try:
             PeftConfig.from_pretrained(folder)
         except (OSError, ValueError, KeyError, TypeError) as error:
-            raise ValueError(f"peft cannot read the {ADAPTER_CONFIG} of the adapter to publish: {error}") from error
+            raise ValueError(
+                f"peft cannot read the {ADAPTER_CONFIG} of the adapter to publish: {error}"
+            ) from error
     else:
         from transformers import AutoConfig
 
         try:
             AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code, local_files_only=True)
         except (OSError, ValueError, KeyError) as error:
-            raise ValueError(f"transformers cannot read the config.json of the model to publish: {error}") from error
+            raise ValueError(
+                f"transformers cannot read the config.json of the model to publish: {error}"
+            ) from error
     try:
         tensors = stored_tensors(folder)
     except (OSError, ValueError) as error:
-        raise ValueError(f"the weights of the model to publish are damaged ({error}): run the stage that made it again") from None
+        raise ValueError(
+            f"the weights of the model to publish are damaged ({error}): run the stage that made it again"
+        ) from None
     if not any(tensors.values()):
         raise ValueError("the weight files of the model to publish hold no tensor")

@@ -1,8 +1,9 @@
 """Resolves `owner/name@REVISION` of a model or data set in a recipe to a commit of the Hub. Torch-free.
 
-A commit (40 hex digits) needs no request. A branch or tag is looked up when a recipe is planned, on the Hub or, when that cannot be
-reached, in this machine's cache, and the commit is kept in `<artifacts>/<recipe>/pins.json`: every later command of this recipe uses
-the same commit, until `forget`. A Hub id without @ is not resolved: its default branch is loaded when it is used.
+A commit (40 hex digits) needs no request. A branch or tag is looked up when a recipe is planned, on the Hub
+or, when that cannot be reached, in this machine's cache, and the commit is kept in
+`<artifacts>/<recipe>/pins.json`: every later command of this recipe uses the same commit, until `forget`. A
+Hub id without @ is not resolved: its default branch is loaded when it is used.
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ Config = TypeVar("Config", bound=BaseModel)
 
 
 class Pin(NamedTuple):
-    """A reference of a recipe, `owner/name@REVISION`, and its commit; or an inbox, and its newest row that is used."""
+    """A reference of a recipe, `owner/name@REVISION`, and its commit; or an inbox, and its newest row that is
+    used."""
 
     reference: str
     commit: str
@@ -44,7 +46,8 @@ class Pins:
         self.used: dict[str, str] = {}
 
     def pinned(self, place: str, repo_type: RepoType = "model") -> str:
-        """Returns `place` with its branch or tag replaced by the commit. Raises ValueError when it cannot be found."""
+        """Returns `place` with its branch or tag replaced by the commit. Raises ValueError when it cannot be
+        found."""
         repo_id, revision = parted(place)
         if revision is None or COMMIT.fullmatch(revision):
             return place
@@ -54,7 +57,8 @@ class Pins:
         return f"{repo_id}@{commit}"
 
     def kept(self, what: str, shown: str, newest: Callable[[], int | None]) -> int | None:
-        """Returns the number stored for `what`, or else the one that `newest` returns (None: none yet), which is then stored."""
+        """Returns the number stored for `what`, or else the one that `newest` returns (None: none yet), which
+        is then stored."""
         if what not in self._known and (number := newest()) is not None:
             self._known[what] = str(number)
         if what not in self._known:
@@ -63,7 +67,8 @@ class Pins:
         return int(self._known[what])
 
     def save(self) -> None:
-        """Writes the commits if any were used. A folder that cannot be written to is no error here: a run reports it."""
+        """Writes the commits if any were used. A folder that cannot be written to is no error here: a run
+        reports it."""
         if self.used:
             with suppress(OSError):
                 self._file.parent.mkdir(parents=True, exist_ok=True)
@@ -76,8 +81,13 @@ def forget(folder: Path) -> None:
 
 
 def pinned_sources(config: Config, pins: Pins) -> Config:
-    """Returns the config with every data source at a branch or tag replaced by its commit. Raises ValueError as `Pins.pinned`."""
-    changed = {name: new for name in type(config).model_fields if (new := _pinned(value := getattr(config, name), pins)) is not value}
+    """Returns the config with every data source at a branch or tag replaced by its commit. Raises ValueError
+    as `Pins.pinned`."""
+    changed = {
+        name: new
+        for name in type(config).model_fields
+        if (new := _pinned(value := getattr(config, name), pins)) is not value
+    }
     return config.model_copy(update=changed) if changed else config
 
 
@@ -94,7 +104,8 @@ def _pinned(value: Any, pins: Pins) -> Any:
 
 
 def _look_up(repo_id: str, revision: str, repo_type: RepoType) -> str:
-    from huggingface_hub import HfApi, constants  # takes half a second to import, and only branches and tags need it
+    # takes half a second to import, and only branches and tags need it
+    from huggingface_hub import HfApi, constants
 
     from rlhf_core.hub.api import Retries, client_options, read_refusal, with_retries
 
@@ -114,6 +125,6 @@ def _look_up(repo_id: str, revision: str, repo_type: RepoType) -> str:
         if (folder / "snapshots" / commit).is_dir():
             return commit
     raise ValueError(
-        f"{repo_id}@{revision}: {reason}, and this machine has no copy of that revision: name a commit in place of {revision}, or plan "
-        f"this recipe once where the Hub can be reached"
+        f"{repo_id}@{revision}: {reason}, and this machine has no copy of that revision: name a commit in"
+        f" place of {revision}, or plan this recipe once where the Hub can be reached"
     )

@@ -1,7 +1,9 @@
-"""Fetches models that a stage names at a commit (`owner/name@COMMIT`) to the Hub client's cache, before the stage loads them. Torch-free.
+"""Fetches models that a stage names at a commit (`owner/name@COMMIT`) to the Hub client's cache, before the
+stage loads them. Torch-free.
 
-Fetches safetensors, configuration and tokenizer, never pickles; code only with `trust_remote_code`. An adapter's base is fetched too, at
-the commit that the adapter names. Complete files in the cache are not fetched again, and suffice without a network.
+Fetches safetensors, configuration and tokenizer, never pickles; code only with `trust_remote_code`. An
+adapter's base is fetched too, at the commit that the adapter names. Complete files in the cache are not
+fetched again, and suffice without a network.
 """
 
 from __future__ import annotations
@@ -18,23 +20,37 @@ from rlhf_core.hub.api import RETRIES, client_options, read_refusal, with_retrie
 from rlhf_core.hub.ids import is_hub_id, parted
 from rlhf_core.hub.model_files import ADAPTER_CONFIG, MODEL_FILES, TOKENIZER, WEIGHTS, check_loads
 
-DESCRIBING = (*TOKENIZER, "config.json", "chat_template.*", "additional_chat_templates/*.jinja", ADAPTER_CONFIG)  # no weights
+# no weights
+DESCRIBING = (
+    *TOKENIZER,
+    "config.json",
+    "chat_template.*",
+    "additional_chat_templates/*.jinja",
+    ADAPTER_CONFIG,
+)
 
 
 def fetched(inputs: Mapping[str, str], trust_remote_code: bool = False) -> dict[str, str]:
-    """Returns a stage's inputs with a local folder for every model named at a commit. Raises ValueError when the Hub refuses one."""
-    return {name: str(snapshot(place, trust_remote_code)) if is_hub_id(place) and "@" in place else place for name, place in inputs.items()}
+    """Returns a stage's inputs with a local folder for every model named at a commit. Raises ValueError when
+    the Hub refuses one."""
+    return {
+        name: str(snapshot(place, trust_remote_code)) if is_hub_id(place) and "@" in place else place
+        for name, place in inputs.items()
+    }
 
 
 def snapshot(place: str, trust_remote_code: bool = False) -> Path:
-    """Returns the folder of `owner/name@REVISION` in the cache, with the complete model. An adapter's base is fetched too.
+    """Returns the folder of `owner/name@REVISION` in the cache, with the complete model. An adapter's base is
+    fetched too.
 
     Raises ValueError when the Hub refuses it or it has no safetensors, ConnectionError when the Hub fails.
     """
     code = ("*.py",) if trust_remote_code else ()
     folder = _download(place, (*MODEL_FILES, *code, "README.md"))
     if not any(folder.glob(WEIGHTS[0])):
-        raise ValueError(f"{place} has no safetensors weights: alignflow loads no pickles; choose a revision that has them")
+        raise ValueError(
+            f"{place} has no safetensors weights: alignflow loads no pickles; choose a revision that has them"
+        )
     check_loads(folder, trust_remote_code)
     base = pinned_base(folder)
     if base:
@@ -48,16 +64,19 @@ def described(place: str) -> Path:
 
 
 def pinned_base(folder: Path) -> str | None:
-    """Returns `owner/name@REVISION` of an adapter's base when the adapter names a revision; None for everything else."""
+    """Returns `owner/name@REVISION` of an adapter's base when the adapter names a revision; None for
+    everything else."""
     if not (folder / ADAPTER_CONFIG).is_file():
         return None
     config = json.loads((folder / ADAPTER_CONFIG).read_text())
-    base, revision = str(config.get("base_model_name_or_path") or ""), config.get("revision")
+    base = str(config.get("base_model_name_or_path") or "")
+    revision = config.get("revision")
     return f"{base}@{revision}" if revision and is_hub_id(base) else None
 
 
 def cached(place: str) -> Path:
-    """Returns the folder of `owner/name@REVISION` without a request if it is in the cache, as after `fetched`; else as `snapshot`."""
+    """Returns the folder of `owner/name@REVISION` without a request if it is in the cache, as after
+    `fetched`; else as `snapshot`."""
     repo_id, revision = parted(place)
     with suppress(LocalEntryNotFoundError):  # not in the cache of this node of a cluster
         folder = Path(snapshot_download(repo_id, revision=revision, local_files_only=True))
@@ -74,16 +93,19 @@ def _download(place: str, patterns: tuple[str, ...]) -> Path:
             repo_id,
             revision=revision,
             allow_patterns=list(patterns),
-            ignore_patterns=[f"*/{pattern}" for pattern in (*WEIGHTS, *TOKENIZER)],  # other formats of the model, in subfolders
+            # other formats of the model, in subfolders
+            ignore_patterns=[f"*/{pattern}" for pattern in (*WEIGHTS, *TOKENIZER)],
             local_files_only=constants.is_offline_mode(),
             **client_options(),
         )
 
     try:
-        return Path(with_retries("send the files", repo_id, send, RETRIES, read_refusal(revision or "main", "model")))
+        return Path(
+            with_retries("send the files", repo_id, send, RETRIES, read_refusal(revision or "main", "model"))
+        )
     except LocalEntryNotFoundError:
         at = f" --revision {revision}" if revision else ""
         raise ValueError(
-            f"{place} is not on this machine and the Hub cannot be reached: run `hf download {repo_id}{at}` where it can, with "
-            f"HF_HOME on a disk that this machine reads"
+            f"{place} is not on this machine and the Hub cannot be reached: run `hf download {repo_id}{at}`"
+            " where it can, with HF_HOME on a disk that this machine reads"
         ) from None

@@ -1,4 +1,5 @@
-"""Looks for the scalar head of a reward model in safetensors files: their headers, and the weights of the head alone. Torch-free."""
+"""Looks for the scalar head of a reward model in safetensors files: their headers, and the weights of the
+head alone. Torch-free."""
 
 from __future__ import annotations
 
@@ -14,24 +15,28 @@ HEADS = ("score.weight", "base_model.model.score.weight")  # of a model, of an a
 def no_reward_head(place: str) -> str:
     """Returns the message for a model at `place` that is no reward model."""
     return (
-        f"{place} has no trained head for one score (a tensor score.weight of shape [1, hidden size], not all zeros), so its rewards would "
-        f"mean nothing: name a reward model, as a reward_model stage makes it"
+        f"{place} has no trained head for one score (a tensor score.weight of shape [1, hidden size], not all"
+        " zeros), so its rewards would mean nothing: name a reward model, as a reward_model stage makes it"
     )
 
 
 def several_labels(place: str) -> str:
-    """Returns the message for a classifier at `place` from which a reward model or critic is to be trained."""
+    """Returns the message for a classifier at `place` from which a reward model or critic is to be
+    trained."""
     return (
-        f"{place} is a classifier of several labels (score.weight has a row for each), and a reward model or critic has one score: start "
-        f"from a language model or a reward model"
+        f"{place} is a classifier of several labels (score.weight has a row for each), and a reward model or"
+        " critic has one score: start from a language model or a reward model"
     )
 
 
 def has_trained_head(folder: Path) -> bool:
-    """Whether the folder's safetensors hold a head for one score with a weight that is not 0. Raises OSError or ValueError for files that
-    cannot be read."""
+    """Whether the folder's safetensors hold a head for one score with a weight that is not 0. Raises OSError
+    or ValueError for files that cannot be read."""
     # A weight ends with its sign, which -0 has too.
-    return any(len(head) == 1 and bool(head[..., :-1].any() or (head[..., -1] & 0x7F).any()) for head in _heads(folder))
+    return any(
+        len(head) == 1 and bool(head[..., :-1].any() or (head[..., -1] & 0x7F).any())
+        for head in _heads(folder)
+    )
 
 
 def has_several_labels(folder: Path) -> bool:

@@ -1,4 +1,5 @@
-"""Reads vocabularies and compares them: models that get another model's token ids need its vocabulary. Torch-free for local folders."""
+"""Reads vocabularies and compares them: models that get another model's token ids need its vocabulary.
+Torch-free for local folders."""
 
 from __future__ import annotations
 
@@ -20,7 +21,9 @@ def tokenizer_place(path: str, of: tuple[str, ...] = ()) -> str:
     `of`: the adapters that have the model as base. Raises ValueError when it is one of these.
     """
     if path in of:
-        raise ValueError(f"{path}: is an adapter of itself: correct base_model_name_or_path in its adapter_config.json")
+        raise ValueError(
+            f"{path}: is an adapter of itself: correct base_model_name_or_path in its adapter_config.json"
+        )
     if is_hub_id(path) and "@" in path:
         from rlhf_core.hub.snapshots import described
 
@@ -29,12 +32,18 @@ def tokenizer_place(path: str, of: tuple[str, ...] = ()) -> str:
     if not (folder / ADAPTER_CONFIG).is_file() or (folder / "tokenizer_config.json").is_file():
         return path
     base = read_json(folder / ADAPTER_CONFIG)
-    name, revision = str(base.get("base_model_name_or_path") or ""), base.get("revision")
-    return tokenizer_place(f"{name}@{revision}" if revision and is_hub_id(name) else name, (*of, path)) if name else path
+    name = str(base.get("base_model_name_or_path") or "")
+    revision = base.get("revision")
+    return (
+        tokenizer_place(f"{name}@{revision}" if revision and is_hub_id(name) else name, (*of, path))
+        if name
+        else path
+    )
 
 
 def stored_vocabulary(path: str) -> Vocabulary | None:
-    """That of a model folder's tokenizer.json, without transformers; None where there is none that can be read."""
+    """That of a model folder's tokenizer.json, without transformers; None where there is none that can be
+    read."""
     try:
         file = Path(tokenizer_place(path)) / "tokenizer.json"
         return _read(file, file.stat().st_mtime_ns)
@@ -43,9 +52,11 @@ def stored_vocabulary(path: str) -> Vocabulary | None:
 
 
 def known_rows(path: str, rows: int) -> int | None:
-    """Returns how many of a model's `rows` of embeddings reach to the last token of its tokenizer; None when all do, and for Hub ids.
+    """Returns how many of a model's `rows` of embeddings reach to the last token of its tokenizer; None when
+    all do, and for Hub ids.
 
-    Further rows pad the vocabulary and are no token: sampled, they would be an answer that no tokenizer can read.
+    Further rows pad the vocabulary and are no token: sampled, they would be an answer that no tokenizer can
+    read.
     """
     tokens = None if is_remote(path) else stored_vocabulary(path)
     known = max(tokens.values(), default=-1) + 1 if tokens else rows
@@ -53,26 +64,32 @@ def known_rows(path: str, rows: int) -> int | None:
 
 
 def require_same_vocabulary(own: str, others: Iterable[str], trust_remote_code: bool = False) -> None:
-    """Raises ValueError when one of the models `others`, which are given token ids of the model `own`, reads other tokens in them."""
+    """Raises ValueError when one of the models `others`, which are given token ids of the model `own`, reads
+    other tokens in them."""
     for other in dict.fromkeys(others):
-        if told := compared(own, other, trust_remote_code):
+        told = compared(own, other, trust_remote_code)
+        if told:
             raise ValueError(told)
 
 
 def compared(own: str, other: str, trust_remote_code: bool = False) -> str | None:
-    """Why the model `other` cannot be given token ids of the model `own`; None where it can. A folder without a tokenizer cannot be
-    compared: a line says so. Raises ValueError for a tokenizer that cannot be read."""
+    """Why the model `other` cannot be given token ids of the model `own`; None where it can. A folder without
+    a tokenizer cannot be compared: a line says so. Raises ValueError for a tokenizer that cannot be read."""
     if other == own:
         return None
-    if not is_remote(other) and not is_remote(place := tokenizer_place(other)) and not any(map(any, map(Path(place).glob, TOKENIZER))):
+    if (
+        not is_remote(other)
+        and not is_remote(place := tokenizer_place(other))
+        and not any(map(any, map(Path(place).glob, TOKENIZER)))
+    ):
         print(f"{other} has no tokenizer: that it knows the tokens of {own} is taken for granted", flush=True)
         return None
     return difference(own, _vocabulary(own, trust_remote_code), other, _vocabulary(other, trust_remote_code))
 
 
 def difference(own: str, tokens: Vocabulary, other: str, known: Vocabulary) -> str | None:
-    """Why the model `other`, whose vocabulary is `known`, cannot be given token ids of the model `own`: the first that it reads otherwise.
-    Tokens that it has beside them are never sent."""
+    """Why the model `other`, whose vocabulary is `known`, cannot be given token ids of the model `own`: the
+    first that it reads otherwise. Tokens that it has beside them are never sent."""
     unlike = [token for token, number in tokens.items() if known.get(token) != number]
     if not unlike:
         return None
@@ -80,8 +97,8 @@ def difference(own: str, tokens: Vocabulary, other: str, known: Vocabulary) -> s
     number = tokens[first]
     theirs = next((repr(token) for token, there in known.items() if there == number), "no token")
     return (
-        f"{other} is given the token ids of {own} and has another vocabulary: number {number} is {first!r} in {own} and {theirs} in "
-        f"{other}; name a model with the same tokenizer"
+        f"{other} is given the token ids of {own} and has another vocabulary: number {number} is {first!r} in"
+        f" {own} and {theirs} in {other}; name a model with the same tokenizer"
     )
 
 
@@ -93,7 +110,9 @@ def _vocabulary(path: str, trust_remote_code: bool) -> Vocabulary:
 
     place = tokenizer_place(path)
     try:
-        found: Vocabulary = AutoTokenizer.from_pretrained(place, trust_remote_code=trust_remote_code).get_vocab()
+        found: Vocabulary = AutoTokenizer.from_pretrained(
+            place, trust_remote_code=trust_remote_code
+        ).get_vocab()
     except Exception as error:  # of many types for damaged files
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         raise ValueError(f"{path}: no tokenizer can be loaded from here ({reason})") from error
@@ -104,8 +123,16 @@ def _vocabulary(path: str, trust_remote_code: bool) -> Vocabulary:
 def _read(file: Path, _changed: int) -> Vocabulary:
     whole = json.loads(file.read_text(encoding="utf-8"))
     vocabulary = whole["model"]["vocab"]
-    found = {token: i for i, (token, _) in enumerate(vocabulary)} if isinstance(vocabulary, list) else dict(vocabulary)
+    found = (
+        {token: i for i, (token, _) in enumerate(vocabulary)}
+        if isinstance(vocabulary, list)
+        else dict(vocabulary)
+    )
     config = file.with_name("tokenizer_config.json")
-    declared = json.loads(config.read_text(encoding="utf-8")).get("added_tokens_decoder") or {} if config.is_file() else {}
+    declared = (
+        json.loads(config.read_text(encoding="utf-8")).get("added_tokens_decoder") or {}
+        if config.is_file()
+        else {}
+    )
     found |= {token["content"]: int(number) for number, token in declared.items()}
     return found | {token["content"]: token["id"] for token in whole.get("added_tokens") or ()}

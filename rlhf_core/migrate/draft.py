@@ -1,4 +1,5 @@
-"""Keeps the state of a stage's translation: flags not read yet, fields of the recipe, and a note about each flag."""
+"""Keeps the state of a stage's translation: flags not read yet, fields of the recipe, and a note about each
+flag."""
 
 from __future__ import annotations
 
@@ -22,8 +23,8 @@ What = Literal["translated", "approximated", "dropped"]
 
 
 class Note(NamedTuple):
-    """The translation of a flag. `text`: the field, with the difference if it is approximated; or why it was dropped. `line`: in the
-    script."""
+    """The translation of a flag. `text`: the field, with the difference if it is approximated; or why it was
+    dropped. `line`: in the script."""
 
     what: What
     stage: str
@@ -63,7 +64,9 @@ class Draft:
     def note(self, what: What, flag: Flag | str | None, text: str) -> None:
         """Appends a note about a flag, or about what a text names; nothing for None."""
         if flag is not None:
-            self.notes.append(Note(what, self.name, flag.shown if isinstance(flag, Flag) else flag, text, self.line))
+            self.notes.append(
+                Note(what, self.name, flag.shown if isinstance(flag, Flag) else flag, text, self.line)
+            )
 
     def has(self, name: str) -> bool:
         """Whether stages of this kind have a field (`vllm.sleep` is a nested one)."""
@@ -88,7 +91,8 @@ class Draft:
         return self.default(name) if place is None else place
 
     def read(self, flag: Flag | None, reader: Callable[[Words], T], otherwise: str = "") -> T | None:
-        """Returns a flag's value; None when it is None, or, with a note, when its words do not fit. `otherwise`: what is used instead."""
+        """Returns a flag's value; None when it is None, or, with a note, when its words do not fit.
+        `otherwise`: what is used instead."""
         try:
             return reader(flag.words) if flag else None
         except ValueError as error:
@@ -103,7 +107,8 @@ class Draft:
     def read_fields(self, only: Collection[str] = FIELDS, table: Mapping[str, Field] = FIELDS) -> None:
         """Translates every flag in a table, or those of `only`."""
         for flag in [name for name in self.left if name in table and name in only]:
-            rule, given = table[flag], self.left.pop(flag)
+            rule = table[flag]
+            given = self.left.pop(flag)
             if not self.has(rule.name) or (flag in PPO_ONLY and self.kind != "ppo"):
                 self.note("dropped", given, DROPPED.get(flag, f"a {self.kind} stage has no {rule.name}"))
                 continue
@@ -112,7 +117,8 @@ class Draft:
                 self.translate(given, rule.name, value, rule.how)
 
     def drop_rest(self, reason_of: Callable[[str], str] | None = None) -> None:
-        """Drops every flag that is left, with a note of the reason. `reason_of`: of a flag of another tool."""
+        """Drops every flag that is left, with a note of the reason. `reason_of`: of a flag of another
+        tool."""
         for name, given in self.left.items():
             if reason_of is not None:
                 reason = reason_of(name)
@@ -121,7 +127,9 @@ class Draft:
             elif name.startswith("critic."):
                 reason = "the critic shares this setting with the actor, whose flag is used"
             else:
-                reason = DROPPED.get(name, "unknown flag: check whether a field of docs/reference/config.md means the same")
+                reason = DROPPED.get(
+                    name, "unknown flag: check whether a field of docs/reference/config.md means the same"
+                )
             self.note("dropped", given, reason)
         self.left.clear()
 
@@ -133,14 +141,17 @@ def draft_of(launch: Launch, name: str) -> Draft:
     for given, words in launch.flags.items():
         flag, of = flat(given)
         dialect = of if of == "dotted" else dialect
-        shown = "***" if SECRET.search(given) and words else " ".join(word.replace("\n", "\\n") for word in words)
+        shown = (
+            "***" if SECRET.search(given) and words else " ".join(word.replace("\n", "\\n") for word in words)
+        )
         shown = IN_URL.sub("***@", shown)
         left[flag] = Flag(f"--{given} {shown if len(shown) <= 100 else shown[:97] + '...'}".rstrip(), words)
     return Draft(name, launch.kind, launch.line, dialect, left)
 
 
 def find_field(model: type[BaseModel], name: str) -> Any:
-    """Returns the default of a field (`vllm.sleep` is a nested one); `...` when it is required or None, None for an unknown field."""
+    """Returns the default of a field (`vllm.sleep` is a nested one); `...` when it is required or None, None
+    for an unknown field."""
     first, _, rest = name.partition(".")
     info = model.model_fields.get(first)
     if info is None:

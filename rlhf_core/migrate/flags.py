@@ -1,7 +1,8 @@
 """Maps the flags of both dialects to recipe fields.
 
-RENAMED maps dotted names to flat ones. FIELDS maps a flat flag to a field of a stage; a flag whose field the stage's config does not have
-is reported as dropped. DROPPED has the flags without a counterpart, with the reason.
+RENAMED maps dotted names to flat ones. FIELDS maps a flat flag to a field of a stage; a flag whose field the
+stage's config does not have is reported as dropped. DROPPED has the flags without a counterpart, with the
+reason.
 """
 
 from __future__ import annotations
@@ -9,13 +10,25 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
-from rlhf_core.migrate.values import Words, count, fraction, number, off_or_number, one_of, pair, true, whole, zero_stage
+from rlhf_core.migrate.values import (
+    Words,
+    count,
+    fraction,
+    number,
+    off_or_number,
+    one_of,
+    pair,
+    true,
+    whole,
+    zero_stage,
+)
 
 Dialect = Literal["flat", "dotted"]
 
 
 class Field(NamedTuple):
-    """The field of a flag. `name`: in the stage (`vllm.sleep` is nested); `read`: words to value; `how`: difference, if approximated."""
+    """The field of a flag. `name`: in the stage (`vllm.sleep` is nested); `read`: words to value; `how`:
+    difference, if approximated."""
 
     name: str
     read: Callable[[Words], Any]
@@ -68,8 +81,13 @@ RENAMED: dict[str, str] = {
     "logger.tensorboard_dir": "use_tensorboard",
     "logger.wandb.key": "use_wandb",
 }
-SECTIONS = ("actor", "data", "model", "train", "rollout", "ds", "vllm", "ckpt", "logger")  # `--data.max_len` is max_len
-ALIASES = {"colocate_all_models": "colocate_all", "tensorboard": "use_tensorboard", "max_new_tokens": "generate_max_len"}
+# `--data.max_len` is max_len
+SECTIONS = ("actor", "data", "model", "train", "rollout", "ds", "vllm", "ckpt", "logger")
+ALIASES = {
+    "colocate_all_models": "colocate_all",
+    "tensorboard": "use_tensorboard",
+    "max_new_tokens": "generate_max_len",
+}
 
 ESTIMATORS = {
     "gae": "gae",
@@ -82,15 +100,22 @@ ESTIMATORS = {
 }
 
 SAME_NAME: dict[Callable[[Words], Any], str] = {  # flags that have the name of their field
-    count: "max_len train_batch_size micro_train_batch_size max_epochs logging_steps rollout_batch_size micro_rollout_batch_size "
-    "n_samples_per_prompt num_episodes prompt_max_len generate_max_len kl_horizon",
-    number: "learning_rate max_norm beta label_smoothing temperature actor_learning_rate critic_learning_rate init_kl_coef kl_target "
-    "gamma lambd eps_clip dual_clip",
+    count: (
+        "max_len train_batch_size micro_train_batch_size max_epochs logging_steps rollout_batch_size"
+        " micro_rollout_batch_size n_samples_per_prompt num_episodes prompt_max_len generate_max_len"
+        " kl_horizon"
+    ),
+    number: (
+        "learning_rate max_norm beta label_smoothing temperature actor_learning_rate critic_learning_rate"
+        " init_kl_coef kl_target gamma lambd eps_clip dual_clip"
+    ),
     fraction: "min_lr_ratio",
     off_or_number: "save_steps freezing_actor_steps",
     zero_stage: "zero_stage",
-    true: "gradient_checkpointing adam_offload compute_fp32_loss ref_offload colocate_all colocate_actor_ref colocate_critic_reward "
-    "ref_reward_offload deepspeed_enable_sleep",
+    true: (
+        "gradient_checkpointing adam_offload compute_fp32_loss ref_offload colocate_all colocate_actor_ref"
+        " colocate_critic_reward ref_reward_offload deepspeed_enable_sleep"
+    ),
 }
 FIELDS: dict[str, Field] = {
     **{name: Field(name, read) for read, names in SAME_NAME.items() for name in names.split()},
@@ -107,15 +132,25 @@ FIELDS: dict[str, Field] = {
     "policy_loss_type": Field("ratio", one_of(ppo="token", gspo="sequence")),
     "kl_estimator": Field("kl_estimator", one_of(k1="k1", k2="k2", k3="k3")),
     "entropy_loss_coef": Field("entropy_coef", number),
-    "value_clip": Field("value_clip", number, "in standard deviations of the returns, instead of units of the reward"),
-    "normalize_reward": Field("normalize_reward", true, "with the mean and standard deviation kept with the reward model"),
+    "value_clip": Field(
+        "value_clip", number, "in standard deviations of the returns, instead of units of the reward"
+    ),
+    "normalize_reward": Field(
+        "normalize_reward", true, "with the mean and standard deviation kept with the reward model"
+    ),
     "overlong_buffer_len": Field("overlong_buffer", whole),
     "overlong_penalty_factor": Field("overlong_penalty", number),
     "dynamic_filtering": Field(
-        "dynamic_filtering", true, "groups whose answers all have one reward are replaced, instead of those whose mean leaves a range"
+        "dynamic_filtering",
+        true,
+        "groups whose answers all have one reward are replaced, instead of those whose mean leaves a range",
     ),
     "top_p": Field("top_p", number),
-    "ring_attn_size": Field("sequence_parallel_size", count, "ranks exchange heads in place of blocks of keys: it divides the heads too"),
+    "ring_attn_size": Field(
+        "sequence_parallel_size",
+        count,
+        "ranks exchange heads in place of blocks of keys: it divides the heads too",
+    ),
     "vllm_num_engines": Field("vllm.num_engines", count),
     "vllm_tensor_parallel_size": Field("vllm.tensor_parallel_size", count),
     "vllm_gpu_memory_utilization": Field("vllm.gpu_memory_utilization", fraction),
@@ -125,16 +160,27 @@ FIELDS: dict[str, Field] = {
 PPO_ONLY = {"gamma", "lambd"}  # a dpo stage has fields of these names for SimPO and ORPO
 
 REASONS: dict[str, str] = {
-    "not needed: alignflow chooses this itself": """
-        flash_attn attn_implementation ring_head_stride experts_implementation vllm_sync_backend vllm_sync_with_ray enforce_eager
-        enable_prefix_caching overlap_comm grad_accum_dtype zpg actor_init_on_gpu gradient_checkpointing_use_reentrant rollout_tasks_per_gpu
-        gradient_checkpointing_reentrant vllm_generate_batch_size value_head_prefix dataloader_num_workers disable_fast_tokenizer
-        disable_trace_cache local_rank deepcompile use_liger_kernel max_num_seqs dist_backend""",
-    "not needed: alignflow always does this": "load_checkpoint save_hf_ckpt perf multiturn unpaired_preference",
-    "checkpoints are in the stage's run directory, artifacts/stages/<stage>-<digest>/": """
-        ckpt_path disable_ds_ckpt use_ds_universal_ckpt max_ckpt_mem best_metric_key""",
-    "write `wandb: {project: ...}` into the recipe for this, with the key in WANDB_API_KEY; TensorBoard files are always written": """
-        use_wandb use_tensorboard wandb_org wandb_group wandb_project wandb_run_name""",
+    "not needed: alignflow chooses this itself": (
+        """
+        flash_attn attn_implementation ring_head_stride experts_implementation vllm_sync_backend
+        vllm_sync_with_ray enforce_eager enable_prefix_caching overlap_comm grad_accum_dtype zpg
+        actor_init_on_gpu gradient_checkpointing_use_reentrant rollout_tasks_per_gpu
+        gradient_checkpointing_reentrant vllm_generate_batch_size value_head_prefix dataloader_num_workers
+        disable_fast_tokenizer disable_trace_cache local_rank deepcompile use_liger_kernel max_num_seqs
+        dist_backend"""
+    ),
+    "not needed: alignflow always does this": (
+        "load_checkpoint save_hf_ckpt perf multiturn unpaired_preference"
+    ),
+    "checkpoints are in the stage's run directory, artifacts/stages/<stage>-<digest>/": (
+        """
+        ckpt_path disable_ds_ckpt use_ds_universal_ckpt max_ckpt_mem best_metric_key"""
+    ),
+    "write `wandb: {project: ...}` into the recipe for this, with the key in WANDB_API_KEY; TensorBoard files"
+    " are always written": (
+        """
+        use_wandb use_tensorboard wandb_org wandb_group wandb_project wandb_run_name"""
+    ),
     "models are text models": "image_key max_images_per_prompt freeze_visual_encoder",
     "there is no moving average of the weights": "enable_ema ema_beta",
 }
@@ -166,10 +212,10 @@ DROPPED: dict[str, str] = {
 
 # Flags that other modules read, with those of the tables: a dotted flag is one of these.
 ELSEWHERE = (
-    "lora_rank lora_alpha target_modules reward_clip_range is_correction_threshold is_correction_type "
-    "rollout_max_tokens_per_gpu eval_n_samples_per_prompt train_max_tokens_per_gpu reward_offload eval_dataset eval_split "
-    "margin_loss ipo actor_num_nodes actor_num_gpus_per_node critic_num_nodes critic_num_gpus_per_node ref_num_nodes "
-    "ref_num_gpus_per_node reward_num_nodes reward_num_gpus_per_node"
+    "lora_rank lora_alpha target_modules reward_clip_range is_correction_threshold is_correction_type"
+    " rollout_max_tokens_per_gpu eval_n_samples_per_prompt train_max_tokens_per_gpu reward_offload"
+    " eval_dataset eval_split margin_loss ipo actor_num_nodes actor_num_gpus_per_node critic_num_nodes"
+    " critic_num_gpus_per_node ref_num_nodes ref_num_gpus_per_node reward_num_nodes reward_num_gpus_per_node"
 )
 KNOWN = {*FIELDS, *DROPPED, *ELSEWHERE.split()}
 
@@ -184,7 +230,8 @@ def flat(name: str) -> tuple[str, Dialect]:
         return RENAMED[name], "dotted"
     parts = name.removesuffix("_enable").split(".")
     ends = ["_".join(parts[at:]) for at in range(len(parts) if parts[0] in (*SECTIONS, "algo") else 1)]
-    if known := next((end for end in ends if end in KNOWN), None):
+    known = next((end for end in ends if end in KNOWN), None)
+    if known:
         return known, "dotted"
     section, _, rest = name.partition(".")
     name = rest if section in SECTIONS else name

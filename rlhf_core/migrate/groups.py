@@ -1,4 +1,5 @@
-"""Translates the GPUs of a stage: PPO's worker groups and engines, the ranks of other stages, and batch sizes that fit them."""
+"""Translates the GPUs of a stage: PPO's worker groups and engines, the ranks of other stages, and batch sizes
+that fit them."""
 
 from __future__ import annotations
 
@@ -8,14 +9,25 @@ from rlhf_core.migrate.draft import Draft, Flag
 from rlhf_core.migrate.inputs import is_model, rewards_of
 from rlhf_core.migrate.values import true, whole
 
-GROUPS = {"actor": "actor_ranks", "critic": "critic_ranks", "ref": "reference_ranks", "reward": "reward_ranks"}
+GROUPS = {
+    "actor": "actor_ranks",
+    "critic": "critic_ranks",
+    "ref": "reference_ranks",
+    "reward": "reward_ranks",
+}
 
 
 def read_groups(draft: Draft) -> None:
-    """Reads PPO's GPU groups. `--num_nodes` and `--num_gpus_per_node` are for all groups; models that share GPUs get groups of one size."""
-    nodes, per_node = _count(draft, "num_nodes"), _count(draft, "num_gpus_per_node")
+    """Reads PPO's GPU groups. `--num_nodes` and `--num_gpus_per_node` are for all groups; models that share
+    GPUs get groups of one size."""
+    nodes = _count(draft, "num_nodes")
+    per_node = _count(draft, "num_gpus_per_node")
     scored = any(map(is_model, rewards_of(draft)))
-    here = [role for role in GROUPS if (role != "critic" or draft.get("advantage_estimator") == "gae") and (role != "reward" or scored)]
+    here = [
+        role
+        for role in GROUPS
+        if (role != "critic" or draft.get("advantage_estimator") == "gae") and (role != "reward" or scored)
+    ]
     sizes: dict[str, tuple[int, int]] = {}
     leader = _leaders(draft, here)
     for role in GROUPS:
@@ -26,11 +38,19 @@ def read_groups(draft: Draft) -> None:
         if role in leader and size != sizes[leader[role]]:
             size = sizes[leader[role]]
             if any(given):
-                text = f"{GROUPS[role]}: {size[0]} x {size[1]}, the size of the {leader[role]}'s group, whose GPUs it shares"
+                text = (
+                    f"{GROUPS[role]}: {size[0]} x {size[1]}, the size of the {leader[role]}'s group, whose"
+                    " GPUs it shares"
+                )
                 draft.note("approximated", f"--{role}_num_nodes, --{role}_num_gpus_per_node", text)
         sizes[role] = size
         draft.put(GROUPS[role], {"num_nodes": size[0], "num_ranks_per_node": size[1], "gpus": 1.0})
-    _engines(draft, math.prod(sizes["actor"]), "colocate_all" in draft.left, nodes is not None or per_node is not None)
+    _engines(
+        draft,
+        math.prod(sizes["actor"]),
+        "colocate_all" in draft.left,
+        nodes is not None or per_node is not None,
+    )
 
 
 def read_async(draft: Draft) -> None:
@@ -41,22 +61,28 @@ def read_async(draft: Draft) -> None:
     if not true(flag.words):
         draft.translate(flag, "max_staleness", 0)
         return
-    if conflicts := [name for name in ("colocate_all", "vllm.sleep", "dynamic_filtering") if draft.get(name)]:
+    conflicts = [name for name in ("colocate_all", "vllm.sleep", "dynamic_filtering") if draft.get(name)]
+    if conflicts:
         draft.note("dropped", flag, f"max_staleness does not go with {' and '.join(conflicts)}")
         return
     without = draft.get("sampler_is") == "off"
     if without:
         draft.put("sampler_is", "truncate")
-    draft.translate(flag, "max_staleness", 1, "answers one update old, with sampler_is: truncate" if without else "")
+    draft.translate(
+        flag, "max_staleness", 1, "answers one update old, with sampler_is: truncate" if without else ""
+    )
 
 
 def _leaders(draft: Draft, here: list[str]) -> dict[str, str]:
     """Maps the roles that share another role's GPUs to that role."""
     if "colocate_critic_reward" in draft.left and not {"critic", "reward"} <= set(here):
-        draft.note("dropped", draft.left.pop("colocate_critic_reward"), "there is no critic, or no reward model")
+        draft.note(
+            "dropped", draft.left.pop("colocate_critic_reward"), "there is no critic, or no reward model"
+        )
     if "colocate_all" in draft.left:
         for flag in ("colocate_actor_ref", "colocate_critic_reward"):
-            if given := draft.take(flag):
+            given = draft.take(flag)
+            if given:
                 draft.note("translated", given, "part of colocate_all")
         return dict.fromkeys(here[1:], "actor")
     pairs = {"colocate_actor_ref": ("ref", "actor"), "colocate_critic_reward": ("reward", "critic")}
@@ -64,7 +90,8 @@ def _leaders(draft: Draft, here: list[str]) -> dict[str, str]:
 
 
 def _engines(draft: Draft, gpus: int, shared: bool, one_group: bool) -> None:
-    """Sets vLLM's number of engines; when they share the models' GPUs, one for each `tensor_parallel_size` GPUs."""
+    """Sets vLLM's number of engines; when they share the models' GPUs, one for each `tensor_parallel_size`
+    GPUs."""
     parallel = max(1, _whole_or(draft.left.get("vllm_tensor_parallel_size"), 1))
     draft.put("vllm.gpus", 1.0)
     wanted = _whole_or(draft.left.get("vllm_num_engines"), 0)
@@ -78,7 +105,11 @@ def _engines(draft: Draft, gpus: int, shared: bool, one_group: bool) -> None:
         text = f"vllm.num_engines: {engines}, as many as fit on the models' GPUs"
         draft.note("approximated" if flag else "translated", shown, text)
     else:
-        draft.note("approximated", shown, "vllm.num_engines: 1, as sampling is always by vLLM; give it as many GPUs as there are")
+        draft.note(
+            "approximated",
+            shown,
+            "vllm.num_engines: 1, as sampling is always by vLLM; give it as many GPUs as there are",
+        )
 
 
 def _whole_or(flag: Flag | None, other: int) -> int:
@@ -101,11 +132,17 @@ def _count(draft: Draft, name: str) -> int | None:
 
 
 def read_ranks(draft: Draft, given: tuple[int | None, int | None], gpus: int) -> None:
-    """Sets the ranks of a stage that torchrun or deepspeed starts. `given`: nodes and GPUs per node; `gpus`: default of the latter."""
-    nodes, per_node = given[0] or 1, given[1] or gpus
+    """Sets the ranks of a stage that torchrun or deepspeed starts. `given`: nodes and GPUs per node; `gpus`:
+    default of the latter."""
+    nodes = given[0] or 1
+    per_node = given[1] or gpus
     draft.put("ranks", {"num_nodes": nodes, "num_ranks_per_node": per_node, "gpus": 1.0})
     if given[1] is None:
-        draft.note("approximated", "(all GPUs of the machine)", f"ranks: {per_node} GPUs on a machine, from --gpus of alignflow migrate")
+        draft.note(
+            "approximated",
+            "(all GPUs of the machine)",
+            f"ranks: {per_node} GPUs on a machine, from --gpus of alignflow migrate",
+        )
     else:
         draft.note("translated", "(the launcher's processes)", f"ranks: {nodes} x {per_node}")
 
@@ -113,27 +150,52 @@ def read_ranks(draft: Draft, given: tuple[int | None, int | None], gpus: int) ->
 def fit(draft: Draft) -> None:
     """Changes zero_stage and batch sizes to fit the ranks, as a recipe requires."""
     names = ("actor_ranks", "critic_ranks") if draft.kind == "ppo" else ("ranks",)
-    worlds = [r["num_nodes"] * r["num_ranks_per_node"] for r in (draft.fields.get(name) for name in names) if r]
+    worlds = [
+        r["num_nodes"] * r["num_ranks_per_node"] for r in (draft.fields.get(name) for name in names) if r
+    ]
     world = math.lcm(*worlds) if worlds else 1
     if draft.get("zero_stage") == 0 and (world > 1 or draft.get("adam_offload")):
         draft.put("zero_stage", 1)
-        draft.note("approximated", "--zero_stage 0", "zero_stage: 1, the same on several ranks with the optimiser's state sharded")
-    batch, micro = draft.get("train_batch_size"), draft.get("micro_train_batch_size")
-    samples = draft.get("rollout_batch_size") * draft.get("n_samples_per_prompt") if draft.kind == "ppo" else 0
+        draft.note(
+            "approximated",
+            "--zero_stage 0",
+            "zero_stage: 1, the same on several ranks with the optimiser's state sharded",
+        )
+    batch = draft.get("train_batch_size")
+    micro = draft.get("micro_train_batch_size")
+    samples = (
+        draft.get("rollout_batch_size") * draft.get("n_samples_per_prompt") if draft.kind == "ppo" else 0
+    )
     fitting = batch if not batch % world else -(-batch // world) * world
     if samples and samples % fitting:
         divisors = [size for size in range(world, fitting + 1, world) if samples % size == 0]
         if divisors:
             fitting = divisors[-1]
         else:
-            prompts = math.lcm(fitting, draft.get("n_samples_per_prompt")) // draft.get("n_samples_per_prompt")
+            prompts = math.lcm(fitting, draft.get("n_samples_per_prompt")) // draft.get(
+                "n_samples_per_prompt"
+            )
             prompts = -(-draft.get("rollout_batch_size") // prompts) * prompts
             draft.put("rollout_batch_size", prompts)
-            draft.note("approximated", "--rollout_batch_size", f"rollout_batch_size: {prompts}, a whole number of optimiser steps")
+            draft.note(
+                "approximated",
+                "--rollout_batch_size",
+                f"rollout_batch_size: {prompts}, a whole number of optimiser steps",
+            )
     if fitting != batch:
         draft.put("train_batch_size", fitting)
-        draft.note("approximated", "--train_batch_size", f"train_batch_size: {fitting}, which {world} ranks share evenly")
+        draft.note(
+            "approximated",
+            "--train_batch_size",
+            f"train_batch_size: {fitting}, which {world} ranks share evenly",
+        )
     if fitting % (micro * world):
-        micro = next(size for size in range(min(micro, fitting // world), 0, -1) if fitting % (size * world) == 0)
+        micro = next(
+            size for size in range(min(micro, fitting // world), 0, -1) if fitting % (size * world) == 0
+        )
         draft.put("micro_train_batch_size", micro)
-        draft.note("approximated", "--micro_train_batch_size", f"micro_train_batch_size: {micro}, so that {world} ranks make whole passes")
+        draft.note(
+            "approximated",
+            "--micro_train_batch_size",
+            f"micro_train_batch_size: {micro}, so that {world} ranks make whole passes",
+        )

@@ -22,7 +22,8 @@ class Chain:
     models: dict[str, str] = field(default_factory=dict)
 
     def model(self, path: str) -> str:
-        """Returns the name of a model in the recipe: a stage, `base`, or the path itself. The first outside model becomes the base."""
+        """Returns the name of a model in the recipe: a stage, `base`, or the path itself. The first outside
+        model becomes the base."""
         if plain(path) in self.models:
             return self.models[plain(path)]
         if self.base is None:
@@ -60,7 +61,9 @@ def rewards_of(draft: Draft) -> list[str]:
     """Returns the names of the sources of a PPO stage's rewards: models, functions, URLs."""
     sources = draft.fields["reward"]
     listed_sources = sources if isinstance(sources, list) else [sources]
-    return [str(next(iter(source.values()))) if isinstance(source, dict) else source for source in listed_sources]
+    return [
+        str(next(iter(source.values()))) if isinstance(source, dict) else source for source in listed_sources
+    ]
 
 
 def required(draft: Draft, flag: Flag | None, what: str) -> Flag:
@@ -74,16 +77,20 @@ def model_of(draft: Draft, flag: Flag, name: str, chain: Chain) -> str:
     """Sets the field `name` to a model. Returns its name in the recipe."""
     path = flag.first
     found = chain.model(path)
-    unknown = "the value of this variable is not in the script: write the model there" if is_unknown(path) else ""
+    unknown = (
+        "the value of this variable is not in the script: write the model there" if is_unknown(path) else ""
+    )
     for output, stage in chain.models.items():
         if found == outside(path) and plain(path).startswith(output + "/"):
-            found, unknown = stage, f"a folder inside the output of stage {stage} is taken as its final model"
+            found = stage
+            unknown = f"a folder inside the output of stage {stage} is taken as its final model"
     draft.translate(flag, name, found, unknown)
     return found
 
 
 def read_models(draft: Draft, chain: Chain) -> None:
-    """Reads the model to train, its reference, and PPO's critic and rewards. Raises ValueError when there is no model or reward."""
+    """Reads the model to train, its reference, and PPO's critic and rewards. Raises ValueError when there is
+    no model or reward."""
     flag = required(draft, draft.take("pretrain"), "model (--pretrain, --model.model_name_or_path)")
     start = model_of(draft, flag, MODEL_FIELD[draft.kind], chain)
     reference = draft.take("ref_pretrain")
@@ -98,18 +105,28 @@ def read_models(draft: Draft, chain: Chain) -> None:
 
 def _read_rewards(draft: Draft, chain: Chain) -> None:
     sources: list[Any] = []
-    if flag := draft.take("remote_rm_url"):
+    flag = draft.take("remote_rm_url")
+    if flag:
         for place in listed(flag.words):
             if "@" in urlsplit(place).netloc:
-                text = "the address contains a password: add it to reward without, with the name of a variable in api_key_env"
+                text = (
+                    "the address contains a password: add it to reward without, with the name of a variable"
+                    " in api_key_env"
+                )
                 draft.note("dropped", flag, text)
             elif place.startswith(("http://", "https://")):
                 sources.append(place)
-                text = "reward: the server must answer as docs/how-to/rewards.md says, or as `alignflow serve-reward` does"
+                text = (
+                    "reward: the server must answer as docs/how-to/rewards.md says, or as `alignflow"
+                    " serve-reward` does"
+                )
                 draft.note("approximated", flag, text)
             elif place.partition(":")[0].endswith(".py"):
                 sources.append(place if ":" in place else f"{place}:reward_func")
-                text = "reward: a function names the arguments it needs, see docs/how-to/rewards.md; change its signature"
+                text = (
+                    "reward: a function names the arguments it needs, see docs/how-to/rewards.md; change its"
+                    " signature"
+                )
                 draft.note("approximated", flag, text)
             else:
                 draft.note("dropped", flag, f"{place} is neither a URL nor a Python file; add a reward")
@@ -121,7 +138,9 @@ def _read_rewards(draft: Draft, chain: Chain) -> None:
     else:
         draft.note("dropped", flag, "the script has a remote reward, which is used alone")
     draft.note(
-        "dropped", draft.take("agent_func_path"), "multi-turn agents are not part of a recipe; write a reward function and add it to reward"
+        "dropped",
+        draft.take("agent_func_path"),
+        "multi-turn agents are not part of a recipe; write a reward function and add it to reward",
     )
     if not sources:
         required(draft, None, "reward (--reward_pretrain or --remote_rm_url)")
@@ -129,22 +148,30 @@ def _read_rewards(draft: Draft, chain: Chain) -> None:
 
 
 def _read_critic(draft: Draft, chain: Chain, start: str) -> None:
-    first, flag = rewards_of(draft)[0], draft.take("critic_pretrain")
+    first = rewards_of(draft)[0]
+    flag = draft.take("critic_pretrain")
     if draft.get("advantage_estimator") != "gae":
         draft.note("dropped", flag, f"{draft.get('advantage_estimator')} has no critic")
         if draft.fields.pop("freezing_actor_steps", None):
-            draft.note("dropped", "--freezing_actor_steps", f"{draft.get('advantage_estimator')} has no critic")
+            draft.note(
+                "dropped", "--freezing_actor_steps", f"{draft.get('advantage_estimator')} has no critic"
+            )
     elif flag and flag.words and chain.model(flag.first) != first:
         model_of(draft, flag, "critic", chain)
     elif flag:
         draft.note("translated", flag, "the critic starts from the first reward model")
     elif not is_model(first):
         draft.put("critic", start)
-        draft.note("approximated", "(no --critic_pretrain)", "critic: starts from the actor, as there is no reward model")
+        draft.note(
+            "approximated",
+            "(no --critic_pretrain)",
+            "critic: starts from the actor, as there is no reward model",
+        )
 
 
 def read_data(draft: Draft) -> None:
-    """Reads the training data and the held-out data of a stage. Raises ValueError when the command names no data."""
+    """Reads the training data and the held-out data of a stage. Raises ValueError when the command names no
+    data."""
     ppo = draft.kind == "ppo"
     flag = (draft.take("prompt_data") if ppo else None) or draft.take("dataset")
     flag = required(draft, flag, f"data (--{'prompt_data' if ppo else 'dataset'})")
@@ -153,7 +180,8 @@ def read_data(draft: Draft) -> None:
     data: dict[str, Any] = {"sources": _sources(draft, flag, columns, "prompt" if ppo else "train")}
     if template != "chat":
         data["template"] = template
-    if most := draft.read(limit := draft.take("max_samples"), count):
+    most = draft.read(limit := draft.take("max_samples"), count)
+    if most:
         if most < NO_LIMIT:
             data["max_samples"] = most
         draft.note("translated", limit, "max_samples of the data")
@@ -176,7 +204,9 @@ def _sources(draft: Draft, flag: Flag, columns: dict[str, str], kind: str) -> li
     weights = draft.read(given, weights_of, "the data sets have equal shares")
     if weights:
         sums_to_1 = abs(sum(weights) - 1) < 1e-6
-        draft.note("translated" if sums_to_1 else "approximated", given, "probability of each source; they sum to 1")
+        draft.note(
+            "translated" if sums_to_1 else "approximated", given, "probability of each source; they sum to 1"
+        )
     weights = weights or [1.0] * len(paths)
     split = draft.take("prompt_split" if kind == "prompt" else "train_split")
     draft.note("translated", split, "split of the sources")
@@ -184,9 +214,17 @@ def _sources(draft: Draft, flag: Flag, columns: dict[str, str], kind: str) -> li
     for path, weight in zip(paths, weights, strict=True):
         name, at, folder = path.partition("@")
         if at:
-            draft.note("approximated", flag, f"the folder {folder} of {name} is not selected: give its files, or another data set id")
+            draft.note(
+                "approximated",
+                flag,
+                f"the folder {folder} of {name} is not selected: give its files, or another data set id",
+            )
         if is_unknown(path):
-            draft.note("approximated", flag, "the value of this variable is not in the script: write the data set there")
+            draft.note(
+                "approximated",
+                flag,
+                "the value of this variable is not in the script: write the data set there",
+            )
         source: dict[str, Any] = {"path": name, **columns}
         if split and split.first not in ("", "train"):
             source["split"] = split.first
@@ -204,7 +242,11 @@ def _columns(draft: Draft, template: str) -> dict[str, str]:
     match draft.kind:
         case "sft":
             chat = template == "chat" and "output_key" not in draft.left
-            wanted = {"input_key": "messages_key"} if chat else {"input_key": "prompt_key", "output_key": "response_key"}
+            wanted = (
+                {"input_key": "messages_key"}
+                if chat
+                else {"input_key": "prompt_key", "output_key": "response_key"}
+            )
             if chat and "input_key" in draft.left and "multiturn" not in draft.left:
                 text = "messages_key; every assistant message of a conversation is learned, not only the last"
                 draft.note("approximated", draft.left["input_key"], text)
@@ -215,11 +257,13 @@ def _columns(draft: Draft, template: str) -> dict[str, str]:
         case _:
             wanted = {"prompt_key": "prompt_key", "chosen_key": "chosen_key", "rejected_key": "rejected_key"}
     columns: dict[str, str] = {}
-    if margin := draft.take("margin_loss"):
+    margin = draft.take("margin_loss")
+    if margin:
         columns["margin_key"] = "margin"
         draft.note("translated", margin, "margin_key of the data: margin")
     for flag, column in wanted.items():
-        if (given := draft.take(flag)) and given.first.lower() not in ("", "none"):
+        given = draft.take(flag)
+        if given and given.first.lower() not in ("", "none"):
             columns[column] = given.first
             if not any(note.flag == given.shown for note in draft.notes):
                 draft.note("translated", given, f"{column} of the data")
@@ -227,7 +271,8 @@ def _columns(draft: Draft, template: str) -> dict[str, str]:
 
 
 def _template(draft: Draft) -> str:
-    chat, given = draft.take("apply_chat_template"), draft.take("input_template")
+    chat = draft.take("apply_chat_template")
+    given = draft.take("input_template")
     if chat:
         draft.note("translated", chat, "template: chat")
         draft.note("dropped", given, "--apply_chat_template is used")
@@ -247,7 +292,8 @@ def _template(draft: Draft) -> str:
 
 def _held_out(draft: Draft, columns: dict[str, str], template: str) -> None:
     name = "eval_prompts" if draft.has("eval_prompts") else "eval_data"
-    flag, split = draft.take("eval_dataset"), draft.take("eval_split")
+    flag = draft.take("eval_dataset")
+    split = draft.take("eval_split")
     if not draft.has(name):
         draft.note("dropped", flag, "an `evaluation` stage after training judges answers; add one")
         draft.note("dropped", None if flag else split, "an `evaluation` stage after training judges answers")
@@ -269,17 +315,23 @@ def _held_out(draft: Draft, columns: dict[str, str], template: str) -> None:
 
 
 def _validation(draft: Draft) -> None:
-    """Translates how often prompts are answered while PPO trains, how many answers each gets, and how they are sampled."""
+    """Translates how often prompts are answered while PPO trains, how many answers each gets, and how they
+    are sampled."""
     temperature = draft.take("eval_temperature")
     if "eval_prompts" not in draft.fields:
         draft.note("dropped", temperature, "there are no eval_prompts")
     elif (value := draft.read(temperature, number, "it is that of the training")) is not None:
         draft.translate(temperature, "eval_temperature", value)
-    for flag, name, how in (("eval_steps", "eval_steps", "iterations"), ("eval_n_samples_per_prompt", "eval_samples", "")):
+    for flag, name, how in (
+        ("eval_steps", "eval_steps", "iterations"),
+        ("eval_n_samples_per_prompt", "eval_samples", ""),
+    ):
         given = draft.take(flag)
         if "eval_prompts" not in draft.fields:
             draft.note("dropped", given, "there are no eval_prompts")
         elif count_of := draft.read(given, off_or_number, f"{name} keeps its default"):
             draft.translate(given, name, count_of, how)
         elif count_of == 0:
-            draft.note("approximated", given, f"{name} keeps its default: remove eval_prompts to validate nothing")
+            draft.note(
+                "approximated", given, f"{name} keeps its default: remove eval_prompts to validate nothing"
+            )

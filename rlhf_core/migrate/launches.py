@@ -1,7 +1,8 @@
 """Finds the training commands of a script or of Kubernetes YAML, with their stage kind, flags and GPUs.
 
-Scripts in YAML are those of ConfigMaps, of containers of any resource, and the entrypoint of a RayJob. Commands are also found inside of
-`python -m`, `torchrun`, `torch.distributed.launch`, `deepspeed`, `ray job submit`, `srun`, `bash -c` and `eval`.
+Scripts in YAML are those of ConfigMaps, of containers of any resource, and the entrypoint of a RayJob.
+Commands are also found inside of `python -m`, `torchrun`, `torch.distributed.launch`, `deepspeed`, `ray job
+submit`, `srun`, `bash -c` and `eval`.
 """
 
 from __future__ import annotations
@@ -28,7 +29,16 @@ PROGRAMS = {
     "train_ppo_ray": "ppo",
     "train_ppo_ray_optim": "ppo",
 }
-NOT_OURS = {"train_kd", "train_prm", "train_es_ray", "train_opd", "train_continue_pretrain", "train_grpo", "train_simpo", "train_orpo"}
+NOT_OURS = {
+    "train_kd",
+    "train_prm",
+    "train_es_ray",
+    "train_opd",
+    "train_continue_pretrain",
+    "train_grpo",
+    "train_simpo",
+    "train_orpo",
+}
 SAMPLING = "batch_inference"
 STARTERS = re.compile(r"(.*/)?(python[\d.]*|deepspeed|torchrun|accelerate|-m|--module)")
 SHELLS = {"bash", "sh", "zsh"}
@@ -36,7 +46,8 @@ MAX_DEPTH = 4  # of scripts inside scripts
 
 
 class Launch(NamedTuple):
-    """One training command of a tool. `flags`: words by flag; `gpus`: (nodes, GPUs per node) of the launcher, None if not given."""
+    """One training command of a tool. `flags`: words by flag; `gpus`: (nodes, GPUs per node) of the launcher,
+    None if not given."""
 
     kind: str
     flags: dict[str, tuple[str, ...]]
@@ -60,7 +71,10 @@ def launches_of(text: str, folder: Path = Path()) -> Found:
     variables = Variables()
     scripts = scripts_of(text, variables) if is_manifest(text) else [read_script(text, variables)]
     found = [launches_in(script, variables, folder) for script in scripts]
-    return Found([launch for one in found for launch in one.launches], [remark for one in found for remark in one.remarks])
+    return Found(
+        [launch for one in found for launch in one.launches],
+        [remark for one in found for remark in one.remarks],
+    )
 
 
 def launches_in(script: Script, variables: Variables, folder: Path = Path(), depth: int = 0) -> Found:
@@ -77,9 +91,14 @@ def launches_in(script: Script, variables: Variables, folder: Path = Path(), dep
         elif (program := trl_program(words)) is not None:
             _add_trl(found, words, program, line, folder)
         elif place is not None and name in PROGRAMS:
-            found.launches.append(Launch(PROGRAMS[name], flags_of(words[place + 1 :]), line, _gpus(words[:place])))
+            found.launches.append(
+                Launch(PROGRAMS[name], flags_of(words[place + 1 :]), line, _gpus(words[:place]))
+            )
         elif name == SAMPLING:
-            text = f"{name} is left out: a stage `iterative_dpo` or `iterative` samples, scores and trains (docs/reference/algorithms.md)"
+            text = (
+                f"{name} is left out: a stage `iterative_dpo` or `iterative` samples, scores and trains"
+                " (docs/reference/algorithms.md)"
+            )
             found.remarks.append(Remark(line, text))
         elif name:
             found.remarks.append(Remark(line, f"{name} has no counterpart here: the command is left out"))
@@ -89,16 +108,20 @@ def launches_in(script: Script, variables: Variables, folder: Path = Path(), dep
 def _add_trl(found: Found, words: tuple[str, ...], program: TrlProgram, line: int, folder: Path) -> None:
     """Adds a command of TRL to the launches, or a remark that it is left out."""
     if program.name not in TRL_KINDS:
-        found.remarks.append(Remark(line, f"trl {program.name} has no counterpart here: the command is left out"))
+        found.remarks.append(
+            Remark(line, f"trl {program.name} has no counterpart here: the command is left out")
+        )
         return
-    launcher, given = flags_of(words[: program.at]), flags_of(words[program.at + 1 :])
+    launcher = flags_of(words[: program.at])
+    given = flags_of(words[program.at + 1 :])
     launched = trl_launch(words, program, given, launcher, folder, line)
     found.launches.append(Launch(TRL_KINDS[program.name], launched.options, line, launched.gpus, "trl"))
     found.remarks.extend(Remark(line, remark) for remark in launched.remarks)
 
 
 def flags_of(words: tuple[str, ...]) -> dict[str, tuple[str, ...]]:
-    """Parses `--flag value`, `--flag=value`, `--flag` and `--flag one two`. A flag given twice has its last values; -1 is a value."""
+    """Parses `--flag value`, `--flag=value`, `--flag` and `--flag one two`. A flag given twice has its last
+    values; -1 is a value."""
     flags: dict[str, tuple[str, ...]] = {}
     name = ""
     for word in words:
@@ -145,7 +168,8 @@ def _program(words: tuple[str, ...]) -> int | None:
 
 
 def _gpus(words: tuple[str, ...]) -> tuple[int | None, int | None]:
-    """Returns nodes and GPUs per node from the flags of torchrun, torch.distributed.launch or deepspeed; None if not given."""
+    """Returns nodes and GPUs per node from the flags of torchrun, torch.distributed.launch or deepspeed; None
+    if not given."""
     flags = flags_of(words)
 
     def number(*names: str) -> int | None:
@@ -161,19 +185,27 @@ def _gpus(words: tuple[str, ...]) -> tuple[int | None, int | None]:
 
 def is_manifest(text: str) -> bool:
     """Returns whether a file is Kubernetes YAML, not a shell script, which may contain some in a heredoc."""
-    first = next((line for line in text.splitlines() if line.strip() and not line.lstrip().startswith(("#", "---"))), "")
-    return re.match(r"[A-Za-z]+:(\s|$)", first) is not None and re.search(r"^apiVersion:\s", text, re.M) is not None
+    first = next(
+        (line for line in text.splitlines() if line.strip() and not line.lstrip().startswith(("#", "---"))),
+        "",
+    )
+    return (
+        re.match(r"[A-Za-z]+:(\s|$)", first) is not None
+        and re.search(r"^apiVersion:\s", text, re.M) is not None
+    )
 
 
 def scripts_of(text: str, variables: Variables) -> list[Script]:
-    """Returns the scripts of a manifest, and sets the plain `env` of its containers in `variables`. Raises ValueError for wrong YAML."""
+    """Returns the scripts of a manifest, and sets the plain `env` of its containers in `variables`. Raises
+    ValueError for wrong YAML."""
     try:
         documents = [document for document in yaml.safe_load_all(text) if isinstance(document, dict)]
     except (yaml.YAMLError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         mark = getattr(error, "problem_mark", None)
         where = f" line {mark.line + 1}" if mark else ""
         raise ValueError(
-            f"the manifest is not plain YAML ({getattr(error, 'problem', error)},{where}): render its templates first"
+            f"the manifest is not plain YAML ({getattr(error, 'problem', error)},{where}): render its"
+            " templates first"
         ) from None
     for container in _containers(documents):
         for entry in _listed(container.get("env")):
@@ -190,11 +222,14 @@ def _scripts_in(document: dict[str, Any], text: str, variables: Variables) -> It
     spec = document.get("spec")
     entrypoint = spec.get("entrypoint") if isinstance(spec, dict) else None
     if isinstance(entrypoint, str):
-        joined = re.sub(r"[ \t]*\\?\n[ \t]*(?=--)", " ", entrypoint)  # written over several lines, with or without backslashes
+        # written over several lines, with or without backslashes
+        joined = re.sub(r"[ \t]*\\?\n[ \t]*(?=--)", " ", entrypoint)
         yield read_script(joined, variables, _line(text, entrypoint))
     for container in _containers(document):
         words = [str(word) for key in ("command", "args") for word in _listed(container.get(key))]
-        words = [re.sub(r"\$\((\w+)\)", lambda m: " ".join(variables.get(m[1], [m[0]])), word) for word in words]
+        words = [
+            re.sub(r"\$\((\w+)\)", lambda m: " ".join(variables.get(m[1], [m[0]])), word) for word in words
+        ]
         if words:
             yield Script([Command(tuple(words), _line(text, max(words, key=len)))])
 

@@ -1,4 +1,5 @@
-"""Converts a launch script, Kubernetes YAML with one inside, or a config of TRL to a recipe with comments about every flag."""
+"""Converts a launch script, Kubernetes YAML with one inside, or a config of TRL to a recipe with comments
+about every flag."""
 
 from __future__ import annotations
 
@@ -35,22 +36,28 @@ class Migrated(NamedTuple):
 def migrate(path: Path, gpus: int = 8) -> Migrated:
     """Converts a script to a recipe; executes nothing of it.
 
-    `gpus`: number of GPUs of one machine, for launchers that take all. Raises ValueError, one sentence, when it is no text file, a quote
-    is not closed, it has no training command, a command has no model or data, or a recipe refuses a value.
+    `gpus`: number of GPUs of one machine, for launchers that take all. Raises ValueError, one sentence, when
+    it is no text file, a quote is not closed, it has no training command, a command has no model or data, or
+    a recipe refuses a value.
     """
     try:
         text = path.read_text()
     except OSError as error:
-        raise ValueError(f"script {path}: {error.strerror or error}; give the path of a shell script or a Kubernetes manifest") from None
+        raise ValueError(
+            f"script {path}: {error.strerror or error}; give the path of a shell script or a Kubernetes"
+            " manifest"
+        ) from None
     except UnicodeDecodeError:
-        raise ValueError(f"script {path} is not a text file; give the path of a shell script or a Kubernetes manifest") from None
+        raise ValueError(
+            f"script {path} is not a text file; give the path of a shell script or a Kubernetes manifest"
+        ) from None
     try:
         refuse_python(text, path.suffix)
         found = _found_in(text, path)
         if not found.launches:
             raise ValueError(
-                f"there is no training command in it (one that starts {', '.join(PROGRAMS)}, or trl {'|'.join(KINDS)}); give the script "
-                "that launches the training"
+                f"there is no training command in it (one that starts {', '.join(PROGRAMS)}, or trl"
+                f" {'|'.join(KINDS)}); give the script that launches the training"
             )
         raw, notes = stages_of(found.launches, gpus)
         raw = {"name": re.sub(r"[^A-Za-z0-9._-]+", "-", path.stem).strip("-._") or "migrated", **raw}
@@ -63,7 +70,9 @@ def migrate(path: Path, gpus: int = 8) -> Migrated:
 
 def _found_in(text: str, path: Path) -> Found:
     """Returns the training commands of a script or a manifest, or the one of a YAML config of TRL."""
-    config = trl_config(text, path.stem) if path.suffix in (".yaml", ".yml") and not is_manifest(text) else None
+    config = (
+        trl_config(text, path.stem) if path.suffix in (".yaml", ".yml") and not is_manifest(text) else None
+    )
     if config is None:
         return launches_of(text, path.parent)
     command, options = config
@@ -71,11 +80,17 @@ def _found_in(text: str, path: Path) -> Found:
 
 
 def _text(path: Path, raw: dict[str, Any], notes: list[Note], remarks: list[Remark]) -> str:
-    lines = [f"Made from {path.name} by `alignflow migrate`. Nothing was executed; docs/how-to/migration.md says how to go on."]
+    lines = [
+        f"Made from {path.name} by `alignflow migrate`. Nothing was executed; docs/how-to/migration.md says"
+        " how to go on."
+    ]
     lines += [f"Line {remark.line}: {remark.text}." for remark in remarks]
     for what, heading in HEADINGS.items():
         found = [note for note in notes if note.what == what]
         if found:
             lines += ["", heading, *(f"  {note.stage}: {note.flag} -> {note.text}" for note in found)]
-    comments = "".join(f"# {line}".rstrip() + "\n" for line in "\n".join(line.replace("\n", "\\n") for line in lines).splitlines())
+    comments = "".join(
+        f"# {line}".rstrip() + "\n"
+        for line in "\n".join(line.replace("\n", "\\n") for line in lines).splitlines()
+    )
     return comments + "\n" + dump(raw, width=120)

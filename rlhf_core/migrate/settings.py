@@ -1,4 +1,5 @@
-"""Translates settings of several flags or fields: precision, adapters, schedule, PPO's variants; and sets the dialects' defaults."""
+"""Translates settings of several flags or fields: precision, adapters, schedule, PPO's variants; and sets the
+dialects' defaults."""
 
 from __future__ import annotations
 
@@ -7,25 +8,34 @@ from typing import Any
 from rlhf_core.migrate.draft import Draft, Flag
 from rlhf_core.migrate.values import count, listed, number, pair, whole
 
-# The dialects' defaults; those that differ from ours are written to the recipe. The dotted dialect changed some.
+# The dialects' defaults; those that differ from ours are written to the recipe. The dotted dialect changed
+# some.
 DEFAULTS: dict[str, dict[str, float]] = {
     "sft": {"zero_stage": 2, "learning_rate": 1e-5, "max_len": 512},
     "reward_model": {"zero_stage": 2, "learning_rate": 9e-6, "max_len": 512},
     "dpo": {"zero_stage": 2, "learning_rate": 1e-5, "max_len": 512, "beta": 0.1},
     "kto": {"zero_stage": 2, "learning_rate": 1e-5, "max_len": 512, "beta": 0.01},
-    "ppo": {"zero_stage": 2, "init_kl_coef": 0.02, "rollout_batch_size": 512, "lambd": 0.95, "value_clip": 0.2},
+    "ppo": {
+        "zero_stage": 2,
+        "init_kl_coef": 0.02,
+        "rollout_batch_size": 512,
+        "lambd": 0.95,
+        "value_clip": 0.2,
+    },
 }
 DOTTED_DEFAULTS: dict[str, dict[str, float]] = {
     "sft": {"learning_rate": 5e-6, "max_len": 2048},
     "ppo": {"init_kl_coef": 0.01, "rollout_batch_size": 1024, "lambd": 1.0, "value_clip": 0.5},
 }
-SCHEDULES = {"cosine_with_min_lr": None, "constant": 1.0, "constant_with_warmup": 1.0, "cosine": 0.0}  # min_lr_ratio of our cosine
+# min_lr_ratio of our cosine
+SCHEDULES = {"cosine_with_min_lr": None, "constant": 1.0, "constant_with_warmup": 1.0, "cosine": 0.0}
 TOTAL_LENGTH = 2048  # default of --data.max_len in PPO: prompt and answer together
 
 
 def read_precision(draft: Draft) -> None:
     """Reads --bf16 and --param_dtype."""
-    bf16, dtype = draft.take("bf16"), draft.take("param_dtype")
+    bf16 = draft.take("bf16")
+    dtype = draft.take("param_dtype")
     if bf16:
         draft.translate(bf16, "dtype", "bfloat16")
     if dtype:
@@ -38,8 +48,11 @@ def read_precision(draft: Draft) -> None:
 
 def read_adapters(draft: Draft) -> None:
     """Reads LoRA's flags, and 4-bit base weights."""
-    rank, alpha, targets, four = (draft.take(flag) for flag in ("lora_rank", "lora_alpha", "target_modules", "load_in_4bit"))
-    if (dropout := draft.take("lora_dropout")) and dropout.first not in ("0", "0.0"):
+    rank, alpha, targets, four = (
+        draft.take(flag) for flag in ("lora_rank", "lora_alpha", "target_modules", "load_in_4bit")
+    )
+    dropout = draft.take("lora_dropout")
+    if dropout and dropout.first not in ("0", "0.0"):
         draft.note("dropped", dropout, "adapters have no dropout")
     lora: dict[str, Any] = {"rank": max(0, draft.read(rank, whole) or 0), "alpha": 16.0}
     if not lora["rank"]:
@@ -70,7 +83,8 @@ def put_lora(draft: Draft, lora: dict[str, Any], four: Flag | None) -> None:
 
 def read_schedule(draft: Draft) -> None:
     """Reads --lr_scheduler; ours is a linear warm-up and a cosine to min_lr_ratio."""
-    if flag := draft.take("lr_scheduler"):
+    flag = draft.take("lr_scheduler")
+    if flag:
         ratio = SCHEDULES.get(flag.first)
         if ratio is not None:
             draft.translate(flag, "min_lr_ratio", ratio)
@@ -84,10 +98,18 @@ def read_token_limits(draft: Draft) -> None:
     """Reads limits of passes in tokens instead of rows."""
     dynamic = draft.take("use_dynamic_batch")
     draft.note("translated", dynamic, "micro_train_tokens")
-    for name, default in (("train", Flag("(no --train_max_tokens_per_gpu)", ("16192",)) if dynamic else None), ("rollout", None)):
-        flag, limit = draft.take(f"{name}_max_tokens_per_gpu") or default, f"micro_{name}_tokens"
+    for name, default in (
+        ("train", Flag("(no --train_max_tokens_per_gpu)", ("16192",)) if dynamic else None),
+        ("rollout", None),
+    ):
+        flag = draft.take(f"{name}_max_tokens_per_gpu") or default
+        limit = f"micro_{name}_tokens"
         if not dynamic or not draft.has(limit):
-            draft.note("dropped", flag, f"a {draft.kind} stage has no {limit}" if dynamic else "it belongs to --use_dynamic_batch")
+            draft.note(
+                "dropped",
+                flag,
+                f"a {draft.kind} stage has no {limit}" if dynamic else "it belongs to --use_dynamic_batch",
+            )
         elif value := draft.read(flag, count):
             draft.translate(flag, limit, value)
 
@@ -95,14 +117,19 @@ def read_token_limits(draft: Draft) -> None:
 def read_ppo(draft: Draft) -> None:
     """Reads PPO's lengths, clips, KL, importance weights and offloads."""
     _lengths(draft)
-    if clips := draft.read(flag := draft.take("eps_clip_low_high"), pair):
+    clips = draft.read(flag := draft.take("eps_clip_low_high"), pair)
+    if clips:
         draft.put("eps_clip_low", clips[0])
         draft.put("eps_clip_high", clips[1])
         draft.note("translated", flag, "eps_clip_low and eps_clip_high")
-    if clips := draft.read(flag := draft.take("reward_clip_range"), pair):
+    clips = draft.read(flag := draft.take("reward_clip_range"), pair)
+    if clips:
         clip = max(map(abs, clips))
-        draft.translate(flag, "reward_clip", clip, "" if -clips[0] == clips[1] else f"the same on both sides, {clip:g}")
-    if flag := draft.take("use_kl_loss"):
+        draft.translate(
+            flag, "reward_clip", clip, "" if -clips[0] == clips[1] else f"the same on both sides, {clip:g}"
+        )
+    flag = draft.take("use_kl_loss")
+    if flag:
         draft.translate(flag, "kl_in", "loss")
         if draft.get("kl_estimator") == "k1":
             draft.put("kl_estimator", "k2")
@@ -114,7 +141,8 @@ def read_ppo(draft: Draft) -> None:
 
 
 def _lengths(draft: Draft) -> None:
-    total, given = draft.take("max_len"), draft.left.get("generate_max_len")
+    total = draft.take("max_len")
+    given = draft.left.get("generate_max_len")
     if draft.dialect == "flat":
         draft.note("dropped", total, "prompt_max_len and generate_max_len are used")
         return
@@ -130,15 +158,22 @@ def _lengths(draft: Draft) -> None:
     if not given:
         draft.note("approximated", shown, f"generate_max_len: {answer}, half of the whole length")
     draft.put("prompt_max_len", max(1, longest - answer))
-    draft.note("approximated", shown, f"prompt_max_len: {max(1, longest - answer)}, what the answer leaves of the whole length")
+    draft.note(
+        "approximated",
+        shown,
+        f"prompt_max_len: {max(1, longest - answer)}, what the answer leaves of the whole length",
+    )
 
 
 def _importance(draft: Draft) -> None:
-    on, kind = draft.take("enable_vllm_is_correction"), draft.take("is_correction_type")
+    on = draft.take("enable_vllm_is_correction")
+    kind = draft.take("is_correction_type")
     threshold = draft.take("is_correction_threshold") or draft.take("vllm_is_truncated_threshold")
     if not on:
         draft.put("sampler_is", "off")
-        draft.note("translated", "(no importance weights)", "sampler_is: off; alignflow's own default is truncate")
+        draft.note(
+            "translated", "(no importance weights)", "sampler_is: off; alignflow's own default is truncate"
+        )
         for flag in (kind, threshold):
             draft.note("dropped", flag, "importance weights are not switched on")
         return

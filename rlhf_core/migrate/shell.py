@@ -1,8 +1,9 @@
 """Parses a shell script into its commands, with quotes, continuations, comments, heredocs and variables.
 
-Nothing is executed and no condition is evaluated: the commands of all branches are listed. An assignment inside a condition or a loop
-is used only when its variable has no value yet; `Script.remarks` lists such places and others that could not be followed. What only a
-shell can compute (`$(...)`, `$((...))`, `${A%.*}`) stays as it is written, so that the caller can report it.
+Nothing is executed and no condition is evaluated: the commands of all branches are listed. An assignment
+inside a condition or a loop is used only when its variable has no value yet; `Script.remarks` lists such
+places and others that could not be followed. What only a shell can compute (`$(...)`, `$((...))`, `${A%.*}`)
+stays as it is written, so that the caller can report it.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ REDIRECTION = re.compile(r"\d*(?:<<<|&>>?|[<>]&|>\||>>?|<)[ \t]*")
 OPERATOR = re.compile(r"&&|\|\||[;&|()\n]")
 ARITHMETIC = re.compile(r"\(\((?:[^()]|\([^()]*\))*\)\)")
 VARIABLE = r"\$(?:\{(?P<braces>(?:[^{}]|\{[^{}]*\})*)\}|(?P<name>[A-Za-z_]\w*|[\d@*#?$!-]))"
-COMPUTED = r"\$\((?:[^()]|\((?:[^()]|\([^()]*\))*\))*\)|`[^`]*`"  # a command or arithmetic; may have brackets in its brackets
+# a command or arithmetic; may have brackets in its brackets
+COMPUTED = r"\$\((?:[^()]|\((?:[^()]|\([^()]*\))*\))*\)|`[^`]*`"
 # A word is a sequence of these. An escaped newline continues the line.
 PIECE = re.compile(
     rf"""
@@ -36,7 +38,9 @@ PIECE = re.compile(
     re.S | re.X,
 )
 IN_QUOTES = re.compile(rf"{VARIABLE}|\\(?P<escaped>[$`\"\\\n])", re.S)
-OPENING, CLOSING, JOINING = {"if", "while", "until", "for", "case", "select"}, {"fi", "done", "esac"}, {"then", "else", "elif", "do"}
+OPENING = {"if", "while", "until", "for", "case", "select"}
+CLOSING = {"fi", "done", "esac"}
+JOINING = {"then", "else", "elif", "do"}
 DECLARING = {"export", "declare", "typeset", "local", "readonly"}
 ESCAPES = {"n": "\n", "t": "\t"}
 BORDER = "\0"  # between the words of an expansion
@@ -65,7 +69,8 @@ class Script:
 
 
 def read_script(text: str, variables: Variables | None = None, line: int = 1) -> Script:
-    """Parses a script that begins on `line`, and sets its variables in `variables`. Raises ValueError for an unclosed quote or bracket."""
+    """Parses a script that begins on `line`, and sets its variables in `variables`. Raises ValueError for an
+    unclosed quote or bracket."""
     reader = _Reader(text.replace("\r\n", "\n"), variables if variables is not None else Variables(), line)
     reader.read()
     return reader.script
@@ -73,8 +78,12 @@ def read_script(text: str, variables: Variables | None = None, line: int = 1) ->
 
 class _Reader:
     def __init__(self, text: str, variables: Variables, line: int):
-        self.text, self.variables, self.first_line = text, variables, line
-        self.at, self.depth, self.guarded = 0, 0, False
+        self.text = text
+        self.variables = variables
+        self.first_line = line
+        self.at = 0
+        self.depth = 0
+        self.guarded = False
         self.words: list[str] = []
         self.start = 0
         self.pending: list[re.Match[str]] = []  # heredocs whose text comes after this line
@@ -99,7 +108,8 @@ class _Reader:
         while self.take(BLANKS) and self.more():
             if self.words in ([], ["for"]) and self.take(ARITHMETIC):
                 continue
-            if match := self.take(HEREDOC):
+            match = self.take(HEREDOC)
+            if match:
                 self.pending.append(match)
             elif self.take(REDIRECTION):
                 self.word()
@@ -118,14 +128,19 @@ class _Reader:
         return word in CLOSING | JOINING | {"if", "while", "until", "{", "}", "!", "time", "exec", "command"}
 
     def end_command(self, operator: str, stdin: str) -> None:
-        words, self.words = self.words, []
-        guarded, self.guarded = self.guarded or self.depth > 0, operator in ("&&", "||")
+        words = self.words
+        self.words = []
+        guarded = self.guarded or self.depth > 0
+        self.guarded = operator in ("&&", "||")
         if not words:
             return
         if words[0] == "for" and len(words) > 3 and words[2] == "in":
             self.variables.setdefault(words[1], [words[3]])
             if len(words) > 4:
-                self.remark(f"the loop over {words[1]} is read once, with {words[1]}={self.variables.expand(words[1])}")
+                self.remark(
+                    f"the loop over {words[1]} is read once, with"
+                    f" {words[1]}={self.variables.expand(words[1])}"
+                )
         elif words[0] == "read" and stdin:
             self.assign(words[-1], "", [stdin.strip()], guarded)
         elif words[0] in ("source", "."):
@@ -139,7 +154,8 @@ class _Reader:
         self.script.commands.append(Command(tuple(words), self.line(self.start)))
 
     def assign(self, name: str, plus: str, words: list[str], guarded: bool, text: bool = False) -> None:
-        """Sets a variable. `text`: words are one text, which `+=` appends to the one that is there, not an array's."""
+        """Sets a variable. `text`: words are one text, which `+=` appends to the one that is there, not an
+        array's."""
         known = self.variables.get(name, [])
         if guarded and name in self.variables:
             if known != words:
@@ -153,7 +169,8 @@ class _Reader:
         self.script.remarks.append(Remark(self.line(self.start), text))
 
     def heredocs(self) -> str:
-        """Reads the heredocs of the line that has ended; returns the text of the last one, expanded when its delimiter has no quotes."""
+        """Reads the heredocs of the line that has ended; returns the text of the last one, expanded when its
+        delimiter has no quotes."""
         text = ""
         for match in self.pending:
             dash, quote, delimiter = match.groups()
@@ -168,19 +185,32 @@ class _Reader:
 
     def word(self) -> list[str]:
         """Reads one word of the script; an expansion without quotes may turn it into none or several."""
-        begin, text, quoted = self.at, "", False
+        begin = self.at
+        text = ""
+        quoted = False
         while piece := self.take(PIECE):
-            quoted = quoted or piece["single"] is not None or piece["double"] is not None or piece["ansi"] is not None
+            quoted = (
+                quoted
+                or piece["single"] is not None
+                or piece["double"] is not None
+                or piece["ansi"] is not None
+            )
             if piece["array"]:
                 words = self.variables.get(piece["array"])
                 text += piece[0].strip('"') if words is None else BORDER.join(words)
             elif piece["double"] is not None:
                 text += self.in_quotes(piece["double"])
             elif piece["ansi"] is not None:
-                text += re.sub(r"\\(.)", lambda match: ESCAPES.get(match[1], match[1]), piece["ansi"], flags=re.S)
+                text += re.sub(
+                    r"\\(.)", lambda match: ESCAPES.get(match[1], match[1]), piece["ansi"], flags=re.S
+                )
             elif variable := piece["braces"] or piece["name"]:
                 value = self.variables.expand(variable)
-                text += value if value.startswith("$") or ASSIGNMENT.match(text) else re.sub(r"\s+", BORDER, value)
+                text += (
+                    value
+                    if value.startswith("$") or ASSIGNMENT.match(text)
+                    else re.sub(r"\s+", BORDER, value)
+                )
             elif piece["escaped"] != "\n":
                 quoted = quoted or piece["escaped"] is not None
                 text += piece["single"] or piece["escaped"] or piece["computed"] or piece["plain"] or ""
@@ -195,10 +225,13 @@ class _Reader:
         opening = self.text[self.at : self.at + 2].lstrip("$")[:1]
         if opening == "\\":
             return self.fail("it ends in a backslash", self.at)
-        return self.fail(f"the {'bracket' if opening in '({' else 'quote'} {opening} is never closed", self.at)
+        return self.fail(
+            f"the {'bracket' if opening in '({' else 'quote'} {opening} is never closed", self.at
+        )
 
     def array(self) -> list[str]:
-        begin, self.at = self.at, self.at + 1
+        begin = self.at
+        self.at = self.at + 1
         words: list[str] = []
         while self.take(BLANKS) and self.more():
             if self.text[self.at] not in ")\n;&|<>(":
@@ -211,4 +244,9 @@ class _Reader:
 
     def in_quotes(self, text: str) -> str:
         """Expands the variables of a text as between double quotes."""
-        return IN_QUOTES.sub(lambda m: m["escaped"].strip("\n") if m["escaped"] else self.variables.expand(m["braces"] or m["name"]), text)
+        return IN_QUOTES.sub(
+            lambda m: (
+                m["escaped"].strip("\n") if m["escaped"] else self.variables.expand(m["braces"] or m["name"])
+            ),
+            text,
+        )

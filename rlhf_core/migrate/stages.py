@@ -22,7 +22,8 @@ from rlhf_core.migrate.values import off_or_number
 
 
 class Stages(NamedTuple):
-    """A recipe's content besides its name: `base_model`, `stages` and, when the script sets it, `seed`; and the notes about all flags."""
+    """A recipe's content besides its name: `base_model`, `stages` and, when the script sets it, `seed`; and
+    the notes about all flags."""
 
     raw: dict[str, Any]
     notes: list[Note]
@@ -33,7 +34,9 @@ def stages_of(launches: Sequence[Launch], gpus: int) -> Stages:
 
     Raises ValueError when a command has no model, data or reward.
     """
-    chain, notes, seeds = Chain(), list[Note](), list[int]()
+    chain = Chain()
+    notes = list[Note]()
+    seeds = list[int]()
     stages: dict[str, dict[str, Any]] = {}
     for launch in launches:
         draft = draft_of(launch, _name(launch.kind, stages))
@@ -44,8 +47,12 @@ def stages_of(launches: Sequence[Launch], gpus: int) -> Stages:
         _read_seed(draft, seeds)
         draft.drop_rest(reason_of if launch.tool == "trl" else None)
         notes += draft.notes
-        stages[draft.name] = draft.fields if draft.name == draft.kind else {"stage": draft.kind, **draft.fields}
-    return Stages({"base_model": chain.base, **({"seed": seeds[0]} if seeds else {}), "stages": stages}, notes)
+        stages[draft.name] = (
+            draft.fields if draft.name == draft.kind else {"stage": draft.kind, **draft.fields}
+        )
+    return Stages(
+        {"base_model": chain.base, **({"seed": seeds[0]} if seeds else {}), "stages": stages}, notes
+    )
 
 
 def _name(kind: str, stages: dict[str, Any]) -> str:
@@ -54,7 +61,8 @@ def _name(kind: str, stages: dict[str, Any]) -> str:
 
 
 def _read_training(draft: Draft, launch: Launch, chain: Chain, gpus: int) -> None:
-    """Reads a training command. The order matters: rewards need the estimator, groups the rewards, adapters zero_stage, sizes the ranks."""
+    """Reads a training command. The order matters: rewards need the estimator, groups the rewards, adapters
+    zero_stage, sizes the ranks."""
     output = draft.take("save_path")
     read_precision(draft)
     read_schedule(draft)

@@ -1,4 +1,5 @@
-"""Finds TRL's commands among the words of a script, and joins their options with those of a YAML config (`--config`).
+"""Finds TRL's commands among the words of a script, and joins their options with those of a YAML config
+(`--config`).
 
 Left out: TRL's trainers in Python, and its commands that train what no stage does.
 """
@@ -15,7 +16,21 @@ import yaml
 Options = dict[str, tuple[str, ...]]
 KINDS = {"sft": "sft", "dpo": "dpo", "kto": "kto", "reward": "reward_model", "grpo": "ppo"}
 NO_STAGE = {
-    *("rloo", "distillation", "gkd", "gold", "ppo", "online_dpo", "orpo", "cpo", "bco", "prm", "xpo", "nash_md", "reward_modeling"),
+    *(
+        "rloo",
+        "distillation",
+        "gkd",
+        "gold",
+        "ppo",
+        "online_dpo",
+        "orpo",
+        "cpo",
+        "bco",
+        "prm",
+        "xpo",
+        "nash_md",
+        "reward_modeling",
+    ),
     *("vllm-serve", "vllm_serve", "env", "chat"),
 }
 SCRIPT = re.compile(r"(?:.*[/.])?scripts[/.]([\w-]+?)(?:\.py)?")
@@ -33,19 +48,28 @@ SIGNS = {  # options that only one command has
     "dpo": ("label_smoothing", "precompute_ref_log_probs", "max_prompt_length", "rpo_alpha", "use_weighting"),
     "kto": ("desirable_weight", "undesirable_weight"),
     "reward": ("center_rewards_coefficient",),
-    "grpo": ("num_generations", "max_completion_length", "reward_funcs", "use_vllm", "num_iterations", "epsilon"),
+    "grpo": (
+        "num_generations",
+        "max_completion_length",
+        "reward_funcs",
+        "use_vllm",
+        "num_iterations",
+        "epsilon",
+    ),
 }
 
 
 class TrlProgram(NamedTuple):
-    """A command among the words of a line. `at`: the index of its last word, after which its options begin."""
+    """A command among the words of a line. `at`: the index of its last word, after which its options
+    begin."""
 
     name: str
     at: int
 
 
 class TrlLaunch(NamedTuple):
-    """What a command's launcher says. `gpus`: nodes and processes per node, None if not given; `zero_stage`: of its config."""
+    """What a command's launcher says. `gpus`: nodes and processes per node, None if not given; `zero_stage`:
+    of its config."""
 
     options: Options
     gpus: tuple[int | None, int | None]
@@ -53,27 +77,39 @@ class TrlLaunch(NamedTuple):
 
 
 def trl_program(words: tuple[str, ...]) -> TrlProgram | None:
-    """Returns the command of TRL that a line starts: `trl NAME`, or a script of TRL by python or a launcher; else None."""
+    """Returns the command of TRL that a line starts: `trl NAME`, or a script of TRL by python or a launcher;
+    else None."""
     started = False
     for at, word in enumerate(words):
         following = words[at + 1] if at + 1 < len(words) else ""
         if word.rpartition("/")[2] == "trl" and following in KINDS.keys() | NO_STAGE:
             return TrlProgram(following, at + 1)
         script = SCRIPT.fullmatch(word)
-        if started and not word.startswith("-") and script is not None and script[1] in KINDS.keys() | NO_STAGE:
+        if (
+            started
+            and not word.startswith("-")
+            and script is not None
+            and script[1] in KINDS.keys() | NO_STAGE
+        ):
             return TrlProgram(script[1], at)
-        started = started or re.fullmatch(r"(.*/)?(python[\d.]*|accelerate|torchrun|deepspeed)", word) is not None
+        started = (
+            started or re.fullmatch(r"(.*/)?(python[\d.]*|accelerate|torchrun|deepspeed)", word) is not None
+        )
     return None
 
 
-def trl_launch(words: tuple[str, ...], program: TrlProgram, given: Options, launcher: Options, folder: Path, line: int) -> TrlLaunch:
-    """Joins the options of a command (`given`) with its config's, which they override, and reads its launcher's options and config.
+def trl_launch(
+    words: tuple[str, ...], program: TrlProgram, given: Options, launcher: Options, folder: Path, line: int
+) -> TrlLaunch:
+    """Joins the options of a command (`given`) with its config's, which they override, and reads its
+    launcher's options and config.
 
     Raises ValueError for a config that cannot be read.
     """
     options = dict(given)
     remarks = []
-    if config := options.pop("config", None):
+    config = options.pop("config", None)
+    if config:
         content = _mapping(folder, config[0] if config else "", f"line {line} of the script: the config")
         if content.pop("env", None):
             remarks.append("the variables of env in the config are left out: set them where alignflow runs")
@@ -82,7 +118,8 @@ def trl_launch(words: tuple[str, ...], program: TrlProgram, given: Options, laun
     launched: dict[str, Any] = {}
     if accelerate:
         launched = _accelerate(folder, accelerate[0], remarks)
-    if (stage := launched.get("zero_stage")) and "zero_stage" not in options:
+    stage = launched.get("zero_stage")
+    if stage and "zero_stage" not in options:
         options["zero_stage"] = (str(stage),)
     names = {
         "num_processes": "num_processes",
@@ -113,7 +150,11 @@ def trl_config(text: str, name: str) -> tuple[str, Options] | None:
         content = yaml.safe_load(text)
     except (yaml.YAMLError, ValueError, RecursionError):
         return None
-    if not isinstance(content, dict) or "model_name_or_path" not in content or not {"dataset_name", "datasets"} & content.keys():
+    if (
+        not isinstance(content, dict)
+        or "model_name_or_path" not in content
+        or not {"dataset_name", "datasets"} & content.keys()
+    ):
         return None
     content.pop("env", None)
     named = [kind for kind in KINDS if re.search(rf"(^|[^a-z]){kind}([^a-z]|$)", name.lower())]
@@ -121,8 +162,8 @@ def trl_config(text: str, name: str) -> tuple[str, Options] | None:
     kinds = shown if len(shown) == 1 else named
     if len(kinds) != 1:
         raise ValueError(
-            "it is a config of TRL that does not say for which command: give a script with the line `trl sft --config FILE`, with dpo, "
-            "kto, reward or grpo in place of sft"
+            "it is a config of TRL that does not say for which command: give a script with the line `trl sft"
+            " --config FILE`, with dpo, kto, reward or grpo in place of sft"
         )
     return kinds[0], options_of(content)
 
@@ -131,8 +172,9 @@ def refuse_python(text: str, suffix: str) -> None:
     """Raises ValueError for a Python script, whose trainer only Python can build."""
     if suffix == ".py" or re.search(r"^\s*(from trl[. ]|import trl\b)", text, re.M):
         raise ValueError(
-            "it is a Python script, and only commands are read: give the shell script that starts the training (for TRL `trl sft|dpo|kto|"
-            "reward|grpo ...`), its YAML config, or write the recipe by docs/tutorial/own-model.md"
+            "it is a Python script, and only commands are read: give the shell script that starts the"
+            " training (for TRL `trl sft|dpo|kto|reward|grpo ...`), its YAML config, or write the recipe by"
+            " docs/tutorial/own-model.md"
         )
 
 
@@ -147,18 +189,24 @@ def _mapping(folder: Path, name: str, what: str) -> dict[str, Any]:
         content = yaml.safe_load((folder / name).read_text())
     except (OSError, UnicodeDecodeError, ValueError, yaml.YAMLError) as error:
         reason = getattr(error, "strerror", None) or "it is no YAML"
-        raise ValueError(f"{what} {name} cannot be read ({reason}): put it beside the script, under this path") from None
+        raise ValueError(
+            f"{what} {name} cannot be read ({reason}): put it beside the script, under this path"
+        ) from None
     if not isinstance(content, dict):
         raise ValueError(f"{what} {name} holds no options, one `name: value` a line: correct it")
     return content
 
 
 def _accelerate(folder: Path, name: str, remarks: list[str]) -> dict[str, Any]:
-    """Returns processes, machines and ZeRO stage of accelerate's config, or what its name says where it is not there."""
+    """Returns processes, machines and ZeRO stage of accelerate's config, or what its name says where it is
+    not there."""
     try:
         content = _mapping(folder, name, "the config")
     except ValueError:
-        remarks.append(f"accelerate's config {name} is not beside the script: only what its name says is read, set ranks and zero_stage")
+        remarks.append(
+            f"accelerate's config {name} is not beside the script: only what its name says is read, set ranks"
+            " and zero_stage"
+        )
         zero = ZERO.search(name)
         found: dict[str, Any] = {"zero_stage": zero[1]} if zero else {}
         return found | ({"num_processes": 1} if "single_gpu" in name else {})
@@ -172,13 +220,15 @@ def _accelerate(folder: Path, name: str, remarks: list[str]) -> dict[str, Any]:
 
 
 def _gpus(launched: dict[str, Any], alone: bool, per_node: bool) -> tuple[int | None, int | None]:
-    """Returns nodes and processes per node. accelerate counts those of all machines, torchrun (`per_node`) those of one."""
+    """Returns nodes and processes per node. accelerate counts those of all machines, torchrun (`per_node`)
+    those of one."""
 
     def number(name: str) -> int | None:
         value = str(launched.get(name, ""))
         return int(value) if re.fullmatch(r"[1-9]\d*", value) else None
 
-    machines, processes = number("num_machines"), number("num_processes")
+    machines = number("num_machines")
+    processes = number("num_processes")
     if processes is None:
         return machines, 1 if alone else None
     return machines, processes if per_node else max(1, processes // (machines or 1))

@@ -1,4 +1,5 @@
-"""Reads the words of a flag as a value. Every reader raises ValueError, with the reason, when the words do not fit."""
+"""Reads the words of a flag as a value. Every reader raises ValueError, with the reason, when the words do
+not fit."""
 
 from __future__ import annotations
 

@@ -1,20 +1,23 @@
 """Expands shell variables: `$A`, `${A:-default}`, `${A[1]}`, `${A[@]}`. Executes nothing.
 
-Variables that the script does not set, and all other expansions, stay in the text as `$A` or `${...}`, so that the caller can report them.
+Variables that the script does not set, and all other expansions, stay in the text as `$A` or `${...}`, so
+that the caller can report them.
 """
 
 from __future__ import annotations
 
 import re
 
-PARAMETER = re.compile(r"(\w+|[@*#?$!-])(?:\[(\d+|[@*])\])?(?:(:?)([-=])(.*))?", re.S)  # name, index, :, operator, default
+# name, index, :, operator, default
+PARAMETER = re.compile(r"(\w+|[@*#?$!-])(?:\[(\d+|[@*])\])?(?:(:?)([-=])(.*))?", re.S)
 
 
 class Variables(dict[str, list[str]]):
     """The words of the variables that a script has set, by name; more than one word is an array."""
 
     def expand(self, body: str) -> str:
-        """Returns the value of `${body}`, of an array its first word; `${body}` itself, or `$body`, when it is not known."""
+        """Returns the value of `${body}`, of an array its first word; `${body}` itself, or `$body`, when it
+        is not known."""
         match = PARAMETER.fullmatch(body)
         if match:
             name, index, colon, mark, default = match.groups()

@@ -1,9 +1,10 @@
-"""Tests whether documents of a packed row attend to each other, with the attention and on the device of training.
+"""Tests whether documents of a packed row attend to each other, with the attention and on the device of
+training.
 
-Called by training/ranks.py, stages/reference_logprobs.py and stages/ppo/roles/.
-Some families (AFMoE, Falcon, OPT) ignore position ids in their mask, so a document attends to those before it, without an error. Layers
-that carry state along a row (convolutions, recurrent states) read over the border too, but for those of `kernels/state_layers.py`. Such
-models get each document in a row of its own.
+Called by training/ranks.py, stages/reference_logprobs.py and stages/ppo/roles/. Some families (AFMoE, Falcon,
+OPT) ignore position ids in their mask, so a document attends to those before it, without an error. Layers
+that carry state along a row (convolutions, recurrent states) read over the border too, but for those of
+`kernels/state_layers.py`. Such models get each document in a row of its own.
 """
 
 from __future__ import annotations
@@ -17,8 +18,10 @@ from rlhf_core.models.kernels.attention import VARLEN, is_stateful, takes_varlen
 from rlhf_core.models.load import Policy, Scorer
 from rlhf_core.models.token_logprobs import backbone_of
 
-BEFORE, AFTER = 12, 4  # tokens of the two documents: with a leak most keys of the second are those of the first
-LEAK = 0.1  # relative to the effect inside one document: a leak is about 1, rounding under 0.01 in bf16 and 0 in fp32
+BEFORE = 12
+AFTER = 4  # tokens of the two documents: with a leak most keys of the second are those of the first
+# relative to the effect inside one document: a leak is about 1, rounding under 0.01 in bf16 and 0 in fp32
+LEAK = 0.1
 
 
 def detect_document_leak(
@@ -28,17 +31,21 @@ def detect_document_leak(
     packed: bool,
     all_reduce: Callable[[Tensor], Tensor] = lambda values: values,
 ) -> None:
-    """Sets `module.document_leak`, once. `forward` runs the module or an engine around it; a collective if that is one.
+    """Sets `module.document_leak`, once. `forward` runs the module or an engine around it; a collective if
+    that is one.
 
-    Skipped where no row has two documents: neither `packed` nor concatenated by the attention. `all_reduce` sums over the ranks, so that
-    all take the same decision.
+    Skipped where no row has two documents: neither `packed` nor concatenated by the attention. `all_reduce`
+    sums over the ranks, so that all take the same decision.
     """
-    model, why = module.model, "has layers that carry state along a row"
+    model = module.model
+    why = "has layers that carry state along a row"
     if module.document_leak is not None or not (packed or takes_varlen(model)):
         return
     if takes_varlen(model) or not is_stateful(model):
         why = "lets documents of a row attend to each other (no mask between them)"
-        module.document_leak = bool(all_reduce(torch.tensor(float(leaks(forward, module, device)), device=device)) > 0)
+        module.document_leak = bool(
+            all_reduce(torch.tensor(float(leaks(forward, module, device)), device=device)) > 0
+        )
         if not module.document_leak:
             return
         if model.config._attn_implementation == VARLEN:  # takes only one row
@@ -51,14 +58,16 @@ def detect_document_leak(
 def leaks(forward: Callable[..., object], module: Policy | Scorer, device: torch.device) -> bool:
     """Whether the tokens of a document change the hidden states of the one after it.
 
-    Two rows differ in their first `BEFORE` tokens, which are a document of their own, or the beginning of the only one. The test compares
-    how much the last `AFTER` states differ in both cases, which makes it independent of the size of the weights and of rounding.
+    Two rows differ in their first `BEFORE` tokens, which are a document of their own, or the beginning of the
+    only one. The test compares how much the last `AFTER` states differ in both cases, which makes it
+    independent of the size of the weights and of rounding.
     """
     vocabulary = module.model.config.get_text_config().vocab_size
     drawn = torch.randint(vocabulary, (2 * BEFORE + AFTER,), generator=torch.Generator().manual_seed(0))
     first, second, last = drawn.split([BEFORE, BEFORE, AFTER])
     tokens = torch.stack([torch.cat([first, last]), torch.cat([second, last])] * 2)
-    two, one = torch.cat([torch.arange(BEFORE), torch.arange(AFTER)]), torch.arange(BEFORE + AFTER)
+    two = torch.cat([torch.arange(BEFORE), torch.arange(AFTER)])
+    one = torch.arange(BEFORE + AFTER)
     positions = torch.stack([two, two, one, one])
     documents = torch.arange(4)[:, None].expand_as(tokens).contiguous()
     states = hidden_states(forward, module, device, tokens, positions, documents)
@@ -69,11 +78,19 @@ def leaks(forward: Callable[..., object], module: Policy | Scorer, device: torch
 
 @torch.no_grad()
 def hidden_states(
-    forward: Callable[..., object], module: Policy | Scorer, device: torch.device, tokens: Tensor, positions: Tensor, documents: Tensor
+    forward: Callable[..., object],
+    module: Policy | Scorer,
+    device: torch.device,
+    tokens: Tensor,
+    positions: Tensor,
+    documents: Tensor,
 ) -> Tensor:
-    """Returns what the backbone made of (B, T) tokens in a forward pass of the module or an engine around it, in evaluation mode."""
+    """Returns what the backbone made of (B, T) tokens in a forward pass of the module or an engine around it,
+    in evaluation mode."""
     states: list[Tensor] = []
-    hook = backbone_of(module.model).register_forward_hook(lambda _module, _inputs, output: states.append(output.last_hidden_state))
+    hook = backbone_of(module.model).register_forward_hook(
+        lambda _module, _inputs, output: states.append(output.last_hidden_state)
+    )
     modes = [(part, part.training) for part in module.modules()]
     module.eval()
     try:

@@ -1,10 +1,11 @@
 """Mixtures of experts: the load-balancing loss, and replayed routing.
 
-The balance loss is computed per document and averaged over the documents of an optimiser step (the sequence-wise form of DeepSeek-V3,
-section 2.1.2), so it is the same for any split into micro-batches, packed or padded.
-With replayed routing (R3; Ma et al. 2025, arXiv:2510.11370) the policy routes each token to the experts that the sampler chose. Engine and
-trainer round differently, so a token near the decision boundary of two experts may get different ones, and log-probs differ. The weights of
-the chosen experts are computed by the policy's router, with gradient.
+The balance loss is computed per document and averaged over the documents of an optimiser step (the
+sequence-wise form of DeepSeek-V3, section 2.1.2), so it is the same for any split into micro-batches, packed
+or padded. With replayed routing (R3; Ma et al. 2025, arXiv:2510.11370) the policy routes each token to the
+experts that the sampler chose. Engine and trainer round differently, so a token near the decision boundary of
+two experts may get different ones, and log-probs differ. The weights of the chosen experts are computed by
+the policy's router, with gradient.
 """
 
 from __future__ import annotations
@@ -25,15 +26,19 @@ REPLAYED = (
 
 
 def balance_loss(router_logits: Sequence[Tensor], documents: Tensor, top_k: int) -> Tensor:
-    """Returns the sum over documents of `E * sum_i f_i P_i`, averaged over layers (Fedus et al. 2021, eq. 4 to 6, on each document alone).
+    """Returns the sum over documents of `E * sum_i f_i P_i`, averaged over layers (Fedus et al. 2021, eq. 4
+    to 6, on each document alone).
 
-    router_logits: of each layer, (B * T, E). documents: (B, T), -1 on pads. f_i: times expert i was among a token's `top_k`, over the
-    document's tokens; P_i: mean probability of expert i. Evenly used experts give `top_k` a document.
+    router_logits: of each layer, (B * T, E). documents: (B, T), -1 on pads. f_i: times expert i was among a
+    token's `top_k`, over the document's tokens; P_i: mean probability of expert i. Evenly used experts give
+    `top_k` a document.
     """
     inside = documents.flatten() >= 0
     index = documents.flatten()[inside]
     count = int(index.max()) + 1
-    lengths = torch.zeros(count, device=index.device).index_add(0, index, torch.ones_like(index, dtype=torch.float32))[:, None]
+    lengths = torch.zeros(count, device=index.device).index_add(
+        0, index, torch.ones_like(index, dtype=torch.float32)
+    )[:, None]
     total = torch.zeros((), device=index.device)
     for logits in router_logits:
         probabilities = torch.softmax(logits[inside].float(), -1)
@@ -45,31 +50,43 @@ def balance_loss(router_logits: Sequence[Tensor], documents: Tensor, top_k: int)
 
 
 def replayed(config: Mapping[str, Any]) -> bool:
-    """Whether the routing of a language model with this config.json can be replayed. vLLM stores experts by the KV slots of full attention,
-    which some layer must have."""
+    """Whether the routing of a language model with this config.json can be replayed. vLLM stores experts by
+    the KV slots of full attention, which some layer must have."""
     windowed = config.get("sliding_window") and config.get("use_sliding_window", True)
-    return config.get("model_type") in REPLAYED and (not windowed or "full_attention" in (config.get("layer_types") or ()))
+    return config.get("model_type") in REPLAYED and (
+        not windowed or "full_attention" in (config.get("layer_types") or ())
+    )
 
 
 class Replay:
-    """Overrides a model's routers by `table`: experts of each token and layer, (tokens, layers, k); -1: the router's choice."""
+    """Overrides a model's routers by `table`: experts of each token and layer, (tokens, layers, k); -1: the
+    router's choice."""
 
     def __init__(self, model: nn.Module):
         self.table: Tensor | None = None
-        routers = {name: part for name, part in model.named_modules() if type(part).__name__.lower().endswith("topkrouter")}
+        routers = {
+            name: part
+            for name, part in model.named_modules()
+            if type(part).__name__.lower().endswith("topkrouter")
+        }
         assert routers, f"{type(model).__name__} has no router"
         for name, router in routers.items():
             router.register_forward_hook(partial(self._choose, _layer(name)))
 
-    def _choose(self, layer: int, router: nn.Module, _: Any, output: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor] | None:
+    def _choose(
+        self, layer: int, router: nn.Module, _: Any, output: tuple[Tensor, Tensor, Tensor]
+    ) -> tuple[Tensor, Tensor, Tensor] | None:
         if self.table is None:
             return None
         logits, weights, own = output
         wanted = self.table[:, layer].long()
         chosen = torch.where(wanted >= 0, wanted, own)
-        # A router with a bias is DeepSeek-V3's (section 2.1.2): it weighs experts by a sigmoid, and the bias only chooses.
+        # A router with a bias is DeepSeek-V3's (section 2.1.2): it weighs experts by a sigmoid, and the bias
+        # only chooses.
         sigmoid = hasattr(router, "e_score_correction_bias")
-        scores = (torch.sigmoid(logits.float()) if sigmoid else torch.softmax(logits.float(), -1)).gather(-1, chosen)
+        scores = (torch.sigmoid(logits.float()) if sigmoid else torch.softmax(logits.float(), -1)).gather(
+            -1, chosen
+        )
         if getattr(router, "norm_topk_prob", True):
             scores = scores / scores.sum(-1, keepdim=True)
         return logits, (scores * getattr(router, "routed_scaling_factor", 1.0)).to(weights.dtype), chosen

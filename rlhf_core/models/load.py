@@ -1,9 +1,10 @@
 """Models from a folder or the Hub, wrapped so that a forward pass returns log-probs or scores.
 
-`Policy` returns token log-probs and entropies, `Scorer` one number per position. Both take packed rows: position ids that
-restart keep attention inside each document and its shared prompt (a block-diagonal mask, or a varlen kernel: `attention`).
-With `sequence` several ranks compute a pass together (`kernels/sequence_ranks.py`), and each gets all of the result.
-The wrapped transformers model is `.model`; checkpoints hold that model, never the wrapper.
+`Policy` returns token log-probs and entropies, `Scorer` one number per position. Both take packed rows:
+position ids that restart keep attention inside each document and its shared prompt (a block-diagonal mask, or
+a varlen kernel: `attention`). With `sequence` several ranks compute a pass together
+(`kernels/sequence_ranks.py`), and each gets all of the result. The wrapped transformers model is `.model`;
+checkpoints hold that model, never the wrapper.
 """
 
 from __future__ import annotations
@@ -17,7 +18,13 @@ from typing import Any, NamedTuple, TypeVar, cast
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, BitsAndBytesConfig, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    BitsAndBytesConfig,
+    PreTrainedModel,
+)
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from rlhf_core.config import Lora
@@ -26,7 +33,15 @@ from rlhf_core.hub.model_files import layout_fault
 from rlhf_core.hub.stored_head import has_trained_head, no_reward_head, several_labels
 from rlhf_core.hub.vocabulary import known_rows
 from rlhf_core.models.experts import Replay, balance_loss, replayed
-from rlhf_core.models.kernels.attention import PLAIN, VARLEN, attention_for, document_bounds, is_stateful, set_attention, takes_varlen
+from rlhf_core.models.kernels.attention import (
+    PLAIN,
+    VARLEN,
+    attention_for,
+    document_bounds,
+    is_stateful,
+    set_attention,
+    takes_varlen,
+)
 from rlhf_core.models.kernels.liger import fuse
 from rlhf_core.models.kernels.sequence_ranks import ALONE, SequenceRanks
 from rlhf_core.models.kernels.state_layers import document_numbers
@@ -51,9 +66,11 @@ from rlhf_core.objectives.masked import next_token_pairs
 
 
 class TokenLogprobs(NamedTuple):
-    """`logprobs[t] = log pi(tokens[t] | tokens[<t])` and the entropy of that distribution, fp32, (B, T); 0 at t = 0 and off the mask.
+    """`logprobs[t] = log pi(tokens[t] | tokens[<t])` and the entropy of that distribution, fp32, (B, T); 0 at
+    t = 0 and off the mask.
 
-    `entropy` is 0 everywhere unless requested. `balance` is the experts' balance loss summed over documents, with `Policy.balanced`.
+    `entropy` is 0 everywhere unless requested. `balance` is the experts' balance loss summed over documents,
+    with `Policy.balanced`.
     """
 
     logprobs: Tensor
@@ -62,20 +79,26 @@ class TokenLogprobs(NamedTuple):
 
 
 class Policy(nn.Module):
-    """A causal language model that returns log-probs. In training logits are kept like other activations, not with checkpointing.
+    """A causal language model that returns log-probs. In training logits are kept like other activations, not
+    with checkpointing.
 
-    Raises ValueError for a model whose logits are more than a multiple of its head's outputs, capped or not, or that reads more than text.
+    Raises ValueError for a model whose logits are more than a multiple of its head's outputs, capped or not,
+    or that reads more than text.
     """
 
-    document_leak: bool | None = None  # whether each document needs a row of its own (`document_leak`); None: not tried
+    # whether each document needs a row of its own (`document_leak`); None: not tried
+    document_leak: bool | None = None
     sequence: SequenceRanks = ALONE  # the ranks that compute each pass together
-    known: int | None = None  # of the vocabulary's rows the first ones, which distributions are over; None: all
+    # of the vocabulary's rows the first ones, which distributions are over; None: all
+    known: int | None = None
 
     def __init__(self, model: PreTrainedModel, balanced: bool = False):
         super().__init__()
         if model.config.get_text_config() is not model.config:
             raise ValueError(more_than_text(model.name_or_path, type(model).__name__))
-        self.model, self.balanced, self.scale = model, balanced, logit_scale(model)
+        self.model = model
+        self.balanced = balanced
+        self.scale = logit_scale(model)
         self.cap = logit_cap(model)
         self._replay: Replay | None = None
 
@@ -85,7 +108,8 @@ class Policy(nn.Module):
             self._replay = Replay(self.model)
 
     def leave_out_padding(self, path: str) -> None:
-        """Takes distributions over the tokens of the tokenizer at `path`, as engines sample; padding of the vocabulary is no token."""
+        """Takes distributions over the tokens of the tokenizer at `path`, as engines sample; padding of the
+        vocabulary is no token."""
         self.known = known_rows(path, self.model.config.vocab_size)
 
     @property
@@ -103,41 +127,69 @@ class Policy(nn.Module):
         experts: Tensor | None = None,
         top: Truncation = WHOLE,
     ) -> TokenLogprobs:
-        """Computes all tokens, or those of `mask` (B, T) and 0 elsewhere, which saves the head's work on prompts.
+        """Computes all tokens, or those of `mask` (B, T) and 0 elsewhere, which saves the head's work on
+        prompts.
 
-        `positions` and `mask` may be in host memory (`Batch.host`), so that the host does not wait for the GPU. After `replay_routing`
-        `experts` (B, T, layers, k) are the experts of each token. `top` truncates the distributions (`token_logprobs`).
+        `positions` and `mask` may be in host memory (`Batch.host`), so that the host does not wait for the
+        GPU. After `replay_routing` `experts` (B, T, layers, k) are the experts of each token. `top` truncates
+        the distributions (`token_logprobs`).
         """
         ranks = self.sequence
-        if self._replay is not None:  # until the next pass: layers may be computed again for the backward pass
+        # until the next pass: layers may be computed again for the backward pass
+        if self._replay is not None:
             self._replay.table = None if experts is None else ranks.own(experts.flatten(0, 1))
         hidden, router_logits = _hidden(self, tokens, positions, self.balanced)
         wanted = ranks.own_pairs(next_token_pairs(positions, mask), tokens.numel())
         count = wanted.shape[1]
         sources, places = sent(F.pad(wanted, (0, rounded(count) - count)), tokens.device)
-        flat, targets = hidden[sources], tokens.flatten()[places]
+        flat = hidden[sources]
+        targets = tokens.flatten()[places]
         keep = self.training and not self.model.is_gradient_checkpointing
         head = self.model.get_output_embeddings()
-        values = torch.stack(token_logprobs(head, flat, targets, temperature / self.scale, entropy, keep, self.cap, top, self.known))
+        values = torch.stack(
+            token_logprobs(
+                head, flat, targets, temperature / self.scale, entropy, keep, self.cap, top, self.known
+            )
+        )
         values = values.new_zeros(2, tokens.numel()).index_copy(1, places[:count], values[:, :count])
         logprobs, entropies = ranks.summed(values).view(2, *tokens.shape)
         router_logits = tuple(ranks.whole(logits, tokens.numel()) for logits in router_logits)
-        balance = balance_loss(router_logits, documents, self.model.config.num_experts_per_tok) if self.balanced else None
+        balance = (
+            balance_loss(router_logits, documents, self.model.config.num_experts_per_tok)
+            if self.balanced
+            else None
+        )
         return TokenLogprobs(logprobs, entropies, balance)
 
 
 def masked_logprobs(
-    policy: Callable[..., TokenLogprobs], batch: Batch, temperature: float = 1.0, entropy: Entropy = "no", top: Truncation = WHOLE
+    policy: Callable[..., TokenLogprobs],
+    batch: Batch,
+    temperature: float = 1.0,
+    entropy: Entropy = "no",
+    top: Truncation = WHOLE,
 ) -> TokenLogprobs:
-    """Runs `Policy.forward`, or an engine around it, for the tokens of the batch's loss mask, without a wait of the host."""
-    return policy(batch.tokens, batch.host.positions, batch.documents, temperature, entropy, batch.host.mask, batch.experts, top)
+    """Runs `Policy.forward`, or an engine around it, for the tokens of the batch's loss mask, without a wait
+    of the host."""
+    return policy(
+        batch.tokens,
+        batch.host.positions,
+        batch.documents,
+        temperature,
+        entropy,
+        batch.host.mask,
+        batch.experts,
+        top,
+    )
 
 
 class Scorer(nn.Module):
-    """A sequence-classification model with one label and an output at every position: reward model and critic.
+    """A sequence-classification model with one label and an output at every position: reward model and
+    critic.
 
-    `forward` returns (B, T) fp32 where position t depends on tokens <= t. The reward of a document is the value at its last
-    token; the critic's `V(tokens[<t])` is `before` of this. The head computes in fp32: a score of 8 in bf16 has steps of 1/32.
+    `forward` returns (B, T) fp32 where position t depends on tokens <= t. The reward of a document is the
+    value at its last token; the critic's `V(tokens[<t])` is `before` of this. The head computes in fp32: a
+    score of 8 in bf16 has steps of 1/32.
     """
 
     document_leak: bool | None = None  # as `Policy.document_leak`
@@ -150,47 +202,68 @@ class Scorer(nn.Module):
 
     def forward(self, tokens: Tensor, positions: Tensor) -> Tensor:
         hidden, _ = _hidden(self, tokens, positions)
-        with replaced_forward(self.model.score, partial(_scores, self.model.score)):  # ZeRO-3 gathers its weights
+        # ZeRO-3 gathers its weights
+        with replaced_forward(self.model.score, partial(_scores, self.model.score)):
             scores = self.model.score(hidden).squeeze(-1)
         return self.sequence.whole(scores, tokens.numel()).unflatten(0, tokens.shape)
 
 
 def _scores(head: nn.Module, hidden: Tensor) -> Tensor:
-    weight, bias = cast(Tensor, head.weight), cast(Tensor | None, head.bias)
+    weight = cast(Tensor, head.weight)
+    bias = cast(Tensor | None, head.bias)
     return F.linear(hidden.float(), weight.float(), None if bias is None else bias.float())
 
 
-def _hidden(module: Policy | Scorer, tokens: Tensor, positions: Tensor, routed: bool = False) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """Last hidden states (B * T, H), and if `routed` the router logits of each layer, (B * T, E); both of this rank's part of the tokens.
+def _hidden(
+    module: Policy | Scorer, tokens: Tensor, positions: Tensor, routed: bool = False
+) -> tuple[Tensor, tuple[Tensor, ...]]:
+    """Last hidden states (B * T, H), and if `routed` the router logits of each layer, (B * T, E); both of
+    this rank's part of the tokens.
 
     Raises ValueError for packed rows of a model that carries state over their borders.
     """
-    model, ranks = module.model, module.sequence
+    model = module.model
+    ranks = module.sequence
     end_to_end = takes_varlen(model) and not module.document_leak
-    if not end_to_end and is_stateful(model) and bool(((positions[:, 1:-1] == 0) & (positions[:, 2:] == 1)).any()):
-        raise ValueError(f"{type(model).__name__} has layers that carry state along a row, which holds several documents")
+    if (
+        not end_to_end
+        and is_stateful(model)
+        and bool(((positions[:, 1:-1] == 0) & (positions[:, 2:] == 1)).any())
+    ):
+        raise ValueError(
+            f"{type(model).__name__} has layers that carry state along a row, which holds several documents"
+        )
     options: dict[str, Any] = {"output_router_logits": True} if routed else {}
     if end_to_end:
-        tokens, positions = ranks.own(tokens.flatten())[None], ranks.filled(positions.flatten())
+        tokens = ranks.own(tokens.flatten())[None]
+        positions = ranks.filled(positions.flatten())
         options |= document_bounds(positions, tokens.device)
         if is_stateful(model):
             options["seq_idx"] = sent(document_numbers(positions.cpu()), tokens.device)
         if "keys" in options and model.config._attn_implementation not in (VARLEN, PLAIN):
             raise ValueError(
-                f"attention {model.config._attn_implementation} cannot go on from another document's prompt: repeat the prompt"
+                f"attention {model.config._attn_implementation} cannot go on from another document's prompt:"
+                " repeat the prompt"
             )
         positions = ranks.own(positions)[None]
         options |= {"sequence": ranks} if ranks.size > 1 else {}
     assert end_to_end or ranks.size == 1, "made sure when the ranks were joined (models/sequence_split.py)"
-    found = backbone_of(model)(input_ids=tokens, position_ids=sent(positions, tokens.device), use_cache=False, **options)
+    found = backbone_of(model)(
+        input_ids=tokens, position_ids=sent(positions, tokens.device), use_cache=False, **options
+    )
     return found.last_hidden_state.flatten(0, 1), found.router_logits if routed else ()
 
 
 def load_policy(
-    path: str, dtype: str = "float32", trust_remote_code: bool = False, on_host: bool = False, shards: Shards | None = None
+    path: str,
+    dtype: str = "float32",
+    trust_remote_code: bool = False,
+    on_host: bool = False,
+    shards: Shards | None = None,
 ) -> Policy:
-    """Loads a causal language model from a folder or Hub id, safetensors only; an adapter is merged into its base. `on_host`: load into
-    host memory. For models that are offloaded later: transformers allocates weights on a GPU as one block, freed as a whole."""
+    """Loads a causal language model from a folder or Hub id, safetensors only; an adapter is merged into its
+    base. `on_host`: load into host memory. For models that are offloaded later: transformers allocates
+    weights on a GPU as one block, freed as a whole."""
     return _policy(path, _options(dtype, trust_remote_code, on_host=on_host), shards)
 
 
@@ -204,10 +277,16 @@ def load_scorer(
 ) -> Scorer:
     """Loads a reward model for scoring. Raises ValueError for a model without a trained head for one score.
 
-    `AutoModelForSequenceClassification` reads the score at the last token that is not `pad_token_id`, so that id is stored in
-    the config and must be one that never ends a document.
+    `AutoModelForSequenceClassification` reads the score at the last token that is not `pad_token_id`, so that
+    id is stored in the config and must be one that never ends a document.
     """
-    scorer = _load_scorer(path, pad_token_id, _options(dtype, trust_remote_code, on_host=on_host), _adapter_has_head(path), shards)
+    scorer = _load_scorer(
+        path,
+        pad_token_id,
+        _options(dtype, trust_remote_code, on_host=on_host),
+        _adapter_has_head(path),
+        shards,
+    )
     if not scorer.model.score.weight.any():
         raise ValueError(no_reward_head(path))
     return scorer
@@ -222,10 +301,11 @@ def trained_policy(
     router_aux_coef: float = 0.0,
     shards: Shards | None = None,
 ) -> Policy:
-    """Loads a policy to train: all weights, or with `lora` only adapters, on 4-bit weights if configured. `shards`: cuts it while it is
-    read.
+    """Loads a policy to train: all weights, or with `lora` only adapters, on 4-bit weights if configured.
+    `shards`: cuts it while it is read.
 
-    Raises ValueError when experts are to be balanced and the model has none, RuntimeError without the GPU or package for 4-bit weights.
+    Raises ValueError when experts are to be balanced and the model has none, RuntimeError without the GPU or
+    package for 4-bit weights.
     """
     policy = _policy(path, _options(dtype, trust_remote_code, lora), shards, balanced=router_aux_coef > 0)
     if policy.balanced and not num_experts(policy.model.config):
@@ -236,10 +316,16 @@ def trained_policy(
 
 
 def trained_scorer(
-    path: str, pad_token_id: int, dtype: str, trust_remote_code: bool, lora: Lora | None, seed: int, shards: Shards | None = None
+    path: str,
+    pad_token_id: int,
+    dtype: str,
+    trust_remote_code: bool,
+    lora: Lora | None,
+    seed: int,
+    shards: Shards | None = None,
 ) -> Scorer:
-    """Loads a reward model or critic to train, like `trained_policy`; all of its head is trained. A plain language model gets a head of
-    zeros (`Scorer.new_head`), a reward model keeps its own."""
+    """Loads a reward model or critic to train, like `trained_policy`; all of its head is trained. A plain
+    language model gets a head of zeros (`Scorer.new_head`), a reward model keeps its own."""
     scorer = _load_scorer(path, pad_token_id, _options(dtype, trust_remote_code, lora), True, shards)
     if lora is not None:
         add_lora(scorer.model, lora, seed)
@@ -247,13 +333,16 @@ def trained_scorer(
 
 
 Wrapped = TypeVar("Wrapped", bound=nn.Module)
-NOISE = ("attention_dropout", "attn_dropout", "dropout", "input_jitter_noise", "jitter_noise")  # attributes that are read in each pass
-DRAWS = "PhimoeTopKRouter"  # draws experts at random while it trains (SparseMixer-v2; Liu et al. 2024, arXiv:2409.12136)
+# attributes that are read in each pass
+NOISE = ("attention_dropout", "attn_dropout", "dropout", "input_jitter_noise", "jitter_noise")
+# draws experts at random while it trains (SparseMixer-v2; Liu et al. 2024, arXiv:2409.12136)
+DRAWS = "PhimoeTopKRouter"
 
 
 def without_dropout(module: Wrapped) -> Wrapped:
-    """Sets dropout, and noise before routers, to 0, and makes PhiMoE's routers, which draw experts in training, take the best: the loss
-    would depend on the split of a step, and PPO's first ratio would not be 1. The config is unchanged."""
+    """Sets dropout, and noise before routers, to 0, and makes PhiMoE's routers, which draw experts in
+    training, take the best: the loss would depend on the split of a step, and PPO's first ratio would not be
+    1. The config is unchanged."""
     for part in module.modules():
         if isinstance(part, nn.Dropout):
             part.p = 0.0
@@ -274,12 +363,16 @@ def _stay_in_eval(part: nn.Module, mode: bool = True) -> nn.Module:
 def _policy(path: str, options: dict[str, Any], shards: Shards | None, balanced: bool = False) -> Policy:
     model = _merged(AutoModelForCausalLM.from_pretrained, path, options, shards)
     head = model.get_output_embeddings()
-    with gathered(shards, [] if head is None else list(head.parameters())):  # its outputs are compared with the model's
+    # its outputs are compared with the model's
+    with gathered(shards, [] if head is None else list(head.parameters())):
         return Policy(model, balanced)
 
 
-def _load_scorer(path: str, pad_token_id: int, options: dict[str, Any], new_head: bool, shards: Shards | None) -> Scorer:
-    """`new_head`: a model (or the base of an adapter) without a head gets one of zeros; else it is refused."""
+def _load_scorer(
+    path: str, pad_token_id: int, options: dict[str, Any], new_head: bool, shards: Shards | None
+) -> Scorer:
+    """`new_head`: a model (or the base of an adapter) without a head gets one of zeros; else it is
+    refused."""
     auto = AutoModelForSequenceClassification
     added = False
 
@@ -287,18 +380,33 @@ def _load_scorer(path: str, pad_token_id: int, options: dict[str, Any], new_head
         nonlocal added
         if not new_head and Path(source).is_dir() and not has_trained_head(Path(source)):
             raise ValueError(no_reward_head(path))
-        config = options.pop("config", None) or AutoConfig.from_pretrained(source, trust_remote_code=options["trust_remote_code"])
+        config = options.pop("config", None) or AutoConfig.from_pretrained(
+            source, trust_remote_code=options["trust_remote_code"]
+        )
         add_score_class(config)
-        config.num_labels, config.pad_token_id = 1, pad_token_id
-        model, info = auto.from_pretrained(source, config=config, output_loading_info=True, ignore_mismatched_sizes=True, **options)
+        config.num_labels = 1
+        config.pad_token_id = pad_token_id
+        model, info = auto.from_pretrained(
+            source, config=config, output_loading_info=True, ignore_mismatched_sizes=True, **options
+        )
         if "key_mapping" in options:  # it is saved as a text model of its own
             del model._weight_conversions
-        if missing := sorted(name for name in info["missing_keys"] if not name.startswith("score.")):
-            raise ValueError(f"{path} has no weight {missing[0]} ({len(missing)} are missing): name a whole model")
-        if mismatched := {name for name, *_ in info["mismatched_keys"]}:
-            unlike_config = f"{path}: {min(mismatched)} has another shape than its config.json says: name a whole model"
+        missing = sorted(name for name in info["missing_keys"] if not name.startswith("score."))
+        if missing:
             raise ValueError(
-                unlike_config if mismatched != {"score.weight"} else several_labels(path) if new_head else no_reward_head(path)
+                f"{path} has no weight {missing[0]} ({len(missing)} are missing): name a whole model"
+            )
+        mismatched = {name for name, *_ in info["mismatched_keys"]}
+        if mismatched:
+            unlike_config = (
+                f"{path}: {min(mismatched)} has another shape than its config.json says: name a whole model"
+            )
+            raise ValueError(
+                unlike_config
+                if mismatched != {"score.weight"}
+                else several_labels(path)
+                if new_head
+                else no_reward_head(path)
             )
         if any(name.startswith("score.") for name in info["missing_keys"]):
             if not new_head:
@@ -320,9 +428,11 @@ def _adapter_has_head(path: str) -> bool:
     return base is not None and (has_trained_head(Path(path)) or _adapter_has_head(base))
 
 
-def _merged(load: Callable[..., PreTrainedModel], path: str, options: dict[str, Any], shards: Shards | None) -> PreTrainedModel:
-    """Loads the model at `path`, of a multimodal one its language model; an adapter is merged into its base. Raises ValueError as
-    `language_model`, and for weight files that do not say which belong together."""
+def _merged(
+    load: Callable[..., PreTrainedModel], path: str, options: dict[str, Any], shards: Shards | None
+) -> PreTrainedModel:
+    """Loads the model at `path`, of a multimodal one its language model; an adapter is merged into its base.
+    Raises ValueError as `language_model`, and for weight files that do not say which belong together."""
     base = base_of(path)
     if base is None:
         if Path(path).is_dir() and (fault := layout_fault(Path(path))) is not None:
@@ -332,11 +442,14 @@ def _merged(load: Callable[..., PreTrainedModel], path: str, options: dict[str, 
             options = options | language_model(path, config)
         whole = unquantised(path, config, options.get("quantization_config"))
         options = options | whole
-        options = {"attn_implementation": attention_for(options["dtype"], options.get("config", config))} | options
+        options = {
+            "attn_implementation": attention_for(options["dtype"], options.get("config", config))
+        } | options
         if shards is not None:
             options = options | {"device_map": None}  # each weight goes to the GPU when it is cut
             config = options.get("config", config)
-            if config.tie_word_embeddings and head_of_its_own(folder_of(path)):  # transformers compares them: cut ones look alike
+            # transformers compares them: cut ones look alike
+            if config.tie_word_embeddings and head_of_its_own(folder_of(path)):
                 config.tie_word_embeddings = False
                 options = options | {"config": config}
         with as_they_come(shards):
@@ -348,12 +461,16 @@ def _merged(load: Callable[..., PreTrainedModel], path: str, options: dict[str, 
             model.whole = folder_of(path)
         return fuse(set_attention(model))
     if "quantization_config" in options:
-        raise ValueError(f"{path} is an adapter, which cannot be merged into 4-bit weights: start from a merged checkpoint")
+        raise ValueError(
+            f"{path} is an adapter, which cannot be merged into 4-bit weights: start from a merged checkpoint"
+        )
     shards = shards if merges_in_parts(path) else None
     return merge_adapter(_merged(load, base, options, shards), path, shards)
 
 
-def _options(dtype: str, trust_remote_code: bool, lora: Lora | None = None, on_host: bool = False) -> dict[str, Any]:
+def _options(
+    dtype: str, trust_remote_code: bool, lora: Lora | None = None, on_host: bool = False
+) -> dict[str, Any]:
     options: dict[str, Any] = {
         "dtype": dtype if dtype == "auto" else getattr(torch, dtype),
         "trust_remote_code": trust_remote_code,
@@ -365,19 +482,33 @@ def _options(dtype: str, trust_remote_code: bool, lora: Lora | None = None, on_h
 
 
 def _gpu_device_map(path: str, options: dict[str, Any]) -> dict[str, Any]:
-    """Loads models below a third of free GPU memory directly onto the GPU, without a copy in host memory per rank."""
-    if not torch.cuda.is_available() or "device_map" in options or importlib.util.find_spec("accelerate") is None:
+    """Loads models below a third of free GPU memory directly onto the GPU, without a copy in host memory per
+    rank."""
+    if (
+        not torch.cuda.is_available()
+        or "device_map" in options
+        or importlib.util.find_spec("accelerate") is None
+    ):
         return {}
     size = sum(file.stat().st_size for file in Path(path).glob("*.safetensors")) if Path(path).is_dir() else 0
-    return {"device_map": {"": torch.cuda.current_device()}} if 0 < size < torch.cuda.mem_get_info()[0] / 3 else {}
+    return (
+        {"device_map": {"": torch.cuda.current_device()}}
+        if 0 < size < torch.cuda.mem_get_info()[0] / 3
+        else {}
+    )
 
 
 def _nf4(dtype: str) -> dict[str, Any]:
     """Weights in 4-bit NormalFloat with double quantisation (Dettmers et al. 2023, section 3)."""
     if not torch.cuda.is_available():
-        raise RuntimeError("lora.quantize=nf4 (QLoRA) needs an NVIDIA GPU, and there is none: set lora.quantize to none")
+        raise RuntimeError(
+            "lora.quantize=nf4 (QLoRA) needs an NVIDIA GPU, and there is none: set lora.quantize to none"
+        )
     if importlib.util.find_spec("bitsandbytes") is None:
-        raise RuntimeError("lora.quantize=nf4 (QLoRA) needs the package bitsandbytes: install it, or set lora.quantize to none")
+        raise RuntimeError(
+            "lora.quantize=nf4 (QLoRA) needs the package bitsandbytes: install it, or set lora.quantize to"
+            " none"
+        )
     quantization = BitsAndBytesConfig(
         load_in_4bit=True,
         bnb_4bit_quant_type="nf4",

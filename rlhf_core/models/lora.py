@@ -1,7 +1,8 @@
-"""Low-rank adapters: LoRA (Hu et al. 2021) and QLoRA (Dettmers et al. 2023), with peft's layers and file format.
+"""Low-rank adapters: LoRA (Hu et al. 2021) and QLoRA (Dettmers et al. 2023), with peft's layers and file
+format.
 
-The transformers model is changed in place; its linear layers compute `W x + (alpha / rank) B A x`, W frozen. Without
-dropout, which would make the loss depend on the split of a step.
+The transformers model is changed in place; its linear layers compute `W x + (alpha / rank) B A x`, W frozen.
+Without dropout, which would make the loss depend on the split of a step.
 """
 
 from __future__ import annotations
@@ -28,8 +29,8 @@ ADAPTER_WEIGHTS = "adapter_model.safetensors"
 
 
 def add_lora(model: PreTrainedModel, lora: Lora, seed: int) -> None:
-    """Freezes `model` and adds adapters to its linear layers, but for the outputs of Mamba layers, routers and grouped products; a scalar
-    head is trained in full. A is random by `seed`, B is zero.
+    """Freezes `model` and adds adapters to its linear layers, but for the outputs of Mamba layers, routers
+    and grouped products; a scalar head is trained in full. A is random by `seed`, B is zero.
 
     Raises ValueError when the model has none of the layers that `lora.targets` names.
     """
@@ -49,8 +50,11 @@ def add_lora(model: PreTrainedModel, lora: Lora, seed: int) -> None:
         try:
             inject_adapter_in_model(config, model, ADAPTER)
         except ValueError as error:
-            raise ValueError(f"lora.targets={lora.targets!r} fits no layer of {type(model).__name__}: {error}") from error
-    cast_adapter_dtype(model, adapter_name=ADAPTER, autocast_adapter_dtype=True)  # adapters of a bf16 model are fp32
+            raise ValueError(
+                f"lora.targets={lora.targets!r} fits no layer of {type(model).__name__}: {error}"
+            ) from error
+    # adapters of a bf16 model are fp32
+    cast_adapter_dtype(model, adapter_name=ADAPTER, autocast_adapter_dtype=True)
     for layer in lora_layers(model).values():
         if type(layer.base_layer) is nn.Linear or hasattr(layer.base_layer, "quant_state"):
             vars(layer)["forward"] = partial(_forward, layer)
@@ -63,16 +67,25 @@ def _forward(layer: Any, hidden: Tensor) -> Tensor:
     flat = hidden.reshape(-1, hidden.shape[-1])
     product = layer.base_layer(flat)
     if not layer.disable_adapters:
-        a, b = layer.lora_A[ADAPTER].weight, layer.lora_B[ADAPTER].weight * layer.scaling[ADAPTER]
+        a = layer.lora_A[ADAPTER].weight
+        b = layer.lora_B[ADAPTER].weight * layer.scaling[ADAPTER]
         product = product.addmm_(F.linear(flat, a.to(flat.dtype)), b.to(flat.dtype).t())
     return product.view(*hidden.shape[:-1], product.shape[-1])
 
 
 def _not_plain(model: PreTrainedModel) -> list[str]:
-    """Layers to which no product can be added: the outputs of Mamba layers (with parameters A and D), whose weights a kernel reads itself;
-    linear layers that return experts, or a product for each group."""
-    outputs = [f"{name}.out_proj" for name, part in model.named_modules() if hasattr(part, "A_log") and hasattr(part, "D")]
-    return outputs + [name for name, part in model.named_modules() if type(part).__name__.endswith(("Router", "GroupedLinear"))]
+    """Layers to which no product can be added: the outputs of Mamba layers (with parameters A and D), whose
+    weights a kernel reads itself; linear layers that return experts, or a product for each group."""
+    outputs = [
+        f"{name}.out_proj"
+        for name, part in model.named_modules()
+        if hasattr(part, "A_log") and hasattr(part, "D")
+    ]
+    return outputs + [
+        name
+        for name, part in model.named_modules()
+        if type(part).__name__.endswith(("Router", "GroupedLinear"))
+    ]
 
 
 def has_head(model: PreTrainedModel) -> bool:
@@ -89,12 +102,13 @@ def lora_layers(model: PreTrainedModel) -> dict[str, Any]:
 
 
 def require_linear(model: PreTrainedModel) -> None:
-    """Raises ValueError when an adapter is not one of a linear layer, as those of experts that are stored as one tensor."""
+    """Raises ValueError when an adapter is not one of a linear layer, as those of experts that are stored as
+    one tensor."""
     others = [name for name, layer in lora_layers(model).items() if not adapts(layer, "weight")]
     if others:
         raise ValueError(
-            f"vllm.adapters: alone sends adapters of linear layers, and these are of other weights: {', '.join(others[:3])}: name linear "
-            "layers in lora.targets, or leave vllm.adapters out"
+            "vllm.adapters: alone sends adapters of linear layers, and these are of other weights:"
+            f" {', '.join(others[:3])}: name linear layers in lora.targets, or leave vllm.adapters out"
         )
 
 
@@ -112,13 +126,16 @@ def without_adapters(model: PreTrainedModel) -> Iterator[None]:
 
 
 def adapts(layer: Any, parameter: str) -> bool:
-    """Whether a layer of `lora_layers` changes the parameter of this name: a linear layer's weight, or the one tensor it was made for."""
+    """Whether a layer of `lora_layers` changes the parameter of this name: a linear layer's weight, or the
+    one tensor it was made for."""
     return bool(getattr(layer, "parameter_name", "weight") == parameter)
 
 
-def merged_weight(parameter: Tensor, adapters: Sequence[Any], name: str, survival: Survival | None = None) -> Tensor:
-    """Returns `W + (alpha / rank) B A` of all adapters of W, added in fp32 and rounded without bias to the dtype of W. `name`: of W in the
-    model; `survival` counts what rounding leaves."""
+def merged_weight(
+    parameter: Tensor, adapters: Sequence[Any], name: str, survival: Survival | None = None
+) -> Tensor:
+    """Returns `W + (alpha / rank) B A` of all adapters of W, added in fp32 and rounded without bias to the
+    dtype of W. `name`: of W in the model; `survival` counts what rounding leaves."""
     weight = dequantised(parameter)
     if not adapters:
         return weight
@@ -142,7 +159,8 @@ def dequantised(parameter: Tensor) -> Tensor:
 
 
 def base_of(path: str) -> str | None:
-    """Returns the base of the adapter in folder `path`: a folder, or a Hub id if the adapter names no revision; None without adapter."""
+    """Returns the base of the adapter in folder `path`: a folder, or a Hub id if the adapter names no
+    revision; None without adapter."""
     if not (Path(path) / ADAPTER_CONFIG).is_file():
         return None
     from peft import PeftConfig
@@ -155,17 +173,25 @@ def base_of(path: str) -> str | None:
 
 
 def merges_in_parts(path: str) -> bool:
-    """Whether the adapter of folder `path` is of low-rank matrices alone, perhaps with a head for scores: others copy whole weights."""
+    """Whether the adapter of folder `path` is of low-rank matrices alone, perhaps with a head for scores:
+    others copy whole weights."""
     from peft import PeftConfig
 
     config = PeftConfig.from_pretrained(path)
-    whole = {*(getattr(config, "modules_to_save", None) or []), *(getattr(config, "trainable_token_indices", None) or [])}
-    return str(config.peft_type).endswith("LORA") and whole <= {"score"} and not getattr(config, "use_dora", False)
+    whole = {
+        *(getattr(config, "modules_to_save", None) or []),
+        *(getattr(config, "trainable_token_indices", None) or []),
+    }
+    return (
+        str(config.peft_type).endswith("LORA")
+        and whole <= {"score"}
+        and not getattr(config, "use_dora", False)
+    )
 
 
 def merge_adapter(model: PreTrainedModel, path: str, shards: Shards | None = None) -> PreTrainedModel:
-    """Returns `model` with the adapter of folder `path` merged into its weights, all trainable again; also an adapter of a language model
-    into one with a head for scores. `shards`: layer by layer."""
+    """Returns `model` with the adapter of folder `path` merged into its weights, all trainable again; also an
+    adapter of a language model into one with a head for scores. `shards`: layer by layer."""
     from peft import PeftConfig, PeftModel
 
     config = PeftConfig.from_pretrained(path)
@@ -183,7 +209,12 @@ def merge_adapter(model: PreTrainedModel, path: str, shards: Shards | None = Non
 def _merge_layer(name: str, layer: Any) -> None:
     """Merges an adapter of low-rank matrices into the layer's weight."""
     weight = getattr(layer.get_base_layer(), "weight", None)
-    if not adapts(layer, "weight") or weight is None or ADAPTER not in layer.lora_A or layer.lora_bias[ADAPTER]:
+    if (
+        not adapts(layer, "weight")
+        or weight is None
+        or ADAPTER not in layer.lora_A
+        or layer.lora_bias[ADAPTER]
+    ):
         layer.merge()
         return
     with torch.no_grad():

@@ -1,6 +1,8 @@
-"""Reads the precision that a checkpoint is stored in, and loads quantised weights (MXFP4, FP8 in blocks) in the dtype of training.
+"""Reads the precision that a checkpoint is stored in, and loads quantised weights (MXFP4, FP8 in blocks) in
+the dtype of training.
 
-`scale_ragged_blocks` changes a private part of transformers, for the releases in MADE_FOR; with another one FP8 is refused.
+`scale_ragged_blocks` changes a private part of transformers, for the releases in MADE_FOR; with another one
+FP8 is refused.
 """
 
 from __future__ import annotations
@@ -30,27 +32,37 @@ def dtype_of(path: str, dtype: str, trust_remote_code: bool = False) -> str:
     """Returns `dtype`; for auto that of the checkpoint, for an adapter that of its base."""
     if dtype != "auto":
         return dtype
-    return stored_dtype(AutoConfig.from_pretrained(base_of(path) or path, trust_remote_code=trust_remote_code))
+    return stored_dtype(
+        AutoConfig.from_pretrained(base_of(path) or path, trust_remote_code=trust_remote_code)
+    )
 
 
 def unquantised(path: str, config: PretrainedConfig, asked: object = None) -> dict[str, Any]:
-    """Returns the options with which transformers loads quantised weights as others; {} for a checkpoint that has none.
+    """Returns the options with which transformers loads quantised weights as others; {} for a checkpoint that
+    has none.
 
-    Raises ValueError for a format or a multimodal checkpoint that cannot be trained so, or where 4-bit weights are `asked` for.
+    Raises ValueError for a format or a multimodal checkpoint that cannot be trained so, or where 4-bit
+    weights are `asked` for.
     """
     values = config.to_dict()
-    if (method := quantised_by(values)) is None:
+    method = quantised_by(values)
+    if method is None:
         return {}
-    if (told := cannot_train_quantised(path, values)) or asked is not None:
-        raise ValueError(told or f"{path} has weights quantised as {method}: set lora.quantize to none, or name its checkpoint in bfloat16")
+    told = cannot_train_quantised(path, values)
+    if told or asked is not None:
+        raise ValueError(
+            told
+            or f"{path} has weights quantised as {method}: set lora.quantize to none, or name its"
+            " checkpoint in bfloat16"
+        )
     if method == "fp8":
         scale_ragged_blocks(path)
     return {"quantization_config": FORMATS[method](dequantize=True)}
 
 
 def as_if_stored(model: PreTrainedModel, dtype: torch.dtype) -> None:
-    """Makes a model that was loaded with `unquantised` like one of a checkpoint in `dtype`: transformers leaves some weights in bfloat16,
-    and would give exports the names of quantised ones."""
+    """Makes a model that was loaded with `unquantised` like one of a checkpoint in `dtype`: transformers
+    leaves some weights in bfloat16, and would give exports the names of quantised ones."""
     for parameter in model.parameters():
         if parameter.dtype == torch.bfloat16:  # others are in `dtype`, or kept in fp32 by their family
             parameter.data = parameter.data.to(dtype)
@@ -58,22 +70,29 @@ def as_if_stored(model: PreTrainedModel, dtype: torch.dtype) -> None:
 
 
 def scale_ragged_blocks(path: str) -> None:
-    """Makes transformers multiply the blocks of FP8 weights by their scales where the last block of a side is smaller (DeepSeek-V3's 576
-    rows in blocks of 128): it takes all blocks for equally large. Raises ValueError with another release than MADE_FOR."""
+    """Makes transformers multiply the blocks of FP8 weights by their scales where the last block of a side is
+    smaller (DeepSeek-V3's 576 rows in blocks of 128): it takes all blocks for equally large. Raises
+    ValueError with another release than MADE_FOR."""
     own = finegrained_fp8.Fp8Dequantize._dequantize_one
     if not transformers.__version__.startswith(MADE_FOR):
         raise ValueError(
-            f"{path} has weights in FP8, which transformers {transformers.__version__} may scale wrongly: name its checkpoint in bfloat16, "
-            f"or install the version that the requirements name"
+            f"{path} has weights in FP8, which transformers {transformers.__version__} may scale wrongly:"
+            " name its checkpoint in bfloat16, or install the version that the requirements name"
         )
     if own.__name__ == "in_blocks":
         return
 
-    def in_blocks(self: Any, quantized: Tensor, scales: Tensor, output_dtype: torch.dtype | None = None) -> Tensor:
+    def in_blocks(
+        self: Any, quantized: Tensor, scales: Tensor, output_dtype: torch.dtype | None = None
+    ) -> Tensor:
         size = getattr(self.hf_quantizer.quantization_config, "weight_block_size", None)
         sides = list(zip(quantized.shape[-2:], size or (), strict=False))
         grid = [-(-side // block) for side, block in sides]
-        if not quantized.is_floating_point() or list(scales.shape[-2:]) != grid or not any(side % block for side, block in sides):
+        if (
+            not quantized.is_floating_point()
+            or list(scales.shape[-2:]) != grid
+            or not any(side % block for side, block in sides)
+        ):
             return own(self, quantized, scales, output_dtype)
         whole = scales.float()
         for dim, (side, block) in zip((-2, -1), sides, strict=True):

@@ -1,14 +1,21 @@
-"""Makes transformers' class with a scalar head for model families that have none (Granite, GLM-4 MoE, Nemotron-H, LFM2, ...)."""
+"""Makes transformers' class with a scalar head for model families that have none (Granite, GLM-4 MoE,
+Nemotron-H, LFM2, ...)."""
 
 from __future__ import annotations
 
-from transformers import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING, MODEL_MAPPING, AutoModelForSequenceClassification, PretrainedConfig
+from transformers import (
+    MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
+    MODEL_MAPPING,
+    AutoModelForSequenceClassification,
+    PretrainedConfig,
+)
 from transformers.modeling_layers import GenericForSequenceClassification
 
 
 def add_score_class(config: PretrainedConfig) -> None:
-    """Registers a class for `AutoModelForSequenceClassification`, where transformers has none for the family of `config`: its backbone,
-    under the name that the family's checkpoints have, and a linear layer `score`. A family that transformers does not know is left alone.
+    """Registers a class for `AutoModelForSequenceClassification`, where transformers has none for the family
+    of `config`: its backbone, under the name that the family's checkpoints have, and a linear layer `score`.
+    A family that transformers does not know is left alone.
     """
     kind = type(config)
     if kind in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING or kind not in MODEL_MAPPING:
@@ -16,7 +23,13 @@ def add_score_class(config: PretrainedConfig) -> None:
     backbone = MODEL_MAPPING[kind]
     family = next(base for base in backbone.__mro__ if base.__name__.endswith("PreTrainedModel"))
     name = f"{backbone.__name__.removesuffix('Model')}ForSequenceClassification"
-    own = {"__module__": __name__, "config_class": kind, "base_model_prefix": family.base_model_prefix or backbone.base_model_prefix}
+    own = {
+        "__module__": __name__,
+        "config_class": kind,
+        "base_model_prefix": family.base_model_prefix or backbone.base_model_prefix,
+    }
     made = type(name, (GenericForSequenceClassification, family), own)
-    AutoModelForSequenceClassification.register(kind, made, exist_ok=True)  # without it nothing is registered for a family of transformers
-    MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING._extra_content[kind] = made  # transformers before 5.19 leaves its own families out anyway
+    # without it nothing is registered for a family of transformers
+    AutoModelForSequenceClassification.register(kind, made, exist_ok=True)
+    # transformers before 5.19 leaves its own families out anyway
+    MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING._extra_content[kind] = made

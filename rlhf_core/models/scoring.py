@@ -19,8 +19,11 @@ from rlhf_core.objectives.masked import gather_last
 STATISTICS = "score_statistics.json"
 
 
-def score_documents(scorer: Scorer, documents: Sequence[Document], pad_token_id: int, micro_batch_size: int) -> list[float]:
-    """Returns the score at the last token of each document, in order. Batches are sorted by length, so that padding is small."""
+def score_documents(
+    scorer: Scorer, documents: Sequence[Document], pad_token_id: int, micro_batch_size: int
+) -> list[float]:
+    """Returns the score at the last token of each document, in order. Batches are sorted by length, so that
+    padding is small."""
     device = next(scorer.parameters()).device
     order = sorted(range(len(documents)), key=lambda i: len(documents[i].tokens))
     scores = [0.0] * len(documents)
@@ -39,7 +42,9 @@ class RewardScorer:
 
     def __init__(self, path: str, dtype: str, micro_batch_size: int, trust_remote_code: bool = False):
         self.pad_token_id = load_tokenizer(path, trust_remote_code).pad_token_id
-        self.scorer = load_scorer(path, self.pad_token_id, dtype_of(path, dtype, trust_remote_code), trust_remote_code).eval()
+        self.scorer = load_scorer(
+            path, self.pad_token_id, dtype_of(path, dtype, trust_remote_code), trust_remote_code
+        ).eval()
         if torch.cuda.is_available():
             self.scorer.cuda()
         detect_document_leak(self.scorer, self.scorer, next(self.scorer.parameters()).device, packed=False)
@@ -50,12 +55,13 @@ class RewardScorer:
 
 
 def stored_statistics(path: str) -> tuple[float, float]:
-    """Returns mean and standard deviation of the scores, as stored by the reward model stage. Raises ValueError when there are none."""
+    """Returns mean and standard deviation of the scores, as stored by the reward model stage. Raises
+    ValueError when there are none."""
     file = Path(path) / STATISTICS
     if not file.is_file():
         raise ValueError(
-            f"rewards are to be standardised with the mean and std stored with the reward model, and {path} has no {STATISTICS}: set "
-            f"`normalize` of this reward to running or none"
+            f"rewards are to be standardised with the mean and std stored with the reward model, and {path}"
+            f" has no {STATISTICS}: set `normalize` of this reward to running or none"
         )
     stored = json.loads(file.read_text())
     return float(stored["mean"]), float(stored["std"])

@@ -1,4 +1,5 @@
-"""Lets ranks compute passes of a model together (`kernels/sequence_ranks.py`), after a test that it then computes the same.
+"""Lets ranks compute passes of a model together (`kernels/sequence_ranks.py`), after a test that it then
+computes the same.
 
 Called by training/ranks.py, stages/reference_logprobs.py and stages/ppo/roles/.
 """
@@ -14,7 +15,10 @@ from rlhf_core.models.document_leak import hidden_states
 from rlhf_core.models.kernels.sequence_ranks import ALONE, SequenceRanks
 from rlhf_core.models.load import Policy, Scorer
 
-PART, LAST = 16, 4  # tokens of each rank, and of the last document: most tokens of each part have others of theirs in earlier ones
+PART = 16
+# tokens of each rank, and of the last document: most tokens of each part have others of theirs in earlier
+# ones
+LAST = 4
 DIFFERENT = 0.1  # of a state, relative to its size: rounding is about 0.01 in bf16
 
 
@@ -25,23 +29,32 @@ def split_sequences(
     device: torch.device,
     all_reduce: Callable[[Tensor], Tensor],
 ) -> None:
-    """Sets `module.sequence` to `ranks`, once. `forward` runs the module or an engine around it; `all_reduce` sums over all ranks, so that
-    all take the same decision. The model's attention must have been prepared (`split_attention`), and its leak tested (`document_leak`).
+    """Sets `module.sequence` to `ranks`, once. `forward` runs the module or an engine around it; `all_reduce`
+    sums over all ranks, so that all take the same decision. The model's attention must have been prepared
+    (`split_attention`), and its leak tested (`document_leak`).
 
-    Raises ValueError when the model computes something else from a part of the tokens, as layers do that look at neighbouring tokens.
+    Raises ValueError when the model computes something else from a part of the tokens, as layers do that look
+    at neighbouring tokens.
     """
     if ranks.size == 1 or module.sequence.size > 1:
         return
     kind = type(module.model).__name__
     if module.document_leak:
-        raise ValueError(f"{kind} needs one document a row, which ranks cannot share: set sequence_parallel_size to 1")
+        raise ValueError(
+            f"{kind} needs one document a row, which ranks cannot share: set sequence_parallel_size to 1"
+        )
     differs = torch.tensor(float(_differs(forward, module, ranks, device)), device=device)
     if all_reduce(differs) > 0:
-        raise ValueError(f"{kind} computes other states from parts of its tokens than from all of them: set sequence_parallel_size to 1")
+        raise ValueError(
+            f"{kind} computes other states from parts of its tokens than from all of them: set"
+            " sequence_parallel_size to 1"
+        )
     module.sequence = ranks
 
 
-def _differs(forward: Callable[..., object], module: Policy | Scorer, ranks: SequenceRanks, device: torch.device) -> bool:
+def _differs(
+    forward: Callable[..., object], module: Policy | Scorer, ranks: SequenceRanks, device: torch.device
+) -> bool:
     """Whether most states of this rank's tokens differ from those that it computes alone."""
     count = PART * ranks.size
     vocabulary = module.model.config.get_text_config().vocab_size

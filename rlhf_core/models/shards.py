@@ -1,11 +1,13 @@
-"""Cuts the weights of a model over its ranks while it is read (ZeRO-3), so that no rank ever holds the whole model.
+"""Cuts the weights of a model over its ranks while it is read (ZeRO-3), so that no rank ever holds the whole
+model.
 
-transformers builds a model without weights and puts them in place one after the other. Each large one goes to `Shards.cut` at that moment,
-which keeps this rank's part. transformers' own loading for ZeRO-3 is not used: it merges the experts of all layers on every rank, and
-reports neither missing weights nor those of another shape.
+transformers builds a model without weights and puts them in place one after the other. Each large one goes to
+`Shards.cut` at that moment, which keeps this rank's part. transformers' own loading for ZeRO-3 is not used:
+it merges the experts of all layers on every rank, and reports neither missing weights nor those of another
+shape.
 
-`one_by_one` changes a private name of transformers, for the releases in MADE_FOR; with another one files stay mapped into memory, and
-results are the same.
+`one_by_one` changes a private name of transformers, for the releases in MADE_FOR; with another one files stay
+mapped into memory, and results are the same.
 """
 
 from __future__ import annotations
@@ -25,24 +27,30 @@ from rlhf_core.system import progress
 from rlhf_core.system.machine import give_back_freed_memory
 
 MADE_FOR = ("5.17.", "5.18.", "5.19.")
-SMALL = 100_000  # elements: DeepSpeed keeps smaller weights whole on each rank, and so a new head is initialised as usual
-SYNCHRONOUS = "HF_DEACTIVATE_ASYNC_LOAD"  # environment variable: transformers reads a weight when it is put in place, not all ahead
+# elements: DeepSpeed keeps smaller weights whole on each rank, and so a new head is initialised as usual
+SMALL = 100_000
+# environment variable: transformers reads a weight when it is put in place, not all ahead
+SYNCHRONOUS = "HF_DEACTIVATE_ASYNC_LOAD"
 
 
 class Shards(Protocol):
-    """The ranks over which a model is cut; every method is a collective, called for the same weights in the same order. `reads`: whether
-    the data of this rank is what all ranks keep their parts of."""
+    """The ranks over which a model is cut; every method is a collective, called for the same weights in the
+    same order. `reads`: whether the data of this rank is what all ranks keep their parts of."""
 
     reads: bool
 
     def cut(self, weight: nn.Parameter) -> None:
         """Leaves this rank's part of a weight in place of it."""
 
-    def gathered(self, weights: Sequence[nn.Parameter], changed: bool = False) -> AbstractContextManager[object]:
+    def gathered(
+        self, weights: Sequence[nn.Parameter], changed: bool = False
+    ) -> AbstractContextManager[object]:
         """Makes weights whole while the context is open. `changed`: keeps what rank 0 made of them."""
 
 
-def gathered(shards: Shards | None, weights: Sequence[nn.Parameter], changed: bool = False) -> AbstractContextManager[object]:
+def gathered(
+    shards: Shards | None, weights: Sequence[nn.Parameter], changed: bool = False
+) -> AbstractContextManager[object]:
     """As `Shards.gathered`; does nothing for a model that is whole."""
     return nullcontext() if shards is None else shards.gathered(weights, changed)
 
@@ -54,32 +62,47 @@ def as_they_come(shards: Shards | None) -> Iterator[None]:
     def placed(_module: nn.Module, _name: str, weight: nn.Parameter) -> None:
         progress.made()
         # Weights that are not in the checkpoint are initialised first; tied ones come a second time.
-        if shards and getattr(weight, "_is_hf_initialized", False) and not weight.is_meta and weight.numel() >= SMALL:
+        if (
+            shards
+            and getattr(weight, "_is_hf_initialized", False)
+            and not weight.is_meta
+            and weight.numel() >= SMALL
+        ):
             shards.cut(weight)
 
-    with one_by_one(shards.reads) if shards else nullcontext(), register_module_parameter_registration_hook(placed):
+    with (
+        one_by_one(shards.reads) if shards else nullcontext(),
+        register_module_parameter_registration_hook(placed),
+    ):
         yield
 
 
 def require_data(model: nn.Module, shards: Shards | None) -> None:
-    """Raises RuntimeError for a weight of a rank that does not read which was to get its data when it was cut, and was not cut."""
+    """Raises RuntimeError for a weight of a rank that does not read which was to get its data when it was
+    cut, and was not cut."""
     if shards is not None and not shards.reads:
         for name, weight in (*model.named_parameters(), *model.named_buffers()):
             if weight.is_floating_point() and not weight.is_meta and bool(weight.isnan().any()):
-                raise RuntimeError(f"{name} was not cut over the ranks, so this rank has no data of it, or the checkpoint holds nan")
+                raise RuntimeError(
+                    f"{name} was not cut over the ranks, so this rank has no data of it, or the checkpoint"
+                    " holds nan"
+                )
 
 
 @contextmanager
 def one_by_one(reads: bool = True) -> Iterator[None]:
-    """While open, transformers reads one weight at a time, into memory of its own: pages of a mapped file stay with the process. Without
-    `reads` it reads no large ones (`WeightFile`). From here on what is freed goes back to the system."""
+    """While open, transformers reads one weight at a time, into memory of its own: pages of a mapped file
+    stay with the process. Without `reads` it reads no large ones (`WeightFile`). From here on what is freed
+    goes back to the system."""
     give_back_freed_memory()
     opened: Callable[..., Any] | None = getattr(modeling_utils, "safe_open", None)
     before = os.environ.get(SYNCHRONOUS)
     os.environ[SYNCHRONOUS] = "1"
     if opened is not None and transformers.__version__.startswith(MADE_FOR):
         buffers = Buffers()
-        modeling_utils.safe_open = lambda file, **options: WeightFile(opened(file, **options | {"backend": "pread"}), file, reads, buffers)
+        modeling_utils.safe_open = lambda file, **options: WeightFile(
+            opened(file, **options | {"backend": "pread"}), file, reads, buffers
+        )
     try:
         yield
     finally:

@@ -1,7 +1,7 @@
 """Log-probs of single tokens from hidden states, without a tensor of probabilities.
 
-Head and log-softmax are one autograd function, called once a pass as the head's forward, for any number of chunks: under ZeRO-3 every
-rank must gather the head's weights equally often.
+Head and log-softmax are one autograd function, called once a pass as the head's forward, for any number of
+chunks: under ZeRO-3 every rank must gather the head's weights equally often.
 """
 
 from __future__ import annotations
@@ -21,14 +21,16 @@ Entropy = Literal["no", "value", "gradient"]  # a metric, or part of the loss
 
 
 class Truncation(NamedTuple):
-    """Keeps the `top_k` most probable tokens (0: all), and of these the most probable ones that have the probability `top_p` together."""
+    """Keeps the `top_k` most probable tokens (0: all), and of these the most probable ones that have the
+    probability `top_p` together."""
 
     top_p: float = 1.0
     top_k: int = 0
 
 
 WHOLE = Truncation()
-LOGITS_CHUNK = 2048  # positions whose logits exist at once, where they are not kept: 2048 x 150k vocabulary x 2 bytes = 0.6 GB
+# positions whose logits exist at once, where they are not kept: 2048 x 150k vocabulary x 2 bytes = 0.6 GB
+LOGITS_CHUNK = 2048
 
 
 def token_logprobs(
@@ -42,21 +44,27 @@ def token_logprobs(
     top: Truncation = WHOLE,
     known: int | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """(N, H) hidden states, (N,) tokens -> their log-probs and the entropies of their distributions, (N,) fp32.
+    """(N, H) hidden states, (N,) tokens -> their log-probs and the entropies of their distributions, (N,)
+    fp32.
 
-    `top` truncates the distributions, never above the tokens themselves; which tokens are kept has no gradient. `known`: the distributions
-    are over the first `known` rows of the head alone; None: over all.
+    `top` truncates the distributions, never above the tokens themselves; which tokens are kept has no
+    gradient. `known`: the distributions are over the first `known` rows of the head alone; None: over all.
 
-    `keep`: the logits stay in memory for the backward pass, N x V in the model's dtype; otherwise chunks of them are computed again, as
-    they always are with a `cap`, which makes x into `cap * tanh(x / cap)` (Gemma 2, section 2). The entropies are 0 with "no", and carry
-    no gradient with "value".
+    `keep`: the logits stay in memory for the backward pass, N x V in the model's dtype; otherwise chunks of
+    them are computed again, as they always are with a `cap`, which makes x into `cap * tanh(x / cap)` (Gemma
+    2, section 2). The entropies are 0 with "no", and carry no gradient with "value".
     """
     scale = 1 / temperature if temperature else 1.0
     if type(head) is not nn.Linear:  # a head with adapters, for example
         logprobs, entropies = _through(head, hidden, targets, scale, entropy != "no", cap, top, known)
     else:
         # On a CPU PyTorch allocates several tensors of a chunk's size.
-        keep = keep and cap is None and torch.is_grad_enabled() and (hidden.is_cuda or len(hidden) <= LOGITS_CHUNK)
+        keep = (
+            keep
+            and cap is None
+            and torch.is_grad_enabled()
+            and (hidden.is_cuda or len(hidden) <= LOGITS_CHUNK)
+        )
         options = (targets, scale, entropy != "no", keep, cap, top, known)
         with replaced_forward(head, lambda rows: _HeadLogprobs.apply(rows, head.weight, head.bias, *options)):
             logprobs, entropies = head(hidden)
@@ -73,11 +81,14 @@ def _through(
     top: Truncation,
     known: int | None,
 ) -> tuple[Tensor, Tensor]:
-    """Runs any head in chunks, in training each with checkpointing; in one call where ZeRO-3 has sharded it, which counts calls."""
+    """Runs any head in chunks, in training each with checkpointing; in one call where ZeRO-3 has sharded it,
+    which counts calls."""
 
     def read(rows: Tensor, wanted: Tensor) -> tuple[Tensor, Tensor]:
         logits = _capped(head(rows)[:, :known].contiguous(), cap)
-        logprobs, _, entropies = _read_with_torch(logits, wanted, scale, entropy, _floors(logits.detach(), wanted, scale, top))
+        logprobs, _, entropies = _read_with_torch(
+            logits, wanted, scale, entropy, _floors(logits.detach(), wanted, scale, top)
+        )
         return logprobs, entropies
 
     cut = any(hasattr(parameter, "ds_id") for parameter in head.parameters())
@@ -109,7 +120,8 @@ def replaced_forward(module: nn.Module, function: Callable[..., Any]) -> Iterato
 
 
 class _HeadLogprobs(torch.autograd.Function):
-    """The gradient `g (onehot - p) - g_H p (log p + H)` of the logits overwrites kept logits, in their dtype."""
+    """The gradient `g (onehot - p) - g_H p (log p + H)` of the logits overwrites kept logits, in their
+    dtype."""
 
     @staticmethod
     def forward(
@@ -127,15 +139,30 @@ class _HeadLogprobs(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         ctx.set_materialize_grads(False)
         size = max(1, len(hidden)) if keep else LOGITS_CHUNK
-        parts, floors, logits = [], [], hidden.new_empty(0)
+        parts = []
+        floors = []
+        logits = hidden.new_empty(0)
         for rows, wanted in zip(hidden.split(size), targets.split(size), strict=True):
             logits = _capped(F.linear(rows, weight[:known], None if bias is None else bias[:known]), cap)
             floors.append(_floors(logits, wanted, scale, top))
             parts.append(_functions(logits)[1](logits, wanted, scale, entropy, floors[-1]))
         logprobs, sums, entropies = (torch.cat(part) for part in zip(*parts, strict=True))
         given = [part for part in floors if part is not None]
-        ctx.save_for_backward(hidden, weight, bias, targets, sums, entropies, logits if keep else None, torch.cat(given) if given else None)
-        ctx.scale, ctx.size, ctx.overwritten, ctx.cap, ctx.known = scale, size, False, cap, known
+        ctx.save_for_backward(
+            hidden,
+            weight,
+            bias,
+            targets,
+            sums,
+            entropies,
+            logits if keep else None,
+            torch.cat(given) if given else None,
+        )
+        ctx.scale = scale
+        ctx.size = size
+        ctx.overwritten = False
+        ctx.cap = cap
+        ctx.known = known
         return logprobs, entropies
 
     @staticmethod
@@ -144,7 +171,9 @@ class _HeadLogprobs(torch.autograd.Function):
         weight = whole[: ctx.known]
         bias = None if whole_bias is None else whole_bias[: ctx.known]
         if ctx.overwritten:
-            raise RuntimeError("the kept logits were overwritten by their gradient: only one backward pass is possible")
+            raise RuntimeError(
+                "the kept logits were overwritten by their gradient: only one backward pass is possible"
+            )
         ctx.overwritten = kept is not None
         for_hidden, for_weight, for_bias = ctx.needs_input_grad[:3]
         grads = torch.zeros_like(entropies) if grads is None else grads
@@ -154,10 +183,13 @@ class _HeadLogprobs(torch.autograd.Function):
         for start in range(0, max(1, len(hidden)), ctx.size):
             part = slice(start, start + ctx.size)
             logits = _capped(F.linear(hidden[part], weight, bias), ctx.cap) if kept is None else kept
-            slope = None if ctx.cap is None else 1 - (logits / ctx.cap).square()  # the cap's derivative; before it is overwritten
+            # the cap's derivative; before it is overwritten
+            slope = None if ctx.cap is None else 1 - (logits / ctx.cap).square()
             more = None if entropy_grads is None else entropy_grads[part]
             least = None if floors is None else floors[part]
-            logits = _functions(logits)[2](logits, targets[part], sums[part], entropies[part], grads[part], more, ctx.scale, least)
+            logits = _functions(logits)[2](
+                logits, targets[part], sums[part], entropies[part], grads[part], more, ctx.scale, least
+            )
             if slope is not None:
                 logits = logits.mul_(slope)
             if hidden_grad is not None:
@@ -168,7 +200,9 @@ class _HeadLogprobs(torch.autograd.Function):
                 column_sums = logits.sum(0, dtype=torch.promote_types(logits.dtype, torch.float32))
                 bias_grad = column_sums if bias_grad is None else bias_grad + column_sums
             del logits, slope  # frees memory for the next chunk
-        weight_grad = None if weight_grad is None else _with_unknown_rows(weight_grad.to(whole.dtype), len(whole))
+        weight_grad = (
+            None if weight_grad is None else _with_unknown_rows(weight_grad.to(whole.dtype), len(whole))
+        )
         if bias_grad is not None and whole_bias is not None:
             bias_grad = _with_unknown_rows(bias_grad.to(whole_bias.dtype), len(whole_bias))
         return hidden_grad, weight_grad, bias_grad, None, None, None, None, None, None, None
@@ -182,8 +216,9 @@ def _with_unknown_rows(grad: Tensor, rows: int) -> Tensor:
 
 
 def _with_product(total: Tensor | None, logits_grad: Tensor, hidden: Tensor, alone: bool) -> Tensor:
-    """Adds a chunk's gradient of the weight, (N, V) x (N, H) -> (V, H), to the `total` of the chunks before, in fp32 at least: bf16 would
-    lose what is below 2^-8 of the total. `alone`: there is one chunk, whose product is the whole sum."""
+    """Adds a chunk's gradient of the weight, (N, V) x (N, H) -> (V, H), to the `total` of the chunks before,
+    in fp32 at least: bf16 would lose what is below 2^-8 of the total. `alone`: there is one chunk, whose
+    product is the whole sum."""
     if total is not None and total.dtype == logits_grad.dtype:
         return total.addmm_(logits_grad.t(), hidden)
     product = torch.mm(logits_grad.t(), hidden)
@@ -193,7 +228,8 @@ def _with_product(total: Tensor | None, logits_grad: Tensor, hidden: Tensor, alo
 
 
 def _functions(logits: Tensor) -> tuple[Callable[..., Any], Callable[..., Any], Callable[..., Any]]:
-    """Returns what finds floors, reads and differentiates logits where these are: kernels on a GPU, else PyTorch."""
+    """Returns what finds floors, reads and differentiates logits where these are: kernels on a GPU, else
+    PyTorch."""
     if logits.is_cuda:
         from rlhf_core.models.kernels import logprobs
 
@@ -202,7 +238,8 @@ def _functions(logits: Tensor) -> tuple[Callable[..., Any], Callable[..., Any], 
 
 
 def _floors(logits: Tensor, targets: Tensor, scale: float, top: Truncation) -> Tensor | None:
-    """Returns the lowest scaled logit of each row's truncated distribution (N,) fp32, at most that of its target; None when it is whole."""
+    """Returns the lowest scaled logit of each row's truncated distribution (N,) fp32, at most that of its
+    target; None when it is whole."""
     return None if top == WHOLE else _functions(logits)[0](logits, targets, scale, *top)
 
 
@@ -214,7 +251,8 @@ def _floors_with_torch(logits: Tensor, targets: Tensor, scale: float, top_p: flo
     lowest = order[:, -1:]
     if top_p < 1:
         p = order.softmax(-1)
-        lowest = order.gather(-1, (p.cumsum(-1) - p < top_p).sum(-1, keepdim=True) - 1)  # tokens above have less than top_p together
+        # tokens above have less than top_p together
+        lowest = order.gather(-1, (p.cumsum(-1) - p < top_p).sum(-1, keepdim=True) - 1)
     return torch.minimum(lowest, scaled.gather(-1, targets[:, None])).squeeze(-1)
 
 
@@ -244,7 +282,8 @@ def _differentiate_with_torch(
 def _read_with_torch(
     logits: Tensor, targets: Tensor, scale: float, entropy: bool, floors: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns log-probs of the targets (N,), each row's maximum and log-sum-exp below it (N, 2), entropies (N,); differentiable, fp32.
+    """Returns log-probs of the targets (N,), each row's maximum and log-sum-exp below it (N, 2), entropies
+    (N,); differentiable, fp32.
 
     Maximum and log-sum-exp are separate, because their sum would lose the digits of 1 - p near p = 1.
     """
@@ -254,7 +293,8 @@ def _read_with_torch(
     logs = below.exp().sum(-1, keepdim=True).log()
     table = below - logs
     logprobs = table.gather(-1, targets[:, None]).squeeze(-1)
-    finite = table if floors is None else table.masked_fill(table == float("-inf"), 0)  # times a probability of 0
+    # times a probability of 0
+    finite = table if floors is None else table.masked_fill(table == float("-inf"), 0)
     entropies = -(table.exp() * finite).sum(-1) if entropy else torch.zeros_like(logprobs)
     return logprobs, torch.cat([maxima, logs], -1), entropies
 
@@ -287,16 +327,19 @@ def logit_cap(model: PreTrainedModel) -> float | None:
 
 @torch.no_grad()
 def logit_scale(model: PreTrainedModel) -> float:
-    """Measures the factor of the model's logits over its head's outputs, capped by `logit_cap` (not 1 for Granite and Cohere), on random
-    hidden states.
+    """Measures the factor of the model's logits over its head's outputs, capped by `logit_cap` (not 1 for
+    Granite and Cohere), on random hidden states.
 
     Raises ValueError when the logits are no multiple of these: log-probs would be wrong.
     """
-    head, backbone = model.get_output_embeddings(), backbone_of(model)
+    head = model.get_output_embeddings()
+    backbone = backbone_of(model)
     noise = torch.randn(1, 1, head.weight.shape[-1], generator=torch.Generator().manual_seed(0))
     hidden = (LARGE * noise).to(head.weight.device, head.weight.dtype)
     with replaced_forward(backbone, lambda *_, **__: _LastHiddenState(last_hidden_state=hidden)):
-        logits = model(input_ids=torch.zeros(1, 1, dtype=torch.int64, device=hidden.device), use_cache=False).logits.float()
+        logits = model(
+            input_ids=torch.zeros(1, 1, dtype=torch.int64, device=hidden.device), use_cache=False
+        ).logits.float()
     plain = _capped(head(hidden).float(), logit_cap(model))
     scale = float((logits * plain).sum() / (plain * plain).sum())
     if not (logits - scale * plain).abs().max() <= 0.02 * logits.abs().max():  # bf16 has three digits

@@ -1,7 +1,8 @@
 """Reads the weights of a safetensors file for a model that is cut over its ranks while it loads.
 
-Rank 0 reads large weights, and all ranks get their data from it when they are cut. Memory is used again from weight to weight: the system
-takes longer to give new pages than to fill them from a file that it has read before.
+Rank 0 reads large weights, and all ranks get their data from it when they are cut. Memory is used again from
+weight to weight: the system takes longer to give new pages than to fill them from a file that it has read
+before.
 """
 
 from __future__ import annotations
@@ -19,12 +20,14 @@ from torch import Tensor
 from rlhf_core.hub.model_files import stored_tensors, tensors_of
 
 DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
-LARGE = 6_400_000  # elements of a weight; each part of it is cut, too, where transformers splits it into up to 64
+# elements of a weight; each part of it is cut, too, where transformers splits it into up to 64
+LARGE = 6_400_000
 
 
 EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "embed_in.weight")
 PIECE = 2**26  # bytes that are compared at a time
-FREE = 3  # references to a part that no tensor refers to: the list's, the loop's and the argument's, in CPython to 3.13
+# references to a part that no tensor refers to: the list's, the loop's and the argument's, in CPython to 3.13
+FREE = 3
 SPARE = 2  # parts that are kept besides the one that is taken
 
 
@@ -48,11 +51,13 @@ class Buffers:
 
 
 class WeightFile:
-    """Stands for an opened file of safetensors (`opened`), as transformers uses it. `reads`: False on ranks that get large weights from
-    rank 0; these are nan there until they are cut."""
+    """Stands for an opened file of safetensors (`opened`), as transformers uses it. `reads`: False on ranks
+    that get large weights from rank 0; these are nan there until they are cut."""
 
     def __init__(self, opened: Any, path: str, reads: bool, buffers: Buffers):
-        self._opened, self._reads, self._buffers = opened, reads, buffers
+        self._opened = opened
+        self._reads = reads
+        self._buffers = buffers
         self._file = open(path, "rb", buffering=0)
         self._begin = 8 + int.from_bytes(self._file.read(8), "little")
         self._tensors = tensors_of(Path(path))
@@ -79,7 +84,8 @@ class WeightFile:
         if not self._reads:
             return torch.full((), math.nan, dtype=DTYPES[about["dtype"]]).expand(about["shape"])
         start, end = about["data_offsets"]
-        buffer, done = self._buffers.take(end - start), 0
+        buffer = self._buffers.take(end - start)
+        done = 0
         while done < end - start:
             count = os.preadv(self._file.fileno(), [buffer[done:].data], self._begin + start + done)
             if not count:
@@ -94,16 +100,24 @@ class WeightFile:
 
 
 def head_of_its_own(folder: Path) -> bool:
-    """Returns whether a checkpoint stores a head that is not its embedding, whatever its config says of them."""
-    found = {name: (folder / file, about) for file, tensors in stored_tensors(folder).items() for name, about in tensors.items()}
+    """Returns whether a checkpoint stores a head that is not its embedding, whatever its config says of
+    them."""
+    found = {
+        name: (folder / file, about)
+        for file, tensors in stored_tensors(folder).items()
+        for name, about in tensors.items()
+    }
     embedding = next((found[name] for name in found if name.endswith(EMBEDDINGS)), None)
     head = found.get("lm_head.weight")
     if head is None or embedding is None:
         return False
     if any(head[1][what] != embedding[1][what] for what in ("shape", "dtype")):
         return True
-    one, other = _bytes_of(*head), _bytes_of(*embedding)
-    return any(not np.array_equal(one[i : i + PIECE], other[i : i + PIECE]) for i in range(0, len(one), PIECE))
+    one = _bytes_of(*head)
+    other = _bytes_of(*embedding)
+    return any(
+        not np.array_equal(one[i : i + PIECE], other[i : i + PIECE]) for i in range(0, len(one), PIECE)
+    )
 
 
 def _bytes_of(file: Path, about: dict[str, Any]) -> np.ndarray:
@@ -117,7 +131,9 @@ class _Large:
     """Stands for the slice of a large weight."""
 
     def __init__(self, file: WeightFile, name: str, about: dict[str, Any]):
-        self._file, self._name, self._about = file, name, about
+        self._file = file
+        self._name = name
+        self._about = about
 
     def get_shape(self) -> list[int]:
         return list(self._about["shape"])

@@ -1,7 +1,9 @@
-"""Trains and samples the language model of a multimodal checkpoint alone: the other parts stay as they are, under the checkpoint's names.
+"""Trains and samples the language model of a multimodal checkpoint alone: the other parts stay as they are,
+under the checkpoint's names.
 
-transformers loads the language model by its own class from the names in the whole checkpoint, and turns them back at export. vLLM is given
-a folder that has the same weights and the language model's config, and reads them by `text_names`.
+transformers loads the language model by its own class from the names in the whole checkpoint, and turns them
+back at export. vLLM is given a folder that has the same weights and the language model's config, and reads
+them by `text_names`.
 """
 
 from __future__ import annotations
@@ -22,7 +24,10 @@ from rlhf_core.hub.snapshots import cached
 # Names in checkpoints, and those in the class of the language model, by how the former begin.
 RENAMED = {
     "model.language_model.": {r"^model\.language_model\.": "model."},
-    "language_model.model.": {r"^language_model\.model\.": "model.", r"^language_model\.lm_head\.": "lm_head."},
+    "language_model.model.": {
+        r"^language_model\.model\.": "model.",
+        r"^language_model\.lm_head\.": "lm_head.",
+    },
 }
 
 
@@ -32,7 +37,8 @@ def is_wrapper(config: PretrainedConfig) -> bool:
 
 
 def language_model(path: str, config: PretrainedConfig) -> dict[str, Any]:
-    """Returns the options with which `from_pretrained` loads the language model of the multimodal checkpoint at `path`.
+    """Returns the options with which `from_pretrained` loads the language model of the multimodal checkpoint
+    at `path`.
 
     Raises ValueError where transformers has no class for it, or the checkpoint other names.
     """
@@ -50,13 +56,16 @@ def stored_names(folder: Path) -> set[str]:
 
 
 def _prefix(names: Iterable[str]) -> str | None:
-    """Returns how the language model's names begin in a multimodal checkpoint; None where none of them does."""
+    """Returns how the language model's names begin in a multimodal checkpoint; None where none of them
+    does."""
     return next((prefix for prefix in RENAMED if any(name.startswith(prefix) for name in names)), None)
 
 
 def text_names(names: set[str]) -> dict[str, str]:
-    """Maps the names of a language model's weights in a checkpoint to those in its own class; in a text model's they are the same."""
-    if (prefix := _prefix(names)) is None:
+    """Maps the names of a language model's weights in a checkpoint to those in its own class; in a text
+    model's they are the same."""
+    prefix = _prefix(names)
+    if prefix is None:
         return {name: name for name in names}
     found = {}
     for name in names:
@@ -67,9 +76,11 @@ def text_names(names: set[str]) -> dict[str, str]:
 
 
 def link_language_model(path: str, folder: Path, trust_remote_code: bool) -> bool:
-    """Fills `folder` with links to the files of the multimodal checkpoint at `path` and the config of its language model.
+    """Fills `folder` with links to the files of the multimodal checkpoint at `path` and the config of its
+    language model.
 
-    Returns False for a checkpoint whose language model cannot be loaded alone (`language_model`); vLLM says what is wrong with it.
+    Returns False for a checkpoint whose language model cannot be loaded alone (`language_model`); vLLM says
+    what is wrong with it.
     """
     try:
         whole = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
@@ -91,9 +102,14 @@ def folder_of(path: str) -> Path:
 
 
 def require_stored(weights: Collection[str], base: Path) -> None:
-    """Raises ValueError for one of the `weights` that is not in the checkpoint at `base`, in which they will be replaced (`fill`)."""
-    if unknown := sorted(set(weights) - stored_names(base)):
-        raise ValueError(f"{base} has no weight called {unknown[0]}, which was trained ({len(unknown)} such): it cannot be saved as it was")
+    """Raises ValueError for one of the `weights` that is not in the checkpoint at `base`, in which they will
+    be replaced (`fill`)."""
+    unknown = sorted(set(weights) - stored_names(base))
+    if unknown:
+        raise ValueError(
+            f"{base} has no weight called {unknown[0]}, which was trained ({len(unknown)} such): it cannot be"
+            " saved as it was"
+        )
 
 
 def copy_files(base: Path, folder: Path, patterns: Iterable[str]) -> None:

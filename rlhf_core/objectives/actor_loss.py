@@ -1,4 +1,5 @@
-"""Computes the actor's loss: clipped surrogate, KL and entropy terms, averaged over tokens or answers. Pure functions of tensors."""
+"""Computes the actor's loss: clipped surrogate, KL and entropy terms, averaged over tokens or answers. Pure
+functions of tensors."""
 
 from __future__ import annotations
 
@@ -22,8 +23,8 @@ class Counted(NamedTuple):
 
 
 class PerToken(NamedTuple):
-    """A micro-batch, all (B, T): log-probs and entropy of the policy, log-probs before the update and of the reference, advantages,
-    importance weights, mask of the tokens to train on, document index."""
+    """A micro-batch, all (B, T): log-probs and entropy of the policy, log-probs before the update and of the
+    reference, advantages, importance weights, mask of the tokens to train on, document index."""
 
     logprobs: Tensor
     entropy: Tensor
@@ -36,14 +37,15 @@ class PerToken(NamedTuple):
 
 
 def count(masks: Sequence[np.ndarray]) -> Counted:
-    """Counts the tokens and answers that an optimiser step trains on: `masks` (T,) of its documents. An answer without any token is not
-    counted; a step without any counts as one, so that its loss is 0."""
+    """Counts the tokens and answers that an optimiser step trains on: `masks` (T,) of its documents. An
+    answer without any token is not counted; a step without any counts as one, so that its loss is 0."""
     lengths = [np.count_nonzero(mask) for mask in masks]
     return Counted(max(float(sum(lengths)), 1.0), max(float(np.count_nonzero(lengths)), 1.0))
 
 
 def denominator(aggregation: Aggregation, counted: Counted, constant_length: int) -> float:
-    """Returns the divisor of the sum over an optimiser step: its tokens, its answers, or its answers times a constant (Dr. GRPO)."""
+    """Returns the divisor of the sum over an optimiser step: its tokens, its answers, or its answers times a
+    constant (Dr. GRPO)."""
     match aggregation:
         case "token":
             return counted.tokens
@@ -56,8 +58,8 @@ def denominator(aggregation: Aggregation, counted: Counted, constant_length: int
 def actor_loss(x: PerToken, num_documents: int, counted: Counted, config: PPO, kl_coef: float) -> Loss:
     """Returns `policy_loss + kl_coef * KL - entropy_coef * entropy`, all with the same denominator.
 
-    Metrics: shares and ratios are means over tokens, or over answers with aggregation `sequence`. Raises ValueError when the step has no
-    response token or answer.
+    Metrics: shares and ratios are means over tokens, or over answers with aggregation `sequence`. Raises
+    ValueError when the step has no response token or answer.
     """
     divisor = denominator(config.aggregation, counted, config.generate_max_len)
     weights = None
@@ -69,15 +71,37 @@ def actor_loss(x: PerToken, num_documents: int, counted: Counted, config: PPO, k
         new = gspo_logprobs(x.logprobs, x.old_logprobs, x.mask, x.documents, num_documents)
     cispo = config.policy_loss == "cispo"
     surrogate = policy_loss(
-        new, x.old_logprobs, x.advantages, x.mask, *config.clips, x.is_weights, divisor, config.dual_clip, weights, cispo
+        new,
+        x.old_logprobs,
+        x.advantages,
+        x.mask,
+        *config.clips,
+        x.is_weights,
+        divisor,
+        config.dual_clip,
+        weights,
+        cispo,
     )
     entropy = entropy_loss(x.entropy, x.mask, divisor, weights)
-    loss, metrics = surrogate.loss, surrogate.metrics | entropy.metrics
+    loss = surrogate.loss
+    metrics = surrogate.metrics | entropy.metrics
     if config.kl_in == "loss" and x.ref_logprobs is not None:
-        kl = kl_loss(x.logprobs, x.old_logprobs, x.ref_logprobs, x.mask, x.is_weights, config.kl_estimator, divisor, weights)
-        loss, metrics = loss + kl_coef * kl.loss, metrics | kl.metrics
+        kl = kl_loss(
+            x.logprobs,
+            x.old_logprobs,
+            x.ref_logprobs,
+            x.mask,
+            x.is_weights,
+            config.kl_estimator,
+            divisor,
+            weights,
+        )
+        loss = loss + kl_coef * kl.loss
+        metrics = metrics | kl.metrics
     if config.entropy_coef:
         loss = loss + config.entropy_coef * entropy.loss
     # Dr. GRPO's constant applies to the loss only: metrics are means over tokens.
     readable = divisor / counted.tokens if config.aggregation == "constant" else 1.0
-    return Loss(loss, {name: value if name == "policy/loss" else value * readable for name, value in metrics.items()})
+    return Loss(
+        loss, {name: value if name == "policy/loss" else value * readable for name, value in metrics.items()}
+    )

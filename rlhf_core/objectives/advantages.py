@@ -1,13 +1,13 @@
 """Computes advantages from scores: KL estimates, token rewards, GAE, group estimators. No gradients.
 
-Layout: the last dimension is time and a row is one document, so every function takes one sample, (T,), or padded samples, (B, T), not
-packed rows. `mask` is True on response tokens and may have holes (text of a tool or a user between them). Tokens off the mask are
-skipped, not zeroed: the token before a hole is followed by the token after it, with one discount between them.
-Order: normalise, clip, estimate, whiten (`masked.whiten`, over the whole rollout). Only the task's rewards are divided by a deviation; the
-KL is subtracted from advantages after that, so that answers of equal reward learn no more than coefficient x KL. GAE alone whitens both,
-since its critic predicts both.
-Group estimators take `scores` (G, n), n answers to each of G prompts, and return one advantage per answer, (G, n). They raise ValueError
-for n < 2.
+Layout: the last dimension is time and a row is one document, so every function takes one sample, (T,), or
+padded samples, (B, T), not packed rows. `mask` is True on response tokens and may have holes (text of a tool
+or a user between them). Tokens off the mask are skipped, not zeroed: the token before a hole is followed by
+the token after it, with one discount between them. Order: normalise, clip, estimate, whiten (`masked.whiten`,
+over the whole rollout). Only the task's rewards are divided by a deviation; the KL is subtracted from
+advantages after that, so that answers of equal reward learn no more than coefficient x KL. GAE alone whitens
+both, since its critic predicts both. Group estimators take `scores` (G, n), n answers to each of G prompts,
+and return one advantage per answer, (G, n). They raise ValueError for n < 2.
 """
 
 from __future__ import annotations
@@ -26,9 +26,11 @@ RewardAt = Literal["last_token", "every_token"]
 
 
 def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, estimator: KLEstimator) -> Tensor:
-    """Estimates KL(policy || reference) per token from tokens that the policy sampled, in nats; shape of `logprobs`.
+    """Estimates KL(policy || reference) per token from tokens that the policy sampled, in nats; shape of
+    `logprobs`.
 
-    With d = logprobs - ref_logprobs: k1 = d, k2 = d^2 / 2, k3 = exp(-d) - 1 + d (Schulman 2020, "Approximating KL divergence").
+    With d = logprobs - ref_logprobs: k1 = d, k2 = d^2 / 2, k3 = exp(-d) - 1 + d (Schulman 2020,
+    "Approximating KL divergence").
     """
     d = logprobs - ref_logprobs
     match estimator:
@@ -43,27 +45,39 @@ def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, estimator: KLEstimator) 
 
 
 def normalize_rewards(scores: Tensor, mean: float, std: float) -> Tensor:
-    """Returns `(scores - mean) / std`, with the statistics stored with the reward model. Raises ValueError when `std` is not positive."""
+    """Returns `(scores - mean) / std`, with the statistics stored with the reward model. Raises ValueError
+    when `std` is not positive."""
     if not std > 0:
-        raise ValueError(f"the reward model's stored score std is {std}: it gives every answer one score, train it again")
+        raise ValueError(
+            f"the reward model's stored score std is {std}: it gives every answer one score, train it again"
+        )
     return (scores - mean) / std
 
 
 def overlong_penalty(lengths: Tensor, limit: int, buffer: int, factor: float) -> Tensor:
-    """Returns `factor` times the soft overlong punishment of answers of `lengths` tokens (DAPO, Yu et al. 2025, eq. 13).
+    """Returns `factor` times the soft overlong punishment of answers of `lengths` tokens (DAPO, Yu et al.
+    2025, eq. 13).
 
-    The punishment is 0 up to `limit - buffer` tokens, falls linearly to -1 at `limit`, and is -1 beyond; shape of `lengths`.
+    The punishment is 0 up to `limit - buffer` tokens, falls linearly to -1 at `limit`, and is -1 beyond;
+    shape of `lengths`.
     """
     return factor * ((limit - buffer - lengths) / buffer).clamp(-1, 0)
 
 
 def token_rewards(
-    kl: Tensor, coef: float, scores: Tensor, mask: Tensor, at: RewardAt = "last_token", early: Tensor | None = None
+    kl: Tensor,
+    coef: float,
+    scores: Tensor,
+    mask: Tensor,
+    at: RewardAt = "last_token",
+    early: Tensor | None = None,
 ) -> Tensor:
-    """Returns `-coef * KL_t + [t is the last response token] * score` (Ziegler et al. 2019, eq. 2, per token), (..., T); 0 off the mask.
+    """Returns `-coef * KL_t + [t is the last response token] * score` (Ziegler et al. 2019, eq. 2, per
+    token), (..., T); 0 off the mask.
 
-    `kl` and `mask` (..., T), `scores` (...). With `every_token` each response token gets `score / |answer|` in place of the last one's
-    score. A row without a response token gets 0. `early` (..., T): what tokens before the last get of the score in its place.
+    `kl` and `mask` (..., T), `scores` (...). With `every_token` each response token gets `score / |answer|`
+    in place of the last one's score. A row without a response token gets 0. `early` (..., T): what tokens
+    before the last get of the score in its place.
     """
     response_left = mask.flip(-1).cumsum(-1).flip(-1)
     is_last = mask & (response_left == 1)
@@ -82,19 +96,27 @@ class Credit(NamedTuple):
     returns: Tensor
 
 
-def gae(rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lambd: float, after: Tensor | None = None) -> Credit:
-    """Computes generalised advantage estimation (Schulman et al. 2016, eq. 16), all (..., T); `values[t] = V(tokens[<t])`.
+def gae(
+    rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lambd: float, after: Tensor | None = None
+) -> Credit:
+    """Computes generalised advantage estimation (Schulman et al. 2016, eq. 16), all (..., T); `values[t] =
+    V(tokens[<t])`.
 
-    `A_t = delta_t + gamma lambd A_next`, `delta_t = r_t + gamma V_next - V_t`, where next is the next response token and both
-    are 0 after the last one. Returns are `A + V`, before whitening. `after` (...): V after the last response token, in place of 0
-    (Pardo et al. 2018, "Time limits in reinforcement learning", eq. 6: an answer that a limit cut).
+    `A_t = delta_t + gamma lambd A_next`, `delta_t = r_t + gamma V_next - V_t`, where next is the next
+    response token and both are 0 after the last one. Returns are `A + V`, before whitening. `after` (...): V
+    after the last response token, in place of 0 (Pardo et al. 2018, "Time limits in reinforcement learning",
+    eq. 6: an answer that a limit cut).
     """
     rows, places = np.nonzero(mask.reshape(-1, mask.shape[-1]).numpy())
     counts = np.bincount(rows, minlength=1)
     nth = np.arange(len(rows)) - np.repeat(counts.cumsum() - counts, counts)
     # (response tokens, rows): one row after the other in memory for each token.
-    reward, value, advantage = (np.zeros((counts.max() + 1, len(counts)), values.numpy().dtype) for _ in range(3))
-    reward[nth, rows], value[nth, rows] = (x.reshape(-1, x.shape[-1]).numpy()[rows, places] for x in (rewards, values))
+    reward, value, advantage = (
+        np.zeros((counts.max() + 1, len(counts)), values.numpy().dtype) for _ in range(3)
+    )
+    reward[nth, rows], value[nth, rows] = (
+        x.reshape(-1, x.shape[-1]).numpy()[rows, places] for x in (rewards, values)
+    )
     if after is not None:
         last = np.maximum(counts - 1, 0), np.arange(len(counts))
         reward[last] += gamma * after.numpy().reshape(-1)[: len(counts)]
@@ -113,7 +135,8 @@ def discounted_returns(rewards: Tensor, mask: Tensor, gamma: float) -> Tensor:
 
 
 def explained_variance(values: Tensor, returns: Tensor, mask: Tensor) -> Tensor:
-    """Returns `1 - Var(returns - values) / Var(returns)` over response tokens: 1 for a perfect critic, 0 for a constant one.
+    """Returns `1 - Var(returns - values) / Var(returns)` over response tokens: 1 for a perfect critic, 0 for
+    a constant one.
 
     When Var(returns) is 0 the result is nan or -inf.
     """
@@ -126,7 +149,8 @@ def explained_variance(values: Tensor, returns: Tensor, mask: Tensor) -> Tensor:
 
 
 def grpo(scores: Tensor, eps: float = 1e-4) -> Tensor:
-    """Returns `(r - mean) / (std + eps)` in each group (DeepSeekMath, Shao et al. 2024, section 4.1.2), with the sample std (n - 1)."""
+    """Returns `(r - mean) / (std + eps)` in each group (DeepSeekMath, Shao et al. 2024, section 4.1.2), with
+    the sample std (n - 1)."""
     _check_group(scores)
     return (scores - scores.mean(-1, keepdim=True)) / (scores.std(-1, keepdim=True) + eps)
 
@@ -144,8 +168,10 @@ def rloo(scores: Tensor) -> Tensor:
     return scores - (scores.sum(-1, keepdim=True) - scores) / (n - 1)
 
 
-GROUPED = {"grpo": grpo, "dr_grpo": dr_grpo, "rloo": rloo}  # by the name that a recipe gives as advantage_estimator
-# What the KL of answers is compared by: nothing divides it. An answer's own KL in the mean, as in dr_grpo, would weaken it by 1 - 1 / n.
+# by the name that a recipe gives as advantage_estimator
+GROUPED = {"grpo": grpo, "dr_grpo": dr_grpo, "rloo": rloo}
+# What the KL of answers is compared by: nothing divides it. An answer's own KL in the mean, as in dr_grpo,
+# would weaken it by 1 - 1 / n.
 UNSCALED = GROUPED | {"grpo": rloo}
 
 
@@ -157,26 +183,31 @@ class InGroups(NamedTuple):
 
 
 def in_groups(estimator: Callable[[Tensor], Tensor], scores: Tensor, scored: Tensor, n: int) -> InGroups:
-    """Applies a group estimator to `scores` (N,), `n` consecutive answers per prompt, without answers that are not `scored`.
+    """Applies a group estimator to `scores` (N,), `n` consecutive answers per prompt, without answers that
+    are not `scored`.
 
     An answer whose group has no other scored one gets 0 and is not `compared`.
     """
-    advantages, compared = torch.zeros_like(scores), torch.zeros_like(scored)
+    advantages = torch.zeros_like(scores)
+    compared = torch.zeros_like(scored)
     for start in range(0, len(scores), n):
         members = start + scored[start : start + n].nonzero().flatten()
         if len(members) >= 2:
-            # In float64 the mean of equal numbers is that number: in float32 it may be off, and its error is divided by a tiny deviation.
+            # In float64 the mean of equal numbers is that number: in float32 it may be off, and its error is
+            # divided by a tiny deviation.
             advantages[members] = estimator(scores[members].double()).to(scores.dtype)
             compared[members] = True
     return InGroups(advantages, compared)
 
 
-def reinforce_pp(rewards: Tensor, kl_costs: Tensor, mask: Tensor, gamma: float, whitened: bool = True) -> Tensor:
-    """Computes REINFORCE++ (Hu 2025): discounted returns of the task's token rewards, whitened over the whole rollout, less those of
-    `kl_costs`, coefficient x KL; all (..., T).
+def reinforce_pp(
+    rewards: Tensor, kl_costs: Tensor, mask: Tensor, gamma: float, whitened: bool = True
+) -> Tensor:
+    """Computes REINFORCE++ (Hu 2025): discounted returns of the task's token rewards, whitened over the whole
+    rollout, less those of `kl_costs`, coefficient x KL; all (..., T).
 
-    The paper whitens the sum: where all rewards are equal that divides the KL by its own deviation. Here the KL's returns are only centred,
-    and without whitening not even that.
+    The paper whitens the sum: where all rewards are equal that divides the KL by its own deviation. Here the
+    KL's returns are only centred, and without whitening not even that.
     """
     returns = discounted_returns(rewards, mask, gamma)
     costs = discounted_returns(kl_costs, mask, gamma)
@@ -187,4 +218,6 @@ def reinforce_pp(rewards: Tensor, kl_costs: Tensor, mask: Tensor, gamma: float, 
 
 def _check_group(scores: Tensor) -> None:
     if scores.shape[-1] < 2:
-        raise ValueError("a group estimator compares answers to one prompt: set n_samples_per_prompt to 2 or more")
+        raise ValueError(
+            "a group estimator compares answers to one prompt: set n_samples_per_prompt to 2 or more"
+        )

@@ -1,6 +1,7 @@
 """Collates rows of documents into tensors. A padded row is a packed row with one document.
 
-Left out: an attention mask. Positions restart with each document, and the attention code finds document bounds from them.
+Left out: an attention mask. Positions restart with each document, and the attention code finds document
+bounds from them.
 """
 
 from __future__ import annotations
@@ -18,11 +19,13 @@ from rlhf_core.data.documents import Document
 class Batch:
     """Tensors of shape (B, T).
 
-    tokens: int64, the pad token on padding. positions: int64, 0, 1, ... in each document; every pad has position 0, so that attention
-    treats it as a document of its own. A document with a shared prompt begins at a later position: it attends to the first tokens of the
-    last document that began at 0. documents: int64, index of the document in the flattened rows, -1 on pads.
-    mask: bool, True for tokens in the loss. experts: int16, (B, T, layers, k), the experts that a sampler chose for each token, -1 where
-    unknown; None when not requested or no document has them. on_host: the same batch in host memory, when this one is on a GPU.
+    tokens: int64, the pad token on padding. positions: int64, 0, 1, ... in each document; every pad has
+    position 0, so that attention treats it as a document of its own. A document with a shared prompt begins
+    at a later position: it attends to the first tokens of the last document that began at 0. documents:
+    int64, index of the document in the flattened rows, -1 on pads. mask: bool, True for tokens in the loss.
+    experts: int16, (B, T, layers, k), the experts that a sampler chose for each token, -1 where unknown; None
+    when not requested or no document has them. on_host: the same batch in host memory, when this one is on a
+    GPU.
     """
 
     tokens: torch.Tensor
@@ -39,7 +42,8 @@ class Batch:
 
     @property
     def real(self) -> np.ndarray:
-        """False on padding, (B, T). Selects elements by numpy, without PyTorch's threads (`masked.next_token_pairs`)."""
+        """False on padding, (B, T). Selects elements by numpy, without PyTorch's threads
+        (`masked.next_token_pairs`)."""
         return np.asarray(self.host.documents.numpy() >= 0)
 
     def to(self, device: torch.device | str) -> Batch:
@@ -50,11 +54,14 @@ class Batch:
 
     def _each(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Batch:
         experts = None if self.experts is None else change(self.experts)
-        return Batch(change(self.tokens), change(self.positions), change(self.documents), change(self.mask), experts)
+        return Batch(
+            change(self.tokens), change(self.positions), change(self.documents), change(self.mask), experts
+        )
 
 
 def sent(values: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Copies `values` to `device`; to a GPU through pinned memory, so that the host does not wait for the GPU's earlier work."""
+    """Copies `values` to `device`; to a GPU through pinned memory, so that the host does not wait for the
+    GPU's earlier work."""
     if device.type != "cuda" or values.is_cuda:
         return values.to(device)
     return values.pin_memory().to(device, non_blocking=True)
@@ -72,7 +79,8 @@ def rounded(count: int) -> int:
 def collate(rows: Sequence[Sequence[Document]], pad_token_id: int, experts: bool = False) -> Batch:
     """Returns one batch (B, T) from B rows of documents; T is the length of the longest row, `rounded`.
 
-    With `experts` the batch has the documents' experts. Raises ValueError when there is no row or a document is empty.
+    With `experts` the batch has the documents' experts. Raises ValueError when there is no row or a document
+    is empty.
     """
     if not rows or any(len(document) == 0 for row in rows for document in row):
         raise ValueError("collate needs at least one row, and at least one token in each document")
@@ -82,7 +90,10 @@ def collate(rows: Sequence[Sequence[Document]], pad_token_id: int, experts: bool
     positions = torch.zeros(shape, dtype=torch.int64)
     documents = torch.full(shape, -1, dtype=torch.int64)
     mask = torch.zeros(shape, dtype=torch.bool)
-    known = next((document.experts for row in rows for document in row if experts and document.experts is not None), None)
+    known = next(
+        (document.experts for row in rows for document in row if experts and document.experts is not None),
+        None,
+    )
     chosen = None if known is None else torch.full((*shape, *known.shape[1:]), -1, dtype=torch.int16)
     index = 0
     for b, row in enumerate(rows):
@@ -94,6 +105,9 @@ def collate(rows: Sequence[Sequence[Document]], pad_token_id: int, experts: bool
             documents[b, here] = index
             mask.numpy()[b, here] = document.mask_array[document.shared :]
             if chosen is not None and document.experts is not None:
-                chosen[b, start : here.stop - 1] = torch.from_numpy(document.experts[document.shared :].astype(np.int16))
-            start, index = here.stop, index + 1
+                chosen[b, start : here.stop - 1] = torch.from_numpy(
+                    document.experts[document.shared :].astype(np.int16)
+                )
+            start = here.stop
+            index = index + 1
     return Batch(tokens, positions, documents, mask, chosen)

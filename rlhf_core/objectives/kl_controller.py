@@ -1,4 +1,5 @@
-"""Holds and adapts the coefficient of PPO's KL penalty. rlhf_core/stages/ppo/train.py updates it after each iteration."""
+"""Holds and adapts the coefficient of PPO's KL penalty. rlhf_core/stages/ppo/train.py updates it after each
+iteration."""
 
 from __future__ import annotations
 
@@ -8,8 +9,8 @@ from dataclasses import dataclass, replace
 
 @dataclass(frozen=True)
 class KLController:
-    """Holds the coefficient of the KL: constant without `target`, else adapted so that the KL moves towards it (Ziegler et al. 2019,
-    section 2.2). `target`: nats per token; `horizon`: answers."""
+    """Holds the coefficient of the KL: constant without `target`, else adapted so that the KL moves towards
+    it (Ziegler et al. 2019, section 2.2). `target`: nats per token; `horizon`: answers."""
 
     coef: float
     target: float | None = None
@@ -18,8 +19,9 @@ class KLController:
     def update(self, kl: float, n: int) -> KLController:
         """Returns the controller after `n` answers of mean KL `kl`, as `target`.
 
-        The coefficient is multiplied by `(1 + error / horizon)^n`, the paper's factor once for each answer. So it stays positive however
-        many answers come at once, and does not depend on how they are cut into iterations. One update changes it by a factor of e at most.
+        The coefficient is multiplied by `(1 + error / horizon)^n`, the paper's factor once for each answer.
+        So it stays positive however many answers come at once, and does not depend on how they are cut into
+        iterations. One update changes it by a factor of e at most.
         """
         if self.target is None:
             return self

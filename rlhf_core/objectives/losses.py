@@ -1,13 +1,15 @@
 """Computes losses and their metrics as pure functions of tensors.
 
-Each takes `denominator`, a number counted over the whole optimiser step and all data-parallel ranks (tokens, pairs or answers;
-each loss names its own), and returns sums divided by it. So losses, gradients and metrics of micro-batches and ranks ADD UP to those of
-the whole step, however it was split, packed or padded; an engine that averages gradients over ranks must multiply by the world size.
-All losses raise ValueError when the denominator is not positive.
+Each takes `denominator`, a number counted over the whole optimiser step and all data-parallel ranks (tokens,
+pairs or answers; each loss names its own), and returns sums divided by it. So losses, gradients and metrics
+of micro-batches and ranks ADD UP to those of the whole step, however it was split, packed or padded; an
+engine that averages gradients over ranks must multiply by the world size. All losses raise ValueError when
+the denominator is not positive.
 
-Shapes: per-token tensors (B, T), where index t is for token t, `mask` True on response tokens; per-document tensors (N,). Inputs are
-fp32 for any dtype of the model. Values off the mask, even inf or nan, affect neither the loss nor a gradient.
-Left out: the model's forward pass, the reduction over documents (`masked`), the choice of an algorithm.
+Shapes: per-token tensors (B, T), where index t is for token t, `mask` True on response tokens; per-document
+tensors (N,). Inputs are fp32 for any dtype of the model. Values off the mask, even inf or nan, affect neither
+the loss nor a gradient. Left out: the model's forward pass, the reduction over documents (`masked`), the
+choice of an algorithm.
 """
 
 from __future__ import annotations
@@ -33,7 +35,10 @@ class Loss(NamedTuple):
 def _total(x: Tensor, denominator: float) -> Tensor:
     """Returns the sum of `x` divided by the denominator. Raises ValueError when that is not positive."""
     if not denominator > 0:
-        raise ValueError(f"the loss's denominator is {denominator}: this optimiser step has no token or document to learn from")
+        raise ValueError(
+            f"the loss's denominator is {denominator}: this optimiser step has no token or document to learn"
+            " from"
+        )
     return x.sum() / denominator
 
 
@@ -44,7 +49,8 @@ def _loss(terms: dict[str, Tensor], denominator: float) -> Loss:
 
 
 def with_balance(loss: Loss, balance: Tensor | None, coef: float, documents: float) -> Loss:
-    """Adds `coef * balance / documents`, the balance loss of a mixture of experts (`models.experts`). Denominator: documents."""
+    """Adds `coef * balance / documents`, the balance loss of a mixture of experts (`models.experts`).
+    Denominator: documents."""
     if balance is None:
         return loss
     mean = _total(balance, documents)
@@ -55,15 +61,23 @@ def with_balance(loss: Loss, balance: Tensor | None, coef: float, documents: flo
 
 
 def sft_loss(logprobs: Tensor, mask: Tensor, denominator: float) -> Loss:
-    """Computes the negative log-likelihood of the tokens under `mask`; both (B, T). Denominator: tokens under the mask."""
+    """Computes the negative log-likelihood of the tokens under `mask`; both (B, T). Denominator: tokens under
+    the mask."""
     return _loss({"loss": -masked_sum(logprobs, mask)}, denominator)
 
 
-def reward_loss(chosen_scores: Tensor, rejected_scores: Tensor, margin: Tensor | float, centering: float, denominator: float) -> Loss:
-    """Computes Bradley-Terry `-log sigmoid(r_c - r_r - margin)` (Ouyang et al. 2022, eq. 1; margin: Llama 2, eq. 2), scores (N,).
+def reward_loss(
+    chosen_scores: Tensor,
+    rejected_scores: Tensor,
+    margin: Tensor | float,
+    centering: float,
+    denominator: float,
+) -> Loss:
+    """Computes Bradley-Terry `-log sigmoid(r_c - r_r - margin)` (Ouyang et al. 2022, eq. 1; margin: Llama 2,
+    eq. 2), scores (N,).
 
-    It equals the log-exp loss `log(1 + exp(margin - (r_c - r_r)))`. `centering * (r_c + r_r)^2` keeps scores near 0 (Eisenstein et al.
-    2023). A tie counts as wrong in `accuracy`. Denominator: pairs.
+    It equals the log-exp loss `log(1 + exp(margin - (r_c - r_r)))`. `centering * (r_c + r_r)^2` keeps scores
+    near 0 (Eisenstein et al. 2023). A tie counts as wrong in `accuracy`. Denominator: pairs.
     """
     difference = chosen_scores - rejected_scores
     loss = F.softplus(margin - difference) + centering * (chosen_scores + rejected_scores).square()
@@ -80,17 +94,26 @@ def reward_loss(chosen_scores: Tensor, rejected_scores: Tensor, margin: Tensor |
 
 
 NO_SPREAD = 1e-6  # a standard deviation below this share of the largest number is rounding, in fp32
-MEAN_LOGPROBS = ("ipo", "simpo", "orpo")  # these losses average log-probs over an answer's tokens, the others sum them
+# these losses average log-probs over an answer's tokens, the others sum them
+MEAN_LOGPROBS = ("ipo", "simpo", "orpo")
 
 
 def preference_loss(
-    config: PreferenceLoss, chosen: Tensor, rejected: Tensor, ref_chosen: Tensor, ref_rejected: Tensor, denominator: float
+    config: PreferenceLoss,
+    chosen: Tensor,
+    rejected: Tensor,
+    ref_chosen: Tensor,
+    ref_rejected: Tensor,
+    denominator: float,
 ) -> Loss:
     """The loss that `config.loss` names, on log-probs of responses (N,). Denominator: pairs."""
-    beta, smoothing = config.beta or 0.1, config.label_smoothing
+    beta = config.beta or 0.1
+    smoothing = config.label_smoothing
     match config.loss:
         case "sigmoid":
-            return dpo_loss(chosen, rejected, ref_chosen, ref_rejected, beta, smoothing, "sigmoid", denominator)
+            return dpo_loss(
+                chosen, rejected, ref_chosen, ref_rejected, beta, smoothing, "sigmoid", denominator
+            )
         case "ipo" | "ipo_sum":
             return dpo_loss(chosen, rejected, ref_chosen, ref_rejected, beta, smoothing, "ipo", denominator)
         case "simpo":
@@ -111,11 +134,13 @@ def dpo_loss(
     loss: Literal["sigmoid", "ipo"],
     denominator: float,
 ) -> Loss:
-    """Computes direct preference optimisation from log-probs of responses, (N,), with h = (pi_c - ref_c) - (pi_r - ref_r).
+    """Computes direct preference optimisation from log-probs of responses, (N,), with h = (pi_c - ref_c) -
+    (pi_r - ref_r).
 
-    sigmoid: `-log sigmoid(beta h)`, log-probs summed over tokens (Rafailov et al. 2023, eq. 7), with probability
-    `label_smoothing` that a label is flipped (cDPO, Mitchell 2023). ipo: `(h - 1 / (2 beta))^2`, log-probs averaged over tokens
-    (Azar et al. 2023, eq. 17, as the authors implement it). Denominator: pairs. Raises ValueError for ipo with `label_smoothing`.
+    sigmoid: `-log sigmoid(beta h)`, log-probs summed over tokens (Rafailov et al. 2023, eq. 7), with
+    probability `label_smoothing` that a label is flipped (cDPO, Mitchell 2023). ipo: `(h - 1 / (2 beta))^2`,
+    log-probs averaged over tokens (Azar et al. 2023, eq. 17, as the authors implement it). Denominator:
+    pairs. Raises ValueError for ipo with `label_smoothing`.
     """
     reward_chosen = beta * (policy_chosen - ref_chosen)
     reward_rejected = beta * (policy_rejected - ref_rejected)
@@ -130,8 +155,11 @@ def dpo_loss(
     return _preference(losses, reward_chosen, reward_rejected, denominator)
 
 
-def simpo_loss(policy_chosen: Tensor, policy_rejected: Tensor, beta: float, gamma: float, denominator: float) -> Loss:
-    """Computes SimPO `-log sigmoid(beta (pi_c - pi_r) - gamma)` from log-probs averaged over tokens, (N,) (Meng et al. 2024, eq. 6).
+def simpo_loss(
+    policy_chosen: Tensor, policy_rejected: Tensor, beta: float, gamma: float, denominator: float
+) -> Loss:
+    """Computes SimPO `-log sigmoid(beta (pi_c - pi_r) - gamma)` from log-probs averaged over tokens, (N,)
+    (Meng et al. 2024, eq. 6).
 
     Denominator: pairs. Usual values: beta 2, gamma 1.
     """
@@ -140,10 +168,11 @@ def simpo_loss(policy_chosen: Tensor, policy_rejected: Tensor, beta: float, gamm
 
 
 def orpo_loss(policy_chosen: Tensor, policy_rejected: Tensor, lambd: float, denominator: float) -> Loss:
-    """Computes ORPO `NLL_c - lambd log sigmoid(log odds_c - log odds_r)`, log-probs averaged over tokens, (N,) (Hong et al. 2024, eq. 6-7).
+    """Computes ORPO `NLL_c - lambd log sigmoid(log odds_c - log odds_r)`, log-probs averaged over tokens,
+    (N,) (Hong et al. 2024, eq. 6-7).
 
-    odds = p / (1 - p) with p = exp(mean log-prob); NLL_c is the negative mean log-prob, so every pair has the same weight. Denominator:
-    pairs.
+    odds = p / (1 - p) with p = exp(mean log-prob); NLL_c is the negative mean log-prob, so every pair has the
+    same weight. Denominator: pairs.
     """
     log_odds_ratio = _log_odds(policy_chosen) - _log_odds(policy_rejected)
     losses = -policy_chosen - lambd * F.logsigmoid(log_odds_ratio)
@@ -160,16 +189,22 @@ def kto_loss(
     w_undesirable: float,
     denominator: float,
 ) -> Loss:
-    """Computes KTO (Ethayarajh et al. 2024, eq. 8) from log-probs summed over tokens, (N,), `desirable` (N,) bool, r = pi - ref.
+    """Computes KTO (Ethayarajh et al. 2024, eq. 8) from log-probs summed over tokens, (N,), `desirable` (N,)
+    bool, r = pi - ref.
 
-    `w_d (1 - sigmoid(beta (r - KL)))` if desirable, else `w_u (1 - sigmoid(beta (KL - r)))`. `kl` is one number for the whole
-    optimiser step (mismatched pairs, averaged over all ranks); it is clamped at 0 and has no gradient.
-    accuracy: share with r > KL if desirable, r < KL if not; margin: `beta |r - KL|`, negative when wrong. Denominator: answers.
+    `w_d (1 - sigmoid(beta (r - KL)))` if desirable, else `w_u (1 - sigmoid(beta (KL - r)))`. `kl` is one
+    number for the whole optimiser step (mismatched pairs, averaged over all ranks); it is clamped at 0 and
+    has no gradient. accuracy: share with r > KL if desirable, r < KL if not; margin: `beta |r - KL|`,
+    negative when wrong. Denominator: answers.
     """
     kl = torch.as_tensor(kl, dtype=policy_logps.dtype, device=policy_logps.device).detach().clamp(min=0)
     signed = beta * (policy_logps - ref_logps - kl) * torch.where(desirable, 1, -1)
-    losses = torch.where(desirable, w_desirable * torch.sigmoid(-signed), w_undesirable * torch.sigmoid(-signed))
-    return _loss({"loss": losses, "accuracy": signed > 0, "margin": signed, "desirable": desirable}, denominator)
+    losses = torch.where(
+        desirable, w_desirable * torch.sigmoid(-signed), w_undesirable * torch.sigmoid(-signed)
+    )
+    return _loss(
+        {"loss": losses, "accuracy": signed > 0, "margin": signed, "desirable": desirable}, denominator
+    )
 
 
 def _log_odds(logp: Tensor) -> Tensor:
@@ -207,14 +242,16 @@ def policy_loss(
     weights: Tensor | None = None,
     cispo: bool = False,
 ) -> Loss:
-    """Computes PPO's clipped surrogate `-w min(rho A, clip(rho, 1 - clip_low, 1 + clip_high) A)` (Schulman et al. 2017, eq. 7); all (B, T).
+    """Computes PPO's clipped surrogate `-w min(rho A, clip(rho, 1 - clip_low, 1 + clip_high) A)` (Schulman et
+    al. 2017, eq. 7); all (B, T).
 
-    rho = exp(logprobs - old_logprobs), both from the trainer; w = `is_weights` (see `sampler_weights.py`; ones when off).
-    `dual_clip` c > 1: the objective of a token with A < 0 is at least c A (Ye et al. 2020). `cispo`: the objective is
-    `sg(clip(rho)) A logprobs`, so that no token is without gradient (MiniMax-M1, 2025, eq. 4 and 5; its clip_low is 1).
-    Denominator: response tokens. GRPO's mean per answer: `weights` 1/|answer| on its tokens, denominator answers. Dr. GRPO:
-    denominator answers x a constant length, which also divides the metrics.
-    clip_share: tokens without gradient because of a clip; ratio_gap: |rho - 1|; kl_old: k3 estimate of KL(old || new), nats per token.
+    rho = exp(logprobs - old_logprobs), both from the trainer; w = `is_weights` (see `sampler_weights.py`;
+    ones when off). `dual_clip` c > 1: the objective of a token with A < 0 is at least c A (Ye et al. 2020).
+    `cispo`: the objective is `sg(clip(rho)) A logprobs`, so that no token is without gradient (MiniMax-M1,
+    2025, eq. 4 and 5; its clip_low is 1). Denominator: response tokens. GRPO's mean per answer: `weights`
+    1/|answer| on its tokens, denominator answers. Dr. GRPO: denominator answers x a constant length, which
+    also divides the metrics. clip_share: tokens without gradient because of a clip; ratio_gap: |rho - 1|;
+    kl_old: k3 estimate of KL(old || new), nats per token.
     """
     log_ratio = torch.where(mask, logprobs - old_logprobs, 0)
     advantages = torch.where(mask, advantages, 0)
@@ -226,12 +263,17 @@ def policy_loss(
     clipped = ratio.clamp(1 - clip_low, 1 + clip_high)
     objective = torch.minimum(surrogate, clipped * advantages)
     if cispo:
-        surrogate, objective = ratio, clipped  # compared for clip_share
+        surrogate = ratio
+        objective = clipped  # compared for clip_share
     if dual_clip is not None:
         objective = torch.where(advantages < 0, torch.maximum(objective, dual_clip * advantages), objective)
     return _loss(
         {
-            "policy/loss": -counted * is_weights * (clipped.detach() * advantages * torch.where(mask, logprobs, 0) if cispo else objective),
+            "policy/loss": (
+                -counted
+                * is_weights
+                * (clipped.detach() * advantages * torch.where(mask, logprobs, 0) if cispo else objective)
+            ),
             "policy/clip_share": counted * (objective != surrogate),
             "policy/ratio": counted * ratio,
             "policy/ratio_gap": counted * (ratio - 1).abs(),
@@ -241,13 +283,16 @@ def policy_loss(
     )
 
 
-def gspo_logprobs(logprobs: Tensor, old_logprobs: Tensor, mask: Tensor, documents: Tensor, num_documents: int) -> Tensor:
-    """Returns log-probs (B, T) whose ratio to `old_logprobs` is `s = exp(mean_t(logprobs - old_logprobs))` on all tokens of an answer, and
-    whose gradient is that of each token's own log-prob.
+def gspo_logprobs(
+    logprobs: Tensor, old_logprobs: Tensor, mask: Tensor, documents: Tensor, num_documents: int
+) -> Tensor:
+    """Returns log-probs (B, T) whose ratio to `old_logprobs` is `s = exp(mean_t(logprobs - old_logprobs))` on
+    all tokens of an answer, and whose gradient is that of each token's own log-prob.
 
-    `policy_loss` with them as `logprobs`, and with `weights` 1/|answer|, is GSPO-token (Zheng et al. 2025, eq. 13 to 17). Where all tokens
-    of an answer have one advantage, its value and gradient are those of GSPO (eq. 5 and 7); with a gradient through the mean, advantages
-    that differ within an answer would be averaged.
+    `policy_loss` with them as `logprobs`, and with `weights` 1/|answer|, is GSPO-token (Zheng et al. 2025,
+    eq. 13 to 17). Where all tokens of an answer have one advantage, its value and gradient are those of GSPO
+    (eq. 5 and 7); with a gradient through the mean, advantages that differ within an answer would be
+    averaged.
     """
     log_ratio = document_mean(logprobs - old_logprobs, mask, documents, num_documents).detach()
     own = logprobs - logprobs.detach()
@@ -264,25 +309,32 @@ def kl_loss(
     denominator: float,
     weights: Tensor | None = None,
 ) -> Loss:
-    """Computes the reverse KL to the reference as a loss from (B, T) inputs; all but `ref_logprobs` as in `policy_loss`.
+    """Computes the reverse KL to the reference as a loss from (B, T) inputs; all but `ref_logprobs` as in
+    `policy_loss`.
 
-    The tokens are those of the sampler, so each estimate is weighed by `is_weights` times rho = exp(logprobs - old_logprobs). The gradient
-    is then that of KL(policy || reference), in expectation: of k2 with rho as a constant, of k3 with a gradient through rho too (Tang and
-    Munos 2025, "On a few pitfalls in KL divergence gradient estimation for RL"; DeepSeek-V3.2 2025, eq. 7). Unweighted k3 has that of the
-    forward KL. Raises ValueError for k1: its expected gradient is zero.
+    The tokens are those of the sampler, so each estimate is weighed by `is_weights` times rho = exp(logprobs
+    - old_logprobs). The gradient is then that of KL(policy || reference), in expectation: of k2 with rho as a
+    constant, of k3 with a gradient through rho too (Tang and Munos 2025, "On a few pitfalls in KL divergence
+    gradient estimation for RL"; DeepSeek-V3.2 2025, eq. 7). Unweighted k3 has that of the forward KL. Raises
+    ValueError for k1: its expected gradient is zero.
     """
     if estimator not in ("k2", "k3"):
-        raise ValueError(f"KL estimator {estimator!r} has no use as a loss (k1's expected gradient is zero): take k2 or k3")
+        raise ValueError(
+            f"KL estimator {estimator!r} has no use as a loss (k1's expected gradient is zero): take k2 or k3"
+        )
     gap = torch.where(mask, logprobs - ref_logprobs, 0)
     ratio = torch.where(mask, logprobs - old_logprobs, 0).exp()
     if estimator == "k2":
         ratio = ratio.detach()
     kl = torch.where(mask, is_weights, 0) * ratio * kl_estimate(gap, torch.zeros_like(gap), estimator)
-    return _loss({"policy/kl_loss": kl if weights is None else torch.where(mask, weights, 0) * kl}, denominator)
+    return _loss(
+        {"policy/kl_loss": kl if weights is None else torch.where(mask, weights, 0) * kl}, denominator
+    )
 
 
 def entropy_loss(entropy: Tensor, mask: Tensor, denominator: float, weights: Tensor | None = None) -> Loss:
-    """Computes the negative mean of the policy's entropy, (B, T), nats: an entropy bonus when added with a positive coefficient.
+    """Computes the negative mean of the policy's entropy, (B, T), nats: an entropy bonus when added with a
+    positive coefficient.
 
     `weights` and denominator as in `policy_loss`.
     """
@@ -292,12 +344,12 @@ def entropy_loss(entropy: Tensor, mask: Tensor, denominator: float, weights: Ten
 
 
 def value_clip_range(returns: Tensor, values: Tensor, mask: Tensor, clip: float) -> float:
-    """Returns `clip` times the scale of the returns under the mask, all (B, T): the range of `value_loss`. The scale is their standard
-    deviation, or the root mean square of their distance to the `values` of the critic where that is larger: a critic that starts far from
-    returns that are all alike must move.
+    """Returns `clip` times the scale of the returns under the mask, all (B, T): the range of `value_loss`.
+    The scale is their standard deviation, or the root mean square of their distance to the `values` of the
+    critic where that is larger: a critic that starts far from returns that are all alike must move.
 
-    Pass the whole rollout of all ranks: the scale of one rank or one micro-batch differs. Returns `clip` itself where there is no scale
-    beyond rounding.
+    Pass the whole rollout of all ranks: the scale of one rank or one micro-batch differs. Returns `clip`
+    itself where there is no scale beyond rounding.
     """
     known = returns[mask].double()
     if not known.numel():
@@ -308,16 +360,22 @@ def value_clip_range(returns: Tensor, values: Tensor, mask: Tensor, clip: float)
     return clip * scale if scale > NO_SPREAD * float(known.abs().max()) else clip
 
 
-def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, mask: Tensor, clip: float | None, denominator: float) -> Loss:
-    """Computes `0.5 max((V - R)^2, (clip(V, V_old - clip, V_old + clip) - R)^2)`, all (B, T), as OpenAI's PPO2; without a clip
-    `0.5 (V - R)^2`.
+def value_loss(
+    values: Tensor, old_values: Tensor, returns: Tensor, mask: Tensor, clip: float | None, denominator: float
+) -> Loss:
+    """Computes `0.5 max((V - R)^2, (clip(V, V_old - clip, V_old + clip) - R)^2)`, all (B, T), as OpenAI's
+    PPO2; without a clip `0.5 (V - R)^2`.
 
-    Denominator: response tokens. clip_share: tokens whose clipped error is the larger one, so that they have no gradient.
+    Denominator: response tokens. clip_share: tokens whose clipped error is the larger one, so that they have
+    no gradient.
     """
     values, old_values, returns = (torch.where(mask, x, 0) for x in (values, old_values, returns))
     error = (values - returns).square()
     clipped_error = error
     if clip is not None:
         clipped_error = (old_values + (values - old_values).clamp(-clip, clip) - returns).square()
-    terms = {"value/loss": 0.5 * torch.maximum(error, clipped_error), "value/clip_share": clipped_error > error}
+    terms = {
+        "value/loss": 0.5 * torch.maximum(error, clipped_error),
+        "value/clip_share": clipped_error > error,
+    }
     return _loss(terms, denominator)

@@ -1,10 +1,11 @@
 """Sums and averages over masked tokens and packed documents, and finds the position that predicts each token.
 
-Per-token tensors have the shape of `tokens`, (B, T); `x[t]` is for token t. `mask` is True on the tokens that count and
-may have holes. `documents` (B, T) int64 has the index of each token's document within the batch, -1 on padding; a document
-is in one row, without gaps, so the same functions work for padded and packed batches.
-Values at other positions have no effect, even inf or nan: `torch.where` replaces them, they are not multiplied by zero.
-Inputs are fp32 (fp64 in tests). Left out: reductions over ranks. Sums over tokens can be added over ranks, means cannot.
+Per-token tensors have the shape of `tokens`, (B, T); `x[t]` is for token t. `mask` is True on the tokens that
+count and may have holes. `documents` (B, T) int64 has the index of each token's document within the batch, -1
+on padding; a document is in one row, without gaps, so the same functions work for padded and packed batches.
+Values at other positions have no effect, even inf or nan: `torch.where` replaces them, they are not
+multiplied by zero. Inputs are fp32 (fp64 in tests). Left out: reductions over ranks. Sums over tokens can be
+added over ranks, means cannot.
 """
 
 from __future__ import annotations
@@ -27,10 +28,11 @@ def masked_mean(x: Tensor, mask: Tensor) -> Tensor:
 
 
 def whiten(x: Tensor, mask: Tensor, eps: float = 1e-8) -> Tensor:
-    """Returns `(x - mean) / sqrt(var + eps)` over the tokens under the mask, with population variance; 0 elsewhere.
+    """Returns `(x - mean) / sqrt(var + eps)` over the tokens under the mask, with population variance; 0
+    elsewhere.
 
-    Pass the whole rollout of all ranks: statistics of one rank or one micro-batch differ. Sums are in float64: the mean of equal numbers
-    is that number then.
+    Pass the whole rollout of all ranks: statistics of one rank or one micro-batch differ. Sums are in
+    float64: the mean of equal numbers is that number then.
     """
     count = mask.sum().clamp(min=1)
     mean = (torch.where(mask, x, 0).sum(dtype=torch.float64) / count).to(x.dtype)
@@ -40,15 +42,20 @@ def whiten(x: Tensor, mask: Tensor, eps: float = 1e-8) -> Tensor:
 
 
 def document_sum(x: Tensor, mask: Tensor, documents: Tensor, num_documents: int) -> Tensor:
-    """Returns the sum of `x` (B, T) over the tokens of each document under the mask, (N,); 0 for a document without any."""
+    """Returns the sum of `x` (B, T) over the tokens of each document under the mask, (N,); 0 for a document
+    without any."""
     counted = mask & (documents >= 0)
-    # All other tokens go to one more entry: selecting tokens by the mask would make the host wait for the GPU.
+    # All other tokens go to one more entry: selecting tokens by the mask would make the host wait for the
+    # GPU.
     into = torch.where(counted, documents, num_documents)
-    return x.new_zeros(num_documents + 1).index_add(0, into.flatten(), torch.where(counted, x, 0).flatten())[:-1]
+    return x.new_zeros(num_documents + 1).index_add(0, into.flatten(), torch.where(counted, x, 0).flatten())[
+        :-1
+    ]
 
 
 def document_mean(x: Tensor, mask: Tensor, documents: Tensor, num_documents: int) -> Tensor:
-    """Returns the mean of `x` (B, T) over the tokens of each document under the mask, (N,); 0 for a document without any."""
+    """Returns the mean of `x` (B, T) over the tokens of each document under the mask, (N,); 0 for a document
+    without any."""
     counts = document_sum(torch.ones_like(x), mask, documents, num_documents)
     return document_sum(x, mask, documents, num_documents) / counts.clamp(min=1)
 
@@ -56,8 +63,8 @@ def document_mean(x: Tensor, mask: Tensor, documents: Tensor, num_documents: int
 def last_token_index(documents: Tensor, num_documents: int) -> Tensor:
     """Returns the index of each document's last token in the flattened batch, (N,) int64.
 
-    Raises ValueError when a document has no token, but not for tensors on a GPU, because the host would have to wait for the check;
-    `collate` makes no such batch.
+    Raises ValueError when a document has no token, but not for tensors on a GPU, because the host would have
+    to wait for the check; `collate` makes no such batch.
     """
     flat = documents.flatten()
     into = torch.where(flat >= 0, flat, num_documents)
@@ -65,7 +72,10 @@ def last_token_index(documents: Tensor, num_documents: int) -> Tensor:
     index = index.scatter_reduce(0, into, torch.arange(flat.numel(), device=flat.device), reduce="amax")[:-1]
     if not index.is_cuda and (index < 0).any():
         missing = (index < 0).nonzero().flatten().tolist()
-        raise ValueError(f"documents {missing} of {num_documents} have no token in this batch: drop empty documents before collating")
+        raise ValueError(
+            f"documents {missing} of {num_documents} have no token in this batch: drop empty documents before"
+            " collating"
+        )
     return index
 
 
@@ -75,13 +85,16 @@ def gather_last(x: Tensor, documents: Tensor, num_documents: int) -> Tensor:
 
 
 def next_token_pairs(positions: Tensor, mask: Tensor | None = None) -> Tensor:
-    """Returns flat indices (2, N): of each token under `mask` (B, T) in row 1, and of the token before it in its document in row 0.
+    """Returns flat indices (2, N): of each token under `mask` (B, T) in row 1, and of the token before it in
+    its document in row 0.
 
-    The model's output at the first predicts the second. A document's first token is left out. The first token after a shared prompt
-    follows that prompt's last token. The result is in host memory, and computed by numpy: PyTorch selects elements with all threads of
-    the process, for whose start a pass of few tokens waits longer than for its kernels.
+    The model's output at the first predicts the second. A document's first token is left out. The first token
+    after a shared prompt follows that prompt's last token. The result is in host memory, and computed by
+    numpy: PyTorch selects elements with all threads of the process, for whose start a pass of few tokens
+    waits longer than for its kernels.
     """
-    width, flat = positions.shape[1], positions.cpu().numpy().ravel()
+    width = positions.shape[1]
+    flat = positions.cpu().numpy().ravel()
     places = np.flatnonzero(flat > 0 if mask is None else mask.cpu().numpy().ravel() & (flat > 0))
     sources = places - 1
     jumps = flat[sources] + 1 != flat[places]
@@ -93,9 +106,14 @@ def next_token_pairs(positions: Tensor, mask: Tensor | None = None) -> Tensor:
 
 
 def before(values: Tensor, positions: Tensor) -> Tensor:
-    """Shifts outputs (B, T) within each document by one token: result[t] is the output at the token before t, which has not seen t.
+    """Shifts outputs (B, T) within each document by one token: result[t] is the output at the token before t,
+    which has not seen t.
 
     The result, (B, T), is 0 at first tokens of documents and on pads.
     """
     sources, places = sent(next_token_pairs(positions), values.device)
-    return values.new_zeros(values.numel()).index_copy(0, places, values.flatten().index_select(0, sources)).view(values.shape)
+    return (
+        values.new_zeros(values.numel())
+        .index_copy(0, places, values.flatten().index_select(0, sources))
+        .view(values.shape)
+    )

@@ -1,4 +1,5 @@
-"""Makes the data reports of a recipe's stages without training; needs the data files and tokenizers, no GPU."""
+"""Makes the data reports of a recipe's stages without training; needs the data files and tokenizers, no
+GPU."""
 
 from __future__ import annotations
 
@@ -8,15 +9,21 @@ from rlhf_core.config import Evaluation
 from rlhf_core.config.data import Text
 from rlhf_core.data.chat import Renderer, load_tokenizer
 from rlhf_core.data.report import surveys_of
-from rlhf_core.data.sources import answer_documents, labelled_answers, preference_pairs, prompts, sft_documents
+from rlhf_core.data.sources import (
+    answer_documents,
+    labelled_answers,
+    preference_pairs,
+    prompts,
+    sft_documents,
+)
 from rlhf_core.data.survey import DataReport, Survey
 from rlhf_core.preflight.inputs import tokenizer_of
 from rlhf_core.recipe.plan import Node, Plan
 
 
 def examine(plan: Plan) -> Iterator[tuple[str, dict[str, Survey], list[str]]]:
-    """Yields each stage that reads data files, the surveys of its data sets, and a sentence for each that the stage would refuse; rounds of
-    a loop that read the same data come once.
+    """Yields each stage that reads data files, the surveys of its data sets, and a sentence for each that the
+    stage would refuse; rounds of a loop that read the same data come once.
 
     Data made by other stages (pairs, answers) and evaluations are left out.
     """
@@ -27,7 +34,8 @@ def examine(plan: Plan) -> Iterator[tuple[str, dict[str, Survey], list[str]]]:
         key = repr((place, parts))
         if place is not None and key not in seen:
             seen.add(key)
-            reports, wrong = dict[str, DataReport](), list[str]()
+            reports = dict[str, DataReport]()
+            wrong = list[str]()
             for text in parts:
                 try:
                     reports[text.field] = _report(plan, node, text, place)
@@ -37,7 +45,8 @@ def examine(plan: Plan) -> Iterator[tuple[str, dict[str, Survey], list[str]]]:
 
 
 def _report(plan: Plan, node: Node, text: Text, place: str) -> DataReport:
-    renderer, seed = Renderer(load_tokenizer(place, plan.recipe.trust_remote_code), text.data.template), plan.recipe.seed
+    renderer = Renderer(load_tokenizer(place, plan.recipe.trust_remote_code), text.data.template)
+    seed = plan.recipe.seed
     if text.rows == "prompt":
         return prompts(text.data, renderer, text.limit, seed).report
     if text.rows == "scored":

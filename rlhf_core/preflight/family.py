@@ -1,4 +1,5 @@
-"""Tries the class of a model that is of no tested family, in a process of its own: what would fail after hours is one sentence before."""
+"""Tries the class of a model that is of no tested family, in a process of its own: what would fail after
+hours is one sentence before."""
 
 from __future__ import annotations
 
@@ -19,9 +20,15 @@ from rlhf_core.system.files import read_json
 from rlhf_core.system.processes import child_environment
 
 SECONDS = 180.0
-ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error", "TQDM_DISABLE": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
+ENVIRONMENT = {
+    "HF_HUB_OFFLINE": "1",
+    "TRANSFORMERS_VERBOSITY": "error",
+    "TQDM_DISABLE": "1",
+    "VLLM_LOGGING_LEVEL": "ERROR",
+}
 SAMPLING = "sampling"
-OPTIONS, DEEPSPEED = "options of the engine", "options of DeepSpeed"  # in place of a model these are what is asked about
+OPTIONS = "options of the engine"
+DEEPSPEED = "options of DeepSpeed"  # in place of a model these are what is asked about
 MARK = "TRIAL "
 
 
@@ -34,7 +41,12 @@ def family_problems(nodes: Sequence[Node], start_of: StartOf, trust_remote_code:
     for node in nodes:
         for field, name, use in _uses(node):
             place = start_of(node, name)
-            if place is not None and not is_remote(place) and (kind := _model_type(place)) and kind not in TESTED:
+            if (
+                place is not None
+                and not is_remote(place)
+                and (kind := _model_type(place))
+                and kind not in TESTED
+            ):
                 asked.setdefault((place, use), f"stages.{node.name}.{field}")
     return _problems(asked, trust_remote_code)
 
@@ -43,25 +55,41 @@ def option_problems(nodes: Sequence[Node]) -> list[str]:
     """Says which options of engines and of DeepSpeed the installed releases do not have."""
     asked: dict[tuple[str, str], str] = {}
     for node in nodes:
-        for name, wanted in ((name, wanted) for groups in node.config.turns for name, wanted in groups.items()):
+        for name, wanted in (
+            (name, wanted) for groups in node.config.turns for name, wanted in groups.items()
+        ):
             if isinstance(wanted, Vllm) and wanted.engine:
                 where = f"stages.{node.name}.{'vllm.engine' if name == 'sampler' else f'{name}: vllm.engine'}"
                 asked.setdefault((json.dumps(wanted.engine, sort_keys=True, default=str), OPTIONS), where)
         if isinstance(node.config, Optimised) and node.config.deepspeed:
-            asked.setdefault((json.dumps(node.config.deepspeed, sort_keys=True, default=str), DEEPSPEED), f"stages.{node.name}.deepspeed")
+            asked.setdefault(
+                (json.dumps(node.config.deepspeed, sort_keys=True, default=str), DEEPSPEED),
+                f"stages.{node.name}.deepspeed",
+            )
     return _problems(asked, trust_remote_code=False)
 
 
 def _problems(asked: Mapping[tuple[str, str], str], trust_remote_code: bool) -> list[str]:
-    told = _ask(tuple((place, use, _changed(place)) for place, use in asked), trust_remote_code) if asked else ()
-    return [f"{where}: {line}" for where, lines in zip(asked.values(), told, strict=False) for line in lines.splitlines()]
+    told = (
+        _ask(tuple((place, use, _changed(place)) for place, use in asked), trust_remote_code) if asked else ()
+    )
+    return [
+        f"{where}: {line}"
+        for where, lines in zip(asked.values(), told, strict=False)
+        for line in lines.splitlines()
+    ]
 
 
 def _uses(node: Node) -> Iterator[tuple[str, str, str]]:
     """Yields (field, name of a model, use) for each model that the stage trains or samples from."""
-    config, start = node.config, KINDS[node.kind].start
+    config = node.config
+    start = KINDS[node.kind].start
     if isinstance(config, Optimised):
-        yield start, getattr(config, start), "reward model" if KINDS[node.kind].makes == "reward" else "policy"
+        yield (
+            start,
+            getattr(config, start),
+            "reward model" if KINDS[node.kind].makes == "reward" else "policy",
+        )
         if getattr(config, "lora", None) is not None:
             yield start, getattr(config, start), "adapters"
     if isinstance(config, PPO):
@@ -87,12 +115,17 @@ def _changed(place: str) -> int:
 
 @cache
 def _ask(asked: tuple[tuple[str, str, int], ...], trust_remote_code: bool) -> tuple[str, ...]:
-    """Returns what the process of `main` says of each, "" for no problem; nothing of those after one at which it ended."""
+    """Returns what the process of `main` says of each, "" for no problem; nothing of those after one at which
+    it ended."""
     command = [sys.executable, "-P", "-m", "rlhf_core.preflight.family", *["trust"] * trust_remote_code]
     environment = child_environment() | ENVIRONMENT | {"CUDA_VISIBLE_DEVICES": ""}
     with contextlib.suppress(subprocess.TimeoutExpired, ValueError):
-        done = subprocess.run(command, input=json.dumps(asked), capture_output=True, text=True, timeout=SECONDS, env=environment)
-        return tuple(json.loads(line.removeprefix(MARK)) for line in done.stdout.splitlines() if line.startswith(MARK))
+        done = subprocess.run(
+            command, input=json.dumps(asked), capture_output=True, text=True, timeout=SECONDS, env=environment
+        )
+        return tuple(
+            json.loads(line.removeprefix(MARK)) for line in done.stdout.splitlines() if line.startswith(MARK)
+        )
     return ()
 
 

@@ -1,4 +1,5 @@
-"""Tries a model's class before training: a small random copy goes through what training does with it, on a CPU, in seconds."""
+"""Tries a model's class before training: a small random copy goes through what training does with it, on a
+CPU, in seconds."""
 
 from __future__ import annotations
 
@@ -30,15 +31,16 @@ CPU = torch.device("cpu")
 
 
 class Trial(NamedTuple):
-    """What came of it: `problem` is a sentence, "" where there is none. `tried` is False where no small copy could be made, which says
-    nothing about the model."""
+    """What came of it: `problem` is a sentence, "" where there is none. `tried` is False where no small copy
+    could be made, which says nothing about the model."""
 
     tried: bool
     problem: str = ""
 
 
 def try_family(config: PretrainedConfig, name: str, use: Use, trust_remote_code: bool = False) -> Trial:
-    """Tries the class of `config`, of a multimodal one its language model, for one use. `name` is what sentences call the model."""
+    """Tries the class of `config`, of a multimodal one its language model, for one use. `name` is what
+    sentences call the model."""
     config = config.get_text_config()
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING and not hasattr(config, "auto_map"):
         return Trial(True, f"{name}: transformers has no causal language model for {type(config).__name__}")
@@ -56,7 +58,11 @@ def try_family(config: PretrainedConfig, name: str, use: Use, trust_remote_code:
                 told = " ".join(str(error).split()).replace(str(folder), name)
                 if isinstance(error, ValueError) and raised_by_us(error):
                     return Trial(True, told)
-                return Trial(True, f"{name}: {type(model).__name__} fails as {use} where it {step} ({type(error).__name__}: {told[:200]})")
+                return Trial(
+                    True,
+                    f"{name}: {type(model).__name__} fails as {use} where it {step} ({type(error).__name__}:"
+                    f" {told[:200]})",
+                )
     return Trial(True)
 
 
@@ -66,7 +72,9 @@ def _small_model(config: PretrainedConfig, trust_remote_code: bool) -> PreTraine
         for small in small_copies(config):
             with suppress(Exception):
                 with torch.device("meta"):
-                    size = AutoModelForCausalLM.from_config(small, trust_remote_code=trust_remote_code).num_parameters()
+                    size = AutoModelForCausalLM.from_config(
+                        small, trust_remote_code=trust_remote_code
+                    ).num_parameters()
                 if size > MOST_PARAMETERS:
                     continue
                 model = AutoModelForCausalLM.from_config(small, trust_remote_code=trust_remote_code)
@@ -80,7 +88,8 @@ def _steps(folder: Path, use: Use, trust_remote_code: bool) -> Iterator[tuple[st
     module: list[Policy | Scorer] = []
 
     def load() -> None:
-        place, lora = str(folder), Lora(rank=2, alpha=4) if use == "adapters" else None
+        place = str(folder)
+        lora = Lora(rank=2, alpha=4) if use == "adapters" else None
         module.append(
             trained_scorer(place, 0, "float32", trust_remote_code, lora, 0)
             if use == "reward model"
@@ -114,7 +123,9 @@ def _outputs(module: Policy | Scorer, changed: bool = False) -> Tensor:
 
 def _train(module: Policy | Scorer) -> None:
     _outputs(module.train()).sum().backward()
-    if not any(parameter.grad is not None and parameter.grad.isfinite().all() for parameter in module.parameters()):
+    if not any(
+        parameter.grad is not None and parameter.grad.isfinite().all() for parameter in module.parameters()
+    ):
         raise ArithmeticError("no parameter has a finite gradient")
 
 
@@ -124,13 +135,28 @@ def _require_causal(module: Policy | Scorer, folder: Path) -> None:
     last = LENGTHS[0] - 1
     before, after = (_outputs(module, changed)[0, :last] for changed in (False, True))
     if not torch.allclose(before, after, atol=1e-4):
-        raise ValueError(f"{folder}: {type(module.model).__name__} reads the tokens after each token too: it is no causal language model")
+        raise ValueError(
+            f"{folder}: {type(module.model).__name__} reads the tokens after each token too: it is no causal"
+            " language model"
+        )
 
 
 def _require_whole_export(model: PreTrainedModel, folder: Path, use: Use) -> None:
     if use == "reward model":
         return
-    stored = {name: about["shape"] for tensors in stored_tensors(folder).values() for name, about in tensors.items()}
-    exported = {name: list(weight.shape) for name, weight in checkpoint_weights(model, lambda parameters: nullcontext())}
-    if unlike := sorted(name for name in stored.keys() | exported.keys() if stored.get(name, exported.get(name)) != exported.get(name)):
-        raise ValueError(f"{folder}: the weight {unlike[0]} would not be exported as it was ({len(unlike)} such)")
+    stored = {
+        name: about["shape"] for tensors in stored_tensors(folder).values() for name, about in tensors.items()
+    }
+    exported = {
+        name: list(weight.shape)
+        for name, weight in checkpoint_weights(model, lambda parameters: nullcontext())
+    }
+    unlike = sorted(
+        name
+        for name in stored.keys() | exported.keys()
+        if stored.get(name, exported.get(name)) != exported.get(name)
+    )
+    if unlike:
+        raise ValueError(
+            f"{folder}: the weight {unlike[0]} would not be exported as it was ({len(unlike)} such)"
+        )

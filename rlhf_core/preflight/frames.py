@@ -1,5 +1,5 @@
-"""Finds what the chat templates of a plan's stages take by themselves, and what they make of the stages' rows: in a process without torch
-where possible (`template_length.py`), else in this one."""
+"""Finds what the chat templates of a plan's stages take by themselves, and what they make of the stages'
+rows: in a process without torch where possible (`template_length.py`), else in this one."""
 
 from __future__ import annotations
 
@@ -16,12 +16,17 @@ from rlhf_core.recipe.plan import Node, Plan
 Frames = dict[Pair, Measured | str]  # a string: why tokenizer or template cannot be used
 
 
-def frames_of(plan: Plan, nodes: Sequence[Node], start_of: Callable[[Node], str | None], broken: Collection[str]) -> Frames:
-    """Maps (tokenizer, template) of the stages to the template's own length in tokens and what it makes of the stages' rows.
+def frames_of(
+    plan: Plan, nodes: Sequence[Node], start_of: Callable[[Node], str | None], broken: Collection[str]
+) -> Frames:
+    """Maps (tokenizer, template) of the stages to the template's own length in tokens and what it makes of
+    the stages' rows.
 
     `start_of`: the folder or Hub id of a stage's tokenizer; those in `broken` are left out.
     """
-    starts = {node.name: start for node in nodes if (start := start_of(node)) is not None and start not in broken}
+    starts = {
+        node.name: start for node in nodes if (start := start_of(node)) is not None and start not in broken
+    }
     pairs: dict[Pair, dict[Rows, None]] = {}
     for node in nodes:
         for text in node.config.texts if node.name in starts else ():
@@ -30,7 +35,10 @@ def frames_of(plan: Plan, nodes: Sequence[Node], start_of: Callable[[Node], str 
                 rows[_rows_of(text)] = None
     trust = plan.recipe.trust_remote_code
     found = _frames_apart(pairs, trust) if trust or "transformers" not in sys.modules else {}
-    return {pair: found[pair] if pair in found else _frame(*pair, tuple(rows), trust) for pair, rows in pairs.items()}
+    return {
+        pair: found[pair] if pair in found else _frame(*pair, tuple(rows), trust)
+        for pair, rows in pairs.items()
+    }
 
 
 def rendered(frame: Measured, text: Text) -> Rendered:

@@ -1,7 +1,9 @@
-"""Checks before any work whether a recipe can run on this machine: one sentence for each problem, with its place and what to do.
+"""Checks before any work whether a recipe can run on this machine: one sentence for each problem, with its
+place and what to do.
 
-Checks only stages that are not done. Reads data and tokenizers with the stages' code, tokenizers in a second process where possible
-(`template_length.py`); without transformers (on a machine that only orchestrates) tokenizers are left to the stages. Left out: memory.
+Checks only stages that are not done. Reads data and tokenizers with the stages' code, tokenizers in a second
+process where possible (`template_length.py`); without transformers (on a machine that only orchestrates)
+tokenizers are left to the stages. Left out: memory.
 """
 
 from __future__ import annotations
@@ -15,7 +17,18 @@ from pathlib import Path
 from typing import NamedTuple
 
 from rlhf_core.cluster.layout import arrange
-from rlhf_core.config import KINDS, PPO, AlignmentTax, Calibration, Data, Evaluation, Preferences, Publication, Ranks, StageConfig
+from rlhf_core.config import (
+    KINDS,
+    PPO,
+    AlignmentTax,
+    Calibration,
+    Data,
+    Evaluation,
+    Preferences,
+    Publication,
+    Ranks,
+    StageConfig,
+)
 from rlhf_core.config.judging.lm_eval_tasks import is_path, read_task
 from rlhf_core.data.documents import check_limit
 from rlhf_core.data.rows.columns import Kind
@@ -24,7 +37,13 @@ from rlhf_core.environments.sandbox import available
 from rlhf_core.preflight.family import family_problems, option_problems
 from rlhf_core.preflight.frames import frames_of, rendered
 from rlhf_core.preflight.lengths import length_problems
-from rlhf_core.preflight.models import model_problem, sampling_problems, unfit_models, unlike_vocabulary, vocabulary_problems
+from rlhf_core.preflight.models import (
+    model_problem,
+    sampling_problems,
+    unfit_models,
+    unlike_vocabulary,
+    vocabulary_problems,
+)
 from rlhf_core.preflight.questions import question_problems, selecting_questions, shared_questions
 from rlhf_core.preflight.reward_functions import code_problems
 from rlhf_core.preflight.rows.batches import batch_warning, made_rows_warning, prompt_problem, rows_made
@@ -53,20 +72,25 @@ class Needs(NamedTuple):
 
 def require_here(plan: Plan, nodes: Sequence[Node]) -> None:
     """Raises ValueError for problems of recipe or files, else MachineLacks for what this machine lacks."""
-    if problems := check_inputs(plan, nodes):
+    problems = check_inputs(plan, nodes)
+    if problems:
         raise ValueError("\n".join(problems))
-    if problems := check_machine(plan, nodes):
+    problems = check_machine(plan, nodes)
+    if problems:
         raise MachineLacks("\n".join(problems))
 
 
 def check_inputs(plan: Plan, nodes: Sequence[Node]) -> list[str]:
-    """Lists problems of the inputs: missing files, unsuitable data, incomplete models, limits below the template's own length."""
+    """Lists problems of the inputs: missing files, unsuitable data, incomplete models, limits below the
+    template's own length."""
     todo = [node for node in nodes if not node.done]
     broken: dict[str, str] = {}
     for node in todo:
         for name, place in node.models.items():
             where = "base_model" if name == "base" else f"stages.{node.name}: {name}"
-            broken |= model_problem(where, place) or weight_problem(where, place, plan.recipe.trust_remote_code)
+            broken |= model_problem(where, place) or weight_problem(
+                where, place, plan.recipe.trust_remote_code
+            )
     unfit: dict[tuple[str, str], str] = {}
     for node in todo:
         unfit |= {fault: told for fault, told in unfit_models(node).items() if fault not in unfit}
@@ -75,8 +99,13 @@ def check_inputs(plan: Plan, nodes: Sequence[Node]) -> list[str]:
         problems += option_problems(todo)
     if not problems and importlib.util.find_spec("torch") is not None:
         problems += family_problems(todo, partial(_start_of, plan), plan.recipe.trust_remote_code)
-    frames = frames_of(plan, todo, partial(tokenizer_of, plan), broken) if importlib.util.find_spec("transformers") is not None else {}
-    unread = {*broken, *(place for (place, _), frame in frames.items() if isinstance(frame, str))}  # told with the data
+    frames = (
+        frames_of(plan, todo, partial(tokenizer_of, plan), broken)
+        if importlib.util.find_spec("transformers") is not None
+        else {}
+    )
+    # told with the data
+    unread = {*broken, *(place for (place, _), frame in frames.items() if isinstance(frame, str))}
 
     @cache
     def unlike(own: str, other: str) -> str | None:
@@ -90,18 +119,24 @@ def check_inputs(plan: Plan, nodes: Sequence[Node]) -> list[str]:
         start = tokenizer_of(plan, node)
         problems += length_problems(node, partial(_start_of, plan, node))
         if isinstance(node.config, Publication) and node.config.folder and not node.config.dry_run:
-            problems += _refused(f"stages.{node.name}.folder", refuse_foreign, Path(node.config.folder).expanduser().resolve())
+            problems += _refused(
+                f"stages.{node.name}.folder", refuse_foreign, Path(node.config.folder).expanduser().resolve()
+            )
         problems += vocabulary_problems(node, partial(_start_of, plan, node), unlike)
         problems += sampling_problems(node, partial(_start_of, plan, node))
         problems += sequence_problems(node, partial(_start_of, plan, node))
         for text in node.config.texts:
             where = f"stages.{node.name}.{text.field}"
-            problems += [f"{where}{problem}" for problem in unfit_rows(text.data, text.rows)] if text.rows else []
+            problems += (
+                [f"{where}{problem}" for problem in unfit_rows(text.data, text.rows)] if text.rows else []
+            )
             frame = frames.get((start or "", text.data.template))
             if isinstance(frame, str):
                 problems.append(f"{where}: {frame}")
             elif frame is not None:
-                problems += _refused(f"stages.{node.name}.{text.limit_field}", check_limit, text.limit, frame.length)
+                problems += _refused(
+                    f"stages.{node.name}.{text.limit_field}", check_limit, text.limit, frame.length
+                )
                 refused = rendered(frame, text).refused
                 problems += [f"{where}: {refused}"] if refused else []
         of_prompts = f"stages.{node.name}.prompts:"
@@ -111,13 +146,16 @@ def check_inputs(plan: Plan, nodes: Sequence[Node]) -> list[str]:
         problems += code_problems(node)
         if isinstance(node.config, AlignmentTax):
             for task in filter(is_path, node.config.tasks):
-                problems += _refused(f"stages.{node.name}.tasks", read_task, task, node.config.trust_task_code)
+                problems += _refused(
+                    f"stages.{node.name}.tasks", read_task, task, node.config.trust_task_code
+                )
     problems += [*shared_questions(plan), *selecting_questions(plan)] if todo else []
     return list(dict.fromkeys(problems))
 
 
 def input_warnings(plan: Plan, nodes: Sequence[Node]) -> list[str]:
-    """Lists what is odd in the rows that `check_inputs` renders, and where they make few batches; refuses no stage."""
+    """Lists what is odd in the rows that `check_inputs` renders, and where they make few batches; refuses no
+    stage."""
     if importlib.util.find_spec("transformers") is None:
         return []
     todo = [node for node in nodes if not node.done]
@@ -142,40 +180,64 @@ def input_warnings(plan: Plan, nodes: Sequence[Node]) -> list[str]:
 
 
 def further_problems(error: WrongRecipe) -> list[str]:
-    """Lists problems of the inputs of what is right in a wrong recipe, as `check_inputs`; none of stages with a missing value."""
+    """Lists problems of the inputs of what is right in a wrong recipe, as `check_inputs`; none of stages with
+    a missing value."""
     if error.rest is None or error.rest.base_model == ANYTHING:
         return []
     try:
         planned = plan_of(error.rest)
-        return error.further(check_inputs(planned, [node for node in planned.nodes if ANYTHING not in node.config.model_dump_json()]))
+        return error.further(
+            check_inputs(
+                planned, [node for node in planned.nodes if ANYTHING not in node.config.model_dump_json()]
+            )
+        )
     except ValueError:
         return []
 
 
 def check_machine(plan: Plan, nodes: Sequence[Node]) -> list[str]:
-    """Lists what this machine lacks: CPUs, GPUs, packages, keys, access to the store and the artifacts folder."""
-    problems = _folder_problem(plan.artifacts) + _webhook_problem(plan) + _store_problem(plan) + _wandb_problem(plan)
-    cpus, gpus, cluster = num_cpus(), num_gpus(), os.environ.get("RAY_ADDRESS")
+    """Lists what this machine lacks: CPUs, GPUs, packages, keys, access to the store and the artifacts
+    folder."""
+    problems = (
+        _folder_problem(plan.artifacts) + _webhook_problem(plan) + _store_problem(plan) + _wandb_problem(plan)
+    )
+    cpus = num_cpus()
+    gpus = num_gpus()
+    cluster = os.environ.get("RAY_ADDRESS")
     for node in nodes:
         if node.done:
             continue
-        need, where = needs(node.config), f"stages.{node.name}"
+        need = needs(node.config)
+        where = f"stages.{node.name}"
         if not cluster:
             if need.nodes > 1:
-                problems.append(f"{where} asks for {need.nodes} nodes, this is one machine; set RAY_ADDRESS to a cluster or num_nodes to 1")
+                problems.append(
+                    f"{where} asks for {need.nodes} nodes, this is one machine; set RAY_ADDRESS to a cluster"
+                    " or num_nodes to 1"
+                )
             if need.cpus > cpus + 1e-6:
-                problems.append(f"{where} asks for {need.cpus:g} CPUs in all, this machine has {cpus}; lower ranks or cpus of its roles")
+                problems.append(
+                    f"{where} asks for {need.cpus:g} CPUs in all, this machine has {cpus}; lower ranks or"
+                    " cpus of its roles"
+                )
             if need.gpus > gpus + 1e-6:
-                problems.append(f"{where} asks for {need.gpus:g} GPUs in all, this machine has {gpus}; lower ranks or gpus of its roles")
+                problems.append(
+                    f"{where} asks for {need.gpus:g} GPUs in all, this machine has {gpus}; lower ranks or"
+                    " gpus of its roles"
+                )
         problems += _quantisation_problem(node, gpus) if not cluster else []
         problems += _sandbox_problem(node)
         for key in node.config.needed_keys:
             if key.required and not os.environ.get(key.variable):
-                problems.append(f"{where}: {key.reader} needs a key in the environment variable {key.variable}; set it")
+                problems.append(
+                    f"{where}: {key.reader} needs a key in the environment variable {key.variable}; set it"
+                )
         if getattr(node.config, "vllm", None) is not None:
             problems += filter(None, [untested(installed_release())])
         if isinstance(node.config, AlignmentTax) and importlib.util.find_spec("lm_eval") is None:
-            problems.append(f"{where} needs the package lm_eval, which is not installed; install alignflow's extra `tax`")
+            problems.append(
+                f"{where} needs the package lm_eval, which is not installed; install alignflow's extra `tax`"
+            )
     return list(dict.fromkeys(problems))
 
 
@@ -193,10 +255,17 @@ def _wandb_problem(plan: Plan) -> list[str]:
     if plan.recipe.wandb is None:
         return []
     package = importlib.util.find_spec("wandb")
-    if package is None or package.origin is None:  # without an origin: a folder `wandb` made by the client, not the package
-        return ["wandb: the package wandb is not installed; install alignflow's extra `wandb`, or leave wandb out of the recipe"]
+    # without an origin: a folder `wandb` made by the client, not the package
+    if package is None or package.origin is None:
+        return [
+            "wandb: the package wandb is not installed; install alignflow's extra `wandb`, or leave wandb out"
+            " of the recipe"
+        ]
     if not os.environ.get(KEY_ENV) and os.environ.get(MODE_ENV) not in ("offline", "disabled"):
-        return [f"wandb: the environment variable {KEY_ENV} is empty; set it, or set {MODE_ENV}=offline to send the metrics later"]
+        return [
+            f"wandb: the environment variable {KEY_ENV} is empty; set it, or set {MODE_ENV}=offline to send"
+            " the metrics later"
+        ]
     return []
 
 
@@ -204,7 +273,10 @@ def _webhook_problem(plan: Plan) -> list[str]:
     notify = plan.recipe.notify
     if notify is None or notify.url is not None:
         return []
-    return [f"notify: the environment variable {notify.url_env} holds no http(s) address; set it, or leave notify out"]
+    return [
+        f"notify: the environment variable {notify.url_env} holds no http(s) address; set it, or leave"
+        " notify out"
+    ]
 
 
 def _quantisation_problem(node: Node, gpus: float) -> list[str]:
@@ -216,7 +288,10 @@ def _quantisation_problem(node: Node, gpus: float) -> list[str]:
     if not gpus:
         return [f"{where} needs an NVIDIA GPU, and this machine has none; set it to none"]
     if importlib.util.find_spec("bitsandbytes") is None:
-        return [f"{where} needs the package bitsandbytes, which is not installed; install it or set quantize to none"]
+        return [
+            f"{where} needs the package bitsandbytes, which is not installed; install it or set quantize to"
+            " none"
+        ]
     return []
 
 
@@ -228,27 +303,40 @@ def _sandbox_problem(node: Node) -> list[str]:
     if environment.path != "tools" or "python" not in (environment.options.get("tools") or ("python",)):
         return []
     return [
-        f"stages.{node.name}.environment runs programs in bubblewrap (bwrap), which does not work on this machine; install it "
-        "(Debian, Ubuntu: apt-get install bubblewrap), leave python out of options.tools, or set sandbox to none, which closes nothing in"
+        f"stages.{node.name}.environment runs programs in bubblewrap (bwrap), which does not work on this"
+        " machine; install it (Debian, Ubuntu: apt-get install bubblewrap), leave python out of"
+        " options.tools, or set sandbox to none, which closes nothing in"
     ]
 
 
 def needs(config: StageConfig) -> Needs:
     """Returns what a stage uses at once: PPO all its roles and engines, the others their ranks or engines."""
     layouts = [arrange(groups, config.together) for groups in config.turns]
-    sums = [{resource: sum(b.get(resource, 0.0) for b in layout.bundles) for resource in ("CPU", "GPU")} for layout in layouts]
-    nodes = (group.num_nodes for groups in config.turns for group in groups.values() if isinstance(group, Ranks))
-    return Needs(max(found["CPU"] for found in sums), max(found["GPU"] for found in sums), max(nodes, default=1))
+    sums = [
+        {resource: sum(b.get(resource, 0.0) for b in layout.bundles) for resource in ("CPU", "GPU")}
+        for layout in layouts
+    ]
+    nodes = (
+        group.num_nodes for groups in config.turns for group in groups.values() if isinstance(group, Ranks)
+    )
+    return Needs(
+        max(found["CPU"] for found in sums), max(found["GPU"] for found in sums), max(nodes, default=1)
+    )
 
 
 def tokenizer_of(plan: Plan, node: Node) -> str | None:
-    """The folder or Hub id that a stage's chain of models starts from: its tokenizer is the stage's. None: all its models are remote."""
+    """The folder or Hub id that a stage's chain of models starts from: its tokenizer is the stage's. None:
+    all its models are remote."""
     data_set = node.config.dataset if isinstance(node.config, Publication) else None
     name = data_set or getattr(node.config, KINDS[node.kind].start, None)
     if isinstance(node.config, Calibration):
         name = node.config.local_judge
     if isinstance(node.config, Evaluation):
-        ours = (model for model in (node.config.baseline, *node.config.models) if model not in node.config.endpoints)
+        ours = (
+            model
+            for model in (node.config.baseline, *node.config.models)
+            if model not in node.config.endpoints
+        )
         name = next(ours, None)
     return None if name is None else _start_of(plan, node, name)
 
@@ -272,4 +360,7 @@ def _folder_problem(folder: Path) -> list[str]:
         with tempfile.TemporaryFile(dir=existing):
             return []
     except OSError as error:
-        return [f"artifacts: nothing can be written to {existing} ({error.strerror}); set artifacts to another folder"]
+        return [
+            f"artifacts: nothing can be written to {existing} ({error.strerror}); set artifacts to another"
+            " folder"
+        ]

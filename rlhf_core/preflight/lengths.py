@@ -4,22 +4,38 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from rlhf_core.config import KINDS, PPO, AlignmentTax, Calibration, Evaluation, Preferences, RewardJudge, Trainable, VllmJudge
+from rlhf_core.config import (
+    KINDS,
+    PPO,
+    AlignmentTax,
+    Calibration,
+    Evaluation,
+    Preferences,
+    RewardJudge,
+    Trainable,
+    VllmJudge,
+)
 from rlhf_core.hub.positions import require_positions, stored_config
 from rlhf_core.recipe.plan import Node
 
 
 def length_problems(node: Node, start_of: Callable[[str], str | None]) -> list[str]:
-    """Says which models would be asked for more tokens than they have positions: those that train, answer, and that vLLM serves.
+    """Says which models would be asked for more tokens than they have positions: those that train, answer,
+    and that vLLM serves.
 
     `start_of`: the folder or Hub id that a name's chain of models starts from; training changes no positions.
     """
-    config, asked = node.config, dict[tuple[str, str], tuple[int, str]]()  # (field, model): tokens, what asks for them
+    config = node.config
+    asked = dict[tuple[str, str], tuple[int, str]]()  # (field, model): tokens, what asks for them
     if isinstance(config, PPO | Preferences | Evaluation):
         both = config.prompt_max_len + config.generate_max_len, "prompt_max_len + generate_max_len"
         names = [getattr(config, KINDS[node.kind].start)]
         if isinstance(config, Evaluation):
-            names = [name for name in (*names, *config.models, *(config.parents or {}).values()) if name not in config.endpoints]
+            names = [
+                name
+                for name in (*names, *config.models, *(config.parents or {}).values())
+                if name not in config.endpoints
+            ]
             asked = {
                 (f".judges.{i}", judge.model): (judge.max_model_len, "max_model_len")
                 for i, judge in enumerate(config.judges)
@@ -32,11 +48,16 @@ def length_problems(node: Node, start_of: Callable[[str], str | None]) -> list[s
         elif isinstance(config.judge, RewardJudge):
             both = config.prompt_max_len + config.generate_max_len, "prompt_max_len + generate_max_len"
             asked = {("", config.judge.reward): both}
-    elif isinstance(config, Trainable) and config.texts:  # sampled answers have the length that their sampler has positions for
+    elif (
+        isinstance(config, Trainable) and config.texts
+    ):  # sampled answers have the length that their sampler has positions for
         asked = {("", getattr(config, KINDS[node.kind].start)): (config.max_len, "max_len")}
     elif isinstance(config, AlignmentTax) and config.max_model_len:
-        asked = {("", name): (config.max_model_len, "max_model_len") for name in (config.baseline, *config.models)}
-    stage, problems = node.name.partition(".")[0], []  # the stage as the recipe has it, once for all rounds of a loop
+        asked = {
+            ("", name): (config.max_model_len, "max_model_len") for name in (config.baseline, *config.models)
+        }
+    stage = node.name.partition(".")[0]
+    problems = []  # the stage as the recipe has it, once for all rounds of a loop
     for (field, name), (tokens, what) in asked.items():
         place = start_of(name) or ""
         try:

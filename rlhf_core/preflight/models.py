@@ -1,4 +1,5 @@
-"""Model folders as `check` sees them: whether they can be loaded, are what a stage needs, and may have packed rows."""
+"""Model folders as `check` sees them: whether they can be loaded, are what a stage needs, and may have packed
+rows."""
 
 from __future__ import annotations
 
@@ -30,7 +31,8 @@ UNREADABLE = (OSError, ValueError, LookupError, TypeError, AttributeError)
 
 
 def model_problem(where: str, place: str) -> dict[str, str]:
-    """Returns {folder: why it cannot be loaded}; {} when it can, or is on the Hub. `where` is its place in the recipe."""
+    """Returns {folder: why it cannot be loaded}; {} when it can, or is on the Hub. `where` is its place in
+    the recipe."""
     folder = Path(place)
     if is_remote(place):
         return {}  # fetching its tokenizer reports a missing repository
@@ -38,12 +40,18 @@ def model_problem(where: str, place: str) -> dict[str, str]:
         what = f"{place} is a file" if folder.is_file() else f"there is no model folder {place}"
         return {place: f"{where}: {what}; correct the path, or make the model first"}
     if not any((folder / name).is_file() for name in ("config.json", ADAPTER_CONFIG)):
-        return {place: f"{where}: {place} has no config.json, so it is no model folder; give one that transformers can load"}
+        return {
+            place: (
+                f"{where}: {place} has no config.json, so it is no model folder; give one that transformers"
+                " can load"
+            )
+        }
     return {}
 
 
 def unfit_models(node: Node) -> dict[tuple[str, str], str]:
-    """Why models that the stage names and loads for training or scoring are not what it needs, by place and fault."""
+    """Why models that the stage names and loads for training or scoring are not what it needs, by place and
+    fault."""
     problems = {}
     for reference in references(node.config):
         place = node.models.get(reference.name)
@@ -51,7 +59,11 @@ def unfit_models(node: Node) -> dict[tuple[str, str], str]:
             continue
         where = "base_model" if reference.name == "base" else f"stages.{node.name}.{reference.place}"
         config = _config(place)
-        if _loads(node.config, reference) and wraps_text_by_config(config) and not _has_language_model(config):
+        if (
+            _loads(node.config, reference)
+            and wraps_text_by_config(config)
+            and not _has_language_model(config)
+        ):
             named = (config.get("architectures") or [config.get("model_type")])[0]
             problems[place, "wrapper"] = f"{where}: {more_than_text(place, str(named))}"
         elif _loads(node.config, reference) and (told := cannot_train_quantised(place, config)):
@@ -64,7 +76,8 @@ def unfit_models(node: Node) -> dict[tuple[str, str], str]:
 
 
 def _lacks_head(folder: Path) -> bool:
-    """Whether neither the folder's weights nor, of an adapter, its base's are a reward model's; not where they cannot be read here."""
+    """Whether neither the folder's weights nor, of an adapter, its base's are a reward model's; not where
+    they cannot be read here."""
     try:
         if has_trained_head(folder) or not any(folder.glob("*.safetensors")):
             return False
@@ -76,7 +89,8 @@ def _lacks_head(folder: Path) -> bool:
 
 
 def _several_labels(folder: Path) -> bool:
-    """Whether the folder's model is a classifier of several labels; not where its files cannot be read here."""
+    """Whether the folder's model is a classifier of several labels; not where its files cannot be read
+    here."""
     try:
         return has_several_labels(folder)
     except UNREADABLE:
@@ -84,14 +98,20 @@ def _several_labels(folder: Path) -> bool:
 
 
 def _loads(config: StageConfig, reference: Reference) -> bool:
-    """Whether the stage has the model in PyTorch. Elsewhere vLLM alone answers with it, or its files are published."""
+    """Whether the stage has the model in PyTorch. Elsewhere vLLM alone answers with it, or its files are
+    published."""
     if reference.kinds == REWARD or isinstance(config, Optimised):
         return True
-    return isinstance(config, Evaluation) and config.proxy is not None and reference.place.partition(".")[0] in ("models", "baseline")
+    return (
+        isinstance(config, Evaluation)
+        and config.proxy is not None
+        and reference.place.partition(".")[0] in ("models", "baseline")
+    )
 
 
 def _has_language_model(config: dict[str, Any]) -> bool:
-    """Whether transformers has a class for the language model that a multimodal model has as a part; True without transformers."""
+    """Whether transformers has a class for the language model that a multimodal model has as a part; True
+    without transformers."""
     if importlib.util.find_spec("transformers") is None:
         return True
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES  # takes seconds
@@ -108,20 +128,25 @@ def _config(place: str) -> dict[str, Any]:
     return config if isinstance(config, dict) else {}
 
 
-def vocabulary_problems(node: Node, start_of: Callable[[str], str | None], unlike: Callable[[str, str], str | None]) -> list[str]:
-    """Models that would read other tokens in the policy's token ids, and reward models with another tokenizer without a chat template.
+def vocabulary_problems(
+    node: Node, start_of: Callable[[str], str | None], unlike: Callable[[str, str], str | None]
+) -> list[str]:
+    """Models that would read other tokens in the policy's token ids, and reward models with another tokenizer
+    without a chat template.
 
-    `start_of`: the folder or Hub id that a name's chain of models starts from, which has its tokenizer; `unlike`: why the second of two
-    places cannot be given the first one's token ids.
+    `start_of`: the folder or Hub id that a name's chain of models starts from, which has its tokenizer;
+    `unlike`: why the second of two places cannot be given the first one's token ids.
     """
-    kind, config = KINDS[node.kind], node.config
+    kind = KINDS[node.kind]
+    config = node.config
     named = [(reference.place, reference.name) for reference in references(config)]
     if isinstance(config, PPO) and config.has_critic and config.critic is None:
         named.append(("critic", config.reward_models[0].model))
     own = start_of(getattr(config, kind.start)) if kind.given_tokens or "reward" in kind.names else None
     problems: dict[str, str] = {}
     for place, name in named:
-        field, other = place.partition(".")[0], start_of(name)
+        field = place.partition(".")[0]
+        other = start_of(name)
         if own is None or other is None or field not in (*kind.given_tokens, "reward"):
             continue
         told = unlike(own, other)
@@ -146,11 +171,12 @@ def sampling_problems(node: Node, start_of: Callable[[str], str | None]) -> list
     """Why vLLM cannot sample from the model while PPO trains it. `start_of`: as of `vocabulary_problems`."""
     if not isinstance(node.config, PPO):
         return []
-    direct, place = node.models.get(node.config.actor), start_of(node.config.actor)
+    direct = node.models.get(node.config.actor)
+    place = start_of(node.config.actor)
     if direct is not None and (method := quantised_by(_config(direct))):
         return [
-            f"stages.{node.name}.actor: {direct} has weights quantised as {method}, and vLLM would take no new ones: name its checkpoint "
-            f"in bfloat16, or the result of a stage sft that starts from it"
+            f"stages.{node.name}.actor: {direct} has weights quantised as {method}, and vLLM would take no"
+            " new ones: name its checkpoint in bfloat16, or the result of a stage sft that starts from it"
         ]
     if place is None or is_remote(place) or _config(place).get("model_type") not in FIXED_EXPERTS:
         return []
@@ -158,7 +184,8 @@ def sampling_problems(node: Node, start_of: Callable[[str], str | None]) -> list
 
 
 def unlike_vocabulary(own: str, other: str, trust_remote_code: bool = False) -> str | None:
-    """Why the model `other` cannot be given token ids of the model `own`, as who loads them says it; without transformers only they do."""
+    """Why the model `other` cannot be given token ids of the model `own`, as who loads them says it; without
+    transformers only they do."""
     try:
         return compared(own, other, trust_remote_code)
     except ValueError as error:

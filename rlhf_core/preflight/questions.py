@@ -1,4 +1,5 @@
-"""Whether stages can use their questions, labels and anchors. Torch-free; of Hub data sets only first rows are read."""
+"""Whether stages can use their questions, labels and anchors. Torch-free; of Hub data sets only first rows
+are read."""
 
 from __future__ import annotations
 
@@ -16,7 +17,8 @@ from rlhf_core.recipe.plan import Node, Plan
 
 
 def question_problems(node: Node, seed: int) -> list[str]:
-    """Says when questions lack a prompt or repeat an id, as the stage does, or have no known answer for a rule judge."""
+    """Says when questions lack a prompt or repeat an id, as the stage does, or have no known answer for a
+    rule judge."""
     config = node.config
     if isinstance(config, Calibration):
         return _refused_labels(config, f"stages.{node.name}.labels")
@@ -24,7 +26,8 @@ def question_problems(node: Node, seed: int) -> list[str]:
         return _anchor_problems(node.name, config, seed)
     if not isinstance(config, Evaluation):
         return []
-    source, where = config.questions, f"stages.{node.name}.questions"
+    source = config.questions
+    where = f"stages.{node.name}.questions"
     try:
         if is_remote(source.path):
             check_columns(Data(sources=(source,)), "prompt")
@@ -32,7 +35,11 @@ def question_problems(node: Node, seed: int) -> list[str]:
         questions = load_questions(source, config.max_questions, seed)
     except ValueError as error:
         return [f"{where}: {error}"]
-    lacking = (_without_answer(questions, judge.answer_key) for judge in config.judges if isinstance(judge, RuleJudge))
+    lacking = (
+        _without_answer(questions, judge.answer_key)
+        for judge in config.judges
+        if isinstance(judge, RuleJudge)
+    )
     return [f"{where}: {told}" for told in lacking if told]
 
 
@@ -45,9 +52,13 @@ def _refused_labels(config: Calibration, where: str) -> list[str]:
 
 
 def shared_questions(plan: Plan) -> list[str]:
-    """Says where PPO's `eval_prompts` are questions of an evaluation: the best iteration would be chosen by what judges it. Of Hub data
-    sets nothing is read."""
-    judged = {node.name: _asked(node.config, plan.recipe.seed) for node in plan.nodes if isinstance(node.config, Evaluation)}
+    """Says where PPO's `eval_prompts` are questions of an evaluation: the best iteration would be chosen by
+    what judges it. Of Hub data sets nothing is read."""
+    judged = {
+        node.name: _asked(node.config, plan.recipe.seed)
+        for node in plan.nodes
+        if isinstance(node.config, Evaluation)
+    }
     problems = []
     for node in plan.nodes:
         held_out = node.config.eval_prompts if isinstance(node.config, PPO) else None
@@ -59,17 +70,19 @@ def shared_questions(plan: Plan) -> list[str]:
         except (OSError, ValueError):  # told elsewhere
             continue
         for name, questions in judged.items():
-            if shared := sum(text in questions for text in asked):
+            shared = sum(text in questions for text in asked)
+            if shared:
                 problems.append(
-                    f"stages.{node.name}.eval_prompts: {shared} of {len(asked)} prompts are questions of {name}, by which the model that "
-                    "they choose is judged: leave them out of one of the two"
+                    f"stages.{node.name}.eval_prompts: {shared} of {len(asked)} prompts are questions of"
+                    f" {name}, by which the model that they choose is judged: leave them out of one of"
+                    " the two"
                 )
     return problems
 
 
 def selecting_questions(plan: Plan) -> list[str]:
-    """Says where an evaluation asks a selected model what it was selected by: its win rate would be that of the luckiest one. Of Hub data
-    sets nothing is read."""
+    """Says where an evaluation asks a selected model what it was selected by: its win rate would be that of
+    the luckiest one. Of Hub data sets nothing is read."""
     judged = {node.name: node.config for node in plan.nodes if isinstance(node.config, Evaluation)}
     problems = []
     for node in plan.nodes:
@@ -78,10 +91,11 @@ def selecting_questions(plan: Plan) -> list[str]:
             if by is None or by == node.name:
                 continue
             ours, theirs = (_asked(judged[name], plan.recipe.seed) for name in (node.name, by))
-            if shared := len(ours & theirs):
+            shared = len(ours & theirs)
+            if shared:
                 problems.append(
-                    f"stages.{node.name}.questions: {shared} of {len(ours)} questions are those of {by}, by which {behind.name} chose its "
-                    "model: ask others here, or the win rate is too high"
+                    f"stages.{node.name}.questions: {shared} of {len(ours)} questions are those of {by}, by"
+                    f" which {behind.name} chose its model: ask others here, or the win rate is too high"
                 )
     return problems
 
@@ -90,7 +104,8 @@ def _anchor_problems(name: str, config: Drift, seed: int) -> list[str]:
     """Says when anchors lack a prompt, an answer or a verdict, or have no known answer for a rule judge."""
     if config.anchors is None or is_remote(config.anchors.pairs.path):
         return []
-    where, judge = f"stages.{name}.anchors.pairs", config.anchors.judge
+    where = f"stages.{name}.anchors.pairs"
+    judge = config.anchors.judge
     try:
         questions = load_anchors(config.anchors.pairs, seed).questions
     except ValueError as error:
@@ -100,11 +115,15 @@ def _anchor_problems(name: str, config: Drift, seed: int) -> list[str]:
 
 
 def _asked(config: Evaluation, seed: int) -> set[str]:
-    """Returns the questions of an evaluation, without differences of letter case and whitespace; none where they cannot be read here."""
+    """Returns the questions of an evaluation, without differences of letter case and whitespace; none where
+    they cannot be read here."""
     try:
         if is_remote(config.questions.path):
             return set()
-        return {_plain(question.prompt) for question in load_questions(config.questions, config.max_questions, seed)}
+        return {
+            _plain(question.prompt)
+            for question in load_questions(config.questions, config.max_questions, seed)
+        }
     except (OSError, ValueError):
         return set()
 

@@ -1,7 +1,8 @@
-"""Checks the files of reward functions and environments, and calls each reward function once with made-up answers. Torch-free.
+"""Checks the files of reward functions and environments, and calls each reward function once with made-up
+answers. Torch-free.
 
-The call finds in a second what the stage would find after its engines have their cluster. Warnings are left to the stage, whose prompts are
-rendered by the model's own template.
+The call finds in a second what the stage would find after its engines have their cluster. Warnings are left
+to the stage, whose prompts are rendered by the model's own template.
 """
 
 from __future__ import annotations
@@ -20,16 +21,28 @@ from rlhf_core.rewards.contract import Sample
 from rlhf_core.rewards.trial import call_once, made_up_answers
 
 SECONDS = 10.0  # of the imports of a function, and of its call
-_known: dict[tuple[FunctionReward, int], str] = {}  # by source and mtime of its file: a run checks twice, before its flow and in it
+# by source and mtime of its file: a run checks twice, before its flow and in it
+_known: dict[tuple[FunctionReward, int], str] = {}
 
 
 def code_problems(node: Node) -> list[str]:
-    """Lists what is wrong with the code of a stage's reward functions and environment, each with its place in the recipe."""
-    config, where = node.config, f"stages.{node.name}"
-    functions = [source for source in config.reward if isinstance(source, FunctionReward)] if isinstance(config, Rewarded) else []
-    problems = [_file_problem(f"{where}.reward", "function", source.file, source.function_name) for source in functions]
+    """Lists what is wrong with the code of a stage's reward functions and environment, each with its place in
+    the recipe."""
+    config = node.config
+    where = f"stages.{node.name}"
+    functions = (
+        [source for source in config.reward if isinstance(source, FunctionReward)]
+        if isinstance(config, Rewarded)
+        else []
+    )
+    problems = [
+        _file_problem(f"{where}.reward", "function", source.file, source.function_name)
+        for source in functions
+    ]
     if isinstance(config, PPO) and (environment := config.environment) is not None and environment.own:
-        problems.append(_file_problem(f"{where}.environment", "class", environment.file, environment.class_name))
+        problems.append(
+            _file_problem(f"{where}.environment", "class", environment.file, environment.class_name)
+        )
     found = [problem for problem in problems if problem]
     if isinstance(config, Rewarded) and not found:
         found = [f"{where}.reward: {told}" for told in _trial_problems(config.prompts, functions)]
@@ -47,14 +60,19 @@ def _file_problem(where: str, kind: str, file: Path, name: str) -> str:
     defined = [part.name for part in code.body if isinstance(part, ast.FunctionDef | ast.ClassDef)]
     targets = [target for part in code.body if isinstance(part, ast.Assign) for target in part.targets]
     assigned = [target.id for target in targets if isinstance(target, ast.Name)]
-    imported = [alias.asname or alias.name for part in code.body if isinstance(part, ast.ImportFrom) for alias in part.names]
+    imported = [
+        alias.asname or alias.name
+        for part in code.body
+        if isinstance(part, ast.ImportFrom)
+        for alias in part.names
+    ]
     valid = defined + assigned + imported
     return "" if name in valid else f"{where}: {file}: {unknown(name, valid, kind)}"
 
 
 def _trial_problems(prompts: Data, functions: list[FunctionReward]) -> list[str]:
-    """Lists the functions whose code is wrong for every answer. Left out where torch is not installed: such a machine only orchestrates,
-    and may lack what the functions import."""
+    """Lists the functions whose code is wrong for every answer. Left out where torch is not installed: such a
+    machine only orchestrates, and may lack what the functions import."""
     if not functions or importlib.util.find_spec("torch") is None:
         return []
     try:
@@ -65,7 +83,9 @@ def _trial_problems(prompts: Data, functions: list[FunctionReward]) -> list[str]
     if located is None:
         return []
     query = "\n".join(message["content"] for message in messages)
-    samples = [Sample(messages, text, located.row, True, f"{query}\n{text}") for text in made_up_answers(located.row)]
+    samples = [
+        Sample(messages, text, located.row, True, f"{query}\n{text}") for text in made_up_answers(located.row)
+    ]
     return [told for source in functions if (told := _trial_problem(source, samples))]
 
 

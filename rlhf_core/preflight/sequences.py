@@ -1,5 +1,6 @@
-"""Models that the ranks of a stage with `sequence_parallel_size` cannot share. Torch-free; Hub ids, and what config.json does not say, are
-left to the stage, which refuses them before its first step (`models/kernels/attention.py`)."""
+"""Models that the ranks of a stage with `sequence_parallel_size` cannot share. Torch-free; Hub ids, and what
+config.json does not say, are left to the stage, which refuses them before its first step
+(`models/kernels/attention.py`)."""
 
 from __future__ import annotations
 
@@ -12,21 +13,29 @@ from rlhf_core.recipe.plan import Node
 
 
 def sequence_problems(node: Node, start_of: Callable[[str], str | None]) -> list[str]:
-    """Says which models have layers, or a number of attention heads, that the ranks cannot share. `start_of`: the folder or Hub id that a
-    name's chain of models starts from."""
-    config, problems = node.config, dict[str, None]()
+    """Says which models have layers, or a number of attention heads, that the ranks cannot share. `start_of`:
+    the folder or Hub id that a name's chain of models starts from."""
+    config = node.config
+    problems = dict[str, None]()
     if not isinstance(config, Optimised) or config.sequence_parallel_size == 1:
         return []
-    ranks, where = config.sequence_parallel_size, f"stages.{node.name.partition('.')[0]}.sequence_parallel_size"
+    ranks = config.sequence_parallel_size
+    where = f"stages.{node.name.partition('.')[0]}.sequence_parallel_size"
     for name in _shared(config, KINDS[node.kind].start):
         place = start_of(name)
         text = text_config(stored_config(place or ""))
         kinds = {*(text.get("layer_types") or ()), *(text.get("layers_block_type") or ())} & STATEFUL_LAYERS
         heads = text.get("num_attention_heads")
         if kinds:
-            problems[f"{where}: {place} has layers that carry state along a row ({', '.join(sorted(kinds))}): leave it out"] = None
+            problems[
+                f"{where}: {place} has layers that carry state along a row ({', '.join(sorted(kinds))}):"
+                " leave it out"
+            ] = None
         elif isinstance(heads, int) and heads % ranks:
-            problems[f"{where}: {ranks} ranks cannot share the {heads} attention heads of {place} equally: set it to a divisor"] = None
+            problems[
+                f"{where}: {ranks} ranks cannot share the {heads} attention heads of {place} equally: set it"
+                " to a divisor"
+            ] = None
     return list(problems)
 
 
@@ -34,8 +43,12 @@ def _shared(config: Optimised, start: str) -> list[str]:
     """Returns the names of the models whose passes several ranks compute together."""
     names = [getattr(config, start), getattr(config, "critic", None)]
     if isinstance(config, PPO):
-        read = {"reference": config.reference} | {f"reward:{source.title}": source.model for source in config.reward_models}
-        names += [name for role, name in read.items() if role in config.groups and config.sharing_of(role) > 1]
+        read = {"reference": config.reference} | {
+            f"reward:{source.title}": source.model for source in config.reward_models
+        }
+        names += [
+            name for role, name in read.items() if role in config.groups and config.sharing_of(role) > 1
+        ]
         names += [config.reward_models[0].model] if config.has_critic and config.critic is None else []
     else:
         names.append(getattr(config, "reference", None))

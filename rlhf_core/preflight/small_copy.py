@@ -1,4 +1,5 @@
-"""Makes a small copy of a model's config: the same class and kinds of layers, with few layers and narrow ones. For tries on a CPU."""
+"""Makes a small copy of a model's config: the same class and kinds of layers, with few layers and narrow
+ones. For tries on a CPU."""
 
 from __future__ import annotations
 
@@ -10,27 +11,86 @@ from transformers import PretrainedConfig
 KINDS = ("layers_block_type", "layer_types")
 DROPPED = {"quantization_config", "torch_dtype", "dtype", "_name_or_path", "architectures"}
 LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "num_blocks", "decoder_layers")
-HEADS = ("num_attention_heads", "n_head", "n_heads", "num_heads", "decoder_attention_heads", "encoder_attention_heads")
+HEADS = (
+    "num_attention_heads",
+    "n_head",
+    "n_heads",
+    "num_heads",
+    "decoder_attention_heads",
+    "encoder_attention_heads",
+)
 WIDTH = (
-    *("hidden_size", "n_embd", "d_model", "dim", "embedding_size", "block_dim", "conv_dim", "lru_width", "attention_hidden_size"),
+    *(
+        "hidden_size",
+        "n_embd",
+        "d_model",
+        "dim",
+        "embedding_size",
+        "block_dim",
+        "conv_dim",
+        "lru_width",
+        "attention_hidden_size",
+    ),
     *("word_embed_proj_dim", "input_embedding_size", "output_embedding_size"),
 )
-WORDS, WIDE, HEADS_LEFT, HEAD_SIZE = 256, 64, 4, 16
+WORDS = 256
+WIDE = 64
+HEADS_LEFT = 4
+HEAD_SIZE = 16
 # Sizes in place of larger ones, by what the name of a value ends with or contains.
 ENDS = {
-    **{"head_dim": HEAD_SIZE, "head_size": HEAD_SIZE, "d_head": HEAD_SIZE, "rotary_dim": HEAD_SIZE, "d_state": 16, "state_size": 16},
-    **{"chunk_size": 8, "lora_rank": 16, "q_rank": 16, "time_step_rank": 8, "index_topk": 16, "sliding_window": 16, "per_layer_input": 16},
+    **{
+        "head_dim": HEAD_SIZE,
+        "head_size": HEAD_SIZE,
+        "d_head": HEAD_SIZE,
+        "rotary_dim": HEAD_SIZE,
+        "d_state": 16,
+        "state_size": 16,
+    },
+    **{
+        "chunk_size": 8,
+        "lora_rank": 16,
+        "q_rank": 16,
+        "time_step_rank": 8,
+        "index_topk": 16,
+        "sliding_window": 16,
+        "per_layer_input": 16,
+    },
     **{"max_position_embeddings": 512, "n_positions": 512, "n_ctx": 512, "n_inner": 128, "ffn_dim": 128},
-    **{"_experts": 4, "experts_per_tok": 2, "experts_per_token": 2, "top_k": 2, "moe_topk": 2, "moe_k": 2, "n_group": 1, "topk_group": 1},
-    **{"value_heads": 4, "key_heads": 4, "kv_heads": 2, "key_value_heads": 2, "n_groups": 1, "kv_shared_layers": 0, "dense_replace": 1},
+    **{
+        "_experts": 4,
+        "experts_per_tok": 2,
+        "experts_per_token": 2,
+        "top_k": 2,
+        "moe_topk": 2,
+        "moe_k": 2,
+        "n_group": 1,
+        "topk_group": 1,
+    },
+    **{
+        "value_heads": 4,
+        "key_heads": 4,
+        "kv_heads": 2,
+        "key_value_heads": 2,
+        "n_groups": 1,
+        "kv_shared_layers": 0,
+        "dense_replace": 1,
+    },
 }
-UNSAID = {"head_dim": HEAD_SIZE, "num_key_value_heads": HEADS_LEFT, "num_experts_per_tok": 2, "n_routed_experts": 4}  # where it is null
+# where it is null
+UNSAID = {
+    "head_dim": HEAD_SIZE,
+    "num_key_value_heads": HEADS_LEFT,
+    "num_experts_per_tok": 2,
+    "n_routed_experts": 4,
+}
 CONTAINS = {"intermediate": 128, "vocab_size": WORDS, "ffn_hidden": 128}
 
 
 def small_copies(config: PretrainedConfig) -> Iterator[PretrainedConfig]:
-    """Yields configs of the same class: one layer of each kind, at least two; then the first eight layers, for families that say the kinds
-    by a period. Raises ValueError without a number of layers, and as the class for sizes that it does not take."""
+    """Yields configs of the same class: one layer of each kind, at least two; then the first eight layers,
+    for families that say the kinds by a period. Raises ValueError without a number of layers, and as the
+    class for sizes that it does not take."""
     values = config.to_dict()
     listed = next((len(values[name]) for name in KINDS if isinstance(values.get(name), list)), None)
     layers = next((values[name] for name in LAYERS if isinstance(values.get(name), int)), listed)
@@ -38,12 +98,17 @@ def small_copies(config: PretrainedConfig) -> Iterator[PretrainedConfig]:
         raise ValueError(f"{type(config).__name__} has no number of layers")
     given = config.to_diff_dict().keys() - DROPPED
     for kept in (_kept(values, layers), list(range(min(8, layers)))):
-        small = _related({key: _small(key, value, layers, kept, values) for key, value in values.items()}, values)
-        yield type(config).from_dict({key: value for key, value in small.items() if key in given or value != values[key]})
+        small = _related(
+            {key: _small(key, value, layers, kept, values) for key, value in values.items()}, values
+        )
+        yield type(config).from_dict(
+            {key: value for key, value in small.items() if key in given or value != values[key]}
+        )
 
 
 def _kept(values: dict[str, Any], layers: int) -> list[int]:
-    """Indexes of the layers that stay: the first of each kind, by all lists that have an entry for each layer."""
+    """Indexes of the layers that stay: the first of each kind, by all lists that have an entry for each
+    layer."""
     lists = [value for value in values.values() if isinstance(value, list) and len(value) == layers]
     kinds = list(zip(*([str(part) for part in value] for value in lists), strict=True))
     first = sorted({kind: i for i, kind in reversed(list(enumerate(kinds)))}.values())
@@ -51,14 +116,23 @@ def _kept(values: dict[str, Any], layers: int) -> list[int]:
 
 
 def _related(small: dict[str, Any], values: dict[str, Any]) -> dict[str, Any]:
-    """Values that must fit others: rotary embeddings, dimensions of latent attention, heads of Mamba layers."""
+    """Values that must fit others: rotary embeddings, dimensions of latent attention, heads of Mamba
+    layers."""
     for key in ("rope_scaling", "rope_parameters"):
         if key in small:
             small[key] = _plain_rope(small[key])
     if small.get("qk_head_dim"):
         small["qk_head_dim"] = small["qk_nope_head_dim"] + small["qk_rope_head_dim"]
-    if expand := values.get("mamba_expand") or values.get("expand"):
-        heads = next((key for key in ("mamba_n_heads", "mamba_num_heads", "n_mamba_heads", "num_heads") if values.get(key)), None)
+    expand = values.get("mamba_expand") or values.get("expand")
+    if expand:
+        heads = next(
+            (
+                key
+                for key in ("mamba_n_heads", "mamba_num_heads", "n_mamba_heads", "num_heads")
+                if values.get(key)
+            ),
+            None,
+        )
         if heads is not None:
             small[heads] = int(expand * WIDE) // HEAD_SIZE
     return small
@@ -85,12 +159,15 @@ def _small(key: str, value: Any, layers: int, kept: list[int], values: dict[str,
         return value if value < WORDS else 1
     if key.endswith("key_value_heads") and value in [values.get(name) for name in HEADS]:
         return min(value, HEADS_LEFT)
-    sizes = [size for part, size in CONTAINS.items() if part in key] or [size for end, size in ENDS.items() if key.endswith(end)]
+    sizes = [size for part, size in CONTAINS.items() if part in key] or [
+        size for end, size in ENDS.items() if key.endswith(end)
+    ]
     return min([value, *sizes])
 
 
 def _plain_rope(value: Any) -> Any:
-    """Rotary embeddings without lists of factors, which have the length of a head; of each kind of layer where they are named by it."""
+    """Rotary embeddings without lists of factors, which have the length of a head; of each kind of layer
+    where they are named by it."""
     if not isinstance(value, dict):
         return value
     if any(isinstance(part, dict) for part in value.values()):

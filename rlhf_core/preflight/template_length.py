@@ -1,8 +1,9 @@
-"""Measures how many tokens a chat template takes by itself, and renders rows with it, in a process that cannot import torch, unless it runs
-code of models.
+"""Measures how many tokens a chat template takes by itself, and renders rows with it, in a process that
+cannot import torch, unless it runs code of models.
 
-transformers imports torch if it can, which takes seconds, and reads most tokenizers without it. The caller reads the others again, with
-torch, as the stages do; only an error there refuses the recipe, and a template that loops, whose process the kernel ends.
+transformers imports torch if it can, which takes seconds, and reads most tokenizers without it. The caller
+reads the others again, with torch, as the stages do; only an error there refuses the recipe, and a template
+that loops, whose process the kernel ends.
 """
 
 from __future__ import annotations
@@ -33,14 +34,21 @@ SECONDS = 60.0
 CPU_SECONDS = 2.0  # of one template, which takes milliseconds
 ROW_CPU_SECONDS = 20.0  # of one row, which may be long
 MEMORY = 4 << 30  # bytes, beside those of the process
-ENDLESS = f"the chat template did not end within {CPU_SECONDS:.0f} s; correct it, or set the template of the data to a plain one"
-TOO_LARGE = f"the chat template takes more than {MEMORY >> 30} GiB; correct it, or set the template of the data to a plain one"
+ENDLESS = (
+    f"the chat template did not end within {CPU_SECONDS:.0f} s; correct it, or set the template of the data"
+    " to a plain one"
+)
+TOO_LARGE = (
+    f"the chat template takes more than {MEMORY >> 30} GiB; correct it, or set the template of the data to a"
+    " plain one"
+)
 SPOKEN = ({"role": "user", "content": "What is here?"}, {"role": "assistant", "content": "Some text."})
 ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error", "TOKENIZERS_PARALLELISM": "false"}
 
 
 class Rows(NamedTuple):
-    """A data set that a template is to render: a `Data` as JSON, its kind, and the field and tokens of its limit (0: none)."""
+    """A data set that a template is to render: a `Data` as JSON, its kind, and the field and tokens of its
+    limit (0: none)."""
 
     data: str
     kind: Kind
@@ -56,18 +64,21 @@ class Measured(NamedTuple):
 
 
 Key = tuple[str, str, int, tuple[Rows, ...], tuple[int, ...]]
-# By folder, template, newest mtime in the folder, data sets and mtimes of their files. A run checks twice: before its flow and in it.
+# By folder, template, newest mtime in the folder, data sets and mtimes of their files. A run checks twice:
+# before its flow and in it.
 _known: dict[Key, Measured] = {}
 
 
 def frame_lengths(pairs: Iterable[Pair], trust_remote_code: bool = False) -> dict[Pair, int | str]:
-    """Returns `Renderer.frame_len`, in tokens, of each pair that can be read without torch and the Hub, ENDLESS for one that loops, and
-    TOO_LARGE for one that takes too much memory; others are left out."""
+    """Returns `Renderer.frame_len`, in tokens, of each pair that can be read without torch and the Hub,
+    ENDLESS for one that loops, and TOO_LARGE for one that takes too much memory; others are left out."""
     found = measured(dict.fromkeys(pairs, ()), trust_remote_code)
     return {pair: each if isinstance(each, str) else each.length for pair, each in found.items()}
 
 
-def measured(pairs: Mapping[Pair, Sequence[Rows]], trust_remote_code: bool = False) -> dict[Pair, Measured | str]:
+def measured(
+    pairs: Mapping[Pair, Sequence[Rows]], trust_remote_code: bool = False
+) -> dict[Pair, Measured | str]:
     """As `frame_lengths`, with what the rows of the data sets of each pair show."""
     keys = {pair: _key(pair, tuple(rows)) for pair, rows in pairs.items()}
     left = [pair for pair, key in keys.items() if key not in _known]
@@ -86,24 +97,37 @@ def measured(pairs: Mapping[Pair, Sequence[Rows]], trust_remote_code: bool = Fal
 
 
 def measure(place: str, template: str, rows: Sequence[Rows], trust_remote_code: bool) -> Measured:
-    """As `measured`, in this process and without limits of time. Raises ValueError for a tokenizer or template that cannot be used."""
+    """As `measured`, in this process and without limits of time. Raises ValueError for a tokenizer or
+    template that cannot be used."""
     from rlhf_core.data.chat import Renderer, load_tokenizer
 
     renderer = Renderer(load_tokenizer(place, trust_remote_code), template)
     return Measured(renderer.frame_len, {each: _render(renderer, each) for each in rows})
 
 
-def _render(renderer: Renderer, rows: Rows, limited: Callable[[], AbstractContextManager[object]] = nullcontext) -> Rendered:
+def _render(
+    renderer: Renderer, rows: Rows, limited: Callable[[], AbstractContextManager[object]] = nullcontext
+) -> Rendered:
     data = Data.model_validate_json(rows.data)
     return render_rows(renderer, data, rows.kind, rows.limit_field, rows.limit, limited)
 
 
-def _ask(asked: list[tuple[Pair, Sequence[Rows]]], trust_remote_code: bool) -> tuple[list[Measured | str | None], int]:
+def _ask(
+    asked: list[tuple[Pair, Sequence[Rows]]], trust_remote_code: bool
+) -> tuple[list[Measured | str | None], int]:
     """Returns what the process of `main` says of the first pairs, and its exit code."""
-    command = [sys.executable, "-P", "-m", "rlhf_core.preflight.template_length", *["trust"] * trust_remote_code]
+    command = [
+        sys.executable,
+        "-P",
+        "-m",
+        "rlhf_core.preflight.template_length",
+        *["trust"] * trust_remote_code,
+    ]
     environment = child_environment() | ENVIRONMENT
     with contextlib.suppress(subprocess.TimeoutExpired, ValueError):
-        done = subprocess.run(command, input=json.dumps(asked), capture_output=True, text=True, timeout=SECONDS, env=environment)
+        done = subprocess.run(
+            command, input=json.dumps(asked), capture_output=True, text=True, timeout=SECONDS, env=environment
+        )
         lines = [json.loads(line) for line in done.stdout.splitlines()]
         return [_read(line, rows) for line, (_, rows) in zip(lines, asked, strict=False)], done.returncode
     return [], 0
@@ -123,7 +147,12 @@ def _read(line: list[object] | str | None, rows: Sequence[Rows]) -> Measured | s
 
 def _key(pair: Pair, rows: tuple[Rows, ...]) -> Key:
     files = [Path(source.path) for each in rows for source in Data.model_validate_json(each.data).sources]
-    return (*pair, _changed(Path(pair[0])), rows, tuple(file.stat().st_mtime_ns if file.is_file() else 0 for file in files))
+    return (
+        *pair,
+        _changed(Path(pair[0])),
+        rows,
+        tuple(file.stat().st_mtime_ns if file.is_file() else 0 for file in files),
+    )
 
 
 def _changed(folder: Path) -> int:
@@ -132,7 +161,8 @@ def _changed(folder: Path) -> int:
 
 @contextlib.contextmanager
 def _limited(seconds: float) -> Iterator[None]:
-    """Ends this process when the block takes longer, inside a library's loop too; MemoryError is raised where it takes more than MEMORY."""
+    """Ends this process when the block takes longer, inside a library's loop too; MemoryError is raised where
+    it takes more than MEMORY."""
     pages = int(Path("/proc/self/statm").read_text().split()[0])
     before, most = resource.getrlimit(resource.RLIMIT_AS)
     resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + MEMORY, most))
@@ -145,8 +175,8 @@ def _limited(seconds: float) -> Iterator[None]:
 
 
 def main() -> None:
-    """Reads pairs and their data sets from standard input as JSON, writes a line for each pair: its length and what each data set shows,
-    TOO_LARGE, or null for one that cannot be read."""
+    """Reads pairs and their data sets from standard input as JSON, writes a line for each pair: its length
+    and what each data set shows, TOO_LARGE, or null for one that cannot be read."""
     trust = sys.argv[1:] == ["trust"]
     if not trust:  # a model's code may need it
         sys.modules["torch"] = None  # type: ignore[assignment]  # makes `import torch` fail

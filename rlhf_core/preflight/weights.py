@@ -1,4 +1,5 @@
-"""Model folders whose files do not fit each other: weights, config.json and vocabulary. Reads headers only. Torch-free."""
+"""Model folders whose files do not fit each other: weights, config.json and vocabulary. Reads headers only.
+Torch-free."""
 
 from __future__ import annotations
 
@@ -16,15 +17,19 @@ from rlhf_core.hub.vocabulary import stored_vocabulary, tokenizer_place
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 FLOATS = ("F64", "F32", "F16", "BF16")
 LAYER = re.compile(r"(?:^|\.)(?:layers|h)\.(\d+)\.")
-# Ends of tensor names, and the keys of config.json that give their shape. Left out: shapes that differ by family (heads, experts).
-VOCABULARY, HIDDEN, INNER = ("vocab_size",), ("word_embed_proj_dim", "hidden_size", "n_embd"), ("intermediate_size",)
+# Ends of tensor names, and the keys of config.json that give their shape. Left out: shapes that differ by
+# family (heads, experts).
+VOCABULARY = ("vocab_size",)
+HIDDEN = ("word_embed_proj_dim", "hidden_size", "n_embd")
+INNER = ("intermediate_size",)
 EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "embed_in.weight", "lm_head.weight", "embed_out.weight")
 SHAPES = dict.fromkeys(EMBEDDINGS, (VOCABULARY, HIDDEN)) | {"mlp.down_proj.weight": (HIDDEN, INNER)}
 
 
 def weight_problem(where: str, place: str, trust_remote_code: bool) -> dict[str, str]:
-    """Returns {folder: why it cannot be loaded} for weights that are damaged, pickled, or unlike config.json or the tokenizer; else {}.
-    `where` is its place in the recipe. An adapter is checked without its base, and a Hub id when it is fetched."""
+    """Returns {folder: why it cannot be loaded} for weights that are damaged, pickled, or unlike config.json
+    or the tokenizer; else {}. `where` is its place in the recipe. An adapter is checked without its base, and
+    a Hub id when it is fetched."""
     folder = Path(place)
     if is_remote(place):
         return {}
@@ -36,16 +41,21 @@ def weight_problem(where: str, place: str, trust_remote_code: bool) -> dict[str,
 
 def _code(config: dict[str, Any]) -> str | None:
     """A model of a family that transformers does not have needs the code in its folder."""
-    kind, package = config.get("model_type"), importlib.util.find_spec("transformers")
+    kind = config.get("model_type")
+    package = importlib.util.find_spec("transformers")
     if not config.get("auto_map") or package is None or package.origin is None:
         return None
     auto = Path(package.origin).parent / "models" / "auto"
-    known = (file.read_text() for file in (auto / "configuration_auto.py", auto / "auto_mappings.py") if file.is_file())
+    known = (
+        file.read_text()
+        for file in (auto / "configuration_auto.py", auto / "auto_mappings.py")
+        if file.is_file()
+    )
     if any(f'"{kind}"' in text for text in known):
         return None
     return (
-        f"needs code of its own (auto_map in config.json; transformers does not know the model_type {kind!r}); read that code and set "
-        f"trust_remote_code: true, or name another model"
+        "needs code of its own (auto_map in config.json; transformers does not know the model_type"
+        f" {kind!r}); read that code and set trust_remote_code: true, or name another model"
     )
 
 
@@ -58,20 +68,28 @@ def _stored(folder: Path, config: dict[str, Any]) -> str | None:
     if not files:
         pickles = sorted(file.name for pattern in PICKLES for file in folder.glob(pattern))
         if pickles:
-            return f"has its weights as pickles ({pickles[0]}), which are not loaded; save them with save_pretrained, as safetensors"
+            return (
+                f"has its weights as pickles ({pickles[0]}), which are not loaded; save them with"
+                " save_pretrained, as safetensors"
+            )
         return "has no weights (*.safetensors); give a whole model folder"
     if (folder / ADAPTER_CONFIG).is_file():
         return None
-    if (fault := layout_fault(folder)) is not None:
+    fault = layout_fault(folder)
+    if fault is not None:
         return fault
     unlike = _unlike(config, {name: about for tensors in files.values() for name, about in tensors.items()})
     return unlike and f"{unlike} in config.json; use the config.json that was saved with the weights"
 
 
 def _unlike(config: dict[str, Any], tensors: dict[str, dict[str, Any]]) -> str | None:
-    """What the weights are and config.json says otherwise: a shape that none of the tensors of one kind has, or layers without weights."""
+    """What the weights are and config.json says otherwise: a shape that none of the tensors of one kind has,
+    or layers without weights."""
     for end, keys in SHAPES.items():
-        said = [next(((key, config[key]) for key in names if isinstance(config.get(key), int)), None) for names in keys]
+        said = [
+            next(((key, config[key]) for key in names if isinstance(config.get(key), int)), None)
+            for names in keys
+        ]
         named = {name: about for name, about in tensors.items() if f".{name}".endswith(f".{end}")}
         shapes = {name: about.get("shape") for name, about in named.items() if about.get("dtype") in FLOATS}
         if shapes and all(said) and [size for _, size in filter(None, said)] not in shapes.values():
@@ -80,20 +98,31 @@ def _unlike(config: dict[str, Any], tensors: dict[str, dict[str, Any]]) -> str |
             return f"has the shape {shape} in {name}, and {told}"
     layers = [int(found[1]) + 1 for found in map(LAYER.search, tensors) if found]
     number = config.get("num_hidden_layers")
-    return f"has weights of {max(layers)} layers, and num_hidden_layers={number}" if layers and max(layers) < (number or 0) else None
+    return (
+        f"has weights of {max(layers)} layers, and num_hidden_layers={number}"
+        if layers and max(layers) < (number or 0)
+        else None
+    )
 
 
 def _vocabulary(place: str, config: dict[str, Any]) -> str | None:
-    """A tokenizer that makes of text numbers past the last row of the embeddings. Special tokens, which no text becomes, may be there."""
-    rows, tokens = config.get("vocab_size"), stored_vocabulary(place)
+    """A tokenizer that makes of text numbers past the last row of the embeddings. Special tokens, which no
+    text becomes, may be there."""
+    rows = config.get("vocab_size")
+    tokens = stored_vocabulary(place)
     if not isinstance(rows, int) or not tokens or max(tokens.values()) < rows:
         return None
-    added = json.loads((Path(tokenizer_place(place)) / "tokenizer.json").read_text(encoding="utf-8")).get("added_tokens") or ()
+    added = (
+        json.loads((Path(tokenizer_place(place)) / "tokenizer.json").read_text(encoding="utf-8")).get(
+            "added_tokens"
+        )
+        or ()
+    )
     special = {token["content"] for token in added if token.get("special")}
     beyond = {number: token for token, number in tokens.items() if number >= rows and token not in special}
     if not beyond:
         return None
     return (
-        f"has a tokenizer with the token {beyond[max(beyond)]!r} at number {max(beyond)}, and embeddings for {rows} tokens; call "
-        f"resize_token_embeddings(len(tokenizer)) on the model and save it"
+        f"has a tokenizer with the token {beyond[max(beyond)]!r} at number {max(beyond)}, and embeddings for"
+        f" {rows} tokens; call resize_token_embeddings(len(tokenizer)) on the model and save it"
     )

@@ -1,4 +1,5 @@
-"""Checks that the stages of a recipe fit together: one sentence for each name, gate and branch that does not. Torch-free, offline."""
+"""Checks that the stages of a recipe fit together: one sentence for each name, gate and branch that does not.
+Torch-free, offline."""
 
 from __future__ import annotations
 
@@ -6,7 +7,17 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 
-from rlhf_core.config import Calibration, Drift, Evaluation, Loop, Preferences, Publication, Recipe, Select, StageConfig
+from rlhf_core.config import (
+    Calibration,
+    Drift,
+    Evaluation,
+    Loop,
+    Preferences,
+    Publication,
+    Recipe,
+    Select,
+    StageConfig,
+)
 from rlhf_core.config.judging.calibration import judge_identity
 from rlhf_core.config.kinds import KINDS, metrics_of, named
 from rlhf_core.recipe.expand import Expanded
@@ -15,27 +26,46 @@ from rlhf_core.recipe.sentences import unknown
 
 
 def inconsistencies(recipe: Recipe, expanded: Expanded) -> list[str]:
-    """Lists what is wrong between the stages of a recipe and with their gates: one sentence each, naming field and correction."""
-    stages, rounds, variants = expanded.stages, expanded.rounds, expanded.variants
+    """Lists what is wrong between the stages of a recipe and with their gates: one sentence each, naming
+    field and correction."""
+    stages = expanded.stages
+    rounds = expanded.rounds
+    variants = expanded.variants
     problems = [problem for name, config in stages.items() for problem in _misnamed(name, config, expanded)]
-    problems += [problem for name, config in recipe.stages.items() for problem in _misgated(name, config, stages, variants.get(name, ()))]
-    problems += [problem for name, config in stages.items() if isinstance(config, Select) for problem in _misselected(name, config, stages)]
     problems += [
-        f"stages.{name}.models: {config.baseline} is the baseline, and there is no other model to compare with it: name one"
+        problem
+        for name, config in recipe.stages.items()
+        for problem in _misgated(name, config, stages, variants.get(name, ()))
+    ]
+    problems += [
+        problem
+        for name, config in stages.items()
+        if isinstance(config, Select)
+        for problem in _misselected(name, config, stages)
+    ]
+    problems += [
+        f"stages.{name}.models: {config.baseline} is the baseline, and there is no other model to compare"
+        " with it: name one"
         for name, config in recipe.stages.items()
         if isinstance(config, Evaluation) and config.judges and set(config.models) <= {config.baseline}
     ]
     problems += [
-        f"stages.{name}.calibration: {config.calibration} calibrates another judge than the first of judges, which decides: make them equal"
+        f"stages.{name}.calibration: {config.calibration} calibrates another judge than the first of judges,"
+        " which decides: make them equal"
         for name, config in stages.items()
-        if isinstance(config, Evaluation) and isinstance(calibration := stages.get(config.calibration or ""), Calibration)
+        if isinstance(config, Evaluation)
+        and isinstance(calibration := stages.get(config.calibration or ""), Calibration)
         if judge_identity(calibration.judge, {}) != judge_identity(config.judges[0], {})
     ]
     problems += [
-        problem for name, config in recipe.stages.items() if isinstance(config, Drift) for problem in _unjudged(name, config, expanded)
+        problem
+        for name, config in recipe.stages.items()
+        if isinstance(config, Drift)
+        for problem in _unjudged(name, config, expanded)
     ]
     return problems + [
-        f"stages.{name}.round_branch: {config.model} has no rounds: name {' or '.join(rounds) or 'an iterative stage'} as model"
+        f"stages.{name}.round_branch: {config.model} has no rounds: name"
+        f" {' or '.join(rounds) or 'an iterative stage'} as model"
         for name, config in recipe.stages.items()
         if isinstance(config, Publication) and config.round_branch and config.model not in rounds
     ]
@@ -46,10 +76,15 @@ def _misnamed(stage: str, config: StageConfig, expanded: Expanded) -> Iterator[s
     endpoints = tuple(config.endpoints) if isinstance(config, Evaluation) else ()
     for name in endpoints:
         if name in ("base", *stages, *aliases):
-            yield f"stages.{stage}.endpoints.{name}: {name} is also the base model's or a stage's name; give the endpoint another one"
-    made, reward_models = KINDS[config.stage].takes, named("reward")
+            yield (
+                f"stages.{stage}.endpoints.{name}: {name} is also the base model's or a stage's name; give"
+                " the endpoint another one"
+            )
+    made = KINDS[config.stage].takes
+    reward_models = named("reward")
     for place, name, kinds in references(config):
-        where, target = f"stages.{stage}.{place}", aliases.get(name, name)
+        where = f"stages.{stage}.{place}"
+        target = aliases.get(name, name)
         needed = "a reward model" if kinds == reward_models else "a stage of kind " + " or ".join(kinds)
         only_stages = "checkpoint" not in {KINDS[kind].output for kind in kinds}
         if target in stages:
@@ -57,18 +92,29 @@ def _misnamed(stage: str, config: StageConfig, expanded: Expanded) -> Iterator[s
             if found.stage not in kinds:
                 yield f"{where}: {name} is of kind {found.stage}, but {needed} is needed here; name one"
             elif made and isinstance(found, Preferences) and found.post_processor not in made:
-                yield f"{where}: {name} has post_processor {found.post_processor!r}; set it to {' or '.join(made)}"
+                yield (
+                    f"{where}: {name} has post_processor {found.post_processor!r}; set it to"
+                    f" {' or '.join(made)}"
+                )
         elif name in variants:
             models = variants[name]
-            yield f"{where}: {name} is swept, it has {len(models)} models: name a select stage, or one of {', '.join(models)}"
+            yield (
+                f"{where}: {name} is swept, it has {len(models)} models: name a select stage, or one of"
+                f" {', '.join(models)}"
+            )
         elif only_stages or (name == "base" and kinds == reward_models):
             valid = [other for other, found in stages.items() if found.stage in kinds]
             yield f"{where}: {unknown(name, valid, 'stage')}; {needed} is needed here"
         elif name != "base" and "/" not in name and not os.path.exists(name):
             valid = ["base", *(other for other, found in stages.items() if found.stage in kinds), *aliases]
-            remote = ", an endpoint" if isinstance(config, Evaluation) and not place.startswith("judges") else ""
+            remote = (
+                ", an endpoint" if isinstance(config, Evaluation) and not place.startswith("judges") else ""
+            )
             valid += endpoints if remote else ()
-            yield f"{where}: {unknown(name, valid, 'name')}; name base, a stage{remote}, a folder or a Hub id (owner/model)"
+            yield (
+                f"{where}: {unknown(name, valid, 'name')}; name base, a stage{remote}, a folder or a Hub id"
+                " (owner/model)"
+            )
 
 
 def _misselected(name: str, config: Select, stages: Mapping[str, StageConfig]) -> Iterator[str]:
@@ -76,9 +122,15 @@ def _misselected(name: str, config: Select, stages: Mapping[str, StageConfig]) -
     judged = stages.get(config.by)
     for model in dict.fromkeys((*config.of, *([config.simplest] if config.simplest else []))):
         if model not in stages:
-            yield f"stages.{name}.of: {model} is no stage of the recipe: name the swept stage, or stages that make the models"
+            yield (
+                f"stages.{name}.of: {model} is no stage of the recipe: name the swept stage, or stages that"
+                " make the models"
+            )
         elif isinstance(judged, Evaluation) and (model not in judged.models or model == judged.baseline):
-            yield f"stages.{name}.of: {config.by} does not compare {model} with its baseline: add it to stages.{config.by}.models"
+            yield (
+                f"stages.{name}.of: {config.by} does not compare {model} with its baseline: add it to"
+                f" stages.{config.by}.models"
+            )
         elif model not in config.of:
             yield f"stages.{name}.simplest: {unknown(model, config.of, 'model')}"
     if len(set(config.of)) < 2:
@@ -86,27 +138,43 @@ def _misselected(name: str, config: Select, stages: Mapping[str, StageConfig]) -
 
 
 def _unjudged(name: str, config: Drift, expanded: Expanded) -> Iterator[str]:
-    """Yields a sentence for each model of a drift stage that does not answer in its evaluation, and for a KL that it cannot measure."""
+    """Yields a sentence for each model of a drift stage that does not answer in its evaluation, and for a KL
+    that it cannot measure."""
     evaluation = expanded.stages.get(config.evaluation)
     if not isinstance(evaluation, Evaluation):
         return  # told as a wrong name
     answering = {
-        expanded.aliases.get(model, model) for model in (evaluation.baseline, *evaluation.models) if model not in evaluation.endpoints
+        expanded.aliases.get(model, model)
+        for model in (evaluation.baseline, *evaluation.models)
+        if model not in evaluation.endpoints
     }
     for field in ("model", "reference"):
         model = getattr(config, field)
         if expanded.aliases.get(model, model) not in answering:
-            yield f"stages.{name}.{field}: {model} does not answer in {config.evaluation}: add it to that stage's models"
+            yield (
+                f"stages.{name}.{field}: {model} does not answer in {config.evaluation}: add it to that"
+                " stage's models"
+            )
     if config.kl and evaluation.temperature != 1:
-        yield f"stages.{name}.kl needs samples of the model: set temperature of {config.evaluation} to 1, or leave kl out"
+        yield (
+            f"stages.{name}.kl needs samples of the model: set temperature of {config.evaluation} to 1, or"
+            " leave kl out"
+        )
 
 
-def _misgated(name: str, config: StageConfig, stages: Mapping[str, StageConfig], variants: Sequence[str]) -> Iterator[str]:
-    """Yields a sentence for each gate on a metric its stage will not have; a loop's gates may name metrics of both stages of a round."""
+def _misgated(
+    name: str, config: StageConfig, stages: Mapping[str, StageConfig], variants: Sequence[str]
+) -> Iterator[str]:
+    """Yields a sentence for each gate on a metric its stage will not have; a loop's gates may name metrics of
+    both stages of a round."""
     if not config.gates:
         return
     own = variants[0] if variants else name
-    gated = [c for stage, c in stages.items() if stage == own or (isinstance(config, Loop) and stage.startswith(f"{name}.round"))]
+    gated = [
+        c
+        for stage, c in stages.items()
+        if stage == own or (isinstance(config, Loop) and stage.startswith(f"{name}.round"))
+    ]
     if isinstance(config, Loop) and all(isinstance(planned, Loop) for planned in gated):
         return  # all its rounds are refused
     known = [metric for planned in gated if not isinstance(planned, Loop) for metric in metrics_of(planned)]
@@ -116,7 +184,10 @@ def _misgated(name: str, config: StageConfig, stages: Mapping[str, StageConfig],
             missing = getattr(config, field, True) is None or isinstance(config, Loop)
             told = unknown(gate.metric, known, "metric")
             if missing and gate.metric.startswith("eval/"):
-                told = f"unknown metric {gate.metric!r}: there is no {field}, and eval/... is measured on it; set {field}"
+                told = (
+                    f"unknown metric {gate.metric!r}: there is no {field}, and eval/... is measured on it;"
+                    f" set {field}"
+                )
             elif gate.metric.startswith("kl/") and getattr(config, "has_reference", True) is False:
                 told += "; with init_kl_coef 0 no reference is loaded: set reference to measure the KL"
             yield f"stages.{name}.gates.{i}.metric: {told}"

@@ -1,8 +1,8 @@
 """Computes a stage's digest from everything that decides its result. Torch-free, offline.
 
-That is its configuration without the fields marked `NotInDigest`, the digests of its parents, of its local data and model folders, the
-seed, and its kind's version. Hub ids count by name: a repository that moves on is not noticed; `owner/name@REVISION` counts by its commit
-(revisions.py).
+That is its configuration without the fields marked `NotInDigest`, the digests of its parents, of its local
+data and model folders, the seed, and its kind's version. Hub ids count by name: a repository that moves on is
+not noticed; `owner/name@REVISION` counts by its commit (revisions.py).
 """
 
 from __future__ import annotations
@@ -39,13 +39,24 @@ class Reading(Digests):
         return content
 
 
-def stage_digest(recipe: Recipe, config: StageConfig, stages: Mapping[str, str], models: Mapping[str, str], digests: Digests) -> str:
+def stage_digest(
+    recipe: Recipe,
+    config: StageConfig,
+    stages: Mapping[str, str],
+    models: Mapping[str, str],
+    digests: Digests,
+) -> str:
     """Returns the digest of a stage, 16 hex digits.
 
-    `stages` maps the names of stages in its config to these stages' digests; `models` maps all other names to a folder or Hub id.
+    `stages` maps the names of stages in its config to these stages' digests; `models` maps all other names to
+    a folder or Hub id.
     """
     contents = {named: _content(place, digests) for named, place in models.items()}
-    local = {named: content for named, content in contents.items() if named != "base" and not content.startswith("hub:")}
+    local = {
+        named: content
+        for named, content in contents.items()
+        if named != "base" and not content.startswith("hub:")
+    }
     return digest(
         {
             "stage": config.stage,
@@ -60,9 +71,12 @@ def stage_digest(recipe: Recipe, config: StageConfig, stages: Mapping[str, str],
 
 
 def deciding(value: Any, digests: Digests) -> Any:
-    """A config without its fields marked `NotInDigest`, and with the content of local files beside or in place of their paths."""
+    """A config without its fields marked `NotInDigest`, and with the content of local files beside or in
+    place of their paths."""
     if isinstance(value, BaseModel):
-        fields = [name for name, field in type(value).model_fields.items() if NotInDigest not in field.metadata]
+        fields = [
+            name for name, field in type(value).model_fields.items() if NotInDigest not in field.metadata
+        ]
         content = {name: deciding(getattr(value, name), digests) for name in fields}
         if isinstance(value, Source):
             content["path"] = _content(value.path, digests)
@@ -75,9 +89,13 @@ def deciding(value: Any, digests: Digests) -> Any:
         elif isinstance(value, ZeroFields):
             content["deepspeed"] = deciding_options(value.deepspeed)
         if isinstance(value, Vllm):
-            content["engine"] = {name: option for name, option in value.engine.items() if name not in SPEED_ONLY}
+            content["engine"] = {
+                name: option for name, option in value.engine.items() if name not in SPEED_ONLY
+            }
         if isinstance(value, AlignmentTax):
-            content["tasks"] = [_task_content(task, digests) if is_path(task) else task for task in value.tasks]
+            content["tasks"] = [
+                _task_content(task, digests) if is_path(task) else task for task in value.tasks
+            ]
         return content
     if isinstance(value, dict):
         return {key: deciding(item, digests) for key, item in value.items()}
@@ -92,4 +110,5 @@ def _task_content(task: str, digests: Digests) -> list[str]:
     try:
         return [task_name(task), *(digests.of(file) for file in read_task(task).files)]
     except ValueError:
-        return [task_name(task), ABSENT]  # the check before the run and the stage report what is wrong with it
+        # the check before the run and the stage report what is wrong with it
+        return [task_name(task), ABSENT]

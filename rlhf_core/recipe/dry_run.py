@@ -25,7 +25,8 @@ class Outlook(NamedTuple):
 
 
 def outlook(plan: Plan) -> list[Outlook]:
-    """Returns one outlook for each stage, parents first. Raises StoreFault when the recipe's store cannot be read."""
+    """Returns one outlook for each stage, parents first. Raises StoreFault when the recipe's store cannot be
+    read."""
     return [Outlook(node, *_action(plan, node)) for node in plan.nodes]
 
 
@@ -34,7 +35,10 @@ def _action(plan: Plan, node: Node) -> tuple[Literal["skip", "fetch", "resume", 
     result = run.result()
     if result is not None:
         open_gates = [verdict for verdict in gates_of(node) if not verdict.passed]
-        failed = [v.said if v.gate.approve else f"{v.gate.metric} fails its gate ({v.gate.on_fail})" for v in open_gates]
+        failed = [
+            v.said if v.gate.approve else f"{v.gate.metric} fails its gate ({v.gate.on_fail})"
+            for v in open_gates
+        ]
         return "skip", ", ".join([f"done in {result.seconds:.0f} s", *failed])
     store = store_of(plan.recipe)
     if store is not None and store.has(run.path.name):
@@ -50,9 +54,14 @@ def _action(plan: Plan, node: Node) -> tuple[Literal["skip", "fetch", "resume", 
 
 
 def _earlier(node: Node) -> StageRequest | None:
-    """Returns the request of the most recently finished other run directory of this stage; None when there is none."""
+    """Returns the request of the most recently finished other run directory of this stage; None when there is
+    none."""
     length = len(f"{node.name}-{node.digest}")
-    others = [path for path in node.run_dir.parent.glob(f"{node.name}-*") if len(path.name) == length and (path / RESULT).exists()]
+    others = [
+        path
+        for path in node.run_dir.parent.glob(f"{node.name}-*")
+        if len(path.name) == length and (path / RESULT).exists()
+    ]
     for path in sorted(others, key=lambda path: (path / RESULT).stat().st_mtime, reverse=True):
         try:
             return RunDir(path).request()
@@ -62,10 +71,17 @@ def _earlier(node: Node) -> StageRequest | None:
 
 
 def _differences(old: StageRequest, new: StageRequest) -> str:
-    changed = [f"{key} {before} -> {after}" for key, before, after in changes(old.config.model_dump(), new.config.model_dump())]
+    changed = [
+        f"{key} {before} -> {after}"
+        for key, before, after in changes(old.config.model_dump(), new.config.model_dump())
+    ]
     if old.seed != new.seed:
         changed.append(f"seed {old.seed} -> {new.seed}")
-    changed += [f"another {name}" for name, place in new.inputs.items() if name in old.inputs and Path(old.inputs[name]) != Path(place)]
+    changed += [
+        f"another {name}"
+        for name, place in new.inputs.items()
+        if name in old.inputs and Path(old.inputs[name]) != Path(place)
+    ]
     if not changed:
         return "its data, its base model or the stage's code changed"
     more = f" and {len(changed) - MOST_CHANGES} more" if len(changed) > MOST_CHANGES else ""

@@ -1,13 +1,14 @@
 """Expands a recipe's loops, publications and evaluations into single stages. Torch-free, offline.
 
-An `iterative_dpo` stage X becomes X.round1.preferences, X.round1.dpo, X.round2.preferences, ...; X.round1 is the name of that round's
-model and X of the last round's. An evaluation that names X judges the model of every round; a gate of it that names X checks the last
-one. An `iterative` stage does the same with the training stage of its post-processor: X.round1.kto, X.round1.sft.
-A publication P of X with `round_branch` also becomes P.round1, P.round2, ...; each depends on its round alone. P.iteration10 is the
-name of the actor of a `ppo` stage P after iteration 10.
+An `iterative_dpo` stage X becomes X.round1.preferences, X.round1.dpo, X.round2.preferences, ...; X.round1 is
+the name of that round's model and X of the last round's. An evaluation that names X judges the model of every
+round; a gate of it that names X checks the last one. An `iterative` stage does the same with the training
+stage of its post-processor: X.round1.kto, X.round1.sft. A publication P of X with `round_branch` also becomes
+P.round1, P.round2, ...; each depends on its round alone. P.iteration10 is the name of the actor of a `ppo`
+stage P after iteration 10.
 
-A stage S with `sweep: {beta: [0.1, 0.3]}` becomes S.beta=0.1 and S.beta=0.3. An evaluation or a select stage that names S means all of
-them; no other stage may name S.
+A stage S with `sweep: {beta: [0.1, 0.3]}` becomes S.beta=0.1 and S.beta=0.3. An evaluation or a select stage
+that names S means all of them; no other stage may name S.
 """
 
 from __future__ import annotations
@@ -41,8 +42,9 @@ from rlhf_core.recipe.sentences import unknown
 
 
 class Expanded(NamedTuple):
-    """The stages by name. `aliases` maps names of loops, rounds and iterations to the stage that makes their model; `rounds` maps a loop
-    to the names of its rounds, `variants` a swept stage to those of its variants."""
+    """The stages by name. `aliases` maps names of loops, rounds and iterations to the stage that makes their
+    model; `rounds` maps a loop to the names of its rounds, `variants` a swept stage to those of its
+    variants."""
 
     stages: dict[str, StageConfig]
     aliases: dict[str, str]
@@ -51,7 +53,8 @@ class Expanded(NamedTuple):
 
 
 def expand(recipe: Recipe, refused: Collection[str] = ()) -> Expanded:
-    """Returns the single stages of a recipe. `refused`: rounds (LOOP.roundK) that are left out: later rounds start from the one before.
+    """Returns the single stages of a recipe. `refused`: rounds (LOOP.roundK) that are left out: later rounds
+    start from the one before.
 
     Raises ValueError when `parents` of an evaluation names a model that it does not judge.
     """
@@ -59,7 +62,9 @@ def expand(recipe: Recipe, refused: Collection[str] = ()) -> Expanded:
     for name, config in expanded.stages.items():
         if isinstance(config, Select):
             models = tuple(model for named in config.of for model in expanded.variants.get(named, (named,)))
-            expanded.stages[name] = config.model_copy(update={"of": models, "simplest": config.simplest or models[0]})
+            expanded.stages[name] = config.model_copy(
+                update={"of": models, "simplest": config.simplest or models[0]}
+            )
     for name, config in list(expanded.stages.items()):
         if isinstance(config, Publication) and config.model in refused:
             del expanded.stages[name]
@@ -73,7 +78,9 @@ def _without(config: Evaluation, refused: Collection[str]) -> Evaluation:
     models = tuple(model for model in config.models if model not in refused)
     gates = tuple(gate for gate in config.gates if gate.metric.partition("/")[2] not in refused)
     parents = {model: parent for model, parent in (config.parents or {}).items() if model not in refused}
-    return config.model_copy(update={"models": models, "gates": gates, "parents": None if config.parents is None else parents})
+    return config.model_copy(
+        update={"models": models, "gates": gates, "parents": None if config.parents is None else parents}
+    )
 
 
 def _without_loops(recipe: Recipe, refused: Collection[str]) -> Expanded:
@@ -83,15 +90,23 @@ def _without_loops(recipe: Recipe, refused: Collection[str]) -> Expanded:
     swept: dict[str, tuple[str, ...]] = {}
     for name, config in recipe.stages.items():
         if isinstance(config, Optimised) and config.sweep and not isinstance(config, Loop):
-            found = {f"{name}.{suffix}": variant for suffix, variant in variants(config, config.sweep).items()}
+            found = {
+                f"{name}.{suffix}": variant for suffix, variant in variants(config, config.sweep).items()
+            }
             swept[name] = tuple(found)
             stages |= found
             exported = config.export_at if isinstance(config, PPO) else ()
             aliases |= {f"{variant}.iteration{n}": variant for variant in found for n in exported}
             continue
         if not isinstance(config, Loop):
-            stages[name] = config.model_copy(update={"round_branch": None}) if isinstance(config, Publication) else config
-            aliases |= {f"{name}.iteration{n}": name for n in config.export_at} if isinstance(config, PPO) else {}
+            stages[name] = (
+                config.model_copy(update={"round_branch": None})
+                if isinstance(config, Publication)
+                else config
+            )
+            aliases |= (
+                {f"{name}.iteration{n}": name for n in config.export_at} if isinstance(config, PPO) else {}
+            )
             continue
         left_out = [title for k in range(config.rounds) if (title := f"{name}.round{k + 1}") in refused]
         titles = _rounds_used(name, config.rounds, refused)
@@ -105,12 +120,18 @@ def _without_loops(recipe: Recipe, refused: Collection[str]) -> Expanded:
                 stages |= _publications_of_round(recipe, name, k + 1)
                 continue
             assert isinstance(config, SampledLoop)
-            fresh = any(source.is_inbox for source in config.prompts.sources)  # each round has prompts of its own
-            slice_of_prompts = {"first_prompt": 0 if fresh else k * config.prompts_per_round, "num_prompts": config.prompts_per_round}
+            # each round has prompts of its own
+            fresh = any(source.is_inbox for source in config.prompts.sources)
+            slice_of_prompts = {
+                "first_prompt": 0 if fresh else k * config.prompts_per_round,
+                "num_prompts": config.prompts_per_round,
+            }
             sampling = Preferences(**_shared(config, Preferences), policy=policy, **slice_of_prompts)
             training = _training(config, policy, f"{title}.preferences")
             ours = tuple(gate for gate in config.gates if gate.approve or has_metric(training, gate.metric))
-            theirs = tuple(gate for gate in config.gates if gate not in ours and has_metric(sampling, gate.metric))
+            theirs = tuple(
+                gate for gate in config.gates if gate not in ours and has_metric(sampling, gate.metric)
+            )
             stages[f"{title}.preferences"] = sampling.model_copy(update={"gates": theirs})
             aliases[title] = policy = f"{title}.{training.stage}"
             stages[policy] = training.model_copy(update={"gates": ours})
@@ -122,14 +143,17 @@ def _without_loops(recipe: Recipe, refused: Collection[str]) -> Expanded:
 
 
 def _rounds_used(loop: str, count: int, refused: Collection[str]) -> list[tuple[int, str]]:
-    """Returns number (from 0) and name of the first `count` rounds of a loop without refused ones; when all are refused, the next one that
-    is not: what depends on the loop needs a model."""
+    """Returns number (from 0) and name of the first `count` rounds of a loop without refused ones; when all
+    are refused, the next one that is not: what depends on the loop needs a model."""
     used = [(k, title) for k in range(count) if (title := f"{loop}.round{k + 1}") not in refused]
-    return used or [next((k, title) for k in itertools.count(count) if (title := f"{loop}.round{k + 1}") not in refused)]
+    return used or [
+        next((k, title) for k in itertools.count(count) if (title := f"{loop}.round{k + 1}") not in refused)
+    ]
 
 
 def _before(title: str, used: Sequence[str], policy: str) -> str:
-    """Returns the model that a refused round started from: that of the round before it which is used, else the loop's first policy."""
+    """Returns the model that a refused round started from: that of the round before it which is used, else
+    the loop's first policy."""
     number = int(title.rpartition("round")[2])
     return next((other for other in reversed(used) if int(other.rpartition("round")[2]) < number), policy)
 
@@ -139,7 +163,11 @@ def _publications_of_round(recipe: Recipe, loop: str, number: int) -> dict[str, 
     found: dict[str, StageConfig] = {}
     for name, config in recipe.stages.items():
         if isinstance(config, Publication) and config.round_branch and config.model == loop:
-            place: dict[str, Any] = {"model": f"{loop}.round{number}", "branch": config.round_branch.format(number), "round_branch": None}
+            place: dict[str, Any] = {
+                "model": f"{loop}.round{number}",
+                "branch": config.round_branch.format(number),
+                "round_branch": None,
+            }
             place["champion"] = False
             found[f"{name}.round{number}"] = config.model_copy(update=place)
     return found
@@ -163,37 +191,51 @@ def _training(loop: SampledLoop, policy: str, answers: str) -> DPO | KTO | SFT:
 
 
 def _judging(name: str, config: Evaluation, expanded: Expanded) -> Evaluation:
-    """Returns the evaluation with each loop replaced by its rounds, and with the model that each judged model was trained from."""
+    """Returns the evaluation with each loop replaced by its rounds, and with the model that each judged model
+    was trained from."""
     stages, aliases, rounds, swept = expanded
     latest = {loop: titles[-(config.last_rounds or len(titles)) :] for loop, titles in rounds.items()}
     judged = [model for named in config.models for model in (latest | swept).get(named, (named,))]
     last_mention = tuple(dict.fromkeys(reversed(judged)))[::-1]
     parents = _parents(last_mention, config.baseline, stages, aliases)
-    from_baseline = [model for model, parent in parents.items() if parent == config.baseline] if config.parents is None else []
+    from_baseline = (
+        [model for model, parent in parents.items() if parent == config.baseline]
+        if config.parents is None
+        else []
+    )
     others = {model: parent for model, parent in parents.items() if parent != config.baseline}
     against = others if config.parents is None else config.parents
-    if strange := [model for model in against if model not in last_mention]:
+    strange = [model for model in against if model not in last_mention]
+    if strange:
         raise ValueError(f"stages.{name}.parents: {unknown(strange[0], last_mention, 'judged model')}")
     gates = tuple(_against_baseline(_of_last_round(gate, rounds), from_baseline) for gate in config.gates)
     return config.model_copy(update={"models": last_mention, "parents": against, "gates": gates})
 
 
 def _of_last_round(gate: Gate, rounds: Mapping[str, tuple[str, ...]]) -> Gate:
-    """Points a gate on a loop's model, `win_rate/LOOP`, at the last round, so that it also applies after rounds are added."""
+    """Points a gate on a loop's model, `win_rate/LOOP`, at the last round, so that it also applies after
+    rounds are added."""
     first, _, model = gate.metric.partition("/")
     return gate.model_copy(update={"metric": f"{first}/{rounds[model][-1]}"}) if model in rounds else gate
 
 
 def _against_baseline(gate: Gate, from_baseline: Collection[str]) -> Gate:
-    """Points a gate against a model's parent, `win_rate_vs_parent/MODEL`, at `win_rate/MODEL` where the baseline is the parent, as for the
-    first round of a loop."""
+    """Points a gate against a model's parent, `win_rate_vs_parent/MODEL`, at `win_rate/MODEL` where the
+    baseline is the parent, as for the first round of a loop."""
     first, _, model = gate.metric.partition("/")
     about = first.removesuffix("_vs_parent")
-    return gate.model_copy(update={"metric": f"{about}/{model}"}) if about != first and model in from_baseline else gate
+    return (
+        gate.model_copy(update={"metric": f"{about}/{model}"})
+        if about != first and model in from_baseline
+        else gate
+    )
 
 
-def _parents(models: tuple[str, ...], baseline: str, stages: Mapping[str, StageConfig], aliases: Mapping[str, str]) -> dict[str, str]:
-    """Maps each judged model to the stage or baseline that it was trained from, named as it is judged; other models have no entry."""
+def _parents(
+    models: tuple[str, ...], baseline: str, stages: Mapping[str, StageConfig], aliases: Mapping[str, str]
+) -> dict[str, str]:
+    """Maps each judged model to the stage or baseline that it was trained from, named as it is judged; other
+    models have no entry."""
     judged = {aliases.get(model, model): model for model in (*models, baseline) if ".iteration" not in model}
     found = {}
     for model in models:
@@ -209,6 +251,7 @@ def _parents(models: tuple[str, ...], baseline: str, stages: Mapping[str, StageC
 
 
 def _shared(config: BaseModel, kind: type[BaseModel]) -> dict[str, Any]:
-    """Returns the values of the fields that a loop shares with one of its stages; a field that is None keeps the stage's default."""
+    """Returns the values of the fields that a loop shares with one of its stages; a field that is None keeps
+    the stage's default."""
     fields = (field for field in kind.model_fields if field not in ("stage", "policy", "gates"))
     return {field: getattr(config, field) for field in fields if getattr(config, field, None) is not None}

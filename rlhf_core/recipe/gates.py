@@ -1,7 +1,9 @@
-"""Checks the gates of a stage that is done, and explains what a failed one usually means. Pure functions of a result; torch-free.
+"""Checks the gates of a stage that is done, and explains what a failed one usually means. Pure functions of a
+result; torch-free.
 
-`run_all` in flows/alignment.py stops the run, or the dependent stages, when a gate fails.
-No verdict is stored: the same recipe and results give the same verdicts in every process, and a changed bound applies at once.
+`run_all` in flows/alignment.py stops the run, or the dependent stages, when a gate fails. No verdict is
+stored: the same recipe and results give the same verdicts in every process, and a changed bound applies at
+once.
 """
 
 from __future__ import annotations
@@ -19,33 +21,45 @@ from rlhf_core.runs.run_dir import RunDir
 
 
 class GateFailed(RuntimeError):
-    """Raised when stages that are done fail a gate, so that the stages that depend on them were not started."""
+    """Raised when stages that are done fail a gate, so that the stages that depend on them were not
+    started."""
 
     def __init__(self, verdicts: Sequence[Verdict]):
         self.verdicts = tuple(verdicts)
         super().__init__(self.verdicts)
 
     def __str__(self) -> str:
-        return "\n".join(f"{verdict.summary}: what depends on it was not started. {verdict.meaning}".rstrip() for verdict in self.verdicts)
+        return "\n".join(
+            f"{verdict.summary}: what depends on it was not started. {verdict.meaning}".rstrip()
+            for verdict in self.verdicts
+        )
 
 
 class ApprovalAwaited(RuntimeError):
     """Raised when stages wait for a person's approval, so that what depends on them was not started."""
 
     def __init__(self, verdicts: Sequence[Verdict], folder: str):
-        self.verdicts, self.folder = tuple(verdicts), folder
+        self.verdicts = tuple(verdicts)
+        self.folder = folder
         super().__init__(self.verdicts, folder)
 
     def __str__(self) -> str:
         waiting = "\n".join(verdict.summary for verdict in self.verdicts)
-        return f"{waiting}\nlook at {self.folder}/report.html, then: alignflow approve {self.folder} (or --refuse), and run this again"
+        return (
+            f"{waiting}\nlook at {self.folder}/report.html, then: alignflow approve {self.folder} (or"
+            " --refuse), and run this again"
+        )
 
 
-def check(name: str, config: StageConfig, result: StageResult, approval: Approval | None = None) -> tuple[Verdict, ...]:
-    """Returns a verdict for each gate of a stage. A metric that is missing, nan or infinite does not pass; without a question about the
-    stage an approval waits."""
+def check(
+    name: str, config: StageConfig, result: StageResult, approval: Approval | None = None
+) -> tuple[Verdict, ...]:
+    """Returns a verdict for each gate of a stage. A metric that is missing, nan or infinite does not pass;
+    without a question about the stage an approval waits."""
     others_fail = any(
-        not gate.passes(result.metrics.get(gate.metric)) for gate in config.gates if not gate.approve and gate.on_fail != "warn"
+        not gate.passes(result.metrics.get(gate.metric))
+        for gate in config.gates
+        if not gate.approve and gate.on_fail != "warn"
     )
     verdicts = []
     for gate in config.gates:
@@ -53,7 +67,8 @@ def check(name: str, config: StageConfig, result: StageResult, approval: Approva
             state = approval.state() if approval else "asked"
             unasked = "nobody is asked while another gate fails" if others_fail else "waits for a person"
             said = approval.told() if approval else unasked
-            passed, waits = state == "approved", state == "asked"
+            passed = state == "approved"
+            waits = state == "asked"
             verdicts.append(Verdict(stage=name, gate=gate, value=None, passed=passed, said=said, waits=waits))
             continue
         value = result.metrics.get(gate.metric)
@@ -75,19 +90,28 @@ def gates_behind(planned: Plan, node: Node) -> tuple[Verdict, ...]:
 
 
 def uncheckable(planned: Plan, nodes: Sequence[Node]) -> list[Node]:
-    """Returns the stages with gates that publications among `nodes` depend on and that have no result, so no gate can be checked."""
+    """Returns the stages with gates that publications among `nodes` depend on and that have no result, so no
+    gate can be checked."""
     here = {node.name for node in nodes}
-    behind = planned.ancestors([node for node in nodes if isinstance(node.config, Publication) and not node.done])
+    behind = planned.ancestors(
+        [node for node in nodes if isinstance(node.config, Publication) and not node.done]
+    )
     return [stage for stage in behind if stage.config.gates and stage.name not in here and not stage.done]
 
 
 def holding(verdicts: Sequence[Verdict]) -> list[Verdict]:
-    """Returns the failed gates that stop dependent stages (all but `on_fail: warn`), without approvals that wait."""
-    return [verdict for verdict in verdicts if not verdict.passed and not verdict.waits and verdict.gate.on_fail != "warn"]
+    """Returns the failed gates that stop dependent stages (all but `on_fail: warn`), without approvals that
+    wait."""
+    return [
+        verdict
+        for verdict in verdicts
+        if not verdict.passed and not verdict.waits and verdict.gate.on_fail != "warn"
+    ]
 
 
 def meaning_of(kind: str, metric: str) -> str:
-    """Returns what a failed gate on this metric usually means, in a sentence or two; '' where no general reason is known."""
+    """Returns what a failed gate on this metric usually means, in a sentence or two; '' where no general
+    reason is known."""
     first = metric.partition("/")[0]
     for name in (metric, first.removesuffix("_vs_parent"), first.partition("_")[0]):
         for table in (KINDS[kind].means, ANY):

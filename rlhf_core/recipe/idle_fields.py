@@ -1,7 +1,7 @@
 """Says which fields that a recipe sets have no effect beside its other fields. Torch-free, offline.
 
-Some combinations are refused where the config is read; those here are allowed, because a recipe may be run with overrides that make the
-field act. A value equal to the field's default is not told.
+Some combinations are refused where the config is read; those here are allowed, because a recipe may be run
+with overrides that make the field act. A value equal to the field's default is not told.
 """
 
 from __future__ import annotations
@@ -11,7 +11,20 @@ from typing import Any, NamedTuple
 
 from pydantic import BaseModel
 
-from rlhf_core.config import PPO, SFT, Calibration, Data, Evaluation, Loop, Preferences, Publication, Recipe, Source, StageConfig, Vllm
+from rlhf_core.config import (
+    PPO,
+    SFT,
+    Calibration,
+    Data,
+    Evaluation,
+    Loop,
+    Preferences,
+    Publication,
+    Recipe,
+    Source,
+    StageConfig,
+    Vllm,
+)
 from rlhf_core.config.data import Rows
 from rlhf_core.config.judging.evaluation import ChatJudge, RewardJudge
 from rlhf_core.config.rewards import NoReward
@@ -21,7 +34,8 @@ from rlhf_core.hub.ids import is_remote
 
 
 class Rule(NamedTuple):
-    """Fields of a config class that act only where `acts` is true of it. `where` says so: they act only ..."""
+    """Fields of a config class that act only where `acts` is true of it. `where` says so: they act only
+    ..."""
 
     config: type[BaseModel]
     fields: str
@@ -31,7 +45,9 @@ class Rule(NamedTuple):
 
 def _steps(config: PPO) -> int:
     """Returns the optimiser steps of an iteration."""
-    return config.max_epochs * (config.rollout_batch_size * config.n_samples_per_prompt // config.train_batch_size)
+    return config.max_epochs * (
+        config.rollout_batch_size * config.n_samples_per_prompt // config.train_batch_size
+    )
 
 
 def _default_reward_ranks(config: PPO) -> bool:
@@ -46,7 +62,12 @@ def _scores_by_model(config: Evaluation) -> bool:
 CLIPS = "eps_clip eps_clip_low eps_clip_high dual_clip"
 SCORES = "template prompt_max_len generate_max_len micro_rollout_batch_size"
 RULES = (
-    Rule(PPO, "value_clip critic_learning_rate critic_ranks lambd", lambda c: c.has_critic, "with advantage_estimator gae"),
+    Rule(
+        PPO,
+        "value_clip critic_learning_rate critic_ranks lambd",
+        lambda c: c.has_critic,
+        "with advantage_estimator gae",
+    ),
     Rule(
         PPO,
         "gamma reward_at",
@@ -59,8 +80,18 @@ RULES = (
         lambda c: c.advantage_estimator in ("gae", "reinforce_pp"),
         "with advantage_estimator gae or reinforce_pp",
     ),
-    Rule(PPO, CLIPS, lambda c: _steps(c) > 1, "where an iteration has several optimiser steps (before the second the policy ratio is 1)"),
-    Rule(PPO, "eps_clip", lambda c: c.eps_clip_low is None or c.eps_clip_high is None, "where eps_clip_low or eps_clip_high is left out"),
+    Rule(
+        PPO,
+        CLIPS,
+        lambda c: _steps(c) > 1,
+        "where an iteration has several optimiser steps (before the second the policy ratio is 1)",
+    ),
+    Rule(
+        PPO,
+        "eps_clip",
+        lambda c: c.eps_clip_low is None or c.eps_clip_high is None,
+        "where eps_clip_low or eps_clip_high is left out",
+    ),
     Rule(PPO, "kl_in", lambda c: c.init_kl_coef > 0, "with init_kl_coef above 0"),
     Rule(PPO, "kl_horizon", lambda c: c.kl_target is not None, "with kl_target"),
     Rule(PPO, "kl_estimator", lambda c: c.has_reference, "where there is a reference"),
@@ -74,23 +105,82 @@ RULES = (
     ),
     Rule(PPO, "sampler_is_level", lambda c: c.sampler_is != "off", "with sampler_is truncate, clamp or mask"),
     Rule(PPO, "sampler_is_cap", lambda c: c.sampler_is == "truncate", "with sampler_is truncate"),
-    Rule(PPO, "sampler_is_clamp", lambda c: c.sampler_is in ("clamp", "mask"), "with sampler_is clamp or mask"),
-    Rule(PPO, "reference_ranks", lambda c: "reference" in c.groups, "where the reference has processes of its own"),
+    Rule(
+        PPO, "sampler_is_clamp", lambda c: c.sampler_is in ("clamp", "mask"), "with sampler_is clamp or mask"
+    ),
+    Rule(
+        PPO,
+        "reference_ranks",
+        lambda c: "reference" in c.groups,
+        "where the reference has processes of its own",
+    ),
     Rule(PPO, "reward_ranks", _default_reward_ranks, "on reward models that leave ranks out"),
-    Rule(PPO, "colocate_actor_ref", lambda c: "reference" in c.groups, "where the reference has processes of its own"),
-    Rule(PPO, "ref_reward_offload", lambda c: bool(c.read_only), "where there is a reference or a reward model"),
-    Rule(PPO, "micro_rollout_batch_size", lambda c: c.micro_rollout_tokens is None, "where micro_rollout_tokens is left out"),
-    Rule(PPO, "routing_replay", lambda c: c.vllm.pipeline_parallel_size == 1, "without vllm.pipeline_parallel_size"),
-    Rule(Optimised, "micro_train_batch_size", lambda c: c.micro_train_tokens is None, "where micro_train_tokens is left out"),
+    Rule(
+        PPO,
+        "colocate_actor_ref",
+        lambda c: "reference" in c.groups,
+        "where the reference has processes of its own",
+    ),
+    Rule(
+        PPO, "ref_reward_offload", lambda c: bool(c.read_only), "where there is a reference or a reward model"
+    ),
+    Rule(
+        PPO,
+        "micro_rollout_batch_size",
+        lambda c: c.micro_rollout_tokens is None,
+        "where micro_rollout_tokens is left out",
+    ),
+    Rule(
+        PPO,
+        "routing_replay",
+        lambda c: c.vllm.pipeline_parallel_size == 1,
+        "without vllm.pipeline_parallel_size",
+    ),
+    Rule(
+        Optimised,
+        "micro_train_batch_size",
+        lambda c: c.micro_train_tokens is None,
+        "where micro_train_tokens is left out",
+    ),
     Rule(Optimised, "save_minutes", lambda c: c.save_steps == 0, "where save_steps is 0"),
-    Rule(Optimised, "keep_checkpoints", lambda c: bool(c.save_steps or c.save_minutes), "with save_steps or save_minutes"),
-    Rule(Loop, "eval_steps", lambda _: False, "in stages with eval_data, which the rounds of a loop do not have"),
+    Rule(
+        Optimised,
+        "keep_checkpoints",
+        lambda c: bool(c.save_steps or c.save_minutes),
+        "with save_steps or save_minutes",
+    ),
+    Rule(
+        Loop,
+        "eval_steps",
+        lambda _: False,
+        "in stages with eval_data, which the rounds of a loop do not have",
+    ),
     Rule(Trainable, "eval_steps", lambda c: isinstance(c, Loop) or c.eval_data is not None, "with eval_data"),
     Rule(SFT, "template", lambda c: c.data is None, "with answers (data has a template of its own)"),
-    Rule(SFT, "packing", lambda c: c.micro_train_tokens is None, "where micro_train_tokens, which always packs, is left out"),
-    Rule(Anchored, "template", lambda c: c.data is None, "with pairs or answers (data has a template of its own)"),
-    Rule(Preferences, "micro_rollout_batch_size", lambda c: bool(c.reward_models), "where a reward model scores"),
-    Rule(Evaluation, "micro_rollout_batch_size", _scores_by_model, "with a reward judge, proxy or reward_evaluation"),
+    Rule(
+        SFT,
+        "packing",
+        lambda c: c.micro_train_tokens is None,
+        "where micro_train_tokens, which always packs, is left out",
+    ),
+    Rule(
+        Anchored,
+        "template",
+        lambda c: c.data is None,
+        "with pairs or answers (data has a template of its own)",
+    ),
+    Rule(
+        Preferences,
+        "micro_rollout_batch_size",
+        lambda c: bool(c.reward_models),
+        "where a reward model scores",
+    ),
+    Rule(
+        Evaluation,
+        "micro_rollout_batch_size",
+        _scores_by_model,
+        "with a reward judge, proxy or reward_evaluation",
+    ),
     Rule(Calibration, SCORES, lambda c: isinstance(c.judge, RewardJudge), "with a reward judge"),
     Rule(ChatJudge, "sequential_questions", lambda c: c.interval_width is not None, "with interval_width"),
     Rule(Publication, "branch private gated dry_run", lambda c: c.repo_id is not None, "with repo_id"),
@@ -110,7 +200,8 @@ COLUMNS: dict[Rows, str] = {  # that are read of the rows of each kind
 
 
 def idle_fields(recipe: Recipe) -> list[str]:
-    """Returns a sentence for each field that the recipe sets and that has no effect; of a swept stage, in none of its variants."""
+    """Returns a sentence for each field that the recipe sets and that has no effect; of a swept stage, in
+    none of its variants."""
     told = list(_idle("", recipe))
     for name, config in recipe.stages.items():
         found: list[StageConfig] = [config]
@@ -128,7 +219,10 @@ def _idle_in_stage(where: str, config: StageConfig) -> Iterator[str]:
         if text.rows is not None and text.rows in COLUMNS:
             yield from _unread_columns(f"{where}.{text.field}", text.data, text.rows)
     if isinstance(config, PPO) and _set(config.vllm, "start_timeout"):
-        yield f"{where}.vllm.start_timeout has no effect: ppo waits for its engines as long as its own timeout says"
+        yield (
+            f"{where}.vllm.start_timeout has no effect: ppo waits for its engines as long as its own timeout"
+            " says"
+        )
 
 
 def _idle_inside(where: str, value: Any) -> Iterator[str]:
@@ -159,9 +253,15 @@ def _unread_columns(where: str, data: Data, rows: Rows) -> Iterator[str]:
         for field in type(source).model_fields:
             column, _, key = field.rpartition("_")
             if key == "key" and column not in COLUMNS[rows].split() and _set(source, field):
-                yield f"{where}.sources.{number}.{field} has no effect here: these rows are read without the column {column}"
+                yield (
+                    f"{where}.sources.{number}.{field} has no effect here: these rows are read without the"
+                    f" column {column}"
+                )
 
 
 def _set(config: BaseModel, field: str) -> bool:
     """Whether the recipe gives the field another value than its default."""
-    return field in config.model_fields_set and getattr(config, field) != type(config).model_fields[field].default
+    return (
+        field in config.model_fields_set
+        and getattr(config, field) != type(config).model_fields[field].default
+    )

@@ -1,8 +1,10 @@
-"""Replaces inboxes in the data sources of stages by files with the rows that these stages train on. Torch-free.
+"""Replaces inboxes in the data sources of stages by files with the rows that these stages train on.
+Torch-free.
 
-A stage goes up to the row that was the newest when the recipe was first planned (pins.json; `--latest` moves on). Round k of a loop takes
-the rows after those of round k - 1. A round of a loop that has not begun is left open: its file is named and not written. The prompts that
-a drift stage takes for the present go up to the row that the newest round takes.
+A stage goes up to the row that was the newest when the recipe was first planned (pins.json; `--latest` moves
+on). Round k of a loop takes the rows after those of round k - 1. A round of a loop that has not begun is left
+open: its file is named and not written. The prompts that a drift stage takes for the present go up to the row
+that the newest round takes.
 """
 
 from __future__ import annotations
@@ -25,21 +27,28 @@ from rlhf_core.hub.ids import is_remote
 from rlhf_core.hub.revisions import Pins
 from rlhf_core.system.files import Digests, digest
 
-Taken = Mapping[str, Mapping[str, int]]  # round of a loop -> id of an inbox -> number of its newest row in that round
+# round of a loop -> id of an inbox -> number of its newest row in that round
+Taken = Mapping[str, Mapping[str, int]]
 ROUND = re.compile(r"(?P<loop>.+)\.round(?P<number>\d+)(\.|$)")
 Value = TypeVar("Value")
 
 
 class Inboxes:
-    """The inboxes of a recipe's stages. `settled`: the rounds with inboxes whose rows are known. `taken`: of rounds that have begun; with
-    `pin` other rounds go up to the newest row, which is stored, else they are left open."""
+    """The inboxes of a recipe's stages. `settled`: the rounds with inboxes whose rows are known. `taken`: of
+    rounds that have begun; with `pin` other rounds go up to the newest row, which is stored, else they are
+    left open."""
 
     def __init__(self, recipe: Recipe, pins: Pins, digests: Digests, taken: Taken, pin: bool):
-        self._recipe, self._pins, self._digests, self._taken, self._pin = recipe, pins, digests, taken, pin
+        self._recipe = recipe
+        self._pins = pins
+        self._digests = digests
+        self._taken = taken
+        self._pin = pin
         self.settled: dict[str, dict[str, int]] = {}
 
     def with_files(self, name: str, config: StageConfig) -> StageConfig:
-        """Returns a stage's config with files in place of inboxes. Raises ValueError for a data set that an inbox has no rows for."""
+        """Returns a stage's config with files in place of inboxes. Raises ValueError for a data set that an
+        inbox has no rows for."""
         files: dict[Source, Source] = {}
         for text in config.texts:
             for source in text.data.sources:
@@ -50,7 +59,9 @@ class Inboxes:
 
     def _file(self, name: str, source: Source, rows: Rows | None, field: str, present: bool) -> Source:
         if rows is None or rows not in VIEWS:
-            raise ValueError(f"stages.{name}.{field}: {source.path} is an inbox, which has no rows for it: name a file")
+            raise ValueError(
+                f"stages.{name}.{field}: {source.path} is an inbox, which has no rows for it: name a file"
+            )
         inbox = Inbox(Path(source.path))
         if not inbox.exists:
             return source
@@ -61,11 +72,14 @@ class Inboxes:
             path = file_of(inbox, rows, after, inbox.end(), self._key)
             path = path.with_name(f"open-{path.name}")
         else:
-            path = take(inbox, rows, after, until, lambda: Questions(evaluation_texts(self._recipe)), self._key)
+            path = take(
+                inbox, rows, after, until, lambda: Questions(evaluation_texts(self._recipe)), self._key
+            )
         return Source(path=str(path), probability=source.probability)
 
     def _range(self, name: str, inbox: Inbox) -> tuple[int, int | None]:
-        """Returns the number after which, and up to which, a stage takes rows; None: its round has not begun."""
+        """Returns the number after which, and up to which, a stage takes rows; None: its round has not
+        begun."""
         title = ROUND.match(name)
         if title is None:
             return 0, self._end("", inbox, pin=True) or 0
@@ -89,12 +103,16 @@ class Inboxes:
 
     @cached_property
     def _key(self) -> str:
-        return digest([self._digests.of(Path(config.questions.path)) for config in self._asked]) if self._asked else ""
+        return (
+            digest([self._digests.of(Path(config.questions.path)) for config in self._asked])
+            if self._asked
+            else ""
+        )
 
 
 def evaluation_texts(recipe: Recipe) -> list[str]:
-    """Returns the questions of a recipe's evaluations that are in files, as texts. Leaves out files that cannot be read: the check of the
-    evaluation reports them."""
+    """Returns the questions of a recipe's evaluations that are in files, as texts. Leaves out files that
+    cannot be read: the check of the evaluation reports them."""
     texts = []
     for config in recipe.stages.values():
         if isinstance(config, Evaluation) and not is_remote(config.questions.path):
@@ -102,13 +120,20 @@ def evaluation_texts(recipe: Recipe) -> list[str]:
                 questions = load_questions(config.questions, config.max_questions, recipe.seed)
             except (OSError, ValueError):
                 continue
-            texts += [str(message["content"]) for question in questions for message in question.messages if message["role"] == "user"]
+            texts += [
+                str(message["content"])
+                for question in questions
+                for message in question.messages
+                if message["role"] == "user"
+            ]
     return texts
 
 
 def inboxes_of(recipe: Recipe) -> list[Path]:
     """Returns the folders of the inboxes that stages of a recipe name."""
-    return list(dict.fromkeys(inbox.folder for config in recipe.stages.values() for inbox, _ in _named(config)))
+    return list(
+        dict.fromkeys(inbox.folder for config in recipe.stages.values() for inbox, _ in _named(config))
+    )
 
 
 def ends_of(config: StageConfig) -> dict[str, int]:
@@ -123,12 +148,17 @@ def pin_of(inbox: Inbox, title: str) -> str:
 
 def pinned_ends(recipe: Recipe, loop: str, title: str, pins: Pins) -> dict[str, int]:
     """Returns up to which rows another command has planned a round of a loop."""
-    found = {inbox.id: pins.kept(pin_of(inbox, title), "", lambda: None) for inbox, _ in _named(recipe.stages[loop]) if inbox.exists}
+    found = {
+        inbox.id: pins.kept(pin_of(inbox, title), "", lambda: None)
+        for inbox, _ in _named(recipe.stages[loop])
+        if inbox.exists
+    }
     return {identity: end for identity, end in found.items() if end is not None}
 
 
 def rows_awaited(recipe: Recipe, loop: str, number: int, taken: Taken) -> str:
-    """Returns why round `number` of a loop cannot begin for want of new rows in its inboxes; '' when it can."""
+    """Returns why round `number` of a loop cannot begin for want of new rows in its inboxes; '' when it
+    can."""
     config = recipe.stages[loop]
     named = _named(config)
     if not named:
@@ -136,22 +166,37 @@ def rows_awaited(recipe: Recipe, loop: str, number: int, taken: Taken) -> str:
     before = taken.get(f"{loop}.round{number - 1}", {})
     wanted = config.min_new_rows if isinstance(config, IterativeFeedback) else 1
     questions = cache(lambda: Questions(evaluation_texts(recipe)))
-    new = sum(usable(inbox, rows, before.get(inbox.id, 0), questions, wanted) for inbox, rows in named if inbox.exists)
+    new = sum(
+        usable(inbox, rows, before.get(inbox.id, 0), questions, wanted)
+        for inbox, rows in named
+        if inbox.exists
+    )
     if new >= wanted:
         return ""
     places = " and ".join(inbox.folder.name for inbox, _ in named)
-    return f"round {number} waits for feedback: {places} has {new} new rows that it can use, and it begins with {wanted}"
+    return (
+        f"round {number} waits for feedback: {places} has {new} new rows that it can use, and it begins with"
+        f" {wanted}"
+    )
 
 
 def _named(config: StageConfig) -> list[tuple[Inbox, Rows]]:
     """Returns the inboxes in the data sources of a stage or loop, and what its rows must hold."""
     texts = [(text.data.sources, text.rows) for text in config.texts if text.rows in VIEWS]
-    return [(Inbox(Path(source.path)), rows) for sources, rows in texts if rows for source in sources if source.is_inbox]
+    return [
+        (Inbox(Path(source.path)), rows)
+        for sources, rows in texts
+        if rows
+        for source in sources
+        if source.is_inbox
+    ]
 
 
 def new_rows(config: IterativeFeedback, after: Mapping[str, int]) -> int:
     """Returns how many rows of a loop's method its inboxes have after these numbers (by the inbox's id)."""
-    return sum(inbox.count(VIEWS[rows], after.get(inbox.id, 0)) for inbox, rows in _named(config) if inbox.exists)
+    return sum(
+        inbox.count(VIEWS[rows], after.get(inbox.id, 0)) for inbox, rows in _named(config) if inbox.exists
+    )
 
 
 def replaced(value: Value, files: Mapping[Source, Source]) -> Value:

@@ -1,7 +1,9 @@
-"""Loads a recipe from YAML and overrides (`ppo.actor_learning_rate=5e-7`), and reports each mistake in one sentence.
+"""Loads a recipe from YAML and overrides (`ppo.actor_learning_rate=5e-7`), and reports each mistake in one
+sentence.
 
-Paths of inputs in a recipe's file are relative to its folder; `artifacts`, all paths on the command line, and those of a Recipe in Python,
-to the working directory. A mapping names absolute paths. `~` and `~user` at the start of a path are home folders.
+Paths of inputs in a recipe's file are relative to its folder; `artifacts`, all paths on the command line, and
+those of a Recipe in Python, to the working directory. A mapping names absolute paths. `~` and `~user` at the
+start of a path are home folders.
 """
 
 from __future__ import annotations
@@ -26,7 +28,8 @@ DOWNLOAD_SECONDS = 30.0
 
 
 def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
-    """Loads the recipe in the YAML file `path` (or at a URI: https://, or any scheme of fsspec, such as s3://) and applies `overrides`.
+    """Loads the recipe in the YAML file `path` (or at a URI: https://, or any scheme of fsspec, such as
+    s3://) and applies `overrides`.
 
     Raises ValueError: one sentence (a line) for each mistake.
     """
@@ -34,14 +37,17 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
     raw = parse(_text_of(path, shown), f"recipe {shown}")
     if not isinstance(raw, dict):
         found = "nothing" if raw is None else type(raw).__name__
-        raise ValueError(f"recipe {shown} must be a mapping with name, base_model and stages; it holds {found}")
+        raise ValueError(
+            f"recipe {shown} must be a mapping with name, base_model and stages; it holds {found}"
+        )
     local = str(path).removeprefix("file://")
     return _overridden(raw, overrides, None if "://" in local else Path(local).absolute().parent)
 
 
 def given_recipe(given: object, overrides: object = (), stored: bool = False) -> Recipe:
-    """Returns the recipe that a flow's parameters give: a Recipe, a mapping, or a path or URI. `stored`: the mapping may be what Prefect
-    stores of a Recipe, with paths relative to the working directory. Raises ValueError as `load_recipe`.
+    """Returns the recipe that a flow's parameters give: a Recipe, a mapping, or a path or URI. `stored`: the
+    mapping may be what Prefect stores of a Recipe, with paths relative to the working directory. Raises
+    ValueError as `load_recipe`.
     """
     texts = given_overrides(overrides)
     if isinstance(given, Recipe):
@@ -54,32 +60,42 @@ def given_recipe(given: object, overrides: object = (), stored: bool = False) ->
         return recipe
     if isinstance(given, str | Path):
         return load_recipe(given, texts)
-    raise ValueError(f"parameter recipe: give the path or URI of a YAML file, or a recipe as a mapping, not {short(given)}")
+    raise ValueError(
+        f"parameter recipe: give the path or URI of a YAML file, or a recipe as a mapping, not {short(given)}"
+    )
 
 
 def given_overrides(given: object) -> list[str]:
     """The overrides that a flow's parameter holds. ValueError when it is no list of texts."""
     if isinstance(given, list | tuple) and all(isinstance(item, str) for item in given):
         return list(given)
-    raise ValueError(f"parameter overrides: give a list of texts such as ppo.actor_learning_rate=5e-7, not {short(given)}")
+    raise ValueError(
+        f"parameter overrides: give a list of texts such as ppo.actor_learning_rate=5e-7, not {short(given)}"
+    )
 
 
 def _overridden(given: dict[Any, Any], overrides: Sequence[str], folder: Path | None = None) -> Recipe:
-    raw, wrong = dict(given), list[str]()
+    raw = dict(given)
+    wrong = list[str]()
     top, nested = split_overrides(overrides)
     for key, value in top:
         if key in Recipe.model_fields:
             raw[key] = value
         else:
-            wrong.append(f"override {key}=...: {unknown(key, Recipe.model_fields)}; a stage's field is written <stage>.<field>=<value>")
+            wrong.append(
+                f"override {key}=...: {unknown(key, Recipe.model_fields)}; a stage's field is written"
+                " <stage>.<field>=<value>"
+            )
     first: WrongRecipe | None = None
     try:
         recipe = recipe_of(raw, folder, dict(top))
     except WrongRecipe as error:
         if error.rest is None or not (wrong or nested):
             raise WrongRecipe([*wrong, str(error)], error.rest) from None
-        first, recipe = error, error.rest
-    whole, more = recipe.model_dump(), list[str]()
+        first = error
+        recipe = error.rest
+    whole = recipe.model_dump()
+    more = list[str]()
     words: tuple[str, ...] = ()
     for keys, value in nested:
         try:
@@ -122,11 +138,15 @@ def _fetch(uri: str, shown: str) -> str:
         with fsspec.open(uri, "rt", encoding="utf-8") as file:
             return str(file.read())
     except ImportError as error:
-        raise ValueError(f"recipe {shown}: {' '.join(str(error).split())}, or copy the recipe here and give its path") from None
+        raise ValueError(
+            f"recipe {shown}: {' '.join(str(error).split())}, or copy the recipe here and give its path"
+        ) from None
     except (UnicodeDecodeError, OSError):
         raise
     except Exception as error:  # each fsspec backend raises its own classes
-        raise ValueError(f"recipe {shown} cannot be read: {type(error).__name__}: {' '.join(str(error).split())[:200]}") from None
+        raise ValueError(
+            f"recipe {shown} cannot be read: {type(error).__name__}: {' '.join(str(error).split())[:200]}"
+        ) from None
 
 
 def _download(uri: str, shown: str) -> str:
@@ -138,11 +158,15 @@ def _download(uri: str, shown: str) -> str:
     except (httpx.HTTPError, httpx.InvalidURL) as error:
         reason = " ".join(str(error).split()) or type(error).__name__
         raise ValueError(
-            f"recipe {shown} cannot be read ({reason[:200]}{proxy_of(uri)}); correct the address, or give the path of a file"
+            f"recipe {shown} cannot be read ({reason[:200]}{proxy_of(uri)}); correct the address, or give the"
+            " path of a file"
         ) from None
     if not answer.is_success:
         status = f"{answer.status_code} {answer.reason_phrase}"
-        raise ValueError(f"recipe {shown} cannot be read (the server says {status}); correct the address, or give the path of a file")
+        raise ValueError(
+            f"recipe {shown} cannot be read (the server says {status}); correct the address, or give the path"
+            " of a file"
+        )
     return answer.content.decode()
 
 
@@ -153,7 +177,8 @@ def _shown(path: str | Path) -> str:
 
 
 def recipe_of(raw: object, folder: Path | None = None, given: Collection[str] = ()) -> Recipe:
-    """Validates the parsed YAML of a recipe. `folder`: that of the recipe's file, which paths but those in the fields `given` are below.
+    """Validates the parsed YAML of a recipe. `folder`: that of the recipe's file, which paths but those in
+    the fields `given` are below.
 
     Raises WrongRecipe: one sentence (a line) for each mistake.
     """
@@ -172,7 +197,8 @@ def recipe_of(raw: object, folder: Path | None = None, given: Collection[str] = 
 
     def check(recipe: Recipe) -> Recipe:
         recipe = placed(recipe)
-        if problems := inconsistencies(recipe, expand(recipe)):
+        problems = inconsistencies(recipe, expand(recipe))
+        if problems:
             raise WrongRecipe(problems, None)
         return recipe
 
@@ -182,7 +208,9 @@ def recipe_of(raw: object, folder: Path | None = None, given: Collection[str] = 
         raise everything_wrong(error, raw, check) from None
     for name in recipe.stages:
         if name == "base" or not STAGE_NAME.match(name):
-            raise WrongRecipe([f"stages.{name}: a stage name is letters, digits, _ and -, and not 'base'; rename it"], None)
+            raise WrongRecipe(
+                [f"stages.{name}: a stage name is letters, digits, _ and -, and not 'base'; rename it"], None
+            )
     return placed(recipe)
 
 
@@ -192,7 +220,8 @@ def dump_recipe(recipe: Recipe) -> str:
 
 
 def split_overrides(overrides: Sequence[str]) -> tuple[list[tuple[str, Any]], list[tuple[list[str], Any]]]:
-    """The recipe's own fields with their values, and what lies below `stages` as keys and value. ValueError for what is no override."""
+    """The recipe's own fields with their values, and what lies below `stages` as keys and value. ValueError
+    for what is no override."""
     top: list[tuple[str, Any]] = []
     nested: list[tuple[list[str], Any]] = []
     wrong: list[str] = []
@@ -200,7 +229,10 @@ def split_overrides(overrides: Sequence[str]) -> tuple[list[tuple[str, Any]], li
         name, equals, text = override.partition("=")
         keys = name.strip().removeprefix("stages.").split(".")
         if not equals or not all(keys) or not name.isprintable():
-            wrong.append(f"override {override!r}: write <stage>.<field>=<value>, for example ppo.actor_learning_rate=5e-7, or seed=1")
+            wrong.append(
+                f"override {override!r}: write <stage>.<field>=<value>, for example"
+                " ppo.actor_learning_rate=5e-7, or seed=1"
+            )
             continue
         try:
             value = parse(text, f"override {override!r}")
@@ -219,18 +251,28 @@ def split_overrides(overrides: Sequence[str]) -> tuple[list[tuple[str, Any]], li
 def _set(stages: Any, keys: list[str], value: Any) -> None:
     here = stages
     for depth, key in enumerate(keys):
-        where, last = ".".join(keys[:depth]), depth == len(keys) - 1
+        where = ".".join(keys[:depth])
+        last = depth == len(keys) - 1
         if isinstance(here, tuple | list):
             if not key.isdigit() or int(key) >= len(here):
-                raise ValueError(f"override {'.'.join(keys)}: {where} has {len(here)} entries, numbered from 0; there is no {key!r}")
+                raise ValueError(
+                    f"override {'.'.join(keys)}: {where} has {len(here)} entries, numbered from 0; there is"
+                    f" no {key!r}"
+                )
             index: Any = int(key)
         elif isinstance(here, dict):
             if key not in here:
                 meant = field_of_recipe(key) if depth == 1 and last else None
-                raise ValueError(f"override {'.'.join(keys)}: {meant or unknown(key, here, 'stage' if depth == 0 else 'key')}")
+                raise ValueError(
+                    f"override {'.'.join(keys)}:"
+                    f" {meant or unknown(key, here, 'stage' if depth == 0 else 'key')}"
+                )
             index = key
         else:
-            raise ValueError(f"override {'.'.join(keys)}: {where} is {short(here)}, which has no parts; set {where} as a whole")
+            raise ValueError(
+                f"override {'.'.join(keys)}: {where} is {short(here)}, which has no parts; set {where} as a"
+                " whole"
+            )
         if last:
             here[index] = value
         elif isinstance(here[index], tuple):

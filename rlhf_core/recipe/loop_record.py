@@ -1,9 +1,11 @@
-"""Finds the next round of a loop from `loop.json` and the run directories on disk. Torch-free, without Prefect.
+"""Finds the next round of a loop from `loop.json` and the run directories on disk. Torch-free, without
+Prefect.
 
-`<artifacts>/<recipe>/loop.json` holds the finished rounds with the digests of their stages, and the round in progress. Finished rounds
-keep these digests in every later plan: an edited recipe applies to later rounds and repeats none. Rounds trained by another command
-(`alignflow run` with more `rounds`) are found by their run directories. `loop.lock` lets one process at a time work on a loop; the
-system frees it when that process dies.
+`<artifacts>/<recipe>/loop.json` holds the finished rounds with the digests of their stages, and the round in
+progress. Finished rounds keep these digests in every later plan: an edited recipe applies to later rounds and
+repeats none. Rounds trained by another command (`alignflow run` with more `rounds`) are found by their run
+directories. `loop.lock` lets one process at a time work on a loop; the system frees it when that process
+dies.
 """
 
 from __future__ import annotations
@@ -27,16 +29,18 @@ from rlhf_core.records import Frozen
 from rlhf_core.runs.run_dir import RESULT, RunDir
 from rlhf_core.system.files import locked, write_text
 
-FILE, LOCK = "loop.json", "loop.lock"
+FILE = "loop.json"
+LOCK = "loop.lock"
 ROLLED_BACK = "rolled back"  # how the reason begins of a round that was used
 
 
 class Round(Frozen):
     """A finished round.
 
-    `stages`: the digest of each of its stages. `begun`: start of the attempt that finished it (None: another command trained it).
-    `win_rate`: against the baseline, None when no evaluation judged it. `before`: win rate of the previous round in the same evaluation.
-    `taken`: the newest row of each inbox (its folder) that the round trained on. `refused`: why its model is not used, or ''.
+    `stages`: the digest of each of its stages. `begun`: start of the attempt that finished it (None: another
+    command trained it). `win_rate`: against the baseline, None when no evaluation judged it. `before`: win
+    rate of the previous round in the same evaluation. `taken`: the newest row of each inbox (its folder) that
+    the round trained on. `refused`: why its model is not used, or ''.
     """
 
     stages: dict[str, str]
@@ -49,7 +53,8 @@ class Round(Frozen):
 
 
 class Begun(Frozen):
-    """The round in progress: the digests of its stages, when its last attempt began, and the newest row of each inbox that it takes."""
+    """The round in progress: the digests of its stages, when its last attempt began, and the newest row of
+    each inbox that it takes."""
 
     stages: dict[str, str]
     at: datetime
@@ -66,7 +71,9 @@ class Record(Frozen):
     @property
     def refused(self) -> frozenset[str]:
         """The names of refused rounds."""
-        return frozenset(f"{self.loop}.round{number}" for number, done in enumerate(self.rounds, start=1) if done.refused)
+        return frozenset(
+            f"{self.loop}.round{number}" for number, done in enumerate(self.rounds, start=1) if done.refused
+        )
 
     @property
     def used(self) -> list[Round]:
@@ -76,8 +83,8 @@ class Record(Frozen):
 
 @dataclass(frozen=True)
 class LoopState:
-    """The state of a loop: its record, the number of the next round, and the plan up to it. `failed`: gates that stop that round.
-    `waits`: what the next round waits for, in a sentence, or ''."""
+    """The state of a loop: its record, the number of the next round, and the plan up to it. `failed`: gates
+    that stop that round. `waits`: what the next round waits for, in a sentence, or ''."""
 
     record: Record
     number: int
@@ -87,7 +94,8 @@ class LoopState:
 
     @property
     def held(self) -> tuple[Verdict, ...]:
-        """The failed gates that are about the round in progress: of its stages, and of those that depend on them."""
+        """The failed gates that are about the round in progress: of its stages, and of those that depend on
+        them."""
         ours = {node.name for node in self.plan.stages_of(f"{self.record.loop}.round{self.number}")}
         for node in self.plan.nodes:  # parents first
             if ours.intersection(node.parents):
@@ -109,30 +117,44 @@ class LoopState:
         """Whether a gate failed in the round in progress, and its inboxes have rows for another one."""
         taken = self.record.begun.taken if self.record.begun else {}
         title = f"{self.record.loop}.round{self.number}"
-        return bool(self.held and taken) and not rows_awaited(self.plan.recipe, self.record.loop, self.number + 1, {title: taken})
+        return bool(self.held and taken) and not rows_awaited(
+            self.plan.recipe, self.record.loop, self.number + 1, {title: taken}
+        )
 
     def done(self) -> tuple[str, ...]:
         """Returns the names of stages of the next round that are done."""
-        return tuple(node.name for node in self.plan.stages_of(f"{self.record.loop}.round{self.number}") if node.done)
+        return tuple(
+            node.name for node in self.plan.stages_of(f"{self.record.loop}.round{self.number}") if node.done
+        )
 
-    def why_not(self, max_rounds: int | None = None, min_gain: float | None = None, due: datetime | None = None) -> str:
+    def why_not(
+        self, max_rounds: int | None = None, min_gain: float | None = None, due: datetime | None = None
+    ) -> str:
         """Returns why the next round should not begin, in a sentence; '' when it should.
 
-        It should not after `max_rounds` rounds, when the last round raised the win rate by `min_gain` or less, or when the last round
-        began after `due`, the scheduled time of this run: that round replaces it.
+        It should not after `max_rounds` rounds, when the last round raised the win rate by `min_gain` or
+        less, or when the last round began after `due`, the scheduled time of this run: that round replaces
+        it.
         """
         rounds = self.record.rounds
         used = self.record.used
         if max_rounds is not None and len(rounds) >= max_rounds:
             refused = f" ({len(rounds) - len(used)} of them refused)" if len(used) < len(rounds) else ""
-            return f"{len(rounds)} rounds are done{refused}, and --max-rounds (parameter max_rounds of the flow) is {max_rounds}"
+            return (
+                f"{len(rounds)} rounds are done{refused}, and --max-rounds (parameter max_rounds of the flow)"
+                f" is {max_rounds}"
+            )
         if min_gain is not None and len(used) > 1:
-            last, before = used[-1].win_rate, used[-2].win_rate if used[-1].before is None else used[-1].before
+            last = used[-1].win_rate
+            before = used[-2].win_rate if used[-1].before is None else used[-1].before
             if before is not None and last is not None and last - before <= min_gain:
                 change = f"from {before:.3f} to {last:.3f} in round {rounds.index(used[-1]) + 1}"
                 return f"the win rate went {change}: it does not rise by more than {min_gain:g}"
         if due is not None and rounds and rounds[-1].begun is not None and rounds[-1].begun > due:
-            return f"round {len(rounds)} was begun and finished after {due:%Y-%m-%d %H:%M:%S} UTC, when this run was due"
+            return (
+                f"round {len(rounds)} was begun and finished after {due:%Y-%m-%d %H:%M:%S} UTC, when this run"
+                " was due"
+            )
         return self.waits
 
 
@@ -140,29 +162,40 @@ LOOPS = " or ".join(name for name, kind in KINDS.items() if issubclass(kind.conf
 
 
 def loop_of(recipe: Recipe, name: str | None = None) -> str:
-    """Returns the name of a recipe's loop stage. Raises ValueError when there is none of that name, none at all, or several."""
+    """Returns the name of a recipe's loop stage. Raises ValueError when there is none of that name, none at
+    all, or several."""
     loops = [stage for stage, config in recipe.stages.items() if isinstance(config, Loop)]
     if name is not None and name not in loops:
-        raise ValueError(f"recipe {recipe.name}: {unknown(name, loops, 'loop')}; name a stage of kind {LOOPS}")
+        raise ValueError(
+            f"recipe {recipe.name}: {unknown(name, loops, 'loop')}; name a stage of kind {LOOPS}"
+        )
     if name is None and len(loops) != 1:
-        what = f"{len(loops)} loops ({', '.join(loops)}): say which one with `stage`" if loops else f"no stage of kind {LOOPS}"
+        what = (
+            f"{len(loops)} loops ({', '.join(loops)}): say which one with `stage`"
+            if loops
+            else f"no stage of kind {LOOPS}"
+        )
         raise ValueError(f"recipe {recipe.name} has {what}")
     return name or loops[0]
 
 
 def check_judged(recipe: Recipe, loop: str) -> None:
     """Raises ValueError when `min_gain` is used and no evaluation judges rounds of the loop."""
-    judged = [model for config in recipe.stages.values() if type(config) is Evaluation for model in config.models]
+    judged = [
+        model for config in recipe.stages.values() if type(config) is Evaluation for model in config.models
+    ]
     if not any(model == loop or model.startswith(f"{loop}.round") for model in judged):
         raise ValueError(
-            f"recipe {recipe.name}: --min-gain (parameter min_gain of the flow) needs an evaluation that judges {loop}: "
-            "add one, or leave it out"
+            f"recipe {recipe.name}: --min-gain (parameter min_gain of the flow) needs an evaluation that"
+            f" judges {loop}: add one, or leave it out"
         )
 
 
 def with_rounds(recipe: Recipe, loop: str, rounds: int) -> Recipe:
     """Returns the recipe with another number of rounds; digests of rounds that both have are equal."""
-    return recipe.model_copy(update={"stages": recipe.stages | {loop: recipe.stages[loop].model_copy(update={"rounds": rounds})}})
+    return recipe.model_copy(
+        update={"stages": recipe.stages | {loop: recipe.stages[loop].model_copy(update={"rounds": rounds})}}
+    )
 
 
 def folder_of(recipe: Recipe) -> Path:
@@ -171,7 +204,8 @@ def folder_of(recipe: Recipe) -> Path:
 
 
 def read(folder: Path, loop: str) -> Record:
-    """Reads the record of a loop; an empty one when there is no file. Raises ValueError when it is damaged or of another loop."""
+    """Reads the record of a loop; an empty one when there is no file. Raises ValueError when it is damaged or
+    of another loop."""
     try:
         text = (folder / FILE).read_text()
     except FileNotFoundError:
@@ -179,10 +213,14 @@ def read(folder: Path, loop: str) -> Record:
     try:
         record = Record.model_validate_json(text)
     except ValidationError:
-        raise ValueError(f"{folder / FILE} cannot be read: restore it, or remove it to find the rounds by their directories") from None
+        raise ValueError(
+            f"{folder / FILE} cannot be read: restore it, or remove it to find the rounds by their"
+            " directories"
+        ) from None
     if record.loop != loop:
         raise ValueError(
-            f"{folder / FILE} is of the loop {record.loop}, not of {loop}: rename the stage back, or give the recipe a new name"
+            f"{folder / FILE} is of the loop {record.loop}, not of {loop}: rename the stage back, or give the"
+            " recipe a new name"
         )
     return record
 
@@ -190,7 +228,8 @@ def read(folder: Path, loop: str) -> Record:
 def loop_state(recipe: Recipe, loop: str) -> LoopState:
     """Reads the state of a loop from its record and the run directories.
 
-    Raises ValueError when a finished round's run directory is missing or incomplete, or as `read` and `plan` do.
+    Raises ValueError when a finished round's run directory is missing or incomplete, or as `read` and `plan`
+    do.
     """
     folder = folder_of(recipe)
     record = read(folder, loop)
@@ -202,7 +241,8 @@ def loop_state(recipe: Recipe, loop: str) -> LoopState:
     taken |= {f"{loop}.round{number}": record.begun.taken} if record.begun and record.begun.taken else {}
     if begun and all(RunDir(_run_dir(recipe, name, digest)).result() for name, digest in begun.items()):
         held = _failed(plan(with_rounds(recipe, loop, number), kept | begun, taken, record.refused))
-        # Trained, but not yet evaluated or published: keep its digests. A round that failed a gate may be trained again.
+        # Trained, but not yet evaluated or published: keep its digests. A round that failed a gate may be
+        # trained again.
         kept |= {} if held else begun
     taken |= _rows_of_done(recipe, record, number, kept, taken)
     planned = plan(with_rounds(recipe, loop, number), kept, taken, record.refused)
@@ -210,24 +250,36 @@ def loop_state(recipe: Recipe, loop: str) -> LoopState:
         taken |= _rows_of_done(recipe, record, number + 1, kept, taken)
         following = plan(with_rounds(recipe, loop, number + 1), kept, taken, record.refused)
         moved_on = following[f"{loop}.round{number + 1}"].done
-        if not moved_on and not (all(node.done for node in planned.nodes) and not _failed(planned) and not _waiting(planned)):
+        if not moved_on and not (
+            all(node.done for node in planned.nodes) and not _failed(planned) and not _waiting(planned)
+        ):
             break
         kept |= stages_of_round(planned, loop, number)
-        record = record.model_copy(update={"rounds": (*record.rounds, _adopted(planned, loop, number)), "begun": None})
-        number, planned = number + 1, following
+        record = record.model_copy(
+            update={"rounds": (*record.rounds, _adopted(planned, loop, number)), "begun": None}
+        )
+        number = number + 1
+        planned = following
     waits = rows_awaited(recipe, loop, number, taken) if _is_fresh(planned, loop, number) else ""
     return LoopState(record, number, planned, _failed(planned), waits)
 
 
 def _rows_of_done(
-    recipe: Recipe, record: Record, number: int, kept: Mapping[str, str], taken: Mapping[str, Mapping[str, int]]
+    recipe: Recipe,
+    record: Record,
+    number: int,
+    kept: Mapping[str, str],
+    taken: Mapping[str, Mapping[str, int]],
 ) -> dict[str, dict[str, int]]:
-    """Returns the rows of a round that another command has trained: those that it was planned with, when its result is there."""
+    """Returns the rows of a round that another command has trained: those that it was planned with, when its
+    result is there."""
     title = f"{record.loop}.round{number}"
     pinned = pinned_ends(recipe, record.loop, title, Pins(folder_of(recipe))) if title not in taken else {}
     if not pinned:
         return {}
-    as_planned = plan(with_rounds(recipe, record.loop, number), kept, {**taken, title: pinned}, record.refused)
+    as_planned = plan(
+        with_rounds(recipe, record.loop, number), kept, {**taken, title: pinned}, record.refused
+    )
     return {title: pinned} if as_planned[title].done else {}
 
 
@@ -239,16 +291,24 @@ def _is_fresh(planned: Plan, loop: str, number: int) -> bool:
 def stages_of_round(planned: Plan, loop: str, number: int) -> dict[str, str]:
     """Returns the digests of a round's stages, and of the finished publications of that round alone."""
     ours = {node.name: node.digest for node in planned.stages_of(f"{loop}.round{number}")}
-    published = {node.name: node.digest for node in planned.nodes if node.done and _publishes(planned, node.name, loop, number)}
+    published = {
+        node.name: node.digest
+        for node in planned.nodes
+        if node.done and _publishes(planned, node.name, loop, number)
+    }
     return ours | published
 
 
 def begin(recipe: Recipe, state: LoopState) -> LoopState:
-    """Records in `loop.json` that the next round is in progress, and up to which row of its inboxes it goes. Returns the loop's state."""
+    """Records in `loop.json` that the next round is in progress, and up to which row of its inboxes it goes.
+    Returns the loop's state."""
     loop = state.record.loop
     title = f"{loop}.round{state.number}"
     if _is_fresh(state.plan, loop, state.number) and (ends := ends_of(recipe.stages[loop])):
-        _write(state.plan, state.record.model_copy(update={"begun": Begun(stages={}, at=datetime.now(UTC), taken=ends)}))
+        _write(
+            state.plan,
+            state.record.model_copy(update={"begun": Begun(stages={}, at=datetime.now(UTC), taken=ends)}),
+        )
         state = loop_state(recipe, loop)
     stages = {node.name: node.digest for node in state.plan.stages_of(title)}
     begun = Begun(stages=stages, at=datetime.now(UTC), taken=dict(state.plan.taken.get(title, {})))
@@ -257,21 +317,25 @@ def begin(recipe: Recipe, state: LoopState) -> LoopState:
 
 
 def refuse(recipe: Recipe, state: LoopState, why: str) -> LoopState:
-    """Records in `loop.json` that the round in progress is refused: the next one starts from the model before it, with other rows and
-    prompts. Returns the loop's state."""
+    """Records in `loop.json` that the round in progress is refused: the next one starts from the model before
+    it, with other rows and prompts. Returns the loop's state."""
     assert state.record.begun is not None
-    begun, now = state.record.begun, datetime.now(UTC)
+    begun = state.record.begun
+    now = datetime.now(UTC)
     left = Round(stages=begun.stages, begun=begun.at, ended=now, taken=begun.taken, refused=why)
-    _write(state.plan, state.record.model_copy(update={"rounds": (*state.record.rounds, left), "begun": None}))
+    _write(
+        state.plan, state.record.model_copy(update={"rounds": (*state.record.rounds, left), "begun": None})
+    )
     return loop_state(recipe, state.record.loop)
 
 
 def follow(recipe: Recipe, state: LoopState, champion: str, earlier: Mapping[str, str]) -> LoopState:
-    """Lets the loop go on from the champion: records in `loop.json` that later rounds, which were champions, are left out, and that the
-    champion's is used again. Rounds that were trained from one that is left out are left out too; one that has only begun begins anew.
+    """Lets the loop go on from the champion: records in `loop.json` that later rounds, which were champions,
+    are left out, and that the champion's is used again. Rounds that were trained from one that is left out
+    are left out too; one that has only begun begins anew.
 
-    `champion`, `earlier`: the stage that made the champion's model, and those of champions before it, with the reason why they were rolled
-    back, or ''. Returns the loop's state.
+    `champion`, `earlier`: the stage that made the champion's model, and those of champions before it, with
+    the reason why they were rolled back, or ''. Returns the loop's state.
     """
     record = state.record
     rounds = list(record.rounds)
@@ -283,23 +347,35 @@ def follow(recipe: Recipe, state: LoopState, champion: str, earlier: Mapping[str
     for number, done in enumerate(rounds[ours + 1 :], start=ours + 1):
         model = next((name for name in done.stages if name in earlier), None)
         if not done.refused and (model or left_out):
-            why = (earlier[model] if model else "it was trained from another model") or f"{champion} was promoted"
-            rounds[number], left_out = done.model_copy(update={"refused": f"{ROLLED_BACK}: {why}"}), True
+            why = (
+                earlier[model] if model else "it was trained from another model"
+            ) or f"{champion} was promoted"
+            rounds[number] = done.model_copy(update={"refused": f"{ROLLED_BACK}: {why}"})
+            left_out = True
     if rounds == list(record.rounds):
         return state
     begun = record.begun
-    if begun and any(RunDir(_run_dir(recipe, name, digest)).result() for name, digest in begun.stages.items()):
+    if begun and any(
+        RunDir(_run_dir(recipe, name, digest)).result() for name, digest in begun.stages.items()
+    ):
         why = f"{ROLLED_BACK}: it was trained from another model"
-        rounds.append(Round(stages=begun.stages, begun=begun.at, ended=datetime.now(UTC), taken=begun.taken, refused=why))
+        rounds.append(
+            Round(
+                stages=begun.stages, begun=begun.at, ended=datetime.now(UTC), taken=begun.taken, refused=why
+            )
+        )
     _write(state.plan, record.model_copy(update={"rounds": tuple(rounds), "begun": None}))
     return loop_state(recipe, record.loop)
 
 
 def finish(state: LoopState) -> Round:
     """Records in `loop.json` that the round that `begin` recorded is finished, and returns it."""
-    planned, record = state.plan, read(state.plan.folder, state.record.loop)
+    planned = state.plan
+    record = read(state.plan.folder, state.record.loop)
     assert record.begun is not None
-    done = _adopted(planned, record.loop, state.number).model_copy(update={"begun": record.begun.at, "ended": datetime.now(UTC)})
+    done = _adopted(planned, record.loop, state.number).model_copy(
+        update={"begun": record.begun.at, "ended": datetime.now(UTC)}
+    )
     _write(planned, record.model_copy(update={"rounds": (*record.rounds, done), "begun": None}))
     return done
 
@@ -307,13 +383,15 @@ def finish(state: LoopState) -> Round:
 def loop_lock(folder: Path, seconds: float = 1.0) -> AbstractContextManager[bool]:
     """Locks the loop of a recipe's folder until the block ends; yields whether that succeeded.
 
-    Waits `seconds` for the lock, because a process that only checks whether it is free holds it for an instant.
+    Waits `seconds` for the lock, because a process that only checks whether it is free holds it for an
+    instant.
     """
     return locked(folder / LOCK, seconds)
 
 
 def directories(folder: Path) -> list[str]:
-    """Returns the names of the run directories, `<stage>-<digest>`, that the loop of a recipe's folder needs; for `alignflow gc`.
+    """Returns the names of the run directories, `<stage>-<digest>`, that the loop of a recipe's folder needs;
+    for `alignflow gc`.
 
     Raises ValueError when `loop.json` cannot be read.
     """
@@ -322,7 +400,9 @@ def directories(folder: Path) -> list[str]:
     except FileNotFoundError:
         return []
     except ValueError:  # no JSON, or not of a loop
-        raise ValueError(f"{folder / FILE} cannot be read: restore it, or remove it if nothing needs the loop") from None
+        raise ValueError(
+            f"{folder / FILE} cannot be read: restore it, or remove it if nothing needs the loop"
+        ) from None
     stages = [done.stages for done in record.used] + ([record.begun.stages] if record.begun else [])
     return [f"{name}-{digest}" for found in stages for name, digest in found.items()]
 
@@ -337,18 +417,24 @@ def _run_dir(recipe: Recipe, name: str, digest: str) -> Path:
 
 
 def _check_there(recipe: Recipe, loop: str, kept: Mapping[str, str]) -> None:
-    gone = [_run_dir(recipe, name, digest) for name, digest in kept.items() if name.startswith(f"{loop}.round")]
+    gone = [
+        _run_dir(recipe, name, digest) for name, digest in kept.items() if name.startswith(f"{loop}.round")
+    ]
     gone = [folder for folder in gone if RunDir(folder).result() is None]
     if gone:
         raise ValueError(
-            f"{gone[0]} of a finished round is missing or incomplete: restore it, or remove {folder_of(recipe) / FILE} to train "
-            "again what is missing"
+            f"{gone[0]} of a finished round is missing or incomplete: restore it, or remove"
+            f" {folder_of(recipe) / FILE} to train again what is missing"
         )
 
 
 def _publishes(planned: Plan, name: str, loop: str, number: int) -> bool:
     config = planned[name].config
-    return isinstance(config, Publication) and name.endswith(f".round{number}") and config.model == f"{loop}.round{number}"
+    return (
+        isinstance(config, Publication)
+        and name.endswith(f".round{number}")
+        and config.model == f"{loop}.round{number}"
+    )
 
 
 def _failed(planned: Plan) -> tuple[Verdict, ...]:
@@ -362,11 +448,24 @@ def _waiting(planned: Plan) -> tuple[Verdict, ...]:
 def _adopted(planned: Plan, loop: str, number: int) -> Round:
     title = f"{loop}.round{number}"
     ended = (planned[title].run_dir / RESULT).stat().st_mtime
-    used = [name for name, stage in planned.aliases.items() if name.startswith(f"{loop}.round") and stage.startswith(f"{name}.")]
+    used = [
+        name
+        for name, stage in planned.aliases.items()
+        if name.startswith(f"{loop}.round") and stage.startswith(f"{name}.")
+    ]
     earlier = used[: used.index(title)]
-    metric, before = f"win_rate/{title}", f"win_rate/{earlier[-1]}" if earlier else ""
+    metric = f"win_rate/{title}"
+    before = f"win_rate/{earlier[-1]}" if earlier else ""
     results = [RunDir(node.run_dir).result() for node in planned.nodes if isinstance(node.config, Evaluation)]
     judged = next((result.metrics for result in results if result and metric in result.metrics), {})
-    stages, when = stages_of_round(planned, loop, number), datetime.fromtimestamp(ended, UTC)
+    stages = stages_of_round(planned, loop, number)
+    when = datetime.fromtimestamp(ended, UTC)
     taken = dict(planned.taken.get(title, {}))
-    return Round(stages=stages, begun=None, ended=when, win_rate=judged.get(metric), before=judged.get(before), taken=taken)
+    return Round(
+        stages=stages,
+        begun=None,
+        ended=when,
+        win_rate=judged.get(metric),
+        before=judged.get(before),
+        taken=taken,
+    )

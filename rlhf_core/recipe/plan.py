@@ -1,4 +1,5 @@
-"""Plans a recipe as a DAG: expands stages, resolves names, and computes order and digests before anything runs. Torch-free.
+"""Plans a recipe as a DAG: expands stages, resolves names, and computes order and digests before anything
+runs. Torch-free.
 
 Offline, but for branches and tags of the Hub that are not in the recipe's pins yet (hub/revisions.py).
 """
@@ -29,8 +30,8 @@ OUTPUT_PATHS = {"pairs": "pairs.jsonl", "answers": "answers.jsonl"}
 
 @dataclass(frozen=True)
 class Node:
-    """One stage. `stages` maps names in its config to stages, `models` maps the other names to a folder or Hub id. `contents`: the digests
-    of local files that its own was computed with."""
+    """One stage. `stages` maps names in its config to stages, `models` maps the other names to a folder or
+    Hub id. `contents`: the digests of local files that its own was computed with."""
 
     name: str
     config: StageConfig
@@ -58,8 +59,9 @@ class Node:
 
 @dataclass(frozen=True)
 class Plan:
-    """The stages of a recipe, parents first. `aliases` maps names of loops and rounds to the stage that makes their model; `pins` are
-    the branches and tags of the Hub that it names, with their commits; `taken` says up to which row of an inbox each round goes."""
+    """The stages of a recipe, parents first. `aliases` maps names of loops and rounds to the stage that makes
+    their model; `pins` are the branches and tags of the Hub that it names, with their commits; `taken` says
+    up to which row of an inbox each round goes."""
 
     recipe: Recipe
     nodes: tuple[Node, ...]
@@ -82,13 +84,17 @@ class Plan:
         return next(node for node in self.nodes if node.name == name)
 
     def stages_of(self, name: str) -> tuple[Node, ...]:
-        """Returns the stage called `name` with those expanded from it: all of a loop, of a round, of a sweep, of a publication with rounds.
+        """Returns the stage called `name` with those expanded from it: all of a loop, of a round, of a sweep,
+        of a publication with rounds.
 
         Raises ValueError when there is none.
         """
         found = tuple(node for node in self.nodes if node.name == name or node.name.startswith(f"{name}."))
         if not found:
-            raise ValueError(f"recipe {self.recipe.name}: {unknown(name, [*(n.name for n in self.nodes), *self.aliases], 'stage')}")
+            raise ValueError(
+                f"recipe {self.recipe.name}:"
+                f" {unknown(name, [*(n.name for n in self.nodes), *self.aliases], 'stage')}"
+            )
         return found
 
     def ancestors(self, nodes: Sequence[Node]) -> tuple[Node, ...]:
@@ -104,7 +110,10 @@ class Plan:
 
     def inputs(self, node: Node) -> dict[str, str]:
         """Maps each name in the node's config to its folder, file or Hub id."""
-        return {**node.models, **{name: str(_output(self[stage], name)) for name, stage in node.stages.items()}}
+        return {
+            **node.models,
+            **{name: str(_output(self[stage], name)) for name, stage in node.stages.items()},
+        }
 
     def request(self, node: Node) -> StageRequest:
         """Returns the content of the stage's `config.json`."""
@@ -122,39 +131,61 @@ class Plan:
 
 
 def plan(
-    recipe: Recipe, kept: Mapping[str, str] = MappingProxyType({}), taken: Taken | None = None, refused: Collection[str] | None = None
+    recipe: Recipe,
+    kept: Mapping[str, str] = MappingProxyType({}),
+    taken: Taken | None = None,
+    refused: Collection[str] | None = None,
 ) -> Plan:
     """Expands, resolves, orders and digests all stages. Also saves the digests of local files and the pins.
 
-    `kept` maps stages to digests that they keep although the recipe has changed (finished rounds of a loop). `taken`: up to which row of
-    an inbox the rounds of a loop go; a round that is not there has not begun, and the rows of its inboxes are left open. None: as
-    `loop.json` has it, and other rounds go up to the newest row. `refused`: rounds that are left out; None: those of `loop.json`.
-    Raises ValueError: one sentence (a line) for each inconsistency.
+    `kept` maps stages to digests that they keep although the recipe has changed (finished rounds of a loop).
+    `taken`: up to which row of an inbox the rounds of a loop go; a round that is not there has not begun, and
+    the rows of its inboxes are left open. None: as `loop.json` has it, and other rounds go up to the newest
+    row. `refused`: rounds that are left out; None: those of `loop.json`. Raises ValueError: one sentence (a
+    line) for each inconsistency.
     """
     recorded = _recorded(recipe)
     expanded = expand(recipe, recorded.refused if refused is None else refused)
-    if problems := inconsistencies(recipe, expanded):
+    problems = inconsistencies(recipe, expanded)
+    if problems:
         raise ValueError("\n".join(problems))
     stages, aliases, *_ = expanded
     parents = {
-        name: {r.name: aliases.get(r.name, r.name) for r in references(config) if aliases.get(r.name, r.name) in stages}
+        name: {
+            r.name: aliases.get(r.name, r.name)
+            for r in references(config)
+            if aliases.get(r.name, r.name) in stages
+        }
         for name, config in stages.items()
     }
     artifacts = Path(recipe.artifacts).absolute()
-    digests, pins = Digests(artifacts), Pins(artifacts / recipe.name)
+    digests = Digests(artifacts)
+    pins = Pins(artifacts / recipe.name)
     nodes: dict[str, Node] = {}
     inboxes = Inboxes(recipe, pins, digests, recorded.taken if taken is None else taken, pin=taken is None)
     for name in _ordered(parents):
         config = pinned_sources(inboxes.with_files(name, stages[name]), pins)
-        models = {r.name: _place(recipe, r.name, pins) for r in references(config) if r.name not in parents[name]}
+        models = {
+            r.name: _place(recipe, r.name, pins) for r in references(config) if r.name not in parents[name]
+        }
         waited = {r.name for r in references(config) if not r.decides}
-        made_from = {named: nodes[parent].digest for named, parent in parents[name].items() if named not in waited}
+        made_from = {
+            named: nodes[parent].digest for named, parent in parents[name].items() if named not in waited
+        }
         reading = Reading(digests)
         key = kept.get(name) or stage_digest(recipe, config, made_from, models, reading)
-        nodes[name] = Node(name, config, parents[name], models, key, artifacts / "stages" / f"{name}-{key}", reading.contents)
+        nodes[name] = Node(
+            name, config, parents[name], models, key, artifacts / "stages" / f"{name}-{key}", reading.contents
+        )
     digests.save()
     pins.save()
-    return Plan(recipe, tuple(nodes.values()), aliases, tuple(Pin(*item) for item in pins.used.items()), inboxes.settled)
+    return Plan(
+        recipe,
+        tuple(nodes.values()),
+        aliases,
+        tuple(Pin(*item) for item in pins.used.items()),
+        inboxes.settled,
+    )
 
 
 class _Recorded(NamedTuple):
@@ -163,18 +194,25 @@ class _Recorded(NamedTuple):
 
 
 def _recorded(recipe: Recipe) -> _Recorded:
-    """Returns what `loop.json` says of the rounds of a loop of this recipe: rows of inboxes, and which are refused."""
+    """Returns what `loop.json` says of the rounds of a loop of this recipe: rows of inboxes, and which are
+    refused."""
     record = read_json(Path(recipe.artifacts).absolute() / recipe.name / "loop.json")
-    loop, rounds = record.get("loop"), record.get("rounds") or []
+    loop = record.get("loop")
+    rounds = record.get("rounds") or []
     if loop not in recipe.stages or not isinstance(rounds, list):
         return _Recorded({}, frozenset())
-    named = [(f"{loop}.round{number}", done) for number, done in enumerate([*rounds, record.get("begun")], start=1) if done]
+    named = [
+        (f"{loop}.round{number}", done)
+        for number, done in enumerate([*rounds, record.get("begun")], start=1)
+        if done
+    ]
     taken = {title: done["taken"] for title, done in named if done.get("taken")}
     return _Recorded(taken, frozenset(title for title, done in named if done.get("refused")))
 
 
 def _ordered(parents: Mapping[str, Mapping[str, str]]) -> list[str]:
-    """Sorts stages, parents first, otherwise in the recipe's order. Raises ValueError when stages need each other."""
+    """Sorts stages, parents first, otherwise in the recipe's order. Raises ValueError when stages need each
+    other."""
     ordered: list[str] = []
     path: list[str] = []
 

@@ -1,4 +1,5 @@
-"""Finds the names of models, stages and files in a stage's config, and the places of a recipe's files. Torch-free."""
+"""Finds the names of models, stages and files in a stage's config, and the places of a recipe's files.
+Torch-free."""
 
 from __future__ import annotations
 
@@ -41,7 +42,8 @@ PLACES = {  # fields that name a model or a file, beside those of KINDS
 
 
 class Reference(NamedTuple):
-    """A name of a model or stage in a config. `place` is its field, for messages; `kinds` are the stage kinds it may have."""
+    """A name of a model or stage in a config. `place` is its field, for messages; `kinds` are the stage kinds
+    it may have."""
 
     place: str
     name: str
@@ -85,13 +87,19 @@ def _judge_model(place: str, judge: Judge) -> Iterator[Reference]:
         yield Reference(f"{place}.model", judge.model, named("policy"))
 
 
-def beside(recipe: Recipe, folder: Path, given: Collection[str] = (), absolute: bool = False) -> tuple[dict[str, Any], list[str]]:
-    """Returns the recipe as plain values, with absolute paths in place of inputs' relative ones, which are below `folder`, that of the
-    recipe's file; and a sentence for each path that is none there, but one of the working directory, or close to another one.
+def beside(
+    recipe: Recipe, folder: Path, given: Collection[str] = (), absolute: bool = False
+) -> tuple[dict[str, Any], list[str]]:
+    """Returns the recipe as plain values, with absolute paths in place of inputs' relative ones, which are
+    below `folder`, that of the recipe's file; and a sentence for each path that is none there, but one of the
+    working directory, or close to another one.
 
-    `given`: fields that the command line gives; not `absolute`: what is the same from the working directory stays.
+    `given`: fields that the command line gives; not `absolute`: what is the same from the working directory
+    stays.
     """
-    whole, problems, places = recipe.model_dump(), list[str](), dict[str, str]()
+    whole = recipe.model_dump()
+    problems = list[str]()
+    places = dict[str, str]()
     for where, name in _inputs(recipe):
         if (where if where == "base_model" else "stages") not in given:
             places[name] = _placed(where, name, folder, problems, absolute)
@@ -103,17 +111,22 @@ def beside(recipe: Recipe, folder: Path, given: Collection[str] = (), absolute: 
 
 
 def with_home(recipe: Recipe) -> tuple[Recipe, list[str]]:
-    """Returns the recipe with the user's home folder in place of `~`, and another user's of `~user`, at the start of `artifacts`, `store`
-    and the paths of inputs; and a sentence for each that names no user of this machine."""
+    """Returns the recipe with the user's home folder in place of `~`, and another user's of `~user`, at the
+    start of `artifacts`, `store` and the paths of inputs; and a sentence for each that names no user of this
+    machine."""
     named_places = [("artifacts", recipe.artifacts), ("store", recipe.store or ""), *_inputs(recipe)]
-    homes, problems = dict[str, str](), list[str]()
+    homes = dict[str, str]()
+    problems = list[str]()
     for where, name in named_places:
         if not name.startswith("~"):
             continue
         homes[name] = os.path.expanduser(name)
         if homes[name] == name:
             user = name.partition("/")[0]
-            problems.append(f"{where}: {name}: this machine knows no home folder {user}; write the whole path, or ./{name} for that name")
+            problems.append(
+                f"{where}: {name}: this machine knows no home folder {user}; write the whole path, or"
+                f" ./{name} for that name"
+            )
     if not homes:
         return recipe, []
     whole = recipe.model_dump()
@@ -130,7 +143,8 @@ def relative_paths(recipe: Recipe) -> list[str]:
 
 
 def _is_relative(path: str, folder: Path) -> bool:
-    """Returns whether a name of a model or file is a path below `folder`, and no absolute one, URI or Hub id."""
+    """Returns whether a name of a model or file is a path below `folder`, and no absolute one, URI or Hub
+    id."""
     elsewhere = Path(path).is_absolute() or path.startswith("~") or "://" in path
     return not (elsewhere or (is_remote(path) and not os.path.exists(folder / path)))
 
@@ -141,20 +155,25 @@ def _placed(where: str, name: str, folder: Path, problems: list[str], absolute: 
     if not _is_relative(path, folder):
         if is_remote(path) and parted(path)[1] is None and (near := _nearly(place)):
             meant = os.path.join(os.path.dirname(path), near)
-            problems.append(f"{where}: there is no {place}; did you mean {meant}? (a model of the Hub of this name is written {path}@main)")
+            problems.append(
+                f"{where}: there is no {place}; did you mean {meant}? (a model of the Hub of this name is"
+                f" written {path}@main)"
+            )
         return name
     if not absolute and place == Path(os.path.abspath(path)):
         return name
     if os.path.exists(path) and not os.path.exists(place):
         told = "paths in a recipe are relative to its file"
-        found, write = Path(path).absolute(), os.path.relpath(path, folder)
+        found = Path(path).absolute()
+        write = os.path.relpath(path, folder)
         problems.append(f"{where}: {path}: {told}: there is no {place}, but {found}: write {write}")
         return f"{found}{colon}{function}"
     return f"{place}{colon}{function}"
 
 
 def _nearly(place: Path) -> str | None:
-    """Returns what is beside a place that there is not, and has its name but for one letter more or less, or letters in another order."""
+    """Returns what is beside a place that there is not, and has its name but for one letter more or less, or
+    letters in another order."""
     try:
         others = os.listdir(place.parent)
     except OSError:
@@ -168,13 +187,23 @@ def _nearly(place: Path) -> str | None:
 
 
 def _placed_in(value: Any, names: Mapping[str, str], named_here: bool = False) -> Any:
-    """Returns a config as plain values, with other names in place of some in the fields that name models and files."""
+    """Returns a config as plain values, with other names in place of some in the fields that name models and
+    files."""
     match value:
         case BaseModel():
-            fields = {*PLACES.get(type(value), ()), *(KINDS[value.stage].names if hasattr(value, "stage") else ())}
-            return {field: _placed_in(getattr(value, field), names, field in fields) for field in type(value).model_fields}
+            fields = {
+                *PLACES.get(type(value), ()),
+                *(KINDS[value.stage].names if hasattr(value, "stage") else ()),
+            }
+            return {
+                field: _placed_in(getattr(value, field), names, field in fields)
+                for field in type(value).model_fields
+            }
         case dict():
-            return {_placed_in(key, names, named_here): _placed_in(item, names, named_here) for key, item in value.items()}
+            return {
+                _placed_in(key, names, named_here): _placed_in(item, names, named_here)
+                for key, item in value.items()
+            }
         case list() | tuple():
             return [_placed_in(item, names, named_here) for item in value]
     return names.get(value, value) if named_here else value
@@ -202,7 +231,13 @@ def _files(value: Any, where: str) -> Iterator[tuple[str, str]]:
             yield from ((f"{where}.tasks", task) for task in value.tasks if is_path(task))
     if isinstance(value, BaseModel):
         value = {name: getattr(value, name) for name in type(value).model_fields}
-    parts = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list | tuple) else ()
+    parts = (
+        value.items()
+        if isinstance(value, dict)
+        else enumerate(value)
+        if isinstance(value, list | tuple)
+        else ()
+    )
     for name, part in parts:
         yield from _files(part, f"{where}.{name}")
 

@@ -1,4 +1,5 @@
-"""Says what is wrong with a recipe: one sentence for each mistake that pydantic finds, with its place and what to do."""
+"""Says what is wrong with a recipe: one sentence for each mistake that pydantic finds, with its place and
+what to do."""
 
 from __future__ import annotations
 
@@ -19,10 +20,12 @@ ANYTHING = "placeholder"  # a value of a required field that is missing, for the
 
 
 def sentences(error: ValidationError, raw: object) -> list[str]:
-    """Returns one sentence for each error of pydantic: where, what, what to do. `raw` is the value that was validated."""
+    """Returns one sentence for each error of pydantic: where, what, what to do. `raw` is the value that was
+    validated."""
     found: list[str] = []
     for item in error.errors():
-        where, names = ".".join(str(part) for part in _place(item["loc"])), _place(item["loc"])
+        where = ".".join(str(part) for part in _place(item["loc"]))
+        names = _place(item["loc"])
         match item["type"]:
             case "extra_forbidden":
                 is_of_stage = names[0] == "stages" and len(names) == 3
@@ -32,10 +35,14 @@ def sentences(error: ValidationError, raw: object) -> list[str]:
                 info = _fields(names[:-1], raw).get(names[-1])
                 meaning = f" ({info.description})" if info is not None and info.description else ""
                 found.append(f"{where}: missing{meaning}; add it")
-            case "too_short" if any(other["loc"][: len(item["loc"])] == item["loc"] for other in error.errors() if other != item):
+            case "too_short" if any(
+                other["loc"][: len(item["loc"])] == item["loc"] for other in error.errors() if other != item
+            ):
                 continue  # its wrong items have sentences of their own
             case _ if item["type"] == "invalid_key" or names[-1:] == ["[key]"]:
-                holder = ".".join(str(part) for part in names[: -2 if names[-1] == "[key]" else -1]) or "recipe"
+                holder = (
+                    ".".join(str(part) for part in names[: -2 if names[-1] == "[key]" else -1]) or "recipe"
+                )
                 told = "no text: put it in quotes (YAML reads true, null and 1 as other things)"
                 found.append(f"{holder}: the key {item['input']!r} is {told}")
             case "union_tag_not_found" if names[:1] == ["stages"] and len(names) == 2:
@@ -43,17 +50,27 @@ def sentences(error: ValidationError, raw: object) -> list[str]:
             case "union_tag_invalid" if len(names) == 2 and str(item["ctx"]["tag"]) in UNUSABLE:
                 found.append(f"{where}: {UNUSABLE[str(item['ctx']['tag'])]}")
             case "union_tag_invalid":
-                valid = tuple(KINDS) if len(names) == 2 else TAGS[str(names[-2] if isinstance(names[-1], int) else names[-1])]
+                valid = (
+                    tuple(KINDS)
+                    if len(names) == 2
+                    else TAGS[str(names[-2] if isinstance(names[-1], int) else names[-1])]
+                )
                 key = "stage" if len(names) == 2 else "kind"
                 found.append(f"{where}: {key}: {unknown(str(item['ctx']['tag']), valid, 'value')}")
             case "model_type" | "model_attributes_type" | "dict_type":
-                fields, given = _fields(names, raw), short(item["input"])
-                first = next((key for key in ("sources", "path") if key in fields and isinstance(item["input"], str)), None)
+                fields = _fields(names, raw)
+                given = short(item["input"])
+                first = next(
+                    (key for key in ("sources", "path") if key in fields and isinstance(item["input"], str)),
+                    None,
+                )
                 keys = f" ({', '.join(fields)})" if fields else ""
                 instead = f"write {{ {first}: {item['input']} }}" if first else "correct it"
                 found.append(f"{where}: must be a mapping{keys}, not {given}; {instead}")
             case "value_error":
-                found += [f"{where}: {line}" if where else line for line in str(item["ctx"]["error"]).splitlines()]
+                found += [
+                    f"{where}: {line}" if where else line for line in str(item["ctx"]["error"]).splitlines()
+                ]
             case _:
                 told = item["msg"][0].lower() + item["msg"][1:].removesuffix(" after validation, not 0")
                 told = told.replace("tuple", "list").replace("dictionary", "mapping")
@@ -62,14 +79,16 @@ def sentences(error: ValidationError, raw: object) -> list[str]:
 
 
 class WrongRecipe(ValueError):
-    """Says what is wrong with a recipe, a sentence a line. `rest`: the recipe without that, for further checks, if there is one; sentences
-    of these that contain a word of `wrong` may be consequences."""
+    """Says what is wrong with a recipe, a sentence a line. `rest`: the recipe without that, for further
+    checks, if there is one; sentences of these that contain a word of `wrong` may be consequences."""
 
     def __init__(self, told: Iterable[str], rest: Recipe | None, wrong: Iterable[str] = ()):
         super().__init__("\n".join(told))
         self.rest = rest
         self.wrong = tuple(wrong)
-        self._named = re.compile("|".join(rf"(?<!\w){re.escape(word)}(?!\w)" for word in self.wrong) or r"\b\B")
+        self._named = re.compile(
+            "|".join(rf"(?<!\w){re.escape(word)}(?!\w)" for word in self.wrong) or r"\b\B"
+        )
 
     def further(self, problems: Iterable[str]) -> list[str]:
         """Returns the problems of `rest` that are no consequences."""
@@ -77,23 +96,32 @@ class WrongRecipe(ValueError):
 
 
 def everything_wrong(error: ValidationError, raw: object, check: Callable[[Recipe], Recipe]) -> WrongRecipe:
-    """Returns what `error` says, and what it keeps from being checked: later checks of the same records, and `check`, which places the
-    inputs of a valid recipe and raises ValueError for what is wrong between its stages. To check these, wrong keys, wrong values and stages
-    that stay wrong are removed, and missing values are filled in."""
+    """Returns what `error` says, and what it keeps from being checked: later checks of the same records, and
+    `check`, which places the inputs of a valid recipe and raises ValueError for what is wrong between its
+    stages. To check these, wrong keys, wrong values and stages that stay wrong are removed, and missing
+    values are filled in."""
     told = sentences(error, raw)
     rest, wrong = _without_faults(error, raw)
-    valid, reduced = None, set[str]()
+    valid = None
+    reduced = set[str]()
     for _ in range(4):
         if not _part(rest, "stages"):
             break
         try:
-            further, failed, valid = [], set[str](), Recipe.model_validate(rest)
+            further = []
+            failed = set[str]()
+            valid = Recipe.model_validate(rest)
             valid = check(valid)
         except ValidationError as later:
             further = sentences(later, rest)
-            failed = {str(place[1]) for item in later.errors() if len(place := _place(item["loc"])) > 1 and place[0] == "stages"}
+            failed = {
+                str(place[1])
+                for item in later.errors()
+                if len(place := _place(item["loc"])) > 1 and place[0] == "stages"
+            }
         except ValueError as unfit:
-            further, valid = str(unfit).splitlines(), getattr(unfit, "rest", None)
+            further = str(unfit).splitlines()
+            valid = getattr(unfit, "rest", None)
         told += [each for each in WrongRecipe((), None, wrong).further(further) if each not in told]
         if not failed:
             break
@@ -109,8 +137,10 @@ def everything_wrong(error: ValidationError, raw: object, check: Callable[[Recip
 
 
 def _without_faults(error: ValidationError, raw: object) -> tuple[Any, set[str]]:
-    """Returns the recipe without wrong keys and values and with some value for missing ones, and the words that stand for all these."""
-    rest, wrong = copy.deepcopy(raw), {ANYTHING}
+    """Returns the recipe without wrong keys and values and with some value for missing ones, and the words
+    that stand for all these."""
+    rest = copy.deepcopy(raw)
+    wrong = {ANYTHING}
     for item in error.errors():
         *path, last = _place(item["loc"]) or [""]
         holder: Any = rest
@@ -119,20 +149,35 @@ def _without_faults(error: ValidationError, raw: object) -> tuple[Any, set[str]]
         if item["type"] != "value_error" and isinstance(holder, dict) and last in holder:
             del holder[last]
             wrong |= {str(last), *difflib.get_close_matches(str(last), map(str, _fields(path, raw)))}
-        elif item["type"] == "missing" and isinstance(holder, dict) and (info := _fields(path, raw).get(last)) is not None:
+        elif (
+            item["type"] == "missing"
+            and isinstance(holder, dict)
+            and (info := _fields(path, raw).get(last)) is not None
+        ):
             shapes = {Data: {"sources": ANYTHING}, Source: {"path": ANYTHING}}
             several = typing.get_origin(info.annotation) is tuple
-            holder[last] = [ANYTHING] if several else next((shapes[m] for m in models_in(info.annotation) if m in shapes), ANYTHING)
+            holder[last] = (
+                [ANYTHING]
+                if several
+                else next((shapes[m] for m in models_in(info.annotation) if m in shapes), ANYTHING)
+            )
             wrong.add(str(last))
     return rest, wrong
 
 
 def _inputs_alone(name: str, stage: dict[str, Any]) -> tuple[dict[str, Any], set[str]]:
-    """Returns a stage whose fields contradict each other with its data, models and required fields alone, and the names of the others."""
+    """Returns a stage whose fields contradict each other with its data, models and required fields alone, and
+    the names of the others."""
     kind = KINDS.get(str(stage.get("stage", name)))
     fields = kind.config.model_fields if kind else {}
-    kept = {"stage", "reward", *(key for key, info in fields.items() if info.is_required() or _is_input(info.annotation))}
-    return {key: value for key, value in stage.items() if key in kept}, {str(key) for key in stage.keys() - kept}
+    kept = {
+        "stage",
+        "reward",
+        *(key for key, info in fields.items() if info.is_required() or _is_input(info.annotation)),
+    }
+    return {key: value for key, value in stage.items() if key in kept}, {
+        str(key) for key in stage.keys() - kept
+    }
 
 
 def _is_input(annotation: Any) -> bool:
@@ -141,26 +186,41 @@ def _is_input(annotation: Any) -> bool:
 
 
 def _start_field(names: list[int | str], raw: Any) -> str | None:
-    """Returns what to write for the field that names the start model in another kind of stage, such as `model` in a dpo stage."""
-    if len(names) != 3 or names[0] != "stages" or names[2] not in {kind.start for kind in KINDS.values()} - {"judge"}:
+    """Returns what to write for the field that names the start model in another kind of stage, such as
+    `model` in a dpo stage."""
+    if (
+        len(names) != 3
+        or names[0] != "stages"
+        or names[2] not in {kind.start for kind in KINDS.values()} - {"judge"}
+    ):
         return None
     stage = _part(_part(raw, "stages"), names[1])
     kind = KINDS.get(str(stage.get("stage", names[1])))
-    return f"unknown key {names[2]!r}; did you mean {kind.start}?" if kind and kind.start in kind.config.model_fields else None
+    return (
+        f"unknown key {names[2]!r}; did you mean {kind.start}?"
+        if kind and kind.start in kind.config.model_fields
+        else None
+    )
 
 
 def field_of_recipe(key: str) -> str | None:
-    """Returns what to write for a field of the whole recipe, such as `seed`, that was given in a stage; None for another key."""
+    """Returns what to write for a field of the whole recipe, such as `seed`, that was given in a stage; None
+    for another key."""
     if key not in Recipe.model_fields:
         return None
     return f"{key} is a field of the whole recipe: write it at the top (override: {key}=...)"
 
 
 def unknown(name: str, valid: Iterable[str], what: str = "key") -> str:
-    """Returns `unknown key 'x'; did you mean y?`, or with all valid names when none is close. `what` replaces "key"."""
+    """Returns `unknown key 'x'; did you mean y?`, or with all valid names when none is close. `what` replaces
+    "key"."""
     valid = list(valid)
-    near = difflib.get_close_matches(name, valid, n=3, cutoff=0.6) or [other for other in valid if other.lower() == name.lower()]
-    return f"unknown {what} {name!r}; " + (f"did you mean {' or '.join(near)}?" if near else f"valid: {', '.join(valid) or 'none'}")
+    near = difflib.get_close_matches(name, valid, n=3, cutoff=0.6) or [
+        other for other in valid if other.lower() == name.lower()
+    ]
+    return f"unknown {what} {name!r}; " + (
+        f"did you mean {' or '.join(near)}?" if near else f"valid: {', '.join(valid) or 'none'}"
+    )
 
 
 def models_in(annotation: Any) -> list[type[BaseModel]]:
@@ -172,15 +232,23 @@ def models_in(annotation: Any) -> list[type[BaseModel]]:
 
 # Fields that hold a union of records, and the kinds of each.
 UNIONS = {"judges": Judge, "judge": FallibleJudge, "reward": RewardSource}
-TAGS = {field: tuple(model.model_fields["kind"].default for model in models_in(union)) for field, union in UNIONS.items()}
+TAGS = {
+    field: tuple(model.model_fields["kind"].default for model in models_in(union))
+    for field, union in UNIONS.items()
+}
 
 
 def _place(loc: tuple[int | str, ...]) -> list[int | str]:
-    """Returns the place of an error in the recipe: `loc` without the tags that pydantic puts between a union and its member."""
+    """Returns the place of an error in the recipe: `loc` without the tags that pydantic puts between a union
+    and its member."""
     parts = list(loc)
     if len(parts) > 2 and parts[0] == "stages" and parts[2] in KINDS:
         del parts[2]
-    return [part for i, part in enumerate(parts) if not (i >= 2 and part in TAGS.get(str(_union_of(parts[:i])), ()))]
+    return [
+        part
+        for i, part in enumerate(parts)
+        if not (i >= 2 and part in TAGS.get(str(_union_of(parts[:i])), ()))
+    ]
 
 
 def _union_of(before: list[int | str]) -> int | str:
@@ -202,10 +270,17 @@ def _fields(names: list[int | str], raw: Any) -> dict[Any, Any]:
         elif keyed:
             keyed = False  # `name` is a user's key in a mapping of records, whose value is the record
         elif isinstance(name, str):
-            annotation = models[0].model_fields[name].annotation if models and name in models[0].model_fields else None
-            models, keyed = models_in(annotation), typing.get_origin(annotation) is dict
+            annotation = (
+                models[0].model_fields[name].annotation if models and name in models[0].model_fields else None
+            )
+            models = models_in(annotation)
+            keyed = typing.get_origin(annotation) is dict
         if len(models) > 1:  # judges, rewards: the record's `kind` selects the class
-            models = [m for m in models if isinstance(raw, dict) and m.model_fields["kind"].default == raw.get("kind")] or models
+            models = [
+                m
+                for m in models
+                if isinstance(raw, dict) and m.model_fields["kind"].default == raw.get("kind")
+            ] or models
     return {key: info for model in reversed(models) for key, info in model.model_fields.items()}
 
 

@@ -1,8 +1,9 @@
-"""Reads and writes the YAML of recipes: scalars as YAML 1.2's core schema says (https://yaml.org/spec/1.2.2/#103-core-schema), and merge
-keys (`<<: *name`), whose explicit keys win.
+"""Reads and writes the YAML of recipes: scalars as YAML 1.2's core schema says
+(https://yaml.org/spec/1.2.2/#103-core-schema), and merge keys (`<<: *name`), whose explicit keys win.
 
-PyYAML alone reads YAML 1.1, in which 12:30 is 750, 010 is 8, `no` is false, 2024-01-01 is a date and 5e-7 is text. A key that appears
-twice is an error, and aliases may not stand for more than MOST values, which would fill the memory.
+PyYAML alone reads YAML 1.1, in which 12:30 is 750, 010 is 8, `no` is false, 2024-01-01 is a date and 5e-7 is
+text. A key that appears twice is an error, and aliases may not stand for more than MOST values, which would
+fill the memory.
 """
 
 from __future__ import annotations
@@ -22,7 +23,11 @@ SCALARS = (
     ("null", r"~|null|Null|NULL|", "~nN"),
     ("bool", r"true|True|TRUE|false|False|FALSE", "tTfF"),
     ("int", r"[-+]?[0-9]+|0o[0-7]+|0x[0-9a-fA-F]+", "-+0123456789"),
-    ("float", r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)", "-+.0123456789"),
+    (
+        "float",
+        r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)",
+        "-+.0123456789",
+    ),
     ("merge", r"<<", "<"),
 )
 BASES = {"0o": 8, "0x": 16}
@@ -40,7 +45,9 @@ class _Loader(yaml.SafeLoader):
             return super().construct_object(node, deep)
         except (ValueError, LookupError, AttributeError):  # a number of too many digits, a tag on other text
             text = repr(str(node.value)[:60])
-            raise ConstructorError(None, None, f"{text} cannot be read as the date or number it looks like", node.start_mark) from None
+            raise ConstructorError(
+                None, None, f"{text} cannot be read as the date or number it looks like", node.start_mark
+            ) from None
 
     def construct_integer(self, node: yaml.ScalarNode) -> int:
         text = self.construct_scalar(node)
@@ -62,7 +69,9 @@ class _Loader(yaml.SafeLoader):
         for key_node, _ in node.value:
             key = "<<" if key_node.tag == MERGE else self.construct_object(key_node, deep=True)
             if not isinstance(key, Hashable):
-                raise ConstructorError(None, None, "a key is a list or a mapping, and must be text", key_node.start_mark)
+                raise ConstructorError(
+                    None, None, "a key is a list or a mapping, and must be text", key_node.start_mark
+                )
             if key in seen:
                 raise ConstructorError(None, None, f"the key {key!r} appears twice", key_node.start_mark)
             seen.add(key)
@@ -73,7 +82,11 @@ class _Dumper(yaml.SafeDumper):
 
 
 for _kind, _pattern, _first in SCALARS:
-    _resolver = TAG + _kind, re.compile(f"^(?:{_pattern})$"), [*_first, ""] if _kind == "null" else list(_first)
+    _resolver = (
+        TAG + _kind,
+        re.compile(f"^(?:{_pattern})$"),
+        [*_first, ""] if _kind == "null" else list(_first),
+    )
     _Loader.add_implicit_resolver(*_resolver)
     _Dumper.add_implicit_resolver(*_resolver)
 _Loader.add_constructor(TAG + "int", _Loader.construct_integer)
@@ -93,22 +106,32 @@ def parse(text: str, where: str) -> Any:
         if node is None:
             return None
         if _size(node, {}) > MOST:
-            raise ValueError(f"holds more than {MOST:,} values, with those that its aliases (*name) stand for")
+            raise ValueError(
+                f"holds more than {MOST:,} values, with those that its aliases (*name) stand for"
+            )
         return loader.construct_document(node)
     except yaml.MarkedYAMLError as error:
         line = f" line {error.problem_mark.line + 1}" if error.problem_mark else ""
         raise ValueError(f"{where}{line}: {error.problem}; correct the YAML") from None
     except RecursionError:
-        raise ValueError(f"{where}: its brackets are nested too deeply to be read; correct the YAML") from None
-    except (yaml.YAMLError, ValueError, TypeError) as error:  # too many values; a tag on a value of another type
+        raise ValueError(
+            f"{where}: its brackets are nested too deeply to be read; correct the YAML"
+        ) from None
+    except (
+        yaml.YAMLError,
+        ValueError,
+        TypeError,
+    ) as error:  # too many values; a tag on a value of another type
         raise ValueError(f"{where}: {str(error).splitlines()[0]}; correct the YAML") from None
 
 
 def _size(node: yaml.Node, sizes: dict[int, float]) -> float:
-    """Returns the number of values in a node, each alias counted as what it stands for; infinity for one that holds itself."""
+    """Returns the number of values in a node, each alias counted as what it stands for; infinity for one that
+    holds itself."""
     if id(node) not in sizes:
         sizes[id(node)] = float("inf")
         values = node.value if isinstance(node, yaml.CollectionNode) else ()
-        parts = [part for value in values for part in (value if isinstance(value, tuple) else (value,))]  # a mapping has pairs
+        # a mapping has pairs
+        parts = [part for value in values for part in (value if isinstance(value, tuple) else (value,))]
         sizes[id(node)] = 1 + sum(_size(part, sizes) for part in parts)
     return sizes[id(node)]

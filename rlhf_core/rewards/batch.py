@@ -1,7 +1,8 @@
-"""Scores one batch of answers in this process: reward models one after another, functions and servers at the same time.
+"""Scores one batch of answers in this process: reward models one after another, functions and servers at the
+same time.
 
-For stages that score once. PPO's reward models run on the Ray cluster. `Client._batch` in clients.py splits a batch to find an answer
-that hangs.
+For stages that score once. PPO's reward models run on the Ray cluster. `Client._batch` in clients.py splits a
+batch to find an answer that hangs.
 """
 
 from __future__ import annotations
@@ -30,12 +31,14 @@ def reward_batch(
     scores: Callable[[str, Sequence[Document]], list[float]] | None = None,
     own_tokens: Mapping[str, OwnTokens] = MappingProxyType({}),
 ) -> Combined:
-    """The weighed sum over all sources, (N,) for N answers given as documents (to models) and as samples (to functions and servers).
+    """The weighed sum over all sources, (N,) for N answers given as documents (to models) and as samples (to
+    functions and servers).
 
-    `dtype`: of the reward models; auto: the dtype of each checkpoint. `scores`: those of a model in another place than this process;
-    `own_tokens`: of reward models with another tokenizer than the documents', by title.
-    `running` normalisation is by the mean and standard deviation of this batch. RewardsFailed when a source left more than the share
-    `max_failed` of the answers without a reward; ValueError when no answer has a reward of every source.
+    `dtype`: of the reward models; auto: the dtype of each checkpoint. `scores`: those of a model in another
+    place than this process; `own_tokens`: of reward models with another tokenizer than the documents', by
+    title. `running` normalisation is by the mean and standard deviation of this batch. RewardsFailed when a
+    source left more than the share `max_failed` of the answers without a reward; ValueError when no answer
+    has a reward of every source.
     """
     allowed = int(max_failed * len(documents))
     models = [source for source in sources if isinstance(source, ModelReward)]
@@ -44,7 +47,9 @@ def reward_batch(
         given = own_tokens[source.title].documents(samples) if source.title in own_tokens else documents
         if scores is not None:
             return source.title, scores(paths[source.model], given)
-        return source.title, RewardScorer(paths[source.model], dtype, micro_batch_size, trust_remote_code).score(given)
+        return source.title, RewardScorer(
+            paths[source.model], dtype, micro_batch_size, trust_remote_code
+        ).score(given)
 
     clients = Clients([client_of(source) for source in sources if not isinstance(source, ModelReward)])
     try:
@@ -58,4 +63,7 @@ def reward_batch(
 
 def terms_of(sources: Sequence[RewardSource], paths: Mapping[str, str]) -> list[Term]:
     """The parts of the sum. ValueError when requested statistics are not stored with their model."""
-    return [term_of(source, paths[source.model] if isinstance(source, ModelReward) else None) for source in sources]
+    return [
+        term_of(source, paths[source.model] if isinstance(source, ModelReward) else None)
+        for source in sources
+    ]

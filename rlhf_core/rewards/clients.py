@@ -1,8 +1,9 @@
-"""Requests rewards from functions and servers while models score. `Client._batch` splits a batch to find an answer that hangs.
+"""Requests rewards from functions and servers while models score. `Client._batch` splits a batch to find an
+answer that hangs.
 
-Requests run in threads and are repeated with growing pauses.
-A reward that no attempt gave is nan and counted. Once a source has left more than `allowed` answers without a reward, no more requests
-are sent and the run stops with the source's name and its last error.
+Requests run in threads and are repeated with growing pauses. A reward that no attempt gave is nan and
+counted. Once a source has left more than `allowed` answers without a reward, no more requests are sent and
+the run stops with the source's name and its last error.
 """
 
 from __future__ import annotations
@@ -29,11 +30,14 @@ if TYPE_CHECKING:
     from rlhf_core.cluster.ray_cluster import Node
 
 LONGEST_PAUSE = 30.0  # seconds between two requests
-PARTS = 4  # of a request that failed: an answer that hangs costs the larger of max_attempts and log4(batch) + 1 time limits
+# of a request that failed: an answer that hangs costs the larger of max_attempts and log4(batch) + 1 time
+# limits
+PARTS = 4
 
 
 class Source(Protocol):
-    """One attempt. RewardError: this attempt failed; ValueError: every one would. `wanted`: the lists of the contract that it reads."""
+    """One attempt. RewardError: this attempt failed; ValueError: every one would. `wanted`: the lists of the
+    contract that it reads."""
 
     @property
     def wanted(self) -> Collection[str]: ...
@@ -45,8 +49,8 @@ class Source(Protocol):
 
 @dataclass(frozen=True)
 class Rewards:
-    """What the sources say of N answers: (N,) each, nan where a source failed; each failing source's last error; and, by source and index,
-    the steps of answers."""
+    """What the sources say of N answers: (N,) each, nan where a source failed; each failing source's last
+    error; and, by source and index, the steps of answers."""
 
     by_source: dict[str, np.ndarray]
     errors: dict[str, str]
@@ -57,8 +61,13 @@ class Rewards:
 
     def take(self, indices: Sequence[int]) -> Rewards:
         place = {index: i for i, index in enumerate(indices)}
-        steps = {name: {place[i]: found for i, found in by.items() if i in place} for name, by in self.steps.items()}
-        return Rewards({name: values[list(indices)] for name, values in self.by_source.items()}, self.errors, steps)
+        steps = {
+            name: {place[i]: found for i, found in by.items() if i in place}
+            for name, by in self.steps.items()
+        }
+        return Rewards(
+            {name: values[list(indices)] for name, values in self.by_source.items()}, self.errors, steps
+        )
 
     def check(self, allowed: int) -> None:
         """Raises RewardsFailed when a source left more than `allowed` answers without a reward."""
@@ -75,11 +84,14 @@ def join(parts: Sequence[Rewards]) -> Rewards:
     for start, part in zip(starts, parts, strict=False):
         for name, by in part.steps.items():
             steps.setdefault(name, {}).update({start + i: found for i, found in by.items()})
-    return Rewards({name: np.concatenate([part.by_source[name] for part in parts]) for name in names}, errors, steps)
+    return Rewards(
+        {name: np.concatenate([part.by_source[name] for part in parts]) for name in names}, errors, steps
+    )
 
 
 class Given(NamedTuple):
-    """Holds what a source said of N answers: rewards (N,), nan where one failed, the last error, and the steps of answers by index."""
+    """Holds what a source said of N answers: rewards (N,), nan where one failed, the last error, and the
+    steps of answers by index."""
 
     rewards: np.ndarray
     error: str
@@ -92,8 +104,8 @@ def collect(
     allowed: int,
     failures: Mapping[str, str] = MappingProxyType({}),
 ) -> Rewards:
-    """What reward models scored, (title, (N,)) each, and pending requests to sources outside; a score that is not finite has failed, as
-    `failures` says, by title.
+    """What reward models scored, (title, (N,)) each, and pending requests to sources outside; a score that is
+    not finite has failed, as `failures` says, by title.
 
     RewardsFailed when a source left more than `allowed` answers without a reward.
     """
@@ -103,7 +115,9 @@ def collect(
     for title, scores in scored:
         values = np.asarray(scores, dtype=np.float64)
         by_source[title] = np.where(np.isfinite(values), values, np.nan)
-        check_failures(title, int(np.isnan(by_source[title]).sum()), allowed, len(values), failures.get(title, ""))
+        check_failures(
+            title, int(np.isnan(by_source[title]).sum()), allowed, len(values), failures.get(title, "")
+        )
     for title, future in pending.items():
         by_source[title], error, steps[title] = future.result()
         errors |= {title: error} if error else {}
@@ -111,21 +125,38 @@ def collect(
 
 
 class Client:
-    """Sends requests to one function or server. `pause` seconds is the scale of the first pause between two attempts."""
+    """Sends requests to one function or server. `pause` seconds is the scale of the first pause between two
+    attempts."""
 
-    def __init__(self, title: str, source: Source, batch_size: int, concurrency: int, max_attempts: int, pause: float = 1.0):
-        self.title, self._source = title, source
-        self._batch_size, self._concurrency, self._max_attempts = batch_size, concurrency, max_attempts
-        self._pause, self._given_up = pause, Event()
+    def __init__(
+        self,
+        title: str,
+        source: Source,
+        batch_size: int,
+        concurrency: int,
+        max_attempts: int,
+        pause: float = 1.0,
+    ):
+        self.title = title
+        self._source = source
+        self._batch_size = batch_size
+        self._concurrency = concurrency
+        self._max_attempts = max_attempts
+        self._pause = pause
+        self._given_up = Event()
         self._rewarded = False  # a request has had a reward
-        self._raised = set[str]()  # the places of errors of the user's code that requests without rewards met; "": another failure
+        # the places of errors of the user's code that requests without rewards met; "": another failure
+        self._raised = set[str]()
         self.wanted = source.wanted
 
     def score(self, samples: Sequence[Sample], allowed: int) -> Given:
-        """Rewards of all answers. When more than `allowed` have none it raises RewardsFailed, or ValueError where every request so far
-        raised the same error of the user's code."""
+        """Rewards of all answers. When more than `allowed` have none it raises RewardsFailed, or ValueError
+        where every request so far raised the same error of the user's code."""
         batches = [samples[i : i + self._batch_size] for i in range(0, len(samples), self._batch_size)]
-        rewards, last_error, failed, steps = [], "", 0, dict[int, Steps]()
+        rewards = []
+        last_error = ""
+        failed = 0
+        steps = dict[int, Steps]()
         with ThreadPoolExecutor(self._concurrency, thread_name_prefix=self.title) as pool:
             work = [pool.submit(self._batch, batch) for batch in batches]
             try:
@@ -136,7 +167,10 @@ class Client:
                     last_error = error or last_error
                     failed += int(np.isnan(values).sum())
                     if self._always_raises and failed > allowed:
-                        raise ValueError(f"the reward source {self.title}: each request raised {last_error}; correct it, then run again")
+                        raise ValueError(
+                            f"the reward source {self.title}: each request raised {last_error}; correct it,"
+                            " then run again"
+                        )
                     check_failures(self.title, failed, allowed, len(samples), last_error)
             except BaseException:
                 self._given_up.set()
@@ -151,14 +185,19 @@ class Client:
     def _batch(self, samples: Sequence[Sample]) -> Given:
         """Rewards of a batch.
 
-        A request that fails as a whole is followed by one for each quarter of its answers, so that an answer which the source cannot take
-        is found and lost alone. An answer that is requested again without a cut was in `max_attempts` requests at most. A search for one
-        answer by halves takes log2(batch) + 1 requests: after `max_attempts` more than that in a row without a reward, the source is taken
-        to be dead and the rest of the batch is given up.
+        A request that fails as a whole is followed by one for each quarter of its answers, so that an answer
+        which the source cannot take is found and lost alone. An answer that is requested again without a cut
+        was in `max_attempts` requests at most. A search for one answer by halves takes log2(batch) + 1
+        requests: after `max_attempts` more than that in a row without a reward, the source is taken to be
+        dead and the rest of the batch is given up.
         """
-        rewards, attempts, error = np.full(len(samples), np.nan), np.zeros(len(samples), int), ""
+        rewards = np.full(len(samples), np.nan)
+        attempts = np.zeros(len(samples), int)
+        error = ""
         steps: dict[int, Steps] = {}
-        waiting, in_a_row, limit = deque([np.arange(len(samples))]), 0, self._max_attempts + len(samples).bit_length()
+        waiting = deque([np.arange(len(samples))])
+        in_a_row = 0
+        limit = self._max_attempts + len(samples).bit_length()
         while waiting and in_a_row < limit:
             if self._given_up.is_set():
                 return Given(rewards, error or "it gets no more requests", steps)
@@ -170,11 +209,14 @@ class Client:
                 rewards[part] = reply.rewards
                 steps = {i: found for i, found in steps.items() if i not in set(part.tolist())}
                 steps |= {int(part[i]): found for i, found in reply.steps.items()}
-                again, problem = [part[np.isnan(rewards[part])]], "it gave null, nan or no number"
+                again = [part[np.isnan(rewards[part])]]
+                problem = "it gave null, nan or no number"
             except WrongReply as failure:
-                again, problem = [part], str(failure)
+                again = [part]
+                problem = str(failure)
             except RewardError as failure:
-                again, problem = np.array_split(part, min(PARTS, len(part))), str(failure)
+                again = np.array_split(part, min(PARTS, len(part)))
+                problem = str(failure)
                 place = failure.place if isinstance(failure, CodeError) else ""
             if len(again) == 1:
                 again = [again[0][attempts[again[0]] < self._max_attempts]]
@@ -199,8 +241,8 @@ class Client:
 
 
 def client_of(source: RewardSource, others: Sequence[Node] = ()) -> Client:
-    """A function or server of a recipe, ready to score. `others`: nodes besides this one on which a function runs. ValueError when its key
-    is not set."""
+    """A function or server of a recipe, ready to score. `others`: nodes besides this one on which a function
+    runs. ValueError when its key is not set."""
     assert isinstance(source, FunctionReward | HttpReward), "a reward model is a group of the cluster"
     ready: Source
     if isinstance(source, FunctionReward):
@@ -213,7 +255,10 @@ def client_of(source: RewardSource, others: Sequence[Node] = ()) -> Client:
             ready = Function(*called)
     else:
         if source.api_key_env and not os.environ.get(source.api_key_env):
-            raise ValueError(f"the reward {source.title} needs a key in the environment variable {source.api_key_env}: set it")
+            raise ValueError(
+                f"the reward {source.title} needs a key in the environment variable {source.api_key_env}:"
+                " set it"
+            )
         ready = Server(source.url, source.timeout, source.api_key_env)
     return Client(source.title, ready, source.batch_size, source.concurrency, source.max_attempts)
 
@@ -222,8 +267,9 @@ def check_failures(title: str, failed: int, allowed: int, requested: int, error:
     """Raises RewardsFailed when more than `allowed` answers have no reward."""
     if failed > allowed:
         raise RewardsFailed(
-            f"the reward source {title} left {failed} of {requested} answers without a reward, more than the {allowed} that "
-            f"max_failed_rewards allows (the last error: {error or 'a score that is not finite'}); look at the source, then run again"
+            f"the reward source {title} left {failed} of {requested} answers without a reward, more than the"
+            f" {allowed} that max_failed_rewards allows (the last error:"
+            f" {error or 'a score that is not finite'}); look at the source, then run again"
         )
 
 

@@ -1,4 +1,5 @@
-"""Combines the rewards of several sources into one: standardises each source separately, then sums them by weight. Calls no source.
+"""Combines the rewards of several sources into one: standardises each source separately, then sums them by
+weight. Calls no source.
 
 An answer without a reward from every source gets no reward: a sum without one part is not comparable.
 """
@@ -33,12 +34,16 @@ class Running(NamedTuple):
             return self
         mean = float(values.double().mean())
         squares = float((values.double() - mean).square().sum())
-        total, gap = self.number + n, mean - self.mean
-        return Running(total, self.mean + gap * n / total, self.squares + squares + gap * gap * self.number * n / total)
+        total = self.number + n
+        gap = mean - self.mean
+        return Running(
+            total, self.mean + gap * n / total, self.squares + squares + gap * gap * self.number * n / total
+        )
 
     @property
     def std(self) -> float:
-        """Population standard deviation; 1 while all values were equal, so that dividing by it changes nothing."""
+        """Population standard deviation; 1 while all values were equal, so that dividing by it changes
+        nothing."""
         return math.sqrt(self.squares / self.number) if self.squares > 0 else 1.0
 
 
@@ -52,7 +57,8 @@ class Term(NamedTuple):
 
 
 def term_of(source: RewardSource, path: str | None, default: Literal["none", "stored"] = "none") -> Term:
-    """A source's part of the sum; `path` of a reward model. `default` is the normalisation of models whose recipe names none.
+    """A source's part of the sum; `path` of a reward model. `default` is the normalisation of models whose
+    recipe names none.
 
     ValueError when the requested statistics are not stored with the model.
     """
@@ -60,7 +66,9 @@ def term_of(source: RewardSource, path: str | None, default: Literal["none", "st
         return Term(source.title, source.weight, source.normalize, None)
     normalize = source.normalize or default
     assert path is not None
-    return Term(source.title, source.weight, normalize, stored_statistics(path) if normalize == "stored" else None)
+    return Term(
+        source.title, source.weight, normalize, stored_statistics(path) if normalize == "stored" else None
+    )
 
 
 class Combined(NamedTuple):
@@ -71,8 +79,11 @@ class Combined(NamedTuple):
     metrics: dict[str, float]
 
 
-def with_answers(statistics: Mapping[str, Running], by_source: Mapping[str, np.ndarray], terms: Sequence[Term]) -> dict[str, Running]:
-    """Returns the running statistics with more answers, of the sources that are standardised by them; failed answers do not count."""
+def with_answers(
+    statistics: Mapping[str, Running], by_source: Mapping[str, np.ndarray], terms: Sequence[Term]
+) -> dict[str, Running]:
+    """Returns the running statistics with more answers, of the sources that are standardised by them; failed
+    answers do not count."""
     updated = dict(statistics)
     for term in terms:
         if term.normalize == "running":
@@ -86,18 +97,24 @@ def _narrowed(rewards: np.ndarray) -> Tensor:
     return torch.from_numpy(bounded(rewards).astype(np.float32))
 
 
-def combine(by_source: Mapping[str, np.ndarray], terms: Sequence[Term], statistics: Mapping[str, Running]) -> Combined:
-    """`sum of weight * (reward - mean) / std` over the sources; `by_source` (N,) each, nan where one failed. `statistics`: as
-    `with_answers`, these answers included.
+def combine(
+    by_source: Mapping[str, np.ndarray], terms: Sequence[Term], statistics: Mapping[str, Running]
+) -> Combined:
+    """`sum of weight * (reward - mean) / std` over the sources; `by_source` (N,) each, nan where one failed.
+    `statistics`: as `with_answers`, these answers included.
 
-    ValueError when no answer has a reward of every source. `reward/mean` and `reward/std` are of the weighed sum before any
-    standardisation, so that they are of one scale over the run.
+    ValueError when no answer has a reward of every source. `reward/mean` and `reward/std` are of the weighed
+    sum before any standardisation, so that they are of one scale over the run.
     """
     raw = {term.title: _narrowed(by_source[term.title]) for term in terms}
     scored = torch.stack([values.isfinite() for values in raw.values()]).all(0)
     if not scored.any():
-        raise ValueError(f"none of {len(scored)} answers has a reward of every source ({', '.join(raw)}): look at the sources")
-    total, shown = torch.zeros(len(scored)), torch.zeros(len(scored))
+        raise ValueError(
+            f"none of {len(scored)} answers has a reward of every source ({', '.join(raw)}): look at the"
+            " sources"
+        )
+    total = torch.zeros(len(scored))
+    shown = torch.zeros(len(scored))
     metrics: dict[str, float] = {}
     for term in terms:
         values = raw[term.title]
@@ -114,12 +131,14 @@ def combine(by_source: Mapping[str, np.ndarray], terms: Sequence[Term], statisti
         elif term.normalize == "running":
             running = statistics[term.title]
             standard = normalize_rewards(values, running.mean, running.std)
-        total, shown = total + term.weight * standard, shown + term.weight * values
+        total = total + term.weight * standard
+        shown = shown + term.weight * values
     shown = shown[scored].double()  # squares of large rewards are not finite in float32
     metrics |= {"reward/mean": float(shown.mean()), "reward/std": float(shown.std(correction=0))}
     return Combined(torch.where(scored, total, 0), scored, metrics)
 
 
 def plain_sum(by_source: Mapping[str, np.ndarray], terms: Sequence[Term]) -> np.ndarray:
-    """The weighed sum before any standardisation, (N,), nan where a source failed: of one scale over the run."""
+    """The weighed sum before any standardisation, (N,), nan where a source failed: of one scale over the
+    run."""
     return np.sum([term.weight * bounded(by_source[term.title]) for term in terms], axis=0)

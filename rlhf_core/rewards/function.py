@@ -1,7 +1,9 @@
-"""Runs a user's Python reward function in separate processes (`function_worker.py`): one JSON line in, one JSON line out.
+"""Runs a user's Python reward function in separate processes (`function_worker.py`): one JSON line in, one
+JSON line out.
 
-A function that hangs is stopped after the time limit. One that crashes does not stop the stage. What it prints is not read as a reward.
-The next request starts a stopped process again. `Client._batch` in clients.py splits a batch to find the answer that hangs.
+A function that hangs is stopped after the time limit. One that crashes does not stop the stage. What it
+prints is not read as a reward. The next request starts a stopped process again. `Client._batch` in clients.py
+splits a batch to find the answer that hangs.
 """
 
 from __future__ import annotations
@@ -27,7 +29,8 @@ ENDING_SECONDS = 5.0  # how long a process that has closed its output may take t
 
 
 def wanted_by(file: Path, name: str) -> Collection[str]:
-    """Returns the lists of the contract that the signature of a function names, without running its file; all where that does not tell."""
+    """Returns the lists of the contract that the signature of a function names, without running its file; all
+    where that does not tell."""
     try:
         tree = ast.parse(file.read_text())
     except (OSError, SyntaxError, ValueError):  # the worker will say what is wrong
@@ -37,7 +40,9 @@ def wanted_by(file: Path, name: str) -> Collection[str]:
     if len(found) != 1 or len(bound) != 1 or found[0].decorator_list or found[0].args.kwarg:
         return LISTS
     arguments = found[0].args
-    return LISTS & {argument.arg for argument in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs)}
+    return LISTS & {
+        argument.arg for argument in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs)
+    }
 
 
 def _bound(node: ast.AST) -> list[str]:
@@ -50,20 +55,24 @@ def _bound(node: ast.AST) -> list[str]:
 
 
 class Function:
-    """Calls `name` of `file` in up to `processes` processes. `timeout` seconds a request; the first also waits for the imports."""
+    """Calls `name` of `file` in up to `processes` processes. `timeout` seconds a request; the first also
+    waits for the imports."""
 
     def __init__(self, file: Path, name: str, timeout: float, processes: int):
-        self.timeout, self.wanted = timeout, wanted_by(file, name)
+        self.timeout = timeout
+        self.wanted = wanted_by(file, name)
         self._command = [sys.executable, "-P", "-m", "rlhf_core.rewards.function_worker", str(file), name]
         self._idle: queue.Queue[subprocess.Popen[bytes] | None] = queue.Queue()
-        self._lock, self._closed, self._running = Lock(), False, set[subprocess.Popen[bytes]]()
+        self._lock = Lock()
+        self._closed = False
+        self._running = set[subprocess.Popen[bytes]]()
         self._numbers = itertools.count()
         for _ in range(processes):
             self._idle.put(None)
 
     def score(self, samples: Sequence[Sample]) -> Reply:
-        """Returns the function's rewards. RewardError when the call failed, CodeError by an error of the code; ValueError when the function
-        cannot be loaded."""
+        """Returns the function's rewards. RewardError when the call failed, CodeError by an error of the
+        code; ValueError when the function cannot be loaded."""
         process = self._idle.get()
         try:
             if process is None:
@@ -83,7 +92,8 @@ class Function:
         return read_reply(json.dumps(reply), len(samples))
 
     def _ask(self, process: subprocess.Popen[bytes], samples: Sequence[Sample]) -> dict[str, Any]:
-        """Sends a request; returns its reply. Raises RewardError for a line that is not the reply to this very request."""
+        """Sends a request; returns its reply. Raises RewardError for a line that is not the reply to this
+        very request."""
         number = next(self._numbers)
         line = f'{{"number": {number}, "question": {question_json(samples, self.wanted)}}}'
         reply = self._exchange(process, line.encode())
@@ -92,7 +102,8 @@ class Function:
         return reply
 
     def _start(self) -> subprocess.Popen[bytes]:
-        # The worker's own path is safe by -P. Scripts that the function starts find the modules beside them, as anywhere.
+        # The worker's own path is safe by -P. Scripts that the function starts find the modules beside them,
+        # as anywhere.
         environment = {name: value for name, value in child_environment().items() if name != "PYTHONSAFEPATH"}
         with self._lock:
             if self._closed:
@@ -116,7 +127,8 @@ class Function:
         return process
 
     def _exchange(self, process: subprocess.Popen[bytes], line: bytes) -> dict[str, Any]:
-        """Writes a line (if any) and reads one, a JSON object; the process is ended when that takes longer than the limit."""
+        """Writes a line (if any) and reads one, a JSON object; the process is ended when that takes longer
+        than the limit."""
         assert process.stdin is not None and process.stdout is not None
         timer = Timer(self.timeout, kill_group, [process.pid])
         timer.start()
@@ -145,13 +157,16 @@ class Function:
         if self._closed:
             return "it gets no more requests"
         deadline = time.monotonic() + ENDING_SECONDS
-        # WNOWAIT: until `_end` has it no longer among those that run, `close` may kill it, so its number must stay its own.
+        # WNOWAIT: until `_end` has it no longer among those that run, `close` may kill it, so its number must
+        # stay its own.
         while not (by_itself := os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT | os.WNOHANG)):
             if time.monotonic() > deadline:
                 break
             time.sleep(0.01)
         self._end(process)
-        return f"its process {how_ended(process.returncode)}" if by_itself else "its process closed its output"
+        return (
+            f"its process {how_ended(process.returncode)}" if by_itself else "its process closed its output"
+        )
 
     def close(self) -> None:
         """Ends all processes; a caller that waits for one of them gets an error."""

@@ -1,4 +1,5 @@
-"""Runs a user's reward function on all nodes of a stage: each has its part of the function's processes (`function.py`)."""
+"""Runs a user's reward function on all nodes of a stage: each has its part of the function's processes
+(`function.py`)."""
 
 from __future__ import annotations
 
@@ -13,8 +14,8 @@ from rlhf_core.rewards.function import Function
 
 
 class SpreadFunction:
-    """Calls a function in up to `processes` processes, dealt to this node and `others` in turn. A node that has no file of that name is
-    named in the error."""
+    """Calls a function in up to `processes` processes, dealt to this node and `others` in turn. A node that
+    has no file of that name is named in the error."""
 
     def __init__(self, file: Path, name: str, timeout: float, processes: int, others: Sequence[Node]):
         self._here = Function(file, name, timeout, -(-processes // (1 + len(others))))
@@ -22,7 +23,8 @@ class SpreadFunction:
         self._helpers: list[Helper] = []
         self._free: queue.Queue[Helper | None] = queue.Queue()  # None: this node
         for number, node in enumerate(others, 1):
-            if share := len(range(number, processes, 1 + len(others))):
+            share = len(range(number, processes, 1 + len(others)))
+            if share:
                 made = Helper(node, share, Function, file=file, name=name, timeout=timeout, processes=share)
                 self._helpers.append(made)
                 for _ in range(share):
@@ -45,7 +47,9 @@ class SpreadFunction:
             helper = None  # from then on this node does its part
             raise RewardError(str(died)) from None
         except ValueError as error:
-            raise ValueError(str(error) if helper is None else f"{error} (on the Ray node {helper.node.address})") from None
+            raise ValueError(
+                str(error) if helper is None else f"{error} (on the Ray node {helper.node.address})"
+            ) from None
         finally:
             self._free.put(helper)
 

@@ -1,8 +1,10 @@
-"""`python -m rlhf_core.rewards.function_worker FILE NAME`: calls a reward function for each line of JSON on stdin.
+"""`python -m rlhf_core.rewards.function_worker FILE NAME`: calls a reward function for each line of JSON on
+stdin.
 
-The first output line reports that the function is loaded, or its error. Then one line follows for each request
-`{"number": N, "question": {...}}`: `{"number": N, "rewards": [...]}`, or N with a `UsersError`. The function gets the lists of the contract
-that its signature names. A process that the function forks gives no reply: it ends where the function returns.
+The first output line reports that the function is loaded, or its error. Then one line follows for each
+request `{"number": N, "question": {...}}`: `{"number": N, "rewards": [...]}`, or N with a `UsersError`. The
+function gets the lists of the contract that its signature names. A process that the function forks gives no
+reply: it ends where the function returns.
 """
 
 from __future__ import annotations
@@ -31,13 +33,20 @@ def load(file: Path, name: str) -> Callable[..., Any]:
 
 
 def wanted(function: Callable[..., Any], lists: dict[str, Any]) -> dict[str, Any]:
-    """The lists that the function's signature names, or all if it takes any keyword. ValueError when it needs more."""
+    """The lists that the function's signature names, or all if it takes any keyword. ValueError when it needs
+    more."""
     parameters = inspect.signature(function).parameters.values()
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
         return lists
-    unknown = [p.name for p in parameters if p.name not in lists and p.default is p.empty and p.kind is not p.VAR_POSITIONAL]
+    unknown = [
+        p.name
+        for p in parameters
+        if p.name not in lists and p.default is p.empty and p.kind is not p.VAR_POSITIONAL
+    ]
     if unknown:
-        raise ValueError(f"a reward function may name {', '.join(lists)}; {function.__name__} needs {', '.join(unknown)}")
+        raise ValueError(
+            f"a reward function may name {', '.join(lists)}; {function.__name__} needs {', '.join(unknown)}"
+        )
     return {parameter.name: lists[parameter.name] for parameter in parameters if parameter.name in lists}
 
 
@@ -54,7 +63,8 @@ def call(function: Callable[..., Any], lists: dict[str, Any], file: Path) -> dic
 
 
 def _plain(value: Any) -> Any:
-    """Numbers of numpy and torch as Python's, alone or in steps; what is neither becomes null, which is a failed reward."""
+    """Numbers of numpy and torch as Python's, alone or in steps; what is neither becomes null, which is a
+    failed reward."""
     try:
         if isinstance(value, list | tuple):
             return [[operator.index(end), _plain(reward)] for end, reward in value]
@@ -71,7 +81,8 @@ def _end_with(parent: int) -> None:
 
 
 def main(file: str, name: str, lines: Iterable[bytes]) -> None:
-    """Replies to each line on the real stdout; whatever else is printed goes to stderr. Ends with the process that started it."""
+    """Replies to each line on the real stdout; whatever else is printed goes to stderr. Ends with the process
+    that started it."""
     own = os.getpid()
     Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
     out = os.fdopen(os.dup(1), "w", encoding="utf-8")

@@ -1,4 +1,5 @@
-"""Answers as tokens of the model that scores them: written anew in the chat template of a reward model with another tokenizer."""
+"""Answers as tokens of the model that scores them: written anew in the chat template of a reward model with
+another tokenizer."""
 
 from __future__ import annotations
 
@@ -24,15 +25,18 @@ class Answered(Protocol):
 
 
 def document(renderer: Renderer, answer: Answered) -> Document:
-    """Prompt and answer as a sampler would have made them: an answer cut by length has no end token. Calls of tools and their results are
-    texts here, which every template can write."""
-    plain = [{"role": "user" if m["role"] == "tool" else m["role"], "content": written(m)} for m in answer.prompt]
+    """Prompt and answer as a sampler would have made them: an answer cut by length has no end token. Calls of
+    tools and their results are texts here, which every template can write."""
+    plain = [
+        {"role": "user" if m["role"] == "tool" else m["role"], "content": written(m)} for m in answer.prompt
+    ]
     whole = renderer.answer(plain, answer.response)
     return whole if answer.finished else whole.cut(len(whole) - 1)
 
 
 class OwnTokens(NamedTuple):
-    """Writes answers for the reward model at `path`, of at most `longest` tokens: the first tokens are left out."""
+    """Writes answers for the reward model at `path`, of at most `longest` tokens: the first tokens are left
+    out."""
 
     path: str
     renderer: Renderer
@@ -40,7 +44,9 @@ class OwnTokens(NamedTuple):
 
     def documents(self, answers: Iterable[Answered]) -> list[Document]:
         found = [document(self.renderer, answer) for answer in answers]
-        return [Document(d.tokens[-self.longest :], d.mask[-self.longest :]) if self.longest else d for d in found]
+        return [
+            Document(d.tokens[-self.longest :], d.mask[-self.longest :]) if self.longest else d for d in found
+        ]
 
     @property
     def pad_token_id(self) -> int:
@@ -48,8 +54,11 @@ class OwnTokens(NamedTuple):
         return int(pad)
 
 
-def writers(policy: str, reward_models: Mapping[str, str], trust_remote_code: bool = False) -> dict[str, OwnTokens]:
-    """Returns one for each reward model, by the keys of `reward_models`, that reads other tokens in the policy's token ids.
+def writers(
+    policy: str, reward_models: Mapping[str, str], trust_remote_code: bool = False
+) -> dict[str, OwnTokens]:
+    """Returns one for each reward model, by the keys of `reward_models`, that reads other tokens in the
+    policy's token ids.
 
     Raises ValueError where such a model has no chat template.
     """
@@ -60,7 +69,9 @@ def writers(policy: str, reward_models: Mapping[str, str], trust_remote_code: bo
         try:
             renderer = Renderer(load_tokenizer(path, trust_remote_code), "chat")
         except ValueError as error:
-            raise ValueError(f"{path} has another tokenizer than {policy}, and answers cannot be written for it: {error}") from error
+            raise ValueError(
+                f"{path} has another tokenizer than {policy}, and answers cannot be written for it: {error}"
+            ) from error
         found[title] = OwnTokens(path, renderer, positions_of(stored_config(path)))
         print(f"{path} has another tokenizer: it scores answers in its own chat template", flush=True)
     return found

@@ -19,29 +19,39 @@ LARGEST_REPLY = 64 << 20  # bytes
 
 
 class Server:
-    """Sends requests to the server at `url`. `timeout` seconds for a whole request: a server that drips bytes does not hold the run.
+    """Sends requests to the server at `url`. `timeout` seconds for a whole request: a server that drips bytes
+    does not hold the run.
 
     The key is sent as a bearer token; neither it nor the query of the address appears in a message.
     """
 
     def __init__(self, url: str, timeout: float, api_key_env: str | None):
-        self.url, self.timeout, self.api_key_env, self.wanted = url, timeout, api_key_env, LISTS
+        self.url = url
+        self.timeout = timeout
+        self.api_key_env = api_key_env
+        self.wanted = LISTS
         self.shown = urlunsplit((*urlsplit(url)[:3], "", ""))
-        self._closed, self._open = False, dict[asyncio.Task[Any], asyncio.AbstractEventLoop]()
+        self._closed = False
+        self._open = dict[asyncio.Task[Any], asyncio.AbstractEventLoop]()
 
     def score(self, samples: Sequence[Sample]) -> Reply:
-        """Returns the server's rewards. RewardError when the request did; ValueError when none can succeed."""
+        """Returns the server's rewards. RewardError when the request did; ValueError when none can
+        succeed."""
         try:
             status, body = asyncio.run(self._post(question_json(samples)))
         except TimeoutError:
-            raise RewardError(f"no answer from {self.shown} within {self.timeout:g} s{proxy_of(self.url)}") from None
+            raise RewardError(
+                f"no answer from {self.shown} within {self.timeout:g} s{proxy_of(self.url)}"
+            ) from None
         except asyncio.CancelledError:
             raise RewardError(f"{self.shown} gets no more requests") from None
         except httpx.HTTPError as error:
             raise RewardError(f"{self.shown}: {type(error).__name__}{proxy_of(self.url)}") from None
         if status in REFUSED:
             key = f" and the key in the environment variable {self.api_key_env}" if self.api_key_env else ""
-            raise ValueError(f"the reward server {self.shown} answers {status}{proxy_of(self.url)}: check its address{key}")
+            raise ValueError(
+                f"the reward server {self.shown} answers {status}{proxy_of(self.url)}: check its address{key}"
+            )
         if status != 200:
             raise RewardError(f"{self.shown} answers {status}{proxy_of(self.url)}")
         return read_reply(body, len(samples))
@@ -51,7 +61,8 @@ class Server:
         headers = {"content-type": "application/json"}
         if self.api_key_env:
             headers["authorization"] = f"Bearer {os.environ.get(self.api_key_env, '')}"
-        task, body = asyncio.current_task(), bytearray()
+        task = asyncio.current_task()
+        body = bytearray()
         assert task is not None
         self._open[task] = asyncio.get_running_loop()
         try:

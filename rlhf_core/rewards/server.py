@@ -1,8 +1,10 @@
-"""Serves a reward model over HTTP, by the contract of `rewards/contract.py`: `alignflow serve-reward CHECKPOINT --port PORT`.
+"""Serves a reward model over HTTP, by the contract of `rewards/contract.py`: `alignflow serve-reward
+CHECKPOINT --port PORT`.
 
-POST (any path) takes `prompts`, `responses` and, optional, `finished`; other lists are ignored. GET returns what is served. One request is
-scored at a time. Wrong input gets 400 with an error message, a failure of the model 500, which clients retry.
-With a key, each request needs it as a bearer token, else it gets 401. There is no TLS: put a proxy in front.
+POST (any path) takes `prompts`, `responses` and, optional, `finished`; other lists are ignored. GET returns
+what is served. One request is scored at a time. Wrong input gets 400 with an error message, a failure of the
+model 500, which clients retry. With a key, each request needs it as a bearer token, else it gets 401. There
+is no TLS: put a proxy in front.
 """
 
 from __future__ import annotations
@@ -46,18 +48,30 @@ def read_request(text: bytes) -> list[AnswerToScore]:
         body = json.loads(text)
     except (ValueError, RecursionError):
         raise ValueError("the request is no JSON") from None
-    if not isinstance(body, dict) or not isinstance(body.get("prompts"), list) or not isinstance(body.get("responses"), list):
+    if (
+        not isinstance(body, dict)
+        or not isinstance(body.get("prompts"), list)
+        or not isinstance(body.get("responses"), list)
+    ):
         raise ValueError("the request needs the lists prompts and responses")
-    prompts, responses = body["prompts"], body["responses"]
+    prompts = body["prompts"]
+    responses = body["responses"]
     finished = body.get("finished", [True] * len(prompts))
     if not isinstance(finished, list) or not len(prompts) == len(responses) == len(finished):
         raise ValueError("prompts, responses and finished must be lists of one length")
-    where, lists = "the request", zip(prompts, responses, finished, strict=True)
-    return [AnswerToScore(prompt_of(Located(where, {"prompt": p})), text_of(r, where, "responses"), bool(f)) for p, r, f in lists]
+    where = "the request"
+    lists = zip(prompts, responses, finished, strict=True)
+    return [
+        AnswerToScore(prompt_of(Located(where, {"prompt": p})), text_of(r, where, "responses"), bool(f))
+        for p, r, f in lists
+    ]
 
 
-def reward_application(checkpoint: str, template: str = "chat", micro_batch_size: int = 8, key: str | None = None) -> Starlette:
-    """Returns the application that serves a reward model. ValueError when the checkpoint or its tokenizer cannot be used."""
+def reward_application(
+    checkpoint: str, template: str = "chat", micro_batch_size: int = 8, key: str | None = None
+) -> Starlette:
+    """Returns the application that serves a reward model. ValueError when the checkpoint or its tokenizer
+    cannot be used."""
     renderer = Renderer(load_tokenizer(checkpoint, trust_remote_code=False), template)
     scorer = RewardScorer(checkpoint, "auto", micro_batch_size, trust_remote_code=False)
     lock = Lock()
@@ -69,18 +83,30 @@ def reward_application(checkpoint: str, template: str = "chat", micro_batch_size
     return application(score, {"model": checkpoint, "template": template}, key)
 
 
-def application(score: Callable[[Sequence[AnswerToScore]], list[float]], about: dict[str, Any], key: str | None = None) -> Starlette:
-    """Returns the HTTP side of a scoring function, which is called in a thread. `key`: what requests need as a bearer token."""
+def application(
+    score: Callable[[Sequence[AnswerToScore]], list[float]], about: dict[str, Any], key: str | None = None
+) -> Starlette:
+    """Returns the HTTP side of a scoring function, which is called in a thread. `key`: what requests need as
+    a bearer token."""
 
     async def reply(request: Request) -> JSONResponse:
         given = request.headers.get("authorization", "").encode("latin-1")
         if key and not hmac.compare_digest(given, f"Bearer {key}".encode()):
-            return _error(401, "this server needs its key as a bearer token: name its variable in api_key_env", {"connection": "close"})
+            return _error(
+                401,
+                "this server needs its key as a bearer token: name its variable in api_key_env",
+                {"connection": "close"},
+            )
         if request.method != "POST":
             return JSONResponse(about)
         length = request.headers.get("content-length", "")
-        if not length.isdigit() or int(length) > LARGEST_REQUEST or "transfer-encoding" in request.headers:  # else chunks pass it
-            return _error(413, f"the request needs a content-length of at most {LARGEST_REQUEST} bytes", {"connection": "close"})
+        # else chunks pass it
+        if not length.isdigit() or int(length) > LARGEST_REQUEST or "transfer-encoding" in request.headers:
+            return _error(
+                413,
+                f"the request needs a content-length of at most {LARGEST_REQUEST} bytes",
+                {"connection": "close"},
+            )
         try:
             async with asyncio.timeout(SEND_SECONDS):
                 body = await request.body()

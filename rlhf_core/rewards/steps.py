@@ -11,7 +11,8 @@ from rlhf_core.rewards.contract import Steps
 
 
 def on_tokens(steps: Steps, lengths: Sequence[int]) -> np.ndarray:
-    """Returns the reward of each of an answer's tokens, (T,): a step's is at the token that completes its last character, or at the last.
+    """Returns the reward of each of an answer's tokens, (T,): a step's is at the token that completes its
+    last character, or at the last.
 
     `lengths` (T,): the whole characters of the answer after each token.
     """

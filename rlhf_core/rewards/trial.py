@@ -1,9 +1,10 @@
-"""Calls each reward function once with made-up answers, a right and a wrong one where the data know the right one, so that a bug in it is
-reported before any work (rlhf_core/preflight/reward_functions.py), and before any engine starts.
+"""Calls each reward function once with made-up answers, a right and a wrong one where the data know the right
+one, so that a bug in it is reported before any work (rlhf_core/preflight/reward_functions.py), and before any
+engine starts.
 
-Only an error that every call meets (`UsersError.certain`) ends the stage. Others may come from the answer, which no
-model has given: they are warnings. A reward server is not asked for a reward, which may cost money: only whether its
-address answers is looked at.
+Only an error that every call meets (`UsersError.certain`) ends the stage. Others may come from the answer,
+which no model has given: they are warnings. A reward server is not asked for a reward, which may cost money:
+only whether its address answers is looked at.
 """
 
 from __future__ import annotations
@@ -39,12 +40,13 @@ def made_up_answer(row: dict[str, Any]) -> str:
 
 
 def try_rewards(sources: Sequence[RewardSource], prompt: Prompt, renderer: Renderer) -> None:
-    """Tries all functions and servers of a stage; reward models are left out. Prints warnings. Raises ValueError for a
-    function that cannot be loaded, or whose code is wrong for every answer."""
+    """Tries all functions and servers of a stage; reward models are left out. Prints warnings. Raises
+    ValueError for a function that cannot be loaded, or whose code is wrong for every answer."""
     for source in sources:
         if isinstance(source, FunctionReward):
             samples = [sample_of(prompt, text, renderer) for text in made_up_answers(prompt.row)]
-            if failed := call_once(source, samples, SECONDS):
+            failed = call_once(source, samples, SECONDS)
+            if failed:
                 _warn(source, failed)
         elif isinstance(source, HttpReward):
             _try_server(source)
@@ -62,8 +64,8 @@ def sample_of(prompt: Prompt, text: str, renderer: Renderer) -> Sample:
 
 
 def call_once(source: FunctionReward, samples: Sequence[Sample], seconds: float) -> str:
-    """Calls a function with made-up answers, and returns what failed that may come from these answers, or "". Raises ValueError for a
-    function that cannot be loaded, or whose code is wrong for every answer."""
+    """Calls a function with made-up answers, and returns what failed that may come from these answers, or "".
+    Raises ValueError for a function that cannot be loaded, or whose code is wrong for every answer."""
     function = Function(source.file, source.function_name, min(source.timeout, seconds), 1)
     try:
         function.score(samples)
@@ -80,7 +82,10 @@ def call_once(source: FunctionReward, samples: Sequence[Sample], seconds: float)
 
 
 def _warn(source: FunctionReward, what: str) -> None:
-    told = f"a call with a made-up answer {what}; the stage goes on, and ends if it does so with the model's answers too"
+    told = (
+        f"a call with a made-up answer {what}; the stage goes on, and ends if it does so with the model's"
+        " answers too"
+    )
     print(f"warning: the reward function {source.title}: {told}", flush=True)
 
 
@@ -89,5 +94,8 @@ def _try_server(source: HttpReward) -> None:
         httpx.head(source.url, timeout=REACH_SECONDS)
     except httpx.HTTPError as error:
         shown = Server(source.url, source.timeout, None).shown
-        told = f"does not answer yet ({type(error).__name__}{proxy_of(source.url)}): start it, or correct its address"
+        told = (
+            f"does not answer yet ({type(error).__name__}{proxy_of(source.url)}): start it, or correct its"
+            " address"
+        )
         print(f"warning: the reward server {shown} {told}", flush=True)

@@ -1,6 +1,8 @@
-"""Gives requests to running engines one by one, each to the engine with the least to do, and answers them in the order they are finished.
+"""Gives requests to running engines one by one, each to the engine with the least to do, and answers them in
+the order they are finished.
 
-Each engine always has a second call waiting while it works on the first, so that it never waits for this process.
+Each engine always has a second call waiting while it works on the first, so that it never waits for this
+process.
 """
 
 from __future__ import annotations
@@ -65,20 +67,24 @@ class Background:
 
 
 class Engines:
-    """Gives requests to the engines of a group; used in one event loop. `timeout`: seconds that an engine may make no progress."""
+    """Gives requests to the engines of a group; used in one event loop. `timeout`: seconds that an engine may
+    make no progress."""
 
     def __init__(self, group: WorkerGroup, timeout: float):
-        self._group, self._timeout = group, timeout
+        self._group = group
+        self._timeout = timeout
         self._keys = itertools.count()
         self._new: list[list[Request]] = [[] for _ in range(group.world_size)]
-        self._gone: list[list[int]] = [[] for _ in range(group.world_size)]  # requests that nobody waits for any more
+        # requests that nobody waits for any more
+        self._gone: list[list[int]] = [[] for _ in range(group.world_size)]
         self._asked: list[dict[int, asyncio.Future[Answer]]] = [{} for _ in range(group.world_size)]
         self._serving: list[asyncio.Task[None] | None] = [None] * group.world_size
         self._reserved = [0] * group.world_size
         self.version = 0  # of the weights that engines have
         self.revivals = 0  # how often engines that had died came back
         self.dead: set[int] = set()
-        self.died, self._back = asyncio.Event(), asyncio.Event()
+        self.died = asyncio.Event()
+        self._back = asyncio.Event()
 
     def reserve(self, requests: int = 1) -> int:
         """Chooses the engine with the least reserved, for this number of requests until `release`."""
@@ -94,8 +100,9 @@ class Engines:
         return min(living or range(len(self._asked)), key=lambda engine: self._reserved[engine])
 
     async def ask(self, engine: int, tokens: Sequence[int], seed: int, sampling: Sampling) -> Answer:
-        """Asks an engine for one answer; where it dies, another one, or itself once it is back (`revived`). Raises RoleFailed when an
-        engine fails otherwise, or makes no progress. The engine aborts the request when this is cancelled."""
+        """Asks an engine for one answer; where it dies, another one, or itself once it is back (`revived`).
+        Raises RoleFailed when an engine fails otherwise, or makes no progress. The engine aborts the request
+        when this is cancelled."""
         while True:
             try:
                 return await self._ask(engine, tokens, seed, sampling)
@@ -107,7 +114,8 @@ class Engines:
     async def _ask(self, engine: int, tokens: Sequence[int], seed: int, sampling: Sampling) -> Answer:
         if engine in self.dead:
             raise RankDied(f"engine {engine} is dead")
-        key, future = next(self._keys), asyncio.get_running_loop().create_future()
+        key = next(self._keys)
+        future = asyncio.get_running_loop().create_future()
         self._new[engine].append(Request(key, list(tokens), seed, sampling))
         self._asked[engine][key] = future
         serving = self._serving[engine]
@@ -130,13 +138,20 @@ class Engines:
 
     async def _serve(self, engine: int) -> None:
         """Calls the engine as long as it has requests."""
-        asked, calls = self._asked[engine], deque[Pending[list[tuple[int, Answer]]]]()
+        asked = self._asked[engine]
+        calls = deque[Pending[list[tuple[int, Answer]]]]()
         try:
             while asked or self._gone[engine] or calls:
                 while (asked or self._gone[engine]) and len(calls) < CALLS:
-                    new, self._new[engine] = self._new[engine], []
-                    gone, self._gone[engine] = self._gone[engine], []
-                    calls.append(self._group.call_rank(engine, "generate", SamplerRole.advance, new, SLICE_SECONDS, gone))
+                    new = self._new[engine]
+                    self._new[engine] = []
+                    gone = self._gone[engine]
+                    self._gone[engine] = []
+                    calls.append(
+                        self._group.call_rank(
+                            engine, "generate", SamplerRole.advance, new, SLICE_SECONDS, gone
+                        )
+                    )
                 for key, answer in (await self._wait(calls.popleft()))[0]:
                     future = asked.pop(key, None)
                     if future is not None and not future.done():  # else who asked is gone
@@ -182,5 +197,6 @@ class Engines:
             with suppress(RuntimeError):  # the loop is closed
                 loop.call_soon_threadsafe(settle, *outcome)
 
-        Thread(target=wait, name="engine", daemon=True).start()  # nobody waits for it at the end of this process
+        # nobody waits for it at the end of this process
+        Thread(target=wait, name="engine", daemon=True).start()
         return await done

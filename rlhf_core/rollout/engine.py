@@ -1,7 +1,8 @@
 """Runs one vLLM engine in this process: token ids in, token ids and log-probs out.
 
-Texts are made only to find stop texts. Each answer has a seed of its own, a function of the run, the step and the prompt, so that a
-resumed run samples what the undisturbed one samples. Weights come in as (name, tensor) pairs under checkpoint names.
+Texts are made only to find stop texts. Each answer has a seed of its own, a function of the run, the step and
+the prompt, so that a resumed run samples what the undisturbed one samples. Weights come in as (name, tensor)
+pairs under checkpoint names.
 """
 
 from __future__ import annotations
@@ -49,11 +50,13 @@ COUNTERS = ("vllm:generation_tokens", "vllm:spec_decode_num_accepted_tokens")  #
 
 @dataclass(frozen=True)
 class Answer:
-    """Holds a sampled answer (`answer_of`). `logprobs[i]` is the sampler's log-prob of `tokens[i]` under the distribution it sampled from.
-    `versions`: pairs (first token, version of the weights from there on), of answers to a `Request`.
+    """Holds a sampled answer (`answer_of`). `logprobs[i]` is the sampler's log-prob of `tokens[i]` under the
+    distribution it sampled from. `versions`: pairs (first token, version of the weights from there on), of
+    answers to a `Request`.
 
-    `finished` is False when the length limit cut it; else the last token is a stop token, or ends a stop text. `experts` (T - 1, layers,
-    k): the experts of the tokens of prompt and answer; the last token was sent to none. Only from engines with `routing_replay`.
+    `finished` is False when the length limit cut it; else the last token is a stop token, or ends a stop
+    text. `experts` (T - 1, layers, k): the experts of the tokens of prompt and answer; the last token was
+    sent to none. Only from engines with `routing_replay`.
     """
 
     tokens: Sequence[int]
@@ -63,23 +66,33 @@ class Answer:
     versions: Sequence[tuple[int, int]] = ()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _received, (to_send(self.tokens), to_send(self.logprobs), self.finished, self.experts, self.versions)
+        return _received, (
+            to_send(self.tokens),
+            to_send(self.logprobs),
+            self.finished,
+            self.experts,
+            self.versions,
+        )
 
 
 def _received(tokens: Any, logprobs: Any, *others: Any) -> Answer:
     return Answer(received(tokens), received(logprobs), *others)
 
 
-def answer_of(tokens: Sequence[int], logprobs: Sequence[float], finished: bool, experts: np.ndarray | None = None) -> Answer:
-    """Returns an answer of int32 tokens and fp32 log-probs, which processes of a node read where one has stored them."""
+def answer_of(
+    tokens: Sequence[int], logprobs: Sequence[float], finished: bool, experts: np.ndarray | None = None
+) -> Answer:
+    """Returns an answer of int32 tokens and fp32 log-probs, which processes of a node read where one has
+    stored them."""
     return Answer(array("i", tokens), array("f", logprobs), finished, experts)
 
 
 class Sampling(NamedTuple):
-    """Says how answers are sampled: `n` to each prompt; without `logprobs` they have none. Texts of `stop` end an answer, which keeps them.
+    """Says how answers are sampled: `n` to each prompt; without `logprobs` they have none. Texts of `stop`
+    end an answer, which keeps them.
 
-    With `seed_whole` one stream of random numbers, seeded by all seeds, serves all answers: vLLM then draws for the whole batch at once,
-    in place of answer by answer, and an answer depends on those beside it.
+    With `seed_whole` one stream of random numbers, seeded by all seeds, serves all answers: vLLM then draws
+    for the whole batch at once, in place of answer by answer, and an answer depends on those beside it.
     """
 
     n: int
@@ -100,7 +113,8 @@ class Sampling(NamedTuple):
 
 
 class Request(NamedTuple):
-    """Asks for one answer (`sampling.n` does not count) beside others that the engine works on. `key`: a number of the one who asks."""
+    """Asks for one answer (`sampling.n` does not count) beside others that the engine works on. `key`: a
+    number of the one who asks."""
 
     key: int
     tokens: list[int]
@@ -109,7 +123,8 @@ class Request(NamedTuple):
 
 
 class Begun(NamedTuple):
-    """Holds the engine's own name of a request, and its pairs (first token, version of the weights from there on)."""
+    """Holds the engine's own name of a request, and its pairs (first token, version of the weights from there
+    on)."""
 
     own: str
     versions: list[tuple[int, int]]
@@ -127,9 +142,10 @@ def library(kv_cache_gib: float) -> Any:
 
 
 class Sampler:
-    """Starts a vLLM engine and loads a model, one in a process; `close` ends it. `first`: the number of processes of engines before it;
-    `adapter_rank`: that of adapters, which are then all that it receives. `stage`: in the process of another pipeline stage than the
-    first, the engine's worker processes are started alone, and `stay` waits for their end."""
+    """Starts a vLLM engine and loads a model, one in a process; `close` ends it. `first`: the number of
+    processes of engines before it; `adapter_rank`: that of adapters, which are then all that it receives.
+    `stage`: in the process of another pipeline stage than the first, the engine's worker processes are
+    started alone, and `stay` waits for their end."""
 
     first = 0
 
@@ -148,7 +164,8 @@ class Sampler:
         stage: PipelineStage = WHOLE,
     ):
         on_gpu = torch.cuda.is_available()
-        self._dtype, self._trust_remote_code = dtype, trust_remote_code
+        self._dtype = dtype
+        self._trust_remote_code = trust_remote_code
         require_known_options(vllm.engine)
         self._library = library(vllm.kv_cache_gib)
         self._drafts = "speculative_config" in vllm.engine
@@ -157,7 +174,10 @@ class Sampler:
         model = merged.enter_context(whole_model(model, dtype, trust_remote_code))
         known = _known_rows(source, config_of(model))
         if adapter_rank and experts_of_config(text_config(config_of(model))):
-            raise ValueError("vllm.adapters: alone is not for models with experts, whose layers vLLM would change for them: leave it out")
+            raise ValueError(
+                "vllm.adapters: alone is not for models with experts, whose layers vLLM would change for"
+                " them: leave it out"
+            )
         options: dict[str, Any] = dict(
             model=model,
             dtype=dtype,
@@ -165,12 +185,15 @@ class Sampler:
             max_model_len=max_model_len,
             enforce_eager=not on_gpu,
             compilation_config=compilation(model),
-            enable_return_routed_experts=routing_replay and replayed(text_config(config_of(model))) and returns_routing(),
+            enable_return_routed_experts=routing_replay
+            and replayed(text_config(config_of(model)))
+            and returns_routing(),
             gpu_memory_utilization=vllm.gpu_memory_utilization,
             trust_remote_code=trust_remote_code,
             enable_prefix_caching=on_gpu or not self._has_state(model, max_model_len),
-            # A prompt prefilled in parts makes vLLM rewind its seeded generator, which CPU generators cannot do: whole prompts there.
-            # vLLM caches the states of Mamba layers by prefix only where prompts are prefilled in parts.
+            # A prompt prefilled in parts makes vLLM rewind its seeded generator, which CPU generators cannot
+            # do: whole prompts there. vLLM caches the states of Mamba layers by prefix only where prompts are
+            # prefilled in parts.
             enable_chunked_prefill=on_gpu,
             max_num_batched_tokens=None if on_gpu else max(max_model_len, CPU_BATCHED_TOKENS),
             logprobs_mode="processed_logprobs",
@@ -201,20 +224,29 @@ class Sampler:
         self.tied = bool(self.llm.llm_engine.model_config.hf_text_config.tie_word_embeddings)
         self._adapter_rank = adapter_rank
         self._adapter: Any = None  # what requests name, once adapters are there
-        self.version, self._loads = 0, 0  # of the weights: as the trainer counts, and how often they were loaded
+        self.version = 0
+        self._loads = 0  # of the weights: as the trainer counts, and how often they were loaded
         self._begun = dict[str, Begun]()  # unfinished requests of `advance`
-        self._finished = list[tuple[int, Answer]]()  # requests of `advance` that were finished in another call
+        # requests of `advance` that were finished in another call
+        self._finished = list[tuple[int, Answer]]()
         merged.close()  # now, since Ray ends its processes without letting them clean up
 
-    def generate(self, prompts: Sequence[Sequence[int]], seeds: Sequence[int], sampling: Sampling) -> list[list[Answer]]:
-        """Returns `n` answers to each prompt, in the order of the prompts. Answer j of prompt i is sampled with seed `seeds[i] + j`."""
+    def generate(
+        self, prompts: Sequence[Sequence[int]], seeds: Sequence[int], sampling: Sampling
+    ) -> list[list[Answer]]:
+        """Returns `n` answers to each prompt, in the order of the prompts. Answer j of prompt i is sampled
+        with seed `seeds[i] + j`."""
         with uncollected():
             answers = dict(self.stream(prompts, seeds, sampling))
         return [answers[i] for i in range(len(prompts))]
 
-    def stream(self, prompts: Sequence[Sequence[int]], seeds: Sequence[int], sampling: Sampling) -> Iterator[tuple[int, list[Answer]]]:
-        """Yields the answers of `generate`, prompt by prompt as they are finished: the prompt's index and its `n` answers."""
-        n, found = sampling.n, dict[int, dict[int, Answer]]()
+    def stream(
+        self, prompts: Sequence[Sequence[int]], seeds: Sequence[int], sampling: Sampling
+    ) -> Iterator[tuple[int, list[Answer]]]:
+        """Yields the answers of `generate`, prompt by prompt as they are finished: the prompt's index and its
+        `n` answers."""
+        n = sampling.n
+        found = dict[int, dict[int, Answer]]()
         for i, params in enumerate(self._params(seeds, sampling)):
             self._add(str(i), prompts[i // n], params)
         left = n * len(prompts)
@@ -222,7 +254,8 @@ class Sampler:
             for output in self._step():
                 prompt, which = divmod(int(output.request_id), n)
                 group = found.setdefault(prompt, {})
-                group[which], left = _answer(output), left - 1
+                group[which] = _answer(output)
+                left = left - 1
                 if len(group) == n:
                     yield prompt, [answer for _, answer in sorted(found.pop(prompt).items())]
 
@@ -233,33 +266,50 @@ class Sampler:
         return self.llm.llm_engine.add_request(key, prompt, params, lora_request=self._adapter) or key
 
     def _step(self) -> list[Any]:
-        """Makes a step of the engine; returns what it finished, but keeps answers to requests of `advance`."""
+        """Makes a step of the engine; returns what it finished, but keeps answers to requests of
+        `advance`."""
         outputs = [output for output in self.llm.llm_engine.step() if output.finished]
         progress.made()
         others = []
         for output in outputs:
-            if (begun := self._begun.pop(output.request_id, None)) is None:
+            begun = self._begun.pop(output.request_id, None)
+            if begun is None:
                 others.append(output)
             else:
-                self._finished.append((int(output.request_id.removeprefix(ASKED)), replace(_answer(output), versions=begun.versions)))
+                self._finished.append(
+                    (
+                        int(output.request_id.removeprefix(ASKED)),
+                        replace(_answer(output), versions=begun.versions),
+                    )
+                )
         return others
 
-    def advance(self, requests: Sequence[Request], seconds: float, gone: Sequence[int] = ()) -> list[tuple[int, Answer]]:
-        """Adds requests, aborts those with the keys `gone`, and works on all that are there for `seconds`, or until none is left. Returns
-        the answers that were finished, with the keys of their requests; the others go on in the next call."""
-        engine, until = self.llm.llm_engine, time.monotonic() + seconds
+    def advance(
+        self, requests: Sequence[Request], seconds: float, gone: Sequence[int] = ()
+    ) -> list[tuple[int, Answer]]:
+        """Adds requests, aborts those with the keys `gone`, and works on all that are there for `seconds`, or
+        until none is left. Returns the answers that were finished, with the keys of their requests; the
+        others go on in the next call."""
+        engine = self.llm.llm_engine
+        until = time.monotonic() + seconds
         self._abort(gone)
         for request in requests:
-            own = self._add(key := f"{ASKED}{request.key}", request.tokens, self._parameters(request.seed, request.sampling))
+            own = self._add(
+                key := f"{ASKED}{request.key}",
+                request.tokens,
+                self._parameters(request.seed, request.sampling),
+            )
             self._begun[key] = Begun(own, [(0, self.version)])
         with uncollected():
             while engine.has_unfinished_requests() and time.monotonic() < until:
                 self._step()
-        finished, self._finished = self._finished, []
+        finished = self._finished
+        self._finished = []
         return finished
 
     def _abort(self, keys: Sequence[int]) -> None:
-        """Makes the engine forget requests of `advance`, and free what they hold; those that are finished are left alone."""
+        """Makes the engine forget requests of `advance`, and free what they hold; those that are finished are
+        left alone."""
         unfinished = [f"{ASKED}{key}" for key in keys if f"{ASKED}{key}" in self._begun]
         if unfinished:
             self.llm.llm_engine.abort_request(unfinished)
@@ -289,15 +339,20 @@ class Sampler:
         )
 
     def prompt_logprobs(self, documents: Sequence[Sequence[int]]) -> list[list[float]]:
-        """Returns the log-prob of every token of each document given those before it (0 for the first), to check a weight sync."""
-        params = self._library.SamplingParams(temperature=1.0, max_tokens=1, prompt_logprobs=0, detokenize=False)
+        """Returns the log-prob of every token of each document given those before it (0 for the first), to
+        check a weight sync."""
+        params = self._library.SamplingParams(
+            temperature=1.0, max_tokens=1, prompt_logprobs=0, detokenize=False
+        )
         for i, document in enumerate(documents):
             self._add(str(i), document, params)
         found = dict[int, list[float]]()
         while len(found) < len(documents):
             for output in self._step():
                 of_token = zip(output.prompt_logprobs[1:], output.prompt_token_ids[1:], strict=True)
-                found[int(output.request_id)] = [0.0] + [position[token].logprob for position, token in of_token]
+                found[int(output.request_id)] = [0.0] + [
+                    position[token].logprob for position, token in of_token
+                ]
         return [found[i] for i in range(len(documents))]
 
     def update(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
@@ -306,9 +361,10 @@ class Sampler:
         self._loaded(self.version + 1)
 
     def _loaded(self, version: int) -> None:
-        """Notes that other weights are loaded, which running requests go on with: their keys and values stay (Piché et al. 2025,
-        "PipelineRL")."""
-        self.version, self._loads = version, self._loads + 1
+        """Notes that other weights are loaded, which running requests go on with: their keys and values stay
+        (Piché et al. 2025, "PipelineRL")."""
+        self.version = version
+        self._loads = self._loads + 1
         known = self.llm.llm_engine.engine_core.engine_core.scheduler.requests
         for begun in self._begun.values():
             begun.versions.append((known[begun.own].num_output_tokens, version))
@@ -319,17 +375,21 @@ class Sampler:
         """Swaps in another checkpoint of the same architecture from its safetensors files."""
         with whole_model(model, self._dtype, self._trust_remote_code) as whole:
             if not any(Path(whole).glob("*.safetensors")):
-                raise ValueError(f"{whole} holds no safetensors file to load into the running engine: name a local checkpoint folder")
+                raise ValueError(
+                    f"{whole} holds no safetensors file to load into the running engine: name a local"
+                    " checkpoint folder"
+                )
             with progress.files(Path(whole)):
                 self.llm.collective_rpc("load_checkpoint", args=(whole, self.tied))
         self._loaded(self.version + 1)
 
     def sampled(self) -> tuple[int, int]:
-        """Returns how many tokens an engine that drafts tokens sampled since the last call, and in how many steps of answers: a step
-        gives one token and the drafts that were accepted."""
+        """Returns how many tokens an engine that drafts tokens sampled since the last call, and in how many
+        steps of answers: a step gives one token and the drafts that were accepted."""
         counters = {metric.name: metric.value for metric in self.llm.get_metrics() if metric.name in COUNTERS}
         tokens, accepted = (counters.get(name, 0) for name in COUNTERS)
-        told, self._counted = self._counted, (tokens, tokens - accepted)
+        told = self._counted
+        self._counted = (tokens, tokens - accepted)
         return self._counted[0] - told[0], self._counted[1] - told[1]
 
     def gpu_uuids(self) -> list[str | None]:
@@ -341,8 +401,8 @@ class Sampler:
         self.llm.collective_rpc("open_channel", args=(route, rendezvous, self.first))
 
     def receive_weights(self, version: int = 0) -> None:
-        """Loads all weights, or of an engine with adapters these, from the trainer, which must send them at the same time; `version`: as
-        it counts them."""
+        """Loads all weights, or of an engine with adapters these, from the trainer, which must send them at
+        the same time; `version`: as it counts them."""
         if self._adapter_rank:
             self.llm.collective_rpc("receive_adapters", args=(self._adapter_rank,))
             self._adapter = adapter_request()
@@ -351,7 +411,8 @@ class Sampler:
         self._loaded(version)
 
     def sleep(self, keep_weights: bool) -> None:
-        """Frees the GPU until `wake`: drops the KV cache, and drops the weights or moves them to (pinned) host memory.
+        """Frees the GPU until `wake`: drops the KV cache, and drops the weights or moves them to (pinned)
+        host memory.
 
         Weights that were not kept must be sent after `wake`, before anything is sampled.
         """
@@ -361,19 +422,24 @@ class Sampler:
         self.llm.wake_up()
 
     def _has_state(self, model: str, max_model_len: int) -> bool:
-        """Returns whether layers carry a state from token to token (Mamba and its relatives), by vLLM's registry of models.
+        """Returns whether layers carry a state from token to token (Mamba and its relatives), by vLLM's
+        registry of models.
 
         Raises ValueError for a model that this vLLM cannot run.
         """
         arguments = self._library.EngineArgs(
-            model=model, dtype=self._dtype, max_model_len=max_model_len, trust_remote_code=self._trust_remote_code
+            model=model,
+            dtype=self._dtype,
+            max_model_len=max_model_len,
+            trust_remote_code=self._trust_remote_code,
         )
         try:
             return bool(arguments.create_model_config().has_inner_state)
         except ValueError as error:
             said = "".join(str(error).splitlines()[1:2]).partition(" [type=")[0].strip() or str(error)
             raise ValueError(
-                f"vLLM {self._library.__version__} cannot run {model} here ({said}): the log above says what it lacks"
+                f"vLLM {self._library.__version__} cannot run {model} here ({said}): the log above says what"
+                " it lacks"
             ) from error
 
     def stay(self) -> None:
@@ -392,26 +458,37 @@ def _known_rows(source: str, config: dict[str, Any]) -> int | None:
     rows = int(text_config(config).get("vocab_size") or 0)
     known = known_rows(source, rows)
     if known is not None:
-        print(f"{source}: {rows - known} of {rows} rows of the vocabulary are no token of its tokenizer, and are not sampled", flush=True)
+        print(
+            f"{source}: {rows - known} of {rows} rows of the vocabulary are no token of its tokenizer, and"
+            " are not sampled",
+            flush=True,
+        )
     return known
 
 
 def _answer(request: Any) -> Answer:
     """Reads an answer. Raises RuntimeError when log-probs or experts are not those of its tokens."""
     output = request.outputs[0]
-    tokens, experts = list(output.token_ids), output.routed_experts
+    tokens = list(output.token_ids)
+    experts = output.routed_experts
     logprobs = [] if output.logprobs is None else sampled_logprobs(output.logprobs, tokens)
-    if experts is not None and (len(experts) != len(request.prompt_token_ids) + len(tokens) - 1 or not experts.any()):
+    if experts is not None and (
+        len(experts) != len(request.prompt_token_ids) + len(tokens) - 1 or not experts.any()
+    ):
         raise RuntimeError("vLLM returned no routed experts for these tokens: set routing_replay to false")
     return answer_of(tokens, logprobs, output.finish_reason == "stop", experts)
 
 
 def sampled_logprobs(logprobs: Any, tokens: list[int]) -> list[float]:
-    """Returns the log-prob of each token of an answer from vLLM's FlatLogprobs, in which the sampled token comes first.
+    """Returns the log-prob of each token of an answer from vLLM's FlatLogprobs, in which the sampled token
+    comes first.
 
     Raises RuntimeError when vLLM returned the log-probs of other tokens.
     """
     ids = [logprobs.token_ids[start] for start in logprobs.start_indices]
     if ids != tokens:
-        raise RuntimeError("vLLM returned log-probs of other tokens than those it sampled: install the version that the requirements name")
+        raise RuntimeError(
+            "vLLM returned log-probs of other tokens than those it sampled: install the version that the"
+            " requirements name"
+        )
     return [logprobs.logprobs[start] for start in logprobs.start_indices]

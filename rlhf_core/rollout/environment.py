@@ -30,7 +30,8 @@ from rlhf_core.system.processes import child_environment
 CPU_BATCHED_TOKENS = 4096  # tokens of one engine step on CPU
 # Without torch.compile, the decoding steps recorded as CUDA graphs.
 UNCOMPILED = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
-# Sizes of batches that are recorded as CUDA graphs; a batch runs as the next larger one. vLLM's own list has 51 of them to 512.
+# Sizes of batches that are recorded as CUDA graphs; a batch runs as the next larger one. vLLM's own list has
+# 51 of them to 512.
 GRAPHS = (1, 2, 4, 8, *range(16, 129, 16), *range(160, 257, 32), *range(320, 513, 64))
 OF_GRAPHS = {
     "speculative_config",
@@ -45,8 +46,8 @@ OF_GRAPHS = {
 def compilation(model: str) -> dict[str, Any]:
     """Returns vLLM's `compilation_config` for a checkpoint folder or Hub id on a GPU; empty: vLLM chooses.
 
-    Models with experts are not compiled: from what vLLM 0.24 had compiled at the first start (PyTorch 2.11, H200), the second one's
-    log-probs of a small Mixtral were off by a nat. vllm#56900 is a like case.
+    Models with experts are not compiled: from what vLLM 0.24 had compiled at the first start (PyTorch 2.11,
+    H200), the second one's log-probs of a small Mixtral were off by a nat. vllm#56900 is a like case.
     """
     if not num_gpus():
         return {}
@@ -54,30 +55,45 @@ def compilation(model: str) -> dict[str, Any]:
 
 
 def graphs(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns vLLM's option for the sizes of CUDA graphs, on a GPU; none where `options` of a recipe have one on them."""
+    """Returns vLLM's option for the sizes of CUDA graphs, on a GPU; none where `options` of a recipe have one
+    on them."""
     if not num_gpus() or OF_GRAPHS & options.keys():
         return {}
-    most = 2 * int(options.get("max_num_seqs") or GRAPHS[-1])  # as vLLM's own list: prompts are computed beside
+    # as vLLM's own list: prompts are computed beside
+    most = 2 * int(options.get("max_num_seqs") or GRAPHS[-1])
     return {"cudagraph_capture_sizes": [size for size in GRAPHS if size <= most]}
 
 
 def adapter_options(rank: int) -> dict[str, Any]:
     """Returns vLLM's options for one adapter of this rank; none for rank 0."""
-    return {"enable_lora": True, "max_loras": 1, "max_lora_rank": next(size for size in ADAPTER_RANKS if size >= rank)} if rank else {}
+    return (
+        {
+            "enable_lora": True,
+            "max_loras": 1,
+            "max_lora_rank": next(size for size in ADAPTER_RANKS if size >= rank),
+        }
+        if rank
+        else {}
+    )
 
 
 def delta_rule(model: str) -> dict[str, Any]:
-    """Returns vLLM's option for gated delta rules (Qwen3-Next, Qwen3.5) on a GPU: Triton's kernels, as in training; FlashInfer's are
-    compiled at the first start."""
+    """Returns vLLM's option for gated delta rules (Qwen3-Next, Qwen3.5) on a GPU: Triton's kernels, as in
+    training; FlashInfer's are compiled at the first start."""
     from vllm import EngineArgs
 
     kind = str(text_config(config_of(model)).get("model_type"))
     known = "gdn_prefill_backend" in EngineArgs.__dataclass_fields__
-    return {"gdn_prefill_backend": "triton"} if num_gpus() and known and kind.startswith(("qwen3_5", "qwen3_next")) else {}
+    return (
+        {"gdn_prefill_backend": "triton"}
+        if num_gpus() and known and kind.startswith(("qwen3_5", "qwen3_next"))
+        else {}
+    )
 
 
 def config_of(model: str) -> dict[str, Any]:
-    """Returns the config.json of a checkpoint folder or Hub id; empty where it cannot be read: vLLM will say what is wrong with it."""
+    """Returns the config.json of a checkpoint folder or Hub id; empty where it cannot be read: vLLM will say
+    what is wrong with it."""
     try:
         return dict(json.loads(_config_file(model).read_text()))
     except (OSError, EntryNotFoundError, ValueError):
@@ -93,8 +109,8 @@ def _config_file(model: str) -> Path:
 
 @contextmanager
 def whole_model(model: str, dtype: str, trust_remote_code: bool) -> Iterator[str]:
-    """Yields a checkpoint folder or Hub id that vLLM can load: `model`, or a temporary folder with the merged model of an adapter, or the
-    language model of a multimodal checkpoint."""
+    """Yields a checkpoint folder or Hub id that vLLM can load: `model`, or a temporary folder with the merged
+    model of an adapter, or the language model of a multimodal checkpoint."""
     with ExitStack() as stack:
         if (Path(model) / ADAPTER_CONFIG).is_file():
             from rlhf_core.models.checkpoint.save import save_merged
@@ -103,7 +119,8 @@ def whole_model(model: str, dtype: str, trust_remote_code: bool) -> Iterator[str
             stack.enter_context(progress.files(folder))
             save_merged(model, folder / "model", dtype, trust_remote_code)
             model = str(folder / "model")
-        if (kind := config_of(model)) and wraps_text_by_config(kind) and not runs_whole(kind):
+        kind = config_of(model)
+        if kind and wraps_text_by_config(kind) and not runs_whole(kind):
             from rlhf_core.models.wrapper import link_language_model
 
             folder = Path(stack.enter_context(TemporaryDirectory(prefix="alignflow-text-")))
@@ -112,13 +129,18 @@ def whole_model(model: str, dtype: str, trust_remote_code: bool) -> Iterator[str
 
 
 def runs_whole(config: Mapping[str, Any]) -> bool:
-    """Returns whether this vLLM runs a multimodal model as a whole, without what reads images: vLLM 0.24 has no Qwen3.5 for text alone."""
-    return bool(num_gpus()) and str(config.get("model_type")).startswith("qwen3_5") and version("vllm").startswith("0.24.")
+    """Returns whether this vLLM runs a multimodal model as a whole, without what reads images: vLLM 0.24 has
+    no Qwen3.5 for text alone."""
+    return (
+        bool(num_gpus())
+        and str(config.get("model_type")).startswith("qwen3_5")
+        and version("vllm").startswith("0.24.")
+    )
 
 
 def no_class_for(architecture: str) -> str | None:
-    """Why vLLM cannot run a class of transformers; None where it can, is not installed, or `architecture` is "". vLLM has classes of its
-    own, and runs those of transformers that let it choose the attention."""
+    """Why vLLM cannot run a class of transformers; None where it can, is not installed, or `architecture` is
+    "". vLLM has classes of its own, and runs those of transformers that let it choose the attention."""
     set_vllm_environment(1)
     try:
         from vllm import __version__
@@ -130,11 +152,15 @@ def no_class_for(architecture: str) -> str | None:
     chooses = getattr(getattr(transformers, architecture or "-", None), "_supports_attention_backend", False)
     if not architecture or chooses or architecture in ModelRegistry.get_supported_archs():
         return None
-    return f"vLLM {__version__} has no class for {architecture}, so it cannot answer: train it by SFT, DPO or KTO, or take another one"
+    return (
+        f"vLLM {__version__} has no class for {architecture}, so it cannot answer: train it by SFT, DPO or"
+        " KTO, or take another one"
+    )
 
 
 def unknown_option(options: Mapping[str, object]) -> str:
-    """Says which option of `vllm.engine` the installed vLLM does not have; "" where it has all, or is not installed."""
+    """Says which option of `vllm.engine` the installed vLLM does not have; "" where it has all, or is not
+    installed."""
     if not options:
         return ""
     set_vllm_environment(1)
@@ -152,7 +178,8 @@ def unknown_option(options: Mapping[str, object]) -> str:
 
 def require_known_options(options: Mapping[str, object]) -> None:
     """Raises ValueError as `unknown_option` says."""
-    if told := unknown_option(options):
+    told = unknown_option(options)
+    if told:
         raise ValueError(f"vllm.engine: {told}")
 
 
@@ -171,21 +198,26 @@ def engine_flags(options: Mapping[str, object]) -> list[str]:
 
 
 def set_vllm_environment(kv_cache_gib: float) -> None:
-    """Sets: the engine in this process (not in a second one), no usage report, a KV cache on CPU that does not take half the memory."""
+    """Sets: the engine in this process (not in a second one), no usage report, a KV cache on CPU that does
+    not take half the memory."""
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
-    logging.getLogger("vllm").setLevel(os.environ["VLLM_LOGGING_LEVEL"].upper())  # vLLM 0.32 sets it in its own commands alone
+    # vLLM 0.32 sets it in its own commands alone
+    logging.getLogger("vllm").setLevel(os.environ["VLLM_LOGGING_LEVEL"].upper())
     os.environ.update(quiet(kv_cache_gib))
 
 
 def server_environment(kv_cache_gib: float) -> dict[str, str]:
-    """Returns the environment of a vLLM server, which has processes of its own: this one's without the settings of our process group.
+    """Returns the environment of a vLLM server, which has processes of its own: this one's without the
+    settings of our process group.
 
-    GPUs are those of this process (CUDA_VISIBLE_DEVICES is passed on); torch.distributed's variables would make it wait for others.
+    GPUs are those of this process (CUDA_VISIBLE_DEVICES is passed on); torch.distributed's variables would
+    make it wait for others.
     """
     ours = ("VLLM_ENABLE_V1_MULTIPROCESSING", *RANK_VARIABLES)
     passed_on = {name: value for name, value in child_environment().items() if name not in ours}
-    # The engine of a server is a process anyway; on CPU this spares it a worker process of its own, ten seconds of imports.
+    # The engine of a server is a process anyway; on CPU this spares it a worker process of its own, ten
+    # seconds of imports.
     lean = {} if num_gpus() else {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
     return passed_on | quiet(kv_cache_gib) | lean | {"VLLM_LOGGING_LEVEL": "INFO"}
 
@@ -200,9 +232,11 @@ def quiet(kv_cache_gib: float) -> dict[str, str]:
 
 
 def returns_routing() -> bool:
-    """Returns whether vLLM returns the experts of each token on this machine's GPU, for models that `experts.replayed` names.
+    """Returns whether vLLM returns the experts of each token on this machine's GPU, for models that
+    `experts.replayed` names.
 
-    0.32 returns none. Blackwell's fused kernels choose experts themselves, and vLLM returns zeros (vllm#44116).
+    0.32 returns none. Blackwell's fused kernels choose experts themselves, and vLLM returns zeros
+    (vllm#44116).
     """
     import torch
 

@@ -1,4 +1,5 @@
-"""Closes a local vLLM server to everyone without its key: vLLM asks for it at few paths, and listens long after it is started.
+"""Closes a local vLLM server to everyone without its key: vLLM asks for it at few paths, and listens long
+after it is started.
 
 Free of vLLM and torch.
 """
@@ -17,11 +18,12 @@ Application = Callable[[dict[str, Any], Any, Any], Awaitable[None]]
 
 
 class KeyGuard:
-    """ASGI middleware (vLLM's --middleware) that answers 401 without the key in VLLM_API_KEY as a bearer token, at every path, and 400 for
-    another host than 127.0.0.1 (DNS rebinding)."""
+    """ASGI middleware (vLLM's --middleware) that answers 401 without the key in VLLM_API_KEY as a bearer
+    token, at every path, and 400 for another host than 127.0.0.1 (DNS rebinding)."""
 
     def __init__(self, app: Application):
-        self._app, self._key = app, f"Bearer {os.environ['VLLM_API_KEY']}".encode()
+        self._app = app
+        self._key = f"Bearer {os.environ['VLLM_API_KEY']}".encode()
 
     async def __call__(self, scope: dict[str, Any], receive: Any, send: Any) -> None:
         if scope["type"] not in ("http", "websocket"):
@@ -33,13 +35,21 @@ class KeyGuard:
             return await self._app(scope, receive, send)
         if scope["type"] == "websocket":
             return await send({"type": "websocket.close", "code": 1008})
-        await send({"type": "http.response.start", "status": 400 if right else 401, "headers": [(b"content-length", b"0")]})
+        await send(
+            {
+                "type": "http.response.start",
+                "status": 400 if right else 401,
+                "headers": [(b"content-length", b"0")],
+            }
+        )
         await send({"type": "http.response.body"})
 
 
 def answer_on_given_socket() -> None:
-    """Makes uvicorn answer on the socket that LISTENER names, in place of one that the server has made; does nothing without it."""
-    if not (given := os.environ.pop(LISTENER, "")):
+    """Makes uvicorn answer on the socket that LISTENER names, in place of one that the server has made; does
+    nothing without it."""
+    given = os.environ.pop(LISTENER, "")
+    if not given:
         return
     import uvicorn
 

@@ -21,26 +21,38 @@ def prepare(kv_cache_gib: float) -> None:
 
 
 class SamplerRole(Sampler):
-    """Runs an engine of a group. Engine r of R answers prompts r, r + R, ...; each has its own seed, so the split changes nothing."""
+    """Runs an engine of a group. Engine r of R answers prompts r, r + R, ...; each has its own seed, so the
+    split changes nothing."""
 
     def __init__(self, model: str, *, vllm: Vllm, stage: tuple[Any, ...] = (), **options: Any):
         """Starts the engine, or a stage of it; `options`: of `Sampler`."""
-        self.rank, self.world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-        # The engine is alone in this process: torch.distributed variables of the group would make it wait for others.
+        self.rank = int(os.environ["RANK"])
+        self.world_size = int(os.environ["WORLD_SIZE"])
+        # The engine is alone in this process: torch.distributed variables of the group would make it wait for
+        # others.
         for name in RANK_VARIABLES:
             os.environ.pop(name, None)
         # Requests without a seed of their own draw from the engine's.
-        super().__init__(model, vllm=vllm, stage=PipelineStage(*stage), **options | {"seed": options["seed"] + self.rank})
+        super().__init__(
+            model, vllm=vllm, stage=PipelineStage(*stage), **options | {"seed": options["seed"] + self.rank}
+        )
         self.first = self.rank * vllm.processes
         self._seed_whole = torch.cuda.is_available() and not vllm.seed_answers
 
-    def generate_share(self, prompts: Sequence[Sequence[int]], seeds: Sequence[int], sampling: Sampling) -> list[tuple[int, list[Answer]]]:
+    def generate_share(
+        self, prompts: Sequence[Sequence[int]], seeds: Sequence[int], sampling: Sampling
+    ) -> list[tuple[int, list[Answer]]]:
         """Returns the answers to this engine's share of the prompts, with their indices."""
         with uncollected():
             return list(self.stream_share(prompts, seeds, sampling))
 
-    def advance(self, requests: Sequence[Request], seconds: float, gone: Sequence[int] = ()) -> list[tuple[int, Answer]]:
-        own = [request._replace(sampling=request.sampling._replace(seed_whole=self._seed_whole)) for request in requests]
+    def advance(
+        self, requests: Sequence[Request], seconds: float, gone: Sequence[int] = ()
+    ) -> list[tuple[int, Answer]]:
+        own = [
+            request._replace(sampling=request.sampling._replace(seed_whole=self._seed_whole))
+            for request in requests
+        ]
         return super().advance(own, seconds, gone)
 
     def stream_share(
@@ -49,4 +61,7 @@ class SamplerRole(Sampler):
         """Yields what `generate_share` returns, prompt by prompt as their answers are finished."""
         mine = range(self.rank, len(prompts), self.world_size)
         sampling = sampling._replace(seed_whole=self._seed_whole)
-        yield from ((mine[i], group) for i, group in self.stream([prompts[i] for i in mine], [seeds[i] for i in mine], sampling))
+        yield from (
+            (mine[i], group)
+            for i, group in self.stream([prompts[i] for i in mine], [seeds[i] for i in mine], sampling)
+        )

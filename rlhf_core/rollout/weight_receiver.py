@@ -26,7 +26,8 @@ ADAPTER_ID = 1  # of the one adapter of an engine
 
 
 class WeightReceiver:
-    """Adds methods to vLLM's worker. `rank`: the worker's number in its engine. `tied`: embeddings and head are one weight."""
+    """Adds methods to vLLM's worker. `rank`: the worker's number in its engine. `tied`: embeddings and head
+    are one weight."""
 
     model_runner: Any
     rank: int
@@ -36,22 +37,28 @@ class WeightReceiver:
         return gpu_uuid()
 
     def prepare_runner(self, known: int | None) -> None:
-        """Leaves rows of the vocabulary from number `known` on out of what is sampled, and makes the buffers of a later stage that only a
-        warm-up would make."""
+        """Leaves rows of the vocabulary from number `known` on out of what is sampled, and makes the buffers
+        of a later stage that only a warm-up would make."""
         runner = self.model_runner
         if known is not None:
             leave_out_padding(runner.get_model(), known)
         if getattr(runner, "intermediate_tensors", self) is None and not get_pp_group().is_first_rank:
-            shape = {"batch_size": runner.max_num_tokens, "dtype": runner.model_config.dtype, "device": runner.device}
+            shape = {
+                "batch_size": runner.max_num_tokens,
+                "dtype": runner.model_config.dtype,
+                "device": runner.device,
+            }
             runner.intermediate_tensors = runner.get_model().make_empty_intermediate_tensors(**shape)
 
     def seed(self, seed: int) -> None:
-        """Seeds the random numbers of answers without a seed of their own: vLLM's model runners use PyTorch's or numpy's."""
+        """Seeds the random numbers of answers without a seed of their own: vLLM's model runners use PyTorch's
+        or numpy's."""
         torch.manual_seed(seed)
         np.random.seed(seed % 2**32)
 
     def open_channel(self, route: Route, rendezvous: Rendezvous, first: int) -> None:
-        """Connects to the trainer. `first`: the number of this engine's first worker among those of all engines."""
+        """Connects to the trainer. `first`: the number of this engine's first worker among those of all
+        engines."""
         if route.kind == "gpus":
             gpu = gpu_uuid()
             assert gpu is not None
@@ -64,22 +71,31 @@ class WeightReceiver:
         self._reload(self._channel.receive(), tied)
 
     def keep_plain_head(self) -> None:
-        """Takes the head out of what may have adapters: ours have none there, and vLLM's would ask for its part in log-probs of prompts,
-        for which it has no place. Raises ValueError where vLLM runs the whole of a multimodal model, whose layers have other names."""
+        """Takes the head out of what may have adapters: ours have none there, and vLLM's would ask for its
+        part in log-probs of prompts, for which it has no place. Raises ValueError where vLLM runs the whole
+        of a multimodal model, whose layers have other names."""
         config = self.model_runner.model_config
         if config.hf_config is not config.hf_text_config:
-            raise ValueError(f"vllm.adapters: alone is for language models, and vLLM runs the whole of {config.model}: leave it out")
-        manager, model = self.model_runner.lora_manager._adapter_manager, self.model_runner.get_model()
+            raise ValueError(
+                f"vllm.adapters: alone is for language models, and vLLM runs the whole of {config.model}:"
+                " leave it out"
+            )
+        manager = self.model_runner.lora_manager._adapter_manager
+        model = self.model_runner.get_model()
         for owner in [*model.modules()]:
             for name, part in [*owner.named_children()]:
-                if type(part).__name__ == "LogitsProcessorWithLoRA" or (name == "lm_head" and hasattr(part, "base_layer")):
+                if type(part).__name__ == "LogitsProcessorWithLoRA" or (
+                    name == "lm_head" and hasattr(part, "base_layer")
+                ):
                     setattr(owner, name, part.base_layer)
-        for name in [name for name, part in manager.modules.items() if type(part).__name__ == "LogitsProcessorWithLoRA"]:
+        for name in [
+            name for name, part in manager.modules.items() if type(part).__name__ == "LogitsProcessorWithLoRA"
+        ]:
             del manager.modules[name]
 
     def receive_adapters(self, rank: int) -> None:
-        """Puts the adapters that the trainer sends now in the place of those before. Raises ValueError for a layer for which vLLM has no
-        adapters."""
+        """Puts the adapters that the trainer sends now in the place of those before. Raises ValueError for a
+        layer for which vLLM has no adapters."""
         replace_adapters(self.model_runner, dict(self._channel.receive()), rank)
         if torch.cuda.is_available():
             torch.cuda.synchronize()
@@ -89,20 +105,29 @@ class WeightReceiver:
         self._reload(named, tied)
 
     def load_checkpoint(self, folder: str, tied: bool) -> None:
-        """Loads the weights of the safetensors files in a folder, of a multimodal checkpoint those of its language model."""
+        """Loads the weights of the safetensors files in a folder, of a multimodal checkpoint those of its
+        language model."""
         from safetensors.torch import load_file
 
         names = self._names(stored_names(Path(folder)))
-        read = (named for file in sorted(Path(folder).glob("*.safetensors")) for named in load_file(file).items())
+        read = (
+            named for file in sorted(Path(folder).glob("*.safetensors")) for named in load_file(file).items()
+        )
         self._reload(((name, weight) for name, weight in read if name in names), tied)
 
     def _names(self, stored: set[str]) -> dict[str, str]:
-        """Returns the names to load weights by, unless vLLM runs the whole of a multimodal model, which has the checkpoint's own."""
+        """Returns the names to load weights by, unless vLLM runs the whole of a multimodal model, which has
+        the checkpoint's own."""
         config = self.model_runner.model_config
-        return text_names(stored) if config.hf_config is config.hf_text_config else {name: name for name in stored}
+        return (
+            text_names(stored)
+            if config.hf_config is config.hf_text_config
+            else {name: name for name in stored}
+        )
 
     def _reload(self, weights: Iterable[tuple[str, Tensor]], tied: bool) -> None:
-        """Replaces the weights. `load_weights` alone fails once linear layers are repacked, as they are on CPU after the start."""
+        """Replaces the weights. `load_weights` alone fails once linear layers are repacked, as they are on
+        CPU after the start."""
         if (config := self.model_runner.model_config).hf_text_config.model_type in FIXED_EXPERTS:
             raise ValueError(keeps_experts(config.model))
         weights = ((name, weight) for sent, weight in weights for name in self._names({sent}).values())
@@ -129,7 +154,8 @@ def replace_adapters(model_runner: Any, named: dict[str, Tensor], rank: int) -> 
     from vllm.lora.peft_helper import PEFTHelper
 
     outer = model_runner.lora_manager
-    manager, mapper = outer._adapter_manager, getattr(model_runner.get_model(), "hf_to_vllm_mapper", None)
+    manager = outer._adapter_manager
+    mapper = getattr(model_runner.get_model(), "hf_to_vllm_mapper", None)
     loaded = LoRAModel.from_lora_tensors(
         lora_model_id=ADAPTER_ID,
         tensors=named,
@@ -138,7 +164,8 @@ def replace_adapters(model_runner: Any, named: dict[str, Tensor], rank: int) -> 
         dtype=outer.lora_config.lora_dtype,
         weights_mapper=mapper and getattr(mapper, "get_rename_mapper", lambda: mapper)(),
     )
-    unknown = {name for name in loaded.loras if name in manager.packed_modules}  # one layer of the trainer's, several of vLLM's
+    # one layer of the trainer's, several of vLLM's
+    unknown = {name for name in loaded.loras if name in manager.packed_modules}
     if model_runner.model_config.use_mla:  # decoding takes this weight apart, without its adapter
         unknown |= {name for name in loaded.loras if name.endswith(".kv_b_proj")}
     if not unknown:
@@ -147,13 +174,18 @@ def replace_adapters(model_runner: Any, named: dict[str, Tensor], rank: int) -> 
         unknown = loaded.loras.keys() - manager.modules.keys()
     if unknown:
         lacking = ", ".join(sorted(unknown)[:3])
-        raise ValueError(f"vLLM has no adapters for {lacking}: name other layers in lora.targets, or leave vllm.adapters out")
+        raise ValueError(
+            f"vLLM has no adapters for {lacking}: name other layers in lora.targets, or leave"
+            " vllm.adapters out"
+        )
     manager.activate_adapter(ADAPTER_ID)
 
 
 def _with_head(weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-    """Adds the head to the weights of a model with tied embeddings: vLLM repacks it and would keep the old one."""
-    embeddings, sent = None, False
+    """Adds the head to the weights of a model with tied embeddings: vLLM repacks it and would keep the old
+    one."""
+    embeddings = None
+    sent = False
     for name, weight in weights:
         sent = sent or name == "lm_head.weight"
         if name.endswith("embed_tokens.weight"):

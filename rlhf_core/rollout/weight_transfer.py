@@ -1,9 +1,11 @@
-"""Sends weights from the trainer's ranks to the engines, in buckets, so that besides the two models only a bucket or two are in memory.
+"""Sends weights from the trainer's ranks to the engines, in buckets, so that besides the two models only a
+bucket or two are in memory.
 
-Three routes. `gpus`: every engine process is on a GPU with a trainer rank, which shares each bucket with it through CUDA IPC. `nccl`: one
-trainer rank broadcasts over NCCL to engines on other GPUs (NCCL refuses two ranks on one GPU). `gloo`: the same broadcast through host
-memory, on machines without GPUs and for all other placements. The channel opens once and is used by every sync, at whose end both sides
-compare the checksums of what was sent and what arrived.
+Three routes. `gpus`: every engine process is on a GPU with a trainer rank, which shares each bucket with it
+through CUDA IPC. `nccl`: one trainer rank broadcasts over NCCL to engines on other GPUs (NCCL refuses two
+ranks on one GPU). `gloo`: the same broadcast through host memory, on machines without GPUs and for all other
+placements. The channel opens once and is used by every sync, at whose end both sides compare the checksums of
+what was sent and what arrived.
 """
 
 from __future__ import annotations
@@ -36,8 +38,8 @@ class ChecksumMismatch(RuntimeError):
 
 
 class Route(NamedTuple):
-    """Says how weights are sent. `source`: the trainer rank that is rank 0 of the channel and sends (with `gpus` every rank sends);
-    `receivers`: the number of engine processes."""
+    """Says how weights are sent. `source`: the trainer rank that is rank 0 of the channel and sends (with
+    `gpus` every rank sends); `receivers`: the number of engine processes."""
 
     kind: Literal["gpus", "nccl", "gloo"]
     source: int
@@ -45,8 +47,8 @@ class Route(NamedTuple):
 
 
 class Rendezvous(NamedTuple):
-    """Says where the two sides connect: the address of the source's store; for `gpus`, the socket of the trainer rank on each GPU, and a
-    key."""
+    """Says where the two sides connect: the address of the source's store; for `gpus`, the socket of the
+    trainer rank on each GPU, and a key."""
 
     address: str
     sockets: Mapping[str, str]
@@ -65,11 +67,16 @@ class Entry(NamedTuple):
 
 def gpu_uuid() -> str | None:
     """Returns the id of the GPU this process computes on, the same in every process on it; None on CPU."""
-    return str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid) if torch.cuda.is_available() else None
+    return (
+        str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid)
+        if torch.cuda.is_available()
+        else None
+    )
 
 
 def choose_route(trainer: Sequence[str | None], engines: Sequence[str | None]) -> Route:
-    """Returns the fastest route between the GPUs of the trainer's ranks and those of the engines' processes (None: no GPU)."""
+    """Returns the fastest route between the GPUs of the trainer's ranks and those of the engines' processes
+    (None: no GPU)."""
     if None in trainer or None in engines:
         return Route("gloo", 0, len(engines))
     if set(engines) <= set(trainer):
@@ -81,7 +88,8 @@ def choose_route(trainer: Sequence[str | None], engines: Sequence[str | None]) -
 
 
 class Broadcast:
-    """Sends by `nccl` or `gloo`: rank 0 of this channel sends, the others receive. A header precedes each bucket; an empty one ends it."""
+    """Sends by `nccl` or `gloo`: rank 0 of this channel sends, the others receive. A header precedes each
+    bucket; an empty one ends it."""
 
     def __init__(self, backend: Literal["nccl", "gloo"], rank: int, size: int, rendezvous: Rendezvous):
         patience = timedelta(seconds=rendezvous.timeout)
@@ -100,7 +108,9 @@ class Broadcast:
         sums = Sums()
         for entries, data in to_buckets(weights, self._device):
             sums.add(data)
-            header = torch.frombuffer(bytearray(json.dumps(entries).encode()), dtype=torch.uint8).to(self._device)
+            header = torch.frombuffer(bytearray(json.dumps(entries).encode()), dtype=torch.uint8).to(
+                self._device
+            )
             for part in (torch.tensor([len(header), len(data)], device=self._device), header, data):
                 self._broadcast(part)
         self._broadcast(torch.tensor([0, sums.total()], device=self._device))
@@ -115,7 +125,9 @@ class Broadcast:
             if not header_size:
                 sums.compare(size)
                 return
-            header, data = (torch.empty(length, dtype=torch.uint8, device=self._device) for length in (header_size, size))
+            header, data = (
+                torch.empty(length, dtype=torch.uint8, device=self._device) for length in (header_size, size)
+            )
             self._broadcast(header)
             self._broadcast(data)
             sums.add(data)
@@ -127,10 +139,12 @@ class Broadcast:
 
 
 class SameGpu:
-    """CUDA IPC (route `gpus`): shares each bucket with the engine processes on this GPU, which copy it before the next overwrites it.
+    """CUDA IPC (route `gpus`): shares each bucket with the engine processes on this GPU, which copy it before
+    the next overwrites it.
 
-    A handle names its device by the sender's index, and each process numbers the GPUs that it sees: the receiver, which computes on the
-    same GPU, opens the memory on its own current device and waits for that one.
+    A handle names its device by the sender's index, and each process numbers the GPUs that it sees: the
+    receiver, which computes on the same GPU, opens the memory on its own current device and waits for that
+    one.
     """
 
     def __init__(self, connections: Sequence[Connection]):
@@ -152,7 +166,9 @@ class SameGpu:
         (connection,), sums, device = self._connections, Sums(), torch.cuda.current_device()
         while not isinstance(message := connection.recv(), int):
             entries, rebuild, rebuild_arguments = message
-            shared = rebuild(*rebuild_arguments[:DEVICE_ARGUMENT], device, *rebuild_arguments[DEVICE_ARGUMENT + 1 :])
+            shared = rebuild(
+                *rebuild_arguments[:DEVICE_ARGUMENT], device, *rebuild_arguments[DEVICE_ARGUMENT + 1 :]
+            )
             data = shared.clone()
             torch.cuda.synchronize(device)
             del shared, rebuild_arguments
@@ -167,7 +183,8 @@ Channel = Broadcast | SameGpu  # one side of an open route
 
 
 class Sums:
-    """Computes the checksum of the buckets of a sync: the sum of their bytes as 64-bit numbers (the rest as bytes) modulo 2^64."""
+    """Computes the checksum of the buckets of a sync: the sum of their bytes as 64-bit numbers (the rest as
+    bytes) modulo 2^64."""
 
     def __init__(self) -> None:
         self._sums: list[Tensor] = []
@@ -183,15 +200,20 @@ class Sums:
 
     def compare(self, sent: int) -> None:
         """Raises ChecksumMismatch when `sent`, the sender's total, differs."""
-        if (arrived := self.total()) != sent:
+        arrived = self.total()
+        if arrived != sent:
             raise ChecksumMismatch(
-                f"the weights that arrived are not those that the actor sent (checksums {arrived:x} and {sent:x}, {len(self._sums) // 2} "
-                "buckets): resume the run, and look at the machine's memory and links if it comes again"
+                f"the weights that arrived are not those that the actor sent (checksums {arrived:x} and"
+                f" {sent:x}, {len(self._sums) // 2} buckets): resume the run, and look at the machine's"
+                " memory and links if it comes again"
             )
 
 
-def to_buckets(weights: Named, device: torch.device, bucket_bytes: int = BUCKET_BYTES) -> Iterator[tuple[list[Entry], Tensor]]:
-    """Yields weights in buckets of at most `bucket_bytes` bytes, uint8 on `device`; a larger weight is a bucket of its own.
+def to_buckets(
+    weights: Named, device: torch.device, bucket_bytes: int = BUCKET_BYTES
+) -> Iterator[tuple[list[Entry], Tensor]]:
+    """Yields weights in buckets of at most `bucket_bytes` bytes, uint8 on `device`; a larger weight is a
+    bucket of its own.
 
     A bucket is overwritten when the next one is requested.
     """
@@ -204,9 +226,13 @@ def to_buckets(weights: Named, device: torch.device, bucket_bytes: int = BUCKET_
         if used + len(data) > bucket_bytes and entries:
             assert buffer is not None
             yield entries, buffer[:used]
-            entries, used = [], 0
+            entries = []
+            used = 0
         if len(data) > bucket_bytes:
-            yield [entry._replace(start=0)], shared_bytes(len(data), device).copy_(data) if wants_segments() else data.to(device)
+            yield (
+                [entry._replace(start=0)],
+                (shared_bytes(len(data), device).copy_(data) if wants_segments() else data.to(device)),
+            )
             continue
         if buffer is None:
             buffer = shared_bytes(bucket_bytes, device)

@@ -1,6 +1,7 @@
 """What a stage that runs beside others is given: variables of its process's environment, and the sign to end.
 
-A stage beside others runs in a thread. No signal reaches a thread: what waits in one calls `check_stop` at least each second.
+A stage beside others runs in a thread. No signal reaches a thread: what waits in one calls `check_stop` at
+least each second.
 """
 
 from __future__ import annotations

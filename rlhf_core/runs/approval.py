@@ -1,7 +1,7 @@
 """Stores a person's decision on a finished stage: `approval.json` in its run directory. Torch-free.
 
-It is written when a run first asks, with the time until which a decision counts, and again with the decision. A stage that is made anew
-has another directory and is asked about anew.
+It is written when a run first asks, with the time until which a decision counts, and again with the decision.
+A stage that is made anew has another directory and is asked about anew.
 """
 
 from __future__ import annotations
@@ -13,12 +13,13 @@ from typing import Literal
 from rlhf_core.records import Frozen
 from rlhf_core.system.files import locked, read_json, write_text
 
-FILE, LOCK = "approval.json", ".approval.lock"
+FILE = "approval.json"
+LOCK = ".approval.lock"
 
 
 class Approval(Frozen):
-    """A question to a person. `recipe`: folder of the recipe's report; `run`: id of the flow run that asked and is suspended, if any;
-    `notified`: the webhook got the message."""
+    """A question to a person. `recipe`: folder of the recipe's report; `run`: id of the flow run that asked
+    and is suspended, if any; `notified`: the webhook got the message."""
 
     stage: str
     recipe: str
@@ -39,14 +40,16 @@ class Approval(Frozen):
 
     def told(self) -> str:
         """Returns the state as a part of a sentence."""
-        state, until = self.state(), f"{self.until:%Y-%m-%d %H:%M} UTC"
+        state = self.state()
+        until = f"{self.until:%Y-%m-%d %H:%M} UTC"
         if self.decision is not None:
             return f"{state}{f' by {self.by}' if self.by else ''}{f' ({self.reason})' if self.reason else ''}"
         return f"nobody approved it until {until}" if state == "late" else f"waits for a person until {until}"
 
 
 def ask(run_dir: Path, stage: str, recipe: Path, within: timedelta, run: str | None = None) -> Approval:
-    """Returns the question about a stage, which is asked now if it was not before. `run` replaces the run of a question without one."""
+    """Returns the question about a stage, which is asked now if it was not before. `run` replaces the run of
+    a question without one."""
     with locked(run_dir / LOCK, 60.0):
         found = Approval.read(run_dir / FILE)
         if found is not None and (run is None or found.run is not None or found.decision is not None):
@@ -69,26 +72,39 @@ def mark_notified(run_dir: Path) -> Approval:
 
 
 def decide(run_dir: Path, approved: bool, by: str, reason: str = "", late: bool = False) -> Approval:
-    """Stores a decision. Raises ValueError when nobody asked, when another decision is there, or when it is too late and not `late`."""
+    """Stores a decision. Raises ValueError when nobody asked, when another decision is there, or when it is
+    too late and not `late`."""
     with locked(run_dir / LOCK, 60.0):
         found = Approval.read(run_dir / FILE)
         if found is None:
-            raise ValueError(f"{run_dir.name}: nobody asked for an approval: run the recipe until its gate asks")
+            raise ValueError(
+                f"{run_dir.name}: nobody asked for an approval: run the recipe until its gate asks"
+            )
         decision: Literal["approved", "refused"] = "approved" if approved else "refused"
         if found.decision not in (None, decision):
             raise ValueError(f"{found.stage} is {found.told()} already: make the stage anew to decide again")
         if found.state() == "late" and not late:
             raise ValueError(f"{found.stage}: {found.told()}: give --late to decide all the same")
         if found.decision is None:
-            found = found.model_copy(update={"decision": decision, "by": by, "reason": reason, "at": datetime.now(UTC)})
+            found = found.model_copy(
+                update={"decision": decision, "by": by, "reason": reason, "at": datetime.now(UTC)}
+            )
             write_text(run_dir / FILE, found.model_dump_json(indent=2))
         return found
 
 
 def asked_in(recipe: Path) -> list[tuple[Path, Approval]]:
-    """Returns the run directories with questions of a recipe, given the folder of its report, the oldest question first."""
+    """Returns the run directories with questions of a recipe, given the folder of its report, the oldest
+    question first."""
     stages = recipe.parent / "stages"
-    found = [(file.parent, read) for file in stages.glob(f"*/{FILE}") if (read := Approval.read(file)) is not None]
-    last = {Path(stage.get("run_dir", "")).name for stage in read_json(recipe / "run.json").get("stages", [])}  # shared with another recipe
-    ours = [(folder, read) for folder, read in found if Path(read.recipe).name == recipe.name or folder.name in last]
+    found = [
+        (file.parent, read) for file in stages.glob(f"*/{FILE}") if (read := Approval.read(file)) is not None
+    ]
+    # shared with another recipe
+    last = {Path(stage.get("run_dir", "")).name for stage in read_json(recipe / "run.json").get("stages", [])}
+    ours = [
+        (folder, read)
+        for folder, read in found
+        if Path(read.recipe).name == recipe.name or folder.name in last
+    ]
     return sorted(ours, key=lambda item: item[1].asked)

@@ -1,4 +1,5 @@
-"""Compares two run directories: configuration, inputs, versions, metrics. Reads plain JSON, so that of other versions can be read.
+"""Compares two run directories: configuration, inputs, versions, metrics. Reads plain JSON, so that of other
+versions can be read.
 
 Used by `alignflow diff` and the dashboard.
 """
@@ -17,7 +18,8 @@ from rlhf_core.system.redaction import without_passwords
 
 
 class Difference(NamedTuple):
-    """One difference of two runs. `part`: stages, recipe, configuration, inputs, versions, metrics or digest."""
+    """One difference of two runs. `part`: stages, recipe, configuration, inputs, versions, metrics or
+    digest."""
 
     stage: str
     part: str
@@ -26,25 +28,47 @@ class Difference(NamedTuple):
     after: str
 
 
-def stage_differences(name: str, before: Path, after: Path, *, read: Callable[[Path], dict[str, Any]] = read_json) -> Iterator[Difference]:
-    """Yields the differences of two run directories. `name`: what to call the stage; `read` gives the object in a file, or {}."""
+def stage_differences(
+    name: str, before: Path, after: Path, *, read: Callable[[Path], dict[str, Any]] = read_json
+) -> Iterator[Difference]:
+    """Yields the differences of two run directories. `name`: what to call the stage; `read` gives the object
+    in a file, or {}."""
     old, new = (read(folder / REQUEST) for folder in (before, after))
     results = [read(folder / RESULT) for folder in (before, after)]
     parts = {
-        "configuration": [{"seed": request.get("seed"), **request.get("config", {})} for request in (old, new)],
-        "inputs": [{key: _content(place) for key, place in request.get("inputs", {}).items()} for request in (old, new)],
+        "configuration": [
+            {"seed": request.get("seed"), **request.get("config", {})} for request in (old, new)
+        ],
+        "inputs": [
+            {key: _content(place) for key, place in request.get("inputs", {}).items()}
+            for request in (old, new)
+        ],
         "versions": [result.get("environment", {}) for result in results],
         "metrics": [result.get("metrics", {}) for result in results],
     }
-    found = [Difference(name, part, *change) for part, (first, second) in parts.items() for change in changed(first, second)]
-    digests = [request.get("digest", folder.name.rpartition("-")[2]) for request, folder in ((old, before), (new, after))]
+    found = [
+        Difference(name, part, *change)
+        for part, (first, second) in parts.items()
+        for change in changed(first, second)
+    ]
+    digests = [
+        request.get("digest", folder.name.rpartition("-")[2])
+        for request, folder in ((old, before), (new, after))
+    ]
     if digests[0] != digests[1]:
         explained = any(change.part in ("configuration", "inputs") for change in found)
-        yield Difference(name, "digest", "" if explained else "its data, its base model or the stage's code", *digests)
+        yield Difference(
+            name, "digest", "" if explained else "its data, its base model or the stage's code", *digests
+        )
     yield from found
     for side, result in zip(("before", "after"), results, strict=True):
         if not result:
-            yield Difference(name, "metrics", f"no result {side}", *(("not done", "") if side == "before" else ("", "not done")))
+            yield Difference(
+                name,
+                "metrics",
+                f"no result {side}",
+                *(("not done", "") if side == "before" else ("", "not done")),
+            )
 
 
 def changed(old: object, new: object) -> Iterator[tuple[str, str, str]]:
@@ -55,7 +79,8 @@ def changed(old: object, new: object) -> Iterator[tuple[str, str, str]]:
 def changes(old: Any, new: Any, key: str = "") -> Iterator[tuple[str, Any, Any]]:
     """Yields (key, before, after) of all leaves of two records that differ; '-' for a missing one."""
     if isinstance(old, list | tuple) and isinstance(new, list | tuple) and len(old) == len(new):
-        old, new = dict(enumerate(old)), dict(enumerate(new))
+        old = dict(enumerate(old))
+        new = dict(enumerate(new))
     if isinstance(old, dict) and isinstance(new, dict):
         for name in {**old, **new}:
             yield from changes(old.get(name, "-"), new.get(name, "-"), f"{key}.{name}" if key else str(name))

@@ -1,7 +1,8 @@
-"""Runs a stage as a process on this machine: its output goes to `log.txt` and to a callback, and all its descendants end with it.
+"""Runs a stage as a process on this machine: its output goes to `log.txt` and to a callback, and all its
+descendants end with it.
 
-A stage is done if `result.json` exists and each file it lists has the recorded size. The exit code is ignored.
-Starts no process on other machines. A stage that needs a Ray cluster connects to it.
+A stage is done if `result.json` exists and each file it lists has the recorded size. The exit code is
+ignored. Starts no process on other machines. A stage that needs a Ray cluster connects to it.
 """
 
 from __future__ import annotations
@@ -28,10 +29,13 @@ SECRET_NAME = re.compile(r"(TOKEN|APIKEY|(^|_)KEY|SECRET|PASSWORD|AUTH_STRING)(_
 
 
 class StageFailed(RuntimeError):
-    """A stage's process ended without a result. `code`: its exit code, -n when signal n ended it; `tail`: the log's last lines."""
+    """A stage's process ended without a result. `code`: its exit code, -n when signal n ended it; `tail`: the
+    log's last lines."""
 
     def __init__(self, name: str, code: int, tail: tuple[str, ...]):
-        self.name, self.code, self.tail = name, code, tail
+        self.name = name
+        self.code = code
+        self.tail = tail
         super().__init__(name, code, tail)
 
     @property
@@ -41,15 +45,21 @@ class StageFailed(RuntimeError):
 
     def __str__(self) -> str:
         if self.code in (WRONG_INPUT, ENVIRONMENT):
-            return f"stage {self.name}: {self.tail[-1] if self.tail else 'it refused to start and gave no reason'}"
+            return (
+                f"stage {self.name}:"
+                f" {self.tail[-1] if self.tail else 'it refused to start and gave no reason'}"
+            )
         how = f"exit code {self.code}, but there is no result" if self.code == 0 else f"exit code {self.code}"
         if self.code > 128 and (ended_by := _signal_name(self.code - 128)):
-            how = f"ended by {ended_by}" + (" (Linux sends SIGKILL when host memory is exhausted)" if ended_by == "SIGKILL" else "")
+            how = f"ended by {ended_by}" + (
+                " (Linux sends SIGKILL when host memory is exhausted)" if ended_by == "SIGKILL" else ""
+            )
         return "\n  ".join([f"stage {self.name} failed ({how}); the last lines of its log:", *self.tail])
 
 
 class SeveralFailed(RuntimeError):
-    """Stages that ran side by side failed, or did not pass their gates. `errors`: what each raised, in the order of time."""
+    """Stages that ran side by side failed, or did not pass their gates. `errors`: what each raised, in the
+    order of time."""
 
     def __init__(self, errors: Sequence[Exception]):
         self.errors = tuple(errors)
@@ -59,21 +69,32 @@ class SeveralFailed(RuntimeError):
         return "\n".join(map(str, self.errors))
 
 
-def launch(module: str, run_dir: Path, name: str, on_line: Callable[[str], None], grace_seconds: float = GRACE_SECONDS) -> StageResult:
-    """Runs `python -m MODULE RUN_DIR`, or the process that was prepared for it, and returns its result. `on_line` gets each line of its
-    output that is not noise (noise.py), without codes of terminals; `log.txt` has all.
+def launch(
+    module: str,
+    run_dir: Path,
+    name: str,
+    on_line: Callable[[str], None],
+    grace_seconds: float = GRACE_SECONDS,
+) -> StageResult:
+    """Runs `python -m MODULE RUN_DIR`, or the process that was prepared for it, and returns its result.
+    `on_line` gets each line of its output that is not noise (noise.py), without codes of terminals; `log.txt`
+    has all.
 
-    Writes the start time to `log.txt`, and the end time unless an exception in this call ended the process. Masks the values of the keys
-    that the stage needs and of variables with names like those of keys. Raises StageFailed when the process ends without a result, Stopped
-    when the run of a stage beside others ends (allotment.py). Any exception or signal that ends this call ends the process and its
-    descendants too.
+    Writes the start time to `log.txt`, and the end time unless an exception in this call ended the process.
+    Masks the values of the keys that the stage needs and of variables with names like those of keys. Raises
+    StageFailed when the process ends without a result, Stopped when the run of a stage beside others ends
+    (allotment.py). Any exception or signal that ends this call ends the process and its descendants too.
     """
     run = RunDir(run_dir)
     config = run.request().config
     kind = config.stage
     tail: deque[str] = deque(maxlen=TAIL_LINES)
     keys = {key.variable for key in config.needed_keys}
-    secrets = [value for name, value in os.environ.items() if (name in keys or SECRET_NAME.search(name)) and len(value) >= 8]
+    secrets = [
+        value
+        for name, value in os.environ.items()
+        if (name in keys or SECRET_NAME.search(name)) and len(value) >= 8
+    ]
     start = time.monotonic()
     process = prepared.take(module, kind, run.path, grace_seconds)
     if process is None:
@@ -93,7 +114,10 @@ def launch(module: str, run_dir: Path, name: str, on_line: Callable[[str], None]
                     tail.append(shown)
                     on_line(shown)
             code = process.wait()
-            log.write(f"+++ {time.strftime('%Y-%m-%d %H:%M:%S')} {name} ended after {time.monotonic() - start:.2f} s with code {code}\n")
+            log.write(
+                f"+++ {time.strftime('%Y-%m-%d %H:%M:%S')} {name} ended after {time.monotonic() - start:.2f}"
+                f" s with code {code}\n"
+            )
     finally:
         end(process, grace_seconds)
     result = run.result()
@@ -103,8 +127,8 @@ def launch(module: str, run_dir: Path, name: str, on_line: Callable[[str], None]
 
 
 def _lines(process: subprocess.Popen[bytes]) -> Iterator[str]:
-    """Yields output lines until the process closes stdout or exits. Of a line overwritten with \\r (progress bars) only the final text.
-    Raises Stopped as `check_stop`."""
+    """Yields output lines until the process closes stdout or exits. Of a line overwritten with \\r (progress
+    bars) only the final text. Raises Stopped as `check_stop`."""
     assert process.stdout is not None
     rest = b""
     with selectors.DefaultSelector() as selector:

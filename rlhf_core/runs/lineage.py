@@ -1,8 +1,9 @@
 """Finds the models and stages that a checkpoint was made from, by reading run directories. Torch-free.
 
-A run directory's `config.json` names the folder or Hub id of each model the stage used; a folder inside another run directory leads to
-that stage. The records are read as plain JSON, not with the config classes, so that run directories of other versions can be read.
-No path of the machine is kept: an ancestor has a name, a kind and a digest. Run directories moved together stay linked.
+A run directory's `config.json` names the folder or Hub id of each model the stage used; a folder inside
+another run directory leads to that stage. The records are read as plain JSON, not with the config classes, so
+that run directories of other versions can be read. No path of the machine is kept: an ancestor has a name, a
+kind and a digest. Run directories moved together stay linked.
 """
 
 from __future__ import annotations
@@ -23,9 +24,10 @@ from rlhf_core.system.files import Digests, digest, read_json
 class Ancestor:
     """One node of a lineage.
 
-    `kind` is the stage's kind, or `hub` (a Hub id; `digest` is the commit when it is known), `folder`, `file` (`digest` over the
-    content) or `unknown` (it is no longer there). Stages also carry their config, seed, final metrics and the versions they ran with.
-    `parents` are (name in the config, ancestor); one run directory is one object, however many paths lead to it.
+    `kind` is the stage's kind, or `hub` (a Hub id; `digest` is the commit when it is known), `folder`, `file`
+    (`digest` over the content) or `unknown` (it is no longer there). Stages also carry their config, seed,
+    final metrics and the versions they ran with. `parents` are (name in the config, ancestor); one run
+    directory is one object, however many paths lead to it.
     """
 
     name: str
@@ -44,7 +46,8 @@ class Ancestor:
 
 
 class Dataset(NamedTuple):
-    """A data set of a stage. `field`: the config field that names it; `digest`: of its present content, '' when it is not here."""
+    """A data set of a stage. `field`: the config field that names it; `digest`: of its present content, ''
+    when it is not here."""
 
     stage: str
     field: str
@@ -53,9 +56,11 @@ class Dataset(NamedTuple):
 
 
 def lineage(checkpoint: str | Path) -> Ancestor:
-    """Returns the lineage of a checkpoint: a folder in a run directory, any other folder or file, or a Hub id.
+    """Returns the lineage of a checkpoint: a folder in a run directory, any other folder or file, or a Hub
+    id.
 
-    The digests of models outside of run directories are kept in the `Digests` file of the checkpoint's artifacts.
+    The digests of models outside of run directories are kept in the `Digests` file of the checkpoint's
+    artifacts.
     """
     found = stage_of(checkpoint)
     digests = Digests(RunDir(found[0]).artifacts if found else None)
@@ -84,7 +89,8 @@ def nodes(ancestor: Ancestor) -> list[Ancestor]:
 
 
 def trained(ancestor: Ancestor) -> list[Ancestor]:
-    """Returns the chain of models each trained from the one before it, the base model first, without reward models and judges."""
+    """Returns the chain of models each trained from the one before it, the base model first, without reward
+    models and judges."""
     chain = [ancestor]
     while kind := KINDS.get(chain[-1].config.get("stage", "")):
         key = chain[-1].config.get(kind.start)
@@ -96,7 +102,8 @@ def trained(ancestor: Ancestor) -> list[Ancestor]:
 
 
 def sources(ancestor: Ancestor) -> list[tuple[Ancestor, str, dict[str, Any]]]:
-    """Returns the data of every stage of a lineage as (stage, field of its config such as `data` or `prompts`, source)."""
+    """Returns the data of every stage of a lineage as (stage, field of its config such as `data` or
+    `prompts`, source)."""
     found = []
     for stage in stages(ancestor):
         for name, value in stage.config.items():
@@ -108,17 +115,21 @@ def sources(ancestor: Ancestor) -> list[tuple[Ancestor, str, dict[str, Any]]]:
 
 
 def data_of(ancestor: Ancestor, memory: Path | None = None) -> list[Dataset]:
-    """Returns the data sets of every stage of a lineage. Known digests are read from the `Digests` file of the folder `memory`."""
+    """Returns the data sets of every stage of a lineage. Known digests are read from the `Digests` file of
+    the folder `memory`."""
     digests = Digests(memory)
     found = []
     for stage, name, source in sources(ancestor):
         path = Path(source["path"])
-        found.append(Dataset(stage.name, name, shown(source["path"]), digests.of(path)[:16] if path.exists() else ""))
+        found.append(
+            Dataset(stage.name, name, shown(source["path"]), digests.of(path)[:16] if path.exists() else "")
+        )
     return list(dict.fromkeys(found))
 
 
 def tree(ancestor: Ancestor) -> str:
-    """Returns the lineage as an indented text tree; a stage drawn twice has its parents only the first time."""
+    """Returns the lineage as an indented text tree; a stage drawn twice has its parents only the first
+    time."""
     lines: list[str] = []
     drawn: set[int] = set()
 
@@ -136,11 +147,15 @@ def tree(ancestor: Ancestor) -> str:
 
 
 def stage_of(path: str | Path) -> tuple[Path, dict[str, Any]] | None:
-    """Returns the run directory that contains (or is) a path, with its `config.json`; None when there is none."""
+    """Returns the run directory that contains (or is) a path, with its `config.json`; None when there is
+    none."""
     for folder in _upwards(Path(path).expanduser().absolute()):
         record = read_json(folder / REQUEST)
         request = {"name": str, "digest": str, "config": dict, "inputs": dict}
-        if all(isinstance(record.get(key), kind) for key, kind in request.items()) and "stage" in record["config"]:
+        if (
+            all(isinstance(record.get(key), kind) for key, kind in request.items())
+            and "stage" in record["config"]
+        ):
             return folder, record
     return None
 
@@ -155,14 +170,18 @@ def _ancestor(place: str, known: dict[str, Ancestor], digests: Digests) -> Ances
     folder, record = found
     key = str(folder.resolve())
     if key not in known:
-        # A placeholder while the parents are read, so that a config that names its own directory does not recurse.
+        # A placeholder while the parents are read, so that a config that names its own directory does not
+        # recurse.
         known[key] = Ancestor(record["name"], record["config"]["stage"], record["digest"])
         result = read_json(folder / RESULT)
         known[key] = Ancestor(
             name=record["name"],
             kind=record["config"]["stage"],
             digest=record["digest"],
-            parents=tuple((name, _ancestor(here(str(parent), folder), known, digests)) for name, parent in record["inputs"].items()),
+            parents=tuple(
+                (name, _ancestor(here(str(parent), folder), known, digests))
+                for name, parent in record["inputs"].items()
+            ),
             config=record["config"],
             seed=record.get("seed", 0),
             metrics=result.get("metrics", {}),
@@ -176,18 +195,31 @@ def here(place: str, run_dir: Path) -> str:
     parts = Path(place).parts
     if not Path(place).is_absolute() or Path(place).exists():
         return place
-    moved = (run_dir.parent.joinpath(*parts[i:]) for i in range(1, len(parts)) if (run_dir.parent / parts[i] / REQUEST).is_file())
+    moved = (
+        run_dir.parent.joinpath(*parts[i:])
+        for i in range(1, len(parts))
+        if (run_dir.parent / parts[i] / REQUEST).is_file()
+    )
     return str(next((path for path in moved if path.exists()), place))
 
 
 def _leaf(place: str, path: Path, digests: Digests) -> Ancestor:
-    if in_cache := snapshot_of_hub(path):
+    in_cache = snapshot_of_hub(path)
+    if in_cache:
         return Ancestor(in_cache[0], "hub", in_cache[1])
     if path.is_file():
         return Ancestor(path.name, "file", digests.of(path)[:16])
     if path.is_dir():
-        weights = [file for file in sorted(path.iterdir()) if file.name == "config.json" or file.suffix == ".safetensors"]
-        return Ancestor(path.resolve().name, "folder", digest({file.name: digests.of(file) for file in weights}) if weights else "")
+        weights = [
+            file
+            for file in sorted(path.iterdir())
+            if file.name == "config.json" or file.suffix == ".safetensors"
+        ]
+        return Ancestor(
+            path.resolve().name,
+            "folder",
+            digest({file.name: digests.of(file) for file in weights}) if weights else "",
+        )
     repo_id, revision = parted(place)
     if is_hub_id(place) or re.fullmatch(r"[\w.-]+", repo_id):
         return Ancestor(repo_id, "hub", revision or "")

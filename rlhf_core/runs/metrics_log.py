@@ -1,4 +1,5 @@
-"""Logs a stage's metrics to `metrics.jsonl`, which all readers use, and copies them to TensorBoard files, the log and W&B."""
+"""Logs a stage's metrics to `metrics.jsonl`, which all readers use, and copies them to TensorBoard files, the
+log and W&B."""
 
 from __future__ import annotations
 
@@ -43,7 +44,10 @@ class Tracker:
 
     def _copy(self, line: Mapping[str, float]) -> None:
         if self._mirror:
-            self._mirror.log(int(line["step"]), {name: value for name, value in line.items() if name not in ("step", "time")})
+            self._mirror.log(
+                int(line["step"]),
+                {name: value for name, value in line.items() if name not in ("step", "time")},
+            )
 
     def close(self) -> None:
         """Closes all files, and waits for W&B (see `wandb_mirror`)."""
@@ -54,7 +58,8 @@ class Tracker:
 
 
 def read_metrics(run_dir: Path) -> list[dict[str, float]]:
-    """Returns all complete lines of a run's `metrics.jsonl`; a last line cut by a kill is left out, a missing file is empty."""
+    """Returns all complete lines of a run's `metrics.jsonl`; a last line cut by a kill is left out, a missing
+    file is empty."""
     file = run_dir / METRICS
     if not file.is_file():
         return []

@@ -1,7 +1,9 @@
-"""Says which lines of a stage's process are for `log.txt` alone: notes of its libraries that nobody can act on.
+"""Says which lines of a stage's process are for `log.txt` alone: notes of its libraries that nobody can act
+on.
 
-Where a library has a setting or logger for a note, that is used (`ENV_DEFAULTS` in rlhf_core/__main__.py, rollout/environment.py).
-These are the others, and those of releases and processes that the settings do not reach.
+Where a library has a setting or logger for a note, that is used (`ENV_DEFAULTS` in rlhf_core/__main__.py,
+rollout/environment.py). These are the others, and those of releases and processes that the settings do not
+reach.
 """
 
 from __future__ import annotations
@@ -9,7 +11,8 @@ from __future__ import annotations
 import re
 
 CODES = re.compile(r"\x1b(\[[0-?]*[ -/]*[@-~])?")  # of terminals: colours, moves of the cursor
-RAY_PREFIX = re.compile(r"^\([^()]+ pid=\d+(, ip=[^()]+)?\)( |$)")  # before each line of Ray's other processes
+# before each line of Ray's other processes
+RAY_PREFIX = re.compile(r"^\([^()]+ pid=\d+(, ip=[^()]+)?\)( |$)")
 NOISE = re.compile(
     "|".join(
         (
@@ -22,7 +25,8 @@ NOISE = re.compile(
             r".*Triton not installed or not compatible",
             r"(INFO|WARNING) \S+ \S+ \[[\w./]+:\d+\] The global random seed is set to ",
             r"The global random seed is set to ",
-            r"[\w ,()-]+: *\d+%( Completed)? ?\|.*(it/s|s/it|\?)",  # progress bars: of shards that are loaded, of CUDA graphs
+            # progress bars: of shards that are loaded, of CUDA graphs
+            r"[\w ,()-]+: *\d+%( Completed)? ?\|.*(it/s|s/it|\?)",
         )
     )
 )

@@ -1,9 +1,11 @@
-"""Starts the process of the next stage while the one before works: it imports the libraries of its kind, and waits for a run directory.
+"""Starts the process of the next stage while the one before works: it imports the libraries of its kind, and
+waits for a run directory.
 
-The process is the one that a stage has anyway, with the same environment, below its own reaper: `python -m PACKAGE --wait KIND DESCRIPTOR`.
-It is used only where all of that is as it would be for a process started now. Until it reads a run directory it has touched nothing, so
-it can be ended without harm, and it ends with the process that started it. Left out: stages that run side by side, whose environments
-differ, and machines with GPUs, where a process that waits might hold memory of one.
+The process is the one that a stage has anyway, with the same environment, below its own reaper: `python -m
+PACKAGE --wait KIND DESCRIPTOR`. It is used only where all of that is as it would be for a process started
+now. Until it reads a run directory it has touched nothing, so it can be ended without harm, and it ends with
+the process that started it. Left out: stages that run side by side, whose environments differ, and machines
+with GPUs, where a process that waits might hold memory of one.
 """
 
 from __future__ import annotations
@@ -45,8 +47,8 @@ class StageProcess(NamedTuple):
 class Prepared:
     """Holds the process that waits for the next stage, at most one. Methods may be called from any thread.
 
-    `plan` says which kind of stage comes after the one that is about to start; `launch` takes the process that waits, if there is one, and
-    then starts the planned one (`start`).
+    `plan` says which kind of stage comes after the one that is about to start; `launch` takes the process
+    that waits, if there is one, and then starts the planned one (`start`).
     """
 
     def __init__(self) -> None:
@@ -60,8 +62,10 @@ class Prepared:
         self._planned = module, kind
 
     def start(self) -> None:
-        """Starts the process of the planned stage, in place of one that waits; does nothing where it would not pay."""
-        planned, self._planned = self._planned, None
+        """Starts the process of the planned stage, in place of one that waits; does nothing where it would
+        not pay."""
+        planned = self._planned
+        self._planned = None
         if planned is None or sys.platform != "linux" or num_gpus() or free_memory() < MEMORY:
             return
         self.end()
@@ -75,14 +79,19 @@ class Prepared:
         finally:
             os.close(reads)
         with self._lock:
-            self._waiting, self._end_of_pipe = process, writes
+            self._waiting = process
+            self._end_of_pipe = writes
 
-    def take(self, module: str, kind: str, run_dir: Path, grace_seconds: float) -> subprocess.Popen[bytes] | None:
-        """Tells the process that waits its run directory, and returns its reaper. Returns None, and ends the process, where a process
-        started now would be another one; also where there is none."""
+    def take(
+        self, module: str, kind: str, run_dir: Path, grace_seconds: float
+    ) -> subprocess.Popen[bytes] | None:
+        """Tells the process that waits its run directory, and returns its reaper. Returns None, and ends the
+        process, where a process started now would be another one; also where there is none."""
         with self._lock:
-            found, self._waiting = self._waiting, None
-            pipe, self._end_of_pipe = self._end_of_pipe, -1
+            found = self._waiting
+            self._waiting = None
+            pipe = self._end_of_pipe
+            self._end_of_pipe = -1
         if found is None:
             return None
         try:
@@ -100,19 +109,32 @@ class Prepared:
         """Ends the process that waits, if there is one, and forgets the plan."""
         self._planned = None
         with self._lock:
-            found, self._waiting = self._waiting, None
-            pipe, self._end_of_pipe = self._end_of_pipe, -1
+            found = self._waiting
+            self._waiting = None
+            pipe = self._end_of_pipe
+            self._end_of_pipe = -1
         if found is not None:
             os.close(pipe)
             end(found.reaper, found.grace_seconds)
 
 
-def reaped(module: str, arguments: list[str], kind: str, grace_seconds: float, pass_fds: tuple[int, ...] = ()) -> StageProcess:
-    """Starts `python -m MODULE ARGUMENTS` below a reaper (rlhf_core/system/reaper.py), in a session of its own."""
+def reaped(
+    module: str, arguments: list[str], kind: str, grace_seconds: float, pass_fds: tuple[int, ...] = ()
+) -> StageProcess:
+    """Starts `python -m MODULE ARGUMENTS` below a reaper (rlhf_core/system/reaper.py), in a session of its
+    own."""
     command = [sys.executable, "-P", "-m", module, *arguments]
     environment = environment_of_stage()
     reaper = subprocess.Popen(
-        [sys.executable, "-P", "-m", "rlhf_core.system.reaper", str(os.getpid()), str(grace_seconds), *command],
+        [
+            sys.executable,
+            "-P",
+            "-m",
+            "rlhf_core.system.reaper",
+            str(os.getpid()),
+            str(grace_seconds),
+            *command,
+        ],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -143,7 +165,8 @@ def end(reaper: subprocess.Popen[bytes], grace_seconds: float) -> None:
 
 
 def awaited(descriptor: int) -> str | None:
-    """Returns the run directory that the process at the other end of a pipe names; None when that has closed it without a word."""
+    """Returns the run directory that the process at the other end of a pipe names; None when that has closed
+    it without a word."""
     with suppress(OSError), os.fdopen(descriptor, "rb") as told:
         line = told.readline()
         return os.fsdecode(line[:-1]) if line.endswith(b"\n") else None

@@ -1,6 +1,8 @@
-"""Reads and writes files below a URL through fsspec, retries, and reports each failure in one sentence. Torch-free.
+"""Reads and writes files below a URL through fsspec, retries, and reports each failure in one sentence.
+Torch-free.
 
-Keys come from the environment, as the URL's client reads them (boto's variables and profiles for s3://), and are never shown.
+Keys come from the environment, as the URL's client reads them (boto's variables and profiles for s3://), and
+are never shown.
 """
 
 from __future__ import annotations
@@ -21,19 +23,35 @@ from rlhf_core.runs.launch import SECRET_NAME
 from rlhf_core.system.machine import DISK_PROBLEMS
 
 T = TypeVar("T")
-ATTEMPTS, PAUSE = 5, 1.0  # attempts for one file; seconds before the second, doubled each time
+ATTEMPTS = 5
+PAUSE = 1.0  # attempts for one file; seconds before the second, doubled each time
 LASTING = (FileNotFoundError, PermissionError, NotADirectoryError, ImportError)
-NO_KEYS = {"NoCredentialsError", "PartialCredentialsError", "CredentialRetrievalError", "ProfileNotFound", "TokenRetrievalError"}
-NO_WAY = {"ConnectionError", "TimeoutError", "ConnectTimeoutError", "ReadTimeoutError", "ConnectionClosedError", "ClientConnectionError"}
+NO_KEYS = {
+    "NoCredentialsError",
+    "PartialCredentialsError",
+    "CredentialRetrievalError",
+    "ProfileNotFound",
+    "TokenRetrievalError",
+}
+NO_WAY = {
+    "ConnectionError",
+    "TimeoutError",
+    "ConnectTimeoutError",
+    "ReadTimeoutError",
+    "ConnectionClosedError",
+    "ClientConnectionError",
+}
 
 
 class StoreFault(RuntimeError):
-    """Raised when the store cannot be used, or its copy of a stage is damaged. One sentence: what, why, what to do. Local results stay."""
+    """Raised when the store cannot be used, or its copy of a stage is damaged. One sentence: what, why, what
+    to do. Local results stay."""
 
 
 @dataclass(frozen=True)
 class RemoteFiles:
-    """Files below `url`; each `place` is a path relative to it. Every method raises StoreFault when its last attempt fails."""
+    """Files below `url`; each `place` is a path relative to it. Every method raises StoreFault when its last
+    attempt fails."""
 
     url: str
     attempts: int = ATTEMPTS
@@ -69,17 +87,23 @@ class RemoteFiles:
 
     def remove(self, place: str) -> None:
         """Removes a file, or a folder with its content, if it exists."""
-        self._try(f"{place} cannot be removed", lambda: self._system.rm(self._at(place), recursive=True), None)
+        self._try(
+            f"{place} cannot be removed", lambda: self._system.rm(self._at(place), recursive=True), None
+        )
 
     def names(self, place: str) -> list[str]:
         """Returns the names directly in a folder; empty when it does not exist."""
-        paths: list[Any] = self._try(f"{place} cannot be listed", lambda: self._system.ls(self._at(place), detail=False), [])
+        paths: list[Any] = self._try(
+            f"{place} cannot be listed", lambda: self._system.ls(self._at(place), detail=False), []
+        )
         return [str(path).rstrip("/").rpartition("/")[2] for path in paths]
 
     @functools.cached_property
     def _place(self) -> tuple[Any, str]:
         local = "://" not in self.url or self.url.startswith(("file:", "local:"))
-        system, root = fsspec.core.url_to_fs(self.url, use_listings_cache=False, **({"auto_mkdir": True} if local else {}))
+        system, root = fsspec.core.url_to_fs(
+            self.url, use_listings_cache=False, **({"auto_mkdir": True} if local else {})
+        )
         return system, str(root).rstrip("/")
 
     @property
@@ -90,12 +114,17 @@ class RemoteFiles:
         return f"{self._place[1]}/{place}"
 
     def _try(self, what: str, call: Callable[[], T], *missing: T) -> T:
-        """Calls until it succeeds or the attempts are used up; returns `missing`, if given, when there is no such file. Raises Stopped as
-        `check_stop`: a copy of many files ends after the one in progress."""
+        """Calls until it succeeds or the attempts are used up; returns `missing`, if given, when there is no
+        such file. Raises Stopped as `check_stop`: a copy of many files ends after the one in progress."""
         check_stop()
         pauses = wait_exponential(multiplier=self.pause)
         try:
-            return Retrying(stop=stop_after_attempt(self.attempts), wait=pauses, retry=retry_if_exception(_may_pass), reraise=True)(call)
+            return Retrying(
+                stop=stop_after_attempt(self.attempts),
+                wait=pauses,
+                retry=retry_if_exception(_may_pass),
+                reraise=True,
+            )(call)
         except Exception as error:  # each fsspec backend raises its own classes for network errors
             if missing and isinstance(error, FileNotFoundError | NotADirectoryError):
                 return missing[0]
@@ -104,7 +133,11 @@ class RemoteFiles:
 
 def _may_pass(error: BaseException) -> bool:
     """Returns whether another attempt may succeed."""
-    lasting = isinstance(error, LASTING) or getattr(error, "errno", None) in DISK_PROBLEMS or NO_KEYS & _names(error)
+    lasting = (
+        isinstance(error, LASTING)
+        or getattr(error, "errno", None) in DISK_PROBLEMS
+        or NO_KEYS & _names(error)
+    )
     return isinstance(error, Exception) and not lasting
 
 
@@ -129,7 +162,8 @@ def why(error: BaseException) -> str:
 
 
 def _names(error: BaseException) -> set[str]:
-    """Returns the class names of an error and its causes: names, because the classes may be of a package that is not installed."""
+    """Returns the class names of an error and its causes: names, because the classes may be of a package that
+    is not installed."""
     return {kind.__name__ for cause in _causes(error) for kind in type(cause).__mro__}
 
 

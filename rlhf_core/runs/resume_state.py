@@ -20,7 +20,8 @@ STATE_BYTES = 12  # per trained parameter: its weight and Adam's two moments, in
 
 
 class Resume(NamedTuple):
-    """A stored state after `step` optimiser steps (or PPO iterations); `loop` is the training loop's own state."""
+    """A stored state after `step` optimiser steps (or PPO iterations); `loop` is the training loop's own
+    state."""
 
     step: int
     folder: Path
@@ -30,12 +31,16 @@ class Resume(NamedTuple):
 class Cadence:
     """Decides when a resume state of `parameters` trained parameters is due in `folder`.
 
-    It is due every `steps` steps; where that is 0, when `minutes` have passed since the last one (0: never) and it fits on the disk.
+    It is due every `steps` steps; where that is 0, when `minutes` have passed since the last one (0: never)
+    and it fits on the disk.
     """
 
     def __init__(self, steps: int, minutes: float, folder: Path, parameters: int):
-        self.steps, self.seconds, self._saved = steps, 60 * minutes, time.monotonic()
-        self._folder, self._bytes = folder, STATE_BYTES * parameters
+        self.steps = steps
+        self.seconds = 60 * minutes
+        self._saved = time.monotonic()
+        self._folder = folder
+        self._bytes = STATE_BYTES * parameters
 
     @property
     def by_clock(self) -> bool:
@@ -43,7 +48,8 @@ class Cadence:
         return not self.steps and self.seconds > 0
 
     def due(self, done: int) -> bool:
-        """Returns whether to save after `done` steps. Prints a line when the disk has too little free space."""
+        """Returns whether to save after `done` steps. Prints a line when the disk has too little free
+        space."""
         if self.steps:
             return done % self.steps == 0
         if not self.by_clock or time.monotonic() - self._saved < self.seconds:
@@ -71,8 +77,8 @@ def latest(run: RunDir) -> Resume | None:
 
 
 def kept_zero_stage(run: RunDir, layout: Mapping[str, int | str]) -> int | None:
-    """Returns the ZeRO stage of the newest state, where it was written by as many ranks as `layout` has; else None. Any ranks can read it
-    under any stage."""
+    """Returns the ZeRO stage of the newest state, where it was written by as many ranks as `layout` has; else
+    None. Any ranks can read it under any stage."""
     resume = latest(run)
     kept = resume.loop["layout"] if resume else {}
     same = all(kept.get(name) == number for name, number in layout.items() if name != "zero_stage")
@@ -80,11 +86,13 @@ def kept_zero_stage(run: RunDir, layout: Mapping[str, int | str]) -> int | None:
 
 
 class Commit:
-    """Waits on a thread until other threads and processes have written `files` of an open state, then closes it."""
+    """Waits on a thread until other threads and processes have written `files` of an open state, then closes
+    it."""
 
     def __init__(self, run: RunDir, step: int, keep: int, loop: Mapping[str, Any], files: Sequence[str]):
         self._error: BaseException | None = None
-        self._state, self._files = (run, step, keep, loop), [open_state(run, step, clear=False) / file for file in files]
+        self._state = (run, step, keep, loop)
+        self._files = [open_state(run, step, clear=False) / file for file in files]
         self._thread = Thread(target=self._work, name="state commit", daemon=True)
         self._thread.start()
 
@@ -97,16 +105,23 @@ class Commit:
             self._error = error
 
     def wait(self) -> None:
-        """Returns once the state is complete. Raises what ended the thread, such as OSError of a full disk. Whoever writes one of the files
-        raises what keeps it from that: ask it first."""
+        """Returns once the state is complete. Raises what ended the thread, such as OSError of a full disk.
+        Whoever writes one of the files raises what keeps it from that: ask it first."""
         self._thread.join()
         if self._error is not None:
             raise self._error
 
 
-def save(run: RunDir, step: int, keep: int, loop: Mapping[str, Any], write: Callable[[Path], None], files: Sequence[str] = ()) -> Commit:
-    """Stores a state: `write(folder)` fills a temporary folder, which is renamed once `files`, which others write, are there too. The
-    newest `keep` states stay."""
+def save(
+    run: RunDir,
+    step: int,
+    keep: int,
+    loop: Mapping[str, Any],
+    write: Callable[[Path], None],
+    files: Sequence[str] = (),
+) -> Commit:
+    """Stores a state: `write(folder)` fills a temporary folder, which is renamed once `files`, which others
+    write, are there too. The newest `keep` states stay."""
     write(open_state(run, step, clear=True))
     return Commit(run, step, keep, loop, files)
 
@@ -117,7 +132,8 @@ def rank_file(rank: int) -> str:
 
 
 def open_state(run: RunDir, step: int, clear: bool) -> Path:
-    """Returns the temporary folder of a state; the one rank that passes `clear` empties it, and removes those of killed attempts."""
+    """Returns the temporary folder of a state; the one rank that passes `clear` empties it, and removes those
+    of killed attempts."""
     temporary = run / STATE / f".step-{step}"
     if clear:
         for left in (run / STATE).glob(".step-*"):
@@ -128,7 +144,8 @@ def open_state(run: RunDir, step: int, clear: bool) -> Path:
 
 def close_state(run: RunDir, step: int, keep: int, loop: Mapping[str, Any]) -> None:
     """Renames a complete state to its final name and removes all but the newest `keep`."""
-    temporary, final = run / STATE / f".step-{step}", run / STATE / f"step-{step}"
+    temporary = run / STATE / f".step-{step}"
+    final = run / STATE / f"step-{step}"
     write_text(temporary / LOOP, json.dumps(dict(loop)))
     sync_to_disk(temporary)
     shutil.rmtree(final, ignore_errors=True)

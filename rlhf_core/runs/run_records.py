@@ -1,8 +1,9 @@
-"""Reads, finds and pins the records of runs, `<artifacts>/<recipe>/runs/<id>.json`, which tasks/report.py writes. Torch-free.
+"""Reads, finds and pins the records of runs, `<artifacts>/<recipe>/runs/<id>.json`, which tasks/report.py
+writes. Torch-free.
 
-A run in progress holds `<id>.lock`, which the system frees when its process dies; `<id>.pin` beside a record pins the run. They are
-separate files, so that only the run writes its record. `<id>.html` is the run's own page. A recipe's `run.json` counts as a record where
-`runs/` does not have it.
+A run in progress holds `<id>.lock`, which the system frees when its process dies; `<id>.pin` beside a record
+pins the run. They are separate files, so that only the run writes its record. `<id>.html` is the run's own
+page. A recipe's `run.json` counts as a record where `runs/` does not have it.
 """
 
 from __future__ import annotations
@@ -20,13 +21,19 @@ from pydantic import BaseModel, Field
 
 from rlhf_core.system.files import is_locked
 
-RUN, RUNS, LOCK, PIN, PAGE = "run.json", "runs", ".lock", ".pin", ".html"
-MAX_NEAREST, MAX_LISTED = 3, 5  # runs in a message
+RUN = "run.json"
+RUNS = "runs"
+LOCK = ".lock"
+PIN = ".pin"
+PAGE = ".html"
+MAX_NEAREST = 3
+MAX_LISTED = 5  # runs in a message
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
 
 class Asked(NamedTuple):
-    """What a run was asked for. `source`: path or URI of the recipe; `name`, `id`: of the run; without an id it gets one."""
+    """What a run was asked for. `source`: path or URI of the recipe; `name`, `id`: of the run; without an id
+    it gets one."""
 
     source: str = ""
     overrides: tuple[str, ...] = ()
@@ -39,11 +46,13 @@ def new_id(started: float) -> str:
     return f"{datetime.fromtimestamp(started, UTC):%Y%m%d-%H%M%S}-{secrets.token_hex(3)}"
 
 
-asked: ContextVar[Asked | None] = ContextVar("asked", default=None)  # set by the command line before it calls a flow
+# set by the command line before it calls a flow
+asked: ContextVar[Asked | None] = ContextVar("asked", default=None)
 
 
 class RecordedStage(BaseModel):
-    """A stage of a recorded run. `run_dir` is relative to the artifacts; `status`: what the run did with it; `parents`: other stages."""
+    """A stage of a recorded run. `run_dir` is relative to the artifacts; `status`: what the run did with it;
+    `parents`: other stages."""
 
     name: str
     run_dir: str = Field(pattern=r"^stages/[^/\x00]+$")
@@ -53,9 +62,10 @@ class RecordedStage(BaseModel):
 
 
 class RunRecord(BaseModel):
-    """A recorded run. Earlier layouts lack fields. `state`: done, waits (for a person), failed, gate failed, interrupted, running,
-    killed (it wrote no end, and its process is gone), damaged (its record cannot be read), or unfinished (of earlier layouts); times in
-    seconds since 1970. `why`: of a run that failed before it had any stage."""
+    """A recorded run. Earlier layouts lack fields. `state`: done, waits (for a person), failed, gate failed,
+    interrupted, running, killed (it wrote no end, and its process is gone), damaged (its record cannot be
+    read), or unfinished (of earlier layouts); times in seconds since 1970. `why`: of a run that failed before
+    it had any stage."""
 
     file: Path = Path()
     id: str = ""
@@ -80,7 +90,11 @@ class RunRecord(BaseModel):
     def require_whole(self) -> RunRecord:
         """Returns this record. Raises ValueError when it is damaged."""
         if self.state == "damaged":
-            again = f"run the recipe again, or remove {self.file.parent}" if self.file.name == RUN else "restore it, or remove it"
+            again = (
+                f"run the recipe again, or remove {self.file.parent}"
+                if self.file.name == RUN
+                else "restore it, or remove it"
+            )
             raise ValueError(f"{self.file} cannot be read: {again} if nothing needs it")
         return self
 
@@ -88,7 +102,10 @@ class RunRecord(BaseModel):
 def check_name(name: str | None) -> None:
     """Raises ValueError for a text that cannot name a run."""
     if name is not None and not NAME.fullmatch(name):
-        raise ValueError(f"--name {name[:80]!r}: give 1 to 64 letters, digits, dots, dashes or underscores, first a letter or digit")
+        raise ValueError(
+            f"--name {name[:80]!r}: give 1 to 64 letters, digits, dots, dashes or underscores, first a letter"
+            " or digit"
+        )
 
 
 def records(artifacts: Path, read_one: Callable[[Path], RunRecord] | None = None) -> list[RunRecord]:
@@ -102,8 +119,8 @@ def records(artifacts: Path, read_one: Callable[[Path], RunRecord] | None = None
 
 
 def find_run(artifacts: Path, which: str) -> RunRecord:
-    """Returns a run by its id, by its name (of several runs of that name the newest), or by the beginning of one id. Raises ValueError
-    when there is none, with the nearest, and for the beginning of several ids."""
+    """Returns a run by its id, by its name (of several runs of that name the newest), or by the beginning of
+    one id. Raises ValueError when there is none, with the nearest, and for the beginning of several ids."""
     runs = records(artifacts)
     exact = [run for run in runs if run.id == which] or [run for run in runs if run.name == which]
     if exact:
@@ -116,7 +133,9 @@ def find_run(artifacts: Path, which: str) -> RunRecord:
     near = _nearest(runs, which)
     told = f"; the nearest: {_listed(near)}" if near else ""
     listed = f"give the name or id of one that `alignflow runs {artifacts}` lists"
-    raise ValueError(f"{artifacts} has no run {which[:80]!r}: {listed}, or another folder (--artifacts){told}")
+    raise ValueError(
+        f"{artifacts} has no run {which[:80]!r}: {listed}, or another folder (--artifacts){told}"
+    )
 
 
 def pin(artifacts: Path, which: str, pinned: bool) -> RunRecord:
@@ -143,32 +162,46 @@ def _listed(runs: Sequence[RunRecord]) -> str:
     return ", ".join(run.label for run in runs[:MAX_LISTED]) + more
 
 
-def kept(runs: Sequence[RunRecord], keep_runs: int | None = None, not_before: float | None = None) -> set[str]:
+def kept(
+    runs: Sequence[RunRecord], keep_runs: int | None = None, not_before: float | None = None
+) -> set[str]:
     """Returns the ids of runs whose stages are kept; `runs` are the newest first.
 
-    They are the newest `keep_runs` of each recipe that had stages, those that began at `not_before` or later, pinned ones, those in
-    progress and those that wait for a person; all when neither is given.
+    They are the newest `keep_runs` of each recipe that had stages, those that began at `not_before` or later,
+    pinned ones, those in progress and those that wait for a person; all when neither is given.
     """
     if keep_runs is None and not_before is None:
         return {run.id for run in runs}
     worked = [run for run in runs if not run.why]
     newest = {
-        run.id for recipe in {run.recipe for run in runs} for run in [run for run in worked if run.recipe == recipe][: keep_runs or 0]
+        run.id
+        for recipe in {run.recipe for run in runs}
+        for run in [run for run in worked if run.recipe == recipe][: keep_runs or 0]
     }
     young = {run.id for run in runs if not_before is not None and run.started >= not_before}
-    return newest | young | {run.id for run in runs if run.pinned or run.state == "running" or _waits(run, runs)}
+    return (
+        newest | young | {run.id for run in runs if run.pinned or run.state == "running" or _waits(run, runs)}
+    )
 
 
 def _waits(run: RunRecord, runs: Sequence[RunRecord]) -> bool:
-    """Returns whether a run waits for a person and no later run has its stages: a resumed run has a record of its own."""
+    """Returns whether a run waits for a person and no later run has its stages: a resumed run has a record of
+    its own."""
     stages = {stage.run_dir for stage in run.stages}
     later = (other for other in runs if other.recipe == run.recipe and other.started > run.started)
-    return run.state == "waits" and not any(stages <= {stage.run_dir for stage in other.stages} for other in later)
+    return run.state == "waits" and not any(
+        stages <= {stage.run_dir for stage in other.stages} for other in later
+    )
 
 
 def read(file: Path, held: Callable[[Path], bool] = is_locked) -> RunRecord:
-    """Reads a record, also `run.json`. One that cannot be read has the state `damaged`. `held`: whether a process holds a lock file."""
-    recipe, identity = (file.parent.name, f"{file.parent.name}/{RUN}") if file.name == RUN else (file.parents[1].name, file.stem)
+    """Reads a record, also `run.json`. One that cannot be read has the state `damaged`. `held`: whether a
+    process holds a lock file."""
+    recipe, identity = (
+        (file.parent.name, f"{file.parent.name}/{RUN}")
+        if file.name == RUN
+        else (file.parents[1].name, file.stem)
+    )
     own = {"file": file, "id": identity, "recipe": recipe, "pinned": file.with_suffix(PIN).exists()}
     own["started"] = file.stat().st_mtime if file.exists() else 0.0
     running = held(file.with_suffix(LOCK))  # looked at first: a run writes its end before it lets go

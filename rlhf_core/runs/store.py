@@ -1,9 +1,11 @@
-"""Copies stages that are done to a recipe's store (a bucket or folder), and fetches missing ones from it. Torch-free.
+"""Copies stages that are done to a recipe's store (a bucket or folder), and fetches missing ones from it.
+Torch-free.
 
-Stages work in the local artifacts folder; `<store>/stages/<stage>-<digest>/` is a copy of a run directory. Its `files.json` holds size and
-SHA-256 of every file; its `result.json` is written last and removed first, and a copy without it is ignored. Fetched files are checked
-against both lists before they are moved into the run directory. With `checkpoints` the newest resume state of a running stage is copied
-too, to `<store>/states/<stage>-<digest>/step-<n>/`, with the state's `loop.json` last.
+Stages work in the local artifacts folder; `<store>/stages/<stage>-<digest>/` is a copy of a run directory.
+Its `files.json` holds size and SHA-256 of every file; its `result.json` is written last and removed first,
+and a copy without it is ignored. Fetched files are checked against both lists before they are moved into the
+run directory. With `checkpoints` the newest resume state of a running stage is copied too, to
+`<store>/states/<stage>-<digest>/step-<n>/`, with the state's `loop.json` last.
 """
 
 from __future__ import annotations
@@ -24,11 +26,23 @@ from rlhf_core.runs.approval import FILE as APPROVAL
 from rlhf_core.runs.approval import Approval
 from rlhf_core.runs.remote_files import RemoteFiles, StoreFault
 from rlhf_core.runs.resume_state import LOOP
-from rlhf_core.runs.run_dir import EXPORTS, METRICS, REQUEST, RESULT, ROLLOUTS, STATE, VALIDATION, RunDir, StageRequest
+from rlhf_core.runs.run_dir import (
+    EXPORTS,
+    METRICS,
+    REQUEST,
+    RESULT,
+    ROLLOUTS,
+    STATE,
+    VALIDATION,
+    RunDir,
+    StageRequest,
+)
 from rlhf_core.system.files import file_digest, link_tree, sync_to_disk, write_bytes, write_text
 
-FILES, FETCHING = "files.json", ".fetching"
-COPYING = ".copying-"  # prefix of a folder beside the resume states, with the files of the one that is being copied
+FILES = "files.json"
+FETCHING = ".fetching"
+# prefix of a folder beside the resume states, with the files of the one that is being copied
+COPYING = ".copying-"
 LISTING = TypeAdapter(dict[str, FileInfo])
 
 
@@ -37,7 +51,8 @@ class Damaged(ValueError):
 
 
 class Store:
-    """Copies of run directories at `url`; with `checkpoints` also of resume states. `attempts` are passed to RemoteFiles.
+    """Copies of run directories at `url`; with `checkpoints` also of resume states. `attempts` are passed to
+    RemoteFiles.
 
     Every method raises StoreFault when the store cannot be used.
     """
@@ -53,8 +68,8 @@ class Store:
     def put(self, run: RunDir) -> bool:
         """Copies the run directory of a finished stage to the store.
 
-        Returns False when the store has it, or when an output is outside of the directory (`publication.folder`): another machine then
-        runs that stage itself.
+        Returns False when the store has it, or when an output is outside of the directory
+        (`publication.folder`): another machine then runs that stage itself.
         """
         name = run.path.name
         result = run.result()
@@ -64,13 +79,18 @@ class Store:
             return False
         inside = (file.relative_to(run.path) for file in run.path.rglob("*") if file.is_file())
         own = (STATE, RESULT, APPROVAL)  # an approval is copied when it is decided
-        files = sorted(file.as_posix() for file in inside if file.parts[0] not in own and not file.parts[0].startswith("."))
+        files = sorted(
+            file.as_posix()
+            for file in inside
+            if file.parts[0] not in own and not file.parts[0].startswith(".")
+        )
         self._put(f"stages/{name}", run.path, files, RESULT, result.files if result else {})
         return True
 
     def put_approval(self, run: RunDir) -> None:
         """Copies a person's decision on a stage whose copy is complete."""
-        found, place = Approval.read(run / APPROVAL), f"stages/{run.path.name}/{APPROVAL}"
+        found = Approval.read(run / APPROVAL)
+        place = f"stages/{run.path.name}/{APPROVAL}"
         if found is not None and found.decision is not None and self.has(run.path.name):
             content = (run / APPROVAL).read_bytes()
             if self.files.read(place) != content:
@@ -82,7 +102,10 @@ class Store:
             listing = LISTING.validate_json(self.files.read(f"stages/{run.path.name}/{FILES}") or b"")
         except ValidationError:
             return False
-        return any((run / name).is_file() and (run / name).stat().st_size != info.size for name, info in listing.items())
+        return any(
+            (run / name).is_file() and (run / name).stat().st_size != info.size
+            for name, info in listing.items()
+        )
 
     def replace(self, run: RunDir) -> None:
         """Copies a finished run directory, all of it, in the place of the copy that the store has."""
@@ -92,8 +115,8 @@ class Store:
     def fetch(self, run: RunDir, request: StageRequest) -> bool:
         """Fetches a finished run directory. Returns False when the store has no complete copy.
 
-        The inputs in its `config.json` are replaced by those of `request`, which are paths of this machine. Raises StoreFault also when
-        the copy is damaged.
+        The inputs in its `config.json` are replaced by those of `request`, which are paths of this machine.
+        Raises StoreFault also when the copy is damaged.
         """
         result = self._result(run.path.name)
         if result is None:
@@ -102,45 +125,59 @@ class Store:
         try:
             folder = self._get(place, run.path, RESULT, result.files)
         except Damaged as damage:
-            told = f"store {self.files.url}: the copy {place} is damaged ({damage}); remove {place} from the store and run again"
+            told = (
+                f"store {self.files.url}: the copy {place} is damaged ({damage}); remove {place} from the"
+                " store and run again"
+            )
             raise StoreFault(told) from None
         record = json.loads((folder / REQUEST).read_text())
         write_text(folder / REQUEST, json.dumps(record | {"inputs": request.inputs}, indent=2))
         _move(folder, run.path, RESULT)
-        if decided := self.files.read(f"{place}/{APPROVAL}"):
+        decided = self.files.read(f"{place}/{APPROVAL}")
+        if decided:
             write_bytes(run / APPROVAL, decided)
         return True
 
     def put_state(self, run: RunDir, step: str) -> None:
-        """Copies the resume state `step-<n>` with metrics, exports, the answers of validations and the best iteration that it names to the
-        store, and removes the copies of other states.
+        """Copies the resume state `step-<n>` with metrics, exports, the answers of validations and the best
+        iteration that it names to the store, and removes the copies of other states.
 
-        Sends files of a temporary folder, which the stage does not change. Raises OSError when the stage removes the state before its
-        files are in that folder.
+        Sends files of a temporary folder, which the stage does not change. Raises OSError when the stage
+        removes the state before its files are in that folder.
         """
         last = f"{STATE}/{step}/{LOOP}"
-        with TemporaryDirectory(prefix=f"{COPYING}{step}-", dir=run / STATE, ignore_cleanup_errors=True) as name:
+        with TemporaryDirectory(
+            prefix=f"{COPYING}{step}-", dir=run / STATE, ignore_cleanup_errors=True
+        ) as name:
             folder = Path(name)
             _collect(run, step, folder)
             files = [file.relative_to(folder).as_posix() for file in folder.rglob("*") if file.is_file()]
-            self._put(f"states/{run.path.name}/{step}", folder, [file for file in files if file != last], last, {})
+            self._put(
+                f"states/{run.path.name}/{step}", folder, [file for file in files if file != last], last, {}
+            )
         self.drop_states(run, but=step)
 
     def fetch_state(self, run: RunDir) -> str | None:
-        """Fetches the newest resume state whose copy is complete into the run directory. Returns its name, or None when there is none.
+        """Fetches the newest resume state whose copy is complete into the run directory. Returns its name, or
+        None when there is none.
 
         Prints a line about each damaged copy, and does not use it.
         """
         for step in sorted(self._states(run.path.name), key=lambda step: -int(step.removeprefix("step-"))):
-            place, last = f"states/{run.path.name}/{step}", f"{STATE}/{step}/{LOOP}"
-            if (loop := self.files.read(f"{place}/{last}")) is None:
+            place = f"states/{run.path.name}/{step}"
+            last = f"{STATE}/{step}/{LOOP}"
+            loop = self.files.read(f"{place}/{last}")
+            if loop is None:
                 continue
             try:
                 json.loads(loop)
                 _move(self._get(place, run.path, last, {}), run.path, last)
                 return step
             except ValueError as damage:  # Damaged, or a cut loop.json
-                print(f"store {self.files.url}: the copy {place} is damaged ({damage}) and is not used", flush=True)
+                print(
+                    f"store {self.files.url}: the copy {place} is damaged ({damage}) and is not used",
+                    flush=True,
+                )
         return None
 
     def drop_states(self, run: RunDir, but: str = "") -> None:
@@ -150,8 +187,11 @@ class Store:
                 self.files.remove(f"states/{run.path.name}/{step}/{STATE}/{step}/{LOOP}")
                 self.files.remove(f"states/{run.path.name}/{step}")
 
-    def _put(self, place: str, folder: Path, files: Iterable[str], last: str, known: Mapping[str, FileInfo]) -> None:
-        """Copies `files` of a folder, then their list, then `last`, which marks the copy as complete. `known` files are not hashed."""
+    def _put(
+        self, place: str, folder: Path, files: Iterable[str], last: str, known: Mapping[str, FileInfo]
+    ) -> None:
+        """Copies `files` of a folder, then their list, then `last`, which marks the copy as complete. `known`
+        files are not hashed."""
         self.files.remove(f"{place}/{last}")
         listing: dict[str, dict[str, Any]] = {}
         for file in files:
@@ -163,14 +203,16 @@ class Store:
         self.files.send(folder / last, f"{place}/{last}")
 
     def _get(self, place: str, run_dir: Path, last: str, manifest: dict[str, FileInfo]) -> Path:
-        """Fetches a copy into a temporary folder inside the run directory, checks all files, and returns the folder. Raises Damaged."""
+        """Fetches a copy into a temporary folder inside the run directory, checks all files, and returns the
+        folder. Raises Damaged."""
         try:
             listing = LISTING.validate_json(self.files.read(f"{place}/{FILES}") or b"")
         except ValidationError:
             raise Damaged(f"its {FILES} is missing or cannot be read") from None
         if any(Path(file).is_absolute() or ".." in Path(file).parts for file in listing):
             raise Damaged(f"its {FILES} names files outside of it")
-        if astray := next((file for file, info in manifest.items() if listing.get(file) != info), None):
+        astray = next((file for file, info in manifest.items() if listing.get(file) != info), None)
+        if astray:
             raise Damaged(f"{RESULT} and {FILES} disagree on {astray}")
         folder = run_dir / FETCHING
         shutil.rmtree(folder, ignore_errors=True)  # left by an interrupted fetch
@@ -183,7 +225,9 @@ class Store:
                 shutil.rmtree(folder)
                 raise Damaged(f"{file} is missing") from None
             info = listing.get(file)
-            if info and ((folder / file).stat().st_size != info.size or file_digest(folder / file) != info.sha256):
+            if info and (
+                (folder / file).stat().st_size != info.size or file_digest(folder / file) != info.sha256
+            ):
                 shutil.rmtree(folder)
                 raise Damaged(f"{file} is not what was stored")
         return folder
@@ -206,13 +250,22 @@ def store_of(recipe: Recipe) -> Store | None:
 
 
 def _collect(run: RunDir, step: str, folder: Path) -> None:
-    """Puts what a resume state needs at the same paths below `folder`: folders as hard links, files, to which the stage may append, as
-    copies. Exports and answers of later iterations may be incomplete, and a stage that resumes makes them again: leaves them out."""
+    """Puts what a resume state needs at the same paths below `folder`: folders as hard links, files, to which
+    the stage may append, as copies. Exports and answers of later iterations may be incomplete, and a stage
+    that resumes makes them again: leaves them out."""
     link_tree(run / STATE / step, folder / STATE / step)
-    if best := json.loads((folder / STATE / step / LOOP).read_text()).get("best"):
-        link_tree(run / STATE / "best" / f"iteration{best[0]}", folder / STATE / "best" / f"iteration{best[0]}")
+    best = json.loads((folder / STATE / step / LOOP).read_text()).get("best")
+    if best:
+        link_tree(
+            run / STATE / "best" / f"iteration{best[0]}", folder / STATE / "best" / f"iteration{best[0]}"
+        )
     past = {f"iteration{number}" for number in range(int(step.removeprefix("step-")) + 1)}
-    found = [made for name in (EXPORTS, ROLLOUTS, VALIDATION) for made in (run / name).glob("iteration*") if made.stem in past]
+    found = [
+        made
+        for name in (EXPORTS, ROLLOUTS, VALIDATION)
+        for made in (run / name).glob("iteration*")
+        if made.stem in past
+    ]
     for source in [*found, run / METRICS]:
         target = folder / source.relative_to(run.path)
         if source.is_dir():

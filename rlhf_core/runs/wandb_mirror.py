@@ -1,7 +1,8 @@
 """Sends a stage's metrics to Weights & Biases through its client, whose own process uploads them.
 
-No failure of W&B ends a stage: an error becomes one line in the log, and waits end after START_SECONDS and FINISH_SECONDS. What a server
-did not take stays in the stage's `.wandb`, for `wandb sync`. A resumed stage continues its W&B run, and sends no step twice.
+No failure of W&B ends a stage: an error becomes one line in the log, and waits end after START_SECONDS and
+FINISH_SECONDS. What a server did not take stays in the stage's `.wandb`, for `wandb sync`. A resumed stage
+continues its W&B run, and sends no step twice.
 """
 
 from __future__ import annotations
@@ -20,8 +21,11 @@ from rlhf_core.system.files import write_text
 from rlhf_core.system.redaction import without_passwords
 
 FOLDER = ".wandb"  # W&B's client uses it if it exists, else `wandb`; the store does not copy dotted names
-KEY_ENV, MODE_ENV = "WANDB_API_KEY", "WANDB_MODE"
-PROBE_SECONDS, START_SECONDS, FINISH_SECONDS = 3.0, 30.0, 10.0
+KEY_ENV = "WANDB_API_KEY"
+MODE_ENV = "WANDB_MODE"
+PROBE_SECONDS = 3.0
+START_SECONDS = 30.0
+FINISH_SECONDS = 10.0
 
 
 class Mirror:
@@ -52,7 +56,11 @@ class Mirror:
         except Exception as error:
             self._board = None
             text = " ".join(str(error).split())[:200].replace(os.environ.get(KEY_ENV) or "\0", "***")
-            print(f"W&B gets no more metrics: {type(error).__name__}: {text}; `wandb sync` sends those in {self._run / FOLDER}", flush=True)
+            print(
+                f"W&B gets no more metrics: {type(error).__name__}: {text}; `wandb sync` sends those in"
+                f" {self._run / FOLDER}",
+                flush=True,
+            )
 
 
 def mirror_of(run: RunDir) -> Mirror | None:
@@ -66,9 +74,15 @@ def _started(run: RunDir) -> Any:
 
     request = run.request()
     assert request.wandb is not None
-    offline = MODE_ENV not in os.environ and not _answers(os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai"))
+    offline = MODE_ENV not in os.environ and not _answers(
+        os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai")
+    )
     if offline:
-        print("W&B's server does not answer: `wandb sync` sends the metrics later, from", run / FOLDER, flush=True)
+        print(
+            "W&B's server does not answer: `wandb sync` sends the metrics later, from",
+            run / FOLDER,
+            flush=True,
+        )
     return wandb.init(
         project=request.wandb.project,
         entity=request.wandb.entity,
@@ -78,7 +92,11 @@ def _started(run: RunDir) -> Any:
         id=_identity(run, request.digest),
         resume="allow",
         dir=str(run.path),
-        config=json.loads(without_passwords(request.config.model_dump_json())) | {"seed": request.seed, "digest": request.digest},
+        config=json.loads(without_passwords(request.config.model_dump_json()))
+        | {
+            "seed": request.seed,
+            "digest": request.digest,
+        },
         mode="offline" if offline else None,
         settings=wandb.Settings(
             console="off",
@@ -101,7 +119,8 @@ def _answers(url: str) -> bool:
 
 
 def _identity(run: RunDir, digest: str) -> str:
-    """Returns the id of the W&B run: the same for each attempt in this directory, another for the same digest in other directories."""
+    """Returns the id of the W&B run: the same for each attempt in this directory, another for the same digest
+    in other directories."""
     file = run / FOLDER / "id"
     if not file.is_file():
         file.parent.mkdir(exist_ok=True)

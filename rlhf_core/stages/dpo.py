@@ -1,4 +1,5 @@
-"""Trains by direct preference optimisation and its variants. Reference log-probs are computed once, before training.
+"""Trains by direct preference optimisation and its variants. Reference log-probs are computed once, before
+training.
 
 SimPO and ORPO load no reference model.
 """
@@ -42,7 +43,8 @@ from rlhf_core.training.train_loop import Task, fit, held_out_metrics, replicas
 
 
 class Anchored(NamedTuple):
-    """A pair with the reference's log-probs of its two responses: sums, or means for IPO; 0 where a loss has no reference."""
+    """A pair with the reference's log-probs of its two responses: sums, or means for IPO; 0 where a loss has
+    no reference."""
 
     pair: Pair
     ref_chosen: float
@@ -50,7 +52,8 @@ class Anchored(NamedTuple):
 
 
 class PairLogprobs(NamedTuple):
-    """Log-probs of responses, (2, N): chosen, rejected; what the NLL term reads, (B, T); the experts' balance over all documents."""
+    """Log-probs of responses, (2, N): chosen, rejected; what the NLL term reads, (B, T); the experts' balance
+    over all documents."""
 
     responses: torch.Tensor
     tokens: torch.Tensor
@@ -59,7 +62,8 @@ class PairLogprobs(NamedTuple):
 
 
 class Denominator(NamedTuple):
-    """Counts over a whole optimiser step: pairs for the preference loss, chosen response tokens for the NLL term."""
+    """Counts over a whole optimiser step: pairs for the preference loss, chosen response tokens for the NLL
+    term."""
 
     pairs: float
     chosen_tokens: float
@@ -73,30 +77,48 @@ def run(request: StageRequest, run: RunDir) -> Outcome:
 def train(request: StageRequest, run: RunDir) -> Outcome:
     """One rank of the stage."""
     config = cast(DPO, request.config)
-    source, reference = request.inputs[config.policy], request.inputs[config.reference or config.policy]
+    source = request.inputs[config.policy]
+    reference = request.inputs[config.reference or config.policy]
     tokenizer = load_tokenizer(source, request.trust_remote_code)
     require_same_vocabulary(source, [reference], request.trust_remote_code)
-    pad, micro, mean = tokenizer.pad_token_id, config.micro_train_batch_size, config.loss in MEAN_LOGPROBS
+    pad = tokenizer.pad_token_id
+    micro = config.micro_train_batch_size
+    mean = config.loss in MEAN_LOGPROBS
     data = load_pairs(request, config, tokenizer, config.data, run / STATE)
-    held_out = load_pairs(request, config, tokenizer, config.eval_data, run / STATE) if config.eval_data else None
+    held_out = (
+        load_pairs(request, config, tokenizer, config.eval_data, run / STATE) if config.eval_data else None
+    )
     held_out_pairs = held_out.items if held_out else []
     tell_load(source)
     trained = trained_policy(
-        source, config.dtype, request.trust_remote_code, config.lora, request.seed, config.router_aux_coef, shards_of(config)
+        source,
+        config.dtype,
+        request.trust_remote_code,
+        config.lora,
+        request.seed,
+        config.router_aux_coef,
+        shards_of(config),
     )
     engine = make_engine(trained, config)
     try_export(engine, run / EXPORT_TRIAL, source, config.lora, request.trust_remote_code)
     share = can_share(trained.model, engine.device) and not trained.balanced
     passes = Passes(micro, config.micro_train_tokens, share=share, apart=bool(trained.document_leak))
     if engine.rank == 0:
-        write_data_report(run, request.name, data=data.report, eval_data=held_out.report if held_out else None)
+        write_data_report(
+            run, request.name, data=data.report, eval_data=held_out.report if held_out else None
+        )
 
     def open_reference() -> Model:
-        return open_frozen(reference, config, request.trust_remote_code, engine.device) if config.reference else engine
+        return (
+            open_frozen(reference, config, request.trust_remote_code, engine.device)
+            if config.reference
+            else engine
+        )
 
     # Another reference model's attention may not support shared prompts.
     length = len if config.reference and not passes.apart else passes.row_tokens
-    parts, held_out_parts = passes.in_order(data.items, length), passes.in_order(held_out_pairs, length)
+    parts = passes.in_order(data.items, length)
+    held_out_parts = passes.in_order(held_out_pairs, length)
     refs: Sequence[float] = []
     if config.loss not in REFERENCE_FREE:
         documents = joined(mapped(parts, both), mapped(held_out_parts, both))
@@ -117,7 +139,9 @@ def train(request: StageRequest, run: RunDir) -> Outcome:
 
     def evaluate(engine: Engine) -> dict[str, float]:
         whole = count(held_out_items)
-        return held_out_metrics(engine, Parts(held_out_items, held_out_parts.starts), lambda items: loss(engine, items, whole))
+        return held_out_metrics(
+            engine, Parts(held_out_items, held_out_parts.starts), lambda items: loss(engine, items, whole)
+        )
 
     def micro_batches(items: Sequence[Anchored]) -> list[list[Anchored]]:
         return passes._replace(ranks=replicas(engine)).split(items, lambda item: passes.row_tokens(item.pair))
@@ -136,12 +160,19 @@ def train(request: StageRequest, run: RunDir) -> Outcome:
 
 
 def count(items: Sequence[Anchored]) -> Denominator:
-    return Denominator(float(len(items)), float(max(1, sum(sum(item.pair.chosen.mask[1:]) for item in items))))
+    return Denominator(
+        float(len(items)), float(max(1, sum(sum(item.pair.chosen.mask[1:]) for item in items)))
+    )
 
 
-def load_pairs(request: StageRequest, config: DPO, tokenizer: PreTrainedTokenizerBase, data: Data | None, folder: Path) -> Loaded[Pair]:
-    """The pairs of a file mixture; without one (no `data`) those a preferences stage made, which are always chat messages."""
-    own = data or Data(sources=(Source(path=request.inputs[config.pairs or ""], margin_key=None),), template=config.template)
+def load_pairs(
+    request: StageRequest, config: DPO, tokenizer: PreTrainedTokenizerBase, data: Data | None, folder: Path
+) -> Loaded[Pair]:
+    """The pairs of a file mixture; without one (no `data`) those a preferences stage made, which are always
+    chat messages."""
+    own = data or Data(
+        sources=(Source(path=request.inputs[config.pairs or ""], margin_key=None),), template=config.template
+    )
     renderer = Renderer(tokenizer, own.template, verbatim=data is None)
     return preference_pairs(own, renderer, config.max_len, request.seed, folder)
 
@@ -156,12 +187,18 @@ def anchored(pairs: Sequence[Pair], refs: Sequence[float], start: int) -> Sequen
 
     def get(index: int) -> Anchored:
         chosen = start + 2 * index
-        return Anchored(pairs[index], refs[chosen], refs[chosen + 1]) if refs else Anchored(pairs[index], 0.0, 0.0)
+        return (
+            Anchored(pairs[index], refs[chosen], refs[chosen + 1])
+            if refs
+            else Anchored(pairs[index], 0.0, 0.0)
+        )
 
     return Lazy(len(pairs), get)
 
 
-def pair_logprobs(policy: Engine, pairs: Sequence[Pair], pad_token_id: int, mean: bool, passes: Passes) -> PairLogprobs:
+def pair_logprobs(
+    policy: Engine, pairs: Sequence[Pair], pad_token_id: int, mean: bool, passes: Passes
+) -> PairLogprobs:
     """Log-probs of both responses of each pair, in one forward pass; summed over tokens, or averaged."""
     documents = both(pairs)
     batch = collate(passes.rows_of(documents), pad_token_id).to(policy.device)

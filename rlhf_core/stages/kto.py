@@ -1,9 +1,10 @@
 """Trains by Kahneman-Tversky optimisation on unpaired answers (Ethayarajh et al. 2024).
 
-The loss compares each answer's implicit reward with a KL that is one number for the whole optimiser step: the mean of
-log pi - log ref over mismatched pairs, each prompt of the step with the answer of the item before it. A pass without gradient computes
-it over the whole step and all ranks, before the first micro-batch, so the split into micro-batches and ranks does not change it.
-Reference log-probs, also those of all mismatched pairs of all epochs, are computed once.
+The loss compares each answer's implicit reward with a KL that is one number for the whole optimiser step: the
+mean of log pi - log ref over mismatched pairs, each prompt of the step with the answer of the item before it.
+A pass without gradient computes it over the whole step and all ranks, before the first micro-batch, so the
+split into micro-batches and ranks does not change it. Reference log-probs, also those of all mismatched pairs
+of all epochs, are computed once.
 """
 
 from __future__ import annotations
@@ -28,7 +29,11 @@ from rlhf_core.models.load import trained_policy
 from rlhf_core.objectives.collate import sent
 from rlhf_core.objectives.losses import Loss, kto_loss, with_balance
 from rlhf_core.runs.run_dir import STATE, Outcome, RunDir, StageRequest
-from rlhf_core.stages.reference_logprobs import answer_logprobs_and_balance, dealt_logprobs, reference_logprobs
+from rlhf_core.stages.reference_logprobs import (
+    answer_logprobs_and_balance,
+    dealt_logprobs,
+    reference_logprobs,
+)
 from rlhf_core.training.engine import Engine
 from rlhf_core.training.ranks import (
     EXPORT_TRIAL,
@@ -46,7 +51,8 @@ Mismatch = tuple[int, int]  # indices of the items that give the prompt and the 
 
 
 class Item(NamedTuple):
-    """An answer, its place in the data (held-out ones are counted on from the last), and the reference's log-prob of it."""
+    """An answer, its place in the data (held-out ones are counted on from the last), and the reference's
+    log-prob of it."""
 
     place: int
     answer: Labelled
@@ -59,7 +65,8 @@ def length(item: Item) -> int:
 
 
 class Step(NamedTuple):
-    """What a loss needs to know of a whole optimiser step: its counts, and the KL to the reference (0 or more)."""
+    """What a loss needs to know of a whole optimiser step: its counts, and the KL to the reference (0 or
+    more)."""
 
     answers: float
     desirable: float
@@ -75,39 +82,58 @@ def run(request: StageRequest, run: RunDir) -> Outcome:
 def train(request: StageRequest, run: RunDir) -> Outcome:
     """One rank of the stage."""
     config = cast(KTO, request.config)
-    source, reference = request.inputs[config.policy], request.inputs[config.reference or config.policy]
+    source = request.inputs[config.policy]
+    reference = request.inputs[config.reference or config.policy]
     tokenizer = load_tokenizer(source, request.trust_remote_code)
     require_same_vocabulary(source, [reference], request.trust_remote_code)
-    pad, micro = tokenizer.pad_token_id, config.micro_train_batch_size
+    pad = tokenizer.pad_token_id
+    micro = config.micro_train_batch_size
 
     def load(data: Data | None) -> Loaded[Labelled]:
         """Of a file mixture; without one the answers of a preferences stage."""
-        own = data or Data(sources=(Source(path=request.inputs[config.answers or ""]),), template=config.template)
+        own = data or Data(
+            sources=(Source(path=request.inputs[config.answers or ""]),), template=config.template
+        )
         renderer = Renderer(tokenizer, own.template, verbatim=data is None)
         return labelled_answers(own, renderer, config.max_len, request.seed, run / STATE)
 
-    data, held_out = load(config.data), load(config.eval_data) if config.eval_data else None
+    data = load(config.data)
+    held_out = load(config.eval_data) if config.eval_data else None
     everything = joined(data.items, held_out.items) if held_out else data.items
     documents = mapped(everything, lambda item: item.document)
     count = len(data.items)
-    mismatches = all_mismatches(count, len(everything) - count, config.train_batch_size, config.max_epochs, request.seed)
+    mismatches = all_mismatches(
+        count, len(everything) - count, config.train_batch_size, config.max_epochs, request.seed
+    )
 
     def mismatched(pair: Mismatch) -> Document:
         return mismatch(documents[pair[0]], documents[pair[1]], config.max_len)
 
     tell_load(source)
     trained = trained_policy(
-        source, config.dtype, request.trust_remote_code, config.lora, request.seed, config.router_aux_coef, shards_of(config)
+        source,
+        config.dtype,
+        request.trust_remote_code,
+        config.lora,
+        request.seed,
+        config.router_aux_coef,
+        shards_of(config),
     )
     engine = make_engine(trained, config)
     try_export(engine, run / EXPORT_TRIAL, source, config.lora, request.trust_remote_code)
     passes = Passes(micro, config.micro_train_tokens, apart=bool(trained.document_leak))
     if engine.rank == 0:
-        write_data_report(run, request.name, data=data.report, eval_data=held_out.report if held_out else None)
+        write_data_report(
+            run, request.name, data=data.report, eval_data=held_out.report if held_out else None
+        )
     refs = reference_logprobs(
         engine,
         run,
-        lambda: open_frozen(reference, config, request.trust_remote_code, engine.device) if config.reference else engine,
+        lambda: (
+            open_frozen(reference, config, request.trust_remote_code, engine.device)
+            if config.reference
+            else engine
+        ),
         reference,
         joined(passes.in_order(documents, len), passes.in_order(mapped(mismatches, mismatched), len)),
         passes,
@@ -119,17 +145,38 @@ def train(request: StageRequest, run: RunDir) -> Outcome:
 
     def step_of(items: Sequence[Item]) -> Step:
         pairs = mismatches_of([item.place for item in items])
-        logprobs = dealt_logprobs(engine, engine, passes.in_order([mismatched(pair) for pair in pairs], len), passes, pad, mean=False)
+        logprobs = dealt_logprobs(
+            engine,
+            engine,
+            passes.in_order([mismatched(pair) for pair in pairs], len),
+            passes,
+            pad,
+            mean=False,
+        )
         gap = sum(logprobs.tolist()) - sum(refs[len(everything) + mismatches.index(pair)] for pair in pairs)
         desirable = sum(item.answer.desirable for item in items)
-        return Step(float(len(items)), float(desirable), float(len(items) - desirable), max(0.0, gap / max(1, len(pairs))))
+        return Step(
+            float(len(items)),
+            float(desirable),
+            float(len(items) - desirable),
+            max(0.0, gap / max(1, len(pairs))),
+        )
 
     def loss(engine: Engine, items: list[Item], step: Step) -> Loss:
         documents = [item.answer.document for item in items]
         logprobs, balance = answer_logprobs_and_balance(engine, documents, pad, False, engine.device, passes)
         ref = sent(torch.tensor([item.ref for item in items]), engine.device)
         desirable = sent(torch.tensor([item.answer.desirable for item in items]), engine.device)
-        result = kto_loss(logprobs, ref, desirable, step.kl, config.beta, config.w_desirable, config.w_undesirable, step.answers)
+        result = kto_loss(
+            logprobs,
+            ref,
+            desirable,
+            step.kl,
+            config.beta,
+            config.w_desirable,
+            config.w_undesirable,
+            step.answers,
+        )
         result = with_balance(result, balance, config.router_aux_coef, step.answers)
         rewards = config.beta * (logprobs - ref).detach()
         shown = {"kl": rewards.new_tensor(step.kl * len(items) / step.answers)}
@@ -141,7 +188,9 @@ def train(request: StageRequest, run: RunDir) -> Outcome:
 
     def evaluate(engine: Engine) -> dict[str, float]:
         step = step_of(held_out_items)
-        return held_out_metrics(engine, passes.in_order(held_out_items, length), lambda part: loss(engine, part, step))
+        return held_out_metrics(
+            engine, passes.in_order(held_out_items, length), lambda part: loss(engine, part, step)
+        )
 
     task = Task(
         items,
@@ -158,7 +207,8 @@ def train(request: StageRequest, run: RunDir) -> Outcome:
 
 
 def mismatches_of(indices: Sequence[int]) -> list[Mismatch]:
-    """Each item's prompt with the answer of the item before it, around the end; none when there is only one item."""
+    """Each item's prompt with the answer of the item before it, around the end; none when there is only one
+    item."""
     return [(index, indices[i - 1]) for i, index in enumerate(indices)] if len(indices) > 1 else []
 
 
@@ -179,13 +229,18 @@ class Mismatches(Lazy[Mismatch]):
 
 
 def all_mismatches(count: int, held_out: int, batch: int, epochs: int, seed: int) -> Mismatches:
-    """The mismatched pairs of every optimiser step, which the seed decides, and of the held-out items; each once."""
+    """The mismatched pairs of every optimiser step, which the seed decides, and of the held-out items; each
+    once."""
     steps_per_epoch = -(-count // batch)
-    steps = (items_of_step(range(count), step, steps_per_epoch, batch, seed) for step in range(steps_per_epoch * epochs))
+    steps = (
+        items_of_step(range(count), step, steps_per_epoch, batch, seed)
+        for step in range(steps_per_epoch * epochs)
+    )
     return Mismatches(chain(steps, [range(count, count + held_out)]), count + held_out)
 
 
 def mismatch(prompt_of: Document, answer_of: Document, max_len: int) -> Document:
     """The prompt of one document with the answer of another, at most `max_len` tokens."""
-    prompt, answer = list(prompt_of.tokens[: prompt_of.answer_start]), list(answer_of.tokens[answer_of.answer_start :])
+    prompt = list(prompt_of.tokens[: prompt_of.answer_start])
+    answer = list(answer_of.tokens[answer_of.answer_start :])
     return answered(prompt, answer).cut(max_len)

@@ -1,7 +1,9 @@
-"""Computes log-probs of answers under a frozen reference once before training, so that training holds one model in memory.
+"""Computes log-probs of answers under a frozen reference once before training, so that training holds one
+model in memory.
 
-They are in `state/` of the run directory until the stage is done, so that a resumed run neither computes them again nor loads the
-reference. The file's name holds a digest of the reference, of every token and mask, and of the batches, so an outdated file is not read.
+They are in `state/` of the run directory until the stage is done, so that a resumed run neither computes them
+again nor loads the reference. The file's name holds a digest of the reference, of every token and mask, and
+of the batches, so an outdated file is not read.
 """
 
 from __future__ import annotations
@@ -44,8 +46,8 @@ def reference_logprobs(
 ) -> array[float]:
     """The log-prob of each document's answer, summed over its tokens or averaged, in order.
 
-    `open_reference` gives the reference, which `source` names: the engine itself before its first step, or another model. The
-    micro-batches are dealt to the ranks; every rank gets all results.
+    `open_reference` gives the reference, which `source` names: the engine itself before its first step, or
+    another model. The micro-batches are dealt to the ranks; every rank gets all results.
     """
     file = run / STATE / f"reference-{_key(source, micro_batches, mean)}.f64"
     # All ranks take the same way: a file that only some of them see would leave the others waiting.
@@ -53,7 +55,10 @@ def reference_logprobs(
     if int(seen) == engine.world_size:
         return array("d", file.read_bytes())
     reference = open_reference()
-    values = array("d", dealt_logprobs(engine, reference, micro_batches, passes, pad_token_id, mean).cpu().numpy().tobytes())
+    values = array(
+        "d",
+        dealt_logprobs(engine, reference, micro_batches, passes, pad_token_id, mean).cpu().numpy().tobytes(),
+    )
     if engine.rank == 0:
         file.parent.mkdir(parents=True, exist_ok=True)
         write_bytes(file, values.tobytes())
@@ -68,7 +73,8 @@ def dealt_logprobs(
     pad_token_id: int,
     mean: bool,
 ) -> torch.Tensor:
-    """Log-probs of all documents in order, (N,) fp64, without gradient: each rank computes its share, every rank gets all.
+    """Log-probs of all documents in order, (N,) fp64, without gradient: each rank computes its share, every
+    rank gets all.
 
     `passes` says how a micro-batch is laid out.
     """
@@ -77,8 +83,12 @@ def dealt_logprobs(
         if engine.sharing > 1:
             split_attention(module.model, engine.sharing)
         detect_document_leak(policy, module, engine.device, passes.tokens is not None, engine.all_reduce)
-        split_sequences(policy, module, cast(Policy, engine.module).sequence, engine.device, engine.all_reduce)
-    passes = passes._replace(share=passes.share and can_share(module.model, engine.device), apart=bool(module.document_leak))
+        split_sequences(
+            policy, module, cast(Policy, engine.module).sequence, engine.device, engine.all_reduce
+        )
+    passes = passes._replace(
+        share=passes.share and can_share(module.model, engine.device), apart=bool(module.document_leak)
+    )
     starts = [0]
     for documents in micro_batches:
         starts.append(starts[-1] + len(documents))
@@ -86,7 +96,9 @@ def dealt_logprobs(
     module.eval()
     with torch.no_grad():
         for own in passes_of_rank(len(micro_batches), engine):
-            part, _ = answer_logprobs_and_balance(policy, micro_batches[own.place], pad_token_id, mean, engine.device, passes)
+            part, _ = answer_logprobs_and_balance(
+                policy, micro_batches[own.place], pad_token_id, mean, engine.device, passes
+            )
             progress.made()
             if own.counted:
                 values[starts[own.place] : starts[own.place + 1]] = part.double()
@@ -94,13 +106,23 @@ def dealt_logprobs(
     return engine.all_reduce(values)
 
 
-def answer_logprobs(policy: Model, documents: Sequence[Document], pad_token_id: int, mean: bool, device: torch.device) -> torch.Tensor:
-    """Log-probs of the answers, (N,), in one forward pass; summed over the tokens under the mask, or averaged."""
-    return answer_logprobs_and_balance(policy, documents, pad_token_id, mean, device, Passes(len(documents)))[0]
+def answer_logprobs(
+    policy: Model, documents: Sequence[Document], pad_token_id: int, mean: bool, device: torch.device
+) -> torch.Tensor:
+    """Log-probs of the answers, (N,), in one forward pass; summed over the tokens under the mask, or
+    averaged."""
+    return answer_logprobs_and_balance(policy, documents, pad_token_id, mean, device, Passes(len(documents)))[
+        0
+    ]
 
 
 def answer_logprobs_and_balance(
-    policy: Model, documents: Sequence[Document], pad_token_id: int, mean: bool, device: torch.device, passes: Passes
+    policy: Model,
+    documents: Sequence[Document],
+    pad_token_id: int,
+    mean: bool,
+    device: torch.device,
+    passes: Passes,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """`answer_logprobs`, and the balance of the experts of a policy that computes it."""
     batch = collate(passes.rows_of(documents), pad_token_id).to(device)

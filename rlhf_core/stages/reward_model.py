@@ -1,4 +1,5 @@
-"""Trains a reward model: Bradley-Terry on pairs, score at the last token. Stores the mean and std of its scores with it."""
+"""Trains a reward model: Bradley-Terry on pairs, score at the last token. Stores the mean and std of its
+scores with it."""
 
 from __future__ import annotations
 
@@ -25,10 +26,19 @@ from rlhf_core.objectives.masked import gather_last
 from rlhf_core.runs.run_dir import STATE, Outcome, RunDir, StageRequest
 from rlhf_core.system.files import write_text
 from rlhf_core.training.engine import Engine
-from rlhf_core.training.ranks import EXPORT_TRIAL, finish_training, make_engine, on_ranks, shards_of, tell_load, try_export
+from rlhf_core.training.ranks import (
+    EXPORT_TRIAL,
+    finish_training,
+    make_engine,
+    on_ranks,
+    shards_of,
+    tell_load,
+    try_export,
+)
 from rlhf_core.training.train_loop import Task, fit, passes_of_rank, replicas
 
-STATISTICS_PAIRS = 512  # pairs of the training data the statistics come from when there is no evaluation split
+# pairs of the training data the statistics come from when there is no evaluation split
+STATISTICS_PAIRS = 512
 
 
 def run(request: StageRequest, run: RunDir) -> Outcome:
@@ -43,28 +53,42 @@ def train(request: StageRequest, run: RunDir) -> Outcome:
     tokenizer = load_tokenizer(source, request.trust_remote_code)
 
     def load(data: Data) -> Loaded[Pair]:
-        return preference_pairs(data, Renderer(tokenizer, data.template), config.max_len, request.seed, run / STATE)
+        return preference_pairs(
+            data, Renderer(tokenizer, data.template), config.max_len, request.seed, run / STATE
+        )
 
-    data, held_out = load(config.data), load(config.eval_data) if config.eval_data else None
+    data = load(config.data)
+    held_out = load(config.eval_data) if config.eval_data else None
     pad = tokenizer.pad_token_id
     tell_load(source)
-    scorer = trained_scorer(source, pad, config.dtype, request.trust_remote_code, config.lora, request.seed, shards_of(config))
+    scorer = trained_scorer(
+        source, pad, config.dtype, request.trust_remote_code, config.lora, request.seed, shards_of(config)
+    )
     engine = make_engine(scorer, config)
     try_export(engine, run / EXPORT_TRIAL, source, config.lora, request.trust_remote_code)
     if engine.rank == 0:
         begin = "a new one of zeros" if scorer.new_head else f"the trained one of {source}"
         print(f"the scalar head is {begin}", flush=True)
-        write_data_report(run, request.name, data=data.report, eval_data=held_out.report if held_out else None)
+        write_data_report(
+            run, request.name, data=data.report, eval_data=held_out.report if held_out else None
+        )
 
     share = can_share(scorer.model, engine.device)
-    passes = Passes(config.micro_train_batch_size, config.micro_train_tokens, replicas(engine), share, bool(scorer.document_leak))
+    passes = Passes(
+        config.micro_train_batch_size,
+        config.micro_train_tokens,
+        replicas(engine),
+        share,
+        bool(scorer.document_leak),
+    )
 
     def loss(engine: Engine, pairs: list[Pair], denominator: float) -> Loss:
         scores = pair_scores(engine, pairs, pad, passes)
         margins = sent(torch.tensor([pair.margin for pair in pairs]), engine.device)
         return reward_loss(scores[0], scores[1], margins, config.centering, denominator)
 
-    last: list[np.ndarray] = []  # scores of the held-out pairs at the last evaluation, which is the one at the end
+    # scores of the held-out pairs at the last evaluation, which is the one at the end
+    last: list[np.ndarray] = []
 
     def evaluate(engine: Engine) -> dict[str, float]:
         assert held_out is not None
@@ -86,14 +110,20 @@ def train(request: StageRequest, run: RunDir) -> Outcome:
     statistics = {"mean": float(scores.mean()), "std": float(scores.std())}
     if engine.rank == 0:
         write_text(run / "checkpoint" / STATISTICS, json.dumps(statistics))
-    return outcome._replace(metrics=outcome.metrics | {f"score/{name}": value for name, value in statistics.items()})
+    return outcome._replace(
+        metrics=outcome.metrics | {f"score/{name}": value for name, value in statistics.items()}
+    )
 
 
 def pair_scores(engine: Engine, pairs: Sequence[Pair], pad_token_id: int, passes: Passes) -> torch.Tensor:
     """Scores of a micro-batch in one forward pass: (2, N), chosen then rejected."""
     documents = [document for pair in pairs for document in (pair.chosen, pair.rejected)]
     batch = collate(passes.rows_of(documents), pad_token_id).to(engine.device)
-    return gather_last(engine(batch.tokens, batch.host.positions), batch.documents, len(documents)).view(len(pairs), 2).T
+    return (
+        gather_last(engine(batch.tokens, batch.host.positions), batch.documents, len(documents))
+        .view(len(pairs), 2)
+        .T
+    )
 
 
 def score_all(engine: Engine, pairs: Sequence[Pair], pad_token_id: int, passes: Passes) -> np.ndarray:
@@ -103,7 +133,8 @@ def score_all(engine: Engine, pairs: Sequence[Pair], pad_token_id: int, passes: 
     engine.module.eval()
     with torch.no_grad():
         for own in passes_of_rank(len(parts), engine):
-            part, first = parts[own.place], parts.starts[own.place]
+            part = parts[own.place]
+            first = parts.starts[own.place]
             found = pair_scores(engine, part, pad_token_id, passes)
             if own.counted:
                 scores[:, first : first + len(part)] = found
@@ -112,7 +143,8 @@ def score_all(engine: Engine, pairs: Sequence[Pair], pad_token_id: int, passes: 
 
 
 def held_out_metrics(chosen: np.ndarray, rejected: np.ndarray) -> dict[str, float]:
-    """Held-out Bradley-Terry loss (no margin), accuracy, and the mean of the predicted probability (calibration in the large)."""
+    """Held-out Bradley-Terry loss (no margin), accuracy, and the mean of the predicted probability
+    (calibration in the large)."""
     difference = (chosen - rejected).astype(np.float64)
     return {
         "eval/loss": float(np.logaddexp(0, -difference).mean()),

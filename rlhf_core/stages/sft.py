@@ -1,7 +1,8 @@
 """Runs supervised fine-tuning: token-mean NLL over assistant tokens, documents packed into rows of `max_len`.
 
-Packing happens inside an optimiser step: a step holds the same documents packed or padded, so the loss curve is the same.
-Conditional SFT is this stage with `condition: reward` (`data.condition`); rejection sampling is this stage on the best answers.
+Packing happens inside an optimiser step: a step holds the same documents packed or padded, so the loss curve
+is the same. Conditional SFT is this stage with `condition: reward` (`data.condition`); rejection sampling is
+this stage on the best answers.
 """
 
 from __future__ import annotations
@@ -24,7 +25,15 @@ from rlhf_core.objectives.collate import collate
 from rlhf_core.objectives.losses import Loss, sft_loss, with_balance
 from rlhf_core.runs.run_dir import STATE, Outcome, RunDir, StageRequest
 from rlhf_core.training.engine import Engine
-from rlhf_core.training.ranks import EXPORT_TRIAL, finish_training, make_engine, on_ranks, shards_of, tell_load, try_export
+from rlhf_core.training.ranks import (
+    EXPORT_TRIAL,
+    finish_training,
+    make_engine,
+    on_ranks,
+    shards_of,
+    tell_load,
+    try_export,
+)
 from rlhf_core.training.train_loop import Task, fit, held_out_metrics, replicas
 
 Row = list[Document]
@@ -50,17 +59,27 @@ def train(request: StageRequest, run: RunDir) -> Outcome:
     data, best_suffix, suffix_of = load_documents(request, config, tokenizer, config.data, run / STATE)
     held_out = None
     if config.eval_data:
-        held_out = load_documents(request, config, tokenizer, config.eval_data, run / STATE, suffix_of).documents
+        held_out = load_documents(
+            request, config, tokenizer, config.eval_data, run / STATE, suffix_of
+        ).documents
     tell_load(source)
     policy = trained_policy(
-        source, config.dtype, request.trust_remote_code, config.lora, request.seed, config.router_aux_coef, shards_of(config)
+        source,
+        config.dtype,
+        request.trust_remote_code,
+        config.lora,
+        request.seed,
+        config.router_aux_coef,
+        shards_of(config),
     )
     if config.float8:
         use_float8(policy.model)
     engine = make_engine(policy, config, packed=config.packing)
     try_export(engine, run / EXPORT_TRIAL, source, config.lora, request.trust_remote_code)
     if engine.rank == 0:
-        write_data_report(run, request.name, data=data.report, eval_data=held_out.report if held_out else None)
+        write_data_report(
+            run, request.name, data=data.report, eval_data=held_out.report if held_out else None
+        )
 
     def micro_batches(documents: Sequence[Document]) -> list[list[Row]]:
         apart = bool(policy.document_leak)
@@ -73,12 +92,19 @@ def train(request: StageRequest, run: RunDir) -> Outcome:
     def loss(engine: Engine, rows: list[Row], counted: Counted) -> Loss:
         batch = collate(rows, tokenizer.pad_token_id).to(engine.device)
         out = masked_logprobs(engine, batch)
-        return with_balance(sft_loss(out.logprobs, batch.mask, counted.tokens), out.balance, config.router_aux_coef, counted.documents)
+        return with_balance(
+            sft_loss(out.logprobs, batch.mask, counted.tokens),
+            out.balance,
+            config.router_aux_coef,
+            counted.documents,
+        )
 
     def evaluate(engine: Engine) -> dict[str, float]:
         assert held_out is not None
         counted = count(held_out.items)
-        found = held_out_metrics(engine, micro_batches(held_out.items), lambda rows: loss(engine, rows, counted))
+        found = held_out_metrics(
+            engine, micro_batches(held_out.items), lambda rows: loss(engine, rows, counted)
+        )
         return {"eval/loss": found["eval/loss"]}
 
     task = Task(
@@ -105,17 +131,20 @@ def load_documents(
     folder: Path,
     suffix_of: SuffixOf | None = None,
 ) -> AnswerDocuments:
-    """Conversations of a file mixture, or answers with the mask on them alone: a preferences stage's (no `data`), or scored ones, of
-    which held-out ones are conditioned as those trained on (`suffix_of`)."""
+    """Conversations of a file mixture, or answers with the mask on them alone: a preferences stage's (no
+    `data`), or scored ones, of which held-out ones are conditioned as those trained on (`suffix_of`)."""
     own = data or Data(sources=(Source(path=request.inputs[config.answers or ""]),), template=config.template)
     renderer = Renderer(tokenizer, own.template, verbatim=data is None)
     if data is None or config.condition == "reward":
-        return answer_documents(own, renderer, config.max_len, request.seed, config.condition, folder, suffix_of)
+        return answer_documents(
+            own, renderer, config.max_len, request.seed, config.condition, folder, suffix_of
+        )
     return AnswerDocuments(sft_documents(own, renderer, config.max_len, request.seed, folder))
 
 
 def rows_to_micro_batches(documents: Sequence[Document], capacity: int, micro: int) -> list[list[Row]]:
-    """Rows of at most `capacity` tokens (best fit; one document a row when 0), `micro` rows a batch, long rows first."""
+    """Rows of at most `capacity` tokens (best fit; one document a row when 0), `micro` rows a batch, long
+    rows first."""
     if capacity:
         rows = [[documents[i] for i in row] for row in best_fit([len(d.tokens) for d in documents], capacity)]
     else:
@@ -126,4 +155,6 @@ def rows_to_micro_batches(documents: Sequence[Document], capacity: int, micro: i
 
 def count(documents: Sequence[Document]) -> Counted:
     """A document's first token has no log-prob, so it never counts."""
-    return Counted(float(max(1, sum(sum(document.mask[1:]) for document in documents))), float(len(documents)))
+    return Counted(
+        float(max(1, sum(sum(document.mask[1:]) for document in documents))), float(len(documents))
+    )

@@ -1,8 +1,8 @@
 """Digests local files and folders with a cache, writes files atomically, and locks them.
 
-Digests are cached in `<artifacts>/.digests.json` by path, size and mtime. A file changed within the last two seconds is not cached, so
-that a second change in the same tick of the clock is seen. A missing path has the digest `absent`, so that a recipe can be planned on a
-machine without its files.
+Digests are cached in `<artifacts>/.digests.json` by path, size and mtime. A file changed within the last two
+seconds is not cached, so that a second change in the same tick of the clock is seen. A missing path has the
+digest `absent`, so that a recipe can be planned on a machine without its files.
 """
 
 from __future__ import annotations
@@ -38,7 +38,8 @@ class Digests:
         self._before = dict(self._known)
 
     def of(self, path: Path) -> str:
-        """Returns the digest of a file, or of a folder's names and contents without hidden ones; `absent` when there is neither."""
+        """Returns the digest of a file, or of a folder's names and contents without hidden ones; `absent`
+        when there is neither."""
         if os.path.isfile(path):  # False also for a name that no file system takes
             return self._file(path.resolve())
         if not os.path.isdir(path):
@@ -48,7 +49,8 @@ class Digests:
         return digest({name.as_posix(): self._file((path / name).resolve()) for name in names})
 
     def save(self) -> None:
-        """Writes new digests to the cache. A folder that is missing or read-only is no error: the cache only saves time."""
+        """Writes new digests to the cache. A folder that is missing or read-only is no error: the cache only
+        saves time."""
         if self._known != self._before:
             with contextlib.suppress(OSError, ValueError):
                 write_text(self._store, json.dumps(self._known, indent=0))
@@ -66,7 +68,8 @@ class Digests:
 
 @contextlib.contextmanager
 def locked(path: Path, wait_seconds: float = 0.0) -> Iterator[bool]:
-    """Holds a lock file until the block ends; the system frees it when the process dies. Yields whether it was had in `wait_seconds`."""
+    """Holds a lock file until the block ends; the system frees it when the process dies. Yields whether it
+    was had in `wait_seconds`."""
     path.parent.mkdir(parents=True, exist_ok=True)
     lock = FileLock(path, timeout=wait_seconds)
     try:
@@ -106,7 +109,8 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def tail(path: Path, count: int = 1) -> str:
-    """Returns the last lines of a log that are not blank, at most 20,000 bytes, without colour codes; '' when there is none."""
+    """Returns the last lines of a log that are not blank, at most 20,000 bytes, without colour codes; '' when
+    there is none."""
     try:
         with path.open("rb") as file:
             file.seek(max(0, path.stat().st_size - 20_000))
@@ -117,8 +121,10 @@ def tail(path: Path, count: int = 1) -> str:
 
 
 def write_bytes(path: Path, content: bytes) -> None:
-    """Writes a file atomically, as `write_text`. An OSError names the file, which Python's of a full disk does not."""
-    temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}")  # machines that share the folder may have equal process ids
+    """Writes a file atomically, as `write_text`. An OSError names the file, which Python's of a full disk
+    does not."""
+    # machines that share the folder may have equal process ids
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
     try:
         with temporary.open("wb") as file:
             file.write(content)
@@ -133,7 +139,8 @@ def write_bytes(path: Path, content: bytes) -> None:
 
 
 def link_tree(source: Path, target: Path) -> None:
-    """Makes a new folder `target` of hard links to the files of another, or of copies where the file system has no links."""
+    """Makes a new folder `target` of hard links to the files of another, or of copies where the file system
+    has no links."""
     shutil.rmtree(target, ignore_errors=True)  # of an attempt that was killed
     shutil.copytree(source, target, copy_function=_linked)
 
@@ -146,7 +153,8 @@ def _linked(source: str, target: str) -> None:
 
 
 def sync_to_disk(*places: Path) -> None:
-    """Calls fsync on files and folders, with all below them, so that their content survives a power failure."""
+    """Calls fsync on files and folders, with all below them, so that their content survives a power
+    failure."""
     for place in places:
         for path in (place, *place.rglob("*")) if place.is_dir() else (place,):
             folder = path.is_dir()
@@ -164,9 +172,11 @@ def sync_to_disk(*places: Path) -> None:
 
 
 def file_digest(path: Path) -> str:
-    """Returns the SHA-256 of a file in hex. A process reads a file once, with all its hard links, until its size or mtime changes."""
+    """Returns the SHA-256 of a file in hex. A process reads a file once, with all its hard links, until its
+    size or mtime changes."""
     identity = _identity(path)  # before it is read: a file that is replaced meanwhile has another identity
-    if (known := _hashed.get(identity)) is not None:
+    known = _hashed.get(identity)
+    if known is not None:
         return known
     with path.open("rb") as file:
         found = hashlib.file_digest(file, "sha256").hexdigest()

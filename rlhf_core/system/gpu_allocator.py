@@ -1,8 +1,10 @@
-"""Sets what PyTorch's allocators leave to the caller: expandable segments, which do not work everywhere, and the size of pinned blocks.
+"""Sets what PyTorch's allocators leave to the caller: expandable segments, which do not work everywhere, and
+the size of pinned blocks.
 
-PyTorch's allocator of GPU memory uses expandable segments, to avoid fragmentation, when the user sets `expandable_segments:True` in
-PYTORCH_ALLOC_CONF (or PYTORCH_CUDA_ALLOC_CONF, its older name). Other processes cannot open such memory by a CUDA IPC handle, and vLLM's
-sleep mode uses a memory pool of its own that does not support them. Its allocator of pinned memory rounds each block up to a power of two.
+PyTorch's allocator of GPU memory uses expandable segments, to avoid fragmentation, when the user sets
+`expandable_segments:True` in PYTORCH_ALLOC_CONF (or PYTORCH_CUDA_ALLOC_CONF, its older name). Other processes
+cannot open such memory by a CUDA IPC handle, and vLLM's sleep mode uses a memory pool of its own that does
+not support them. Its allocator of pinned memory rounds each block up to a power of two.
 """
 
 from __future__ import annotations
@@ -36,7 +38,8 @@ def wants_segments() -> bool:
 
 
 def shared_bytes(size: int, device: torch.device) -> torch.Tensor:
-    """Returns an uninitialised tensor of `size` bytes, uint8, in memory that other processes can open by a CUDA IPC handle."""
+    """Returns an uninitialised tensor of `size` bytes, uint8, in memory that other processes can open by a
+    CUDA IPC handle."""
     import torch
 
     if device.type != "cuda" or not wants_segments():
@@ -54,8 +57,9 @@ def pinned_bytes(size: float) -> float:
 
 
 def move_to_pinned(tensors: Sequence[torch.Tensor]) -> None:
-    """Moves the data of tensors to pinned host memory, many in one block; without CUDA to ordinary memory. The largest come first, each
-    into the first block with room: little more is pinned than they hold, and the host holds no more than a block twice."""
+    """Moves the data of tensors to pinned host memory, many in one block; without CUDA to ordinary memory.
+    The largest come first, each into the first block with room: little more is pinned than they hold, and the
+    host holds no more than a block twice."""
     import torch
 
     def aligned(tensor: torch.Tensor) -> int:
@@ -71,7 +75,8 @@ def move_to_pinned(tensors: Sequence[torch.Tensor]) -> None:
             taken = int(max(pinned_bytes(size), shared))
             blocks.append(torch.empty(taken, dtype=torch.uint8, pin_memory=torch.cuda.is_available()))
         tensor.data = blocks[place][: tensor.nbytes].view(tensor.dtype).view(tensor.shape).copy_(tensor.data)
-        blocks[place], left = blocks[place][size:], left - size
+        blocks[place] = blocks[place][size:]
+        left = left - size
 
 
 def _settings() -> str:
@@ -79,18 +84,25 @@ def _settings() -> str:
 
 
 def _others(settings: str) -> str:
-    return ",".join(setting for setting in settings.split(",") if setting.partition(":")[0].strip() != SEGMENTS)
+    return ",".join(
+        setting for setting in settings.split(",") if setting.partition(":")[0].strip() != SEGMENTS
+    )
 
 
 def _apply(settings: str) -> None:
     """Sets the allocator's settings, all of them: what `settings` leaves out goes back to its default.
 
-    A private function of PyTorch, made for 2.11 to 2.13. Without it the allocator stays as it is, and a line in the log says so.
+    A private function of PyTorch, made for 2.11 to 2.13. Without it the allocator stays as it is, and a line
+    in the log says so.
     """
     import torch
 
     if not hasattr(torch.cuda.memory, "_set_allocator_settings"):
-        print(f"this PyTorch keeps expandable segments on: take {SEGMENTS} out of {VARIABLES[0]} if weights do not arrive", flush=True)
+        print(
+            f"this PyTorch keeps expandable segments on: take {SEGMENTS} out of {VARIABLES[0]} if weights do"
+            " not arrive",
+            flush=True,
+        )
         return
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # later releases of PyTorch rename this function

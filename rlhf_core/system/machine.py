@@ -16,7 +16,8 @@ class MachineLacks(RuntimeError):
 
 
 class NodeLost(RuntimeError):
-    """Says that a node of the Ray cluster, or its head, ended or cannot be reached. The stage can go on when it is started again."""
+    """Says that a node of the Ray cluster, or its head, ended or cannot be reached. The stage can go on when
+    it is started again."""
 
 
 class Unreachable(ConnectionError):
@@ -24,7 +25,8 @@ class Unreachable(ConnectionError):
 
 
 def num_cpus() -> int:
-    """Returns the number of CPUs this process may use: its affinity, limited by a container's quota (cgroup v2)."""
+    """Returns the number of CPUs this process may use: its affinity, limited by a container's quota (cgroup
+    v2)."""
     cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     try:
         quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
@@ -34,7 +36,8 @@ def num_cpus() -> int:
 
 
 def num_gpus() -> int:
-    """Returns the number of NVIDIA GPUs this process can see: device files, limited by CUDA_VISIBLE_DEVICES."""
+    """Returns the number of NVIDIA GPUs this process can see: device files, limited by
+    CUDA_VISIBLE_DEVICES."""
     devices = gpu_devices()
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is None:
@@ -48,20 +51,24 @@ def gpu_devices() -> int:
 
 
 def free_memory() -> int:
-    """Returns the bytes of host memory that can be had without swapping, limited by a container's (cgroup v2)."""
+    """Returns the bytes of host memory that can be had without swapping, limited by a container's (cgroup
+    v2)."""
     free = int(psutil.virtual_memory().available)
     group = Path("/sys/fs/cgroup")
     try:
         limit, used = (int((group / f"memory.{name}").read_text()) for name in ("max", "current"))
-        cached = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())["inactive_file"]
+        cached = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())[
+            "inactive_file"
+        ]
         return min(free, limit - used + int(cached))
     except (OSError, ValueError):
         return free
 
 
 def give_back_freed_memory() -> None:
-    """Makes the C library give memory back to the system as it is freed, blocks above 1 MiB at once; it keeps hundreds of megabytes for
-    later otherwise. Each later block costs a call of the system. Does nothing where the C library is not glibc."""
+    """Makes the C library give memory back to the system as it is freed, blocks above 1 MiB at once; it keeps
+    hundreds of megabytes for later otherwise. Each later block costs a call of the system. Does nothing where
+    the C library is not glibc."""
     with suppress(OSError, AttributeError):
         libc = ctypes.CDLL(None)
         libc.mallopt(-3, 2**20)  # M_MMAP_THRESHOLD
@@ -70,8 +77,13 @@ def give_back_freed_memory() -> None:
 
 
 def gpu_names() -> tuple[str, ...]:
-    """Returns the GPUs this process can see, as CUDA_VISIBLE_DEVICES of a child names them: numbers, or the names in this process's own."""
-    visible = [device.strip() for device in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if device.strip() not in ("", "-1")]
+    """Returns the GPUs this process can see, as CUDA_VISIBLE_DEVICES of a child names them: numbers, or the
+    names in this process's own."""
+    visible = [
+        device.strip()
+        for device in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
+        if device.strip() not in ("", "-1")
+    ]
     return tuple(visible[: num_gpus()]) if visible else tuple(str(i) for i in range(num_gpus()))
 
 
@@ -84,14 +96,19 @@ DISK_PROBLEMS = {
 
 
 def disk_problem(error: BaseException) -> str | None:
-    """Returns why nothing more can be written, and what to do, when an error or one of its causes is of that kind; else None.
+    """Returns why nothing more can be written, and what to do, when an error or one of its causes is of that
+    kind; else None.
 
     Libraries written in other languages (safetensors) raise their own classes, with the errno in the text.
     """
     cause: BaseException | None = error
     while cause is not None:
         for number, reason in DISK_PROBLEMS.items():
-            if getattr(cause, "errno", None) == number or f"(os error {number})" in str(cause) or os.strerror(number) in str(cause):
+            if (
+                getattr(cause, "errno", None) == number
+                or f"(os error {number})" in str(cause)
+                or os.strerror(number) in str(cause)
+            ):
                 return reason
         cause = cause.__cause__ or cause.__context__
     return None

@@ -1,8 +1,8 @@
 """Ends the processes of a run that was killed with -9, in case the reaper was killed too.
 
-The run puts a mark in its environment, which all of its processes inherit. A watcher in another session waits until the run has ended and
-then ends every process with the mark: Prefect's temporary server, and stages whose reaper was killed as well.
-Linux only; elsewhere nothing is started.
+The run puts a mark in its environment, which all of its processes inherit. A watcher in another session waits
+until the run has ended and then ends every process with the mark: Prefect's temporary server, and stages
+whose reaper was killed as well. Linux only; elsewhere nothing is started.
 """
 
 from __future__ import annotations
@@ -26,13 +26,15 @@ GIVE_UP_SECONDS = 60.0
 
 
 def start() -> None:
-    """Marks this process's environment and starts its watcher: processes started later are ended when this process has ended."""
+    """Marks this process's environment and starts its watcher: processes started later are ended when this
+    process has ended."""
     if sys.platform != "linux":
         return
     unmarked = {key: value for key, value in os.environ.items() if key != MARK}
     os.environ[MARK] = uuid.uuid4().hex
     subprocess.Popen(
-        [sys.executable, "-P", __file__, str(os.getpid()), os.environ[MARK]],  # by path: none of our packages is imported
+        # by path: none of our packages is imported
+        [sys.executable, "-P", __file__, str(os.getpid()), os.environ[MARK]],
         env=unmarked,
         start_new_session=True,
         stdin=subprocess.DEVNULL,
@@ -42,7 +44,8 @@ def start() -> None:
 
 
 def end_with_parent(number: signal.Signals) -> None:
-    """Makes the kernel send this signal to this process when the thread that started it ends, also by kill -9. Linux only, else nothing."""
+    """Makes the kernel send this signal to this process when the thread that started it ends, also by kill
+    -9. Linux only, else nothing."""
     prctl(PR_SET_PDEATHSIG, number)
 
 
@@ -54,14 +57,20 @@ def prctl(option: int, value: int) -> None:
 
 def marked(mark: str) -> list[int]:
     """Returns the pids of this user's processes that have the mark in their environment."""
-    return [process.pid for process in psutil.process_iter(["environ"]) if (process.info["environ"] or {}).get(MARK) == mark]
+    return [
+        process.pid
+        for process in psutil.process_iter(["environ"])
+        if (process.info["environ"] or {}).get(MARK) == mark
+    ]
 
 
 def main(parent: int, mark: str) -> None:
-    """Waits for the end of process `parent`, then ends marked processes: TERM, KILL after GRACE_SECONDS, for GIVE_UP_SECONDS at most."""
+    """Waits for the end of process `parent`, then ends marked processes: TERM, KILL after GRACE_SECONDS, for
+    GIVE_UP_SECONDS at most."""
     while os.getppid() == parent:
         time.sleep(POLL_SECONDS)
-    start, signalled = time.monotonic(), set[int]()
+    start = time.monotonic()
+    signalled = set[int]()
     while (alive := marked(mark)) and time.monotonic() - start < GIVE_UP_SECONDS:
         for pid in alive:
             late = time.monotonic() - start > GRACE_SECONDS

@@ -1,10 +1,10 @@
-"""Protects what this project serves (labelling, live page, endpoints for feedback and triggers): a token for each request, known hosts,
-own origin.
+"""Protects what this project serves (labelling, live page, endpoints for feedback and triggers): a token for
+each request, known hosts, own origin.
 
-A browser gives the token once, as `/?token=...` or in the form of token_page.py, and gets a cookie; programs send it as a bearer token.
-Browsers send cookies of a host to all its ports, so the cookie is a keyed digest: who gets it does not know the token, and an open page
-survives a restart. A request for another host (DNS rebinding) and a write from another server's page are refused. There is no TLS: put a
-proxy in front.
+A browser gives the token once, as `/?token=...` or in the form of token_page.py, and gets a cookie; programs
+send it as a bearer token. Browsers send cookies of a host to all its ports, so the cookie is a keyed digest:
+who gets it does not know the token, and an open page survives a restart. A request for another host (DNS
+rebinding) and a write from another server's page are refused. There is no TLS: put a proxy in front.
 """
 
 from __future__ import annotations
@@ -25,8 +25,11 @@ from rlhf_core.system.token_page import asks_for_page, is_form, read_form, token
 LOOPBACK = "127.0.0.1"
 READS = ("GET", "HEAD")
 HOST = re.compile(r"(?P<name>[A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\])(?::[0-9]{1,5})?")
-HEADERS = {  # pages load nothing from elsewhere and are in no frame; addresses with tokens reach no other server
-    b"content-security-policy": b"default-src 'self'; style-src 'self' 'unsafe-inline'; img-src 'self' data:; frame-ancestors 'none'",
+# pages load nothing from elsewhere and are in no frame; addresses with tokens reach no other server
+HEADERS = {
+    b"content-security-policy": (
+        b"default-src 'self'; style-src 'self' 'unsafe-inline'; img-src 'self' data:; frame-ancestors 'none'"
+    ),
     b"referrer-policy": b"no-referrer",
     b"x-content-type-options": b"nosniff",
     b"cache-control": b"no-store",
@@ -36,12 +39,15 @@ HEADERS = {  # pages load nothing from elsewhere and are in no frame; addresses 
 class Protected:
     """An ASGI application in front of another one.
 
-    `hosts`: names of this machine in requests, besides localhost and 127.0.0.1. `command`: what serves pages for browsers and prints their
-    address, such as `alignflow dashboard`; a browser without the token is then shown a page that asks for it.
+    `hosts`: names of this machine in requests, besides localhost and 127.0.0.1. `command`: what serves pages
+    for browsers and prints their address, such as `alignflow dashboard`; a browser without the token is then
+    shown a page that asks for it.
     """
 
     def __init__(self, app: ASGIApp, token: str, hosts: Collection[str] = (), command: str = ""):
-        self._app, self._token, self._command = app, token, command
+        self._app = app
+        self._token = token
+        self._command = command
         self._session = hmac.new(token.encode(), b"cookie of a browser", hashlib.sha256).hexdigest()
         self._hosts = {_plain(name) for name in ("localhost", LOOPBACK, *hosts)}
 
@@ -78,20 +84,24 @@ class Protected:
         return self._opened(scope, then)
 
     def _opened(self, scope: Scope, then: str) -> Response:
-        """Returns the answer to a browser that gave the token: the cookie, and a redirect to an address on this server."""
+        """Returns the answer to a browser that gave the token: the cookie, and a redirect to an address on
+        this server."""
         response = RedirectResponse(then, 303)
         response.set_cookie(_cookie(scope), self._session, httponly=True, samesite="strict")
         return response
 
     def _refusal(self, scope: Scope) -> Response | None:
         """Returns the answer to a request without the token, or that brings it in its address."""
-        headers, query = Headers(scope=scope), scope["query_string"].decode("latin-1")
+        headers = Headers(scope=scope)
+        query = scope["query_string"].decode("latin-1")
         given = dict(parse_qsl(query, keep_blank_values=True)).get("token", "")
         then = _local(scope["path"], query)
         if given and _same(given, self._token) and scope["method"] in READS:
             return self._opened(scope, then)
         bearer = headers.get("authorization", "").removeprefix("Bearer ")
-        if _same(bearer, self._token) or _same(cookie_parser(headers.get("cookie", "")).get(_cookie(scope), ""), self._session):
+        if _same(bearer, self._token) or _same(
+            cookie_parser(headers.get("cookie", "")).get(_cookie(scope), ""), self._session
+        ):
             return None
         if self._command and asks_for_page(scope):
             return token_page(self._command, then, wrong=bool(given))
@@ -107,7 +117,8 @@ def _cookie(scope: Scope) -> str:
 def _local(path: str, query: str) -> str:
     """Returns an address on this server, without a token. `path` is decoded, `query` is not."""
     rest = urlencode([pair for pair in parse_qsl(query, keep_blank_values=True) if pair[0] != "token"])
-    place = quote("/" + path.lstrip("/\\"))  # browsers read // and /\ as the start of another server's address
+    # browsers read // and /\ as the start of another server's address
+    place = quote("/" + path.lstrip("/\\"))
     return f"{place}?{rest}" if rest else place
 
 
@@ -116,7 +127,8 @@ def _same(given: str, secret: str) -> bool:
 
 
 def _plain(name: str) -> str:
-    """Returns a host's name in lower case, without the brackets of an IPv6 address and the dot of a full name."""
+    """Returns a host's name in lower case, without the brackets of an IPv6 address and the dot of a full
+    name."""
     return name.lower().strip("[]").removesuffix(".")
 
 
@@ -129,7 +141,10 @@ def _with_headers(send: Send) -> Send:
     async def sent(message: Message) -> None:
         if message["type"] == "http.response.start":
             there = {name.lower() for name, _ in message.get("headers", [])}
-            message["headers"] = [*message.get("headers", []), *((n, v) for n, v in HEADERS.items() if n not in there)]
+            message["headers"] = [
+                *message.get("headers", []),
+                *((n, v) for n, v in HEADERS.items() if n not in there),
+            ]
         await send(message)
 
     return sent

@@ -1,5 +1,5 @@
-"""Defines exit codes and environment of stage processes, distinguishes errors of our own code from those of libraries, ends processes
-and process groups, and imports the files of users."""
+"""Defines exit codes and environment of stage processes, distinguishes errors of our own code from those of
+libraries, ends processes and process groups, and imports the files of users."""
 
 from __future__ import annotations
 
@@ -22,8 +22,11 @@ from typing import Any, NamedTuple, NoReturn
 
 import psutil
 
-LISTENER = "ALIGNFLOW_LISTENER"  # variable: the descriptor of the listening socket that a process inherits to answer on
-FAILED, WRONG_INPUT, ENVIRONMENT = 1, 2, 3  # exit codes of a stage: it ended; the user's mistake; a package or device is lacking
+# variable: the descriptor of the listening socket that a process inherits to answer on
+LISTENER = "ALIGNFLOW_LISTENER"
+FAILED = 1
+WRONG_INPUT = 2
+ENVIRONMENT = 3  # exit codes of a stage: it ended; the user's mistake; a package or device is lacking
 
 
 ROOT = Path(__file__).parents[2]
@@ -43,25 +46,30 @@ LASTING = (  # errors of a program, which no later attempt is without
     NotImplementedError,
     RecursionError,
 )
-WRONG_CALL = re.compile(r"\(\) (missing \d+ required|takes (no|exactly|from|\d+) |got an unexpected keyword|got multiple values)")
+WRONG_CALL = re.compile(
+    r"\(\) (missing \d+ required|takes (no|exactly|from|\d+) |got an unexpected keyword|got multiple values)"
+)
 
 
 def raised_by_us(error: BaseException, packages: Collection[str] = OURS) -> bool:
-    """Returns whether one of these packages raised an error, so that its message is for the user; a library's needs its traceback."""
+    """Returns whether one of these packages raised an error, so that its message is for the user; a library's
+    needs its traceback."""
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     return bool(frames) and str(frames[-1].f_globals.get("__name__", "")).split(".")[0] in packages
 
 
 def module_path() -> dict[str, str]:
-    """Returns the variables of a child's module path. A checkout that is not installed is on it; the working directory is not, in the
-    child or in any process it starts (PYTHONSAFEPATH): a user's `tasks.py` there would be imported in place of ours."""
+    """Returns the variables of a child's module path. A checkout that is not installed is on it; the working
+    directory is not, in the child or in any process it starts (PYTHONSAFEPATH): a user's `tasks.py` there
+    would be imported in place of ours."""
     ours = "" if ROOT.name in ("site-packages", "dist-packages") else str(ROOT)
     paths = list(filter(None, [os.environ.get("PYTHONPATH"), ours]))
     return {"PYTHONSAFEPATH": "1"} | ({"PYTHONPATH": os.pathsep.join(paths)} if paths else {})
 
 
 def child_environment() -> dict[str, str]:
-    """Returns the environment of a stage's process. The auth string of Prefect's API is left out: a stage calls nothing of Prefect."""
+    """Returns the environment of a stage's process. The auth string of Prefect's API is left out: a stage
+    calls nothing of Prefect."""
     kept = {name: value for name, value in os.environ.items() if not name.endswith("API_AUTH_STRING")}
     return kept | {"PYTHONUNBUFFERED": "1"} | module_path()
 
@@ -78,8 +86,8 @@ def kill_group(leader: int) -> None:
 
 
 def end_process(code: int) -> NoReturn:
-    """Ends this process as Python does, but without taking its modules apart, which takes seconds after large libraries: waits for its
-    threads, calls what was registered with `atexit`, writes what is buffered."""
+    """Ends this process as Python does, but without taking its modules apart, which takes seconds after large
+    libraries: waits for its threads, calls what was registered with `atexit`, writes what is buffered."""
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):
@@ -102,9 +110,10 @@ def how_ended(code: int) -> str:
 
 
 class UsersError(NamedTuple):
-    """Describes an error of a user's code. `text`: type, message, file and line. `place`: type, file and line of an error that every
-    attempt meets again, such as a NameError; "" for one that a later attempt may not meet, such as one of the network. `certain`: what the
-    code is called with makes no difference, as of a NameError; False where another answer of a model might be no error."""
+    """Describes an error of a user's code. `text`: type, message, file and line. `place`: type, file and line
+    of an error that every attempt meets again, such as a NameError; "" for one that a later attempt may not
+    meet, such as one of the network. `certain`: what the code is called with makes no difference, as of a
+    NameError; False where another answer of a model might be no error."""
 
     text: str
     place: str
@@ -112,8 +121,8 @@ class UsersError(NamedTuple):
 
 
 def users_error(error: BaseException, file: Path, called: Callable[..., Any] | None = None) -> UsersError:
-    """Describes what the code in `file`, or in modules beside it, raised. Without a line of theirs in the traceback it names the line that
-    defines `called`."""
+    """Describes what the code in `file`, or in modules beside it, raised. Without a line of theirs in the
+    traceback it names the line that defines `called`."""
     line = _users_line(error, file)
     code = getattr(inspect.unwrap(called), "__code__", None) if called is not None else None
     if not line and code is not None:
@@ -122,12 +131,15 @@ def users_error(error: BaseException, file: Path, called: Callable[..., Any] | N
     message = error.msg if isinstance(error, SyntaxError) else error
     where = f" ({line})" if line else ""
     lasts = isinstance(error, LASTING) and not isinstance(error, OSError)
-    return UsersError(f"{kind}: {message}{where}", f"{kind}{where}" if lasts else "", _meets_every_call(error))
+    return UsersError(
+        f"{kind}: {message}{where}", f"{kind}{where}" if lasts else "", _meets_every_call(error)
+    )
 
 
 def _meets_every_call(error: BaseException) -> bool:
-    """Returns whether an error is one of the code's text: a name or module that is nowhere, a call of a function with other arguments than
-    it takes. A local variable may have no value for some inputs, and unpacked arguments (`f(*words)`) may be too many for some."""
+    """Returns whether an error is one of the code's text: a name or module that is nowhere, a call of a
+    function with other arguments than it takes. A local variable may have no value for some inputs, and
+    unpacked arguments (`f(*words)`) may be too many for some."""
     if isinstance(error, ImportError | SyntaxError):
         return True
     if isinstance(error, NameError):
@@ -146,7 +158,8 @@ def _unpacks(error: BaseException) -> bool:
 
 
 def _users_line(error: BaseException, file: Path) -> str:
-    """Returns the innermost file and line of the user's code that a traceback names; "" where it names none."""
+    """Returns the innermost file and line of the user's code that a traceback names; "" where it names
+    none."""
     if isinstance(error, SyntaxError) and error.filename:
         return f"{error.filename}, line {error.lineno}"
     found = ""
@@ -160,8 +173,8 @@ def _users_line(error: BaseException, file: Path) -> str:
 
 
 def users_module(file: Path, what: str) -> ModuleType:
-    """Imports a user's Python file; modules beside it can be imported by it. `what` it is, for messages. Raises ValueError when there is
-    none, or it raises."""
+    """Imports a user's Python file; modules beside it can be imported by it. `what` it is, for messages.
+    Raises ValueError when there is none, or it raises."""
     spec = importlib.util.spec_from_file_location(file.stem, file)
     if spec is None or spec.loader is None or not file.is_file():
         raise ValueError(f"there is no Python file {file}; correct the path of the {what}")

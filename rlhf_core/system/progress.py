@@ -1,4 +1,5 @@
-"""The progress of this process, counted where work gets done, so that a waiting process can distinguish slow work from none. Torch-free."""
+"""The progress of this process, counted where work gets done, so that a waiting process can distinguish slow
+work from none. Torch-free."""
 
 from __future__ import annotations
 
@@ -7,7 +8,8 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-CHILDREN = "ALIGNFLOW_PROGRESS"  # names the file to which the children of a process append a byte for each part of their work
+# names the file to which the children of a process append a byte for each part of their work
+CHILDREN = "ALIGNFLOW_PROGRESS"
 
 _steps = 0
 _folders: list[Path] = []
@@ -16,7 +18,8 @@ _folders: list[Path] = []
 def made() -> None:
     """A part of the work is done: a pass over a micro-batch, a step of an engine, a group of weights."""
     global _steps
-    if place := os.environ.get(CHILDREN):
+    place = os.environ.get(CHILDREN)
+    if place:
         with suppress(OSError), open(place, "ab") as file:
             file.write(b".")
             return
@@ -24,13 +27,15 @@ def made() -> None:
 
 
 def count_children() -> None:
-    """From now on the progress of child processes is progress of this one. The file is in memory, and ends with this process."""
+    """From now on the progress of child processes is progress of this one. The file is in memory, and ends
+    with this process."""
     os.environ[CHILDREN] = f"/proc/{os.getpid()}/fd/{os.memfd_create('progress')}"
 
 
 @contextmanager
 def files(folder: Path) -> Iterator[None]:
-    """While open, bytes that appear in files of the folder, or that this process reads from them, are progress too."""
+    """While open, bytes that appear in files of the folder, or that this process reads from them, are
+    progress too."""
     _folders.append(folder)
     try:
         yield
@@ -43,15 +48,21 @@ def seen() -> str:
     folders = list(_folders)
     written = [file for folder in folders for file in folder.rglob("*")]
     opened = Path("/proc/self/fd").glob("*") if folders else []
-    read = sum(_position(file.name) for file in opened if any(file.resolve().is_relative_to(folder.resolve()) for folder in folders))
+    read = sum(
+        _position(file.name)
+        for file in opened
+        if any(file.resolve().is_relative_to(folder.resolve()) for folder in folders)
+    )
     parts = _steps + _size(Path(os.environ.get(CHILDREN, os.devnull)))
     return f"{parts}/{sum(map(_size, written))}/{read}"
 
 
 def between(pairs: Iterable[tuple[str, str]]) -> str:
-    """Returns in words what was done between two texts of `seen`, of one process each: parts of work (`made`), and bytes written. A text
-    may be empty: nothing was seen then."""
-    counted = [tuple([int(count) for count in (text or "0/0").split("/")[:2]] for text in pair) for pair in pairs]
+    """Returns in words what was done between two texts of `seen`, of one process each: parts of work
+    (`made`), and bytes written. A text may be empty: nothing was seen then."""
+    counted = [
+        tuple([int(count) for count in (text or "0/0").split("/")[:2]] for text in pair) for pair in pairs
+    ]
     parts, written = (sum(max(0, after[i] - before[i]) for before, after in counted) for i in range(2))
     return f"{parts} parts of work" + (f", {written / 2**20:,.0f} MiB written" if written >= 2**20 else "")
 

@@ -15,7 +15,8 @@ EVERYTHING = "*"  # alone in NO_PROXY: no request uses a proxy
 def bypass_loopback() -> None:
     """Adds this machine's loopback names to NO_PROXY and no_proxy where a variable names a proxy.
 
-    The entries there stay; of the two a variable that is not set gets those of the other. Child processes inherit both.
+    The entries there stay; of the two a variable that is not set gets those of the other. Child processes
+    inherit both.
     """
     proxies = [name for name, value in os.environ.items() if name.lower().endswith("_proxy") and value]
     if all(name.lower() in EXCEPTIONS for name in proxies):
@@ -34,7 +35,8 @@ def _with_loopback(value: str) -> str:
 
 
 def proxy_of(url: str) -> str:
-    """Returns the end of a sentence about a failed request to `url`: its proxy, without credentials, and the variable of that.
+    """Returns the end of a sentence about a failed request to `url`: its proxy, without credentials, and the
+    variable of that.
 
     "" where the request goes to its server directly, or `url` is no address.
     """
@@ -47,6 +49,10 @@ def proxy_of(url: str) -> str:
     if scheme is None or proxy_bypass(parts.netloc.rpartition("@")[2]):
         return ""
     value = proxies[scheme]
-    names = (name for name, named in os.environ.items() if name.lower() == f"{scheme}_proxy" and named == value)
+    names = (
+        name for name, named in os.environ.items() if name.lower() == f"{scheme}_proxy" and named == value
+    )
     address = urlsplit(value if "://" in value else f"//{value}").netloc.rpartition("@")[2]
-    return f", through the proxy {address} that {next(names)} names (NO_PROXY lists hosts to reach without one)"
+    return (
+        f", through the proxy {address} that {next(names)} names (NO_PROXY lists hosts to reach without one)"
+    )

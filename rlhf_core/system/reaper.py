@@ -1,10 +1,11 @@
-"""Ends all processes of a stage when it or its launcher ends: `python -m rlhf_core.system.reaper PARENT_PID GRACE_SECONDS COMMAND...`
+"""Ends all processes of a stage when it or its launcher ends: `python -m rlhf_core.system.reaper PARENT_PID
+GRACE_SECONDS COMMAND...`
 
-Runs as the parent of COMMAND, in its own session. It adopts every descendant whose parent dies (daemons that Ray detaches, for example)
-and ends them all, TERM first and KILL after the grace period, as soon as COMMAND ends, SIGTERM arrives, or PARENT_PID has ended, also
-by kill -9. Its exit code is COMMAND's (128 + n for signal n).
-This needs Linux (PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER). Elsewhere the parent is polled and COMMAND's process group is
-ended, but a daemon that leaves the group is not found.
+Runs as the parent of COMMAND, in its own session. It adopts every descendant whose parent dies (daemons that
+Ray detaches, for example) and ends them all, TERM first and KILL after the grace period, as soon as COMMAND
+ends, SIGTERM arrives, or PARENT_PID has ended, also by kill -9. Its exit code is COMMAND's (128 + n for
+signal n). This needs Linux (PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER). Elsewhere the parent is polled and
+COMMAND's process group is ended, but a daemon that leaves the group is not found.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ LINUX = sys.platform == "linux"
 
 
 def main(parent: int, grace_seconds: float, command: Sequence[str]) -> int:
-    """Runs `command` and ends its descendants; returns its exit code, 1 when process `parent` has already ended."""
+    """Runs `command` and ends its descendants; returns its exit code, 1 when process `parent` has already
+    ended."""
     stop = False
 
     def on_term(number: int, frame: FrameType | None) -> None:
@@ -41,8 +43,11 @@ def main(parent: int, grace_seconds: float, command: Sequence[str]) -> int:
     prctl(PR_SET_CHILD_SUBREAPER, 1)
     if os.getppid() != parent:
         return 1  # the parent died before PR_SET_PDEATHSIG was set
-    # It inherits what this process was given to pass on (pass_fds): no other descriptor of a Python process is inheritable.
-    child = subprocess.Popen(command, start_new_session=True, preexec_fn=_as_child, stdin=subprocess.DEVNULL, close_fds=False)
+    # It inherits what this process was given to pass on (pass_fds): no other descriptor of a Python process
+    # is inheritable.
+    child = subprocess.Popen(
+        command, start_new_session=True, preexec_fn=_as_child, stdin=subprocess.DEVNULL, close_fds=False
+    )
     code: int | None = None
     while code is None and not stop and os.getppid() == parent:
         time.sleep(POLL_SECONDS)
@@ -65,7 +70,8 @@ def _runs(process: psutil.Process) -> bool:
 
 
 def _end_all(child: int, grace_seconds: float) -> int | None:
-    """Sends TERM to all descendants, KILL after the grace period, until none is left. Returns the child's exit code if it was running."""
+    """Sends TERM to all descendants, KILL after the grace period, until none is left. Returns the child's
+    exit code if it was running."""
     code: int | None = None
     deadline = time.monotonic() + grace_seconds
     signalled: set[int] = set()
@@ -95,7 +101,8 @@ def _alive(child: int) -> list[int]:
 
 
 def _reap(child: int) -> int | None:
-    """Collects every process that ended; returns the exit code of `child` if it is among them (-n for signal n), else None."""
+    """Collects every process that ended; returns the exit code of `child` if it is among them (-n for signal
+    n), else None."""
     code = None
     while True:
         try:
@@ -109,7 +116,8 @@ def _reap(child: int) -> int | None:
 
 
 def _as_child() -> None:
-    """Runs in the child before exec: restores default signals, and makes the kernel kill the child when the reaper dies."""
+    """Runs in the child before exec: restores default signals, and makes the kernel kill the child when the
+    reaper dies."""
     for number in (signal.SIGINT, signal.SIGHUP, signal.SIGPIPE, signal.SIGTERM):
         signal.signal(number, signal.SIG_DFL)
     end_with_parent(signal.SIGKILL)

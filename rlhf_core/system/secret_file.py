@@ -1,4 +1,5 @@
-"""Hides from other users of the machine: secrets such as the password (Prefect's auth string), sockets and stores of our processes."""
+"""Hides from other users of the machine: secrets such as the password (Prefect's auth string), sockets and
+stores of our processes."""
 
 from __future__ import annotations
 
@@ -14,7 +15,8 @@ from pathlib import Path
 def kept_secret(place: Path, prefix: str = "") -> str:
     """Returns the secret in a file; makes a new one when there is none, or when other users can read it."""
     with suppress(OSError), open(os.open(place, os.O_RDONLY | os.O_NOFOLLOW)) as file:
-        about, there = os.fstat(file.fileno()), file.read().strip()
+        about = os.fstat(file.fileno())
+        there = file.read().strip()
         if there and about.st_uid == os.getuid() and not about.st_mode & 0o077:
             return there
     made = f"{prefix}{secrets.token_urlsafe(32)}"
@@ -27,10 +29,11 @@ def kept_secret(place: Path, prefix: str = "") -> str:
 
 
 def make_private(home: Path, *files: str) -> None:
-    """Makes a state folder that only this user can enter (0700), also one that is there, with its files of these patterns (0600).
+    """Makes a state folder that only this user can enter (0700), also one that is there, with its files of
+    these patterns (0600).
 
-    Logs a warning for what another user owns, and for a folder that others may need: one that all can write to, and the working directory
-    or a folder above it.
+    Logs a warning for what another user owns, and for a folder that others may need: one that all can write
+    to, and the working directory or a folder above it.
     """
     if not home.exists():
         home.parent.mkdir(parents=True, exist_ok=True)
@@ -51,7 +54,8 @@ def make_private(home: Path, *files: str) -> None:
 
 
 def private_folder(parent: Path) -> Path:
-    """Returns a folder that only this user can enter; a new one when another user can write to, or owns, what has its name."""
+    """Returns a folder that only this user can enter; a new one when another user can write to, or owns, what
+    has its name."""
     place = parent / f"alignflow-{os.getuid()}"
     with suppress(FileExistsError):
         place.mkdir(mode=0o700)

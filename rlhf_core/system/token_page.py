@@ -1,4 +1,5 @@
-"""The page that asks a browser for the token of a server (page_server.py), and the form that it sends. It shows nothing of the server."""
+"""The page that asks a browser for the token of a server (page_server.py), and the form that it sends. It
+shows nothing of the server."""
 
 from __future__ import annotations
 
@@ -14,13 +15,16 @@ PATH = "/token"  # of the form
 MAX_BYTES = 8192  # of what it sends
 FORM = "application/x-www-form-urlencoded"
 PAGE = """<!doctype html>
-<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
+<html lang="en"><head><meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
 <title>Token needed</title><link rel="icon" href="data:,">
 <style>body {{ font: 15px/1.5 system-ui, sans-serif; max-width: 34em; margin: 4em auto; padding: 0 1em; }}
-input, button {{ font: inherit; padding: .4em .6em; }} input {{ width: 100%; box-sizing: border-box; margin: .4em 0 .8em; }}</style></head>
+input, button {{ font: inherit; padding: .4em .6em; }}
+input {{ width: 100%; box-sizing: border-box; margin: .4em 0 .8em; }}
+</style></head>
 <body><h1>Token needed</h1>
-{wrong}<p>This page needs its token. <code>{command}</code> prints the address with the token on a terminal, and elsewhere the name of
-the file that holds it. Open that address, or enter the token here.</p>
+{wrong}<p>This page needs its token. <code>{command}</code> prints the address with the token on a terminal,
+and elsewhere the name of the file that holds it. Open that address, or enter the token here.</p>
 <form method="post" action="{path}"><input type="hidden" name="next" value="{then}">
 <label>Token <input type="password" name="token" autocomplete="off" autofocus required></label>
 <button>Open the page</button></form>
@@ -30,7 +34,8 @@ WRONG = '<p role="alert"><b>That is not the token.</b></p>\n'
 
 
 def asks_for_page(scope: Scope) -> bool:
-    """Whether a request comes from a browser that opens a page; programs, and scripts of pages, get an answer in JSON."""
+    """Whether a request comes from a browser that opens a page; programs, and scripts of pages, get an answer
+    in JSON."""
     wants_html = "text/html" in Headers(scope=scope).get("accept", "")
     of_program = f"{scope['path']}/".startswith("/api/")
     return wants_html and scope["method"] in ("GET", "HEAD") and not of_program
@@ -43,10 +48,11 @@ def is_form(scope: Scope) -> bool:
 
 
 def token_page(command: str, then: str, wrong: bool = False) -> HTMLResponse:
-    """Returns the page, with status 401. `command`: what prints the address; `then`: the address on this server that is opened after the
-    token was given; `wrong`: whether a wrong one was.
+    """Returns the page, with status 401. `command`: what prints the address; `then`: the address on this
+    server that is opened after the token was given; `wrong`: whether a wrong one was.
 
-    A browser sends `Origin: null` with the form of a page without a referrer, which the server refuses, so this page has another policy.
+    A browser sends `Origin: null` with the form of a page without a referrer, which the server refuses, so
+    this page has another policy.
     """
     then = "/" if then == PATH else then  # the address of the page itself after a wrong token
     text = PAGE.format(wrong=WRONG if wrong else "", command=escape(command), path=PATH, then=escape(then))

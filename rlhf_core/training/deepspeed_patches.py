@@ -1,13 +1,14 @@
 """Patches private parts of DeepSpeed, for speed and memory alone.
 
-- `patch_library`: no shared-memory CPU collectives, which need a compiler and a minute at start; no profiler marks, thousands per pass;
-  the parameters of a module are listed once, not several times per pass.
-  ZeRO-1 that adds bf16 gradients in fp32 keeps the optimiser of other settings, which frees them after a step; DeepSpeed would take
-  another, `BF16_Optimizer`, which holds 4 bytes a parameter on every rank for good.
+- `patch_library`: no shared-memory CPU collectives, which need a compiler and a minute at start; no profiler
+  marks, thousands per pass; the parameters of a module are listed once, not several times per pass. ZeRO-1
+  that adds bf16 gradients in fp32 keeps the optimiser of other settings, which frees them after a step;
+  DeepSpeed would take another, `BF16_Optimizer`, which holds 4 bytes a parameter on every rank for good.
 - `forget_order`: ZeRO-3 records anew which weights to keep after a module.
 - `reduce_beside_host`: at the end of a pass the GPU waits for ZeRO-3's gradients, not the host.
 
-Made for the releases in MADE_FOR. With any other release no patch is applied: results are the same, with less speed and more memory.
+Made for the releases in MADE_FOR. With any other release no patch is applied: results are the same, with less
+speed and more memory.
 """
 
 from __future__ import annotations
@@ -48,8 +49,8 @@ def _zero_optimizer(engine: Any, basic_optimizer: Any) -> str:
 def forget_order(deepspeed: Any, optimizer: Any) -> None:
     """Clears the trace of the order of weights of a ZeRO-3 optimiser.
 
-    DeepSpeed never revises which weights to keep after a module, so after passes without gradient it would keep none for a backward pass.
-    The trace belongs to the object that a copy replaces.
+    DeepSpeed never revises which weights to keep after a module, so after passes without gradient it would
+    keep none for a backward pass. The trace belongs to the object that a copy replaces.
     """
     if applies(deepspeed):
         offload = optimizer.parameter_offload
@@ -60,7 +61,8 @@ def forget_order(deepspeed: Any, optimizer: Any) -> None:
 
 
 def reduce_beside_host(deepspeed: Any, optimizer: Any) -> None:
-    """Lets the host launch the next pass while a ZeRO-3 optimiser reduces gradients. Not for offloaded optimisers: the host reads these."""
+    """Lets the host launch the next pass while a ZeRO-3 optimiser reduces gradients. Not for offloaded
+    optimisers: the host reads these."""
     if applies(deepspeed):
         optimizer.reduce_and_partition_stream = _GradientStream()
 

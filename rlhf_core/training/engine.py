@@ -1,7 +1,8 @@
 """The interface of a training engine, and the plain-torch engine of a single rank.
 
-`ZeroEngine` in `zero_engine.py` is the DeepSpeed one. Both take losses that are already divided by a denominator counted over
-the whole optimiser step and all ranks, so gradients are summed over micro-batches and ranks and never averaged again.
+`ZeroEngine` in `zero_engine.py` is the DeepSpeed one. Both take losses that are already divided by a
+denominator counted over the whole optimiser step and all ranks, so gradients are summed over micro-batches
+and ranks and never averaged again.
 """
 
 from __future__ import annotations
@@ -39,11 +40,12 @@ class Engine(Protocol):
     def __call__(self, *inputs: Any) -> Any: ...
 
     def backward(self, loss: Tensor, last: bool) -> None:
-        """Accumulates the gradient, in fp32 where a step has several micro-batches; `last` marks the last one of an optimiser step."""
+        """Accumulates the gradient, in fp32 where a step has several micro-batches; `last` marks the last one
+        of an optimiser step."""
 
     def step(self, learning_rate: float) -> float:
-        """One optimiser step; returns the gradient norm before clipping. Raises FloatingPointError when it is not finite: then the weights
-        and the optimiser are as before, and the gradient is dropped."""
+        """One optimiser step; returns the gradient norm before clipping. Raises FloatingPointError when it is
+        not finite: then the weights and the optimiser are as before, and the gradient is dropped."""
 
     def all_reduce(self, values: Tensor) -> Tensor:
         """The sum of `values` over all ranks."""
@@ -55,35 +57,44 @@ class Engine(Protocol):
         """Frees cached memory of the allocator."""
 
     def save_state(self, folder: Path) -> None:
-        """Copies what this rank trains, and has it written beside the next steps (`state_writer`); `step` and `finish_saving` raise
-        what fails."""
+        """Copies what this rank trains, and has it written beside the next steps (`state_writer`); `step` and
+        `finish_saving` raise what fails."""
 
     def finish_saving(self) -> None:
         """Waits until the last state is written."""
 
     def load_state(self, folder: Path) -> None:
-        """Reads what any number of ranks have written; a collective. Raises ValueError for the state of another model."""
+        """Reads what any number of ranks have written; a collective. Raises ValueError for the state of
+        another model."""
 
     def barrier(self) -> None:
         """Waits for all ranks."""
 
 
 class TorchEngine:
-    """One process, one device, AdamW, with fp32 master weights of bf16 weights (Micikevicius et al. 2018, section 3.1).
+    """One process, one device, AdamW, with fp32 master weights of bf16 weights (Micikevicius et al. 2018,
+    section 3.1).
 
-    A usual step is smaller than the distance of neighbouring bf16 numbers and would be lost in bf16. So would the gradient of a pass be in
-    the sum of many: the gradients of bf16 weights are added to the fp32 gradients of the master weights, and freed.
+    A usual step is smaller than the distance of neighbouring bf16 numbers and would be lost in bf16. So would
+    the gradient of a pass be in the sum of many: the gradients of bf16 weights are added to the fp32
+    gradients of the master weights, and freed.
     """
 
     def __init__(self, module: nn.Module, adamw: AdamW):
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self.module = module.to(self.device)
-        self.rank, self.world_size, self.sharing = 0, 1, 1
+        self.rank = 0
+        self.world_size = 1
+        self.sharing = 1
         self._adamw = adamw
         self._weights = {name: p for name, p in module.named_parameters() if p.requires_grad}
-        self._optimised = {name: p.detach().float() if p.dtype.itemsize < 4 else p for name, p in self._weights.items()}
+        self._optimised = {
+            name: p.detach().float() if p.dtype.itemsize < 4 else p for name, p in self._weights.items()
+        }
         self._optimizer = adamw_optimizer(self._optimised.values(), adamw)
-        self._in_bf16 = [name for name, weight in self._weights.items() if weight is not self._optimised[name]]
+        self._in_bf16 = [
+            name for name, weight in self._weights.items() if weight is not self._optimised[name]
+        ]
         self._several_passes = False  # of the step whose gradients are being accumulated
         for name in self._in_bf16:
             self._weights[name].register_post_accumulate_grad_hook(self._hand_over_of(name))
@@ -107,7 +118,8 @@ class TorchEngine:
 
     def _hand_over(self, name: str) -> None:
         """Adds the gradient of a bf16 weight to that of its master weight, and frees it."""
-        weight, master = self._weights[name], self._optimised[name]
+        weight = self._weights[name]
+        master = self._optimised[name]
         if weight.grad is None:
             return
         if master.grad is None:
@@ -145,7 +157,8 @@ class TorchEngine:
         torch.cuda.empty_cache()
 
     def save_state(self, folder: Path) -> None:
-        steps = max((float(state["step"]) for state in self._optimizer.state.values()), default=0.0)  # none: an actor that is frozen yet
+        # none: an actor that is frozen yet
+        steps = max((float(state["step"]) for state in self._optimizer.state.values()), default=0.0)
         self._make_state(0.0)
         self._writer.start(folder, steps, self._parts())
 
@@ -164,12 +177,23 @@ class TorchEngine:
         """Gives weights that no step has changed a state of zeros."""
         for weight in self._optimised.values():
             if weight not in self._optimizer.state:
-                step = torch.tensor(steps, dtype=torch.float32, device=weight.device if self._optimizer.defaults["fused"] else "cpu")
-                self._optimizer.state[weight] = {"step": step} | {kind: torch.zeros_like(weight) for kind in KINDS[1:]}
+                step = torch.tensor(
+                    steps,
+                    dtype=torch.float32,
+                    device=weight.device if self._optimizer.defaults["fused"] else "cpu",
+                )
+                self._optimizer.state[weight] = {"step": step} | {
+                    kind: torch.zeros_like(weight) for kind in KINDS[1:]
+                }
 
     def _parts(self) -> Iterator[Part]:
         for name, weight in self._optimised.items():
-            yield Part(name, 0, {"weight": weight.detach()} | {kind: self._optimizer.state[weight][kind] for kind in KINDS[1:]})
+            yield Part(
+                name,
+                0,
+                {"weight": weight.detach()}
+                | {kind: self._optimizer.state[weight][kind] for kind in KINDS[1:]},
+            )
 
     def barrier(self) -> None:
         """Does nothing on one rank."""
@@ -179,9 +203,15 @@ def adamw_optimizer(trained: Iterable[Tensor], adamw: AdamW) -> torch.optim.Adam
     """Returns fused AdamW, without weight decay for vectors (norms, biases)."""
     groups: dict[bool, list[Tensor]] = {True: [], False: []}
     for weight in trained:
-        groups[len(getattr(weight, "ds_shape", weight.shape)) >= 2].append(weight)  # ZeRO-3's weights may be cut before
-    decays = [{"params": groups[True], "weight_decay": adamw.weight_decay}, {"params": groups[False], "weight_decay": 0.0}]
-    return torch.optim.AdamW([g for g in decays if g["params"]], lr=0.0, betas=adamw.betas, eps=1e-8, fused=True)
+        # ZeRO-3's weights may be cut before
+        groups[len(getattr(weight, "ds_shape", weight.shape)) >= 2].append(weight)
+    decays = [
+        {"params": groups[True], "weight_decay": adamw.weight_decay},
+        {"params": groups[False], "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW(
+        [g for g in decays if g["params"]], lr=0.0, betas=adamw.betas, eps=1e-8, fused=True
+    )
 
 
 def elements(weight: nn.Parameter) -> int:
@@ -193,7 +223,8 @@ def check_finite(value: float, what: str) -> None:
     """Raises FloatingPointError when `what`, a quantity of training, is infinite or NaN."""
     if not math.isfinite(value):
         raise FloatingPointError(
-            f"{what} is {value}, and training ends here: lower the learning rate, or check the data and the model it starts from"
+            f"{what} is {value}, and training ends here: lower the learning rate, or check the data and the"
+            " model it starts from"
         )
 
 
@@ -207,7 +238,8 @@ def at(step: str) -> Iterator[None]:
 
 
 def learning_rate(step: int, total: int, peak: float, warmup_ratio: float, min_ratio: float) -> float:
-    """Returns a linear warm-up, then a cosine from `peak` to `min_ratio * peak`. `step` counts from 0; the first step is not 0."""
+    """Returns a linear warm-up, then a cosine from `peak` to `min_ratio * peak`. `step` counts from 0; the
+    first step is not 0."""
     warmup = math.ceil(total * warmup_ratio)
     if step < warmup:
         return peak * (step + 1) / warmup
@@ -217,22 +249,28 @@ def learning_rate(step: int, total: int, peak: float, warmup_ratio: float, min_r
 
 def sum_metrics(engine: Engine, sums: Mapping[str, Tensor]) -> dict[str, float]:
     """Sums metrics over all ranks, in one collective and one transfer."""
-    values = engine.all_reduce(torch.stack([value.detach().double().to(engine.device) for value in sums.values()]))
+    values = engine.all_reduce(
+        torch.stack([value.detach().double().to(engine.device) for value in sums.values()])
+    )
     return dict(zip(sums, values.tolist(), strict=True))
 
 
 def on_cpu(engine: Engine, weights: Iterator[tuple[str, Tensor]]) -> dict[str, Tensor]:
-    """Copies `weights` (`models.checkpoint.weights`) to rank 0's host memory; a collective. Raises FloatingPointError when one is not
-    finite."""
-    return {name: weight.to("cpu", copy=True).contiguous() for name, weight in finite(weights) if engine.rank == 0}
+    """Copies `weights` (`models.checkpoint.weights`) to rank 0's host memory; a collective. Raises
+    FloatingPointError when one is not finite."""
+    return {
+        name: weight.to("cpu", copy=True).contiguous() for name, weight in finite(weights) if engine.rank == 0
+    }
 
 
 def finite(weights: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-    """Yields `weights`. After the last, which other ranks help to gather, raises FloatingPointError when one is not finite."""
+    """Yields `weights`. After the last, which other ranks help to gather, raises FloatingPointError when one
+    is not finite."""
     largest: dict[str, float] = {}
     for name, weight in weights:
         if weight.is_floating_point() and weight.itemsize > 1 and weight.numel():
-            largest[name] = float(torch.linalg.vector_norm(weight, float("inf")))  # without a copy; propagates NaN
+            # without a copy; propagates NaN
+            largest[name] = float(torch.linalg.vector_norm(weight, float("inf")))
         yield name, weight
     for name, value in largest.items():
         check_finite(value, f"the largest value of the trained weight {name}")

@@ -15,7 +15,16 @@ def backend() -> str:
 
 
 def join_ranks() -> None:
-    """Joins once. RANK and WORLD_SIZE must be set; without a store's address, as under torchrun, who asks next joins otherwise."""
-    address, rank, size = os.environ.get(STORE), int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    """Joins once. RANK and WORLD_SIZE must be set; without a store's address, as under torchrun, who asks
+    next joins otherwise."""
+    address = os.environ.get(STORE)
+    rank = int(os.environ["RANK"])
+    size = int(os.environ["WORLD_SIZE"])
     if address and not dist.is_initialized():
-        dist.init_process_group(backend(), store=open_store(address, rank, size, PATIENCE), rank=rank, world_size=size, timeout=PATIENCE)
+        dist.init_process_group(
+            backend(),
+            store=open_store(address, rank, size, PATIENCE),
+            rank=rank,
+            world_size=size,
+            timeout=PATIENCE,
+        )

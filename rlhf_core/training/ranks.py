@@ -20,10 +20,24 @@ from rlhf_core.data.report import JSON
 from rlhf_core.forecast.by_phase import training_by_phase, training_host_doubt
 from rlhf_core.forecast.hardware import Gpu
 from rlhf_core.forecast.memory import copies
-from rlhf_core.forecast.zero_stage import doubt, peak_of_training, require_start, size_at, stage_of_state, stage_of_training, starts
+from rlhf_core.forecast.zero_stage import (
+    doubt,
+    peak_of_training,
+    require_start,
+    size_at,
+    stage_of_state,
+    stage_of_training,
+    starts,
+)
 from rlhf_core.hub.model_config import Size
 from rlhf_core.models.checkpoint.generation import ignored_values
-from rlhf_core.models.checkpoint.save import plan_weights, save_adapter, save_description, save_model, save_tokenizer
+from rlhf_core.models.checkpoint.save import (
+    plan_weights,
+    save_adapter,
+    save_description,
+    save_model,
+    save_tokenizer,
+)
 from rlhf_core.models.checkpoint.weights import checkpoint_weights, trained_weights
 from rlhf_core.models.document_leak import detect_document_leak
 from rlhf_core.models.kernels.attention import split_attention
@@ -47,7 +61,8 @@ if TYPE_CHECKING:
 Rank = Callable[[StageRequest, RunDir], Outcome]
 BESIDE = "adapter"  # folder of a merged checkpoint with its adapter
 EXPORT_TRIAL = f"{STATE}/export_trial"  # folder of `try_export`
-QUANTISED = ("zero_quantized_weights", "zero_quantized_nontrainable_weights")  # options of ZeRO++ (Wang et al. 2023)
+# options of ZeRO++ (Wang et al. 2023)
+QUANTISED = ("zero_quantized_weights", "zero_quantized_nontrainable_weights")
 
 
 def tell_load(source: str) -> None:
@@ -57,7 +72,8 @@ def tell_load(source: str) -> None:
 
 
 def on_ranks(rank: Rank, request: StageRequest, run: RunDir) -> Outcome:
-    """Runs `rank` in this process when the stage has one rank, else on a Ray worker group; returns rank 0's outcome.
+    """Runs `rank` in this process when the stage has one rank, else on a Ray worker group; returns rank 0's
+    outcome.
 
     On a group `zero_stage: auto` is resolved after its start.
     """
@@ -77,16 +93,27 @@ def on_ranks(rank: Rank, request: StageRequest, run: RunDir) -> Outcome:
     from rlhf_core.cluster.worker_group import run_on_group
 
     return run_on_group(
-        rank, request.name, run, config.ranks, lambda gpu_bytes, host_bytes: with_zero_stage(request, run, config, gpu_bytes, host_bytes)
+        rank,
+        request.name,
+        run,
+        config.ranks,
+        lambda gpu_bytes, host_bytes: with_zero_stage(request, run, config, gpu_bytes, host_bytes),
     )
 
 
-def with_zero_stage(request: StageRequest, run: RunDir, config: Trainable, gpu_bytes: int, host_bytes: int) -> StageRequest:
-    """Resolves `zero_stage: auto`: that of a resume state of as many ranks, else by `gpu_bytes`, the memory of a GPU (0: none). Doubts
-    whether that and `host_bytes`, free on a node, will do. Raises MachineLacks when such a GPU cannot hold what is loaded onto it."""
+def with_zero_stage(
+    request: StageRequest, run: RunDir, config: Trainable, gpu_bytes: int, host_bytes: int
+) -> StageRequest:
+    """Resolves `zero_stage: auto`: that of a resume state of as many ranks, else by `gpu_bytes`, the memory
+    of a GPU (0: none). Doubts whether that and `host_bytes`, free on a node, will do. Raises MachineLacks
+    when such a GPU cannot hold what is loaded onto it."""
     if config.zero_stage == "auto":
         kept = resume_state.kept_zero_stage(run, layout_of(config))
-        chosen = stage_of_training(config, _size(request, config), gpu_bytes) if kept is None else stage_of_state(config, kept)
+        chosen = (
+            stage_of_training(config, _size(request, config), gpu_bytes)
+            if kept is None
+            else stage_of_state(config, kept)
+        )
         print(chosen, flush=True)
         config = config.model_copy(update={"zero_stage": chosen.stage})
     _doubt(request, config, gpu_bytes, host_bytes)
@@ -98,21 +125,25 @@ def _size(request: StageRequest, config: Trainable) -> Size | None:
 
 
 def _doubt(request: StageRequest, config: Trainable, gpu_bytes: int, host_bytes: int) -> None:
-    """Prints a warning where training may not fit the GPU's memory or the host's. Raises MachineLacks where the model does not fit the
-    GPU's."""
+    """Prints a warning where training may not fit the GPU's memory or the host's. Raises MachineLacks where
+    the model does not fit the GPU's."""
     if not gpu_bytes or (size := _size(request, config)) is None:
         return
     require_start([request.name], starts(config, {request.name: size})[request.name], gpu_bytes)
     if config.dtype == "bfloat16":
         stage = 0 if config.zero_stage == "auto" else config.zero_stage
         print(doubt(peak_of_training(config, size, stage, gpu_bytes), gpu_bytes), end="", flush=True)
-        print(training_host_doubt(training_by_phase(config, size, stage, Gpu(gpu_bytes)), host_bytes), end="", flush=True)
+        print(
+            training_host_doubt(training_by_phase(config, size, stage, Gpu(gpu_bytes)), host_bytes),
+            end="",
+            flush=True,
+        )
 
 
 def shards_of(config: Optimised, role: str = "model") -> Shards | None:
-    """Returns what cuts a model over the ranks while it is loaded, under ZeRO-3; None for engines that hold it whole, and with a second
-    copy on each node (hpZ) or quantised weights (qwZ), which DeepSpeed makes of whole weights alone. `role`: as in
-    `Optimised.offloaded`."""
+    """Returns what cuts a model over the ranks while it is loaded, under ZeRO-3; None for engines that hold
+    it whole, and with a second copy on each node (hpZ) or quantised weights (qwZ), which DeepSpeed makes of
+    whole weights alone. `role`: as in `Optimised.offloaded`."""
     quantised = any(config.deepspeed.get(ZERO, {}).get(name) for name in QUANTISED)
     if config.zero_stage != 3 or copies(config, _ranks_of(config, role)) > 1 or quantised:
         return None
@@ -125,21 +156,32 @@ def _ranks_of(config: Optimised, role: str) -> Ranks:
     return config.trained_ranks["ranks" if role == "model" else f"{role}_ranks"]
 
 
-def open_frozen(path: str, config: Trainable, trust_remote_code: bool, device: torch.device) -> Policy | FrozenZero:
-    """Loads a policy that is not trained: whole on each rank, under ZeRO-3 cut over the ranks; a collective."""
+def open_frozen(
+    path: str, config: Trainable, trust_remote_code: bool, device: torch.device
+) -> Policy | FrozenZero:
+    """Loads a policy that is not trained: whole on each rank, under ZeRO-3 cut over the ranks; a
+    collective."""
     if config.zero_stage != 3:
         return load_policy(path, config.dtype, trust_remote_code).to(device)
     from rlhf_core.training.zero_shards import FrozenZero, ZeroShards
 
-    return FrozenZero(load_policy(path, config.dtype, trust_remote_code, shards=ZeroShards(config.dtype)), config.dtype)
+    return FrozenZero(
+        load_policy(path, config.dtype, trust_remote_code, shards=ZeroShards(config.dtype)), config.dtype
+    )
 
 
-def make_engine(module: Policy | Scorer, config: Optimised, packed: bool = False, role: str = "model") -> Engine:
-    """The engine of one rank: plain torch for `zero_stage` 0 (and for auto on one rank), DeepSpeed otherwise. Tests `packed` rows.
+def make_engine(
+    module: Policy | Scorer, config: Optimised, packed: bool = False, role: str = "model"
+) -> Engine:
+    """The engine of one rank: plain torch for `zero_stage` 0 (and for auto on one rank), DeepSpeed otherwise.
+    Tests `packed` rows.
 
-    `role`: as in `Optimised.offloaded`. Raises ValueError for a model whose sequences cannot be split as the config says.
+    `role`: as in `Optimised.offloaded`. Raises ValueError for a model whose sequences cannot be split as the
+    config says.
     """
-    assert config.zero_stage != "auto" or all(ranks.world_size == 1 for ranks in config.trained_ranks.values()), "decided before"
+    assert config.zero_stage != "auto" or all(
+        ranks.world_size == 1 for ranks in config.trained_ranks.values()
+    ), "decided before"
     sharing = config.sequence_parallel_size
     if sharing > 1:
         split_attention(module.model, sharing)
@@ -155,8 +197,12 @@ def make_engine(module: Policy | Scorer, config: Optimised, packed: bool = False
         from rlhf_core.training.zero_engine import ZeroEngine
 
         options = options_of(config, role, _ranks_of(config, role))
-        engine = ZeroEngine(module, adamw, config.zero_stage, config.dtype, config.micro_train_batch_size, options)
-    detect_document_leak(engine, module, engine.device, packed or bool(config.micro_train_tokens), engine.all_reduce)
+        engine = ZeroEngine(
+            module, adamw, config.zero_stage, config.dtype, config.micro_train_batch_size, options
+        )
+    detect_document_leak(
+        engine, module, engine.device, packed or bool(config.micro_train_tokens), engine.all_reduce
+    )
     if sharing > 1:
         engine.sharing = sharing
         split_sequences(engine, module, sequence_ranks(sharing), engine.device, engine.all_reduce)
@@ -164,8 +210,9 @@ def make_engine(module: Policy | Scorer, config: Optimised, packed: bool = False
 
 
 def try_export(engine: Engine, folder: Path, source: str, lora: Lora | None, trust_remote_code: bool) -> None:
-    """Writes what `export` will write, but for the weights, to `folder` on rank 0, and removes it: to be called before training. Raises
-    ValueError where the model cannot be exported. Prints which values its generation config will not have."""
+    """Writes what `export` will write, but for the weights, to `folder` on rank 0, and removes it: to be
+    called before training. Raises ValueError where the model cannot be exported. Prints which values its
+    generation config will not have."""
     if engine.rank != 0:
         return
     model = engine.module.model
@@ -182,8 +229,8 @@ def try_export(engine: Engine, folder: Path, source: str, lora: Lora | None, tru
             raise
         told = " ".join(str(error).split())
         raise ValueError(
-            f"a model trained from {source} could not be saved ({type(error).__name__}: {told}): correct the files of {source}; nothing was"
-            " trained"
+            f"a model trained from {source} could not be saved ({type(error).__name__}: {told}): correct the"
+            f" files of {source}; nothing was trained"
         ) from error
     finally:
         shutil.rmtree(folder, ignore_errors=True)
@@ -192,8 +239,9 @@ def try_export(engine: Engine, folder: Path, source: str, lora: Lora | None, tru
 def _print_ignored(model: PreTrainedModel, source: str) -> None:
     if model.can_generate() and (names := ignored_values(model.generation_config)):
         print(
-            f"generation_config.json of {source} has values that transformers ignores and refuses to write ({', '.join(names)}): that of"
-            " the checkpoint is without them, and vLLM, which reads them, samples from it by its own defaults",
+            f"generation_config.json of {source} has values that transformers ignores and refuses to write"
+            f" ({', '.join(names)}): that of the checkpoint is without them, and vLLM, which reads them,"
+            " samples from it by its own defaults",
             flush=True,
         )
 
@@ -203,7 +251,12 @@ def _exports_adapter(lora: Lora | None) -> bool:
 
 
 def finish_training(
-    engine: Engine, request: StageRequest, run: RunDir, source: str, lora: Lora | None, metrics: dict[str, float]
+    engine: Engine,
+    request: StageRequest,
+    run: RunDir,
+    source: str,
+    lora: Lora | None,
+    metrics: dict[str, float],
 ) -> Outcome:
     """Writes the trained model to `checkpoint/` on rank 0."""
     if engine.rank == 0:
@@ -214,9 +267,12 @@ def finish_training(
     return Outcome(metrics, {"checkpoint": "checkpoint", "data_report": JSON})
 
 
-def export(engine: Engine, folder: Path, source: str, lora: Lora | None, trust_remote_code: bool) -> float | None:
-    """Writes the model to `folder` on rank 0, with adapters merged and also alone in its folder `adapter`, or, as `lora.export` says, the
-    adapter alone; a collective. `source`: the start model of training. Returns the share of the update that merged weights have."""
+def export(
+    engine: Engine, folder: Path, source: str, lora: Lora | None, trust_remote_code: bool
+) -> float | None:
+    """Writes the model to `folder` on rank 0, with adapters merged and also alone in its folder `adapter`,
+    or, as `lora.export` says, the adapter alone; a collective. `source`: the start model of training. Returns
+    the share of the update that merged weights have."""
     with progress.files(folder):
         if _exports_adapter(lora):
             _export_adapter(engine, folder, source)
@@ -236,7 +292,9 @@ def _export_adapter(engine: Engine, folder: Path, source: str) -> None:
         save_adapter(engine.module.model, state, source, folder)
 
 
-def _export_model(engine: Engine, folder: Path, source: str, trust_remote_code: bool, survival: Survival) -> None:
+def _export_model(
+    engine: Engine, folder: Path, source: str, trust_remote_code: bool, survival: Survival
+) -> None:
     model = engine.module.model
     weights = checkpoint_weights(model, engine.gathered, survival)
     if engine.rank != 0:

@@ -1,4 +1,5 @@
-"""The optimiser steps that a stage leaves out because their loss or gradient norm is not finite, up to `skip_nonfinite_steps`."""
+"""The optimiser steps that a stage leaves out because their loss or gradient norm is not finite, up to
+`skip_nonfinite_steps`."""
 
 from __future__ import annotations
 
@@ -10,7 +11,8 @@ from rlhf_core.runs.run_dir import RunDir
 from rlhf_core.system.files import write_text
 
 NONFINITE_STEPS = "nonfinite_steps.jsonl"
-TEXT, SHOWN = 200, 40  # characters of a row in the file, and in a message
+TEXT = 200
+SHOWN = 40  # characters of a row in the file, and in a message
 NAMED = 3  # rows of a step that a message names
 
 
@@ -22,18 +24,23 @@ class StepRow(NamedTuple):
 
 
 class SkippedSteps:
-    """Counts the steps that were left out. `count` is kept in resume states, so that a resumed run has no larger budget."""
+    """Counts the steps that were left out. `count` is kept in resume states, so that a resumed run has no
+    larger budget."""
 
     def __init__(self, run: RunDir, allowed: int, count: int, first_step: int, writes: bool):
-        """`first_step`: the steps done before, of which the file keeps its lines; `writes`: this rank writes the file."""
-        self.allowed, self.count = allowed, count
-        self._file, self._writes = run / NONFINITE_STEPS, writes
+        """`first_step`: the steps done before, of which the file keeps its lines; `writes`: this rank writes
+        the file."""
+        self.allowed = allowed
+        self.count = count
+        self._file = run / NONFINITE_STEPS
+        self._writes = writes
         if writes and self._file.is_file():
             lines = self._file.read_text().splitlines(keepends=True)
             write_text(self._file, "".join(line for line in lines if json.loads(line)["step"] <= first_step))
 
     def add(self, step: int, error: FloatingPointError, rows: Sequence[StepRow]) -> None:
-        """Counts a step, and writes its rows to the run directory. Raises FloatingPointError with the rows when the budget is spent."""
+        """Counts a step, and writes its rows to the run directory. Raises FloatingPointError with the rows
+        when the budget is spent."""
         what = str(error).partition(",")[0]  # such as: the loss is nan
         if self._writes:
             told = [{"row": row.place, "text": row.text[:TEXT]} for row in rows]
@@ -43,7 +50,10 @@ class SkippedSteps:
             raise FloatingPointError(f"{error}; {self._named(rows)}") from None
         self.count += 1
         if self._writes:
-            print(f"step {step} is left out ({self.count} of {self.allowed}): {what}; {self._named(rows)}", flush=True)
+            print(
+                f"step {step} is left out ({self.count} of {self.allowed}): {what}; {self._named(rows)}",
+                flush=True,
+            )
 
     def _named(self, rows: Sequence[StepRow]) -> str:
         named = ", ".join(f"{row.place} ({row.text[:SHOWN]!r})" for row in rows[:NAMED])

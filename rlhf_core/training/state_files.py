@@ -1,7 +1,9 @@
-"""The files of a training state: each rank writes its parts of the trained weights and of Adam's moments, in fp32 and by name.
+"""The files of a training state: each rank writes its parts of the trained weights and of Adam's moments, in
+fp32 and by name.
 
-Any number of ranks reads them, under any ZeRO stage: a rank reads the elements that it holds, from the files of those that held them.
-A rank's file (`rank_file`) has tensors called KIND/FIRST/NAME: elements of a weight's KINDS from FIRST on, the weight flattened.
+Any number of ranks reads them, under any ZeRO stage: a rank reads the elements that it holds, from the files
+of those that held them. A rank's file (`rank_file`) has tensors called KIND/FIRST/NAME: elements of a
+weight's KINDS from FIRST on, the weight flattened.
 """
 
 from __future__ import annotations
@@ -27,7 +29,8 @@ STEPS = "steps"  # the number of optimiser steps, a tensor of its own
 
 
 class Part(NamedTuple):
-    """What a rank holds of one trained weight: elements from `start` on, of each of KINDS, as views of what is trained."""
+    """What a rank holds of one trained weight: elements from `start` on, of each of KINDS, as views of what
+    is trained."""
 
     name: str
     start: int
@@ -45,50 +48,73 @@ class Stored(NamedTuple):
 
 def by_key(parts: Iterable[Part]) -> dict[str, Tensor]:
     """Returns the tensors of parts, flat, by their names in the file."""
-    return {f"{kind}/{part.start}/{part.name}": tensor.detach().reshape(-1) for part in parts for kind, tensor in part.tensors.items()}
+    return {
+        f"{kind}/{part.start}/{part.name}": tensor.detach().reshape(-1)
+        for part in parts
+        for kind, tensor in part.tensors.items()
+    }
 
 
 def write_tensors(folder: Path, rank: int, steps: float, tensors: Mapping[str, Sequence[Tensor]]) -> None:
-    """Writes the file of one rank, tensor by tensor. `tensors`: of `by_key`, each in pieces. The file has its name once it is complete."""
+    """Writes the file of one rank, tensor by tensor. `tensors`: of `by_key`, each in pieces. The file has its
+    name once it is complete."""
     file = folder / rank_file(rank)
     begun = file.with_name(f".{file.name}")
     shapes = {key: meta((sum(map(len, pieces)),), torch.float32) for key, pieces in tensors.items()}
     make_file(begun, {STEPS: meta((), torch.float64)} | shapes)
-    whole = ((key, pieces[0] if len(pieces) == 1 else torch.cat(list(pieces))) for key, pieces in tensors.items())
+    whole = (
+        (key, pieces[0] if len(pieces) == 1 else torch.cat(list(pieces))) for key, pieces in tensors.items()
+    )
     fill([begun], chain([(STEPS, torch.tensor(steps, dtype=torch.float64))], whole), tensors)
     os.replace(begun, file)
 
 
 def stored_steps(folder: Path) -> float:
-    """Returns the optimiser steps of the state in `folder`. Raises ValueError when there is none that this release reads."""
+    """Returns the optimiser steps of the state in `folder`. Raises ValueError when there is none that this
+    release reads."""
     with safe_open(_files(folder)[0], framework="pt") as file:
         return float(file.get_tensor(STEPS))
 
 
 @torch.no_grad()
 def read_parts(folder: Path, parts: Iterable[Part], names: Collection[str]) -> None:
-    """Reads what ranks have written into `parts`. `names`: of all trained weights. Raises ValueError for the state of another model."""
+    """Reads what ranks have written into `parts`. `names`: of all trained weights. Raises ValueError for the
+    state of another model."""
     stored: dict[tuple[str, str], list[Stored]] = {}
     for file in _files(folder):
         for key, about in tensors_of(file).items():
             if key != STEPS:
                 kind, start, name = key.split("/", 2)
-                stored.setdefault((kind, name), []).append(Stored(int(start), int(start) + about["shape"][0], file, key))
-    if unlike := sorted(set(names) ^ {name for _, name in stored}):
-        raise ValueError(f"{folder} holds the state of another model ({unlike[0]} differs): delete it to start the stage over")
+                stored.setdefault((kind, name), []).append(
+                    Stored(int(start), int(start) + about["shape"][0], file, key)
+                )
+    unlike = sorted(set(names) ^ {name for _, name in stored})
+    if unlike:
+        raise ValueError(
+            f"{folder} holds the state of another model ({unlike[0]} differs): delete it to start the stage"
+            " over"
+        )
     with ExitStack() as stack:
         opened = {}
         for part in parts:
             for kind, tensor in part.tensors.items():
-                whole, covered = torch.empty(tensor.numel(), dtype=torch.float32), 0
-                for begin, end, file, key in _within(stored[kind, part.name], part.start, part.start + tensor.numel()):
+                whole = torch.empty(tensor.numel(), dtype=torch.float32)
+                covered = 0
+                for begin, end, file, key in _within(
+                    stored[kind, part.name], part.start, part.start + tensor.numel()
+                ):
                     if file not in opened:
                         opened[file] = stack.enter_context(safe_open(file, framework="pt", backend="pread"))
                     own = int(key.split("/", 2)[1])  # the first element in the file
-                    whole[begin - part.start : end - part.start] = opened[file].get_slice(key)[begin - own : end - own]
+                    whole[begin - part.start : end - part.start] = opened[file].get_slice(key)[
+                        begin - own : end - own
+                    ]
                     covered += end - begin
                 if covered != tensor.numel():
-                    raise ValueError(f"{folder} holds the state of another model ({part.name} has another size): delete it to start over")
+                    raise ValueError(
+                        f"{folder} holds the state of another model ({part.name} has another size): delete it"
+                        " to start over"
+                    )
                 tensor.copy_(whole.view(tensor.shape))
             progress.made()
 
@@ -100,6 +126,9 @@ def _within(stored: Sequence[Stored], first: int, end: int) -> list[Stored]:
 
 
 def _files(folder: Path) -> list[Path]:
-    if not (files := sorted(folder.glob("rank-*.safetensors"))):
-        raise ValueError(f"{folder} holds no state that this release reads: delete the folder to start the stage over")
+    files = sorted(folder.glob("rank-*.safetensors"))
+    if not files:
+        raise ValueError(
+            f"{folder} holds no state that this release reads: delete the folder to start the stage over"
+        )
     return files

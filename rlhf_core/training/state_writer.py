@@ -1,4 +1,5 @@
-"""Copies a rank's training state to host memory, and writes it on a thread beside the next steps (as CheckFreq, Mohan et al. 2021)."""
+"""Copies a rank's training state to host memory, and writes it on a thread beside the next steps (as
+CheckFreq, Mohan et al. 2021)."""
 
 from __future__ import annotations
 
@@ -20,53 +21,65 @@ class StateWriter:
     """Writes the states of one rank, one after the other."""
 
     def __init__(self, rank: int, world_size: int):
-        self._rank, self._neighbours = rank, min(world_size, gpu_devices() or world_size)
+        self._rank = rank
+        self._neighbours = min(world_size, gpu_devices() or world_size)
         self._thread: Thread | None = None
         self._error: BaseException | None = None
         self._chunks: list[Tensor] = []
         self._used = 0
 
     def start(self, folder: Path, steps: float, parts: Iterable[Part]) -> None:
-        """Returns once everything is copied, so that it may change; where host memory is short, once it is written. Raises as `finish`."""
+        """Returns once everything is copied, so that it may change; where host memory is short, once it is
+        written. Raises as `finish`."""
         self.finish()
         tensors = by_key(parts)
-        needed, free = sum(tensor.nbytes for tensor in tensors.values()), free_memory()
+        needed = sum(tensor.nbytes for tensor in tensors.values())
+        free = free_memory()
         if needed * self._neighbours > SHARE * free:
-            sizes = f"it has {needed / 2**30:.1f} GiB on each rank, and {free / 2**30:.1f} GiB of host memory are free"
+            sizes = (
+                f"it has {needed / 2**30:.1f} GiB on each rank, and {free / 2**30:.1f} GiB of host memory are"
+                " free"
+            )
             print(f"training waits while the resume state is written: {sizes}", flush=True)
             write_tensors(folder, self._rank, steps, {key: [tensor] for key, tensor in tensors.items()})
             return
         copies = {key: self._copy(tensor) for key, tensor in tensors.items()}
         if torch.cuda.is_available():
             torch.cuda.synchronize()
-        self._thread = Thread(target=self._write, args=(folder, steps, copies), name="state writer", daemon=True)
+        self._thread = Thread(
+            target=self._write, args=(folder, steps, copies), name="state writer", daemon=True
+        )
         self._thread.start()
 
     def check(self) -> None:
         """Raises the error, such as OSError of a full disk, that ended the last write."""
         if self._error is not None:
-            error, self._error = self._error, None
+            error = self._error
+            self._error = None
             raise error
 
     def finish(self) -> None:
         """Waits until the last state is written. Raises as `check`."""
         if self._thread is not None:
             self._thread.join()
-            self._thread, self._used = None, 0
+            self._thread = None
+            self._used = 0
             if not torch.cuda.is_available():
                 self._chunks.clear()  # pinned memory is kept: it takes seconds to get
         self.check()
 
     def _copy(self, tensor: Tensor) -> list[Tensor]:
         """Copies a flat tensor into the next pieces of host memory."""
-        pieces, flat = list[Tensor](), tensor
+        pieces = list[Tensor]()
+        flat = tensor
         while not pieces or len(flat):
             chunk, first = divmod(self._used, CHUNK)
             if chunk == len(self._chunks):
                 self._chunks.append(torch.empty(CHUNK, pin_memory=torch.cuda.is_available()))
             piece = self._chunks[chunk][first : first + len(flat)]
             pieces.append(piece.copy_(flat[: len(piece)], non_blocking=True))
-            self._used, flat = self._used + len(piece), flat[len(piece) :]
+            self._used = self._used + len(piece)
+            flat = flat[len(piece) :]
         return pieces
 
     def _write(self, folder: Path, steps: float, copies: Mapping[str, Sequence[Tensor]]) -> None:

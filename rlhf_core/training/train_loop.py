@@ -1,7 +1,8 @@
 """The training loop of SFT, reward model, DPO and KTO: one function, run on every rank of the stage.
 
-A stage supplies items (documents, pairs), micro-batches, a denominator and a loss; the loop supplies order, schedule, metrics and resume.
-The items of step k depend only on the seed and k, so a resumed run trains on the same ones.
+A stage supplies items (documents, pairs), micro-batches, a denominator and a loss; the loop supplies order,
+schedule, metrics and resume. The items of step k depend only on the seed and k, so a resumed run trains on
+the same ones.
 """
 
 from __future__ import annotations
@@ -29,8 +30,8 @@ LAST_STEPS = 4  # final metrics average at least this many steps: the last one m
 
 
 class Task(NamedTuple):
-    """What a stage trains on. `loss(engine, micro_batch, denominator)` returns sums divided by the global denominator; `text` that of an
-    item, for messages."""
+    """What a stage trains on. `loss(engine, micro_batch, denominator)` returns sums divided by the global
+    denominator; `text` that of an item, for messages."""
 
     items: Sequence[Any]
     micro_batches: Callable[[Sequence[Any]], list[Any]]
@@ -42,10 +43,12 @@ class Task(NamedTuple):
 
 
 def fit(engine: Engine, run: RunDir, task: Task, config: Trainable, seed: int) -> dict[str, float]:
-    """Trains to the end of the schedule; returns the mean metrics of the last tenth of the steps by their items, and the evaluation's.
+    """Trains to the end of the schedule; returns the mean metrics of the last tenth of the steps by their
+    items, and the evaluation's.
 
-    Raises ValueError when there is nothing to train on, RuntimeError when no step had a gradient, FloatingPointError when a loss or a
-    gradient norm is not finite in more steps than may be skipped: on all ranks at the same step.
+    Raises ValueError when there is nothing to train on, RuntimeError when no step had a gradient,
+    FloatingPointError when a loss or a gradient norm is not finite in more steps than may be skipped: on all
+    ranks at the same step.
     """
     steps_per_epoch = -(-len(task.items) // config.train_batch_size)
     total = config.steps(len(task.items))
@@ -54,14 +57,20 @@ def fit(engine: Engine, run: RunDir, task: Task, config: Trainable, seed: int) -
     resume = resume_state.latest(run)
     first = resume.step if resume else 0
     if total < FEW_STEPS and engine.rank == 0 and not resume:
-        print(f"few optimiser steps ({total}) for {len(task.items)} items: lower train_batch_size or raise max_epochs", flush=True)
+        print(
+            f"few optimiser steps ({total}) for {len(task.items)} items: lower train_batch_size or raise"
+            " max_epochs",
+            flush=True,
+        )
     recent: list[tuple[int, dict[str, float]]] = []  # items and metrics of the last steps
     evaluation: dict[str, float] = {}
     trained = False
     if resume:
         with progress.files(resume.folder):
             engine.load_state(resume.folder)
-        recent, evaluation, trained = resume.loop["recent"], resume.loop["evaluation"], resume.loop["trained"]
+        recent = resume.loop["recent"]
+        evaluation = resume.loop["evaluation"]
+        trained = resume.loop["trained"]
         print(f"resumed after step {first} of {total}", flush=True)
     tracker = Tracker(run, total, first) if engine.rank == 0 else None
     trainable = sum(elements(weight) for weight in engine.module.parameters() if weight.requires_grad)
@@ -88,7 +97,12 @@ def fit(engine: Engine, run: RunDir, task: Task, config: Trainable, seed: int) -
         if tracker and (done % config.logging_steps == 0 or done == total):
             tracker.log(done, metrics, show=task.show)
         if done < total and due(engine, cadence, done):
-            loop = {"recent": recent, "evaluation": evaluation, "trained": trained, "layout": layout_of(config)}
+            loop = {
+                "recent": recent,
+                "evaluation": evaluation,
+                "trained": trained,
+                "layout": layout_of(config),
+            }
             loop |= {"skipped": skipped.count}
             saving.begin(done, loop)
             cadence.saved()
@@ -98,15 +112,25 @@ def fit(engine: Engine, run: RunDir, task: Task, config: Trainable, seed: int) -
     if not trained:
         raise RuntimeError(f"none of the {total} steps had a gradient: nothing was trained")
     # A metric is averaged over the steps that have it.
-    values = {name: [(count, m[name]) for count, m in recent if name in m] for name in dict.fromkeys(n for _, m in recent for n in m)}
-    means = {name: sum(count * value for count, value in found) / sum(count for count, _ in found) for name, found in values.items()}
+    values = {
+        name: [(count, m[name]) for count, m in recent if name in m]
+        for name in dict.fromkeys(n for _, m in recent for n in m)
+    }
+    means = {
+        name: sum(count * value for count, value in found) / sum(count for count, _ in found)
+        for name, found in values.items()
+    }
     return means | evaluation | {"steps": float(total), "skipped_steps": float(skipped.count)}
 
 
-def take_step(engine: Engine, task: Task, places: Sequence[int], rate: float, skipped: SkippedSteps, number: int) -> dict[str, float]:
-    """Takes optimiser step `number` on the items at `places`; returns its metrics, of a step that is skipped the learning rate alone.
+def take_step(
+    engine: Engine, task: Task, places: Sequence[int], rate: float, skipped: SkippedSteps, number: int
+) -> dict[str, float]:
+    """Takes optimiser step `number` on the items at `places`; returns its metrics, of a step that is skipped
+    the learning rate alone.
 
-    Raises FloatingPointError, which names the rows, when the loss or the gradient norm is not finite and no step may be skipped any more.
+    Raises FloatingPointError, which names the rows, when the loss or the gradient norm is not finite and no
+    step may be skipped any more.
     """
     items = [task.items[place] for place in places]
     try:
@@ -120,20 +144,27 @@ def take_step(engine: Engine, task: Task, places: Sequence[int], rate: float, sk
 
 
 def _stepped(engine: Engine, rate: float, metrics: Mapping[str, float]) -> float:
-    """Takes the engine's step; returns the gradient norm. Of a loss and a norm that are not finite the error names the loss."""
+    """Takes the engine's step; returns the gradient norm. Of a loss and a norm that are not finite the error
+    names the loss."""
     try:
         norm = engine.step(rate)
     except FloatingPointError:
         check_losses(metrics)
         raise
-    assert all(math.isfinite(metrics[name]) for name in losses_of(metrics)), "a loss that is not finite had a finite gradient"
+    assert all(math.isfinite(metrics[name]) for name in losses_of(metrics)), (
+        "a loss that is not finite had a finite gradient"
+    )
     return norm
 
 
-def optimiser_step_gradients(engine: Engine, task: Task, items: Sequence[Any], tainted: bool = False) -> dict[str, float]:
+def optimiser_step_gradients(
+    engine: Engine, task: Task, items: Sequence[Any], tainted: bool = False
+) -> dict[str, float]:
     """Accumulates the gradient of one optimiser step; returns its metrics. `tainted`: as in `accumulate`."""
     denominator = task.denominator(items)
-    return accumulate(engine, task.micro_batches(items), lambda micro: task.loss(engine, micro, denominator), tainted)
+    return accumulate(
+        engine, task.micro_batches(items), lambda micro: task.loss(engine, micro, denominator), tainted
+    )
 
 
 def items_of_step(items: Sequence[Any], step: int, steps_per_epoch: int, batch: int, seed: int) -> list[Any]:
@@ -142,7 +173,8 @@ def items_of_step(items: Sequence[Any], step: int, steps_per_epoch: int, batch: 
 
 
 def places_of_step(count: int, step: int, steps_per_epoch: int, batch: int, seed: int) -> Sequence[int]:
-    """Returns which of `count` items an optimiser step has: each epoch is one seeded shuffle, cut into batches; the last may be smaller."""
+    """Returns which of `count` items an optimiser step has: each epoch is one seeded shuffle, cut into
+    batches; the last may be smaller."""
     epoch, position = divmod(step, steps_per_epoch)
     return order_of_epoch(count, epoch, seed)[position * batch : (position + 1) * batch]
 
@@ -156,25 +188,33 @@ def order_of_epoch(count: int, epoch: int, seed: int) -> array[int]:
 
 
 def layout_of(config: Trainable) -> dict[str, int | str]:
-    """Returns the ranks and the ZeRO stage that a resume state names. `zero_stage` of several ranks may still be `auto`."""
+    """Returns the ranks and the ZeRO stage that a resume state names. `zero_stage` of several ranks may still
+    be `auto`."""
     alone = config.ranks.world_size == 1 and not config.needs_deepspeed
-    return {"ranks": config.ranks.world_size, "zero_stage": 0 if alone and config.zero_stage == "auto" else config.zero_stage}
+    return {
+        "ranks": config.ranks.world_size,
+        "zero_stage": 0 if alone and config.zero_stage == "auto" else config.zero_stage,
+    }
 
 
-def accumulate(engine: Engine, micro_batches: Sequence[Any], loss: Callable[[Any], Loss], tainted: bool = False) -> dict[str, float]:
-    """Forward and backward over the micro-batches of one optimiser step; returns its metrics, summed over all ranks. Raises
-    FloatingPointError on every rank when the loss, which is one of them, is not finite; with `tainted` the gradient is NaN instead, on all
-    ranks, so that the engine's step refuses it and drops it.
+def accumulate(
+    engine: Engine, micro_batches: Sequence[Any], loss: Callable[[Any], Loss], tainted: bool = False
+) -> dict[str, float]:
+    """Forward and backward over the micro-batches of one optimiser step; returns its metrics, summed over all
+    ranks. Raises FloatingPointError on every rank when the loss, which is one of them, is not finite; with
+    `tainted` the gradient is NaN instead, on all ranks, so that the engine's step refuses it and drops it.
 
-    Micro-batches go to the ranks round-robin. In an incomplete last turn a rank repeats the last micro-batch with weight 0, so that
-    every rank runs the same collectives of ZeRO-3. Ranks that compute a pass together each add the gradient of their part of it.
+    Micro-batches go to the ranks round-robin. In an incomplete last turn a rank repeats the last micro-batch
+    with weight 0, so that every rank runs the same collectives of ZeRO-3. Ranks that compute a pass together
+    each add the gradient of their part of it.
     """
     mine = passes_of_rank(len(micro_batches), engine)
     sums: dict[str, torch.Tensor] = {}
     total = torch.zeros((), device=engine.device)
     for number, own in enumerate(mine, 1):
         result = loss(micro_batches[own.place])
-        weighted, last = result.loss * own.weight, number == len(mine)
+        weighted = result.loss * own.weight
+        last = number == len(mine)
         if tainted:
             total = total + result.loss.detach().float()
         if tainted and last:
@@ -201,7 +241,8 @@ def check_losses(metrics: Mapping[str, float]) -> None:
 
 
 class RankPass(NamedTuple):
-    """A pass of this rank: the place of its micro-batch, its weight in the loss, and in what is summed over all ranks."""
+    """A pass of this rank: the place of its micro-batch, its weight in the loss, and in what is summed over
+    all ranks."""
 
     place: int
     weight: float
@@ -217,9 +258,10 @@ class Holder(Protocol):
 
 
 def passes_of_rank(count: int, holder: Holder) -> list[RankPass]:
-    """Returns the passes of this rank over `count` micro-batches. The ranks that compute passes together have the same ones; the first
-    counts their results."""
-    first, dealt = holder.rank % holder.sharing == 0, deal(count, holder.rank // holder.sharing, replicas(holder))
+    """Returns the passes of this rank over `count` micro-batches. The ranks that compute passes together have
+    the same ones; the first counts their results."""
+    first = holder.rank % holder.sharing == 0
+    dealt = deal(count, holder.rank // holder.sharing, replicas(holder))
     return [RankPass(index, weight, weight * first) for index, weight in dealt]
 
 
@@ -229,7 +271,8 @@ def replicas(holder: Holder) -> int:
 
 
 def deal(count: int, rank: int, world_size: int) -> list[tuple[int, float]]:
-    """Returns this rank's (index, weight) of `count` items, equally many on every rank; surplus ones have weight 0."""
+    """Returns this rank's (index, weight) of `count` items, equally many on every rank; surplus ones have
+    weight 0."""
     turns = -(-count // world_size)
     indices = [turn * world_size + rank for turn in range(turns)]
     return [(index, 1.0) if index < count else (count - 1, 0.0) for index in indices]
@@ -243,30 +286,41 @@ def due(engine: Engine, cadence: resume_state.Cadence, done: int) -> bool:
     return bool(engine.all_reduce(torch.tensor(float(here), device=engine.device)))
 
 
-def held_out_metrics(engine: Engine, micro_batches: Sequence[Any], loss: Callable[[Any], Loss]) -> dict[str, float]:
-    """Sums the metrics of all micro-batches without gradient, as `eval/...`: each rank computes its share, every rank gets all."""
+def held_out_metrics(
+    engine: Engine, micro_batches: Sequence[Any], loss: Callable[[Any], Loss]
+) -> dict[str, float]:
+    """Sums the metrics of all micro-batches without gradient, as `eval/...`: each rank computes its share,
+    every rank gets all."""
     engine.module.eval()
     sums: dict[str, torch.Tensor] = {}
     with torch.no_grad():
         for own in passes_of_rank(len(micro_batches), engine):
             for name, value in loss(micro_batches[own.place]).metrics.items():
-                sums[name] = sums.get(name, torch.zeros((), dtype=torch.float64, device=value.device)) + value.double() * own.counted
+                sums[name] = (
+                    sums.get(name, torch.zeros((), dtype=torch.float64, device=value.device))
+                    + value.double() * own.counted
+                )
             progress.made()
     engine.module.train()
     return {f"eval/{name}": value for name, value in sum_metrics(engine, sums).items()}
 
 
 class Saving:
-    """Saves the states of a training stage beside its steps; on every rank. Rank 0 publishes a state once all have written their part."""
+    """Saves the states of a training stage beside its steps; on every rank. Rank 0 publishes a state once all
+    have written their part."""
 
     def __init__(self, engine: Engine, run: RunDir, keep: int):
-        self._engine, self._run, self._keep = engine, run, keep
+        self._engine = engine
+        self._run = run
+        self._keep = keep
         self._commit: resume_state.Commit | None = None
 
     def begin(self, step: int, loop: dict[str, Any]) -> None:
-        """Returns when every rank has copied its part; a collective. Raises what the state before failed with, such as OSError."""
+        """Returns when every rank has copied its part; a collective. Raises what the state before failed
+        with, such as OSError."""
         self.finish()
-        engine, run = self._engine, self._run
+        engine = self._engine
+        run = self._run
         if engine.rank == 0:
             resume_state.open_state(run, step, clear=True)
         engine.barrier()

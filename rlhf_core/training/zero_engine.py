@@ -44,11 +44,13 @@ def library() -> Any:
 def join_group() -> None:
     """Makes this process a rank of its group, for DeepSpeed too. As `join_ranks`."""
     join_ranks()
-    library().init_distributed(dist_backend=backend(), timeout=PATIENCE, verbose=False)  # under torchrun it joins them
+    # under torchrun it joins them
+    library().init_distributed(dist_backend=backend(), timeout=PATIENCE, verbose=False)
 
 
 def unknown(options: Mapping[str, Any]) -> list[str]:
-    """Says which options of a recipe's `deepspeed` the installed DeepSpeed does not know; nothing where it is not installed."""
+    """Says which options of a recipe's `deepspeed` the installed DeepSpeed does not know; nothing where it is
+    not installed."""
     try:
         return unknown_options(library(), options)
     except ImportError:
@@ -56,7 +58,8 @@ def unknown(options: Mapping[str, Any]) -> list[str]:
 
 
 class ZeroEngine:
-    """One rank of a DeepSpeed ZeRO group. RANK, WORLD_SIZE, LOCAL_RANK and the store's address must be set."""
+    """One rank of a DeepSpeed ZeRO group. RANK, WORLD_SIZE, LOCAL_RANK and the store's address must be
+    set."""
 
     def __init__(
         self,
@@ -71,7 +74,9 @@ class ZeroEngine:
         self._deepspeed = deepspeed = library()
         require_known(deepspeed, options.more)
         join_group()
-        self.rank, self.world_size, self.sharing = dist.get_rank(), dist.get_world_size(), 1
+        self.rank = dist.get_rank()
+        self.world_size = dist.get_world_size()
+        self.sharing = 1
         self.zero_stage = zero_stage
         self._writer = StateWriter(self.rank, self.world_size)
         self._trains = False
@@ -86,11 +91,18 @@ class ZeroEngine:
         self._engine, *_ = deepspeed.initialize(
             model=module,
             optimizer=adamw_optimizer([p for p in module.parameters() if p.requires_grad], adamw),
-            config=engine_config(adamw, zero_stage, dtype, micro_batch_size, options, torch.cuda.is_available(), fetching),
+            config=engine_config(
+                adamw, zero_stage, dtype, micro_batch_size, options, torch.cuda.is_available(), fetching
+            ),
         )
-        if zero_stage == 3 and torch.cuda.is_available() and not (options.adam_offload or options.param_offload):
+        if (
+            zero_stage == 3
+            and torch.cuda.is_available()
+            and not (options.adam_offload or options.param_offload)
+        ):
             reduce_beside_host(deepspeed, self._engine.optimizer)
-        self.module, self.device = module, self._engine.device
+        self.module = module
+        self.device = self._engine.device
 
     def __call__(self, *inputs: Any) -> Any:
         if self.zero_stage == 3 and not self._trains and torch.is_grad_enabled():
@@ -139,13 +151,16 @@ class ZeroEngine:
         optimizer = self._engine.optimizer
         if not optimizer.optimizer.state:  # no step was taken, as of an actor that is frozen yet
             make_state(optimizer, self.zero_stage, 0.0)
-        self._writer.start(folder, steps_of(optimizer), zero_parts(optimizer, self.module, self.zero_stage, self.rank))
+        self._writer.start(
+            folder, steps_of(optimizer), zero_parts(optimizer, self.module, self.zero_stage, self.rank)
+        )
 
     def finish_saving(self) -> None:
         self._writer.finish()
 
     def load_state(self, folder: Path) -> None:
-        optimizer, names = self._engine.optimizer, [name for name, weight in self.module.named_parameters() if weight.requires_grad]
+        optimizer = self._engine.optimizer
+        names = [name for name, weight in self.module.named_parameters() if weight.requires_grad]
         make_state(optimizer, self.zero_stage, stored_steps(folder))
         read_parts(folder, zero_parts(optimizer, self.module, self.zero_stage, self.rank), names)
         to_weights(optimizer, self.zero_stage)
@@ -155,12 +170,15 @@ class ZeroEngine:
 
 
 def set_leaves(deepspeed: Any, module: nn.Module) -> None:
-    """Marks modules that are fetched as one. Layers: DeepSpeed's Python work per inner module takes longer than the collectives. Blocks
-    with experts as modules, and blocks that compute their tokens in parts: which experts run and how many parts there are differs by rank,
-    and fetching is a collective."""
-    whole = {type(part) for part in module.modules() if isinstance(getattr(part, "experts", None), nn.ModuleList)}
+    """Marks modules that are fetched as one. Layers: DeepSpeed's Python work per inner module takes longer
+    than the collectives. Blocks with experts as modules, and blocks that compute their tokens in parts: which
+    experts run and how many parts there are differs by rank, and fetching is a collective."""
+    whole = {
+        type(part) for part in module.modules() if isinstance(getattr(part, "experts", None), nn.ModuleList)
+    }
     found = _layers(module)
-    if whole := whole | found:
+    whole = whole | found
+    if whole:
         deepspeed.utils.set_z3_leaf_modules(module, list(whole))
     for block in [] if found else split_blocks(module):
         deepspeed.utils.set_z3_leaf_module(block, True)
@@ -168,12 +186,17 @@ def set_leaves(deepspeed: Any, module: nn.Module) -> None:
 
 def rank_device() -> torch.device:
     """Returns the device on which this rank computes."""
-    return torch.device("cuda", int(os.environ["LOCAL_RANK"])) if torch.cuda.is_available() else torch.device("cpu")
+    return (
+        torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        if torch.cuda.is_available()
+        else torch.device("cpu")
+    )
 
 
 def prepared(module: nn.Module, dtype: str, keep: bool) -> dict[str, Any]:
-    """Returns DeepSpeed's settings of fetching (`_fetching`) for a model that may have been cut while it loaded, of which DeepSpeed then
-    does not do this: moves what is whole to the device, its weights in the dtype of the cut ones; products that keep no fetched weight."""
+    """Returns DeepSpeed's settings of fetching (`_fetching`) for a model that may have been cut while it
+    loaded, of which DeepSpeed then does not do this: moves what is whole to the device, its weights in the
+    dtype of the cut ones; products that keep no fetched weight."""
     if not keep:
         library().zero.Init(module=nn.Module(), mem_efficient_linear=True)
     for tensor in [*module.parameters(), *module.buffers()]:
@@ -184,12 +207,18 @@ def prepared(module: nn.Module, dtype: str, keep: bool) -> dict[str, Any]:
 
 
 def require_input_gradients(module: nn.Module) -> None:
-    """Makes the layers' inputs require a gradient, where one is computed at all. DeepSpeed reduces the gradients of a layer that is fetched
-    as one when that of its input is computed, and above frozen embeddings the first layer's input has none."""
+    """Makes the layers' inputs require a gradient, where one is computed at all. DeepSpeed reduces the
+    gradients of a layer that is fetched as one when that of its input is computed, and above frozen
+    embeddings the first layer's input has none."""
 
     def require(_: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> None:
         hidden = inputs[0] if inputs else named.get("hidden_states")
-        if torch.is_grad_enabled() and isinstance(hidden, Tensor) and hidden.is_floating_point() and not hidden.requires_grad:
+        if (
+            torch.is_grad_enabled()
+            and isinstance(hidden, Tensor)
+            and hidden.is_floating_point()
+            and not hidden.requires_grad
+        ):
             hidden.requires_grad_()
 
     for part in module.modules():
@@ -199,35 +228,54 @@ def require_input_gradients(module: nn.Module) -> None:
 
 def _small(module: nn.Module) -> bool:
     """Whether all weights take at most `KEPT` of the GPU's memory."""
-    memory = torch.cuda.get_device_properties(rank_device()).total_memory if torch.cuda.is_available() else 2**37
+    memory = (
+        torch.cuda.get_device_properties(rank_device()).total_memory if torch.cuda.is_available() else 2**37
+    )
     return sum(elements(weight) * weight.itemsize for weight in module.parameters()) <= KEPT * memory
 
 
 def _fetching(module: nn.Module, keep: bool) -> dict[str, Any]:
-    """Returns DeepSpeed's prefetch settings; with `keep`, fetched weights are kept until they are needed again. Without
-    it DeepSpeed keeps up to 1e9 weights that a rank will soon need again on GPUs, and none on CPUs, where ranks share a host's memory."""
+    """Returns DeepSpeed's prefetch settings; with `keep`, fetched weights are kept until they are needed
+    again. Without it DeepSpeed keeps up to 1e9 weights that a rank will soon need again on GPUs, and none on
+    CPUs, where ranks share a host's memory."""
     layers = (part for part in module.modules() if isinstance(part, GradientCheckpointingLayer))
     largest = max((sum(elements(weight) for weight in layer.parameters()) for layer in layers), default=0)
     one_layer = max(50_000_000 if torch.cuda.is_available() else 1, largest)  # prefetches the next layer
-    fetching: dict[str, Any] = {"stage3_prefetch_bucket_size": one_layer, "reduce_bucket_size": min(500_000_000, one_layer)}
+    fetching: dict[str, Any] = {
+        "stage3_prefetch_bucket_size": one_layer,
+        "reduce_bucket_size": min(500_000_000, one_layer),
+    }
     if keep:
-        fetching |= {"stage3_max_live_parameters": 10**12, "stage3_max_reuse_distance": 10**12, "memory_efficient_linear": False}
+        fetching |= {
+            "stage3_max_live_parameters": 10**12,
+            "stage3_max_reuse_distance": 10**12,
+            "memory_efficient_linear": False,
+        }
     elif not torch.cuda.is_available():
         fetching |= {"stage3_max_live_parameters": 2 * one_layer, "stage3_max_reuse_distance": 0}
     return fetching
 
 
 def _layers(module: nn.Module) -> set[type[nn.Module]]:
-    """Returns the layers' classes; none where layers share weights, whose gradients are complete only after the last layer."""
-    layers = [part for _, part in module.named_modules(remove_duplicate=False) if isinstance(part, GradientCheckpointingLayer)]
+    """Returns the layers' classes; none where layers share weights, whose gradients are complete only after
+    the last layer."""
+    layers = [
+        part
+        for _, part in module.named_modules(remove_duplicate=False)
+        if isinstance(part, GradientCheckpointingLayer)
+    ]
     return set() if _share_weights(layers) else {type(layer) for layer in layers}
 
 
 def split_blocks(module: nn.Module) -> list[nn.Module]:
-    """Returns the blocks that compute their tokens in parts. Raises ValueError where they share weights, as `_layers`."""
+    """Returns the blocks that compute their tokens in parts. Raises ValueError where they share weights, as
+    `_layers`."""
     blocks = [part for _, part in module.named_modules(remove_duplicate=False) if is_split(part)]
     if _share_weights(blocks):
-        raise ValueError("mlp_tokens: feed-forward blocks that share weights cannot be computed in parts with zero_stage=3: leave it out")
+        raise ValueError(
+            "mlp_tokens: feed-forward blocks that share weights cannot be computed in parts with"
+            " zero_stage=3: leave it out"
+        )
     return blocks
 
 

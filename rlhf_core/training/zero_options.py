@@ -1,4 +1,5 @@
-"""Makes DeepSpeed's configuration for an engine: what alignflow sets, below what the recipe says under `deepspeed`."""
+"""Makes DeepSpeed's configuration for an engine: what alignflow sets, below what the recipe says under
+`deepspeed`."""
 
 from __future__ import annotations
 
@@ -19,11 +20,12 @@ from rlhf_core.training.engine import AdamW
 class ZeroOptions(NamedTuple):
     """How an engine uses DeepSpeed besides sharding.
 
-    `adam_offload`: the optimiser's state is in pinned host memory and its step runs on the CPU (ZeRO-Offload, Ren et al. 2021).
-    `param_offload`: the shards of the weights are in pinned host memory too, until they are fetched (ZeRO-Infinity, Rajbhandari et al.
-    2021); under ZeRO-3. `hpz_ranks`: so many neighbouring ranks share a second copy of the weights, sharded over them (hpZ of ZeRO++,
-    Wang et al. 2023); 1: there is none. `more`: the recipe's `deepspeed`. `sums_in_fp32`: bf16 gradients of the passes of a step
-    are added in fp32.
+    `adam_offload`: the optimiser's state is in pinned host memory and its step runs on the CPU (ZeRO-Offload,
+    Ren et al. 2021). `param_offload`: the shards of the weights are in pinned host memory too, until they are
+    fetched (ZeRO-Infinity, Rajbhandari et al. 2021); under ZeRO-3. `hpz_ranks`: so many neighbouring ranks
+    share a second copy of the weights, sharded over them (hpZ of ZeRO++, Wang et al. 2023); 1: there is none.
+    `more`: the recipe's `deepspeed`. `sums_in_fp32`: bf16 gradients of the passes of a step are added in
+    fp32.
     """
 
     adam_offload: bool = False
@@ -34,7 +36,8 @@ class ZeroOptions(NamedTuple):
 
 
 def options_of(config: Optimised, role: str, ranks: Ranks) -> ZeroOptions:
-    """Returns the options of a role of a stage. `role`: `actor`, `critic`, or any other name for the model of a training stage."""
+    """Returns the options of a role of a stage. `role`: `actor`, `critic`, or any other name for the model of
+    a training stage."""
     return ZeroOptions(
         adam_offload=role in config.offloaded("adam"),
         param_offload=role in config.offloaded("param"),
@@ -45,11 +48,22 @@ def options_of(config: Optimised, role: str, ranks: Ranks) -> ZeroOptions:
 
 
 def engine_config(
-    adamw: AdamW, zero_stage: int, dtype: str, micro_batch_size: int, options: ZeroOptions, on_gpu: bool, fetching: Mapping[str, Any]
+    adamw: AdamW,
+    zero_stage: int,
+    dtype: str,
+    micro_batch_size: int,
+    options: ZeroOptions,
+    on_gpu: bool,
+    fetching: Mapping[str, Any],
 ) -> dict[str, Any]:
     """Returns the configuration for `deepspeed.initialize`. `fetching`: of ZeRO-3's prefetches."""
     host = {"device": "cpu", "pin_memory": on_gpu}
-    zero: dict[str, Any] = {"stage": zero_stage, "overlap_comm": on_gpu, "contiguous_gradients": True, **fetching}
+    zero: dict[str, Any] = {
+        "stage": zero_stage,
+        "overlap_comm": on_gpu,
+        "contiguous_gradients": True,
+        **fetching,
+    }
     if options.adam_offload:
         zero["offload_optimizer"] = host
     if options.param_offload and zero_stage == 3:
@@ -75,7 +89,8 @@ def engine_config(
 
 
 def unknown_options(deepspeed: Any, options: Mapping[str, Any]) -> list[str]:
-    """Says which options of `deepspeed` the installed DeepSpeed does not know, or refuses; a sentence each."""
+    """Says which options of `deepspeed` the installed DeepSpeed does not know, or refuses; a sentence
+    each."""
     asked = _Asked({"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 1, **options})
     version = deepspeed.__version__
     try:
@@ -85,7 +100,11 @@ def unknown_options(deepspeed: Any, options: Mapping[str, Any]) -> list[str]:
         found = [(f"{inside}{'.'.join(map(str, each['loc']))}", each) for each in error.errors()]
         known = [f"{inside}{name}" for name in _fields(deepspeed)]
         return [
-            _strange(version, where, known) if each["type"] == "extra_forbidden" else f"DeepSpeed {version} refuses {where}: {each['msg']}"
+            (
+                _strange(version, where, known)
+                if each["type"] == "extra_forbidden"
+                else f"DeepSpeed {version} refuses {where}: {each['msg']}"
+            )
             for where, each in found
         ]
     except Exception as error:  # it reads a wrong value in many ways
@@ -110,10 +129,13 @@ def _fields(deepspeed: Any) -> list[str]:
 
 
 class _Asked(dict[str, Any]):
-    """A configuration that records which keys DeepSpeed looks for, also inside of blocks: it ignores others without a word."""
+    """A configuration that records which keys DeepSpeed looks for, also inside of blocks: it ignores others
+    without a word."""
 
     def __init__(self, content: Mapping[str, Any]):
-        super().__init__({name: _Asked(value) if isinstance(value, dict) else value for name, value in content.items()})
+        super().__init__(
+            {name: _Asked(value) if isinstance(value, dict) else value for name, value in content.items()}
+        )
         self.asked: set[str] = set()
 
     def __copy__(self) -> _Asked:  # DeepSpeed reads a copy

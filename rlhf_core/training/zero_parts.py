@@ -1,7 +1,7 @@
 """Finds what this rank of a DeepSpeed engine holds of each trained weight and of its optimiser's state.
 
-Reads attributes of DeepSpeed's optimisers that its documentation does not name, as its own universal checkpoints do;
-tests/engines/test_zero_ranks.py says whether an installed release still has them.
+Reads attributes of DeepSpeed's optimisers that its documentation does not name, as its own universal
+checkpoints do; tests/engines/test_zero_ranks.py says whether an installed release still has them.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from rlhf_core.training.state_files import KINDS, Part
 
 
 class Fragment(NamedTuple):
-    """Elements of a weight, from `start` on: `length` elements of a flat fp32 tensor of the optimiser, from `offset` on."""
+    """Elements of a weight, from `start` on: `length` elements of a flat fp32 tensor of the optimiser, from
+    `offset` on."""
 
     name: str
     start: int
@@ -30,7 +31,9 @@ def zero_parts(optimizer: Any, module: nn.Module, stage: int, rank: int) -> Iter
     state = optimizer.optimizer.state
     for name, start, flat, offset, length in _fragments(optimizer, module, stage, rank):
         sources = {"weight": flat} | {kind: state[flat][kind] for kind in KINDS[1:]}
-        yield Part(name, start, {kind: source.detach().narrow(0, offset, length) for kind, source in sources.items()})
+        yield Part(
+            name, start, {kind: source.detach().narrow(0, offset, length) for kind, source in sources.items()}
+        )
 
 
 def make_state(optimizer: Any, stage: int, steps: float) -> None:
@@ -38,7 +41,9 @@ def make_state(optimizer: Any, stage: int, steps: float) -> None:
     for flat in _flats(optimizer, stage):
         fused = optimizer.optimizer.defaults["fused"]
         step = torch.tensor(steps, dtype=torch.float32, device=flat.device if fused else "cpu")
-        optimizer.optimizer.state[flat] = {"step": step} | {kind: torch.zeros_like(flat) for kind in KINDS[1:]}
+        optimizer.optimizer.state[flat] = {"step": step} | {
+            kind: torch.zeros_like(flat) for kind in KINDS[1:]
+        }
 
 
 def steps_of(optimizer: Any) -> float:
@@ -52,15 +57,19 @@ def to_weights(optimizer: Any, stage: int) -> None:
         optimizer.update_lp_params()
         return
     optimizer.empty_partition_cache()
-    for weights, flat in zip(optimizer.fp16_partitioned_groups_flat, optimizer.fp32_partitioned_groups_flat, strict=True):
+    for weights, flat in zip(
+        optimizer.fp16_partitioned_groups_flat, optimizer.fp32_partitioned_groups_flat, strict=True
+    ):
         weights.data.copy_(flat.data)
-    if whole := optimizer.persistent_parameters:  # small ones, which stay whole
+    whole = optimizer.persistent_parameters
+    if whole:  # small ones, which stay whole
         whole[0].partition(whole)
         whole[0].all_gather(whole)
 
 
 def drop_gradients(optimizer: Any, stage: int) -> None:
-    """Drops the gradients of a step that the optimiser refused: with Adam on the host ZeRO-1 and 2 would add those of the next step."""
+    """Drops the gradients of a step that the optimiser refused: with Adam on the host ZeRO-1 and 2 would add
+    those of the next step."""
     if stage < 3:
         for group in optimizer.averaged_gradients:
             optimizer.averaged_gradients[group] = None
@@ -80,11 +89,19 @@ def _fragments(optimizer: Any, module: nn.Module, stage: int, rank: int) -> Iter
             offset = 0
             for weight in group:
                 share = weight.ds_tensor.numel()  # with padding, so equal on all ranks
-                yield Fragment(names[id(weight)], rank * share, flat, offset, max(0, min(share, weight.ds_numel - rank * share)))
+                yield Fragment(
+                    names[id(weight)],
+                    rank * share,
+                    flat,
+                    offset,
+                    max(0, min(share, weight.ds_numel - rank * share)),
+                )
                 offset += share
         return
     for name, weight in module.named_parameters():
         here: Any = getattr(weight, "_hp_mapping", None) if weight.requires_grad else None
         if here is not None:  # this rank holds a part of it
             place = here.hp_fragment_address
-            yield Fragment(name, here.lp_fragment_address.start, flats[here.param_group_index], place.start, place.numel)
+            yield Fragment(
+                name, here.lp_fragment_address.start, flats[here.param_group_index], place.start, place.numel
+            )

@@ -1,5 +1,5 @@
-"""Cuts a model over the ranks of a ZeRO-3 group while it is loaded (`models/shards.py`), with DeepSpeed's own partitions; and runs one that
-is only read."""
+"""Cuts a model over the ranks of a ZeRO-3 group while it is loaded (`models/shards.py`), with DeepSpeed's own
+partitions; and runs one that is only read."""
 
 from __future__ import annotations
 
@@ -15,36 +15,46 @@ from rlhf_core.training.zero_engine import join_group, library, prepared, rank_d
 
 
 class ZeroShards:
-    """The ranks of this process's group. Rank 0 reads each large weight, and every rank keeps its part of that; with `on_host` in (pinned)
-    host memory."""
+    """The ranks of this process's group. Rank 0 reads each large weight, and every rank keeps its part of
+    that; with `on_host` in (pinned) host memory."""
 
     def __init__(self, dtype: str, on_host: bool = False):
-        self._zero, self._dtype = library().zero, getattr(torch, dtype)
+        self._zero = library().zero
+        self._dtype = getattr(torch, dtype)
         self._place = {"remote_device": "cpu", "pin_memory": torch.cuda.is_available()} if on_host else {}
         join_group()
         self.reads = dist.get_rank() == 0
 
     def cut(self, weight: nn.Parameter) -> None:
         if weight.is_floating_point():
-            weight.data = weight.data.to(rank_device(), self._dtype).contiguous()  # what DeepSpeed does with weights that come to it whole
+            # what DeepSpeed does with weights that come to it whole
+            weight.data = weight.data.to(rank_device(), self._dtype).contiguous()
         holder = nn.Module()
-        holder._parameters["weight"] = weight  # without the hooks that see a weight that is registered, one of which calls this
-        # Whether products take weights that are fetched again is decided by the engine, once the model's size is known.
+        # without the hooks that see a weight that is registered, one of which calls this
+        holder._parameters["weight"] = weight
+        # Whether products take weights that are fetched again is decided by the engine, once the model's size
+        # is known.
         self._zero.Init(module=holder, mem_efficient_linear=False, **self._place)
 
-    def gathered(self, weights: Sequence[nn.Parameter], changed: bool = False) -> AbstractContextManager[object]:
+    def gathered(
+        self, weights: Sequence[nn.Parameter], changed: bool = False
+    ) -> AbstractContextManager[object]:
         return self._zero.GatheredParameters(list(weights), modifier_rank=0 if changed else None)
 
 
 class FrozenZero:
-    """One rank of a model that was loaded with `ZeroShards` and is only read: it fetches a layer's weights while it computes. All ranks run
-    equally many passes, none with a gradient."""
+    """One rank of a model that was loaded with `ZeroShards` and is only read: it fetches a layer's weights
+    while it computes. All ranks run equally many passes, none with a gradient."""
 
     def __init__(self, module: nn.Module, dtype: str):
         self.module = module.eval().requires_grad_(False)
         set_leaves(library(), module)
         zero = {"stage": 3} | prepared(module, dtype, keep=False)
-        config = {"train_micro_batch_size_per_gpu": 1, "bf16": {"enabled": dtype == "bfloat16"}, "zero_optimization": zero}
+        config = {
+            "train_micro_batch_size_per_gpu": 1,
+            "bf16": {"enabled": dtype == "bfloat16"},
+            "zero_optimization": zero,
+        }
         self._engine, *_ = library().initialize(model=module, config=config | {"steps_per_print": 10**9})
         self._engine.eval()
 

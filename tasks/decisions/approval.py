@@ -1,7 +1,8 @@
 """Asks a person about a stage whose gate wants an approval.
 
-A run of a deployment is suspended: its process ends, Prefect's page of the run has a form, and the decision starts it again. Any other run
-ends with ApprovalAwaited and goes on when it is run again, after `alignflow approve`.
+A run of a deployment is suspended: its process ends, Prefect's page of the run has a form, and the decision
+starts it again. Any other run ends with ApprovalAwaited and goes on when it is run again, after `alignflow
+approve`.
 """
 
 from __future__ import annotations
@@ -31,13 +32,20 @@ class Decision(RunInput):
 
 
 def asked_by_this_run(run_dir: Path) -> bool:
-    """Whether this run of a deployment has asked about a stage: its form may have been answered before the time was over."""
+    """Whether this run of a deployment has asked about a stage: its form may have been answered before the
+    time was over."""
     question = Approval.read(run_dir / FILE)
-    return bool(runtime.deployment.id and question and question.decision is None and question.run == str(runtime.flow_run.id))
+    return bool(
+        runtime.deployment.id
+        and question
+        and question.decision is None
+        and question.run == str(runtime.flow_run.id)
+    )
 
 
 def ask_about(planned: Plan, verdicts: Sequence[Verdict]) -> list[tuple[Path, Approval]]:
-    """Asks about the stages of these verdicts, once each, and sends a message; returns run directories and questions."""
+    """Asks about the stages of these verdicts, once each, and sends a message; returns run directories and
+    questions."""
     ours = str(runtime.flow_run.id) if runtime.deployment.id else None
     asked = []
     for verdict in verdicts:
@@ -52,15 +60,20 @@ def ask_about(planned: Plan, verdicts: Sequence[Verdict]) -> list[tuple[Path, Ap
 
 
 def await_approvals(planned: Plan, verdicts: Sequence[Verdict]) -> None:
-    """Asks about the stages of these verdicts, which wait. Returns when a person has decided about one of them in this run.
+    """Asks about the stages of these verdicts, which wait. Returns when a person has decided about one of
+    them in this run.
 
-    Raises Prefect's signal that suspends a run of a deployment; ApprovalAwaited in other runs, and where another run has asked.
+    Raises Prefect's signal that suspends a run of a deployment; ApprovalAwaited in other runs, and where
+    another run has asked.
     """
     ours = str(runtime.flow_run.id) if runtime.deployment.id else None
     asked = ask_about(planned, verdicts)
     mine = [(run_dir, question) for run_dir, question in asked if ours is not None and question.run == ours]
     if not mine:
-        told = [v.model_copy(update={"said": question.told()}) for v, (_, question) in zip(verdicts, asked, strict=True)]
+        told = [
+            v.model_copy(update={"said": question.told()})
+            for v, (_, question) in zip(verdicts, asked, strict=True)
+        ]
         raise ApprovalAwaited(told, str(planned.folder))
     run_dir, question = mine[0]
     given = _suspended(question, run_dir.name, f"{planned.folder}/report.html")

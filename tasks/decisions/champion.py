@@ -1,4 +1,5 @@
-"""Makes a published model the champion of its recipe, and goes back to the one before when a gate on it fails.
+"""Makes a published model the champion of its recipe, and goes back to the one before when a gate on it
+fails.
 
 rlhf_core/stages/publication/champion.py keeps the record and moves the branch on the Hub.
 """
@@ -24,10 +25,16 @@ from tasks.notify import notify_champion
 def promote_published(planned: Plan, node: Node) -> None:
     """Makes the model of a finished publication the champion, if its recipe says so and it never was.
 
-    Raises ValueError when the Hub refuses, MachineLacks when it cannot be reached; the next run completes the move.
+    Raises ValueError when the Hub refuses, MachineLacks when it cannot be reached; the next run completes the
+    move.
     """
     config = node.config
-    if not isinstance(config, Publication) or not config.champion or config.dry_run or RunDir(node.run_dir).result() is None:
+    if (
+        not isinstance(config, Publication)
+        or not config.champion
+        or config.dry_run
+        or RunDir(node.run_dir).result() is None
+    ):
         return
     store = store_of(planned.recipe)
     try:
@@ -36,7 +43,9 @@ def promote_published(planned: Plan, node: Node) -> None:
         if node.run_dir.name in {reign.run for reign in champions_of(planned.folder).reigns}:
             return
         passed = [verdict.summary for verdict in gates_behind(planned, node) if verdict.passed]
-        new = promote(planned.folder, node.run_dir, "; ".join(passed) or "published, without gates", "its run", store)
+        new = promote(
+            planned.folder, node.run_dir, "; ".join(passed) or "published, without gates", "its run", store
+        )
     except ConnectionError as error:
         raise MachineLacks(str(error)) from None
     get_run_logger().info("%s is the champion", new.model)
@@ -44,8 +53,8 @@ def promote_published(planned: Plan, node: Node) -> None:
 
 
 def roll_back(planned: Plan, failed: Sequence[Verdict]) -> None:
-    """Goes back to the champion before when a failed gate is about the model of the present one. Logs it when there is none. A champion
-    that took its place meanwhile stays."""
+    """Goes back to the champion before when a failed gate is about the model of the present one. Logs it when
+    there is none. A champion that took its place meanwhile stays."""
     now = champions_of(planned.folder).now
     ours = [node for node in planned.nodes if now is not None and node.run_dir.name == now.run]
     if now is None or not ours:
@@ -53,7 +62,9 @@ def roll_back(planned: Plan, failed: Sequence[Verdict]) -> None:
     config = ours[0].config
     assert isinstance(config, Publication) and config.model is not None
     model = planned[config.model].name
-    about = [verdict for verdict in failed if model in subjects(planned, verdict) or verdict.stage == ours[0].name]
+    about = [
+        verdict for verdict in failed if model in subjects(planned, verdict) or verdict.stage == ours[0].name
+    ]
     if not about:
         return
     why = about[0].summary
@@ -64,13 +75,15 @@ def roll_back(planned: Plan, failed: Sequence[Verdict]) -> None:
     except ValueError as error:  # there is none before; a token is missing
         get_run_logger().warning("the champion %s is not rolled back: %s", now.model, error)
         return
-    get_run_logger().warning("the champion %s is rolled back, the champion is %s: %s", now.model, then.model, why)
+    get_run_logger().warning(
+        "the champion %s is rolled back, the champion is %s: %s", now.model, then.model, why
+    )
     notify_champion(planned.recipe, then.model, then.run, then.why)
 
 
 def subjects(planned: Plan, verdict: Verdict) -> set[str]:
-    """Returns the stages whose models a gate is about: the model that its metric names; without one the last model of an evaluation, else
-    all models that its stage uses."""
+    """Returns the stages whose models a gate is about: the model that its metric names; without one the last
+    model of an evaluation, else all models that its stage uses."""
     node = planned[verdict.stage]
     named = verdict.gate.metric.partition("/")[2]
     if named in planned.aliases or named in {other.name for other in planned.nodes}:

@@ -20,7 +20,9 @@ def check_gates(node: Node) -> tuple[Verdict, ...]:
     """Returns the verdicts on a stage, and shows them; empty when it is not done or has no gates."""
     verdicts = gates_of(node)
     if asked_by_this_run(node.run_dir):  # its form is read before the time counts
-        verdicts = tuple(v.model_copy(update={"waits": True}) if v.gate.approve and not v.passed else v for v in verdicts)
+        verdicts = tuple(
+            v.model_copy(update={"waits": True}) if v.gate.approve and not v.passed else v for v in verdicts
+        )
     if not verdicts:
         return ()
     logger = get_run_logger()
@@ -31,7 +33,11 @@ def check_gates(node: Node) -> tuple[Verdict, ...]:
             logger.info("%s", verdict.summary)
         else:
             logger.warning("gate failed (%s): %s. %s", verdict.gate.on_fail, verdict.summary, verdict.meaning)
-    rows = [(v.gate.what, v.value, v.gate.bound, v.word, v.gate.on_fail, v.meaning or v.said) for v in verdicts]
+    rows = [
+        (v.gate.what, v.value, v.gate.bound, v.word, v.gate.on_fail, v.meaning or v.said) for v in verdicts
+    ]
     shown = table(("metric", "value", "bound", "verdict", "if it fails", "what that means"), rows)
-    create_markdown_artifact(shown, key=f"{artifact_key(node.name)}-gates", description=f"gates of {node.name}")
+    create_markdown_artifact(
+        shown, key=f"{artifact_key(node.name)}-gates", description=f"gates of {node.name}"
+    )
     return verdicts

@@ -1,6 +1,8 @@
-"""What both sides train on: a tiny Llama, a word-level tokenizer with a chat template, a few rows of each kind, and the settings.
+"""What both sides train on: a tiny Llama, a word-level tokenizer with a chat template, a few rows of each
+kind, and the settings.
 
-Weights are integers over a power of two and rows come from `random.Random`, so every machine makes the same material, bit for bit.
+Weights are integers over a power of two and rows come from `random.Random`, so every machine makes the same
+material, bit for bit.
 """
 
 from __future__ import annotations
@@ -20,9 +22,12 @@ from rlhf_core.config import AdvantageEstimator, Aggregation
 from rlhf_core.training.train_loop import items_of_step
 
 SEED = 7
-ROWS, BATCH, EPOCHS = 40, 8, 4
+ROWS = 40
+BATCH = 8
+EPOCHS = 4
 STEPS = ROWS // BATCH * EPOCHS
-PROMPTS, ANSWERS = 3, 4  # of the rollout
+PROMPTS = 3
+ANSWERS = 4  # of the rollout
 SPECIAL = ["<unk>", "<pad>", "<eos>", "<user>", "<assistant>"]
 WORDS = [f"w{i}" for i in range(27)]
 CHAT = (
@@ -35,7 +40,8 @@ OPTIMISER: dict[str, Any] = {"betas": (0.9, 0.95), "weight_decay": 0.1, "max_nor
 
 
 class Case(NamedTuple):
-    """One training to compare: our stage and fields, the file of rows, and TRL's trainer with its own fields."""
+    """One training to compare: our stage and fields, the file of rows, and TRL's trainer with its own
+    fields."""
 
     stage: str
     rows: str
@@ -48,7 +54,12 @@ class Case(NamedTuple):
 CASES: dict[str, Case] = {
     "sft, padded": Case("sft", "chats", 3e-3, {"packing": False}, "SFT", {"assistant_only_loss": True}),
     "sft, packed": Case(
-        "sft", "chats", 3e-3, {"packing": True}, "SFT", {"assistant_only_loss": True, "padding_free": True, "max_length": None}
+        "sft",
+        "chats",
+        3e-3,
+        {"packing": True},
+        "SFT",
+        {"assistant_only_loss": True, "padding_free": True, "max_length": None},
     ),
     "reward model": Case("reward_model", "pairs", 1e-3, {}, "Reward", {}),
     "reward model, margin and centring": Case(
@@ -70,9 +81,17 @@ CASES: dict[str, Case] = {
         1e-3,
         {"beta": 0.1, "label_smoothing": 0.1},
         "DPO",
-        {"beta": 0.1, "loss_type": ["aot"], "label_smoothing": 0.1, "per_device_train_batch_size": 1, "gradient_accumulation_steps": BATCH},
+        {
+            "beta": 0.1,
+            "loss_type": ["aot"],
+            "label_smoothing": 0.1,
+            "per_device_train_batch_size": 1,
+            "gradient_accumulation_steps": BATCH,
+        },
     ),
-    "dpo, ipo": Case("dpo", "pairs", 1e-3, {"beta": 0.1, "loss": "ipo"}, "DPO", {"beta": 0.1, "loss_type": ["ipo"]}),
+    "dpo, ipo": Case(
+        "dpo", "pairs", 1e-3, {"beta": 0.1, "loss": "ipo"}, "DPO", {"beta": 0.1, "loss_type": ["ipo"]}
+    ),
     # TRL's margin is beta x (simpo_gamma / beta) = our gamma.
     "simpo": Case(
         "dpo",
@@ -94,7 +113,8 @@ CASES: dict[str, Case] = {
 
 
 class RLCase(NamedTuple):
-    """One loss to compare on recorded tensors: our estimator and objective, and TRL's trainer with its own fields."""
+    """One loss to compare on recorded tensors: our estimator and objective, and TRL's trainer with its own
+    fields."""
 
     estimator: AdvantageEstimator
     aggregation: Aggregation
@@ -107,23 +127,42 @@ class RLCase(NamedTuple):
     one_token: bool = False  # answers cut after their first token
 
 
-CLIP_LOW, CLIP_HIGH, MAX_LENGTH = 0.2, 0.28, 16
+CLIP_LOW = 0.2
+CLIP_HIGH = 0.28
+MAX_LENGTH = 16
 RL: dict[str, RLCase] = {
     "grpo": RLCase("grpo", "sequence", {}, "GRPO", {"loss_type": "grpo"}),
     "grpo, kl": RLCase("grpo", "sequence", {}, "GRPO", {"loss_type": "grpo"}, beta=0.04),
     "grpo, importance weights": RLCase("grpo", "sequence", {}, "GRPO", {"loss_type": "grpo"}, cap=1.5),
     "grpo, token mean": RLCase("grpo", "token", {}, "GRPO", {"loss_type": "bnpo"}),
     "grpo, token mean, kl": RLCase("grpo", "token", {}, "GRPO", {"loss_type": "bnpo"}, beta=0.04),
-    "grpo, token mean, importance weights": RLCase("grpo", "token", {}, "GRPO", {"loss_type": "bnpo"}, cap=1.5),
-    "grpo, dual clip": RLCase("grpo", "sequence", {"dual_clip": 1.5}, "GRPO", {"loss_type": "grpo", "delta": 1.5}),
-    "gspo": RLCase("grpo", "sequence", {"ratio": "sequence"}, "GRPO", {"loss_type": "grpo", "importance_sampling_level": "sequence"}),
+    "grpo, token mean, importance weights": RLCase(
+        "grpo", "token", {}, "GRPO", {"loss_type": "bnpo"}, cap=1.5
+    ),
+    "grpo, dual clip": RLCase(
+        "grpo", "sequence", {"dual_clip": 1.5}, "GRPO", {"loss_type": "grpo", "delta": 1.5}
+    ),
+    "gspo": RLCase(
+        "grpo",
+        "sequence",
+        {"ratio": "sequence"},
+        "GRPO",
+        {"loss_type": "grpo", "importance_sampling_level": "sequence"},
+    ),
     "dr_grpo": RLCase("dr_grpo", "constant", {}, "GRPO", {"loss_type": "dr_grpo", "scale_rewards": "none"}),
-    "dr_grpo, kl": RLCase("dr_grpo", "constant", {}, "GRPO", {"loss_type": "dr_grpo", "scale_rewards": "none"}, beta=0.04),
-    "dr_grpo, importance weights": RLCase("dr_grpo", "constant", {}, "GRPO", {"loss_type": "dr_grpo", "scale_rewards": "none"}, cap=1.5),
-    # TRL's RLOO has one ratio for a whole answer, the product of its tokens'; ours has one a token. The two are the same function for
-    # answers of one token, and have the same gradient on the policy that sampled, whose loss TRL does not sum over tokens.
+    "dr_grpo, kl": RLCase(
+        "dr_grpo", "constant", {}, "GRPO", {"loss_type": "dr_grpo", "scale_rewards": "none"}, beta=0.04
+    ),
+    "dr_grpo, importance weights": RLCase(
+        "dr_grpo", "constant", {}, "GRPO", {"loss_type": "dr_grpo", "scale_rewards": "none"}, cap=1.5
+    ),
+    # TRL's RLOO has one ratio for a whole answer, the product of its tokens'; ours has one a token. The two
+    # are the same function for answers of one token, and have the same gradient on the policy that sampled,
+    # whose loss TRL does not sum over tokens.
     "rloo, answers of one token": RLCase("rloo", "token", {}, "RLOO", {}, one_token=True),
-    "rloo, kl, on policy (gradient)": RLCase("rloo", "constant", {"generate_max_len": 1}, "RLOO", {}, beta=0.05, on_policy=True),
+    "rloo, kl, on policy (gradient)": RLCase(
+        "rloo", "constant", {"generate_max_len": 1}, "RLOO", {}, beta=0.05, on_policy=True
+    ),
 }
 
 
@@ -147,7 +186,11 @@ def make(folder: Path) -> None:
     words = Tokenizer(models.WordLevel({word: i for i, word in enumerate(vocabulary)}, unk_token="<unk>"))
     words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=words, unk_token="<unk>", pad_token="<pad>", eos_token="<eos>", additional_special_tokens=SPECIAL[3:]
+        tokenizer_object=words,
+        unk_token="<unk>",
+        pad_token="<pad>",
+        eos_token="<eos>",
+        additional_special_tokens=SPECIAL[3:],
     )
     tokenizer.chat_template = CHAT
     model = LlamaForCausalLM(config)
@@ -170,9 +213,14 @@ def make(folder: Path) -> None:
         return {"role": "assistant", "content": text()}
 
     rows: dict[str, list[dict[str, Any]]] = {
-        "chats": [{"messages": [m for _ in range(source.randint(1, 3)) for m in (user(), answer())]} for _ in range(ROWS)],
+        "chats": [
+            {"messages": [m for _ in range(source.randint(1, 3)) for m in (user(), answer())]}
+            for _ in range(ROWS)
+        ],
         "pairs": [{"prompt": [user()], "chosen": [answer()], "rejected": [answer()]} for _ in range(ROWS)],
-        "labels": [{"prompt": [user()], "response": text(), "label": source.random() < 0.75} for _ in range(ROWS)],
+        "labels": [
+            {"prompt": [user()], "response": text(), "label": source.random() < 0.75} for _ in range(ROWS)
+        ],
     }
     rows["margins"] = [{**row, "margin": source.randint(0, 16) / 8} for row in rows["pairs"]]
     for name, lines in rows.items():
@@ -180,7 +228,8 @@ def make(folder: Path) -> None:
 
 
 class Rollout(NamedTuple):
-    """`ANSWERS` answers to each of `PROMPTS` prompts in a row: prompts (messages), answer tokens, and rewards."""
+    """`ANSWERS` answers to each of `PROMPTS` prompts in a row: prompts (messages), answer tokens, and
+    rewards."""
 
     prompts: list[list[dict[str, str]]]
     answers: list[list[int]]
@@ -189,14 +238,19 @@ class Rollout(NamedTuple):
 
 def rollout() -> Rollout:
     source = random.Random(SEED + 1)
-    prompts = [[{"role": "user", "content": " ".join(source.choices(WORDS, k=3 + i))}] for i in range(PROMPTS)]
-    answers = [[*(source.randrange(5, 32) for _ in range(source.randint(1, 9))), 2] for _ in range(PROMPTS * ANSWERS)]
+    prompts = [
+        [{"role": "user", "content": " ".join(source.choices(WORDS, k=3 + i))}] for i in range(PROMPTS)
+    ]
+    answers = [
+        [*(source.randrange(5, 32) for _ in range(source.randint(1, 9))), 2] for _ in range(PROMPTS * ANSWERS)
+    ]
     rewards = [source.randint(-16, 16) / 8 for _ in answers]
     return Rollout([prompt for prompt in prompts for _ in range(ANSWERS)], answers, rewards)
 
 
 class Odds(NamedTuple):
-    """Mean log-probs of answers for ORPO's odds ratio, whose NLL is another one in TRL (a mean over prompt and answer tokens)."""
+    """Mean log-probs of answers for ORPO's odds ratio, whose NLL is another one in TRL (a mean over prompt
+    and answer tokens)."""
 
     chosen: list[float]
     rejected: list[float]

@@ -56,20 +56,33 @@ def config_of(case: material.Case, folder: Path) -> StageConfig:
 
 
 def train(case: material.Case, folder: Path, run: Path) -> Curve:
-    """Runs the stage; losses, gradient norms and learning rates of every step, and how far each weight moved (L2 norm).
+    """Runs the stage; losses, gradient norms and learning rates of every step, and how far each weight moved
+    (L2 norm).
 
-    `loss` in our metrics is the preference loss, `nll` stands beside it; here they are put together, as they are trained on. KTO: `kl` too.
+    `loss` in our metrics is the preference loss, `nll` stands beside it; here they are put together, as they
+    are trained on. KTO: `kl` too.
     """
     run.mkdir(parents=True)
     config = config_of(case, folder)
-    request = StageRequest(name="agreement", digest="0", config=config, inputs={"base": str(folder / "base")}, seed=material.SEED)
+    request = StageRequest(
+        name="agreement", digest="0", config=config, inputs={"base": str(folder / "base")}, seed=material.SEED
+    )
     WORK[case.stage](request, RunDir(run))
     lines = read_metrics(run)
-    curve = {name: [line[name] for line in lines] for name in ("loss", "grad_norm", "learning_rate", "kl") if name in lines[0]}
-    if nll := case.ours.get("nll_coef"):
+    curve = {
+        name: [line[name] for line in lines]
+        for name in ("loss", "grad_norm", "learning_rate", "kl")
+        if name in lines[0]
+    }
+    nll = case.ours.get("nll_coef")
+    if nll:
         curve["loss"] = [loss + nll * line["nll"] for loss, line in zip(curve["loss"], lines, strict=True)]
     start, end = (load_file(path / "model.safetensors") for path in (folder / "base", run / "checkpoint"))
-    return curve | {"moved": {name: float((weight - start.get(name, 0)).double().norm()) for name, weight in sorted(end.items())}}
+    return curve | {
+        "moved": {
+            name: float((weight - start.get(name, 0)).double().norm()) for name, weight in sorted(end.items())
+        }
+    }
 
 
 def documents(folder: Path) -> list[Document]:
@@ -77,43 +90,69 @@ def documents(folder: Path) -> list[Document]:
     renderer = Renderer(load_tokenizer(str(folder / "base")), "chat")
     rollout = material.rollout()
     prompts = [renderer.prompt(prompt) for prompt in rollout.prompts]
-    return [Document(p + a, [False] * len(p) + [True] * len(a)) for p, a in zip(prompts, rollout.answers, strict=True)]
+    return [
+        Document(p + a, [False] * len(p) + [True] * len(a))
+        for p, a in zip(prompts, rollout.answers, strict=True)
+    ]
 
 
 def padded(rows: list[list[float]], batch: Batch) -> torch.Tensor:
-    """Values of answer tokens, one list an answer, at their places in the batch; nan elsewhere, as nothing else may matter."""
+    """Values of answer tokens, one list an answer, at their places in the batch; nan elsewhere, as nothing
+    else may matter."""
     values = torch.full(batch.mask.shape, torch.nan)
     values[batch.mask] = torch.tensor([value for row in rows for value in row])
     return values
 
 
-def advantages(case: material.RLCase, rewards: torch.Tensor, old: torch.Tensor, ref: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+def advantages(
+    case: material.RLCase, rewards: torch.Tensor, old: torch.Tensor, ref: torch.Tensor, mask: torch.Tensor
+) -> torch.Tensor:
     """One an answer, (N,), from `rewards` (N,) and log-probs (N, T); the KL is in the reward for RLOO."""
-    config = PPO(prompts=Data(sources="none"), advantage_estimator=case.estimator, n_samples_per_prompt=material.ANSWERS)
+    config = PPO(
+        prompts=Data(sources="none"),
+        advantage_estimator=case.estimator,
+        n_samples_per_prompt=material.ANSWERS,
+    )
     kl = torch.where(mask, kl_estimate(old, ref, "k1"), 0)
     coef = case.beta if case.trainer == "RLOO" else 0.0
-    found = estimate(rewards, kl, coef, torch.zeros_like(kl), mask, torch.ones_like(rewards, dtype=torch.bool), config)
+    found = estimate(
+        rewards, kl, coef, torch.zeros_like(kl), mask, torch.ones_like(rewards, dtype=torch.bool), config
+    )
     return torch.where(mask, found.credit.advantages, -torch.inf).amax(-1)
 
 
 def rl_loss(case: material.RLCase, folder: Path, recorded: dict[str, list[list[float]]]) -> Curve:
-    """Advantages, and loss and gradient of the actor's loss, on the recorded log-probs (`old`, `ref`, `sampler`)."""
+    """Advantages, and loss and gradient of the actor's loss, on the recorded log-probs (`old`, `ref`,
+    `sampler`)."""
     length = 1 if case.one_token else MAX_LENGTH
     items = [d.cut(d.mask.index(True) + length) for d in documents(folder)]
     batch = collate([[document] for document in items], load_tokenizer(str(folder / "base")).pad_token_id)
-    old, ref, sampler = (padded([row[:length] for row in recorded[name]], batch) for name in ("old", "ref", "sampler"))
+    old, ref, sampler = (
+        padded([row[:length] for row in recorded[name]], batch) for name in ("old", "ref", "sampler")
+    )
     policy = load_policy(str(folder / "base"))
     new = policy(batch.tokens, batch.positions, batch.documents).logprobs
     if case.on_policy:
         old = new.detach()
-    weights = torch.ones_like(old) if case.cap is None else importance_weights(old, sampler, batch.mask, 0.0, case.cap)
+    weights = (
+        torch.ones_like(old)
+        if case.cap is None
+        else importance_weights(old, sampler, batch.mask, 0.0, case.cap)
+    )
     found = advantages(case, torch.tensor(material.rollout().rewards), old, ref, batch.mask)
-    fields = {"eps_clip_low": CLIP_LOW, "eps_clip_high": CLIP_HIGH, "loss_aggregation": case.aggregation, "generate_max_len": MAX_LENGTH}
+    fields = {
+        "eps_clip_low": CLIP_LOW,
+        "eps_clip_high": CLIP_HIGH,
+        "loss_aggregation": case.aggregation,
+        "generate_max_len": MAX_LENGTH,
+    }
     fields |= {"kl_in": "loss", "kl_estimator": "k3"} if case.beta and case.trainer == "GRPO" else {}
     config = PPO(prompts=Data(sources="none"), **fields | case.ours)
     spread = found[:, None].expand_as(new)
     per_token = PerToken(new, torch.zeros_like(new), old, ref, spread, weights, batch.mask, batch.documents)
-    loss = actor_loss(per_token, len(items), count([item.mask_array for item in items]), config, case.beta).loss
+    loss = actor_loss(
+        per_token, len(items), count([item.mask_array for item in items]), config, case.beta
+    ).loss
     loss.backward()
     return {"advantages": found.tolist(), **gradient(policy.model, float(loss.detach()))}
 
@@ -128,6 +167,10 @@ def odds_ratio(odds: material.Odds) -> Curve:
 
 def gradient(model: torch.nn.Module, loss: float) -> Curve:
     """The loss, the norm of each weight's gradient, and the whole gradient of the last norm's weights."""
-    gradients = {name: parameter.grad for name, parameter in sorted(model.named_parameters()) if parameter.grad is not None}
+    gradients = {
+        name: parameter.grad
+        for name, parameter in sorted(model.named_parameters())
+        if parameter.grad is not None
+    }
     norms = {name: float(gradient.double().norm()) for name, gradient in gradients.items()}
     return {"loss": loss, "norms": norms, "last": gradients["model.norm.weight"].tolist()}

@@ -3,8 +3,9 @@
     pip install --no-deps trl==1.16.0 accelerate
     python -m tests.agreement.record_trl
 
-TRL trains through its own data path and its own loop, in the order our stages take the rows (`items_of_step`, laid out one after
-the other and read in sequence). Losses are those its `training_step` returns, gradient norms those it logs.
+TRL trains through its own data path and its own loop, in the order our stages take the rows (`items_of_step`,
+laid out one after the other and read in sequence). Losses are those its `training_step` returns, gradient
+norms those it logs.
 """
 
 from __future__ import annotations
@@ -24,7 +25,12 @@ os.environ.update(HF_HUB_OFFLINE="1", HF_HUB_DISABLE_TELEMETRY="1", OMP_NUM_THRE
 import torch
 import trl
 from datasets import Dataset
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer, PreTrainedTokenizerBase
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    PreTrainedTokenizerBase,
+)
 from trl.experimental.cpo import CPOConfig, CPOTrainer
 from trl.experimental.orpo import ORPOTrainer
 
@@ -67,10 +73,14 @@ OPTIMISER = {
 def rows_in_our_order(case: material.Case, folder: Path) -> Dataset:
     rows = [json.loads(line) for line in (folder / f"{case.rows}.jsonl").read_text().splitlines()]
     per_epoch = -(-len(rows) // material.BATCH)
-    steps = [items_of_step(rows, step, per_epoch, material.BATCH, material.SEED) for step in range(material.STEPS)]
+    steps = [
+        items_of_step(rows, step, per_epoch, material.BATCH, material.SEED) for step in range(material.STEPS)
+    ]
     ordered = [dict(row) for step in steps for row in step]
     if case.trainer == "KTO":
-        ordered = [{**row, "completion": [{"role": "assistant", "content": row.pop("response")}]} for row in ordered]
+        ordered = [
+            {**row, "completion": [{"role": "assistant", "content": row.pop("response")}]} for row in ordered
+        ]
     return Dataset.from_list(ordered)
 
 
@@ -95,7 +105,9 @@ def train(case: material.Case, folder: Path, out: Path) -> dict[str, Any]:
     }
     config = config_class(output_dir=str(out), **fields)
     tokenizer = AutoTokenizer.from_pretrained(source)
-    trainer = trainer_class(model=model, args=config, train_dataset=rows_in_our_order(case, folder), processing_class=tokenizer)
+    trainer = trainer_class(
+        model=model, args=config, train_dataset=rows_in_our_order(case, folder), processing_class=tokenizer
+    )
 
     losses: list[float] = []
     whole_step = trainer.training_step
@@ -121,14 +133,18 @@ def train(case: material.Case, folder: Path, out: Path) -> dict[str, Any]:
 
 
 def prompt_tokens(tokenizer: PreTrainedTokenizerBase, prompt: list[dict[str, str]]) -> list[int]:
-    return list(tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_dict=True)["input_ids"])
+    return list(
+        tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_dict=True)["input_ids"]
+    )
 
 
 def logprobs_of_answers(folder: Path) -> list[list[float]]:
     """By transformers alone: of every answer token of the rollout."""
     source = str(folder / "base")
-    model, tokenizer = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32), AutoTokenizer.from_pretrained(source)
-    rollout, found = material.rollout(), []
+    model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained(source)
+    rollout = material.rollout()
+    found = []
     for prompt, answer in zip(rollout.prompts, rollout.answers, strict=True):
         ids = prompt_tokens(tokenizer, prompt)
         with torch.no_grad():
@@ -138,8 +154,10 @@ def logprobs_of_answers(folder: Path) -> list[list[float]]:
 
 
 def tensors(folder: Path) -> dict[str, list[list[float]]]:
-    """Log-probs before the update, of the reference and of the sampler: the policy's own, moved at random, to four decimals."""
-    source, now = random.Random(material.SEED + 2), logprobs_of_answers(folder)
+    """Log-probs before the update, of the reference and of the sampler: the policy's own, moved at random, to
+    four decimals."""
+    source = random.Random(material.SEED + 2)
+    now = logprobs_of_answers(folder)
 
     def moved(by: float) -> list[list[float]]:
         return [[round(value + source.gauss(0, by), 4) for value in row] for row in now]
@@ -147,9 +165,13 @@ def tensors(folder: Path) -> dict[str, list[list[float]]]:
     return {"old": moved(0.4), "ref": moved(0.6), "sampler": moved(0.5)}
 
 
-def rl_loss(case: material.RLCase, folder: Path, out: Path, recorded: dict[str, list[list[float]]]) -> dict[str, Any]:
-    """TRL's advantages, loss and gradient: its own scoring of the rollout, then its own loss, on recorded answers and log-probs."""
-    source, length = str(folder / "base"), 1 if case.one_token else material.MAX_LENGTH
+def rl_loss(
+    case: material.RLCase, folder: Path, out: Path, recorded: dict[str, list[list[float]]]
+) -> dict[str, Any]:
+    """TRL's advantages, loss and gradient: its own scoring of the rollout, then its own loss, on recorded
+    answers and log-probs."""
+    source = str(folder / "base")
+    length = 1 if case.one_token else material.MAX_LENGTH
     rollout = material.rollout()
     answers = [answer[:length] for answer in rollout.answers]
     texts = [[{"role": "assistant", "content": ""}] for _ in answers]
@@ -178,17 +200,30 @@ def rl_loss(case: material.RLCase, folder: Path, out: Path, recorded: dict[str, 
     prompts = [prompt_tokens(trainer.processing_class, prompt) for prompt in rollout.prompts]
     sampler = [row[:length] for row in recorded["sampler"]]
     if case.trainer == "GRPO":
-        generated: tuple[Any, ...] = (prompts, answers, None, texts, sampler if case.cap else None, {}, None, None)
+        generated: tuple[Any, ...] = (
+            prompts,
+            answers,
+            None,
+            texts,
+            sampler if case.cap else None,
+            {},
+            None,
+            None,
+        )
     else:
         generated = (prompts, answers, texts)
     trainer._generate = lambda _: generated
     if case.cap:
-        trainer.use_vllm, trainer.vllm_importance_sampling_correction = True, True
+        trainer.use_vllm = True
+        trainer.vllm_importance_sampling_correction = True
         trainer.vllm_importance_sampling_mode = "token_truncate"
-        trainer.vllm_importance_sampling_clip_min, trainer.vllm_importance_sampling_clip_max = None, case.cap
+        trainer.vllm_importance_sampling_clip_min = None
+        trainer.vllm_importance_sampling_clip_max = case.cap
 
     def padded(name: str) -> torch.Tensor:
-        return torch.nn.utils.rnn.pad_sequence([torch.tensor(row[:length]) for row in recorded[name]], batch_first=True)
+        return torch.nn.utils.rnn.pad_sequence(
+            [torch.tensor(row[:length]) for row in recorded[name]], batch_first=True
+        )
 
     own = trainer._get_per_token_logps_and_entropies
 
@@ -201,7 +236,8 @@ def rl_loss(case: material.RLCase, folder: Path, out: Path, recorded: dict[str, 
     prepared = trainer._generate_and_score_completions(rows)
     trainer._get_per_token_logps_and_entropies = own
     if case.trainer == "GRPO" and not case.on_policy:
-        prepared["old_per_token_logps"] = padded("old")  # without vLLM TRL leaves it out when it makes one step a rollout
+        # without vLLM TRL leaves it out when it makes one step a rollout
+        prepared["old_per_token_logps"] = padded("old")
     loss = trainer._compute_loss(trainer.model, prepared)
     loss.backward()
     return {"advantages": prepared["advantages"].tolist(), **gradient(trainer.model, float(loss.detach()))}
@@ -217,20 +253,33 @@ def odds_ratio(odds: material.Odds) -> dict[str, Any]:
 
 
 def main() -> None:
-    versions = {name: importlib.metadata.version(name) for name in ("trl", "transformers", "accelerate", "torch")}
+    versions = {
+        name: importlib.metadata.version(name) for name in ("trl", "transformers", "accelerate", "torch")
+    }
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place) / "material"
         folder.mkdir()
         material.make(folder)
         recorded = tensors(folder)
         goldens = {
-            "versions": versions | {"python": platform.python_version(), "cpu": torch.backends.cpu.get_cpu_capability()},
+            "versions": (
+                versions
+                | {
+                    "python": platform.python_version(),
+                    "cpu": torch.backends.cpu.get_cpu_capability(),
+                }
+            ),
             "seed": material.SEED,
             "digest": material.digest(folder),
             "tensors": recorded,
-            "curves": {name: train(case, folder, Path(place) / "out") for name, case in material.CASES.items()},
+            "curves": {
+                name: train(case, folder, Path(place) / "out") for name, case in material.CASES.items()
+            },
             "odds": odds_ratio(material.odds()),
-            "losses": {name: rl_loss(case, folder, Path(place) / "out", recorded) for name, case in material.RL.items()},
+            "losses": {
+                name: rl_loss(case, folder, Path(place) / "out", recorded)
+                for name, case in material.RL.items()
+            },
         }
     GOLDENS.write_text(json.dumps(goldens, separators=(",", ":")).replace('},"', '},\n"') + "\n")
     print(f"wrote {GOLDENS}")

@@ -1,4 +1,5 @@
-"""Every algorithm as a short run of a shipped recipe: the recipe, its overrides, the stage that learns, and what its objective is."""
+"""Every algorithm as a short run of a shipped recipe: the recipe, its overrides, the stage that learns, and
+what its objective is."""
 
 from __future__ import annotations
 
@@ -15,7 +16,8 @@ Objective = Literal["answers", "ranking", "margin", "mean margin", "reward"]
 
 
 class Case(NamedTuple):
-    """An algorithm; `stage` is the stage (or loop) of the recipe that learns, `objective` as `measure` reads it."""
+    """An algorithm; `stage` is the stage (or loop) of the recipe that learns, `objective` as `measure` reads
+    it."""
 
     algorithm: str
     recipe: str
@@ -36,14 +38,23 @@ class Case(NamedTuple):
     @property
     def arguments(self) -> tuple[str, ...]:
         """What the command gets after `alignflow run`."""
-        return (str((RECIPES / f"{self.recipe}.yaml").relative_to(ROOT)), f"name={self.name}", *self.overrides)
+        return (
+            str((RECIPES / f"{self.recipe}.yaml").relative_to(ROOT)),
+            f"name={self.name}",
+            *self.overrides,
+        )
 
     def plan(self) -> Plan:
         return plan(load_recipe(RECIPES / f"{self.recipe}.yaml", self.arguments[1:]))
 
 
 # Iterative DPO starts from SFT here, as all others do; the demo lets it start from PPO.
-DEMO = ("ppo.max_steps=10", "ppo.actor_learning_rate=1e-4", "iterative_dpo.policy=sft", "iterative_dpo.prompts_per_round=512")
+DEMO = (
+    "ppo.max_steps=10",
+    "ppo.actor_learning_rate=1e-4",
+    "iterative_dpo.policy=sft",
+    "iterative_dpo.prompts_per_round=512",
+)
 
 
 def loop(stage: str) -> tuple[str, ...]:
@@ -71,7 +82,9 @@ CASES = (
     Case("PPO", "tiny-cpu", "ppo", "reward", DEMO),
     Case("Iterative DPO", "tiny-cpu", "iterative_dpo", "reward", DEMO),
     Case("Iterative KTO", "iterative-kto", "iterative_kto", "reward", loop("iterative_kto")),
-    Case("Rejection sampling", "rejection-sampling", "rejection_sampling", "reward", loop("rejection_sampling")),
+    Case(
+        "Rejection sampling", "rejection-sampling", "rejection_sampling", "reward", loop("rejection_sampling")
+    ),
     Case("Conditional SFT", "conditional-sft", "conditional_sft", "reward", loop("conditional_sft")),
     Case("DPO", "dpo", "dpo", "margin", ("dpo.label_smoothing=0", "dpo.nll_coef=0")),
     Case("cDPO with NLL", "dpo", "dpo", "margin"),
@@ -80,12 +93,36 @@ CASES = (
     Case("ORPO", "orpo", "dpo", "mean margin"),
     Case("KTO", "kto", "kto", "margin"),
     Case("GRPO", "grpo", "grpo", "reward", rl("grpo")),
-    Case("Dr. GRPO", "grpo", "grpo", "reward", rl("grpo", "advantage_estimator=dr_grpo", "normalize_reward=true")),
+    Case(
+        "Dr. GRPO",
+        "grpo",
+        "grpo",
+        "reward",
+        rl("grpo", "advantage_estimator=dr_grpo", "normalize_reward=true"),
+    ),
     Case("RLOO", "rloo", "rloo", "reward", rl("rloo")),
-    Case("REINFORCE++", "reinforce-pp", "reinforce_pp", "reward", rl("reinforce_pp", "advantage_estimator=reinforce_pp")),
+    Case(
+        "REINFORCE++",
+        "reinforce-pp",
+        "reinforce_pp",
+        "reward",
+        rl("reinforce_pp", "advantage_estimator=reinforce_pp"),
+    ),
     Case("REINFORCE++ baseline", "reinforce-pp", "reinforce_pp", "reward", rl("reinforce_pp")),
-    Case("GSPO", "grpo", "grpo", "reward", rl("grpo", "ratio=sequence", "eps_clip_low=3e-4", "eps_clip_high=4e-4")),
-    Case("Clip-higher, dual clip", "grpo", "grpo", "reward", rl("grpo", "eps_clip_high=0.28", "dual_clip=3", "max_epochs=2")),
+    Case(
+        "GSPO",
+        "grpo",
+        "grpo",
+        "reward",
+        rl("grpo", "ratio=sequence", "eps_clip_low=3e-4", "eps_clip_high=4e-4"),
+    ),
+    Case(
+        "Clip-higher, dual clip",
+        "grpo",
+        "grpo",
+        "reward",
+        rl("grpo", "eps_clip_high=0.28", "dual_clip=3", "max_epochs=2"),
+    ),
     Case("Dynamic filtering (DAPO)", "grpo", "grpo", "reward", rl("grpo", *DAPO)),
     Case("Several rewards", "rewards", "ppo", "reward", rl("ppo")),
 )

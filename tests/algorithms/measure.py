@@ -1,10 +1,11 @@
-"""The objective of an algorithm before and after, item by item on held-out data, so that the rise has a standard error.
+"""The objective of an algorithm before and after, item by item on held-out data, so that the rise has a
+standard error.
 
-answers       log-prob a token of held-out answers (nats); before: the random base model
-ranking       held-out pairs the reward model ranks right (share); before: chance, 0.5
-margin        log-prob of the chosen minus that of the rejected answer of held-out pairs (nats); `mean margin`: a token
-reward        weighed sum of the recipe's own rewards of one answer to each held-out question, before any standardisation
-All but the first two compare with the SFT model that the algorithm starts from.
+answers       log-prob a token of held-out answers (nats); before: the random base model ranking
+held-out pairs the reward model ranks right (share); before: chance, 0.5 margin        log-prob of the chosen
+minus that of the rejected answer of held-out pairs (nats); `mean margin`: a token reward        weighed sum
+of the recipe's own rewards of one answer to each held-out question, before any standardisation All but the
+first two compare with the SFT model that the algorithm starts from.
 """
 
 from __future__ import annotations
@@ -39,7 +40,8 @@ MAX_LEN = 128
 
 
 class Measured(NamedTuple):
-    """Means over the items, the standard error of the mean difference, the share of right answers before and after, seconds of work."""
+    """Means over the items, the standard error of the mean difference, the share of right answers before and
+    after, seconds of work."""
 
     before: float
     after: float
@@ -56,16 +58,21 @@ class Measured(NamedTuple):
 def measure(case: Case) -> Measured:
     """Reads a finished run. RuntimeError when a stage of it is not done."""
     planned = case.plan()
-    before, after = {"answers": _answers, "ranking": _ranking, "reward": _rewards}.get(case.objective, _margins)(case, planned)
+    before, after = {"answers": _answers, "ranking": _ranking, "reward": _rewards}.get(
+        case.objective, _margins
+    )(case, planned)
     rises = after - before
     error = float(rises.std(ddof=1)) / len(rises) ** 0.5
     seconds = sum(_result(node).seconds for node in planned.stages_of(case.stage))
-    return Measured(float(before.mean()), float(after.mean()), error, len(rises), _right(case, planned), seconds)
+    return Measured(
+        float(before.mean()), float(after.mean()), error, len(rises), _right(case, planned), seconds
+    )
 
 
 def _answers(case: Case, planned: Plan) -> tuple[np.ndarray, np.ndarray]:
     data = _config(planned["sft"]).eval_data
-    before, after = planned["sft"].models["base"], _checkpoint(planned["sft"])
+    before = planned["sft"].models["base"]
+    after = _checkpoint(planned["sft"])
     documents = sft_documents(data, _renderer(after), MAX_LEN, 0).items
     return _logprobs(before, documents, True), _logprobs(after, documents, True)
 
@@ -90,7 +97,8 @@ def _margins(case: Case, planned: Plan) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _rewards(case: Case, planned: Plan) -> tuple[np.ndarray, np.ndarray]:
-    """By the sources of the stage that used them; nothing is standardised, as running statistics would not be of one scale."""
+    """By the sources of the stage that used them; nothing is standardised, as running statistics would not be
+    of one scale."""
     node = next(node for node in planned.stages_of(case.stage) if hasattr(node.config, "reward"))
     sources = [source.model_copy(update={"normalize": "none"}) for source in _config(node).reward]
     renderer = _renderer(_checkpoint(planned["sft"]))
@@ -98,20 +106,30 @@ def _rewards(case: Case, planned: Plan) -> tuple[np.ndarray, np.ndarray]:
     def rewards(model: str) -> np.ndarray:
         rows = [json.loads(line) for line in _answer_file(planned, model).read_text().splitlines()]
         answers = [
-            AnswerToScore(row["messages"][:-1], row["messages"][-1]["content"]["answer"], not row["answer_truncated"]) for row in rows
+            AnswerToScore(
+                row["messages"][:-1], row["messages"][-1]["content"]["answer"], not row["answer_truncated"]
+            )
+            for row in rows
         ]
         documents = [document(renderer, each) for each in answers]
         samples = [Sample(each.prompt, each.response, {}, each.finished, "") for each in answers]
-        return reward_batch(sources, planned.inputs(node), documents, samples, 0.0, MICRO).rewards.double().numpy()
+        return (
+            reward_batch(sources, planned.inputs(node), documents, samples, 0.0, MICRO)
+            .rewards.double()
+            .numpy()
+        )
 
     return rewards("sft"), rewards(_judged(case, planned))
 
 
 def _logprobs(path: str, documents: Sequence[Document], mean: bool) -> np.ndarray:
-    policy, pad = load_policy(path, "float32").eval(), load_tokenizer(path).pad_token_id
+    policy = load_policy(path, "float32").eval()
+    pad = load_tokenizer(path).pad_token_id
     parts = [documents[i : i + MICRO] for i in range(0, len(documents), MICRO)]
     with torch.no_grad():
-        return np.concatenate([answer_logprobs(policy, part, pad, mean, torch.device("cpu")).double().numpy() for part in parts])
+        return np.concatenate(
+            [answer_logprobs(policy, part, pad, mean, torch.device("cpu")).double().numpy() for part in parts]
+        )
 
 
 def _held_out_pairs(data: Data, path: str) -> list[Document]:
@@ -123,7 +141,11 @@ def _held_out_pairs(data: Data, path: str) -> list[Document]:
 def _right(case: Case, planned: Plan) -> tuple[float, float] | None:
     model = _judged(case, planned)
     metrics: dict[str, Any] = _result(planned["evaluation"]).metrics
-    return (metrics["right/sft"], metrics[f"right/{model}"]) if f"right/{model}" in metrics and model != "sft" else None
+    return (
+        (metrics["right/sft"], metrics[f"right/{model}"])
+        if f"right/{model}" in metrics and model != "sft"
+        else None
+    )
 
 
 def _judged(case: Case, planned: Plan) -> str:

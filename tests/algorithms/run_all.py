@@ -1,6 +1,8 @@
-"""`make algorithms`: runs every algorithm's recipe through the real command and shows that each raises its own objective.
+"""`make algorithms`: runs every algorithm's recipe through the real command and shows that each raises its
+own objective.
 
-SFT and the reward model are made once, all recipes find them done; so does a second start with everything else. Writes the table to
+SFT and the reward model are made once, all recipes find them done; so does a second start with everything
+else. Writes the table to
 docs/reference/algorithms-learn.md. Exit code 1 when a run failed or an algorithm did not learn.
     python tests/algorithms/run_all.py [--only GRPO --only RLOO] [--reward-port 8000]
 """
@@ -30,7 +32,8 @@ from rlhf_core.system.files import write_text
 from rlhf_core.system.machine import num_cpus
 
 TABLE = ROOT / "docs" / "reference" / "algorithms-learn.md"
-RUN_SECONDS, SERVER_SECONDS = 1800, 120
+RUN_SECONDS = 1800
+SERVER_SECONDS = 120
 UNITS = {
     "answers": "log-prob a token, nats",
     "ranking": "pairs ranked right",
@@ -41,19 +44,34 @@ UNITS = {
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description="Runs every algorithm for a short time and writes the table of what each learned.")
-    parser.add_argument(
-        "--only", action="append", help="an algorithm as the table names it; can be repeated; the table is then only printed"
+    parser = argparse.ArgumentParser(
+        description="Runs every algorithm for a short time and writes the table of what each learned."
     )
-    parser.add_argument("--reward-port", type=int, default=8000, help="port of the reward server, which is part of that run's identity")
+    parser.add_argument(
+        "--only",
+        action="append",
+        help="an algorithm as the table names it; can be repeated; the table is then only printed",
+    )
+    parser.add_argument(
+        "--reward-port",
+        type=int,
+        default=8000,
+        help="port of the reward server, which is part of that run's identity",
+    )
     arguments = parser.parse_args()
     names = [case.algorithm for case in CASES]
-    if strange := [name for name in arguments.only or () if name not in names]:
+    strange = [name for name in arguments.only or () if name not in names]
+    if strange:
         parser.exit(2, f"unknown algorithm {strange[0]!r}; there are: {', '.join(names)}\n")
-    cases = [with_port(case, arguments.reward_port) for case in CASES if not arguments.only or case.algorithm in arguments.only]
+    cases = [
+        with_port(case, arguments.reward_port)
+        for case in CASES
+        if not arguments.only or case.algorithm in arguments.only
+    ]
 
     disable_progress_bar()
-    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # so that the reward server is ended too
+    # so that the reward server is ended too
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     command([str(ROOT / "deployments/demo/make_material.py"), "--out", "demo/material"], "material")
     rows: list[tuple[Case, Measured | None]] = []
     for number, case in enumerate(cases, 1):
@@ -70,7 +88,8 @@ def main() -> int:
 
 
 def learn(case: Case) -> Measured | None:
-    """Runs a case unless all of its stages are done, and reads what it learned; None when the command failed."""
+    """Runs a case unless all of its stages are done, and reads what it learned; None when the command
+    failed."""
     server = reward_server(case) if case.recipe == "rewards" else nullcontext()
     with server:
         done = all(node.done for node in case.plan().nodes)
@@ -85,10 +104,17 @@ def command(arguments: Sequence[str], name: str) -> int:
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("w") as file:
         code = subprocess.run(
-            [sys.executable, *arguments], cwd=ROOT, stdin=subprocess.DEVNULL, stdout=file, stderr=file, timeout=RUN_SECONDS
+            [sys.executable, *arguments],
+            cwd=ROOT,
+            stdin=subprocess.DEVNULL,
+            stdout=file,
+            stderr=file,
+            timeout=RUN_SECONDS,
         ).returncode
     if code:
-        print(f"{name} failed with exit code {code}; the end of {log}:\n{log.read_text()[-2000:]}", flush=True)
+        print(
+            f"{name} failed with exit code {code}; the end of {log}:\n{log.read_text()[-2000:]}", flush=True
+        )
     return code
 
 
@@ -101,8 +127,11 @@ def reward_server(case: Case) -> Iterator[None]:
         command(["-m", "flows.cli", "stage", "sft", *case.arguments], f"{case.name}-sft")
         command(["-m", "flows.cli", "stage", "reward_model", *case.arguments], f"{case.name}-reward-model")
     url = next(source.url for source in planned[case.stage].config.reward if hasattr(source, "url"))  # type: ignore[union-attr]
-    checkpoint, port = planned["reward_model"].run_dir / "checkpoint", url.rpartition(":")[2]
-    process = subprocess.Popen([sys.executable, "-m", "flows.cli", "serve-reward", str(checkpoint), "--port", port], cwd=ROOT)
+    checkpoint = planned["reward_model"].run_dir / "checkpoint"
+    port = url.rpartition(":")[2]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "flows.cli", "serve-reward", str(checkpoint), "--port", port], cwd=ROOT
+    )
     try:
         wait_for(url, process)
         yield
@@ -116,12 +145,15 @@ def wait_for(url: str, process: subprocess.Popen[bytes]) -> None:
     deadline = time.monotonic() + SERVER_SECONDS
     while time.monotonic() < deadline and process.poll() is None:
         try:
-            with urlopen(Request(url, headers={"Authorization": f"Bearer {os.environ[REWARD_KEY]}"}), timeout=5):
+            with urlopen(
+                Request(url, headers={"Authorization": f"Bearer {os.environ[REWARD_KEY]}"}), timeout=5
+            ):
                 return
         except (URLError, OSError):
             time.sleep(0.5)
     raise RuntimeError(
-        f"the reward server at {url} did not answer within {SERVER_SECONDS} s; is its port taken? choose one with --reward-port"
+        f"the reward server at {url} did not answer within {SERVER_SECONDS} s; is its port taken? choose one"
+        " with --reward-port"
     )
 
 
@@ -135,12 +167,17 @@ def line(case: Case, found: Measured | None) -> str:
     if found is None:
         return f"{case.algorithm}: failed"
     rise = f"{found.before:.3f} -> {found.after:.3f} (standard error of the rise {found.error:.3f})"
-    return f"{case.algorithm}: {UNITS[case.objective]} {rise}, {'learned' if found.learned else 'NOT LEARNED'}"
+    return (
+        f"{case.algorithm}: {UNITS[case.objective]} {rise}, {'learned' if found.learned else 'NOT LEARNED'}"
+    )
 
 
 def table(rows: Sequence[tuple[Case, Measured | None]]) -> str:
     lines = [
-        "| algorithm | recipe and overrides | objective | before | after | rise (standard error) | right answers | seconds | learned |",
+        (
+            "| algorithm | recipe and overrides | objective | before | after | rise (standard error) | right"
+            " answers | seconds | learned |"
+        ),
         "|---|---|---|---|---|---|---|---|---|",
     ]
     for case, found in rows:
@@ -151,7 +188,10 @@ def table(rows: Sequence[tuple[Case, Measured | None]]) -> str:
         right = f"{found.right[0]:.0%} to {found.right[1]:.0%}" if found.right else ""
         rise = f"{found.after - found.before:+.2f} ({found.error:.2f})"
         numbers = f"{found.before:.2f} | {found.after:.2f} | {rise} | {right} | {found.seconds:.0f}"
-        lines.append(f"| {case.algorithm} | {told} | {UNITS[case.objective]} | {numbers} | {'yes' if found.learned else 'NO'} |")
+        lines.append(
+            f"| {case.algorithm} | {told} | {UNITS[case.objective]} | {numbers} |"
+            f" {'yes' if found.learned else 'NO'} |"
+        )
     return "\n".join(lines)
 
 

@@ -1,10 +1,13 @@
-"""Times asynchronous training beside the loop in turns, in one run: GRPO on episodes of very different lengths, on random weights.
+"""Times asynchronous training beside the loop in turns, in one run: GRPO on episodes of very different
+lengths, on random weights.
 
-    python tests/benchmarks/asynchronous.py --model FOLDER --out FOLDER --staleness 0 1 4 --engine-gpus 1 --actor-gpus 1
+    python tests/benchmarks/asynchronous.py --model FOLDER --out FOLDER --staleness 0 1 4 --engine-gpus 1
+    --actor-gpus 1
 
-The number of turns of an episode is lognormal (the longest of a hundred has ten times the median's), so one long episode keeps the loop in
-turns waiting. With --wait each turn also waits for a tool, for lognormal seconds of that median. Prints, for each staleness, seconds of an
-iteration without the first quarter of them, episodes and tokens per second, and the mean and largest age of tokens.
+The number of turns of an episode is lognormal (the longest of a hundred has ten times the median's), so one
+long episode keeps the loop in turns waiting. With --wait each turn also waits for a tool, for lognormal
+seconds of that median. Prints, for each staleness, seconds of an iteration without the first quarter of them,
+episodes and tokens per second, and the mean and largest age of tokens.
 """
 
 from __future__ import annotations
@@ -43,15 +46,27 @@ class World:
 
 
 def stage_config(arguments: argparse.Namespace, staleness: int) -> PPO:
-    sizes = {"rollout_batch_size": arguments.prompts, "n_samples_per_prompt": 8, "train_batch_size": arguments.prompts * 8}
+    sizes = {
+        "rollout_batch_size": arguments.prompts,
+        "n_samples_per_prompt": 8,
+        "train_batch_size": arguments.prompts * 8,
+    }
     environment = {
         "path": f"{arguments.out / 'world.py'}:World",
         "options": {"wait": arguments.wait, "longest": arguments.longest},
         "max_turns": arguments.longest,
         "answer_max_len": arguments.answer_len,
     }
-    engines = {"num_engines": max(1, arguments.engine_gpus), "gpus": float(arguments.engine_gpus > 0), "cpus": 1.0}
-    actor = {"num_ranks_per_node": max(1, arguments.actor_gpus), "gpus": float(arguments.actor_gpus > 0), "cpus": 1.0}
+    engines = {
+        "num_engines": max(1, arguments.engine_gpus),
+        "gpus": float(arguments.engine_gpus > 0),
+        "cpus": 1.0,
+    }
+    actor = {
+        "num_ranks_per_node": max(1, arguments.actor_gpus),
+        "gpus": float(arguments.actor_gpus > 0),
+        "cpus": 1.0,
+    }
     fields: dict[str, Any] = {
         **sizes,
         "actor": "base",
@@ -76,7 +91,9 @@ def stage_config(arguments: argparse.Namespace, staleness: int) -> PPO:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--model", type=Path, required=True)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--staleness", type=int, nargs="+", default=[0, 1, 4])
@@ -96,18 +113,28 @@ def main() -> None:
     (arguments.out / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     measured: dict[str, dict[str, Any]] = {}
     for staleness in arguments.staleness:
-        run, config = RunDir(arguments.out / f"staleness{staleness}"), stage_config(arguments, staleness)
-        run.prepare(StageRequest(name="ppo", digest="0", config=config, inputs={"base": str(arguments.model)}, seed=0))
-        if code := run_child("-m", "rlhf_core", str(run.path)):
+        run = RunDir(arguments.out / f"staleness{staleness}")
+        config = stage_config(arguments, staleness)
+        run.prepare(
+            StageRequest(name="ppo", digest="0", config=config, inputs={"base": str(arguments.model)}, seed=0)
+        )
+        code = run_child("-m", "rlhf_core", str(run.path))
+        if code:
             sys.exit(code)
         lines = read_metrics(run.path)[arguments.steps // 4 :]
         seconds = (lines[-1]["time"] - lines[0]["time"]) / (len(lines) - 1)
         found = {
             "seconds": figure(seconds, "s an iteration"),
             "episodes": figure(8 * arguments.prompts / seconds, "1/s", "higher"),
-            "tokens": figure(sum(line["tokens"] for line in lines[1:]) / (len(lines) - 1) / seconds, "1/s", "higher"),
+            "tokens": figure(
+                sum(line["tokens"] for line in lines[1:]) / (len(lines) - 1) / seconds, "1/s", "higher"
+            ),
             "age": figure(sum(line.get("rollout/age", 0.0) for line in lines) / len(lines), "updates", None),
-            "oldest": figure(max(line.get("rollout/age_max", line.get("rollout/age", 0.0)) for line in lines), "updates", None),
+            "oldest": figure(
+                max(line.get("rollout/age_max", line.get("rollout/age", 0.0)) for line in lines),
+                "updates",
+                None,
+            ),
         }
         for phase in ("generate", "score", "train", "sync"):
             found[phase] = figure(sum(line[f"phase/{phase}"] for line in lines) / len(lines), "s", None)

@@ -1,11 +1,13 @@
 """Takes the rates of `alignflow plan` from one set of measured runs, and its error from others.
 
-    python -m tests.benchmarks.calibrate            # prints the rates, and the error on runs that they are not taken from
-    python -m tests.benchmarks.calibrate --write    # also writes both to rlhf_core/forecast/rates.py and docs/reference/forecast.md
+    python -m tests.benchmarks.calibrate            # prints the rates, and the error on runs that they are
+    not taken from
+    python -m tests.benchmarks.calibrate --write    # also writes both to rlhf_core/forecast/rates.py and
+    docs/reference/forecast.md
 
-A rate is what a run's seconds say of it: the rate of the forecast, times the seconds that it gives, by the seconds measured. The worst, the
-median and the best of the calibration runs are the ends and the middle of the range. PPO stages are those of tests/support/measured.py,
-passes and sampling those of results/.
+A rate is what a run's seconds say of it: the rate of the forecast, times the seconds that it gives, by the
+seconds measured. The worst, the median and the best of the calibration runs are the ends and the middle of
+the range. PPO stages are those of tests/support/measured.py, passes and sampling those of results/.
 """
 
 from __future__ import annotations
@@ -26,12 +28,24 @@ from rlhf_core.forecast.rates import Rates
 from rlhf_core.forecast.seconds import phases, seconds_of_pass
 from rlhf_core.hub.model_config import Size
 from tests.benchmarks.record import RESULTS, load
-from tests.support.measured import BEFORE_THEY_RAN, CALIBRATION, H100, H200, HELD_OUT, LARGE_MODEL, NOT_FITTED, SMALL_MODEL, with_bf16_sums
+from tests.support.measured import (
+    BEFORE_THEY_RAN,
+    CALIBRATION,
+    H100,
+    H200,
+    HELD_OUT,
+    LARGE_MODEL,
+    NOT_FITTED,
+    SMALL_MODEL,
+    with_bf16_sums,
+)
 
 ROOT = Path(__file__).parents[2]
-RATES, PAGE = ROOT / "rlhf_core/forecast/rates.py", ROOT / "docs/reference/forecast.md"
+RATES = ROOT / "rlhf_core/forecast/rates.py"
+PAGE = ROOT / "docs/reference/forecast.md"
 UNIT = Rates(1.0, 1.0, 1.0, 0.0, 0.5)
-SHORT = 0.5  # seconds: shorter phases are in the table, and their error in seconds is bounded, not that in percent
+# seconds: shorter phases are in the table, and their error in seconds is bounded, not that in percent
+SHORT = 0.5
 
 
 class Trained(NamedTuple):
@@ -50,14 +64,19 @@ class Trained(NamedTuple):
     @property
     def seconds(self) -> float:
         found = load(RESULTS / f"{self.record}.json")["figures"][self.figure]
-        return float(found["value"] / 1e3 if found["unit"] == "ms" else self.tokens * self.ranks / found["value"])
+        return float(
+            found["value"] / 1e3 if found["unit"] == "ms" else self.tokens * self.ranks / found["value"]
+        )
 
     def estimate(self, rates: Rates) -> float:
-        return seconds_of_pass(self.size, Pass(self.tokens, 0.0), self.zero_stage, self.head, self.gpu, self.length, rates)
+        return seconds_of_pass(
+            self.size, Pass(self.tokens, 0.0), self.zero_stage, self.head, self.gpu, self.length, rates
+        )
 
 
 class Compared(NamedTuple):
-    """A run that no rate is taken from: seconds or GiB measured, and estimated at the best, the median and the worst rates."""
+    """A run that no rate is taken from: seconds or GiB measured, and estimated at the best, the median and
+    the worst rates."""
 
     what: str
     measured: float
@@ -89,7 +108,9 @@ HELD_OUT_PASSES = [
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--write", action="store_true")
     if parser.parse_args().write:
         RATES.write_text(with_rates(RATES.read_text(), rates()))
@@ -107,7 +128,9 @@ def implied() -> dict[str, list[float]]:
         unit = estimated(config, size, gpu, UNIT)
         found["scoring"].append(unit["score"] / measured["score"])
         if not config.adam_offload:  # whose steps are on the host
-            found["sharded" if config.zero_stage == 3 else "training"].append(unit["train"] / measured["train"])
+            found["sharded" if config.zero_stage == 3 else "training"].append(
+                unit["train"] / measured["train"]
+            )
         if "generate" in measured:
             found["decode_step"].append((measured["generate"] - unit["generate"]) / config.generate_max_len)
     return found
@@ -118,14 +141,18 @@ def rates() -> tuple[Rates, Rates, Rates]:
     by_name = {name: sorted(values, reverse=name == "decode_step") for name, values in implied().items()}
 
     def taken(choose: Callable[[Sequence[float]], float], exposed: float) -> Rates:
-        chosen = {name: round(choose(values), 5 if name == "decode_step" else 3) for name, values in by_name.items()}
+        chosen = {
+            name: round(choose(values), 5 if name == "decode_step" else 3) for name, values in by_name.items()
+        }
         return Rates(**chosen, exposed=exposed)
 
     return taken(lambda values: values[0], 1.0), taken(median, 0.5), taken(lambda values: values[-1], 0.0)
 
 
 def estimated(config: PPO, size: Size, gpu: Gpu, at: Rates) -> dict[str, float]:
-    return phases(config, arrange(config.placed, config.together), dict.fromkeys(config.groups, size), gpu, at)
+    return phases(
+        config, arrange(config.placed, config.together), dict.fromkeys(config.groups, size), gpu, at
+    )
 
 
 def held_out_seconds() -> Iterator[Compared]:
@@ -134,7 +161,11 @@ def held_out_seconds() -> Iterator[Compared]:
     for number, (config, size, gpu, measured) in enumerate(HELD_OUT, 1):
         by_rates = [estimated(config, size, gpu, at) for at in ends]
         for phase, seconds in measured.items():
-            yield Compared(f"{title(config, size, gpu)} ({number}), {phase}", seconds, *(found[phase] for found in by_rates))
+            yield Compared(
+                f"{title(config, size, gpu)} ({number}), {phase}",
+                seconds,
+                *(found[phase] for found in by_rates),
+            )
     for number, (config, gpu, _, seconds) in enumerate(NOT_FITTED, 1):
         totals = [sum(estimated(config, SMALL_MODEL, gpu, at).values()) for at in ends]
         yield Compared(f"{title(config, SMALL_MODEL, gpu)} (step {number})", seconds, *totals)
@@ -144,7 +175,8 @@ def held_out_seconds() -> Iterator[Compared]:
 
 def held_out_memory() -> Iterator[Compared]:
     """GiB of the fullest GPU of stages that ran after the estimate was made."""
-    grpo, peaks = HELD_OUT[-1][0], [(config, size, gpu, max(gib)) for config, size, gpu, gib in BEFORE_THEY_RAN]
+    grpo = HELD_OUT[-1][0]
+    peaks = [(config, size, gpu, max(gib)) for config, size, gpu, gib in BEFORE_THEY_RAN]
     for number, (config, size, gpu, gib) in enumerate(
         [*peaks, (grpo, SMALL_MODEL, H100, 61.5), (HELD_OUT[2][0], SMALL_MODEL, H200, 113.5)], 1
     ):
@@ -158,7 +190,9 @@ def _held(config: PPO, size: Size, gpu: Gpu) -> dict[str, Held]:
 
 
 def title(config: PPO, size: Size, gpu: Gpu) -> str:
-    gpus = len({place for places in arrange(config.placed, config.together).gpus().values() for place in places})
+    gpus = len(
+        {place for places in arrange(config.placed, config.together).gpus().values() for place in places}
+    )
     name = "H100" if gpu.memory < 100 * GIB else "H200"
     return f"{config.advantage_estimator}, {size.parameters / 1e9:.1f}B, {gpus} x {name}"
 
@@ -166,10 +200,14 @@ def title(config: PPO, size: Size, gpu: Gpu) -> str:
 def tables() -> dict[str, str]:
     """The tables of the page, by their titles."""
     found = {"rates": _rates_table()}
-    seconds, memory = list(held_out_seconds()), list(held_out_memory())
+    seconds = list(held_out_seconds())
+    memory = list(held_out_memory())
     rows = ["| run | measured, s | estimated | range | error |", "|---|---|---|---|---|"]
     for run in seconds:
-        rows.append(f"| {run.what} | {run.measured:.3g} | {run.typical:.3g} | {run.fast:.3g} to {run.slow:.3g} | {run.error:+.0%} |")
+        rows.append(
+            f"| {run.what} | {run.measured:.3g} | {run.typical:.3g} | {run.fast:.3g} to {run.slow:.3g} |"
+            f" {run.error:+.0%} |"
+        )
     found["seconds"] = "\n".join([*rows, _summary(seconds, 0.25)])
     rows = ["| run | measured, GiB | estimated | error |", "|---|---|---|---|"]
     rows += [f"| {run.what} | {run.measured:.3g} | {run.typical:.3g} | {run.error:+.0%} |" for run in memory]
@@ -178,11 +216,16 @@ def tables() -> dict[str, str]:
 
 
 def _summary(runs: Sequence[Compared], bound: float) -> str:
-    errors, beyond = sorted(abs(run.error) for run in runs), [run for run in runs if abs(run.error) > bound]
-    said = f"\n{len(runs) - len(beyond)} of {len(runs)} within {bound:.0%}; median error {median(errors):.0%}, largest {errors[-1]:.0%}."
+    errors = sorted(abs(run.error) for run in runs)
+    beyond = [run for run in runs if abs(run.error) > bound]
+    said = (
+        f"\n{len(runs) - len(beyond)} of {len(runs)} within {bound:.0%}; median error {median(errors):.0%},"
+        f" largest {errors[-1]:.0%}."
+    )
     if not beyond:
         return said
-    longest, off = max(run.measured for run in beyond), max(abs(run.typical - run.measured) for run in beyond)
+    longest = max(run.measured for run in beyond)
+    off = max(abs(run.typical - run.measured) for run in beyond)
     return f"{said} The others took {longest:.2g} s at most, and are off by {off:.2g} s at most."
 
 
@@ -216,8 +259,10 @@ def with_tables(page: str) -> str:
 
 
 def placed_in(page: str, name: str, module: str, table: str) -> str:
-    """Replaces the text between the markers of a table; returns the page. Raises ValueError without the markers."""
-    begin, end = f"<!-- {name}: python -m {module} --write -->", f"<!-- end of {name} -->"
+    """Replaces the text between the markers of a table; returns the page. Raises ValueError without the
+    markers."""
+    begin = f"<!-- {name}: python -m {module} --write -->"
+    end = f"<!-- end of {name} -->"
     before, marker, rest = page.partition(begin)
     _, closing, after = rest.partition(end)
     if not marker or not closing:

@@ -1,9 +1,11 @@
-"""Times what PPO's driver does with an iteration's answers, beside the work of models and engines: without GPUs, on made-up answers.
+"""Times what PPO's driver does with an iteration's answers, beside the work of models and engines: without
+GPUs, on made-up answers.
 
     python tests/benchmarks/driver.py --answers 1024 --tokens 16384 --model FOLDER
 
-FOLDER holds a tokenizer. Answers come from an engine's process, texts go to a function reward, arrays come from three models' processes,
-and experience goes to the actor's. Prints the seconds of each part on the driver, and what all tokens would take at 1 GB/s.
+FOLDER holds a tokenizer. Answers come from an engine's process, texts go to a function reward, arrays come
+from three models' processes, and experience goes to the actor's. Prints the seconds of each part on the
+driver, and what all tokens would take at 1 GB/s.
 """
 
 from __future__ import annotations
@@ -33,7 +35,8 @@ from rlhf_core.stages.ppo.sampling.answers import rollout
 from rlhf_core.stages.ppo.texts import decoder, samples
 
 SECONDS: dict[str, float] = {}
-BESIDE = ("texts for a function", "sampler's log-probs go to nodes", "divergence")  # while models score, and while they train
+# while models score, and while they train
+BESIDE = ("texts for a function", "sampler's log-probs go to nodes", "divergence")
 
 
 @contextmanager
@@ -48,14 +51,18 @@ def answer(count: int, tokens: int, vocabulary: int) -> list[tuple[int, list[Ans
     """An engine's answers, four to a prompt."""
     numbers = np.random.default_rng(0)
     groups = [
-        [answer_of(numbers.integers(5, vocabulary, tokens).tolist(), [-1.0] * tokens, True) for _ in range(4)] for _ in range(count // 4)
+        [answer_of(numbers.integers(5, vocabulary, tokens).tolist(), [-1.0] * tokens, True) for _ in range(4)]
+        for _ in range(count // 4)
     ]
     return list(enumerate(groups))
 
 
 def score(documents: Sequence[Document]) -> tuple[list[tuple[int, np.ndarray]], float]:
     """A model's log-probs, and seconds: as `Worker.call`."""
-    return [(i, np.where(document.mask_array, np.float32(-1), np.float32(0))) for i, document in enumerate(documents)], 0.0
+    return [
+        (i, np.where(document.mask_array, np.float32(-1), np.float32(0)))
+        for i, document in enumerate(documents)
+    ], 0.0
 
 
 def train(experience: Sequence[Experience], places: Sequence[Place], *stored: object) -> int:
@@ -63,21 +70,27 @@ def train(experience: Sequence[Experience], places: Sequence[Place], *stored: ob
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--answers", type=int, default=1024)
     parser.add_argument("--tokens", type=int, default=16384)
     parser.add_argument("--prompt-len", type=int, default=512)
     parser.add_argument("--model", type=Path, required=True)
     add_options(parser, "driver")
     arguments = parser.parse_args()
-    count, length = arguments.answers, arguments.tokens
+    count = arguments.answers
+    length = arguments.tokens
     tokenizer = load_tokenizer(str(arguments.model))
     import ray  # not before rlhf_core.cluster has set what it reads
 
     ray_cluster.OBJECT_STORE_BYTES = ray_cluster.GPU_OBJECT_STORE_BYTES  # as on hosts that sample so much
     ray_cluster.connect()
     answering, scoring, training = (ray.remote(function) for function in (answer, score, train))
-    prompts = [Prompt((), [5 + (i + j) % 50 for j in range(arguments.prompt_len)], {}, False) for i in range(count // 4)]
+    prompts = [
+        Prompt((), [5 + (i + j) % 50 for j in range(arguments.prompt_len)], {}, False)
+        for i in range(count // 4)
+    ]
     config = PPO.model_validate(
         {
             "prompts": {"sources": "p.jsonl"},
@@ -94,7 +107,9 @@ def main() -> None:
     with timed("answers arrive"):
         groups = in_order([ray.get(sampled)])
     with timed("rollouts"):
-        rollouts = [rollout(prompt, each) for prompt, group in zip(prompts, groups, strict=True) for each in group]
+        rollouts = [
+            rollout(prompt, each) for prompt, group in zip(prompts, groups, strict=True) for each in group
+        ]
     with timed("texts for a function"):
         texts = samples(rollouts, decoder(tokenizer), {"responses"})
     assert len(texts) == count
@@ -104,13 +119,27 @@ def main() -> None:
     ray.wait(pending, num_returns=2, fetch_local=False)
     with timed("sampler's log-probs go to nodes"):
         sampler = put_on_nodes([each.sampler_logprobs for each in rollouts])
-    stored = [Part(count, {"document": documents, "sampler_logprobs": sampler}, {"old_logprobs": pending[:1], "ref_logprobs": pending[1:]})]
+    stored = [
+        Part(
+            count,
+            {"document": documents, "sampler_logprobs": sampler},
+            {"old_logprobs": pending[:1], "ref_logprobs": pending[1:]},
+        )
+    ]
     with timed("scores arrive"):
         (first, _), (second, _) = ray.get(pending)
-        logprobs, references = in_order([first]), in_order([second])
+        logprobs = in_order([first])
+        references = in_order([second])
     rewards = Rewards({"score": np.random.default_rng(0).normal(size=count)}, {})
     with timed("credit"):
-        found = credit(rollouts, Scores(logprobs, references, None, rewards), 0.01, {}, config, [Term("score", 1.0, "none", None)])
+        found = credit(
+            rollouts,
+            Scores(logprobs, references, None, rewards),
+            0.01,
+            {},
+            config,
+            [Term("score", 1.0, "none", None)],
+        )
     minibatches(found.usable, Schedule(4, 1, {}, "0"))
     with timed("experience goes to nodes"):
         sent = by_reference(found.experience, stored, 1)
@@ -124,9 +153,16 @@ def main() -> None:
     whole = sum(seconds for name, seconds in SECONDS.items() if not name.startswith("a rank"))
     waited = whole - sum(SECONDS[name] for name in BESIDE)
     print(f"{'in all':40} {whole:7.2f} s for {count * length:,} tokens; {waited:.2f} s that models wait for")
-    measured = {**{name: figure(round(seconds, 3), "s") for name, seconds in SECONDS.items()}, "in all": figure(round(whole, 2), "s")}
+    measured = {
+        **{name: figure(round(seconds, 3), "s") for name, seconds in SECONDS.items()},
+        "in all": figure(round(whole, 2), "s"),
+    }
     measured |= {"models wait": figure(round(waited, 2), "s")}
-    save(arguments, "What PPO's driver does with an iteration's answers", measured | {"tokens": figure(count * length, "tokens")})
+    save(
+        arguments,
+        "What PPO's driver does with an iteration's answers",
+        measured | {"tokens": figure(count * length, "tokens")},
+    )
 
 
 if __name__ == "__main__":

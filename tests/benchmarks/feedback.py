@@ -1,9 +1,10 @@
-"""Imports made-up feedback into an inbox: rows a second and peak memory, with planted duplicates, personal data and evaluation questions.
+"""Imports made-up feedback into an inbox: rows a second and peak memory, with planted duplicates, personal
+data and evaluation questions.
 
     python tests/benchmarks/feedback.py --rows 1000000 --folder FOLDER --json feedback.json
 
-Prints what was planted beside what was found, then the seconds of a second import of the same file, of the file that a stage reads, and of
-the deletion of one person.
+Prints what was planted beside what was found, then the seconds of a second import of the same file, of the
+file that a stage reads, and of the deletion of one person.
 """
 
 from __future__ import annotations
@@ -36,8 +37,11 @@ print(json.dumps({"new": done.new, "duplicate": done.duplicate, "leaked": done.l
 
 
 def write(file: Path, rows: int, questions: list[str], vocabulary: list[str]) -> Counter[str]:
-    """Writes rows and returns how many of each kind were planted: 10 % duplicates, 1 % with a mail address, 0.5 % with a question."""
-    rng, planted, last = random.Random(0), Counter[str](), ""
+    """Writes rows and returns how many of each kind were planted: 10 % duplicates, 1 % with a mail address,
+    0.5 % with a question."""
+    rng = random.Random(0)
+    planted = Counter[str]()
+    last = ""
     with file.open("w") as out:
         for _ in range(rows):
             kind = rng.choices(["plain", "duplicate", "personal", "leaked"], [88.5, 10, 1, 0.5])[0]
@@ -54,14 +58,26 @@ def write(file: Path, rows: int, questions: list[str], vocabulary: list[str]) ->
                 answer += f" write to user{rng.randrange(10**6)}@example.org"
                 planted[kind] += 1
             person = f"person{rng.randrange(PEOPLE)}"
-            line = json.dumps({"prompt": prompt, "response": answer, "thumb": rng.choice(["up", "down"]), "annotator": person}) + "\n"
+            line = (
+                json.dumps(
+                    {
+                        "prompt": prompt,
+                        "response": answer,
+                        "thumb": rng.choice(["up", "down"]),
+                        "annotator": person,
+                    }
+                )
+                + "\n"
+            )
             last = line if kind == "plain" else last
             out.write(line)
     return planted
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rows", type=int, default=1_000_000)
     parser.add_argument("--folder", type=Path, required=True)
     add_options(parser, "feedback")
@@ -80,17 +96,27 @@ def main() -> None:
 
     def imported(rows: int, file: Path, inbox: Path) -> tuple[dict[str, float], float]:
         start = time.perf_counter()
-        command = [sys.executable, "-c", IMPORT, str(file), str(inbox), str(arguments.folder / "questions.json")]
+        command = [
+            sys.executable,
+            "-c",
+            IMPORT,
+            str(file),
+            str(inbox),
+            str(arguments.folder / "questions.json"),
+        ]
         done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
         return json.loads(done.stdout), time.perf_counter() - start
 
     for rows in (arguments.rows // 10, arguments.rows):
-        file, folder = arguments.folder / f"{rows}.jsonl", arguments.folder / f"{rows}.inbox"
+        file = arguments.folder / f"{rows}.jsonl"
+        folder = arguments.folder / f"{rows}.inbox"
         planted = write(file, rows, questions, vocabulary)
         shutil.rmtree(folder, ignore_errors=True)
         found, seconds = imported(rows, file, folder)
         print(
-            f"{rows:,} rows of {file.stat().st_size / 2**20:.0f} MiB: {seconds:.0f} s; planted {dict(planted)}, found {found}", flush=True
+            f"{rows:,} rows of {file.stat().st_size / 2**20:.0f} MiB: {seconds:.0f} s; planted"
+            f" {dict(planted)}, found {found}",
+            flush=True,
         )
         figures[f"peak memory at {rows:,} rows"] = figure(round(found["peak"]), "MiB")
     inbox = Inbox(folder)
@@ -106,7 +132,9 @@ def main() -> None:
     start = time.perf_counter()
     gone = forget(inbox, "person7").rows
     figures["deletion of one person"] = figure(round(time.perf_counter() - start, 1), "s")
-    figures["peak memory of file and deletion"] = figure(round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024), "MiB")
+    figures["peak memory of file and deletion"] = figure(
+        round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024), "MiB"
+    )
     print(f"{gone} rows of one person deleted; {figures}", flush=True)
     save(arguments, "Import of feedback into an inbox", figures)
 

@@ -10,14 +10,18 @@ from rlhf_core.system.machine import free_memory, gpu_names
 
 
 def watch_memory() -> list[int]:
-    """Returns the bytes in use at most on each GPU that this process can see, in a list that a thread keeps up to date five times a
-    second until the process ends. Without a GPU it is empty."""
-    if not (names := gpu_names()):
+    """Returns the bytes in use at most on each GPU that this process can see, in a list that a thread keeps
+    up to date five times a second until the process ends. Without a GPU it is empty."""
+    names = gpu_names()
+    if not names:
         return []
     import pynvml
 
     pynvml.nvmlInit()
-    handles = [pynvml.nvmlDeviceGetHandleByIndex(int(n)) if n.isdigit() else pynvml.nvmlDeviceGetHandleByUUID(n) for n in names]
+    handles = [
+        pynvml.nvmlDeviceGetHandleByIndex(int(n)) if n.isdigit() else pynvml.nvmlDeviceGetHandleByUUID(n)
+        for n in names
+    ]
     peaks = [0] * len(handles)
 
     def look() -> None:
@@ -31,9 +35,11 @@ def watch_memory() -> list[int]:
 
 
 def watch_host() -> list[int]:
-    """Returns a list of one number: the bytes by which free host memory was at most lower than now. Pinned memory is among them, files
-    that the system caches are not. A thread keeps it up to date five times a second until the process ends."""
-    before, peak = free_memory(), [0]
+    """Returns a list of one number: the bytes by which free host memory was at most lower than now. Pinned
+    memory is among them, files that the system caches are not. A thread keeps it up to date five times a
+    second until the process ends."""
+    before = free_memory()
+    peak = [0]
 
     def look() -> None:
         while True:

@@ -17,7 +17,8 @@ def headed(model: Path, out: Path) -> Path:
     for file in model.iterdir():
         if file.name.endswith(".safetensors.index.json"):
             continue
-        link = f"part-{file.name}" if file.suffix == ".safetensors" else file.name  # the index tells which files there are
+        # the index tells which files there are
+        link = f"part-{file.name}" if file.suffix == ".safetensors" else file.name
         (out / link).symlink_to(file.resolve())
         if file.suffix == ".safetensors":
             with safe_open(file, framework="pt") as weights:

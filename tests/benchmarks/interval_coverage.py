@@ -1,9 +1,10 @@
-"""How often the interval of a win rate covers the true one, as a markdown table (docs/explanation/statistics.md).
+"""How often the interval of a win rate covers the true one, as a markdown table
+(docs/explanation/statistics.md).
 
     python tests/benchmarks/interval_coverage.py [--evaluations 2000]
 
-Simulates evaluations of 6, 20, 50 and 420 questions with true rates from 0.5 to 1, which takes minutes. What is drawn:
-tests/support/interval_coverage.py.
+Simulates evaluations of 6, 20, 50 and 420 questions with true rates from 0.5 to 1, which takes minutes. What
+is drawn: tests/support/interval_coverage.py.
 """
 
 from __future__ import annotations
@@ -22,7 +23,9 @@ RATES = (0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 1.0)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--evaluations", type=int, default=2000, help="simulated evaluations of a cell")
     evaluations = parser.parse_args().evaluations
     rows = []

@@ -1,9 +1,11 @@
-"""A PPO run for each option of placement, side by side on the cards of one host, and their table: seconds by phase, memory by card.
+"""A PPO run for each option of placement, side by side on the cards of one host, and their table: seconds by
+phase, memory by card.
 
     python tests/benchmarks/matrix.py --model FOLDER --out FOLDER [--steps 2] [--gpus 4] [--rows ROW ...]
 
-FOLDER of --model holds a transformers checkpoint with a tokenizer (random weights do). Each row is ppo_step.py with its placement, on cards
-of its own; a row starts as soon as as many cards are free as it needs. Rows that work at the same time share the host's processors.
+FOLDER of --model holds a transformers checkpoint with a tokenizer (random weights do). Each row is
+ppo_step.py with its placement, on cards of its own; a row starts as soon as as many cards are free as it
+needs. Rows that work at the same time share the host's processors.
 """
 
 from __future__ import annotations
@@ -24,7 +26,15 @@ from record import add_options, figure, save
 from rlhf_core.runs.metrics_log import read_metrics
 
 PHASES = ("generate", "score", "train", "sync")
-HEAD = ("", "step", *PHASES, "step by `plan`", "peak GiB by card", "peak by `plan`", "first policy and value loss")
+HEAD = (
+    "",
+    "step",
+    *PHASES,
+    "step by `plan`",
+    "peak GiB by card",
+    "peak by `plan`",
+    "first policy and value loss",
+)
 
 
 class Row(NamedTuple):
@@ -44,9 +54,15 @@ ROWS = {
     "and reference and reward offloaded": Row("all-1", {"ref_reward_offload": True}, 1),
     "and Adam of actor and critic on the host": Row("all-1", {"adam_offload": ["actor", "critic"]}, 1),
     "models on a card, the engine on another": Row("split-2", {}, 2),
-    "and two reward models": Row("split-2", {"reward": ["rm", "other"], **{role: {"gpus": 0.2} for role in ROLES}}, 2),
-    "actor + reference; critic, reward, engine": Row("split-2", {"colocate_actor_ref": True, "vllm": BESIDE}, 2),
-    "critic + reward; actor, reference, engine": Row("split-2", {"colocate_critic_reward": True, "vllm": BESIDE}, 2),
+    "and two reward models": Row(
+        "split-2", {"reward": ["rm", "other"], **{role: {"gpus": 0.2} for role in ROLES}}, 2
+    ),
+    "actor + reference; critic, reward, engine": Row(
+        "split-2", {"colocate_actor_ref": True, "vllm": BESIDE}, 2
+    ),
+    "critic + reward; actor, reference, engine": Row(
+        "split-2", {"colocate_critic_reward": True, "vllm": BESIDE}, 2
+    ),
     "all on two cards, two engines": Row("all-2", {}, 2, 3),
     "all on two cards, an engine over both (TP 2)": Row("tp-2", {}, 2, 3),
     "actor + reference, critic + reward, engine": Row("split-3", {}, 3),
@@ -54,14 +70,21 @@ ROWS = {
     "actor, reference, critic + reward, engine": Row("split-3", {"colocate_actor_ref": False}, 4),
     "actor, critic, reference and reward halves, engine": Row(
         "split-3",
-        {"colocate_actor_ref": False, "colocate_critic_reward": False, "reference_ranks": HALF, "reward_ranks": HALF},
+        {
+            "colocate_actor_ref": False,
+            "colocate_critic_reward": False,
+            "reference_ranks": HALF,
+            "reward_ranks": HALF,
+        },
         4,
     ),
 }
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--model", type=Path, required=True)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--steps", type=int, default=2)
@@ -71,7 +94,8 @@ def main() -> None:
     add_options(parser, "matrix")
     arguments = parser.parse_args()
     arguments.out.mkdir(parents=True)
-    waiting, running = [name for name in arguments.rows if ROWS[name].cards <= arguments.gpus], {}
+    waiting = [name for name in arguments.rows if ROWS[name].cards <= arguments.gpus]
+    running = {}
     for name in set(arguments.rows) - set(waiting):
         print(f"left out, for want of cards: {name} ({ROWS[name].cards})")
     free = set(range(arguments.gpus))
@@ -83,10 +107,14 @@ def main() -> None:
             free -= set(taken)
             waiting.remove(name)
             running[name] = taken, begin(name, taken, arguments)
-        for name, (taken, process) in [(name, row) for name, row in running.items() if row[1].poll() is not None]:
+        for name, (taken, process) in [
+            (name, row) for name, row in running.items() if row[1].poll() is not None
+        ]:
             print(told(name, taken, arguments.out, process.returncode), flush=True)
             if not process.returncode and (lines := read_metrics(arguments.out / slug(name) / "run")):
-                found[name] = figure(round(sum(value for key, value in lines[-1].items() if key.startswith("phase/")), 2), "s")
+                found[name] = figure(
+                    round(sum(value for key, value in lines[-1].items() if key.startswith("phase/")), 2), "s"
+                )
             free |= set(taken)
             del running[name]
         time.sleep(1)
@@ -95,9 +123,25 @@ def main() -> None:
 
 def begin(name: str, taken: list[int], arguments: argparse.Namespace) -> subprocess.Popen[bytes]:
     row = ROWS[name]
-    script, out = str(Path(__file__).with_name("ppo_step.py")), str(arguments.out / slug(name))
-    settings = ["--placement", row.placement, "--set", json.dumps(row.settings), "--zero-stage", str(row.zero_stage)]
-    given = ["--model", str(arguments.model), "--out", out, "--steps", str(arguments.steps), *arguments.options.split()]
+    script = str(Path(__file__).with_name("ppo_step.py"))
+    out = str(arguments.out / slug(name))
+    settings = [
+        "--placement",
+        row.placement,
+        "--set",
+        json.dumps(row.settings),
+        "--zero-stage",
+        str(row.zero_stage),
+    ]
+    given = [
+        "--model",
+        str(arguments.model),
+        "--out",
+        out,
+        "--steps",
+        str(arguments.steps),
+        *arguments.options.split(),
+    ]
     with (arguments.out / f"{slug(name)}.txt").open("wb") as log:
         environment = os.environ | {"CUDA_VISIBLE_DEVICES": ",".join(map(str, taken))}
         return start_child(script, *settings, *given, stdout=log, stderr=log, env=environment)
@@ -112,7 +156,9 @@ def told(name: str, taken: list[int], out: Path, code: int) -> str:
         return f"| {name} | ended with code {code}: {said[-1] if said else 'nothing was said'} |||||||||"
     peaks = json.loads(re.findall(r"peak GiB by card (\[.*\])", text)[-1])
     plan = json.loads(re.findall(r"^plan (.*)$", text, re.MULTILINE)[0])
-    phases = {key.removeprefix("phase/"): value for key, value in lines[-1].items() if key.startswith("phase/")}
+    phases = {
+        key.removeprefix("phase/"): value for key, value in lines[-1].items() if key.startswith("phase/")
+    }
     seconds = " | ".join(f"{phases[phase]:.2f}" for phase in PHASES)
     losses = ", ".join(f"{lines[0][loss]:.6f}" for loss in ("policy/loss", "value/loss"))
     memory = f"{', '.join(str(peaks[i]) for i in taken)} | {', '.join(map(str, plan['GiB']))}"

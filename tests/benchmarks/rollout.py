@@ -1,9 +1,11 @@
-"""Seconds to sample fixed lengths with plain `vllm.LLM.generate` and with our sampler on the same prompts, each in a process of its own.
+"""Seconds to sample fixed lengths with plain `vllm.LLM.generate` and with our sampler on the same prompts,
+each in a process of its own.
 
     python tests/benchmarks/rollout.py --model FOLDER --prompts 128 --prompt-len 256 --generate-len 512
 
-Plain vLLM: CUDA graphs, 0.9 of the memory, one seed for the engine, no log-probs. Ours: what PPO asks for, a seed for each answer and
-the sampler's log-prob of each token; `whole`: with one seed for the whole batch; `fp8`: `whole` with FP8 weights, keys and values.
+Plain vLLM: CUDA graphs, 0.9 of the memory, one seed for the engine, no log-probs. Ours: what PPO asks for, a
+seed for each answer and the sampler's log-prob of each token; `whole`: with one seed for the whole batch;
+`fp8`: `whole` with FP8 weights, keys and values.
 """
 
 from __future__ import annotations
@@ -25,7 +27,9 @@ ROUNDS = 3
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--model", required=True)
     parser.add_argument("--prompts", type=int, default=128)
     parser.add_argument("--prompt-len", type=int, default=256)
@@ -39,21 +43,30 @@ def main() -> None:
         default=["plain", "ours", "whole"],
         help="greedy, answers: the same for an evaluation; named twice: the better of two",
     )
-    parser.add_argument("--profile", type=int, default=0, help="functions named, of the start and of a round; of our sides")
+    parser.add_argument(
+        "--profile", type=int, default=0, help="functions named, of the start and of a round; of our sides"
+    )
     add_options(parser, "rollout")
     arguments = parser.parse_args()
     if arguments.side is None:
         found: dict[str, int] = {}
         for side in arguments.sides:
-            done = subprocess.run([sys.executable, *sys.argv, "--side", side], check=True, stdout=subprocess.PIPE, text=True)
+            done = subprocess.run(
+                [sys.executable, *sys.argv, "--side", side], check=True, stdout=subprocess.PIPE, text=True
+            )
             print(done.stdout, end="", flush=True)
             rate = re.findall(rf"^{side}: .*?([\d,]+) tokens/s", done.stdout, re.M)[-1].replace(",", "")
             found[side] = max(found.get(side, 0), int(rate))
-        save(arguments, "Sampling, ours beside plain vLLM", {side: figure(rate, "tokens/s", "higher") for side, rate in found.items()})
+        save(
+            arguments,
+            "Sampling, ours beside plain vLLM",
+            {side: figure(rate, "tokens/s", "higher") for side, rate in found.items()},
+        )
         return
     rng = random.Random(0)
     prompts = [
-        [[rng.randrange(100, 200) for _ in range(arguments.prompt_len)] for _ in range(arguments.prompts)] for _ in range(ROUNDS + 1)
+        [[rng.randrange(100, 200) for _ in range(arguments.prompt_len)] for _ in range(arguments.prompts)]
+        for _ in range(ROUNDS + 1)
     ]
     with profiled(arguments.profile, "the start"):
         generate = plain(arguments) if arguments.side in ("plain", "greedy") else ours(arguments)
@@ -67,7 +80,11 @@ def main() -> None:
         with profiled(arguments.profile, "a round"):
             generate(prompts[0])
     best = min(seconds[1:])
-    print(f"{arguments.side}: {best:.2f} s, {tokens / best:,.0f} tokens/s; all rounds {[round(s, 2) for s in seconds]}", flush=True)
+    print(
+        f"{arguments.side}: {best:.2f} s, {tokens / best:,.0f} tokens/s; all rounds"
+        f" {[round(s, 2) for s in seconds]}",
+        flush=True,
+    )
 
 
 @contextmanager
@@ -90,10 +107,15 @@ def plain(arguments: argparse.Namespace):  # type: ignore[no-untyped-def]
 
     length = arguments.prompt_len + arguments.generate_len
     options = {"dtype": arguments.dtype, "gpu_memory_utilization": arguments.memory}
-    options |= {"language_model_only": wraps_text_by_config(config_of(arguments.model)), **delta_rule(arguments.model)}
+    options |= {
+        "language_model_only": wraps_text_by_config(config_of(arguments.model)),
+        **delta_rule(arguments.model),
+    }
     llm = vllm.LLM(arguments.model, max_model_len=length, seed=0, **options)
     temperature = 0.0 if arguments.side == "greedy" else 1.0
-    params = vllm.SamplingParams(temperature=temperature, max_tokens=arguments.generate_len, ignore_eos=True, detokenize=False)
+    params = vllm.SamplingParams(
+        temperature=temperature, max_tokens=arguments.generate_len, ignore_eos=True, detokenize=False
+    )
 
     def generate(batch: list[list[int]]) -> int:
         outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in batch], params, use_tqdm=False)

@@ -1,9 +1,11 @@
-"""Milliseconds in which each step of an engine is scheduled and its output is read, by alignflow's scheduler and by vLLM's own.
+"""Milliseconds in which each step of an engine is scheduled and its output is read, by alignflow's scheduler
+and by vLLM's own.
 
-    python tests/benchmarks/scheduling.py --model FOLDER [--requests 256] [--tokens 128] [--rounds 3] [--json OUT]
+    python tests/benchmarks/scheduling.py --model FOLDER [--requests 256] [--tokens 128] [--rounds 3] [--json
+    OUT]
 
-The engine runs in this process, on the GPU or on CPUs. The two schedulers take turns on the same requests; a figure is the median of all
-steps that decode one token of at least three quarters of them.
+The engine runs in this process, on the GPU or on CPUs. The two schedulers take turns on the same requests; a
+figure is the median of all steps that decode one token of at least three quarters of them.
 """
 
 from __future__ import annotations
@@ -24,7 +26,9 @@ PROMPT = 16
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--model", type=Path, required=True)
     parser.add_argument("--requests", type=int, default=256)
     parser.add_argument("--tokens", type=int, default=128)
@@ -33,7 +37,9 @@ def main() -> None:
     arguments = parser.parse_args()
     wanted = Vllm(kv_cache_gib=2, engine={"max_num_seqs": arguments.requests})
     found: dict[bool, list[float]] = {True: [], False: []}
-    with closing(Sampler(str(arguments.model), seed=0, max_model_len=PROMPT + arguments.tokens, vllm=wanted)) as sampler:
+    with closing(
+        Sampler(str(arguments.model), seed=0, max_model_len=PROMPT + arguments.tokens, vllm=wanted)
+    ) as sampler:
         engine: Any = sampler.llm.llm_engine
         scheduler = engine.engine_core.engine_core.scheduler
         steps = measured(scheduler, arguments.requests)
@@ -41,7 +47,9 @@ def main() -> None:
         for turn in range(-1, 2 * arguments.rounds):  # the first one warms up
             scheduler._plain = turn % 2 == 0
             steps.clear()
-            sampler.generate([list(range(5, 5 + PROMPT))] * arguments.requests, range(arguments.requests), sampling)
+            sampler.generate(
+                [list(range(5, 5 + PROMPT))] * arguments.requests, range(arguments.requests), sampling
+            )
             found[scheduler._plain] += steps if turn >= 0 else []
     quick, own = (1e3 * statistics.median(found[plain]) for plain in (True, False))
     figures = {
@@ -52,13 +60,20 @@ def main() -> None:
     }
     for name, value in figures.items():
         print(f"{name}: {value['value']} {value['unit']}")
-    save(arguments, f"Scheduling {arguments.requests} requests, a token each a step, beside vLLM's own scheduler", figures)
+    save(
+        arguments,
+        f"Scheduling {arguments.requests} requests, a token each a step, beside vLLM's own scheduler",
+        figures,
+    )
 
 
 def measured(scheduler: Any, requests: int) -> list[float]:
-    """Wraps the two methods of a scheduler that an engine calls each step; returns the list to which their seconds go."""
-    seconds, scheduled = list[float](), [0.0]
-    schedule, read = scheduler.schedule, scheduler.update_from_output
+    """Wraps the two methods of a scheduler that an engine calls each step; returns the list to which their
+    seconds go."""
+    seconds = list[float]()
+    scheduled = [0.0]
+    schedule = scheduler.schedule
+    read = scheduler.update_from_output
 
     def timed_schedule(*given: Any, **named: Any) -> Any:
         start = time.perf_counter()
@@ -73,7 +88,8 @@ def measured(scheduler: Any, requests: int) -> list[float]:
             seconds.append(scheduled[0] + time.perf_counter() - start)
         return found
 
-    scheduler.schedule, scheduler.update_from_output = timed_schedule, timed_read
+    scheduler.schedule = timed_schedule
+    scheduler.update_from_output = timed_read
     return seconds
 
 

@@ -1,11 +1,13 @@
-"""Long sequences on one GPU and on several that compute each pass together: tokens a second, memory, and whether the losses are the same.
+"""Long sequences on one GPU and on several that compute each pass together: tokens a second, memory, and
+whether the losses are the same.
 
     python tests/benchmarks/sequence_parallel.py [--gpus 1 2] [--shape 7b] [--lora 16] [--tokens 32768 131072]
     torchrun --nproc-per-node 2 tests/benchmarks/sequence_parallel.py [...]      # one number of GPUs
 
-The model has random weights, in memory (--shape) or from a folder (--model). Each pass of --tokens is one document, and each optimiser step
-one pass, with all layers recomputed. Losses and gradient norms are compared before, on packed documents (SFT) and on pairs with shared
-prompts (DPO), of --check tokens; the learning rate is 0. Exits with 1 where they differ by more than --noise of their size.
+The model has random weights, in memory (--shape) or from a folder (--model). Each pass of --tokens is one
+document, and each optimiser step one pass, with all layers recomputed. Losses and gradient norms are compared
+before, on packed documents (SFT) and on pairs with shared prompts (DPO), of --check tokens; the learning rate
+is 0. Exits with 1 where they differ by more than --noise of their size.
 """
 
 from __future__ import annotations
@@ -43,24 +45,57 @@ from rlhf_core.training.ranks import make_engine
 
 GIB = 2**30
 SHAPES: dict[str, dict[str, Any]] = {  # those of Qwen2.5
-    "7b": {"hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28, "num_attention_heads": 28, "num_key_value_heads": 4},
-    "1.5b": {"hidden_size": 1536, "intermediate_size": 8960, "num_hidden_layers": 28, "num_attention_heads": 12, "num_key_value_heads": 2},
-    "tiny": {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2},
+    "7b": {
+        "hidden_size": 3584,
+        "intermediate_size": 18944,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 28,
+        "num_key_value_heads": 4,
+    },
+    "1.5b": {
+        "hidden_size": 1536,
+        "intermediate_size": 8960,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 12,
+        "num_key_value_heads": 2,
+    },
+    "tiny": {
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+    },
 }
 TIMED = 2  # steps, after one that is not
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--gpus", type=int, nargs="+", default=[1, 2], help="one run with each number; without GPUs, processes")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--gpus",
+        type=int,
+        nargs="+",
+        default=[1, 2],
+        help="one run with each number; without GPUs, processes",
+    )
     parser.add_argument("--shape", choices=SHAPES, default="7b")
     parser.add_argument("--model", type=Path, help="a folder with a model, in place of --shape")
     parser.add_argument("--lora", type=int, default=0, help="rank of adapters; 0: all weights are trained")
     parser.add_argument("--tokens", type=int, nargs="+", default=[32768, 131072], help="tokens of a pass")
-    parser.add_argument("--mlp-tokens", type=int, help="tokens that a feed-forward block computes at a time; default: all")
-    parser.add_argument("--check", type=int, default=8192, help="tokens of the passes whose losses are compared")
     parser.add_argument(
-        "--noise", type=float, default=0.02, help="share by which losses and norms may differ; rounding to bf16 takes less than 0.01"
+        "--mlp-tokens", type=int, help="tokens that a feed-forward block computes at a time; default: all"
+    )
+    parser.add_argument(
+        "--check", type=int, default=8192, help="tokens of the passes whose losses are compared"
+    )
+    parser.add_argument(
+        "--noise",
+        type=float,
+        default=0.02,
+        help="share by which losses and norms may differ; rounding to bf16 takes less than 0.01",
     )
     parser.add_argument("--zero-stage", type=int, default=3)
     parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float32"))
@@ -75,12 +110,18 @@ def main() -> int:
 def run_ranks(count: int) -> dict[str, Any]:
     """Runs this file on `count` ranks; what rank 0 measured."""
     with tempfile.TemporaryDirectory() as folder:
-        shared = {"WORLD_SIZE": str(count), STORE: store_address(), "RESULT": str(Path(folder) / "result.json")}
+        shared = {
+            "WORLD_SIZE": str(count),
+            STORE: store_address(),
+            "RESULT": str(Path(folder) / "result.json"),
+        }
         command = [sys.executable, *sys.argv]
         environments = [os.environ | shared | {"RANK": str(i), "LOCAL_RANK": str(i)} for i in range(count)]
         running = [subprocess.Popen(command, env=environment) for environment in environments]
         try:
-            while any(process.poll() is None for process in running) and not any(process.poll() for process in running):
+            while any(process.poll() is None for process in running) and not any(
+                process.poll() for process in running
+            ):
                 time.sleep(0.2)  # a rank that failed leaves the others waiting
         finally:
             for process in running:
@@ -111,7 +152,11 @@ def rank(arguments: argparse.Namespace, result: Path) -> int:
         finally:
             if engine.rank == 0:
                 result.write_text(json.dumps(found))
-                print(f"{engine.world_size} GPU(s), {tokens:,} tokens: {found.get(str(tokens)) or 'out of memory'}", flush=True)
+                print(
+                    f"{engine.world_size} GPU(s), {tokens:,} tokens:"
+                    f" {found.get(str(tokens)) or 'out of memory'}",
+                    flush=True,
+                )
     return 0
 
 
@@ -121,10 +166,17 @@ def policy_of(arguments: argparse.Namespace) -> Policy:
         return trained_policy(str(arguments.model), arguments.dtype, False, lora, 0)
     dtype = getattr(torch, arguments.dtype)
     small = arguments.shape == "tiny"
-    config = Qwen2Config(**SHAPES[arguments.shape], vocab_size=512 if small else 152064, max_position_embeddings=2**18, pad_token_id=0)
+    config = Qwen2Config(
+        **SHAPES[arguments.shape],
+        vocab_size=512 if small else 152064,
+        max_position_embeddings=2**18,
+        pad_token_id=0,
+    )
     torch.manual_seed(0)
     with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention_for(dtype, config))
+        model = AutoModelForCausalLM.from_config(
+            config, dtype=dtype, attn_implementation=attention_for(dtype, config)
+        )
     policy = Policy(fuse(set_attention(model)))
     if lora:
         add_lora(policy.model, lora, 0)
@@ -153,7 +205,9 @@ def words(rng: random.Random, count: int, vocabulary: int) -> list[int]:
 
 def sft(engine: Engine, tokens: int, vocabulary: int) -> Callable[[], torch.Tensor]:
     """Packed documents, half of each under the mask."""
-    rng, documents, left = random.Random(0), list[Document](), tokens
+    rng = random.Random(0)
+    documents = list[Document]()
+    left = tokens
     while left > 0:
         length = min(left, rng.randrange(tokens // 32, tokens // 2))
         documents.append(Document(words(rng, length, vocabulary), [i >= length // 2 for i in range(length)]))
@@ -163,7 +217,8 @@ def sft(engine: Engine, tokens: int, vocabulary: int) -> Callable[[], torch.Tens
 
 def dpo(engine: Engine, tokens: int, vocabulary: int) -> Callable[[], torch.Tensor]:
     """Pairs whose prompts are stored once where the kernel takes that."""
-    rng, pairs = random.Random(1), list[Pair]()
+    rng = random.Random(1)
+    pairs = list[Pair]()
     for _ in range(4):
         asked = words(rng, tokens // 8, vocabulary)
         answers = [words(rng, rng.randrange(tokens // 32, tokens // 16), vocabulary) for _ in range(2)]
@@ -186,9 +241,11 @@ def nll(engine: Engine, documents: list[Document]) -> torch.Tensor:
 
 
 def measured(engine: Engine, tokens: int, vocabulary: int) -> dict[str, float]:
-    """Seconds of a step, tokens a second of all ranks, GiB at the peak, and the loss, of one document of `tokens`."""
+    """Seconds of a step, tokens a second of all ranks, GiB at the peak, and the loss, of one document of
+    `tokens`."""
     document = Document(words(random.Random(2), tokens, vocabulary), [True] * tokens)
-    seconds, on_gpu = [], torch.cuda.is_available()
+    seconds = []
+    on_gpu = torch.cuda.is_available()
     if on_gpu:
         engine.release()
         torch.cuda.reset_peak_memory_stats()
@@ -203,12 +260,18 @@ def measured(engine: Engine, tokens: int, vocabulary: int) -> dict[str, float]:
         seconds.append(time.monotonic() - start)
     step = min(seconds[1:])
     peak = torch.cuda.max_memory_allocated() / GIB if on_gpu else math.nan
-    return {"seconds": round(step, 3), "rate": round(tokens / step), "peak": round(peak, 2), "loss": float(loss.detach())}
+    return {
+        "seconds": round(step, 3),
+        "rate": round(tokens / step),
+        "peak": round(peak, 2),
+        "loss": float(loss.detach()),
+    }
 
 
 def table(arguments: argparse.Namespace, found: dict[int, dict[str, Any]]) -> int:
     """Prints what was measured; 1 where losses or gradient norms differ."""
-    first, differs = found[arguments.gpus[0]], False
+    first = found[arguments.gpus[0]]
+    differs = False
     print(f"\n{'':>24}" + "".join(f"{count:>18} GPU" for count in found))
     for name in ("sft", "dpo"):
         for what in ("loss", "norm"):
@@ -220,12 +283,20 @@ def table(arguments: argparse.Namespace, found: dict[int, dict[str, Any]]) -> in
         for what, unit in (("rate", "tokens/s"), ("peak", "GiB"), ("loss", "")):
             values = [of.get(str(tokens), {}).get(what, math.nan) for of in found.values()]
             print(
-                f"{f'{tokens:,} {what} {unit}'.rstrip():>24}" + "".join(f"{value:>22,.{0 if what == 'rate' else 3}f}" for value in values)
+                f"{f'{tokens:,} {what} {unit}'.rstrip():>24}"
+                + "".join(f"{value:>22,.{0 if what == 'rate' else 3}f}" for value in values)
             )
             if unit:
                 shown = zip(found, values, strict=True)
-                figures |= {f"{tokens} {what} {n}": figure(v, unit, "higher" if what == "rate" else "lower") for n, v in shown}
-    print("losses and gradient norms DIFFER" if differs or not first else "losses and gradient norms are the same")
+                figures |= {
+                    f"{tokens} {what} {n}": figure(v, unit, "higher" if what == "rate" else "lower")
+                    for n, v in shown
+                }
+    print(
+        "losses and gradient norms DIFFER"
+        if differs or not first
+        else "losses and gradient norms are the same"
+    )
     save(arguments, "Long sequences over several GPUs", figures)
     return int(differs or not first)
 

@@ -1,8 +1,10 @@
-"""Time of `make setup` in a fresh clone with empty caches: `python tests/benchmarks/setup_time.py --runs 5 --json setup.json`.
+"""Time of `make setup` in a fresh clone with empty caches: `python tests/benchmarks/setup_time.py --runs 5
+--json setup.json`.
 
-CPU seconds are those of the command and all that it started; they differ less than the wall clock where other work runs or the
-network is slow. Each run has a clone and caches of its own; all are removed at the end, since ext4 takes longer to make files in
-the minutes after a large deletion. Variables that keep a cache of uv, or keep Python from writing what it compiles, are left out.
+CPU seconds are those of the command and all that it started; they differ less than the wall clock where other
+work runs or the network is slow. Each run has a clone and caches of its own; all are removed at the end,
+since ext4 takes longer to make files in the minutes after a large deletion. Variables that keep a cache of
+uv, or keep Python from writing what it compiles, are left out.
 """
 
 from __future__ import annotations
@@ -41,13 +43,17 @@ def cpu_seconds() -> float:
 
 def size(folder: Path) -> int:
     """Returns the bytes that `folder` takes on the disk; a file of several names counts once."""
-    found = subprocess.run(["du", "--summarize", "--block-size=1", str(folder)], capture_output=True, text=True, check=True)
+    found = subprocess.run(
+        ["du", "--summarize", "--block-size=1", str(folder)], capture_output=True, text=True, check=True
+    )
     return int(found.stdout.split()[0])
 
 
 def measure(folder: Path, source: Path, commit: str, target: str) -> Run:
-    """Runs `make TARGET` in a clone of `source` at `commit`, in `folder`. Raises CalledProcessError when it fails."""
-    clone, caches = folder / "clone", folder / "caches"
+    """Runs `make TARGET` in a clone of `source` at `commit`, in `folder`. Raises CalledProcessError when it
+    fails."""
+    clone = folder / "clone"
+    caches = folder / "caches"
     caches.mkdir(parents=True)
     subprocess.run(["git", "clone", "--quiet", str(source), str(clone)], check=True)
     subprocess.run(["git", "checkout", "--quiet", commit], cwd=clone, check=True)
@@ -63,16 +69,23 @@ def measure(folder: Path, source: Path, commit: str, target: str) -> Run:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--runs", type=int, default=1, help="setups, one after the other; figures are medians")
+    parser.add_argument(
+        "--runs", type=int, default=1, help="setups, one after the other; figures are medians"
+    )
     parser.add_argument("--commit", default="HEAD", help="commit of this repository that is cloned")
     parser.add_argument("--target", default="setup", help="setup or setup-dev")
-    parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()), help="where the clones are made")
+    parser.add_argument(
+        "--folder", type=Path, default=Path(tempfile.gettempdir()), help="where the clones are made"
+    )
     add_options(parser, "setup-2cores")
     arguments = parser.parse_args()
     free = shutil.disk_usage(arguments.folder).free / 1e9
     needed = arguments.runs * RUN_GB
     if free < needed:
-        parser.error(f"{arguments.runs} runs need {needed} GB in {arguments.folder}, which has {free:.0f}: give --folder")
+        parser.error(
+            f"{arguments.runs} runs need {needed} GB in {arguments.folder}, which has {free:.0f}: give"
+            " --folder"
+        )
     named = ["git", "rev-parse", arguments.commit]
     commit = subprocess.run(named, cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
     runs = []

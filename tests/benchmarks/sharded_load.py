@@ -1,10 +1,13 @@
-"""Peak memory of each rank of a ZeRO-3 group while a model is loaded, trained, saved, exported and resumed: gloo ranks on this machine.
+"""Peak memory of each rank of a ZeRO-3 group while a model is loaded, trained, saved, exported and resumed:
+gloo ranks on this machine.
 
-    python tests/benchmarks/sharded_load.py --out FOLDER [--ranks 4] [--hidden 1024 --layers 24 --vocabulary 48000] [--whole] [--json OUT]
+    python tests/benchmarks/sharded_load.py --out FOLDER [--ranks 4] [--hidden 1024 --layers 24 --vocabulary
+    48000] [--whole] [--json OUT]
 
-The model is a Llama of random weights in bf16, 0.41e9 parameters by default. Each rank is a process of its own. Its peak is VmHWM, which is
-reset between the parts; that of a process with the libraries alone is a figure of its own, and subtracted from none. `--whole`: each rank
-loads the whole model, which DeepSpeed cuts afterwards. Weights are fetched again for the backward pass, as those of large models are.
+The model is a Llama of random weights in bf16, 0.41e9 parameters by default. Each rank is a process of its
+own. Its peak is VmHWM, which is reset between the parts; that of a process with the libraries alone is a
+figure of its own, and subtracted from none. `--whole`: each rank loads the whole model, which DeepSpeed cuts
+afterwards. Weights are fetched again for the backward pass, as those of large models are.
 """
 
 from __future__ import annotations
@@ -25,7 +28,9 @@ TOKENS = 64
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--hidden", type=int, default=1024)
@@ -40,7 +45,10 @@ def main() -> None:
         return
     arguments.out.mkdir(parents=True, exist_ok=True)
     sizes = make_model(arguments)
-    ranks = [{**trained, **resumed} for trained, resumed in zip(run(arguments, "train"), run(arguments, "resume"), strict=True)]
+    ranks = [
+        {**trained, **resumed}
+        for trained, resumed in zip(run(arguments, "train"), run(arguments, "resume"), strict=True)
+    ]
     peaks = {part: max(found[part] for found in ranks) for part in PARTS}
     share = sizes["model"] / arguments.ranks
     figures = {f"peak of a rank, {part}": figure(round(peaks[part] / 1e6), "MB") for part in PARTS}
@@ -54,7 +62,12 @@ def main() -> None:
     for name, value in figures.items():
         print(f"{name}: {value['value']} {value['unit']}")
     arguments.rank = None
-    save(arguments, f"Peak memory of {arguments.ranks} ZeRO-3 ranks on CPUs, {sizes['model'] / 2e9:.2f}e9 parameters in bf16", figures)
+    save(
+        arguments,
+        f"Peak memory of {arguments.ranks} ZeRO-3 ranks on CPUs, {sizes['model'] / 2e9:.2f}e9 parameters in"
+        " bf16",
+        figures,
+    )
 
 
 def make_model(arguments: argparse.Namespace) -> dict[str, float]:
@@ -62,7 +75,8 @@ def make_model(arguments: argparse.Namespace) -> dict[str, float]:
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-    hidden, inner = arguments.hidden, arguments.hidden * 11 // 4
+    hidden = arguments.hidden
+    inner = arguments.hidden * 11 // 4
     config = LlamaConfig(
         hidden_size=hidden,
         intermediate_size=inner,
@@ -79,9 +93,12 @@ def make_model(arguments: argparse.Namespace) -> dict[str, float]:
 
         torch.manual_seed(0)
         LlamaForCausalLM(config).bfloat16().save_pretrained(folder)
-        tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(WordLevel({"a": 0, "b": 1}, unk_token="a")), pad_token="b")
+        tokenizer = PreTrainedTokenizerFast(
+            tokenizer_object=Tokenizer(WordLevel({"a": 0, "b": 1}, unk_token="a")), pad_token="b"
+        )
         tokenizer.save_pretrained(folder)
-    layer, embedding = 2 * (4 * hidden * hidden + 3 * hidden * inner), 2 * arguments.vocabulary * hidden
+    layer = 2 * (4 * hidden * hidden + 3 * hidden * inner)
+    embedding = 2 * arguments.vocabulary * hidden
     return {"model": arguments.layers * layer + 2 * embedding, "layer": layer, "embedding": embedding}
 
 
@@ -89,15 +106,23 @@ def run(arguments: argparse.Namespace, what: str) -> list[dict[str, int]]:
     """Runs all ranks; what each has written."""
     from rlhf_core.cluster.rank_environment import STORE, store_address
 
-    store, children = store_address(), []
+    store = store_address()
+    children = []
     for number in range(arguments.ranks):
-        environment = os.environ | {"RANK": str(number), "LOCAL_RANK": str(number), "WORLD_SIZE": str(arguments.ranks), STORE: store}
+        environment = os.environ | {
+            "RANK": str(number),
+            "LOCAL_RANK": str(number),
+            "WORLD_SIZE": str(arguments.ranks),
+            STORE: store,
+        }
         environment |= {"DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
         command = [sys.executable, __file__, *sys.argv[1:], "--rank", f"{number}/{what}"]
         children.append(subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL))
     if any([child.wait() for child in children]):
         raise SystemExit("a rank failed: see above")
-    return [json.loads((arguments.out / f"{what}-{number}.json").read_text()) for number in range(arguments.ranks)]
+    return [
+        json.loads((arguments.out / f"{what}-{number}.json").read_text()) for number in range(arguments.ranks)
+    ]
 
 
 def rank(arguments: argparse.Namespace) -> None:
@@ -119,7 +144,8 @@ def rank(arguments: argparse.Namespace) -> None:
         ranks=Ranks(num_ranks_per_node=arguments.ranks),
         max_len=TOKENS,
     )
-    source, state = str(arguments.out / "model"), arguments.out / "state"
+    source = str(arguments.out / "model")
+    state = arguments.out / "state"
     shards: dict[str, Any] = {} if arguments.whole else {"shards": ranks.shards_of(config)}
     policy = trained_policy(source, config.dtype, False, None, 0, **shards)
     ended(peaks, "load")
@@ -150,7 +176,9 @@ def step(engine: Any, index: int) -> None:
     """One optimiser step on other random tokens for each rank."""
     import torch
 
-    tokens = torch.randint(1000, (1, TOKENS), generator=torch.Generator().manual_seed(100 * index + engine.rank))
+    tokens = torch.randint(
+        1000, (1, TOKENS), generator=torch.Generator().manual_seed(100 * index + engine.rank)
+    )
     out = engine(tokens, torch.arange(TOKENS)[None], torch.zeros_like(tokens))
     engine.backward(-out.logprobs.mean() / engine.world_size, True)
     print(f"rank {engine.rank}, step {index}: gradient norm {engine.step(1e-5):.6g}", file=sys.stderr)

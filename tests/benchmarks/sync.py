@@ -1,10 +1,12 @@
-"""Seconds to bring changed weights from the actor's ranks to the engines, alone: a PPO fleet is started, trained for a step, and synced.
+"""Seconds to bring changed weights from the actor's ranks to the engines, alone: a PPO fleet is started,
+trained for a step, and synced.
 
     python tests/benchmarks/sync.py --model FOLDER --out FOLDER --placement split-2 --rounds 5
 
-Placements and options are those of ppo_step.py. Before each sync the actor takes an optimiser step, so the largest difference of log-probs
-between engines and actor is shown before (old weights) and after (new ones): only a sync that arrived brings it down. Also printed: the
-route, GB/s, and by how many GiB each card's memory rises meanwhile.
+Placements and options are those of ppo_step.py. Before each sync the actor takes an optimiser step, so the
+largest difference of log-probs between engines and actor is shown before (old weights) and after (new ones):
+only a sync that arrived brings it down. Also printed: the route, GB/s, and by how many GiB each card's memory
+rises meanwhile.
 """
 
 from __future__ import annotations
@@ -36,14 +38,20 @@ from rlhf_core.stages.ppo.train import model_paths
 def main() -> None:
     parser = options(__doc__)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--rate", type=float, default=1e-4, help="learning rate of the steps between the syncs")
+    parser.add_argument(
+        "--rate", type=float, default=1e-4, help="learning rate of the steps between the syncs"
+    )
     add_options(parser, "sync")
     arguments = parser.parse_args()
     arguments.out.mkdir(parents=True)
     (arguments.out / "prompts.jsonl").write_text(json.dumps({"prompt": "not read"}) + "\n")
     config = stage_config(arguments)
-    paths = model_paths(config, {"base": str(arguments.model), "rm": str(headed(arguments.model, arguments.out / "rm"))})
-    fleet = start_fleet(config, paths, load_tokenizer(paths["actor"], False), 0, start_processes(config), False)
+    paths = model_paths(
+        config, {"base": str(arguments.model), "rm": str(headed(arguments.model, arguments.out / "rm"))}
+    )
+    fleet = start_fleet(
+        config, paths, load_tokenizer(paths["actor"], False), 0, start_processes(config), False
+    )
     size = weight_bytes(arguments.model, 2 if config.dtype == "bfloat16" else 4)
     peaks = watch_memory() if torch.cuda.is_available() else []
     experience = made_up(AutoConfig.from_pretrained(arguments.model).vocab_size, arguments.generate_len)
@@ -54,7 +62,8 @@ def main() -> None:
             fleet.wake()
         before = gap(fleet, documents)
         time.sleep(1)
-        at_rest, start = list(peaks), time.monotonic()
+        at_rest = list(peaks)
+        start = time.monotonic()
         fleet.sync_weights()
         seconds = time.monotonic() - start
         rise = [round((peak - rest) / 2**30, 2) for peak, rest in zip(peaks, at_rest, strict=True)]
@@ -78,13 +87,17 @@ def gap(fleet: Fleet, documents: list[Document]) -> float:
 
 
 def made_up(vocabulary: int, length: int) -> list[Experience]:
-    """Answers of random tokens, each as probable as the others, and random advantages: one step of the actor moves its weights."""
-    rng, numbers = random.Random(0), np.random.default_rng(0)
+    """Answers of random tokens, each as probable as the others, and random advantages: one step of the actor
+    moves its weights."""
+    rng = random.Random(0)
+    numbers = np.random.default_rng(0)
     zeros = np.zeros(length, np.float32)
     even = np.full(length, -math.log(vocabulary), np.float32)
     made = []
     for _ in range(8):
-        document = Document([rng.randrange(vocabulary) for _ in range(length)], [False] + [True] * (length - 1))
+        document = Document(
+            [rng.randrange(vocabulary) for _ in range(length)], [False] + [True] * (length - 1)
+        )
         advantages = numbers.normal(size=length).astype(np.float32)
         made.append(Experience(document, even, even, even, zeros, advantages, advantages))
     return made

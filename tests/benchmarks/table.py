@@ -8,7 +8,8 @@ from typing import Any
 from tests.benchmarks.record import RESULTS, load
 
 README = Path(__file__).parent / "README.md"
-BEGIN, END = "<!-- table: python -m tests.benchmarks.table -->", "<!-- end of table -->"
+BEGIN = "<!-- table: python -m tests.benchmarks.table -->"
+END = "<!-- end of table -->"
 
 
 def main() -> None:
@@ -36,7 +37,9 @@ def table(found: list[dict[str, Any]]) -> str:
         what = record["title"] + (f" ({record['note']})" if "note" in record else "")
         when = ", ".join(text or "not recorded" for text in (record["date"], record["commit"]))
         name = f"[{record['name']}](results/{record['name']}.json)"
-        rows.append(f"| {name} | {what} | {figures(record)} | {record['hardware']} | {when} | `{record['command']}` |")
+        rows.append(
+            f"| {name} | {what} | {figures(record)} | {record['hardware']} | {when} | `{record['command']}` |"
+        )
     return "\n".join(rows) + "\n"
 
 

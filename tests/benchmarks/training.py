@@ -1,10 +1,13 @@
-"""Tokens per second of packed SFT, reward model and DPO on random weights: ours on one or several GPUs, and TRL's on one.
+"""Tokens per second of packed SFT, reward model and DPO on random weights: ours on one or several GPUs, and
+TRL's on one.
 
-    python tests/benchmarks/training.py --model FOLDER --out FOLDER --what sft [--prompts 0.5] [--peer] [--gpus 4 --zero-stage 3]
+    python tests/benchmarks/training.py --model FOLDER --out FOLDER --what sft [--prompts 0.5] [--peer]
+    [--gpus 4 --zero-stage 3]
 
-Both train the same documents in bf16 with AdamW, equally many tokens a pass, and are timed from the third optimiser step on. Ours steps a
-copy of the weights in fp32; TRL steps what it loaded, bf16, or fp32 under autocast with --peer-weights float32. MFU counts 6N operations a
-token (DPO's reference log-probs are computed beforehand by both) against --flops, the GPU's measured matrix rate.
+Both train the same documents in bf16 with AdamW, equally many tokens a pass, and are timed from the third
+optimiser step on. Ours steps a copy of the weights in fp32; TRL steps what it loaded, bf16, or fp32 under
+autocast with --peer-weights float32. MFU counts 6N operations a token (DPO's reference log-probs are computed
+beforehand by both) against --flops, the GPU's measured matrix rate.
 """
 
 from __future__ import annotations
@@ -36,26 +39,60 @@ PAIR = 1024  # tokens of each side of a pair
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--model", type=Path, required=True)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--what", choices=("sft", "rm", "dpo", "kto"), default="sft")
-    parser.add_argument("--prompts", type=float, default=0.0, help="share of each text that is its prompt, of which no loss is taken")
+    parser.add_argument(
+        "--prompts",
+        type=float,
+        default=0.0,
+        help="share of each text that is its prompt, of which no loss is taken",
+    )
     parser.add_argument("--pass-tokens", type=int, default=16384, help="tokens of a pass on one GPU")
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--gpus", type=int, default=1)
-    parser.add_argument("--work", type=int, help="passes of a step are 4 times this, in place of 4 times the GPUs: equal steps on 1 and 2")
-    parser.add_argument("--zero-stage", type=lambda stage: stage if stage == "auto" else int(stage), default=0)
+    parser.add_argument(
+        "--work",
+        type=int,
+        help="passes of a step are 4 times this, in place of 4 times the GPUs: equal steps on 1 and 2",
+    )
+    parser.add_argument(
+        "--zero-stage", type=lambda stage: stage if stage == "auto" else int(stage), default=0
+    )
     parser.add_argument("--checkpointing", action="store_true")
     parser.add_argument("--no-liger", action="store_true")
-    parser.add_argument("--lengths", type=int, nargs="+", default=[200, 1000, 840], help="tokens of SFT's documents, equally many of each")
-    parser.add_argument("--rows", type=int, help="rows of a pass, in place of its tokens, as in a recipe that sets neither")
-    parser.add_argument("--apart", action="store_true", help="one document a row, as where documents of a row would see each other")
-    parser.add_argument("--active", type=float, help="parameters that a token meets, for the MFU of a mixture of experts; default: all")
+    parser.add_argument(
+        "--lengths",
+        type=int,
+        nargs="+",
+        default=[200, 1000, 840],
+        help="tokens of SFT's documents, equally many of each",
+    )
+    parser.add_argument(
+        "--rows", type=int, help="rows of a pass, in place of its tokens, as in a recipe that sets neither"
+    )
+    parser.add_argument(
+        "--apart",
+        action="store_true",
+        help="one document a row, as where documents of a row would see each other",
+    )
+    parser.add_argument(
+        "--active",
+        type=float,
+        help="parameters that a token meets, for the MFU of a mixture of experts; default: all",
+    )
     parser.add_argument("--set", default="{}", help="JSON of more fields of the stage, such as adam_offload")
     parser.add_argument("--no-export", action="store_true", help="end the stage after its last step")
     parser.add_argument("--peer", action="store_true", help="TRL in place of ours")
-    parser.add_argument("--peer-weights", default="bfloat16", choices=("bfloat16", "float32"), help="float32: TRL steps fp32, as ours does")
+    parser.add_argument(
+        "--peer-weights",
+        default="bfloat16",
+        choices=("bfloat16", "float32"),
+        help="float32: TRL steps fp32, as ours does",
+    )
     parser.add_argument("--flops", type=float, default=790e12)
     parser.add_argument("--gpu", choices=GPUS, default="h200", help="for what the plan says")
     add_options(parser, "training")
@@ -66,8 +103,14 @@ def main() -> None:
         parser.error("--steps is 4 or more: steps are timed from the third on")
     arguments.out.mkdir(parents=True)
     arguments.passes = (arguments.work or arguments.gpus) * PASSES
-    rows = make_rows(arguments.what, arguments.steps * arguments.passes * arguments.pass_tokens, arguments.prompts, arguments.lengths)
-    peaks, host = watch_memory(), watch_host()
+    rows = make_rows(
+        arguments.what,
+        arguments.steps * arguments.passes * arguments.pass_tokens,
+        arguments.prompts,
+        arguments.lengths,
+    )
+    peaks = watch_memory()
+    host = watch_host()
     seconds, per_step = (trl if arguments.peer else ours)(arguments, rows)
     steady = sorted(seconds[2:])[len(seconds[2:]) // 2]
     size = arguments.active or sum(file.stat().st_size for file in arguments.model.glob("*.safetensors")) / 2
@@ -80,8 +123,15 @@ def main() -> None:
         + ", one document a row" * arguments.apart
     )
     mfu = 6 * size * rate / arguments.flops / arguments.gpus
-    print(f"{arguments.what} {name}: {rate:,.0f} tokens/s, {steady:.2f} s a step of {per_step:,.0f} tokens, MFU {mfu:.1%}", flush=True)
-    found = {"rate": figure(round(rate), "tokens/s", "higher"), "MFU": figure(round(100 * mfu, 1), "%", "higher")}
+    print(
+        f"{arguments.what} {name}: {rate:,.0f} tokens/s, {steady:.2f} s a step of {per_step:,.0f} tokens, MFU"
+        f" {mfu:.1%}",
+        flush=True,
+    )
+    found = {
+        "rate": figure(round(rate), "tokens/s", "higher"),
+        "MFU": figure(round(100 * mfu, 1), "%", "higher"),
+    }
     if peaks:
         found["peak"] = figure(max(in_gib(peaks)), "GiB")
         print(f"peak GiB by GPU {in_gib(peaks)}", flush=True)
@@ -92,11 +142,16 @@ def main() -> None:
 
 def tokens_of(row: dict[str, str]) -> int:
     """A prompt stands before each answer; with the last token."""
-    return sum(len(row["prompt"]) + len(text) for key, text in row.items() if key in ("response", "chosen", "rejected"))
+    return sum(
+        len(row["prompt"]) + len(text)
+        for key, text in row.items()
+        if key in ("response", "chosen", "rejected")
+    )
 
 
 def make_rows(what: str, tokens: int, prompts: float, lengths: list[int]) -> list[dict[str, Any]]:
-    """Random letters (one token each): documents of these lengths, or pairs of 2 x 1,024, as many as fill the passes."""
+    """Random letters (one token each): documents of these lengths, or pairs of 2 x 1,024, as many as fill the
+    passes."""
     rng = random.Random(0)
 
     def text(length: int) -> str:
@@ -133,20 +188,37 @@ def ours(arguments: argparse.Namespace, rows: list[dict[str, Any]]) -> tuple[lis
             **json.loads(arguments.set),
         }
     )
-    size, memory = size_of(str(arguments.model)), GPUS[arguments.gpu].memory
+    size = size_of(str(arguments.model))
+    memory = GPUS[arguments.gpu].memory
     stage = stage_of_training(config, size, memory).stage
     phases = training_by_phase(config, size, stage, GPUS[arguments.gpu])
-    told = ", ".join(f"{phase} {each.gpu / 2**30:.1f} / {each.host / 2**30:.1f}" for phase, each in phases.items())
+    told = ", ".join(
+        f"{phase} {each.gpu / 2**30:.1f} / {each.host / 2**30:.1f}" for phase, each in phases.items()
+    )
     print(f"plan: ZeRO-{stage}; GiB of a GPU / of the host: {told}", flush=True)
     run = RunDir(arguments.out / "run")
-    run.prepare(StageRequest(name=arguments.what, digest="0", config=config, inputs={"base": str(arguments.model)}, seed=0))
+    run.prepare(
+        StageRequest(
+            name=arguments.what, digest="0", config=config, inputs={"base": str(arguments.model)}, seed=0
+        )
+    )
     hide = "sys.modules['liger_kernel'] = None; " if arguments.no_liger else ""
-    hide += "from rlhf_core.models import document_leak; document_leak.leaks = lambda *_: True; " if arguments.apart else ""
-    code = f"import sys, runpy; {hide}sys.argv = ['rlhf_core', {str(run.path)!r}]; runpy.run_module('rlhf_core', run_name='__main__')"
+    hide += (
+        "from rlhf_core.models import document_leak; document_leak.leaks = lambda *_: True; "
+        if arguments.apart
+        else ""
+    )
+    code = (
+        f"import sys, runpy; {hide}sys.argv = ['rlhf_core', {str(run.path)!r}]; runpy.run_module('rlhf_core',"
+        " run_name='__main__')"
+    )
     with (arguments.out / "log.txt").open("w") as log:
-        child, ended = start_child("-c", code, stdout=log, stderr=log), False
+        child = start_child("-c", code, stdout=log, stderr=log)
+        ended = False
         try:
-            while child.poll() is None and not (ended := arguments.no_export and len(read_metrics(run.path)) >= arguments.steps):
+            while child.poll() is None and not (
+                ended := arguments.no_export and len(read_metrics(run.path)) >= arguments.steps
+            ):
                 time.sleep(0.5)
         finally:
             child.terminate()
@@ -155,18 +227,27 @@ def ours(arguments: argparse.Namespace, rows: list[dict[str, Any]]) -> tuple[lis
         sys.exit((arguments.out / "log.txt").read_text()[-3000:])
     times = [line["time"] for line in read_metrics(run.path)]
     print("losses", [round(line["loss"], 5) for line in read_metrics(run.path)])
-    return [after - before for before, after in pairwise(times)], sum(tokens_of(row) for row in rows) / arguments.steps
+    return [after - before for before, after in pairwise(times)], sum(
+        tokens_of(row) for row in rows
+    ) / arguments.steps
 
 
 def trl(arguments: argparse.Namespace, rows: list[dict[str, Any]]) -> tuple[list[float], float]:
-    """Seconds between the ends of steps, and tokens of a step as TRL counts what it took: its packed rows are not quite full."""
+    """Seconds between the ends of steps, and tokens of a step as TRL counts what it took: its packed rows are
+    not quite full."""
     import torch
     from datasets import Dataset
-    from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer, TrainerCallback
+    from transformers import (
+        AutoModelForCausalLM,
+        AutoModelForSequenceClassification,
+        AutoTokenizer,
+        TrainerCallback,
+    )
     from trl import DPOConfig, DPOTrainer, RewardConfig, RewardTrainer, SFTConfig, SFTTrainer
 
     times: list[float] = []
-    # Beside nvidia-cutlass-dsl Liger takes other kernels, with which TRL was 1.6 times as slow; ours has Triton's.
+    # Beside nvidia-cutlass-dsl Liger takes other kernels, with which TRL was 1.6 times as slow; ours has
+    # Triton's.
     with suppress(ImportError):
         from liger_kernel.backends import set_impl
 
@@ -181,7 +262,10 @@ def trl(arguments: argparse.Namespace, rows: list[dict[str, Any]]) -> tuple[list
     auto = AutoModelForSequenceClassification if arguments.what == "rm" else AutoModelForCausalLM
     options = {"num_labels": 1} if arguments.what == "rm" else {}
     model = auto.from_pretrained(
-        arguments.model, dtype=getattr(torch, arguments.peer_weights), attn_implementation="flash_attention_2", **options
+        arguments.model,
+        dtype=getattr(torch, arguments.peer_weights),
+        attn_implementation="flash_attention_2",
+        **options,
     )
     common: dict[str, Any] = {
         "output_dir": str(arguments.out / "trl"),
@@ -197,8 +281,12 @@ def trl(arguments: argparse.Namespace, rows: list[dict[str, Any]]) -> tuple[list
     }
     if arguments.what == "sft":
         data = Dataset.from_list([{"prompt": row["prompt"], "completion": row["response"]} for row in rows])
-        config = SFTConfig(**common, packing=True, max_length=2048, per_device_train_batch_size=arguments.pass_tokens // 2048)
-        trainer = SFTTrainer(model, args=config, train_dataset=data, processing_class=tokenizer, callbacks=[Clock()])
+        config = SFTConfig(
+            **common, packing=True, max_length=2048, per_device_train_batch_size=arguments.pass_tokens // 2048
+        )
+        trainer = SFTTrainer(
+            model, args=config, train_dataset=data, processing_class=tokenizer, callbacks=[Clock()]
+        )
     elif arguments.what == "dpo":
         data = Dataset.from_list(rows)
         config = DPOConfig(
@@ -208,12 +296,19 @@ def trl(arguments: argparse.Namespace, rows: list[dict[str, Any]]) -> tuple[list
             precompute_ref_log_probs=True,
             padding_free=True,
         )
-        trainer = DPOTrainer(model, args=config, train_dataset=data, processing_class=tokenizer, callbacks=[Clock()])
+        trainer = DPOTrainer(
+            model, args=config, train_dataset=data, processing_class=tokenizer, callbacks=[Clock()]
+        )
     else:
         data = Dataset.from_list(rows)
-        common["liger_kernel_config"] = {"cross_entropy": False, "fused_linear_cross_entropy": False}  # no head that speaks
-        config = RewardConfig(**common, max_length=2048, per_device_train_batch_size=arguments.pass_tokens // (2 * PAIR))
-        trainer = RewardTrainer(model, args=config, train_dataset=data, processing_class=tokenizer, callbacks=[Clock()])
+        # no head that speaks
+        common["liger_kernel_config"] = {"cross_entropy": False, "fused_linear_cross_entropy": False}
+        config = RewardConfig(
+            **common, max_length=2048, per_device_train_batch_size=arguments.pass_tokens // (2 * PAIR)
+        )
+        trainer = RewardTrainer(
+            model, args=config, train_dataset=data, processing_class=tokenizer, callbacks=[Clock()]
+        )
     trainer.train()
     taken = [line["num_tokens"] for line in trainer.state.log_history if "num_tokens" in line]
     return [after - before for before, after in pairwise(times)], (taken[-1] - taken[1]) / (len(taken) - 2)

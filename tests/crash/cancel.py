@@ -1,9 +1,11 @@
-"""Cancels runs of `alignflow serve` at every stage of the demo's chain, with the real engines, and writes docs/reference/cancel.md.
+"""Cancels runs of `alignflow serve` at every stage of the demo's chain, with the real engines, and writes
+docs/reference/cancel.md.
 
-One `serve`, one run after another of the same recipe (the demo's, with little of everything). Each is cancelled through Prefect's API, as
-its pages do, while the first stage that is not done yet is at work; the next run finishes that stage and goes on to the following one.
-In PPO an `alignflow run` gets a Ctrl-C as well. The publication goes to a stand-in of the Hub that holds its answers back until it is
-cancelled. A last run finishes what is left.
+One `serve`, one run after another of the same recipe (the demo's, with little of everything). Each is
+cancelled through Prefect's API, as its pages do, while the first stage that is not done yet is at work; the
+next run finishes that stage and goes on to the following one. In PPO an `alignflow run` gets a Ctrl-C as
+well. The publication goes to a stand-in of the Hub that holds its answers back until it is cancelled. A last
+run finishes what is left.
 
     python tests/crash/cancel.py     # goes on where it was cut off; build/cancel holds what it made
 """
@@ -32,7 +34,8 @@ from tests.support.hub_server import TOKEN, Hub  # noqa: E402
 from tests.support.hub_server import serve as hub_server  # noqa: E402
 from tests.support.micro import Serve, ask, left, wait_until  # noqa: E402
 
-NAME, REPO = "tiny-cpu", "me/model"
+NAME = "tiny-cpu"
+REPO = "me/model"
 SMALL = (
     "sft.data.max_samples=1600",
     "sft.logging_steps=1",
@@ -53,13 +56,16 @@ SMALL = (
     "evaluation.max_questions=20",
     f"publication.repo_id={REPO}",
 )
-PREFERENCES, DPO = "iterative_dpo.round1.preferences", "iterative_dpo.round1.dpo"
+PREFERENCES = "iterative_dpo.round1.preferences"
+DPO = "iterative_dpo.round1.dpo"
 STAGES = ("sft", "reward_model", "ppo", PREFERENCES, DPO, "evaluation", "publication")
 # A stage is at work when it has logged a step, or said this.
 SIGNS = {PREFERENCES: "Loading safetensors", "evaluation": "Loading safetensors", "publication": "published"}
-API, CTRL_C = "Prefect's API", "Ctrl-C"
+API = "Prefect's API"
+CTRL_C = "Ctrl-C"
 POINTS = [(stage, how) for stage in STAGES for how in ((CTRL_C, API) if stage == "ppo" else (API,))]
-LIMIT_SECONDS, START_SECONDS = 40.0, 1200.0
+LIMIT_SECONDS = 40.0
+START_SECONDS = 1200.0
 KINDS = {  # what a part of a command line stands for
     "prefect.engine": "flow",
     "flows.cli": "flow",
@@ -90,40 +96,64 @@ def is_done(folder: Path, stage: str) -> bool:
     return any(folder.glob(f"artifacts/stages/{stage}-*/{RESULT}"))
 
 
-def cut_off(folder: Path, stage: str, top: psutil.Process, cancel: Callable[[], object], spared: set[int]) -> dict[str, object]:
-    """Cancels, and waits until all that `top` started and all else of the folder is gone. What it was, and how long it took."""
+def cut_off(
+    folder: Path, stage: str, top: psutil.Process, cancel: Callable[[], object], spared: set[int]
+) -> dict[str, object]:
+    """Cancels, and waits until all that `top` started and all else of the folder is gone. What it was, and
+    how long it took."""
     everything = top.children(recursive=True)
     told = kinds(everything)
     start = time.monotonic()
     cancel()
-    wait_until(lambda: not any(map(alive, everything)) and {p.pid for p in left(folder)} <= spared, f"everything of {stage} to end", 180)
-    return {"processes": len(everything), "kinds": told, "seconds": round(time.monotonic() - start, 1), "done": is_done(folder, stage)}
+    wait_until(
+        lambda: not any(map(alive, everything)) and {p.pid for p in left(folder)} <= spared,
+        f"everything of {stage} to end",
+        180,
+    )
+    return {
+        "processes": len(everything),
+        "kinds": told,
+        "seconds": round(time.monotonic() - start, 1),
+        "done": is_done(folder, stage),
+    }
 
 
 def cancelled(serve: Serve, api: str, stage: str, hub: Hub) -> dict[str, object]:
     """A run that is cancelled through the API while `stage` is at work."""
-    spared, since = {process.pid for process in left(serve.folder)}, time.time()
+    spared = {process.pid for process in left(serve.folder)}
+    since = time.time()
     if stage == "publication":
         hub.lock.acquire()  # the Hub takes requests and does not answer
     try:
         run = serve.run(api, f"alignment/{NAME}")
         wait_until(lambda: at_work(serve.folder, stage, since), f"{stage} to work", START_SECONDS, serve.told)
         time.sleep(2)
-        worker = next(p for p in psutil.Process(serve.process.pid).children() if ("prefect", "worker") in pairwise(p.cmdline()))
+        worker = next(
+            p
+            for p in psutil.Process(serve.process.pid).children()
+            if ("prefect", "worker") in pairwise(p.cmdline())
+        )
         body = {"state": {"type": "CANCELLING"}}
-        found = cut_off(serve.folder, stage, worker, lambda: ask(api, f"/flow_runs/{run}/set_state", body), spared)
+        found = cut_off(
+            serve.folder, stage, worker, lambda: ask(api, f"/flow_runs/{run}/set_state", body), spared
+        )
         wait_until(lambda: ended(serve, api, run), "the state of the run", 60, serve.told)
         published = any(repository.tags for repository in hub.repositories.values())
     finally:
         if hub.lock.locked():
             hub.lock.release()
     state = serve.state(api, run)
-    return {**found, "state": state, "ok": found["seconds"] <= LIMIT_SECONDS and state == "CANCELLED" and not (found["done"] or published)}
+    return {
+        **found,
+        "state": state,
+        "ok": found["seconds"] <= LIMIT_SECONDS and state == "CANCELLED" and not (found["done"] or published),
+    }
 
 
 def interrupted(folder: Path, environment: dict[str, str], stage: str) -> dict[str, object]:
     """An `alignflow run` that gets a Ctrl-C while `stage` is at work."""
-    spared, since = {process.pid for process in left(folder)}, time.time()
+    spared = {process.pid for process in left(folder)}
+    since = time.time()
     command = [sys.executable, "-m", "flows.cli", "run", "recipe.yaml", *SMALL]
     with (folder / "run.txt").open("wb") as out:
         process = subprocess.Popen(
@@ -134,13 +164,19 @@ def interrupted(folder: Path, environment: dict[str, str], stage: str) -> dict[s
             stderr=out,
             stdin=subprocess.DEVNULL,
             start_new_session=True,
-            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # which a shell's background processes ignore
+            # which a shell's background processes ignore
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
         )
 
     def told() -> str:
         return (folder / "run.txt").read_text()[-3000:]
 
-    wait_until(lambda: at_work(folder, stage, since) or process.poll() is not None, f"{stage} to work", START_SECONDS, told)
+    wait_until(
+        lambda: at_work(folder, stage, since) or process.poll() is not None,
+        f"{stage} to work",
+        START_SECONDS,
+        told,
+    )
     time.sleep(2)
     top = psutil.Process(process.pid)
 
@@ -150,7 +186,11 @@ def interrupted(folder: Path, environment: dict[str, str], stage: str) -> dict[s
 
     found = cut_off(folder, stage, top, ctrl_c, spared)
     state = f"exit code {process.returncode}"
-    return {**found, "state": state, "ok": found["seconds"] <= LIMIT_SECONDS and process.returncode == 130 and not found["done"]}
+    return {
+        **found,
+        "state": state,
+        "ok": found["seconds"] <= LIMIT_SECONDS and process.returncode == 130 and not found["done"],
+    }
 
 
 def ended(serve: Serve, api: str, run: str) -> bool:
@@ -173,7 +213,9 @@ def kinds(processes: list[psutil.Process]) -> str:
         except psutil.Error:
             continue
         found.append(next((kind for part, kind in KINDS.items() if part in command), "others"))
-    return ", ".join(f"{found.count(kind)} {kind}" if found.count(kind) > 1 else kind for kind in dict.fromkeys(found))
+    return ", ".join(
+        f"{found.count(kind)} {kind}" if found.count(kind) > 1 else kind for kind in dict.fromkeys(found)
+    )
 
 
 def page(results: dict[str, dict[str, object]]) -> str:
@@ -181,9 +223,18 @@ def page(results: dict[str, dict[str, object]]) -> str:
     lines = [
         "# Cancelled at every stage",
         "",
-        "`python tests/crash/cancel.py` cancels the demo's chain, with little of everything and the real engines on a CPU, while each",
-        "stage is at work; the next run finishes that stage and goes on. *gone after*: from the request until no process of the run was",
-        f"left, whoever its parent; {LIMIT_SECONDS:.0f} s are allowed. A worker looks for cancelled runs every three seconds, and a stage",
+        (
+            "`python tests/crash/cancel.py` cancels the demo's chain, with little of everything and the real"
+            " engines on a CPU, while each"
+        ),
+        (
+            "stage is at work; the next run finishes that stage and goes on. *gone after*: from the request"
+            " until no process of the run was"
+        ),
+        (
+            f"left, whoever its parent; {LIMIT_SECONDS:.0f} s are allowed. A worker looks for cancelled runs"
+            " every three seconds, and a stage"
+        ),
         "has ten seconds to end by itself.",
         "",
         "| stage | cancelled by | processes of the run | gone after | ended as | marked as done |",
@@ -194,29 +245,56 @@ def page(results: dict[str, dict[str, object]]) -> str:
         if found is None:
             lines.append(f"| {stage} | {how} | not run | | | |")
         else:
-            done, seconds = "yes" if found["done"] else "no", f"{found['seconds']} s"
-            lines.append(f"| {stage} | {how} | {found['processes']}: {found['kinds']} | {seconds} | {found['state']} | {done} |")
+            done = "yes" if found["done"] else "no"
+            seconds = f"{found['seconds']} s"
+            lines.append(
+                f"| {stage} | {how} | {found['processes']}: {found['kinds']} | {seconds} | {found['state']} |"
+                f" {done} |"
+            )
     return (
-        "\n".join([*lines, "", f"The last run, of what was left: {rest.get('state', 'not run')}. Attempts: {rest.get('attempts', '')}."])
+        "\n".join(
+            [
+                *lines,
+                "",
+                (
+                    f"The last run, of what was left: {rest.get('state', 'not run')}. Attempts:"
+                    f" {rest.get('attempts', '')}."
+                ),
+            ]
+        )
         + "\n"
     )
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--out", type=Path, default=ROOT / "build" / "cancel")
     parser.add_argument("--page", type=Path, default=ROOT / "docs" / "reference" / "cancel.md")
     given = parser.parse_args()
     folder = given.out.absolute()
     if not (folder / "demo" / "material" / "base").exists():
         script = ROOT / "deployments" / "demo" / "make_material.py"
-        subprocess.run([sys.executable, str(script), "--out", str(folder / "demo" / "material"), "--scale", "0.1"], check=True)
+        subprocess.run(
+            [sys.executable, str(script), "--out", str(folder / "demo" / "material"), "--scale", "0.1"],
+            check=True,
+        )
     demo_recipe(folder, NAME)
     file = folder / "results.json"
     results: dict[str, dict[str, object]] = json.loads(file.read_text()) if file.exists() else {}
     with hub_server() as hub:
-        kept = {key: value for key, value in os.environ.items() if key not in ("PREFECT_API_URL", "HF_HUB_OFFLINE")}
-        environment = kept | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "HF_ENDPOINT": hub.url, "HF_TOKEN": TOKEN}
+        kept = {
+            key: value
+            for key, value in os.environ.items()
+            if key not in ("PREFECT_API_URL", "HF_HUB_OFFLINE")
+        }
+        environment = kept | {
+            "PYTHONPATH": str(ROOT),
+            "OMP_NUM_THREADS": "1",
+            "HF_ENDPOINT": hub.url,
+            "HF_TOKEN": TOKEN,
+        }
         environment |= {"PREFECT_HOME": str(folder / "prefect"), "PREFECT_SERVER_ANALYTICS_ENABLED": "false"}
         environment |= {"HF_HUB_DISABLE_XET": "1"}  # the stand-in has no xet store
         serve = Serve(folder, environment, "--no-schedule", *SMALL)
@@ -225,17 +303,33 @@ def main() -> int:
             for stage, how in POINTS:
                 name = f"{stage} by {how}"
                 if name not in results:
-                    ours = cancelled(serve, api, stage, hub) if how == API else interrupted(folder, environment, stage)
+                    ours = (
+                        cancelled(serve, api, stage, hub)
+                        if how == API
+                        else interrupted(folder, environment, stage)
+                    )
                     results[name] = ours
                     print(f"{name}: {ours}", flush=True)
                     file.write_text(json.dumps(results, indent=2))
             run = serve.run(api, f"alignment/{NAME}")
-            wait_until(lambda: all(is_done(folder, stage) for stage in STAGES), "the last run", START_SECONDS, serve.told)
+            wait_until(
+                lambda: all(is_done(folder, stage) for stage in STAGES),
+                "the last run",
+                START_SECONDS,
+                serve.told,
+            )
             wait_until(lambda: ended(serve, api, run), "the state of the last run", 60, serve.told)
-            logs = {stage: next(folder.glob(f"artifacts/stages/{stage}-*/{LOG}")).read_text() for stage in STAGES}
-            attempts = ", ".join(f"{stage} {sum(line.startswith('--- ') for line in log.splitlines())}" for stage, log in logs.items())
+            logs = {
+                stage: next(folder.glob(f"artifacts/stages/{stage}-*/{LOG}")).read_text() for stage in STAGES
+            }
+            attempts = ", ".join(
+                f"{stage} {sum(line.startswith('--- ') for line in log.splitlines())}"
+                for stage, log in logs.items()
+            )
             results["the rest"] = {"state": serve.state(api, run), "attempts": attempts}
-            results["the rest"]["ok"] = results["the rest"]["state"] == "COMPLETED" and all(is_done(folder, stage) for stage in STAGES)
+            results["the rest"]["ok"] = results["the rest"]["state"] == "COMPLETED" and all(
+                is_done(folder, stage) for stage in STAGES
+            )
             file.write_text(json.dumps(results, indent=2))
         finally:
             serve.stop()

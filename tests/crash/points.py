@@ -1,8 +1,9 @@
 """One point of the crash matrix: start, wait for the moment, kill, look what is left, run again, compare.
 
-Everything of a point lies in a folder of its own, which is also the working directory and holds PREFECT_HOME: that is how its processes
-are found, whoever their parents are by then. The recipe is given (`Chain`): run_all.py has one of real stages, tests/flows/test_crash.py
-one of stages that only write what a stage writes.
+Everything of a point lies in a folder of its own, which is also the working directory and holds PREFECT_HOME:
+that is how its processes are found, whoever their parents are by then. The recipe is given (`Chain`):
+run_all.py has one of real stages, tests/flows/test_crash.py one of stages that only write what a stage
+writes.
 """
 
 from __future__ import annotations
@@ -32,15 +33,16 @@ OWN_SERVER = ("flow", "server")  # victims whose command starts its own Prefect 
 
 
 class Moment(NamedTuple):
-    """So many lines of the stage's log and metrics, and then so many seconds: seconds alone would be others under load."""
+    """So many lines of the stage's log and metrics, and then so many seconds: seconds alone would be others
+    under load."""
 
     lines: int
     seconds: float
 
 
 class Chain(NamedTuple):
-    """A recipe's name and stages, and what makes a folder with recipe.yaml and all that it needs and gives the environment of commands
-    there, with the folder's `home` as PREFECT_HOME."""
+    """A recipe's name and stages, and what makes a folder with recipe.yaml and all that it needs and gives
+    the environment of commands there, with the folder's `home` as PREFECT_HOME."""
 
     name: str
     stages: tuple[str, ...]
@@ -48,7 +50,8 @@ class Chain(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """`finished`: the stage was done when the first run had ended; `starts` of the stage, by the first run and by both."""
+    """`finished`: the stage was done when the first run had ended; `starts` of the stage, by the first run
+    and by both."""
 
     killed: bool
     gone: bool
@@ -64,12 +67,16 @@ class Outcome(NamedTuple):
         return self.gone and self.again == 0 and self.same and self.once
 
 
-def start(folder: Path, environment: dict[str, str], stage: str, api: str | None = None) -> subprocess.Popen[bytes]:
+def start(
+    folder: Path, environment: dict[str, str], stage: str, api: str | None = None
+) -> subprocess.Popen[bytes]:
     """`alignflow stage`; without the address of a Prefect server it starts its own."""
     command = [sys.executable, "-m", "flows.cli", "stage", stage, "recipe.yaml"]
     environment = environment | ({"PREFECT_API_URL": api} if api else {})
     with (folder / "out.txt").open("ab") as out:
-        return subprocess.Popen(command, cwd=folder, env=environment, stdout=out, stderr=out, stdin=subprocess.DEVNULL)
+        return subprocess.Popen(
+            command, cwd=folder, env=environment, stdout=out, stderr=out, stdin=subprocess.DEVNULL
+        )
 
 
 def directory(folder: Path, stage: str) -> Path | None:
@@ -77,29 +84,38 @@ def directory(folder: Path, stage: str) -> Path | None:
 
 
 def files(folder: Path, stage: str) -> dict[str, str]:
-    """The sha256 of everything a stage made, the path of the folder left out of it: a report of data names its files. Empty when it is
-    not done."""
+    """The sha256 of everything a stage made, the path of the folder left out of it: a report of data names
+    its files. Empty when it is not done."""
     found = directory(folder, stage)
     if found is None or not (found / "result.json").exists():
         return {}
     names = json.loads((found / "result.json").read_text())["files"]
     place = str(folder.resolve()).encode()
-    return {f"{found.name}/{name}": hashlib.sha256((found / name).read_bytes().replace(place, b"")).hexdigest() for name in names}
+    return {
+        f"{found.name}/{name}": hashlib.sha256((found / name).read_bytes().replace(place, b"")).hexdigest()
+        for name in names
+    }
 
 
 def lines(folder: Path, stage: str) -> tuple[int, int] | None:
-    """How far a stage is: lines of its log and of its metrics, one for each step. None before it holds its lock."""
+    """How far a stage is: lines of its log and of its metrics, one for each step. None before it holds its
+    lock."""
     found = directory(folder, stage)
     if found is None or not (found / ".lock").exists():
         return None
-    log, metrics = ((found / name).read_bytes().count(b"\n") if (found / name).exists() else 0 for name in ("log.txt", "metrics.jsonl"))
+    log, metrics = (
+        (found / name).read_bytes().count(b"\n") if (found / name).exists() else 0
+        for name in ("log.txt", "metrics.jsonl")
+    )
     return log, metrics
 
 
 def starts(folder: Path) -> dict[str, int]:
     """How often each stage's process was started, by the name of its directory."""
     logs = folder.glob("artifacts/stages/*/log.txt")
-    return {log.parent.name: sum(row.startswith("--- ") for row in log.read_text().splitlines()) for log in logs}
+    return {
+        log.parent.name: sum(row.startswith("--- ") for row in log.read_text().splitlines()) for log in logs
+    }
 
 
 def measure(folder: Path, environment: dict[str, str], stage: str, api: str) -> dict[str, Moment]:
@@ -107,7 +123,8 @@ def measure(folder: Path, environment: dict[str, str], stage: str, api: str) -> 
     trace: list[tuple[float, int, int]] = []
     run = start(folder, environment, stage, api)
     while run.poll() is None and not files(folder, stage):
-        if (now := lines(folder, stage)) is not None and (not trace or now != trace[-1][1:]):
+        now = lines(folder, stage)
+        if now is not None and (not trace or now != trace[-1][1:]):
             trace.append((time.monotonic(), *now))
         time.sleep(0.05)
     end = time.monotonic()
@@ -119,8 +136,8 @@ def measure(folder: Path, environment: dict[str, str], stage: str, api: str) -> 
 def moments_of(trace: list[tuple[float, int, int]], end: float) -> dict[str, Moment]:
     """`trace`: (second, lines of log, steps) from the lock on; `end`: the second of the result.
 
-    The start lies a tenth after the lock; the others between the first step, where there are several, and the result: most of a small
-    stage's time goes into imports.
+    The start lies a tenth after the lock; the others between the first step, where there are several, and the
+    result: most of a small stage's time goes into imports.
     """
     lock = trace[0][0]
     first = next(row[0] for row in trace if row[2] or row is trace[-1]) if trace[-1][2] > 1 else lock
@@ -140,7 +157,8 @@ def reached(folder: Path, stage: str, moment: Moment) -> bool:
 
 
 def point(name: str, chain: Chain, reference: Path, folder: Path, moment: Moment, api: str) -> Outcome:
-    """Does one point in a new folder; what became of it. `api`: a Prefect server for all commands but those that are to have their own."""
+    """Does one point in a new folder; what became of it. `api`: a Prefect server for all commands but those
+    that are to have their own."""
     stage, who, _ = name.split("/")
     environment = chain.prepare(folder)
     for earlier in chain.stages[: chain.stages.index(stage)]:
@@ -166,13 +184,17 @@ def point(name: str, chain: Chain, reference: Path, folder: Path, moment: Moment
     at_kill = bool(files(folder, stage))
     code = run.wait(600)
     gone = nothing_left(folder)
-    finished, first = bool(files(folder, stage)), starts(folder)
+    finished = bool(files(folder, stage))
+    first = starts(folder)
     again = start(folder, environment, stage, api).wait(600)
     gone = nothing_left(folder) and gone
     last = starts(folder)
     own = found.name if (found := directory(folder, stage)) else ""
-    by_first, by_both = first.get(own, 0), last.get(own, 0)
-    once = by_first <= (2 if who in RETRIED and victim and not at_kill else 1) and by_both - by_first == (0 if finished else 1)
+    by_first = first.get(own, 0)
+    by_both = last.get(own, 0)
+    once = by_first <= (2 if who in RETRIED and victim and not at_kill else 1) and by_both - by_first == (
+        0 if finished else 1
+    )
     once = once and prebuilt == {name: count for name, count in last.items() if name != own}
     same = bool(files(folder, stage)) and files(folder, stage) == files(reference, stage)
     return Outcome(victim is not None, gone, code, again, same, finished, (by_first, by_both), once)
@@ -182,13 +204,16 @@ def nothing_left(folder: Path) -> bool:
     """Whether all processes of a point have ended in time; else it says which have not."""
     gone = until(lambda: not left(folder), END_SECONDS)
     if not gone:
-        print(f"  {folder.name}: left are {[' '.join(command_of(process))[-100:] for process in left(folder)]}", flush=True)
+        print(
+            f"  {folder.name}: left are {[' '.join(command_of(process))[-100:] for process in left(folder)]}",
+            flush=True,
+        )
     return gone
 
 
 def find(run: int, who: str) -> psutil.Process | None:
-    """The process to kill: what was started last of those that fit, of stages first: the next one's process may wait beside the one that
-    works. None when the run is over."""
+    """The process to kill: what was started last of those that fit, of stages first: the next one's process
+    may wait beside the one that works. None when the run is over."""
     try:
         command = psutil.Process(run)
         below = command.children(recursive=True)
@@ -215,7 +240,9 @@ def left(folder: Path) -> list[psutil.Process]:
     found = []
     for process in psutil.process_iter():
         try:
-            ours = process.environ().get("PREFECT_HOME") == str(folder / "home") or process.cwd() == str(folder)
+            ours = process.environ().get("PREFECT_HOME") == str(folder / "home") or process.cwd() == str(
+                folder
+            )
             if ours and process.status() != psutil.STATUS_ZOMBIE:
                 found.append(process)
         except psutil.Error:

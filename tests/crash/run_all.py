@@ -1,13 +1,17 @@
-"""`make crash`: kills what works on a stage, at its start, in its middle and at its end, and compares what the next run ends with.
+"""`make crash`: kills what works on a stage, at its start, in its middle and at its end, and compares what
+the next run ends with.
 
-A point is STAGE/WHO/WHEN. The recipe (recipe.yaml) is the demo's with little of everything. One undisturbed run is the reference; a point
-copies the stages before its own from it, starts `alignflow stage`, kills WHO with -9, runs the same command again, and compares every
-file's sha256 with the reference. WHEN is how far the reference's log was after 10 % of the time from the stage's lock to its result, and
-after 50 and 90 % of the time from its first step to its result (of a stage without steps, from its lock too). WHO: `flow`; `stage` (the
-process that trains); `ray` (the newest of the stage's Ray actors; stages without Ray have no such point); `server` (Prefect's, beside the
-flow); `worker` (of an `alignflow serve`, which is asked for a run of the whole recipe in place of the command).
+A point is STAGE/WHO/WHEN. The recipe (recipe.yaml) is the demo's with little of everything. One undisturbed
+run is the reference; a point copies the stages before its own from it, starts `alignflow stage`, kills WHO
+with -9, runs the same command again, and compares every file's sha256 with the reference. WHEN is how far the
+reference's log was after 10 % of the time from the stage's lock to its result, and after 50 and 90 % of the
+time from its first step to its result (of a stage without steps, from its lock too). WHO: `flow`; `stage`
+(the process that trains); `ray` (the newest of the stage's Ray actors; stages without Ray have no such
+point); `server` (Prefect's, beside the flow); `worker` (of an `alignflow serve`, which is asked for a run of
+the whole recipe in place of the command).
 
-    python -m tests.crash.run_all                     # all points that build/crash/results.json does not have yet
+    python -m tests.crash.run_all                     # all points that build/crash/results.json does not have
+    yet
     python -m tests.crash.run_all --only sft,ppo/ray  # those that begin with one of these
 """
 
@@ -32,8 +36,22 @@ from rlhf_core.system.files import write_text
 from tests.crash.points import WHEN, WHO, Chain, Moment, Outcome, files, measure, point
 
 ROOT = Path(__file__).parents[2]
-STAGES = ("sft", "reward_model", "ppo", "iterative_dpo.round1.preferences", "iterative_dpo.round1.dpo", "evaluation", "publication")
-POINTS = tuple(f"{stage}/{who}/{when}" for stage in STAGES for who in WHO if who != "ray" or stage == "ppo" for when in WHEN)
+STAGES = (
+    "sft",
+    "reward_model",
+    "ppo",
+    "iterative_dpo.round1.preferences",
+    "iterative_dpo.round1.dpo",
+    "evaluation",
+    "publication",
+)
+POINTS = tuple(
+    f"{stage}/{who}/{when}"
+    for stage in STAGES
+    for who in WHO
+    if who != "ray" or stage == "ppo"
+    for when in WHEN
+)
 TRIES = 3
 Results = dict[str, Outcome]
 
@@ -48,26 +66,39 @@ def material(out: Path) -> Path:
 
 
 def prepare(folder: Path, material: Path, home: Path) -> dict[str, str]:
-    """Recipe, data and a copy of the Prefect database in `home`: an empty one takes a third of a minute to make. The environment."""
+    """Recipe, data and a copy of the Prefect database in `home`: an empty one takes a third of a minute to
+    make. The environment."""
     if not folder.exists():
         (folder / "demo").mkdir(parents=True)
         (folder / "demo" / "material").symlink_to(material)
         shutil.copy(ROOT / "tests" / "crash" / "recipe.yaml", folder / "recipe.yaml")
         (folder / "home").mkdir()
-        with closing(sqlite3.connect(home / "prefect.db")) as made, closing(sqlite3.connect(folder / "home" / "prefect.db")) as new:
+        with (
+            closing(sqlite3.connect(home / "prefect.db")) as made,
+            closing(sqlite3.connect(folder / "home" / "prefect.db")) as new,
+        ):
             made.backup(new)
-    ours = {"PYTHONPATH": str(ROOT), "PREFECT_HOME": str(folder / "home"), "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+    ours = {
+        "PYTHONPATH": str(ROOT),
+        "PREFECT_HOME": str(folder / "home"),
+        "OMP_NUM_THREADS": "1",
+        "PYTHONUNBUFFERED": "1",
+    }
     ours |= {"PREFECT_SERVER_ANALYTICS_ENABLED": "false", "HF_HUB_OFFLINE": "1"}
     return {key: value for key, value in os.environ.items() if key != "PREFECT_API_URL"} | ours
 
 
 def reference(chain: Chain, out: Path, stages: tuple[str, ...], api: str) -> dict[str, dict[str, Moment]]:
-    """Runs stages once, undisturbed; the moments to kill each at. Those that `moments.json` has are not run again."""
-    folder, record = out / "reference", out / "moments.json"
+    """Runs stages once, undisturbed; the moments to kill each at. Those that `moments.json` has are not run
+    again."""
+    folder = out / "reference"
+    record = out / "moments.json"
     moments: dict[str, dict[str, Moment]] = {}
     if record.exists():
         read = json.loads(record.read_text())
-        moments = {stage: {when: Moment(*moment) for when, moment in found.items()} for stage, found in read.items()}
+        moments = {
+            stage: {when: Moment(*moment) for when, moment in found.items()} for stage, found in read.items()
+        }
     environment = chain.prepare(folder)
     for stage in stages:
         if stage not in moments or not files(folder, stage):
@@ -84,10 +115,22 @@ def page(results: Results) -> str:
     lines = [
         "# Killed and run again",
         "",
-        "`make crash` kills what works on a stage with -9 and runs the same command again (tests/crash/run_all.py says how), with the real",
-        "engines on a CPU. *same*: the stage ended with the files of an undisturbed run, byte for byte; nothing was left running after",
-        "40 s, neither of the run that was cut off nor of the next; nothing was done twice: no stage before it was started again, and this",
-        "one once more, or not at all where the first run had finished it already (*same, finished*): the kill came with its last moments,",
+        (
+            "`make crash` kills what works on a stage with -9 and runs the same command again"
+            " (tests/crash/run_all.py says how), with the real"
+        ),
+        (
+            "engines on a CPU. *same*: the stage ended with the files of an undisturbed run, byte for byte;"
+            " nothing was left running after"
+        ),
+        (
+            "40 s, neither of the run that was cut off nor of the next; nothing was done twice: no stage"
+            " before it was started again, and this"
+        ),
+        (
+            "one once more, or not at all where the first run had finished it already (*same, finished*): the"
+            " kill came with its last moments,"
+        ),
         "the flow tried the stage again by itself, or it went on with a new Prefect server.",
         "",
         f"{good} of {len(POINTS)} points ended so"
@@ -106,10 +149,17 @@ def page(results: Results) -> str:
 
 
 def spread(points: list[str]) -> list[str]:
-    """In an order in which every stage and victim has its turn before any has its second: much is known before all is done."""
-    rows = sorted({point.rpartition("/")[0] for point in points}, key=[point.rpartition("/")[0] for point in POINTS].index)
+    """In an order in which every stage and victim has its turn before any has its second: much is known
+    before all is done."""
+    rows = sorted(
+        {point.rpartition("/")[0] for point in points},
+        key=[point.rpartition("/")[0] for point in POINTS].index,
+    )
     order = list(WHEN)
-    turns = [[f"{row}/{order[(number + turn) % len(order)]}" for number, row in enumerate(rows)] for turn in range(len(order))]
+    turns = [
+        [f"{row}/{order[(number + turn) % len(order)]}" for number, row in enumerate(rows)]
+        for turn in range(len(order))
+    ]
     return [point for turn in turns for point in turn if point in points]
 
 
@@ -122,7 +172,9 @@ def told(result: Outcome | None) -> str:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--only", default="", help="points that begin with one of these, separated by commas")
     parser.add_argument("--out", type=Path, default=ROOT / "build" / "crash")
     parser.add_argument("--page", type=Path, default=ROOT / "docs" / "reference" / "crash.md")
@@ -132,14 +184,21 @@ def main() -> int:
     (out / "home").mkdir(parents=True, exist_ok=True)
     wanted = [name for name in POINTS if name.startswith(tuple(given.only.split(",")))]
     last = max(STAGES.index(name.split("/")[0]) for name in wanted)
-    file, writing = out / "results.json", Lock()
-    results = {name: Outcome(**found) for name, found in json.loads(file.read_text()).items()} if file.exists() else {}
+    file = out / "results.json"
+    writing = Lock()
+    results = (
+        {name: Outcome(**found) for name, found in json.loads(file.read_text()).items()}
+        if file.exists()
+        else {}
+    )
 
     def do(name: str) -> None:
         folder = out / "points" / name.replace("/", "-")
         stage, _, when = name.split("/")
-        moment, begin = moments[stage][when], time.monotonic()
-        for _ in range(TRIES):  # a reference that was measured under load is slower: what was over before is tried again, earlier
+        moment = moments[stage][when]
+        begin = time.monotonic()
+        # a reference that was measured under load is slower: what was over before is tried again, earlier
+        for _ in range(TRIES):
             shutil.rmtree(folder, ignore_errors=True)
             outcome = point(name, chain, out / "reference", folder, moment, server.api)
             if outcome.killed:
@@ -148,7 +207,10 @@ def main() -> int:
         results[name] = outcome
         print(f"{name}: {time.monotonic() - begin:.0f} s, {results[name]}", flush=True)
         with writing:
-            write_text(file, json.dumps({name: result._asdict() for name, result in sorted(results.items())}, indent=2))
+            write_text(
+                file,
+                json.dumps({name: result._asdict() for name, result in sorted(results.items())}, indent=2),
+            )
         if results[name].ok:
             shutil.rmtree(folder)
 

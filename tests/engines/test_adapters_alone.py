@@ -1,4 +1,5 @@
-"""Engines that get adapters alone: what they answer is the trained model's, with adapters of any rank, and over a change of these."""
+"""Engines that get adapters alone: what they answer is the trained model's, with adapters of any rank, and
+over a change of these."""
 
 from __future__ import annotations
 
@@ -35,7 +36,9 @@ def policy(material: Path, tmp_path: Path) -> Policy:
 def sampler(policy: Policy, tmp_path: Path) -> Iterator[Sampler]:
     """An engine that holds the model without adapters."""
     vllm = Vllm(kv_cache_gib=0.25, adapters="alone")
-    with closing(Sampler(str(tmp_path / "base"), seed=0, max_model_len=128, vllm=vllm, adapter_rank=RANK)) as started:
+    with closing(
+        Sampler(str(tmp_path / "base"), seed=0, max_model_len=128, vllm=vllm, adapter_rank=RANK)
+    ) as started:
         yield started
 
 
@@ -66,7 +69,9 @@ def trained(policy: Policy, documents: list[list[int]]) -> list[torch.Tensor]:
 
 
 def gap(found: list[list[float]], expected: list[torch.Tensor]) -> float:
-    return max(float((torch.tensor(got[1:]) - want).abs().max()) for got, want in zip(found, expected, strict=True))
+    return max(
+        float((torch.tensor(got[1:]) - want).abs().max()) for got, want in zip(found, expected, strict=True)
+    )
 
 
 def test_log_probs_are_those_of_the_adapters_that_came_last(policy: Policy, sampler: Sampler) -> None:
@@ -79,11 +84,17 @@ def test_log_probs_are_those_of_the_adapters_that_came_last(policy: Policy, samp
         change(policy, version)
         send(policy, sampler, version)
         expected = trained(policy, PROMPTS)
-        assert gap(sampler.prompt_logprobs(PROMPTS), expected) < 1e-4 < 0.1 < gap([[0.0, *row.tolist()] for row in start], expected)
+        assert (
+            gap(sampler.prompt_logprobs(PROMPTS), expected)
+            < 1e-4
+            < 0.1
+            < gap([[0.0, *row.tolist()] for row in start], expected)
+        )
 
 
 def test_running_answers_go_on_with_the_new_adapters(policy: Policy, sampler: Sampler) -> None:
-    """Each token after the change has the log-prob of an engine whose keys and values are partly of the adapters before."""
+    """Each token after the change has the log-prob of an engine whose keys and values are partly of the
+    adapters before."""
     change(policy, 1)
     send(policy, sampler, 1)
     how = Sampling(1, 1.0, 80, [])
@@ -102,28 +113,44 @@ def test_running_answers_go_on_with_the_new_adapters(policy: Policy, sampler: Sa
     change(policy, 1)
     (old,) = trained(policy, [whole])
     assert torch.allclose(old[: len(before[0])], before[0], atol=1e-5)
-    said, at = torch.tensor(answer.logprobs), len(PROMPTS[0]) - 1
+    said = torch.tensor(answer.logprobs)
+    at = len(PROMPTS[0]) - 1
     gaps = {name: (said - logprobs[at:]).abs() for name, logprobs in (("old", old), ("new", new))}
     assert (gaps["old"][:turn] < 1e-4).all()
     assert gaps["new"][turn:].mean() < gaps["old"][turn:].mean()
 
 
 def test_layers_without_adapters_in_vllm_are_named(policy: Policy, sampler: Sampler) -> None:
-    named = {f"base_model.model.model.layers.0.mlp.other.lora_{side}.weight": torch.zeros(RANK, RANK) for side in "AB"}
-    with pytest.raises(Exception, match=r"vLLM has no adapters for model.layers.0.mlp.other: name other layers in lora.targets"):
+    named = {
+        f"base_model.model.model.layers.0.mlp.other.lora_{side}.weight": torch.zeros(RANK, RANK)
+        for side in "AB"
+    }
+    with pytest.raises(
+        Exception,
+        match=r"vLLM has no adapters for model.layers.0.mlp.other: name other layers in lora.targets",
+    ):
         receive(sampler, named, 1)
 
 
 def started(family: str, material: Path, tmp_path: Path) -> Sampler:
     base = make_family(family, material / "base", tmp_path / "base")
-    return Sampler(str(base), seed=0, max_model_len=128, vllm=Vllm(kv_cache_gib=0.25, adapters="alone"), adapter_rank=RANK)
+    return Sampler(
+        str(base),
+        seed=0,
+        max_model_len=128,
+        vllm=Vllm(kv_cache_gib=0.25, adapters="alone"),
+        adapter_rank=RANK,
+    )
 
 
 def test_a_layer_that_vllm_has_as_several_is_named(material: Path, tmp_path: Path) -> None:
     """Its adapter would have to be cut in two."""
     with closing(started("glm4", material, tmp_path)) as sampler:
         policy = trained_policy(str(tmp_path / "base"), "float32", False, Lora(rank=RANK), 0).eval()
-        with pytest.raises(Exception, match=r"vLLM has no adapters for model.layers.0.mlp.gate_up_proj, .*: name other layers"):
+        with pytest.raises(
+            Exception,
+            match=r"vLLM has no adapters for model.layers.0.mlp.gate_up_proj, .*: name other layers",
+        ):
             send(policy, sampler, 1)
         parts = Lora(rank=RANK, targets=("q_proj", "o_proj", "down_proj"))
         policy = trained_policy(str(tmp_path / "base"), "float32", False, parts, 0).eval()

@@ -1,4 +1,5 @@
-"""Real text: the 500 prompts of Arena-Hard v0.1 (code, Unicode, thousands of tokens) through PPO and through an evaluation."""
+"""Real text: the 500 prompts of Arena-Hard v0.1 (code, Unicode, thousands of tokens) through PPO and through
+an evaluation."""
 
 from __future__ import annotations
 
@@ -27,7 +28,11 @@ def finish(folder: Path, module: str, config: StageConfig, inputs: dict[str, str
     run = RunDir(folder)
     run.prepare(StageRequest(name=config.stage, digest="0", config=config, inputs=inputs, seed=0))
     process = subprocess.run(
-        [sys.executable, "-m", module, str(folder)], capture_output=True, text=True, timeout=600, stdin=subprocess.DEVNULL
+        [sys.executable, "-m", module, str(folder)],
+        capture_output=True,
+        text=True,
+        timeout=600,
+        stdin=subprocess.DEVNULL,
     )
     assert process.returncode == 0, process.stderr[-3000:]
     result = run.result()
@@ -39,7 +44,14 @@ def test_500_real_prompts_run_through_ppo_and_evaluation(material: Path, tmp_pat
     base = {"base": str(material / "base")}
     share = Ranks(cpus=0.25)
     pairs = Data(sources=str(material / "preferences.jsonl"), max_samples=32)
-    reward = RewardModel(model="base", data=pairs, train_batch_size=16, micro_train_batch_size=16, max_len=96, learning_rate=1e-3)
+    reward = RewardModel(
+        model="base",
+        data=pairs,
+        train_batch_size=16,
+        micro_train_batch_size=16,
+        max_len=96,
+        learning_rate=1e-3,
+    )
     finish(tmp_path / "reward_model", "rlhf_core", reward, base)
     inputs = base | {"reward_model": str(tmp_path / "reward_model" / "checkpoint")}
     ppo = PPO(
@@ -73,7 +85,14 @@ def test_500_real_prompts_run_through_ppo_and_evaluation(material: Path, tmp_pat
         vllm=Vllm(kv_cache_gib=0.5),
         **LIMITS,
     )
-    report = finish(tmp_path / "evaluation", "evaluation", evaluation, inputs | {"ppo": str(tmp_path / "ppo" / "checkpoint")})
+    report = finish(
+        tmp_path / "evaluation",
+        "evaluation",
+        evaluation,
+        inputs | {"ppo": str(tmp_path / "ppo" / "checkpoint")},
+    )
     assert report.metrics["questions"] == 500
-    answers = [json.loads(line) for line in (tmp_path / "evaluation" / "report" / "answers" / "ppo.jsonl").open()]
+    answers = [
+        json.loads(line) for line in (tmp_path / "evaluation" / "report" / "answers" / "ppo.jsonl").open()
+    ]
     assert len(answers) == 500 and sum(answer["prompt_truncated"] for answer in answers) >= long

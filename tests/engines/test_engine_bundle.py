@@ -1,4 +1,5 @@
-"""Ray places an engine over all GPUs of a node beside ranks that would have filled half of it. The nodes only say that they have GPUs."""
+"""Ray places an engine over all GPUs of a node beside ranks that would have filled half of it. The nodes only
+say that they have GPUs."""
 
 from __future__ import annotations
 
@@ -24,7 +25,12 @@ def test_three_ranks_and_an_engine_of_four_fit_two_nodes_of_four(monkeypatch: py
     try:
         connect()
         small = {"cpus": 0.1, "gpus": 1}
-        layout = arrange({"actor": Ranks(num_ranks_per_node=3, **small), "sampler": Vllm(tensor_parallel_size=GPUS, **small)})
+        layout = arrange(
+            {
+                "actor": Ranks(num_ranks_per_node=3, **small),
+                "sampler": Vllm(tensor_parallel_size=GPUS, **small),
+            }
+        )
         reservation = reserve(layout, 30)
         node_of = placement_group_table(reservation.group)["bundles_to_node_id"]
         nodes = {name: {node_of[slot.bundle] for slot in slots} for name, slots in reservation.slots.items()}
@@ -32,7 +38,12 @@ def test_three_ranks_and_an_engine_of_four_fit_two_nodes_of_four(monkeypatch: py
         engine = WorkerGroup("sampler", reservation, 1, span=GPUS)
         held = ray.get([process.gpu_ids.remote() for process in engine._processes], timeout=60)
         assert engine.world_size == 1 and sorted(gpu for each in held for gpu in each) == ["0", "1", "2", "3"]
-        with pytest.raises(ValueError, match=r"lacks a node with 0\.8 CPUs and 8 GPUs \(the largest have 2 CPUs, 4 GPUs\) for sampler 8 x"):
+        with pytest.raises(
+            ValueError,
+            match=(
+                r"lacks a node with 0\.8 CPUs and 8 GPUs \(the largest have 2 CPUs, 4 GPUs\) for sampler 8 x"
+            ),
+        ):
             reserve(arrange({"sampler": Vllm(tensor_parallel_size=2 * GPUS, **small)}), 30)
     finally:
         leave()

@@ -1,4 +1,5 @@
-"""Requests of an engine: more than its cache holds, some that come while others run, and some that nobody waits for any more."""
+"""Requests of an engine: more than its cache holds, some that come while others run, and some that nobody
+waits for any more."""
 
 from __future__ import annotations
 
@@ -19,9 +20,14 @@ LONGEST = 96
 
 @pytest.fixture(scope="module")
 def sampler(material: Path) -> Iterator[Sampler]:
-    # 14 blocks of 32 tokens: not all of the 12 answers below fit at once, so some are preempted and computed again.
+    # 14 blocks of 32 tokens: not all of the 12 answers below fit at once, so some are preempted and computed
+    # again.
     engine = {"max_num_seqs": 16, "block_size": 32, "num_gpu_blocks_override": 14}
-    with closing(Sampler(str(material / "base"), seed=0, max_model_len=LONGEST, vllm=Vllm(kv_cache_gib=0.5, engine=engine))) as made:
+    with closing(
+        Sampler(
+            str(material / "base"), seed=0, max_model_len=LONGEST, vllm=Vllm(kv_cache_gib=0.5, engine=engine)
+        )
+    ) as made:
         yield made
 
 
@@ -36,11 +42,14 @@ def prompts(count: int) -> list[list[int]]:
 
 
 def test_more_answers_than_the_cache_holds_are_those_of_one_at_a_time(sampler: Sampler) -> None:
-    """Some end at a stop token, some at their limit, some at the model's; some are preempted and computed again."""
+    """Some end at a stop token, some at their limit, some at the model's; some are preempted and computed
+    again."""
     how = Sampling(2, 1.0, 60, [7, 11, 20, 21, 22, 23])
     together = sampler.generate(prompts(6), range(0, 600, 100), how)
     alone = [sampler.generate([prompt], [100 * number], how)[0] for number, prompt in enumerate(prompts(6))]
-    assert [[list(a.tokens) for a in group] for group in together] == [[list(a.tokens) for a in group] for group in alone]
+    assert [[list(a.tokens) for a in group] for group in together] == [
+        [list(a.tokens) for a in group] for group in alone
+    ]
     assert {answer.finished for group in together for answer in group} == {True, False}
     for group, expected in zip(together, alone, strict=True):
         for answer, other in zip(group, expected, strict=True):
@@ -66,7 +75,8 @@ def test_requests_that_come_while_others_run(sampler: Sampler) -> None:
 
 
 def test_what_nobody_waits_for_is_aborted(sampler: Sampler) -> None:
-    """While it runs, and in the call that brings it; the others are answered as without it, and nothing of it is left."""
+    """While it runs, and in the call that brings it; the others are answered as without it, and nothing of it
+    is left."""
     how = Sampling(1, 1.0, 40, [])
     alone = [sampler.generate([prompt], [number], how)[0][0] for number, prompt in enumerate(prompts(4))]
     asked = [Request(number, prompt, number, how) for number, prompt in enumerate(prompts(4))]
@@ -76,7 +86,9 @@ def test_what_nobody_waits_for_is_aborted(sampler: Sampler) -> None:
     assert len(scheduler(sampler).requests) == 2, "an unknown key is none of them"
     while len(came) < 2:
         came |= dict(sampler.advance([], 0.05))
-    assert {number: list(answer.tokens) for number, answer in came.items()} == {i: list(alone[i].tokens) for i in (1, 3)}
+    assert {number: list(answer.tokens) for number, answer in came.items()} == {
+        i: list(alone[i].tokens) for i in (1, 3)
+    }
     assert dict(sampler.advance([], 0.05, [1, 3])) == {}, "they are finished"
     assert not scheduler(sampler).requests and not sampler._begun
     blocks = scheduler(sampler).kv_cache_manager.block_pool

@@ -1,4 +1,5 @@
-"""A reward function in processes on two Ray nodes: what its calls see, and what a process that dies leaves. Ray alone, no models."""
+"""A reward function in processes on two Ray nodes: what its calls see, and what a process that dies leaves.
+Ray alone, no models."""
 
 from __future__ import annotations
 
@@ -65,12 +66,16 @@ def test_calls_go_to_both_nodes_in_turn_and_a_process_that_dies_is_replaced_here
         with pytest.raises(RewardError, match=r"the process on the Ray node 10\.0\.0\.2 ended"):
             function.score([SAMPLE])
         assert [int(function.score([SAMPLE]).rewards[0]) for _ in range(2)] == [os.getpid()] * 2
-        wait_until(lambda: not any(child.is_running() for child in children), "the function's process to end", 20)
+        wait_until(
+            lambda: not any(child.is_running() for child in children), "the function's process to end", 20
+        )
     finally:
         function.close()
 
 
-def test_the_function_gets_the_variables_of_the_run(file: Path, other: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_function_gets_the_variables_of_the_run(
+    file: Path, other: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("SETTING", "7")
     function = SpreadFunction(file, "settings", 30, 2, [other])
     try:
@@ -82,9 +87,13 @@ def test_the_function_gets_the_variables_of_the_run(file: Path, other: Node, mon
 def test_what_cannot_be_loaded_names_the_node(file: Path, other: Node) -> None:
     function = SpreadFunction(file, "nothing", 30, 2, [other])
     try:
-        with pytest.raises(ValueError, match=r"has no function 'nothing'; correct .* \(on the Ray node 10\.0\.0\.2\)$"):
+        with pytest.raises(
+            ValueError, match=r"has no function 'nothing'; correct .* \(on the Ray node 10\.0\.0\.2\)$"
+        ):
             function.score([SAMPLE])
-        with pytest.raises(ValueError, match=r"has no function 'nothing'; correct the name of the reward function$"):
+        with pytest.raises(
+            ValueError, match=r"has no function 'nothing'; correct the name of the reward function$"
+        ):
             function.score([SAMPLE])
     finally:
         function.close()

@@ -1,4 +1,5 @@
-"""What a group of Ray workers says and leaves when a rank raises, runs out of memory, dies or hangs. Ray alone, no models."""
+"""What a group of Ray workers says and leaves when a rank raises, runs out of memory, dies or hangs. Ray
+alone, no models."""
 
 from __future__ import annotations
 
@@ -28,7 +29,11 @@ class OutOfMemoryError(RuntimeError):
     """Named like torch's."""
 
 
-SETTINGS = {"ALIGNFLOW_CORES": "12", "NCCL_NVLS_ENABLE": "0", "PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:64,expandable_segments:True"}
+SETTINGS = {
+    "ALIGNFLOW_CORES": "12",
+    "NCCL_NVLS_ENABLE": "0",
+    "PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:64,expandable_segments:True",
+}
 
 
 class Role:
@@ -39,7 +44,10 @@ class Role:
         raise KeyError("gone")
 
     def wrong(self) -> None:
-        arrange({"actor": Ranks(num_ranks_per_node=1), "critic": Ranks(num_ranks_per_node=2)}, [["actor", "critic"]])
+        arrange(
+            {"actor": Ranks(num_ranks_per_node=1), "critic": Ranks(num_ranks_per_node=2)},
+            [["actor", "critic"]],
+        )
 
     def unreadable(self) -> None:
         json.loads("{")
@@ -74,11 +82,16 @@ class Role:
 def groups() -> Iterator[tuple[WorkerGroup, WorkerGroup]]:
     ray.cloudpickle.register_pickle_by_value(__import__(__name__, fromlist=["Role"]))
     os.environ |= SETTINGS
-    somebody_elses = Cluster(initialize_head=True, head_node_args={"num_cpus": 77, "object_store_memory": 100 << 20})
+    somebody_elses = Cluster(
+        initialize_head=True, head_node_args={"num_cpus": 77, "object_store_memory": 100 << 20}
+    )
     connect()
     two = Ranks(num_ranks_per_node=2, cpus=0.25)
     reservation = reserve(arrange({"critic": two, "actor": two}), 30)
-    made = WorkerGroup("critic", reservation, 3), WorkerGroup("actor", reservation, 3, expandable_segments=False)
+    made = (
+        WorkerGroup("critic", reservation, 3),
+        WorkerGroup("actor", reservation, 3, expandable_segments=False),
+    )
     for pending in [group.build(Role) for group in made]:
         pending.wait(60)
     yield made
@@ -88,21 +101,29 @@ def groups() -> Iterator[tuple[WorkerGroup, WorkerGroup]]:
         del os.environ[name]
 
 
-def test_a_cluster_that_runs_on_the_machine_already_is_left_alone(groups: tuple[WorkerGroup, WorkerGroup]) -> None:
+def test_a_cluster_that_runs_on_the_machine_already_is_left_alone(
+    groups: tuple[WorkerGroup, WorkerGroup],
+) -> None:
     assert ray.cluster_resources()["CPU"] == os.cpu_count()
 
 
 @pytest.mark.parametrize("in_turn", [True, False])
 def test_groups_work_in_turn_or_at_once(in_turn: bool, groups: tuple[WorkerGroup, WorkerGroup]) -> None:
     turns = Turns(in_turn)
-    first, second = (work.wait(30) for work in [turns.start(group, "score", Role.works, 1.5) for group in groups])
-    ended, begun = max(end for _, end in first), min(start for start, _ in second)
+    first, second = (
+        work.wait(30) for work in [turns.start(group, "score", Role.works, 1.5) for group in groups]
+    )
+    ended = max(end for _, end in first)
+    begun = min(start for start, _ in second)
     assert (begun >= ended) == in_turn
 
 
 def test_a_failure_before_its_turn_is_named_as_it_is(groups: tuple[WorkerGroup, WorkerGroup]) -> None:
     turns = Turns(True)
-    raising, working = (turns.start(group, "score", method) for group, method in zip(groups, (Role.raises, Role.variables), strict=True))
+    raising, working = (
+        turns.start(group, "score", method)
+        for group, method in zip(groups, (Role.raises, Role.variables), strict=True)
+    )
     with pytest.raises(RoleFailed, match=r"critic failed in 'score': KeyError\('gone'\)"):
         raising.wait(30)
     assert len(working.wait(30)) == 2
@@ -114,18 +135,26 @@ def test_failures_name_the_role_the_phase_and_what_to_do(groups: tuple[WorkerGro
         critic.call("train", Role.raises).wait(30)
     with pytest.raises(ValueError, match=r"critic: .*actor.*critic"):
         critic.call("train", Role.wrong).wait(30)
-    with pytest.raises(RoleFailed, match=r"(?s)critic failed in 'train': LibraryError\('JSONDecodeError: Expecting .*json/decoder.py"):
+    with pytest.raises(
+        RoleFailed,
+        match=r"(?s)critic failed in 'train': LibraryError\('JSONDecodeError: Expecting .*json/decoder.py",
+    ):
         critic.call("train", Role.unreadable).wait(30)
     with pytest.raises(FloatingPointError, match=r"^critic: step 3 of 9: the loss is nan$"):
         critic.call("train", Role.diverges).wait(30)
-    with pytest.raises(RoleFailed, match=r"critic ran out of GPU memory in 'train': lower micro_train_.* adam_offload.*`alignflow plan`"):
+    with pytest.raises(
+        RoleFailed,
+        match=r"critic ran out of GPU memory in 'train': lower micro_train_.* adam_offload.*`alignflow plan`",
+    ):
         critic.call("train", Role.full).wait(30)
 
 
 def test_a_rank_that_does_not_answer_is_named_in_time(groups: tuple[WorkerGroup, WorkerGroup]) -> None:
     critic, actor = groups
     start = time.monotonic()
-    with pytest.raises(RoleFailed, match=r"actor: ranks \[0, 1\] made no progress in 'send weights' for 2 s; raise `timeout`"):
+    with pytest.raises(
+        RoleFailed, match=r"actor: ranks \[0, 1\] made no progress in 'send weights' for 2 s; raise `timeout`"
+    ):
         wait_all([critic.call("score", Role.waits, 0.1), actor.call("send weights", Role.waits, 4)], 2)
     assert time.monotonic() - start < 4
     assert actor.call("again", Role.waits, 0).wait(30) == ["done", "done"]
@@ -143,11 +172,13 @@ def test_the_failure_of_one_group_ends_the_wait_for_another(groups: tuple[Worker
 def test_a_stream_comes_while_the_ranks_still_work(groups: tuple[WorkerGroup, WorkerGroup]) -> None:
     critic, _ = groups
     critic.take_seconds()
-    start, seen = time.monotonic(), []
+    start = time.monotonic()
+    seen = []
     for number in critic.stream("generate", 30, Role.counts, [0.1, 0.1, 4.0]):
         seen.append((number, time.monotonic() - start))
     assert sorted(number for number, _ in seen) == [0, 0, 1, 1, 2, 2], "all that both ranks yield"
-    first, last = seen[0][1], seen[-1][1]
+    first = seen[0][1]
+    last = seen[-1][1]
     assert last - first > 1, "the first is not held back for the last"
     assert 4.2 <= critic.take_seconds()["generate"] <= last and critic.take_seconds() == {}
 
@@ -156,12 +187,17 @@ def test_a_stream_that_fails_or_falls_silent_names_its_role(groups: tuple[Worker
     critic, actor = groups
     with pytest.raises(RoleFailed, match=r"critic failed in 'generate': KeyError\('gone'\)"):
         list(critic.stream("generate", 30, Role.counts, [0.1], "gone"))
-    with pytest.raises(RoleFailed, match=r"actor: ranks \[(0|1|0, 1)\] made no progress in 'generate' for 1 s; raise `timeout`"):
+    with pytest.raises(
+        RoleFailed,
+        match=r"actor: ranks \[(0|1|0, 1)\] made no progress in 'generate' for 1 s; raise `timeout`",
+    ):
         list(actor.stream("generate", 1, Role.counts, [0.1, 4]))
     assert actor.call("again", Role.waits, 0).wait(30) == ["done", "done"]
 
 
-def test_a_preparation_that_fails_raises_when_the_role_is_built(groups: tuple[WorkerGroup, WorkerGroup]) -> None:
+def test_a_preparation_that_fails_raises_when_the_role_is_built(
+    groups: tuple[WorkerGroup, WorkerGroup],
+) -> None:
     _, actor = groups
     actor.prepare("no_such_module:function")
     assert actor.call("again", Role.waits, 0).wait(30) == ["done", "done"], "nobody waits for it"
@@ -178,23 +214,35 @@ def test_work_is_timed_by_phase_and_reported_once(groups: tuple[WorkerGroup, Wor
 
 
 def test_workers_inherit_the_settings_of_the_libraries(groups: tuple[WorkerGroup, WorkerGroup]) -> None:
-    """Among them those that keep NVLink multicast off. The stage's cores are divided by three roles and two ranks of each on the node."""
+    """Among them those that keep NVLink multicast off. The stage's cores are divided by three roles and two
+    ranks of each on the node."""
     for seen in groups[0].call("look", Role.variables).wait(30):
         assert seen["NCCL_NVLS_ENABLE"] == "0" and seen["OMP_NUM_THREADS"] == "2"
     os.environ |= {"TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "NVSHMEM_DISABLE_NVLS": "1"}
     try:
-        assert {"NCCL_NVLS_ENABLE", "TORCH_SYMM_MEM_DISABLE_MULTICAST", "NVSHMEM_DISABLE_NVLS"} <= passed_environment().keys()
+        assert {
+            "NCCL_NVLS_ENABLE",
+            "TORCH_SYMM_MEM_DISABLE_MULTICAST",
+            "NVSHMEM_DISABLE_NVLS",
+        } <= passed_environment().keys()
     finally:
         del os.environ["TORCH_SYMM_MEM_DISABLE_MULTICAST"], os.environ["NVSHMEM_DISABLE_NVLS"]
 
 
-def test_what_shares_memory_in_other_ways_does_without_growing_segments(groups: tuple[WorkerGroup, WorkerGroup]) -> None:
-    critic, actor = (group.call("look", Role.variables).wait(30)[0]["PYTORCH_CUDA_ALLOC_CONF"] for group in groups)
+def test_what_shares_memory_in_other_ways_does_without_growing_segments(
+    groups: tuple[WorkerGroup, WorkerGroup],
+) -> None:
+    critic, actor = (
+        group.call("look", Role.variables).wait(30)[0]["PYTORCH_CUDA_ALLOC_CONF"] for group in groups
+    )
     assert critic == SETTINGS["PYTORCH_CUDA_ALLOC_CONF"] and actor == "max_split_size_mb:64"
 
 
-def test_a_rank_that_dies_ends_the_wait_and_is_named(groups: tuple[WorkerGroup, WorkerGroup], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also where another rank has raised an error before, as one that was connected with it does. Last: the group is gone afterwards."""
+def test_a_rank_that_dies_ends_the_wait_and_is_named(
+    groups: tuple[WorkerGroup, WorkerGroup], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where another rank has raised an error before, as one that was connected with it does. Last: the
+    group is gone afterwards."""
     monkeypatch.setattr(worker_group, "DEATH_SECONDS", 20.0)
     critic, actor = groups
     victim = critic.call("look", Role.pid).wait(30)[1]

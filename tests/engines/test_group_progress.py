@@ -1,4 +1,5 @@
-"""How long a wait for a group of Ray workers lasts: as long as each rank makes progress, and `timeout` seconds longer. No models."""
+"""How long a wait for a group of Ray workers lasts: as long as each rank makes progress, and `timeout`
+seconds longer. No models."""
 
 from __future__ import annotations
 
@@ -24,7 +25,8 @@ from rlhf_core.system import progress
 from rlhf_core.system.machine import NodeLost
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
-TIMEOUT, LONG = 3, 9.0  # seconds
+TIMEOUT = 3
+LONG = 9.0  # seconds
 
 
 class Role:
@@ -48,7 +50,10 @@ class Role:
 
     def waits_for_a_child(self, seconds: float) -> str:
         """As an engine over several GPUs does, whose work is in processes of its own."""
-        work = f"import time\nfrom rlhf_core.system import progress\nfor _ in range({int(seconds / 0.5)}): time.sleep(0.5), progress.made()"
+        work = (
+            f"import time\nfrom rlhf_core.system import progress\nfor _ in range({int(seconds / 0.5)}):"
+            " time.sleep(0.5), progress.made()"
+        )
         subprocess.run([sys.executable, "-c", work], check=True)
         return "done"
 
@@ -95,7 +100,9 @@ def test_work_that_makes_progress_may_take_longer_than_the_timeout(
     assert time.monotonic() - start > 4 * LONG
     shown = capfd.readouterr().out
     for phase in ("train", "generate", "receive weights"):
-        assert re.search(rf"^actor in '{phase}': [1-9]\d* parts of work in \d+ s$", shown, re.MULTILINE), shown
+        assert re.search(rf"^actor in '{phase}': [1-9]\d* parts of work in \d+ s$", shown, re.MULTILINE), (
+            shown
+        )
 
 
 def test_ranks_that_finished_may_wait_for_whoever_takes_their_answers(group: WorkerGroup) -> None:
@@ -107,7 +114,9 @@ def test_ranks_that_finished_may_wait_for_whoever_takes_their_answers(group: Wor
 
 def test_a_rank_that_hangs_after_some_work_is_named_in_time(group: WorkerGroup) -> None:
     start = time.monotonic()
-    with pytest.raises(RoleFailed, match=r"actor: ranks \[(0|1|0, 1)\] made no progress in 'train' for 3 s; raise `timeout`"):
+    with pytest.raises(
+        RoleFailed, match=r"actor: ranks \[(0|1|0, 1)\] made no progress in 'train' for 3 s; raise `timeout`"
+    ):
         group.call("train", Role.works, 2.0, 8.0).wait(TIMEOUT)
     assert 2 + TIMEOUT - 1 < time.monotonic() - start < 2 + 8, "it does not wait for the end of the work"
     assert group.call("again", Role.works, 0).wait(30) == ["done", "done"]
@@ -116,7 +125,12 @@ def test_a_rank_that_hangs_after_some_work_is_named_in_time(group: WorkerGroup) 
 def test_ranks_that_work_together_may_wait_for_one_of_them(groups: tuple[WorkerGroup, WorkerGroup]) -> None:
     apart, together = groups
     assert together.call("train", Role.first_alone, LONG).wait(TIMEOUT) == ["done", "done"]
-    with pytest.raises(RoleFailed, match=r"sft: ranks \[0, 1\] made no progress in 'train' for 3 s; .* start the stage again: it resumes"):
+    with pytest.raises(
+        RoleFailed,
+        match=(
+            r"sft: ranks \[0, 1\] made no progress in 'train' for 3 s; .* start the stage again: it resumes"
+        ),
+    ):
         together.call("train", Role.works, 2.0, 6.0).wait(TIMEOUT)
     with pytest.raises(RoleFailed, match=r"actor: ranks \[1\] made no progress in 'train' for 3 s"):
         apart.call("train", Role.first_alone, LONG).wait(TIMEOUT)

@@ -1,4 +1,5 @@
-"""A checkpoint in each published layout goes through SFT and DPO, and vLLM and transformers read what comes out alike."""
+"""A checkpoint in each published layout goes through SFT and DPO, and vLLM and transformers read what comes
+out alike."""
 
 from __future__ import annotations
 
@@ -42,8 +43,11 @@ def test_sft_dpo_vllm_and_transformers(layout: str, material: Path, tmp_path: Pa
     stored = {name.removesuffix("_blocks") for name in names(base) if not name.endswith("_scales")}
     assert names(made) == stored
     assert type(AutoConfig.from_pretrained(made)) is type(AutoConfig.from_pretrained(base))
-    before, expected = as_transformers_reads(base, layout == "wrapper"), as_transformers_reads(made, layout == "wrapper")
-    moved = [abs(a - b) for then, now in zip(before, expected, strict=True) for a, b in zip(then, now, strict=True)]
+    before = as_transformers_reads(base, layout == "wrapper")
+    expected = as_transformers_reads(made, layout == "wrapper")
+    moved = [
+        abs(a - b) for then, now in zip(before, expected, strict=True) for a, b in zip(then, now, strict=True)
+    ]
     assert sum(moved) > 0.01 * len(moved), "training changed nothing"
     sampler = Sampler(str(made), seed=0, max_model_len=96, vllm=Vllm(kv_cache_gib=0.5))
     try:

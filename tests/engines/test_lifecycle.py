@@ -1,4 +1,5 @@
-"""The whole lifecycle through the command, on the real engines, run again when it is done; and killed in the middle of PPO and run again.
+"""The whole lifecycle through the command, on the real engines, run again when it is done; and killed in the
+middle of PPO and run again.
 
 It is the demo's own recipe with less of everything: a few steps of each stage.
 """
@@ -41,7 +42,8 @@ SMALL = (
     "iterative_dpo.train_batch_size=8",
     "iterative_dpo.micro_train_batch_size=8",
     "evaluation.max_questions=12",
-    *(f"{stage}.gates=[]" for stage in ("sft", "reward_model", "ppo", "evaluation")),  # so little training passes none
+    # so little training passes none
+    *(f"{stage}.gates=[]" for stage in ("sft", "reward_model", "ppo", "evaluation")),
 )
 STAGES = [
     "sft",
@@ -58,7 +60,13 @@ def alignflow(folder: Path) -> subprocess.Popen[bytes]:
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     with (folder / "out.txt").open("ab") as out:
         return subprocess.Popen(
-            command, cwd=folder, env=environment, stdout=out, stderr=out, stdin=subprocess.DEVNULL, start_new_session=True
+            command,
+            cwd=folder,
+            env=environment,
+            stdout=out,
+            stderr=out,
+            stdin=subprocess.DEVNULL,
+            start_new_session=True,
         )
 
 
@@ -105,12 +113,17 @@ def test_a_killed_lifecycle_goes_on(material: Path, tmp_path: Path) -> None:
     left = psutil.wait_procs(children, timeout=40)[1]
     assert not left, f"processes survived the kill: {left}"
     assert not (stage_folder(folder, "ppo") / "result.json").exists()
-    before = {name: (stage_folder(folder, name) / "result.json").stat().st_mtime_ns for name in ("sft", "reward_model")}
+    before = {
+        name: (stage_folder(folder, name) / "result.json").stat().st_mtime_ns
+        for name in ("sft", "reward_model")
+    }
 
     summary = finish(folder)
     assert [stage["name"] for stage in summary["stages"]] == STAGES
     assert [stage["status"] for stage in summary["stages"]] == ["skipped"] * 2 + ["done"] * 7
-    assert before == {name: (stage_folder(folder, name) / "result.json").stat().st_mtime_ns for name in before}, "stages were repeated"
+    assert before == {
+        name: (stage_folder(folder, name) / "result.json").stat().st_mtime_ns for name in before
+    }, "stages were repeated"
     assert "resumed after iteration" in (stage_folder(folder, "ppo") / "log.txt").read_text()
     assert len(read_metrics(stage_folder(folder, "ppo"))) == 4
 
@@ -136,10 +149,14 @@ def test_what_is_published_loads_and_is_the_last_rounds_model(folder: Path) -> N
     state = model.state_dict()
     assert all((state[name] == weight).all() for name, weight in last.items())
     tokenizer = AutoTokenizer.from_pretrained(published)
-    assert tokenizer.chat_template and tokenizer.apply_chat_template([{"role": "user", "content": "Copy this number: 12"}], tokenize=False)
+    assert tokenizer.chat_template and tokenizer.apply_chat_template(
+        [{"role": "user", "content": "Copy this number: 12"}], tokenize=False
+    )
     card = (published / "README.md").read_text()
     assert "license: apache-2.0" in card and "iterative_dpo.round2" in card and str(folder) not in card
-    AutoModelForSequenceClassification.from_pretrained(stage_folder(folder, "reward_model") / "checkpoint", num_labels=1)
+    AutoModelForSequenceClassification.from_pretrained(
+        stage_folder(folder, "reward_model") / "checkpoint", num_labels=1
+    )
 
 
 def test_a_second_run_skips_every_stage(folder: Path) -> None:
@@ -152,7 +169,8 @@ def test_a_second_run_skips_every_stage(folder: Path) -> None:
 
 def test_gates_may_name_just_what_the_stages_write(folder: Path) -> None:
     for run in map(RunDir, (folder / "artifacts/stages").iterdir()):
-        result, config = run.result(), run.request().config
+        result = run.result()
+        config = run.request().config
         assert result is not None
         known = [name for name in metrics_of(config) if "*" not in name and BALANCE not in name]
         assert [name for name in known if name not in result.metrics] == [], result.name

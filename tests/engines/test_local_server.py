@@ -1,4 +1,5 @@
-"""Our own vLLM server, for real: it judges a battle between two tiny checkpoints, and lm-eval measures what a damaged model lost."""
+"""Our own vLLM server, for real: it judges a battle between two tiny checkpoints, and lm-eval measures what a
+damaged model lost."""
 
 from __future__ import annotations
 
@@ -52,8 +53,11 @@ def good(material: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return fit(material / "base", tmp_path_factory.mktemp("good") / "model", plain + asked, 40)
 
 
-def test_a_checkpoint_judges_two_others_over_http_and_nothing_twice(good: Path, material: Path, tmp_path: Path, capfd: Any) -> None:
-    """The judge always prefers the answer it sees first: one half for everybody, and no verdict survives the swap."""
+def test_a_checkpoint_judges_two_others_over_http_and_nothing_twice(
+    good: Path, material: Path, tmp_path: Path, capfd: Any
+) -> None:
+    """The judge always prefers the answer it sees first: one half for everybody, and no verdict survives the
+    swap."""
     base = material / "base"
     tokenizer = AutoTokenizer.from_pretrained(base)
     questions = [{"uid": f"q{n}", "category": row["category"], **row} for n, row in enumerate(ROWS)]
@@ -61,9 +65,20 @@ def test_a_checkpoint_judges_two_others_over_http_and_nothing_twice(good: Path, 
     wrong = [(chat(tokenizer, [{"role": "user", "content": row["prompt"]}]), "?") for row in ROWS]
     unknowing = fit(base, tmp_path / "unknowing", wrong, 40)
     pairs = [pair for row in ROWS[:4] for pair in ((row, row["answer"], "?"), (row, "?", row["answer"]))]
-    seen = [Match(Question("q", "digits", ({"role": "user", "content": row["prompt"]},), {}), a, b) for row, a, b in pairs]
+    seen = [
+        Match(Question("q", "digits", ({"role": "user", "content": row["prompt"]},), {}), a, b)
+        for row, a, b in pairs
+    ]
     prompts = [(chat(tokenizer, judge_prompt(match)), "[[A>B]]") for match in seen]
-    judge = fit(base, tmp_path / "judge", prompts, 50, num_hidden_layers=1, layer_types=["full_attention"], max_position_embeddings=2048)
+    judge = fit(
+        base,
+        tmp_path / "judge",
+        prompts,
+        50,
+        num_hidden_layers=1,
+        layer_types=["full_attention"],
+        max_position_embeddings=2048,
+    )
 
     asked = VllmJudge(model="judge", max_tokens=16, max_model_len=2048, concurrency=8, vllm=SMALL)
     config = Evaluation(
@@ -91,8 +106,10 @@ def test_a_checkpoint_judges_two_others_over_http_and_nothing_twice(good: Path, 
 
 
 def expected(path: Path) -> dict[str, float]:
-    """What lm-eval should find, by transformers: the share of likeliest choices and of greedy answers that are right."""
-    tokenizer, model = AutoTokenizer.from_pretrained(path), AutoModelForCausalLM.from_pretrained(path).eval()
+    """What lm-eval should find, by transformers: the share of likeliest choices and of greedy answers that
+    are right."""
+    tokenizer = AutoTokenizer.from_pretrained(path)
+    model = AutoModelForCausalLM.from_pretrained(path).eval()
     found = {"digits_choice": 0.0, "digits_answer": 0.0}
     for row in ROWS:
         prompt = tokenizer(row["prompt"], add_special_tokens=False).input_ids
@@ -103,7 +120,9 @@ def expected(path: Path) -> dict[str, float]:
                 logprobs = model(torch.tensor([prompt + answer])).logits[0].log_softmax(-1)
             sums.append(sum(float(logprobs[len(prompt) + i - 1, token]) for i, token in enumerate(answer)))
         found["digits_choice"] += (sums.index(max(sums)) == row["label"]) / COUNT
-        greedy = model.generate(torch.tensor([prompt]), do_sample=False, max_new_tokens=24, pad_token_id=0)[0, len(prompt) :]
+        greedy = model.generate(torch.tensor([prompt]), do_sample=False, max_new_tokens=24, pad_token_id=0)[
+            0, len(prompt) :
+        ]
         text = tokenizer.decode(greedy, skip_special_tokens=True).split("\n")[0].strip()
         found["digits_answer"] += (text == row["answer"]) / COUNT
     return found
@@ -111,13 +130,16 @@ def expected(path: Path) -> dict[str, float]:
 
 def test_lm_eval_sees_a_planted_regression_and_the_gate_trips(good: Path, tmp_path: Path, capfd: Any) -> None:
     pytest.importorskip("lm_eval", reason="alignflow's extra `tax` is not installed")
-    same, worse = tmp_path / "same", tmp_path / "worse"
+    same = tmp_path / "same"
+    worse = tmp_path / "worse"
     shutil.copytree(good, same)
     model = AutoModelForCausalLM.from_pretrained(good)
     torch.manual_seed(0)
     with torch.no_grad():
         for parameter in model.parameters():
-            parameter.add_(torch.randn_like(parameter), alpha=2 * float(parameter.std()) if parameter.dim() > 1 else 0.0)
+            parameter.add_(
+                torch.randn_like(parameter), alpha=2 * float(parameter.std()) if parameter.dim() > 1 else 0.0
+            )
     model.save_pretrained(worse)
     AutoTokenizer.from_pretrained(good).save_pretrained(worse)
 
@@ -136,7 +158,9 @@ def test_lm_eval_sees_a_planted_regression_and_the_gate_trips(good: Path, tmp_pa
     assert result.metrics["tax/digits_answer"] == result.metrics["tax/digits_answer/worse"] > 0.5
     for name, path in (("good", good), ("worse", worse)):
         by_hand = expected(path)
-        assert {task: result.metrics[f"score/{task}/{name}"] for task in by_hand} == pytest.approx(by_hand, abs=1e-6)
+        assert {task: result.metrics[f"score/{task}/{name}"] for task in by_hand} == pytest.approx(
+            by_hand, abs=1e-6
+        )
     assert result.metrics["score/digits_choice/good"] == 1.0
     assert [name for name in result.metrics if not has_metric(config, name)] == []
     report = TaxReport.model_validate_json((run / "report" / "tax.json").read_text())

@@ -1,4 +1,5 @@
-"""Rotary embeddings that are stretched beyond the length of pretraining are the same in vLLM as in training, at four times that length."""
+"""Rotary embeddings that are stretched beyond the length of pretraining are the same in vLLM as in training,
+at four times that length."""
 
 from __future__ import annotations
 
@@ -32,7 +33,12 @@ GEMMA = {
     "full_attention": {"rope_type": "linear", "rope_theta": 1e6, "factor": 4.0},
 }
 QUARTER = [1.0 + 0.1 * i for i in range(16)]
-LONG = {"rope_type": "longrope", "rope_theta": 10000.0, "original_max_position_embeddings": ORIGINAL, "long_factor": QUARTER}
+LONG = {
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "original_max_position_embeddings": ORIGINAL,
+    "long_factor": QUARTER,
+}
 # The family, and its positions.
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "yarn": ("qwen3", YARN),
@@ -59,8 +65,16 @@ def test_positions_are_those_of_training(variant: str, material: Path, tmp_path:
     if family == "phi3":
         larger["original_max_position_embeddings"] = ORIGINAL
     base = make_family(family, material / "base", tmp_path / "base", larger=larger)
-    plain = {kind: PLAIN for kind in rope} if family == "gemma3" else PLAIN | QUERIES if family == "ministral3" else PLAIN
-    other = make_family(family, material / "base", tmp_path / "other", larger=larger | {"rope_parameters": plain})
+    plain = (
+        {kind: PLAIN for kind in rope}
+        if family == "gemma3"
+        else PLAIN | QUERIES
+        if family == "ministral3"
+        else PLAIN
+    )
+    other = make_family(
+        family, material / "base", tmp_path / "other", larger=larger | {"rope_parameters": plain}
+    )
     ours = logprobs(base)
     assert (ours - logprobs(other)).abs().mean() > 0.01, "positions change nothing here"
     sampler = Sampler(str(base), seed=0, max_model_len=LENGTH, vllm=Vllm(kv_cache_gib=0.5))

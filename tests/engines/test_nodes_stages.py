@@ -1,4 +1,5 @@
-"""SFT, DPO and PPO over two hosts, each a namespace with a Ray node; what is left of hosts when their maker is killed."""
+"""SFT, DPO and PPO over two hosts, each a namespace with a Ray node; what is left of hosts when their maker
+is killed."""
 
 from __future__ import annotations
 
@@ -49,7 +50,9 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 def test_hosts_end_with_their_maker_however_it_ends(tmp_path: Path) -> None:
     """Also killed by -9: no process, namespace or cable is left."""
     cables = subprocess.run(["ip", "-o", "link"], capture_output=True, text=True, check=True).stdout
-    maker = subprocess.Popen([sys.executable, "-c", HOLDER, str(tmp_path)], stdout=subprocess.PIPE, cwd=ROOT, text=True)
+    maker = subprocess.Popen(
+        [sys.executable, "-c", HOLDER, str(tmp_path)], stdout=subprocess.PIPE, cwd=ROOT, text=True
+    )
     assert maker.stdout is not None
     firsts = [psutil.Process(int(number)) for number in maker.stdout.readline().split()]
     assert len(firsts) == 2
@@ -61,20 +64,28 @@ def test_hosts_end_with_their_maker_however_it_ends(tmp_path: Path) -> None:
 
 @pytest.mark.long
 @pytest.mark.parametrize("kind", ["sft", "dpo"])
-def test_training_over_two_hosts_is_that_of_one_rank(kind: str, two: Cluster, material: Path, tmp_path: Path) -> None:
+def test_training_over_two_hosts_is_that_of_one_rank(
+    kind: str, two: Cluster, material: Path, tmp_path: Path
+) -> None:
     def request(**more: object) -> StageRequest:
-        data = Data(sources=str(material / ("sft.jsonl" if kind == "sft" else "preferences.jsonl")), max_samples=43)
+        data = Data(
+            sources=str(material / ("sft.jsonl" if kind == "sft" else "preferences.jsonl")), max_samples=43
+        )
         fields = {**FIELDS, "data": data, **more}
         config = SFT(model="base", **fields) if kind == "sft" else DPO(policy="base", **fields)
-        return StageRequest(name=kind, digest="0", config=config, inputs={"base": str(material / "base")}, seed=5)
+        return StageRequest(
+            name=kind, digest="0", config=config, inputs={"base": str(material / "base")}, seed=5
+        )
 
-    one, over_two = tmp_path / "one", tmp_path / "two"
+    one = tmp_path / "one"
+    over_two = tmp_path / "two"
     one.mkdir()
     {"sft": rlhf_core.stages.sft.run, "dpo": rlhf_core.stages.dpo.run}[kind](request(), RunDir(one))
     RunDir(over_two).prepare(request(zero_stage=3, ranks=Ranks(num_nodes=2, cpus=0.6)))
     host_stages.finish(two.head, over_two, two.ray_address)
     assert "on 2 node(s)" in log(over_two)
-    expected, found = read_metrics(one), read_metrics(over_two)
+    expected = read_metrics(one)
+    found = read_metrics(over_two)
     assert len(expected) == len(found) == 4
     for a, b in zip(expected, found, strict=True):
         assert {name: b[name] for name in ("loss", "grad_norm")} == pytest.approx(
@@ -83,20 +94,31 @@ def test_training_over_two_hosts_is_that_of_one_rank(kind: str, two: Cluster, ma
 
 
 @pytest.mark.long
-def test_ppo_as_a_job_of_a_cluster_that_exists_uses_both_hosts(two: Cluster, material: Path, tmp_path: Path) -> None:
+def test_ppo_as_a_job_of_a_cluster_that_exists_uses_both_hosts(
+    two: Cluster, material: Path, tmp_path: Path
+) -> None:
     """Submitted from the other host; the reward function runs on both."""
     folder = tmp_path / "ppo"
     prepare(folder, material, steps=4)
     ray = str(Path(sys.executable).with_name("ray"))
-    told = two.hosts[1].run(ray, "job", "submit", "--address", f"http://{two.head.address}:8265", "--", *COMMAND, str(folder))
-    assert "succeeded" in told and "on 2 node(s)" in told and "the reward function odd runs here and on 10.83.0." in told
+    told = two.hosts[1].run(
+        ray, "job", "submit", "--address", f"http://{two.head.address}:8265", "--", *COMMAND, str(folder)
+    )
+    assert (
+        "succeeded" in told
+        and "on 2 node(s)" in told
+        and "the reward function odd runs here and on 10.83.0." in told
+    )
     assert RunDir(folder).result() is not None and len(read_metrics(folder)) == 4
     assert len(list((folder / "namespaces").iterdir())) == 2
 
 
 @pytest.mark.long
-def test_an_engine_over_two_hosts_samples_what_one_process_samples(two: Cluster, material: Path, tmp_path: Path) -> None:
-    """Each host has a half of its layers. The probe after each update compares its log-probs with the trainer's."""
+def test_an_engine_over_two_hosts_samples_what_one_process_samples(
+    two: Cluster, material: Path, tmp_path: Path
+) -> None:
+    """Each host has a half of its layers. The probe after each update compares its log-probs with the
+    trainer's."""
     rewards = []
     for stages in (1, 2):
         prepare(folder := tmp_path / str(stages), material, steps=4, stages=stages)

@@ -1,4 +1,5 @@
-"""An engine of two stages, each in a process of ours: it samples and loads what one process does, and a stage that dies is noticed."""
+"""An engine of two stages, each in a process of ours: it samples and loads what one process does, and a stage
+that dies is noticed."""
 
 from __future__ import annotations
 
@@ -20,7 +21,8 @@ from rlhf_core.rollout.engine import Answer, Sampling
 from rlhf_core.rollout.sampler_role import SamplerRole
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
-PROMPTS, SEEDS = [[5, 6, 7, 8], [9, 10, 11], [12, 13]], [1, 2, 3]
+PROMPTS = [[5, 6, 7, 8], [9, 10, 11], [12, 13]]
+SEEDS = [1, 2, 3]
 PREPARE = ("rlhf_core.rollout.sampler_role:prepare", 0.5)
 
 
@@ -48,7 +50,9 @@ def weights(material: Path, tmp_path_factory: pytest.TempPathFactory) -> str:
 def said(group: WorkerGroup, checkpoint: str = "") -> list[tuple[int, list[Answer]]]:
     if checkpoint:
         group.call("load", SamplerRole.load, checkpoint).wait(100)
-    return group.call("generate", SamplerRole.generate_share, PROMPTS, SEEDS, Sampling(2, 1.0, 20, [1])).wait(100)[0]
+    return group.call("generate", SamplerRole.generate_share, PROMPTS, SEEDS, Sampling(2, 1.0, 20, [1])).wait(
+        100
+    )[0]
 
 
 def strangers_may_connect() -> list[str]:
@@ -58,17 +62,23 @@ def strangers_may_connect() -> list[str]:
         with suppress(psutil.NoSuchProcess):
             sockets = [each for each in process.net_connections("tcp") if each.status == psutil.CONN_LISTEN]
             found += [
-                f"{process.name()} {each.laddr}" for each in sockets if each.laddr.ip.removeprefix("::ffff:") not in ("127.0.0.1", "::1")
+                f"{process.name()} {each.laddr}"
+                for each in sockets
+                if each.laddr.ip.removeprefix("::ffff:") not in ("127.0.0.1", "::1")
             ]
     return found
 
 
 def vllm_process(stage: int) -> psutil.Process:
-    (found,) = (p for p in psutil.Process().children(recursive=True) if f"Worker_PP{stage}" in " ".join(p.cmdline()))
+    (found,) = (
+        p for p in psutil.Process().children(recursive=True) if f"Worker_PP{stage}" in " ".join(p.cmdline())
+    )
     return found
 
 
-def test_two_stages_answer_as_one_process_and_the_death_of_one_is_noticed(material: Path, weights: str) -> None:
+def test_two_stages_answer_as_one_process_and_the_death_of_one_is_noticed(
+    material: Path, weights: str
+) -> None:
     with engine(material, 1) as alone:
         expected = said(alone), said(alone, weights)
     assert expected[0] != expected[1], "both checkpoints answer alike"
@@ -76,7 +86,9 @@ def test_two_stages_answer_as_one_process_and_the_death_of_one_is_noticed(materi
         assert group.world_size == 1 and group.call("look", SamplerRole.gpu_uuids).wait(20) == [[None, None]]
         assert (said(group), said(group, weights)) == expected
         assert strangers_may_connect() == [], "processes listen on loopback alone"
-        many = group.call("generate", SamplerRole.generate_share, PROMPTS * 67, range(201), Sampling(1, 1.0, 4, [1])).wait(100)[0]
+        many = group.call(
+            "generate", SamplerRole.generate_share, PROMPTS * 67, range(201), Sampling(1, 1.0, 4, [1])
+        ).wait(100)[0]
         assert len(many) == 201, "vLLM's own limit without its context is 128"
         vllm_process(1).kill()
         begun = time.monotonic()

@@ -1,5 +1,6 @@
-"""A bad SFT, a reward model on shuffled labels, a PPO with a huge learning rate: the chain stops behind the right one, and the page says
-which it was. Real training and real rollouts on the demo's base model, with the demo's own gates for reward model and PPO.
+"""A bad SFT, a reward model on shuffled labels, a PPO with a huge learning rate: the chain stops behind the
+right one, and the page says which it was. Real training and real rollouts on the demo's base model, with the
+demo's own gates for reward model and PPO.
 
 That a sound PPO passes them is shown by the demo itself, which would not come to its end otherwise.
 """
@@ -22,7 +23,11 @@ from rlhf_core.recipe.load import load_recipe
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 ROOT = Path(__file__).parents[2]
-QUESTIONS = {"sft": r"Is my SFT bad\?", "reward_model": r"Is my reward model bad\?", "ppo": r"Is my PPO bad\?"}
+QUESTIONS = {
+    "sft": r"Is my SFT bad\?",
+    "reward_model": r"Is my reward model bad\?",
+    "ppo": r"Is my PPO bad\?",
+}
 TEXT = """
 name: planted
 base_model: material/base
@@ -67,7 +72,10 @@ stages:
 @pytest.fixture(scope="module", autouse=True)
 def prefect(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     storage = tmp_path_factory.mktemp("prefect-results")
-    with temporary_settings({PREFECT_LOCAL_STORAGE_PATH: storage}), prefect_test_harness(server_startup_timeout=120):
+    with (
+        temporary_settings({PREFECT_LOCAL_STORAGE_PATH: storage}),
+        prefect_test_harness(server_startup_timeout=120),
+    ):
         yield
 
 
@@ -77,11 +85,18 @@ def folder(material: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("planted")
     (folder / "material").symlink_to(material)
     (folder / "recipe.yaml").write_text(TEXT)
-    (folder / "reward.py").write_text("def brief(responses):\n    return [-len(response) / 10 for response in responses]\n")
-    (folder / "held_out_chats.jsonl").write_text("\n".join((material / "sft.jsonl").read_text().splitlines()[-64:]))
+    (folder / "reward.py").write_text(
+        "def brief(responses):\n    return [-len(response) / 10 for response in responses]\n"
+    )
+    (folder / "held_out_chats.jsonl").write_text(
+        "\n".join((material / "sft.jsonl").read_text().splitlines()[-64:])
+    )
     pairs = [json.loads(line) for line in (material / "preferences.jsonl").read_text().splitlines()]
     coin = random.Random(0)
-    shuffled = [pair if coin.random() < 0.5 else {**pair, "chosen": pair["rejected"], "rejected": pair["chosen"]} for pair in pairs[:300]]
+    shuffled = [
+        pair if coin.random() < 0.5 else {**pair, "chosen": pair["rejected"], "rejected": pair["chosen"]}
+        for pair in pairs[:300]
+    ]
     for name, rows in {"pairs": pairs[:300], "shuffled": shuffled, "held_out_pairs": pairs[300:]}.items():
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return folder
@@ -93,7 +108,8 @@ def folder(material: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         pytest.param(
             "ppo.actor_learning_rate=0.03",
             "ppo",
-            "PPO left its reference far behind: lower actor_learning_rate or raise init_kl_coef, and distrust its reward.",
+            "PPO left its reference far behind: lower actor_learning_rate or raise init_kl_coef, and distrust"
+            " its reward.",
             marks=pytest.mark.long,
         ),
         pytest.param(
@@ -105,15 +121,23 @@ def folder(material: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("sft.learning_rate=0.3", "sft", "The SFT is bad: everything after it starts from this model."),
     ],
 )
-def test_the_chain_stops_behind_the_bad_stage(folder: Path, monkeypatch: pytest.MonkeyPatch, fault: str, bad: str, expected: str) -> None:
+def test_the_chain_stops_behind_the_bad_stage(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, fault: str, bad: str, expected: str
+) -> None:
     monkeypatch.chdir(folder)
     demo = load_recipe(ROOT / "deployments/recipes/tiny-cpu.yaml").stages
-    gates = [f"{name}.gates={json.dumps([gate.model_dump() for gate in demo[name].gates])}" for name in ("reward_model", "ppo")]
+    gates = [
+        f"{name}.gates={json.dumps([gate.model_dump() for gate in demo[name].gates])}"
+        for name in ("reward_model", "ppo")
+    ]
     with pytest.raises(GateFailed, match=f"stage {bad}: ") as failed:
         alignment(load_recipe("recipe.yaml", [*gates, fault]))
     assert {verdict.stage for verdict in failed.value.verdicts} == {bad} and expected in str(failed.value)
 
-    summary = {stage["name"]: stage for stage in json.loads(Path("artifacts/planted/summary.json").read_text())["stages"]}
+    summary = {
+        stage["name"]: stage
+        for stage in json.loads(Path("artifacts/planted/summary.json").read_text())["stages"]
+    }
     order = ["sft", "reward_model", "ppo", "publication"]
     after = order[order.index(bad) + 1 :]
     assert [summary[name]["status"] for name in after] == ["not run"] * len(after)

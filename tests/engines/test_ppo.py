@@ -1,8 +1,9 @@
 """PPO with all its engines: four models and vLLM on Ray workers, DeepSpeed ZeRO-3 on two actor ranks.
 
-One undisturbed run over two Ray nodes and one whose engine is killed, started again; what must hold is read from their metrics and weights.
-One with all groups in the same slots, sent to a cluster by `ray job submit`. Then dynamic filtering, whose place on the line of prompts is
-no function of the iteration: GRPO, a function as the only reward, the stage's own process killed.
+One undisturbed run over two Ray nodes and one whose engine is killed, started again; what must hold is read
+from their metrics and weights. One with all groups in the same slots, sent to a cluster by `ray job submit`.
+Then dynamic filtering, whose place on the line of prompts is no function of the iteration: GRPO, a function
+as the only reward, the stage's own process killed.
 """
 
 from __future__ import annotations
@@ -31,15 +32,19 @@ from tests.support.micro import wait_until
 from tests.support.sockets import beyond_loopback, listening
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
-ITERATIONS, SAVED, FROZEN = 4, 2, 1
-TIMES = ("phase/", "work/", "wait/", "floor/", "environment/seconds")  # seconds and shares of them, never the same twice
+ITERATIONS = 4
+SAVED = 2
+FROZEN = 1
+# seconds and shares of them, never the same twice
+TIMES = ("phase/", "work/", "wait/", "floor/", "environment/seconds")
 SHARE = 0.25  # of a CPU, for each role
 # One in two groups of two answers has one reward for both.
 ODD = "def odd(responses): return [len(response) % 2 for response in responses]\n"
 
 
 class Runs(NamedTuple):
-    """The same run undisturbed and with its engine killed, with two actor ranks; and the reward model's folder."""
+    """The same run undisturbed and with its engine killed, with two actor ranks; and the reward model's
+    folder."""
 
     whole: Path
     killed: Path
@@ -81,12 +86,20 @@ def prepare(folder: Path, material: Path, reward_model: Path, actor_ranks: int, 
         reward_ranks=Ranks(cpus=SHARE),
         **placement,
     )
-    write_request(folder, config, {"base": str(material / "base"), "reward_model": str(reward_model / "checkpoint")})
+    write_request(
+        folder, config, {"base": str(material / "base"), "reward_model": str(reward_model / "checkpoint")}
+    )
 
 
 def prepare_filtered(folder: Path, material: Path, function: Path) -> None:
     reward = {"function": f"{function}:odd", "normalize": "running"}
-    config = PPO(**common(material), advantage_estimator="grpo", reward=reward, dynamic_filtering=True, actor_ranks=Ranks(cpus=SHARE))
+    config = PPO(
+        **common(material),
+        advantage_estimator="grpo",
+        reward=reward,
+        dynamic_filtering=True,
+        actor_ranks=Ranks(cpus=SHARE),
+    )
     write_request(folder, config, {"base": str(material / "base")})
 
 
@@ -98,7 +111,12 @@ def start(folder: Path, **environment: str) -> subprocess.Popen[bytes]:
     with (folder / "log.txt").open("ab") as log:
         command = [sys.executable, "-m", "rlhf_core", str(folder)]
         return subprocess.Popen(
-            command, stdout=log, stderr=log, stdin=subprocess.DEVNULL, start_new_session=True, env=os.environ | environment
+            command,
+            stdout=log,
+            stderr=log,
+            stdin=subprocess.DEVNULL,
+            start_new_session=True,
+            env=os.environ | environment,
         )
 
 
@@ -119,12 +137,23 @@ def finish_on_two_nodes(folder: Path) -> None:
 
 def finish_as_a_job(folder: Path) -> None:
     """As `ray job submit` starts it: the stage's process runs inside the cluster."""
-    ports = {"dashboard_port": 0, "dashboard_agent_listen_port": 0}  # free ones: other tests have clusters too
-    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 2, "include_dashboard": True, **ports})
+    # free ones: other tests have clusters too
+    ports = {"dashboard_port": 0, "dashboard_agent_listen_port": 0}
+    cluster = Cluster(
+        initialize_head=True, head_node_args={"num_cpus": 2, "include_dashboard": True, **ports}
+    )
     try:
         where = f"http://{cluster.head_node.webui_url}"
         command = [sys.executable, "-m", "rlhf_core", str(folder)]
-        submit = [str(Path(sys.executable).with_name("ray")), "job", "submit", "--address", where, "--", *command]
+        submit = [
+            str(Path(sys.executable).with_name("ray")),
+            "job",
+            "submit",
+            "--address",
+            where,
+            "--",
+            *command,
+        ]
         done = subprocess.run(submit, capture_output=True, text=True, timeout=300, stdin=subprocess.DEVNULL)
         assert done.returncode == 0 and "succeeded" in done.stdout, (done.stdout + done.stderr)[-3000:]
     finally:
@@ -132,11 +161,13 @@ def finish_as_a_job(folder: Path) -> None:
 
 
 def kill_the_engine_and_finish(folder: Path) -> None:
-    """Kills vLLM's process past a checkpoint: the run ends by itself, says who died, leaves nothing behind, and can be started again.
-    Before that it listens at loopback addresses alone."""
+    """Kills vLLM's process past a checkpoint: the run ends by itself, says who died, leaves nothing behind,
+    and can be started again. Before that it listens at loopback addresses alone."""
     process = start(folder)
     log = folder / "log.txt"
-    wait_until(lambda: "all roles are up" in log.read_text() or process.poll() is not None, "the roles to be up", 240)
+    wait_until(
+        lambda: "all roles are up" in log.read_text() or process.poll() is not None, "the roles to be up", 240
+    )
     assert listening(process.pid), "Ray's processes listen"
     assert not beyond_loopback(process.pid)
     wait_for_checkpoint(folder, process)
@@ -153,7 +184,8 @@ def kill_the_engine_and_finish(folder: Path) -> None:
 
 def wait_for_checkpoint(folder: Path, process: subprocess.Popen[bytes]) -> None:
     """Waits for the resume state and for a line after it."""
-    deadline, state = time.monotonic() + 200, folder / "state" / f"step-{SAVED}" / "loop.json"
+    deadline = time.monotonic() + 200
+    state = folder / "state" / f"step-{SAVED}" / "loop.json"
 
     def waits() -> bool:
         return len(read_metrics(folder)) <= SAVED or not state.is_file()
@@ -194,7 +226,10 @@ def assert_same_end(whole: Path, killed: Path) -> None:
     """The same curve and weights, bit for bit; and the second half of the killed run was a resumed one."""
 
     def curve(folder: Path) -> list[dict[str, float]]:
-        return [{k: v for k, v in line.items() if k != "time" and not k.startswith(TIMES)} for line in read_metrics(folder)]
+        return [
+            {k: v for k, v in line.items() if k != "time" and not k.startswith(TIMES)}
+            for line in read_metrics(folder)
+        ]
 
     assert curve(killed) == curve(whole)
     weights, again = (load_file(folder / "checkpoint" / "model.safetensors") for folder in (whole, killed))
@@ -206,9 +241,18 @@ def assert_same_end(whole: Path, killed: Path) -> None:
 def runs(material: Path, tmp_path_factory: pytest.TempPathFactory) -> Runs:
     root = tmp_path_factory.mktemp("ppo")
     pairs = Data(sources=str(material / "preferences.jsonl"))
-    config = RewardModel(model="base", data=pairs, train_batch_size=16, micro_train_batch_size=16, max_len=96, learning_rate=1e-3)
+    config = RewardModel(
+        model="base",
+        data=pairs,
+        train_batch_size=16,
+        micro_train_batch_size=16,
+        max_len=96,
+        learning_rate=1e-3,
+    )
     (root / "reward_model").mkdir()
-    request = StageRequest(name="reward_model", digest="0", config=config, inputs={"base": str(material / "base")}, seed=7)
+    request = StageRequest(
+        name="reward_model", digest="0", config=config, inputs={"base": str(material / "base")}, seed=7
+    )
     rlhf_core.stages.reward_model.run(request, RunDir(root / "reward_model"))
     runs = Runs(root / "whole", root / "killed", root / "reward_model")
     for folder in (runs.whole, runs.killed):
@@ -236,7 +280,9 @@ def test_the_actor_is_frozen_for_exactly_the_requested_iterations(runs: Runs) ->
     lines = read_metrics(runs.whole)
     assert ["policy/loss" in line for line in lines] == [False] * FROZEN + [True] * (ITERATIONS - FROZEN)
     assert all(line["value/grad_norm"] > 0 for line in lines)
-    assert lines[FROZEN]["kl/mean"] == pytest.approx(0, abs=1e-5), "the rollout after the warm-up still comes from the start"
+    assert lines[FROZEN]["kl/mean"] == pytest.approx(0, abs=1e-5), (
+        "the rollout after the warm-up still comes from the start"
+    )
 
 
 def test_the_kl_coefficient_adapts(runs: Runs) -> None:
@@ -245,13 +291,19 @@ def test_the_kl_coefficient_adapts(runs: Runs) -> None:
     assert frozen == [coefficients[0]] * len(frozen)
     # 16 answers over a horizon of 100, by 0.2 either way at the most.
     growth = coefficients[FROZEN + 2] / coefficients[0]
-    assert growth != 1 and (1 - 0.2 / 100) ** 16 <= growth * (1 + 1e-9) and growth <= (1 + 0.2 / 100) ** 16 * (1 + 1e-9)
+    assert (
+        growth != 1
+        and (1 - 0.2 / 100) ** 16 <= growth * (1 + 1e-9)
+        and growth <= (1 + 0.2 / 100) ** 16 * (1 + 1e-9)
+    )
 
 
 def test_phases_stand_beside_their_floors_and_work_beside_waiting(runs: Runs) -> None:
     for line in read_metrics(runs.whole):
         for phase in ("generate", "score", "train"):
-            assert 0 < line[f"floor/{phase}"] < 10 * line[f"phase/{phase}"], "a processor's ceilings are rough, not made up"
+            assert 0 < line[f"floor/{phase}"] < 10 * line[f"phase/{phase}"], (
+                "a processor's ceilings are rough, not made up"
+            )
         for role in ("actor", "critic", "reference", "reward:reward_model", "sampler"):
             assert 0 <= line[f"wait/{role}"] <= 1
         assert 0 < line["work/sampler/generate"] <= line["phase/generate"] + 0.1
@@ -269,13 +321,16 @@ def test_a_killed_run_ends_with_the_same_curve_and_weights(runs: Runs) -> None:
 @pytest.mark.long
 def test_so_does_one_with_dynamic_filtering(material: Path, tmp_path: Path) -> None:
     (tmp_path / "checks.py").write_text(ODD)
-    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    whole = tmp_path / "whole"
+    killed = tmp_path / "killed"
     for folder in (whole, killed):
         prepare_filtered(folder, material, tmp_path / "checks.py")
     finish(whole)
     lines = read_metrics(whole)
     assert len(lines) == ITERATIONS and all(line["filter/groups"] == 8 for line in lines)
-    assert any(line["filter/accepted"] < 1 for line in lines[:SAVED]), "groups are to be dropped before the checkpoint"
+    assert any(line["filter/accepted"] < 1 for line in lines[:SAVED]), (
+        "groups are to be dropped before the checkpoint"
+    )
     kill_and_finish(killed)
     assert_same_end(whole, killed)
 
@@ -285,22 +340,35 @@ def test_one_actor_rank_trains_as_two_do(runs: Runs, material: Path, tmp_path: P
     one_rank = tmp_path / "one_rank"
     prepare(one_rank, material, runs.reward_model, actor_ranks=1, colocate_all=True)
     finish_as_a_job(one_rank)
-    # Up to the first actor update both sample the same answers; the update's own metrics are those of the same gradient.
+    # Up to the first actor update both sample the same answers; the update's own metrics are those of the
+    # same gradient.
     one, two = (read_metrics(folder)[: FROZEN + 1] for folder in (one_rank, runs.whole))
     for a, b in zip(one, two, strict=True):
         names = [name for name in a if not name.startswith((*TIMES, "sampler/", "sync/")) and name != "time"]
-        assert {name: b[name] for name in names} == pytest.approx({name: a[name] for name in names}, rel=2e-3, abs=1e-5)
+        assert {name: b[name] for name in names} == pytest.approx(
+            {name: a[name] for name in names}, rel=2e-3, abs=1e-5
+        )
     assert "policy/grad_norm" in one[-1]
-    assert "work/critic/release_memory" in one[-1] and "work/critic/release_memory" not in two[-1], "one rank shares its place: in turn"
+    assert "work/critic/release_memory" in one[-1] and "work/critic/release_memory" not in two[-1], (
+        "one rank shares its place: in turn"
+    )
 
 
 def test_the_actor_is_exported_on_its_way_and_the_run_goes_on_as_before(runs: Runs) -> None:
     for folder in (runs.whole, runs.killed):
         end = load_file(folder / "checkpoint" / "model.safetensors")
-        early, late = (load_file(folder / "exports" / f"iteration{step}" / "model.safetensors") for step in (SAVED, ITERATIONS))
+        early, late = (
+            load_file(folder / "exports" / f"iteration{step}" / "model.safetensors")
+            for step in (SAVED, ITERATIONS)
+        )
         assert all(torch.equal(late[name], weight) for name, weight in end.items())
-        assert early.keys() == end.keys() and any(not torch.equal(early[name], weight) for name, weight in end.items())
-    whole, killed = (load_file(folder / "exports" / f"iteration{SAVED}" / "model.safetensors") for folder in (runs.whole, runs.killed))
+        assert early.keys() == end.keys() and any(
+            not torch.equal(early[name], weight) for name, weight in end.items()
+        )
+    whole, killed = (
+        load_file(folder / "exports" / f"iteration{SAVED}" / "model.safetensors")
+        for folder in (runs.whole, runs.killed)
+    )
     assert all(torch.equal(killed[name], weight) for name, weight in whole.items())
 
 
@@ -310,11 +378,23 @@ def test_states_are_removed_when_the_stage_is_done(runs: Runs) -> None:
 
 
 @pytest.mark.long
-def test_wrong_input_found_beside_the_starting_roles_is_the_last_thing_said(material: Path, tmp_path: Path) -> None:
+def test_wrong_input_found_beside_the_starting_roles_is_the_last_thing_said(
+    material: Path, tmp_path: Path
+) -> None:
     """The engine prints while it starts, and the flow takes its sentence from the end of the log."""
     (tmp_path / "checks.py").write_text(ODD)
     fields = common(material) | {"prompts": Data(sources=str(material / "prompts.jsonl"), max_samples=4)}
-    config = PPO(**fields, actor_ranks=Ranks(cpus=SHARE), advantage_estimator="rloo", reward=f"{tmp_path / 'checks.py'}:odd")
+    config = PPO(
+        **fields,
+        actor_ranks=Ranks(cpus=SHARE),
+        advantage_estimator="rloo",
+        reward=f"{tmp_path / 'checks.py'}:odd",
+    )
     write_request(tmp_path, config, {"base": str(material / "base")})
     assert start(tmp_path).wait(timeout=200) == 2
-    assert (tmp_path / "log.txt").read_text().splitlines()[-1].startswith("ppo needs rollout_batch_size=8 prompts, the data has 4")
+    assert (
+        (tmp_path / "log.txt")
+        .read_text()
+        .splitlines()[-1]
+        .startswith("ppo needs rollout_batch_size=8 prompts, the data has 4")
+    )

@@ -1,4 +1,5 @@
-"""PPO with adapters on a mixture of experts: what vLLM samples from is the actor with its adapters, after every step."""
+"""PPO with adapters on a mixture of experts: what vLLM samples from is the actor with its adapters, after
+every step."""
 
 from __future__ import annotations
 
@@ -26,8 +27,17 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 def reward_model(material: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("reward_model")
     pairs = Data(sources=str(material / "preferences.jsonl"))
-    config = RewardModel(model="base", data=pairs, train_batch_size=16, micro_train_batch_size=16, max_len=96, learning_rate=1e-3)
-    request = StageRequest(name="reward_model", digest="0", config=config, inputs={"base": str(material / "base")}, seed=7)
+    config = RewardModel(
+        model="base",
+        data=pairs,
+        train_batch_size=16,
+        micro_train_batch_size=16,
+        max_len=96,
+        learning_rate=1e-3,
+    )
+    request = StageRequest(
+        name="reward_model", digest="0", config=config, inputs={"base": str(material / "base")}, seed=7
+    )
     rlhf_core.stages.reward_model.run(request, RunDir(folder))
     return folder / "checkpoint"
 
@@ -36,7 +46,15 @@ def reward_model(material: Path, tmp_path_factory: pytest.TempPathFactory) -> Pa
     "family, estimator, fields",
     [
         ("mixtral", "grpo", {"lora": Lora(rank=4, export="adapter"), "zero_stage": 2}),
-        ("qwen3", "grpo", {"lora": Lora(rank=3), "zero_stage": 3, "vllm": Vllm(cpus=0.25, kv_cache_gib=0.5, adapters="alone")}),
+        (
+            "qwen3",
+            "grpo",
+            {
+                "lora": Lora(rank=3),
+                "zero_stage": 3,
+                "vllm": Vllm(cpus=0.25, kv_cache_gib=0.5, adapters="alone"),
+            },
+        ),
         pytest.param("qwen3-moe", "rloo", {"router_aux_coef": 0.01, "zero_stage": 3}, marks=pytest.mark.long),
         pytest.param("qwen3", "gae", {"lora": Lora(rank=4), "zero_stage": 3}, marks=pytest.mark.long),
     ],
@@ -75,7 +93,10 @@ def test_the_sampler_follows_the_actor(
     inputs = {"base": str(base), "reward_model": str(reward_model)}
     (tmp_path / "ppo").mkdir()
     try:
-        rlhf_core.stages.ppo.run.run(StageRequest(name="ppo", digest="0", config=config, inputs=inputs, seed=7), RunDir(tmp_path / "ppo"))
+        rlhf_core.stages.ppo.run.run(
+            StageRequest(name="ppo", digest="0", config=config, inputs=inputs, seed=7),
+            RunDir(tmp_path / "ppo"),
+        )
     finally:
         ray.shutdown()
     said = capfd.readouterr().out
@@ -83,15 +104,22 @@ def test_the_sampler_follows_the_actor(
     assert ("waiting for reference to load" in said) is (config.lora is None)
     assert f"{'adapters' if config.vllm.adapters == 'alone' else 'weights'} go to 1 engine processes" in said
     lines = read_metrics(tmp_path / "ppo")
-    for line in lines:  # the probe after each sync compared vLLM with the actor; rollouts came from the synced weights
+    # the probe after each sync compared vLLM with the actor; rollouts came from the synced weights
+    for line in lines:
         assert line["sync/probe_gap"] < 1e-3 and line["sampler/gap"] < 1e-3
         assert line["policy/first_ratio_gap"] < 1e-5
     merged = config.lora is not None and config.vllm.adapters == "merged"
-    assert [line.get(SURVIVES) for line in lines] == [pytest.approx(1.0, abs=1e-3) if merged else None] * len(lines)
-    assert lines[-1]["kl/mean"] != pytest.approx(0, abs=1e-3), "the actor that was sampled from is still the reference"
+    assert [line.get(SURVIVES) for line in lines] == [pytest.approx(1.0, abs=1e-3) if merged else None] * len(
+        lines
+    )
+    assert lines[-1]["kl/mean"] != pytest.approx(0, abs=1e-3), (
+        "the actor that was sampled from is still the reference"
+    )
     checkpoint = tmp_path / "ppo" / "checkpoint"
     if config.lora is not None and config.lora.export == "adapter":
-        assert json.loads((checkpoint / "adapter_config.json").read_text())["base_model_name_or_path"] == str(base)
+        assert json.loads((checkpoint / "adapter_config.json").read_text())["base_model_name_or_path"] == str(
+            base
+        )
         assert all(".lora_" in name for name in load_file(checkpoint / "adapter_model.safetensors"))
     before, after = (dict(load_policy(str(path)).model.named_parameters()) for path in (base, checkpoint))
     assert any(not torch.equal(before[name], weight) for name, weight in after.items())

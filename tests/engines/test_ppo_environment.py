@@ -1,4 +1,5 @@
-"""PPO on episodes of an environment, with all its engines: the guessing game is learned, and faults of an environment are survived."""
+"""PPO on episodes of an environment, with all its engines: the guessing game is learned, and faults of an
+environment are survived."""
 
 from __future__ import annotations
 
@@ -18,9 +19,13 @@ from rlhf_core.runs.run_dir import RunDir, StageRequest
 from tests.engines.test_ppo import SHARE, assert_same_end, common, finish, kill_and_finish, write_request
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
-ITERATIONS, NUMBERS, ASKED = 40, 3, "Guess a number from 1 to 3."
-IGNORANT = max(  # the largest share of games that two guesses win when the second does not depend on what was said
-    sum(secret in guesses for secret in range(1, NUMBERS + 1)) / NUMBERS for guesses in product(range(1, NUMBERS + 1), repeat=2)
+ITERATIONS = 40
+NUMBERS = 3
+ASKED = "Guess a number from 1 to 3."
+# the largest share of games that two guesses win when the second does not depend on what was said
+IGNORANT = max(
+    sum(secret in guesses for secret in range(1, NUMBERS + 1)) / NUMBERS
+    for guesses in product(range(1, NUMBERS + 1), repeat=2)
 )
 FAULTY = """
 import asyncio, os, random, time
@@ -43,36 +48,75 @@ class Faulty:
 
 @pytest.fixture(scope="module")
 def guesser(material: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model that has learned the form of the game from games with random guesses, and the folder of its data."""
-    folder, rng = tmp_path_factory.mktemp("guesser"), random.Random(0)
+    """A model that has learned the form of the game from games with random guesses, and the folder of its
+    data."""
+    folder = tmp_path_factory.mktemp("guesser")
+    rng = random.Random(0)
 
     def said(*texts: str) -> list[dict[str, str]]:
-        return [{"role": role, "content": text} for role, text in zip(["user", "assistant"] * 2, texts, strict=True)]
+        return [
+            {"role": role, "content": text}
+            for role, text in zip(["user", "assistant"] * 2, texts, strict=True)
+        ]
 
     def number() -> str:
         return str(rng.randint(1, NUMBERS))
 
     games = [said(ASKED, number(), rng.choice(["higher", "lower"]), number()) for _ in range(2500)]
     (folder / "games.jsonl").write_text("".join(json.dumps({"messages": game}) + "\n" for game in games))
-    (folder / "prompts.jsonl").write_text("".join(json.dumps({"prompt": ASKED, "number": i}) + "\n" for i in range(64)))
-    sizes = {"max_len": 64, "train_batch_size": 64, "micro_train_batch_size": 16, "learning_rate": 3e-3, "ranks": Ranks(cpus=1)}
+    (folder / "prompts.jsonl").write_text(
+        "".join(json.dumps({"prompt": ASKED, "number": i}) + "\n" for i in range(64))
+    )
+    sizes = {
+        "max_len": 64,
+        "train_batch_size": 64,
+        "micro_train_batch_size": 16,
+        "learning_rate": 3e-3,
+        "ranks": Ranks(cpus=1),
+    }
     config = SFT(data=Data(sources=str(folder / "games.jsonl")), model="base", **sizes)
-    RunDir(folder / "sft").prepare(StageRequest(name="sft", digest="0", config=config, inputs={"base": str(material / "base")}, seed=3))
+    RunDir(folder / "sft").prepare(
+        StageRequest(name="sft", digest="0", config=config, inputs={"base": str(material / "base")}, seed=3)
+    )
     finish(folder / "sft")
     return folder
 
 
 def ppo(guesser: Path, environment: dict[str, Any], **fields: Any) -> PPO:
-    sizes = {"rollout_batch_size": 32, "n_samples_per_prompt": 8, "train_batch_size": 64, "micro_train_batch_size": 32}
-    sizes |= {"micro_rollout_batch_size": 32, "prompt_max_len": 48, "generate_max_len": 16, "max_epochs": 1, "num_episodes": 100}
-    common_fields = common(guesser) | {"prompts": Data(sources=str(guesser / "prompts.jsonl")), "export_at": (), "save_steps": 10}
-    how = {"advantage_estimator": "rloo", "init_kl_coef": 0.0, "actor_ranks": Ranks(cpus=SHARE), "actor_learning_rate": 1e-3}
+    sizes = {
+        "rollout_batch_size": 32,
+        "n_samples_per_prompt": 8,
+        "train_batch_size": 64,
+        "micro_train_batch_size": 32,
+    }
+    sizes |= {
+        "micro_rollout_batch_size": 32,
+        "prompt_max_len": 48,
+        "generate_max_len": 16,
+        "max_epochs": 1,
+        "num_episodes": 100,
+    }
+    common_fields = common(guesser) | {
+        "prompts": Data(sources=str(guesser / "prompts.jsonl")),
+        "export_at": (),
+        "save_steps": 10,
+    }
+    how = {
+        "advantage_estimator": "rloo",
+        "init_kl_coef": 0.0,
+        "actor_ranks": Ranks(cpus=SHARE),
+        "actor_learning_rate": 1e-3,
+    }
     return PPO(**{**common_fields, **sizes, **how, "environment": environment, **fields})
 
 
 @pytest.fixture(scope="module")
 def game(guesser: Path) -> Path:
-    config = ppo(guesser, {"path": "guess", "max_turns": 2, "options": {"largest": NUMBERS, "guesses": 2}}, max_steps=ITERATIONS)
+    config = ppo(
+        guesser,
+        {"path": "guess", "max_turns": 2, "options": {"largest": NUMBERS, "guesses": 2}},
+        max_steps=ITERATIONS,
+    )
     write_request(guesser / "game", config, {"base": str(guesser / "sft" / "checkpoint")})
     finish(guesser / "game")
     return guesser / "game"
@@ -81,7 +125,10 @@ def game(guesser: Path) -> Path:
 def test_the_game_is_learned(game: Path) -> None:
     lines = read_metrics(game)
     assert len(lines) == ITERATIONS
-    first, last = (np.array([(line["reward/mean"], line["reward/std"]) for line in part]) for part in (lines[:5], lines[-5:]))
+    first, last = (
+        np.array([(line["reward/mean"], line["reward/std"]) for line in part])
+        for part in (lines[:5], lines[-5:])
+    )
     error = np.sqrt(sum((part[:, 1] ** 2).mean() for part in (first, last)) / (5 * 256))
     assert last[:, 0].mean() - first[:, 0].mean() > 5 * error
     assert IGNORANT == 2 / 3
@@ -89,7 +136,11 @@ def test_the_game_is_learned(game: Path) -> None:
 
 
 def test_the_secret_changes_and_only_guesses_are_trained_on(game: Path) -> None:
-    rows = [json.loads(line) for file in sorted((game / "rollouts").glob("*.jsonl")) for line in file.read_text().splitlines()]
+    rows = [
+        json.loads(line)
+        for file in sorted((game / "rollouts").glob("*.jsonl"))
+        for line in file.read_text().splitlines()
+    ]
     won = [row["messages"][-1]["content"] for row in rows if row["rewards"]["environment"] == 1]
     assert {answer.strip() for answer in won} >= {"1", "2", "3"}, "every number was a secret"
     lines = read_metrics(game)
@@ -103,9 +154,22 @@ def test_the_secret_changes_and_only_guesses_are_trained_on(game: Path) -> None:
 @pytest.fixture(scope="module")
 def faulty(guesser: Path) -> Path:
     (guesser / "faulty.py").write_text(FAULTY)
-    environment = {"path": str(guesser / "faulty.py:Faulty"), "max_attempts": 12, "timeout": 1.0, "processes": 2, "max_turns": 3}
-    sizes = {"rollout_batch_size": 16, "n_samples_per_prompt": 2, "train_batch_size": 32, "generate_max_len": 40}
-    config = ppo(guesser, environment, max_steps=4, max_failed_rewards=0.2, advantage_estimator="reinforce_pp", **sizes)
+    environment = {
+        "path": str(guesser / "faulty.py:Faulty"),
+        "max_attempts": 12,
+        "timeout": 1.0,
+        "processes": 2,
+        "max_turns": 3,
+    }
+    sizes = {
+        "rollout_batch_size": 16,
+        "n_samples_per_prompt": 2,
+        "train_batch_size": 32,
+        "generate_max_len": 40,
+    }
+    config = ppo(
+        guesser, environment, max_steps=4, max_failed_rewards=0.2, advantage_estimator="reinforce_pp", **sizes
+    )
     write_request(guesser / "faulty", config, {"base": str(guesser / "sft" / "checkpoint")})
     finish(guesser / "faulty")
     return guesser / "faulty"
@@ -117,7 +181,9 @@ def test_faults_are_counted_and_never_scored(faulty: Path) -> None:
         assert 1 < line["environment/attempts"] < 4
         assert line["reward/mean"] >= 0.5, "a failed episode is no 0"
         assert line["rollout/usable"] == pytest.approx(1 - line["reward/environment/failed"] / 32)
-    assert sum(line["reward/environment/failed"] for line in lines) == 2, "the two of the prompt that always fails, once in 64 prompts"
+    assert sum(line["reward/environment/failed"] for line in lines) == 2, (
+        "the two of the prompt that always fails, once in 64 prompts"
+    )
 
 
 @pytest.mark.long

@@ -1,5 +1,5 @@
-"""PPO whose iteration is one optimiser step, with all its engines: no scoring pass of the actor. Truncated distributions, stop texts,
-rewards of steps, and a teacher in place of a reward."""
+"""PPO whose iteration is one optimiser step, with all its engines: no scoring pass of the actor. Truncated
+distributions, stop texts, rewards of steps, and a teacher in place of a reward."""
 
 from __future__ import annotations
 
@@ -20,17 +20,39 @@ def digits(responses):
     """1 for each digit, at its place."""
     return [[[i + 1, 1.0] for i, letter in enumerate(response) if letter.isdigit()] for response in responses]
 '''
-ONE_UPDATE = {"n_samples_per_prompt": 4, "train_batch_size": 32, "max_epochs": 1, "export_at": (), "actor_ranks": Ranks(cpus=SHARE)}
+ONE_UPDATE = {
+    "n_samples_per_prompt": 4,
+    "train_batch_size": 32,
+    "max_epochs": 1,
+    "export_at": (),
+    "actor_ranks": Ranks(cpus=SHARE),
+}
 
 
 @pytest.fixture(scope="module")
 def truncated(material: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """REINFORCE++ of immediate rewards of steps, on two ranks, from truncated distributions; answers end at a text, too."""
+    """REINFORCE++ of immediate rewards of steps, on two ranks, from truncated distributions; answers end at a
+    text, too."""
     folder = tmp_path_factory.mktemp("truncated")
     (folder / "checks.py").write_text(STEPS)
-    how = {"advantage_estimator": "reinforce_pp", "gamma": 0, "init_kl_coef": 0.0, "temperature": 0.9, "top_p": 0.9, "top_k": 40}
+    how = {
+        "advantage_estimator": "reinforce_pp",
+        "gamma": 0,
+        "init_kl_coef": 0.0,
+        "temperature": 0.9,
+        "top_p": 0.9,
+        "top_k": 40,
+    }
     ranks = {"actor_ranks": Ranks(num_ranks_per_node=2, cpus=SHARE)}
-    fields = {**common(material), **ONE_UPDATE, **how, **ranks, "max_steps": 16, "reward": f"{folder / 'checks.py'}:digits", "stop": ["e"]}
+    fields = {
+        **common(material),
+        **ONE_UPDATE,
+        **how,
+        **ranks,
+        "max_steps": 16,
+        "reward": f"{folder / 'checks.py'}:digits",
+        "stop": ["e"],
+    }
     write_request(folder / "run", PPO(**fields), {"base": str(material / "base")})
     finish(folder / "run")
     return folder / "run"
@@ -40,30 +62,69 @@ def test_steps_are_learned_from_truncated_distributions(truncated: Path) -> None
     lines = read_metrics(truncated)
     assert len(lines) == 16
     for line in lines:
-        assert line["sampler/gap_p99"] < 1e-3 and line["sampler/gap"] < 1e-4, "the trainer's distribution is the sampler's"
-        assert abs(line["policy/first_ratio"] - 1) < 1e-6 and "work/actor/score" not in line and line["work/actor/train"] > 0
+        assert line["sampler/gap_p99"] < 1e-3 and line["sampler/gap"] < 1e-4, (
+            "the trainer's distribution is the sampler's"
+        )
+        assert (
+            abs(line["policy/first_ratio"] - 1) < 1e-6
+            and "work/actor/score" not in line
+            and line["work/actor/train"] > 0
+        )
     before, after = (sum(line["reward/mean"] for line in part) / 4 for part in (lines[:4], lines[-4:]))
     assert after > 1.5 * before
 
 
 def test_answers_end_at_the_stop_text(truncated: Path, material: Path) -> None:
-    rows = [json.loads(line) for file in sorted((truncated / "rollouts").glob("*.jsonl")) for line in file.read_text().splitlines()]
+    rows = [
+        json.loads(line)
+        for file in sorted((truncated / "rollouts").glob("*.jsonl"))
+        for line in file.read_text().splitlines()
+    ]
     ended = [row["response"] for row in rows if "e" in row["response"]]
     places = [response.index("e") for response in ended]
-    assert len(ended) > 10 and all(place >= len(text) - 8 for place, text in zip(places, ended, strict=True)), "a token may have more text"
+    assert len(ended) > 10 and all(
+        place >= len(text) - 8 for place, text in zip(places, ended, strict=True)
+    ), "a token may have more text"
     assert all(row["finished"] for row in rows if "e" in row["response"])
     assert AutoTokenizer.from_pretrained(truncated / "checkpoint").eos_token
 
 
 def test_a_teacher_is_learned_without_a_reward(material: Path, tmp_path: Path) -> None:
     """The teacher is the student after SFT: the KL to it falls by a quarter or more."""
-    sizes = {"max_len": 96, "train_batch_size": 64, "micro_train_batch_size": 16, "learning_rate": 3e-3, "ranks": Ranks(cpus=1)}
+    sizes = {
+        "max_len": 96,
+        "train_batch_size": 64,
+        "micro_train_batch_size": 16,
+        "learning_rate": 3e-3,
+        "ranks": Ranks(cpus=1),
+    }
     sft = SFT(model="base", data=Data(sources=str(material / "sft.jsonl"), max_samples=1280), **sizes)
-    RunDir(tmp_path / "sft").prepare(StageRequest(name="sft", digest="0", config=sft, inputs={"base": str(material / "base")}, seed=3))
+    RunDir(tmp_path / "sft").prepare(
+        StageRequest(name="sft", digest="0", config=sft, inputs={"base": str(material / "base")}, seed=3)
+    )
     finish(tmp_path / "sft")
-    how = {"advantage_estimator": "reinforce_pp", "gamma": 0, "whiten_advantages": False, "reward": "none", "init_kl_coef": 1.0}
-    sizes = {"rollout_batch_size": 16, "n_samples_per_prompt": 8, "train_batch_size": 128, "micro_train_batch_size": 32}
-    fields = {**common(material), **ONE_UPDATE, **how, **sizes, "max_steps": 24, "num_episodes": 50, "reference": "teacher"}
+    how = {
+        "advantage_estimator": "reinforce_pp",
+        "gamma": 0,
+        "whiten_advantages": False,
+        "reward": "none",
+        "init_kl_coef": 1.0,
+    }
+    sizes = {
+        "rollout_batch_size": 16,
+        "n_samples_per_prompt": 8,
+        "train_batch_size": 128,
+        "micro_train_batch_size": 32,
+    }
+    fields = {
+        **common(material),
+        **ONE_UPDATE,
+        **how,
+        **sizes,
+        "max_steps": 24,
+        "num_episodes": 50,
+        "reference": "teacher",
+    }
     inputs = {"base": str(material / "base"), "teacher": str(tmp_path / "sft" / "checkpoint")}
     write_request(tmp_path / "run", PPO(**fields), inputs)
     finish(tmp_path / "run")

@@ -1,6 +1,8 @@
-"""PPO that scores answers while engines still work on others, with all its engines: the numbers of scoring them all at once.
+"""PPO that scores answers while engines still work on others, with all its engines: the numbers of scoring
+them all at once.
 
-Two engines in a run, which is also gone on with from where a kill could have cut it off, and one whose models wait for the last answer.
+Two engines in a run, which is also gone on with from where a kill could have cut it off, and one whose models
+wait for the last answer.
 """
 
 from __future__ import annotations
@@ -31,7 +33,11 @@ def runs(material: Path, tmp_path_factory: pytest.TempPathFactory) -> Runs:
     (root / "checks.py").write_text(ODD)
     runs = Runs(root / "streamed", root / "cut_off", root / "at_once")
     engines = {"vllm": Vllm(cpus=SHARE, kv_cache_gib=0.5, num_engines=2)}
-    how: dict[str, Any] = {"advantage_estimator": "grpo", "reward": f"{root / 'checks.py'}:odd", "actor_ranks": Ranks(cpus=SHARE)}
+    how: dict[str, Any] = {
+        "advantage_estimator": "grpo",
+        "reward": f"{root / 'checks.py'}:odd",
+        "actor_ranks": Ranks(cpus=SHARE),
+    }
     streamed = PPO(**{**common(material), **how, **engines, "stream_batch_size": 3})
     at_once = PPO(**{**common(material), **how, "max_steps": 1, "save_steps": 0, "export_at": ()})
     for folder, config in ((runs.streamed, streamed), (runs.at_once, at_once)):
@@ -47,7 +53,9 @@ def test_scores_are_those_of_scoring_all_at_once(runs: Runs) -> None:
     scored = ("reward/", "kl/", "return/", "response/", "rollout/", "sampler/", "policy/first_ratio")
     names = [name for name in at_once[0] if name.startswith(scored)]
     assert len(names) > 12
-    assert {name: streamed[0][name] for name in names} == pytest.approx({name: at_once[0][name] for name in names}, rel=1e-4, abs=1e-5)
+    assert {name: streamed[0][name] for name in names} == pytest.approx(
+        {name: at_once[0][name] for name in names}, rel=1e-4, abs=1e-5
+    )
     for line in streamed:
         assert line["sampler/gap"] < 1e-3 and line["sync/probe_gap"] < 1e-3
         assert line["policy/first_ratio_gap"] < 1e-5

@@ -1,4 +1,5 @@
-"""PPO whose answers are nearly all cut, with all its engines: two ranks of the critic value what comes after them."""
+"""PPO whose answers are nearly all cut, with all its engines: two ranks of the critic value what comes after
+them."""
 
 from __future__ import annotations
 
@@ -28,17 +29,36 @@ def save_critic(base: Path, folder: Path) -> Path:
 
 
 def test_cut_answers_get_the_critics_value(material: Path, tmp_path: Path) -> None:
-    """Each reward is 1, and so is each return of a finished answer; those of cut ones are the critic's values."""
+    """Each reward is 1, and so is each return of a finished answer; those of cut ones are the critic's
+    values."""
     (tmp_path / "checks.py").write_text(ONES)
     sizes = {"generate_max_len": 4, "max_steps": 2, "save_steps": 10, "export_at": (), "max_epochs": 1}
-    how = {"init_kl_coef": 0.0, "lambd": 1.0, "bootstrap_truncated": True, "truncated_penalty": 0.5, "value_clip": None}
+    how = {
+        "init_kl_coef": 0.0,
+        "lambd": 1.0,
+        "bootstrap_truncated": True,
+        "truncated_penalty": 0.5,
+        "value_clip": None,
+    }
     ranks = {"actor_ranks": Ranks(cpus=SHARE), "critic_ranks": Ranks(num_ranks_per_node=2, cpus=SHARE)}
-    fields = {**common(material), **sizes, **how, **ranks, "reward": f"{tmp_path / 'checks.py'}:ones", "critic": "critic"}
-    inputs = {"base": str(material / "base"), "critic": str(save_critic(material / "base", tmp_path / "critic"))}
+    fields = {
+        **common(material),
+        **sizes,
+        **how,
+        **ranks,
+        "reward": f"{tmp_path / 'checks.py'}:ones",
+        "critic": "critic",
+    }
+    inputs = {
+        "base": str(material / "base"),
+        "critic": str(save_critic(material / "base", tmp_path / "critic")),
+    }
     write_request(tmp_path / "run", PPO(**fields | {"vllm": Vllm(cpus=SHARE, kv_cache_gib=0.5)}), inputs)
     finish(tmp_path / "run")
     for line in read_metrics(tmp_path / "run"):
         cut = line["response/truncated"]
-        assert cut > 0.5 and line["reward/mean"] == 1.0 and line["reward/truncated"] == pytest.approx(-0.5 * cut)
+        assert (
+            cut > 0.5 and line["reward/mean"] == 1.0 and line["reward/truncated"] == pytest.approx(-0.5 * cut)
+        )
         assert abs(line["return/mean"] - (1 - 0.5 * cut)) > 0.01
         assert line["value/clip_share"] == 0 < line["value/loss"]

@@ -1,7 +1,8 @@
-"""PPO that is validated while it trains: planted over-optimisation is stopped, and the best iteration is what comes out.
+"""PPO that is validated while it trains: planted over-optimisation is stopped, and the best iteration is what
+comes out.
 
-The reward of training prompts rises with the share of vowels; that of the validation's falls beyond a share, as of a reward that is
-exploited. One run is undisturbed, one is killed and started again.
+The reward of training prompts rises with the share of vowels; that of the validation's falls beyond a share,
+as of a reward that is exploited. One run is undisturbed, one is killed and started again.
 """
 
 from __future__ import annotations
@@ -28,7 +29,12 @@ VOWELS = """def vowels(responses, rows):
 
 
 def prepare(folder: Path, material: Path, function: Path, held: Path) -> None:
-    fields = common(material) | {"actor_learning_rate": 3e-3, "max_steps": STEPS, "init_kl_coef": 0.0, "export_at": ()}
+    fields = common(material) | {
+        "actor_learning_rate": 3e-3,
+        "max_steps": STEPS,
+        "init_kl_coef": 0.0,
+        "export_at": (),
+    }
     config = PPO(
         **fields,
         advantage_estimator="grpo",
@@ -47,7 +53,9 @@ def run(material: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     (root / "checks.py").write_text(VOWELS)
     rows = [json.loads(line) for line in (material / "questions.jsonl").read_text().splitlines()]
     asked = [row.get("prompt") or row["turns"][0]["content"] for row in rows][:24]
-    (root / "held.jsonl").write_text("".join(json.dumps({"prompt": text, "held": True}) + "\n" for text in asked))
+    (root / "held.jsonl").write_text(
+        "".join(json.dumps({"prompt": text, "held": True}) + "\n" for text in asked)
+    )
     for name in ("whole", "killed"):
         prepare(root / name, material, root / "checks.py", root / "held.jsonl")
     finish(root / "whole")
@@ -55,10 +63,13 @@ def run(material: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_it_stops_and_the_best_iteration_comes_out(run: Path) -> None:
-    lines, result = read_metrics(run), RunDir(run).result()
+    lines = read_metrics(run)
+    result = RunDir(run).result()
     assert result is not None and len(lines) < STEPS, "over-optimisation was not stopped"
     best = int(result.metrics["eval/best_iteration"])
-    rewards = {line["step"]: line["eval/reward/mean"] for line in lines} | {best: result.metrics["selection/reward/mean"]}
+    rewards = {line["step"]: line["eval/reward/mean"] for line in lines} | {
+        best: result.metrics["selection/reward/mean"]
+    }
     assert max(rewards.values()) == rewards[best] and 0 < best == len(lines) - 3
     assert all(later < rewards[best] for step, later in rewards.items() if step > best)
     assert lines[-1]["reward/mean"] > lines[0]["reward/mean"], "the training's own reward does not tell"
@@ -66,7 +77,8 @@ def test_it_stops_and_the_best_iteration_comes_out(run: Path) -> None:
 
 
 def test_the_checkpoint_answers_as_the_best_iteration_did(run: Path) -> None:
-    config, result = RunDir(run).request().config, RunDir(run).result()
+    config = RunDir(run).request().config
+    result = RunDir(run).result()
     assert isinstance(config, PPO) and result is not None
     renderer = Renderer(load_tokenizer(str(run / "checkpoint")), "chat")
     asked = load_validation(config, renderer, [], [], renderer.stop_token_ids, seed=7)
@@ -74,9 +86,16 @@ def test_the_checkpoint_answers_as_the_best_iteration_did(run: Path) -> None:
     sampler = Sampler(str(run / "checkpoint"), seed=0, max_model_len=config.longest, vllm=config.vllm)
     groups = sampler.generate([prompt.tokens for prompt in asked.prompts], asked.seeds, asked.sampling)
     sampler.close()
-    said = [renderer.tokenizer.decode(answer.tokens, skip_special_tokens=True) for group in groups for answer in group]
+    said = [
+        renderer.tokenizer.decode(answer.tokens, skip_special_tokens=True)
+        for group in groups
+        for answer in group
+    ]
     best, last = (
-        [json.loads(line)["response"] for line in (run / "validation" / f"iteration{step}.jsonl").read_text().splitlines()]
+        [
+            json.loads(line)["response"]
+            for line in (run / "validation" / f"iteration{step}.jsonl").read_text().splitlines()
+        ]
         for step in (int(result.metrics["eval/best_iteration"]), len(read_metrics(run)))
     )
     assert said == best != last
@@ -84,7 +103,8 @@ def test_the_checkpoint_answers_as_the_best_iteration_did(run: Path) -> None:
 
 def test_the_result_is_of_the_best_weights_answers_with_other_seeds(run: Path) -> None:
     """The engines had the weights of the last iteration, and loaded the best."""
-    config, result = RunDir(run).request().config, RunDir(run).result()
+    config = RunDir(run).request().config
+    result = RunDir(run).result()
     assert isinstance(config, PPO) and result is not None
     renderer = Renderer(load_tokenizer(str(run / "checkpoint")), "chat")
     asked = load_validation(config, renderer, [], [], renderer.stop_token_ids, seed=7)
@@ -92,11 +112,17 @@ def test_the_result_is_of_the_best_weights_answers_with_other_seeds(run: Path) -
     sampler = Sampler(str(run / "checkpoint"), seed=0, max_model_len=config.longest, vllm=config.vllm)
     groups = sampler.generate([prompt.tokens for prompt in asked.prompts], asked.fresh_seeds, asked.sampling)
     sampler.close()
-    said = [renderer.tokenizer.decode(answer.tokens, skip_special_tokens=True) for group in groups for answer in group]
+    said = [
+        renderer.tokenizer.decode(answer.tokens, skip_special_tokens=True)
+        for group in groups
+        for answer in group
+    ]
     rows = [json.loads(line) for line in (run / "validation" / "checkpoint.jsonl").read_text().splitlines()]
     assert [row["response"] for row in rows] == said
     mean = sum(next(iter(row["rewards"].values())) for row in rows) / len(rows)
-    assert result.metrics["eval/reward/mean"] == pytest.approx(mean) != result.metrics["selection/reward/mean"]
+    assert (
+        result.metrics["eval/reward/mean"] == pytest.approx(mean) != result.metrics["selection/reward/mean"]
+    )
 
 
 def test_without_a_kl_no_reference_is_loaded(run: Path) -> None:
@@ -107,10 +133,17 @@ def test_without_a_kl_no_reference_is_loaded(run: Path) -> None:
 
 def test_answers_are_kept(run: Path) -> None:
     rows = [json.loads(line) for line in (run / "validation" / "iteration1.jsonl").read_text().splitlines()]
-    assert len(rows) > 10 and all(row["response"] and set(row) == {"prompt", "response", "finished", "rewards"} for row in rows)
+    assert len(rows) > 10 and all(
+        row["response"] and set(row) == {"prompt", "response", "finished", "rewards"} for row in rows
+    )
     line = read_metrics(run)[0]
-    assert sum(next(iter(row["rewards"].values())) for row in rows) / len(rows) == pytest.approx(line["eval/reward/mean"])
-    assert line["eval/reward/ci_low"] < line["eval/reward/mean"] < line["eval/reward/ci_high"] and line["phase/validate"] > 0
+    assert sum(next(iter(row["rewards"].values())) for row in rows) / len(rows) == pytest.approx(
+        line["eval/reward/mean"]
+    )
+    assert (
+        line["eval/reward/ci_low"] < line["eval/reward/mean"] < line["eval/reward/ci_high"]
+        and line["phase/validate"] > 0
+    )
 
 
 @pytest.mark.long
@@ -118,4 +151,7 @@ def test_a_killed_run_ends_the_same(run: Path) -> None:
     killed = run.with_name("killed")
     kill_and_finish(killed)
     assert_same_end(run, killed)
-    assert RunDir(killed).result().metrics["eval/best_iteration"] == RunDir(run).result().metrics["eval/best_iteration"]  # type: ignore[union-attr]
+    assert (
+        RunDir(killed).result().metrics["eval/best_iteration"]
+        == RunDir(run).result().metrics["eval/best_iteration"]
+    )  # type: ignore[union-attr]

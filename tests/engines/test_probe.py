@@ -1,4 +1,5 @@
-"""The probe of PPO tells an engine that computes the model otherwise from a weight sync that failed. Faults planted in the roles."""
+"""The probe of PPO tells an engine that computes the model otherwise from a weight sync that failed. Faults
+planted in the roles."""
 
 from __future__ import annotations
 
@@ -40,7 +41,9 @@ class WrongNorm(Actor):
     def send_weights(self) -> None:
         assert self._channel is not None
         send = self._channel.send
-        self._channel.send = lambda weights: send((name, 2 * w if name == "model.norm.weight" else w) for name, w in weights)  # type: ignore[method-assign]
+        self._channel.send = lambda weights: send(
+            (name, 2 * w if name == "model.norm.weight" else w) for name, w in weights
+        )  # type: ignore[method-assign]
         super().send_weights()
 
 
@@ -54,16 +57,34 @@ def cluster() -> Iterator[None]:
 @pytest.mark.parametrize(
     ("role", "planted", "error", "message"),
     [
-        ("SamplerRole", OtherRotary, EngineDiffers, "before any weight sync vLLM's log-probs differ .* no weight sync is at fault"),
-        ("Actor", WrongNorm, WeightsDiffer, "after a weight sync vLLM's log-probs differ .* does not hold the actor's weights"),
+        (
+            "SamplerRole",
+            OtherRotary,
+            EngineDiffers,
+            "before any weight sync vLLM's log-probs differ .* no weight sync is at fault",
+        ),
+        (
+            "Actor",
+            WrongNorm,
+            WeightsDiffer,
+            "after a weight sync vLLM's log-probs differ .* does not hold the actor's weights",
+        ),
     ],
 )
 def test_the_probe_names_what_is_at_fault(
-    role: str, planted: type, error: type[Exception], message: str, material: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    role: str,
+    planted: type,
+    error: type[Exception],
+    message: str,
+    material: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(roles_start, role, planted)
     shutil.copytree(material / "base", tmp_path / "base")
-    (tmp_path / "checks.py").write_text("def brief(responses): return [-len(response) for response in responses]\n")
+    (tmp_path / "checks.py").write_text(
+        "def brief(responses): return [-len(response) for response in responses]\n"
+    )
     share = Ranks(cpus=0.25)
     config = PPO(
         actor="base",
@@ -82,7 +103,9 @@ def test_the_probe_names_what_is_at_fault(
         reference_ranks=share,
         vllm=Vllm(cpus=0.25, kv_cache_gib=0.5),
     )
-    request = StageRequest(name="ppo", digest="0", config=config, inputs={"base": str(tmp_path / "base")}, seed=7)
+    request = StageRequest(
+        name="ppo", digest="0", config=config, inputs={"base": str(tmp_path / "base")}, seed=7
+    )
     run = RunDir(tmp_path / "run")
     run.prepare(request)
     with pytest.raises(error, match=message):

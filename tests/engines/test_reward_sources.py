@@ -1,7 +1,8 @@
-"""GRPO on Ray and vLLM with sources of rewards of each kind: two reward models, a Python function, a reward server.
+"""GRPO on Ray and vLLM with sources of rewards of each kind: two reward models, a Python function, a reward
+server.
 
-One of the reward models has another tokenizer than the actor. The actor is a hybrid model, with a layer that keeps a state from token to
-token (Mamba 2) and one with attention.
+One of the reward models has another tokenizer than the actor. The actor is a hybrid model, with a layer that
+keeps a state from token to token (Mamba 2) and one with attention.
 """
 
 from __future__ import annotations
@@ -51,14 +52,33 @@ def short(prompts, responses, finished):
 def run(material: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("sources")
     pairs = Data(sources=str(material / "preferences.jsonl"), max_samples=64)
-    config = RewardModel(model="base", data=pairs, train_batch_size=16, micro_train_batch_size=16, max_len=96, learning_rate=1e-3)
-    request = StageRequest(name="reward_model", digest="0", config=config, inputs={"base": str(material / "base")}, seed=7)
+    config = RewardModel(
+        model="base",
+        data=pairs,
+        train_batch_size=16,
+        micro_train_batch_size=16,
+        max_len=96,
+        learning_rate=1e-3,
+    )
+    request = StageRequest(
+        name="reward_model", digest="0", config=config, inputs={"base": str(material / "base")}, seed=7
+    )
     (root / "rm").mkdir()
     rlhf_core.stages.reward_model.run(request, RunDir(root / "rm"))
     (root / "checks").mkdir()
     (root / "checks" / "checks.py").write_text(FUNCTION)
     served = subprocess.Popen(
-        [sys.executable, "-m", "flows.cli", "serve-reward", str(root / "rm" / "checkpoint"), "--port", "0", "--home", str(root / "home")],
+        [
+            sys.executable,
+            "-m",
+            "flows.cli",
+            "serve-reward",
+            str(root / "rm" / "checkpoint"),
+            "--port",
+            "0",
+            "--home",
+            str(root / "home"),
+        ],
         stdout=subprocess.PIPE,
         env={name: value for name, value in os.environ.items() if name != REWARD_KEY},
         text=True,
@@ -78,8 +98,19 @@ def run(material: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
             init_kl_coef=0.1,
             reward=(
                 {"model": "reward_model", "normalize": "running"},
-                {"function": f"{root / 'checks' / 'checks.py'}:short", "weight": 0.5, "max_attempts": 1, "batch_size": 16},
-                {"url": address[0], "name": "server", "weight": 0.25, "batch_size": 4, "api_key_env": REWARD_KEY},
+                {
+                    "function": f"{root / 'checks' / 'checks.py'}:short",
+                    "weight": 0.5,
+                    "max_attempts": 1,
+                    "batch_size": 16,
+                },
+                {
+                    "url": address[0],
+                    "name": "server",
+                    "weight": 0.25,
+                    "batch_size": 4,
+                    "api_key_env": REWARD_KEY,
+                },
                 {"model": "twin", "weight": 0.1},
             ),
             max_failed_rewards=0.1,
@@ -101,11 +132,15 @@ def run(material: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         actor = make_family("granite-hybrid", material / "base", root / "actor")
         inputs = {"base": str(actor), "reward_model": str(root / "rm" / "checkpoint")}
         inputs["twin"] = str(save_twin(root / "rm" / "checkpoint", root / "twin"))
-        RunDir(root / "grpo").prepare(StageRequest(name="grpo", digest="0", config=config, inputs=inputs, seed=7))
+        RunDir(root / "grpo").prepare(
+            StageRequest(name="grpo", digest="0", config=config, inputs=inputs, seed=7)
+        )
         with (root / "log.txt").open("wb") as log:
             command = [sys.executable, "-m", "rlhf_core", str(root / "grpo")]
             environment = os.environ | {REWARD_KEY: (root / "home" / "reward-key").read_text().strip()}
-            code = subprocess.run(command, env=environment, stdout=log, stderr=log, stdin=subprocess.DEVNULL, timeout=400).returncode
+            code = subprocess.run(
+                command, env=environment, stdout=log, stderr=log, stdin=subprocess.DEVNULL, timeout=400
+            ).returncode
         assert code == 0, (root / "log.txt").read_text()[-3000:]
     finally:
         served.terminate()
@@ -118,22 +153,27 @@ def check_its_protection(address: str, place: Path, served: subprocess.Popen[str
     key = place.read_text().strip()
     assert stat.S_IMODE(place.stat().st_mode) == 0o600 and len(key) > 40
     assert served.stdout is not None and str(place) in served.stdout.readline()
-    body, own = {"prompts": ["1 + 1"], "responses": ["2"]}, {"Authorization": f"Bearer {key}"}
+    body = {"prompts": ["1 + 1"], "responses": ["2"]}
+    own = {"Authorization": f"Bearer {key}"}
     assert httpx.post(address, json=body).status_code == 401
-    assert httpx.post(address, json=body, headers=own | {"Host": "evil.example"}).status_code == 400, "DNS rebinding"
+    assert httpx.post(address, json=body, headers=own | {"Host": "evil.example"}).status_code == 400, (
+        "DNS rebinding"
+    )
     assert httpx.post(address, json=body, headers=own | {"Origin": "http://evil.example"}).status_code == 403
     assert httpx.post(address, json=body, headers=own).status_code == 200
     assert listening(served.pid) and not beyond_loopback(served.pid)
 
 
 def test_all_sources_are_summed(run: Path) -> None:
-    """What each source said is what it says of the texts of the requests to the function; the first one has made-up answers."""
+    """What each source said is what it says of the texts of the requests to the function; the first one has
+    made-up answers."""
     lines = read_metrics(run / "grpo")
     made_up, *requests = (run / "checks" / "requests.jsonl").read_text().splitlines()
     assert ANSWER in made_up and not any(ANSWER in request for request in requests)
     assert len(lines) == len(requests) == ITERATIONS
     checkpoint = str(run / "rm" / "checkpoint")
-    renderer, scorer = Renderer(load_tokenizer(checkpoint), "chat"), RewardScorer(checkpoint, "float32", 16)
+    renderer = Renderer(load_tokenizer(checkpoint), "chat")
+    scorer = RewardScorer(checkpoint, "float32", 16)
     for line, texts in zip(lines, map(json.loads, requests), strict=True):
         answers = [AnswerToScore(*each) for each in zip(*texts, strict=True)]
         served = np.array(scorer.score([document(renderer, answer) for answer in answers]))
@@ -148,7 +188,11 @@ def test_all_sources_are_summed(run: Path) -> None:
 
 def test_failures_are_counted_and_masked(run: Path) -> None:
     for line in read_metrics(run / "grpo"):
-        assert (line["reward/short/failed"], line["reward/server/failed"], line["reward/reward_model/failed"]) == (1, 0, 0)
+        assert (
+            line["reward/short/failed"],
+            line["reward/server/failed"],
+            line["reward/reward_model/failed"],
+        ) == (1, 0, 0)
         assert line["rollout/usable"] == 15 / 16
 
 
@@ -160,7 +204,9 @@ def test_there_was_no_critic_and_the_actor_learned_on_policy(run: Path) -> None:
     for line in lines:
         assert line["policy/first_ratio_gap"] < 1e-5
         assert line["sampler/gap_p99"] < 1e-2 and line["sync/probe_gap"] < 1e-3
-    before, after = (load_file(folder / "model.safetensors") for folder in (run / "actor", run / "grpo" / "checkpoint"))
+    before, after = (
+        load_file(folder / "model.safetensors") for folder in (run / "actor", run / "grpo" / "checkpoint")
+    )
     assert after.keys() == before.keys() and any(".mamba." in name for name in after)
     assert all(torch.isfinite(weight).all() for weight in after.values())
     assert all(not torch.equal(after[name], before[name]) for name in after if name.endswith("proj.weight"))

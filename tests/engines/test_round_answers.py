@@ -1,4 +1,5 @@
-"""The answers of a round, with real engines: several give those of one, and a round that was cut off asks for what it lacks."""
+"""The answers of a round, with real engines: several give those of one, and a round that was cut off asks for
+what it lacks."""
 
 from __future__ import annotations
 
@@ -26,22 +27,31 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 def test_a_reward_model_on_two_processes_gives_the_scores_of_one(material: Path, tmp_path: Path) -> None:
     torch.manual_seed(0)
     tokenizer = load_tokenizer(str(material / "base"))
-    model = AutoModelForSequenceClassification.from_pretrained(material / "base", num_labels=1, pad_token_id=tokenizer.pad_token_id)
+    model = AutoModelForSequenceClassification.from_pretrained(
+        material / "base", num_labels=1, pad_token_id=tokenizer.pad_token_id
+    )
     model.save_pretrained(tmp_path)
     tokenizer.save_pretrained(tmp_path)
     rng = random.Random(0)
-    texts = [[rng.randrange(5, 200) for _ in range(rng.randrange(3, 40))] for _ in range(75)]  # more than two looks
+    # more than two looks
+    texts = [[rng.randrange(5, 200) for _ in range(rng.randrange(3, 40))] for _ in range(75)]
     documents = [Document(text, [False] + [True] * (len(text) - 1)) for text in texts]
     config = Preferences(
         policy="base", reward="rm", prompts={"sources": "x"}, micro_rollout_batch_size=2, vllm=Vllm(num_engines=2, cpus=0.5)
     )  # fmt: skip
     found = scores_on_ranks(config, str(tmp_path), documents)
-    assert found == pytest.approx(RewardScorer(str(tmp_path), "float32", 2).score(documents), abs=1e-5) and len(set(found)) > 70
+    assert (
+        found == pytest.approx(RewardScorer(str(tmp_path), "float32", 2).score(documents), abs=1e-5)
+        and len(set(found)) > 70
+    )
     assert not ray.is_initialized()
 
 
-def test_two_engines_give_the_answers_of_one_and_stored_answers_are_not_sampled_again(material: Path, tmp_path: Path) -> None:
-    base, found = str(material / "base"), []
+def test_two_engines_give_the_answers_of_one_and_stored_answers_are_not_sampled_again(
+    material: Path, tmp_path: Path
+) -> None:
+    base = str(material / "base")
+    found = []
     renderer = Renderer(load_tokenizer(base), "chat")
     for engines in (1, 2):
         config = Preferences(
@@ -57,8 +67,13 @@ def test_two_engines_give_the_answers_of_one_and_stored_answers_are_not_sampled_
     assert len({tuple(answer.tokens) for group in found[0] for answer in group}) > 5
 
     file = tmp_path / "1" / STATE / "answers.jsonl"
-    kept = {prompt: line for line in file.read_text().splitlines(keepends=True) for prompt in [json.loads(line)[0]]}
-    changed = kept[3].replace("true", "false").replace("[[[", "[[[7, ")  # differs from what an engine would say again
+    kept = {
+        prompt: line
+        for line in file.read_text().splitlines(keepends=True)
+        for prompt in [json.loads(line)[0]]
+    }
+    # differs from what an engine would say again
+    changed = kept[3].replace("true", "false").replace("[[[", "[[[7, ")
     file.write_text(kept[0] + changed + kept[4][:-9])
     config = config.model_copy(update={"vllm": Vllm(kv_cache_gib=0.5)})
     again = answers_of_round(config, base, asked, renderer.stop_token_ids, request, RunDir(tmp_path / "1"))

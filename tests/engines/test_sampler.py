@@ -29,18 +29,32 @@ class Setting:
     renderer: Renderer
     prompts: list[list[int]]
 
-    def generate(self, prompts: list[list[int]] | None = None, first_seed: int = 0, **changed: object) -> list[list[Answer]]:
+    def generate(
+        self, prompts: list[list[int]] | None = None, first_seed: int = 0, **changed: object
+    ) -> list[list[Answer]]:
         prompts = self.prompts if prompts is None else prompts
-        options = {"temperature": 1.0, "max_new_tokens": 12, "stop_token_ids": self.renderer.stop_token_ids, "n": 2} | changed
-        return self.sampler.generate(prompts, [first_seed + 10 * i for i in range(len(prompts))], Sampling(**options))
+        options = {
+            "temperature": 1.0,
+            "max_new_tokens": 12,
+            "stop_token_ids": self.renderer.stop_token_ids,
+            "n": 2,
+        } | changed
+        return self.sampler.generate(
+            prompts, [first_seed + 10 * i for i in range(len(prompts))], Sampling(**options)
+        )
 
 
 @pytest.fixture(scope="module")
 def setting(material: Path) -> Iterator[Setting]:
     base = str(material / "base")
     renderer = Renderer(load_tokenizer(base), "chat")
-    prompts = [renderer.prompt([{"role": "user", "content": f"Copy this number: {n}"}]) for n in (3, 14, 159, 2653, 58979)]
-    sampler = Sampler(base, seed=0, max_model_len=96, vllm=Vllm(kv_cache_gib=0.5, engine={"max_num_seqs": 48}))
+    prompts = [
+        renderer.prompt([{"role": "user", "content": f"Copy this number: {n}"}])
+        for n in (3, 14, 159, 2653, 58979)
+    ]
+    sampler = Sampler(
+        base, seed=0, max_model_len=96, vllm=Vllm(kv_cache_gib=0.5, engine={"max_num_seqs": 48})
+    )
     yield Setting(base, sampler, renderer, prompts)
     sampler.close()
 
@@ -55,7 +69,9 @@ def largest_gap(setting: Setting, policy: Policy) -> float:
     with torch.no_grad():
         ours = policy(batch.tokens, batch.positions, batch.documents).logprobs
     theirs = setting.sampler.prompt_logprobs(setting.prompts)
-    return max(float((torch.tensor(t) - row[: len(t)]).abs().max()) for t, row in zip(theirs, ours, strict=True))
+    return max(
+        float((torch.tensor(t) - row[: len(t)]).abs().max()) for t, row in zip(theirs, ours, strict=True)
+    )
 
 
 def changed_policy(setting: Setting) -> Policy:
@@ -83,15 +99,22 @@ def test_a_seed_fixes_the_answer(setting: Setting) -> None:
 
 
 def test_a_stream_gives_each_prompts_answers_once_they_are_all_there(setting: Setting) -> None:
-    how = {"temperature": 1.0, "max_new_tokens": 12, "stop_token_ids": setting.renderer.stop_token_ids, "n": 2}
+    how = {
+        "temperature": 1.0,
+        "max_new_tokens": 12,
+        "stop_token_ids": setting.renderer.stop_token_ids,
+        "n": 2,
+    }
     seeds = [10 * i for i in range(len(setting.prompts))]
     for _ in range(2):  # the second time over the prefixes of the first
         streamed = list(setting.sampler.stream(setting.prompts, seeds, Sampling(**how)))
         assert sorted(index for index, _ in streamed) == list(range(len(setting.prompts)))
         assert [answers for _, answers in sorted(streamed, key=lambda item: item[0])] == setting.generate()
-    often = how | {"stop_token_ids": list(range(0, 400, 8)), "max_new_tokens": 24}  # so that some answers end long before others
+    # so that some answers end long before others
+    often = how | {"stop_token_ids": list(range(0, 400, 8)), "max_new_tokens": 24}
     lengths = [
-        max(len(answer.tokens) for answer in answers) for _, answers in setting.sampler.stream(setting.prompts, seeds, Sampling(**often))
+        max(len(answer.tokens) for answer in answers)
+        for _, answers in setting.sampler.stream(setting.prompts, seeds, Sampling(**often))
     ]
     assert lengths == sorted(lengths) and lengths[0] < lengths[-1], "what is finished first comes first"
 
@@ -99,7 +122,9 @@ def test_a_stream_gives_each_prompts_answers_once_they_are_all_there(setting: Se
 def test_answers_keep_the_order_of_prompts_and_their_number(setting: Setting) -> None:
     answers = setting.generate(n=3)
     assert [len(group) for group in answers] == [3] * 5
-    alone = setting.sampler.generate(setting.prompts[2:3], [20], Sampling(3, 1.0, 12, setting.renderer.stop_token_ids))
+    alone = setting.sampler.generate(
+        setting.prompts[2:3], [20], Sampling(3, 1.0, 12, setting.renderer.stop_token_ids)
+    )
     assert [a.tokens for a in alone[0]] == [a.tokens for a in answers[2]]
     assert setting.generate([]) == []
 
@@ -110,13 +135,18 @@ def test_more_prompt_tokens_than_one_engine_step_holds(setting: Setting) -> None
     answers = setting.generate(long, n=1)
     assert (
         len(answers) == len(long)
-        and answers[7] == setting.sampler.generate(long[7:8], [70], Sampling(1, 1.0, 12, setting.renderer.stop_token_ids))[0]
+        and answers[7]
+        == setting.sampler.generate(long[7:8], [70], Sampling(1, 1.0, 12, setting.renderer.stop_token_ids))[0]
     )
 
 
 def test_length_limit_cuts_and_stop_tokens_end(setting: Setting) -> None:
     cut = [a for group in setting.generate(max_new_tokens=2, stop_token_ids=[]) for a in group]
-    assert all(len(a.tokens) == 2 and not a.finished for a in cut if a.tokens[-1] not in setting.renderer.stop_token_ids)
+    assert all(
+        len(a.tokens) == 2 and not a.finished
+        for a in cut
+        if a.tokens[-1] not in setting.renderer.stop_token_ids
+    )
     greedy = setting.generate(temperature=0.0, n=1, stop_token_ids=[])
     first = greedy[0][0].tokens[0]
     stopped = setting.generate(temperature=0.0, n=1, stop_token_ids=[first])[0][0]
@@ -132,23 +162,33 @@ def test_sampler_logprobs_are_those_of_the_scaled_policy(setting: Setting, tempe
         with torch.no_grad():
             ours = policy(batch.tokens, batch.positions, batch.documents, temperature).logprobs[0]
         torch.testing.assert_close(
-            torch.tensor(answer.logprobs), ours[len(prompt) : len(prompt) + len(answer.tokens)], atol=1e-4, rtol=1e-4
+            torch.tensor(answer.logprobs),
+            ours[len(prompt) : len(prompt) + len(answer.tokens)],
+            atol=1e-4,
+            rtol=1e-4,
         )
 
 
 @pytest.mark.parametrize("top", [Truncation(0.6, 0), Truncation(1.0, 3), Truncation(0.8, 20)])
 def test_sampler_logprobs_are_those_of_the_truncated_policy(setting: Setting, top: Truncation) -> None:
-    """vLLM's top-p and top-k beside the trainer's, on the same answers; the whole distribution, or another temperature, is found out."""
+    """vLLM's top-p and top-k beside the trainer's, on the same answers; the whole distribution, or another
+    temperature, is found out."""
     answers = setting.generate(temperature=0.7, n=2, top_p=top.top_p, top_k=top.top_k)
     policy = load_policy(setting.base).eval()
-    said = [(prompt, answer) for prompt, group in zip(setting.prompts, answers, strict=True) for answer in group]
+    said = [
+        (prompt, answer) for prompt, group in zip(setting.prompts, answers, strict=True) for answer in group
+    ]
     documents = [compact(prompt, answer.tokens) for prompt, answer in said]
     batch = collate([[document] for document in documents], pad_token_id=0)
     theirs = torch.tensor([logprob for _, answer in said for logprob in answer.logprobs])
 
     def gap(temperature: float, kept: Truncation) -> float:
         with torch.no_grad():
-            return float((masked_logprobs(policy, batch, temperature, top=kept).logprobs[batch.mask] - theirs).abs().max())
+            return float(
+                (masked_logprobs(policy, batch, temperature, top=kept).logprobs[batch.mask] - theirs)
+                .abs()
+                .max()
+            )
 
     assert gap(0.7, top) < 1e-4
     assert gap(0.7, WHOLE) > 0.1 and gap(1.0, top) > 0.05
@@ -162,10 +202,15 @@ def test_a_stop_text_ends_an_answer_which_keeps_it(setting: Setting) -> None:
     stopped = [answer for group in setting.generate(max_new_tokens=24, stop=[stop]) for answer in group]
     ended = 0
     for answer, whole, text in zip(stopped, plain, texts, strict=True):
-        assert answer.tokens == whole.tokens[: len(answer.tokens)] and answer.logprobs == whole.logprobs[: len(answer.tokens)]
+        assert (
+            answer.tokens == whole.tokens[: len(answer.tokens)]
+            and answer.logprobs == whole.logprobs[: len(answer.tokens)]
+        )
         if stop in text:
             ended += 1
-            assert answer.finished and stop in decode(answer.tokens) and stop not in decode(answer.tokens[:-1])
+            assert (
+                answer.finished and stop in decode(answer.tokens) and stop not in decode(answer.tokens[:-1])
+            )
         else:
             assert answer.tokens == whole.tokens
     assert ended
@@ -173,14 +218,18 @@ def test_a_stop_text_ends_an_answer_which_keeps_it(setting: Setting) -> None:
 
 def test_synced_weights_arrive_head_included(setting: Setting) -> None:
     policy = changed_policy(setting)
-    assert setting.sampler.tied, "the demo's base ties its embeddings: the case in which a head can go missing"
+    assert setting.sampler.tied, (
+        "the demo's base ties its embeddings: the case in which a head can go missing"
+    )
     assert largest_gap(setting, policy) > NOISE_FREE["float32"]
     setting.sampler.update(named(policy))
     check_gap(largest_gap(setting, policy), NOISE_FREE["float32"])
 
 
 @pytest.mark.parametrize("planted", ["one wrong weight", "old head"])
-def test_the_probe_catches_weights_that_differ(setting: Setting, planted: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_probe_catches_weights_that_differ(
+    setting: Setting, planted: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     policy = changed_policy(setting)
     weights = named(policy)
     if planted == "old head":

@@ -38,7 +38,9 @@ class Setting(NamedTuple):
         with torch.no_grad():
             ours = policy(batch.tokens, batch.positions, batch.documents).logprobs
         theirs = self.sampler.prompt_logprobs(DOCUMENTS)
-        return max(float((torch.tensor(t) - row[: len(t)]).abs().max()) for t, row in zip(theirs, ours, strict=True))
+        return max(
+            float((torch.tensor(t) - row[: len(t)]).abs().max()) for t, row in zip(theirs, ours, strict=True)
+        )
 
     def send(self, policy: Policy) -> None:
         self.sampler.update(checkpoint_weights(policy.model, lambda parameters: nullcontext()))
@@ -46,13 +48,29 @@ class Setting(NamedTuple):
 
 EACH_TIME = ["llama", "qwen3", "mixtral", "granite-hybrid", "gemma4-wrapper"]
 LONG = [
-    *("mistral", "ministral3", "mistral3-wrapper", "qwen3-moe", "gemma2", "gemma3-wrapper", "gemma4", "glm4", "phi3", "granite", "lfm2"),
+    *(
+        "mistral",
+        "ministral3",
+        "mistral3-wrapper",
+        "qwen3-moe",
+        "gemma2",
+        "gemma3-wrapper",
+        "gemma4",
+        "glm4",
+        "phi3",
+        "granite",
+        "lfm2",
+    ),
     *("glm4-moe-lite", "deepseek-v3"),
 ]
 
 
-@pytest.fixture(params=[*EACH_TIME, *(pytest.param(name, marks=pytest.mark.long) for name in LONG)], scope="module")
-def setting(request: pytest.FixtureRequest, material: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Setting]:
+@pytest.fixture(
+    params=[*EACH_TIME, *(pytest.param(name, marks=pytest.mark.long) for name in LONG)], scope="module"
+)
+def setting(
+    request: pytest.FixtureRequest, material: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Setting]:
     base = make_family(request.param, material / "base", tmp_path_factory.mktemp(request.param))
     sampler = Sampler(str(base), seed=0, max_model_len=96, vllm=Vllm(kv_cache_gib=0.5))
     yield Setting(base, sampler)
@@ -96,7 +114,12 @@ def test_an_adapter_checkpoint_is_sampled_from_as_the_model_it_makes(
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "space"))
     policy = adapted(setting.base)
     engine = TorchEngine(policy, AdamW((0.9, 0.95), 0.0, 1.0))
-    save_adapter(policy.model, on_cpu(engine, trained_weights(policy.model, engine.gathered)), str(setting.base), tmp_path)
+    save_adapter(
+        policy.model,
+        on_cpu(engine, trained_weights(policy.model, engine.gathered)),
+        str(setting.base),
+        tmp_path,
+    )
     save_tokenizer(str(setting.base), tmp_path)
     setting.sampler.load(str(setting.base))
     assert setting.gap(policy) > 0.01
@@ -109,6 +132,10 @@ def test_an_adapter_checkpoint_is_sampled_from_as_the_model_it_makes(
 def test_a_family_that_vllm_cannot_run_is_one_sentence(material: Path, tmp_path: Path) -> None:
     base = make_family("qwen3_5", material / "base", tmp_path / "model")
     with pytest.raises(
-        ValueError, match=r"^vLLM [\d.]+\S* cannot run \S+ here \(.*Qwen3_5ForCausalLM.*\): the log above says what it lacks$"
+        ValueError,
+        match=(
+            r"^vLLM [\d.]+\S* cannot run \S+ here \(.*Qwen3_5ForCausalLM.*\): the log above says what it"
+            r" lacks$"
+        ),
     ):
         Sampler(str(base), seed=0, max_model_len=96, vllm=Vllm(kv_cache_gib=0.5))

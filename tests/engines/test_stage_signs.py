@@ -1,4 +1,5 @@
-"""How long a stage waits for its ranks: as long as they make progress, and `timeout` seconds longer. With the real roles of PPO."""
+"""How long a stage waits for its ranks: as long as they make progress, and `timeout` seconds longer. With the
+real roles of PPO."""
 
 from __future__ import annotations
 
@@ -20,7 +21,8 @@ from tests.support.micro import wait_until
 
 pytestmark = [pytest.mark.slow, pytest.mark.long, pytest.mark.timeout(400)]
 TIMEOUT = 40.0  # seconds; the roles' imports are to take less
-# What each process of the stage imports first: the model is copied to its place as by a slow disk, in more than 3 x TIMEOUT seconds.
+# What each process of the stage imports first: the model is copied to its place as by a slow disk, in more
+# than 3 x TIMEOUT seconds.
 SLOW = """
 import importlib.abc, importlib.machinery, shutil, sys, time
 from pathlib import Path
@@ -60,7 +62,9 @@ sys.meta_path.insert(0, Hook())
 def start(folder: Path, *paths: Path) -> subprocess.Popen[bytes]:
     path = {"PYTHONPATH": os.pathsep.join(map(str, [*paths, ROOT]))}
     with (folder / "log.txt").open("ab") as out:
-        return subprocess.Popen([*COMMAND, str(folder)], stdout=out, stderr=out, stdin=subprocess.DEVNULL, env=os.environ | path)
+        return subprocess.Popen(
+            [*COMMAND, str(folder)], stdout=out, stderr=out, stdin=subprocess.DEVNULL, env=os.environ | path
+        )
 
 
 def end(process: subprocess.Popen[bytes]) -> None:
@@ -71,21 +75,30 @@ def end(process: subprocess.Popen[bytes]) -> None:
     process.wait()
 
 
-def test_an_export_that_takes_longer_than_three_timeouts_ends_well_and_shows_its_work(material: Path, tmp_path: Path) -> None:
+def test_an_export_that_takes_longer_than_three_timeouts_ends_well_and_shows_its_work(
+    material: Path, tmp_path: Path
+) -> None:
     (tmp_path / "slow").mkdir()
     (tmp_path / "slow" / "sitecustomize.py").write_text(SLOW)
     folder = tmp_path / "ppo"
     prepare(folder, material, CLOSE, steps=2, timeout=TIMEOUT)
     process = start(folder, tmp_path / "slow")
     try:
-        wait_until(lambda: len(read_metrics(folder)) == 2 or process.poll() is not None, "training", 150, lambda: log(folder)[-3000:])
+        wait_until(
+            lambda: len(read_metrics(folder)) == 2 or process.poll() is not None,
+            "training",
+            150,
+            lambda: log(folder)[-3000:],
+        )
         begun = time.monotonic()
         assert process.wait(timeout=200) == 0, log(folder)[-3000:]
         assert time.monotonic() - begun > 3 * TIMEOUT
     finally:
         end(process)
     assert RunDir(folder).result() is not None
-    assert re.search(r"^actor in 'export': \d+ parts of work(, .* MiB written)? in 6\d s$", log(folder), re.MULTILINE)
+    assert re.search(
+        r"^actor in 'export': \d+ parts of work(, .* MiB written)? in 6\d s$", log(folder), re.MULTILINE
+    )
 
 
 def test_a_rank_that_is_stopped_is_named_within_the_timeout(material: Path, tmp_path: Path) -> None:
@@ -93,11 +106,18 @@ def test_a_rank_that_is_stopped_is_named_within_the_timeout(material: Path, tmp_
     prepare(folder, material, CLOSE, steps=60, timeout=TIMEOUT)
     process = start(folder)
     try:
-        wait_until(lambda: len(read_metrics(folder)) >= 3 or process.poll() is not None, "iterations", 150, lambda: log(folder)[-3000:])
+        wait_until(
+            lambda: len(read_metrics(folder)) >= 3 or process.poll() is not None,
+            "iterations",
+            150,
+            lambda: log(folder)[-3000:],
+        )
         found = re.search(r"sampler is up, process (\d+)", log(folder))
         assert found is not None, log(folder)[-3000:]
         os.kill(int(found[1]), signal.SIGSTOP)
         assert process.wait(timeout=TIMEOUT + 20) == 1
     finally:
         end(process)
-    assert re.search(rf"sampler: ranks \[0\] made no progress in '.+' for {TIMEOUT:.0f} s; raise `timeout`", log(folder))
+    assert re.search(
+        rf"sampler: ranks \[0\] made no progress in '.+' for {TIMEOUT:.0f} s; raise `timeout`", log(folder)
+    )

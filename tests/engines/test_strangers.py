@@ -1,4 +1,5 @@
-"""Who has not the token of a run's Ray cluster, or is another user of the machine, gets nowhere. Ray alone, no models."""
+"""Who has not the token of a run's Ray cluster, or is another user of the machine, gets nowhere. Ray alone,
+no models."""
 
 from __future__ import annotations
 
@@ -30,7 +31,9 @@ def cluster() -> Iterator[str]:
 
 @pytest.fixture
 def raylet(cluster: str) -> psutil.Process:
-    return next(process for process in psutil.Process().children(recursive=True) if process.name() == "raylet")
+    return next(
+        process for process in psutil.Process().children(recursive=True) if process.name() == "raylet"
+    )
 
 
 @pytest.mark.parametrize("token", [None, "0" * 64])
@@ -38,13 +41,17 @@ def test_a_client_without_the_token_cannot_join(cluster: str, token: str | None)
     environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_AUTH")}
     if token:
         environment |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": token}
-    done = subprocess.run([sys.executable, "-c", JOIN, cluster], env=environment, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(
+        [sys.executable, "-c", JOIN, cluster], env=environment, capture_output=True, text=True, timeout=120
+    )
     assert done.returncode != 0 and "joined" not in done.stdout
     assert "ConnectionError" in done.stderr or "Authentication" in done.stderr, done.stderr[-2000:]
 
 
 def test_who_has_the_token_joins(cluster: str) -> None:
-    done = subprocess.run([sys.executable, "-c", JOIN, cluster], env=os.environ, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(
+        [sys.executable, "-c", JOIN, cluster], env=os.environ, capture_output=True, text=True, timeout=120
+    )
     assert done.returncode == 0 and "joined" in done.stdout, done.stderr[-2000:]
 
 
@@ -55,7 +62,12 @@ def test_it_listens_on_loopback_alone(cluster: str) -> None:
 @as_root
 def test_another_user_reads_no_token_and_reaches_no_socket(raylet: psutil.Process) -> None:
     sockets = Path(ray._private.worker._global_node.get_sockets_dir_path())  # type: ignore[attr-defined]
-    assert as_nobody("open('/proc/self/status')") == "allowed" and as_nobody("open('/nowhere')") == "FileNotFoundError"
+    assert (
+        as_nobody("open('/proc/self/status')") == "allowed"
+        and as_nobody("open('/nowhere')") == "FileNotFoundError"
+    )
     assert as_nobody(f"open('/proc/{raylet.pid}/environ').read()") == "PermissionError"
-    assert (sockets / "raylet").exists() and as_nobody("import os; os.stat(sys.argv[1])", str(sockets / "raylet")) == "PermissionError"
+    assert (sockets / "raylet").exists() and as_nobody(
+        "import os; os.stat(sys.argv[1])", str(sockets / "raylet")
+    ) == "PermissionError"
     assert as_nobody("open(sys.argv[1], 'w')", str(sockets / "mine")) == "PermissionError"

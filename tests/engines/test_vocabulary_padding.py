@@ -1,4 +1,5 @@
-"""A model with more rows of embeddings than its tokenizer has tokens: the others are never sampled, and have no probability."""
+"""A model with more rows of embeddings than its tokenizer has tokens: the others are never sampled, and have
+no probability."""
 
 from __future__ import annotations
 
@@ -21,7 +22,8 @@ PADDING = 57
 
 @pytest.fixture
 def padded(material: Path, tmp_path: Path) -> Path:
-    """The base model with rows for 57 tokens that there are not; their embeddings are those of likely tokens, twice as long."""
+    """The base model with rows for 57 tokens that there are not; their embeddings are those of likely tokens,
+    twice as long."""
     folder = tmp_path / "padded"
     shutil.copytree(material / "base", folder)
     model = AutoModelForCausalLM.from_pretrained(folder)
@@ -34,25 +36,36 @@ def padded(material: Path, tmp_path: Path) -> Path:
     return folder
 
 
-def test_rows_without_a_token_are_not_sampled_and_log_probs_leave_them_out(padded: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_rows_without_a_token_are_not_sampled_and_log_probs_leave_them_out(
+    padded: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     known = len(AutoTokenizer.from_pretrained(padded))
     prompts = [[5, 6, 7, 8 + i] for i in range(8)]
     sampler = Sampler(str(padded), seed=0, max_model_len=64, vllm=Vllm(kv_cache_gib=0.5))
     try:
-        assert f"{PADDING} of {known + PADDING} rows of the vocabulary are no token of its tokenizer" in capsys.readouterr().out
+        assert (
+            f"{PADDING} of {known + PADDING} rows of the vocabulary are no token of its tokenizer"
+            in capsys.readouterr().out
+        )
         groups = sampler.generate(prompts, range(8), Sampling(4, 1.0, 24, []))
     finally:
         sampler.close()
     answers = [(prompt, answer) for prompt, group in zip(prompts, groups, strict=True) for answer in group]
     assert max(max(answer.tokens) for _, answer in answers) < known
     policy = load_policy(str(padded)).eval()
-    documents = [Document([*prompt, *answer.tokens], [False] * 4 + [True] * len(answer.tokens)) for prompt, answer in answers]
+    documents = [
+        Document([*prompt, *answer.tokens], [False] * 4 + [True] * len(answer.tokens))
+        for prompt, answer in answers
+    ]
     batch = collate([[document] for document in documents], pad_token_id=0)
 
     def largest_gap() -> float:
         with torch.no_grad():
             ours = policy(batch.tokens, batch.positions, batch.documents).logprobs
-        gaps = [(row[4 : 4 + len(a.tokens)] - torch.tensor(a.logprobs)).abs().max() for row, (_, a) in zip(ours, answers, strict=True)]
+        gaps = [
+            (row[4 : 4 + len(a.tokens)] - torch.tensor(a.logprobs)).abs().max()
+            for row, (_, a) in zip(ours, answers, strict=True)
+        ]
         return float(max(gaps))
 
     assert largest_gap() > 0.05

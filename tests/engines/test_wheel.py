@@ -1,4 +1,5 @@
-"""The wheel, installed where no checkout is near: `alignflow init` writes a recipe and `alignflow demo` runs the whole lifecycle."""
+"""The wheel, installed where no checkout is near: `alignflow init` writes a recipe and `alignflow demo` runs
+the whole lifecycle."""
 
 from __future__ import annotations
 
@@ -22,9 +23,22 @@ pytestmark = [pytest.mark.slow, pytest.mark.long, pytest.mark.timeout(2400)]
 
 def run(folder: Path, *command: str, seconds: float = 120) -> str:
     """Runs a command of the environment, outside of the checkout, and returns what it printed."""
-    kept = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PREFECT_API_URL")}
-    home = {"PREFECT_HOME": str(folder / "home"), "PATH": f"{folder / 'venv' / 'bin'}{os.pathsep}{os.environ['PATH']}"}
-    done = subprocess.run(command, cwd=folder, env=kept | home, capture_output=True, text=True, timeout=seconds, stdin=subprocess.DEVNULL)
+    kept = {
+        name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PREFECT_API_URL")
+    }
+    home = {
+        "PREFECT_HOME": str(folder / "home"),
+        "PATH": f"{folder / 'venv' / 'bin'}{os.pathsep}{os.environ['PATH']}",
+    }
+    done = subprocess.run(
+        command,
+        cwd=folder,
+        env=kept | home,
+        capture_output=True,
+        text=True,
+        timeout=seconds,
+        stdin=subprocess.DEVNULL,
+    )
     assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-5000:]
     return done.stdout
 
@@ -34,7 +48,11 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """As a release is built: of a clone of the tracked files with a tag first an sdist, of that the wheel."""
     folder = tmp_path_factory.mktemp("build")
     source = folder / "source"
-    tracked = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, check=True, capture_output=True).stdout.decode().split("\0")
+    tracked = (
+        subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, check=True, capture_output=True)
+        .stdout.decode()
+        .split("\0")
+    )
     for name in filter(None, tracked):
         (source / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(ROOT / name, source / name, follow_symlinks=False)
@@ -49,11 +67,32 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "-c",
         "commit.gpgsign=false",
     ]
-    for command in (["init"], ["add", "--all", "--force"], ["commit", "--message", "all"], ["tag", f"v{VERSION}"]):
+    for command in (
+        ["init"],
+        ["add", "--all", "--force"],
+        ["commit", "--message", "all"],
+        ["tag", f"v{VERSION}"],
+    ):
         subprocess.run([*git, *command], cwd=source, check=True, capture_output=True)
     build_sdist = "import sys; from setuptools.build_meta import build_sdist; build_sdist(sys.argv[1])"
-    subprocess.run([sys.executable, "-P", "-c", build_sdist, str(folder)], cwd=source, check=True, capture_output=True, timeout=300)
-    build = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation", "--wheel-dir", str(folder)]
+    subprocess.run(
+        [sys.executable, "-P", "-c", build_sdist, str(folder)],
+        cwd=source,
+        check=True,
+        capture_output=True,
+        timeout=300,
+    )
+    build = [
+        sys.executable,
+        "-m",
+        "pip",
+        "wheel",
+        "--quiet",
+        "--no-deps",
+        "--no-build-isolation",
+        "--wheel-dir",
+        str(folder),
+    ]
     subprocess.run([*build, str(folder / f"alignflow-{VERSION}.tar.gz")], check=True, cwd=folder, timeout=300)
     (made,) = folder.glob("*.whl")
     return made
@@ -65,7 +104,15 @@ def folder(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("outside")
     venv.create(folder / "venv", with_pip=False, symlinks=True)
     (site,) = (folder / "venv").glob("lib/python*/site-packages")
-    into = ["--python", str(folder / "venv" / "bin" / "python"), "install", "--quiet", "--no-deps", "--no-index", str(wheel)]
+    into = [
+        "--python",
+        str(folder / "venv" / "bin" / "python"),
+        "install",
+        "--quiet",
+        "--no-deps",
+        "--no-index",
+        str(wheel),
+    ]
     subprocess.run([sys.executable, "-m", "pip", *into], check=True, timeout=120)
     # As a folder on the path, not as a site folder: a finder of an editable install in it is not started.
     (site / "engines.pth").write_text(sysconfig.get_path("purelib") + "\n")
@@ -89,7 +136,20 @@ def test_every_package_comes_from_the_wheel(folder: Path) -> None:
 
 
 def test_init_writes_a_recipe_that_is_valid(folder: Path) -> None:
-    run(folder, "alignflow", "init", "mine", "--kind", "loop", "--base-model", "b", "--preference-data", "p", "--prompts", "q")
+    run(
+        folder,
+        "alignflow",
+        "init",
+        "mine",
+        "--kind",
+        "loop",
+        "--base-model",
+        "b",
+        "--preference-data",
+        "p",
+        "--prompts",
+        "q",
+    )
     assert "ok, " in run(folder, "alignflow", "validate", "mine/recipe.yaml")
 
 

@@ -32,17 +32,26 @@ WORK = {
 TWO = {"zero_stage": 3, "ranks": Ranks(num_ranks_per_node=2, cpus=0.5)}
 
 
-def train(kind: str, material: Path, folder: Path, base: Path | None = None, **more: object) -> list[dict[str, float]]:
+def train(
+    kind: str, material: Path, folder: Path, base: Path | None = None, **more: object
+) -> list[dict[str, float]]:
     def data(name: str) -> Data:
-        return Data(sources=str(material / name), max_samples=43)  # 4 steps; the last has 7 items, dealt unevenly
+        # 4 steps; the last has 7 items, dealt unevenly
+        return Data(sources=str(material / name), max_samples=43)
 
     config: SFT | RewardModel | DPO | KTO
     if kind == "sft":
-        config = SFT(model="base", data=data("sft.jsonl"), eval_data=data("sft_heldout.jsonl"), **{**FIELDS, **more})
+        config = SFT(
+            model="base", data=data("sft.jsonl"), eval_data=data("sft_heldout.jsonl"), **{**FIELDS, **more}
+        )
     elif kind == "reward_model":
         config = RewardModel(model="base", data=data("preferences.jsonl"), **{**FIELDS, **more})
     elif kind == "kto":
-        config = KTO(policy="base", data=data("preferences.jsonl").model_copy(update={"max_samples": 21}), **{**FIELDS, **more})
+        config = KTO(
+            policy="base",
+            data=data("preferences.jsonl").model_copy(update={"max_samples": 21}),
+            **{**FIELDS, **more},
+        )
     else:
         config = DPO(policy="base", data=data("preferences.jsonl"), **{**FIELDS, **more})
     folder.mkdir()
@@ -52,16 +61,22 @@ def train(kind: str, material: Path, folder: Path, base: Path | None = None, **m
     return read_metrics(folder)
 
 
-@pytest.mark.parametrize("kind", ["dpo", *(pytest.param(kind, marks=pytest.mark.long) for kind in ("sft", "reward_model", "kto"))])
+@pytest.mark.parametrize(
+    "kind", ["dpo", *(pytest.param(kind, marks=pytest.mark.long) for kind in ("sft", "reward_model", "kto"))]
+)
 def test_two_zero3_ranks_train_as_one_does(kind: str, material: Path, tmp_path: Path) -> None:
     two_are_one(kind, material, tmp_path)
     auto = AutoModelForSequenceClassification if kind == "reward_model" else AutoModelForCausalLM
     exported = load_file(tmp_path / "two" / "checkpoint" / "model.safetensors")
     loaded = auto.from_pretrained(tmp_path / "two" / "checkpoint").state_dict()
-    assert all(torch.equal(loaded[name], weight) for name, weight in exported.items()), "export and transformers disagree"
+    assert all(torch.equal(loaded[name], weight) for name, weight in exported.items()), (
+        "export and transformers disagree"
+    )
 
 
-def test_two_zero3_ranks_train_adapters_as_one_does(material: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_two_zero3_ranks_train_adapters_as_one_does(
+    material: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     two_are_one("dpo", material, tmp_path, lora=Lora(rank=4), zero_stage="auto")
     assert "zero_stage 3: memory cannot be estimated, as there is no GPU" in capsys.readouterr().out
 
@@ -77,7 +92,9 @@ def test_two_zero3_ranks_train_experts_and_their_balance_as_one_does(material: P
 
 
 @pytest.mark.long
-def test_two_zero3_ranks_keep_documents_apart_that_would_leak_as_one_does(material: Path, tmp_path: Path) -> None:
+def test_two_zero3_ranks_keep_documents_apart_that_would_leak_as_one_does(
+    material: Path, tmp_path: Path
+) -> None:
     base = save_leaking("falcon", material / "base", tmp_path / "base")
     rows = train("sft", material, tmp_path / "rows", base, packing=False)
     packed = two_are_one("sft", material, tmp_path, base)
@@ -85,7 +102,12 @@ def test_two_zero3_ranks_keep_documents_apart_that_would_leak_as_one_does(materi
 
 
 def two_are_one(
-    kind: str, material: Path, tmp_path: Path, base: Path | None = None, ranks: Mapping[str, object] = TWO, **more: object
+    kind: str,
+    material: Path,
+    tmp_path: Path,
+    base: Path | None = None,
+    ranks: Mapping[str, object] = TWO,
+    **more: object,
 ) -> list[dict[str, float]]:
     """Trains on one rank and on two, compares curves and checkpoints; the curve of two ranks."""
     one = train(kind, material, tmp_path / "one", base, **more)
@@ -97,9 +119,12 @@ def two_are_one(
     for a, b in zip(one, two, strict=True):
         for name in ("loss", "grad_norm", "learning_rate", *({"eval/loss", "router/balance"} & a.keys())):
             assert b[name] == pytest.approx(a[name], rel=2e-4, abs=1e-6), (a["step"], name)
-    expected, exported = (load_file(tmp_path / run / "checkpoint" / "model.safetensors") for run in ("one", "two"))
+    expected, exported = (
+        load_file(tmp_path / run / "checkpoint" / "model.safetensors") for run in ("one", "two")
+    )
     assert expected.keys() == exported.keys()
     for name, weight in expected.items():
-        # AdamW's first steps move by the sign of tiny gradients, so a few elements differ by fractions of the learning rate.
+        # AdamW's first steps move by the sign of tiny gradients, so a few elements differ by fractions of the
+        # learning rate.
         assert (weight - exported[name]).abs().mean() < 2e-5, name
     return two

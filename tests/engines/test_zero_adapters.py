@@ -1,4 +1,5 @@
-"""ZeRO-3 fetches layers with adapters whole, and the first layer's adapters have their gradients although embeddings are frozen."""
+"""ZeRO-3 fetches layers with adapters whole, and the first layer's adapters have their gradients although
+embeddings are frozen."""
 
 from __future__ import annotations
 
@@ -55,10 +56,13 @@ with engine.gathered([first]):
 @pytest.mark.parametrize("recomputed", ["recomputed", "kept"])
 @pytest.mark.parametrize("fetched", ["whole", "alone"])
 def test_two_ranks_train_adapters_as_one_without_zero(recomputed: str, fetched: str, material: Path) -> None:
-    """Gradient norms of three steps, and the norm of the first layer's B. Before each step the model is read without its adapters. alone:
-    each module of a layer is fetched where it is called, as where layers share weights."""
+    """Gradient norms of three steps, and the norm of the first layer's B. Before each step the model is read
+    without its adapters. alone: each module of a layer is fetched where it is called, as where layers share
+    weights."""
     (zero, whole, cut), (plain, _, _) = (
-        json.loads(on_gloo_ranks(count, PROGRAM, material / "base", stage, recomputed, fetched)[0].splitlines()[-1])
+        json.loads(
+            on_gloo_ranks(count, PROGRAM, material / "base", stage, recomputed, fetched)[0].splitlines()[-1]
+        )
         for count, stage in ((2, 3), (1, 0))
     )
     assert whole and all(whole) == (fetched == "whole") and cut, "layers are cut, and fetched at once"

@@ -16,7 +16,8 @@ from tests.support.gloo_ranks import on_gloo_ranks
 from tests.support.tiny_models import reward_model
 
 pytestmark = pytest.mark.slow
-TOKENS = [[(7 * i + 3 * j) % 80 for j in range(9 + 5 * i)] for i in range(7)]  # seven, which two ranks cannot halve
+# seven, which two ranks cannot halve
+TOKENS = [[(7 * i + 3 * j) % 80 for j in range(9 + 5 * i)] for i in range(7)]
 PROGRAM = """
 import json, logging, sys
 logging.disable(logging.WARNING)
@@ -65,10 +66,15 @@ print(json.dumps(found))
 
 
 @pytest.mark.parametrize("family", ["llama", "mixtral"])
-def test_two_ranks_score_as_one_does(family: str, material: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_ranks_score_as_one_does(
+    family: str, material: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     policy = make_family(family, material / "base", tmp_path / "policy")
     reward = reward_model(material / "base", tmp_path / "reward")
-    printed = [json.loads(text.splitlines()[-1]) for text in on_gloo_ranks(2, PROGRAM, json.dumps(TOKENS), policy, reward)]
+    printed = [
+        json.loads(text.splitlines()[-1])
+        for text in on_gloo_ranks(2, PROGRAM, json.dumps(TOKENS), policy, reward)
+    ]
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "1")
     documents = [Document(tokens, [True] * len(tokens)) for tokens in TOKENS]
@@ -78,13 +84,17 @@ def test_two_ranks_score_as_one_does(family: str, material: Path, tmp_path: Path
     ]
     for role, expected in enumerate(whole):
         scored = {index: values for rank in printed for index, values in rank[role][1]}
-        assert scored.keys() == set(range(7)) and all(max(rank[role][0]) < 0.65 for rank in printed), "a rank holds about half"
+        assert scored.keys() == set(range(7)) and all(max(rank[role][0]) < 0.65 for rank in printed), (
+            "a rank holds about half"
+        )
         for index, values in expected:
             np.testing.assert_allclose(scored[index], values, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.long
-def test_pairs_of_ranks_that_compute_each_pass_together_score_as_one_rank_does(material: Path, tmp_path: Path) -> None:
+def test_pairs_of_ranks_that_compute_each_pass_together_score_as_one_rank_does(
+    material: Path, tmp_path: Path
+) -> None:
     """Of padded rows and packed ones; the models are cut over all ranks."""
     policy = make_family("llama", material / "base", tmp_path / "policy")
     reward = reward_model(material / "base", tmp_path / "reward")
@@ -98,4 +108,6 @@ def test_pairs_of_ranks_that_compute_each_pass_together_score_as_one_rank_does(m
         for expected, *shares in zip(whole, *scored(count), strict=True):
             assert sum(map(len, shares)) == len(expected), "each document once"
             for index, values in expected.items():
-                np.testing.assert_allclose([v for share in shares for v in share.get(index, [])], values, rtol=1e-4, atol=1e-5)
+                np.testing.assert_allclose(
+                    [v for share in shares for v in share.get(index, [])], values, rtol=1e-4, atol=1e-5
+                )

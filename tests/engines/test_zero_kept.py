@@ -1,4 +1,5 @@
-"""Which weights ZeRO-3 leaves whole between passes: one rank in a process of its own, as DeepSpeed takes a process."""
+"""Which weights ZeRO-3 leaves whole between passes: one rank in a process of its own, as DeepSpeed takes a
+process."""
 
 from __future__ import annotations
 
@@ -70,4 +71,6 @@ def test_those_of_others_are_fetched_again() -> None:
     layer = 4 * 384 * 384 + 3 * 384 * 512 + 2 * 384
     assert found["linear"] is True and found["prefetch"] == layer
     # Embedding and head of 0.23 million weights each, between layers of 1.18.
-    assert all(step["forward"] < 0.5 and step["backward"] < 0.5 for step in found["whole"]), "weights of a host's memory are not kept"
+    assert all(step["forward"] < 0.5 and step["backward"] < 0.5 for step in found["whole"]), (
+        "weights of a host's memory are not kept"
+    )

@@ -1,4 +1,5 @@
-"""Under ZeRO-3 no rank holds the whole model: not while it loads, not afterwards. What is exported is what one rank exports."""
+"""Under ZeRO-3 no rank holds the whole model: not while it loads, not afterwards. What is exported is what
+one rank exports."""
 
 from __future__ import annotations
 
@@ -108,26 +109,42 @@ print(json.dumps({"norm": norm, "share": share, "grown": peak() - before if resu
 def test_no_rank_holds_the_model_while_it_loads(material: Path, tmp_path: Path) -> None:
     """85e6 parameters, 340 MB in fp32: a rank of four holds a quarter, and one weight at a time besides."""
     config = LlamaConfig(
-        hidden_size=512, intermediate_size=1408, num_hidden_layers=24, num_attention_heads=8, num_key_value_heads=8, vocab_size=8000
+        hidden_size=512,
+        intermediate_size=1408,
+        num_hidden_layers=24,
+        num_attention_heads=8,
+        num_key_value_heads=8,
+        vocab_size=8000,
     )
     LlamaForCausalLM(config).bfloat16().save_pretrained(tmp_path)
     for printed in on_gloo_ranks(4, LOADED, tmp_path, material / "base"):
         found = json.loads(printed.splitlines()[-1])
         assert found["held"] < 0.26 * found["whole"]
-        assert found["grown"] < 0.75 * found["whole"], "its share, and what the allocator keeps of single weights"
+        assert found["grown"] < 0.75 * found["whole"], (
+            "its share, and what the allocator keeps of single weights"
+        )
 
 
 def test_a_rank_that_resumes_holds_its_share(material: Path, tmp_path: Path) -> None:
-    """Weights and gradients in bf16, their copies and moments in fp32 and the gradients that Adam gets are 20 bytes for each weight of its
-    share; a layer or two are whole at times, and DeepSpeed's bucket of gradients is as large as one."""
+    """Weights and gradients in bf16, their copies and moments in fp32 and the gradients that Adam gets are 20
+    bytes for each weight of its share; a layer or two are whole at times, and DeepSpeed's bucket of gradients
+    is as large as one."""
     config = LlamaConfig(
-        hidden_size=512, intermediate_size=1408, num_hidden_layers=36, num_attention_heads=8, num_key_value_heads=8, vocab_size=8000
+        hidden_size=512,
+        intermediate_size=1408,
+        num_hidden_layers=36,
+        num_attention_heads=8,
+        num_key_value_heads=8,
+        vocab_size=8000,
     )
     LlamaForCausalLM(config).bfloat16().save_pretrained(tmp_path)
     state = tmp_path / "state"
     state.mkdir()
     trained, resumed = (
-        [json.loads(printed.splitlines()[-1]) for printed in on_gloo_ranks(2, RESUMED, tmp_path, state, what, material / "base")]
+        [
+            json.loads(printed.splitlines()[-1])
+            for printed in on_gloo_ranks(2, RESUMED, tmp_path, state, what, material / "base")
+        ]
         for what in ("trains", "resumes")
     )
     assert {found["norm"] for found in trained} == {found["norm"] for found in resumed}
@@ -137,26 +154,46 @@ def test_a_rank_that_resumes_holds_its_share(material: Path, tmp_path: Path) -> 
 
 
 def test_two_ranks_export_what_one_exports(material: Path, tmp_path: Path) -> None:
-    """Right after loading, so that the files are equal byte for byte: heads, adapters, tied weights, experts, a part of a larger model."""
+    """Right after loading, so that the files are equal byte for byte: heads, adapters, tied weights, experts,
+    a part of a larger model."""
     cases: dict[str, dict[str, Any]] = {}
     for family in ("llama", "qwen3", "mixtral", "gemma3-wrapper"):
-        cases[family] = {"base": str(make_family(family, material / "base", tmp_path / family)), "dtype": "float32"}
+        cases[family] = {
+            "base": str(make_family(family, material / "base", tmp_path / family)),
+            "dtype": "float32",
+        }
     cases["bfloat16"] = cases["llama"] | {"dtype": "bfloat16"}
-    cases["head-of-its-own"] = {"base": str(said_to_be_tied(Path(cases["llama"]["base"]), tmp_path / "said")), "dtype": "float32"}
+    cases["head-of-its-own"] = {
+        "base": str(said_to_be_tied(Path(cases["llama"]["base"]), tmp_path / "said")),
+        "dtype": "float32",
+    }
     cases["adapters"] = cases["llama"] | {"lora": True}
     cases["experts-adapters"] = cases["mixtral"] | {"lora": True}
     cases["new-head"] = cases["llama"] | {"scorer": True}
     cases["head-adapters"] = cases["llama"] | {"scorer": True, "lora": True}
-    cases["merged"] = {"base": str(save_random_adapter(Path(cases["llama"]["base"]), tmp_path / "adapter")), "dtype": "float32"}
+    cases["merged"] = {
+        "base": str(save_random_adapter(Path(cases["llama"]["base"]), tmp_path / "adapter")),
+        "dtype": "float32",
+    }
     cases = {name: {"lora": False, "scorer": False} | case for name, case in cases.items()}
     on_gloo_ranks(2, EXPORTED, json.dumps(cases), tmp_path / "two")
     for name, case in cases.items():
         lora = Lora(rank=4) if case["lora"] else None
         load = trained_scorer if case["scorer"] else trained_policy
-        model = load(*((case["base"], 0) if case["scorer"] else (case["base"],)), case["dtype"], False, lora, 3).model
-        save_model(model, checkpoint_weights(model, lambda parameters: torch.no_grad()), case["base"], tmp_path / "one" / name)
+        model = load(
+            *((case["base"], 0) if case["scorer"] else (case["base"],)), case["dtype"], False, lora, 3
+        ).model
+        save_model(
+            model,
+            checkpoint_weights(model, lambda parameters: torch.no_grad()),
+            case["base"],
+            tmp_path / "one" / name,
+        )
         folders = [tmp_path / where / name for where in ("one", "two")]
-        one, two = ({file.name: file.read_bytes() for file in folder.iterdir() if file.is_file()} for folder in folders)
+        one, two = (
+            {file.name: file.read_bytes() for file in folder.iterdir() if file.is_file()}
+            for folder in folders
+        )
         assert (folders[1] / "adapter" / "adapter_model.safetensors").is_file() == case["lora"], name
         assert one.keys() == two.keys() and [file for file in one if one[file] != two[file]] == [], name
 
@@ -176,6 +213,8 @@ def save_random_adapter(base: Path, folder: Path) -> Path:
             if "lora_B" in name:
                 weight.normal_()
     engine = TorchEngine(policy, AdamW((0.9, 0.95), 0.0, 1.0))
-    save_adapter(policy.model, on_cpu(engine, trained_weights(policy.model, engine.gathered)), str(base), folder)
+    save_adapter(
+        policy.model, on_cpu(engine, trained_weights(policy.model, engine.gathered)), str(base), folder
+    )
     save_tokenizer(str(base), folder)
     return folder

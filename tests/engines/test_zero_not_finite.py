@@ -47,7 +47,14 @@ def test_a_loss_on_two_ranks(material: Path, tmp_path: Path) -> None:
     data = Data.model_validate({"sources": str(material / "sft.jsonl"), "max_samples": 43})
     config = SFT(model="base", data=data, **FIELDS | TWO | {"learning_rate": 1e37})
     try:
-        with pytest.raises(FloatingPointError, match=r"^sft: step 2 of 4: the loss is nan, and training ends here"):
-            run(StageRequest(name="sft", digest="0", config=config, inputs={"base": str(material / "base")}, seed=5), RunDir(tmp_path))
+        with pytest.raises(
+            FloatingPointError, match=r"^sft: step 2 of 4: the loss is nan, and training ends here"
+        ):
+            run(
+                StageRequest(
+                    name="sft", digest="0", config=config, inputs={"base": str(material / "base")}, seed=5
+                ),
+                RunDir(tmp_path),
+            )
     finally:
         ray.shutdown()

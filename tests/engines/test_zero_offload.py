@@ -1,4 +1,5 @@
-"""Weights in host memory, and second copies of them in groups of ranks (hpZ), leave the losses as they are: four ranks on gloo."""
+"""Weights in host memory, and second copies of them in groups of ranks (hpZ), leave the losses as they are:
+four ranks on gloo."""
 
 from __future__ import annotations
 
@@ -109,28 +110,47 @@ def test_weights_alone_in_host_memory_train_the_same(plain: dict[str, Any], tmp_
 
 def test_second_copies_of_the_weights_train_the_same(plain: dict[str, Any], tmp_path: Path) -> None:
     found = train(tmp_path, hpz_ranks=2)
-    assert found["hpz"] == 2 and found["copy"] == 600 * 64 / 2, "a half of the largest weight on each rank of a pair"
+    assert found["hpz"] == 2 and found["copy"] == 600 * 64 / 2, (
+        "a half of the largest weight on each rank of a pair"
+    )
     same(found, plain)
 
 
 def test_options_of_the_recipe_come_before_ours(plain: dict[str, Any], tmp_path: Path) -> None:
-    found = train(tmp_path, more={"zero_optimization": {"reduce_bucket_size": 12345, "prefetch_bucket_size": 0}})
+    found = train(
+        tmp_path, more={"zero_optimization": {"reduce_bucket_size": 12345, "prefetch_bucket_size": 0}}
+    )
     assert (found["bucket"], found["prefetch"]) == (12345, 0)
     same(found, plain)
 
 
-def test_a_stage_on_one_rank_takes_options_of_deepspeed(material: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_stage_on_one_rank_takes_options_of_deepspeed(
+    material: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     def sft(name: str, **fields: Any) -> list[dict[str, float]]:
         data = Data(sources=str(material / "sft.jsonl"), max_samples=24)
-        config = SFT(model="base", data=data, train_batch_size=12, micro_train_batch_size=2, max_len=64, learning_rate=1e-3, **fields)
+        config = SFT(
+            model="base",
+            data=data,
+            train_batch_size=12,
+            micro_train_batch_size=2,
+            max_len=64,
+            learning_rate=1e-3,
+            **fields,
+        )
         (tmp_path / name).mkdir()
         inputs = {"base": str(material / "base")}
-        rlhf_core.stages.sft.run(StageRequest(name=name, digest="0", config=config, inputs=inputs, seed=5), RunDir(tmp_path / name))
+        rlhf_core.stages.sft.run(
+            StageRequest(name=name, digest="0", config=config, inputs=inputs, seed=5), RunDir(tmp_path / name)
+        )
         return read_metrics(tmp_path / name)
 
-    plain, told = sft("plain"), capsys.readouterr().out
+    plain = sft("plain")
+    told = capsys.readouterr().out
     block = sft("block", deepspeed={"zero_optimization": {"reduce_bucket_size": 100000}})
     assert "zero_stage" not in told and "zero_stage 3: memory cannot be estimated" in capsys.readouterr().out
     assert [line["loss"] for line in block] == pytest.approx([line["loss"] for line in plain], rel=2e-4)
-    with pytest.raises(ValueError, match=r"deepspeed: DeepSpeed .* has no option 'zero_optimization.reduce_bucket'"):
+    with pytest.raises(
+        ValueError, match=r"deepspeed: DeepSpeed .* has no option 'zero_optimization.reduce_bucket'"
+    ):
         sft("wrong", deepspeed={"zero_optimization": {"reduce_bucket": 100000}})

@@ -1,4 +1,5 @@
-"""A training state is read by another number of ranks, under another ZeRO stage: the same gradient norms, the same weights."""
+"""A training state is read by another number of ranks, under another ZeRO stage: the same gradient norms, the
+same weights."""
 
 from __future__ import annotations
 
@@ -83,12 +84,16 @@ def test_a_state_of_4_ranks_is_resumed_by_others(
     close = {"float32": 1e-5, "bfloat16": 2e-2}[dtype]
     expected = load_file(tmp_path / f"train-4-{stage}" / "model.safetensors")
     for count, other in others:
-        assert norms(count, material / "base", state, other, dtype, lora, "resume") == pytest.approx(first, rel=close), (count, other)
+        assert norms(count, material / "base", state, other, dtype, lora, "resume") == pytest.approx(
+            first, rel=close
+        ), (count, other)
         resumed = load_file(tmp_path / f"resume-{count}-{other}" / "model.safetensors")
         for name, weight in expected.items():
-            apart, narrow = float((resumed[name].float() - weight.float()).abs().mean()), weight.dtype == torch.bfloat16
-            # Adam moves a weight by about the learning rate, 1e-3, whatever its gradient: in bf16 the order of sums decides where that is
-            # near 0 (one weight in 20), and which of two neighbours, 2^-8 of the weight apart, it is rounded to (as many).
+            apart = float((resumed[name].float() - weight.float()).abs().mean())
+            narrow = weight.dtype == torch.bfloat16
+            # Adam moves a weight by about the learning rate, 1e-3, whatever its gradient: in bf16 the order
+            # of sums decides where that is near 0 (one weight in 20), and which of two neighbours, 2^-8 of
+            # the weight apart, it is rounded to (as many).
             bound = (1e-3 + 2**-8 * float(weight.float().abs().mean())) / 20 if narrow else 2e-5
             assert apart < bound, (count, other, name)
 

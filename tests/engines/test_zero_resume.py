@@ -1,4 +1,5 @@
-"""A state of a DeepSpeed engine is resumed with passes of another size, as a stage is after it ran out of memory."""
+"""A state of a DeepSpeed engine is resumed with passes of another size, as a stage is after it ran out of
+memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""DeepSpeed leaves out a step whose gradient is not finite: weights and moments stay, and the next step is as if it had not been."""
+"""DeepSpeed leaves out a step whose gradient is not finite: weights and moments stay, and the next step is as
+if it had not been."""
 
 from __future__ import annotations
 

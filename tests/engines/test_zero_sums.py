@@ -44,8 +44,14 @@ print(json.dumps(found))
 """
 
 
-@pytest.mark.parametrize(("stage", "place"), [(1, "gpu"), (2, "gpu"), (3, "gpu"), (2, "offload"), (3, "offload")])
+@pytest.mark.parametrize(
+    ("stage", "place"), [(1, "gpu"), (2, "gpu"), (3, "gpu"), (2, "offload"), (3, "offload")]
+)
 def test_a_constant_signal_adds_up_over_many_passes(stage: int, place: str) -> None:
     one, many = json.loads(on_gloo_ranks(2, RANK, stage, place)[0].splitlines()[-1])
-    assert many[:2] == pytest.approx(one[:2], rel=1e-3), "the gradient norm, and the sum of Adam's first moments"
-    assert one[2] == {3: "DeepSpeedZeroOptimizer_Stage3"}.get(stage, "DeepSpeedZeroOptimizer"), "no other keeps gradients for good"
+    assert many[:2] == pytest.approx(one[:2], rel=1e-3), (
+        "the gradient norm, and the sum of Adam's first moments"
+    )
+    assert one[2] == {3: "DeepSpeedZeroOptimizer_Stage3"}.get(stage, "DeepSpeedZeroOptimizer"), (
+        "no other keeps gradients for good"
+    )

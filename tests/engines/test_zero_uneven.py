@@ -75,14 +75,19 @@ print(json.dumps(gaps))
     "fields",
     [
         {"lora": {"rank": 4}},
-        pytest.param({"lora": {"rank": 4, "targets": ["gate_proj", "up_proj", "down_proj"]}}, marks=pytest.mark.long),
+        pytest.param(
+            {"lora": {"rank": 4, "targets": ["gate_proj", "up_proj", "down_proj"]}}, marks=pytest.mark.long
+        ),
         pytest.param({"lora": {"rank": 4}, "gradient_checkpointing": True}, marks=pytest.mark.long),
         pytest.param({}, marks=pytest.mark.long),
     ],
 )
 def test_feed_forward_blocks_have_other_numbers_of_parts(fields: dict[str, Any], material: Path) -> None:
     """One part on a rank, five on the other."""
-    one, two = (json.loads(on_gloo_ranks(count, IN_PARTS, material / "base", json.dumps(fields))[0].splitlines()[-1]) for count in (1, 2))
+    one, two = (
+        json.loads(on_gloo_ranks(count, IN_PARTS, material / "base", json.dumps(fields))[0].splitlines()[-1])
+        for count in (1, 2)
+    )
     assert two == pytest.approx(one, rel=1e-4)
 
 

@@ -1,4 +1,5 @@
-"""What is measured of a model family: log-probs of documents, their gaps, an export, planted faults, stages that train."""
+"""What is measured of a model family: log-probs of documents, their gaps, an export, planted faults, stages
+that train."""
 
 from __future__ import annotations
 
@@ -55,8 +56,10 @@ def gaps(found: list[list[float]], expected: Tensor) -> dict[str, float]:
 
 
 def planted(policy: Policy, found: list[list[float]]) -> dict[str, float]:
-    """Mean gaps to vLLM's log-probs with one fault each in the trainer's model, which is as before afterwards."""
-    model, result = policy.model, {}
+    """Mean gaps to vLLM's log-probs with one fault each in the trainer's model, which is as before
+    afterwards."""
+    model = policy.model
+    result = {}
 
     def gap() -> float:
         with torch.no_grad():
@@ -73,25 +76,35 @@ def planted(policy: Policy, found: list[list[float]]) -> dict[str, float]:
             for tensor, value in zip(tensors, before, strict=True):
                 tensor.copy_(value)
 
-    scaled("rotary frequencies x 0.7", [buffer for name, buffer in model.named_buffers() if name.endswith("inv_freq")], 0.7)
+    scaled(
+        "rotary frequencies x 0.7",
+        [buffer for name, buffer in model.named_buffers() if name.endswith("inv_freq")],
+        0.7,
+    )
     scaled("last norm x 1.2", [last_norm(model)], 1.2)
-    experts = [parameter for name, parameter in model.named_parameters() if parameter.dim() == 3 and "expert" in name]
+    experts = [
+        parameter for name, parameter in model.named_parameters() if parameter.dim() == 3 and "expert" in name
+    ]
     scaled("an expert x 0.5", [parameter.data[0] for parameter in experts[-1:]], 0.5)
     if policy.cap is not None:
-        cap, policy.cap = policy.cap, None
+        cap = policy.cap
+        policy.cap = None
         result["no cap"] = gap()
         policy.cap = cap
     return result
 
 
 def export_unlike(policy: Policy, base: Path, folder: Path) -> str:
-    """What in an export of a model without training is not as in the checkpoint: name, shape, dtype or value of a tensor, or a key of
-    config.json; "" for nothing."""
+    """What in an export of a model without training is not as in the checkpoint: name, shape, dtype or value
+    of a tensor, or a key of config.json; "" for nothing."""
     save_model(policy.model, weights_of(policy), str(base), folder)
-    before, after = stored(base), stored(folder)
+    before = stored(base)
+    after = stored(folder)
     unlike = [name for name in before.keys() | after.keys() if not same(before.get(name), after.get(name))]
     configs = [json.loads((place / "config.json").read_text()) for place in (base, folder)]
-    unlike += [key for key in configs[0].keys() | configs[1].keys() if configs[0].get(key) != configs[1].get(key)]
+    unlike += [
+        key for key in configs[0].keys() | configs[1].keys() if configs[0].get(key) != configs[1].get(key)
+    ]
     return ", ".join(sorted(unlike)[:3])
 
 
@@ -104,9 +117,19 @@ def same(one: Tensor | None, other: Tensor | None) -> bool:
 
 
 def trained(base: Path, material: Path, folder: Path) -> dict[str, str]:
-    """What became of two steps of each stage that trains, with budgets of tokens; packed where the family can be."""
-    rows = {"max_len": 96, "train_batch_size": 8, "micro_train_tokens": 200, "max_epochs": 1, "learning_rate": 1e-4, "zero_stage": 0}
-    pairs, texts = (Data(sources=str(material / f"{name}.jsonl"), max_samples=16) for name in ("preferences", "sft"))
+    """What became of two steps of each stage that trains, with budgets of tokens; packed where the family can
+    be."""
+    rows = {
+        "max_len": 96,
+        "train_batch_size": 8,
+        "micro_train_tokens": 200,
+        "max_epochs": 1,
+        "learning_rate": 1e-4,
+        "zero_stage": 0,
+    }
+    pairs, texts = (
+        Data(sources=str(material / f"{name}.jsonl"), max_samples=16) for name in ("preferences", "sft")
+    )
     stages: list[StageConfig] = [
         SFT(model="base", data=texts, **rows),
         RewardModel(model="base", data=pairs, **rows),
@@ -117,7 +140,9 @@ def trained(base: Path, material: Path, folder: Path) -> dict[str, str]:
     for config in stages:
         place = folder / config.stage
         place.mkdir()
-        request = StageRequest(name=config.stage, digest="0", config=config, inputs={"base": str(base)}, seed=0)
+        request = StageRequest(
+            name=config.stage, digest="0", config=config, inputs={"base": str(base)}, seed=0
+        )
         try:
             import_module(KINDS[config.stage].module).run(request, RunDir(place))
             result[config.stage] = "yes"

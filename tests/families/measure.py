@@ -1,9 +1,9 @@
-"""Measures one model family, random weights (seed 0): its export, rows with several documents against single ones, a step of SFT, a reward
-model, adapters, vLLM before and after a weight sync and with planted faults, and a step on sampled answers; on a CPU the stages that train,
-too. Prints one line of JSON.
+"""Measures one model family, random weights (seed 0): its export, rows with several documents against single
+ones, a step of SFT, a reward model, adapters, vLLM before and after a weight sync and with planted faults,
+and a step on sampled answers; on a CPU the stages that train, too. Prints one line of JSON.
 
-On a CPU in fp32 with tiny sizes, on a GPU in bf16 with the sizes of sizes.py. The last norm is set to give an entropy of 2 nats a token.
-    python tests/families/measure.py gemma4 --material FOLDER
+On a CPU in fp32 with tiny sizes, on a GPU in bf16 with the sizes of sizes.py. The last norm is set to give an
+    entropy of 2 nats a token. python tests/families/measure.py gemma4 --material FOLDER
 """
 
 from __future__ import annotations
@@ -30,31 +30,48 @@ from rlhf_core.models.document_leak import detect_document_leak
 from rlhf_core.models.load import Policy, load_policy, masked_logprobs, trained_policy, trained_scorer
 from rlhf_core.objectives.collate import collate
 from rlhf_core.rollout.engine import Sampler, Sampling
-from tests.families.checks import DEVICE, DOCUMENTS, export_unlike, gaps, last_norm, logprobs, planted, stored, trained, weights_of
+from tests.families.checks import (
+    DEVICE,
+    DOCUMENTS,
+    export_unlike,
+    gaps,
+    last_norm,
+    logprobs,
+    planted,
+    stored,
+    trained,
+    weights_of,
+)
 from tests.families.sizes import larger
 from tests.support.families import WRAPPERS, make_family
 
 ON_GPU = torch.cuda.is_available()
 DTYPE = "bfloat16" if ON_GPU else "float32"
-ENTROPY, STEP = 2.0, 0.005  # nats a token; relative size of a step, so that a lost sync shows
+ENTROPY = 2.0
+STEP = 0.005  # nats a token; relative size of a step, so that a lost sync shows
 BaseManager.register("Sampler", Sampler)
 
 
 @torch.no_grad()
 def scale_logits(folder: Path, whole: bool) -> float:
-    """Sets all weights of the last norm to the number that makes the mean entropy ENTROPY; returns the entropy."""
+    """Sets all weights of the last norm to the number that makes the mean entropy ENTROPY; returns the
+    entropy."""
     auto = transformers.AutoModelForImageTextToText if whole else transformers.AutoModelForCausalLM
     model = auto.from_pretrained(folder, dtype="auto").to(DEVICE).eval()
-    weight, tokens = last_norm(model), torch.tensor([DOCUMENTS[2]], device=DEVICE)
+    weight = last_norm(model)
+    tokens = torch.tensor([DOCUMENTS[2]], device=DEVICE)
 
     def entropy(scale: float) -> float:
         weight.fill_(scale)
         table = model(input_ids=tokens).logits.float().log_softmax(-1)
         return float(-(table.exp() * table).sum(-1).mean())
 
-    low, least = 0.125, entropy(0.125)
-    while (found := entropy(high := 1.25 * low)) > ENTROPY and found <= least:  # a cap makes the entropy of large logits high, too
-        low, least = high, found
+    low = 0.125
+    least = entropy(0.125)
+    # a cap makes the entropy of large logits high, too
+    while (found := entropy(high := 1.25 * low)) > ENTROPY and found <= least:
+        low = high
+        least = found
     for _ in range(8 if found <= ENTROPY else 0):
         middle = (low + high) / 2
         low, high = (middle, high) if entropy(middle) > ENTROPY else (low, middle)
@@ -64,7 +81,11 @@ def scale_logits(folder: Path, whole: bool) -> float:
         scaled = stored(Path(saved))
     for file in folder.glob("*.safetensors"):
         tensors = load_file(file)
-        save_file(tensors | {name: scaled[name] for name in tensors if name in scaled}, file, metadata={"format": "pt"})
+        save_file(
+            tensors | {name: scaled[name] for name in tensors if name in scaled},
+            file,
+            metadata={"format": "pt"},
+        )
     return reached
 
 
@@ -78,13 +99,18 @@ def changed(policy: Policy) -> None:
 
 
 def measured(family: str, folder: Path, material: Path) -> dict[str, Any]:
-    result: dict[str, Any] = {"family": family, "device": torch.cuda.get_device_name() if ON_GPU else "CPU", "dtype": DTYPE}
+    result: dict[str, Any] = {
+        "family": family,
+        "device": torch.cuda.get_device_name() if ON_GPU else "CPU",
+        "dtype": DTYPE,
+    }
 
     def noted(name: str, work: Callable[[], Any]) -> Any:
         try:
             result[name] = work()
         except Exception as error:
-            lines = [line for line in str(error).splitlines() if line.strip("- ")]  # of another process: its traceback
+            # of another process: its traceback
+            lines = [line for line in str(error).splitlines() if line.strip("- ")]
             said = re.sub(r"/\S*/(model|alignflow-text-\w+)", "MODEL", " ".join("".join(lines[-1:]).split()))
             result[name] = f"{type(error).__name__}: {said[-300:]}"
 
@@ -133,7 +159,9 @@ def with_engine(folder: Path, policy: Policy, start: Tensor, found: dict[str, An
     """Writes what is measured into `found`."""
     with BaseManager(ctx=get_context("spawn")) as engines:
         vllm = Vllm(kv_cache_gib=0.5, gpu_memory_utilization=0.3, start_timeout=300)
-        sampler = engines.Sampler(str(folder), seed=0, max_model_len=128, dtype=DTYPE, vllm=vllm, routing_replay=True)  # type: ignore[attr-defined]
+        sampler = engines.Sampler(
+            str(folder), seed=0, max_model_len=128, dtype=DTYPE, vllm=vllm, routing_replay=True
+        )  # type: ignore[attr-defined]
 
         def send() -> None:
             sampler.update(weights_of(policy))
@@ -152,18 +180,23 @@ def with_engine(folder: Path, policy: Policy, start: Tensor, found: dict[str, An
 
 
 def on_samples(policy: Policy, sampler: Any) -> dict[str, Any]:
-    """GRPO's first step, where every ratio is 1, on vLLM's answers; with its routing where it returns that, too."""
+    """GRPO's first step, where every ratio is 1, on vLLM's answers; with its routing where it returns that,
+    too."""
     groups = sampler.generate(DOCUMENTS, range(len(DOCUMENTS)), Sampling(4, 1.0, 24, []))
     answers = [(prompt, answer) for prompt, group in zip(DOCUMENTS, groups, strict=True) for answer in group]
     documents = [compact(p, a.tokens, a.experts) for p, a in answers]
-    batch, theirs = collate([[d] for d in documents], pad_token_id=0, experts=True).to(DEVICE), [a.logprobs for _, a in answers]
-    found, ours = {}, masked_logprobs(policy, batch).logprobs[batch.mask]
+    batch = collate([[d] for d in documents], pad_token_id=0, experts=True).to(DEVICE)
+    theirs = [a.logprobs for _, a in answers]
+    found = {}
+    ours = masked_logprobs(policy, batch).logprobs[batch.mask]
     found["sampled"] = gaps(theirs, ours)
     if batch.experts is not None:
         policy.replay_routing()
         ours = masked_logprobs(policy, batch).logprobs[batch.mask]
         found["sampled, replayed"] = gaps(theirs, ours)
-    advantages = torch.cat([torch.full((len(a.tokens),), (-1.0) ** i) for i, (_, a) in enumerate(answers)]).to(DEVICE)
+    advantages = torch.cat(
+        [torch.full((len(a.tokens),), (-1.0) ** i) for i, (_, a) in enumerate(answers)]
+    ).to(DEVICE)
     (-(advantages * ours).mean()).backward()
     changed(policy)
     return found
@@ -172,7 +205,12 @@ def on_samples(policy: Policy, sampler: Any) -> dict[str, Any]:
 def main() -> int:
     parser = argparse.ArgumentParser(description="Measures one model family.")
     parser.add_argument("family")
-    parser.add_argument("--material", type=Path, required=True, help="made by make_material.py: data, and a base whose tokenizer is taken")
+    parser.add_argument(
+        "--material",
+        type=Path,
+        required=True,
+        help="made by make_material.py: data, and a base whose tokenizer is taken",
+    )
     arguments = parser.parse_args()
     with TemporaryDirectory() as made:
         folder = make_family(

@@ -27,8 +27,13 @@ def page(cpu: dict[str, Any], gpu: dict[str, Any]) -> str:
     parts = [HEAD]
     for name, results in (("cpu", cpu), ("gpu", gpu)):
         if results:
-            parts += [f"## {'On a CPU' if name == 'cpu' else 'On a GPU'}\n", _about(results), _families(results["families"])]
-            if faults := _faults(results["families"]):
+            parts += [
+                f"## {'On a CPU' if name == 'cpu' else 'On a GPU'}\n",
+                _about(results),
+                _families(results["families"]),
+            ]
+            faults = _faults(results["families"])
+            if faults:
                 parts.append(faults)
     if "classes" in cpu:
         parts.append(_classes(cpu["classes"]))
@@ -48,10 +53,17 @@ def _families(families: dict[str, Any]) -> str:
 
 def _cells(found: dict[str, Any]) -> dict[str, object]:
     told = found.get("vllm", {})
-    ran = "".join(stage[0].upper() for stage in STAGES if _stages(found).get(stage) == "yes") + "A" * (found.get("adapters") == "yes")
-    cells = {name: found.get(key) for name, key in (("rows", "rows"), ("packed", "packed minus single"), ("export", "export"))}
+    ran = "".join(stage[0].upper() for stage in STAGES if _stages(found).get(stage) == "yes") + "A" * (
+        found.get("adapters") == "yes"
+    )
+    cells = {
+        name: found.get(key)
+        for name, key in (("rows", "rows"), ("packed", "packed minus single"), ("export", "export"))
+    }
     cells |= {"stages": ran, "rounding": found.get("rounding")}
-    cells |= {name: told.get(key, {}).get("mean") for name, key in (("sent", "sent"), ("before it", "not sent"))}
+    cells |= {
+        name: told.get(key, {}).get("mean") for name, key in (("sent", "sent"), ("before it", "not sent"))
+    }
     cells["planted"] = min(told.get("planted", {}).values(), default=None)
     means = (("sampled", "sampled"), ("replayed", "sampled, replayed"), ("again", "sent again"))
     return cells | {name: told.get(key, {}).get("mean") for name, key in means}
@@ -74,10 +86,14 @@ def _faults(families: dict[str, Any]) -> str:
 
 def _classes(classes: dict[str, Any]) -> str:
     kinds = sorted({kind for found in classes.values() for kind in found["outcomes"]})
-    counts = table(("use", *kinds), ((use, *(found["outcomes"].get(kind, 0) for kind in kinds)) for use, found in classes.items()))
+    counts = table(
+        ("use", *kinds),
+        ((use, *(found["outcomes"].get(kind, 0) for kind in kinds)) for use, found in classes.items()),
+    )
     refused = table(("model_type", "sentence"), sorted(classes["policy"]["refused"].items()))
     about = (
-        "Every kind of config in transformers that names a causal or an image-text model, tried as `validate --here` tries those that are "
-        "not in the tables above. *not tried*: no small model of the class could be made.\n"
+        "Every kind of config in transformers that names a causal or an image-text model, tried as `validate"
+        " --here` tries those that are not in the tables above. *not tried*: no small model of the class"
+        " could be made.\n"
     )
     return "\n".join(["## Other classes\n", about, counts, "Refused as a policy:\n", refused])

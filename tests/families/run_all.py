@@ -1,7 +1,9 @@
-"""`make families`: measures every family, each in a process of its own, and tries every class of transformers' Auto mappings.
+"""`make families`: measures every family, each in a process of its own, and tries every class of
+transformers' Auto mappings.
 
-Writes results/cpu.json or results/gpu.json beside this file, and from both the page docs/reference/families.md. 40 minutes on 2 cores.
-    python -m tests.families.run_all [--only llama --only gemma4] [--page]
+Writes results/cpu.json or results/gpu.json beside this file, and from both the page
+    docs/reference/families.md. 40 minutes on 2 cores. python -m tests.families.run_all [--only llama --only
+    gemma4] [--page]
 """
 
 from __future__ import annotations
@@ -24,7 +26,8 @@ from rlhf_core.system.files import read_json, write_text
 from tests.families.page import page
 from tests.support.families import FAMILIES, WRAPPERS
 
-ROOT, HERE = Path(__file__).parents[2], Path(__file__).parent
+ROOT = Path(__file__).parents[2]
+HERE = Path(__file__).parent
 PAGE = ROOT / "docs" / "reference" / "families.md"
 SECONDS = 600
 DEVICE = "gpu" if torch.cuda.is_available() else "cpu"
@@ -32,9 +35,18 @@ DEVICE = "gpu" if torch.cuda.is_available() else "cpu"
 
 def main() -> int:
     parser = argparse.ArgumentParser(description="Measures every family and writes the page of what works.")
-    parser.add_argument("--only", action="append", choices=[*FAMILIES, *WRAPPERS], help="a family; can be repeated; others stay")
-    parser.add_argument("--jobs", type=int, default=1, help="families at once; each takes about 8 GB of a GPU")
-    parser.add_argument("--page", action="store_true", help="only write the page from the results that are there")
+    parser.add_argument(
+        "--only",
+        action="append",
+        choices=[*FAMILIES, *WRAPPERS],
+        help="a family; can be repeated; others stay",
+    )
+    parser.add_argument(
+        "--jobs", type=int, default=1, help="families at once; each takes about 8 GB of a GPU"
+    )
+    parser.add_argument(
+        "--page", action="store_true", help="only write the page from the results that are there"
+    )
     arguments = parser.parse_args()
     results = HERE / "results" / f"{DEVICE}.json"
     if not arguments.page:
@@ -43,7 +55,10 @@ def main() -> int:
         with TemporaryDirectory() as folder:
             material = make_material(Path(folder))
             with ThreadPoolExecutor(arguments.jobs) as pool:
-                at_work = {pool.submit(measured, name, material): name for name in arguments.only or [*FAMILIES, *WRAPPERS]}
+                at_work = {
+                    pool.submit(measured, name, material): name
+                    for name in arguments.only or [*FAMILIES, *WRAPPERS]
+                }
                 for done in as_completed(at_work):
                     name = at_work[done]
                     families[name] = done.result()
@@ -60,7 +75,9 @@ def main() -> int:
 
 def make_material(folder: Path) -> Path:
     script = ROOT / "deployments" / "demo" / "make_material.py"
-    subprocess.run([sys.executable, str(script), "--out", str(folder / "material"), "--scale", "0.05"], check=True)
+    subprocess.run(
+        [sys.executable, str(script), "--out", str(folder / "material"), "--scale", "0.05"], check=True
+    )
     return folder / "material"
 
 
@@ -72,19 +89,28 @@ def measured(name: str, material: Path) -> dict[str, Any]:
     except subprocess.TimeoutExpired:
         return {"failed": f"no result within {SECONDS} s"}
     lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
-    return json.loads(lines[-1].removeprefix("RESULT ")) if lines else {"failed": (done.stderr.splitlines() or ["no output"])[-1][-300:]}
+    return (
+        json.loads(lines[-1].removeprefix("RESULT "))
+        if lines
+        else {"failed": (done.stderr.splitlines() or ["no output"])[-1][-300:]}
+    )
 
 
 def classes() -> dict[str, Any]:
-    """Tries every kind of config that names a causal or an image-text model, with its default values made small, for each use."""
+    """Tries every kind of config that names a causal or an image-text model, with its default values made
+    small, for each use."""
     from transformers import CONFIG_MAPPING
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
+    from transformers.models.auto.modeling_auto import (
+        MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+        MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+    )
 
     from rlhf_core.preflight.family_trial import Use, try_family
 
     result: dict[str, Any] = {}
     for use in get_args(Use):
-        outcomes, refused = Counter[str](), {}
+        outcomes = Counter[str]()
+        refused = {}
         for kind in sorted({*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES}):
             try:
                 config = CONFIG_MAPPING[kind]()

@@ -1,4 +1,5 @@
-"""Fixtures: a Prefect server in its own process for the whole session, and the recipe that most flow tests run."""
+"""Fixtures: a Prefect server in its own process for the whole session, and the recipe that most flow tests
+run."""
 
 from __future__ import annotations
 
@@ -30,7 +31,8 @@ def prefect(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 @pytest.fixture
 def recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Recipe]:
-    """Returns a loader of the recipe of tests/support/writing_stages.py with overrides; changes to the recipe's folder."""
+    """Returns a loader of the recipe of tests/support/writing_stages.py with overrides; changes to the
+    recipe's folder."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "modules").mkdir()
     (tmp_path / "modules" / "stage_for_flows.py").write_text(STAGE)

@@ -1,4 +1,5 @@
-"""Runs the flow with the real launcher and processes, in Prefect's test harness; its stages only write files."""
+"""Runs the flow with the real launcher and processes, in Prefect's test harness; its stages only write
+files."""
 
 from __future__ import annotations
 
@@ -35,7 +36,9 @@ def test_stages_run_in_order_and_a_second_run_skips_them(recipe: Callable[..., R
     alignment(recipe())
     assert attempts() == ORDER
     assert set(statuses().values()) == {"done"} and list(statuses()) == ORDER
-    assert load_recipe("artifacts/tiny/recipe.yaml") == recipe_of(beside(recipe(), Path.cwd(), absolute=True)[0])
+    assert load_recipe("artifacts/tiny/recipe.yaml") == recipe_of(
+        beside(recipe(), Path.cwd(), absolute=True)[0]
+    )
     before = json.loads(Path("artifacts/tiny/summary.json").read_text())
     page = Path("artifacts/tiny/report.html").read_text()
     assert "loop.round2" in page
@@ -43,7 +46,9 @@ def test_stages_run_in_order_and_a_second_run_skips_them(recipe: Callable[..., R
     found = artifacts()
     assert "| loss | 1.5 |" in found["sft-metrics"]
     assert "file://" in found["sft-checkpoint"] and "made/checkpoint" in found["sft-checkpoint"]
-    assert "| loop.round2 | rule | 0.600 | 0.550 - 0.650 | played 300 battles |" in found["evaluation-win-rates"]
+    assert (
+        "| loop.round2 | rule | 0.600 | 0.550 - 0.650 | played 300 battles |" in found["evaluation-win-rates"]
+    )
     assert "report.html" in found["report"]
     picture = base64.b64decode(found["sft-curves"].removeprefix("data:image/svg+xml;base64,"))
     assert ElementTree.fromstring(picture).tag == "{http://www.w3.org/2000/svg}svg"
@@ -83,7 +88,8 @@ def test_only_changed_stages_run_again(recipe: Callable[..., Recipe]) -> None:
 
 @pytest.mark.long
 def test_gc_keeps_the_stages_of_every_run(recipe: Callable[..., Recipe]) -> None:
-    """Runs with other seeds, and of one stage with an override, do not make stages of earlier runs garbage."""
+    """Runs with other seeds, and of one stage with an override, do not make stages of earlier runs
+    garbage."""
     recipe()
     alignment("recipe.yaml", ("seed=1",))
     alignment("recipe.yaml", ("seed=2",))
@@ -94,9 +100,15 @@ def test_gc_keeps_the_stages_of_every_run(recipe: Callable[..., Recipe]) -> None
     assert {path.parent for path in Path("artifacts/stages").glob("*/result.json")} == made
 
     runs = [json.loads(run.file.read_text()) for run in reversed(records(Path("artifacts")))]
-    assert [run["overrides"] for run in runs] == [["seed=1"], ["seed=2"], ["seed=2", "evaluation.max_questions=5"]]
+    assert [run["overrides"] for run in runs] == [
+        ["seed=1"],
+        ["seed=2"],
+        ["seed=2", "evaluation.max_questions=5"],
+    ]
     assert {(run["source"], run["state"], run["name"]) for run in runs} == {("recipe.yaml", "done", None)}
-    assert [(run["config"]["seed"], run["config"]["stages"]["evaluation"]["max_questions"]) for run in runs] == [
+    assert [
+        (run["config"]["seed"], run["config"]["stages"]["evaluation"]["max_questions"]) for run in runs
+    ] == [
         (1, None),
         (2, None),
         (2, 5),
@@ -137,7 +149,10 @@ def test_checks_come_before_any_work(recipe: Callable[..., Recipe], monkeypatch:
 
 
 def test_only_the_named_stage_runs(recipe: Callable[..., Recipe]) -> None:
-    with pytest.raises(ValueError, match=r"round1.preferences needs sft, reward_model, which are not done: run `alignflow stage sft"):
+    with pytest.raises(
+        ValueError,
+        match=r"round1.preferences needs sft, reward_model, which are not done: run `alignflow stage sft",
+    ):
         stage(recipe(), "loop")
     assert attempts() == []
     stage(recipe(), "sft")
@@ -150,24 +165,33 @@ def test_only_the_named_stage_runs(recipe: Callable[..., Recipe]) -> None:
 
 
 @pytest.mark.long
-def test_a_deleted_checkpoint_that_a_later_stage_needs(recipe: Callable[..., Recipe], capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_deleted_checkpoint_that_a_later_stage_needs(
+    recipe: Callable[..., Recipe], capsys: pytest.CaptureFixture[str]
+) -> None:
     alignment(recipe())
     (plan(recipe())["reward_model"].run_dir / "made" / "checkpoint").unlink()
     before = attempts()
     assert flows.cli.main(["stage", "loop", "recipe.yaml", "loop.beta=0.7"]) == 2
     told = " ".join(capsys.readouterr().err.split())
-    assert told.startswith("stage loop.round1.preferences needs reward_model, which is not done: run `alignflow stage reward_model RECIPE`")
+    assert told.startswith(
+        "stage loop.round1.preferences needs reward_model, which is not done: run `alignflow stage"
+        " reward_model RECIPE`"
+    )
     assert attempts() == before
     assert flows.cli.main(["run", "recipe.yaml"]) == 0
     assert attempts() == [*before, "reward_model"], "it alone is made anew"
 
 
-def test_a_run_records_its_stages_at_its_start(recipe: Callable[..., Recipe], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_records_its_stages_at_its_start(
+    recipe: Callable[..., Recipe], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """`alignflow gc` reads that record while a run is in progress."""
     named = []
 
     def listed(request: Any, run_dir: Path, store: object) -> str:
-        named.append([entry["name"] for entry in json.loads(Path("artifacts/tiny/run.json").read_text())["stages"]])
+        named.append(
+            [entry["name"] for entry in json.loads(Path("artifacts/tiny/run.json").read_text())["stages"]]
+        )
         raise KeyboardInterrupt
 
     monkeypatch.setattr(flows.alignment, "run_stage", listed)
@@ -181,13 +205,17 @@ def test_a_key_of_a_prefect_secret_reaches_the_stages(monkeypatch: pytest.Monkey
     Secret(value="hf_OnlyPrefectKnowsThis").save("hf-token")
     try:
         with provided(("HF_TOKEN", "A_KEY_NOBODY_KNOWS")):
-            assert os.environ["HF_TOKEN"] == "hf_OnlyPrefectKnowsThis" and "A_KEY_NOBODY_KNOWS" not in os.environ
+            assert (
+                os.environ["HF_TOKEN"] == "hf_OnlyPrefectKnowsThis" and "A_KEY_NOBODY_KNOWS" not in os.environ
+            )
         assert "HF_TOKEN" not in os.environ
     finally:
         Secret.delete("hf-token")
 
 
-def test_the_command_and_its_exit_codes(recipe: Callable[..., Recipe], capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_and_its_exit_codes(
+    recipe: Callable[..., Recipe], capsys: pytest.CaptureFixture[str]
+) -> None:
     assert flows.cli.main(["run", "recipe.yaml", "--dry-run"]) == 0
     assert "7 to run, 0 to resume, 0 to skip" in capsys.readouterr().out
     fault(sft=["refuses"])
@@ -207,12 +235,15 @@ def test_the_command_and_its_exit_codes(recipe: Callable[..., Recipe], capsys: p
     edited = Path("recipe.yaml").read_text()
     Path("edited.yaml").write_text(edited + "seed: 11\n")
     assert flows.cli.main(["report", "edited.yaml"]) == 0
-    assert Path("artifacts/tiny/run.json").read_text() == recorded, "what the last run made is no more known as its own"
+    assert Path("artifacts/tiny/run.json").read_text() == recorded, (
+        "what the last run made is no more known as its own"
+    )
     assert flows.cli.main(["stage", "sfft", "recipe.yaml"]) == 2
     assert flows.cli.main(["run", "none.yaml"]) == 2
     assert flows.cli.main(["no-such-command"]) == 2
     assert flows.cli.main(["validate", "recipe.yaml"]) == 0
-    assert flows.cli.main(["validate", "recipe.yaml", "--here"]) == 0  # all stages are done: nothing is needed
+    # all stages are done: nothing is needed
+    assert flows.cli.main(["validate", "recipe.yaml", "--here"]) == 0
     capsys.readouterr()
     assert flows.cli.main(["validate", "recipe.yaml", "sft.max_len=700", "--here"]) == 2
     assert "stages.sft.data: train.jsonl: there is no such file" in capsys.readouterr().err

@@ -1,4 +1,5 @@
-"""A calibration in a flow: its own process asks a judge played here; a failed gate keeps the evaluation that names it from starting."""
+"""A calibration in a flow: its own process asks a judge played here; a failed gate keeps the evaluation that
+names it from starting."""
 
 from __future__ import annotations
 
@@ -28,23 +29,38 @@ STAGES = f"""
 """
 
 
-def test_a_planted_position_bias_keeps_the_evaluation_from_starting(recipe: Callable[..., Recipe], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_planted_position_bias_keeps_the_evaluation_from_starting(
+    recipe: Callable[..., Recipe], monkeypatch: pytest.MonkeyPatch
+) -> None:
     def started(package: str, path: Path, name: str, *rest: Any) -> Any:
         return launch("evaluation" if name == "calibration" else "stage_for_flows", path, name, *rest)
 
     monkeypatch.setattr(tasks.stages, "launch", started)
     write_labels(Path("labels.jsonl"), *(label(i, ("A>B", "B>A")[i % 2], uid=f"q{i}") for i in range(12)))
     with serving(lambda *_: completion("[[A>B]]")) as endpoint:  # the answer shown first always wins
-        waiting = TEXT.replace("evaluation: {models: [loop]", f"evaluation: {{models: [loop], calibration: calibration, judges: [{JUDGE}]")
+        waiting = TEXT.replace(
+            "evaluation: {models: [loop]",
+            f"evaluation: {{models: [loop], calibration: calibration, judges: [{JUDGE}]",
+        )
         Path("recipe.yaml").write_text((waiting + STAGES).replace("URL", endpoint.url))
-        with pytest.raises(GateFailed, match=r"stage calibration: position_bias/ci_high is 1, and the gate requires at most 0\.1"):
+        with pytest.raises(
+            GateFailed,
+            match=r"stage calibration: position_bias/ci_high is 1, and the gate requires at most 0\.1",
+        ):
             alignment(recipe())
         assert len(endpoint.requests) == 24
-        assert statuses()["calibration"] == "done" and statuses()["evaluation"] == "not run" and "evaluation" not in attempts()
+        assert (
+            statuses()["calibration"] == "done"
+            and statuses()["evaluation"] == "not run"
+            and "evaluation" not in attempts()
+        )
         shown = artifacts()["calibration-calibration"]
         assert "| position bias: wins of the answer shown first minus shown second | 1.000 |" in shown
         page = Path("artifacts/tiny/report.html").read_text()
-        assert "Can the judge be believed?" in page and "failed: the stages that depend on calibration were left out" in page
+        assert (
+            "Can the judge be believed?" in page
+            and "failed: the stages that depend on calibration were left out" in page
+        )
 
         alignment(recipe("calibration.gates=[]"))
         assert len(endpoint.requests) == 24 and attempts()[-1] == "evaluation"

@@ -1,4 +1,5 @@
-"""A loop goes on from the champion: after a rollback by hand, and after a move of the champion that was cut off."""
+"""A loop goes on from the champion: after a rollback by hand, and after a move of the champion that was cut
+off."""
 
 from __future__ import annotations
 
@@ -34,7 +35,10 @@ def champion() -> str:
 def test_the_next_round_starts_from_the_champion_after_a_rollback(night: Callable[[], str]) -> None:
     for number in (1, 2):
         assert f"round {number} is done" in night() and champion() == f"loop.round{number}.dpo"
-    assert flows.cli.main(["rollback", str(FOLDER), "--reason", "rude answers"]) == 0 and champion() == "loop.round1.dpo"
+    assert (
+        flows.cli.main(["rollback", str(FOLDER), "--reason", "rude answers"]) == 0
+        and champion() == "loop.round1.dpo"
+    )
     assert "round 3 is done" in night() and champion() == "loop.round3.dpo"
     (config,) = Path("artifacts/stages").glob("loop.round3.dpo-*/config.json")
     assert json.loads(config.read_text())["config"]["policy"] == "loop.round1.dpo"
@@ -43,7 +47,9 @@ def test_the_next_round_starts_from_the_champion_after_a_rollback(night: Callabl
     assert "round 4 is done" in night() and champion() == "loop.round4.dpo"
 
 
-def test_a_move_that_was_cut_off_is_completed_before_the_next_round(night: Callable[[], str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_move_that_was_cut_off_is_completed_before_the_next_round(
+    night: Callable[[], str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     def cut(*_: object) -> None:
         raise ConnectionError("the Hub is away")
 

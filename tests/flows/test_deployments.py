@@ -34,15 +34,26 @@ FILE = ROOT / "deployments" / "prefect.yaml"
 
 
 def test_all_deployments_are_created(prefect: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    environment = build(tmp_path / "here") | {"PREFECT_API_URL": prefect, "ALIGNFLOW_RECIPE": "recipe.yaml", "PWD": str(tmp_path / "here")}
+    environment = build(tmp_path / "here") | {
+        "PREFECT_API_URL": prefect,
+        "ALIGNFLOW_RECIPE": "recipe.yaml",
+        "PWD": str(tmp_path / "here"),
+    }
     template = json.loads((FILE.parent / "process-pool.json").read_text())
     assert template == job_template()
     for pool in ("alignflow-process", "alignflow-ray"):
         ask(prefect, "/work_pools/", {"name": pool, "type": "process", "base_job_template": template})
-    ask(prefect, "/work_pools/", {"name": "alignflow", "type": "process"})  # the type kubernetes needs a package and a cluster
+    # the type kubernetes needs a package and a cluster
+    ask(prefect, "/work_pools/", {"name": "alignflow", "type": "process"})
     command = [sys.executable, "-m", "prefect", "--no-prompt", "deploy", "--all", "--prefect-file", str(FILE)]
     done = subprocess.run(
-        command, cwd=tmp_path / "here", env=environment, capture_output=True, text=True, timeout=200, stdin=subprocess.DEVNULL
+        command,
+        cwd=tmp_path / "here",
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=200,
+        stdin=subprocess.DEVNULL,
     )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     found = {item["name"]: item for item in ask(prefect, "/deployments/filter", {"limit": 100})}
@@ -53,16 +64,32 @@ def test_all_deployments_are_created(prefect: str, tmp_path: Path, monkeypatch: 
     assert found["weekly"]["parameters"]["latest"] is True
     nightly = found["nightly"]
     (schedule,) = nightly["schedules"]
-    assert schedule["active"] and schedule["schedule"]["cron"] == "0 2 * * *" and schedule["schedule"]["timezone"] == "Europe/Berlin"
-    assert nightly["concurrency_options"]["collision_strategy"] == "CANCEL_NEW" and nightly["global_concurrency_limit"]["limit"] == 1
+    assert (
+        schedule["active"]
+        and schedule["schedule"]["cron"] == "0 2 * * *"
+        and schedule["schedule"]["timezone"] == "Europe/Berlin"
+    )
+    assert (
+        nightly["concurrency_options"]["collision_strategy"] == "CANCEL_NEW"
+        and nightly["global_concurrency_limit"]["limit"] == 1
+    )
     assert {
-        name: item["job_variables"] for name, item in found.items() if item["work_pool_name"] != "alignflow" and item["job_variables"]
+        name: item["job_variables"]
+        for name, item in found.items()
+        if item["work_pool_name"] != "alignflow" and item["job_variables"]
     } == {}
     folders = {name: found[name]["pull_steps"] for name in ("nightly", "on-demand-ray")}
     step = "prefect.deployments.steps.set_working_directory"
-    assert folders == {"nightly": [{step: {"directory": str(tmp_path / "here")}}], "on-demand-ray": [{step: {"directory": "/artifacts"}}]}
+    assert folders == {
+        "nightly": [{step: {"directory": str(tmp_path / "here")}}],
+        "on-demand-ray": [{step: {"directory": "/artifacts"}}],
+    }
     own = found["on-feedback"]["id"]
-    (automation,) = [item for item in ask(prefect, "/automations/filter", {}) if item["actions"][0].get("deployment_id") == own]
+    (automation,) = [
+        item
+        for item in ask(prefect, "/automations/filter", {})
+        if item["actions"][0].get("deployment_id") == own
+    ]
     trigger = automation["trigger"]
     assert trigger["expect"] == [NEW] and trigger["match"] == {"prefect.resource.id": "alignflow.inbox.*"}
     assert found["on-feedback"]["concurrency_options"]["collision_strategy"] == "ENQUEUE"
@@ -71,15 +98,22 @@ def test_all_deployments_are_created(prefect: str, tmp_path: Path, monkeypatch: 
     Path("rows.jsonl").write_text('{"prompt": "p", "response": "r", "thumb": "up"}\n')
     assert main(["feedback", "import", "rows.jsonl", "--inbox", "chat.inbox"]) == 0
     started = {"flow_runs": {"deployment_id": {"any_": [own]}}}
-    wait_until(lambda: ask(prefect, "/flow_runs/count", started) == 1, "the import to start a run of on-feedback", 90)
+    wait_until(
+        lambda: ask(prefect, "/flow_runs/count", started) == 1, "the import to start a run of on-feedback", 90
+    )
     with SyncPrefectClient(api=prefect) as client:  # other tests use the same server
         client.delete_automation(UUID(automation["id"]))
         client.delete_flow_run(UUID(ask(prefect, "/flow_runs/filter", started)[0]["id"]))
     sweep = [entry["parameters"]["overrides"] for entry in found["evaluation-sweep"]["schedules"]]
-    assert sorted(sweep) == [["evaluation.temperature=0", "evaluation.proxy=null"], ["evaluation.temperature=1"]]
+    assert sorted(sweep) == [
+        ["evaluation.temperature=0", "evaluation.proxy=null"],
+        ["evaluation.temperature=1"],
+    ]
 
 
-def test_serve_passes_end_conditions_to_its_loops(prefect: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_serve_passes_end_conditions_to_its_loops(
+    prefect: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     build(tmp_path / "here")
     default = ProcessWorker.get_default_base_job_template()  # as an earlier version made the pool
@@ -99,12 +133,17 @@ def test_serve_passes_end_conditions_to_its_loops(prefect: str, tmp_path: Path, 
             client.delete_automation(automation.id)
     made = ask(prefect, "/deployments/filter", {"limit": 100})
     found = {f"{item['entrypoint'].rpartition('.')[2]}/{item['name']}": item["parameters"] for item in made}
-    assert {name for name in names if found[name].get("max_rounds") == 4} == {"loop/micro", "loop/micro-scheduled"}
+    assert {name for name in names if found[name].get("max_rounds") == 4} == {
+        "loop/micro",
+        "loop/micro-scheduled",
+    }
     with pytest.raises(ValueError, match="--max-rounds 0: give 1 or more"):
         served(["here/recipe.yaml"], [], {"max_rounds": 0})
 
 
-def test_a_run_on_a_teams_server_has_its_deployments_own_recipe(prefect: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_on_a_teams_server_has_its_deployments_own_recipe(
+    prefect: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(build_in(tmp_path))
     flow = ask(prefect, "/flows/", {"name": "team"})["id"]
     schedule = {"schedule": {"cron": "0 6 * * 6"}, "parameters": {"overrides": ["evaluation.proxy=null"]}}
@@ -116,11 +155,21 @@ def test_a_run_on_a_teams_server_has_its_deployments_own_recipe(prefect: str, tm
     }
     own = ask(prefect, "/deployments/", body)["id"]
     any_recipe = ask(prefect, "/deployments/", {"name": "any", "flow_id": flow})["id"]
-    assert own_recipe("recipe.yaml", ["artifacts=mine", "evaluation.proxy=null", "seed=4"], own).artifacts == "mine"
+    assert (
+        own_recipe("recipe.yaml", ["artifacts=mine", "evaluation.proxy=null", "seed=4"], own).artifacts
+        == "mine"
+    )
     with pytest.raises(ValueError, match="override artifacts: a run of a deployment may set numbers"):
         own_recipe("recipe.yaml", ["artifacts=other"], own)
-    for given, deployment in (("other.yaml", own), ({"name": "x"}, own), ("recipe.yaml", any_recipe), (None, any_recipe)):
-        with pytest.raises(ValueError, match="parameter recipe: a run of this deployment has the deployment's own recipe"):
+    for given, deployment in (
+        ("other.yaml", own),
+        ({"name": "x"}, own),
+        ("recipe.yaml", any_recipe),
+        (None, any_recipe),
+    ):
+        with pytest.raises(
+            ValueError, match="parameter recipe: a run of this deployment has the deployment's own recipe"
+        ):
             own_recipe(given, [], deployment)
 
 
@@ -131,22 +180,34 @@ def build_in(folder: Path) -> Path:
 
 def test_schedules_match_the_demos_recipe() -> None:
     recipe = ROOT / "deployments" / "recipes" / "tiny-cpu.yaml"
-    schedules = [schedule for each in yaml.safe_load(FILE.read_text())["deployments"] for schedule in each.get("schedules", [])]
-    changed = [overrides for schedule in schedules if (overrides := schedule.get("parameters", {}).get("overrides"))]
+    schedules = [
+        schedule
+        for each in yaml.safe_load(FILE.read_text())["deployments"]
+        for schedule in each.get("schedules", [])
+    ]
+    changed = [
+        overrides for schedule in schedules if (overrides := schedule.get("parameters", {}).get("overrides"))
+    ]
     assert len(changed) > 1
     for overrides in changed:
         load_recipe(str(recipe), overrides)
 
 
-def test_wrong_schedules_and_recipes_are_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wrong_schedules_and_recipes_are_one_sentence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     build(tmp_path / "here")
-    with pytest.raises(ValueError, match="timezone 'Europe/Berlim' is unknown: give a name such as Europe/Berlin or UTC"):
+    with pytest.raises(
+        ValueError, match="timezone 'Europe/Berlim' is unknown: give a name such as Europe/Berlin or UTC"
+    ):
         schedule_of(None, "0 2 * * *", "Europe/Berlim")
     with pytest.raises(ValueError, match="cron '0 25' is no schedule"):
         schedule_of(None, "0 25", "UTC")
     for every in (0.1, float("nan"), float("inf"), 1e300):
-        with pytest.raises(ValueError, match=r"interval of (0\.1|nan|inf|1e\+300) s is no schedule: give 1 to"):
+        with pytest.raises(
+            ValueError, match=r"interval of (0\.1|nan|inf|1e\+300) s is no schedule: give 1 to"
+        ):
             schedule_of(every, "", "UTC")
     assert main(["serve", "here/recipe.yaml", "--port", "99999"]) == 2
     assert main(["serve", "here/recipe.yaml", "--port", "0", "--host", "nonsense.invalid"]) == 3
@@ -159,18 +220,29 @@ def test_a_second_serve_says_where_the_first_one_is(tmp_path: Path) -> None:
     build(tmp_path / "here")
     home = tmp_path / "here" / "home"
     home.mkdir()
-    script = "import sys, time, pathlib\nfrom flows.serve import only_one\nwith only_one(pathlib.Path(sys.argv[1])):\n"
+    script = (
+        "import sys, time, pathlib\nfrom flows.serve import only_one\nwith"
+        " only_one(pathlib.Path(sys.argv[1])):\n"
+    )
     script += "    print('held', flush=True)\n    time.sleep(120)\n"
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    first = subprocess.Popen([sys.executable, "-c", script, str(home)], stdout=subprocess.PIPE, env=environment)
+    first = subprocess.Popen(
+        [sys.executable, "-c", script, str(home)], stdout=subprocess.PIPE, env=environment
+    )
     assert first.stdout is not None and first.stdout.readline() == b"held\n"
     (home / "serve.json").write_text('{"ui": "http://127.0.0.1:4321", "pid": 77}')
     command = [sys.executable, "-m", "flows.cli", "serve", "recipe.yaml", "--home", str(home), "--port", "0"]
-    second = subprocess.run(command, cwd=tmp_path / "here", env=environment, capture_output=True, text=True, timeout=100)
+    second = subprocess.run(
+        command, cwd=tmp_path / "here", env=environment, capture_output=True, text=True, timeout=100
+    )
     first.kill()
     first.communicate()
     told = " ".join(second.stderr.split())
-    assert second.returncode == 3 and "is running on" in told and "already, at http://127.0.0.1:4321 (process 77)" in told
+    assert (
+        second.returncode == 3
+        and "is running on" in told
+        and "already, at http://127.0.0.1:4321 (process 77)" in told
+    )
 
 
 @pytest.mark.parametrize(
@@ -187,7 +259,9 @@ def test_runs_without_a_process_are_ended(prefect: str, listed: str, now: str, t
     identity = ask(prefect, "/flows/", {"name": "gone"})["id"]
     deployment = ask(prefect, "/deployments/", {"name": f"{listed}-{now}", "flow_id": identity})["id"]
     run = ask(prefect, f"/deployments/{deployment}/create_flow_run", {"state": {"type": "SCHEDULED"}})["id"]
-    ended = subprocess.run([sys.executable, "-c", "import os; print(os.getpid())"], capture_output=True, text=True, check=True)
+    ended = subprocess.run(
+        [sys.executable, "-c", "import os; print(os.getpid())"], capture_output=True, text=True, check=True
+    )
 
     class Client(SyncPrefectClient):
         def read_flow_runs(self, **given: Any) -> list[FlowRun]:
@@ -209,9 +283,14 @@ def test_runs_without_a_process_are_ended(prefect: str, listed: str, now: str, t
 
 def test_the_log_has_a_maximum_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(flows.serve, "LOG_BYTES", 1000)
-    services, log = Services(tmp_path, "127.0.0.1", 0), tmp_path / LOG
-    command = "import sys\nfor line in sys.stdin: print('x' * 600, line, flush=True)"  # appends, as server and worker do
-    with log.open("ab") as out, subprocess.Popen([sys.executable, "-c", command], stdin=subprocess.PIPE, stdout=out) as writer:
+    services = Services(tmp_path, "127.0.0.1", 0)
+    log = tmp_path / LOG
+    # appends, as server and worker do
+    command = "import sys\nfor line in sys.stdin: print('x' * 600, line, flush=True)"
+    with (
+        log.open("ab") as out,
+        subprocess.Popen([sys.executable, "-c", command], stdin=subprocess.PIPE, stdout=out) as writer,
+    ):
         assert writer.stdin is not None
         for number, (size, copy) in enumerate([(604, False), (0, True), (604, True)]):
             writer.stdin.write(b"%d\n" % number)
@@ -220,4 +299,6 @@ def test_the_log_has_a_maximum_size(tmp_path: Path, monkeypatch: pytest.MonkeyPa
             services.bound_log()
             assert (log.stat().st_size, (tmp_path / f"{LOG}.1").exists()) == (size, copy)
         writer.stdin.close()
-    assert (tmp_path / f"{LOG}.1").read_text().split()[1::2] == ["0", "1"] and log.read_text().endswith(" 2\n\n")
+    assert (tmp_path / f"{LOG}.1").read_text().split()[1::2] == ["0", "1"] and log.read_text().endswith(
+        " 2\n\n"
+    )

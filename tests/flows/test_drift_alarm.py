@@ -28,7 +28,9 @@ DRIFT = """
 FOUND = 'return Outcome({"loss": 1.5, "prompts/divergence_p": 0.001, "refusals/rise_p": 0.6}'
 
 
-def test_a_drift_is_an_alarm_and_the_run_goes_on(recipe: Callable[..., Recipe], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_drift_is_an_alarm_and_the_run_goes_on(
+    recipe: Callable[..., Recipe], monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert 'return Outcome({"loss": 1.5}' in STAGE
     Path("modules/stage_for_flows.py").write_text(STAGE.replace('return Outcome({"loss": 1.5}', FOUND))
     Path("recipe.yaml").write_text(TEXT + DRIFT)
@@ -38,7 +40,15 @@ def test_a_drift_is_an_alarm_and_the_run_goes_on(recipe: Callable[..., Recipe], 
         assert tasks.notify._senders[receiver.url].flush(10)
         assert receiver.events == ["gate", "gate", "completed"]
         alarm, quiet = receiver.got[:2]
-    assert alarm["text"] == "tiny: gate failed (warn): stage drift: prompts/divergence_p is 0.001, and the gate requires at least 0.01"
-    assert (alarm["stage"], alarm["passed"], alarm["value"]) == ("drift", False, 0.001) and "Users ask otherwise" in alarm["meaning"]
+    assert (
+        alarm["text"]
+        == "tiny: gate failed (warn): stage drift: prompts/divergence_p is 0.001, and the gate requires at"
+        " least 0.01"
+    )
+    assert (alarm["stage"], alarm["passed"], alarm["value"]) == (
+        "drift",
+        False,
+        0.001,
+    ) and "Users ask otherwise" in alarm["meaning"]
     assert (quiet["metric"], quiet["passed"]) == ("refusals/rise_p", True)
     assert set(attempts()) == {*ORDER, "drift", "publication"} and set(statuses().values()) == {"done"}

@@ -19,14 +19,20 @@ pytestmark = pytest.mark.usefixtures("prefect")
 
 def test_a_failed_gate_stops_the_run_and_a_relaxed_one_continues_it(recipe: Callable[..., Recipe]) -> None:
     gate = "reward_model.gates=[{metric: loss, max: 1.0}]"
-    told = "^stage reward_model: loss is 1.5, and the gate requires at most 1: what depends on it was not started. The reward model did not"
+    told = (
+        "^stage reward_model: loss is 1.5, and the gate requires at most 1: what depends on it was not"
+        " started. The reward model did not"
+    )
     for _ in range(2):  # also when the stage is found done
         with pytest.raises(GateFailed, match=told):
             alignment(recipe(gate))
         assert attempts() == ["sft", "reward_model"]
     assert statuses() == {"sft": "skipped", "reward_model": "skipped"} | dict.fromkeys(ORDER[2:], "not run")
     page = Path("artifacts/tiny/report.html").read_text()
-    assert "The run stopped after reward_model, which did not pass a gate" in page and "failed: the run stopped here" in page
+    assert (
+        "The run stopped after reward_model, which did not pass a gate" in page
+        and "failed: the run stopped here" in page
+    )
     assert "| loss | 1.5 | at most 1 | failed | stop |" in artifacts()["reward-model-gates"]
     with pytest.raises(GateFailed, match="reward_model"):
         stage(recipe(gate), "loop.round1")  # its parents' gates also apply
@@ -41,7 +47,10 @@ def test_a_failed_gate_stops_the_run_and_a_relaxed_one_continues_it(recipe: Call
 def test_warn_continues_and_a_failed_branch_skips_its_dependents(recipe: Callable[..., Recipe]) -> None:
     with pytest.raises(GateFailed, match=r"stage reward_model: loss is 1\.5") as held:
         alignment(
-            recipe("sft.gates=[{metric: loss, max: 1, on_fail: warn}]", "reward_model.gates=[{metric: loss, max: 1, on_fail: branch}]")
+            recipe(
+                "sft.gates=[{metric: loss, max: 1, on_fail: warn}]",
+                "reward_model.gates=[{metric: loss, max: 1, on_fail: branch}]",
+            )
         )
     assert "sft" not in str(held.value).partition(":")[0]
     assert attempts() == ["sft", "reward_model"]  # everything else needs the reward model
@@ -60,7 +69,10 @@ def test_the_terminal_shows_gates(recipe: Callable[..., Recipe], capsys: pytest.
     assert "stages.sft.gates.0.metric: unknown metric 'eval/loss'" in capsys.readouterr().err
     assert flows.cli.main(["run", "recipe.yaml", gate]) == 1
     shown = capsys.readouterr()
-    assert "stage sft: its result has no metric steps, and the gate requires at least 1: what depends on it was not started." in shown.err
+    assert (
+        "stage sft: its result has no metric steps, and the gate requires at least 1: what depends on it was"
+        " not started." in shown.err
+    )
     assert "Traceback" not in shown.err and "1 failed" in shown.out
     assert (shown.out + shown.err).count("its result has no metric steps") == 1, "a failed gate is told once"
     assert attempts() == ["sft"]

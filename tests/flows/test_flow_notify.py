@@ -27,7 +27,8 @@ pytestmark = pytest.mark.usefixtures("prefect")
 def test_a_webhook_gets_states_stages_and_gates(
     recipe: Callable[..., Recipe], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    notify, gate = "notify={url_env: HOOK}", "sft.gates=[{metric: loss, max: 2}]"
+    notify = "notify={url_env: HOOK}"
+    gate = "sft.gates=[{metric: loss, max: 2}]"
     with receiving() as receiver:
         monkeypatch.setenv("HOOK", receiver.url)
         alignment(recipe(notify, gate))
@@ -36,7 +37,12 @@ def test_a_webhook_gets_states_stages_and_gates(
         assert receiver.events == ["running", "stage", "gate", *["stage"] * (len(ORDER) - 1), "completed"]
         assert [message["stage"] for message in receiver.got if message["event"] == "stage"] == ORDER
         passed = receiver.got[2]
-        assert (passed["stage"], passed["metric"], passed["value"], passed["passed"]) == ("sft", "loss", 1.5, True)
+        assert (passed["stage"], passed["metric"], passed["value"], passed["passed"]) == (
+            "sft",
+            "loss",
+            1.5,
+            True,
+        )
         assert len({message["run_id"] for message in receiver.got}) == 1 and receiver.got[0]["run_id"]
 
         receiver.got.clear()
@@ -49,12 +55,17 @@ def test_a_webhook_gets_states_stages_and_gates(
         with pytest.raises(SystemExit):
             stage(recipe(notify, "sft.max_len=100"), "sft")
         assert sender.flush(10) and receiver.events == ["running", "crashed"]
-    told = "".join(path.read_text(errors="replace") for path in Path("artifacts").rglob("*") if path.is_file())
+    told = "".join(
+        path.read_text(errors="replace") for path in Path("artifacts").rglob("*") if path.is_file()
+    )
     assert TOKEN not in told + caplog.text + str(artifacts())
 
 
-def test_a_bad_receiver_delays_no_flow(recipe: Callable[..., Recipe], monkeypatch: pytest.MonkeyPatch) -> None:
-    """A flow ends while its first message is still being sent: to a hanging receiver, and to a closed port with many attempts."""
+def test_a_bad_receiver_delays_no_flow(
+    recipe: Callable[..., Recipe], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A flow ends while its first message is still being sent: to a hanging receiver, and to a closed port
+    with many attempts."""
     monkeypatch.setattr(tasks.notify, "ATTEMPTS", 1000)
     with receiving() as receiver:
         receiver.hang = True
@@ -67,13 +78,17 @@ def test_a_bad_receiver_delays_no_flow(recipe: Callable[..., Recipe], monkeypatc
 
 
 @pytest.mark.long
-def test_a_scheduled_run_sends_each_state_once(recipe: Callable[..., Recipe], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_scheduled_run_sends_each_state_once(
+    recipe: Callable[..., Recipe], monkeypatch: pytest.MonkeyPatch
+) -> None:
     alignment(recipe())  # so that the run below skips all stages
     root = Path(flows.alignment.__file__).parents[1]
     monkeypatch.setenv("PYTHONPATH", f"{Path('modules').absolute()}{os.pathsep}{root}")
     with receiving() as receiver:
         monkeypatch.setenv("HOOK", receiver.url)
-        deployment = alignment.to_deployment("night", parameters={"recipe": "recipe.yaml", "overrides": ["notify={url_env: HOOK}"]})
+        deployment = alignment.to_deployment(
+            "night", parameters={"recipe": "recipe.yaml", "overrides": ["notify={url_env: HOOK}"]}
+        )
         deployment.entrypoint = "flows.alignment.alignment"
         identity = deployment.apply()
         with get_client(sync_client=True) as client:

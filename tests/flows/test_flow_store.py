@@ -23,28 +23,36 @@ pytestmark = pytest.mark.usefixtures("prefect")
 
 
 @pytest.mark.long
-def test_another_machine_resumes_from_the_store(recipe: Callable[..., Recipe], capsys: pytest.CaptureFixture[str]) -> None:
+def test_another_machine_resumes_from_the_store(
+    recipe: Callable[..., Recipe], capsys: pytest.CaptureFixture[str]
+) -> None:
     """Run, kill, delete the folder, run again: with the command and a real S3 server."""
     with s3() as url:
         command = ["run", "recipe.yaml", f"store={url}"]
         fault(**{"loop.round1.dpo": ["killed", "killed"]})
         assert flows.cli.main(command) == 1
         before = {
-            path.name: (path / "result.json").read_text() for path in Path("artifacts/stages").iterdir() if (path / "result.json").exists()
+            path.name: (path / "result.json").read_text()
+            for path in Path("artifacts/stages").iterdir()
+            if (path / "result.json").exists()
         }
         assert [name.rpartition("-")[0] for name in sorted(before)] == sorted(ORDER[:3])
         shutil.rmtree("artifacts")
         Path("attempts.txt").unlink()
         capsys.readouterr()
         assert flows.cli.main([*command, "--dry-run"]) == 0
-        assert f"4 to run, 0 to resume, 0 to skip, 3 to fetch from {url}" in " ".join(capsys.readouterr().out.split())
+        assert f"4 to run, 0 to resume, 0 to skip, 3 to fetch from {url}" in " ".join(
+            capsys.readouterr().out.split()
+        )
         assert flows.cli.main([*command, "artifacts=elsewhere"]) == 0
         assert attempts() == ORDER[3:]
         for name, result in before.items():
             assert (Path("elsewhere/stages") / name / "result.json").read_text() == result
             assert RunDir(Path("elsewhere/stages") / name).result() is not None
         made = RunDir(plan(recipe("artifacts=elsewhere"))["loop"].run_dir)
-        assert all("elsewhere" in place for place in made.request().inputs.values() if place.startswith("/")), "nothing of the first folder"
+        assert all(
+            "elsewhere" in place for place in made.request().inputs.values() if place.startswith("/")
+        ), "nothing of the first folder"
 
         shutil.rmtree("elsewhere")  # one stage alone: its parents come from the store
         assert flows.cli.main(["stage", "evaluation", "recipe.yaml", f"store={url}"]) == 0
@@ -85,7 +93,8 @@ def test_an_unreachable_store_loses_no_result(
     recipe: Callable[..., Recipe], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     Path("bucket").mkdir()
-    send, gone = RemoteFiles.send, True
+    send = RemoteFiles.send
+    gone = True
 
     def fails(self: RemoteFiles, file: Path, place: str) -> None:
         if gone and "reward_model" in place:

@@ -34,7 +34,9 @@ class Called:
 
     def __init__(self, folder: Path, environment: dict[str, str], name: str, **parameters: object):
         command = [sys.executable, "-c", CALL, name, json.dumps(parameters)]
-        self._process = subprocess.Popen(command, cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        self._process = subprocess.Popen(
+            command, cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        )
 
     def running(self) -> bool:
         return self._process.poll() is None
@@ -59,7 +61,8 @@ def made(folder: Path, number: int) -> str:
 @pytest.mark.long
 def test_three_concurrent_runs_train_one_round(here: tuple[Path, dict[str, str]]) -> None:
     folder, environment = here
-    (folder / "slow.json").write_text('{"until": "go"}')  # no stage works before the other two have ended, however slowly they begin
+    # no stage works before the other two have ended, however slowly they begin
+    (folder / "slow.json").write_text('{"until": "go"}')
     called = [Called(folder, environment, "loop", recipe="recipe.yaml") for _ in range(3)]
     micro.wait_until(lambda: sum(one.running() for one in called) == 1, "two of three loops to end", 150)
     (folder / "go").touch()
@@ -73,13 +76,18 @@ def test_three_concurrent_runs_train_one_round(here: tuple[Path, dict[str, str]]
 def test_rounds_stop_when_the_win_rate_does_and_parts_run(here: tuple[Path, dict[str, str]]) -> None:
     folder, environment = here
     end = Called(folder, environment, "evaluate", recipe="recipe.yaml").ended()
-    assert "FAILED" in end and "stage evaluation needs loop.round1.dpo, sft, which are not done: run `alignflow stage" in end
+    assert (
+        "FAILED" in end
+        and "stage evaluation needs loop.round1.dpo, sft, which are not done: run `alignflow stage" in end
+    )
     assert records(folder / "artifacts") == [], "a recipe without a folder gets none"
     (folder / "artifacts" / "micro").mkdir(parents=True)
     Called(folder, environment, "evaluate", recipe="recipe.yaml").ended()
     (failed,) = records(folder / "artifacts")
     assert (failed.state, failed.recipe, failed.stages) == ("failed", "micro", ()) and failed.ended
-    assert failed.why.startswith("ValueError: stage evaluation needs loop.round1.dpo, sft, which are not done")
+    assert failed.why.startswith(
+        "ValueError: stage evaluation needs loop.round1.dpo, sft, which are not done"
+    )
     end = Called(folder, environment, "publish", recipe="recipe.yaml").ended()
     assert "recipe micro has no stage of kind publication: add one" in end
     uri = f"file://{folder}/recipe.yaml"
@@ -87,31 +95,61 @@ def test_rounds_stop_when_the_win_rate_does_and_parts_run(here: tuple[Path, dict
         end = Called(folder, environment, "loop", recipe=uri, max_rounds=9, min_gain=0.0).ended()
         assert end == f"COMPLETED loop of micro: round {number} is done, win rate {rate:.3f}"
     end = Called(folder, environment, "loop", recipe=uri, max_rounds=9, min_gain=0.0).ended()
-    assert end == "COMPLETED loop of micro: the win rate went from 0.600 to 0.600 in round 3: it does not rise by more than 0"
+    assert (
+        end
+        == "COMPLETED loop of micro: the win rate went from 0.600 to 0.600 in round 3: it does not rise by"
+        " more than 0"
+    )
     rounds = [name for name in micro.begun(folder) if name.endswith(".dpo")]
-    assert rounds == [f"loop.round{k}.dpo" for k in (1, 2, 3)] and len({made(folder, k) for k in (1, 2, 3)}) == 3
-    end = Called(folder, environment, "evaluate", recipe="recipe.yaml", overrides=["loop.rounds=3", "evaluation.temperature=0.3"]).ended()
+    assert (
+        rounds == [f"loop.round{k}.dpo" for k in (1, 2, 3)] and len({made(folder, k) for k in (1, 2, 3)}) == 3
+    )
+    end = Called(
+        folder,
+        environment,
+        "evaluate",
+        recipe="recipe.yaml",
+        overrides=["loop.rounds=3", "evaluation.temperature=0.3"],
+    ).ended()
     assert end.startswith("COMPLETED") and micro.begun(folder)[-1] == "evaluation"
     status = subprocess.run(
-        [sys.executable, "-m", "flows.cli", "loop", "status", "recipe.yaml"], cwd=folder, env=environment, capture_output=True, text=True
+        [sys.executable, "-m", "flows.cli", "loop", "status", "recipe.yaml"],
+        cwd=folder,
+        env=environment,
+        capture_output=True,
+        text=True,
     )
-    assert "3 rounds are done. Round 4 is next" in status.stdout and "0.600" in status.stdout, status.stdout + status.stderr
+    assert "3 rounds are done. Round 4 is next" in status.stdout and "0.600" in status.stdout, (
+        status.stdout + status.stderr
+    )
 
 
 def test_wrong_parameters_are_one_sentence(here: tuple[Path, dict[str, str]]) -> None:
     folder, environment = here
     for name, parameters, sentence in (
-        ("alignment", {"recipe": 5}, "parameter recipe: give the path or URI of a YAML file, or a recipe as a mapping, not 5"),
-        ("loop", {"recipe": "recipe.yaml", "max_rounds": "two"}, "parameter max_rounds: give int or nothing, not 'two'"),
+        (
+            "alignment",
+            {"recipe": 5},
+            "parameter recipe: give the path or URI of a YAML file, or a recipe as a mapping, not 5",
+        ),
+        (
+            "loop",
+            {"recipe": "recipe.yaml", "max_rounds": "two"},
+            "parameter max_rounds: give int or nothing, not 'two'",
+        ),
     ):
         end = Called(folder, environment, name, **parameters).ended()
         assert end == f"FAILED Flow run encountered an exception: ValueError: {sentence}"
 
 
-def test_min_gain_without_an_evaluation_of_the_loop_is_refused_before_training(prefect: str, recipe: Callable[..., Recipe]) -> None:
+def test_min_gain_without_an_evaluation_of_the_loop_is_refused_before_training(
+    prefect: str, recipe: Callable[..., Recipe]
+) -> None:
     text = Path("recipe.yaml").read_text()
     Path("recipe.yaml").write_text(text.replace("models: [loop]", "models: [sft], baseline: base"))
-    with pytest.raises(ValueError, match=r"--min-gain .* needs an evaluation that judges loop: add one, or leave it out"):
+    with pytest.raises(
+        ValueError, match=r"--min-gain .* needs an evaluation that judges loop: add one, or leave it out"
+    ):
         loop("recipe.yaml", max_rounds=1, min_gain=0.0)
     assert not attempts()
 

@@ -1,4 +1,5 @@
-"""Adds a kind of stage, as in CONTRIBUTING.md and as a package of its own, and runs it: digest, gates, lineage and page."""
+"""Adds a kind of stage, as in CONTRIBUTING.md and as a package of its own, and runs it: digest, gates,
+lineage and page."""
 
 from __future__ import annotations
 
@@ -36,7 +37,9 @@ Command = Callable[..., subprocess.CompletedProcess[str]]
 def code(tmp_path: Path) -> Path:
     """Returns a copy of the packages with the files and lines of CONTRIBUTING.md."""
     for package in ("flows", "tasks", "evaluation", "rlhf_core"):
-        shutil.copytree(ROOT / package, tmp_path / "code" / package, ignore=shutil.ignore_patterns("__pycache__"))
+        shutil.copytree(
+            ROOT / package, tmp_path / "code" / package, ignore=shutil.ignore_patterns("__pycache__")
+        )
     page = (ROOT / "CONTRIBUTING.md").read_text()
     files = dict(re.findall(r"^```python\n# (rlhf_core/[\w/]+\.py)\n(.*?)^```", page, re.M | re.S))
     assert list(files) == ["rlhf_core/config/soup.py", "rlhf_core/stages/soup.py"]
@@ -62,7 +65,10 @@ def command_in(work: Path, recipe: str, variables: dict[str, str]) -> Command:
     for name, value in (("base", 1.0), ("other", 3.0)):
         (work / name).mkdir(parents=True)
         (work / name / "config.json").write_text("{}")
-        save_file({f"layer{n}": np.full((2, 2), value * (n + 1), np.float32) for n in range(3)}, work / name / "model.safetensors")
+        save_file(
+            {f"layer{n}": np.full((2, 2), value * (n + 1), np.float32) for n in range(3)},
+            work / name / "model.safetensors",
+        )
     (work / "recipe.yaml").write_text(recipe)
     environment = {**os.environ, **variables}
 
@@ -83,11 +89,17 @@ def test_a_kind_added_as_documented(alignflow: Command, code: Path, tmp_path: Pa
     work = tmp_path / "work"
     done = alignflow("run", "recipe.yaml")
     assert done.returncode == 0, done.stdout + done.stderr
-    first, second = run_dir(work, "first"), run_dir(work, "second")
+    first = run_dir(work, "first")
+    second = run_dir(work, "second")
 
-    weights = [float(load_file(folder / "checkpoint" / "model.safetensors")["layer0"][0, 0]) for folder in (first, second)]
+    weights = [
+        float(load_file(folder / "checkpoint" / "model.safetensors")["layer0"][0, 0])
+        for folder in (first, second)
+    ]
     assert weights == [1.5, 2.25], "3/4 of 1 and 1/4 of 3; half of that and half of 3"
-    assert json.loads((second / "result.json").read_text())["metrics"] == {"distance": 3.0 * (1 + 2 + 3) / 2 / 3}
+    assert json.loads((second / "result.json").read_text())["metrics"] == {
+        "distance": 3.0 * (1 + 2 + 3) / 2 / 3
+    }
 
     page = (work / "artifacts" / "soups" / "report.html").read_text()
     assert "curves of second" in page and page.count(">distance<") >= 2 and "Is my Soup bad?" in page
@@ -95,7 +107,9 @@ def test_a_kind_added_as_documented(alignflow: Command, code: Path, tmp_path: Pa
     assert "distance 3" in alignflow("stages", "artifacts").stdout
 
     told = alignflow("lineage", str(second / "checkpoint")).stdout
-    assert told.startswith("second (soup) ") and "── first (soup) " in told and "    ├── base (folder) " in told
+    assert (
+        told.startswith("second (soup) ") and "── first (soup) " in told and "    ├── base (folder) " in told
+    )
 
 
 def test_gates_and_digests_of_an_added_kind(alignflow: Command, code: Path) -> None:
@@ -106,12 +120,22 @@ def test_gates_and_digests_of_an_added_kind(alignflow: Command, code: Path) -> N
     assert "2 to run, 0 to resume, 0 to skip" in alignflow("run", "recipe.yaml", "--dry-run").stdout
 
     failed = alignflow("run", "recipe.yaml", "first.gates=[{metric: distance, max: 1.0}]")
-    assert failed.returncode == 1 and "distance is 4, and the gate requires at most 1" in failed.stdout + failed.stderr
-    assert "1 to run, 0 to resume, 1 to skip" in alignflow("run", "recipe.yaml", "--dry-run").stdout, "a gate is in no digest"
-    assert "2 to run, 0 to resume, 0 to skip" in alignflow("run", "recipe.yaml", "first.share=0.5", "--dry-run").stdout
+    assert (
+        failed.returncode == 1
+        and "distance is 4, and the gate requires at most 1" in failed.stdout + failed.stderr
+    )
+    assert "1 to run, 0 to resume, 1 to skip" in alignflow("run", "recipe.yaml", "--dry-run").stdout, (
+        "a gate is in no digest"
+    )
+    assert (
+        "2 to run, 0 to resume, 0 to skip"
+        in alignflow("run", "recipe.yaml", "first.share=0.5", "--dry-run").stdout
+    )
     kinds = code / "rlhf_core" / "config" / "kinds.py"
     kinds.write_text(kinds.read_text().replace('f"{STAGES}.soup",', 'f"{STAGES}.soup", 99,'))
-    assert "2 to run, 0 to resume, 0 to skip" in alignflow("run", "recipe.yaml", "--dry-run").stdout, "its version is"
+    assert "2 to run, 0 to resume, 0 to skip" in alignflow("run", "recipe.yaml", "--dry-run").stdout, (
+        "its version is"
+    )
 
 
 @pytest.fixture
@@ -123,7 +147,14 @@ def installed(tmp_path: Path, prefect: str) -> Command:
     for path, text in files.items():
         (tmp_path / "package" / path).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / "package" / path).write_text(text)
-    options = ["--quiet", "--no-deps", "--no-build-isolation", "--no-index", "--target", str(tmp_path / "site")]
+    options = [
+        "--quiet",
+        "--no-deps",
+        "--no-build-isolation",
+        "--no-index",
+        "--target",
+        str(tmp_path / "site"),
+    ]
     install = [sys.executable, "-m", "pip", "install", *options, str(tmp_path / "package")]
     subprocess.run(install, check=True, capture_output=True, timeout=120)
     path = os.pathsep.join([str(tmp_path / "site"), str(ROOT)])
@@ -144,5 +175,8 @@ def test_a_kind_of_an_installed_package(installed: Command, tmp_path: Path) -> N
 
     save_file({"other": np.zeros(2, np.float32)}, work / "other" / "model.safetensors")
     failed = installed("run", "recipe.yaml")
-    assert failed.returncode == 2 and "have weights of other names: name models of one shape" in failed.stdout + failed.stderr
+    assert (
+        failed.returncode == 2
+        and "have weights of other names: name models of one shape" in failed.stdout + failed.stderr
+    )
     assert "stage soup" in installed("doctor").stdout

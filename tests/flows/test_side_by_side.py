@@ -1,4 +1,5 @@
-"""Two stages at once: cancelled, terminated and killed in every way, all of their processes end, and the next run repeats only these."""
+"""Two stages at once: cancelled, terminated and killed in every way, all of their processes end, and the next
+run repeats only these."""
 
 from __future__ import annotations
 
@@ -37,7 +38,15 @@ def start(folder: Path, api: str | None, *arguments: str) -> subprocess.Popen[by
     environment = micro.environment(folder) | ({"PREFECT_API_URL": api} if api else {})
     command = [sys.executable, "-m", "flows.cli", "run", "recipe.yaml", *arguments]
     with (folder / "out.txt").open("ab") as out:
-        return subprocess.Popen(command, cwd=folder, env=environment, stdout=out, stderr=out, stdin=subprocess.DEVNULL, preexec_fn=heard)
+        return subprocess.Popen(
+            command,
+            cwd=folder,
+            env=environment,
+            stdout=out,
+            stderr=out,
+            stdin=subprocess.DEVNULL,
+            preexec_fn=heard,
+        )
 
 
 def heard() -> None:
@@ -51,16 +60,28 @@ def told(folder: Path) -> str:
 
 def hang(folder: Path, **more: object) -> None:
     """Has both branches hang in the middle, with a child that ignores SIGTERM."""
-    (folder / "slow.json").write_text(json.dumps({"one": "middle", "two": "middle", "stubborn": True, **more}))
+    (folder / "slow.json").write_text(
+        json.dumps({"one": "middle", "two": "middle", "stubborn": True, **more})
+    )
 
 
 def both_hang(folder: Path) -> dict[str, psutil.Process]:
     """Waits until both branches hang; their processes."""
 
     def hanging() -> list[str]:
-        return [name for name in ("one", "two") for log in folder.glob(f"artifacts/stages/{name}-*/log.txt") if "middle" in log.read_text()]
+        return [
+            name
+            for name in ("one", "two")
+            for log in folder.glob(f"artifacts/stages/{name}-*/log.txt")
+            if "middle" in log.read_text()
+        ]
 
-    wait_until(lambda: len(hanging()) == 2, "both branches to hang", 120, lambda: told(folder) if (folder / "out.txt").exists() else "")
+    wait_until(
+        lambda: len(hanging()) == 2,
+        "both branches to hang",
+        120,
+        lambda: told(folder) if (folder / "out.txt").exists() else "",
+    )
     return {name: psutil.Process(pid) for name, _, pid in micro.attempts(folder) if name in ("one", "two")}
 
 
@@ -82,7 +103,9 @@ def run_again(folder: Path, api: str | None) -> None:
         pytest.param(signal.SIGKILL, True, -9, "killed", marks=pytest.mark.long),
     ],
 )
-def test_a_signal_ends_both(prefect: str, folder: Path, number: signal.Signals, own_server: bool, code: int, state: str) -> None:
+def test_a_signal_ends_both(
+    prefect: str, folder: Path, number: signal.Signals, own_server: bool, code: int, state: str
+) -> None:
     api = None if own_server else prefect
     hang(folder)
     run = start(folder, api)
@@ -91,11 +114,18 @@ def test_a_signal_ends_both(prefect: str, folder: Path, number: signal.Signals, 
     if number == signal.SIGINT:
         os.kill(run.pid, number)  # a second one does not leave the processes behind
     assert run.wait(LIMIT_SECONDS) == code, told(folder)
-    wait_until(lambda: not micro.left(folder), "all processes to end", LIMIT_SECONDS, lambda: str(micro.left(folder)))
+    wait_until(
+        lambda: not micro.left(folder), "all processes to end", LIMIT_SECONDS, lambda: str(micro.left(folder))
+    )
     assert [run.state for run in records(folder / "artifacts")] == [state]
     if number != signal.SIGKILL:
         summary = json.loads((folder / "artifacts" / "micro" / "summary.json").read_text())
-        assert [stage["status"] for stage in summary["stages"]] == ["done", "interrupted", "interrupted", "not run"]
+        assert [stage["status"] for stage in summary["stages"]] == [
+            "done",
+            "interrupted",
+            "interrupted",
+            "not run",
+        ]
     run_again(folder, api)
 
 
@@ -108,14 +138,21 @@ def test_a_killed_stage_is_retried_beside_the_other(prefect: str, folder: Path) 
     wait_until(lambda: not micro.left(folder), "all processes to end", told=lambda: str(micro.left(folder)))
 
 
-def test_side_by_side_and_one_after_the_other_have_the_same_result(prefect: str, folder: Path, tmp_path: Path) -> None:
+def test_side_by_side_and_one_after_the_other_have_the_same_result(
+    prefect: str, folder: Path, tmp_path: Path
+) -> None:
     """The branches wait for each other, so that only a run of both at once ends."""
     (folder / "slow.json").write_text(json.dumps({"until": "go"}))
     run = start(folder, prefect)
     wait_until(lambda: micro.begun(folder) == ["sft"], "the first stage", 90, lambda: told(folder))
     (folder / "go").touch()
     (folder / "slow.json").write_text(json.dumps({"until": "both"}))
-    wait_until(lambda: sorted(micro.begun(folder)) == ["one", "sft", "two"], "both branches", 60, lambda: told(folder))
+    wait_until(
+        lambda: sorted(micro.begun(folder)) == ["one", "sft", "two"],
+        "both branches",
+        60,
+        lambda: told(folder),
+    )
     (folder / "both").touch()
     assert run.wait(120) == 0, told(folder)
 
@@ -129,7 +166,8 @@ def test_side_by_side_and_one_after_the_other_have_the_same_result(prefect: str,
 
 @pytest.mark.long
 def test_cancelled_and_killed_under_serve(tmp_path: Path) -> None:
-    """Both branches share the machine's slot, which another run waits for; cancelled by the API, and their flow killed."""
+    """Both branches share the machine's slot, which another run waits for; cancelled by the API, and their
+    flow killed."""
     folder = tmp_path / "here"
     serve = Serve(folder, micro.build(folder, micro.BRANCHES), "--no-schedule")
     try:
@@ -141,7 +179,9 @@ def test_cancelled_and_killed_under_serve(tmp_path: Path) -> None:
             wait_until(lambda: len(micro.begun(folder)) == 3, "both branches", 120, serve.told)
             stages = [psutil.Process(pid) for name, _, pid in micro.attempts(folder) if name != "sft"]
             wait_until(lambda: all(stage.children() for stage in stages), "both branches to hang")  # noqa: B023
-            processes = [process for stage in stages for process in (stage.parent(), stage, *stage.children())]
+            processes = [
+                process for stage in stages for process in (stage.parent(), stage, *stage.children())
+            ]
             other = serve.run(api, "alignment/micro", overrides=[f"seed={seed + 10}"])
             wait_until(lambda: serve.state(api, other) == "RUNNING", "another run", 60, serve.told)  # noqa: B023
             assert len(micro.begun(folder)) == 3, "it waits for the slot"
@@ -151,7 +191,12 @@ def test_cancelled_and_killed_under_serve(tmp_path: Path) -> None:
                 flow = stages[0].parents()[1]
                 assert "prefect.engine" in flow.cmdline()
                 flow.kill()
-            wait_until(lambda: not [p for p in processes if p and alive(p)], "all to end", LIMIT_SECONDS, serve.told)  # noqa: B023
+            wait_until(
+                lambda: not [p for p in processes if p and alive(p)],  # noqa: B023
+                "all to end",
+                LIMIT_SECONDS,
+                serve.told,
+            )
             ended = {"cancel": "CANCELLED", "kill": "CRASHED"}[how]
             wait_until(lambda: serve.state(api, run) == ended, ended, 60, serve.told)  # noqa: B023
             (folder / "slow.json").unlink()

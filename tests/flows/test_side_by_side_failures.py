@@ -1,4 +1,5 @@
-"""Failures and gates of stages that run side by side: their siblings finish, nothing more starts, and the run reports all errors."""
+"""Failures and gates of stages that run side by side: their siblings finish, nothing more starts, and the run
+reports all errors."""
 
 from __future__ import annotations
 
@@ -36,7 +37,9 @@ def branches(recipe: Callable[..., Recipe], monkeypatch: pytest.MonkeyPatch) -> 
     return lambda *overrides: load_recipe("recipe.yaml", overrides)
 
 
-def test_a_sibling_of_a_failed_stage_finishes_and_nothing_more_starts(branches: Callable[..., Recipe]) -> None:
+def test_a_sibling_of_a_failed_stage_finishes_and_nothing_more_starts(
+    branches: Callable[..., Recipe],
+) -> None:
     fault(a=["refuses"])
     with pytest.raises(StageFailed, match="stage a: the data has no rows"):
         alignment(branches())
@@ -44,7 +47,10 @@ def test_a_sibling_of_a_failed_stage_finishes_and_nothing_more_starts(branches: 
     found = statuses()
     assert (found["a"], found["b"], found["after_a"]) == ("failed", "done", "not run")
     alignment(branches())
-    assert sorted(attempts()) == ["a", "a", "after_a", "after_b", "b"] and set(statuses().values()) <= {"done", "skipped"}
+    assert sorted(attempts()) == ["a", "a", "after_a", "after_b", "b"] and set(statuses().values()) <= {
+        "done",
+        "skipped",
+    }
 
 
 def test_all_failures_are_told(branches: Callable[..., Recipe], capsys: pytest.CaptureFixture[str]) -> None:
@@ -52,7 +58,10 @@ def test_all_failures_are_told(branches: Callable[..., Recipe], capsys: pytest.C
     fault(a=["refuses"], b=["refuses", "refuses"])
     assert flows.cli.main(["run", "recipe.yaml"]) == 2
     told = capsys.readouterr().err
-    assert "stage a: the data has no rows: give some" in told and "stage b: the data has no rows: give some" in told
+    assert (
+        "stage a: the data has no rows: give some" in told
+        and "stage b: the data has no rows: give some" in told
+    )
     assert "Traceback" not in told and sorted(attempts()) == ["a", "b"]
     assert statuses() == {"a": "failed", "b": "failed", "after_a": "not run", "after_b": "not run"}
 
@@ -68,7 +77,10 @@ def test_a_gate_that_stops_lets_siblings_finish(branches: Callable[..., Recipe])
     gates = [f"{name}.gates=[{{metric: loss, max: 1.0}}]" for name in "ab"]
     with pytest.raises(GateFailed) as held:
         alignment(branches(*gates))
-    assert [line.partition(":")[0] for line in str(held.value).splitlines()] == ["stage a", "stage b"], "gates of siblings are checked too"
+    assert [line.partition(":")[0] for line in str(held.value).splitlines()] == [
+        "stage a",
+        "stage b",
+    ], "gates of siblings are checked too"
     assert sorted(attempts()) == ["a", "b"] and statuses()["after_b"] == "not run"
     fault(b=["refuses"])
     Path("attempts.txt").unlink()
@@ -86,7 +98,9 @@ def test_a_gate_that_branches_lets_the_other_branch_go_on(branches: Callable[...
     assert "which did not pass a gate" in page
 
 
-def test_a_number_of_jobs_on_the_command_line(branches: Callable[..., Recipe], capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_number_of_jobs_on_the_command_line(
+    branches: Callable[..., Recipe], capsys: pytest.CaptureFixture[str]
+) -> None:
     branches()
     assert flows.cli.main(["run", "recipe.yaml", "--jobs", "1"]) == 0
     assert attempts() == ["a", "b", "after_a", "after_b"]

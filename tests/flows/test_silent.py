@@ -1,4 +1,5 @@
-"""Runs without a worker on the server of `alignflow serve`: a killed one is marked as crashed, an active one is not."""
+"""Runs without a worker on the server of `alignflow serve`: a killed one is marked as crashed, an active one
+is not."""
 
 from __future__ import annotations
 
@@ -17,12 +18,16 @@ from flows.deployments import SILENT, SILENT_SECONDS, watch_silent_runs
 from tests.support import micro
 from tests.support.micro import Serve, ask, wait_until
 
-HEARTBEAT_SECONDS, WINDOW_SECONDS, HANGS_SECONDS = 30, 65, 110
+HEARTBEAT_SECONDS = 30
+WINDOW_SECONDS = 65
+HANGS_SECONDS = 110
 
 
 def within(seconds: int) -> AutomationCore:
     """Returns the automation with another window."""
-    return SILENT.model_copy(update={"trigger": SILENT.trigger.model_copy(update={"within": timedelta(seconds=seconds)})})
+    return SILENT.model_copy(
+        update={"trigger": SILENT.trigger.model_copy(update={"within": timedelta(seconds=seconds)})}
+    )
 
 
 def window(automation: AutomationCore) -> float:
@@ -65,14 +70,18 @@ def test_a_killed_run_is_marked_as_crashed_and_an_active_one_is_not(tmp_path: Pa
         with SyncPrefectClient(api=api, auth_string=micro.AUTH[api]) as client:
             (there,) = client.read_automations_by_name(SILENT.name)
             client.update_automation(there.id, within(WINDOW_SECONDS))
-        beating = environment | micro.client(api) | {"PREFECT_FLOWS_HEARTBEAT_FREQUENCY": str(HEARTBEAT_SECONDS)}
+        beating = (
+            environment | micro.client(api) | {"PREFECT_FLOWS_HEARTBEAT_FREQUENCY": str(HEARTBEAT_SECONDS)}
+        )
         for seed in ("1", "2"):
             command = [sys.executable, "-m", "flows.cli", "run", "recipe.yaml", f"seed={seed}"]
             with (folder / f"out{seed}.txt").open("wb") as out:
                 runs.append(subprocess.Popen(command, cwd=folder, env=beating, stdout=out, stderr=out))
         wait_until(lambda: len(micro.begun(folder)) == 2, "both runs to work", 120, serve.told)
         runs[1].kill()
-        wait_until(lambda: states().get("2") == "CRASHED", "the killed run to be marked", 200, lambda: str(states()))
+        wait_until(
+            lambda: states().get("2") == "CRASHED", "the killed run to be marked", 200, lambda: str(states())
+        )
         assert runs[0].wait(300) == 0, (folder / "out1.txt").read_text()[-3000:]
         assert states() == {"1": "COMPLETED", "2": "CRASHED"}
     finally:

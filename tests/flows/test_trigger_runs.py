@@ -1,4 +1,5 @@
-"""Which runs are started, and which are found, on a real server without a worker: the test says in which state a run is."""
+"""Which runs are started, and which are found, on a real server without a worker: the test says in which
+state a run is."""
 
 from __future__ import annotations
 
@@ -26,11 +27,15 @@ class Team:
     """A flow of this test's own on the server, with deployments of one recipe and of another."""
 
     def __init__(self, api: str, client: SyncPrefectClient):
-        self.api, self.client, self.flow = api, client, f"flow-{uuid4().hex[:8]}"
+        self.api = api
+        self.client = client
+        self.flow = f"flow-{uuid4().hex[:8]}"
         identity = ask(api, "/flows/", {"name": self.flow})["id"]
         names = {"own": "a.yaml", "own-scheduled": "a.yaml", "other": "b.yaml"}
         self.deployments = {
-            name: ask(api, "/deployments/", {"name": name, "flow_id": identity, "parameters": {"recipe": recipe}})["id"]
+            name: ask(
+                api, "/deployments/", {"name": name, "flow_id": identity, "parameters": {"recipe": recipe}}
+            )["id"]
             for name, recipe in names.items()
         }
 
@@ -38,8 +43,15 @@ class Team:
         return ask_for_run(self.client, f"{self.flow}/own", "webhook", an_hour)
 
     def schedule(self, deployment: str, after: timedelta) -> str:
-        state = {"type": "SCHEDULED", "state_details": {"scheduled_time": (datetime.now(UTC) + after).isoformat()}}
-        return str(ask(self.api, f"/deployments/{self.deployments[deployment]}/create_flow_run", {"state": state})["id"])
+        state = {
+            "type": "SCHEDULED",
+            "state_details": {"scheduled_time": (datetime.now(UTC) + after).isoformat()},
+        }
+        return str(
+            ask(self.api, f"/deployments/{self.deployments[deployment]}/create_flow_run", {"state": state})[
+                "id"
+            ]
+        )
 
     def say(self, run: UUID | str, state: str) -> None:
         ask(self.api, f"/flow_runs/{run}/set_state", {"state": {"type": state}, "force": True})
@@ -99,9 +111,17 @@ def test_an_unknown_deployment(team: Team) -> None:
 
 def test_feedback_starts_a_run_and_another_one_after_a_crash(team: Team, tmp_path: Path) -> None:
     inbox = Inbox(tmp_path / "chat.inbox")
-    loop = {"stage": "iterative_feedback", "method": "kto", "feedback": {"sources": str(inbox.folder)}, "rounds": 1}
+    loop = {
+        "stage": "iterative_feedback",
+        "method": "kto",
+        "feedback": {"sources": str(inbox.folder)},
+        "rounds": 1,
+    }
     now = [0.0]
-    watch = Watch(Recipe(name="n", base_model="org/base", artifacts=str(tmp_path), stages={"loop": loop}), lambda: now[0])
+    watch = Watch(
+        Recipe(name="n", base_model="org/base", artifacts=str(tmp_path), stages={"loop": loop}),
+        lambda: now[0],
+    )
     trigger = FeedbackTrigger(team.client, f"{team.flow}/own", watch)
     assert trigger.look() is None
     inbox.add([feedback_of({"prompt": "p", "response": "r", "thumb": "up"})])

@@ -1,4 +1,5 @@
-"""Two runs on one stage, as processes of the command: one waits and says for whom; ended, it leaves the other's stage alone."""
+"""Two runs on one stage, as processes of the command: one waits and says for whom; ended, it leaves the
+other's stage alone."""
 
 from __future__ import annotations
 
@@ -37,7 +38,15 @@ def start(prefect: str, folder: Path) -> Iterator[Start]:
         with (folder / f"{name}.txt").open("wb") as out:
             command = [sys.executable, "-m", "flows.cli", "run", "recipe.yaml", "seed=3", "--name", name]
             started.append(
-                subprocess.Popen(command, cwd=folder, env=environment, stdout=out, stderr=out, stdin=subprocess.DEVNULL, preexec_fn=heard)
+                subprocess.Popen(
+                    command,
+                    cwd=folder,
+                    env=environment,
+                    stdout=out,
+                    stderr=out,
+                    stdin=subprocess.DEVNULL,
+                    preexec_fn=heard,
+                )
             )
         return started[-1]
 
@@ -61,20 +70,28 @@ def waits(folder: Path, name: str, holder: subprocess.Popen[bytes], line: str) -
     """Waits until a run says who holds the stage."""
     (run,) = (run for run in records(folder / "artifacts") if run.name == "first")
     assert run.state == "running" and (run.pid, run.host) == (holder.pid, socket.gethostname())
-    expected = f"sft is waited for: run first ({run.id}) of micro, process {holder.pid}, on {socket.gethostname()} since 20"
+    expected = (
+        f"sft is waited for: run first ({run.id}) of micro, process {holder.pid}, on {socket.gethostname()}"
+        " since 20"
+    )
     wait_until(lambda: expected in told(folder, name), "the run to wait", 90, lambda: told(folder, name))
     assert f" UTC works on it and says: {line}" in told(folder, name)
 
 
 def statuses(folder: Path) -> dict[str, str]:
-    return {stage["name"]: stage["status"] for stage in json.loads((folder / "artifacts" / "micro" / "run.json").read_text())["stages"]}
+    return {
+        stage["name"]: stage["status"]
+        for stage in json.loads((folder / "artifacts" / "micro" / "run.json").read_text())["stages"]
+    }
 
 
 @pytest.mark.long
 def test_a_waiting_run_ended_by_a_signal_and_one_that_takes_over(folder: Path, start: Start) -> None:
     (folder / "slow.json").write_text(json.dumps({"sft": "middle", "once": 250}))
     first = start("first")
-    wait_until(lambda: micro.begun(folder) == ["sft"], "the stage to begin", 90, lambda: told(folder, "first"))
+    wait_until(
+        lambda: micro.begun(folder) == ["sft"], "the stage to begin", 90, lambda: told(folder, "first")
+    )
     (stage,) = (folder / "artifacts" / "stages").glob("sft-*")
     wait_until(lambda: "middle" in (stage / "log.txt").read_text(), "the stage to hang")
     before = {file.name: file.read_bytes() for file in stage.iterdir() if file.is_file()}
@@ -100,13 +117,21 @@ def test_a_waiting_run_ended_by_a_signal_and_one_that_takes_over(folder: Path, s
 
     def alignflow(*arguments: str) -> str:
         command = [sys.executable, "-m", "flows.cli", *arguments]
-        return subprocess.run(command, cwd=folder, env=micro.environment(folder), check=True, capture_output=True, text=True).stdout
+        return subprocess.run(
+            command, cwd=folder, env=micro.environment(folder), check=True, capture_output=True, text=True
+        ).stdout
 
     shown = alignflow("runs").splitlines()
     assert shown[0].split() == ["id", "name", "pinned", "state", "started", "recipe", "stages", "win", "rate"]
-    assert shown[1].split()[1:3] == ["second", "done"] and "4 of 4 done" in shown[1] and "loop.round1 0.5" in shown[1]
+    assert (
+        shown[1].split()[1:3] == ["second", "done"]
+        and "4 of 4 done" in shown[1]
+        and "loop.round1 0.5" in shown[1]
+    )
     alignflow("runs", "pin", "first")
-    assert shown[4].split()[1:3] == ["first", "killed"] and alignflow("runs").splitlines()[4].split()[1:3] == ["first", "pinned"]
+    assert shown[4].split()[1:3] == ["first", "killed"] and alignflow("runs").splitlines()[4].split()[
+        1:3
+    ] == ["first", "pinned"]
     kept = alignflow("gc", "--keep-runs", "0", "--delete")
     assert kept.count(f"(run first ({runs[-1].id}), pinned)") == 4 and "4 stages are kept; 0 folders" in kept
 
@@ -114,7 +139,9 @@ def test_a_waiting_run_ended_by_a_signal_and_one_that_takes_over(folder: Path, s
 def test_a_stage_that_another_run_made_is_not_made_again(folder: Path, start: Start) -> None:
     (folder / "slow.json").write_text(json.dumps({"until": "go"}))
     first = start("first")
-    wait_until(lambda: micro.begun(folder) == ["sft"], "the stage to begin", 90, lambda: told(folder, "first"))
+    wait_until(
+        lambda: micro.begun(folder) == ["sft"], "the stage to begin", 90, lambda: told(folder, "first")
+    )
     second = start("second")
     waits(folder, "second", first, "--- ")
     (folder / "go").touch()

@@ -24,8 +24,14 @@ from rlhf_core.training.engine import AdamW, TorchEngine
 from tests.support.families import make_family
 from tests.support.tiny_models import reward_model
 
-pytestmark = [pytest.mark.gpu, pytest.mark.timeout(900), pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here")]
-needs_bitsandbytes = pytest.mark.skipif(importlib.util.find_spec("bitsandbytes") is None, reason="no bitsandbytes here")
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.timeout(900),
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here"),
+]
+needs_bitsandbytes = pytest.mark.skipif(
+    importlib.util.find_spec("bitsandbytes") is None, reason="no bitsandbytes here"
+)
 NF4 = Lora(rank=8, quantize="nf4")
 
 
@@ -82,13 +88,25 @@ def test_4_bit_weights_train(kind: str, zero_stage: int, material: Path, tmp_pat
     }
     config: SFT | DPO
     if kind == "sft":
-        config = SFT(model="base", data=Data(sources=str(material / "sft.jsonl")), learning_rate=5e-3, **fields)
+        config = SFT(
+            model="base", data=Data(sources=str(material / "sft.jsonl")), learning_rate=5e-3, **fields
+        )
     else:
-        config = DPO(policy="base", data=Data(sources=str(material / "preferences.jsonl")), learning_rate=1e-3, **fields)
+        config = DPO(
+            policy="base",
+            data=Data(sources=str(material / "preferences.jsonl")),
+            learning_rate=1e-3,
+            **fields,
+        )
     lines = run(kind, config, {"base": str(material / "base")}, tmp_path / kind)
     assert lines[-1]["loss"] < lines[0]["loss"]
-    stored, base = (load_file(folder / "model.safetensors") for folder in (tmp_path / kind / "checkpoint", material / "base"))
-    assert stored.keys() == base.keys() and all(weight.shape == base[name].shape for name, weight in stored.items())
+    stored, base = (
+        load_file(folder / "model.safetensors")
+        for folder in (tmp_path / kind / "checkpoint", material / "base")
+    )
+    assert stored.keys() == base.keys() and all(
+        weight.shape == base[name].shape for name, weight in stored.items()
+    )
 
 
 @needs_bitsandbytes
@@ -98,8 +116,11 @@ def test_what_is_exported_of_4_bit_weights_is_what_was_trained(material: Path, t
         for layer in lora_layers(policy.model).values():
             layer.lora_B["default"].weight.normal_(std=0.05)
     engine = TorchEngine(policy, AdamW((0.9, 0.95), 0.0, 1.0))
-    save_model(policy.model, checkpoint_weights(policy.model, engine.gathered), str(material / "base"), tmp_path)
-    expected, plain = logprobs(policy), logprobs(load_policy(str(material / "base"), "bfloat16").cuda())
+    save_model(
+        policy.model, checkpoint_weights(policy.model, engine.gathered), str(material / "base"), tmp_path
+    )
+    expected = logprobs(policy)
+    plain = logprobs(load_policy(str(material / "base"), "bfloat16").cuda())
     exported = logprobs(load_policy(str(tmp_path), "bfloat16").cuda())
     assert (exported - expected).abs().mean() < 0.05 < (plain - expected).abs().mean()
 
@@ -110,11 +131,15 @@ def test_vllm_follows_an_actor_of_4_bit_weights_with_adapters(material: Path, tm
     lines = run("ppo", ppo(material, lora=NF4, zero_stage=2), inputs, tmp_path / "ppo")
     for line in lines:
         assert line["policy/first_ratio_gap"] < 0.01
-    assert all(line["sampler/gap"] < 0.05 for line in lines[1:]), "the first rollout is of the model before it was quantised"
+    assert all(line["sampler/gap"] < 0.05 for line in lines[1:]), (
+        "the first rollout is of the model before it was quantised"
+    )
 
 
 @pytest.mark.parametrize("memory", ["", "expandable_segments:True"])
-def test_an_engine_that_slept_samples_from_the_actor(memory: str, material: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_engine_that_slept_samples_from_the_actor(
+    memory: str, material: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     if memory:
         monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", memory)
     inputs = {"base": str(material / "base"), "reward": str(reward_model(material / "base", tmp_path / "rm"))}

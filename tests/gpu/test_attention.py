@@ -1,4 +1,5 @@
-"""Varlen attention on a GPU, with either kernel, beside transformers' own and a mask; and passes in which the host never waits."""
+"""Varlen attention on a GPU, with either kernel, beside transformers' own and a mask; and passes in which the
+host never waits."""
 
 from __future__ import annotations
 
@@ -7,7 +8,13 @@ from contextlib import contextmanager
 
 import pytest
 import torch
-from transformers import MistralConfig, MistralForCausalLM, Qwen2Config, Qwen2ForCausalLM, Qwen2ForSequenceClassification
+from transformers import (
+    MistralConfig,
+    MistralForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen2ForSequenceClassification,
+)
 
 from rlhf_core.data.documents import Document
 from rlhf_core.data.packing import Passes
@@ -41,8 +48,12 @@ def only(kernel: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("shared", [False, True])
 @pytest.mark.parametrize("window", [-1, 100])
-@pytest.mark.parametrize("heads", [Heads(1, 64), Heads(1, 80), Heads(4, 96), Heads(6, 128), Heads(7, 128), Heads(2, 256)])
-def test_what_was_found_right_in_short_documents_is_in_long_ones(heads: Heads, window: int, shared: bool) -> None:
+@pytest.mark.parametrize(
+    "heads", [Heads(1, 64), Heads(1, 80), Heads(4, 96), Heads(6, 128), Heads(7, 128), Heads(2, 256)]
+)
+def test_what_was_found_right_in_short_documents_is_in_long_ones(
+    heads: Heads, window: int, shared: bool
+) -> None:
     documents = ((700, 1500), (1, 2), (129, 1029)) if shared else ((1500, 1500), (1, 1), (1029, 1029))
     device = torch.device("cuda", 0)
     kernel = choose.kernel_for(Kind(heads, window >= 0, shared), device)
@@ -53,15 +64,27 @@ def test_what_was_found_right_in_short_documents_is_in_long_ones(heads: Heads, w
 
 
 def test_what_is_trained_first_says_to_the_last_bit_what_was_scored() -> None:
-    """PPO starts with ratios of 1: no kernel may depend on whether there are gradients, nor on the rows beside. Rows are long, as usual."""
-    shape = {"hidden_size": 1536, "intermediate_size": 2048, "num_attention_heads": 12, "num_key_value_heads": 2, "num_hidden_layers": 2}
+    """PPO starts with ratios of 1: no kernel may depend on whether there are gradients, nor on the rows
+    beside. Rows are long, as usual."""
+    shape = {
+        "hidden_size": 1536,
+        "intermediate_size": 2048,
+        "num_attention_heads": 12,
+        "num_key_value_heads": 2,
+        "num_hidden_layers": 2,
+    }
     torch.manual_seed(0)
     model = Qwen2ForCausalLM(Qwen2Config(**shape, vocab_size=1024, pad_token_id=0)).to("cuda", torch.bfloat16)
-    policy, dice = Policy(fuse(attention.set_attention(model))), torch.Generator().manual_seed(0)
-    answers = [torch.randint(2, 1024, (length,), generator=dice).tolist() for length in [768] * 14 + [301, 1235]]
+    policy = Policy(fuse(attention.set_attention(model)))
+    dice = torch.Generator().manual_seed(0)
+    answers = [
+        torch.randint(2, 1024, (length,), generator=dice).tolist() for length in [768] * 14 + [301, 1235]
+    ]
 
     def logprobs(order: list[int]) -> list[torch.Tensor]:
-        batch = collate([[Document(answers[i], [True] * len(answers[i])) for i in order]], pad_token_id=0).to("cuda")
+        batch = collate([[Document(answers[i], [True] * len(answers[i])) for i in order]], pad_token_id=0).to(
+            "cuda"
+        )
         found = policy(batch.tokens, batch.positions, batch.documents).logprobs[batch.documents >= 0]
         parts = found.detach().split([len(answers[i]) for i in order])
         return [part for _, part in sorted(zip(order, parts, strict=True), key=lambda pair: pair[0])]
@@ -69,14 +92,18 @@ def test_what_is_trained_first_says_to_the_last_bit_what_was_scored() -> None:
     with torch.no_grad():
         scored = logprobs(list(range(16)))
     trained = logprobs(torch.randperm(16, generator=dice).tolist())
-    assert sum(map(len, answers)) * 12 > 131072, "above this Liger has another kernel for rows that have gradients"
+    assert sum(map(len, answers)) * 12 > 131072, (
+        "above this Liger has another kernel for rows that have gradients"
+    )
     assert all(torch.equal(a, b) for a, b in zip(trained, scored, strict=True))
 
 
 @pytest.mark.parametrize("window", [None, 4])
 def test_all_implementations_agree(window: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
-    policy = Policy(MistralForCausalLM(MistralConfig(**WIDE, sliding_window=window)).to("cuda", torch.bfloat16).eval())
+    policy = Policy(
+        MistralForCausalLM(MistralConfig(**WIDE, sliding_window=window)).to("cuda", torch.bfloat16).eval()
+    )
     assert attention.set_attention(policy.model).config._attn_implementation == attention.VARLEN
     batch = collate([documents()[:3], documents()[3:]], pad_token_id=0).to("cuda")
     found = {}
@@ -85,7 +112,10 @@ def test_all_implementations_agree(window: int | None, monkeypatch: pytest.Monke
         policy.zero_grad()
         logprobs = policy(batch.tokens, batch.positions, batch.documents).logprobs
         logprobs.sum().backward()
-        found[name] = logprobs.detach(), torch.cat([p.grad.float().flatten() for p in policy.parameters() if p.grad is not None])
+        found[name] = (
+            logprobs.detach(),
+            torch.cat([p.grad.float().flatten() for p in policy.parameters() if p.grad is not None]),
+        )
 
     # Transformers' own way to flash-attn does not notice a build without windows.
     plain = [attention.FLASH] if choose.flash_kernel() and window is None else []
@@ -102,7 +132,9 @@ def test_all_implementations_agree(window: int | None, monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
-def test_prompts_that_are_laid_once_give_the_same_numbers(kernel: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_prompts_that_are_laid_once_give_the_same_numbers(
+    kernel: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     only(kernel, monkeypatch)
     torch.manual_seed(0)
     policy = attention.set_attention(Qwen2ForCausalLM(Qwen2Config(**WIDE)).to("cuda", torch.bfloat16))
@@ -113,7 +145,12 @@ def test_prompts_that_are_laid_once_give_the_same_numbers(kernel: str, monkeypat
         engine.module.zero_grad()
         logprobs = pair_logprobs(engine, shared_pairs(), 0, False, Passes(1, 4096, share=share)).responses
         (logprobs[0] - logprobs[1]).sum().backward()
-        found.append((logprobs.detach(), torch.cat([p.grad.float().flatten() for p in policy.parameters() if p.grad is not None])))
+        found.append(
+            (
+                logprobs.detach(),
+                torch.cat([p.grad.float().flatten() for p in policy.parameters() if p.grad is not None]),
+            )
+        )
     (apart, gradient), (together, other) = found
     assert (apart - together).abs().max() < 0.2 and apart.std() > 1  # sums over answers
     assert torch.nn.functional.cosine_similarity(gradient, other, dim=0) > 0.999
@@ -136,7 +173,9 @@ def of_sft(engine: TorchEngine) -> torch.Tensor:
 
 def of_dpo(engine: TorchEngine) -> torch.Tensor:
     chosen, rejected = pair_logprobs(engine, shared_pairs(), 0, False, Passes(1, 4096, share=True)).responses
-    return dpo_loss(chosen, rejected, torch.zeros_like(chosen), torch.zeros_like(chosen), 0.1, 0.0, "sigmoid", 2.0).loss
+    return dpo_loss(
+        chosen, rejected, torch.zeros_like(chosen), torch.zeros_like(chosen), 0.1, 0.0, "sigmoid", 2.0
+    ).loss
 
 
 def of_rewards(engine: TorchEngine) -> torch.Tensor:

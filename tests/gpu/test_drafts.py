@@ -1,6 +1,7 @@
 """Drafted tokens on a GPU: their distribution and their log-probs are those of the trainer's model.
 
-The model is a small Qwen2 of random weights (seed 0) and few tokens, so that n-grams of prompts and answers are drafted and some are right.
+The model is a small Qwen2 of random weights (seed 0) and few tokens, so that n-grams of prompts and answers
+are drafted and some are right.
 """
 
 from __future__ import annotations
@@ -21,7 +22,11 @@ from rlhf_core.objectives.collate import collate
 from rlhf_core.rollout.engine import Answer, Sampler, Sampling
 from tests.support.sharp_model import save_sharp_model
 
-pytestmark = [pytest.mark.gpu, pytest.mark.timeout(900), pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here")]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.timeout(900),
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here"),
+]
 ANSWERS = 8192
 VOCABULARY = 64
 REPEATED = [5, 6, 7, 8, 9] * 8
@@ -33,7 +38,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_sharp_model(tmp_path_factory.mktemp("model"), VOCABULARY)
 
 
-def logprobs(policy: Policy, documents: list[Document], temperature: float, top: Truncation) -> tuple[torch.Tensor, torch.Tensor]:
+def logprobs(
+    policy: Policy, documents: list[Document], temperature: float, top: Truncation
+) -> tuple[torch.Tensor, torch.Tensor]:
     """(B, T) of the trainer, and the mask of answers."""
     batch = collate([[document] for document in documents], pad_token_id=0).to("cuda")
     with torch.no_grad():
@@ -41,38 +48,57 @@ def logprobs(policy: Policy, documents: list[Document], temperature: float, top:
 
 
 def surprise(policy: Policy, answers: list[Answer], temperature: float, top: Truncation) -> float:
-    """Chi-square of the second tokens after the six most frequent first ones, in standard deviations from its mean."""
+    """Chi-square of the second tokens after the six most frequent first ones, in standard deviations from its
+    mean."""
     firsts = np.bincount([answer.tokens[0] for answer in answers], minlength=VOCABULARY)
-    chi, freedom = 0.0, 0
+    chi = 0.0
+    freedom = 0
     for first in np.argsort(-firsts)[:6].tolist():
         asked = [compact(REPEATED, [first, token]) for token in range(VOCABULARY)]
         p = logprobs(policy, asked, temperature, WHOLE)[0][:, len(REPEATED) + 1].double().exp().numpy()
         order = np.argsort(-p)
         inside = order[np.cumsum(p[order]) - p[order] < top.top_p]
         p = np.where(np.isin(np.arange(VOCABULARY), inside), p, 0.0) / p[inside].sum()
-        seen = np.bincount([answer.tokens[1] for answer in answers if answer.tokens[0] == first], minlength=VOCABULARY)
+        seen = np.bincount(
+            [answer.tokens[1] for answer in answers if answer.tokens[0] == first], minlength=VOCABULARY
+        )
         often = p * seen.sum() > 8
         if often.sum() < 2:
             continue
-        expected, counted = p[often] * seen.sum(), seen[often]
-        expected, counted = np.append(expected, seen.sum() - expected.sum()), np.append(counted, seen.sum() - counted.sum())
+        expected = p[often] * seen.sum()
+        counted = seen[often]
+        expected = np.append(expected, seen.sum() - expected.sum())
+        counted = np.append(counted, seen.sum() - counted.sum())
         if expected[-1] < 8:
-            expected, counted = expected[:-1], counted[:-1]
-        chi, freedom = chi + float(((counted - expected) ** 2 / expected).sum()), freedom + len(expected) - 1
+            expected = expected[:-1]
+            counted = counted[:-1]
+        chi = chi + float(((counted - expected) ** 2 / expected).sum())
+        freedom = freedom + len(expected) - 1
     assert freedom > 4
     return (chi - freedom) / (2 * freedom) ** 0.5
 
 
 @pytest.mark.parametrize("method", ["", "ngram", "ngram_gpu"])
-def test_drafted_tokens_have_the_distribution_and_the_log_probs_of_the_model(method: str, model: Path) -> None:
-    drafts: dict[str, Any] = {"method": method, "num_speculative_tokens": 3, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
+def test_drafted_tokens_have_the_distribution_and_the_log_probs_of_the_model(
+    method: str, model: Path
+) -> None:
+    drafts: dict[str, Any] = {
+        "method": method,
+        "num_speculative_tokens": 3,
+        "prompt_lookup_max": 3,
+        "prompt_lookup_min": 1,
+    }
     vllm = Vllm(gpus=1, gpu_memory_utilization=0.3, engine={"speculative_config": drafts} if method else {})
     policy = load_policy(str(model), "bfloat16").eval().cuda()
     prompts = [[7 + (i * j) % 11 for j in range(40)] for i in range(1, 9)]
     with closing(Sampler(str(model), seed=0, max_model_len=256, dtype="bfloat16", vllm=vllm)) as sampler:
         for temperature, top in [(1.0, WHOLE), (0.7, NUCLEUS)]:
             how = Sampling(64, temperature, 64, [0], seed_whole=True, top_p=top.top_p)
-            said = [(p, a) for p, group in zip(prompts, sampler.generate(prompts, range(0, 800, 100), how), strict=True) for a in group]
+            said = [
+                (p, a)
+                for p, group in zip(prompts, sampler.generate(prompts, range(0, 800, 100), how), strict=True)
+                for a in group
+            ]
             theirs = torch.tensor([value for _, answer in said for value in answer.logprobs])
             documents = [compact(prompt, answer.tokens) for prompt, answer in said]
             gaps = {}
@@ -80,9 +106,14 @@ def test_drafted_tokens_have_the_distribution_and_the_log_probs_of_the_model(met
                 ours, mask = logprobs(policy, documents, trained, top)
                 gaps[trained] = float((ours[mask] - theirs).abs().mean())
             right, wrong = gaps.values()
-            (group,) = sampler.generate([REPEATED], [3], how._replace(n=ANSWERS, max_new_tokens=4, stop_token_ids=[]))
+            (group,) = sampler.generate(
+                [REPEATED], [3], how._replace(n=ANSWERS, max_new_tokens=4, stop_token_ids=[])
+            )
             sigma = surprise(policy, group, temperature, top)
-            print(f"{method or 'no drafts'}, {temperature}, {top.top_p}: gap {right:.4f}, temperature off {wrong:.3f}, {sigma:+.2f} sigma")
+            print(
+                f"{method or 'no drafts'}, {temperature}, {top.top_p}: gap {right:.4f}, temperature off"
+                f" {wrong:.3f}, {sigma:+.2f} sigma"
+            )
             if method:
                 tokens, steps = sampler.sampled()
                 print(f"{tokens / steps:.3f} tokens a step")

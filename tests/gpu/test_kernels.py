@@ -7,7 +7,12 @@ import torch
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 
-from rlhf_core.models.token_logprobs import Truncation, _differentiate_with_torch, _floors, _read_with_torch  # noqa: E402
+from rlhf_core.models.token_logprobs import (  # noqa: E402
+    Truncation,
+    _differentiate_with_torch,
+    _floors,
+    _read_with_torch,
+)
 
 
 @pytest.mark.parametrize(("top_p", "top_k"), [(0.9, 0), (1.0, 20), (0.8, 50), (0.999, 0), (1.0, 1)])
@@ -17,21 +22,26 @@ def test_truncated_distributions(columns: int, top_p: float, top_k: int) -> None
 
     generator = torch.Generator().manual_seed(0)
     logits = 4 * torch.randn(37, columns, generator=generator)
-    targets, scale = torch.randint(0, columns, (37,), generator=generator), 1 / 0.7
+    targets = torch.randint(0, columns, (37,), generator=generator)
+    scale = 1 / 0.7
     targets[:30] = logits[:30].argmax(-1)
     grads, entropy_grads = torch.randn(2, 37, generator=generator)
     least = _floors(logits, targets, scale, Truncation(top_p, top_k))
     got = floors(logits.cuda(), targets.cuda(), scale, top_p, top_k).cpu()
     assert least is not None
     kept, found_kept = ((logits * scale >= of[:, None]).sum(-1) for of in (least, got))
-    assert ((kept - found_kept).abs() <= 1 + 0.01 * kept).all(), "sums of 150,000 probabilities differ in their last digits"
+    assert ((kept - found_kept).abs() <= 1 + 0.01 * kept).all(), (
+        "sums of 150,000 probabilities differ in their last digits"
+    )
     # From here on with the kernel's own floors: a token at the floor is kept or not by its last bit.
     expected = _read_with_torch(logits, targets, scale, True, got)
     found = read(logits.cuda(), targets.cuda(), scale, True, got.cuda())
     for mine, wanted in zip(found, expected, strict=True):
         torch.testing.assert_close(mine.cpu(), wanted, rtol=1e-4, atol=1e-4)
     wanted = _differentiate_with_torch(logits, targets, *expected[1:], grads, entropy_grads, scale, got)
-    mine = differentiate(logits.cuda(), targets.cuda(), *found[1:], grads.cuda(), entropy_grads.cuda(), scale, got.cuda())
+    mine = differentiate(
+        logits.cuda(), targets.cuda(), *found[1:], grads.cuda(), entropy_grads.cuda(), scale, got.cuda()
+    )
     torch.testing.assert_close(mine.cpu(), wanted, rtol=1e-3, atol=2e-5)
 
 
@@ -56,18 +66,26 @@ def test_logprobs_entropies_and_gradients(dtype: torch.dtype, columns: int, scal
         on_gpu = None if more is None else more.cuda()
         got = differentiate(logits.cuda(), targets.cuda(), *found[1:], grads.cuda(), on_gpu, scale)
         assert got.dtype == dtype
-        torch.testing.assert_close(got.cpu().double(), wanted.double(), rtol=2**-7 if dtype == torch.bfloat16 else 1e-3, atol=1e-5 * scale)
+        torch.testing.assert_close(
+            got.cpu().double(),
+            wanted.double(),
+            rtol=2**-7 if dtype == torch.bfloat16 else 1e-3,
+            atol=1e-5 * scale,
+        )
 
 
 @pytest.mark.parametrize("columns", [48, 1536, 8960, 28672])
 def test_rows_in_fp8(columns: int) -> None:
-    """Rows that are part of a wider matrix, one of them 0; some numbers are between two of FP8, to within the last digit of fp32."""
+    """Rows that are part of a wider matrix, one of them 0; some numbers are between two of FP8, to within the
+    last digit of fp32."""
     from rlhf_core.models.kernels.float8 import FP8, rounded_rows
     from rlhf_core.models.kernels.round_rows import round_rows, transpose
 
     generator = torch.Generator().manual_seed(0)
     rows = torch.randn(129, columns + 3, generator=generator).to(torch.bfloat16)[:, :columns]
-    rows[3], rows[5, 7], rows[6, 9] = 0, float("nan"), float("inf")
+    rows[3] = 0
+    rows[5, 7] = float("nan")
+    rows[6, 9] = float("inf")
     for factors in (None, torch.rand(columns, generator=generator)):
         expected, wanted = rounded_rows(rows, factors)
         found, scales = round_rows(rows.cuda(), None if factors is None else factors.cuda(), FP8)

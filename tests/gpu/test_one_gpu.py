@@ -1,4 +1,5 @@
-"""The training stages on one GPU, in bf16: DeepSpeed over NCCL, varlen FlashAttention where it is installed, vLLM on the same GPU."""
+"""The training stages on one GPU, in bf16: DeepSpeed over NCCL, varlen FlashAttention where it is installed,
+vLLM on the same GPU."""
 
 from __future__ import annotations
 
@@ -18,8 +19,18 @@ from rlhf_core.runs.run_dir import RunDir, StageRequest
 from rlhf_core.stages.ppo.roles.passes import ModelSpec
 from rlhf_core.stages.ppo.roles.read_only import ReadOnlyModel, Reference, Reward
 
-pytestmark = [pytest.mark.gpu, pytest.mark.timeout(900), pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here")]
-TRAIN = {"dtype": "bfloat16", "zero_stage": 2, "train_batch_size": 32, "micro_train_batch_size": 8, "max_len": 96}
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.timeout(900),
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here"),
+]
+TRAIN = {
+    "dtype": "bfloat16",
+    "zero_stage": 2,
+    "train_batch_size": 32,
+    "micro_train_batch_size": 8,
+    "max_len": 96,
+}
 
 
 @pytest.fixture(scope="module")
@@ -78,8 +89,14 @@ def test_losses_fall(chain: Path) -> None:
 
 def test_a_round_is_sampled_and_scored_in_the_precision_of_its_checkpoints(chain: Path) -> None:
     (line,) = read_metrics(chain / "preferences")
-    assert line["prompts"] == 64 and line["pairs"] > 16 and line["reward/best"] > line["reward/mean"] > line["reward/worst"]
-    assert {dtype_of(str(chain / name / "checkpoint"), "auto") for name in ("sft", "reward_model")} == {"bfloat16"}
+    assert (
+        line["prompts"] == 64
+        and line["pairs"] > 16
+        and line["reward/best"] > line["reward/mean"] > line["reward/worst"]
+    )
+    assert {dtype_of(str(chain / name / "checkpoint"), "auto") for name in ("sft", "reward_model")} == {
+        "bfloat16"
+    }
 
 
 def test_the_first_ppo_steps_are_on_policy_within_bf16(chain: Path) -> None:
@@ -89,8 +106,11 @@ def test_the_first_ppo_steps_are_on_policy_within_bf16(chain: Path) -> None:
 
 
 @pytest.mark.parametrize("role", ["reference", "reward"])
-def test_weights_that_wait_in_host_memory_leave_the_gpu(role: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a model with tied embeddings as well, whose head leaves room in the block that transformers loads weights into."""
+def test_weights_that_wait_in_host_memory_leave_the_gpu(
+    role: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a model with tied embeddings as well, whose head leaves room in the block that transformers loads
+    weights into."""
     config = Qwen2Config(
         vocab_size=50_000, hidden_size=1024, intermediate_size=4096, num_hidden_layers=6, num_attention_heads=8, num_key_value_heads=2,
         tie_word_embeddings=True, dtype="bfloat16", num_labels=1,
@@ -101,8 +121,11 @@ def test_weights_that_wait_in_host_memory_leave_the_gpu(role: str, tmp_path: Pat
     kind = Qwen2ForCausalLM if role == "reference" else Qwen2ForSequenceClassification
     kind(config).to(torch.bfloat16).save_pretrained(tmp_path)
     before = torch.cuda.memory_reserved()
-    model, documents = ModelSpec(str(tmp_path), "bfloat16", 0, 1, False, 512), [Document(list(range(1, 300)), [True] * 299)]
-    held: ReadOnlyModel = Reference(model, 1.0, offload=True) if role == "reference" else Reward(model, offload=True)
+    model = ModelSpec(str(tmp_path), "bfloat16", 0, 1, False, 512)
+    documents = [Document(list(range(1, 300)), [True] * 299)]
+    held: ReadOnlyModel = (
+        Reference(model, 1.0, offload=True) if role == "reference" else Reward(model, offload=True)
+    )
     weights = sum(tensor.numel() * tensor.element_size() for tensor in held.module.parameters())
     for _ in range(2):
         scored = held.logprobs(documents) if isinstance(held, Reference) else held.scores(documents)

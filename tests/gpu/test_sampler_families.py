@@ -1,4 +1,5 @@
-"""Engine and policy of every family on one GPU, without Ray: which of the two is wrong where their log-probs differ."""
+"""Engine and policy of every family on one GPU, without Ray: which of the two is wrong where their log-probs
+differ."""
 
 from __future__ import annotations
 
@@ -23,14 +24,18 @@ from rlhf_core.objectives.collate import collate
 from rlhf_core.rollout.engine import Sampler, Sampling
 from tests.support.families import make_family
 
-pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600), pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here")]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.timeout(600),
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here"),
+]
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 RNG = random.Random(0)
 DOCUMENTS = [[RNG.randrange(3, 80) for _ in range(24)] for _ in range(8)]
 
 
-# Of a process of its own, which holds one engine. A class of this file's could not be imported there where another package is
-# called `tests`.
+# Of a process of its own, which holds one engine. A class of this file's could not be imported there where
+# another package is called `tests`.
 BaseManager.register("Sampler", Sampler)
 
 
@@ -48,7 +53,11 @@ class Setting(NamedTuple):
 def logprobs(policy: Policy, device: str) -> Tensor:
     batch = collate([[Document(d, [False] * len(d))] for d in DOCUMENTS], pad_token_id=0).to(device)
     with torch.no_grad():
-        return policy.to(device)(batch.tokens, batch.positions, batch.documents).logprobs[:, : len(DOCUMENTS[0])].cpu()
+        return (
+            policy.to(device)(batch.tokens, batch.positions, batch.documents)
+            .logprobs[:, : len(DOCUMENTS[0])]
+            .cpu()
+        )
 
 
 def assert_close(a: Tensor, b: Tensor) -> None:
@@ -58,9 +67,12 @@ def assert_close(a: Tensor, b: Tensor) -> None:
 
 
 @pytest.fixture(params=["llama", "qwen2", "qwen3", "mixtral", "qwen3-moe"], scope="module")
-def setting(request: pytest.FixtureRequest, material: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Setting]:
+def setting(
+    request: pytest.FixtureRequest, material: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Setting]:
     base = make_family(request.param, material / "base", tmp_path_factory.mktemp(request.param))
-    expected = logprobs(load_policy(str(base)).eval(), "cpu")  # before kernels for GPUs take the place of the model's parts
+    # before kernels for GPUs take the place of the model's parts
+    expected = logprobs(load_policy(str(base)).eval(), "cpu")
     yield from started(base, expected)
 
 
@@ -114,23 +126,44 @@ def test_with_the_experts_of_the_engine_the_policy_is_closer_to_the_engine(setti
     chosen = torch.stack(own, 1).view(len(sampled), -1, 2, 2).sort(-1).values.cpu()
     routed = [torch.from_numpy(answer.experts.astype("int64")).sort(-1).values for _, answer in sampled]
     assert all((experts.diff(dim=-1) > 0).all() for experts in routed), "no token goes to an expert twice"
-    same = [(experts == mine[: len(experts)]).all(-1) for experts, mine in zip(routed, chosen, strict=True)]  # (tokens, layers) each
-    assert torch.cat(same).float().mean() > 0.9, "all but the undecided tokens would have gone there of themselves"
-    moved = torch.cat([~row[len(prompt) - 1 :].all(-1) for (prompt, _), row in zip(sampled, same, strict=True)])  # of the answers
+    # (tokens, layers) each
+    same = [(experts == mine[: len(experts)]).all(-1) for experts, mine in zip(routed, chosen, strict=True)]
+    assert torch.cat(same).float().mean() > 0.9, (
+        "all but the undecided tokens would have gone there of themselves"
+    )
+    # of the answers
+    moved = torch.cat(
+        [~row[len(prompt) - 1 :].all(-1) for (prompt, _), row in zip(sampled, same, strict=True)]
+    )
     replayed = gaps(telling=True)
-    print(f"gap {plain.mean():.4f}, largest {plain.max():.2f} nats; with an engine's experts {replayed.mean():.4f}, {replayed.max():.2f}")
-    print(f"of {moved.sum()} of {len(moved)} tokens that go elsewhere {plain[moved].mean():.4f}; routed {replayed[moved].mean():.4f}")
+    print(
+        f"gap {plain.mean():.4f}, largest {plain.max():.2f} nats; with an engine's experts"
+        f" {replayed.mean():.4f}, {replayed.max():.2f}"
+    )
+    print(
+        f"of {moved.sum()} of {len(moved)} tokens that go elsewhere {plain[moved].mean():.4f}; routed"
+        f" {replayed[moved].mean():.4f}"
+    )
     assert replayed.quantile(0.99) < 0.2, replayed.quantile(0.99)
     assert replayed.mean() < 0.9 * plain.mean() and replayed.mean() < 0.05, (plain.mean(), replayed.mean())
     assert replayed[moved].mean() < 0.5 * plain[moved].mean(), (plain[moved].mean(), replayed[moved].mean())
 
 
 def test_the_engine_takes_weights_as_they_are(setting: Setting) -> None:
-    policy, generator = load_policy(str(setting.base), "bfloat16").eval(), torch.Generator().manual_seed(2)
+    policy = load_policy(str(setting.base), "bfloat16").eval()
+    generator = torch.Generator().manual_seed(2)
     with torch.no_grad():
         for parameter in policy.parameters():
             parameter += 0.1 * torch.randn(parameter.shape, generator=generator).to(parameter)
-    expected, before = logprobs(policy, DEVICE), setting.sampled()
-    setting.sampler.update([(name, weight.cpu()) for name, weight in checkpoint_weights(policy.model, lambda parameters: nullcontext())])
-    assert (before - expected).abs().median() > 0.3, "the weights have not changed enough for the test to tell"
+    expected = logprobs(policy, DEVICE)
+    before = setting.sampled()
+    setting.sampler.update(
+        [
+            (name, weight.cpu())
+            for name, weight in checkpoint_weights(policy.model, lambda parameters: nullcontext())
+        ]
+    )
+    assert (before - expected).abs().median() > 0.3, (
+        "the weights have not changed enough for the test to tell"
+    )
     assert_close(setting.sampled(), expected)

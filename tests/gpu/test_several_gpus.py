@@ -1,4 +1,5 @@
-"""GPUs together: ZeRO-3 ranks train what one GPU trains, and PPO learns wherever its models stand. What lacks GPUs is skipped."""
+"""GPUs together: ZeRO-3 ranks train what one GPU trains, and PPO learns wherever its models stand. What lacks
+GPUs is skipped."""
 
 from __future__ import annotations
 
@@ -19,9 +20,18 @@ from rlhf_core.runs.run_dir import RunDir, StageRequest
 
 GPUS = torch.cuda.device_count()
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(900), pytest.mark.skipif(not GPUS, reason="no GPU here")]
-TRAIN = {"dtype": "bfloat16", "train_batch_size": 32, "micro_train_batch_size": 4, "max_len": 96, "learning_rate": 1e-4}
+TRAIN = {
+    "dtype": "bfloat16",
+    "train_batch_size": 32,
+    "micro_train_batch_size": 4,
+    "max_len": 96,
+    "learning_rate": 1e-4,
+}
 # A third of the letters that a model without training writes are in it.
-EARLY = "def early(responses): return [sum(c in 'abcdefghijklm' for c in text) / max(1, len(text)) for text in responses]\n"
+EARLY = (
+    "def early(responses): return [sum(c in 'abcdefghijklm' for c in text) / max(1, len(text)) for text in"
+    " responses]\n"
+)
 ROLES = ("actor_ranks", "reference_ranks")
 
 
@@ -30,7 +40,9 @@ def of_gpus(*counts: int) -> list[Any]:
 
 
 def run(name: str, config: StageConfig, base: Path, folder: Path, **models: str) -> list[dict[str, float]]:
-    RunDir(folder).prepare(StageRequest(name=name, digest="0", config=config, inputs={"base": str(base), **models}, seed=0))
+    RunDir(folder).prepare(
+        StageRequest(name=name, digest="0", config=config, inputs={"base": str(base), **models}, seed=0)
+    )
     command = [sys.executable, "-m", "rlhf_core", str(folder)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=800, stdin=subprocess.DEVNULL)
     if done.returncode:
@@ -40,7 +52,9 @@ def run(name: str, config: StageConfig, base: Path, folder: Path, **models: str)
 
 def training(kind: str, material: Path, gpus: int, **more: Any) -> StageConfig:
     where = {"zero_stage": 3 if gpus > 1 else 0, "ranks": Ranks(num_ranks_per_node=gpus, gpus=1), **more}
-    data = Data(sources=str(material / ("sft.jsonl" if kind == "sft" else "preferences.jsonl")), max_samples=192)
+    data = Data(
+        sources=str(material / ("sft.jsonl" if kind == "sft" else "preferences.jsonl")), max_samples=192
+    )
     if kind in ("sft", "reward_model"):
         return {"sft": SFT, "reward_model": RewardModel}[kind](model="base", data=data, **TRAIN, **where)
     return {"dpo": DPO, "kto": KTO}[kind](policy="base", data=data, **TRAIN, **where)
@@ -49,7 +63,9 @@ def training(kind: str, material: Path, gpus: int, **more: Any) -> StageConfig:
 @pytest.mark.parametrize("gpus", of_gpus(2, 4))
 @pytest.mark.parametrize("kind", ["sft", "reward_model", "dpo", "kto"])
 def test_zero3_ranks_train_what_one_gpu_trains(kind: str, gpus: int, material: Path, tmp_path: Path) -> None:
-    one, several = (run(kind, training(kind, material, n), material / "base", tmp_path / str(n)) for n in (1, gpus))
+    one, several = (
+        run(kind, training(kind, material, n), material / "base", tmp_path / str(n)) for n in (1, gpus)
+    )
     assert len(one) == len(several) >= 6
     for a, b in zip(one, several, strict=True):
         assert b["loss"] == pytest.approx(a["loss"], rel=0.01), a["step"]  # bf16 carries three digits
@@ -58,15 +74,21 @@ def test_zero3_ranks_train_what_one_gpu_trains(kind: str, gpus: int, material: P
     exported = load_file(checkpoint / "model.safetensors")
     auto = AutoModelForSequenceClassification if kind == "reward_model" else AutoModelForCausalLM
     loaded = auto.from_pretrained(checkpoint).state_dict()
-    assert all(torch.equal(loaded[name], weight) for name, weight in exported.items()), "export and transformers disagree"
+    assert all(torch.equal(loaded[name], weight) for name, weight in exported.items()), (
+        "export and transformers disagree"
+    )
 
 
 @pytest.mark.parametrize("gpus", of_gpus(2, 4))
 @pytest.mark.parametrize("kind", ["sft", "reward_model", "dpo", "kto"])
-def test_gpus_compute_each_pass_together_as_one_does(kind: str, gpus: int, material: Path, tmp_path: Path) -> None:
+def test_gpus_compute_each_pass_together_as_one_does(
+    kind: str, gpus: int, material: Path, tmp_path: Path
+) -> None:
     packed = {"micro_train_tokens": 384}
-    alone, together = training(kind, material, 1, **packed), training(kind, material, gpus, **packed, sequence_parallel_size=gpus)
-    one, several = run(kind, alone, material / "base", tmp_path / "1"), run(kind, together, material / "base", tmp_path / "2")
+    alone = training(kind, material, 1, **packed)
+    together = training(kind, material, gpus, **packed, sequence_parallel_size=gpus)
+    one = run(kind, alone, material / "base", tmp_path / "1")
+    several = run(kind, together, material / "base", tmp_path / "2")
     assert len(one) == len(several) >= 6
     for a, b in zip(one, several, strict=True):
         assert b["loss"] == pytest.approx(a["loss"], rel=0.01), a["step"]  # bf16 carries three digits
@@ -86,13 +108,19 @@ def test_a_round_is_sampled_and_scored_on_all_gpus(gpus: int, material: Path, tm
         dtype="bfloat16",
         vllm=Vllm(num_engines=gpus, gpus=1, gpu_memory_utilization=0.4),
     )
-    (line,) = run("preferences", config, material / "base", tmp_path / "run", rm=str(tmp_path / "rm" / "checkpoint"))
-    assert line["prompts"] == 64 and line["pairs"] > 16 and line["reward/best"] > line["reward/mean"] > line["reward/worst"]
+    (line,) = run(
+        "preferences", config, material / "base", tmp_path / "run", rm=str(tmp_path / "rm" / "checkpoint")
+    )
+    assert (
+        line["prompts"] == 64
+        and line["pairs"] > 16
+        and line["reward/best"] > line["reward/mean"] > line["reward/worst"]
+    )
 
 
 def ppo(material: Path, function: Path, placement: str) -> PPO:
-    """Actor, reference and engine on one GPU, on two apart, or on all of two together: an engine on each, or one over both, by tensors
-    (`split`) or by layers (`stages`)."""
+    """Actor, reference and engine on one GPU, on two apart, or on all of two together: an engine on each, or
+    one over both, by tensors (`split`) or by layers (`stages`)."""
     engines: dict[str, dict[str, int]] = {
         "together": {"num_engines": 2},
         "split": {"tensor_parallel_size": 2},
@@ -132,13 +160,20 @@ def ppo(material: Path, function: Path, placement: str) -> PPO:
 PLACEMENTS = {"one": 1, "apart": 2, "together": 2, "split": 2, "stages": 2}  # GPUs
 
 
-@pytest.mark.parametrize("placement", [pytest.param(name, marks=of_gpus(n)[0].marks) for name, n in PLACEMENTS.items()])
+@pytest.mark.parametrize(
+    "placement", [pytest.param(name, marks=of_gpus(n)[0].marks) for name, n in PLACEMENTS.items()]
+)
 def test_ppo_raises_its_reward(placement: str, material: Path, tmp_path: Path) -> None:
-    """Each process of an engine compares the checksum of the weights on its GPU with the sender's, and ends the run where they differ."""
+    """Each process of an engine compares the checksum of the weights on its GPU with the sender's, and ends
+    the run where they differ."""
     (tmp_path / "checks.py").write_text(EARLY)
     lines = run("ppo", ppo(material, tmp_path / "checks.py", placement), material / "base", tmp_path / "run")
-    first, last = (np.array([(line["reward/mean"], line["reward/std"]) for line in part]) for part in (lines[:4], lines[-4:]))
-    error = np.sqrt(sum((part[:, 1] ** 2).mean() for part in (first, last)) / (4 * 64))  # of the difference of two means of 4 x 64 answers
+    first, last = (
+        np.array([(line["reward/mean"], line["reward/std"]) for line in part])
+        for part in (lines[:4], lines[-4:])
+    )
+    # of the difference of two means of 4 x 64 answers
+    error = np.sqrt(sum((part[:, 1] ** 2).mean() for part in (first, last)) / (4 * 64))
     assert last[:, 0].mean() - first[:, 0].mean() > 4 * error, [line["reward/mean"] for line in lines]
     for line in lines:
         assert line["policy/first_ratio_gap"] < 0.01 and line["sampler/gap"] < 0.02, line["step"]

@@ -16,7 +16,11 @@ from rlhf_core.models.load import Policy, load_policy
 from rlhf_core.objectives.collate import collate
 from tests.support.families import DELTA, make_family
 
-pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600), pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here")]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.timeout(600),
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here"),
+]
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 RNG = random.Random(0)
 DOCUMENTS = [[RNG.randrange(3, 80) for _ in range(n)] for n in (24, 3, 70, 1 + 128, 2, 33)]
@@ -25,7 +29,9 @@ FAMILIES = ("qwen3_5", "qwen3_5-moe", "qwen3-next", "lfm2")
 
 def outcome(policy: Policy, rows: list[list[int]]) -> tuple[Tensor, dict[str, Tensor]]:
     """Log-probs by document, and the gradients of their sum."""
-    batch = collate([[Document(DOCUMENTS[i], [False] + [True] * (len(DOCUMENTS[i]) - 1)) for i in row] for row in rows], 0).to(DEVICE)
+    batch = collate(
+        [[Document(DOCUMENTS[i], [False] + [True] * (len(DOCUMENTS[i]) - 1)) for i in row] for row in rows], 0
+    ).to(DEVICE)
     found = policy(batch.tokens, batch.positions, batch.documents).logprobs
     found.sum().backward()
     gradients = {name: p.grad.float() for name, p in policy.named_parameters() if p.grad is not None}
@@ -39,7 +45,11 @@ def test_packed_documents_are_as_alone(family: str, material: Path, tmp_path: Pa
         pytest.importorskip("fla")
     larger = {} if family == "lfm2" else {key: 64 for key in DELTA if key.endswith("head_dim")}
     policy = (
-        load_policy(str(make_family(family, material / "base", tmp_path / "base", torch.bfloat16, larger)), "bfloat16").eval().to(DEVICE)
+        load_policy(
+            str(make_family(family, material / "base", tmp_path / "base", torch.bfloat16, larger)), "bfloat16"
+        )
+        .eval()
+        .to(DEVICE)
     )
     detect_document_leak(policy, policy, DEVICE, packed=True)
     assert takes_varlen(policy.model) and policy.document_leak is False

@@ -15,7 +15,8 @@ from rlhf_core.runs.run_dir import RunDir
 from rlhf_core.stages.publication.champion import BRANCH, champions_of
 from tests.nights.life import Life, Night
 
-LOOP, REPOSITORY = "nights", "town/model"
+LOOP = "nights"
+REPOSITORY = "town/model"
 
 
 def faults_of(life: Life, nights: Sequence[Night]) -> list[str]:
@@ -30,13 +31,17 @@ def _feedback(life: Life, nights: Sequence[Night]) -> Iterator[str]:
     stored = sum(kinds.values())
     for night in nights:
         if night.duplicate != night.again:
-            yield f"day {night.number}: {night.again} rows were sent twice, and {night.duplicate} of them counted as known"
+            yield (
+                f"day {night.number}: {night.again} rows were sent twice, and {night.duplicate} of them"
+                " counted as known"
+            )
     if stored != sum(night.new for night in nights):
         yield f"the inbox has {stored} rows, and its endpoint accepted {sum(night.new for night in nights)}"
 
 
 def _rounds(life: Life, record: Record) -> Iterator[str]:
-    """Each row that a round can use was in one round, a used one or a refused one; each round was made once."""
+    """Each row that a round can use was in one round, a used one or a refused one; each round was made
+    once."""
     inbox = Inbox(life.here.folder / "town.inbox")
     ends = [done.taken[inbox.id] for done in (*record.rounds, *([record.begun] if record.begun else []))]
     for before, after in pairwise([0, *ends]):
@@ -48,16 +53,22 @@ def _rounds(life: Life, record: Record) -> Iterator[str]:
             if name.startswith(f"{LOOP}.round"):
                 trained.update(_rows_of(life.folder.parent / "stages" / f"{name}-{digest}"))
     usable = {stored.seq for stored in inbox.rows(VIEWS["preference"], 0, ends[-1] if ends else 0)}
-    if lost := usable - set(trained):
+    lost = usable - set(trained)
+    if lost:
         yield f"{len(lost)} rows were in no round, the first is {min(lost)}"
-    if twice := [seq for seq, count in trained.items() if count > 1]:
+    twice = [seq for seq, count in trained.items() if count > 1]
+    if twice:
         yield f"{len(twice)} rows were in two rounds, the first is {min(twice)}"
-    if strange := set(trained) - usable:
+    strange = set(trained) - usable
+    if strange:
         yield f"{len(strange)} rows were trained on before their round took them, the first is {min(strange)}"
     made = Counter(
-        folder.name.rpartition("-")[0] for folder in (life.folder.parent / "stages").glob(f"{LOOP}.round*") if RunDir(folder).result()
+        folder.name.rpartition("-")[0]
+        for folder in (life.folder.parent / "stages").glob(f"{LOOP}.round*")
+        if RunDir(folder).result()
     )
-    if several := [name for name, count in made.items() if count > 1]:
+    several = [name for name, count in made.items() if count > 1]
+    if several:
         yield f"these rounds were trained twice: {', '.join(several)}"
 
 
@@ -71,15 +82,21 @@ def _rows_of(run_dir: Path) -> set[int]:
 
 
 def _published(life: Life, record: Record) -> Iterator[str]:
-    """Each round that is used was published in one commit with one tag, and was the champion once, in order."""
+    """Each round that is used was published in one commit with one tag, and was the champion once, in
+    order."""
     champions = champions_of(life.folder)
     repository = life.hub.repositories.get(REPOSITORY)
     reigns = [reign.model for reign in champions.reigns]
-    used = [f"{LOOP}.round{number}.dpo" for number, done in enumerate(record.rounds, start=1) if not done.refused]
+    used = [
+        f"{LOOP}.round{number}.dpo" for number, done in enumerate(record.rounds, start=1) if not done.refused
+    ]
     if champions.moving is not None:
         yield f"a move of the champion to {champions.moving.model} is not completed"
     if reigns != used:
-        yield f"the champions were {', '.join(reigns) or 'none'}, and the rounds that are used are {', '.join(used) or 'none'}"
+        yield (
+            f"the champions were {', '.join(reigns) or 'none'}, and the rounds that are used are"
+            f" {', '.join(used) or 'none'}"
+        )
     if repository is None:
         if used:
             yield f"{REPOSITORY} is not on the Hub"

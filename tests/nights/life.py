@@ -1,4 +1,5 @@
-"""Lives the loop for some days and nights: people ask the champion and send feedback; at night a round is trained, judged and published."""
+"""Lives the loop for some days and nights: people ask the champion and send feedback; at night a round is
+trained, judged and published."""
 
 from __future__ import annotations
 
@@ -22,16 +23,19 @@ from tests.nights.processes import Here
 from tests.nights.sampler import Model
 from tests.support.hub_server import Hub
 
-QUESTIONS_A_DAY, PEOPLE, LABELS_A_DAY = 240, 40, 20
+QUESTIONS_A_DAY = 240
+PEOPLE = 40
+LABELS_A_DAY = 20
 DOWN = range(10**9)
 
 
 @dataclass
 class Night:
-    """What happened in a day and its night. `faults`: those that had an effect, or in the last night still wait for one. `sent`: rows of
-    feedback, `new`: those that the endpoint counted as new; `again`: rows sent a second time, `duplicate`: those that it counted as known.
-    `round`: number of the round that was worked on last. `states` and `outputs`: how the flow's runs ended, and what they printed.
-    `pages`: texts by their places."""
+    """What happened in a day and its night. `faults`: those that had an effect, or in the last night still
+    wait for one. `sent`: rows of feedback, `new`: those that the endpoint counted as new; `again`: rows sent
+    a second time, `duplicate`: those that it counted as known. `round`: number of the round that was worked
+    on last. `states` and `outputs`: how the flow's runs ended, and what they printed. `pages`: texts by their
+    places."""
 
     number: int
     faults: tuple[Kind, ...]
@@ -50,7 +54,8 @@ class Night:
 
 @dataclass
 class Life:
-    """A town with its recipe and its doubles. `base`: the model that the loop starts from; `taken`: prompts that nobody may ask."""
+    """A town with its recipe and its doubles. `base`: the model that the loop starts from; `taken`: prompts
+    that nobody may ask."""
 
     here: Here
     faults: Faults
@@ -74,7 +79,8 @@ class Life:
 
     def live(self, number: int) -> Night:
         """A day and its night."""
-        planted, begin = self.waiting | self.faults.of(number), time.monotonic()
+        planted = self.waiting | self.faults.of(number)
+        begin = time.monotonic()
         name, model = self.champion()
         night = Night(number, tuple(planted), name)
         self.day(night, planted, model)
@@ -84,14 +90,17 @@ class Life:
         if number < self.faults.nights:
             night.faults = tuple(kind for kind in planted if kind not in self.waiting)
         record = read(self.folder, "nights")
-        night.round, night.champion_after = len(record.rounds) + (record.begun is not None), self.champion()[0]
+        night.round = len(record.rounds) + (record.begun is not None)
+        night.champion_after = self.champion()[0]
         night.pages = pages_of(self.dashboard, self.folder / "report.html")
         night.seconds = time.monotonic() - begin
         return night
 
     def day(self, night: Night, planted: dict[Kind, Fault], model: Path) -> None:
-        """People ask the champion and say what they like; annotators label some pairs for the judge's calibration."""
-        seed, number = self.faults.seed, night.number
+        """People ask the champion and say what they like; annotators label some pairs for the judge's
+        calibration."""
+        seed = self.faults.seed
+        number = night.number
         asked = town.day(seed, number, QUESTIONS_A_DAY, PEOPLE, self.faults.drifted(number), self.taken)
         answers = Model(model).answers([one.prompt for one in asked], town.ANSWERS, seed * 1000 + number)
         hostile = planted["poisoned"].share if "poisoned" in planted else 0.0
@@ -99,8 +108,10 @@ class Life:
         told = self.feedback.post("/feedback/town?source=town", rows)
         again = rows[: len(rows) // 10]  # a client that got no answer sends a part once more
         twice = self.feedback.post("/feedback/town?source=town", again)
-        night.sent, night.new = len(rows), told["new"]
-        night.again, night.duplicate = len(again), twice["duplicate"]
+        night.sent = len(rows)
+        night.new = told["new"]
+        night.again = len(again)
+        night.duplicate = twice["duplicate"]
         with (self.here.folder / "labels.jsonl").open("a") as file:
             town.write_lines(file, town.labels(seed, number, LABELS_A_DAY, self.taken))
 
@@ -140,8 +151,11 @@ class Life:
         return ended.state
 
     def works_on(self, stage: str) -> bool:
-        """Whether a process works on a stage, of the loop on its newest round, and has written the first lines of its log."""
-        found = (self.here.folder / "artifacts" / "stages").glob(f"{stage}.round*" if stage == "nights" else f"{stage}-*")
+        """Whether a process works on a stage, of the loop on its newest round, and has written the first
+        lines of its log."""
+        found = (self.here.folder / "artifacts" / "stages").glob(
+            f"{stage}.round*" if stage == "nights" else f"{stage}-*"
+        )
         return any((place / LOG).exists() and is_locked(place / LOCK) for place in found)
 
     @contextmanager

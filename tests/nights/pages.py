@@ -12,14 +12,16 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-START_SECONDS, READ_SECONDS = 90.0, 60.0
+START_SECONDS = 90.0
+READ_SECONDS = 60.0
 
 
 class Endpoint:
     """An endpoint on this machine and the file with its token."""
 
     def __init__(self, url: str, token: Path):
-        self.url, self._token = url, token
+        self.url = url
+        self._token = token
 
     def wait(self) -> None:
         """Waits until it answers. Raises TimeoutError."""
@@ -42,7 +44,9 @@ class Endpoint:
 
     def _send(self, path: str, body: bytes | None) -> str:
         headers = {"Authorization": f"Bearer {self._token.read_text().strip()}"}
-        with urllib.request.urlopen(urllib.request.Request(self.url + path, data=body, headers=headers), timeout=READ_SECONDS) as answer:
+        with urllib.request.urlopen(
+            urllib.request.Request(self.url + path, data=body, headers=headers), timeout=READ_SECONDS
+        ) as answer:
             return str(answer.read().decode())
 
 
@@ -59,11 +63,15 @@ def links(page: str, prefix: str) -> list[str]:
 
 
 def pages_of(dashboard: Endpoint, report: Path) -> dict[str, str]:
-    """The texts of the live page of the newest run (start page, run, its stages' pages) and of the report, by their places."""
+    """The texts of the live page of the newest run (start page, run, its stages' pages) and of the report, by
+    their places."""
     start = dashboard.get("/")
     found = {"start page": text_of(start)}
     for run in links(start, "/run/")[:1]:
         page = dashboard.get(run)
         found["run page"] = text_of(page)
-        found |= {f"stage page {address.rpartition('/')[2]}": text_of(dashboard.get(address)) for address in links(page, "/stage/")}
+        found |= {
+            f"stage page {address.rpartition('/')[2]}": text_of(dashboard.get(address))
+            for address in links(page, "/stage/")
+        }
     return found | ({"report": text_of(report.read_text())} if report.exists() else {})

@@ -1,4 +1,5 @@
-"""The town's processes: rounds of the loop, `alignflow` commands, and servers. All of them are the real ones, each with a time limit."""
+"""The town's processes: rounds of the loop, `alignflow` commands, and servers. All of them are the real ones,
+each with a time limit."""
 
 from __future__ import annotations
 
@@ -15,7 +16,9 @@ from typing import NamedTuple
 import psutil
 
 ROOT = Path(__file__).parents[2]
-ROUND_SECONDS, COMMAND_SECONDS, LEFT_SECONDS = 900.0, 120.0, 60.0
+ROUND_SECONDS = 900.0
+COMMAND_SECONDS = 120.0
+LEFT_SECONDS = 60.0
 CALL = """
 import sys
 from flows.loops import loop
@@ -44,7 +47,14 @@ class Here(NamedTuple):
         begin = time.monotonic()
         with log.open("w") as out:
             command = [sys.executable, "-c", CALL, "recipe.yaml"]
-            process = subprocess.Popen(command, cwd=self.folder, env=self.environment, stdin=subprocess.DEVNULL, stdout=out, stderr=out)
+            process = subprocess.Popen(
+                command,
+                cwd=self.folder,
+                env=self.environment,
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=out,
+            )
             try:
                 while process.poll() is None:
                     if kill_when is not None and kill_when():
@@ -78,7 +88,9 @@ class Here(NamedTuple):
         deadline = time.monotonic() + LEFT_SECONDS
         while left := self._stages():
             if time.monotonic() > deadline:
-                raise TimeoutError(f"{LEFT_SECONDS:g} s after the end of process {flow} these still run: {left}")
+                raise TimeoutError(
+                    f"{LEFT_SECONDS:g} s after the end of process {flow} these still run: {left}"
+                )
             time.sleep(0.2)
 
     def _stages(self) -> list[str]:
@@ -98,7 +110,9 @@ def serving(here: Here, log: Path, *arguments: str) -> Iterator[None]:
     """Runs `alignflow` with arguments that make it serve until the block ends."""
     with log.open("w") as out:
         command = [sys.executable, "-m", "flows.cli", *arguments]
-        process = subprocess.Popen(command, cwd=here.folder, env=here.environment, stdin=subprocess.DEVNULL, stdout=out, stderr=out)
+        process = subprocess.Popen(
+            command, cwd=here.folder, env=here.environment, stdin=subprocess.DEVNULL, stdout=out, stderr=out
+        )
         try:
             yield
         finally:

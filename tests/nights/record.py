@@ -22,20 +22,32 @@ ALARM = re.compile(r"gate failed \(\w+\): stage (\S+): (.+?, and the gate requir
 
 
 def recorded(life: Life, nights: Sequence[Night], held_out: Sequence[tuple[str, str]]) -> dict[str, Any]:
-    """Returns the whole run: its nights, the rounds with their true gains, the champions, and the faults of its books."""
-    record, reigns = read(life.folder, LOOP), champions_of(life.folder).reigns
+    """Returns the whole run: its nights, the rounds with their true gains, the champions, and the faults of
+    its books."""
+    record = read(life.folder, LOOP)
+    reigns = champions_of(life.folder).reigns
     promoted = [reign.model for reign in reigns]
     best = base = _right(life.base, tuple(held_out))
-    rounds, champions = [], []
+    rounds = []
+    champions = []
     held = [("base", base)]
     for number, (digests, refused) in enumerate(_rounds(record), start=1):
-        name = next((name for name in digests if name.startswith(f"{LOOP}.round")), f"{LOOP}.round{number}.dpo")
+        name = next(
+            (name for name in digests if name.startswith(f"{LOOP}.round")), f"{LOOP}.round{number}.dpo"
+        )
         folder = life.folder.parent / "stages" / f"{name}-{digests.get(name)}"
         if RunDir(folder).result() is None:
             continue
         right = _right(folder / "checkpoint", tuple(held_out))
-        found, is_champion = gain(right, best), name in promoted
-        about = {"round": number, "right": fmean(right), "gain": found._asdict(), "better": found.better, "worse": found.worse}
+        found = gain(right, best)
+        is_champion = name in promoted
+        about = {
+            "round": number,
+            "right": fmean(right),
+            "gain": found._asdict(),
+            "better": found.better,
+            "worse": found.worse,
+        }
         rounds.append({**about, "promoted": is_champion, "refused": refused})
         if is_champion:
             worse = [other for other, shares in held if gain(right, shares).worse]
@@ -55,7 +67,8 @@ def recorded(life: Life, nights: Sequence[Night], held_out: Sequence[tuple[str, 
 
 @cache
 def _right(folder: Path, questions: tuple[tuple[str, str], ...]) -> list[float]:
-    """The probabilities of the right answers; the model in a folder that is named by a digest does not change."""
+    """The probabilities of the right answers; the model in a folder that is named by a digest does not
+    change."""
     return Model(folder).right(questions)
 
 
@@ -66,10 +79,13 @@ def _rounds(record: Record) -> list[tuple[dict[str, str], str]]:
 
 
 def _night(night: Night, following: Sequence[Night], before: Sequence[Night]) -> dict[str, Any]:
-    """A night, the gates that failed in it beside those on its candidate, and where each of its faults is named."""
+    """A night, the gates that failed in it beside those on its candidate, and where each of its faults is
+    named."""
     gates = [f"{stage}: {what}" for text in night.outputs for stage, what in ALARM.findall(text)]
     alarms = [gate for gate in dict.fromkeys(gates) if not gate.startswith("evaluation: ")]
-    if not night.states[-1].startswith("COMPLETED") and not any(gate.startswith("evaluation: ") for gate in gates):
+    if not night.states[-1].startswith("COMPLETED") and not any(
+        gate.startswith("evaluation: ") for gate in gates
+    ):
         alarms.append(night.states[-1].splitlines()[0][:200])
     pages = [[other.pages for other in nights] for nights in ((night, *following), before)]
     where = {kind: named(kind, night.round, *pages) for kind in night.faults}
@@ -92,7 +108,11 @@ def _night(night: Night, following: Sequence[Night], before: Sequence[Night]) ->
 def copy_texts(source: Path, to: Path) -> None:
     """Copies what a person may want to read of a run: records, reports, logs, results; no weights."""
     for file in source.rglob("*"):
-        if file.suffix in (".json", ".html", ".txt", ".log", ".md", ".yaml") and file.is_file() and not file.is_symlink():
+        if (
+            file.suffix in (".json", ".html", ".txt", ".log", ".md", ".yaml")
+            and file.is_file()
+            and not file.is_symlink()
+        ):
             place = to / file.relative_to(source)
             place.parent.mkdir(parents=True, exist_ok=True)
             place.write_bytes(file.read_bytes())

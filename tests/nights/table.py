@@ -13,7 +13,11 @@ from tests.nights.verdicts import HELD_OUT, MARGIN, Check, verdicts
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "reference" / "nights.md"
-RESULTS = {"faults": Path(__file__).with_name("results.json"), "faults-long": Path(__file__).with_name("results-long.json")}  # by file
+# by file
+RESULTS = {
+    "faults": Path(__file__).with_name("results.json"),
+    "faults-long": Path(__file__).with_name("results-long.json"),
+}
 WORDS = {
     "poisoned": "poisoned feedback",
     "length_judge": "judge prefers length",
@@ -50,7 +54,8 @@ must work, which needs no privileges where the system lets users make namespaces
 
 def page(results: Mapping[str, Any], longer: Mapping[str, Any] | None = None) -> str:
     """The whole page. `longer`: the results of more nights, of which it has the checks alone."""
-    run, control = results["run"], results["control"]
+    run = results["run"]
+    control = results["control"]
     parts = [
         HEAD,
         *_checks(results),
@@ -60,7 +65,11 @@ def page(results: Mapping[str, Any], longer: Mapping[str, Any] | None = None) ->
         "\n## Where each fault is named\n",
         table(
             ("night", "fault", "named on"),
-            [(n["number"], WORDS[kind], f"{_plain(where) or '**nowhere**'}") for n in run["nights"] for kind, where in n["named"].items()],
+            [
+                (n["number"], WORDS[kind], f"{_plain(where) or '**nowhere**'}")
+                for n in run["nights"]
+                for kind, where in n["named"].items()
+            ],
         ),
     ]
     if control is not None:
@@ -71,7 +80,10 @@ def page(results: Mapping[str, Any], longer: Mapping[str, Any] | None = None) ->
 def _checks(results: Mapping[str, Any]) -> list[str]:
     run = results["run"]
     minutes = sum(night["seconds"] for night in run["nights"]) / 60
-    rows = [(one.name, "yes" if one.passed else "**no**", _plain(one.found)) for one in verdicts(run, results["control"])]
+    rows = [
+        (one.name, "yes" if one.passed else "**no**", _plain(one.found))
+        for one in verdicts(run, results["control"])
+    ]
     said = f"Seed {run['seed']}. {len(run['nights'])} nights took {minutes:.0f} minutes.\n"
     return [said, table(("shown", "result", "numbers"), rows)]
 
@@ -88,15 +100,38 @@ def nights_table(run: Mapping[str, Any]) -> str:
     rows = []
     for night in run["nights"]:
         one = rounds.get(night["round"])
-        change = f"{100 * one['gain']['mean']:+.1f} ({100 * one['gain']['low']:+.1f} to {100 * one['gain']['high']:+.1f})" if one else "–"
+        change = (
+            f"{100 * one['gain']['mean']:+.1f} ({100 * one['gain']['low']:+.1f} to"
+            f" {100 * one['gain']['high']:+.1f})"
+            if one
+            else "–"
+        )
         right = f"{100 * one['right']:.1f} %" if one else "–"
         new = night["champion_after"] != night["champion"]
-        failed = night["states"][-1] if "GateFailed" not in night["states"][-1] and not night["states"][-1].startswith("COMPLETED") else ""
-        end = "champion" if new else _short(failed) or "; ".join(map(_short, night["gates"])) or _short(night["states"][-1])
-        rows.append(
-            (night["number"], ", ".join(WORDS[kind] for kind in night["faults"]) or "–", night["round"], right, change, _plain(end))
+        failed = (
+            night["states"][-1]
+            if "GateFailed" not in night["states"][-1] and not night["states"][-1].startswith("COMPLETED")
+            else ""
         )
-    return table(("night", "planted", "round", "right answers", "against the champion, points", "end of the night"), rows)
+        end = (
+            "champion"
+            if new
+            else _short(failed) or "; ".join(map(_short, night["gates"])) or _short(night["states"][-1])
+        )
+        rows.append(
+            (
+                night["number"],
+                ", ".join(WORDS[kind] for kind in night["faults"]) or "–",
+                night["round"],
+                right,
+                change,
+                _plain(end),
+            )
+        )
+    return table(
+        ("night", "planted", "round", "right answers", "against the champion, points", "end of the night"),
+        rows,
+    )
 
 
 def told(checks: list[Check]) -> str:
@@ -105,7 +140,11 @@ def told(checks: list[Check]) -> str:
 
 
 def _short(text: str) -> str:
-    for beginning in ("COMPLETED nights of town: ", "FAILED Flow run encountered an exception: ", "StageFailed: "):
+    for beginning in (
+        "COMPLETED nights of town: ",
+        "FAILED Flow run encountered an exception: ",
+        "StageFailed: ",
+    ):
         text = text.removeprefix(beginning)
     return text if len(text) <= 160 else text[:157] + "..."
 

@@ -1,4 +1,5 @@
-"""Decides from a field's annotation and bounds whether it allows a value of YAML. Independent of pydantic's own validation."""
+"""Decides from a field's annotation and bounds whether it allows a value of YAML. Independent of pydantic's
+own validation."""
 
 from __future__ import annotations
 
@@ -13,13 +14,18 @@ from pydantic.fields import FieldInfo
 
 def allows(annotation: Any, bounds: list[Any], value: Any, finite: bool = True) -> bool:
     """Whether a type with its bounds allows a value. `finite`: NaN and infinity are no numbers."""
-    origin, parts = get_origin(annotation), get_args(annotation)
-    bounds = [inner for bound in bounds for inner in (bound.metadata if isinstance(bound, FieldInfo) else [bound])]
+    origin = get_origin(annotation)
+    parts = get_args(annotation)
+    bounds = [
+        inner for bound in bounds for inner in (bound.metadata if isinstance(bound, FieldInfo) else [bound])
+    ]
     if origin is Annotated:
         return allows(parts[0], [*parts[1:], *bounds], value, finite)
     if origin in (Union, UnionType):
         return any(allows(part, bounds, value, finite) for part in parts)
-    return _is_a(annotation, origin, parts, value, finite) and (value is None or all(_within(bound, value) for bound in bounds))
+    return _is_a(annotation, origin, parts, value, finite) and (
+        value is None or all(_within(bound, value) for bound in bounds)
+    )
 
 
 def _is_a(annotation: Any, origin: Any, parts: tuple[Any, ...], value: Any, finite: bool) -> bool:
@@ -39,7 +45,9 @@ def _is_a(annotation: Any, origin: Any, parts: tuple[Any, ...], value: Any, fini
         return same and all(allows(kind, [], item, finite) for kind, item in zip(kinds, value, strict=True))
     if origin is dict:
         return isinstance(value, dict) and all(allows(parts[1], [], item, finite) for item in value.values())
-    assert issubclass(annotation, BaseModel), f"{annotation}: write here which values of YAML this type allows"
+    assert issubclass(annotation, BaseModel), (
+        f"{annotation}: write here which values of YAML this type allows"
+    )
     needed = [name for name, info in annotation.model_fields.items() if info.is_required()]
     return isinstance(value, dict) and not needed and value.keys() <= annotation.model_fields.keys()
 
@@ -65,7 +73,9 @@ def _within(bound: Any, value: Any) -> bool:
 def beyond(annotation: Any, bounds: list[Any]) -> dict[str, Any]:
     """Returns values just outside of each bound of a field."""
     found: dict[str, Any] = {}
-    for part in [part for part in get_args(annotation) if get_origin(annotation) in (Union, UnionType, Annotated)]:
+    for part in [
+        part for part in get_args(annotation) if get_origin(annotation) in (Union, UnionType, Annotated)
+    ]:
         found |= beyond(part, [])
     for bound in bounds:
         inner = bound.metadata if isinstance(bound, FieldInfo) else []

@@ -1,7 +1,8 @@
 """Judgments and answers as arena-hard-auto publishes them, and its statistics written out a second time.
 
-The reference below follows `show_result.py` and `utils/math_utils.py` (v2.0) and `utils_math.py` (v0.1): loops over rows, float32 tensors
-and torch's L-BFGS, where ours has arrays and Newton's method. Both get the same bootstrap indices.
+The reference below follows `show_result.py` and `utils/math_utils.py` (v2.0) and `utils_math.py` (v0.1):
+loops over rows, float32 tensors and torch's L-BFGS, where ours has arrays and Newton's method. Both get the
+same bootstrap indices.
 """
 
 from __future__ import annotations
@@ -19,14 +20,20 @@ ROUNDS = 100
 
 
 def simulate(
-    skills: dict[str, float], questions: int, seed: int, taste: float = 1.0, longer: dict[str, float] | None = None
+    skills: dict[str, float],
+    questions: int,
+    seed: int,
+    taste: float = 1.0,
+    longer: dict[str, float] | None = None,
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Judgments and answers as published. A judge leans by skill + question + `taste` x length difference, with five labels.
+    """Judgments and answers as published. A judge leans by skill + question + `taste` x length difference,
+    with five labels.
 
     `longer[model]` is how many times the baseline's length the model's answers have on average.
     """
     generator = np.random.default_rng(seed)
-    judgments, answers = [], []
+    judgments = []
+    answers = []
     lengths = {}
     for model in (BASELINE, *skills):
         factor = (longer or {}).get(model, 1.0)
@@ -36,27 +43,63 @@ def simulate(
             metadata = {
                 "token_len": tokens,
                 "header_count": {f"h{n}": int(generator.poisson(tokens / 800)) for n in range(1, 7)},
-                "list_count": {"ordered": int(generator.poisson(tokens / 200)), "unordered": int(generator.poisson(tokens / 150))},
+                "list_count": {
+                    "ordered": int(generator.poisson(tokens / 200)),
+                    "unordered": int(generator.poisson(tokens / 150)),
+                },
                 "bold_count": {"**": int(generator.poisson(tokens / 100)), "__": 0},
             }
-            messages = [{"role": "user", "content": f"Question {q}"}, {"role": "assistant", "content": {"answer": f"{model} {q}"}}]
-            answers.append({"uid": f"q{q}", "ans_id": "x", "model": model, "messages": messages, "tstamp": 1.0, "metadata": metadata})
+            messages = [
+                {"role": "user", "content": f"Question {q}"},
+                {"role": "assistant", "content": {"answer": f"{model} {q}"}},
+            ]
+            answers.append(
+                {
+                    "uid": f"q{q}",
+                    "ans_id": "x",
+                    "model": model,
+                    "messages": messages,
+                    "tstamp": 1.0,
+                    "metadata": metadata,
+                }
+            )
     for model, skill in skills.items():
         for q in range(questions):
-            mine, base = lengths[model, q], lengths[BASELINE, q]
+            mine = lengths[model, q]
+            base = lengths[BASELINE, q]
             leaning = skill + generator.normal(0, 0.8) + taste * (mine - base) / (mine + base)
             games = [{"score": label(generator, -leaning)}, {"score": label(generator, leaning)}]
             for game in games:
-                game |= {"judgment": {"answer": f"My verdict: [[{game['score']}]]"}, "prompt": [{"role": "system", "content": "judge"}]}
+                game |= {
+                    "judgment": {"answer": f"My verdict: [[{game['score']}]]"},
+                    "prompt": [{"role": "system", "content": "judge"}],
+                }
             judgments.append(
-                {"uid": f"q{q}", "category": "hard_prompt", "judge": "gpt-4.1", "model": model, "baseline": BASELINE, "games": games}
+                {
+                    "uid": f"q{q}",
+                    "category": "hard_prompt",
+                    "judge": "gpt-4.1",
+                    "model": model,
+                    "baseline": BASELINE,
+                    "games": games,
+                }
             )
     return judgments, answers
 
 
 def label(generator: np.random.Generator, leaning_to_a: float) -> str:
     seen = leaning_to_a + generator.logistic(0, 1)
-    return "A>>B" if seen > 2 else "A>B" if seen > 0.3 else "A=B" if seen > -0.3 else "B>A" if seen > -2 else "B>>A"
+    return (
+        "A>>B"
+        if seen > 2
+        else "A>B"
+        if seen > 0.3
+        else "A=B"
+        if seen > -0.3
+        else "B>A"
+        if seen > -2
+        else "B>>A"
+    )
 
 
 def publish(folder: Path, judgments: list[dict[str, Any]], answers: list[dict[str, Any]]) -> Path:
@@ -104,7 +147,8 @@ def their_features(rows: list[tuple[str, str, float]], answers: list[dict[str, A
     base = torch.tensor([counts(table[BASELINE, uid]) for uid, _, _ in rows], dtype=torch.float32)
     final = torch.zeros_like(ours)
     final[:, 0] = (ours[:, 0] - base[:, 0]) / (ours[:, 0] + base[:, 0])
-    dense, other = ours[:, 1:] / (ours[:, :1] + 1), base[:, 1:] / (base[:, :1] + 1)
+    dense = ours[:, 1:] / (ours[:, :1] + 1)
+    other = base[:, 1:] / (base[:, :1] + 1)
     final[:, 1:] = (dense - other) / (dense + other + 1)
     return (final - final.mean(0)) / final.std(0)
 
@@ -124,17 +168,22 @@ def their_fit(design: torch.Tensor, outcomes: torch.Tensor) -> torch.Tensor:
     return logits.detach()
 
 
-def their_controlled(rows: list[tuple[str, str, float]], style: torch.Tensor, indices: np.ndarray) -> dict[str, tuple[float, float, float]]:
+def their_controlled(
+    rows: list[tuple[str, str, float]], style: torch.Tensor, indices: np.ndarray
+) -> dict[str, tuple[float, float, float]]:
     models = sorted({model for _, model, _ in rows} | {BASELINE})
     hot = torch.zeros(len(rows), len(models))
     for number, (_, model, _) in enumerate(rows):
         hot[number, models.index(model)] = 1
         hot[number, models.index(BASELINE)] = -1
-    design, outcomes = torch.cat([hot, style], 1), torch.tensor([score for _, _, score in rows])
+    design = torch.cat([hot, style], 1)
+    outcomes = torch.tensor([score for _, _, score in rows])
     fits = [their_fit(design[drawn], outcomes[drawn]) for drawn in indices]
     found = {}
     for number, model in enumerate(models):
-        strength = [math.exp(c[number]) / (math.exp(c[number]) + math.exp(c[models.index(BASELINE)])) for c in fits]
+        strength = [
+            math.exp(c[number]) / (math.exp(c[number]) + math.exp(c[models.index(BASELINE)])) for c in fits
+        ]
         found[model] = tuple(float(np.quantile(strength, share)) for share in (0.5, 0.05, 0.95))
     return found  # type: ignore[return-value]
 
@@ -142,17 +191,25 @@ def their_controlled(rows: list[tuple[str, str, float]], style: torch.Tensor, in
 def old_line(row: dict[str, Any]) -> dict[str, Any]:
     """A v0.1 line with the same verdicts."""
     games = [
-        {"user_prompt": "What?", "judgment": "words", "score": None}
-        if game is None
-        else {**game, "user_prompt": "What?", "judgment": "words"}
+        (
+            {"user_prompt": "What?", "judgment": "words", "score": None}
+            if game is None
+            else {**game, "user_prompt": "What?", "judgment": "words"}
+        )
         for game in row["games"]
     ]
-    return {"question_id": row["uid"], "model": row["model"], "judge": "gpt-4-1106-preview", "games": [dict(g, prompt=None) for g in games]}
+    return {
+        "question_id": row["uid"],
+        "model": row["model"],
+        "judge": "gpt-4-1106-preview",
+        "games": [dict(g, prompt=None) for g in games],
+    }
 
 
 def published_benchmark(root: Path) -> tuple[Path, list[dict[str, Any]], list[dict[str, Any]]]:
     """Three models, 100 questions, two battles failed: one game null, one without verdict."""
-    skills, longer = {"ppo": 0.6, "dpo": 0.2, "tiny": -0.8}, {"ppo": 1.4, "tiny": 0.7}
+    skills = {"ppo": 0.6, "dpo": 0.2, "tiny": -0.8}
+    longer = {"ppo": 1.4, "tiny": 0.7}
     judgments, answers = simulate(skills, 100, seed=3, longer=longer)
     judgments.sort(key=lambda row: (row["model"], row["uid"]))  # files are read in this order
     judgments[7]["games"][0] = None

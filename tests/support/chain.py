@@ -1,6 +1,8 @@
-"""Run directories of a small chain, as a recipe would leave them: base -> sft -> reward model -> PPO -> a DPO round, and an evaluation.
+"""Run directories of a small chain, as a recipe would leave them: base -> sft -> reward model -> PPO -> a DPO
+round, and an evaluation.
 
-The model is a real one, tiny and untrained, with a real tokenizer; the records are the real ones of `rlhf_core`.
+The model is a real one, tiny and untrained, with a real tokenizer; the records are the real ones of
+`rlhf_core`.
 """
 
 from __future__ import annotations
@@ -45,7 +47,11 @@ def win_rate(model: str, judge: str, value: float) -> WinRate:
 REPORT = EvalReport(
     baseline="sft",
     judge="rule",
-    win_rates=(win_rate("ppo", "rule", 0.61), win_rate("dpo-1", "rule", 0.72), win_rate("dpo-1", "reward", 0.7)),
+    win_rates=(
+        win_rate("ppo", "rule", 0.61),
+        win_rate("dpo-1", "rule", 0.72),
+        win_rate("dpo-1", "reward", 0.7),
+    ),
     right={"sft": 0.41, "ppo": 0.58, "dpo-1": 0.69},
     mean_tokens={"sft": 12.5, "ppo": 11.0, "dpo-1": 10.25},
     truncated={"sft": 0.01, "ppo": 0.0, "dpo-1": 0.0},
@@ -53,19 +59,31 @@ REPORT = EvalReport(
 
 
 def save_model(folder: Path) -> None:
-    """A one-layer Llama of about 3,000 parameters (seed 0) and a word-level tokenizer with a chat template."""
+    """A one-layer Llama of about 3,000 parameters (seed 0) and a word-level tokenizer with a chat
+    template."""
     import torch
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
     torch.manual_seed(0)
     config = LlamaConfig(
-        vocab_size=16, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, max_position_embeddings=64
+        vocab_size=16,
+        hidden_size=16,
+        intermediate_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        max_position_embeddings=64,
     )
     LlamaForCausalLM(config).save_pretrained(folder)
-    words = Tokenizer(models.WordLevel({word: i for i, word in enumerate(["<unk>", "<eos>", "<pad>", "one", "two"])}, unk_token="<unk>"))
+    words = Tokenizer(
+        models.WordLevel(
+            {word: i for i, word in enumerate(["<unk>", "<eos>", "<pad>", "one", "two"])}, unk_token="<unk>"
+        )
+    )
     words.pre_tokenizer = pre_tokenizers.Whitespace()
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, eos_token="<eos>", pad_token="<pad>", unk_token="<unk>")
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=words, eos_token="<eos>", pad_token="<pad>", unk_token="<unk>"
+    )
     tokenizer.chat_template = CHAT
     tokenizer.save_pretrained(folder)
 
@@ -102,7 +120,11 @@ def build(root: Path) -> Chain:
     stages: dict[str, Path] = {}
     for number, (name, config) in enumerate(plan.items()):
         request = StageRequest(
-            name=name, digest=f"{number:016x}", config=config, inputs={used: places[used] for used in uses[name]}, seed=7
+            name=name,
+            digest=f"{number:016x}",
+            config=config,
+            inputs={used: places[used] for used in uses[name]},
+            seed=7,
         )
         run = RunDir(root / "stages" / f"{name}-{request.digest}")
         run.prepare(request)
@@ -110,7 +132,8 @@ def build(root: Path) -> Chain:
         (run / output).mkdir()
         (run / output / "made-by.txt").write_text(name)
         run.finish(request, Outcome({"loss": 0.1234567891}, {output: output}), 1.5)
-        stages[name], places[name] = run.path, str(run / output)
+        stages[name] = run.path
+        places[name] = str(run / output)
     (Path(places["evaluation"]) / "eval.json").write_text(REPORT.model_dump_json())
     return Chain(root, stages, Path(places["dpo-1"]), Path(places["evaluation"]))
 

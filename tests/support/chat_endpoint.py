@@ -20,18 +20,25 @@ def completion(text: str | None, finish_reason: str = "stop", **usage: Any) -> R
         "object": "chat.completion",
         "created": 0,
         "model": "judge",
-        "choices": [{"index": 0, "finish_reason": finish_reason, "message": {"role": "assistant", "content": text}}],
+        "choices": [
+            {"index": 0, "finish_reason": finish_reason, "message": {"role": "assistant", "content": text}}
+        ],
         "usage": {"prompt_tokens": 10, "completion_tokens": 3, "total_tokens": 13, **usage},
     }
     return 200, {"content-type": "application/json"}, json.dumps(body).encode()
 
 
 def error(status: int, **headers: str) -> Reply:
-    return status, {"content-type": "application/json", **headers}, json.dumps({"error": {"message": f"no, {SECRET}"}}).encode()
+    return (
+        status,
+        {"content-type": "application/json", **headers},
+        json.dumps({"error": {"message": f"no, {SECRET}"}}).encode(),
+    )
 
 
 class Endpoint:
-    """Answers the i-th request with `script(i, request)`; remembers requests and how many were in flight at once."""
+    """Answers the i-th request with `script(i, request)`; remembers requests and how many were in flight at
+    once."""
 
     def __init__(self, script: Callable[[int, dict[str, Any]], Reply]):
         self.script = script
@@ -43,7 +50,8 @@ class Endpoint:
 
 @contextmanager
 def serving(script: Callable[[int, dict[str, Any]], Reply]) -> Iterator[Endpoint]:
-    endpoint, lock = Endpoint(script), threading.Lock()
+    endpoint = Endpoint(script)
+    lock = threading.Lock()
 
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
@@ -67,7 +75,9 @@ def serving(script: Callable[[int, dict[str, Any]], Reply]) -> Iterator[Endpoint
                 for name, value in {"content-length": str(len(body)), **headers}.items():
                     self.send_header(name, value)
                 self.end_headers()
-                for piece in [body] if "x-slow" not in headers else [body[i : i + 1] for i in range(len(body))]:
+                for piece in (
+                    [body] if "x-slow" not in headers else [body[i : i + 1] for i in range(len(body))]
+                ):
                     self.wfile.write(piece)
                     time.sleep(0.1 if "x-slow" in headers else 0)
                 if "content-length" in headers:  # longer than the body: the connection is cut

@@ -21,7 +21,8 @@ from rlhf_core.recipe.sentences import models_in
 from tests.support.allowed_values import allows, beyond
 
 NAME = "org/name"  # a model, a data set, or any other text
-SAMPLES = (NAME, "name", "file.py:function", "http://host", 1, 2, 0.25, True, "48h", "USD")  # values that are right for some type and bound
+# values that are right for some type and bound
+SAMPLES = (NAME, "name", "file.py:function", "http://host", 1, 2, 0.25, True, "48h", "USD")
 VALUES: dict[str, Any] = {
     "null": None,
     "boolean": True,
@@ -58,7 +59,8 @@ class Place(NamedTuple):
 
 
 class Cell(NamedTuple):
-    """A value for a field. `allowed`: whether its type allows it; None: a validator of the field's own reads it before."""
+    """A value for a field. `allowed`: whether its type allows it; None: a validator of the field's own reads
+    it before."""
 
     field: str
     what: str
@@ -73,14 +75,22 @@ def places() -> list[Place]:
         stages = {kind: minimal(KINDS[kind].config)}
         if kind == "select":  # it chooses among stages that an evaluation judges
             stages[kind]["of"] = ["sft", "dpo"]
-            stages["evaluation"] = minimal(KINDS["evaluation"].config) | {"models": ["sft", "dpo"], "baseline": NAME}
+            stages["evaluation"] = minimal(KINDS["evaluation"].config) | {
+                "models": ["sft", "dpo"],
+                "baseline": NAME,
+            }
         recipe = _complete({"name": "r", "base_model": NAME, "stages": stages})
         left = [Place(Recipe, (), recipe), Place(KINDS[kind].config, ("stages", kind), recipe)]
         while left:
             place = left.pop(0)
             if place.model not in found:
                 found[place.model] = place
-                left += [inner for field in place.model.model_fields if field != "stages" for inner in _inside(place, field)]
+                left += [
+                    inner
+                    for field in place.model.model_fields
+                    if field != "stages"
+                    for inner in _inside(place, field)
+                ]
     return list(found.values())
 
 
@@ -92,18 +102,38 @@ def cells(model: type[BaseModel]) -> Iterator[Cell]:
     for field, info in model.model_fields.items():
         own = field in first or any(isinstance(item, BeforeValidator) for item in info.metadata)
         for what, value in {**VALUES, **beyond(info.annotation, info.metadata)}.items():
-            yield Cell(field, what, value, None if own else allows(info.annotation, info.metadata, value, finite))
+            yield Cell(
+                field, what, value, None if own else allows(info.annotation, info.metadata, value, finite)
+            )
         yield Cell(f"{field}_", "unknown key", 1, False)
 
 
 def minimal(model: type[BaseModel]) -> dict[str, Any]:
-    """Returns the smallest mapping that a class accepts: its required fields, and optional ones where its own checks ask for more."""
+    """Returns the smallest mapping that a class accepts: its required fields, and optional ones where its own
+    checks ask for more."""
     fields = model.model_fields
-    body = {name: _sample(info.annotation, info.metadata) for name, info in fields.items() if info.is_required()}
-    body |= {name: fields[name].default for name in ("stage", "kind") if name in fields and fields[name].default}
-    texts = [{name: "file.py:function"} for name, value in body.items() if value == NAME]  # a text whose own check asks for a file
-    texts += [{name: {"sources": "name.inbox"}} for name, value in body.items() if isinstance(value, dict) and "sources" in value]
-    optional = [{}, *texts, *({name: _sample(info.annotation, info.metadata)} for name, info in fields.items() if name not in body)]
+    body = {
+        name: _sample(info.annotation, info.metadata) for name, info in fields.items() if info.is_required()
+    }
+    body |= {
+        name: fields[name].default for name in ("stage", "kind") if name in fields and fields[name].default
+    }
+    # a text whose own check asks for a file
+    texts = [{name: "file.py:function"} for name, value in body.items() if value == NAME]
+    texts += [
+        {name: {"sources": "name.inbox"}}
+        for name, value in body.items()
+        if isinstance(value, dict) and "sources" in value
+    ]
+    optional = [
+        {},
+        *texts,
+        *(
+            {name: _sample(info.annotation, info.metadata)}
+            for name, info in fields.items()
+            if name not in body
+        ),
+    ]
     return next(body | more for more in optional if _accepts(model, body | more))
 
 
@@ -117,7 +147,8 @@ def _accepts(model: type[BaseModel], body: dict[str, Any]) -> bool:
 
 def _sample(annotation: Any, bounds: list[Any]) -> Any:
     """Returns a value that a type allows, not None where there is another."""
-    origin, parts = get_origin(annotation), get_args(annotation)
+    origin = get_origin(annotation)
+    parts = get_args(annotation)
     if origin is Annotated:
         return _sample(parts[0], [*parts[1:], *bounds])
     if origin in (Union, UnionType):
@@ -137,9 +168,13 @@ def _inside(place: Place, field: str) -> Iterator[Place]:
     """Yields the places of the classes that a field holds, alone, in a list or by name."""
     annotation = place.model.model_fields[field].annotation
     for model in models_in(annotation):
-        inner, held = minimal(model), _sample(annotation, [])
+        inner = minimal(model)
+        held = _sample(annotation, [])
         if model is Gate:  # its metric is checked against those of its stage
-            inner = {"metric": next(iter(metrics_of(place.model.model_validate(minimal(place.model)))), NAME), "min": 1}
+            inner = {
+                "metric": next(iter(metrics_of(place.model.model_validate(minimal(place.model)))), NAME),
+                "min": 1,
+            }
         step: Path = (0,) if isinstance(held, list) else (NAME,) if NAME in held else ()
         whole = place.having(field, [inner] if step == (0,) else {NAME: inner} if step else inner)
         if _accepts(Recipe, whole):
@@ -150,10 +185,18 @@ def _complete(recipe: dict[str, Any]) -> dict[str, Any]:
     """Returns a recipe with the stages that its defaults name and it lacks."""
     while True:
         stages = expand(Recipe.model_validate(recipe)).stages
-        missing = {name for config in stages.values() for _, name, _ in references(config) if name in KINDS and name not in stages}
+        missing = {
+            name
+            for config in stages.values()
+            for _, name, _ in references(config)
+            if name in KINDS and name not in stages
+        }
         if not missing:
             return recipe
-        recipe = {**recipe, "stages": {**recipe["stages"], **{kind: minimal(KINDS[kind].config) for kind in sorted(missing)}}}
+        recipe = {
+            **recipe,
+            "stages": {**recipe["stages"], **{kind: minimal(KINDS[kind].config) for kind in sorted(missing)}},
+        }
 
 
 def _put(whole: Any, path: Path, value: Any) -> Any:

@@ -11,6 +11,9 @@ def demo_recipe(folder: Path, name: str = "tiny-cpu", file: str = "recipe.yaml")
     """Writes a recipe of deployments/recipes into a folder; its material is `demo/material` there."""
     place = folder / file
     place.write_text(
-        (RECIPES / f"{name}.yaml").read_text().replace("../../demo/", "demo/").replace("../tasks/", f"{RECIPES.parent}/tasks/")
+        (RECIPES / f"{name}.yaml")
+        .read_text()
+        .replace("../../demo/", "demo/")
+        .replace("../tasks/", f"{RECIPES.parent}/tasks/")
     )
     return place

@@ -1,4 +1,5 @@
-"""A small evaluation to run: three models and questions in a folder, with vLLM played by a double that knows its answers."""
+"""A small evaluation to run: three models and questions in a folder, with vLLM played by a double that knows
+its answers."""
 
 from __future__ import annotations
 
@@ -31,7 +32,9 @@ COUNT = 20
 
 def make_tokenizer(folder: Path) -> None:
     """Bytes as tokens, and four special ones."""
-    alphabet = {character: number for number, character in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    alphabet = {
+        character: number for number, character in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))
+    }
     tokenizer = Tokenizer(models.BPE(vocab=alphabet, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -63,7 +66,8 @@ def make_reward_model(setting: Setting, name: str, seed: int) -> Path:
 
 
 class Double:
-    """Stands for `rlhf_core.rollout.engine.Sampler`: knows the answers, gives as many as its folder says, and cuts at the limit."""
+    """Stands for `rlhf_core.rollout.engine.Sampler`: knows the answers, gives as many as its folder says, and
+    cuts at the limit."""
 
     log: ClassVar[list[tuple[str, str]]] = []
 
@@ -79,7 +83,9 @@ class Double:
     def close(self) -> None:
         self.log.append(("close", Path(self.model).name))
 
-    def generate(self, prompts: Sequence[Sequence[int]], seeds: Sequence[int], sampling: Sampling) -> list[list[Answer]]:
+    def generate(
+        self, prompts: Sequence[Sequence[int]], seeds: Sequence[int], sampling: Sampling
+    ) -> list[list[Answer]]:
         assert not sampling.logprobs and sampling.n == 1 and len(set(seeds)) == len(prompts)
         self.log.append(("generate", Path(self.model).name))
         tokenizer = load_tokenizer(self.model)
@@ -109,7 +115,12 @@ def make_setting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Setting:
     inputs = {name: make_model(tmp_path / name, skill) for name, skill in skills.items()}
     questions = tmp_path / "questions.jsonl"
     rows = [
-        {"uid": f"q{n}", "category": "even" if n % 2 == 0 else "odd", "prompt": f"Reverse w{n:02d}", "answer": f"w{n:02d}"[::-1]}
+        {
+            "uid": f"q{n}",
+            "category": "even" if n % 2 == 0 else "odd",
+            "prompt": f"Reverse w{n:02d}",
+            "answer": f"w{n:02d}"[::-1],
+        }
         for n in range(COUNT)
     ]
     questions.write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -117,16 +128,27 @@ def make_setting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Setting:
 
 
 def request(setting: Setting, **changes: Any) -> StageRequest:
-    fields = {"models": ("dpo", "ppo"), "questions": Source(path=setting.questions), "prompt_max_len": 128, "generate_max_len": 24}
+    fields = {
+        "models": ("dpo", "ppo"),
+        "questions": Source(path=setting.questions),
+        "prompt_max_len": 128,
+        "generate_max_len": 24,
+    }
     config = Evaluation(**{**fields, "bootstrap_rounds": 200, **changes})
     return StageRequest(name="evaluation", digest="0", config=config, inputs=setting.inputs, seed=1)
 
 
-def evaluate(setting: Setting, name: str = "run", **changes: Any) -> tuple[RunDir, EvalReport, dict[str, float]]:
+def evaluate(
+    setting: Setting, name: str = "run", **changes: Any
+) -> tuple[RunDir, EvalReport, dict[str, float]]:
     directory = RunDir(setting.folder / name)
     directory.prepare(request(setting, **changes))
     outcome = run(directory.request(), directory)
     assert outcome.outputs == {"report": "report"}
     config = request(setting, **changes).config
     assert [name for name in outcome.metrics if not has_metric(config, name)] == []
-    return directory, EvalReport.model_validate_json((directory / "report/eval.json").read_text()), outcome.metrics
+    return (
+        directory,
+        EvalReport.model_validate_json((directory / "report/eval.json").read_text()),
+        outcome.metrics,
+    )

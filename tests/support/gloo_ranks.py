@@ -41,11 +41,14 @@ for _ in ranks:
 
 
 def on_gloo_ranks(count: int, program: str, *arguments: object) -> list[str]:
-    """Returns what each rank has printed. Raises AssertionError with the errors of the first rank that failed."""
+    """Returns what each rank has printed. Raises AssertionError with the errors of the first rank that
+    failed."""
     environment = os.environ | {"WORLD_SIZE": str(count), STORE: store_address()}
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-c", FORKS, program, str(count), folder, *map(str, arguments)]
-        process = subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True, start_new_session=True)
+        process = subprocess.Popen(
+            command, env=environment, stderr=subprocess.PIPE, text=True, start_new_session=True
+        )
         try:
             _, told = process.communicate(timeout=SECONDS)
         finally:

@@ -1,4 +1,5 @@
-"""A small PPO stage for tests on hosts (hosts.py): two actor ranks, an engine, and a function as the reward."""
+"""A small PPO stage for tests on hosts (hosts.py): two actor ranks, an engine, and a function as the
+reward."""
 
 from __future__ import annotations
 
@@ -15,7 +16,8 @@ from tests.support.hosts import Host
 from tests.support.micro import wait_until
 
 SAVED = 2  # iterations
-SPREAD, CLOSE = 0.6, 0.25  # CPUs of an actor rank: two hosts of one CPU have room for one each, or one host for both
+SPREAD = 0.6
+CLOSE = 0.25  # CPUs of an actor rank: two hosts of one CPU have room for one each, or one host for both
 COMMAND = (sys.executable, "-P", "-m", "rlhf_core")
 FUNCTION = """
 import os, time
@@ -28,9 +30,16 @@ def odd(responses):
 """
 
 
-def config_of(folder: Path, material: Path, cpus: float = SPREAD, steps: int = 60, timeout: float = 200.0, stages: int = 1) -> PPO:
-    """Returns the stage; its engine has `stages` of layers. A call of its reward function, which is written to the folder, takes 0.3 s: a
-    fault finds it at work."""
+def config_of(
+    folder: Path,
+    material: Path,
+    cpus: float = SPREAD,
+    steps: int = 60,
+    timeout: float = 200.0,
+    stages: int = 1,
+) -> PPO:
+    """Returns the stage; its engine has `stages` of layers. A call of its reward function, which is written
+    to the folder, takes 0.3 s: a fault finds it at work."""
     (folder / "namespaces").mkdir(parents=True, exist_ok=True)
     (folder / "reward.py").write_text(FUNCTION)
     return PPO(
@@ -55,10 +64,19 @@ def config_of(folder: Path, material: Path, cpus: float = SPREAD, steps: int = 6
     )
 
 
-def prepare(folder: Path, material: Path, cpus: float = SPREAD, steps: int = 60, timeout: float = 200.0, stages: int = 1) -> None:
+def prepare(
+    folder: Path,
+    material: Path,
+    cpus: float = SPREAD,
+    steps: int = 60,
+    timeout: float = 200.0,
+    stages: int = 1,
+) -> None:
     """Writes a run directory, or changes how its stage is placed."""
     config = config_of(folder, material, cpus, steps, timeout, stages)
-    RunDir(folder).prepare(StageRequest(name="ppo", digest="0", config=config, inputs={"base": str(material / "base")}, seed=7))
+    RunDir(folder).prepare(
+        StageRequest(name="ppo", digest="0", config=config, inputs={"base": str(material / "base")}, seed=7)
+    )
 
 
 def log(folder: Path) -> str:
@@ -79,7 +97,10 @@ def finish(host: Host, folder: Path, ray_address: str = "") -> None:
 def wait_for_work(process: subprocess.Popen[bytes], folder: Path, iterations: int = SAVED + 1) -> None:
     """Waits until so many iterations are done."""
     wait_until(
-        lambda: len(read_metrics(folder)) >= iterations or process.poll() is not None, "iterations", 200, lambda: log(folder)[-3000:]
+        lambda: len(read_metrics(folder)) >= iterations or process.poll() is not None,
+        "iterations",
+        200,
+        lambda: log(folder)[-3000:],
     )
     assert process.poll() is None, log(folder)[-3000:]
 
@@ -87,5 +108,7 @@ def wait_for_work(process: subprocess.Popen[bytes], folder: Path, iterations: in
 def seconds_until(sentence: str, folder: Path, since: float) -> float:
     """Waits until the log has a line, a minute at most; returns the seconds since a moment."""
     left = 60 - (time.monotonic() - since)
-    wait_until(lambda: re.search(sentence, log(folder), re.MULTILINE), sentence, left, lambda: log(folder)[-3000:])
+    wait_until(
+        lambda: re.search(sentence, log(folder), re.MULTILINE), sentence, left, lambda: log(folder)[-3000:]
+    )
     return time.monotonic() - since

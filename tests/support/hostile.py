@@ -1,4 +1,5 @@
-"""Modules of a user with the names of ours or of the standard library: an import of one is recorded and fails."""
+"""Modules of a user with the names of ours or of the standard library: an import of one is recorded and
+fails."""
 
 from __future__ import annotations
 
@@ -31,4 +32,6 @@ def imported(folder: Path) -> str:
 
 def environment() -> dict[str, str]:
     """Returns an environment that finds this checkout like an installed package, without PYTHONSAFEPATH."""
-    return {name: value for name, value in os.environ.items() if name != "PYTHONSAFEPATH"} | {"PYTHONPATH": str(ROOT)}
+    return {name: value for name, value in os.environ.items() if name != "PYTHONSAFEPATH"} | {
+        "PYTHONPATH": str(ROOT)
+    }

@@ -1,8 +1,9 @@
-"""Hosts for tests: Linux namespaces with an address, processes and a Ray temporary folder of their own, joined by a switch.
+"""Hosts for tests: Linux namespaces with an address, processes and a Ray temporary folder of their own,
+joined by a switch.
 
-A host is the first process of a PID namespace (`unshare`), which Linux kills when this process ends, however that happens: with it all
-processes of the host end, and with the last of them its network and its cables. Nothing has a name that could stay behind.
-The hosts share the file system.
+A host is the first process of a PID namespace (`unshare`), which Linux kills when this process ends, however
+that happens: with it all processes of the host end, and with the last of them its network and its cables.
+Nothing has a name that could stay behind. The hosts share the file system.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ import psutil
 from tests.support.micro import wait_until
 
 ROOT = Path(__file__).parents[2]
-NET, PORT = "10.83.0", 6379
+NET = "10.83.0"
+PORT = 6379
 UNSHARE = ["unshare", "--net", "--pid", "--mount", "--fork", "--kill-child", "--mount-proc"]
 ORPHANS = "trap '' CHLD; exec sleep infinity"  # adopted processes that end are not kept as zombies
 RAY_FOLDER = "/tmp/alignflow-ray"  # each host has one of its own there; short: paths of sockets have a limit
@@ -42,10 +44,13 @@ def unavailable() -> str:
     """Why there can be no hosts here; "" where they can."""
     if sys.platform != "linux" or os.geteuid() != 0:
         return "hosts are Linux namespaces, which only root may make"
-    if missing := [name for name in ("ip", "unshare", "nsenter") if shutil.which(name) is None]:
+    missing = [name for name in ("ip", "unshare", "nsenter") if shutil.which(name) is None]
+    if missing:
         return f"{' and '.join(missing)} (iproute2, util-linux) are not installed"
     made = "ip link add switch type bridge && ip link add port1 type veth peer name card0"
-    done = subprocess.run([*UNSHARE, "sh", "-c", made], capture_output=True, text=True, timeout=20, stdin=subprocess.DEVNULL)
+    done = subprocess.run(
+        [*UNSHARE, "sh", "-c", made], capture_output=True, text=True, timeout=20, stdin=subprocess.DEVNULL
+    )
     return f"namespaces are refused here: {done.stderr.strip()}" if done.returncode else ""
 
 
@@ -53,12 +58,15 @@ class Host:
     """One host. `address` is that of its network card, `environment` that of its processes."""
 
     def __init__(self, number: int, folder: Path, token: str):
-        self.number, self.address = number, f"{NET}.{number}"
+        self.number = number
+        self.address = f"{NET}.{number}"
         self.folder = folder / f"host{number}"
         self.folder.mkdir(parents=True)
         Path(RAY_FOLDER).mkdir(exist_ok=True)
         mount = f"mount --bind {self.folder} {RAY_FOLDER} && "
-        self._unshare = subprocess.Popen([*UNSHARE, "sh", "-c", mount + ORPHANS], stdin=subprocess.DEVNULL, preexec_fn=_ends_with_us)
+        self._unshare = subprocess.Popen(
+            [*UNSHARE, "sh", "-c", mount + ORPHANS], stdin=subprocess.DEVNULL, preexec_fn=_ends_with_us
+        )
         wait_until(self._first_runs, f"host {number}", 20)
         self.first = psutil.Process(self._unshare.pid).children()[0].pid
         self._namespace = os.readlink(f"/proc/{self.first}/ns/pid")
@@ -79,13 +87,32 @@ class Host:
 
     def command(self, *command: str, folder: Path | None = None) -> list[str]:
         """Returns a command that runs another one on the host."""
-        return ["nsenter", "-t", str(self.first), "-n", "-p", "-m", "--", "env", "-C", str(folder or ROOT), *command]
+        return [
+            "nsenter",
+            "-t",
+            str(self.first),
+            "-n",
+            "-p",
+            "-m",
+            "--",
+            "env",
+            "-C",
+            str(folder or ROOT),
+            *command,
+        ]
 
-    def start(self, *command: str, log: Path, folder: Path | None = None, **environment: str) -> subprocess.Popen[bytes]:
-        """Starts a command on the host, with its output in a file. The process returned is `nsenter`, with the command's exit code."""
+    def start(
+        self, *command: str, log: Path, folder: Path | None = None, **environment: str
+    ) -> subprocess.Popen[bytes]:
+        """Starts a command on the host, with its output in a file. The process returned is `nsenter`, with
+        the command's exit code."""
         with log.open("ab") as out:
             return subprocess.Popen(
-                self.command(*command, folder=folder), env=self.environment | environment, stdout=out, stderr=out, stdin=subprocess.DEVNULL
+                self.command(*command, folder=folder),
+                env=self.environment | environment,
+                stdout=out,
+                stderr=out,
+                stdin=subprocess.DEVNULL,
             )
 
     def run(self, *command: str, **environment: str) -> str:
@@ -135,7 +162,9 @@ class Cluster:
 
     def __init__(self, count: int, folder: Path):
         token = secrets.token_hex(16)
-        self._switch = subprocess.Popen([*UNSHARE, "sh", "-c", ORPHANS], stdin=subprocess.DEVNULL, preexec_fn=_ends_with_us)
+        self._switch = subprocess.Popen(
+            [*UNSHARE, "sh", "-c", ORPHANS], stdin=subprocess.DEVNULL, preexec_fn=_ends_with_us
+        )
         self.hosts: list[Host] = []
         try:
             wait_until(lambda: psutil.Process(self._switch.pid).children(), "the switch", 20)
@@ -152,7 +181,12 @@ class Cluster:
         self.ray_address = f"{self.head.address}:{PORT}"
 
     def _ip(self, namespace: str, arguments: str) -> None:
-        subprocess.run(["nsenter", "-t", namespace, "-n", "ip", *arguments.split()], check=True, timeout=20, stdin=subprocess.DEVNULL)
+        subprocess.run(
+            ["nsenter", "-t", namespace, "-n", "ip", *arguments.split()],
+            check=True,
+            timeout=20,
+            stdin=subprocess.DEVNULL,
+        )
 
     def _plug(self, host: Host) -> None:
         inside = str(host.first)
@@ -163,10 +197,15 @@ class Cluster:
             self._ip(inside, command)
 
     def join(self, cpus: Sequence[float], *head_options: str, **environment: str) -> None:
-        """Starts a Ray node on each host, with so many CPUs, and waits until all are there. `head_options`: of `ray start`."""
+        """Starts a Ray node on each host, with so many CPUs, and waits until all are there. `head_options`:
+        of `ray start`."""
         ray = str(Path(sys.executable).with_name("ray"))
         for host, count in zip(self.hosts, cpus, strict=True):
-            options = [f"--node-ip-address={host.address}", f"--num-cpus={count:g}", f"--object-store-memory={100 << 20}"]
+            options = [
+                f"--node-ip-address={host.address}",
+                f"--num-cpus={count:g}",
+                f"--object-store-memory={100 << 20}",
+            ]
             if host is self.head:
                 options += ["--head", f"--port={PORT}", *(head_options or ["--include-dashboard=false"])]
             else:

@@ -1,7 +1,9 @@
-"""A stand-in for the Hub's write API, standard library only, for tests with the real huggingface_hub client over real HTTP.
+"""A stand-in for the Hub's write API, standard library only, for tests with the real huggingface_hub client
+over real HTTP.
 
-It keeps repositories of models and data sets (`datasets/owner/name`) in memory as commits (path -> blob) with branches and tags, speaks
-LFS in its basic and multipart forms, and can fail on purpose: `break_at(n, how)` makes the n-th request from now (from 0) go wrong.
+It keeps repositories of models and data sets (`datasets/owner/name`) in memory as commits (path -> blob) with
+branches and tags, speaks LFS in its basic and multipart forms, and can fail on purpose: `break_at(n, how)`
+makes the n-th request from now (from 0) go wrong.
 
     refuse   503 with a proxy's HTML page, nothing done        cut   the connection closes, nothing done
     lost     the request is carried out, its answer is lost    busy  429 with Retry-After: 0
@@ -25,7 +27,13 @@ from urllib.parse import unquote, urlsplit
 
 TOKEN = "hf_StandInTokenForTestsOnly0123456789"
 REFUSALS = {
-    "full": (403, "Private repository storage limit reached, please upgrade your plan to increase your private storage limit."),
+    "full": (
+        403,
+        (
+            "Private repository storage limit reached, please upgrade your plan to increase your private"
+            " storage limit."
+        ),
+    ),
     "disk": (507, "Insufficient Storage"),
     "expired": (401, "Invalid username or password."),
 }
@@ -44,7 +52,10 @@ class Blob(NamedTuple):
     def oid(self) -> str:
         content = self.content
         if self.lfs:
-            content = f"version https://git-lfs.github.com/spec/v1\noid sha256:{self.sha256}\nsize {len(self.content)}\n".encode()
+            content = (
+                f"version https://git-lfs.github.com/spec/v1\noid sha256:{self.sha256}\nsize"
+                f" {len(self.content)}\n".encode()
+            )
         return hashlib.sha1(b"blob %d\0" % len(content) + content).hexdigest()
 
 
@@ -82,7 +93,8 @@ class Repository:
 
     def history(self, branch: str = "main") -> list[str]:
         """Messages, the newest first."""
-        messages, at = [], self.branches.get(branch)
+        messages = []
+        at = self.branches.get(branch)
         while at is not None:
             messages.append(self.commits[at].message)
             at = self.commits[at].parent
@@ -95,7 +107,8 @@ class Hub(ThreadingHTTPServer):
     def __init__(self, part_size: int | None = None, may_write: bool = True):
         super().__init__(("127.0.0.1", 0), Handler)
         self.url = f"http://127.0.0.1:{self.server_address[1]}"
-        self.part_size, self.may_write = part_size, may_write
+        self.part_size = part_size
+        self.may_write = may_write
         self.repositories: dict[str, Repository] = {}
         self.store: dict[str, bytes] = {}
         self.parts: dict[tuple[str, int], bytes] = {}
@@ -172,14 +185,17 @@ class Handler(BaseHTTPRequestHandler):
     def _send(self, answer: Answer) -> None:
         body = answer.body if isinstance(answer.body, bytes) else json.dumps(answer.body).encode()
         self.send_response(answer.status)
-        for name, value in ({"Content-Type": "application/json", "Content-Length": str(len(body))} | answer.headers).items():
+        for name, value in (
+            {"Content-Type": "application/json", "Content-Length": str(len(body))} | answer.headers
+        ).items():
             self.send_header(name, value)
         self.end_headers()
         if self.command != "HEAD":
             self.wfile.write(body)
 
     def _route(self, path: str, body: bytes) -> Answer:
-        if match := re.fullmatch(r"/storage/(\w+)(?:/(\d+))?", path):  # behind signed addresses: no token
+        match = re.fullmatch(r"/storage/(\w+)(?:/(\d+))?", path)
+        if match:  # behind signed addresses: no token
             return self._storage(match[1], match[2], body)
         if self.headers.get("Authorization") != f"Bearer {TOKEN}":
             return Answer(401, {"error": "Invalid username or password."})
@@ -187,18 +203,23 @@ class Handler(BaseHTTPRequestHandler):
             return self._create(json.loads(body))
         if path == "/api/validate-yaml":
             good = json.loads(body)["content"].startswith("---\n")
-            return Answer(200 if good else 400, {"errors": [] if good else [{"message": "no metadata"}], "warnings": []})
-        if match := re.fullmatch(r"/((?:datasets/)?[^/]+/[^/]+)\.git/info/lfs/objects/batch", path):
+            return Answer(
+                200 if good else 400, {"errors": [] if good else [{"message": "no metadata"}], "warnings": []}
+            )
+        match = re.fullmatch(r"/((?:datasets/)?[^/]+/[^/]+)\.git/info/lfs/objects/batch", path)
+        if match:
             return self._batch(json.loads(body)) if match[1] in self.server.repositories else Answer(404)
-        if match := re.fullmatch(
+        match = re.fullmatch(
             r"/api/(?:models/|(?=datasets/))((?:datasets/)?[^/]+/[^/]+)(?:/(revision|tree|refs|preupload|commit|tag|branch|settings)(?:/([^/]+))?)?",
             path,
-        ):
+        )
+        if match:
             repository = self.server.repositories.get(match[1])
             if repository is None:
                 return Answer(404, {"error": "Repository not found"}, {"X-Error-Code": "RepoNotFound"})
             return self._repository(repository, match[1], match[2] or "revision", match[3] or "main", body)
-        if match := re.fullmatch(r"/((?:datasets/)?[^/]+/[^/]+)/resolve/([^/]+)/(.+)", path):
+        match = re.fullmatch(r"/((?:datasets/)?[^/]+/[^/]+)/resolve/([^/]+)/(.+)", path)
+        if match:
             if match[1] not in self.server.repositories:
                 return Answer(404, b"", {"X-Error-Code": "RepoNotFound"})
             return self._resolve(self.server.repositories[match[1]], match[2], match[3])
@@ -209,25 +230,33 @@ class Handler(BaseHTTPRequestHandler):
         if not self.server.may_write:
             return Answer(403, {"error": "You don't have the rights to create a model under this namespace"})
         if name in self.server.repositories:
-            return Answer(409, {"error": "You already created this model repo", "url": f"{self.server.url}/{name}"})
+            return Answer(
+                409, {"error": "You already created this model repo", "url": f"{self.server.url}/{name}"}
+            )
         self.server.repositories[name] = Repository(private=wanted.get("visibility") == "private")
         return Answer(200, {"url": f"{self.server.url}/{name}", "name": name, "id": "0"})
 
     def _batch(self, wanted: dict[str, Any]) -> Answer:
         objects = []
         for item in wanted["objects"]:
-            oid, size = item["oid"], item["size"]
+            oid = item["oid"]
+            size = item["size"]
             target = f"{self.server.url}/storage/{oid}"
             found: dict[str, Any] = {"oid": oid, "size": size}
             if oid not in self.server.store:
                 upload: dict[str, Any] = {"href": f"{target}?X-Signature=SignedAddress"}
                 if self.server.part_size:
                     count = -(-size // self.server.part_size)
-                    parts = {str(part): f"{target}/{part}?X-Signature=SignedAddress" for part in range(1, count + 1)}
+                    parts = {
+                        str(part): f"{target}/{part}?X-Signature=SignedAddress"
+                        for part in range(1, count + 1)
+                    }
                     upload["header"] = {"chunk_size": str(self.server.part_size), **parts}
                 found["actions"] = {"upload": upload, "verify": {"href": f"{target}?verify=1"}}
             objects.append(found)
-        return Answer(200, {"transfer": "multipart" if self.server.part_size else "basic", "objects": objects})
+        return Answer(
+            200, {"transfer": "multipart" if self.server.part_size else "basic", "objects": objects}
+        )
 
     def _storage(self, oid: str, part: str | None, body: bytes) -> Answer:
         if self.command == "PUT" and part:
@@ -237,7 +266,9 @@ class Handler(BaseHTTPRequestHandler):
             return self._keep(oid, body)
         asked = json.loads(body)
         if "parts" in asked:
-            return self._keep(oid, b"".join(self.server.parts[oid, item["partNumber"]] for item in asked["parts"]))
+            return self._keep(
+                oid, b"".join(self.server.parts[oid, item["partNumber"]] for item in asked["parts"])
+            )
         return Answer(200 if len(self.server.store.get(oid, b"")) == asked["size"] else 404, {})
 
     def _keep(self, oid: str, content: bytes) -> Answer:
@@ -270,20 +301,31 @@ class Handler(BaseHTTPRequestHandler):
                 repository.gated = json.loads(body)["gated"]
                 return Answer(200, {})
             case "refs":
-                kinds = {"branches": ("heads", repository.branches), "tags": ("tags", repository.tags), "converts": ("converts", {})}
+                kinds = {
+                    "branches": ("heads", repository.branches),
+                    "tags": ("tags", repository.tags),
+                    "converts": ("converts", {}),
+                }
                 return Answer(
                     200,
                     {
-                        kind: [{"name": ref, "ref": f"refs/{where}/{ref}", "targetCommit": target} for ref, target in refs.items()]
+                        kind: [
+                            {"name": ref, "ref": f"refs/{where}/{ref}", "targetCommit": target}
+                            for ref, target in refs.items()
+                        ]
                         for kind, (where, refs) in kinds.items()
                     },
                 )
             case "tree":
                 return Answer(200, [_entry(path, blob) for path, blob in sorted(files.items())])
             case "preupload":
-                return Answer(200, {"files": [_upload_mode(item["path"], files) for item in json.loads(body)["files"]]})
+                return Answer(
+                    200, {"files": [_upload_mode(item["path"], files) for item in json.loads(body)["files"]]}
+                )
             case "commit":
-                return self._commit(repository, name, revision, [json.loads(line) for line in body.splitlines()])
+                return self._commit(
+                    repository, name, revision, [json.loads(line) for line in body.splitlines()]
+                )
             case _:
                 refs = repository.tags if verb == "tag" else repository.branches
                 asked = json.loads(body)
@@ -316,11 +358,17 @@ class Handler(BaseHTTPRequestHandler):
                     files[value["path"]] = Blob(self.server.store[value["oid"]], True)
                 case "deletedFile":
                     if files.pop(value["path"], None) is None:
-                        return Answer(404, {"error": "A file with this name doesn't exist"}, {"X-Error-Code": "EntryNotFound"})
+                        return Answer(
+                            404,
+                            {"error": "A file with this name doesn't exist"},
+                            {"X-Error-Code": "EntryNotFound"},
+                        )
                 case "deletedFolder":
                     files = {path: blob for path, blob in files.items() if not path.startswith(value["path"])}
         sha = repository.commit(branch, header["summary"], files)
-        return Answer(200, {"success": True, "commitOid": sha, "commitUrl": f"{self.server.url}/{name}/commit/{sha}"})
+        return Answer(
+            200, {"success": True, "commitOid": sha, "commitUrl": f"{self.server.url}/{name}/commit/{sha}"}
+        )
 
     def _resolve(self, repository: Repository, revision: str, path: str) -> Answer:
         sha = repository.resolve(revision)
@@ -330,12 +378,18 @@ class Handler(BaseHTTPRequestHandler):
         if blob is None:
             return Answer(404, b"", {"X-Error-Code": "EntryNotFound", "X-Repo-Commit": sha})
         etag = blob.sha256 if blob.lfs else blob.oid
-        return Answer(200, blob.content, {"X-Repo-Commit": sha, "ETag": f'"{etag}"', "X-Linked-Size": str(len(blob.content))})
+        return Answer(
+            200,
+            blob.content,
+            {"X-Repo-Commit": sha, "ETag": f'"{etag}"', "X-Linked-Size": str(len(blob.content))},
+        )
 
 
 def _entry(path: str, blob: Blob) -> dict[str, Any]:
     entry: dict[str, Any] = {"type": "file", "path": path, "size": len(blob.content), "oid": blob.oid}
-    return entry | ({"lfs": {"oid": blob.sha256, "size": len(blob.content), "pointerSize": 130}} if blob.lfs else {})
+    return entry | (
+        {"lfs": {"oid": blob.sha256, "size": len(blob.content), "pointerSize": 130}} if blob.lfs else {}
+    )
 
 
 def _upload_mode(path: str, files: dict[str, Blob]) -> dict[str, Any]:

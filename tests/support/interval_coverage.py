@@ -49,7 +49,8 @@ def interval_of(counts: Counts) -> tuple[float, float]:
 
 
 def coverage(chances: Floats, questions: int, evaluations: int, seed: int = 0) -> float:
-    """Returns the share of simulated evaluations whose interval covers the true rate; `chances` (5,): of VALUES."""
+    """Returns the share of simulated evaluations whose interval covers the true rate; `chances` (5,): of
+    VALUES."""
     rate = float(chances @ VALUES)
     drawn = np.random.default_rng(seed).multinomial(questions, np.maximum(chances, 0), size=evaluations)
     counts, times = np.unique(drawn, axis=0, return_counts=True)

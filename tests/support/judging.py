@@ -19,11 +19,24 @@ def question(uid: str = "q1", prompt: str = "What is 2 + 2?", category: str = "s
 
 
 def openai_judge(url: str, folder: Path, **changes: Any) -> OpenAIJudge:
-    settings: dict[str, Any] = {"max_tokens": 64, "concurrency": 4, "max_failed": 0.0, "timeout": 5.0, "max_attempts": 4}
+    settings: dict[str, Any] = {
+        "max_tokens": 64,
+        "concurrency": 4,
+        "max_failed": 0.0,
+        "timeout": 5.0,
+        "max_attempts": 4,
+    }
     settings |= {"api_key_env": "JUDGE_KEY", "pause": 0.01, **changes}
     pause = settings.pop("pause")
     config = configs.OpenAIJudge(model="judge", base_url=url, **settings)
-    client = ChatClient("judge judge", "judge", lambda: remote(config), {"max_tokens": config.max_tokens, "temperature": 0}, config, pause)
+    client = ChatClient(
+        "judge judge",
+        "judge",
+        lambda: remote(config),
+        {"max_tokens": config.max_tokens, "temperature": 0},
+        config,
+        pause,
+    )
     return OpenAIJudge("judge", client, folder / "cache.jsonl", "judge", config.max_failed)
 
 

@@ -1,4 +1,5 @@
-"""Takes the picture of docs/how-to/labelling.md: `python -m tests.support.label_screenshot docs/images/labelling.png`."""
+"""Takes the picture of docs/how-to/labelling.md: `python -m tests.support.label_screenshot
+docs/images/labelling.png`."""
 
 from __future__ import annotations
 
@@ -11,15 +12,18 @@ from playwright.sync_api import sync_playwright
 from tests.support.labelling import Served, write_rows
 
 CHROMIUM = "/usr/bin/chromium"
-QUESTION = "My bread does not rise. I used water from the kettle, a spoon of salt and a sachet of dry yeast. What went wrong?"
+QUESTION = (
+    "My bread does not rise. I used water from the kettle, a spoon of salt and a sachet of dry yeast. What"
+    " went wrong?"
+)
 SHORT = (
     "The water was too hot. Yeast dies above about 55 °C, and water from the kettle is far hotter.\n\n"
     "Use water that feels just warm to your hand, and mix the salt into the flour first."
 )
 LONG = (
-    "There are many reasons why bread may not rise:\n\n"
-    "1. The yeast may be old.\n2. There may be too much salt.\n3. The kitchen may be too cold.\n4. The flour may lack gluten.\n\n"
-    "Please try again with new ingredients!"
+    "There are many reasons why bread may not rise:\n\n1. The yeast may be old.\n2. There may be too much"
+    " salt.\n3. The kitchen may be too cold.\n4. The flour may lack gluten.\n\nPlease try again with new"
+    " ingredients!"
 )
 
 

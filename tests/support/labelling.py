@@ -43,7 +43,14 @@ def assignment(path: Path, count: int = 10, clock: Any = lambda: 0.0, **rules: A
 
 
 def row(**changes: Any) -> HumanLabel:
-    own = {"id": "1", "verdict": "A>B", "shown_first": "a", "annotator": "Ann", "at": "2026-01-01T00:00:00.000+00:00", "seconds": 2.5}
+    own = {
+        "id": "1",
+        "verdict": "A>B",
+        "shown_first": "a",
+        "annotator": "Ann",
+        "at": "2026-01-01T00:00:00.000+00:00",
+        "seconds": 2.5,
+    }
     return HumanLabel(**{**pairs(1)[0].model_dump(), **own, **changes})
 
 
@@ -64,14 +71,18 @@ class Served:
     def __init__(self, folder: Path, *options: str, port: int = 0):
         command = [sys.executable, "-m", "flows.cli", "label", *options, "--port", str(port)]
         environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
-        self.process = subprocess.Popen(command, cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        self.process = subprocess.Popen(
+            command, cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        )
         atexit.register(self.process.kill)  # also after a test that failed
         assert self.process.stdout is not None
         told = ""
         for line in self.process.stdout:
             told += line
-            if found := re.search(r"one annotator: +(http://127\.0\.0\.1:(\d+))/", line):
-                self.root, self.port = found[1], int(found[2])
+            found = re.search(r"one annotator: +(http://127\.0\.0\.1:(\d+))/", line)
+            if found:
+                self.root = found[1]
+                self.port = int(found[2])
                 self.token = kept_secret(folder / ".alignflow" / "label-token")
                 return
         raise AssertionError(f"it ended with code {self.process.wait(30)}: {told}")

@@ -10,7 +10,14 @@ from typing import Any
 def label(number: int, verdict: str | None = "A>B", uid: str = "q1", **changes: Any) -> dict[str, Any]:
     """A line as the labelling page writes it, with keys that a calibration does not read."""
     prompt = [{"role": "user", "content": f"Question {uid}?"}]
-    row = {"id": f"l{number}", "uid": uid, "prompt": prompt, "answer_a": f"a of {uid}", "answer_b": f"b of {uid}", "verdict": verdict}
+    row = {
+        "id": f"l{number}",
+        "uid": uid,
+        "prompt": prompt,
+        "answer_a": f"a of {uid}",
+        "answer_b": f"b of {uid}",
+        "verdict": verdict,
+    }
     shown = {
         "model_a": "sft",
         "model_b": "dpo",

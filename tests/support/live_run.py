@@ -1,7 +1,9 @@
-"""A run of one stage that a test drives step by step, with the real lock, log, metrics, resume states and records; nothing is trained.
+"""A run of one stage that a test drives step by step, with the real lock, log, metrics, resume states and
+records; nothing is trained.
 
-`run` is what a flow's process does; the stage's process is this module, started by `launch`. It makes as many steps as the file
-`allowed` in the artifacts folder says, saves a state every second step, and goes on from it.
+`run` is what a flow's process does; the stage's process is this module, started by `launch`. It makes as many
+steps as the file `allowed` in the artifacts folder says, saves a state every second step, and goes on from
+it.
 """
 
 from __future__ import annotations
@@ -20,7 +22,9 @@ from rlhf_core.runs.metrics_log import Tracker
 from rlhf_core.runs.run_dir import HOLDER_ENV, Outcome, RunDir, StageRequest, run_stage
 from rlhf_core.system.files import locked, write_text
 
-STEPS, DIGEST, RECIPE = 8, "0123456789abcdef", "night"
+STEPS = 8
+DIGEST = "0123456789abcdef"
+RECIPE = "night"
 ROOT = Path(__file__).parents[2]
 
 
@@ -34,17 +38,46 @@ def allow(artifacts: Path, steps: int) -> None:
 
 def start(artifacts: Path, identity: str) -> subprocess.Popen[bytes]:
     """Starts a run in a process of its own."""
-    code = f"from pathlib import Path; from tests.support.live_run import run; run(Path({str(artifacts)!r}), {identity!r})"
-    return subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)}, stdout=subprocess.DEVNULL)
+    code = (
+        f"from pathlib import Path; from tests.support.live_run import run; run(Path({str(artifacts)!r}),"
+        f" {identity!r})"
+    )
+    return subprocess.Popen(
+        [sys.executable, "-c", code],
+        cwd=ROOT,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        stdout=subprocess.DEVNULL,
+    )
 
 
 def run(artifacts: Path, identity: str) -> None:
-    folder, started = artifacts / RECIPE / "runs", time.time()
-    request = StageRequest(name="sft", digest=DIGEST, config=SFT(data=Data.model_validate({"sources": "rows.jsonl"})), inputs={}, seed=0)
+    folder = artifacts / RECIPE / "runs"
+    started = time.time()
+    request = StageRequest(
+        name="sft",
+        digest=DIGEST,
+        config=SFT(data=Data.model_validate({"sources": "rows.jsonl"})),
+        inputs={},
+        seed=0,
+    )
 
     def record(status: str, state: str = "", ended: float | None = None) -> None:
-        stage = {"name": "sft", "kind": "sft", "parents": [], "run_dir": f"stages/sft-{DIGEST}", "status": status, "gates": []}
-        told = {"name": None, "state": state, "recipe": RECIPE, "host": socket.gethostname(), "pid": os.getpid(), "started": started}
+        stage = {
+            "name": "sft",
+            "kind": "sft",
+            "parents": [],
+            "run_dir": f"stages/sft-{DIGEST}",
+            "status": status,
+            "gates": [],
+        }
+        told = {
+            "name": None,
+            "state": state,
+            "recipe": RECIPE,
+            "host": socket.gethostname(),
+            "pid": os.getpid(),
+            "started": started,
+        }
         write_text(folder / f"{identity}.json", json.dumps(told | {"ended": ended, "stages": [stage]}))
 
     folder.mkdir(parents=True, exist_ok=True)
@@ -57,7 +90,8 @@ def run(artifacts: Path, identity: str) -> None:
 
 
 def work(request: StageRequest, run: RunDir) -> Outcome:
-    state, allowed = run / "state" / "step", run.path.parents[1] / "allowed"
+    state = run / "state" / "step"
+    allowed = run.path.parents[1] / "allowed"
     first = int(state.read_text()) if state.exists() else 0
     tracker = Tracker(run, STEPS, first)
     for step in range(first + 1, STEPS + 1):

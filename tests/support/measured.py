@@ -1,4 +1,5 @@
-"""PPO stages that ran on GPUs, as `alignflow plan` sees them, and what it was not fitted to (tests/benchmarks/README.md)."""
+"""PPO stages that ran on GPUs, as `alignflow plan` sees them, and what it was not fitted to
+(tests/benchmarks/README.md)."""
 
 from __future__ import annotations
 
@@ -20,7 +21,13 @@ SMALL_MODEL = size_of_config(
     }
 )
 LARGE_MODEL = size_of_config(
-    {**LARGE, "hidden_size": 3584, "intermediate_size": 18944, "num_attention_heads": 28, "num_key_value_heads": 4}
+    {
+        **LARGE,
+        "hidden_size": 3584,
+        "intermediate_size": 18944,
+        "num_attention_heads": 28,
+        "num_key_value_heads": 4,
+    }
 )
 
 
@@ -67,7 +74,9 @@ TWO_REWARDS = ppo(
     **all_roles({"gpus": 0.2}), reward=["rm", "other"], vllm={"gpus": 1}, zero_stage=0, rollout_batch_size=128, train_batch_size=128,
     generate_max_len=512, micro_train_tokens=24576, micro_rollout_tokens=24576, gradient_checkpointing=True, micro_train_batch_size=1,
 )  # fmt: skip
-HALVES = TWO_APART.model_copy(update={"vllm": ONE.vllm.model_copy(update={"gpus": 0.5, "gpu_memory_utilization": 0.35})})
+HALVES = TWO_APART.model_copy(
+    update={"vllm": ONE.vllm.model_copy(update={"gpus": 0.5, "gpu_memory_utilization": 0.35})}
+)
 ACTOR_BESIDE_REFERENCE = HALVES.model_copy(update={"colocate_actor_ref": True})
 CRITIC_BESIDE_REWARD = HALVES.model_copy(update={"colocate_critic_reward": True})
 TWO_TOGETHER = ppo(
@@ -90,12 +99,18 @@ ALL_FOUR = ppo(
 )  # fmt: skip
 IN_TURN = ALL_FOUR.model_copy(update={"gradient_checkpointing": 0.0})
 LONG_PROMPTS = IN_TURN.model_copy(
-    update={"prompt_max_len": 1024, "rollout_batch_size": 1024, "vllm": ALL_FOUR.vllm.model_copy(update={"gpu_memory_utilization": 0.36})}
+    update={
+        "prompt_max_len": 1024,
+        "rollout_batch_size": 1024,
+        "vllm": ALL_FOUR.vllm.model_copy(update={"gpu_memory_utilization": 0.36}),
+    }
 )
 
 
-H200, H100 = GPUS["h200"], GPUS["h100"]
-# What the plan chooses for a recipe that recomputes nothing on one H100, and the option beside it: Adam on the host, long passes.
+H200 = GPUS["h200"]
+H100 = GPUS["h100"]
+# What the plan chooses for a recipe that recomputes nothing on one H100, and the option beside it: Adam on
+# the host, long passes.
 LONG_PASSES = ONE_IN_TORCH.model_copy(update={"gradient_checkpointing": 0.0})
 CHOSEN = ALL_RESIDENT.model_copy(
     update={
@@ -109,9 +124,12 @@ TURNS = CHOSEN.model_copy(
         "rollout_batch_size": 384, "generate_max_len": 1536, "vllm": CHOSEN.vllm.model_copy(update={"gpu_memory_utilization": 0.25}),
     }
 )  # fmt: skip
-BESIDE_IT = CHOSEN.model_copy(update={"zero_stage": 2, "adam_offload": ("actor", "critic"), "micro_train_tokens": 24576})
+BESIDE_IT = CHOSEN.model_copy(
+    update={"zero_stage": 2, "adam_offload": ("actor", "critic"), "micro_train_tokens": 24576}
+)
 
-# The same question for a recipe of short passes with everything recomputed, on an H200: the recipe itself, and the plan's choice.
+# The same question for a recipe of short passes with everything recomputed, on an H200: the recipe itself,
+# and the plan's choice.
 SHORT_PASSES = ONE_IN_TORCH.model_copy(update={"micro_train_tokens": 2048, "micro_rollout_tokens": 2048})
 LONGER_PASSES = CHOSEN.model_copy(
     update={
@@ -126,7 +144,8 @@ NO_CRITIC = PPO.model_validate(
     }
 )  # fmt: skip
 
-# Nothing in the forecast was fitted to these: cards, GiB of each, seconds of the second step (of the last on the H100).
+# Nothing in the forecast was fitted to these: cards, GiB of each, seconds of the second step (of the last on
+# the H100).
 NOT_FITTED: list[tuple[PPO, Gpu, list[float], float]] = [
     (TWO_TOGETHER, H200, [104.2, 104.4], 6.8),
     (ACTOR_BESIDE_REFERENCE, H200, [49.6, 94.6], 7.2),
@@ -163,7 +182,12 @@ CALIBRATION: Phases = [
     (TWO_TOGETHER, SMALL_MODEL, H200, {"generate": 2.55, "score": 1.27, "train": 2.9}),
     (SPLIT, LARGE_MODEL, H200, {"generate": 9.42, "score": 7.87, "train": 26.77}),
     (ONE, SMALL_MODEL, H200, {"generate": 2.11, "score": 2.22, "train": 4.45}),
-    (ALL_RESIDENT, SMALL_MODEL, H200, {"generate": 2.01, "score": 2.23, "train": 4.27, "sleep and wake": 0.21}),
+    (
+        ALL_RESIDENT,
+        SMALL_MODEL,
+        H200,
+        {"generate": 2.01, "score": 2.23, "train": 4.27, "sleep and wake": 0.21},
+    ),
     (ADAM_OFFLOADED, SMALL_MODEL, H200, {"generate": 2.4, "score": 2.24, "train": 6.9}),
     (ALL_FOUR, LARGE_MODEL, H200, {"generate": 11.24, "score": 19.67, "train": 49.31}),
     (ALL_FOUR, LARGE_MODEL, H200, {"generate": 11.10, "score": 17.93, "train": 42.41}),
@@ -176,7 +200,8 @@ GRPO = PPO.model_validate(
         "kl_estimator": "k3", "init_kl_coef": 0.001, "generate_max_len": 2048, "micro_train_tokens": 12288, "micro_rollout_tokens": 12288,
     }
 )  # fmt: skip
-# Others with seconds by phase, which no rate is taken from. The engine of the GRPO stage is in bf16 once, in FP8 once.
+# Others with seconds by phase, which no rate is taken from. The engine of the GRPO stage is in bf16 once, in
+# FP8 once.
 HELD_OUT: Phases = [
     (NO_CRITIC, LARGE_MODEL, H200, {"generate": 8.27, "score": 12.76, "train": 16.37}),
     (LONG_PROMPTS, LARGE_MODEL, H200, {"generate": 20.32, "score": 56.71, "train": 90.93}),

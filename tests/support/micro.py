@@ -1,9 +1,11 @@
-"""A recipe whose stages are real processes that only write the files of their kind, also when a worker starts them.
+"""A recipe whose stages are real processes that only write the files of their kind, also when a worker starts
+them.
 
-`modules/sitecustomize.py`, on every process's path, has the flows start `micro_stage` in place of `rlhf_core` and `evaluation`. A stage
-writes down that it works (`attempts.txt`), hangs where `slow.json` says (`start`, `middle`, `end`) with a child (that ignores SIGTERM:
-`stubborn`; at the first attempt only, for so many seconds: `once`), waits until there is a file `slow.json` names (`until`), and its result
-is a digest of its inputs' content: a round made from another round's result has another one.
+`modules/sitecustomize.py`, on every process's path, has the flows start `micro_stage` in place of `rlhf_core`
+and `evaluation`. A stage writes down that it works (`attempts.txt`), hangs where `slow.json` says (`start`,
+`middle`, `end`) with a child (that ignores SIGTERM: `stubborn`; at the first attempt only, for so many
+seconds: `once`), waits until there is a file `slow.json` names (`until`), and its result is a digest of its
+inputs' content: a round made from another round's result has another one.
 """
 
 from __future__ import annotations
@@ -116,7 +118,8 @@ AUTH: dict[str, str] = {}  # auth strings by API URL
 
 
 def build(folder: Path, recipe: str = RECIPE) -> dict[str, str]:
-    """Writes a recipe, with the name `micro`, and modules. Returns the environment of processes that use them."""
+    """Writes a recipe, with the name `micro`, and modules. Returns the environment of processes that use
+    them."""
     (folder / "modules").mkdir(parents=True)
     (folder / "modules" / "micro_stage.py").write_text(STAGE)
     (folder / "modules" / "sitecustomize.py").write_text(CUSTOMIZE)
@@ -127,7 +130,11 @@ def build(folder: Path, recipe: str = RECIPE) -> dict[str, str]:
 def environment(folder: Path) -> dict[str, str]:
     """Returns the environment of processes that use the files of `build`."""
     kept = {key: value for key, value in os.environ.items() if key != "PREFECT_API_URL"}
-    return kept | {"PYTHONPATH": f"{folder / 'modules'}{os.pathsep}{ROOT}", "PYTHONUNBUFFERED": "1", "PREFECT_HOME": str(folder / "home")}
+    return kept | {
+        "PYTHONPATH": f"{folder / 'modules'}{os.pathsep}{ROOT}",
+        "PYTHONUNBUFFERED": "1",
+        "PREFECT_HOME": str(folder / "home"),
+    }
 
 
 def attempts(folder: Path) -> list[tuple[str, str, int]]:
@@ -153,7 +160,9 @@ def left(folder: Path) -> list[psutil.Process]:
     return found
 
 
-def wait_until(true: Callable[[], object], what: str, seconds: float = 60, told: Callable[[], str] = str) -> None:
+def wait_until(
+    true: Callable[[], object], what: str, seconds: float = 60, told: Callable[[], str] = str
+) -> None:
     deadline = time.monotonic() + seconds
     while not true():
         assert time.monotonic() < deadline, f"waited {seconds} s for {what}\n{told()}"
@@ -161,7 +170,8 @@ def wait_until(true: Callable[[], object], what: str, seconds: float = 60, told:
 
 
 def ask(api: str, route: str, body: dict[str, Any] | None = None) -> Any:
-    """Returns the answer of a route of Prefect's API. Retries while the database is busy, as Prefect's client does."""
+    """Returns the answer of a route of Prefect's API. Retries while the database is busy, as Prefect's client
+    does."""
     for pause in (1, 2, 4, 8):
         try:
             return _ask(api, route, body)
@@ -197,22 +207,44 @@ class Serve:
 
     def __init__(self, folder: Path, environment: dict[str, str], *given: str):
         self.folder = folder
-        command = [sys.executable, "-P", "-m", "flows.cli", "serve", "recipe.yaml", "--port", "0", "--home", str(folder / "home"), *given]
+        command = [
+            sys.executable,
+            "-P",
+            "-m",
+            "flows.cli",
+            "serve",
+            "recipe.yaml",
+            "--port",
+            "0",
+            "--home",
+            str(folder / "home"),
+            *given,
+        ]
         with (folder / "serve.txt").open("wb") as out:
             self.process = subprocess.Popen(
-                command, cwd=folder, env=environment, stdout=out, stderr=out, stdin=subprocess.DEVNULL, start_new_session=True
+                command,
+                cwd=folder,
+                env=environment,
+                stdout=out,
+                stderr=out,
+                stdin=subprocess.DEVNULL,
+                start_new_session=True,
             )
 
     def told(self) -> str:
         log = self.folder / "home" / "serve.log"
-        return (self.folder / "serve.txt").read_text()[-3000:] + (log.read_text()[-3000:] if log.exists() else "")
+        return (self.folder / "serve.txt").read_text()[-3000:] + (
+            log.read_text()[-3000:] if log.exists() else ""
+        )
 
     def ready(self, seconds: float = 90) -> str:
         """Waits until it is ready. Returns the API's URL."""
 
         def is_ready() -> bool:
             assert self.process.poll() is None, self.told()
-            return (self.folder / "home" / "serve.json").exists() and "serving on" in (self.folder / "serve.txt").read_text()
+            return (self.folder / "home" / "serve.json").exists() and "serving on" in (
+                self.folder / "serve.txt"
+            ).read_text()
 
         wait_until(is_ready, "serve to start", seconds, self.told)
         api = str(json.loads((self.folder / "home" / "serve.json").read_text())["api"])
@@ -223,7 +255,13 @@ class Serve:
         """Creates a run of a deployment. Returns its id."""
         flow, name = deployment.split("/")
         identity = ask(api, f"/deployments/name/{flow}/{name}")["id"]
-        return str(ask(api, f"/deployments/{identity}/create_flow_run", {"parameters": parameters, "state": {"type": "SCHEDULED"}})["id"])
+        return str(
+            ask(
+                api,
+                f"/deployments/{identity}/create_flow_run",
+                {"parameters": parameters, "state": {"type": "SCHEDULED"}},
+            )["id"]
+        )
 
     def state(self, api: str, run: str) -> str:
         return str(ask(api, f"/flow_runs/{run}")["state_type"])

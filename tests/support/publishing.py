@@ -1,4 +1,5 @@
-"""Shared by tests of publication: a client without waits, tiny folders to publish, and checks of a repository."""
+"""Shared by tests of publication: a client without waits, tiny folders to publish, and checks of a
+repository."""
 
 from __future__ import annotations
 
@@ -24,7 +25,8 @@ from tests.support.hub_server import TOKEN, Hub, Repository, serve
 
 REPO = "someone/tiny"
 TAG = "publication-00000000000000aa"
-ONCE, THREE = Retries(attempts=1, wait=0.0), Retries(attempts=3, wait=0.0)
+ONCE = Retries(attempts=1, wait=0.0)
+THREE = Retries(attempts=3, wait=0.0)
 KINDS = ("model", "adapter", "reward model", "dataset")
 
 
@@ -61,7 +63,13 @@ def serving_hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
 def model_to_publish(root: Path) -> Path:
     """The folder of a tiny model as a publication stage leaves it."""
     save_model(root / "checkpoint")
-    assemble(root / "checkpoint", root / "published", {"README.md": "---\nlicense: mit\n---\n# tiny\n"}, "publication", "00aa")
+    assemble(
+        root / "checkpoint",
+        root / "published",
+        {"README.md": "---\nlicense: mit\n---\n# tiny\n"},
+        "publication",
+        "00aa",
+    )
     return root / "published"
 
 
@@ -79,19 +87,34 @@ def things(root: Path) -> dict[str, Thing]:
     save_model(base)
     tokenizer = AutoTokenizer.from_pretrained(base)
     torch.manual_seed(0)
-    get_peft_model(AutoModelForCausalLM.from_pretrained(base), LoraConfig(r=2, target_modules=["q_proj"])).save_pretrained(root / "adapter")
-    AutoModelForSequenceClassification.from_pretrained(base, num_labels=1, pad_token_id=2).save_pretrained(root / "reward")
+    get_peft_model(
+        AutoModelForCausalLM.from_pretrained(base), LoraConfig(r=2, target_modules=["q_proj"])
+    ).save_pretrained(root / "adapter")
+    AutoModelForSequenceClassification.from_pretrained(base, num_labels=1, pad_token_id=2).save_pretrained(
+        root / "reward"
+    )
     for folder in (root / "adapter", root / "reward"):
         tokenizer.save_pretrained(folder)
     card = {"README.md": "---\nlicense: mit\n---\n# tiny\n"}
     published = {kind: root / "published" / kind.replace(" ", "-") for kind in KINDS}
     assemble(base, published["model"], card, "publication", "00aa")
-    assemble(root / "adapter", published["adapter"], card, "publication", "00aa", base=AdapterBase("someone/base", "ab" * 20))
+    assemble(
+        root / "adapter",
+        published["adapter"],
+        card,
+        "publication",
+        "00aa",
+        base=AdapterBase("someone/base", "ab" * 20),
+    )
     assemble(root / "reward", published["reward model"], card, "publication", "00aa")
     rows = root / "pairs.jsonl"
-    rows.write_text("".join(json.dumps({"prompt": str(n), "chosen": "a", "rejected": "b"}) + "\n" for n in range(5)))
+    rows.write_text(
+        "".join(json.dumps({"prompt": str(n), "chosen": "a", "rejected": "b"}) + "\n" for n in range(5))
+    )
     put({"data/pairs.jsonl": rows}, published["dataset"], card, "publication", "00aa", lambda partial: None)
-    return {kind: Thing(folder, "dataset" if kind == "dataset" else "model") for kind, folder in published.items()}
+    return {
+        kind: Thing(folder, "dataset" if kind == "dataset" else "model") for kind, folder in published.items()
+    }
 
 
 def stage(chain: Chain, place: Path, **config: Any) -> RunDir:
@@ -124,8 +147,14 @@ def check_published(server: Hub, folder: Path, commits: int = 2, name: str = REP
     head = repository.branches["main"]
     assert repository.tags == {TAG: head}
     assert len(repository.history()) == commits and repository.history()[0] == f"Publish {TAG}"
-    files = {path: blob.content for path, blob in repository.commits[head].files.items() if path != ".gitattributes"}
-    assert files == {file.relative_to(folder).as_posix(): file.read_bytes() for file in folder.rglob("*") if file.is_file()}
+    files = {
+        path: blob.content
+        for path, blob in repository.commits[head].files.items()
+        if path != ".gitattributes"
+    }
+    assert files == {
+        file.relative_to(folder).as_posix(): file.read_bytes() for file in folder.rglob("*") if file.is_file()
+    }
     return repository
 
 

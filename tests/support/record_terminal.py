@@ -1,7 +1,10 @@
-"""Records what a run shows on a terminal into docs/reference/terminal.md: at 5 s, at 30 s, in PPO, at the end.
+"""Records what a run shows on a terminal into docs/reference/terminal.md: at 5 s, at 30 s, in PPO, at the
+end.
 
-    python -m tests.support.record_terminal                 # the demo, in a temporary folder; about six minutes on two idle cores
-    python -m tests.support.record_terminal RECIPE [OVERRIDES]      # another recipe, printed in place of the page
+    python -m tests.support.record_terminal                 # the demo, in a temporary folder; about six
+    minutes on two idle cores
+    python -m tests.support.record_terminal RECIPE [OVERRIDES]      # another recipe, printed in place of the
+    page
 
 The demo is the run that the page shows.
 """
@@ -18,7 +21,9 @@ from tests.support.screen import Terminal
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "reference" / "terminal.md"
-WIDTH, HEIGHT, SECONDS = 110, 30, 3600
+WIDTH = 110
+HEIGHT = 30
+SECONDS = 3600
 IN_PPO = re.compile(r"▶ ppo .* (\d+)/(\d+) ")
 HEAD = """# The terminal
 
@@ -33,8 +38,11 @@ DEMO = "This is `alignflow demo` on two cores, recorded by `python -m tests.supp
 
 
 def record(command: list[str], folder: Path) -> dict[str, str]:
-    """Runs a command on a terminal. Returns its screens by title. Raises RuntimeError with the last one when it fails."""
-    environment = {name: value for name, value in os.environ.items() if name not in ("CI", "NO_COLOR", "PREFECT_API_URL")}
+    """Runs a command on a terminal. Returns its screens by title. Raises RuntimeError with the last one when
+    it fails."""
+    environment = {
+        name: value for name, value in os.environ.items() if name not in ("CI", "NO_COLOR", "PREFECT_API_URL")
+    }
     screens: dict[str, str] = {}
     rows = 0
 
@@ -53,7 +61,8 @@ def record(command: list[str], folder: Path) -> dict[str, str]:
 
     paths = environment | {"TERM": "xterm-256color", "PYTHONPATH": str(ROOT)}
     shown = Terminal(command, folder, paths, WIDTH, HEIGHT)
-    if code := shown.run(see, SECONDS):
+    code = shown.run(see, SECONDS)
+    if code:
         raise RuntimeError(f"{' '.join(command)}: exit code {code}\n{shown.screen.text()}")
     return screens | {"At the end": shown.screen.text()}
 

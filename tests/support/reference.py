@@ -1,7 +1,8 @@
-"""Every formula in plain Python, for comparison and easy to read: lists of floats, loops, `math`; no torch, no broadcasting.
+"""Every formula in plain Python, for comparison and easy to read: lists of floats, loops, `math`; no torch,
+no broadcasting.
 
-Per-token arguments are flat lists over all tokens of a batch unless a docstring says rows. A loss returns its metrics by name, the
-loss first.
+Per-token arguments are flat lists over all tokens of a batch unless a docstring says rows. A loss returns its
+metrics by name, the loss first.
 """
 
 from __future__ import annotations
@@ -30,15 +31,24 @@ def masked_mean(x: Row, mask: Mask) -> float:
 def whiten(x: Row, mask: Mask, eps: float) -> Row:
     mean = masked_mean(x, mask)
     variance = masked_mean([(value - mean) ** 2 for value in x], mask)
-    return [(value - mean) / math.sqrt(variance + eps) if counts else 0.0 for value, counts in zip(x, mask, strict=True)]
+    return [
+        (value - mean) / math.sqrt(variance + eps) if counts else 0.0
+        for value, counts in zip(x, mask, strict=True)
+    ]
 
 
 def document_sum(x: Row, mask: Mask, documents: list[int], num_documents: int) -> Row:
-    return [masked_sum(x, [counts and d == k for counts, d in zip(mask, documents, strict=True)]) for k in range(num_documents)]
+    return [
+        masked_sum(x, [counts and d == k for counts, d in zip(mask, documents, strict=True)])
+        for k in range(num_documents)
+    ]
 
 
 def document_mean(x: Row, mask: Mask, documents: list[int], num_documents: int) -> Row:
-    return [masked_mean(x, [counts and d == k for counts, d in zip(mask, documents, strict=True)]) for k in range(num_documents)]
+    return [
+        masked_mean(x, [counts and d == k for counts, d in zip(mask, documents, strict=True)])
+        for k in range(num_documents)
+    ]
 
 
 def gather_last(x: Row, documents: list[int], num_documents: int) -> Row:
@@ -78,14 +88,17 @@ def token_rewards(kls: Row, coef: float, score: float, mask: Mask) -> Row:
     return rewards
 
 
-def gae(rewards: Row, values: Row, mask: Mask, gamma: float, lambd: float, after: float = 0.0) -> tuple[Row, Row]:
-    """The sum the recursion stands for: A_i = sum_l (gamma lambda)^l delta_{i+l} over response tokens i, i+1, ...; `after`: the value
-    after the last one."""
+def gae(
+    rewards: Row, values: Row, mask: Mask, gamma: float, lambd: float, after: float = 0.0
+) -> tuple[Row, Row]:
+    """The sum the recursion stands for: A_i = sum_l (gamma lambda)^l delta_{i+l} over response tokens i, i+1,
+    ...; `after`: the value after the last one."""
     response = [t for t in range(len(mask)) if mask[t]]
     r = [rewards[t] for t in response]
     v = [values[t] for t in response] + [after]
     delta = [r[i] + gamma * v[i + 1] - v[i] for i in range(len(r))]
-    advantages, returns = [0.0] * len(mask), [0.0] * len(mask)
+    advantages = [0.0] * len(mask)
+    returns = [0.0] * len(mask)
     for i, t in enumerate(response):
         advantages[t] = sum((gamma * lambd) ** (j - i) * delta[j] for j in range(i, len(r)))
         returns[t] = advantages[t] + values[t]
@@ -137,13 +150,21 @@ def sft_loss(logprobs: Row, mask: Mask, denominator: float) -> dict[str, float]:
     return {"loss": -masked_sum(logprobs, mask) / denominator}
 
 
-def reward_loss(chosen: Row, rejected: Row, margin: Row, centering: float, denominator: float) -> dict[str, float]:
+def reward_loss(
+    chosen: Row, rejected: Row, margin: Row, centering: float, denominator: float
+) -> dict[str, float]:
     loss = accuracy = difference = 0.0
     for c, r, m in zip(chosen, rejected, margin, strict=True):
         loss += -math.log(sigmoid(c - r - m)) + centering * (c + r) ** 2
         accuracy += c > r
         difference += c - r
-    totals = {"loss": loss, "accuracy": accuracy, "margin": difference, "scores/chosen": sum(chosen), "scores/rejected": sum(rejected)}
+    totals = {
+        "loss": loss,
+        "accuracy": accuracy,
+        "margin": difference,
+        "scores/chosen": sum(chosen),
+        "scores/rejected": sum(rejected),
+    }
     return {name: total / denominator for name, total in totals.items()}
 
 
@@ -168,22 +189,32 @@ def dpo_loss(
     loss: str,
     denominator: float,
 ) -> dict[str, float]:
-    losses, chosen, rejected = [], [], []
+    losses = []
+    chosen = []
+    rejected = []
     for pc, pr, rc, rr in zip(policy_chosen, policy_rejected, ref_chosen, ref_rejected, strict=True):
         h = (pc - rc) - (pr - rr)
         if loss == "ipo":
             losses.append((h - 1 / (2 * beta)) ** 2)
         else:
-            right, flipped = -math.log(sigmoid(beta * h)), -math.log(sigmoid(-beta * h))
+            right = -math.log(sigmoid(beta * h))
+            flipped = -math.log(sigmoid(-beta * h))
             losses.append((1 - label_smoothing) * right + label_smoothing * flipped)
         chosen.append(beta * (pc - rc))
         rejected.append(beta * (pr - rr))
     return preference_metrics(losses, chosen, rejected, denominator)
 
 
-def simpo_loss(policy_chosen: Row, policy_rejected: Row, beta: float, gamma: float, denominator: float) -> dict[str, float]:
-    losses = [-math.log(sigmoid(beta * (c - r) - gamma)) for c, r in zip(policy_chosen, policy_rejected, strict=True)]
-    return preference_metrics(losses, [beta * c for c in policy_chosen], [beta * r for r in policy_rejected], denominator)
+def simpo_loss(
+    policy_chosen: Row, policy_rejected: Row, beta: float, gamma: float, denominator: float
+) -> dict[str, float]:
+    losses = [
+        -math.log(sigmoid(beta * (c - r) - gamma))
+        for c, r in zip(policy_chosen, policy_rejected, strict=True)
+    ]
+    return preference_metrics(
+        losses, [beta * c for c in policy_chosen], [beta * r for r in policy_rejected], denominator
+    )
 
 
 def orpo_loss(policy_chosen: Row, policy_rejected: Row, lambd: float, denominator: float) -> dict[str, float]:
@@ -192,7 +223,9 @@ def orpo_loss(policy_chosen: Row, policy_rejected: Row, lambd: float, denominato
         odds_c = math.exp(c) / (1 - math.exp(c))
         odds_r = math.exp(r) / (1 - math.exp(r))
         losses.append(-c - lambd * math.log(sigmoid(math.log(odds_c / odds_r))))
-    return preference_metrics(losses, [lambd * c for c in policy_chosen], [lambd * r for r in policy_rejected], denominator)
+    return preference_metrics(
+        losses, [lambd * c for c in policy_chosen], [lambd * r for r in policy_rejected], denominator
+    )
 
 
 def kto_loss(
@@ -233,7 +266,13 @@ def policy_loss(
     dual_clip: float | None,
     weights: Row,
 ) -> dict[str, float]:
-    totals = {"policy/loss": 0.0, "policy/clip_share": 0.0, "policy/ratio": 0.0, "policy/ratio_gap": 0.0, "policy/kl_old": 0.0}
+    totals = {
+        "policy/loss": 0.0,
+        "policy/clip_share": 0.0,
+        "policy/ratio": 0.0,
+        "policy/ratio_gap": 0.0,
+        "policy/kl_old": 0.0,
+    }
     for t in range(len(mask)):
         if not mask[t]:
             continue
@@ -251,14 +290,22 @@ def policy_loss(
     return {name: total / denominator for name, total in totals.items()}
 
 
-def gspo_ratios(logprobs: Row, old_logprobs: Row, mask: Mask, documents: list[int], num_documents: int) -> Row:
+def gspo_ratios(
+    logprobs: Row, old_logprobs: Row, mask: Mask, documents: list[int], num_documents: int
+) -> Row:
     """One ratio per document: the geometric mean of its tokens' ratios."""
     gaps = [p - q for p, q in zip(logprobs, old_logprobs, strict=True)]
     return [math.exp(mean) for mean in document_mean(gaps, mask, documents, num_documents)]
 
 
 def kl_loss(
-    logprobs: Row, old_logprobs: Row, ref_logprobs: Row, mask: Mask, is_weights: Row, estimator: str, denominator: float
+    logprobs: Row,
+    old_logprobs: Row,
+    ref_logprobs: Row,
+    mask: Mask,
+    is_weights: Row,
+    estimator: str,
+    denominator: float,
 ) -> dict[str, float]:
     total = 0.0
     for t in range(len(mask)):
@@ -268,7 +315,9 @@ def kl_loss(
     return {"policy/kl_loss": total / denominator}
 
 
-def value_loss(values: Row, old_values: Row, returns: Row, mask: Mask, clip: float, denominator: float) -> dict[str, float]:
+def value_loss(
+    values: Row, old_values: Row, returns: Row, mask: Mask, clip: float, denominator: float
+) -> dict[str, float]:
     totals = {"value/loss": 0.0, "value/clip_share": 0.0}
     for v, old, target, counts in zip(values, old_values, returns, mask, strict=True):
         if counts:

@@ -1,4 +1,5 @@
-"""A real S3 server on this machine (moto's), with one bucket, and the environment that points every client at it."""
+"""A real S3 server on this machine (moto's), with one bucket, and the environment that points every client at
+it."""
 
 from __future__ import annotations
 
@@ -14,7 +15,8 @@ import pytest
 
 from rlhf_core.cluster.rank_environment import free_port
 
-BUCKET, SECRET = "alignflow-tests", "a-secret-key-that-nobody-may-see"
+BUCKET = "alignflow-tests"
+SECRET = "a-secret-key-that-nobody-may-see"
 
 
 SECONDS = 60  # until the server answers
@@ -22,8 +24,8 @@ SECONDS = 60  # until the server answers
 
 @contextmanager
 def s3() -> Iterator[str]:
-    """Yields the URL of a place in an empty bucket; the server, a process of its own, ends with the block. (What it imports, Flask, is in
-    the way of vLLM, which looks at every module of its process.)"""
+    """Yields the URL of a place in an empty bucket; the server, a process of its own, ends with the block.
+    (What it imports, Flask, is in the way of vLLM, which looks at every module of its process.)"""
     from s3fs import S3FileSystem
 
     port = free_port()

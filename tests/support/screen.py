@@ -1,6 +1,8 @@
-"""A terminal without a window: runs a command under a pty and keeps what its screen shows, as `tmux capture-pane -p` prints it.
+"""A terminal without a window: runs a command under a pty and keeps what its screen shows, as `tmux
+capture-pane -p` prints it.
 
-Knows the codes that rich writes: colours (left out), cursor up, column, home and visibility, erasing lines and the screen.
+Knows the codes that rich writes: colours (left out), cursor up, column, home and visibility, erasing lines
+and the screen.
 """
 
 from __future__ import annotations
@@ -22,10 +24,12 @@ CODE = re.compile(r"\x1b\[(\?)?(\d*)(?:;[\d;]*)?([A-Za-z])|\x1b[()][A-Z0-9]|\x1b
 
 
 class Screen:
-    """The rows of a terminal. `rows` has all that were ever there, of which the last `height` are on the screen."""
+    """The rows of a terminal. `rows` has all that were ever there, of which the last `height` are on the
+    screen."""
 
     def __init__(self, width: int = 80, height: int = 24):
-        self.width, self.height = width, height
+        self.width = width
+        self.height = height
         self.rows: list[str] = [""]
         self.row = self.column = 0
         self.cursor = True
@@ -33,7 +37,8 @@ class Screen:
 
     def feed(self, text: str) -> None:
         """Takes what a program wrote."""
-        text, self._rest = self._rest + text, ""
+        text = self._rest + text
+        self._rest = ""
         while text:
             if text[0] == "\x1b":
                 code = CODE.match(text)
@@ -51,7 +56,9 @@ class Screen:
         return "\n".join(row.rstrip() for row in self.rows[-self.height :]).rstrip()
 
     def _obey(self, code: re.Match[str]) -> None:
-        private, number, letter = code[1], int(code[2] or 1), code[3]
+        private = code[1]
+        number = int(code[2] or 1)
+        letter = code[3]
         if private and letter in "hl":
             self.cursor = letter == "h" if code[2] == "25" else self.cursor
         elif letter == "A":
@@ -61,7 +68,8 @@ class Screen:
         elif letter == "K":
             self.rows[self.row] = "" if code[2] == "2" else self.rows[self.row][: self.column]
         elif letter == "H":
-            self.row, self.column = max(0, len(self.rows) - self.height), 0
+            self.row = max(0, len(self.rows) - self.height)
+            self.column = 0
         elif letter == "J":
             del self.rows[self.row + 1 :]
             self.rows[self.row] = ""
@@ -70,7 +78,8 @@ class Screen:
         if character == "\r":
             self.column = 0
         elif character == "\n" or (character >= " " and self.column >= self.width):
-            self.row, self.column = self.row + 1, 0
+            self.row = self.row + 1
+            self.column = 0
             while len(self.rows) <= self.row:
                 self.rows.append("")
         if character >= " ":
@@ -82,7 +91,14 @@ class Screen:
 class Terminal:
     """A command under a pty of its own. `see` is called with the screen whenever that may have changed."""
 
-    def __init__(self, command: Sequence[str], folder: Path, environment: Mapping[str, str], width: int = 80, height: int = 24):
+    def __init__(
+        self,
+        command: Sequence[str],
+        folder: Path,
+        environment: Mapping[str, str],
+        width: int = 80,
+        height: int = 24,
+    ):
         self.screen = Screen(width, height)
         self.written = ""  # all of it, with its codes
         self.began = time.monotonic()
@@ -101,14 +117,16 @@ class Terminal:
 
     def resize(self, width: int, height: int) -> None:
         """Sets the size of the window, as a person does with the mouse."""
-        self.screen.width, self.screen.height = width, height
+        self.screen.width = width
+        self.screen.height = height
         fcntl.ioctl(self._descriptor, termios.TIOCSWINSZ, struct.pack("HHHH", height, width, 0, 0))
 
     def press(self, keys: bytes) -> None:
         os.write(self._descriptor, keys)
 
     def run(self, see: Callable[[Terminal], None], seconds: float = 120) -> int:
-        """Follows the command to its end, and kills it after some seconds. Returns its exit code, -n when signal n ended it."""
+        """Follows the command to its end, and kills it after some seconds. Returns its exit code, -n when
+        signal n ended it."""
         decoder = codecs.getincrementaldecoder("utf-8")("replace")  # a read may end within a character
         while select.select([self._descriptor], [], [], max(0.0, self.began + seconds - time.monotonic()))[0]:
             try:

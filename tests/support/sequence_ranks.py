@@ -34,7 +34,15 @@ from rlhf_core.models.sequence_split import split_sequences
 from rlhf_core.models.token_logprobs import Truncation
 from rlhf_core.objectives.actor_loss import PerToken, actor_loss, count
 from rlhf_core.objectives.collate import collate
-from rlhf_core.objectives.losses import Loss, kto_loss, preference_loss, reward_loss, sft_loss, value_loss, with_balance
+from rlhf_core.objectives.losses import (
+    Loss,
+    kto_loss,
+    preference_loss,
+    reward_loss,
+    sft_loss,
+    value_loss,
+    with_balance,
+)
 from rlhf_core.objectives.masked import before
 from rlhf_core.stages.dpo import pair_logprobs
 from rlhf_core.stages.ppo.roles.passes import token_values
@@ -44,24 +52,37 @@ from rlhf_core.training.train_loop import accumulate
 from tests.unit.models.test_attention import WINDOWED
 from tests.unit.models.test_models import FAMILIES, SHAPE, SHARED_KEYS
 
-WORLD, CPU = 4, torch.device("cpu")
-LATENT = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 12, "head_dim": 8}
+WORLD = 4
+CPU = torch.device("cpu")
+LATENT = {
+    "q_lora_rank": 16,
+    "kv_lora_rank": 16,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 8,
+    "v_head_dim": 12,
+    "head_dim": 8,
+}
 SIX = {**SHAPE, "hidden_size": 48, "num_attention_heads": 6, "num_key_value_heads": 2}
 MODELS: dict[str, Callable[[], Any]] = {
     **FAMILIES,
     **WINDOWED,
     **SHARED_KEYS,
-    "latent": lambda: DeepseekV3ForCausalLM(DeepseekV3Config(**SHAPE | {"num_key_value_heads": 4}, **LATENT, first_k_dense_replace=2)),
+    "latent": lambda: DeepseekV3ForCausalLM(
+        DeepseekV3Config(**SHAPE | {"num_key_value_heads": 4}, **LATENT, first_k_dense_replace=2)
+    ),
     "six heads": lambda: LlamaForCausalLM(LlamaConfig(**SIX)),
 }
 LossOf = Callable[[Any], Tensor]
 
 
 class Rank:
-    """An engine that is the module: on a rank alone, or on one of `WORLD` of which `sharing` compute each pass together."""
+    """An engine that is the module: on a rank alone, or on one of `WORLD` of which `sharing` compute each
+    pass together."""
 
     def __init__(self, module: Policy | Scorer, sharing: int = 1):
-        self.module, self.device, self.sharing = module, CPU, sharing
+        self.module = module
+        self.device = CPU
+        self.sharing = sharing
         self.rank, self.world_size = (0, 1) if sharing == 1 else (dist.get_rank(), WORLD)
 
     def __call__(self, *inputs: Any) -> Any:
@@ -82,8 +103,10 @@ class Rank:
 
 
 def documents() -> list[Document]:
-    """Answers after prompts, of which no loss is taken; one token alone, a mask with a hole, no answer at all."""
-    rng, found = random.Random(0), []
+    """Answers after prompts, of which no loss is taken; one token alone, a mask with a hole, no answer at
+    all."""
+    rng = random.Random(0)
+    found = []
     for prompt, answer in ((9, 14), (0, 1), (3, 21), (17, 0), (5, 6), (2, 11)):
         mask = [False] * prompt + [True] * answer
         if answer > 6:
@@ -108,10 +131,14 @@ def routed(rank: Any) -> Tensor:
 
 
 def pairs() -> list[Pair]:
-    rng, found = random.Random(1), []
+    rng = random.Random(1)
+    found = []
     for prompt, *answers in ((9, 14, 6), (1, 5, 12), (21, 1, 7), (4, 3, 3)):
         asked = [rng.randrange(3, 97) for _ in range(prompt)]
-        both = [Document(asked + [rng.randrange(3, 97) for _ in range(n)], [False] * prompt + [True] * n) for n in answers]
+        both = [
+            Document(asked + [rng.randrange(3, 97) for _ in range(n)], [False] * prompt + [True] * n)
+            for n in answers
+        ]
         found.append(Pair(both[0], both[1], 0.5))
     return found
 
@@ -124,13 +151,19 @@ def sft(rank: Any) -> Tensor:
 
 def dpo(rank: Any) -> Tensor:
     found = pair_logprobs(rank, pairs(), 0, False, rank.passes).responses
-    return preference_loss(DPO(policy="base", pairs="pairs", beta=0.5), found[0], found[1], *torch.zeros(2, 4), 4.0).loss
+    return preference_loss(
+        DPO(policy="base", pairs="pairs", beta=0.5), found[0], found[1], *torch.zeros(2, 4), 4.0
+    ).loss
 
 
 def kto(rank: Any) -> Tensor:
-    found, balance = answer_logprobs_and_balance(rank, documents()[:1] + documents()[2:3] + documents()[4:], 0, False, CPU, Passes(2))
+    found, balance = answer_logprobs_and_balance(
+        rank, documents()[:1] + documents()[2:3] + documents()[4:], 0, False, CPU, Passes(2)
+    )
     desirable = torch.tensor([True, False, True, False])
-    return with_balance(kto_loss(found, found.detach() - 1, desirable, 0.3, 0.1, 1.0, 1.3, 4.0), balance, 0.1, 4.0).loss
+    return with_balance(
+        kto_loss(found, found.detach() - 1, desirable, 0.3, 0.1, 1.0, 1.3, 4.0), balance, 0.1, 4.0
+    ).loss
 
 
 def actor(rank: Any) -> Tensor:
@@ -146,12 +179,17 @@ def actor(rank: Any) -> Tensor:
     )
     answers = [document for pair in pairs() for document in (pair.chosen, pair.rejected)]
     rows = rank.passes.rows_of(answers)
-    batch, dice = collate(rows, 0), np.random.default_rng(0)
+    batch = collate(rows, 0)
+    dice = np.random.default_rng(0)
     noise = [[dice.normal(mean, 0.1, len(answer)) for answer in answers] for mean in (-4.5, -4.5, 0.5)]
     old, ref, advantages = (cast(Tensor, token_values(batch, rows, arrays)) for arrays in noise)
     new = masked_logprobs(rank, batch, 0.8, "gradient", Truncation(0.9, 20))
-    tokens = PerToken(new.logprobs, new.entropy, old, ref, advantages, batch.mask.float(), batch.mask, batch.documents)
-    return actor_loss(tokens, len(answers), count([answer.mask_array for answer in answers]), config, 0.2).loss
+    tokens = PerToken(
+        new.logprobs, new.entropy, old, ref, advantages, batch.mask.float(), batch.mask, batch.documents
+    )
+    return actor_loss(
+        tokens, len(answers), count([answer.mask_array for answer in answers]), config, 0.2
+    ).loss
 
 
 def reward(rank: Any) -> Tensor:
@@ -179,7 +217,10 @@ def loss_and_gradients(module: Policy | Scorer, loss: LossOf) -> list[Tensor]:
     module.zero_grad(set_to_none=True)
     value = loss(Rank(module))
     value.backward()
-    return [value.detach(), *(torch.zeros_like(p) if p.grad is None else p.grad.clone() for p in module.parameters())]
+    return [
+        value.detach(),
+        *(torch.zeros_like(p) if p.grad is None else p.grad.clone() for p in module.parameters()),
+    ]
 
 
 def compare(family: str, head: str, loss: LossOf, ranks: SequenceRanks) -> None:
@@ -204,13 +245,17 @@ def compare(family: str, head: str, loss: LossOf, ranks: SequenceRanks) -> None:
     torch.testing.assert_close(value, alone[0], msg=lambda m: f"{family} {loss.__name__} {ranks.size}: {m}")
     for (name, _), own, expected in zip(module.named_parameters(), gradients, alone[1:], strict=True):
         dist.all_reduce(own, group=ranks.group)
-        torch.testing.assert_close(own, expected, atol=2e-6, rtol=2e-5, msg=lambda m, n=name: f"{family} {loss.__name__} {n}: {m}")
+        torch.testing.assert_close(
+            own, expected, atol=2e-6, rtol=2e-5, msg=lambda m, n=name: f"{family} {loss.__name__} {n}: {m}"
+        )
 
 
 def step_of_two_pairs(two: SequenceRanks) -> None:
-    """An optimiser step of three passes: one pair has two of them, the other one and a surplus one of weight 0."""
+    """An optimiser step of three passes: one pair has two of them, the other one and a surplus one of weight
+    0."""
     torch.manual_seed(0)
-    policy, found = Policy(FAMILIES["llama"]()).train(), []
+    policy = Policy(FAMILIES["llama"]()).train()
+    found = []
     for sharing in (1, 2):
         engine: Any = Rank(policy, sharing)
         if sharing > 1:
@@ -223,7 +268,12 @@ def step_of_two_pairs(two: SequenceRanks) -> None:
 
         policy.zero_grad()
         metrics = accumulate(engine, [documents()[i : i + 2] for i in (0, 2, 4)], loss)
-        found.append([torch.tensor(metrics["loss"]), *(engine.all_reduce(cast(Tensor, p.grad).clone()) for p in policy.parameters())])
+        found.append(
+            [
+                torch.tensor(metrics["loss"]),
+                *(engine.all_reduce(cast(Tensor, p.grad).clone()) for p in policy.parameters()),
+            ]
+        )
     for together, alone in zip(found[1], found[0], strict=True):
         torch.testing.assert_close(together, alone, atol=2e-6, rtol=2e-5)
 
@@ -257,7 +307,8 @@ def refuse_what_reads_neighbours(ranks: SequenceRanks) -> None:
 def main(rank: int, store: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", store=dist.FileStore(store, WORLD), rank=rank, world_size=WORLD)
-    two, four = sequence_ranks(2), sequence_ranks(4)
+    two = sequence_ranks(2)
+    four = sequence_ranks(4)
     uneven = dist.new_group([0, 1, 2])
     assert (two.rank, four.rank, ALONE.size) == (rank % 2, rank, 1)
     for family, head, loss in cases():

@@ -1,4 +1,5 @@
-"""PPO's roles over two ranks that compute passes together, for tests/engines/test_zero_sequence.py: one rank, which DeepSpeed takes whole.
+"""PPO's roles over two ranks that compute passes together, for tests/engines/test_zero_sequence.py: one rank,
+which DeepSpeed takes whole.
 
 python -m tests.support.sequence_roles MODELS OUT
 """
@@ -39,12 +40,24 @@ def read_and_train(models: Path, sharing: int, micro_tokens: int | None) -> dict
     def place(name: str) -> ModelSpec:
         return ModelSpec(str(models / name), "float32", 0, 4, False, micro_tokens, sharing)
 
-    actor, critic = Actor(place("sft"), config, 0), Critic(place("rm"), config, 0)
-    reference, reward = Reference(place("other"), 1.0), Reward(place("rm"))
+    actor = Actor(place("sft"), config, 0)
+    critic = Critic(place("rm"), config, 0)
+    reference = Reference(place("other"), 1.0)
+    reward = Reward(place("rm"))
     dice = np.random.default_rng(0)
-    means = {"old_logprobs": -3.4, "sampler_logprobs": -3.4, "ref_logprobs": -3.4, "values": 0.0, "advantages": 0.0, "returns": 0.0}
+    means = {
+        "old_logprobs": -3.4,
+        "sampler_logprobs": -3.4,
+        "ref_logprobs": -3.4,
+        "values": 0.0,
+        "advantages": 0.0,
+        "returns": 0.0,
+    }
     experience = [
-        Experience(answer, **{name: dice.normal(mean, 0.1, len(answer)).astype(np.float32) for name, mean in means.items()})
+        Experience(
+            answer,
+            **{name: dice.normal(mean, 0.1, len(answer)).astype(np.float32) for name, mean in means.items()},
+        )
         for answer in answers
     ]
     updates = [Update(list(range(start, start + 4)), 1e-3, 0.1) for start in (0, 4)]
@@ -55,7 +68,10 @@ def read_and_train(models: Path, sharing: int, micro_tokens: int | None) -> dict
         "reward": arrays(reward.scores(answers)),
         "steps": [*actor.train(experience, updates).metrics, *critic.train(experience, updates).metrics],
     }
-    return found | {"trained logprobs": arrays(actor.logprobs(answers)), "trained values": arrays(critic.values(answers))}
+    return found | {
+        "trained logprobs": arrays(actor.logprobs(answers)),
+        "trained values": arrays(critic.values(answers)),
+    }
 
 
 if __name__ == "__main__":

@@ -9,7 +9,8 @@ import psutil
 
 
 def listening(pid: int) -> dict[tuple[str, int], str]:
-    """Command of each process of the tree below `pid`, itself included, by address and port of its listening TCP sockets."""
+    """Command of each process of the tree below `pid`, itself included, by address and port of its listening
+    TCP sockets."""
     found = {}
     root = psutil.Process(pid)
     for process in [root, *root.children(recursive=True)]:

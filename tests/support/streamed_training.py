@@ -1,9 +1,10 @@
-"""Trains a stage on a set larger than the memory it may allocate: `python streamed_training.py KIND MODEL FOLDER [in-memory]`.
+"""Trains a stage on a set larger than the memory it may allocate: `python streamed_training.py KIND MODEL
+FOLDER [in-memory]`.
 
-A first, small run loads all libraries and makes the allocator's pools. From then on the process may allocate ALLOWED more
-(RLIMIT_DATA, which counts private memory that can be written to, and no mapped files), half as much again as model, optimiser
-and plot were seen to take, and the second run reads a set of which the files alone are larger than that. It trains a few steps
-and then reads every item once, in the order of an epoch.
+A first, small run loads all libraries and makes the allocator's pools. From then on the process may allocate
+ALLOWED more (RLIMIT_DATA, which counts private memory that can be written to, and no mapped files), half as
+much again as model, optimiser and plot were seen to take, and the second run reads a set of which the files
+alone are larger than that. It trains a few steps and then reads every item once, in the order of an epoch.
 With `in-memory` the items are put in a list instead, as a check of the limit. Prints one line of JSON.
 """
 
@@ -19,7 +20,10 @@ from pathlib import Path
 from typing import Any
 
 ROWS = {"sft": 40_000, "dpo": 30_000}
-WORDS, MAX_LEN, BATCH, STEPS = 100, 600, 4, 4
+WORDS = 100
+MAX_LEN = 600
+BATCH = 4
+STEPS = 4
 ALLOWED = {"sft": 48 * 2**20, "dpo": 64 * 2**20}
 os.environ["OMP_NUM_THREADS"] = "1"
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -51,7 +55,9 @@ def size(folder: Path) -> int:
 
 def private_bytes() -> int:
     """What RLIMIT_DATA counts."""
-    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmData"))
+    line = next(
+        line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmData")
+    )
     return int(line.split()[1]) * 1024
 
 
@@ -66,7 +72,10 @@ def main(kind: str, model: str, folder: Path, in_memory: bool) -> None:
     module: Any = rlhf_core.stages.sft if kind == "sft" else rlhf_core.stages.dpo
     common = {"max_len": MAX_LEN, "train_batch_size": BATCH, "micro_train_batch_size": 1}
     loader = "sft_documents" if kind == "sft" else "preference_pairs"
-    load, step, taken, seen = getattr(module, loader), TorchEngine.step, [], []
+    load = getattr(module, loader)
+    step = TorchEngine.step
+    taken = []
+    seen = []
 
     def remember(*arguments: Any) -> Any:
         loaded = load(*arguments)
@@ -89,17 +98,32 @@ def main(kind: str, model: str, folder: Path, in_memory: bool) -> None:
         run.mkdir(parents=True)
         write_rows(folder / f"{name}.jsonl", kind, count)
         data = Data.model_validate({"sources": str(folder / f"{name}.jsonl")})
-        config = SFT(model="base", data=data, **common) if kind == "sft" else DPO(policy="base", data=data, loss="simpo", **common)
+        config = (
+            SFT(model="base", data=data, **common)
+            if kind == "sft"
+            else DPO(policy="base", data=data, loss="simpo", **common)
+        )
         if name == "large":
             limit = private_bytes() + ALLOWED[kind]
             resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
         try:
-            module.train(StageRequest(name=kind, digest="0", config=config, inputs={"base": model}, seed=0), RunDir(run))
+            module.train(
+                StageRequest(name=kind, digest="0", config=config, inputs={"base": model}, seed=0),
+                RunDir(run),
+            )
         except Enough:
             pass
-        tokens = sum(len(item if kind == "sft" else item.chosen) for item in (seen[-1][i] for i in order_of_epoch(count, 0, 0)))
+        tokens = sum(
+            len(item if kind == "sft" else item.chosen)
+            for item in (seen[-1][i] for i in order_of_epoch(count, 0, 0))
+        )
     stored = size(folder / "large" / STATE)
-    told = {"steps": len(taken), "tokens": tokens, "stored_mib": stored / 2**20, "allowed_mib": ALLOWED[kind] / 2**20}
+    told = {
+        "steps": len(taken),
+        "tokens": tokens,
+        "stored_mib": stored / 2**20,
+        "allowed_mib": ALLOWED[kind] / 2**20,
+    }
     print(json.dumps(told), flush=True)
 
 

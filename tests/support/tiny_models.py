@@ -1,4 +1,5 @@
-"""Trains tiny models on given answers in seconds, for tests that need a good and a bad model, or a judge with a verdict."""
+"""Trains tiny models on given answers in seconds, for tests that need a good and a bad model, or a judge with
+a verdict."""
 
 from __future__ import annotations
 
@@ -29,9 +30,11 @@ def reward_model(base: Path, out: Path) -> Path:
 
 
 def fit(base: Path, out: Path, texts: Sequence[tuple[str, str]], steps: int, **config: Any) -> Path:
-    """The checkpoint `base` after `steps` of AdamW (seed 0) on (prompt, answer) texts, the loss on the answers and their end alone.
+    """The checkpoint `base` after `steps` of AdamW (seed 0) on (prompt, answer) texts, the loss on the
+    answers and their end alone.
 
-    With `config` the weights are new ones, of `base`'s shape with these changes. Raises RuntimeError unless every token is learned.
+    With `config` the weights are new ones, of `base`'s shape with these changes. Raises RuntimeError unless
+    every token is learned.
     """
     torch.manual_seed(0)
     tokenizer = AutoTokenizer.from_pretrained(base)

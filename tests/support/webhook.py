@@ -13,7 +13,8 @@ TOKEN = "s3cr3t-t0ken"
 
 
 class Receiver:
-    """`answers` are the codes of the next requests, then 200; with `hang` it takes requests and never answers."""
+    """`answers` are the codes of the next requests, then 200; with `hang` it takes requests and never
+    answers."""
 
     def __init__(self) -> None:
         self.got: list[dict[str, Any]] = []

@@ -26,7 +26,8 @@ ORDER = [
     "loop.round2.dpo",
     "evaluation",
 ]
-# Writes the files of a stage of its kind; `faults.json` in the working directory has a fault for each attempt.
+# Writes the files of a stage of its kind; `faults.json` in the working directory has a fault for each
+# attempt.
 STAGE = """
 import json, os, signal, sys
 from pathlib import Path
@@ -82,6 +83,7 @@ def fault(**faults: list[str]) -> None:
 
 
 def artifacts() -> dict[str, Any]:
-    """Returns the newest artifact of each key. (The list of all has 200 at most, and the tests of a process share a server.)"""
+    """Returns the newest artifact of each key. (The list of all has 200 at most, and the tests of a process
+    share a server.)"""
     with get_client(sync_client=True) as client:
         return {artifact.key: artifact.data for artifact in client.read_latest_artifacts() if artifact.key}

@@ -1,7 +1,8 @@
 """Sets the style of the report's charts, and renders a matplotlib figure as inline SVG text.
 
-The `<svg>` element has no size (the report's CSS sets the width), its text is kept as text, and its ids are salted by the chart's name, so
-that one HTML file can contain many. Does not use pyplot, which has global state, so any thread may draw.
+The `<svg>` element has no size (the report's CSS sets the width), its text is kept as text, and its ids are
+salted by the chart's name, so that one HTML file can contain many. Does not use pyplot, which has global
+state, so any thread may draw.
 """
 
 from __future__ import annotations
@@ -15,9 +16,11 @@ import matplotlib
 from matplotlib.figure import Figure
 
 COLOURS = ("#2563a8", "#d9822b", "#2e8b6f", "#a8437a", "#6f5bb0", "#7a8794", "#b8a11f", "#3aa0b8")
-INK, RED = "#3c4650", "#c0392b"
+INK = "#3c4650"
+RED = "#c0392b"
 WIDTH = 10.95  # inches: a figure of the page's whole width
-DASHED: dict[str, Any] = {"color": "#8a949e", "linewidth": 0.9, "linestyle": (0, (4, 3))}  # marks "no difference"
+# marks "no difference"
+DASHED: dict[str, Any] = {"color": "#8a949e", "linewidth": 0.9, "linestyle": (0, (4, 3))}
 STYLE: dict[Any, Any] = {  # matplotlib types its keys as one long Literal
     "svg.fonttype": "none",
     "text.parse_math": False,
@@ -55,7 +58,12 @@ def svg(figure: Figure, name: str) -> str:
     """Returns the figure as an `<svg>` element; `name` is its description for screen readers."""
     file = io.StringIO()
     with matplotlib.rc_context({"svg.hashsalt": f"alignflow {name}"}):
-        figure.savefig(file, format="svg", transparent=True, metadata=dict.fromkeys(("Date", "Creator", "Format", "Type")))
+        figure.savefig(
+            file,
+            format="svg",
+            transparent=True,
+            metadata=dict.fromkeys(("Date", "Creator", "Format", "Type")),
+        )
     text = file.getvalue()
     text = text[text.index("<svg") :]
     text = re.sub(r' (width|height)="[\d.]+pt"', "", text, count=2)

@@ -1,5 +1,5 @@
-"""Draws the report's charts: of training (panels from a stage's metrics) and of models (win rates, over-optimisation, reward models'
-calibration, alignment tax, rounds of loops)."""
+"""Draws the report's charts: of training (panels from a stage's metrics) and of models (win rates,
+over-optimisation, reward models' calibration, alignment tax, rounds of loops)."""
 
 from __future__ import annotations
 
@@ -35,9 +35,14 @@ class Run(NamedTuple):
 
 @matplotlib.rc_context(STYLE)
 def stage_chart(name: str, kind: str, runs: Sequence[Run]) -> str | None:
-    """Small multiples of one stage, or of the rounds of one loop. None when there is nothing to draw: a line needs two points."""
+    """Small multiples of one stage, or of the rounds of one loop. None when there is nothing to draw: a line
+    needs two points."""
     panels = [panel for panel in KINDS[kind].panels if _longest(panel, runs) > 1]
-    every = {name: _points(curve) for name, curve in runs[0].curves.items() if name.startswith(PHASES)} if len(runs) == 1 else {}
+    every = (
+        {name: _points(curve) for name, curve in runs[0].curves.items() if name.startswith(PHASES)}
+        if len(runs) == 1
+        else {}
+    )
     phases = {name: points for name, points in every.items() if len(points) > 1}
     if not panels and not phases:
         return None
@@ -49,12 +54,17 @@ def stage_chart(name: str, kind: str, runs: Sequence[Run]) -> str | None:
     for i, panel in enumerate(panels):
         _draw(figure.add_subplot(grid[i // columns, i % columns]), panel, runs, KINDS[kind].counts)
     if phases:  # last; takes the rest of its row
-        _stack(figure.add_subplot(grid[len(panels) // columns, len(panels) % columns :]), phases, KINDS[kind].counts)
+        _stack(
+            figure.add_subplot(grid[len(panels) // columns, len(panels) % columns :]),
+            phases,
+            KINDS[kind].counts,
+        )
     return svg(figure, f"curves of {name}")
 
 
 def single_values(kind: str, runs: Sequence[Run]) -> dict[str, float]:
-    """Returns the values of the panels that `stage_chart` leaves out since no line has two points, by their titles and labels."""
+    """Returns the values of the panels that `stage_chart` leaves out since no line has two points, by their
+    titles and labels."""
     values = {}
     for panel in KINDS[kind].panels:
         if _longest(panel, runs) != 1:
@@ -69,13 +79,20 @@ def single_values(kind: str, runs: Sequence[Run]) -> dict[str, float]:
 
 def _longest(panel: Panel, runs: Sequence[Run]) -> int:
     """Returns how many points the longest line of a panel has."""
-    return max((len(_points(run.curves.get(metric, []))) for run in runs for metric in panel.lines), default=0)
+    return max(
+        (len(_points(run.curves.get(metric, []))) for run in runs for metric in panel.lines), default=0
+    )
 
 
 def _margins(columns: int, rows: int) -> dict[str, float]:
-    """Returns gridspec's margins with fixed space for titles and labels: matplotlib's layout engines draw everything twice."""
-    left, right, top, bottom = 0.45, 0.1, 0.3, 0.45  # inches
-    beside, below = 0.5, 0.68  # between panels
+    """Returns gridspec's margins with fixed space for titles and labels: matplotlib's layout engines draw
+    everything twice."""
+    left = 0.45
+    right = 0.1
+    top = 0.3
+    bottom = 0.45  # inches
+    beside = 0.5
+    below = 0.68  # between panels
     panel = (WIDTH - left - right - beside * (columns - 1)) / columns
     high = (ROW * rows - top - bottom - below * (rows - 1)) / rows
     return {
@@ -105,7 +122,8 @@ def _draw(ax: Axes, panel: Panel, runs: Sequence[Run], counts: str) -> None:
             steps, values = zip(*points, strict=True)
             if panel.band and nth == 0:
                 spread = dict(_points(run.curves.get(panel.band, [])))
-                low, high = [v - spread.get(s, 0) for s, v in points], [v + spread.get(s, 0) for s, v in points]
+                low = [v - spread.get(s, 0) for s, v in points]
+                high = [v + spread.get(s, 0) for s, v in points]
                 ax.fill_between(steps, low, high, color=colour, alpha=0.15, linewidth=0)
             dashes = "--" if nth and len(runs) > 1 else "-"
             marker = "o" if len(points) < 8 else None
@@ -113,13 +131,23 @@ def _draw(ax: Axes, panel: Panel, runs: Sequence[Run], counts: str) -> None:
             if window > 1:  # draw a noisy line faintly, and its running mean over it
                 ax.plot(steps, values, color=colour, alpha=0.3, linewidth=0.7)
                 values = tuple(_smooth(values, window))
-            ax.plot(steps, values, dashes, color=colour, linewidth=1.5, marker=marker, markersize=3.5, label=short(label) or None)
+            ax.plot(
+                steps,
+                values,
+                dashes,
+                color=colour,
+                linewidth=1.5,
+                marker=marker,
+                markersize=3.5,
+                label=short(label) or None,
+            )
             labels += bool(label)
     ax.set_title(panel.title)
     ax.set_xlabel(counts, **X_LABEL)
     ax.margins(x=0.02)
     ax.locator_params(nbins=5)
-    ax.yaxis.set_major_formatter(lambda value, _: f"{value:g}")  # the default puts a common factor over the title
+    # the default puts a common factor over the title
+    ax.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
     if labels > 1:
         ax.legend(loc="best", handlelength=1.4)
 
@@ -129,11 +157,19 @@ def _stack(ax: Axes, phases: dict[str, Curve], counts: str) -> None:
     order = sorted(phases, key=lambda phase: -sum(value for _, value in phases[phase]))
     heights = [[dict(phases[phase]).get(step, 0.0) for step in steps] for phase in order]
     colours = [COLOURS[i % len(COLOURS)] for i in range(len(order))]
-    ax.stackplot(steps, heights, labels=[short(phase.removeprefix(PHASES)) for phase in order], colors=colours, alpha=0.8, linewidth=0)
+    ax.stackplot(
+        steps,
+        heights,
+        labels=[short(phase.removeprefix(PHASES)) for phase in order],
+        colors=colours,
+        alpha=0.8,
+        linewidth=0,
+    )
     ax.set_title("Where an iteration's time goes (s)")
     ax.set_xlabel(counts, **X_LABEL)
     ax.margins(x=0.005)
-    ax.set_ylim(0, 1.35 * max(map(sum, zip(*heights, strict=True)), default=1.0) or 1.0)  # space for the legend
+    # space for the legend
+    ax.set_ylim(0, 1.35 * max(map(sum, zip(*heights, strict=True)), default=1.0) or 1.0)
     ax.legend(loc="upper right", ncols=8, handlelength=1, handletextpad=0.4, columnspacing=1.2)
 
 
@@ -149,7 +185,11 @@ def _points(curve: Curve) -> Curve:
 
 def _smooth(values: Sequence[float], window: int) -> list[float]:
     """Returns the centred running mean over `window` values on either side."""
-    return [sum(part) / len(part) for i in range(len(values)) if (part := values[max(0, i - window) : i + window + 1])]
+    return [
+        sum(part) / len(part)
+        for i in range(len(values))
+        if (part := values[max(0, i - window) : i + window + 1])
+    ]
 
 
 class Mark(NamedTuple):
@@ -167,7 +207,8 @@ class Mark(NamedTuple):
 def win_rate_chart(rates: Sequence[WinRate], final: str, parents: Mapping[str, WinRate] | None = None) -> str:
     """Draws win rates of every model with their 95 % intervals as SVG; the dashed line is 50 %.
 
-    Rates are against the baseline and, if in `parents`, against the model it was trained from; raw (filled) and length-controlled (hollow).
+    Rates are against the baseline and, if in `parents`, against the model it was trained from; raw (filled)
+    and length-controlled (hollow).
     """
     rows = {rate.model: _marks(rate, (parents or {}).get(rate.model)) for rate in rates}
     marks = [mark for row in rows.values() for mark in row]
@@ -180,15 +221,36 @@ def win_rate_chart(rates: Sequence[WinRate], final: str, parents: Mapping[str, W
         for nth, mark in enumerate(rows[model]):
             at = row + 0.68 * ((len(rows[model]) - 1) / 2 - nth) / max(1, count)
             alpha = 1.0 if model == final or len(rows) == 1 else 0.6
-            ax.hlines(at, 100 * mark.low, 100 * mark.high, color=mark.colour, linewidth=3.5, alpha=0.3 * alpha)
+            ax.hlines(
+                at, 100 * mark.low, 100 * mark.high, color=mark.colour, linewidth=3.5, alpha=0.3 * alpha
+            )
             face = mark.colour if mark.filled else "white"
             label = None if mark.label in labelled else mark.label
-            ax.plot([100 * mark.value], [at], "o", color=mark.colour, markerfacecolor=face, markersize=5, alpha=alpha, label=label)
+            ax.plot(
+                [100 * mark.value],
+                [at],
+                "o",
+                color=mark.colour,
+                markerfacecolor=face,
+                markersize=5,
+                alpha=alpha,
+                label=label,
+            )
             labelled.add(mark.label)
-            ax.annotate(f"{100 * mark.value:.0f} %", (100 * mark.high, at), (6, 0), textcoords="offset points", va="center", fontsize=7)
+            ax.annotate(
+                f"{100 * mark.value:.0f} %",
+                (100 * mark.high, at),
+                (6, 0),
+                textcoords="offset points",
+                va="center",
+                fontsize=7,
+            )
     ax.set_yticks(range(len(rows)), [short(model) for model in reversed(rows)])
     ax.set_ylim(-0.6, len(rows) - 0.4)
-    ax.set_xlim(max(0, 100 * min(0.5, *(mark.low for mark in marks)) - 4), min(106, 100 * max(0.5, *(mark.high for mark in marks)) + 9))
+    ax.set_xlim(
+        max(0, 100 * min(0.5, *(mark.low for mark in marks)) - 4),
+        min(106, 100 * max(0.5, *(mark.high for mark in marks)) + 9),
+    )
     ax.grid(axis="y", visible=False)
     against = f" against {rates[0].baseline}" if len(labelled) == 1 else ""
     ax.set_title(f"Win rate{against} (%)")
@@ -212,15 +274,23 @@ def _marks(rate: WinRate, parent: WinRate | None) -> list[Mark]:
 
 @matplotlib.rc_context(STYLE)
 def calibration_chart(reports: RewardReports) -> str:
-    """Draws reward models' calibration as SVG; the dashed line is a calibrated model, larger points are of more pairs."""
+    """Draws reward models' calibration as SVG; the dashed line is a calibrated model, larger points are of
+    more pairs."""
     figure = Figure(figsize=(5.5, 3.2), layout="constrained")
     ax = figure.add_subplot()
     ax.plot([50, 100], [50, 100], **DASHED)
     for colour, report in zip(COLOURS * len(reports.models), reports.models, strict=False):
-        sure, right = [100 * part.confidence for part in report.calibration], [100 * part.accuracy for part in report.calibration]
+        sure = [100 * part.confidence for part in report.calibration]
+        right = [100 * part.accuracy for part in report.calibration]
         most = max(part.pairs for part in report.calibration)
         ax.plot(sure, right, color=colour, linewidth=1.2, label=short(report.model))
-        ax.scatter(sure, right, s=[8 + 50 * part.pairs / most for part in report.calibration], color=colour, alpha=0.6)
+        ax.scatter(
+            sure,
+            right,
+            s=[8 + 50 * part.pairs / most for part in report.calibration],
+            color=colour,
+            alpha=0.6,
+        )
     ax.set_title("Reward models: right (%) by how sure they were (%)")
     ax.set_xlabel("how sure: mean probability of the answer that it prefers (%)", **X_LABEL)
     ax.legend(loc="best", handlelength=1.4)
@@ -229,20 +299,29 @@ def calibration_chart(reports: RewardReports) -> str:
 
 @matplotlib.rc_context(STYLE)
 def tax_chart(report: TaxReport) -> str:
-    """Draws losses against the baseline by task as SVG, a colour for each model; right of the dashed line the model is worse."""
-    tasks, models = list(dict.fromkeys(row.task for row in report.main)), list(dict.fromkeys(row.model for row in report.main))
+    """Draws losses against the baseline by task as SVG, a colour for each model; right of the dashed line the
+    model is worse."""
+    tasks = list(dict.fromkeys(row.task for row in report.main))
+    models = list(dict.fromkeys(row.model for row in report.main))
     shares = all(0 <= value <= 1 for row in report.main for value in (row.value, row.baseline_value))
     scale, unit = (100, "percentage points") if shares else (1, "in the metric's own unit")
-    figure = Figure(figsize=(5.5, max(2.0, 0.95 + (0.2 + 0.16 * len(models)) * len(tasks))), layout="constrained")
+    figure = Figure(
+        figsize=(5.5, max(2.0, 0.95 + (0.2 + 0.16 * len(models)) * len(tasks))), layout="constrained"
+    )
     ax = figure.add_subplot()
     ax.axvline(0, **DASHED)
     for nth, model in enumerate(models):
         colour = COLOURS[nth % len(COLOURS)]
         rows = [row for row in report.main if row.model == model]
-        at = [len(tasks) - 1 - tasks.index(row.task) + 0.6 * ((len(models) - 1) / 2 - nth) / len(models) for row in rows]
+        at = [
+            len(tasks) - 1 - tasks.index(row.task) + 0.6 * ((len(models) - 1) / 2 - nth) / len(models)
+            for row in rows
+        ]
         for height, row in zip(at, rows, strict=True):
             if row.ci_low is not None and row.ci_high is not None:
-                ax.hlines(height, scale * row.ci_low, scale * row.ci_high, color=colour, linewidth=3.5, alpha=0.3)
+                ax.hlines(
+                    height, scale * row.ci_low, scale * row.ci_high, color=colour, linewidth=3.5, alpha=0.3
+                )
         ax.plot([scale * row.tax for row in rows], at, "o", color=colour, markersize=5, label=short(model))
     ax.set_yticks(range(len(tasks)), [short(task) for task in reversed(tasks)])
     ax.set_ylim(-0.6, len(tasks) - 0.4)
@@ -257,25 +336,42 @@ def tax_chart(report: TaxReport) -> str:
 
 @matplotlib.rc_context(STYLE)
 def over_optimisation_chart(found: OverOptimisation) -> str:
-    """Draws proxy reward and win rate over the square root of the KL from the baseline, as Gao et al. (2022), as SVG. A ring marks points
-    of suspicion (see `over_optimisation.Point`), a thick one those that are sure."""
+    """Draws proxy reward and win rate over the square root of the KL from the baseline, as Gao et al. (2022),
+    as SVG. A ring marks points of suspicion (see `over_optimisation.Point`), a thick one those that are
+    sure."""
     start, *points = found.points
-    chains = {name: [start, *(p for p in points if p.chain == name)] for name in dict.fromkeys(point.chain for point in points)}
+    chains = {
+        name: [start, *(p for p in points if p.chain == name)]
+        for name in dict.fromkeys(point.chain for point in points)
+    }
     figure = Figure(figsize=(WIDTH, 2.6), layout="constrained")
     left, right = figure.subplots(1, 2)
     right.axhline(50, **DASHED)
     for colour, (name, chain) in zip(COLOURS * len(chains), chains.items(), strict=False):
         chain = sorted(chain, key=lambda point: point.kl)
-        x = [math.sqrt(max(point.kl, 0.0)) for point in chain]  # an estimate of a KL near zero may be negative
+        # an estimate of a KL near zero may be negative
+        x = [math.sqrt(max(point.kl, 0.0)) for point in chain]
         won = [(100 * p.ci_low, 100 * p.win_rate, 100 * p.ci_high) for p in chain]
         liked = [(p.proxy - 1.96 * p.proxy_error, p.proxy, p.proxy + 1.96 * p.proxy_error) for p in chain]
         for ax, bands in ((left, liked), (right, won)):
             low, middle, high = zip(*bands, strict=True)
             ax.fill_between(x, low, high, color=colour, alpha=0.15, linewidth=0)
             ax.plot(x, middle, "o-", color=colour, markersize=4, linewidth=1.4, label=short(name))
-            rings = [(at, y, p.suspicion == "sure") for at, y, p in zip(x, middle, chain, strict=True) if p.suspicion != "none"]
+            rings = [
+                (at, y, p.suspicion == "sure")
+                for at, y, p in zip(x, middle, chain, strict=True)
+                if p.suspicion != "none"
+            ]
             for at, y, sure in rings:
-                ax.plot([at], [y], "o", markersize=11, markerfacecolor="none", markeredgecolor=RED, markeredgewidth=1.8 if sure else 0.8)
+                ax.plot(
+                    [at],
+                    [y],
+                    "o",
+                    markersize=11,
+                    markerfacecolor="none",
+                    markeredgecolor=RED,
+                    markeredgewidth=1.8 if sure else 0.8,
+                )
     left.set_title(f"Trained on: mean score of {short(found.proxy)}")
     right.set_title(f"Goal: win rate against {short(found.baseline)} (%)")
     for ax in (left, right):
@@ -287,13 +383,21 @@ def over_optimisation_chart(found: OverOptimisation) -> str:
 
 @matplotlib.rc_context(STYLE)
 def rounds_chart(chains: Sequence[Sequence[tuple[str, float, float, float]]], training: str) -> str:
-    """Draws the win rate of each round of iterative `training` as SVG. Each chain is a list of (label, win rate, ci_low, ci_high)."""
+    """Draws the win rate of each round of iterative `training` as SVG. Each chain is a list of (label, win
+    rate, ci_low, ci_high)."""
     figure = Figure(figsize=(5.5, 2.4), layout="constrained")
     ax = figure.add_subplot()
     ax.axhline(50, **DASHED)
     for colour, chain in zip(COLOURS * len(chains), chains, strict=False):
         at = list(range(len(chain)))
-        ax.fill_between(at, [100 * p[2] for p in chain], [100 * p[3] for p in chain], color=colour, alpha=0.15, linewidth=0)
+        ax.fill_between(
+            at,
+            [100 * p[2] for p in chain],
+            [100 * p[3] for p in chain],
+            color=colour,
+            alpha=0.15,
+            linewidth=0,
+        )
         ax.plot(at, [100 * p[1] for p in chain], "o-", color=colour, markersize=5)
     longest = max(chains, key=len)
     ax.set_xticks(range(len(longest)), [short(point[0]) for point in longest])

@@ -1,8 +1,8 @@
 """Draws a graph of stages, or a lineage, as SVG: nodes in layers from left to right, edges around nodes.
 
-A small form of the layered drawing of Sugiyama, Tagawa and Toda (1981): a node's layer is its longest path from a root; an edge that
-spans several layers passes through one waypoint in each (edges from the same node share them); barycentre sweeps order each layer.
-Left out: minimal crossings; recipes have tens of stages.
+A small form of the layered drawing of Sugiyama, Tagawa and Toda (1981): a node's layer is its longest path
+from a root; an edge that spans several layers passes through one waypoint in each (edges from the same node
+share them); barycentre sweeps order each layer. Left out: minimal crossings; recipes have tens of stages.
 """
 
 from __future__ import annotations
@@ -15,10 +15,14 @@ from evaluation.report.template import fill
 from rlhf_core.runs.lineage import Ancestor, Dataset, nodes
 from rlhf_core.system.files import digest as short
 
-WIDTH, HEIGHT, GAP_X, GAP_Y = 110.0, 72.0, 28.0, 20.0
+WIDTH = 110.0
+HEIGHT = 72.0
+GAP_X = 28.0
+GAP_Y = 20.0
 WAYPOINT = 6.0  # height of a waypoint
 SWEEPS = 16
-LINE, MAX_LINES = 14, 3  # most characters of a line in a box, most lines
+LINE = 14
+MAX_LINES = 3  # most characters of a line in a box, most lines
 COLOURS = {
     "data": "#b7791f",
     "hub": "#6b46c1",
@@ -61,32 +65,45 @@ class Slot(NamedTuple):
 
 
 def draw(parents: Mapping[str, Sequence[str]]) -> Drawing:
-    """Lays out a graph. `parents` maps each node to its parents, in topological order; parents that are no nodes are left out."""
+    """Lays out a graph. `parents` maps each node to its parents, in topological order; parents that are no
+    nodes are left out."""
     layer: dict[str, int] = {}
     for name, above in parents.items():
         layer[name] = max((layer[parent] + 1 for parent in above if parent in layer), default=0)
     links = _links(parents, layer)
-    slots = dict.fromkeys([Slot(name, at) for name, at in layer.items()] + [slot for link in links for slot in link])
-    columns = [[slot for slot in slots if slot.layer == at] for at in range(max(layer.values(), default=-1) + 1)]
+    slots = dict.fromkeys(
+        [Slot(name, at) for name, at in layer.items()] + [slot for link in links for slot in link]
+    )
+    columns = [
+        [slot for slot in slots if slot.layer == at] for at in range(max(layer.values(), default=-1) + 1)
+    ]
     heights = {slot: HEIGHT if layer[slot.node] == slot.layer else WAYPOINT for slot in slots}
     middle = _place(columns, links, heights)
     top = min((middle[slot] - heights[slot] / 2 for slot in slots), default=0.0) - 3
     bottom = max((middle[slot] + heights[slot] / 2 for slot in slots), default=0.0) + 3
     step = WIDTH + GAP_X
-    boxes = tuple(Box(name, _wrap(name), 3 + at * step, middle[Slot(name, at)] - HEIGHT / 2 - top) for name, at in layer.items())
+    boxes = tuple(
+        Box(name, _wrap(name), 3 + at * step, middle[Slot(name, at)] - HEIGHT / 2 - top)
+        for name, at in layer.items()
+    )
     edges = []
     for start, end in links:
-        y1, y2 = middle[start] - top, middle[end] - top
+        y1 = middle[start] - top
+        y2 = middle[end] - top
         x1 = 3 + start.layer * step + WIDTH
-        x0 = x1 if layer[start.node] == start.layer else x1 - WIDTH  # a waypoint's line crosses its whole column
+        # a waypoint's line crosses its whole column
+        x0 = x1 if layer[start.node] == start.layer else x1 - WIDTH
         bend = x1 + GAP_X / 2
-        path = f"M{x0:.1f} {y1:.1f}H{x1:.1f}C{bend:.1f} {y1:.1f} {bend:.1f} {y2:.1f} {x1 + GAP_X:.1f} {y2:.1f}"
+        path = (
+            f"M{x0:.1f} {y1:.1f}H{x1:.1f}C{bend:.1f} {y1:.1f} {bend:.1f} {y2:.1f} {x1 + GAP_X:.1f} {y2:.1f}"
+        )
         edges.append(Edge(path, arrow=layer[end.node] == end.layer))
     return Drawing(max(len(columns) * step - GAP_X, 0) + 6, bottom - top, boxes, tuple(edges))
 
 
 def _links(parents: Mapping[str, Sequence[str]], layer: Mapping[str, int]) -> list[tuple[Slot, Slot]]:
-    """Returns edges between neighbouring layers: each node's path to its farthest child, and the branches off it."""
+    """Returns edges between neighbouring layers: each node's path to its farthest child, and the branches off
+    it."""
     links: dict[tuple[Slot, Slot], None] = {}
     for child, above in parents.items():
         for parent in above:
@@ -97,8 +114,11 @@ def _links(parents: Mapping[str, Sequence[str]], layer: Mapping[str, int]) -> li
     return list(links)
 
 
-def _place(columns: list[list[Slot]], links: Sequence[tuple[Slot, Slot]], heights: Mapping[Slot, float]) -> dict[Slot, float]:
-    """Returns the vertical middle of every slot. A sweep moves each slot towards the mean of its neighbours, with gaps within a column."""
+def _place(
+    columns: list[list[Slot]], links: Sequence[tuple[Slot, Slot]], heights: Mapping[Slot, float]
+) -> dict[Slot, float]:
+    """Returns the vertical middle of every slot. A sweep moves each slot towards the mean of its neighbours,
+    with gaps within a column."""
     near: dict[Slot, list[Slot]] = {slot: [] for column in columns for slot in column}
     for start, end in links:
         near[start].append(end)
@@ -107,7 +127,10 @@ def _place(columns: list[list[Slot]], links: Sequence[tuple[Slot, Slot]], height
     for sweep in range(SWEEPS):
         ordering = sweep < SWEEPS // 2  # later sweeps keep the order and only straighten edges
         for column in columns if sweep % 2 == 0 else columns[::-1]:
-            mean = {slot: sum(middle[n] for n in near[slot]) / len(near[slot]) if near[slot] else middle[slot] for slot in column}
+            mean = {
+                slot: sum(middle[n] for n in near[slot]) / len(near[slot]) if near[slot] else middle[slot]
+                for slot in column
+            }
             if ordering:
                 column.sort(key=lambda slot: mean[slot])
             edge = float("-inf")
@@ -133,17 +156,20 @@ def _wrap(name: str) -> tuple[str, ...]:
 
 
 def family_svg(ancestor: Ancestor, data: list[Dataset]) -> str:
-    """Draws a lineage as an SVG document, origins on the left, the checkpoint on the right. `data`: result of `lineage.data_of`."""
+    """Draws a lineage as an SVG document, origins on the left, the checkpoint on the right. `data`: result of
+    `lineage.data_of`."""
     keys: dict[int, str] = {}
     notes: dict[str, tuple[str, str]] = {}  # by key: kind, digest
     parents: dict[str, list[str]] = {}
 
     def new(name: str, kind: str, digest: str) -> str:
-        key, number = name, 1
+        key = name
+        number = 1
         while key in notes:
             number += 1
             key = f"{name} ({number})"
-        notes[key], parents[key] = (kind, digest), []
+        notes[key] = (kind, digest)
+        parents[key] = []
         return key
 
     sets: dict[tuple[str, str], str] = {}
@@ -153,7 +179,20 @@ def family_svg(ancestor: Ancestor, data: list[Dataset]) -> str:
     for node in nodes(ancestor):
         key = keys[id(node)] = new(node.name, node.kind, node.digest)
         used = [sets[item.name, item.digest] for item in data if node.is_stage and item.stage == node.name]
-        parents[key] = list(dict.fromkeys([*(keys[id(parent)] for _, parent in node.parents if id(parent) in keys), *used]))
+        parents[key] = list(
+            dict.fromkeys([*(keys[id(parent)] for _, parent in node.parents if id(parent) in keys), *used])
+        )
     tip = f"tip-{short(ancestor.name + ancestor.digest)}"  # unique, because a page may have several drawings
     drawing = draw(parents)
-    return fill("family.svg.j2", name=ancestor.name, drawing=drawing, notes=notes, tip=tip, size=(WIDTH, HEIGHT), colours=COLOURS) + "\n"
+    return (
+        fill(
+            "family.svg.j2",
+            name=ancestor.name,
+            drawing=drawing,
+            notes=notes,
+            tip=tip,
+            size=(WIDTH, HEIGHT),
+            colours=COLOURS,
+        )
+        + "\n"
+    )

@@ -17,12 +17,15 @@ RATIOS = ("prompts/length", "answers/length")  # 1 is no drift; of the other sig
 
 @matplotlib.rc_context(STYLE)
 def drift_chart(report: DriftReport, results: Sequence[Earlier]) -> str:
-    """Draws one panel for each signal of `report`: its value in each of `results`, oldest first, and the newest one's interval."""
+    """Draws one panel for each signal of `report`: its value in each of `results`, oldest first, and the
+    newest one's interval."""
     rows = math.ceil(len(report.signals) / COLUMNS)
     figure = Figure(figsize=(WIDTH, 1.7 * rows), layout="constrained")
     for number, signal in enumerate(report.signals):
         ax = figure.add_subplot(rows, COLUMNS, number + 1)
-        points = [(nth, one.values[signal.name]) for nth, one in enumerate(results) if signal.name in one.values]
+        points = [
+            (nth, one.values[signal.name]) for nth, one in enumerate(results) if signal.name in one.values
+        ]
         ax.axhline(1 if signal.name in RATIOS else 0, **DASHED)
         ax.plot(*zip(*points, strict=True), color=COLOURS[0], marker="o", markersize=3, linewidth=1.2)
         ax.vlines(len(results) - 1, signal.low, signal.high, color=COLOURS[0], linewidth=3.5, alpha=0.3)

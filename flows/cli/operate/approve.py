@@ -11,7 +11,13 @@ from rlhf_core.runs.approval import Approval, asked_in, decide
 
 
 def approve(
-    folder: Path, *, stage: str | None = None, refuse: bool = False, reason: str = "", by: str | None = None, late: bool = False
+    folder: Path,
+    *,
+    stage: str | None = None,
+    refuse: bool = False,
+    reason: str = "",
+    by: str | None = None,
+    late: bool = False,
 ) -> int:
     """Approve (or refuse) the stages of a recipe that wait for a person; a suspended run of a server goes on.
 
@@ -30,9 +36,14 @@ def approve(
         raise ValueError(f"{folder}: no approval of {stage} was asked for; stages with one: {named}")
     wanted = ("asked", "late") if late or stage is not None else ("asked",)
     chosen = [(run_dir, question) for run_dir, question in asked if stage in (None, question.stage)]
-    chosen = [item for item in chosen if item[1].state() in wanted] or (chosen[-1:] if stage is not None else [])
+    chosen = [item for item in chosen if item[1].state() in wanted] or (
+        chosen[-1:] if stage is not None else []
+    )
     if not chosen:
-        told = "; ".join(f"{question.stage}: {question.told()}" for _, question in asked) or "its gates have asked nobody yet"
+        told = (
+            "; ".join(f"{question.stage}: {question.told()}" for _, question in asked)
+            or "its gates have asked nobody yet"
+        )
         raise ValueError(f"{folder}: no stage waits for an approval ({told})")
     for run_dir, _ in chosen:
         made = decide(run_dir, not refuse, by or getpass.getuser(), reason, late)
@@ -44,7 +55,11 @@ def approve(
 def _going_on(made: Approval) -> str:
     """Lets the suspended run go on where a server knows it; returns what happens next."""
     if made.run is None or "PREFECT_API_URL" not in os.environ:
-        return "run the recipe again to go on" if made.run is None else "its run goes on when the loop or the recipe is run again"
+        return (
+            "run the recipe again to go on"
+            if made.run is None
+            else "its run goes on when the loop or the recipe is run again"
+        )
     from prefect.client.orchestration import get_client
     from prefect.exceptions import PrefectException
     from prefect.flow_runs import resume_flow_run
@@ -53,8 +68,14 @@ def _going_on(made: Approval) -> str:
         with get_client(sync_client=True) as client:
             state = client.read_flow_run(made.run).state  # type: ignore[arg-type]
         if state is not None and state.is_paused():
-            resume_flow_run(made.run, run_input={"approve": made.decision == "approved", "reason": made.reason, "by": made.by})  # type: ignore[arg-type,unused-ignore]
+            resume_flow_run(
+                made.run,  # type: ignore[arg-type,unused-ignore]
+                run_input={"approve": made.decision == "approved", "reason": made.reason, "by": made.by},
+            )
             return "its suspended run goes on"
     except (PrefectException, OSError, RuntimeError) as error:
-        return f"its suspended run could not be reached ({type(error).__name__}): it is started again by the loop's next run"
+        return (
+            f"its suspended run could not be reached ({type(error).__name__}): it is started again by the"
+            " loop's next run"
+        )
     return "its run has ended: run the recipe again to go on"

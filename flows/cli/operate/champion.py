@@ -34,8 +34,17 @@ def champion(which: RecipeOrRun, *, artifacts: Artifacts = Path("artifacts")) ->
     require_folder(folder)
     found = record.champions_of(folder.absolute())
     if found.now is None and found.moving is None:
-        raise ValueError(f"{folder} has no champion: a publication with champion: true makes one, or alignflow promote")
-    table = table_of("since (UTC)", "model", "publication", "on the Hub", "why", title=f"champions of {escape(folder.absolute().name)}")
+        raise ValueError(
+            f"{folder} has no champion: a publication with champion: true makes one, or alignflow promote"
+        )
+    table = table_of(
+        "since (UTC)",
+        "model",
+        "publication",
+        "on the Hub",
+        "why",
+        title=f"champions of {escape(folder.absolute().name)}",
+    )
     for reign in found.reigns:
         place = f"{reign.repo_id}@{(reign.commit or '')[:8]}" if reign.repo_id else ""
         why = f"{reign.why} ({reign.by})" if reign.by else reign.why
@@ -43,9 +52,14 @@ def champion(which: RecipeOrRun, *, artifacts: Artifacts = Path("artifacts")) ->
         table.add_row(f"{reign.at:%Y-%m-%d %H:%M}", *map(escape, (reign.model, reign.run, place, ended)))
     console.print(table)
     if found.now is not None:
-        console.print(f"the champion is {found.now.model}: {folder / record.LINK}", markup=False, highlight=False)
+        console.print(
+            f"the champion is {found.now.model}: {folder / record.LINK}", markup=False, highlight=False
+        )
     if found.moving is not None:
-        console.print(f"a move to {found.moving.model} was cut off: run the recipe, promote or rollback completes it", markup=False)
+        console.print(
+            f"a move to {found.moving.model} was cut off: run the recipe, promote or rollback completes it",
+            markup=False,
+        )
     return OK
 
 
@@ -105,10 +119,18 @@ def rollback(
 
 
 def _results(folder: Path, stage: str) -> Iterator[Path]:
-    """Yields the results of a stage of this recipe; the artifacts folder may have a stage of the same name of another one."""
+    """Yields the results of a stage of this recipe; the artifacts folder may have a stage of the same name of
+    another one."""
     runs = [read_json(file) for file in [folder / RUN, *(folder / RUNS).glob("*.json")]]
-    ours = {Path(entry.get("run_dir", "")).name for run in runs for entry in run.get("stages", []) if entry.get("name") == stage}
-    yield from (file for name in sorted(ours) if (file := folder.parent / "stages" / name / "result.json").is_file())
+    ours = {
+        Path(entry.get("run_dir", "")).name
+        for run in runs
+        for entry in run.get("stages", [])
+        if entry.get("name") == stage
+    }
+    yield from (
+        file for name in sorted(ours) if (file := folder.parent / "stages" / name / "result.json").is_file()
+    )
 
 
 def _store(folder: Path) -> Store | None:

@@ -1,4 +1,5 @@
-"""Command `alignflow dashboard`: a live page of an artifacts folder, for a browser. Imports neither Prefect nor torch."""
+"""Command `alignflow dashboard`: a live page of an artifacts folder, for a browser. Imports neither Prefect
+nor torch."""
 
 from __future__ import annotations
 
@@ -32,7 +33,9 @@ def dashboard(
         home: folder of the token that requests need, in the file dashboard-token.
     """
     if not artifacts.is_dir():
-        raise ValueError(f"{artifacts}: there is no such folder: give the `artifacts` folder of recipes, or a copy of it")
+        raise ValueError(
+            f"{artifacts}: there is no such folder: give the `artifacts` folder of recipes, or a copy of it"
+        )
     if not 0 <= port <= 65535:
         raise ValueError(f"there is no port {port}: give 1 to 65535, or 0 for a free one")
     names = host_names(host, allow_host)
@@ -57,5 +60,10 @@ def dashboard(
 
 
 def show_address(console: Console, artifacts: Path, address: str, token: str, file: Path) -> None:
-    """Prints the address with its token on a terminal, and elsewhere, where a service manager keeps a log, only the file that holds it."""
-    console.print(f"{artifacts} is shown at {address}?token={token_shown(console, token, file)}", markup=False, highlight=False)
+    """Prints the address with its token on a terminal, and elsewhere, where a service manager keeps a log,
+    only the file that holds it."""
+    console.print(
+        f"{artifacts} is shown at {address}?token={token_shown(console, token, file)}",
+        markup=False,
+        highlight=False,
+    )

@@ -22,12 +22,18 @@ from rlhf_core.system.machine import MachineLacks
 from rlhf_core.system.redaction import public_address
 
 console = Console(soft_wrap=True)
-feedback_app = App(name="feedback", help="What people say of answers (thumbs, edits, rankings), as data of a recipe.")
+feedback_app = App(
+    name="feedback", help="What people say of answers (thumbs, edits, rankings), as data of a recipe."
+)
 
 
 @feedback_app.command(name="import")
 def import_(
-    *files: str, inbox: Path | None = None, recipe: str | None = None, source: str | None = None, annotator: str | None = None
+    *files: str,
+    inbox: Path | None = None,
+    recipe: str | None = None,
+    source: str | None = None,
+    annotator: str | None = None,
 ) -> int:
     """Add the rows of JSONL files or URLs to an inbox; rows that are there are left out.
 
@@ -43,7 +49,8 @@ def import_(
     told = "its rows and the questions of the recipe's evaluations" if recipe else "its rows"
     console.print(f"opening the inbox: {told} are read", highlight=False)
     box, questions = _opened(inbox, recipe)
-    worst, new = OK, 0
+    worst = OK
+    new = 0
     for file in files:
         shown = public_address(file)
         console.print(f"reading {shown}", markup=False, highlight=False)
@@ -55,7 +62,8 @@ def import_(
             named = source if source is not None else shown.rpartition("/")[2]
             done = receive(box, rows_of(file), questions, named, annotator, progress)
         tell(shown, done)
-        worst, new = FAILED if done.wrong else worst, new + done.new
+        worst = FAILED if done.wrong else worst
+        new = new + done.new
     if new and os.environ.get("PREFECT_API_URL"):
         _tell_server(box)
     return worst
@@ -66,7 +74,10 @@ def _tell_server(box: Inbox) -> None:
     from flows.triggers.events import tell as tell_of
 
     if names_a_server() and not tell_of([box.folder]):
-        text = "warning: Prefect's server (PREFECT_API_URL) did not take the event of the new rows: start a run, or wait for the schedule"
+        text = (
+            "warning: Prefect's server (PREFECT_API_URL) did not take the event of the new rows: start a run,"
+            " or wait for the schedule"
+        )
         console.print(text, markup=False, highlight=False)
 
 
@@ -81,30 +92,52 @@ def tell(file: str, done: Receipt) -> None:
         console.print(f"  {fault}", markup=False, highlight=False)
     if done.wrong:
         console.print(
-            f"  {done.wrong:,} malformed rows were left out: correct them and import the file again", markup=False, highlight=False
+            f"  {done.wrong:,} malformed rows were left out: correct them and import the file again",
+            markup=False,
+            highlight=False,
         )
 
 
 @feedback_app.command
 def status(*inboxes: Path, recipe: str | None = None) -> int:
-    """Show how many rows inboxes have, by kind, and how many answers have opinions that contradict each other."""
-    boxes = [Inbox(folder) for folder in inboxes] or ([Inbox(folder) for folder in inboxes_of(load_recipe(recipe, []))] if recipe else [])
+    """Show how many rows inboxes have, by kind, and how many answers have opinions that contradict each
+    other."""
+    boxes = [Inbox(folder) for folder in inboxes] or (
+        [Inbox(folder) for folder in inboxes_of(load_recipe(recipe, []))] if recipe else []
+    )
     if not boxes:
         raise ValueError("give inboxes, or a recipe that uses some: alignflow feedback status NAME.inbox")
-    if missing := [str(box.folder) for box in boxes if inboxes and not box.folder.is_dir()]:
+    missing = [str(box.folder) for box in boxes if inboxes and not box.folder.is_dir()]
+    if missing:
         raise ValueError(f"there is no inbox {', '.join(missing)}: correct the path")
-    table = table_of("inbox", "thumbs", "edits", "rankings", "deleted", "contradictions", right=("thumbs", "edits", "rankings", "deleted"))
+    table = table_of(
+        "inbox",
+        "thumbs",
+        "edits",
+        "rankings",
+        "deleted",
+        "contradictions",
+        right=("thumbs", "edits", "rankings", "deleted"),
+    )
     for box in boxes:
         kinds = box.kinds()
         table.add_row(
-            escape(str(box.folder)), *(f"{kinds[kind]:,}" for kind in ("thumb", "edit", "ranking", "deleted")), f"{box.contradictions():,}"
+            escape(str(box.folder)),
+            *(f"{kinds[kind]:,}" for kind in ("thumb", "edit", "ranking", "deleted")),
+            f"{box.contradictions():,}",
         )
     console.print(table)
     return OK
 
 
 @feedback_app.command
-def forget(annotator: str, *, inbox: Path | None = None, recipe: str | None = None, artifacts: Path = Path("artifacts")) -> int:
+def forget(
+    annotator: str,
+    *,
+    inbox: Path | None = None,
+    recipe: str | None = None,
+    artifacts: Path = Path("artifacts"),
+) -> int:
     """Delete the rows of one person, with their copies, and list the models that were trained on them.
 
     Args:
@@ -118,12 +151,23 @@ def forget(annotator: str, *, inbox: Path | None = None, recipe: str | None = No
     box, _ = _opened(inbox, recipe)
     loaded = load_recipe(recipe, []) if recipe else None
     store = store_of(loaded) if loaded else None
-    found = forget_person(box, annotator, [Path(loaded.artifacts).absolute() if loaded else artifacts.absolute()], [store] if store else [])
-    console.print(f"{found.rows:,} rows of {annotator} are deleted from {box.folder}", markup=False, highlight=False)
+    found = forget_person(
+        box,
+        annotator,
+        [Path(loaded.artifacts).absolute() if loaded else artifacts.absolute()],
+        [store] if store else [],
+    )
+    console.print(
+        f"{found.rows:,} rows of {annotator} are deleted from {box.folder}", markup=False, highlight=False
+    )
     for file in found.files:
         console.print(f"  deleted from {file}", markup=False, highlight=False)
     if found.trained:
-        console.print("these stages used the rows, and their models cannot forget them; train them again:", markup=False, highlight=False)
+        console.print(
+            "these stages used the rows, and their models cannot forget them; train them again:",
+            markup=False,
+            highlight=False,
+        )
         for name in found.trained:
             console.print(f"  {name}", markup=False, highlight=False)
     return OK
@@ -157,9 +201,15 @@ def serve(
 
     hosts = host_names(host, allow_host)
     loaded = [load_recipe(recipe, []) for recipe in recipes]
-    folders = list(dict.fromkeys([folder.absolute() for folder in inbox or []] + [f for one in loaded for f in inboxes_of(one)]))
+    folders = list(
+        dict.fromkeys(
+            [folder.absolute() for folder in inbox or []] + [f for one in loaded for f in inboxes_of(one)]
+        )
+    )
     if not folders:
-        raise ValueError("give inboxes, or recipes that use some: alignflow feedback serve --inbox NAME.inbox")
+        raise ValueError(
+            "give inboxes, or recipes that use some: alignflow feedback serve --inbox NAME.inbox"
+        )
     questions = Questions(text for one in loaded for text in evaluation_texts(one))
     masked(["a@example.org"])  # loads presidio, or says that it is missing
     token = kept_secret(home.absolute() / FEEDBACK_TOKEN)
@@ -173,9 +223,17 @@ def serve(
     with listen(host, port) as listener:
         address = f"http://{'127.0.0.1' if host == EVERYWHERE else host}:{listener.getsockname()[1]}"
         for name in named:
-            console.print(f"feedback for {name}: POST {address}/feedback/{name}", markup=False, highlight=False)
-        console.print(f"the bearer token is in {home.absolute() / FEEDBACK_TOKEN} (Ctrl-C ends it)", markup=False, highlight=False)
-        server = uvicorn.Server(server_config(application(named, token, tuple(hosts)), log_level="warning", access_log=False))
+            console.print(
+                f"feedback for {name}: POST {address}/feedback/{name}", markup=False, highlight=False
+            )
+        console.print(
+            f"the bearer token is in {home.absolute() / FEEDBACK_TOKEN} (Ctrl-C ends it)",
+            markup=False,
+            highlight=False,
+        )
+        server = uvicorn.Server(
+            server_config(application(named, token, tuple(hosts)), log_level="warning", access_log=False)
+        )
         server.run(sockets=[listener])
     return OK
 

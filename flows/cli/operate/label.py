@@ -36,22 +36,20 @@ def label(
     allow_host: str = "",
     home: Path = Path(".alignflow"),
 ) -> int:
-    """Let people compare pairs of answers on a local page, blind and by keyboard, or show how far they agree. Ends with Ctrl-C.
+    """Let people compare pairs of answers on a local page, blind and by keyboard, or show how far they agree.
+    Ends with Ctrl-C.
 
-    Args:
-        source: an evaluation (its directory, its name, or the name of a recipe), or a .jsonl of preferences or of answer_a and answer_b.
-        out: file that labels are appended to.
-        agreement: a file of labels, as a calibration reads; show how far its annotators agree, and serve nothing.
-        sample: pairs to label, drawn by the seed.
-        seed: of the pairs, the side of each answer, and the pairs that come twice.
-        per_item: annotators for each pair.
-        repeat: share of an annotator's pairs that come a second time, with the sides swapped.
-        models: two models of the evaluation, with a comma; without it, all pairs that its judges compared.
-        artifacts: folder in which names of evaluations and recipes are looked up.
-        host: 0.0.0.0 listens to other machines too; the token passes the network as it is, without TLS.
-        port: 0 takes a free one and prints it.
-        allow_host: more names of this machine that annotators use, with commas.
-        home: folder of the token that the page asks for, in the file label-token, and of the secret that hides sides, label-secret.
+    Args: source: an evaluation (its directory, its name, or the name of a recipe), or a .jsonl of preferences
+        or of answer_a and answer_b. out: file that labels are appended to. agreement: a file of labels, as a
+        calibration reads; show how far its annotators agree, and serve nothing. sample: pairs to label, drawn
+        by the seed. seed: of the pairs, the side of each answer, and the pairs that come twice. per_item:
+        annotators for each pair. repeat: share of an annotator's pairs that come a second time, with the
+        sides swapped. models: two models of the evaluation, with a comma; without it, all pairs that its
+        judges compared. artifacts: folder in which names of evaluations and recipes are looked up. host:
+        0.0.0.0 listens to other machines too; the token passes the network as it is, without TLS. port: 0
+        takes a free one and prints it. allow_host: more names of this machine that annotators use, with
+        commas. home: folder of the token that the page asks for, in the file label-token, and of the secret
+        that hides sides, label-secret.
     """
     if agreement is not None:
         from evaluation.labelling.agreement import agreement as measured
@@ -69,7 +67,8 @@ def label(
         f"there is no port {port}: give 1 to 65535, or 0 for a free one": not 0 <= port <= 65535,
     }
     names = host_names(host, allow_host)
-    if faults := [sentence for sentence, is_so in wrong.items() if is_so]:
+    faults = [sentence for sentence, is_so in wrong.items() if is_so]
+    if faults:
         raise ValueError("\n".join(faults))
     assert source is not None and out is not None
     import uvicorn
@@ -85,15 +84,22 @@ def label(
     with listen(host, port) as listener, opened(out) as file:
         place = home.absolute() / "label-token"
         token = kept_secret(place)
-        assignment = Assignment(drawn.pairs, file, Rules(per_item, repeat, seed), kept_secret(home / "label-secret"))
+        assignment = Assignment(
+            drawn.pairs, file, Rules(per_item, repeat, seed), kept_secret(home / "label-secret")
+        )
         shown = socket.gethostname() if host == EVERYWHERE else host
         address = f"http://{shown}:{listener.getsockname()[1]}"
         same = f", {drawn.same} with equal answers left out" if drawn.same else ""
-        console.print(f"{len(drawn.pairs)} of {drawn.found} pairs{same}; {len(file.labels)} lines in {out}", markup=False, highlight=False)
+        console.print(
+            f"{len(drawn.pairs)} of {drawn.found} pairs{same}; {len(file.labels)} lines in {out}",
+            markup=False,
+            highlight=False,
+        )
         show_addresses(console, address, token, place)
         app = Protected(application(assignment), token, names, command="alignflow label")
         config = server_config(app, log_level="error", lifespan="off")
-        signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell ignores SIGINT for commands in the background
+        # a shell ignores SIGINT for commands in the background
+        signal.signal(signal.SIGINT, signal.default_int_handler)
         uvicorn.Server(config).run([listener])
     return OK
 
@@ -102,13 +108,24 @@ def show_addresses(console: Console, address: str, token: str, file: Path) -> No
     """Prints the addresses of the page, with the token on a terminal alone."""
     shown = token_shown(console, token, file)
     console.print(f"all annotators: {address}/?token={shown}", markup=False, highlight=False, soft_wrap=True)
-    console.print(f"one annotator:  {address}/label?annotator=NAME&token={shown}", markup=False, highlight=False, soft_wrap=True)
+    console.print(
+        f"one annotator:  {address}/label?annotator=NAME&token={shown}",
+        markup=False,
+        highlight=False,
+        soft_wrap=True,
+    )
 
 
 def show_agreement(console: Console, found: Agreement) -> None:
     """Prints the agreement of annotators with each other and with themselves, with 95 % intervals."""
-    console.print(f"{found.pairs} pairs have a verdict, {found.shared} of them by two or more annotators (in brackets: 95 % intervals)")
-    console.print(f"Krippendorff's alpha: winner {_kappa(found.alpha)}, degree {_kappa(found.ordinal_alpha)}", markup=False)
+    console.print(
+        f"{found.pairs} pairs have a verdict, {found.shared} of them by two or more annotators (in brackets:"
+        " 95 % intervals)"
+    )
+    console.print(
+        f"Krippendorff's alpha: winner {_kappa(found.alpha)}, degree {_kappa(found.ordinal_alpha)}",
+        markup=False,
+    )
     if found.between:
         numbers = ("pairs", "same winner", "Cohen's kappa", "weighted kappa")
         table = table_of("annotators", *numbers, right=numbers)
@@ -116,7 +133,15 @@ def show_agreement(console: Console, found: Agreement) -> None:
             cells = (_share(row.same), _kappa(row.kappa), _kappa(row.weighted_kappa))
             table.add_row(escape(plain(f"{row.one}, {row.other}")), str(row.pairs), *cells)
         console.print(table)
-    columns = ("labels", "skipped", "ties", "prefers the left", "shown twice", "same winner again", "median seconds")
+    columns = (
+        "labels",
+        "skipped",
+        "ties",
+        "prefers the left",
+        "shown twice",
+        "same winner again",
+        "median seconds",
+    )
     table = table_of("annotator", *columns, right=columns)
     for annotator in found.annotators:
         seconds = "–" if annotator.seconds is None else f"{annotator.seconds:.1f}"
@@ -132,7 +157,9 @@ def show_agreement(console: Console, found: Agreement) -> None:
 
 
 def _share(value: Estimate | None) -> str:
-    return "–" if value is None else f"{100 * value.value:.0f} % ({100 * value.low:.0f}–{100 * value.high:.0f})"
+    return (
+        "–" if value is None else f"{100 * value.value:.0f} % ({100 * value.low:.0f}–{100 * value.high:.0f})"
+    )
 
 
 def _kappa(value: Estimate | None) -> str:

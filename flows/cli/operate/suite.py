@@ -25,14 +25,14 @@ def add(
     reason: str = "",
     suite: Suite = Path("suite.jsonl"),
 ) -> int:
-    """Add questions that a model lost in an evaluation, or that people reported; those that the suite has are left out.
+    """Add questions that a model lost in an evaluation, or that people reported; those that the suite has are
+    left out.
 
-    Args:
-        source: the directory ARTIFACTS/stages/NAME-DIGEST of a finished evaluation, or a file of questions with prompt and reason (.jsonl).
-        model: of an evaluation: the model whose lost questions are added, those that it lost in both games.
-        lost_to: the model that it lost to; default: the evaluation's baseline.
-        judge: the judge that decides; default: the evaluation's first.
-        reason: of questions in a file that give none.
+    Args: source: the directory ARTIFACTS/stages/NAME-DIGEST of a finished evaluation, or a file of questions
+        with prompt and reason (.jsonl). model: of an evaluation: the model whose lost questions are added,
+        those that it lost in both games. lost_to: the model that it lost to; default: the evaluation's
+        baseline. judge: the judge that decides; default: the evaluation's first. reason: of questions in a
+        file that give none.
     """
     if source.is_dir():
         from evaluation.regression.lost import lost_questions
@@ -41,13 +41,23 @@ def add(
             raise ValueError(f"{source}: say with --model whose lost questions to add")
         found = lost_questions(source, model, lost_to, judge)
     elif not source.exists():
-        raise ValueError(f"{source}: there is no such file or directory; give ARTIFACTS/stages/NAME-DIGEST of a finished evaluation")
+        raise ValueError(
+            f"{source}: there is no such file or directory; give ARTIFACTS/stages/NAME-DIGEST of a finished"
+            " evaluation"
+        )
     elif model or lost_to or judge:
-        raise ValueError(f"{source} is no directory, and --model, --lost-to and --judge are for an evaluation's: leave them out")
+        raise ValueError(
+            f"{source} is no directory, and --model, --lost-to and --judge are for an evaluation's: leave"
+            " them out"
+        )
     else:
         found = read_suite(source, reason)
     added = add_to_suite(suite, found)
-    console.print(f"{suite}: {len(added)} questions added, {len(found) - len(added)} were there", markup=False, highlight=False)
+    console.print(
+        f"{suite}: {len(added)} questions added, {len(found) - len(added)} were there",
+        markup=False,
+        highlight=False,
+    )
     return OK
 
 
@@ -57,7 +67,13 @@ def list_questions(suite: Suite = Path("suite.jsonl")) -> int:
     table = table_of("question", "added", "reason", "source", "prompt")
     for question in read_suite(suite):
         prompt = " ".join(question.text.split())
-        cells = (question.uid, question.added[:10], question.reason, question.source, prompt[:60] + ("..." if len(prompt) > 60 else ""))
+        cells = (
+            question.uid,
+            question.added[:10],
+            question.reason,
+            question.source,
+            prompt[:60] + ("..." if len(prompt) > 60 else ""),
+        )
         table.add_row(*map(escape, cells))
     console.print(table)
     return OK

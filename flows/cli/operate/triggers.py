@@ -26,13 +26,11 @@ def serve_triggers(
 ) -> int:
     """Start runs of deployments on requests: POST /trigger/FLOW/NAME with a bearer token, until Ctrl-C.
 
-    Args:
-        deployments: names of deployments, such as alignment/on-webhook, on the server of PREFECT_API_URL.
-        home: folder of the token, `trigger-token`, which only you can read.
-        host: 0.0.0.0 listens to other machines too; the token passes the network as it is, without TLS.
-        port: 0 takes a free one.
-        allow_host: further names of this machine in the addresses of requests, such as a proxy's, separated by commas.
-        starts_an_hour: the most runs of a deployment that requests start in an hour.
+    Args: deployments: names of deployments, such as alignment/on-webhook, on the server of PREFECT_API_URL.
+        home: folder of the token, `trigger-token`, which only you can read. host: 0.0.0.0 listens to other
+        machines too; the token passes the network as it is, without TLS. port: 0 takes a free one.
+        allow_host: further names of this machine in the addresses of requests, such as a proxy's, separated
+        by commas. starts_an_hour: the most runs of a deployment that requests start in an hour.
     """
     check_names(deployments, allow_host, starts_an_hour)
     import os
@@ -47,22 +45,41 @@ def serve_triggers(
     from rlhf_core.system.secret_file import kept_secret
 
     if not os.environ.get("PREFECT_API_URL"):
-        raise ValueError("serve-triggers starts runs on a Prefect server: set PREFECT_API_URL, or use alignflow serve --trigger-port 4301")
+        raise ValueError(
+            "serve-triggers starts runs on a Prefect server: set PREFECT_API_URL, or use alignflow serve"
+            " --trigger-port 4301"
+        )
     token = kept_secret(home.absolute() / TRIGGER_TOKEN)
     try:
         with get_client(sync_client=True) as client, listen(host, port) as listener:
-            if (fault := client.api_healthcheck()) is not None:
+            fault = client.api_healthcheck()
+            if fault is not None:
                 raise MachineLacks(
-                    f"no Prefect server answers at PREFECT_API_URL ({type(fault).__name__}): start it, or correct the address"
+                    f"no Prefect server answers at PREFECT_API_URL ({type(fault).__name__}): start it, or"
+                    " correct the address"
                 )
             address = f"http://{'127.0.0.1' if host == EVERYWHERE else host}:{listener.getsockname()[1]}"
             for name in deployments:
-                console.print(f"a run of {name}: POST {address}/trigger/{name}", markup=False, highlight=False)
-            console.print(f"the bearer token is in {home.absolute() / TRIGGER_TOKEN} (Ctrl-C ends it)", markup=False, highlight=False)
+                console.print(
+                    f"a run of {name}: POST {address}/trigger/{name}", markup=False, highlight=False
+                )
+            console.print(
+                f"the bearer token is in {home.absolute() / TRIGGER_TOKEN} (Ctrl-C ends it)",
+                markup=False,
+                highlight=False,
+            )
             hosts = (host, socket.gethostname(), *(name for name in allow_host.split(",") if name))
-            app = application(lambda name: ask(client, name, "webhook", starts_an_hour), deployments, token, hosts)
+            app = application(
+                lambda name: ask(client, name, "webhook", starts_an_hour), deployments, token, hosts
+            )
             server = uvicorn.Server(
-                server_config(app, log_level="warning", access_log=False, lifespan="off", timeout_graceful_shutdown=STOP_SECONDS)
+                server_config(
+                    app,
+                    log_level="warning",
+                    access_log=False,
+                    lifespan="off",
+                    timeout_graceful_shutdown=STOP_SECONDS,
+                )
             )
             server.run(sockets=[listener])
     except MachineLacks:
@@ -76,8 +93,13 @@ def check_names(deployments: tuple[str, ...], allow_host: str, starts_an_hour: i
     """Raises ValueError for wrong arguments."""
     wrong = [name for name in deployments if not re.fullmatch(r"[^/]+/[^/]+", name)]
     if wrong or not deployments:
-        raise ValueError(f"{wrong[0] if wrong else 'serve-triggers'}: give deployments as FLOW/NAME, such as alignment/on-webhook")
+        raise ValueError(
+            f"{wrong[0] if wrong else 'serve-triggers'}: give deployments as FLOW/NAME, such as"
+            " alignment/on-webhook"
+        )
     if not re.fullmatch(r"[A-Za-z0-9.,_-]*", allow_host):
-        raise ValueError(f"--allow-host {allow_host}: give names or addresses of hosts, without ports, separated by commas")
+        raise ValueError(
+            f"--allow-host {allow_host}: give names or addresses of hosts, without ports, separated by commas"
+        )
     if starts_an_hour < 1:
         raise ValueError(f"--starts-an-hour {starts_an_hour}: give 1 or more")

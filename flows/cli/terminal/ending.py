@@ -25,7 +25,8 @@ SHOWN = 4  # metrics of a stage that judges no models
 
 
 def show_end(console: Console, plan: Plan, statuses: Mapping[str, str]) -> None:
-    """Prints how a run ended. `statuses`: what it did with each stage, as in `run.json`; stages without one were not run."""
+    """Prints how a run ended. `statuses`: what it did with each stage, as in `run.json`; stages without one
+    were not run."""
     known: dict[str, Status] = {node.name: statuses.get(node.name, "not run") for node in plan.nodes}  # type: ignore[misc]
     evidence = [read(view) for view in views_of(plan, known)]
     evaluated = read_evaluation(evidence)
@@ -41,7 +42,12 @@ def show_end(console: Console, plan: Plan, statuses: Mapping[str, str]) -> None:
         metrics.no_wrap = True
         metrics.overflow = "ellipsis"
     console.print(table)
-    warnings = [gate for node in plan.nodes for gate in gates_of(node) if not gate.passed and gate.gate.on_fail == "warn"]
+    warnings = [
+        gate
+        for node in plan.nodes
+        for gate in gates_of(node)
+        if not gate.passed and gate.gate.on_fail == "warn"
+    ]
     for gate in warnings:
         told = f"{gate.summary}. {gate.meaning}".strip()
         console.print(f"[yellow]gate failed (warn)[/] {escape(told)}", highlight=False)
@@ -50,20 +56,39 @@ def show_end(console: Console, plan: Plan, statuses: Mapping[str, str]) -> None:
 
 
 def stages_table(nodes: Sequence[Node], statuses: Mapping[str, str]) -> Table:
-    """Returns a table with a line for each stage: status, seconds, its gates in a word, and the metrics that matter for its kind."""
-    table = table_of("stage", "status", "seconds", "gates", "metrics", whole=("stage", "status", "gates"), right=("seconds",))
+    """Returns a table with a line for each stage: status, seconds, its gates in a word, and the metrics that
+    matter for its kind."""
+    table = table_of(
+        "stage",
+        "status",
+        "seconds",
+        "gates",
+        "metrics",
+        whole=("stage", "status", "gates"),
+        right=("seconds",),
+    )
     for node in nodes:
-        result, status = RunDir(node.run_dir).result(), statuses[node.name]
-        shown = [f"{name} {result.metrics[name]:.4g}" for name in main_metrics(node, result.metrics)] if result else []
+        result = RunDir(node.run_dir).result()
+        status = statuses[node.name]
+        shown = (
+            [f"{name} {result.metrics[name]:.4g}" for name in main_metrics(node, result.metrics)]
+            if result
+            else []
+        )
         seconds = f"{result.seconds:.0f}" if result else ""
-        cells = (f"[{COLOURS.get(status, 'yellow')}]{status}[/]", seconds, gates_in_words(gates_of(node)), escape(", ".join(shown)))
+        cells = (
+            f"[{COLOURS.get(status, 'yellow')}]{status}[/]",
+            seconds,
+            gates_in_words(gates_of(node)),
+            escape(", ".join(shown)),
+        )
         table.add_row(escape(node.name), *cells)
     return table
 
 
 def main_metrics(node: Node, found: Mapping[str, float]) -> list[str]:
-    """Returns the names of the metrics to show, those that the stage has: of an evaluation each model's win rate; else the main ones of
-    the kind and those that gates are on."""
+    """Returns the names of the metrics to show, those that the stage has: of an evaluation each model's win
+    rate; else the main ones of the kind and those that gates are on."""
     if isinstance(node.config, Evaluation):
         return [name for name in (f"win_rate/{model}" for model in node.config.models) if name in found]
     kind = KINDS[node.kind]
@@ -75,7 +100,8 @@ def main_metrics(node: Node, found: Mapping[str, float]) -> list[str]:
 
 
 def gates_in_words(verdicts: Sequence[Verdict]) -> str:
-    """Returns how many gates of a stage failed and wait, such as `1 failed`, else how many passed, as markup; "" without gates."""
+    """Returns how many gates of a stage failed and wait, such as `1 failed`, else how many passed, as markup;
+    "" without gates."""
     colours = {"failed": "red", "waits": "yellow"}
     counts = {word: sum(verdict.word == word for verdict in verdicts) for word in colours}
     told = ", ".join(f"[{colours[word]}]{count} {word}[/]" for word, count in counts.items() if count)

@@ -1,4 +1,5 @@
-"""Draws one moment of a run for a terminal: a line for each stage, each exactly one row high, whatever the width.
+"""Draws one moment of a run for a terminal: a line for each stage, each exactly one row high, whatever the
+width.
 
 Reads nothing and knows no clock: watch.py says what is to be drawn, live.py when.
 """
@@ -11,7 +12,8 @@ from typing import NamedTuple
 
 from rich.text import Text
 
-BAR, NARROW = 20, 64  # cells of a bar; columns of a terminal that has no room for one
+BAR = 20
+NARROW = 64  # cells of a bar; columns of a terminal that has no room for one
 MARKS = {"done": "✓", "skipped": "✓", "failed": "✗", "running": "▶", "waiting": "·"}
 PLAIN_MARKS = {"done": "+", "skipped": "+", "failed": "x", "running": ">", "waiting": "."}
 COLOURS = {"done": "green", "skipped": "green", "failed": "red", "running": "cyan", "waiting": "dim"}
@@ -19,8 +21,8 @@ ALWAYS = ("running", "failed")  # states of stages that are never left out
 
 
 class StageLine(NamedTuple):
-    """A stage. `state`: a key of MARKS. `seconds`: that it runs, or took; `steps`: (done, all); `left`: seconds until all are done, by
-    the pace so far; `text`: what it does or says, waits for, or ended with."""
+    """A stage. `state`: a key of MARKS. `seconds`: that it runs, or took; `steps`: (done, all); `left`:
+    seconds until all are done, by the pace so far; `text`: what it does or says, waits for, or ended with."""
 
     name: str
     state: str
@@ -32,7 +34,8 @@ class StageLine(NamedTuple):
 
 @dataclass(frozen=True)
 class RunMoment:
-    """A run at one moment. `doing`: what the run itself does, beside its stages; "" when that is nothing but to wait for them."""
+    """A run at one moment. `doing`: what the run itself does, beside its stages; "" when that is nothing but
+    to wait for them."""
 
     title: str
     seconds: float
@@ -57,11 +60,12 @@ def frame(moment: RunMoment, width: int, height: int, ascii_only: bool = False) 
 
 
 def chosen(lines: Sequence[StageLine], most: int) -> tuple[list[StageLine], list[StageLine]]:
-    """Returns the stages to draw, in their order, and the others: where not all fit, those that run or failed are drawn, and as many of
-    those that wait next as there is room for."""
+    """Returns the stages to draw, in their order, and the others: where not all fit, those that run or failed
+    are drawn, and as many of those that wait next as there is room for."""
     if len(lines) <= most:
         return list(lines), []
-    ranked = sorted(lines, key=lambda line: (line.state not in ALWAYS, line.state != "waiting"))  # stable: of each sort the first
+    # stable: of each sort the first
+    ranked = sorted(lines, key=lambda line: (line.state not in ALWAYS, line.state != "waiting"))
     kept = {line.name for line in ranked[: most - 1]}
     return [line for line in lines if line.name in kept], [line for line in lines if line.name not in kept]
 
@@ -85,7 +89,8 @@ def duration(seconds: float) -> str:
 def _row(line: StageLine, names: int, width: int, ascii_only: bool) -> Text:
     mark = (PLAIN_MARKS if ascii_only else MARKS)[line.state]
     cut = ".." if ascii_only else "…"
-    name = line.name if len(line.name) <= names else cut + line.name[len(line.name) - names + len(cut) :]  # its end tells rounds apart
+    # its end tells rounds apart
+    name = line.name if len(line.name) <= names else cut + line.name[len(line.name) - names + len(cut) :]
     row = Text.assemble((f"{mark} {name:{names}}", COLOURS[line.state]), "  ")
     if line.steps is not None and line.state == "running":
         _add_steps(row, line, width, ascii_only)

@@ -1,8 +1,8 @@
 """Shows a run on the terminal while it goes on, and sends what it prints to a log.
 
-What this process, its threads, libraries and children write to a terminal's standard output or error goes to the log meanwhile, since
-the file descriptors are redirected. On every way out of the block the lines are removed, the cursor is shown and the descriptors are as
-they were.
+What this process, its threads, libraries and children write to a terminal's standard output or error goes to
+the log meanwhile, since the file descriptors are redirected. On every way out of the block the lines are
+removed, the cursor is shown and the descriptors are as they were.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ Say = Callable[[str], None]
 
 
 def is_watched(plain: bool) -> bool:
-    """Returns whether to show live lines: the output is a terminal that can move its cursor, nobody asked for plain lines, and this is
-    not a CI job, whose logs keep every line."""
+    """Returns whether to show live lines: the output is a terminal that can move its cursor, nobody asked for
+    plain lines, and this is not a CI job, whose logs keep every line."""
     in_ci = os.environ.get("CI", "").lower() not in ("", "0", "false")
     return not plain and not in_ci and sys.stdout.isatty() and os.environ.get("TERM", "dumb") != "dumb"
 
@@ -49,8 +49,8 @@ def working(told: str, plain: bool) -> Iterator[None]:
 
 @contextmanager
 def live_view(planned: Plan, nodes: tuple[Node, ...], identity: str, plain: bool) -> Iterator[Say]:
-    """Shows the run with this id in the block, where `is_watched`. Yields a function that sets the text of what the run does beside
-    its stages."""
+    """Shows the run with this id in the block, where `is_watched`. Yields a function that sets the text of
+    what the run does beside its stages."""
     if not is_watched(plain):
         yield lambda doing: None
         return
@@ -59,7 +59,9 @@ def live_view(planned: Plan, nodes: tuple[Node, ...], identity: str, plain: bool
     log = planned.folder / RUNS / f"{identity}.log"
     console.print(f"log: {os.path.relpath(log)}", markup=False, highlight=False)
     with ExitStack() as ends:
-        screen = Console(file=ends.enter_context(os.fdopen(os.dup(sys.stdout.fileno()), "w", encoding=sys.stdout.encoding)))
+        screen = Console(
+            file=ends.enter_context(os.fdopen(os.dup(sys.stdout.fileno()), "w", encoding=sys.stdout.encoding))
+        )
         ends.enter_context(redirected(log))
         picture = Picture(screen, RunWatch(planned, nodes, identity).moment)
         ends.enter_context(picture.shown())
@@ -69,7 +71,8 @@ def live_view(planned: Plan, nodes: tuple[Node, ...], identity: str, plain: bool
 
 @contextmanager
 def redirected(log: Path) -> Iterator[None]:
-    """Within the block, what goes to a terminal by the standard output and error goes to a file, which is removed if it stays empty."""
+    """Within the block, what goes to a terminal by the standard output and error goes to a file, which is
+    removed if it stays empty."""
     log.parent.mkdir(parents=True, exist_ok=True)
     streams = [stream for stream in (sys.stdout, sys.stderr) if stream.isatty()]
     kept = [(stream, stream.fileno(), os.dup(stream.fileno())) for stream in streams]
@@ -95,10 +98,18 @@ class Picture:
     """Draws a run again and again in a thread of its own."""
 
     def __init__(self, screen: Console, moment: Callable[[str], RunMoment]):
-        self._screen, self._moment = screen, moment
-        self._doing, self._over, self._width = "", threading.Event(), screen.width
+        self._screen = screen
+        self._moment = moment
+        self._doing = ""
+        self._over = threading.Event()
+        self._width = screen.width
         self._live = Live(
-            console=screen, auto_refresh=False, transient=True, redirect_stdout=False, redirect_stderr=False, vertical_overflow="crop"
+            console=screen,
+            auto_refresh=False,
+            transient=True,
+            redirect_stdout=False,
+            redirect_stderr=False,
+            vertical_overflow="crop",
         )
 
     def say(self, doing: str) -> None:
@@ -130,13 +141,16 @@ class Picture:
                 told = True
 
     def _draw(self) -> None:
-        if self._screen.width != self._width:  # the terminal has wrapped the old lines: nobody knows where they are now
+        # the terminal has wrapped the old lines: nobody knows where they are now
+        if self._screen.width != self._width:
             self._width = self._screen.width
             self._live.stop()
             self._screen.clear()
             self._live.start()
         width, height = self._screen.size
-        self._live.update(frame(self._moment(self._doing), width, height, self._screen.options.ascii_only), refresh=True)
+        self._live.update(
+            frame(self._moment(self._doing), width, height, self._screen.options.ascii_only), refresh=True
+        )
 
 
 @contextmanager

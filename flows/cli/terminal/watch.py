@@ -18,7 +18,8 @@ from rlhf_core.runs.run_records import RUNS, RunRecord, read
 STEP = re.compile(r"step \d+/\d+\s+")
 LAST_LINES = 20  # of a log, of which the last one that is no noise is shown
 SHOWN_TEXT = 200  # characters
-STATES = {"done": "done", "running": "running", "failed": "failed", "killed": "failed"}  # of the dashboard; others wait
+# of the dashboard; others wait
+STATES = {"done": "done", "running": "running", "failed": "failed", "killed": "failed"}
 
 
 @dataclass(frozen=True)
@@ -34,7 +35,8 @@ class RunWatch:
     """Looks at the stages of one run. `nodes`: those that it runs; `identity`: the id of its record."""
 
     def __init__(self, planned: Plan, nodes: Sequence[Node], identity: str):
-        self._planned, self._nodes = planned, nodes
+        self._planned = planned
+        self._nodes = nodes
         self._record_file = planned.folder / RUNS / f"{identity}.json"
         self._record: RunRecord | None = None
         self._before = {node.name for node in nodes if node.done}
@@ -67,9 +69,13 @@ class RunWatch:
     def _line(self, stage: Stage, stages: dict[str, Stage]) -> StageLine:
         if stage.state == "done":
             text = "; ".join((stage.metric, *stage.gates)).strip("; ")
-            return StageLine(stage.name, "skipped" if stage.name in self._before else "done", stage.seconds, text=text)
+            return StageLine(
+                stage.name, "skipped" if stage.name in self._before else "done", stage.seconds, text=text
+            )
         if stage.state != "running":
-            return StageLine(stage.name, STATES.get(stage.state, "waiting"), text=_held_by(stage, stages) or stage.told)
+            return StageLine(
+                stage.name, STATES.get(stage.state, "waiting"), text=_held_by(stage, stages) or stage.told
+            )
         run_dir = self._folder.path / "stages" / stage.folder
         attempts = self._folder.attempts(run_dir).attempts
         seconds = time.time() - attempts[-1].started if attempts else None
@@ -81,7 +87,8 @@ class RunWatch:
         return StageLine(stage.name, "running", seconds, steps, left, self._says(stage))
 
     def _left(self, name: str, steps: tuple[int, int] | None) -> float | None:
-        """Returns the seconds of the steps that are left, by what was seen of the others; None before there is anything to go by."""
+        """Returns the seconds of the steps that are left, by what was seen of the others; None before there
+        is anything to go by."""
         if steps is None:
             return None
         done, whole = steps

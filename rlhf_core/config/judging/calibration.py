@@ -16,21 +16,35 @@ from rlhf_core.records import NotInDigest, Positive, check
 from rlhf_core.system.files import digest
 
 STOPPING = ("interval_width", "sequential_questions")  # when a chat judge stops asking changes no verdict
-FallibleJudge = Annotated[RewardJudge | OpenAIJudge | VllmJudge, Field(discriminator="kind")]  # a rule knows the answers
+# a rule knows the answers
+FallibleJudge = Annotated[RewardJudge | OpenAIJudge | VllmJudge, Field(discriminator="kind")]
 
 
 class Calibration(Gated):
-    """A judge on pairs that people have labelled, two games a pair with the answers swapped: agreement, kappa and biases."""
+    """A judge on pairs that people have labelled, two games a pair with the answers swapped: agreement, kappa
+    and biases."""
 
     stage: Literal["calibration"] = "calibration"
-    judge: FallibleJudge = Field(description="the judge, as in an evaluation; it judges all pairs, whatever interval_width is")
+    judge: FallibleJudge = Field(
+        description="the judge, as in an evaluation; it judges all pairs, whatever interval_width is"
+    )
     labels: Source = Field(description="file of labels (.jsonl, docs/how-to/calibration.md)")
-    max_labels: Positive | None = Field(None, description="at most this many pairs, those labelled last; default: all")
+    max_labels: Positive | None = Field(
+        None, description="at most this many pairs, those labelled last; default: all"
+    )
     template: str = Field("chat", description="of a reward judge: 'chat' or a plain template with one {}")
-    prompt_max_len: Positive = Field(1024, description="of a reward judge: longest prompt in tokens; longer ones keep their end")
-    generate_max_len: Positive = Field(1024, description="of a reward judge: longest answer in tokens; longer ones are cut")
-    micro_rollout_batch_size: Annotated[Positive, NotInDigest] = Field(8, description="of a reward judge: documents of one scoring pass")
-    bootstrap_rounds: Positive = Field(1000, description="bootstrap resamples of the pairs' uids, for kappas and error gaps")
+    prompt_max_len: Positive = Field(
+        1024, description="of a reward judge: longest prompt in tokens; longer ones keep their end"
+    )
+    generate_max_len: Positive = Field(
+        1024, description="of a reward judge: longest answer in tokens; longer ones are cut"
+    )
+    micro_rollout_batch_size: Annotated[Positive, NotInDigest] = Field(
+        8, description="of a reward judge: documents of one scoring pass"
+    )
+    bootstrap_rounds: Positive = Field(
+        1000, description="bootstrap resamples of the pairs' uids, for kappas and error gaps"
+    )
 
     @field_validator("labels", mode="before")
     @classmethod
@@ -59,13 +73,24 @@ class Calibration(Gated):
     def needed_keys(self) -> Sequence[Key]:
         if not isinstance(self.judge, Remote):
             return ()
-        return [Key(f"the judge {self.judge.model}", self.judge.api_key_env, "api.openai.com" in self.judge.base_url)]
+        return [
+            Key(
+                f"the judge {self.judge.model}",
+                self.judge.api_key_env,
+                "api.openai.com" in self.judge.base_url,
+            )
+        ]
 
 
 def judge_identity(judge: Judge, inputs: Mapping[str, str]) -> str:
-    """Returns a digest of all that decides a judge's verdicts: its fields, and the place of its checkpoint, which in a recipe is a folder
-    named by the digest of its stage, a local folder, or a Hub id at a commit. `inputs` maps names to these places, as in a request."""
-    decides = [name for name, field in type(judge).model_fields.items() if NotInDigest not in field.metadata and name not in STOPPING]
+    """Returns a digest of all that decides a judge's verdicts: its fields, and the place of its checkpoint,
+    which in a recipe is a folder named by the digest of its stage, a local folder, or a Hub id at a commit.
+    `inputs` maps names to these places, as in a request."""
+    decides = [
+        name
+        for name, field in type(judge).model_fields.items()
+        if NotInDigest not in field.metadata and name not in STOPPING
+    ]
     values = judge.model_dump(mode="json", include=set(decides))
     match judge:
         case RewardJudge():
@@ -77,7 +102,8 @@ def judge_identity(judge: Judge, inputs: Mapping[str, str]) -> str:
 
 
 def _place(name: str, inputs: Mapping[str, str]) -> str:
-    """Returns the place of a model, of a stage's output without the artifacts folder, which may be another one on another machine."""
+    """Returns the place of a model, of a stage's output without the artifacts folder, which may be another
+    one on another machine."""
     place = inputs.get(name, name)
     parts = PurePath(place).parts
     return "/".join(parts[parts.index("stages") + 1 :]) if "stages" in parts else place

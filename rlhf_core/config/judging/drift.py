@@ -20,7 +20,11 @@ class Anchors(Config):
     pairs: Source = Field(description="rows with prompt, answer_a, answer_b and verdict: A, B or tie")
     judge: Judge = Field(description="judge whose verdicts are compared with those of the rows")
     days: Rate = Field(
-        7.0, description="verdicts of an earlier result that are younger than this are taken over; older ones are given again"
+        7.0,
+        description=(
+            "verdicts of an earlier result that are younger than this are taken over; older ones are given"
+            " again"
+        ),
     )
 
     @check
@@ -28,32 +32,47 @@ class Anchors(Config):
         if self.pairs.is_inbox:
             yield f"{self.pairs.path} is an inbox, and anchors are kept pairs: name a file"
         if isinstance(self.judge, ChatJudge) and self.judge.verdict_cache is not None:
-            yield "anchors are judged anew, and verdict_cache would return old verdicts: leave it out of the judge"
+            yield (
+                "anchors are judged anew, and verdict_cache would return old verdicts: leave it out of the"
+                " judge"
+            )
 
 
 class Drift(Gated):
-    """Compares the present of a loop with a fixed past: prompts, answers, refusals, judge and reward model, anchors, KL."""
+    """Compares the present of a loop with a fixed past: prompts, answers, refusals, judge and reward model,
+    anchors, KL."""
 
     stage: Literal["drift"] = "drift"
     model: str = Field(description="model of the present; a loop: its last round")
     reference: str = Field("sft", description="model of the past, such as the one that the loop started from")
-    evaluation: str = Field("evaluation", description="evaluation whose answers and judgments are read; both models answer in it")
+    evaluation: str = Field(
+        "evaluation", description="evaluation whose answers and judgments are read; both models answer in it"
+    )
     prompts: Data = Field(description="prompts of the present, such as those of an inbox")
     past_prompts: Data = Field(description="prompts of the past, such as those that were trained on")
     anchors: Anchors | None = Field(None, description="pairs that are judged again at intervals")
-    kl: bool = Field(False, description="measure the KL of the model from the reference; needs an evaluation at temperature 1")
+    kl: bool = Field(
+        False,
+        description="measure the KL of the model from the reference; needs an evaluation at temperature 1",
+    )
     max_prompts: Positive = Field(
-        2000, description="at most this many: the last rows of prompts, and rows of past_prompts drawn by the seed"
+        2000,
+        description="at most this many: the last rows of prompts, and rows of past_prompts drawn by the seed",
     )
     prompt_max_len: Annotated[Positive, NotInDigest] = Field(
-        1024, description="data reports count prompts with more tokens as cut; the comparison reads them whole"
+        1024,
+        description="data reports count prompts with more tokens as cut; the comparison reads them whole",
     )
-    bootstrap_rounds: Positive = Field(1000, description="bootstrap resamples, and permutations of the test of prompts")
+    bootstrap_rounds: Positive = Field(
+        1000, description="bootstrap resamples, and permutations of the test of prompts"
+    )
 
     @check
     def _two_models(self) -> Iterator[str]:
         if self.model == self.reference:
-            yield f"{self.model} is model and reference, and does not drift from itself: name another reference"
+            yield (
+                f"{self.model} is model and reference, and does not drift from itself: name another reference"
+            )
 
     @property
     def texts(self) -> Sequence[Text]:
@@ -62,9 +81,17 @@ class Drift(Gated):
 
     @property
     def turns(self) -> Sequence[Groups]:
-        return [{"judge": self.anchors.judge.vllm}] if self.anchors and isinstance(self.anchors.judge, VllmJudge) else [{}]
+        return (
+            [{"judge": self.anchors.judge.vllm}]
+            if self.anchors and isinstance(self.anchors.judge, VllmJudge)
+            else [{}]
+        )
 
     @property
     def needed_keys(self) -> Sequence[Key]:
         judge = self.anchors.judge if self.anchors else None
-        return [Key(f"the judge {judge.model}", judge.api_key_env, "api.openai.com" in judge.base_url)] if isinstance(judge, Remote) else []
+        return (
+            [Key(f"the judge {judge.model}", judge.api_key_env, "api.openai.com" in judge.base_url)]
+            if isinstance(judge, Remote)
+            else []
+        )

@@ -1,4 +1,5 @@
-"""Tasks of lm-eval as a recipe names them: a name of its own, or the path of a task YAML. Torch-free, and free of lm-eval.
+"""Tasks of lm-eval as a recipe names them: a name of its own, or the path of a task YAML. Torch-free, and
+free of lm-eval.
 
 A YAML is read without running its code, so that a recipe can be planned and checked.
 """
@@ -15,7 +16,8 @@ YAML = (".yaml", ".yml")
 
 
 class LocalTask(NamedTuple):
-    """A task YAML with its includes. `data_files` are its local data; `files` all it is made of, itself first. Absolute paths."""
+    """A task YAML with its includes. `data_files` are its local data; `files` all it is made of, itself
+    first. Absolute paths."""
 
     name: str
     data_files: tuple[Path, ...]
@@ -44,28 +46,40 @@ def task_name(task: str) -> str:
 
 
 def read_task(path: str, trust_code: bool = True) -> LocalTask:
-    """Reads a task YAML. Raises ValueError for missing or unreadable files, and for code when `trust_code` is false."""
+    """Reads a task YAML. Raises ValueError for missing or unreadable files, and for code when `trust_code` is
+    false."""
     content, files = _merged(Path(path).expanduser().absolute(), ())
     name = content.get("task")
     if not isinstance(name, str):
-        raise ValueError(f"the task file {path} names no `task`: it must be one task of lm-eval, not a group; add `task: some_name`")
+        raise ValueError(
+            f"the task file {path} names no `task`: it must be one task of lm-eval, not a group; add `task:"
+            " some_name`"
+        )
     data = tuple(_data_files(content, files[0].parent))
-    if missing := next((file for file in data if not file.is_file()), None):
-        raise ValueError(f"the task file {path} takes its data from {missing}, which is not there: correct data_files")
-    if (code := tuple(dict.fromkeys(_functions(content)))) and not trust_code:
-        raise ValueError(f"the task file {path} runs Python ({', '.join(code)}): read it, then set trust_task_code: true")
+    missing = next((file for file in data if not file.is_file()), None)
+    if missing:
+        raise ValueError(
+            f"the task file {path} takes its data from {missing}, which is not there: correct data_files"
+        )
+    code = tuple(dict.fromkeys(_functions(content)))
+    if code and not trust_code:
+        raise ValueError(
+            f"the task file {path} runs Python ({', '.join(code)}): read it, then set trust_task_code: true"
+        )
     return LocalTask(name, data, (*files, *data, *_modules(content, files)))
 
 
 def located(data_files: Any, folder: Path) -> Any:
-    """Returns `data_files` as absolute paths: relative to the task's folder, else to the working directory."""
+    """Returns `data_files` as absolute paths: relative to the task's folder, else to the working
+    directory."""
     if isinstance(data_files, dict):
         return {split: located(files, folder) for split, files in data_files.items()}
     if isinstance(data_files, list):
         return [located(file, folder) for file in data_files]
     if "://" in str(data_files):
         return str(data_files)
-    beside, here = folder / Path(str(data_files)).expanduser(), Path(str(data_files)).absolute()
+    beside = folder / Path(str(data_files)).expanduser()
+    here = Path(str(data_files)).absolute()
     # lm-eval resolves against the working directory.
     return str(here if here.is_file() and not beside.is_file() else beside)
 
@@ -77,7 +91,10 @@ def _merged(path: Path, seen: tuple[Path, ...]) -> tuple[dict[str, Any], tuple[P
     try:
         content = yaml.load(path.read_text(encoding="utf-8"), Loader=_Loader)  # noqa: S506 - a SafeLoader
     except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"the task file {path} cannot be read ({getattr(error, 'strerror', None) or error}): correct the path") from None
+        raise ValueError(
+            f"the task file {path} cannot be read ({getattr(error, 'strerror', None) or error}): correct the"
+            " path"
+        ) from None
     except (
         yaml.YAMLError,
         ValueError,
@@ -101,9 +118,15 @@ def _merged(path: Path, seen: tuple[Path, ...]) -> tuple[dict[str, Any], tuple[P
 
 def _data_files(content: dict[str, Any], folder: Path) -> Iterator[Path]:
     arguments = content.get("dataset_kwargs")
-    found = located(arguments["data_files"], folder) if isinstance(arguments, dict) and "data_files" in arguments else []
+    found = (
+        located(arguments["data_files"], folder)
+        if isinstance(arguments, dict) and "data_files" in arguments
+        else []
+    )
     for files in found.values() if isinstance(found, dict) else [found]:
-        yield from (Path(file) for file in (files if isinstance(files, list) else [files]) if "://" not in file)
+        yield from (
+            Path(file) for file in (files if isinstance(files, list) else [files]) if "://" not in file
+        )
 
 
 def _functions(value: Any) -> Iterator[str]:

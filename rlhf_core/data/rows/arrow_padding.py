@@ -1,6 +1,8 @@
-"""Removes what Arrow adds to calls of tools and to schemas: all structs of a column have the same fields, null where a row has none.
+"""Removes what Arrow adds to calls of tools and to schemas: all structs of a column have the same fields,
+null where a row has none.
 
-Only rows that Arrow read have it. In JSON, and in JSON that is a text in a column, a null is a value (`"default": null`). Torch-free.
+Only rows that Arrow read have it. In JSON, and in JSON that is a text in a column, a null is a value
+(`"default": null`). Torch-free.
 """
 
 from __future__ import annotations
@@ -11,7 +13,8 @@ MESSAGES = ("messages", "prompt", "chosen", "rejected")
 
 
 def without_padding(row: dict[str, Any]) -> dict[str, Any]:
-    """Returns a row of Arrow's without null fields inside `tools` and the `tool_calls` of its messages, also those that were values."""
+    """Returns a row of Arrow's without null fields inside `tools` and the `tool_calls` of its messages, also
+    those that were values."""
     found = dict(row)
     for column in MESSAGES:
         if isinstance(row.get(column), list):

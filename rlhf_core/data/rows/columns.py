@@ -20,7 +20,8 @@ OTHER_NAMES = {"human": "user", **dict.fromkeys(("gpt", "chatgpt", "bot", "model
 
 
 class Located(NamedTuple):
-    """A row with standard column names, and its file and number for messages; `no_preference`: why it prefers no answer, if so."""
+    """A row with standard column names, and its file and number for messages; `no_preference`: why it prefers
+    no answer, if so."""
 
     where: str
     row: Row
@@ -28,8 +29,8 @@ class Located(NamedTuple):
 
 
 class Preference(NamedTuple):
-    """A prompt with two answers; one that calls tools is a message. `margin` is 0.0 when the data has none; `cut`: whether the length limit
-    ended (chosen, rejected)."""
+    """A prompt with two answers; one that calls tools is a message. `margin` is 0.0 when the data has none;
+    `cut`: whether the length limit ended (chosen, rejected)."""
 
     prompt: list[Message]
     chosen: str | Message
@@ -40,30 +41,41 @@ class Preference(NamedTuple):
 
 def conversation_of(located: Located) -> list[Message]:
     """Returns the messages of an SFT row; `weight: 0` marks an answer that is not trained on."""
-    where, row = located.where, located.row
+    where = located.where
+    row = located.row
     if row.get("messages") is not None:
         if isinstance(row["messages"], str):
             raise ValueError(f"{where}: the messages must be a list of {{role, content}}, found a string")
         return _messages(row["messages"], where, "messages")
     if row.get("prompt") is None and row.get("response") is None:
-        raise ValueError(f"{where}: there is neither 'messages' nor 'prompt' with 'response': fill them or drop the row")
-    return [*prompt_of(located), {"role": "assistant", "content": text_of(row.get("response"), where, "response")}]
+        raise ValueError(
+            f"{where}: there is neither 'messages' nor 'prompt' with 'response': fill them or drop the row"
+        )
+    return [
+        *prompt_of(located),
+        {"role": "assistant", "content": text_of(row.get("response"), where, "response")},
+    ]
 
 
 def prompt_of(located: Located) -> list[Message]:
-    """Returns the messages of a prompt; a string is one user message. Weights are left out: no message of a prompt is trained on."""
+    """Returns the messages of a prompt; a string is one user message. Weights are left out: no message of a
+    prompt is trained on."""
     messages = without_weights(_messages(located.row.get("prompt"), located.where, "prompt"))
     if messages[-1]["role"] == "assistant":
-        raise ValueError(f"{located.where}: the prompt ends with an assistant message, so there is nothing to answer")
+        raise ValueError(
+            f"{located.where}: the prompt ends with an assistant message, so there is nothing to answer"
+        )
     return messages
 
 
 def preference_of(located: Located) -> Preference:
     """Returns the prompt and the two answers of a preference row.
 
-    An answer is a string, a list with one assistant message, or a whole conversation, whose beginning is then the prompt.
+    An answer is a string, a list with one assistant message, or a whole conversation, whose beginning is then
+    the prompt.
     """
-    where, row = located.where, located.row
+    where = located.where
+    row = located.row
     answers: list[str | Message] = []
     starts: list[list[Message]] = []
     for column in ("chosen", "rejected"):
@@ -73,13 +85,21 @@ def preference_of(located: Located) -> Preference:
         else:
             messages = _messages(row.get(column), where, column)
             if messages[-1]["role"] != "assistant":
-                raise ValueError(f"{where}: the {column} conversation must end with an assistant message, not {messages[-1]['role']!r}")
+                raise ValueError(
+                    f"{where}: the {column} conversation must end with an assistant message, not"
+                    f" {messages[-1]['role']!r}"
+                )
             if "weight" in messages[-1]:
-                raise ValueError(f"{where}: the {column} answer has weight 0, and a comparison trains on both answers: drop the row")
+                raise ValueError(
+                    f"{where}: the {column} answer has weight 0, and a comparison trains on both answers:"
+                    " drop the row"
+                )
             answers.append(messages[-1] if messages[-1].get("tool_calls") else messages[-1]["content"])
             starts.append(without_weights(messages[:-1]))
     if starts[0] and starts[1] and starts[0] != starts[1]:
-        raise ValueError(f"{where}: chosen and rejected may differ only in their last message, but they differ before it")
+        raise ValueError(
+            f"{where}: chosen and rejected may differ only in their last message, but they differ before it"
+        )
     prompt = starts[0] or starts[1]
     if prompt:
         _require_same_prompt(located, prompt)
@@ -93,7 +113,8 @@ def preference_of(located: Located) -> Preference:
 
 
 def _require_same_prompt(located: Located, start: list[Message]) -> None:
-    """Raises ValueError when the column `prompt` of a preference says something else than the messages before its answers."""
+    """Raises ValueError when the column `prompt` of a preference says something else than the messages before
+    its answers."""
     given = located.row.get("prompt")
     if not given or not isinstance(given, str | list):
         return
@@ -102,8 +123,8 @@ def _require_same_prompt(located: Located, start: list[Message]) -> None:
     if any(said in text or text in said for text in texts):
         return
     raise ValueError(
-        f"{located.where}: the prompt says {said!r:.60}, and the messages before the answers in chosen and rejected say {texts[-1]!r:.60}: "
-        "correct or drop the row, or drop the column 'prompt'"
+        f"{located.where}: the prompt says {said!r:.60}, and the messages before the answers in chosen and"
+        f" rejected say {texts[-1]!r:.60}: correct or drop the row, or drop the column 'prompt'"
     )
 
 
@@ -125,7 +146,10 @@ def labelled_of(located: Located) -> tuple[list[Message], list[tuple[str | Messa
     prompt, response = answer_of(located)
     label = str(located.row["label"]).lower()
     if label not in LABELS:
-        raise ValueError(f"{located.where}: column 'label' must be true or false (or 1 or 0), found {located.row['label']!r}")
+        raise ValueError(
+            f"{located.where}: column 'label' must be true or false (or 1 or 0), found"
+            f" {located.row['label']!r}"
+        )
     return prompt, [(response, LABELS[label])]
 
 
@@ -149,15 +173,28 @@ def _messages(value: Any, where: str, column: str) -> list[Message]:
     for number, message in enumerate(value, start=1):
         place = f"{where}: message {number} of column {column!r}"
         calls = message.get("tool_calls") if isinstance(message, dict) else None
-        content = (message.get("content") or "") if calls else message.get("content") if isinstance(message, dict) else None
-        if not isinstance(message, dict) or not isinstance(message.get("role"), str) or not isinstance(content, str):
+        content = (
+            (message.get("content") or "")
+            if calls
+            else message.get("content")
+            if isinstance(message, dict)
+            else None
+        )
+        if (
+            not isinstance(message, dict)
+            or not isinstance(message.get("role"), str)
+            or not isinstance(content, str)
+        ):
             raise ValueError(f"{place} must have a role and a content, both strings")
         if message.get("function_call"):
             raise ValueError(f"{place} has a function_call, an old form: write it as tool_calls")
         role = message["role"]
         meant = OTHER_NAMES.get(role.lower(), role.lower())  # templates render any role, also a misnamed one
         if meant != role and meant in USUAL_ROLES:
-            raise ValueError(f"{where}: message {number} of column {column!r} has the role {role!r}, which is no chat role: write {meant}")
+            raise ValueError(
+                f"{where}: message {number} of column {column!r} has the role {role!r}, which is no chat"
+                f" role: write {meant}"
+            )
         given = {key: message[key] for key in ("name", "tool_call_id") if isinstance(message.get(key), str)}
         given |= {"tool_calls": _calls(calls, place, role)} if calls else {}
         given |= _weight(message, place)
@@ -166,14 +203,17 @@ def _messages(value: Any, where: str, column: str) -> list[Message]:
 
 
 def _weight(message: Message, place: str) -> dict[str, int]:
-    """Reads `weight` of a message, as OpenAI's fine-tuning has it: {"weight": 0} for an answer that is not trained on, else {}."""
+    """Reads `weight` of a message, as OpenAI's fine-tuning has it: {"weight": 0} for an answer that is not
+    trained on, else {}."""
     weight = message.get("weight")
     if weight is None:
         return {}
     if isinstance(weight, bool) or weight not in (0, 1):
         raise ValueError(f"{place} has the weight {weight!r:.60}: write 0 (not trained on) or 1 (trained on)")
     if message["role"] != "assistant" and weight == 1:
-        raise ValueError(f"{place} has weight 1, and only answers of the assistant are trained on: leave its weight out")
+        raise ValueError(
+            f"{place} has weight 1, and only answers of the assistant are trained on: leave its weight out"
+        )
     return {"weight": 0} if message["role"] == "assistant" and weight == 0 else {}
 
 
@@ -183,7 +223,8 @@ def without_weights(messages: Sequence[Message]) -> list[Message]:
 
 
 def _calls(calls: Any, place: str, role: str) -> list[dict[str, Any]]:
-    """Reads `tool_calls` of a message: {"function": {"name", "arguments"}} each, as OpenAI writes them, or its inner part alone."""
+    """Reads `tool_calls` of a message: {"function": {"name", "arguments"}} each, as OpenAI writes them, or
+    its inner part alone."""
     if role != "assistant" or not isinstance(calls, (list, tuple)):
         raise ValueError(f"{place}: tool_calls must be a list, and of an assistant message")
     read = []
@@ -192,8 +233,14 @@ def _calls(calls: Any, place: str, role: str) -> list[dict[str, Any]]:
         arguments = inner.get("arguments", {}) if isinstance(inner, dict) else None
         if isinstance(arguments, str):  # as OpenAI writes them
             arguments = _json(arguments)
-        if not isinstance(inner, dict) or not isinstance(inner.get("name"), str) or not isinstance(arguments, dict):
-            raise ValueError(f"{place}: each of tool_calls must have a function with a name and arguments, an object")
+        if (
+            not isinstance(inner, dict)
+            or not isinstance(inner.get("name"), str)
+            or not isinstance(arguments, dict)
+        ):
+            raise ValueError(
+                f"{place}: each of tool_calls must have a function with a name and arguments, an object"
+            )
         own = {"id": call["id"]} if isinstance(call.get("id"), str) else {}
         read.append({"type": "function", **own, "function": {"name": inner["name"], "arguments": arguments}})
     return read
@@ -203,17 +250,24 @@ def written(answer: str | Message) -> str:
     """Returns an answer as a text for readers, with its calls of tools as JSON."""
     if isinstance(answer, str):
         return answer
-    calls = [json.dumps(call["function"], ensure_ascii=False, default=str) for call in answer.get("tool_calls", ())]
+    calls = [
+        json.dumps(call["function"], ensure_ascii=False, default=str) for call in answer.get("tool_calls", ())
+    ]
     return "\n".join([answer["content"], *calls]).strip()
 
 
 def tools_of(located: Located) -> list[dict[str, Any]]:
-    """Returns the tools of a row, column `tools`: a list of JSON schemas of functions, or that as text; none without the column."""
+    """Returns the tools of a row, column `tools`: a list of JSON schemas of functions, or that as text; none
+    without the column."""
     tools = located.row.get("tools")
     if isinstance(tools, str):
         tools = (_json(tools) or "no JSON") if tools.strip() else []
-    if not isinstance(tools, (list, tuple, type(None))) or not all(isinstance(tool, dict) for tool in tools or ()):
-        raise ValueError(f"{located.where}: column 'tools' must be a list of JSON schemas of functions, or JSON of one")
+    if not isinstance(tools, (list, tuple, type(None))) or not all(
+        isinstance(tool, dict) for tool in tools or ()
+    ):
+        raise ValueError(
+            f"{located.where}: column 'tools' must be a list of JSON schemas of functions, or JSON of one"
+        )
     return list(tools or ())
 
 
@@ -238,7 +292,10 @@ def number_of(value: Any, where: str, column: str) -> float:
     except (TypeError, ValueError, OverflowError):
         number = math.nan
     if not math.isfinite(number):
-        raise ValueError(f"{where}: column {column!r} must be a finite number, found {value!r:.60}: correct or drop the row")
+        raise ValueError(
+            f"{where}: column {column!r} must be a finite number, found {value!r:.60}: correct or drop"
+            " the row"
+        )
     return number
 
 
@@ -246,6 +303,8 @@ def _wrong(value: Any, where: str, column: str, needed: str) -> ValueError:
     if value is None:
         return ValueError(f"{where}: column {column!r} is missing or null: fill it or drop the row")
     if isinstance(value, (bool, int, float)):
-        return ValueError(f"{where}: column {column!r} must be {needed}, found {type(value).__name__}: write it as text")
+        return ValueError(
+            f"{where}: column {column!r} must be {needed}, found {type(value).__name__}: write it as text"
+        )
     found = "an empty list" if value == [] else type(value).__name__
     return ValueError(f"{where}: column {column!r} must be {needed}, found {found}: correct or drop the row")

@@ -1,7 +1,8 @@
-"""Opens data files as text, also compressed ones (`.gz`, `.zst`), which are unpacked while they are read. Torch-free.
+"""Opens data files as text, also compressed ones (`.gz`, `.zst`), which are unpacked while they are read.
+Torch-free.
 
-A small compressed file can unpack to any size, so a row of one and a list that is read whole have a largest size. Left out: archives
-of several files.
+A small compressed file can unpack to any size, so a row of one and a list that is read whole have a largest
+size. Left out: archives of several files.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ LARGEST_LIST = 1 << 30  # characters, of a compressed .json file with one list
 
 
 def data_suffix(path: str | Path) -> str:
-    """Returns the suffix that says what a file holds: `.jsonl` of rows.jsonl and of rows.jsonl.gz; "" when there is none."""
+    """Returns the suffix that says what a file holds: `.jsonl` of rows.jsonl and of rows.jsonl.gz; "" when
+    there is none."""
     place = Path(path)
     return Path(place.stem).suffix if place.suffix in COMPRESSED else place.suffix
 
@@ -36,15 +38,18 @@ def open_binary(path: str) -> IO[bytes] | gzip.GzipFile:
         try:
             import pyarrow
         except ImportError:
-            raise MachineLacks(f"{path}: needs the package pyarrow to be unpacked: install it, or compress the file with gzip") from None
+            raise MachineLacks(
+                f"{path}: needs the package pyarrow to be unpacked: install it, or compress the file with"
+                " gzip"
+            ) from None
         return pyarrow.input_stream(path, compression="zstd")
     return open(path, "rb")
 
 
 @contextmanager
 def opened_rows(path: str, newline: str | None = None) -> Iterator[RowLines]:
-    """Yields a text file's lines, without a byte order mark. Raises ValueError for a file that cannot be unpacked, OSError as `open` does,
-    UnicodeDecodeError for one that is not UTF-8."""
+    """Yields a text file's lines, without a byte order mark. Raises ValueError for a file that cannot be
+    unpacked, OSError as `open` does, UnicodeDecodeError for one that is not UTF-8."""
     packed = Path(path).suffix in COMPRESSED
     with open_binary(path) as file, io.TextIOWrapper(file, encoding="utf-8-sig", newline=newline) as text:
         try:
@@ -57,7 +62,8 @@ def opened_rows(path: str, newline: str | None = None) -> Iterator[RowLines]:
 
 
 class RowLines:
-    """The lines of a text file. Raises ValueError when more than `largest` characters come without `end_row`; None: no limit."""
+    """The lines of a text file. Raises ValueError when more than `largest` characters come without `end_row`;
+    None: no limit."""
 
     def __init__(self, path: str, text: io.TextIOWrapper, largest: int | None):
         self._path = path
@@ -79,8 +85,8 @@ class RowLines:
             if self._of_row > self._largest:
                 size = f"{self._largest >> 20} Mi"
                 raise ValueError(
-                    f"{self._path}, line {self._number}: a row has more than {size} characters when it is unpacked: drop the row, or "
-                    "give the file as it is, not compressed"
+                    f"{self._path}, line {self._number}: a row has more than {size} characters when it is"
+                    " unpacked: drop the row, or give the file as it is, not compressed"
                 )
         if not line:
             raise StopIteration
@@ -91,19 +97,21 @@ class RowLines:
         self._of_row = 0
 
     def whole(self) -> str:
-        """Returns all that is left. Raises ValueError for more than LARGEST_LIST characters of a compressed file."""
+        """Returns all that is left. Raises ValueError for more than LARGEST_LIST characters of a compressed
+        file."""
         if self._largest is None:
             return self._text.read()
         text = self._text.read(LARGEST_LIST + 1)
         if len(text) > LARGEST_LIST:
             raise ValueError(
-                f"{self._path}: holds a list of more than {LARGEST_LIST >> 20} Mi characters when it is unpacked, and a list is read "
-                "whole: convert it to .jsonl with a row in each line"
+                f"{self._path}: holds a list of more than {LARGEST_LIST >> 20} Mi characters when it is"
+                " unpacked, and a list is read whole: convert it to .jsonl with a row in each line"
             )
         return text
 
     def first_character(self) -> str:
-        """Returns the first character that is no white space, and what is before it is read; "" when there is none."""
+        """Returns the first character that is no white space, and what is before it is read; "" when there is
+        none."""
         character = self._text.read(1)
         while character.isspace():
             character = self._text.read(1)

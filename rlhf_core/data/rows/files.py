@@ -1,8 +1,9 @@
 """Reads the rows of files and Hub data sets, one at a time. Torch-free.
 
-JSON and CSV files are parsed by the standard library, which keeps texts unchanged: the readers of `datasets` guess types, and convert
-answers that look like dates, numbers or "None". Parquet, which has types, and Hub data sets (which are downloaded and read from disk)
-are read by `datasets`. Only a .json file with one list is read whole. JSON and CSV files may be compressed (`compressed.py`).
+JSON and CSV files are parsed by the standard library, which keeps texts unchanged: the readers of `datasets`
+guess types, and convert answers that look like dates, numbers or "None". Parquet, which has types, and Hub
+data sets (which are downloaded and read from disk) are read by `datasets`. Only a .json file with one list is
+read whole. JSON and CSV files may be compressed (`compressed.py`).
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ from rlhf_core.data.rows.compressed import COMPRESSED, RowLines, data_suffix, op
 from rlhf_core.hub.ids import parted
 
 TEXT_SUFFIXES = (".jsonl", ".json", ".csv")  # these may be compressed
-SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")  # JSON writes characters beyond \uffff as two of these, and cut texts end with one
+# JSON writes characters beyond \uffff as two of these, and cut texts end with one
+SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 
 
 def is_file(source: Source) -> bool:
@@ -43,10 +45,14 @@ def is_arrow(source: Source) -> bool:
 
 
 def raw_rows(source: Source, first: int | None) -> Iterator[Row]:
-    """Yields the (first) rows of a source as they are. Raises ValueError for a file or Hub data set that cannot be read."""
+    """Yields the (first) rows of a source as they are. Raises ValueError for a file or Hub data set that
+    cannot be read."""
     path = Path(source.path)
     if source.is_inbox:
-        raise ValueError(f"{source.path}: there is no such inbox: `alignflow feedback import FILE --inbox {source.path}` makes it")
+        raise ValueError(
+            f"{source.path}: there is no such inbox: `alignflow feedback import FILE --inbox {source.path}`"
+            " makes it"
+        )
     if path.is_dir():
         raise ValueError(f"{source.path}: is a directory: name a file in it")
     if is_file(source) and not path.is_file():
@@ -56,8 +62,8 @@ def raw_rows(source: Source, first: int | None) -> Iterator[Row]:
         raise ValueError(f"{source.path}: there is no such file{there}{meant}")
     if not is_file(source) and path.is_file():
         raise ValueError(
-            f"{source.path}: data files end with {', '.join(TEXT_SUFFIXES)} (compressed: also with {' or '.join(COMPRESSED)}) or .parquet: "
-            "convert or rename this one"
+            f"{source.path}: data files end with {', '.join(TEXT_SUFFIXES)} (compressed: also with"
+            f" {' or '.join(COMPRESSED)}) or .parquet: convert or rename this one"
         )
     if not is_text(source.path):
         yield from _dataset_rows(source, first)
@@ -86,7 +92,10 @@ def _json_rows(path: str) -> Iterator[Row]:
             rows = _json(path, lines.whole()) if is_list else _json_lines(path, lines)
             for number, row in enumerate(rows, start=1):
                 if not isinstance(row, dict):
-                    raise ValueError(f"{path}, row {number}: must be a JSON object with columns, found {type(row).__name__}")
+                    raise ValueError(
+                        f"{path}, row {number}: must be a JSON object with columns, found"
+                        f" {type(row).__name__}"
+                    )
                 yield row
     except UnicodeDecodeError as error:
         raise _not_utf8(path) from error
@@ -109,10 +118,19 @@ def _json(where: str, text: str) -> Any:
         half = error.object[error.start]
         raise ValueError(f"{where}: holds {half!r}, half of a character: correct or drop the row") from None
     except json.JSONDecodeError as error:
-        place = f"line {error.lineno}, character {error.colno}" if error.lineno > 1 else f"character {error.colno}"
-        raise ValueError(f"{where}: is not valid JSON: {error.msg.removesuffix(' at')} at {place}: correct or drop the row") from error
+        place = (
+            f"line {error.lineno}, character {error.colno}"
+            if error.lineno > 1
+            else f"character {error.colno}"
+        )
+        raise ValueError(
+            f"{where}: is not valid JSON: {error.msg.removesuffix(' at')} at {place}: correct or drop the row"
+        ) from error
     except RecursionError:
-        raise ValueError(f"{where}: is not valid JSON: its brackets are nested too deeply to be read: correct or drop the row") from None
+        raise ValueError(
+            f"{where}: is not valid JSON: its brackets are nested too deeply to be read: correct or drop"
+            " the row"
+        ) from None
     except ValueError as error:  # a number of too many digits
         raise ValueError(f"{where}: is not valid JSON: {error}: correct or drop the row") from error
 
@@ -125,7 +143,10 @@ def _csv_rows(path: str) -> Iterator[Row]:
             for number, row in enumerate(csv.DictReader(lines, strict=True), start=1):
                 lines.end_row()
                 if None in row or None in row.values():
-                    raise ValueError(f"{path}, row {number}: has another number of cells than the header: correct or quote its cells")
+                    raise ValueError(
+                        f"{path}, row {number}: has another number of cells than the header: correct or quote"
+                        " its cells"
+                    )
                 yield row
     except UnicodeDecodeError as error:
         raise _not_utf8(path) from error
@@ -148,14 +169,18 @@ def _not_utf8(path: str) -> ValueError:
 
 
 def _hub_rows(source: Source, streaming: bool) -> Any:
-    """Returns the split of a Hub data set. Raises ValueError where its card names files of this machine or of another place."""
+    """Returns the split of a Hub data set. Raises ValueError where its card names files of this machine or of
+    another place."""
     from datasets import load_dataset_builder
 
     repo_id, revision = parted(source.path)
     builder = load_dataset_builder(repo_id, revision=revision)
     files = [str(file) for split in (builder.config.data_files or {}).values() for file in split]
-    if foreign := [file for file in files if not file.startswith(f"hf://datasets/{repo_id}@")]:
-        raise ValueError(f"its card names {foreign[0]}, which is no file of {repo_id}: only files of its own are read")
+    foreign = [file for file in files if not file.startswith(f"hf://datasets/{repo_id}@")]
+    if foreign:
+        raise ValueError(
+            f"its card names {foreign[0]}, which is no file of {repo_id}: only files of its own are read"
+        )
     if streaming:
         return builder.as_streaming_dataset(split=source.split)
     builder.download_and_prepare()
@@ -178,4 +203,6 @@ def _dataset_rows(source: Source, first: int | None) -> Iterator[Row]:
     except Exception as error:  # of many libraries; each means that this source cannot be read
         kind = "parquet" if parquet else f"a Hub data set with the split {source.split!r}"
         cause = str(error.__cause__ or error).strip().split("\n")[0]
-        raise ValueError(f"{source.path}: cannot be read as {kind}: {type(error).__name__}: {cause}") from error
+        raise ValueError(
+            f"{source.path}: cannot be read as {kind}: {type(error).__name__}: {cause}"
+        ) from error

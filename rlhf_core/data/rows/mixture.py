@@ -1,4 +1,5 @@
-"""Reads files and Hub data sets as rows with standard columns, one at a time, and mixes several sources. Torch-free.
+"""Reads files and Hub data sets as rows with standard columns, one at a time, and mixes several sources.
+Torch-free.
 
 Left out: content in parts.
 """
@@ -23,7 +24,8 @@ CHECKED_ROWS = 20_000  # of a file, before any work; rows of a kilobyte take 0.3
 
 
 class Placed(NamedTuple):
-    """A row of a mixture: its place in the mixture's order, its source's index, its number in that source (from 1), and the row."""
+    """A row of a mixture: its place in the mixture's order, its source's index, its number in that source
+    (from 1), and the row."""
 
     place: int
     source: int
@@ -34,8 +36,9 @@ class Placed(NamedTuple):
 class Mixture(NamedTuple):
     """The rows of each source that a mixture uses, and their order.
 
-    `places[s][r]` is the place of row r of source s, -1 when it is not used; `rows` is their number. `ended_by` is the source whose rows
-    ran out and ended the mixture, None when `max_samples` ended it; `left` is then the number of unused rows of the other sources.
+    `places[s][r]` is the place of row r of source s, -1 when it is not used; `rows` is their number.
+    `ended_by` is the source whose rows ran out and ended the mixture, None when `max_samples` ended it;
+    `left` is then the number of unused rows of the other sources.
     """
 
     places: list[array[int]]
@@ -45,20 +48,22 @@ class Mixture(NamedTuple):
 
 
 def load_rows(data: Data, seed: int, kind: Kind | None = None) -> list[Row]:
-    """Returns all rows of a mixture, with their columns under the standard names (messages, prompt, response, chosen, rejected, margin).
+    """Returns all rows of a mixture, with their columns under the standard names (messages, prompt, response,
+    chosen, rejected, margin).
 
-    One source keeps its order. Several are each shuffled by the seed; then the source furthest behind its share gives the next row,
-    until that source has none left (no row is used twice). So every beginning of the list has the recipe's shares, also after
-    `max_samples`, which is applied last. With a kind, rows it cannot use (no preference) are left out.
-    Raises ValueError for a missing or unreadable file and for one without rows.
+    One source keeps its order. Several are each shuffled by the seed; then the source furthest behind its
+    share gives the next row, until that source has none left (no row is used twice). So every beginning of
+    the list has the recipe's shares, also after `max_samples`, which is applied last. With a kind, rows it
+    cannot use (no preference) are left out. Raises ValueError for a missing or unreadable file and for one
+    without rows.
     """
     rows = sorted(placed_rows(data, seed, kind), key=lambda row: row.place)
     return [row.located.row for row in rows if not unusable(row.located, kind)]
 
 
 def check_columns(data: Data, kind: Kind) -> None:
-    """Reads the first rows of each source (`checked_rows`), and raises the ValueError that a stage would raise for a missing file, no rows,
-    a missing column or a wrong row."""
+    """Reads the first rows of each source (`checked_rows`), and raises the ValueError that a stage would
+    raise for a missing file, no rows, a missing column or a wrong row."""
     for located in checked_rows(data, kind):
         if not unusable(located, kind):
             READERS[kind](located)
@@ -66,8 +71,9 @@ def check_columns(data: Data, kind: Kind) -> None:
 
 
 def checked_rows(data: Data, kind: Kind) -> Iterator[Located]:
-    """Yields the rows that are checked before any work, also those that a stage of this kind leaves out: CHECKED_ROWS of a single file;
-    FIRST_ROWS of a Hub data set, which is not downloaded, and of each source of a mixture, which may leave out later ones."""
+    """Yields the rows that are checked before any work, also those that a stage of this kind leaves out:
+    CHECKED_ROWS of a single file; FIRST_ROWS of a Hub data set, which is not downloaded, and of each source
+    of a mixture, which may leave out later ones."""
     alone = len(data.sources) == 1
     for source in data.sources:
         first = CHECKED_ROWS if alone and is_file(source) else FIRST_ROWS
@@ -75,14 +81,20 @@ def checked_rows(data: Data, kind: Kind) -> Iterator[Located]:
 
 
 def unusable(located: Located, kind: Kind | None) -> str:
-    """Returns why a stage of this kind leaves a row out (it prefers no answer and the stage needs that), or ""."""
+    """Returns why a stage of this kind leaves a row out (it prefers no answer and the stage needs that), or
+    ""."""
     needed = kind in ("preference", "labelled") and "label" not in located.row
-    no_answer = kind in ("sft", "answer", "scored") and located.row.get("messages") is None and located.row.get("response") is None
+    no_answer = (
+        kind in ("sft", "answer", "scored")
+        and located.row.get("messages") is None
+        and located.row.get("response") is None
+    )
     return located.no_preference if needed or no_answer else ""
 
 
 def placed_rows(data: Data, seed: int, kind: Kind | None, mixture: Mixture | None = None) -> Iterator[Placed]:
-    """Yields the rows of `load_rows` one at a time in the order of the files, each with its place in the order of the mixture.
+    """Yields the rows of `load_rows` one at a time in the order of the files, each with its place in the
+    order of the mixture.
 
     `mixture` is the result of `mixture_of`, which is computed when it is not given.
     """
@@ -99,13 +111,16 @@ def placed_rows(data: Data, seed: int, kind: Kind | None, mixture: Mixture | Non
 
 
 def mixture_of(data: Data, seed: int) -> Mixture | None:
-    """Applies the mixture rule of `load_rows`; reads all files once to count rows. Returns None for one source.
+    """Applies the mixture rule of `load_rows`; reads all files once to count rows. Returns None for one
+    source.
 
-    Takes 8 bytes of memory per row. Raises ValueError when a source has no rows or the mixture would have none.
+    Takes 8 bytes of memory per row. Raises ValueError when a source has no rows or the mixture would have
+    none.
     """
     if len(data.sources) == 1:
         return None
-    orders, places = [], []
+    orders = []
+    places = []
     for index, source in enumerate(data.sources):
         order = array("q", range(sum(1 for _ in raw_rows(source, None))))
         if not order:
@@ -115,7 +130,8 @@ def mixture_of(data: Data, seed: int) -> Mixture | None:
         places.append(array("q", [-1]) * len(order))
     shares = [source.probability for source in data.sources]
     taken = [0] * len(orders)
-    count, ended_by = 0, None
+    count = 0
+    ended_by = None
     while data.max_samples is None or count < data.max_samples:
         behind = [share * (count + 1) - used for share, used in zip(shares, taken, strict=True)]
         due = max((i for i in range(len(orders)) if shares[i] > 0), key=lambda i: behind[i])
@@ -127,7 +143,9 @@ def mixture_of(data: Data, seed: int) -> Mixture | None:
         count += 1
     if not count:
         raise ValueError(f"{names(data)}: the mixture has no rows: the sources with a share have too few")
-    left = sum(len(order) - used for order, used, share in zip(orders, taken, shares, strict=True) if share > 0)
+    left = sum(
+        len(order) - used for order, used, share in zip(orders, taken, shares, strict=True) if share > 0
+    )
     return Mixture(places, count, ended_by, left if ended_by is not None else 0)
 
 
@@ -137,15 +155,22 @@ def names(data: Data) -> str:
 
 
 def _read(source: Source, kind: Kind | None, first: int | None, most: int | None = None) -> Iterator[Located]:
-    """Yields the (first) rows of one source, at most `most`. Checks columns and recognises the format by the first FIRST_ROWS."""
+    """Yields the (first) rows of one source, at most `most`. Checks columns and recognises the format by the
+    first FIRST_ROWS."""
     rows = raw_rows(source, first)
     head = list(islice(rows, FIRST_ROWS))
     if not head:
         raise _empty(source)
     form = recognise(head[0]) if source.format == "auto" else source.format
     if kind is not None:
-        standard = [_located(source, form, number, row).row for number, row in enumerate(head, start=1)] if form != "columns" else []
-        require_columns(source, kind, list(dict.fromkeys(column for row in head + standard for column in row)), head[0])
+        standard = (
+            [_located(source, form, number, row).row for number, row in enumerate(head, start=1)]
+            if form != "columns"
+            else []
+        )
+        require_columns(
+            source, kind, list(dict.fromkeys(column for row in head + standard for column in row)), head[0]
+        )
     for number, row in enumerate(islice(chain(head, rows), most), start=1):
         yield _located(source, form, number, row)
 
@@ -153,7 +178,10 @@ def _read(source: Source, kind: Kind | None, first: int | None, most: int | None
 def _empty(source: Source) -> ValueError:
     inbox, taken, _ = source.path.rpartition(".inbox/taken/")
     if taken:
-        return ValueError(f"{inbox}.inbox: has no (new) rows of the kind that this stage trains on: docs/how-to/feedback.md says which")
+        return ValueError(
+            f"{inbox}.inbox: has no (new) rows of the kind that this stage trains on: docs/how-to/feedback.md"
+            " says which"
+        )
     return ValueError(f"{source.path}: has no rows: give a data set with at least one")
 
 
@@ -165,7 +193,8 @@ def _located(source: Source, form: str, number: int, row: Row) -> Located:
         if key in row:
             standard[name] = row[key]
         else:
-            standard.pop(name, None)  # the recipe names another column, so a column with the standard name is not used
+            # the recipe names another column, so a column with the standard name is not used
+            standard.pop(name, None)
     if is_arrow(source):
         standard = without_padding(standard)
     if form == "columns":

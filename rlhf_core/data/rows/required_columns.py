@@ -1,4 +1,5 @@
-"""Checks that a source has the columns that a kind of stage needs, and proposes those that it may mean. Torch-free."""
+"""Checks that a source has the columns that a kind of stage needs, and proposes those that it may mean.
+Torch-free."""
 
 from __future__ import annotations
 
@@ -17,7 +18,8 @@ USUAL = {
 
 
 def require_columns(source: Source, kind: Kind, columns: Sequence[str], row: Row) -> None:
-    """Raises ValueError when a source lacks columns of this kind. `row` is its first row, `columns` those of its first rows."""
+    """Raises ValueError when a source lacks columns of this kind. `row` is its first row, `columns` those of
+    its first rows."""
     if kind == "sft":
         if source.messages_key in columns:
             return
@@ -34,9 +36,14 @@ def require_columns(source: Source, kind: Kind, columns: Sequence[str], row: Row
             needed["margin_key"] = source.margin_key
         if isinstance(row.get(source.chosen_key), str):
             needed["prompt_key"] = source.prompt_key
-        instead = f" (and no column {source.label_key!r} that labels single answers, label_key)" if kind == "labelled" else ""
+        instead = (
+            f" (and no column {source.label_key!r} that labels single answers, label_key)"
+            if kind == "labelled"
+            else ""
+        )
     else:
-        needed, instead = {"prompt_key": source.prompt_key}, ""
+        needed = {"prompt_key": source.prompt_key}
+        instead = ""
     missing = {key: column for key, column in needed.items() if column not in columns}
     if missing:
         named = ", nor ".join(f"{column!r}" for column in missing.values())
@@ -46,16 +53,18 @@ def require_columns(source: Source, kind: Kind, columns: Sequence[str], row: Row
             settings.append(key_to_set(key, column, free))
             free = [other for other in free if settings[-1] != f"{key}: {other}"]
         raise ValueError(
-            f"{source.path}: there is no column {named}{instead}; its columns are {', '.join(columns)}: set {' and '.join(settings)} "
-            "in this data source"
+            f"{source.path}: there is no column {named}{instead}; its columns are {', '.join(columns)}: set"
+            f" {' and '.join(settings)} in this data source"
         )
 
 
 def key_to_set(key: str, column: str, columns: Iterable[str]) -> str:
-    """Returns `KEY: COLUMN` with the column that is probably meant, or only the key. `column`: the name that is missing."""
+    """Returns `KEY: COLUMN` with the column that is probably meant, or only the key. `column`: the name that
+    is missing."""
     names = {name.lower(): name for name in columns if not name.lower().endswith(("id", "ids"))}
     for word in dict.fromkeys((column.lower(), key.removesuffix("_key"))):
         usual = [name for part in (word, *USUAL.get(word, ())) for name in names if part in name]
-        if meant := [*usual, *difflib.get_close_matches(word, names, 1, 0.75)]:
+        meant = [*usual, *difflib.get_close_matches(word, names, 1, 0.75)]
+        if meant:
             return f"{key}: {names[meant[0]]}"
     return key

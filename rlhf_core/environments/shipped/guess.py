@@ -1,6 +1,8 @@
-"""`environment: guess`: the model guesses a number; after a wrong guess the environment says `higher` or `lower`.
+"""`environment: guess`: the model guesses a number; after a wrong guess the environment says `higher` or
+`lower`.
 
-The secret changes with every prompt and iteration. Each episode begins with the row's prompt, which should say what to guess.
+The secret changes with every prompt and iteration. Each episode begins with the row's prompt, which should
+say what to guess.
 """
 
 from __future__ import annotations
@@ -14,13 +16,16 @@ NUMBER = re.compile(r"\d+")
 
 
 class Guess:
-    """Numbers from 1 to `largest`, `guesses` of them allowed. The reward is 1 for the secret, else 0; an answer without a number ends the
-    episode."""
+    """Numbers from 1 to `largest`, `guesses` of them allowed. The reward is 1 for the secret, else 0; an
+    answer without a number ends the episode."""
 
     def __init__(self, largest: int = 3, guesses: int = 2, higher: str = "higher", lower: str = "lower"):
         if largest < 2 or guesses < 1:
             raise ValueError("largest must be 2 or more, and guesses 1 or more")
-        self._largest, self._guesses, self._higher, self._lower = largest, guesses, higher, lower
+        self._largest = largest
+        self._guesses = guesses
+        self._higher = higher
+        self._lower = lower
 
     async def rollout(self, task: dict[str, Any], model: Conversation) -> float:
         secret = model.random.randint(1, self._largest)

@@ -1,6 +1,8 @@
-"""`environment: tools`: the model answers a question, and may call a calculator and a Python interpreter before.
+"""`environment: tools`: the model answers a question, and may call a calculator and a Python interpreter
+before.
 
-The reward is 1 when the last answer is the row's column `answer`, as a text or by its last number. Other rewards go into `reward`.
+The reward is 1 when the last answer is the row's column `answer`, as a text or by its last number. Other
+rewards go into `reward`.
 """
 
 from __future__ import annotations
@@ -28,11 +30,18 @@ OPERATORS: dict[type, Callable[..., Any]] = {
     ast.USub: operator.neg,
     ast.UAdd: operator.pos,
 }
-FUNCTIONS: dict[str, Callable[..., Any]] = {"sqrt": math.sqrt, "log": math.log, "exp": math.exp, "abs": abs, "round": round}
+FUNCTIONS: dict[str, Callable[..., Any]] = {
+    "sqrt": math.sqrt,
+    "log": math.log,
+    "exp": math.exp,
+    "abs": abs,
+    "round": round,
+}
 
 
 def calculate(expression: str) -> str:
-    """Computes an arithmetic expression: numbers, + - * / // % **, sqrt, log, exp, abs, round. Returns the result or what is wrong."""
+    """Computes an arithmetic expression: numbers, + - * / // % **, sqrt, log, exp, abs, round. Returns the
+    result or what is wrong."""
     try:
         result = _value(ast.parse(expression[:1000].strip(), mode="eval").body)
         return str(int(result) if isinstance(result, float) and result.is_integer() else result)
@@ -42,12 +51,15 @@ def calculate(expression: str) -> str:
 
 def _value(node: ast.expr) -> float | int:
     match node:
-        case ast.Constant(value=int() | float() as value) if not isinstance(value, bool) and abs(value) <= LARGEST:
+        case ast.Constant(value=int() | float() as value) if (
+            not isinstance(value, bool) and abs(value) <= LARGEST
+        ):
             return value
         case ast.UnaryOp(op=op, operand=operand) if type(op) in OPERATORS:
             return _bounded(OPERATORS[type(op)](_value(operand)))
         case ast.BinOp(left=left, op=ast.Pow(), right=right):
-            base, power = _value(left), _value(right)
+            base = _value(left)
+            power = _value(right)
             if abs(power) > 1000 or (abs(base) > 1 and abs(power) * math.log10(abs(base)) > 100):
                 raise ValueError("the result is too large")
             return _bounded(base**power)
@@ -65,20 +77,29 @@ def _bounded(value: Any) -> float | int:
 
 
 def _schema(name: str, what: str, argument: str, about: str) -> dict[str, Any]:
-    parameters = {"type": "object", "properties": {argument: {"type": "string", "description": about}}, "required": [argument]}
+    parameters = {
+        "type": "object",
+        "properties": {argument: {"type": "string", "description": about}},
+        "required": [argument],
+    }
     return {"type": "function", "function": {"name": name, "description": what, "parameters": parameters}}
 
 
 SCHEMAS = {
-    "calculator": _schema("calculator", "Computes an arithmetic expression.", "expression", "such as (3 + 4) * sqrt(2)"),
-    "python": _schema("python", "Runs a Python program without network; returns what it prints.", "code", "the program"),
+    "calculator": _schema(
+        "calculator", "Computes an arithmetic expression.", "expression", "such as (3 + 4) * sqrt(2)"
+    ),
+    "python": _schema(
+        "python", "Runs a Python program without network; returns what it prints.", "code", "the program"
+    ),
 }
 
 
 class Tools:
-    """`tools`: calculator, python, or both. `answer`: the column with the right answer; None: the environment's reward is 0, for recipes
-    whose `reward` names others. `seconds` and `memory_mib` limit one Python program, `all_seconds` all of an episode, `calls` the calls of
-    one answer; what is beyond is answered with an error."""
+    """`tools`: calculator, python, or both. `answer`: the column with the right answer; None: the
+    environment's reward is 0, for recipes whose `reward` names others. `seconds` and `memory_mib` limit one
+    Python program, `all_seconds` all of an episode, `calls` the calls of one answer; what is beyond is
+    answered with an error."""
 
     def __init__(
         self,
@@ -89,29 +110,42 @@ class Tools:
         all_seconds: float = 3 * sandbox.SECONDS,
         calls: int = 8,
     ):
-        if unknown := [tool for tool in tools if tool not in SCHEMAS]:
+        unknown = [tool for tool in tools if tool not in SCHEMAS]
+        if unknown:
             raise ValueError(f"there is no tool {unknown[0]!r}, there are {', '.join(SCHEMAS)}")
         if "python" in tools and sandbox.asked() and not sandbox.available():
             raise ValueError("no bubblewrap (bwrap) works here, which closes Python programs in")
         self.tools = [SCHEMAS[tool] for tool in tools]
-        self._answer, self._seconds, self._memory_mib, self._all_seconds, self._calls = answer, seconds, memory_mib, all_seconds, calls
+        self._answer = answer
+        self._seconds = seconds
+        self._memory_mib = memory_mib
+        self._all_seconds = all_seconds
+        self._calls = calls
 
     async def rollout(self, task: dict[str, Any], model: Conversation) -> float:
         if self._answer is not None and self._answer not in task:
-            raise ValueError(f"the prompts have no column {self._answer!r}: name it in options.answer, or set that to null")
+            raise ValueError(
+                f"the prompts have no column {self._answer!r}: name it in options.answer, or set that to null"
+            )
         answer, left = await model.answer(), self._all_seconds
         while answer.calls and answer.finished:
             results = []
             for number, call in enumerate(answer.calls):
                 start = time.monotonic()
-                text = await self._result(call, left) if number < self._calls else f"error: an answer may have {self._calls} calls"
+                text = (
+                    await self._result(call, left)
+                    if number < self._calls
+                    else f"error: an answer may have {self._calls} calls"
+                )
                 left -= time.monotonic() - start if call.name == "python" else 0
                 results.append({"role": "tool", "name": call.name, "tool_call_id": call.id, "content": text})
             answer = await model.answer(*results)
         return float(is_right(answer.text, str(task[self._answer]))) if self._answer is not None else 0.0
 
     async def _result(self, call: Call, left: float) -> str:
-        schema = next((tool["function"] for tool in self.tools if tool["function"]["name"] == call.name), None)
+        schema = next(
+            (tool["function"] for tool in self.tools if tool["function"]["name"] == call.name), None
+        )
         if call.wrong or schema is None:
             return f"error: {call.wrong or f'there is no tool {call.name!r}'}"
         (argument,) = schema["parameters"]["required"]
@@ -124,7 +158,9 @@ class Tools:
             return "error: the programs of this conversation have used up their time"
         seconds = min(self._seconds, left)
         output = await sandbox.run(sandbox.python(), str(value), seconds, self._memory_mib)
-        return output.text if output.code is not None else f"{output.text}\nerror: stopped after {seconds:g} s"
+        return (
+            output.text if output.code is not None else f"{output.text}\nerror: stopped after {seconds:g} s"
+        )
 
 
 def is_right(said: str, answer: str) -> bool:

@@ -1,4 +1,5 @@
-"""Translates what grpo has beside the other commands: rewards, objective, rollouts and the GPUs of models and engines."""
+"""Translates what grpo has beside the other commands: rewards, objective, rollouts and the GPUs of models and
+engines."""
 
 from __future__ import annotations
 
@@ -23,7 +24,10 @@ SCALES: dict[str, tuple[str, str]] = {
     "true": ("grpo", ""),
     "none": ("dr_grpo", ""),
     "false": ("dr_grpo", ""),
-    "batch": ("reinforce_pp_baseline", "scores less the mean of their group, by the standard deviation of all"),
+    "batch": (
+        "reinforce_pp_baseline",
+        "scores less the mean of their group, by the standard deviation of all",
+    ),
 }
 IS_MODES: dict[str, tuple[str, str]] = {  # sampler_is, sampler_is_level
     "token_truncate": ("truncate", "token"),
@@ -36,7 +40,8 @@ SMALLEST_WEIGHT = 1e-30  # a lower bound that masks nothing
 
 def read_objective(draft: Draft) -> None:
     """Reads loss_type, scale_rewards and the importance weights."""
-    loss, scale = draft.take("loss_type"), draft.take("scale_rewards")
+    loss = draft.take("loss_type")
+    scale = draft.take("scale_rewards")
     chosen = loss.first if loss else "dapo"
     if chosen in AGGREGATIONS:
         aggregation, how = AGGREGATIONS[chosen]
@@ -47,7 +52,9 @@ def read_objective(draft: Draft) -> None:
         draft.note("approximated" if how else "translated", loss or "(no --loss_type: dapo)", text)
     else:
         draft.put("loss_aggregation", "token")
-        draft.note("dropped", loss, "there is no such loss: the clipped one is used, averaged over all tokens")
+        draft.note(
+            "dropped", loss, "there is no such loss: the clipped one is used, averaged over all tokens"
+        )
     estimator, how = SCALES.get(scale.first.lower() if scale else "group", SCALES["group"])
     draft.put("advantage_estimator", estimator)
     text = f"advantage_estimator: {estimator}" + (f", {how}" if how else "")
@@ -59,9 +66,11 @@ def read_objective(draft: Draft) -> None:
 
 
 def _read_importance(draft: Draft) -> None:
-    correction, mode = draft.take("vllm_importance_sampling_correction"), draft.take("vllm_importance_sampling_mode")
+    correction = draft.take("vllm_importance_sampling_correction")
+    mode = draft.take("vllm_importance_sampling_mode")
     older_cap = draft.take("vllm_importance_sampling_cap")
-    highest, lowest = draft.take("vllm_importance_sampling_clip_max") or older_cap, draft.take("vllm_importance_sampling_clip_min")
+    highest = draft.take("vllm_importance_sampling_clip_max") or older_cap
+    lowest = draft.take("vllm_importance_sampling_clip_min")
     if correction and not true(correction.words):
         draft.translate(correction, "sampler_is", "off")
         for flag in (mode, highest, lowest):
@@ -79,13 +88,19 @@ def _read_importance(draft: Draft) -> None:
         draft.put("sampler_is_clamp", [min(1.0, least), max(1.0, most)])
         draft.note("translated", lowest, "sampler_is_clamp")
     draft.note("translated", correction, f"sampler_is: {kind}")
-    draft.note("translated", mode or "(no --vllm_importance_sampling_mode)", f"sampler_is: {kind}, sampler_is_level: {level}")
+    draft.note(
+        "translated",
+        mode or "(no --vllm_importance_sampling_mode)",
+        f"sampler_is: {kind}, sampler_is_level: {level}",
+    )
     draft.note("translated", highest, f"the highest weight is {most:g}")
 
 
 def read_rewards(draft: Draft, chain: Chain) -> None:
     """Reads reward functions and the reward model. Raises ValueError when there is none."""
-    model, functions, weights = draft.take("reward_model_name_or_path"), draft.take("reward_funcs"), draft.take("reward_weights")
+    model = draft.take("reward_model_name_or_path")
+    functions = draft.take("reward_funcs")
+    weights = draft.take("reward_weights")
     sources: list[dict[str, Any]] = []
     if model and model.words:
         sources.append({"model": chain.reward(model.first)})
@@ -94,10 +109,16 @@ def read_rewards(draft: Draft, chain: Chain) -> None:
         module, _, function = name.rpartition(".")
         if module:
             place = f"{module.replace('.', '/')}.py:{function}"
-            text = f"reward: {place}; a function names the arguments it needs, see docs/how-to/rewards.md; change its signature"
+            text = (
+                f"reward: {place}; a function names the arguments it needs, see docs/how-to/rewards.md;"
+                " change its signature"
+            )
         else:
             place = f"rewards.py:{name}"
-            text = f"reward: {place}; TRL's own function is not part of alignflow: write it into rewards.py (docs/how-to/rewards.md)"
+            text = (
+                f"reward: {place}; TRL's own function is not part of alignflow: write it into rewards.py"
+                " (docs/how-to/rewards.md)"
+            )
         sources.append({"function": place})
         draft.note("approximated", f"--reward_funcs {name}", text)
     if not sources:
@@ -109,7 +130,9 @@ def read_rewards(draft: Draft, chain: Chain) -> None:
             raise ValueError(f"{len(values)} weights for {len(sources)} rewards")
         return values
 
-    for source, weight in zip(sources, draft.read(weights, weights_of, "each reward has weight 1") or (), strict=False):
+    for source, weight in zip(
+        sources, draft.read(weights, weights_of, "each reward has weight 1") or (), strict=False
+    ):
         source["weight"] = weight
     draft.note("translated", weights if "weight" in sources[0] else None, "weight of each reward")
     short = [next(iter(source.values())) if len(source) == 1 else source for source in sources]
@@ -117,8 +140,10 @@ def read_rewards(draft: Draft, chain: Chain) -> None:
 
 
 def read_placement(draft: Draft, given: tuple[int | None, int | None], gpus: int) -> int:
-    """Puts the processes and the engines of grpo into `left`, as flags of groups; returns the processes of a node."""
-    use, mode = draft.take("use_vllm"), draft.take("vllm_mode")
+    """Puts the processes and the engines of grpo into `left`, as flags of groups; returns the processes of a
+    node."""
+    use = draft.take("use_vllm")
+    mode = draft.take("vllm_mode")
     is_apart = use is not None and true(use.words) and mode is not None and mode.first == "server"
     text = "the engines have GPUs of their own" if is_apart else "the engines share the GPUs of the models"
     if use is None or not true(use.words):
@@ -128,20 +153,28 @@ def read_placement(draft: Draft, given: tuple[int | None, int | None], gpus: int
     draft.note("translated", mode, text)
     per_node = given[1] or gpus
     if given[1] is None:
-        draft.note("approximated", "(all GPUs of the machine)", f"{per_node} GPUs on a machine, from --gpus of alignflow migrate")
+        draft.note(
+            "approximated",
+            "(all GPUs of the machine)",
+            f"{per_node} GPUs on a machine, from --gpus of alignflow migrate",
+        )
     draft.left["num_nodes"] = Flag("(the launcher's machines)", (str(given[0] or 1),))
     draft.left["num_gpus_per_node"] = Flag("(the launcher's processes)", (str(per_node),))
     if is_apart:
         draft.left["vllm_num_engines"] = Flag("(--vllm_mode server)", ("1",))
     else:
         draft.left["colocate_all"] = Flag("(--vllm_mode colocate)", ())
-        draft.left.setdefault("vllm_gpu_memory_utilization", Flag("(no --vllm_gpu_memory_utilization)", ("0.3",)))
+        draft.left.setdefault(
+            "vllm_gpu_memory_utilization", Flag("(no --vllm_gpu_memory_utilization)", ("0.3",))
+        )
     return per_node
 
 
 def put_rollout(draft: Draft, rows: int, times: int, world: int) -> int:
-    """Sets the prompts of an iteration from the answers that TRL samples at once; returns TRL's optimiser steps of an iteration."""
-    sampled, per_rollout = draft.take("generation_batch_size"), draft.take("steps_per_generation")
+    """Sets the prompts of an iteration from the answers that TRL samples at once; returns TRL's optimiser
+    steps of an iteration."""
+    sampled = draft.take("generation_batch_size")
+    per_rollout = draft.take("steps_per_generation")
     group = draft.left.get("num_generations")
     answers_each = draft.read(group, count) or 8
     passes = draft.read(per_rollout, count) or times

@@ -1,5 +1,5 @@
-"""Translates a command of TRL to a stage: model, loss, batches, schedule, precision, adapters. Data is read by `data.py`, what grpo has
-beside the others by `sampling.py`."""
+"""Translates a command of TRL to a stage: model, loss, batches, schedule, precision, adapters. Data is read
+by `data.py`, what grpo has beside the others by `sampling.py`."""
 
 from __future__ import annotations
 
@@ -29,7 +29,8 @@ PEFT_TARGETS = ["q_proj", "v_proj"]
 
 
 def read_trl(draft: Draft, launch: Launch, chain: Chain, gpus: int) -> None:
-    """Reads a command of TRL. `gpus`: of one machine, for launchers that take all. Raises ValueError without model, data or reward."""
+    """Reads a command of TRL. `gpus`: of one machine, for launchers that take all. Raises ValueError without
+    model, data or reward."""
     _turn_off(draft)
     output = draft.take("output_dir")
     _read_model(draft, chain)
@@ -44,7 +45,8 @@ def read_trl(draft: Draft, launch: Launch, chain: Chain, gpus: int) -> None:
     else:
         _read_loss(draft)
         read_ranks(draft, launch.gpus, gpus)
-        if (on_cpus := draft.take("use_cpu")) and true(on_cpus.words):
+        on_cpus = draft.take("use_cpu")
+        if on_cpus and true(on_cpus.words):
             draft.translate(on_cpus, "ranks.gpus", 0.0)
         world = (launch.gpus[0] or 1) * (launch.gpus[1] or gpus)
     steps = _read_batches(draft, world)
@@ -90,7 +92,8 @@ def _read_model(draft: Draft, chain: Chain) -> None:
 
 def _read_loss(draft: Draft) -> None:
     """Reads loss_type of SFT, DPO and KTO."""
-    flag, weights = draft.take("loss_type"), draft.take("loss_weights")
+    flag = draft.take("loss_type")
+    weights = draft.take("loss_weights")
     names = [name for word in flag.words for name in word.split(",")] if flag else []
     if draft.kind != "dpo":
         known = {"sft": ["nll"], "kto": ["kto"]}.get(draft.kind, [])
@@ -108,27 +111,41 @@ def _read_loss(draft: Draft) -> None:
     elif set(terms) == {"ipo"}:
         draft.translate(flag, "loss", "ipo")
     else:
-        draft.note("dropped", flag, "there is no such loss: sigmoid is used, choose one of loss of a dpo stage")
+        draft.note(
+            "dropped", flag, "there is no such loss: sigmoid is used, choose one of loss of a dpo stage"
+        )
     if likelihood is not None:
         draft.put("nll_coef", likelihood)
-        draft.note("approximated", "--loss_type sft", f"nll_coef: {likelihood:g}, the mean over the tokens of a step")
+        draft.note(
+            "approximated", "--loss_type sft", f"nll_coef: {likelihood:g}, the mean over the tokens of a step"
+        )
     main = next(iter(terms.values()), 1.0)
-    draft.note("translated" if main == 1 else "approximated", weights, "nll_coef; the weight of the preference loss is 1")
+    draft.note(
+        "translated" if main == 1 else "approximated",
+        weights,
+        "nll_coef; the weight of the preference loss is 1",
+    )
 
 
 def _read_batches(draft: Draft, world: int) -> int | None:
     """Reads rows of a step and steps; returns the number of optimiser steps when the command says it."""
-    per_device, accumulation = draft.take("per_device_train_batch_size"), draft.take("gradient_accumulation_steps")
+    per_device = draft.take("per_device_train_batch_size")
+    accumulation = draft.take("gradient_accumulation_steps")
     rows = draft.read(per_device, count, "8 is used") or 8
     times = draft.read(accumulation, count, "1 is used") or 1
     batch = rows * times * world
     draft.put("train_batch_size", batch)
     draft.put("micro_train_batch_size", rows)
     shown = f"train_batch_size: {batch} = {rows} rows x {times} passes x {world} GPUs"
-    draft.note("translated", per_device or "(no --per_device_train_batch_size)", f"micro_train_batch_size: {rows}; {shown}")
+    draft.note(
+        "translated",
+        per_device or "(no --per_device_train_batch_size)",
+        f"micro_train_batch_size: {rows}; {shown}",
+    )
     draft.note("translated", accumulation, shown)
     per_rollout = put_rollout(draft, rows, times, world) if draft.kind == "ppo" else 1
-    epochs, steps = draft.take("num_train_epochs"), draft.take("max_steps")
+    epochs = draft.take("num_train_epochs")
+    steps = draft.take("max_steps")
     passes = draft.read(epochs, number, "3 is used")
     passes = 3.0 if passes is None else passes
     limit = draft.read(steps, whole) or 0
@@ -136,7 +153,11 @@ def _read_batches(draft: Draft, world: int) -> int | None:
     if limit <= 0:
         draft.put(field, max(1, math.ceil(passes)))
         whole_passes = passes == int(passes)
-        draft.note("translated" if whole_passes else "approximated", epochs or "(no --num_train_epochs)", f"{field}: {math.ceil(passes)}")
+        draft.note(
+            "translated" if whole_passes else "approximated",
+            epochs or "(no --num_train_epochs)",
+            f"{field}: {math.ceil(passes)}",
+        )
         draft.note("translated", steps, "no limit")
         return None
     draft.note("dropped", epochs, "--max_steps is used")
@@ -148,19 +169,28 @@ def _read_batches(draft: Draft, world: int) -> int | None:
         draft.note("approximated", steps, text)
     else:
         draft.fields["data"]["max_samples"] = limit * batch
-        text = f"max_samples: {limit * batch} of the data, {limit} steps in one epoch; with fewer rows raise max_epochs"
+        text = (
+            f"max_samples: {limit * batch} of the data, {limit} steps in one epoch; with fewer rows raise"
+            " max_epochs"
+        )
         draft.note("approximated", steps, text)
     return limit
 
 
 def _read_schedule(draft: Draft, steps: int | None) -> None:
-    name, extra, warmup = draft.take("lr_scheduler_type"), draft.take("lr_scheduler_kwargs"), draft.take("warmup_steps")
+    name = draft.take("lr_scheduler_type")
+    extra = draft.take("lr_scheduler_kwargs")
+    warmup = draft.take("warmup_steps")
     chosen = name.first if name else "linear"
     shown: Flag | str = name or "(no --lr_scheduler_type: linear)"
     if chosen in SCHEDULES:
         ratio, how = SCHEDULES[chosen]
         draft.put("min_lr_ratio", ratio)
-        draft.note("approximated" if how else "translated", shown, f"min_lr_ratio: {ratio:g}" + (f", {how}" if how else ""))
+        draft.note(
+            "approximated" if how else "translated",
+            shown,
+            f"min_lr_ratio: {ratio:g}" + (f", {how}" if how else ""),
+        )
     elif chosen == "cosine_with_min_lr" and (ratio_given := _min_lr_ratio(extra)) is not None:
         draft.put("min_lr_ratio", ratio_given)
         draft.note("translated", shown, f"min_lr_ratio: {ratio_given:g}")
@@ -177,7 +207,11 @@ def _read_schedule(draft: Draft, steps: int | None) -> None:
     elif steps:
         draft.translate(warmup, "warmup_ratio", round(min(1.0, value / steps), 6))
     else:
-        draft.note("dropped", warmup, "warmup_ratio is a share of the steps: set it to these steps by all of the run's")
+        draft.note(
+            "dropped",
+            warmup,
+            "warmup_ratio is a share of the steps: set it to these steps by all of the run's",
+        )
 
 
 def _min_lr_ratio(extra: Flag | None) -> float | None:
@@ -190,13 +224,18 @@ def _min_lr_ratio(extra: Flag | None) -> float | None:
 
 def _read_precision(draft: Draft) -> None:
     """Reads bf16, fp16 and dtype; TRL computes in bfloat16 unless the command says otherwise."""
-    bf16, fp16 = draft.take("bf16"), draft.take("fp16")
+    bf16 = draft.take("bf16")
+    fp16 = draft.take("fp16")
     stored = draft.take("dtype") or draft.take("torch_dtype")
     is_half = (bf16 is None or true(bf16.words)) or (fp16 is not None and true(fp16.words))
     half_weights = stored is not None and stored.first in ("bfloat16", "float16", "auto")
     dtype = "bfloat16" if is_half or half_weights else "float32"
     draft.put("dtype", dtype)
-    how = "" if half_weights or dtype == "float32" else ", of weights too, whose optimiser keeps them in float32"
+    how = (
+        ""
+        if half_weights or dtype == "float32"
+        else ", of weights too, whose optimiser keeps them in float32"
+    )
     draft.note("approximated" if how else "translated", bf16 or "(no --bf16)", f"dtype: {dtype}{how}")
     draft.note("approximated", fp16, f"dtype: {dtype}, the only half precision is bfloat16")
     draft.note("translated", stored, f"dtype: {dtype}")
@@ -205,12 +244,17 @@ def _read_precision(draft: Draft) -> None:
 def _read_adapters(draft: Draft) -> None:
     """Reads LoRA's options, which hold with --use_peft alone, and 4-bit base weights."""
     use = draft.take("use_peft")
-    rank, alpha, targets, four = (draft.take(name) for name in ("lora_r", "lora_alpha", "lora_target_modules", "load_in_4bit"))
+    rank, alpha, targets, four = (
+        draft.take(name) for name in ("lora_r", "lora_alpha", "lora_target_modules", "load_in_4bit")
+    )
     if use is None or not true(use.words):
         for flag in (use, rank, alpha, targets, four):
             draft.note("dropped", flag, "adapters are trained with --use_peft alone")
         return
-    lora: dict[str, Any] = {"rank": draft.read(rank, count, "16 is used") or 16, "alpha": draft.read(alpha, number, "32 is used") or 32.0}
+    lora: dict[str, Any] = {
+        "rank": draft.read(rank, count, "16 is used") or 16,
+        "alpha": draft.read(alpha, number, "32 is used") or 32.0,
+    }
     draft.note("translated", use, "lora")
     draft.note("translated", rank, "lora.rank")
     draft.note("translated", alpha, "lora.alpha")
@@ -219,16 +263,26 @@ def _read_adapters(draft: Draft) -> None:
     if targets:
         draft.note("translated", targets, "lora.targets")
     else:
-        draft.note("approximated", "(no --lora_target_modules)", f"lora.targets: {', '.join(names)}, PEFT's choice for most families")
+        draft.note(
+            "approximated",
+            "(no --lora_target_modules)",
+            f"lora.targets: {', '.join(names)}, PEFT's choice for most families",
+        )
     put_lora(draft, lora, four if four and true(four.words) else None)
 
 
 def _put_defaults(draft: Draft) -> None:
-    """Sets TRL's defaults that differ from ours for fields that the command does not set, with AdamW's betas."""
-    first, second = draft.take("adam_beta1"), draft.take("adam_beta2")
+    """Sets TRL's defaults that differ from ours for fields that the command does not set, with AdamW's
+    betas."""
+    first = draft.take("adam_beta1")
+    second = draft.take("adam_beta2")
     betas = [draft.read(first, number) or 0.9, draft.read(second, number) or 0.999]
     draft.put("betas", betas)
-    draft.note("translated", "(AdamW's betas)" if not first and not second else first, f"betas: {betas[0]:g}, {betas[1]:g}")
+    draft.note(
+        "translated",
+        "(AdamW's betas)" if not first and not second else first,
+        f"betas: {betas[0]:g}, {betas[1]:g}",
+    )
     draft.note("translated", second, f"betas: {betas[0]:g}, {betas[1]:g}")
     optimiser = draft.take("optim")
     if optimiser and not optimiser.first.startswith("adamw"):
@@ -238,5 +292,9 @@ def _put_defaults(draft: Draft) -> None:
     for name, value in (COMMON_DEFAULTS | DEFAULTS[draft.kind]).items():
         if name not in draft.fields and draft.default(name) != value:
             draft.put(name, value)
-            shown = f"{value:g}" if isinstance(value, float | int) and not isinstance(value, bool) else str(value).lower()
+            shown = (
+                f"{value:g}"
+                if isinstance(value, float | int) and not isinstance(value, bool)
+                else str(value).lower()
+            )
             draft.note("translated", f"(no option for {name})", f"{name}: {shown}, TRL's default")

@@ -11,8 +11,8 @@ from rlhf_core.data.chat import Renderer
 
 
 def with_stop_tokens(generation: GenerationConfig, tokenizer: PreTrainedTokenizerBase) -> GenerationConfig:
-    """Adds the chat template's end-of-turn token to the stop tokens: the generation config of a base model names another token, and samples
-    of the trained chat model would never stop."""
+    """Adds the chat template's end-of-turn token to the stop tokens: the generation config of a base model
+    names another token, and samples of the trained chat model would never stop."""
     try:
         ends = Renderer(tokenizer, "chat").stop_token_ids
     except ValueError:  # no chat template
@@ -28,7 +28,8 @@ def with_stop_tokens(generation: GenerationConfig, tokenizer: PreTrainedTokenize
 
 
 def used_values(generation: GenerationConfig) -> GenerationConfig:
-    """Returns the generation config without its `ignored_values`. transformers generates the same with it, and writes it."""
+    """Returns the generation config without its `ignored_values`. transformers generates the same with it,
+    and writes it."""
     used = copy.deepcopy(generation)
     for name in ignored_values(generation):
         setattr(used, name, None)
@@ -36,9 +37,11 @@ def used_values(generation: GenerationConfig) -> GenerationConfig:
 
 
 def ignored_values(generation: GenerationConfig) -> list[str]:
-    """Returns the names of values with which transformers refuses to write a generation config, because `generate` ignores them.
+    """Returns the names of values with which transformers refuses to write a generation config, because
+    `generate` ignores them.
 
-    These are values of sampling where `do_sample` is not true, of beams where there is one, a negative padding token.
+    These are values of sampling where `do_sample` is not true, of beams where there is one, a negative
+    padding token.
     """
     try:
         generation.validate(strict=True)

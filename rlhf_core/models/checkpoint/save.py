@@ -29,18 +29,25 @@ from rlhf_core.models.lora import ADAPTER, ADAPTER_WEIGHTS, has_head
 from rlhf_core.models.wrapper import copy_files, folder_of, require_stored
 from rlhf_core.system.files import read_json, write_text
 
-Stored = dict[str, tuple[Path, dict[str, Any]]]  # the file of each stored weight, and what its header says of it
-OF_WEIGHTS = ("architectures", "dtype", "transformers_version", "id2label", "label2id", "pad_token_id")  # keys of config.json
+# the file of each stored weight, and what its header says of it
+Stored = dict[str, tuple[Path, dict[str, Any]]]
+# keys of config.json
+OF_WEIGHTS = ("architectures", "dtype", "transformers_version", "id2label", "label2id", "pad_token_id")
 
 
 def save_model(
-    model: PreTrainedModel, weights: Iterable[tuple[str, Tensor]], tokenizer_source: str, folder: Path, trust_remote_code: bool = False
+    model: PreTrainedModel,
+    weights: Iterable[tuple[str, Tensor]],
+    tokenizer_source: str,
+    folder: Path,
+    trust_remote_code: bool = False,
 ) -> None:
-    """Writes safetensors, config, generation config and tokenizer files to `folder`. `weights`: `checkpoint_weights`, which are written
-    one by one."""
+    """Writes safetensors, config, generation config and tokenizer files to `folder`. `weights`:
+    `checkpoint_weights`, which are written one by one."""
     save_description(model, tokenizer_source, folder, trust_remote_code)
     planned, left = plan_weights(model)
-    if whole := getattr(model, "whole", None):
+    whole = getattr(model, "whole", None)
+    if whole:
         copy_files(whole, folder, WEIGHTS)
     else:
         lay_out(planned, folder)
@@ -48,10 +55,13 @@ def save_model(
     fill(folder.glob(WEIGHTS[0]), weights, planned)
 
 
-def save_description(model: PreTrainedModel, tokenizer_source: str, folder: Path, trust_remote_code: bool) -> None:
+def save_description(
+    model: PreTrainedModel, tokenizer_source: str, folder: Path, trust_remote_code: bool
+) -> None:
     """Writes all files of an export but those of its weights."""
     folder.mkdir(parents=True, exist_ok=True)
-    if whole := getattr(model, "whole", None):
+    whole = getattr(model, "whole", None)
+    if whole:
         copy_files(whole, folder, ("config.json", *PROCESSOR))
     else:
         save_config(model, folder)
@@ -61,12 +71,14 @@ def save_description(model: PreTrainedModel, tokenizer_source: str, folder: Path
 
 
 def plan_weights(model: PreTrainedModel) -> tuple[dict[str, Tensor], Stored]:
-    """Returns the weights that an export has, as tensors without memory (`meta`), and those of them that `not_loaded` finds.
+    """Returns the weights that an export has, as tensors without memory (`meta`), and those of them that
+    `not_loaded` finds.
 
     Raises ValueError for a weight of a language model that is not in its multimodal checkpoint.
     """
     planned = planned_weights(model)
-    if whole := getattr(model, "whole", None):
+    whole = getattr(model, "whole", None)
+    if whole:
         require_stored(planned, whole)
         return planned, {}
     left = not_loaded(model, planned.keys())
@@ -74,34 +86,46 @@ def plan_weights(model: PreTrainedModel) -> tuple[dict[str, Tensor], Stored]:
 
 
 def save_config(model: PreTrainedModel, folder: Path) -> None:
-    """Writes config.json: that of the checkpoint the model was loaded from, but for what describes these weights. transformers alone would
-    write values as its own release calls them, which other tools may not read."""
+    """Writes config.json: that of the checkpoint the model was loaded from, but for what describes these
+    weights. transformers alone would write values as its own release calls them, which other tools may not
+    read."""
     config = copy.deepcopy(model.config)
-    config.architectures, config.dtype = [type(model).__name__], model.dtype
+    config.architectures = [type(model).__name__]
+    config.dtype = model.dtype
     if hasattr(config, "quantization_config"):  # the written weights are not quantised
         del config.quantization_config
     config.save_pretrained(folder)
-    written, base = read_json(folder / "config.json"), read_json(_base(model) / "config.json")
-    if base.get("model_type") == written["model_type"] and "auto_map" not in base:  # code of its own is named by what is written
-        kept = {key: value for key, value in base.items() if key not in ("torch_dtype", "quantization_config")}
+    written = read_json(folder / "config.json")
+    base = read_json(_base(model) / "config.json")
+    # code of its own is named by what is written
+    if base.get("model_type") == written["model_type"] and "auto_map" not in base:
+        kept = {
+            key: value for key, value in base.items() if key not in ("torch_dtype", "quantization_config")
+        }
         described = kept | {key: written[key] for key in OF_WEIGHTS if key in written}
         write_text(folder / "config.json", json.dumps(described, indent=2) + "\n")
 
 
 def not_loaded(model: PreTrainedModel, exported: Set[str]) -> Stored:
-    """Finds the weights in a policy's checkpoint that transformers leaves out on purpose, but for those of the names `exported`: each one's
-    file and header.
+    """Finds the weights in a policy's checkpoint that transformers leaves out on purpose, but for those of
+    the names `exported`: each one's file and header.
 
-    Heads that predict further tokens, keys of layers that use another layer's. Nothing where they are quantised, have other names, or are
-    gone.
+    Heads that predict further tokens, keys of layers that use another layer's. Nothing where they are
+    quantised, have other names, or are gone.
     """
     patterns = model._keys_to_ignore_on_load_unexpected or ()
     base = _base(model)
     if not model.can_generate() or not patterns or "quantization_config" in read_json(base / "config.json"):
         return {}
     files = stored_tensors(base)
-    left = {key: (base / name, about) for name, tensors in files.items() for key, about in tensors.items() if key not in exported}
-    if len(exported) + len(left) > sum(map(len, files.values())):  # some are exported under names that the checkpoint does not have
+    left = {
+        key: (base / name, about)
+        for name, tensors in files.items()
+        for key, about in tensors.items()
+        if key not in exported
+    }
+    # some are exported under names that the checkpoint does not have
+    if len(exported) + len(left) > sum(map(len, files.values())):
         return {}
     return {key: found for key, found in left.items() if any(re.search(pattern, key) for pattern in patterns)}
 
@@ -118,7 +142,8 @@ def _base(model: PreTrainedModel) -> Path:
 
 
 def save_adapter(model: PreTrainedModel, state: dict[str, Tensor], base: str, folder: Path) -> None:
-    """Writes the adapter alone, as peft reads it: its weights (`trained_weights`) and a config that names `base`."""
+    """Writes the adapter alone, as peft reads it: its weights (`trained_weights`) and a config that names
+    `base`."""
     folder.mkdir(parents=True, exist_ok=True)
     config = copy.copy(model.peft_config[ADAPTER])
     # A base in the Hub's cache is named by its repository, not by a folder of this machine.
@@ -131,7 +156,9 @@ def save_adapter(model: PreTrainedModel, state: dict[str, Tensor], base: str, fo
 
 def save_tokenizer(source: str, folder: Path, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
     """Writes the tokenizer of a model, with the pad token that it is trained with."""
-    tokenizer = with_pad_token(AutoTokenizer.from_pretrained(tokenizer_place(source), trust_remote_code=trust_remote_code))
+    tokenizer = with_pad_token(
+        AutoTokenizer.from_pretrained(tokenizer_place(source), trust_remote_code=trust_remote_code)
+    )
     tokenizer.save_pretrained(folder)
     return tokenizer
 
@@ -139,4 +166,6 @@ def save_tokenizer(source: str, folder: Path, trust_remote_code: bool = False) -
 def save_merged(adapter: str, folder: Path, dtype: str, trust_remote_code: bool = False) -> None:
     """Writes the base with the adapter of folder `adapter` merged into it."""
     model = load_policy(adapter, dtype, trust_remote_code).model
-    save_model(model, checkpoint_weights(model, lambda parameters: nullcontext()), adapter, folder, trust_remote_code)
+    save_model(
+        model, checkpoint_weights(model, lambda parameters: nullcontext()), adapter, folder, trust_remote_code
+    )

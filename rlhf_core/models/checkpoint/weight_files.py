@@ -1,7 +1,8 @@
-"""Writes the safetensors files of a checkpoint weight by weight, so that no more than one weight is in memory.
+"""Writes the safetensors files of a checkpoint weight by weight, so that no more than one weight is in
+memory.
 
-The files are made first, with their headers, and each weight is written to its place. Names, split and headers are those of
-`huggingface_hub.save_torch_state_dict`.
+The files are made first, with their headers, and each weight is written to its place. Names, split and
+headers are those of `huggingface_hub.save_torch_state_dict`.
 """
 
 from __future__ import annotations
@@ -45,7 +46,8 @@ def meta(shape: Iterable[int], dtype: torch.dtype | str) -> Tensor:
 
 
 def lay_out(weights: Mapping[str, Tensor], folder: Path, shard_bytes: int | str = "5GB") -> None:
-    """Makes the files, and an index of several, for weights of these shapes and dtypes (`meta`); their contents are undefined."""
+    """Makes the files, and an index of several, for weights of these shapes and dtypes (`meta`); their
+    contents are undefined."""
     split = split_torch_state_dict_into_shards(dict(weights), max_shard_size=shard_bytes)
     for name, keys in split.filename_to_tensors.items():
         make_file(folder / name, {key: weights[key] for key in keys})
@@ -59,8 +61,13 @@ def make_file(file: Path, tensors: Mapping[str, Tensor]) -> None:
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
     for key in sorted(tensors, key=lambda key: (ORDER[tensors[key].dtype], key)):
-        start, end = end, end + tensors[key].nbytes
-        header[key] = {"dtype": NAMES[tensors[key].dtype], "shape": list(tensors[key].shape), "data_offsets": [start, end]}
+        start = end
+        end = end + tensors[key].nbytes
+        header[key] = {
+            "dtype": NAMES[tensors[key].dtype],
+            "shape": list(tensors[key].shape),
+            "data_offsets": [start, end],
+        }
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % 8)
     with file.open("wb") as opened:
@@ -69,8 +76,8 @@ def make_file(file: Path, tensors: Mapping[str, Tensor]) -> None:
 
 
 def fill(files: Iterable[Path], weights: Iterable[tuple[str, Tensor]], expected: Iterable[str]) -> None:
-    """Writes weights to their places in `files`, in the dtypes that these have. Raises ValueError for one that has no place there, or is of
-    another shape, and where one of the `expected` names does not come."""
+    """Writes weights to their places in `files`, in the dtypes that these have. Raises ValueError for one
+    that has no place there, or is of another shape, and where one of the `expected` names does not come."""
     missing = set(expected)
     with ExitStack() as stack:
         places: dict[str, tuple[Any, int, dict[str, Any]]] = {}
@@ -80,7 +87,10 @@ def fill(files: Iterable[Path], weights: Iterable[tuple[str, Tensor]], expected:
             places |= {key: (opened, begin, about) for key, about in tensors_of(file).items()}
         for key, weight in weights:
             if key not in places or list(weight.shape) != places[key][2]["shape"]:
-                raise ValueError(f"the checkpoint has no place for the weight {key} of shape {list(weight.shape)}: it cannot be written")
+                raise ValueError(
+                    f"the checkpoint has no place for the weight {key} of shape {list(weight.shape)}: it"
+                    " cannot be written"
+                )
             opened, begin, about = places[key]
             data = weight.detach().to("cpu", DTYPES[about["dtype"]]).contiguous()
             opened.seek(begin + about["data_offsets"][0])

@@ -1,7 +1,8 @@
-"""Exports a model's weights in checkpoint form: adapters merged, 4-bit weights dequantised, experts under their own names.
+"""Exports a model's weights in checkpoint form: adapters merged, 4-bit weights dequantised, experts under
+their own names.
 
-In training LoRA is separate from frozen layers, the experts of a layer are one tensor, and ZeRO-3 shards weights. They are gathered in
-groups of whole layers, so that only one group is in memory at a time.
+In training LoRA is separate from frozen layers, the experts of a layer are one tensor, and ZeRO-3 shards
+weights. They are gathered in groups of whole layers, so that only one group is in memory at a time.
 """
 
 from __future__ import annotations
@@ -21,23 +22,27 @@ from rlhf_core.models.lora import ADAPTER, adapts, lora_layers, merged_weight
 from rlhf_core.models.unbiased_rounding import Survival
 from rlhf_core.system import progress
 
-GROUP_BYTES = 1 << 27  # weights are gathered in groups of about this size, but whole layers: an export may merge their weights
+# weights are gathered in groups of about this size, but whole layers: an export may merge their weights
+GROUP_BYTES = 1 << 27
 Gathered = Callable[[Sequence[nn.Parameter]], AbstractContextManager[object]]
 
 
 class Unit(NamedTuple):
-    """One weight of the checkpoint: its name in the model, the parameters to gather for it, and its function."""
+    """One weight of the checkpoint: its name in the model, the parameters to gather for it, and its
+    function."""
 
     name: str
     parameters: list[nn.Parameter]
     value: Callable[[], Tensor]
 
 
-def checkpoint_weights(model: PreTrainedModel, gathered: Gathered, survival: Survival | None = None) -> Iterator[tuple[str, Tensor]]:
+def checkpoint_weights(
+    model: PreTrainedModel, gathered: Gathered, survival: Survival | None = None
+) -> Iterator[tuple[str, Tensor]]:
     """Yields all gathered weights under the names of a transformers checkpoint; a collective on every rank.
 
-    `gathered(parameters)` is a context that gathers sharded parameters. A weight is valid only until the next one is requested. `survival`
-    counts what rounding leaves of adapters.
+    `gathered(parameters)` is a context that gathers sharded parameters. A weight is valid only until the next
+    one is requested. `survival` counts what rounding leaves of adapters.
     """
     for group in _groups(_units(model, survival)):
         with gathered([parameter for unit in group for parameter in unit.parameters]):
@@ -52,17 +57,24 @@ def planned_weights(model: PreTrainedModel) -> dict[str, Tensor]:
     for unit in _units(model):
         if unit.parameters:
             whole = unit.parameters[0]
-            quantised = getattr(whole, "quant_state", None)  # of a 4-bit weight, which is exported in another shape and dtype
-            known = (quantised.shape, quantised.dtype) if quantised is not None else (getattr(whole, "ds_shape", whole.shape), whole.dtype)
+            # of a 4-bit weight, which is exported in another shape and dtype
+            quantised = getattr(whole, "quant_state", None)
+            known = (
+                (quantised.shape, quantised.dtype)
+                if quantised is not None
+                else (getattr(whole, "ds_shape", whole.shape), whole.dtype)
+            )
         else:
             known = ((buffer := unit.value()).shape, buffer.dtype)
         state[unit.name] = meta(*known)
     state = state if is_quantised(model) else revert_weight_conversion(model, state)
-    return {name: meta(weight.shape, weight.dtype) for name, weight in state.items()}  # not views of each other
+    # not views of each other
+    return {name: meta(weight.shape, weight.dtype) for name, weight in state.items()}
 
 
 def trained_weights(model: PreTrainedModel, gathered: Gathered) -> Iterator[tuple[str, Tensor]]:
-    """Yields the weights that LoRA trains, under the names of peft's adapter files; a collective on every rank."""
+    """Yields the weights that LoRA trains, under the names of peft's adapter files; a collective on every
+    rank."""
     trained = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
     with gathered([parameter for _, parameter in trained]):
         for name, parameter in trained:
@@ -70,9 +82,11 @@ def trained_weights(model: PreTrainedModel, gathered: Gathered) -> Iterator[tupl
 
 
 def scaled_adapters(model: PreTrainedModel, gathered: Gathered) -> Iterator[tuple[str, Tensor]]:
-    """Yields the adapters of linear layers, `alpha / rank` multiplied into B, in the dtype of the model's weights and under the names of
-    `trained_weights`; a collective on every rank."""
-    scales = {f"base_model.model.{name}": layer.scaling[ADAPTER] for name, layer in lora_layers(model).items()}
+    """Yields the adapters of linear layers, `alpha / rank` multiplied into B, in the dtype of the model's
+    weights and under the names of `trained_weights`; a collective on every rank."""
+    scales = {
+        f"base_model.model.{name}": layer.scaling[ADAPTER] for name, layer in lora_layers(model).items()
+    }
     for name, weight in trained_weights(model, gathered):
         owner, is_b, _ = name.partition(".lora_B.")
         yield name, (weight * scales[owner] if is_b else weight).to(model.dtype)
@@ -97,20 +111,25 @@ def _units(model: PreTrainedModel, survival: Survival | None = None) -> Iterator
         whole = f"{owner}.{leaf}" if owner else leaf
         yield Unit(whole, [parameter, *beside], partial(merged_weight, parameter, adapters, whole, survival))
     kept = model.state_dict().keys()
-    buffers = ((name.replace(".base_layer.", "."), buffer) for name, buffer in model.named_buffers() if name in kept)
+    buffers = (
+        (name.replace(".base_layer.", "."), buffer) for name, buffer in model.named_buffers() if name in kept
+    )
     yield from (Unit(name, [], partial(Tensor.detach, buffer)) for name, buffer in buffers)
 
 
 def _groups(units: Iterator[Unit]) -> Iterator[list[Unit]]:
     """Consecutive groups of about GROUP_BYTES that end where a layer ends; the same on every rank."""
     group: list[Unit] = []
-    size, layer = 0, ""
+    size = 0
+    layer = ""
     for unit in units:
         found = re.match(r"(.*?\.\d+)\.", unit.name)
-        before, layer = layer, found[1] if found else ""
+        before = layer
+        layer = found[1] if found else ""
         if size >= GROUP_BYTES and not (layer and layer == before):
             yield group
-            group, size = [], 0
+            group = []
+            size = 0
         group.append(unit)
         size += sum(getattr(p, "ds_numel", p.numel()) * p.element_size() for p in unit.parameters)
     if group:

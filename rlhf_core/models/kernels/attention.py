@@ -1,8 +1,10 @@
-"""Attention inside each document of a packed row, on a GPU: a varlen kernel (`attention_kernels`) in transformers' models.
+"""Attention inside each document of a packed row, on a GPU: a varlen kernel (`attention_kernels`) in
+transformers' models.
 
-The kernel takes concatenated rows and the bounds of the documents: no padding, no mask. transformers' own flash-attn path is not used,
-because it reads from the GPU once a pass whether rows are packed, and the host would wait. Without a GPU or in fp32 transformers' `sdpa`
-runs with a block-diagonal mask; with sequence parallelism `PLAIN`, which takes the same bounds as the kernel.
+The kernel takes concatenated rows and the bounds of the documents: no padding, no mask. transformers' own
+flash-attn path is not used, because it reads from the GPU once a pass whether rows are packed, and the host
+would wait. Without a GPU or in fp32 transformers' `sdpa` runs with a block-diagonal mask; with sequence
+parallelism `PLAIN`, which takes the same bounds as the kernel.
 """
 
 from __future__ import annotations
@@ -23,7 +25,9 @@ from rlhf_core.models.kernels.self_test import MANY, Heads, Kernel, Kind
 from rlhf_core.models.kernels.sequence_ranks import SequenceRanks
 from rlhf_core.objectives.collate import sent
 
-FLASH, VARLEN, PLAIN = "flash_attention_2", "varlen", "varlen_plain"
+FLASH = "flash_attention_2"
+VARLEN = "varlen"
+PLAIN = "varlen_plain"
 WITHIN_DOCUMENTS = {"full_attention", "sliding_attention"}
 LARGEST_HEAD = 256  # of all kernels
 MEASURED = ("dynamic", "longrope")  # of `rope_type`
@@ -33,20 +37,29 @@ def attention_for(dtype: torch.dtype | str, config: PretrainedConfig) -> str:
     """Returns the `attn_implementation` to load a model of this `dtype` and config with."""
     if type(config) in MODEL_MAPPING and not MODEL_MAPPING[type(config)]._supports_sdpa:
         return "eager"
-    return FLASH if dtype == torch.bfloat16 and torch.cuda.is_available() and flash_kernel() is not None else "sdpa"
+    return (
+        FLASH
+        if dtype == torch.bfloat16 and torch.cuda.is_available() and flash_kernel() is not None
+        else "sdpa"
+    )
 
 
 def can_share(model: PreTrainedModel, device: torch.device) -> bool:
-    """Whether documents may continue the prompt of another (`collate.Batch`); needs a kernel that aligns queries with the last keys."""
-    windows, loaded = getattr(model.config.get_text_config(), "sliding_window", None) is not None, model.config._attn_implementation
-    return loaded == PLAIN or (loaded == VARLEN and not is_stateful(model) and choose.can_share(_heads(model), windows, device))
+    """Whether documents may continue the prompt of another (`collate.Batch`); needs a kernel that aligns
+    queries with the last keys."""
+    windows = getattr(model.config.get_text_config(), "sliding_window", None) is not None
+    loaded = model.config._attn_implementation
+    return loaded == PLAIN or (
+        loaded == VARLEN and not is_stateful(model) and choose.can_share(_heads(model), windows, device)
+    )
 
 
 def _heads(model: PreTrainedModel) -> Heads:
     config = model.config.get_text_config()
     queries = config.num_attention_heads
     size = getattr(config, "head_dim", None) or config.hidden_size // queries
-    if rope := getattr(config, "qk_rope_head_dim", None):  # MLA: its head_dim covers only a part
+    rope = getattr(config, "qk_rope_head_dim", None)
+    if rope:  # MLA: its head_dim covers only a part
         size = max(config.qk_nope_head_dim + rope, config.v_head_dim)
         return Heads(1, -(-size // 8) * 8)
     return Heads(queries // (getattr(config, "num_key_value_heads", None) or queries), -(-size // 8) * 8)
@@ -69,7 +82,8 @@ class _Gathered(torch.autograd.Function):
 
 
 def set_attention(model: PreTrainedModel) -> PreTrainedModel:
-    """Sets the loaded model to `varlen_attention` where that runs, or to `eager` where `sdpa` would ignore a cap of the logits."""
+    """Sets the loaded model to `varlen_attention` where that runs, or to `eager` where `sdpa` would ignore a
+    cap of the logits."""
     state_layers.set_state_layers(model)
     config = model.config.get_text_config()
     loaded = model.config._attn_implementation
@@ -84,25 +98,38 @@ def set_attention(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def split_attention(model: PreTrainedModel, ranks: int) -> None:
-    """Prepares the loaded model for sequence parallelism over `ranks` (`sequence_ranks.py`). Raises ValueError where that is impossible."""
-    if told := _cannot_be_split(model, ranks):
+    """Prepares the loaded model for sequence parallelism over `ranks` (`sequence_ranks.py`). Raises
+    ValueError where that is impossible."""
+    told = _cannot_be_split(model, ranks)
+    if told:
         raise ValueError(f"{type(model).__name__} {told}")
     if model.config._attn_implementation != VARLEN:
         model.set_attn_implementation(PLAIN)
 
 
 def _cannot_be_split(model: PreTrainedModel, ranks: int) -> str | None:
-    config, alone = model.config.get_text_config(), "set sequence_parallel_size to 1"
+    config = model.config.get_text_config()
+    alone = "set sequence_parallel_size to 1"
     rope = getattr(config, "rope_parameters", None) or {}
-    ropes = [rope, *(part for part in rope.values() if isinstance(part, dict))]  # one for all layers, or one for each type of layer
+    # one for all layers, or one for each type of layer
+    ropes = [rope, *(part for part in rope.values() if isinstance(part, dict))]
     if is_stateful(model):
         return f"has layers that carry state along a row, which cannot be split over ranks: {alone}"
     if config.num_attention_heads % ranks:
-        return f"has {config.num_attention_heads} attention heads, which {ranks} ranks cannot share equally: {alone} or to a divisor"
+        return (
+            f"has {config.num_attention_heads} attention heads, which {ranks} ranks cannot share equally:"
+            f" {alone} or to a divisor"
+        )
     if any(part.get("rope_type") in MEASURED for part in ropes):
-        return f"rotates by angles that depend on the longest position of a pass, of which a rank has only a part: {alone}"
+        return (
+            "rotates by angles that depend on the longest position of a pass, of which a rank has only a"
+            f" part: {alone}"
+        )
     if model.config._attn_implementation not in ("sdpa", FLASH, VARLEN, PLAIN) or not _fits(model):
-        return f"has attention with more than documents, causality and a window, which is not computed in parts: {alone}"
+        return (
+            "has attention with more than documents, causality and a window, which is not computed in parts:"
+            f" {alone}"
+        )
     return None
 
 
@@ -113,10 +140,23 @@ def _has_kernel() -> bool:
 def _fits(model: PreTrainedModel) -> bool:
     """Whether the model's attention mask depends only on documents, causality and a window."""
     packs = state_layers.takes_edges(model)  # of attention that takes others, though it does not say so
-    plain = packs if is_stateful(model) else model._supports_attention_backend and _kinds(model) <= WITHIN_DOCUMENTS
-    dropped = any(getattr(model.config, name, 0) for name in ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob"))
+    plain = (
+        packs
+        if is_stateful(model)
+        else model._supports_attention_backend and _kinds(model) <= WITHIN_DOCUMENTS
+    )
+    dropped = any(
+        getattr(model.config, name, 0)
+        for name in ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob")
+    )
     causal = all(getattr(module, "is_causal", True) for module in model.modules())
-    return plain and model._supports_flash_attn and causal and _largest_head(model) <= LARGEST_HEAD and not dropped
+    return (
+        plain
+        and model._supports_flash_attn
+        and causal
+        and _largest_head(model) <= LARGEST_HEAD
+        and not dropped
+    )
 
 
 def _largest_head(model: PreTrainedModel) -> int:
@@ -133,22 +173,29 @@ def is_stateful(model: PreTrainedModel) -> bool:
 
 
 def takes_varlen(model: PreTrainedModel) -> bool:
-    """Whether it takes one row and the bounds of documents instead of a mask; of models that keep state those that `_fits` lets do so."""
+    """Whether it takes one row and the bounds of documents instead of a mask; of models that keep state those
+    that `_fits` lets do so."""
     return model.config._attn_implementation in ((VARLEN,) if is_stateful(model) else (FLASH, VARLEN, PLAIN))
 
 
 def document_bounds(positions: Tensor, device: torch.device) -> dict[str, Any]:
     """Returns the bounds of the documents of concatenated rows, once a pass instead of once a layer.
 
-    `positions` (any shape) restart at 0 with each document; a document that continues a shared prompt (`collate.Batch`) starts above 0, and
-    `keys` has the rows that queries attend to. Positions on the host are read without waiting for `device`, and without PyTorch's threads
-    (`next_token_pairs`).
+    `positions` (any shape) restart at 0 with each document; a document that continues a shared prompt
+    (`collate.Batch`) starts above 0, and `keys` has the rows that queries attend to. Positions on the host
+    are read without waiting for `device`, and without PyTorch's threads (`next_token_pairs`).
     """
     at = positions.flatten().cpu().numpy()
     starts = np.concatenate([[0], np.flatnonzero(np.diff(at) != 1) + 1])
     edges = np.append(starts, at.size)
-    longest, on_device = int(np.diff(edges).max()), _int32(edges, device)
-    found = {"cu_seq_lens_q": on_device, "cu_seq_lens_k": on_device, "max_length_q": longest, "max_length_k": longest}
+    longest = int(np.diff(edges).max())
+    on_device = _int32(edges, device)
+    found = {
+        "cu_seq_lens_q": on_device,
+        "cu_seq_lens_k": on_device,
+        "max_length_q": longest,
+        "max_length_k": longest,
+    }
     # Tokens of the shared prompt before each document.
     before = at[starts]
     if not before.any():
@@ -160,7 +207,11 @@ def document_bounds(positions: Tensor, device: torch.device) -> dict[str, Any]:
     within = np.arange(len(document)) - key_edges[document]
     keys = within + np.where(within < before[document], trunks[document], starts[document] - before[document])
     sent_keys = sent(torch.from_numpy(keys), device)
-    return found | {"cu_seq_lens_k": _int32(key_edges, device), "max_length_k": int(lengths.max()), "keys": sent_keys}
+    return found | {
+        "cu_seq_lens_k": _int32(key_edges, device),
+        "max_length_k": int(lengths.max()),
+        "keys": sent_keys,
+    }
 
 
 def _int32(values: np.ndarray, device: torch.device) -> Tensor:
@@ -188,32 +239,46 @@ def varlen_attention(
     kernel: Kernel | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """Computes causal attention: `query` (1, heads, T, D), `key` and `value` (1, kv heads, T, D) -> (1, T, heads, D).
+    """Computes causal attention: `query` (1, heads, T, D), `key` and `value` (1, kv heads, T, D) -> (1, T,
+    heads, D).
 
-    A window counts the token itself: token t attends to tokens > t - `sliding_window`. fp32 inputs (of adapters) are cast to the model's
-    dtype. `keys` are the rows of `key` and `value` to use; a document then has more keys than queries, which are the last. Heads are padded
-    with zeros to a multiple of 8, and to one size where values have another (MLA). `sequence`: of the ranks that compute the pass together
-    this one has T tokens, and bounds and `keys` are those of the whole pass. `kernel`: in place of the fastest on this GPU.
+    A window counts the token itself: token t attends to tokens > t - `sliding_window`. fp32 inputs (of
+    adapters) are cast to the model's dtype. `keys` are the rows of `key` and `value` to use; a document then
+    has more keys than queries, which are the last. Heads are padded with zeros to a multiple of 8, and to one
+    size where values have another (MLA). `sequence`: of the ranks that compute the pass together this one has
+    T tokens, and bounds and `keys` are those of the whole pass. `kernel`: in place of the fastest on this
+    GPU.
     """
     if softcap is not None or s_aux is not None:
-        raise ValueError(f"attention of {type(module).__name__} has a cap or sinks, which are not computed here: take dtype float32")
+        raise ValueError(
+            f"attention of {type(module).__name__} has a cap or sinks, which are not computed here: take"
+            " dtype float32"
+        )
     if cu_seq_lens_q is None:  # the model passes on positions only
         found = document_bounds(cast(Tensor, position_ids), query.device)
-        cu_seq_lens_q, cu_seq_lens_k, keys = found["cu_seq_lens_q"], found["cu_seq_lens_k"], found.get("keys")
-        max_length_q, max_length_k = found["max_length_q"], found["max_length_k"]
+        cu_seq_lens_q = found["cu_seq_lens_q"]
+        cu_seq_lens_k = found["cu_seq_lens_k"]
+        keys = found.get("keys")
+        max_length_q = found["max_length_q"]
+        max_length_k = found["max_length_k"]
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     query, key, value = (part.to(module.config.dtype) for part in (query, key, value))
     if sequence is not None:
         query, key, value = sequence.with_all_tokens(query, key, value)
-    wide, size = max(query.shape[-1], value.shape[-1]), value.shape[-1]
+    wide = max(query.shape[-1], value.shape[-1])
+    size = value.shape[-1]
     # Not part[0], whose gradient would be copied into zeros of another layout.
     q, k, v = (_filled(part.squeeze(0).transpose(0, 1), -(-wide // 8) * 8) for part in (query, key, value))
     window = -1 if sliding_window is None else sliding_window - 1
     if keys is not None:
-        k, v = _Gathered.apply(k, keys), _Gathered.apply(v, keys)
-    heads, many = Heads(q.shape[1] // k.shape[1], q.shape[-1]), len(cu_seq_lens_q) > MANY + 1
+        k = _Gathered.apply(k, keys)
+        v = _Gathered.apply(v, keys)
+    heads = Heads(q.shape[1] // k.shape[1], q.shape[-1])
+    many = len(cu_seq_lens_q) > MANY + 1
     kernel = kernel or kernel_for(Kind(heads, window >= 0, keys is not None, many), query.device)
-    attended = kernel(q, k, v, cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k, scale=scale, window=window)
+    attended = kernel(
+        q, k, v, cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k, scale=scale, window=window
+    )
     attended = attended[..., :size].unsqueeze(0)
     return attended if sequence is None else sequence.with_all_heads(attended), None
 

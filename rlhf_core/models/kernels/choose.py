@@ -1,8 +1,10 @@
-"""Kernels of causal attention inside the documents of packed rows, on GPUs. A kernel is used where its self-test passes.
+"""Kernels of causal attention inside the documents of packed rows, on GPUs. A kernel is used where its
+self-test passes.
 
-FlashAttention-4 (package flash-attn-4, whose kernels for Hopper and Blackwell are compiled when they are first called), FlashAttention-2
-(flash-attn; Dao 2023) or PyTorch's own: the first that is installed. Some builds silently ignore what they lack (windows, sizes of heads,
-gradients), so each is tested first (`self_test.py`). `attend_each` has their signature and runs anywhere.
+FlashAttention-4 (package flash-attn-4, whose kernels for Hopper and Blackwell are compiled when they are
+first called), FlashAttention-2 (flash-attn; Dao 2023) or PyTorch's own: the first that is installed. Some
+builds silently ignore what they lack (windows, sizes of heads, gradients), so each is tested first
+(`self_test.py`). `attend_each` has their signature and runs anywhere.
 """
 
 from __future__ import annotations
@@ -24,7 +26,8 @@ from torch.nn.attention import varlen
 
 from rlhf_core.models.kernels.self_test import Heads, Kernel, Kind, rejection_reason
 
-_HAS_GQA_OPTION = "enable_gqa" in inspect.signature(varlen.varlen_attn).parameters  # PyTorch 2.11 groups heads without it
+# PyTorch 2.11 groups heads without it
+_HAS_GQA_OPTION = "enable_gqa" in inspect.signature(varlen.varlen_attn).parameters
 _GROUPED: dict[str, Any] = {"enable_gqa": True} if _HAS_GQA_OPTION else {}
 LONG = 256  # tokens; longer than a block of a kernel
 
@@ -43,19 +46,28 @@ def flash_kernel() -> Kernel | None:
 
 @cache
 def flash4_kernel() -> Kernel | None:
-    """Returns flash-attn-4's kernel; None where the package is missing or cannot be imported. Compiled kernels are cached on disk."""
+    """Returns flash-attn-4's kernel; None where the package is missing or cannot be imported. Compiled
+    kernels are cached on disk."""
     try:
         importlib.metadata.version("flash-attn-4")  # flash-attn 2 has an early form of its folder
     except importlib.metadata.PackageNotFoundError:
         return None
     try:
         major, minor = torch.cuda.get_device_capability()  # its cache has no key for it
-        caches = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "flash-attn-4" / f"sm{major}{minor}"
+        caches = (
+            Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+            / "flash-attn-4"
+            / f"sm{major}{minor}"
+        )
         os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")
-        os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_DIR", str(caches))  # its default is /tmp, which other users can write
+        # its default is /tmp, which other users can write
+        os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_DIR", str(caches))
         from flash_attn.cute import flash_attn_varlen_func
     except Exception as problem:  # other releases of its dependencies fail in many ways
-        print(f"flash-attn-4 cannot be imported ({type(problem).__name__}: {problem}): another kernel runs", flush=True)
+        print(
+            f"flash-attn-4 cannot be imported ({type(problem).__name__}: {problem}): another kernel runs",
+            flush=True,
+        )
         return None
     return cast(Kernel, flash_attn_varlen_func)
 
@@ -78,7 +90,9 @@ def _flash4(
     edges = {"cu_seqlens_q": starts, "cu_seqlens_k": key_starts, **bounds}
     size = (None, None) if window < 0 else (window, 0)
     # With return_lse the kernel is the same with gradients and without.
-    attended: Any = kernel(q, k, v, **edges, softmax_scale=scale, causal=window < 0, window_size=size, return_lse=True)
+    attended: Any = kernel(
+        q, k, v, **edges, softmax_scale=scale, causal=window < 0, window_size=size, return_lse=True
+    )
     return cast(Tensor, attended[0])
 
 
@@ -94,16 +108,21 @@ _CALLS: dict[str, Kernel] = {"flash-attn-4": _flash4, "flash-attn": _flash, "PyT
 
 
 def kernel_for(kind: Kind, device: torch.device) -> Kernel:
-    """Returns a kernel of queries, keys, values (T, heads, size), their edges and largest lengths, `scale` and `window`: how many tokens
-    before it a token attends to (-1: all). Raises RuntimeError where no kernel computes that."""
+    """Returns a kernel of queries, keys, values (T, heads, size), their edges and largest lengths, `scale`
+    and `window`: how many tokens before it a token attends to (-1: all). Raises RuntimeError where no kernel
+    computes that."""
     for name, kernel in _installed(device):
-        if tried := _tried(name, kernel, kind, device):
+        tried = _tried(name, kernel, kind, device)
+        if tried:
             return tried
-    raise RuntimeError(f"no attention kernel here computes {kind} (reasons are printed above): take dtype float32")
+    raise RuntimeError(
+        f"no attention kernel here computes {kind} (reasons are printed above): take dtype float32"
+    )
 
 
 def can_share(heads: Heads, windows: bool, device: torch.device) -> bool:
-    """Whether `kernel_for` has one for shared prompts, without a window and, if there are `windows`, with one."""
+    """Whether `kernel_for` has one for shared prompts, without a window and, if there are `windows`, with
+    one."""
     kinds = [Kind(heads, windowed, shared=True) for windowed in {False, windows}]
     return all(any(_tried(*kernel, kind, device) for kernel in _installed(device)) for kind in kinds)
 
@@ -112,7 +131,8 @@ def _installed(device: torch.device) -> Iterator[tuple[str, Kernel]]:
     """Yields the installed kernels, the fastest first."""
     if _at_least_hopper(device) and (flash4 := flash4_kernel()):
         yield "flash-attn-4", flash4
-    if flash := flash_kernel():
+    flash = flash_kernel()
+    if flash:
         yield "flash-attn", flash
     yield "PyTorch", cast(Kernel, varlen.varlen_attn)
 
@@ -148,17 +168,24 @@ def attend_each(
     scale: float,
     window: int,
 ) -> Tensor:
-    """Computes causal attention of queries (T, heads, D), keys and values (S, kv heads, D) -> (T, heads, D); the queries of a document are
-    the last of its keys. `window`: how many tokens before it a token attends to (-1: all). By PyTorch's `scaled_dot_product_attention`: on
-    any device, in any dtype: what runs where those above do not and there is no mask (sequence parallelism in fp32 or without a GPU)."""
+    """Computes causal attention of queries (T, heads, D), keys and values (S, kv heads, D) -> (T, heads, D);
+    the queries of a document are the last of its keys. `window`: how many tokens before it a token attends to
+    (-1: all). By PyTorch's `scaled_dot_product_attention`: on any device, in any dtype: what runs where those
+    above do not and there is no mask (sequence parallelism in fp32 or without a GPU)."""
     attended = []
-    for (start, end), (first, last) in zip(pairwise(starts.tolist()), pairwise(key_starts.tolist()), strict=True):
-        query, key, value = (rows.transpose(0, 1).unsqueeze(0) for rows in (q[start:end], k[first:last], v[first:last]))
+    for (start, end), (first, last) in zip(
+        pairwise(starts.tolist()), pairwise(key_starts.tolist()), strict=True
+    ):
+        query, key, value = (
+            rows.transpose(0, 1).unsqueeze(0) for rows in (q[start:end], k[first:last], v[first:last])
+        )
         places = torch.arange(last - first, device=q.device)
         back = places[len(places) - (end - start) :, None] - places  # how far a key is before a query
         seen = None
         if window >= 0 or end - start != last - first:
             seen = (back >= 0) & ((back <= window) | (window < 0))
-        found = F.scaled_dot_product_attention(query, key, value, seen, is_causal=seen is None, scale=scale, enable_gqa=True)
+        found = F.scaled_dot_product_attention(
+            query, key, value, seen, is_causal=seen is None, scale=scale, enable_gqa=True
+        )
         attended.append(found.squeeze(0).transpose(0, 1))
     return torch.cat(attended)

@@ -1,8 +1,9 @@
 """Feed-forward blocks that compute a part of the tokens at a time, for long passes.
 
-A block's inner activations are several times as wide as the hidden states, and all of them exist at once where a layer is computed again
-for the backward pass. Here those of one part exist at a time, each computed again for its own gradient (as tiled MLPs in Bekman et al.
-2025, "Arctic Long Sequence Training"). Experts are left as they are: a product over all tokens is theirs.
+A block's inner activations are several times as wide as the hidden states, and all of them exist at once
+where a layer is computed again for the backward pass. Here those of one part exist at a time, each computed
+again for its own gradient (as tiled MLPs in Bekman et al. 2025, "Arctic Long Sequence Training"). Experts are
+left as they are: a product over all tokens is theirs.
 """
 
 from __future__ import annotations
@@ -18,12 +19,21 @@ from transformers import PreTrainedModel
 
 
 def split_feed_forward(model: PreTrainedModel, tokens: int) -> None:
-    """Lets the model's dense feed-forward blocks compute at most `tokens` of each row at a time. Raises ValueError when it has none."""
-    dense = [part for name, part in model.named_modules() if type(part).__name__.endswith("MLP") and ".experts." not in f".{name}."]
+    """Lets the model's dense feed-forward blocks compute at most `tokens` of each row at a time. Raises
+    ValueError when it has none."""
+    dense = [
+        part
+        for name, part in model.named_modules()
+        if type(part).__name__.endswith("MLP") and ".experts." not in f".{name}."
+    ]
     blocks = [block for block in dense if _inputs(block) == 1]  # BLOOM's also take the residual
     if not blocks:
-        raise ValueError(f"{type(model).__name__} has no feed-forward block that could be computed in parts: leave mlp_tokens out")
-    # The engine may reduce the gradients of a block's adapters with that of its input, which frozen embeddings would give none.
+        raise ValueError(
+            f"{type(model).__name__} has no feed-forward block that could be computed in parts: leave"
+            " mlp_tokens out"
+        )
+    # The engine may reduce the gradients of a block's adapters with that of its input, which frozen
+    # embeddings would give none.
     model.enable_input_require_grads()
     for block in blocks:
         block.forward = partial(_in_parts, block.forward, tokens)
@@ -45,4 +55,6 @@ def _in_parts(forward: Callable[[Tensor], Tensor], tokens: int, hidden: Tensor) 
     parts = hidden.split(tokens, -2)
     if not torch.is_grad_enabled():
         return torch.cat([forward(part) for part in parts], -2)
-    return torch.cat([checkpoint(forward, part, use_reentrant=False, preserve_rng_state=False) for part in parts], -2)
+    return torch.cat(
+        [checkpoint(forward, part, use_reentrant=False, preserve_rng_state=False) for part in parts], -2
+    )

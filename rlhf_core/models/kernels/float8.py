@@ -1,9 +1,10 @@
-"""Products of linear layers in FP8 (e4m3; Micikevicius et al. 2022, arXiv:2209.05433), each row of a factor scaled by its largest value.
+"""Products of linear layers in FP8 (e4m3; Micikevicius et al. 2022, arXiv:2209.05433), each row of a factor
+scaled by its largest value.
 
-Outputs and the gradients of inputs are products of FP8 numbers, which Hopper GPUs sum with 14 bits; the gradients of weights stay in the
-dtype of training, as in torchao's recipe `rowwise_with_gw_hp`. The weights' scales go to the gradient before it is rounded, so that both
-passes have the same rounded weights. torchao's own modules need `torch.compile` and keep ZeRO-3's gathered weights until the backward
-pass.
+Outputs and the gradients of inputs are products of FP8 numbers, which Hopper GPUs sum with 14 bits; the
+gradients of weights stay in the dtype of training, as in torchao's recipe `rowwise_with_gw_hp`. The weights'
+scales go to the gradient before it is rounded, so that both passes have the same rounded weights. torchao's
+own modules need `torch.compile` and keep ZeRO-3's gathered weights until the backward pass.
 """
 
 from __future__ import annotations
@@ -20,19 +21,30 @@ FP8 = torch.float8_e4m3fn
 LARGEST = torch.finfo(FP8).max
 SINCE = (8, 9)  # compute capability
 MULTIPLE = 16  # sides of a product's matrices, in elements
-PAYS_FROM = 1024  # N K / (N + K) of a layer: products gain what N K says, rounding reads and writes N + K for each token
+# N K / (N + K) of a layer: products gain what N K says, rounding reads and writes N + K for each token
+PAYS_FROM = 1024
 
 
 def use_float8(model: PreTrainedModel) -> int:
-    """Lets the model's large linear layers, without the head, multiply in FP8; returns their number. Raises ValueError when it has none,
-    RuntimeError on a GPU that cannot."""
+    """Lets the model's large linear layers, without the head, multiply in FP8; returns their number. Raises
+    ValueError when it has none, RuntimeError on a GPU that cannot."""
     if torch.cuda.is_available() and torch.cuda.get_device_capability() < SINCE:
         found = ".".join(map(str, torch.cuda.get_device_capability()))
-        raise RuntimeError(f"float8 needs a GPU of compute capability 8.9 or later, and this one has {found}: leave float8 out")
+        raise RuntimeError(
+            f"float8 needs a GPU of compute capability 8.9 or later, and this one has {found}: leave"
+            " float8 out"
+        )
     head = model.get_output_embeddings()
-    layers = [part for part in model.modules() if type(part) is nn.Linear and part is not head and pays(*_shape(part.weight))]
+    layers = [
+        part
+        for part in model.modules()
+        if type(part) is nn.Linear and part is not head and pays(*_shape(part.weight))
+    ]
     if not layers:
-        raise ValueError(f"{type(model).__name__} has no linear layer that is large enough for FP8 to be faster: leave float8 out")
+        raise ValueError(
+            f"{type(model).__name__} has no linear layer that is large enough for FP8 to be faster: leave"
+            " float8 out"
+        )
     if not torch.cuda.is_available():
         print("float8: this machine has no GPU: products are rounded as on one, and take longer", flush=True)
     for layer in layers:
@@ -97,9 +109,11 @@ def transposed(matrix: Tensor) -> Tensor:
     return matrix.view(torch.uint8).t().contiguous().view(FP8)
 
 
-def multiply(left: Tensor, left_scales: Tensor, right: Tensor, right_scales: Tensor, dtype: torch.dtype) -> Tensor:
-    """Multiplies FP8 (T, K) and (N, K), rows times their scales, to (T, N) of `dtype`. Without a GPU sums are in
-    fp32."""
+def multiply(
+    left: Tensor, left_scales: Tensor, right: Tensor, right_scales: Tensor, dtype: torch.dtype
+) -> Tensor:
+    """Multiplies FP8 (T, K) and (N, K), rows times their scales, to (T, N) of `dtype`. Without a GPU sums are
+    in fp32."""
     if left.is_cuda:
         scales = left_scales[:, None], right_scales[None]
         return torch._scaled_mm(left, right.t(), *scales, out_dtype=dtype, use_fast_accum=True)

@@ -1,4 +1,5 @@
-"""Fused kernels for the parts of a layer that only move memory: norms, rotary embeddings, gated activations."""
+"""Fused kernels for the parts of a layer that only move memory: norms, rotary embeddings, gated
+activations."""
 
 from __future__ import annotations
 
@@ -13,14 +14,27 @@ from transformers import PreTrainedModel
 from rlhf_core.hub.model_config import num_experts
 
 # `Policy` computes log-probs in chunks, so Liger's losses are off.
-PARTS = {"rope": True, "rms_norm": True, "swiglu": True, "geglu": True, "cross_entropy": False, "fused_linear_cross_entropy": False}
-# For these activations Liger autotunes kernels of its own for experts: over a hundred compilations. transformers has one product for all.
+PARTS = {
+    "rope": True,
+    "rms_norm": True,
+    "swiglu": True,
+    "geglu": True,
+    "cross_entropy": False,
+    "fused_linear_cross_entropy": False,
+}
+# For these activations Liger autotunes kernels of its own for experts: over a hundred compilations.
+# transformers has one product for all.
 WITH_EXPERTS = {"swiglu": False, "geglu": False}
 
 
 def fuse(model: PreTrainedModel) -> PreTrainedModel:
-    """Patches a bf16 model on a GPU with Liger Kernel (Hsu et al. 2024, arXiv:2410.10989), where the package supports its type."""
-    if not torch.cuda.is_available() or model.dtype != torch.bfloat16 or importlib.util.find_spec("liger_kernel") is None:
+    """Patches a bf16 model on a GPU with Liger Kernel (Hsu et al. 2024, arXiv:2410.10989), where the package
+    supports its type."""
+    if (
+        not torch.cuda.is_available()
+        or model.dtype != torch.bfloat16
+        or importlib.util.find_spec("liger_kernel") is None
+    ):
         return model
     # Without its warnings about back ends for other hardware.
     logging.getLogger("liger_kernel").setLevel(logging.ERROR)
@@ -29,8 +43,9 @@ def fuse(model: PreTrainedModel) -> PreTrainedModel:
     with suppress(ImportError):  # earlier releases have no choice
         from liger_kernel.backends import set_impl
 
-        # With nvidia-cutlass-dsl (a dependency of vLLM) installed, Liger 0.8.5 uses another rotary kernel for long rows with gradients. It
-        # rounds differently, so PPO's first ratio is not 1 (1.5B, H200: 1.0003 on average).
+        # With nvidia-cutlass-dsl (a dependency of vLLM) installed, Liger 0.8.5 uses another rotary kernel for
+        # long rows with gradients. It rounds differently, so PPO's first ratio is not 1 (1.5B, H200: 1.0003
+        # on average).
         set_impl("nvidia-triton")
     apply = known.get(model.config.model_type)
     if apply is not None:
@@ -42,5 +57,9 @@ def fuse(model: PreTrainedModel) -> PreTrainedModel:
             except NotImplementedError:  # Qwen3.5 and Qwen3-Next rotate a part of each head
                 apply(**wanted | {"rope": False}, model=model)
         except TypeError as error:  # some take policies alone
-            print(f"Liger Kernel does not take {type(model).__name__} ({error}): its layers stay transformers' own", flush=True)
+            print(
+                f"Liger Kernel does not take {type(model).__name__} ({error}): its layers stay"
+                " transformers' own",
+                flush=True,
+            )
     return model

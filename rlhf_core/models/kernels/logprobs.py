@@ -1,4 +1,5 @@
-"""Log-probs of single tokens from logits on a GPU: one read in the forward pass, one read and one write in the backward pass.
+"""Log-probs of single tokens from logits on a GPU: one read in the forward pass, one read and one write in
+the backward pass.
 
 The softmax is never stored; in PyTorch it takes an fp32 tensor, twice the size of the logits, in each pass.
 `token_logprobs.py` does the same with PyTorch where there is no GPU.
@@ -16,23 +17,37 @@ BLOCK = 4096  # logits of one row that a program holds at once
 
 @triton.jit
 def _read(  # type: ignore[no-untyped-def]
-    logits, targets, logprobs, sums, entropies, floors, columns, scale, ENTROPY: tl.constexpr, CUT: tl.constexpr, BLOCK: tl.constexpr
+    logits,
+    targets,
+    logprobs,
+    sums,
+    entropies,
+    floors,
+    columns,
+    scale,
+    ENTROPY: tl.constexpr,
+    CUT: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
-    """One program per row: the running maximum and sum of exponentials of Milakov & Gimelshein 2018 (arXiv:1805.02867). `CUT`: of the
-    scaled logits from the row's floor on."""
+    """One program per row: the running maximum and sum of exponentials of Milakov & Gimelshein 2018
+    (arXiv:1805.02867). `CUT`: of the scaled logits from the row's floor on."""
     row = tl.program_id(0).to(tl.int64)
     floor = tl.load(floors + row) if CUT else 0.0
     logits += row * columns
-    maximum, total, weighted = float("-inf"), 0.0, 0.0
+    maximum = float("-inf")
+    total = 0.0
+    weighted = 0.0
     for start in range(0, columns, BLOCK):
         at = start + tl.arange(0, BLOCK)
         x = tl.load(logits + at, mask=at < columns, other=float("-inf")).to(tl.float32) * scale
         if CUT:
             x = tl.where(x >= floor, x, float("-inf"))
         highest = tl.maximum(maximum, tl.max(x, 0))
-        shares, earlier = tl.exp(x - highest), tl.exp(maximum - highest)
+        shares = tl.exp(x - highest)
+        earlier = tl.exp(maximum - highest)
         if CUT:  # a block may have nothing above the floor
-            shares, earlier = tl.where(x >= floor, shares, 0.0), tl.where(total > 0, earlier, 0.0)
+            shares = tl.where(x >= floor, shares, 0.0)
+            earlier = tl.where(total > 0, earlier, 0.0)
         if ENTROPY:  # of the distances to the maximum: an entropy near 0 keeps its digits
             weighted += tl.where(total > 0, total * (maximum - highest), 0.0)
             weighted = weighted * earlier + tl.sum(tl.where(shares > 0, shares * (x - highest), 0.0), 0)
@@ -61,7 +76,8 @@ def _differentiate(  # type: ignore[no-untyped-def]
     CUT: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """One program per block of a row: `g (onehot - p) - g_H p (log p + H)`, in place of the logits. p is 0 below the row's floor."""
+    """One program per block of a row: `g (onehot - p) - g_H p (log p + H)`, in place of the logits. p is 0
+    below the row's floor."""
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     logits += row * columns + at
@@ -70,7 +86,8 @@ def _differentiate(  # type: ignore[no-untyped-def]
     if CUT:
         x = tl.where(x >= tl.load(floors + row), x, float("-inf"))
     logp = x - tl.load(sums + 2 * row) - tl.load(sums + 2 * row + 1)
-    p, grad = tl.exp(logp), tl.load(grads + row)
+    p = tl.exp(logp)
+    grad = tl.load(grads + row)
     result = tl.where(at == tl.load(targets + row), (1.0 - p) * grad, -p * grad)
     if ENTROPY:
         result -= tl.where(p > 0, tl.load(entropy_grads + row) * p * (logp + tl.load(entropies + row)), 0.0)
@@ -79,7 +96,8 @@ def _differentiate(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _floors(logits, targets, floors, columns, scale, top_p, top_k, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    """One program per row: halves an interval below the maximum for the k-th largest logit, and then for the mass of `top_p`."""
+    """One program per row: halves an interval below the maximum for the k-th largest logit, and then for the
+    mass of `top_p`."""
     row = tl.program_id(0).to(tl.int64)
     logits += row * columns
     maximum = float("-inf")
@@ -89,14 +107,17 @@ def _floors(logits, targets, floors, columns, scale, top_p, top_k, BLOCK: tl.con
         maximum = tl.maximum(maximum, tl.max(x, 0))
     lowest = maximum - 64.0  # a token below has no probability in fp32
     if top_k > 0:
-        low, high = lowest, maximum  # at least `top_k` logits from `low` on, or it is the lowest
+        low = lowest
+        high = maximum  # at least `top_k` logits from `low` on, or it is the lowest
         for _ in range(28):
-            middle, count = (low + high) / 2, 0
+            middle = (low + high) / 2
+            count = 0
             for start in range(0, columns, BLOCK):
                 at = start + tl.arange(0, BLOCK)
                 x = tl.load(logits + at, mask=at < columns, other=float("-inf")).to(tl.float32) * scale
                 count += tl.sum((x >= middle).to(tl.int32), 0)
-            low, high = tl.where(count >= top_k, middle, low), tl.where(count >= top_k, high, middle)
+            low = tl.where(count >= top_k, middle, low)
+            high = tl.where(count >= top_k, high, middle)
         lowest = low
     if top_p < 1.0:
         total = 0.0
@@ -104,38 +125,60 @@ def _floors(logits, targets, floors, columns, scale, top_p, top_k, BLOCK: tl.con
             at = start + tl.arange(0, BLOCK)
             x = tl.load(logits + at, mask=at < columns, other=float("-inf")).to(tl.float32) * scale
             total += tl.sum(tl.where(x >= lowest, tl.exp(x - maximum), 0.0), 0)
-        low, high = lowest, maximum  # `top_p` of the mass from `low` on
+        low = lowest
+        high = maximum  # `top_p` of the mass from `low` on
         for _ in range(28):
-            middle, mass = (low + high) / 2, 0.0
+            middle = (low + high) / 2
+            mass = 0.0
             for start in range(0, columns, BLOCK):
                 at = start + tl.arange(0, BLOCK)
                 x = tl.load(logits + at, mask=at < columns, other=float("-inf")).to(tl.float32) * scale
                 mass += tl.sum(tl.where(x >= middle, tl.exp(x - maximum), 0.0), 0)
-            low, high = tl.where(mass >= top_p * total, middle, low), tl.where(mass >= top_p * total, high, middle)
+            low = tl.where(mass >= top_p * total, middle, low)
+            high = tl.where(mass >= top_p * total, high, middle)
         lowest = low
     wanted = tl.load(logits + tl.load(targets + row)).to(tl.float32) * scale
     tl.store(floors + row, tl.minimum(lowest, wanted))
 
 
 def floors(logits: Tensor, targets: Tensor, scale: float, top_p: float, top_k: int) -> Tensor:
-    """(N, V) logits, (N,) -> the lowest scaled logit that each row's distribution keeps, at most that of its target; (N,) fp32."""
+    """(N, V) logits, (N,) -> the lowest scaled logit that each row's distribution keeps, at most that of its
+    target; (N,) fp32."""
     rows, columns = logits.shape
     found = logits.new_empty(rows, dtype=torch.float32)
     if rows:
-        _floors[(rows,)](logits.contiguous(), targets, found, columns, scale, float(top_p), int(top_k), BLOCK, num_warps=8)
+        _floors[(rows,)](
+            logits.contiguous(), targets, found, columns, scale, float(top_p), int(top_k), BLOCK, num_warps=8
+        )
     return found
 
 
-def read(logits: Tensor, targets: Tensor, scale: float, entropy: bool, floors: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
-    """(N, V) logits in any float dtype, (N,) -> log-probs of the targets (N,), what `differentiate` needs (N, 2), entropies (N,); fp32.
-    `floors` (N,): the lowest scaled logit that a row's distribution keeps."""
+def read(
+    logits: Tensor, targets: Tensor, scale: float, entropy: bool, floors: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(N, V) logits in any float dtype, (N,) -> log-probs of the targets (N,), what `differentiate` needs (N,
+    2), entropies (N,); fp32. `floors` (N,): the lowest scaled logit that a row's distribution keeps."""
     rows, columns = logits.shape
-    logprobs, sums = logits.new_empty(rows, dtype=torch.float32), logits.new_empty((rows, 2), dtype=torch.float32)
+    logprobs = logits.new_empty(rows, dtype=torch.float32)
+    sums = logits.new_empty((rows, 2), dtype=torch.float32)
     entropies = torch.zeros_like(logprobs)
     if rows:
         cut = floors is not None
         least = logprobs if floors is None else floors.contiguous()
-        _read[(rows,)](logits.contiguous(), targets, logprobs, sums, entropies, least, columns, scale, entropy, cut, BLOCK, num_warps=8)
+        _read[(rows,)](
+            logits.contiguous(),
+            targets,
+            logprobs,
+            sums,
+            entropies,
+            least,
+            columns,
+            scale,
+            entropy,
+            cut,
+            BLOCK,
+            num_warps=8,
+        )
     return logprobs, sums, entropies
 
 
@@ -157,5 +200,7 @@ def differentiate(
         other = grads if entropy_grads is None else entropy_grads.contiguous()
         least = grads if floors is None else floors.contiguous()
         which = (entropy_grads is not None, floors is not None)
-        _differentiate[grid](logits, targets, sums, entropies, grads, other, least, columns, scale, *which, BLOCK, num_warps=8)
+        _differentiate[grid](
+            logits, targets, sums, entropies, grads, other, least, columns, scale, *which, BLOCK, num_warps=8
+        )
     return logits

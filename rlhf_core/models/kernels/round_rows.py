@@ -1,4 +1,5 @@
-"""Rounds the rows of a matrix to FP8 on a GPU, and transposes what was rounded: one read and one write each."""
+"""Rounds the rows of a matrix to FP8 on a GPU, and transposes what was rounded: one read and one write
+each."""
 
 from __future__ import annotations
 
@@ -16,12 +17,14 @@ def _round(  # type: ignore[no-untyped-def]
     matrix, factors, rounded, scales, stride, columns, largest, WEIGHTED: tl.constexpr, BLOCK: tl.constexpr
 ):
     """One program per row."""
-    row, at = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
+    row = tl.program_id(0).to(tl.int64)
+    at = tl.arange(0, BLOCK)
     x = tl.load(matrix + row * stride + at, mask=at < columns, other=0.0).to(tl.float32)
     if WEIGHTED:
         x *= tl.load(factors + at, mask=at < columns, other=0.0)
     scale = tl.maximum(tl.max(tl.abs(x), 0), 1e-35) / largest
-    scale = tl.where(tl.sum((x != x).to(tl.int32), 0) > 0, float("nan"), scale)  # else the conversion would make a number of it
+    # else the conversion would make a number of it
+    scale = tl.where(tl.sum((x != x).to(tl.int32), 0) > 0, float("nan"), scale)
     tl.store(scales + row, scale)
     x = tl.minimum(tl.maximum(x / scale, -largest), largest)
     tl.store(rounded + row * columns + at, x.to(rounded.dtype.element_ty), mask=at < columns)
@@ -37,17 +40,30 @@ def _transpose(matrix, copy, rows, columns, TILE: tl.constexpr):  # type: ignore
 
 
 def round_rows(matrix: Tensor, factors: Tensor | None, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Rounds (T, K), each column times its factor (K,), to `dtype` (T, K) times fp32 scales (T,), NaN for rows with one. Raises
-    ValueError for rows above LARGEST_BLOCK."""
+    """Rounds (T, K), each column times its factor (K,), to `dtype` (T, K) times fp32 scales (T,), NaN for
+    rows with one. Raises ValueError for rows above LARGEST_BLOCK."""
     matrix = matrix if matrix.stride(1) == 1 else matrix.contiguous()
     rows, columns = matrix.shape
     rounded = torch.empty(rows, columns, dtype=dtype, device=matrix.device)
     scales = torch.empty(rows, dtype=torch.float32, device=matrix.device)
-    if (block := triton.next_power_of_2(columns)) > LARGEST_BLOCK:
+    block = triton.next_power_of_2(columns)
+    if block > LARGEST_BLOCK:
         raise ValueError(f"rows of {columns} numbers cannot be rounded to FP8: leave float8 out")
     given = matrix if factors is None else factors
-    largest, warps = torch.finfo(dtype).max, min(32, max(4, block // 1024))
-    _round[(rows,)](matrix, given, rounded, scales, matrix.stride(0), columns, largest, factors is not None, block, num_warps=warps)
+    largest = torch.finfo(dtype).max
+    warps = min(32, max(4, block // 1024))
+    _round[(rows,)](
+        matrix,
+        given,
+        rounded,
+        scales,
+        matrix.stride(0),
+        columns,
+        largest,
+        factors is not None,
+        block,
+        num_warps=warps,
+    )
     return rounded, scales
 
 
@@ -55,5 +71,7 @@ def transpose(matrix: Tensor) -> Tensor:
     """Copies (N, K), one byte an element, to (K, N)."""
     rows, columns = matrix.shape
     copy = matrix.new_empty(columns, rows, dtype=torch.uint8)
-    _transpose[triton.cdiv(rows, TILE), triton.cdiv(columns, TILE)](matrix.view(torch.uint8), copy, rows, columns, TILE)
+    _transpose[triton.cdiv(rows, TILE), triton.cdiv(columns, TILE)](
+        matrix.view(torch.uint8), copy, rows, columns, TILE
+    )
     return copy.view(matrix.dtype)

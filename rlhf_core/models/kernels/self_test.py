@@ -1,4 +1,5 @@
-"""Compares an attention kernel with plain attention, on heads of the model's sizes, before it is used (`choose.py`)."""
+"""Compares an attention kernel with plain attention, on heads of the model's sizes, before it is used
+(`choose.py`)."""
 
 from __future__ import annotations
 
@@ -10,9 +11,10 @@ from torch import Tensor
 
 Kernel = Callable[..., Tensor]
 Documents = tuple[tuple[int, int], ...]
-# Queries and keys of the test's documents: longer than a block of a kernel; answers that continue a shared prompt; above 256 documents,
-# where FlashAttention-4 finds them differently.
-WHOLE, SHARED = ((5, 5), (301, 301)), ((3, 8), (140, 301))
+# Queries and keys of the test's documents: longer than a block of a kernel; answers that continue a shared
+# prompt; above 256 documents, where FlashAttention-4 finds them differently.
+WHOLE = ((5, 5), (301, 301))
+SHARED = ((3, 8), (140, 301))
 MANY = 256
 CLOSE = 0.02  # mean difference over mean size; bf16 takes 0.002 to 0.004
 NEAR = 0.25  # largest difference of a number, over its own and the mean size
@@ -26,7 +28,8 @@ class Heads(NamedTuple):
 
 
 class Kind(NamedTuple):
-    """A kind of attention: with windows, with more keys than queries (the last) in a document, with more documents than `MANY`."""
+    """A kind of attention: with windows, with more keys than queries (the last) in a document, with more
+    documents than `MANY`."""
 
     heads: Heads
     windowed: bool = False
@@ -34,12 +37,21 @@ class Kind(NamedTuple):
     many: bool = False
 
     def __str__(self) -> str:
-        options = {"in windows": self.windowed, "after shared prompts": self.shared, f"of more than {MANY} documents": self.many}
-        return " ".join([f"heads of {self.heads.size}", *(name for name, wanted in options.items() if wanted)])
+        options = {
+            "in windows": self.windowed,
+            "after shared prompts": self.shared,
+            f"of more than {MANY} documents": self.many,
+        }
+        return " ".join(
+            [f"heads of {self.heads.size}", *(name for name, wanted in options.items() if wanted)]
+        )
 
 
-def rejection_reason(kernel: Kernel, kind: Kind, device: torch.device, must_be_deterministic: bool) -> str | None:
-    """Returns why the kernel cannot be used, or None. May run inside a layer that is recomputed in the backward pass."""
+def rejection_reason(
+    kernel: Kernel, kind: Kind, device: torch.device, must_be_deterministic: bool
+) -> str | None:
+    """Returns why the kernel cannot be used, or None. May run inside a layer that is recomputed in the
+    backward pass."""
     window = 2 if kind.windowed else -1
     documents: Documents = SHARED if kind.shared else WHOLE
     if kind.many:
@@ -55,16 +67,35 @@ def rejection_reason(kernel: Kernel, kind: Kind, device: torch.device, must_be_d
 
 def is_deterministic(kernel: Kernel, heads: Heads, window: int, device: torch.device) -> bool:
     """Whether documents have the same values, to the last bit, without gradients and in another order."""
-    counts, dice = [301, 5, 140], torch.Generator().manual_seed(0)
-    rows = [torch.randn(count, heads.group + 2, heads.size, generator=dice).to(device, torch.bfloat16) for count in counts]
+    counts = [301, 5, 140]
+    dice = torch.Generator().manual_seed(0)
+    rows = [
+        torch.randn(count, heads.group + 2, heads.size, generator=dice).to(device, torch.bfloat16)
+        for count in counts
+    ]
 
     def attended(order: list[int], trains: bool) -> list[Tensor]:
         packed = torch.cat([rows[i] for i in order]).requires_grad_(trains)
         lengths = torch.tensor([counts[i] for i in order])
         edges = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)]).int().to(device)
         q, k, v = packed.split([heads.group, 1, 1], dim=1)
-        found = kernel(q.contiguous(), k.contiguous(), v.contiguous(), edges, edges, 301, 301, scale=heads.size**-0.5, window=window)
-        return [part for _, part in sorted(zip(order, found.detach().split(lengths.tolist()), strict=True), key=lambda pair: pair[0])]
+        found = kernel(
+            q.contiguous(),
+            k.contiguous(),
+            v.contiguous(),
+            edges,
+            edges,
+            301,
+            301,
+            scale=heads.size**-0.5,
+            window=window,
+        )
+        return [
+            part
+            for _, part in sorted(
+                zip(order, found.detach().split(lengths.tolist()), strict=True), key=lambda pair: pair[0]
+            )
+        ]
 
     with torch.enable_grad():
         trained = attended([2, 0, 1], True)
@@ -73,32 +104,56 @@ def is_deterministic(kernel: Kernel, heads: Heads, window: int, device: torch.de
     return all(torch.equal(a, b) for a, b in zip(trained, scored, strict=True))
 
 
-def difference(kernel: Kernel, heads: Heads, window: int, documents: Documents, device: torch.device) -> tuple[float, float]:
-    """Compares with plain attention. Returns the largest over outputs and gradients (queries, keys, values) of the mean difference over the
-    mean size, and the largest difference of a number over its own and the mean size."""
-    scale, dice = heads.size**-0.5, torch.Generator().manual_seed(0)
+def difference(
+    kernel: Kernel, heads: Heads, window: int, documents: Documents, device: torch.device
+) -> tuple[float, float]:
+    """Compares with plain attention. Returns the largest over outputs and gradients (queries, keys, values)
+    of the mean difference over the mean size, and the largest difference of a number over its own and the
+    mean size."""
+    scale = heads.size**-0.5
+    dice = torch.Generator().manual_seed(0)
     queries, keys = (torch.tensor([0, *counts]).cumsum(0) for counts in zip(*documents, strict=True))
 
     def drawn(rows: Tensor, number: int) -> Tensor:
-        return torch.randn(int(rows[-1]), number, heads.size, generator=dice).to(device, torch.bfloat16).requires_grad_()
+        return (
+            torch.randn(int(rows[-1]), number, heads.size, generator=dice)
+            .to(device, torch.bfloat16)
+            .requires_grad_()
+        )
 
     with torch.enable_grad():
-        q, k, v = drawn(queries, heads.group), drawn(keys, 1), drawn(keys, 1)
+        q = drawn(queries, heads.group)
+        k = drawn(keys, 1)
+        v = drawn(keys, 1)
         upward = drawn(queries, heads.group).detach()
-        edges = (queries.int().to(device), keys.int().to(device), *(max(counts) for counts in zip(*documents, strict=True)))
+        edges = (
+            queries.int().to(device),
+            keys.int().to(device),
+            *(max(counts) for counts in zip(*documents, strict=True)),
+        )
         attended = kernel(q, k, v, *edges, scale=scale, window=window)
         found = [attended, *torch.autograd.grad(attended, (q, k, v), upward)]
         parts = []
-        for (first, last), (start, end) in zip(queries.unfold(0, 2, 1).tolist(), keys.unfold(0, 2, 1).tolist(), strict=True):
+        for (first, last), (start, end) in zip(
+            queries.unfold(0, 2, 1).tolist(), keys.unfold(0, 2, 1).tolist(), strict=True
+        ):
             back = torch.arange(end - start, device=device)
             back = back[-(last - first) :, None] - back  # queries are the last
             visible = (back >= 0) & ((back <= window) | (window < 0))
             scores = torch.einsum("qgd,kd->gqk", q[first:last].float(), k[start:end, 0].float()) * scale
-            parts.append(torch.einsum("gqk,kd->qgd", scores.masked_fill(~visible, -torch.inf).softmax(-1), v[start:end, 0].float()))
+            parts.append(
+                torch.einsum(
+                    "gqk,kd->qgd",
+                    scores.masked_fill(~visible, -torch.inf).softmax(-1),
+                    v[start:end, 0].float(),
+                )
+            )
         plain = torch.cat(parts)
         expected = [plain, *torch.autograd.grad(plain, (q, k, v), upward.float())]
     pairs = [(ours.detach().float(), theirs.detach()) for ours, theirs in zip(found, expected, strict=True)]
     means = [(ours - theirs).abs().mean() / theirs.abs().mean() for ours, theirs in pairs]
     largest = [((ours - theirs).abs() / (theirs.abs() + theirs.abs().mean())).max() for ours, theirs in pairs]
-    mean_of_worst, worst = (float(torch.stack(found).nan_to_num(torch.inf).max()) for found in (means, largest))
+    mean_of_worst, worst = (
+        float(torch.stack(found).nan_to_num(torch.inf).max()) for found in (means, largest)
+    )
     return mean_of_worst, worst

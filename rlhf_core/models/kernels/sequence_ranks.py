@@ -1,9 +1,11 @@
 """Sequence parallelism: N ranks compute each pass together (Ulysses; Jacobs et al. 2023, section 3).
 
-Rank i computes the i-th part of the tokens everywhere but in attention. There an all-to-all gives it all tokens for an N-th of the heads,
-so that kernels, document bounds and shared prompts are those of one rank; another all-to-all gives its own tokens back. All ranks know the
-tokens of the whole pass. What a pass returns for each token is summed over the ranks, of which one computed it, so every rank computes the
-same loss, and differentiates it by its own tokens: the gradients of the N ranks add up to that of the pass, as those of other passes do.
+Rank i computes the i-th part of the tokens everywhere but in attention. There an all-to-all gives it all
+tokens for an N-th of the heads, so that kernels, document bounds and shared prompts are those of one rank;
+another all-to-all gives its own tokens back. All ranks know the tokens of the whole pass. What a pass returns
+for each token is summed over the ranks, of which one computed it, so every rank computes the same loss, and
+differentiates it by its own tokens: the gradients of the N ranks add up to that of the pass, as those of
+other passes do.
 """
 
 from __future__ import annotations
@@ -19,7 +21,8 @@ from rlhf_core.cluster.rank_environment import PATIENCE
 
 
 class SequenceRanks(NamedTuple):
-    """The ranks that compute passes together: how many, which of them this is, and their process group (None: this rank alone)."""
+    """The ranks that compute passes together: how many, which of them this is, and their process group (None:
+    this rank alone)."""
 
     size: int = 1
     rank: int = 0
@@ -27,23 +30,28 @@ class SequenceRanks(NamedTuple):
 
     def filled(self, rows: Tensor) -> Tensor:
         """Adds zeros after `rows` (T, ...) up to a multiple of the ranks."""
-        return rows if self.size == 1 else F.pad(rows, (0, 0) * (rows.dim() - 1) + (0, -len(rows) % self.size))
+        return (
+            rows if self.size == 1 else F.pad(rows, (0, 0) * (rows.dim() - 1) + (0, -len(rows) % self.size))
+        )
 
     def own(self, rows: Tensor) -> Tensor:
         """Returns this rank's part of `rows` (T, ...), zeros after their end; all of them on a rank alone."""
         return self.filled(rows).chunk(self.size)[self.rank]
 
     def own_pairs(self, pairs: Tensor, count: int) -> Tensor:
-        """Returns those of `pairs` (2, n) of a pass of `count` tokens (`next_token_pairs`) whose source this rank has. Sources are then
-        counted from the start of its part; a target may be in another part. All are in host memory, for numpy (`next_token_pairs`)."""
+        """Returns those of `pairs` (2, n) of a pass of `count` tokens (`next_token_pairs`) whose source this
+        rank has. Sources are then counted from the start of its part; a target may be in another part. All
+        are in host memory, for numpy (`next_token_pairs`)."""
         if self.size == 1:
             return pairs
-        length, all_pairs = -(-count // self.size), pairs.numpy()
+        length = -(-count // self.size)
+        all_pairs = pairs.numpy()
         here = all_pairs[:, all_pairs[0] // length == self.rank]
         return torch.from_numpy(here - [[self.rank * length], [0]])
 
     def whole(self, own: Tensor, count: int) -> Tensor:
-        """Returns the rows of all ranks (`count`, ...) from this rank's part (t, ...); the gradient is that of this rank's rows."""
+        """Returns the rows of all ranks (`count`, ...) from this rank's part (t, ...); the gradient is that
+        of this rank's rows."""
         if self.size == 1:
             return own
         before = self.rank * len(own)
@@ -51,27 +59,35 @@ class SequenceRanks(NamedTuple):
         return self.summed(F.pad(own, (0, 0) * (own.dim() - 1) + (before, after)))[:count]
 
     def summed(self, values: Tensor) -> Tensor:
-        """Sums over the ranks; the gradient of this rank's values is that of the sum, which every rank computes."""
+        """Sums over the ranks; the gradient of this rank's values is that of the sum, which every rank
+        computes."""
         return values if self.size == 1 else cast(Tensor, _Summed.apply(values, self.group))
 
     def with_all_tokens(self, *states: Tensor) -> list[Tensor]:
-        """Exchanges queries, keys and values, each (1, heads, t, D) of this rank's tokens, for (1, heads / N, T, D) of all tokens.
+        """Exchanges queries, keys and values, each (1, heads, t, D) of this rank's tokens, for (1, heads / N,
+        T, D) of all tokens.
 
         Key heads that N does not divide are repeated first, so that each rank has those of its query heads.
         """
         queries = states[0].shape[1]
-        rows, sizes = [], [state.shape[-1] for state in states]
+        rows = []
+        sizes = [state.shape[-1] for state in states]
         for state in states:  # to (N, t, heads / N x D)
             heads = self._heads(queries, state.shape[1], state.device)
             state = state if heads is None else state.index_select(1, heads)
             rows.append(state.squeeze(0).unflatten(0, (self.size, -1)).transpose(1, 2).flatten(2))
-        received = _Exchanged.apply(torch.cat(rows, -1), self.group).flatten(0, 1)  # of all tokens: the first dimension was the sender
+        # of all tokens: the first dimension was the sender
+        received = _Exchanged.apply(torch.cat(rows, -1), self.group).flatten(0, 1)
         parts = received.split([row.shape[-1] for row in rows], -1)
-        return [part.unflatten(-1, (-1, size)).transpose(0, 1).unsqueeze(0) for part, size in zip(parts, sizes, strict=True)]
+        return [
+            part.unflatten(-1, (-1, size)).transpose(0, 1).unsqueeze(0)
+            for part, size in zip(parts, sizes, strict=True)
+        ]
 
     def with_all_heads(self, attended: Tensor) -> Tensor:
         """Exchanges (1, T, heads / N, D) of all tokens for (1, t, heads, D) of this rank's."""
-        received = _Exchanged.apply(attended.squeeze(0).unflatten(0, (self.size, -1)), self.group)  # (N, t, heads / N, D)
+        # (N, t, heads / N, D)
+        received = _Exchanged.apply(attended.squeeze(0).unflatten(0, (self.size, -1)), self.group)
         return received.transpose(0, 1).flatten(1, 2).unsqueeze(0)
 
     def _heads(self, queries: int, keys: int, device: torch.device) -> Tensor | None:

@@ -1,9 +1,10 @@
-"""Packed documents in layers that carry state along a row: the starts of documents go to their convolution and to their recurrence.
+"""Packed documents in layers that carry state along a row: the starts of documents go to their convolution
+and to their recurrence.
 
-For gated delta rules (Yang et al. 2024, arXiv:2412.06464; Qwen3-Next, Qwen3.5) transformers uses the kernels of flash-linear-attention
-where that is installed; they take the edges of documents. The convolution that transformers falls back to takes none, so it is replaced.
-Other recurrences (Mamba) have no edges without packages that are built for one GPU: their models get one document a row
-(`document_leak.py`).
+For gated delta rules (Yang et al. 2024, arXiv:2412.06464; Qwen3-Next, Qwen3.5) transformers uses the kernels
+of flash-linear-attention where that is installed; they take the edges of documents. The convolution that
+transformers falls back to takes none, so it is replaced. Other recurrences (Mamba) have no edges without
+packages that are built for one GPU: their models get one document a row (`document_leak.py`).
 """
 
 from __future__ import annotations
@@ -29,7 +30,11 @@ CONVOLUTION = ("lfm2", "lfm2_moe")
 def takes_edges(model: PreTrainedModel) -> bool:
     """Whether the state layers of a bf16 model on a GPU start anew with each document of a row."""
     config = model.config.get_text_config()
-    if model.dtype != torch.bfloat16 or not torch.cuda.is_available() or not hasattr(_code_of(model), "causal_conv1d_fn"):
+    if (
+        model.dtype != torch.bfloat16
+        or not torch.cuda.is_available()
+        or not hasattr(_code_of(model), "causal_conv1d_fn")
+    ):
         return False
     if config.model_type in DELTA:
         return _delta_rule_works(config.linear_key_head_dim, config.linear_value_head_dim)
@@ -37,10 +42,11 @@ def takes_edges(model: PreTrainedModel) -> bool:
 
 
 def set_state_layers(model: PreTrainedModel) -> None:
-    """Sets the loaded model's state layers: a convolution that takes edges, if package causal-conv1d is missing; transformers' own gated
-    delta rule where flash-linear-attention's is wrong; the bounds of Mamba's time steps as in the config, which transformers' Nemotron-H
-    does not read."""
-    config, code = model.config.get_text_config(), _code_of(model)
+    """Sets the loaded model's state layers: a convolution that takes edges, if package causal-conv1d is
+    missing; transformers' own gated delta rule where flash-linear-attention's is wrong; the bounds of Mamba's
+    time steps as in the config, which transformers' Nemotron-H does not read."""
+    config = model.config.get_text_config()
+    code = _code_of(model)
     if takes_edges(model) and importlib.util.find_spec("causal_conv1d") is None:
         code.causal_conv1d_fn = causal_conv1d
     elif config.model_type in DELTA and torch.cuda.is_available() and model.dtype == torch.bfloat16:
@@ -51,7 +57,8 @@ def set_state_layers(model: PreTrainedModel) -> None:
 
 
 def _code_of(model: PreTrainedModel) -> Any:
-    """Returns transformers' module of the backbone; a class with a scalar head may be ours (`score_classes`)."""
+    """Returns transformers' module of the backbone; a class with a scalar head may be ours
+    (`score_classes`)."""
     return sys.modules[type(model.base_model).__module__]
 
 
@@ -62,14 +69,21 @@ def _delta_rule_works(key_size: int, value_size: int) -> bool:
         return False
     from fla.ops.gated_delta_rule import chunk_gated_delta_rule
 
-    reason = rejection_reason(chunk_gated_delta_rule, key_size, value_size, torch.device("cuda", torch.cuda.current_device()))
+    reason = rejection_reason(
+        chunk_gated_delta_rule, key_size, value_size, torch.device("cuda", torch.cuda.current_device())
+    )
     if reason:
-        print(f"flash-linear-attention's gated delta rule {reason}: plain PyTorch, which is slow, and one document a row", flush=True)
+        print(
+            f"flash-linear-attention's gated delta rule {reason}: plain PyTorch, which is slow, and one"
+            " document a row",
+            flush=True,
+        )
     return reason is None
 
 
 def document_numbers(positions: Tensor) -> Tensor:
-    """positions: (T,), 0 at the start of each document. Returns (1, T) int32: which document each token is of."""
+    """positions: (T,), 0 at the start of each document. Returns (1, T) int32: which document each token is
+    of."""
     return (F.pad(positions.diff() != 1, (1, 0))).cumsum(0).int()[None]
 
 
@@ -84,12 +98,15 @@ def causal_conv1d(
 ) -> Tensor:
     """Convolves each channel over the K tokens up to its own: (B, D, T), (D, K) -> (B, D, T).
 
-    With `seq_idx` (1, T), the number of each token's document, or `cu_seq_lens_q` (documents + 1), only over those of its own document.
+    With `seq_idx` (1, T), the number of each token's document, or `cu_seq_lens_q` (documents + 1), only over
+    those of its own document.
     """
     if cu_seq_lens_q is not None and rows.is_cuda and activation in (None, "silu", "swish"):
         from fla.modules.causal_conv1d import causal_conv1d as kernel
 
-        found, _state = kernel(rows.transpose(1, 2), weight, bias, activation=activation, cu_seqlens=cu_seq_lens_q)
+        found, _state = kernel(
+            rows.transpose(1, 2), weight, bias, activation=activation, cu_seqlens=cu_seq_lens_q
+        )
         return found.transpose(1, 2)
     size = weight.shape[-1]
     found = F.conv1d(F.pad(rows, (size - 1, 0)).to(weight.dtype), weight[:, None], bias, groups=len(weight))
@@ -100,7 +117,8 @@ def causal_conv1d(
 
 def _restarted(found: Tensor, rows: Tensor, weight: Tensor, bias: Tensor | None, numbers: Tensor) -> Tensor:
     """Computes anew the first tokens of each document, which had read tokens of another."""
-    size, tokens = weight.shape[-1], torch.arange(len(numbers), device=rows.device)
+    size = weight.shape[-1]
+    tokens = torch.arange(len(numbers), device=rows.device)
     crossing = (numbers != numbers[(tokens - size + 1).clamp(0)]).nonzero()
     read = crossing + torch.arange(1 - size, 1, device=rows.device)  # (n, K), what each reads
     places = read.clamp(0)

@@ -1,4 +1,5 @@
-"""Compares a kernel of the gated delta rule with the rule itself, document by document, before it is used (`state_layers.py`)."""
+"""Compares a kernel of the gated delta rule with the rule itself, document by document, before it is used
+(`state_layers.py`)."""
 
 from __future__ import annotations
 
@@ -15,7 +16,8 @@ CLOSE = 0.03  # mean difference over mean size; bf16 takes 0.01
 
 
 def rejection_reason(kernel: DocumentsOf, key_size: int, value_size: int, device: torch.device) -> str | None:
-    """Returns why the kernel cannot be used, or None: outputs and all gradients of packed documents, against `delta_rule` in fp32."""
+    """Returns why the kernel cannot be used, or None: outputs and all gradients of packed documents, against
+    `delta_rule` in fp32."""
     try:
         with torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor):
             worst = difference(kernel, key_size, value_size, device)
@@ -28,22 +30,42 @@ def rejection_reason(kernel: DocumentsOf, key_size: int, value_size: int, device
 
 def difference(kernel: DocumentsOf, key_size: int, value_size: int, device: torch.device) -> float:
     """Returns the largest over outputs and gradients of the mean difference over the mean size."""
-    dice, tokens = torch.Generator().manual_seed(0), sum(LENGTHS)
+    dice = torch.Generator().manual_seed(0)
+    tokens = sum(LENGTHS)
     edges = torch.tensor([0, *LENGTHS]).cumsum(0).int().to(device)
 
     def drawn(*shape: int) -> Tensor:
         return torch.randn(1, tokens, HEADS, *shape, generator=dice).to(device)
 
     with torch.enable_grad():
-        inputs = [drawn(key_size), drawn(key_size), drawn(value_size), F.logsigmoid(drawn() + 2), drawn().sigmoid()]
-        inputs = [part.to(torch.float32 if i == 3 else torch.bfloat16).requires_grad_() for i, part in enumerate(inputs)]
+        inputs = [
+            drawn(key_size),
+            drawn(key_size),
+            drawn(value_size),
+            F.logsigmoid(drawn() + 2),
+            drawn().sigmoid(),
+        ]
+        inputs = [
+            part.to(torch.float32 if i == 3 else torch.bfloat16).requires_grad_()
+            for i, part in enumerate(inputs)
+        ]
         upward = drawn(value_size).bfloat16()
         q, k, v, decay, beta = inputs
         found, _ = kernel(q, k, v, g=decay, beta=beta, use_qk_l2norm_in_kernel=True, cu_seqlens=edges)
-        parts = [delta_rule(*(part[0].float() for part in split)) for split in zip(*(i.split(LENGTHS, 1) for i in inputs), strict=True)]
+        parts = [
+            delta_rule(*(part[0].float() for part in split))
+            for split in zip(*(i.split(LENGTHS, 1) for i in inputs), strict=True)
+        ]
         expected = torch.cat(parts)[None]
-        pairs = [(found, expected), *zip(*(torch.autograd.grad(x, inputs, upward.to(x.dtype)) for x in (found, expected)), strict=True)]
-    gaps = [(ours.float() - theirs.float()).abs().mean() / theirs.float().abs().mean() for ours, theirs in pairs]
+        pairs = [
+            (found, expected),
+            *zip(
+                *(torch.autograd.grad(x, inputs, upward.to(x.dtype)) for x in (found, expected)), strict=True
+            ),
+        ]
+    gaps = [
+        (ours.float() - theirs.float()).abs().mean() / theirs.float().abs().mean() for ours, theirs in pairs
+    ]
     return float(torch.stack(gaps).detach().nan_to_num(torch.inf).max())
 
 
@@ -53,7 +75,8 @@ def delta_rule(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor) -> 
     q, k: (T, heads, K); v: (T, heads, V); decay (its logarithm), beta: (T, heads). Returns (T, heads, V).
     """
     q, k = (F.normalize(x, dim=-1) for x in (q, k))
-    state, found = torch.zeros(*k.shape[1:], v.shape[-1], device=q.device), []
+    state = torch.zeros(*k.shape[1:], v.shape[-1], device=q.device)
+    found = []
     for t in range(len(q)):
         state = state * decay[t].exp()[:, None, None]
         read = torch.einsum("hk,hkv->hv", k[t], state)

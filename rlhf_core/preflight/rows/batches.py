@@ -1,4 +1,5 @@
-"""Compares the rows of a data set with the batches of its stage. Torch-free; of Hub data sets nothing is read."""
+"""Compares the rows of a data set with the batches of its stage. Torch-free; of Hub data sets nothing is
+read."""
 
 from __future__ import annotations
 
@@ -16,12 +17,18 @@ LONG_PROMPT = 2**12  # bytes: files with more than this for each prompt of an it
 
 
 def batch_warning(config: StageConfig, field: str, count: int) -> str:
-    """Says what `count` rows of the data set in a field make of the stage's batches, where that is little; else returns ""."""
+    """Says what `count` rows of the data set in a field make of the stage's batches, where that is little;
+    else returns ""."""
     if isinstance(config, Trainable) and field == "data":
         return _few_steps(config, count)
     if isinstance(config, PPO) and field == "prompts":
         return _left_prompts(config, count)
-    if isinstance(config, Preferences) and field == "prompts" and config.num_prompts is not None and count < config.num_prompts:
+    if (
+        isinstance(config, Preferences)
+        and field == "prompts"
+        and config.num_prompts is not None
+        and count < config.num_prompts
+    ):
         return f"num_prompts={config.num_prompts}, and the data has {count} prompts: all of them are used"
     return ""
 
@@ -42,17 +49,18 @@ def made_rows_warning(config: StageConfig, count: int) -> str:
 
 
 def _few_steps(config: Trainable, count: int) -> str:
-    batch, noun = config.train_batch_size, noun_of(config.rows)
+    batch = config.train_batch_size
+    noun = noun_of(config.rows)
     steps = config.steps(count)
     if count < batch:
         return (
-            f"{count} {noun} do not fill a batch of train_batch_size={batch}: each epoch is one step with all of them, {steps} in all; "
-            f"lower train_batch_size or give more {noun}"
+            f"{count} {noun} do not fill a batch of train_batch_size={batch}: each epoch is one step with all"
+            f" of them, {steps} in all; lower train_batch_size or give more {noun}"
         )
     if steps < FEW_STEPS:
         return (
-            f"{count} {noun} with train_batch_size={batch} and max_epochs={config.max_epochs} make {steps} steps, which train almost "
-            "nothing: lower train_batch_size or raise max_epochs"
+            f"{count} {noun} with train_batch_size={batch} and max_epochs={config.max_epochs} make {steps}"
+            " steps, which train almost nothing: lower train_batch_size or raise max_epochs"
         )
     return ""
 
@@ -62,14 +70,14 @@ def _left_prompts(config: PPO, count: int) -> str:
     if count < config.rollout_batch_size or left <= LIMITS["unused rows"] * count:
         return ""
     return (
-        f"each episode leaves out {left} of {count} prompts, which fill no iteration of rollout_batch_size={config.rollout_batch_size}: "
-        "set it to a divisor, or give more prompts"
+        f"each episode leaves out {left} of {count} prompts, which fill no iteration of"
+        f" rollout_batch_size={config.rollout_batch_size}: set it to a divisor, or give more prompts"
     )
 
 
 def prompt_problem(node: Node, seed: int) -> str:
-    """Says that there are too few prompts for one iteration of PPO, or for the round of a loop; else returns "". Large files are not
-    counted for PPO."""
+    """Says that there are too few prompts for one iteration of PPO, or for the round of a loop; else returns
+    "". Large files are not counted for PPO."""
     config = node.config
     if not isinstance(config, Rewarded) or any(is_remote(source.path) for source in config.prompts.sources):
         return ""
@@ -92,6 +100,6 @@ def prompt_problem(node: Node, seed: int) -> str:
     if rows > config.first_prompt:
         return ""
     return (
-        f"stages.{node.name}: its prompts start at number {config.first_prompt}, but there are only {rows}; give more prompts, fewer "
-        f"rounds or fewer prompts per round"
+        f"stages.{node.name}: its prompts start at number {config.first_prompt}, but there are only {rows};"
+        " give more prompts, fewer rounds or fewer prompts per round"
     )

@@ -1,4 +1,5 @@
-"""Counts what a stage would make of the first rows of a data set: how many its token limit would leave out, or cut. Torch-free."""
+"""Counts what a stage would make of the first rows of a data set: how many its token limit would leave out,
+or cut. Torch-free."""
 
 from __future__ import annotations
 
@@ -21,7 +22,8 @@ def noun_of(kind: str | None) -> str:
 
 @dataclass
 class RowSample:
-    """Counts of the first rows. `limit_field`, `limit`: the stage's limit in tokens, for sentences; `noun`: what the stage counts."""
+    """Counts of the first rows. `limit_field`, `limit`: the stage's limit in tokens, for sentences; `noun`:
+    what the stage counts."""
 
     limit_field: str
     limit: int
@@ -50,7 +52,8 @@ class RowSample:
             self.example = self.example or where
 
     def refusal(self, is_whole: bool) -> str:
-        """Says that the stage would leave out all rows, where these are all that there are (`is_whole`); else returns ""."""
+        """Says that the stage would leave out all rows, where these are all that there are (`is_whole`); else
+        returns ""."""
         if not is_whole or self.kept or not self.items:
             return ""
         return f"all {self.items} {self.noun} would be left out ({self._reasons()}): {self._advice()}"
@@ -61,9 +64,15 @@ class RowSample:
         lost = self.items - self.kept
         found = []
         if lost > LIMITS["dropped"] * self.items:
-            found.append(f"{lost} of {among} would be left out ({self._reasons()}; for instance {self.example}): {self._advice()}")
+            found.append(
+                f"{lost} of {among} would be left out ({self._reasons()}; for instance {self.example}):"
+                f" {self._advice()}"
+            )
         if self.cut > LIMITS["truncated"] * max(1, self.kept):
-            found.append(f"{self.cut} of {among} have more tokens than {self.limit_field}={self.limit} and would be cut")
+            found.append(
+                f"{self.cut} of {among} have more tokens than {self.limit_field}={self.limit} and would"
+                " be cut"
+            )
         return found
 
     def _reasons(self) -> str:

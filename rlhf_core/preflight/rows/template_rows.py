@@ -1,8 +1,9 @@
-"""Renders rows of a data set as its stage will, before any work: the first ones, to count what the token limit leaves of them, and one
-of each later shape, since a template refuses shapes, not texts.
+"""Renders rows of a data set as its stage will, before any work: the first ones, to count what the token
+limit leaves of them, and one of each later shape, since a template refuses shapes, not texts.
 
-A shape is the roles of a row's messages, which of them are empty or call tools, and whether tools are described. Control tokens of the
-template that are typed in a text are looked for in all rows that are read (`checked_rows`). Torch-free; Hub data sets are left out.
+A shape is the roles of a row's messages, which of them are empty or call tools, and whether tools are
+described. Control tokens of the template that are typed in a text are looked for in all rows that are read
+(`checked_rows`). Torch-free; Hub data sets are left out.
 """
 
 from __future__ import annotations
@@ -38,7 +39,8 @@ NO_LIMIT = 1 << 40  # tokens
 
 
 class Rendered(NamedTuple):
-    """What the rows of a data set show: why the stage would refuse one or all, and what is odd in them; "" and empty where nothing is.
+    """What the rows of a data set show: why the stage would refuse one or all, and what is odd in them; ""
+    and empty where nothing is.
 
     `items`: how many the stage would train on or sample from, at most; None where not all rows were read.
     """
@@ -56,15 +58,18 @@ def render_rows(
     limit: int = 0,
     limited: Callable[[], AbstractContextManager[object]] = nullcontext,
 ) -> Rendered:
-    """Renders the first rows and a row of each later shape within `limited()`, as the stage does within `limit` tokens (0: no limit).
+    """Renders the first rows and a row of each later shape within `limited()`, as the stage does within
+    `limit` tokens (0: no limit).
 
-    Rows that cannot be read are left to `check_columns`, and a limit below the template's own length to `check_limit`.
+    Rows that cannot be read are left to `check_columns`, and a limit below the template's own length to
+    `check_limit`.
     """
     if not all(is_file(source) for source in data.sources):
         return Rendered()
     is_limited = limit > renderer.frame_len
     make = maker_of(kind, renderer, limit if is_limited else NO_LIMIT, lambda reward: SUFFIX.format(reward))
-    sample, shapes = RowSample(limit_field, limit, noun_of(kind)), set[Any]()
+    sample = RowSample(limit_field, limit, noun_of(kind))
+    shapes = set[Any]()
     control_token = ""
     read = later = 0  # rows, and items of those that are not in the sample
     try:
@@ -77,7 +82,11 @@ def render_rows(
                 continue
             messages, answers = _texts(kind, located)
             control_token = control_token or _control_token(renderer, located.where, messages, answers)
-            shape = (_shape(messages), _shape([answer for answer in answers if not isinstance(answer, str)]), bool(tools_of(located)))
+            shape = (
+                _shape(messages),
+                _shape([answer for answer in answers if not isinstance(answer, str)]),
+                bool(tools_of(located)),
+            )
             is_sampled = not sample.is_full
             if not is_sampled:
                 later += len(answers) if kind == "labelled" else 1
@@ -98,7 +107,8 @@ def render_rows(
     warned = [control_token]
     if is_limited:
         in_sample = are_all and sample.rows == read
-        if refusal := sample.refusal(in_sample):
+        refusal = sample.refusal(in_sample)
+        if refusal:
             return Rendered(f"{names(data)}: {refusal}", _told(control_token))
         warned += sample.warnings(in_sample)
     return Rendered("", _told(*warned), sample.kept + later if are_all else None)
@@ -125,14 +135,19 @@ def _texts(kind: Kind, located: Located) -> tuple[list[Message], list[str | Mess
 
 
 def _shape(messages: list[Message]) -> tuple[Any, ...]:
-    return tuple((message["role"], bool(message["content"].strip()), tuple(sorted(message))) for message in messages)
+    return tuple(
+        (message["role"], bool(message["content"].strip()), tuple(sorted(message))) for message in messages
+    )
 
 
-def _control_token(renderer: Renderer, where: str, messages: list[Message], answers: list[str | Message]) -> str:
+def _control_token(
+    renderer: Renderer, where: str, messages: list[Message], answers: list[str | Message]
+) -> str:
     for text in (*(message["content"] for message in messages), *map(written, answers)):
         found = renderer.control_tokens.search(text)
         if found is not None:
             return (
-                f"{where}: the text {found[0]!r} is a control token of the model; it is read as plain text, so remove it if it marks a turn"
+                f"{where}: the text {found[0]!r} is a control token of the model; it is read as plain text,"
+                " so remove it if it marks a turn"
             )
     return ""

@@ -13,7 +13,10 @@ def apply() -> None:
 
     def load_moved(self: Any, *arguments: Any) -> Any:
         *before, weights, stacked = arguments
-        moved = ((name.replace(".mlp.experts.", ".mlp.experts.routed_experts."), weight) for name, weight in weights)
+        moved = (
+            (name.replace(".mlp.experts.", ".mlp.experts.routed_experts."), weight)
+            for name, weight in weights
+        )
         return load(self, *before, moved, stacked)
 
     GptOssModel._load_weights_other = load_moved

@@ -1,4 +1,5 @@
-"""Defines the class of vLLM's worker processes on a GPU that other roles share. vLLM imports it by its name."""
+"""Defines the class of vLLM's worker processes on a GPU that other roles share. vLLM imports it by its
+name."""
 
 from __future__ import annotations
 

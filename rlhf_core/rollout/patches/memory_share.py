@@ -13,21 +13,25 @@ BESIDES = 2 * 2**30  # bytes besides PyTorch's: CUDA's own, NCCL's, graphs
 def memory_for_cache(worker: Any, run_largest_batch: Callable[[], object]) -> int:
     """Returns the bytes for the KV cache: of the worker's share of the GPU what its own process has not used.
 
-    vLLM compares the GPU's free memory before and after a largest batch, and stops when more is free afterwards, for example because
-    another role has sharded its model meanwhile or moved it to the host. Raises ValueError when nothing is left.
+    vLLM compares the GPU's free memory before and after a largest batch, and stops when more is free
+    afterwards, for example because another role has sharded its model meanwhile or moved it to the host.
+    Raises ValueError when nothing is left.
     """
     weights = sum(weight.nbytes for weight in worker.model_runner.get_model().parameters())
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
-    worker.cache_config.kv_cache_memory_bytes = 1  # given a size, vLLM runs its largest batch and measures nothing
+    # given a size, vLLM runs its largest batch and measures nothing
+    worker.cache_config.kv_cache_memory_bytes = 1
     run_largest_batch()
     peak = torch.cuda.max_memory_allocated()
-    taken = max(peak, weights + peak - before) + BESIDES  # weights of an engine that can sleep may be outside PyTorch's count
+    # weights of an engine that can sleep may be outside PyTorch's count
+    taken = max(peak, weights + peak - before) + BESIDES
     left = int(worker.requested_memory) - taken
     if left <= 0:
         raise ValueError(
-            f"weights, the largest batch and {BESIDES / 2**30:g} GiB for CUDA, NCCL and graphs take {taken / 2**30:.1f} GiB, and "
-            f"vllm.gpu_memory_utilization grants {worker.requested_memory / 2**30:.1f}: raise it"
+            f"weights, the largest batch and {BESIDES / 2**30:g} GiB for CUDA, NCCL and graphs take"
+            f" {taken / 2**30:.1f} GiB, and vllm.gpu_memory_utilization grants"
+            f" {worker.requested_memory / 2**30:.1f}: raise it"
         )
     worker.cache_config.kv_cache_memory_bytes = left
     return left

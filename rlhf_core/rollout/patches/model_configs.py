@@ -25,7 +25,8 @@ def apply() -> None:
 def completed(config: Any) -> None:
     """Writes into a language model's config what vLLM reads in other places than transformers.
 
-    YaRN's attention factor, which vLLM 0.24 computes without `mscale_all_dim`; the scale of queries by position (Ministral 3).
+    YaRN's attention factor, which vLLM 0.24 computes without `mscale_all_dim`; the scale of queries by
+    position (Ministral 3).
     """
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
     from vllm.model_executor.layers.rotary_embedding.yarn_scaling_rope import YaRNScalingRotaryEmbedding
@@ -33,7 +34,10 @@ def completed(config: Any) -> None:
     if is_release("0.24."):
         with_earlier_names(config)
     rope = getattr(config, "rope_parameters", None) or {}
-    if rope.get("rope_type") == "yarn" and "mscale_all_dim" not in inspect.signature(YaRNScalingRotaryEmbedding).parameters:
+    if (
+        rope.get("rope_type") == "yarn"
+        and "mscale_all_dim" not in inspect.signature(YaRNScalingRotaryEmbedding).parameters
+    ):
         factor = ROPE_INIT_FUNCTIONS["yarn"](config, "cpu")[1]
         rope |= {"apply_yarn_scaling": False, "attn_factor": factor}
     beta = rope.get("llama_4_scaling_beta")
@@ -43,7 +47,8 @@ def completed(config: Any) -> None:
 
 
 def with_earlier_names(config: Any) -> None:
-    """Writes into a config of transformers 5.17 or later what vLLM 0.24 reads: how earlier ones said what differs between layers."""
+    """Writes into a config of transformers 5.17 or later what vLLM 0.24 reads: how earlier ones said what
+    differs between layers."""
     if config.model_type == "gemma4_text":
         full = config.per_layer_config[config.layer_types.index("full_attention")]
         config.allow_global_per_layer_attribute_access = True

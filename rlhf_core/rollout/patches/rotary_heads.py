@@ -8,8 +8,8 @@ from torch import Tensor
 
 
 def apply() -> None:
-    """Makes rotary embeddings of multi-head latent attention and LFM2 compute in PyTorch: vLLM's CPU kernel takes (tokens, heads x size)
-    and computes others wrongly."""
+    """Makes rotary embeddings of multi-head latent attention and LFM2 compute in PyTorch: vLLM's CPU kernel
+    takes (tokens, heads x size) and computes others wrongly."""
     from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
 
     own = RotaryEmbedding.forward_cpu

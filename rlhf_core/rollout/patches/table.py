@@ -16,7 +16,8 @@ TESTED = ("0.24.", "0.32.")
 
 
 class Patch(NamedTuple):
-    """Describes a patch. `module`: its file. `at_start`: its `apply` runs once, before an engine starts; others are called where needed."""
+    """Describes a patch. `module`: its file. `at_start`: its `apply` runs once, before an engine starts;
+    others are called where needed."""
 
     module: str
     releases: tuple[str, ...]
@@ -35,13 +36,15 @@ PATCHES = (
     Patch(
         "language_models",
         TESTED,
-        "Of a multimodal checkpoint the language model's weights are read; each weight that is read is progress.",
+        "Of a multimodal checkpoint the language model's weights are read; each weight that is read is"
+        " progress.",
         "A public hook on the weights that a loader reads.",
     ),
     Patch(
         "model_configs",
         TESTED,
-        "Configs of Ministral 3, Gemma 4, OLMo 3 and Granite hybrids mean to vLLM what they mean to transformers.",
+        "Configs of Ministral 3, Gemma 4, OLMo 3 and Granite hybrids mean to vLLM what they mean to"
+        " transformers.",
         "A vLLM that reads the field names of transformers 5.17.",
     ),
     Patch(
@@ -59,7 +62,8 @@ PATCHES = (
     Patch(
         "rotary_heads",
         TESTED,
-        "On CPUs rotary embeddings of MLA and LFM2 are computed in PyTorch; vLLM's kernel computes them wrongly.",
+        "On CPUs rotary embeddings of MLA and LFM2 are computed in PyTorch; vLLM's kernel computes them"
+        " wrongly.",
         "A CPU kernel for tensors with a dimension of heads.",
     ),
     Patch(
@@ -86,7 +90,8 @@ PATCHES = (
     Patch(
         "warm_up",
         TESTED,
-        "On GPUs the warm-up compiles no kernel for top-k and top-p, and sends no requests: 14 s less at each start.",
+        "On GPUs the warm-up compiles no kernel for top-k and top-p, and sends no requests: 14 s less at each"
+        " start.",
         "An option to leave these out.",
         at_start=False,
     ),
@@ -109,16 +114,21 @@ def patches_for(release: str) -> list[Patch]:
 
 
 def untested(release: str | None) -> str | None:
-    """Returns why no engine starts with this vLLM; None when it is one that these patches are made for and tested with."""
+    """Returns why no engine starts with this vLLM; None when it is one that these patches are made for and
+    tested with."""
     if release is None or release.startswith(TESTED):
         return None
     tested = " and ".join(f"{prefix}x" for prefix in TESTED)
-    return f"vLLM {release} is not tested: engines need changes to its private parts, which are known for {tested}; install one of these"
+    return (
+        f"vLLM {release} is not tested: engines need changes to its private parts, which are known for"
+        f" {tested}; install one of these"
+    )
 
 
 @cache
 def apply_patches() -> None:
-    """Applies what is needed before an engine starts, once in a process. Raises MachineLacks with a vLLM that is not tested."""
+    """Applies what is needed before an engine starts, once in a process. Raises MachineLacks with a vLLM that
+    is not tested."""
     release = installed_release()
     problem = untested(release)
     if problem:

@@ -10,9 +10,11 @@ NEVER = -1e30  # a logit; finite, so that a row of nothing else has a softmax
 
 
 def leave_out_padding(model: Any, known: int) -> None:
-    """Makes a model of vLLM give every token from number `known` on a logit that has no probability, in samples and in log-probs.
+    """Makes a model of vLLM give every token from number `known` on a logit that has no probability, in
+    samples and in log-probs.
 
-    A method of all of vLLM's models, which both of its model runners call, computes the logits; on some ranks it returns None.
+    A method of all of vLLM's models, which both of its model runners call, computes the logits; on some ranks
+    it returns None.
     """
     as_before = model.compute_logits
 

@@ -16,8 +16,9 @@ from rlhf_core.rollout.patches.table import is_release
 
 @contextmanager
 def whole_distributions(sampler: Any) -> Iterator[None]:
-    """Within the block `sampler` ignores top-k and top-p, which vLLM's largest batch asks for: their kernel takes ten seconds to compile at
-    every start, and few runs use it. For these it is compiled at its first use."""
+    """Within the block `sampler` ignores top-k and top-p, which vLLM's largest batch asks for: their kernel
+    takes ten seconds to compile at every start, and few runs use it. For these it is compiled at its first
+    use."""
     if not hasattr(sampler, "topk_topp_sampler"):
         yield
         return
@@ -35,8 +36,9 @@ def whole_distributions(sampler: Any) -> Iterator[None]:
 
 @contextmanager
 def without_requests_of_its_own() -> Iterator[None]:
-    """Within the block vLLM 0.24 asks its second model runner nothing at the end of its start, which takes 4 s (1.5B, H200): the first
-    answers compile the kernels that they need in a part of that. vLLM would warn of each."""
+    """Within the block vLLM 0.24 asks its second model runner nothing at the end of its start, which takes 4
+    s (1.5B, H200): the first answers compile the kernels that they need in a part of that. vLLM would warn of
+    each."""
     if not is_release("0.24."):
         yield
         return

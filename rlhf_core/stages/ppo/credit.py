@@ -1,6 +1,8 @@
-"""Turns scores into experience: sums and shapes rewards, computes advantages and importance weights. Runs on the driver; no model.
+"""Turns scores into experience: sums and shapes rewards, computes advantages and importance weights. Runs on
+the driver; no model.
 
-Answers without a reward, and answers without another one to compare with, are masked out here: statistics and training do not use them.
+Answers without a reward, and answers without another one to compare with, are masked out here: statistics and
+training do not use them.
 """
 
 from __future__ import annotations
@@ -40,8 +42,8 @@ from rlhf_core.stages.ppo.texts import Lengths
 
 
 class Credited(NamedTuple):
-    """Holds the experience of all rollouts, the indices of those to train on, metrics, and how far the critic's values may move in the
-    loss (None: as far as they like)."""
+    """Holds the experience of all rollouts, the indices of those to train on, metrics, and how far the
+    critic's values may move in the loss (None: as far as they like)."""
 
     experience: list[Experience]
     usable: list[int]
@@ -50,7 +52,8 @@ class Credited(NamedTuple):
 
 
 class Divergence(NamedTuple):
-    """Holds how far the actor is from reference and sampler: the mean KL per token (nats) for the KL controller, and metrics."""
+    """Holds how far the actor is from reference and sampler: the mean KL per token (nats) for the KL
+    controller, and metrics."""
 
     kl: float
     metrics: dict[str, float]
@@ -65,12 +68,14 @@ def credit(
     terms: Sequence[Term],
     lengths_of: Lengths | None = None,
 ) -> Credited:
-    """Computes advantages and returns of a whole rollout, with statistics over all its usable response tokens at once. `terms`: the sources
-    of rewards, `statistics`: of those that are standardised by running ones, these answers included; `lengths_of`: finds the tokens of
-    steps that have rewards."""
+    """Computes advantages and returns of a whole rollout, with statistics over all its usable response tokens
+    at once. `terms`: the sources of rewards, `statistics`: of those that are standardised by running ones,
+    these answers included; `lengths_of`: finds the tokens of steps that have rewards."""
     masks = [rollout.document.mask_array for rollout in rollouts]
-    of_answers = config.advantage_estimator in GROUPED  # one number an answer, and T is 1: nothing is laid out by tokens
-    response = torch.ones(len(masks), 1, dtype=torch.bool) if of_answers else _pad(masks, torch.bool)  # (B, T)
+    # one number an answer, and T is 1: nothing is laid out by tokens
+    of_answers = config.advantage_estimator in GROUPED
+    # (B, T)
+    response = torch.ones(len(masks), 1, dtype=torch.bool) if of_answers else _pad(masks, torch.bool)
     counts = torch.tensor([np.count_nonzero(mask) for mask in masks])  # (B,)
     nothing = torch.zeros(()).expand(response.shape)
     values = _pad(scores.values) if scores.values else nothing
@@ -78,14 +83,18 @@ def credit(
     combined = combine(scores.rewards.by_source, terms, statistics)
     early = early_rewards(rollouts, scores.rewards, config, lengths_of)
     if early is not None:  # in the proportion in which the sum was clipped
-        early *= (combined.rewards.clamp(-config.reward_clip, config.reward_clip) / combined.rewards).nan_to_num(1.0)[:, None]
+        early *= (
+            combined.rewards.clamp(-config.reward_clip, config.reward_clip) / combined.rewards
+        ).nan_to_num(1.0)[:, None]
     # A text without its end has no reward yet but that of its steps.
     shaped = shaped_rewards(rollouts, combined, config, 0.0 if early is None else early.sum(-1))
-    rewards, metrics = shaped.rewards, combined.metrics | shaped.metrics
+    rewards = shaped.rewards
+    metrics = combined.metrics | shaped.metrics
     cut = truncated(rollouts)
 
     mask = response & combined.scored[:, None]
-    kl, coef = nothing, 0.0
+    kl = nothing
+    coef = 0.0
     if config.kl_in == "reward" and scores.logprobs and scores.ref_logprobs:
         coef = kl_coef
         if of_answers:
@@ -94,7 +103,9 @@ def credit(
             estimates = kl_estimate(_pad(scores.logprobs), _pad(scores.ref_logprobs), config.kl_estimator)
             kl = torch.where(mask, estimates, 0)
     after = None if scores.end_values is None else torch.from_numpy(scores.end_values)
-    (advantages, returns), usable = estimate(rewards, kl, coef, values, mask, combined.scored, config, early, after)
+    (advantages, returns), usable = estimate(
+        rewards, kl, coef, values, mask, combined.scored, config, early, after
+    )
     if config.mask_truncated:  # after the estimate: their rewards count in it
         usable = usable & ~cut
         returns = torch.where(usable[:, None], returns, 0)
@@ -112,12 +123,17 @@ def credit(
     if config.has_critic and config.value_clip is not None:
         value_clip = value_clip_range(returns, values, mask & usable[:, None], config.value_clip)
     if config.has_critic:
-        metrics["value/explained_variance"] = float(explained_variance(values, returns, mask & usable[:, None]).nan_to_num(0.0))
+        metrics["value/explained_variance"] = float(
+            explained_variance(values, returns, mask & usable[:, None]).nan_to_num(0.0)
+        )
     none = (None,) * len(rollouts)  # what no loss reads does not travel
     sampler = none if config.sampler_is == "off" else [rollout.sampler_logprobs for rollout in rollouts]
     advantage = advantages[:, 0].tolist() if of_answers else _cut(advantages, masks)
     given = (sampler, advantage, _cut(returns, masks) if config.has_critic else none)
-    scored = (rows or none for rows in (scores.logprobs, scores.ref_logprobs if config.kl_in == "loss" else None, scores.values))
+    scored = (
+        rows or none
+        for rows in (scores.logprobs, scores.ref_logprobs if config.kl_in == "loss" else None, scores.values)
+    )
     experience = [
         Experience(rollout.document, old, of_sampler, ref, v, a, value)
         for rollout, old, ref, v, of_sampler, a, value in zip(rollouts, *scored, *given, strict=True)
@@ -133,18 +149,24 @@ def divergence(
     kl_coef: float,
     config: PPO,
 ) -> Divergence:
-    """Measures the actor's KL to the reference (0 without one) and its distance to the sampler, on the `usable` rollouts."""
+    """Measures the actor's KL to the reference (0 without one) and its distance to the sampler, on the
+    `usable` rollouts."""
     places = [_response(rollout.document.mask_array) for rollout in rollouts]
 
     def flat(rows: Sequence[np.ndarray], chosen: Sequence[int]) -> Tensor:
         """Returns the response tokens of the chosen rows, one after the other."""
         return torch.from_numpy(np.concatenate([rows[i][places[i]] for i in chosen]))
 
-    kl, metrics = 0.0, dict[str, float]()
+    kl = 0.0
+    metrics = dict[str, float]()
     if ref_logprobs:
         estimates = kl_estimate(flat(logprobs, usable), flat(ref_logprobs, usable), config.kl_estimator)
         kl = float(estimates.mean(dtype=torch.float64))
-        metrics = {"kl/mean": kl, "kl/per_answer": float(estimates.sum(dtype=torch.float64)) / len(usable), "kl/coef": kl_coef}
+        metrics = {
+            "kl/mean": kl,
+            "kl/per_answer": float(estimates.sum(dtype=torch.float64)) / len(usable),
+            "kl/coef": kl_coef,
+        }
     gaps = flat(logprobs, usable) - flat([rollout.sampler_logprobs for rollout in rollouts], usable)
     lengths = torch.tensor([np.count_nonzero(rollouts[i].document.mask_array) for i in usable])
     return Divergence(kl, metrics | sampler_metrics(gaps, lengths, config))
@@ -160,22 +182,28 @@ def nothing_to_learn(answers: int, cut: int, config: PPO) -> str:
 
 
 class Estimated(NamedTuple):
-    """Holds advantages and returns, (B, T), or (B, 1) of estimators on whole answers; and which answers have them (B,)."""
+    """Holds advantages and returns, (B, T), or (B, 1) of estimators on whole answers; and which answers have
+    them (B,)."""
 
     credit: Credit
     usable: Tensor
 
 
-def early_rewards(rollouts: Sequence[Rollout], rewards: Rewards, config: PPO, lengths_of: Lengths | None) -> Tensor | None:
-    """Returns what tokens before the last have of the reward, weighted as in the sum (B, T): those that end the answers of an episode, or
-    the steps of an answer. None where they have nothing, or the estimator has no use for it. The rewards of a source that is standardised
-    are the last token's: its mean is of whole answers."""
+def early_rewards(
+    rollouts: Sequence[Rollout], rewards: Rewards, config: PPO, lengths_of: Lengths | None
+) -> Tensor | None:
+    """Returns what tokens before the last have of the reward, weighted as in the sum (B, T): those that end
+    the answers of an episode, or the steps of an answer. None where they have nothing, or the estimator has
+    no use for it. The rewards of a source that is standardised are the last token's: its mean is of whole
+    answers."""
     if config.reward_at == "every_token" or config.advantage_estimator in GROUPED:
         return None
     early: dict[int, np.ndarray] = {}
     for source in config.reward:
         steps = rewards.steps.get(source.title, {})
-        if source.normalize not in (None, "none") or (not isinstance(source, EnvironmentReward) and not steps):
+        if source.normalize not in (None, "none") or (
+            not isinstance(source, EnvironmentReward) and not steps
+        ):
             continue
         for i, rollout in enumerate(rollouts):
             if isinstance(source, EnvironmentReward):
@@ -186,15 +214,20 @@ def early_rewards(rollouts: Sequence[Rollout], rewards: Rewards, config: PPO, le
                 early[i] = early.get(i, 0) + source.weight * own
     if not any(row.any() for row in early.values()):
         return None
-    return _pad([early.get(i, np.zeros(len(rollout.document), np.float32)) for i, rollout in enumerate(rollouts)])
+    return _pad(
+        [early.get(i, np.zeros(len(rollout.document), np.float32)) for i, rollout in enumerate(rollouts)]
+    )
 
 
-def _on_steps(rollout: Rollout, steps: Steps | None, lengths_of: Lengths | None, clip: float) -> np.ndarray | None:
-    """Returns the clipped rewards of an answer's steps at its tokens (T,), 0 at the last one. Of an episode there are none: several
-    answers."""
+def _on_steps(
+    rollout: Rollout, steps: Steps | None, lengths_of: Lengths | None, clip: float
+) -> np.ndarray | None:
+    """Returns the clipped rewards of an answer's steps at its tokens (T,), 0 at the last one. Of an episode
+    there are none: several answers."""
     if steps is None or lengths_of is None or rollout.own is not None:
         return None
-    mask, found = rollout.document.mask_array, np.zeros(len(rollout.document), np.float32)
+    mask = rollout.document.mask_array
+    found = np.zeros(len(rollout.document), np.float32)
     found[mask] = on_tokens(steps, lengths_of(rollout.answer)).clip(-clip, clip)
     found[-1] = 0
     return found
@@ -211,21 +244,27 @@ def estimate(
     early: Tensor | None = None,
     after: Tensor | None = None,
 ) -> Estimated:
-    """Computes advantages by the configured estimator: `rewards` and `scored` (B,), `kl`, `values` and `mask` (B, T), `coef` of the KL.
-    `early` (B, T): as `token_rewards`; estimators on whole answers have no use for it. `after` (B,): as `gae`, for it alone.
+    """Computes advantages by the configured estimator: `rewards` and `scored` (B,), `kl`, `values` and `mask`
+    (B, T), `coef` of the KL. `early` (B, T): as `token_rewards`; estimators on whole answers have no use for
+    it. `after` (B,): as `gae`, for it alone.
 
-    Where an estimator is defined on whole answers, the KL of all tokens is the answer's (Ahmadian et al. 2024, eq. 1), and is compared
-    within the group like its reward, but not divided by a deviation.
+    Where an estimator is defined on whole answers, the KL of all tokens is the answer's (Ahmadian et al.
+    2024, eq. 1), and is compared within the group like its reward, but not divided by a deviation.
     """
-    gamma, n = config.gamma, config.n_samples_per_prompt
+    gamma = config.gamma
+    n = config.n_samples_per_prompt
 
     def per_token(scores: Tensor, coef: float = 0.0) -> Tensor:
-        return token_rewards(kl, coef, scores, mask, config.reward_at, None if early is None else torch.where(mask, early, 0))
+        return token_rewards(
+            kl, coef, scores, mask, config.reward_at, None if early is None else torch.where(mask, early, 0)
+        )
 
     match config.advantage_estimator:
         case "gae":
             advantages, returns = gae(per_token(rewards, coef), values, mask, gamma, config.lambd, after)
-            return Estimated(Credit(whiten(advantages, mask) if config.whiten_advantages else advantages, returns), scored)
+            return Estimated(
+                Credit(whiten(advantages, mask) if config.whiten_advantages else advantages, returns), scored
+            )
         case "reinforce_pp":
             advantages = reinforce_pp(per_token(rewards), coef * kl, mask, gamma, config.whiten_advantages)
             return Estimated(Credit(advantages, advantages), scored)
@@ -236,17 +275,25 @@ def estimate(
         case grouped:  # the rest compare the answers to one prompt
             of_answers, compared = in_groups(GROUPED[grouped], rewards, scored, n)
             if coef:
-                of_answers = of_answers - coef * in_groups(UNSCALED[grouped], kl.sum(-1), scored, n).advantages
+                of_answers = (
+                    of_answers - coef * in_groups(UNSCALED[grouped], kl.sum(-1), scored, n).advantages
+                )
             return Estimated(Credit(of_answers[:, None], of_answers[:, None]), compared)
 
 
 def _kl_of_answers(
-    logprobs: Sequence[np.ndarray], ref_logprobs: Sequence[np.ndarray], masks: Sequence[np.ndarray], estimator: KLEstimator
+    logprobs: Sequence[np.ndarray],
+    ref_logprobs: Sequence[np.ndarray],
+    masks: Sequence[np.ndarray],
+    estimator: KLEstimator,
 ) -> Tensor:
-    """Returns the sum of each answer's KL (B,). Row by row: arrays of all answers would not fit the processor's caches."""
+    """Returns the sum of each answer's KL (B,). Row by row: arrays of all answers would not fit the
+    processor's caches."""
     rows = [(_response(mask), own, ref) for mask, own, ref in zip(masks, logprobs, ref_logprobs, strict=True)]
     # Copies: arrays that came from other processes cannot be written to, of which PyTorch warns.
-    return torch.stack([kl_estimate(torch.tensor(own[at]), torch.tensor(ref[at]), estimator).sum() for at, own, ref in rows])
+    return torch.stack(
+        [kl_estimate(torch.tensor(own[at]), torch.tensor(ref[at]), estimator).sum() for at, own, ref in rows]
+    )
 
 
 def _pad(rows: Sequence[np.ndarray], dtype: torch.dtype = torch.float32) -> Tensor:
@@ -258,7 +305,8 @@ def _pad(rows: Sequence[np.ndarray], dtype: torch.dtype = torch.float32) -> Tens
 
 
 def _response(mask: np.ndarray) -> slice | np.ndarray:
-    """Returns where a mask is true: a slice, which copies nothing, where it is so from one token to the end."""
+    """Returns where a mask is true: a slice, which copies nothing, where it is so from one token to the
+    end."""
     first = int(mask.argmax())
     return slice(first, None) if mask[first:].all() else mask
 

@@ -1,6 +1,8 @@
-"""Calls the running roles of PPO: each method calls the ranks of one role or of several, wherever they are placed.
+"""Calls the running roles of PPO: each method calls the ranks of one role or of several, wherever they are
+placed.
 
-Methods for several roles start all of them and wait once. Every wait has the recipe's `timeout` and names the ranks that make no progress.
+Methods for several roles start all of them and wait once. Every wait has the recipe's `timeout` and names the
+ranks that make no progress.
 """
 
 from __future__ import annotations
@@ -14,7 +16,15 @@ from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
-from rlhf_core.cluster.worker_group import Pending, RankDied, Turns, WorkerGroup, in_order, put_on_nodes, wait_all
+from rlhf_core.cluster.worker_group import (
+    Pending,
+    RankDied,
+    Turns,
+    WorkerGroup,
+    in_order,
+    put_on_nodes,
+    wait_all,
+)
 from rlhf_core.config.metrics import SURVIVES
 from rlhf_core.data.documents import Document
 from rlhf_core.environments.episodes import Episodes
@@ -35,7 +45,8 @@ from rlhf_core.stages.ppo.texts import Decode, Lengths, samples, with_own_ends
 
 R = TypeVar("R")
 LOOK_SECONDS = 1.0  # between two looks for dead engines
-NOISE_FREE = {"float32": 1e-3, "bfloat16": 0.02}  # |log-prob difference| of vLLM and trainer on the same weights that is always allowed
+# |log-prob difference| of vLLM and trainer on the same weights that is always allowed
+NOISE_FREE = {"float32": 1e-3, "bfloat16": 0.02}
 MARGIN = 4.0  # times what rounding moves the log-probs, beyond it
 
 
@@ -44,18 +55,21 @@ class WeightsDiffer(RuntimeError):
 
 
 class EngineDiffers(RuntimeError):
-    """Says that the sampler's log-probs are not the trainer's on the same checkpoint, before any weight sync."""
+    """Says that the sampler's log-probs are not the trainer's on the same checkpoint, before any weight
+    sync."""
 
 
 class Probe(NamedTuple):
-    """Holds the largest |difference| of log-probs between engines and trainer, for experts in bf16 of nine of ten tokens; and its bound."""
+    """Holds the largest |difference| of log-probs between engines and trainer, for experts in bf16 of nine of
+    ten tokens; and its bound."""
 
     gap: float
     bound: float
 
 
 class Asking(NamedTuple):
-    """Holds what asks engines for single answers: `engines` take requests in the loop of `background`, also from `episodes`."""
+    """Holds what asks engines for single answers: `engines` take requests in the loop of `background`, also
+    from `episodes`."""
 
     background: Background | None = None
     engines: Engines | None = None
@@ -64,17 +78,19 @@ class Asking(NamedTuple):
 
 @dataclass(frozen=True)
 class Fleet:
-    """Holds the groups of the running roles. `rewards`: the group of each reward model, by title; `own_tokens`: of those with another
-    tokenizer, what writes answers for them; `clients`: functions and servers; `episodes`: of an environment, whose reward is a source
-    called `environment`, if it is one; `no_reward`: the name of a source without rewards; `engines` take requests one by one, in the loop
-    of `background`.
+    """Holds the groups of the running roles. `rewards`: the group of each reward model, by title;
+    `own_tokens`: of those with another tokenizer, what writes answers for them; `clients`: functions and
+    servers; `episodes`: of an environment, whose reward is a source called `environment`, if it is one;
+    `no_reward`: the name of a source without rewards; `engines` take requests one by one, in the loop of
+    `background`.
 
-    `adapters_alone`: engines get adapters alone. `drafts`: engines draft tokens. `pipeline_stages`: of each engine. `one_update`: the
-    actor's training pass computes the log-probs that its scoring pass would. `reference_in_actor`: the reference is the actor without its
-    adapters. `scorings`: how often each group scores an iteration's answers. `weighs_sampler`: training reads the sampler's log-probs.
-    `bootstraps`: the critic values the whole text of answers that a limit cut.
-    `in_turn`: all models share their GPUs, and work one after the other: actor and critic each have the memory for larger training passes,
-    no collective of one waits on a GPU that computes for another, and a GPU that scores does not switch between processes.
+    `adapters_alone`: engines get adapters alone. `drafts`: engines draft tokens. `pipeline_stages`: of each
+    engine. `one_update`: the actor's training pass computes the log-probs that its scoring pass would.
+    `reference_in_actor`: the reference is the actor without its adapters. `scorings`: how often each group
+    scores an iteration's answers. `weighs_sampler`: training reads the sampler's log-probs. `bootstraps`: the
+    critic values the whole text of answers that a limit cut. `in_turn`: all models share their GPUs, and work
+    one after the other: actor and critic each have the memory for larger training passes, no collective of
+    one waits on a GPU that computes for another, and a GPU that scores does not switch between processes.
     """
 
     actor: WorkerGroup
@@ -112,7 +128,8 @@ class Fleet:
         return self.decode_all([tokens], skip)[0]
 
     def close(self) -> None:
-        """Ends open requests for rewards and the processes of the environment, which this process would wait for."""
+        """Ends open requests for rewards and the processes of the environment, which this process would wait
+        for."""
         self.clients.close()
         if self.background is not None:
             self.background.end_work()
@@ -120,20 +137,42 @@ class Fleet:
                 self.episodes.close()
             self.background.close()
 
-    def start_sample(self, prompts: Sequence[Sequence[int]], seeds: Sequence[int], sampling: Sampling) -> Callable[[], list[list[Answer]]]:
-        """Starts to sample answers to each prompt. Returns a function that waits for them, in the order of the prompts."""
-        pending = self.sampler.call("generate", SamplerRole.generate_share, put_on_nodes(list(prompts)), list(seeds), sampling)
+    def start_sample(
+        self, prompts: Sequence[Sequence[int]], seeds: Sequence[int], sampling: Sampling
+    ) -> Callable[[], list[list[Answer]]]:
+        """Starts to sample answers to each prompt. Returns a function that waits for them, in the order of
+        the prompts."""
+        pending = self.sampler.call(
+            "generate", SamplerRole.generate_share, put_on_nodes(list(prompts)), list(seeds), sampling
+        )
         return lambda: in_order(pending.wait(self.timeout))
 
-    def stream(self, prompts: Sequence[Sequence[int]], seeds: Sequence[int], sampling: Sampling) -> Iterator[tuple[int, list[Answer]]]:
-        """Yields the answers of `start_sample`, prompt by prompt in the order in which they are finished, with the prompt's index."""
-        return self.sampler.stream("generate", self.timeout, SamplerRole.stream_share, put_on_nodes(list(prompts)), list(seeds), sampling)
+    def stream(
+        self, prompts: Sequence[Sequence[int]], seeds: Sequence[int], sampling: Sampling
+    ) -> Iterator[tuple[int, list[Answer]]]:
+        """Yields the answers of `start_sample`, prompt by prompt in the order in which they are finished,
+        with the prompt's index."""
+        return self.sampler.stream(
+            "generate",
+            self.timeout,
+            SamplerRole.stream_share,
+            put_on_nodes(list(prompts)),
+            list(seeds),
+            sampling,
+        )
 
-    def start_score(self, rollouts: Sequence[Rollout], rewards: Rewards | None, allowed_failures: int) -> Callable[[], Scores]:
-        """Starts all models on the same documents, and, without `rewards`, the requests to other sources; then sends what training will
-        read. Returns a function that waits for the scores."""
-        documents, scoring = put_on_nodes([rollout.document for rollout in rollouts]), Turns(self.in_turn)
-        pending = {} if self.one_update else {"old_logprobs": scoring.start(self.actor, "score", Actor.logprobs, documents)}
+    def start_score(
+        self, rollouts: Sequence[Rollout], rewards: Rewards | None, allowed_failures: int
+    ) -> Callable[[], Scores]:
+        """Starts all models on the same documents, and, without `rewards`, the requests to other sources;
+        then sends what training will read. Returns a function that waits for the scores."""
+        documents = put_on_nodes([rollout.document for rollout in rollouts])
+        scoring = Turns(self.in_turn)
+        pending = (
+            {}
+            if self.one_update
+            else {"old_logprobs": scoring.start(self.actor, "score", Actor.logprobs, documents)}
+        )
         if self.reference is not None:
             pending["ref_logprobs"] = scoring.start(self.reference, "score", Reference.logprobs, documents)
         if self.reference_in_actor:
@@ -144,7 +183,11 @@ class Fleet:
         if self.critic is not None and cut:
             ended = put_on_nodes([rollouts[i].document for i in cut])
             pending["end_values"] = scoring.start(self.critic, "score", Critic.end_values, ended)
-        wait_rewards = (lambda: rewards) if rewards is not None else self._start_reward(rollouts, documents, allowed_failures, scoring)
+        wait_rewards = (
+            (lambda: rewards)
+            if rewards is not None
+            else self._start_reward(rollouts, documents, allowed_failures, scoring)
+        )
         lists = {"document": documents}
         if self.weighs_sampler:
             lists["sampler_logprobs"] = put_on_nodes([rollout.sampler_logprobs for rollout in rollouts])
@@ -157,27 +200,38 @@ class Fleet:
             end_values = np.zeros(len(rollouts), np.float32) if self.bootstraps else None
             if end_values is not None and cut:
                 end_values[cut] = np.concatenate(scored["end_values"])
-            logprobs, ref_logprobs, values = (scored.get(name) for name in ("old_logprobs", "ref_logprobs", "values"))
+            logprobs, ref_logprobs, values = (
+                scored.get(name) for name in ("old_logprobs", "ref_logprobs", "values")
+            )
             return Scores(logprobs, ref_logprobs, values, known, [stored], end_values)
 
         return wait
 
     def reward(self, rollouts: Sequence[Rollout], allowed_failures: int) -> Rewards:
-        """Returns the rewards of all sources. Raises RewardsFailed when one leaves more than `allowed_failures` answers without."""
+        """Returns the rewards of all sources. Raises RewardsFailed when one leaves more than
+        `allowed_failures` answers without."""
         documents = put_on_nodes([rollout.document for rollout in rollouts])
         return self._start_reward(rollouts, documents, allowed_failures, Turns(self.in_turn))()
 
-    def _start_reward(self, rollouts: Sequence[Rollout], documents: Any, allowed: int, scoring: Turns) -> Callable[[], Rewards]:
+    def _start_reward(
+        self, rollouts: Sequence[Rollout], documents: Any, allowed: int, scoring: Turns
+    ) -> Callable[[], Rewards]:
         wanted = self.clients.wanted | ({"responses"} if self.own_tokens else set())
         texts = samples(rollouts, self.decode_all, wanted) if self.clients or self.own_tokens else []
         ended = with_own_ends(texts, rollouts) if self.own_tokens else []
         given = {title: put_on_nodes(writer.documents(ended)) for title, writer in self.own_tokens.items()}
         # All start, then one wait.
-        models = {title: scoring.start(group, "score", Reward.scores, given.get(title, documents)) for title, group in self.rewards.items()}
+        models = {
+            title: scoring.start(group, "score", Reward.scores, given.get(title, documents))
+            for title, group in self.rewards.items()
+        }
         pending_rewards = self.clients.start(texts, allowed) if self.clients else {}
 
         def wait() -> Rewards:
-            scored = {title: np.concatenate(in_order(pending.wait(self.timeout))) for title, pending in models.items()}
+            scored = {
+                title: np.concatenate(in_order(pending.wait(self.timeout)))
+                for title, pending in models.items()
+            }
             known = [rollout.own for rollout in rollouts if rollout.own is not None]
             if self.environment is not None:
                 scored[self.environment] = np.array([own.reward for own in known])
@@ -196,8 +250,9 @@ class Fleet:
         beside: Callable[[], None] = lambda: None,
         stored: Sequence[Part] = (),
     ) -> Steps:
-        """Trains the roles named in `updates`, side by side or in turn; calls `beside` while they work. `stored`: as in `Scores`, what the
-        nodes have and need not be sent again. Returns metrics of all of them, and log-probs of all ranks."""
+        """Trains the roles named in `updates`, side by side or in turn; calls `beside` while they work.
+        `stored`: as in `Scores`, what the nodes have and need not be sent again. Returns metrics of all of
+        them, and log-probs of all ranks."""
         groups = [group for group in self.trained if group.name in updates]
         sent = by_reference(experience, stored, sum(group.world_size for group in groups))
         shared = put_on_nodes(sent.experience)
@@ -214,7 +269,10 @@ class Fleet:
         by_role += [start(group).wait(self.timeout) for group in groups[len(begun) :]]
         steps = zip(*(ranks[0].metrics for ranks in by_role), strict=True)
         logprobs = {i: values for ranks in by_role for rank in ranks for i, values in rank.logprobs}
-        return Steps([dict(pair for metrics in step for pair in metrics.items()) for step in steps], sorted(logprobs.items()))
+        return Steps(
+            [dict(pair for metrics in step for pair in metrics.items()) for step in steps],
+            sorted(logprobs.items()),
+        )
 
     @property
     def trained(self) -> list[WorkerGroup]:
@@ -228,7 +286,8 @@ class Fleet:
         return sum(self.machine.shapes[group.name].weight_bytes // width for group in self.trained)
 
     def sleep(self, keep_weights: bool) -> None:
-        """Makes the engines free their GPUs for the models. `keep_weights` must be true unless `sync_weights` follows on `wake`."""
+        """Makes the engines free their GPUs for the models. `keep_weights` must be true unless `sync_weights`
+        follows on `wake`."""
         self.sampler.call("sleep", SamplerRole.sleep, keep_weights or self.adapters_alone).wait(self.timeout)
 
     def wake(self) -> None:
@@ -237,27 +296,50 @@ class Fleet:
         self.sampler.call("wake", SamplerRole.wake).wait(self.timeout)
 
     def release_memory(self) -> None:
-        """Frees memory that only the allocators of the models' processes hold, for other processes on their GPUs."""
+        """Frees memory that only the allocators of the models' processes hold, for other processes on their
+        GPUs."""
         wait_all([group.call("release memory", ModelRole.release) for group in self.models], self.timeout)
 
     def open_channel(self) -> None:
-        """Opens the route for weights, once: CUDA IPC where engines share the actor's GPUs, else NCCL or host memory."""
-        engines = [gpu for gpus in self.sampler.call("start", SamplerRole.gpu_uuids).wait(self.timeout) for gpu in gpus]
+        """Opens the route for weights, once: CUDA IPC where engines share the actor's GPUs, else NCCL or host
+        memory."""
+        engines = [
+            gpu
+            for gpus in self.sampler.call("start", SamplerRole.gpu_uuids).wait(self.timeout)
+            for gpu in gpus
+        ]
         trainer = self.actor.call("start", ModelRole.gpu_uuid).wait(self.timeout)
         route = choose_route(trainer, engines)
         key = secrets.token_bytes(16)
-        sockets = self.actor.call("start", Actor.open_listener, key).wait(self.timeout) if route.kind == "gpus" else []
+        sockets = (
+            self.actor.call("start", Actor.open_listener, key).wait(self.timeout)
+            if route.kind == "gpus"
+            else []
+        )
         by_gpu = {gpu: socket for gpu, socket in zip(trainer, sockets, strict=False) if gpu is not None}
-        rendezvous = Rendezvous(self.actor.store_address(route.source, self.timeout), by_gpu, key, self.timeout)
+        rendezvous = Rendezvous(
+            self.actor.store_address(route.source, self.timeout), by_gpu, key, self.timeout
+        )
         opening = [
-            self.actor.call("open the weight channel", Actor.open_channel, route, rendezvous, [engines.count(gpu) for gpu in trainer]),
+            self.actor.call(
+                "open the weight channel",
+                Actor.open_channel,
+                route,
+                rendezvous,
+                [engines.count(gpu) for gpu in trainer],
+            ),
             self.sampler.call("open the weight channel", SamplerRole.open_channel, route, rendezvous),
         ]
         wait_all(opening, self.timeout)
-        print(f"{'adapters' if self.adapters_alone else 'weights'} go to {len(engines)} engine processes by {route.kind}", flush=True)
+        print(
+            f"{'adapters' if self.adapters_alone else 'weights'} go to {len(engines)} engine processes by"
+            f" {route.kind}",
+            flush=True,
+        )
 
     def sync_weights(self, version: int = 0) -> None:
-        """Sends the actor's weights to every engine. `version`: what answers say of the tokens that these will sample."""
+        """Sends the actor's weights to every engine. `version`: what answers say of the tokens that these
+        will sample."""
         if self.engines is not None and self.background is not None:
             self.engines.version = version
             for rank in range(self.sampler.world_size):  # before a collective that would wait for it
@@ -299,7 +381,8 @@ class Fleet:
                 self.revive()
 
     def revive(self) -> None:
-        """Starts engines anew that have died, sends all engines the weights, and lets them take requests again."""
+        """Starts engines anew that have died, sends all engines the weights, and lets them take requests
+        again."""
         assert self.engines is not None and self.background is not None
         dead = sorted(self.engines.dead)
         if not dead:
@@ -313,20 +396,28 @@ class Fleet:
     def probe(self, documents: Sequence[Document], synced: bool = True) -> Probe:
         """Compares the log-probs of engines and trainer on fixed documents.
 
-        Raises WeightsDiffer beyond the bound; EngineDiffers where they still have the weights that each has loaded (not `synced`). The
-        bound is `MARGIN` times what rounding in the formats of both moves the trainer's own log-probs (rounding.py).
+        Raises WeightsDiffer beyond the bound; EngineDiffers where they still have the weights that each has
+        loaded (not `synced`). The bound is `MARGIN` times what rounding in the formats of both moves the
+        trainer's own log-probs (rounding.py).
 
-        Experts are chosen by products that engine and trainer round in bf16 in different orders: a few tokens go to another one,
-        and their log-probs may differ by a nat. There a model with experts is held to the bound at nine of ten tokens.
+        Experts are chosen by products that engine and trainer round in bf16 in different orders: a few tokens
+        go to another one, and their log-probs may differ by a nat. There a model with experts is held to the
+        bound at nine of ten tokens.
         """
         trainer = self.actor.call("probe", Actor.probe, list(documents))
-        engines = self.sampler.call("probe", SamplerRole.prompt_logprobs, [document.tokens for document in documents]).wait(self.timeout)
+        engines = self.sampler.call(
+            "probe", SamplerRole.prompt_logprobs, [document.tokens for document in documents]
+        ).wait(self.timeout)
         plain, moved = (in_order(scored) for scored in zip(*trainer.wait(self.timeout), strict=True))
         gaps = np.concatenate([_gaps(engine, plain) for engine in engines])
         if not len(gaps):  # prompts of one token have nothing to compare
             return Probe(0.0, 0.0)
-        experts = self.dtype == "bfloat16" and self.machine is not None and self.machine.shapes["actor"].experts
-        of_rounding, found = (float(np.quantile(each, 0.9) if experts else each.max()) for each in (_gaps(moved, plain), gaps))
+        experts = (
+            self.dtype == "bfloat16" and self.machine is not None and self.machine.shapes["actor"].experts
+        )
+        of_rounding, found = (
+            float(np.quantile(each, 0.9) if experts else each.max()) for each in (_gaps(moved, plain), gaps)
+        )
         bound = max(NOISE_FREE[self.dtype], MARGIN * of_rounding)
         check_gap(found, bound, bool(experts), synced)
         return Probe(found, bound)
@@ -334,28 +425,44 @@ class Fleet:
     @property
     def models(self) -> list[WorkerGroup]:
         """Returns the groups of all models; the sampler's is not one of them."""
-        return [group for group in (self.actor, self.reference, *self.rewards.values(), self.critic) if group is not None]
+        return [
+            group
+            for group in (self.actor, self.reference, *self.rewards.values(), self.critic)
+            if group is not None
+        ]
 
     def survey(self) -> Machine:
-        """Returns sizes and GPUs of all roles, and measures the actor's GPU; call it when nothing else runs."""
-        shapes = {group.name: group.call("start", ModelRole.shape).wait(self.timeout)[0] for group in self.models}
-        gpus = {group.name: group.call("start", ModelRole.gpu_uuid).wait(self.timeout) for group in self.models}
+        """Returns sizes and GPUs of all roles, and measures the actor's GPU; call it when nothing else
+        runs."""
+        shapes = {
+            group.name: group.call("start", ModelRole.shape).wait(self.timeout)[0] for group in self.models
+        }
+        gpus = {
+            group.name: group.call("start", ModelRole.gpu_uuid).wait(self.timeout) for group in self.models
+        }
         engines = self.sampler.call("start", SamplerRole.gpu_uuids).wait(self.timeout)
         gpus["sampler"] = [gpu for engine in engines for gpu in engine]
         ceilings = self.actor.call("start", Actor.ceilings).wait(self.timeout)[0]
         assert ceilings is not None, "the first rank measures"
         named = {role: [gpu or "host" for gpu in held] for role, held in gpus.items()}
-        return Machine(shapes | {"sampler": shapes["actor"]}, named, len(engines[0]) // self.pipeline_stages, ceilings)
+        return Machine(
+            shapes | {"sampler": shapes["actor"]}, named, len(engines[0]) // self.pipeline_stages, ceilings
+        )
 
     def forget_seconds(self) -> None:
         """Leaves the work so far out of the next `iteration_metrics`."""
         for group in (*self.models, self.sampler):
             group.take_seconds()
 
-    def iteration_metrics(self, rollouts: Sequence[Rollout], trained: Sequence[str], passes: int, seconds: float) -> dict[str, float]:
-        """Returns metrics of an iteration of `seconds`: floors of its phases; those of the last sync; for each model the peak GiB allocated
-        and reserved, and those reserved now; each role's seconds of work by phase, and the share of time in which it waited."""
-        metrics = floors(rollouts, trained, passes, self.machine, self.scorings) if self.machine is not None else {}
+    def iteration_metrics(
+        self, rollouts: Sequence[Rollout], trained: Sequence[str], passes: int, seconds: float
+    ) -> dict[str, float]:
+        """Returns metrics of an iteration of `seconds`: floors of its phases; those of the last sync; for
+        each model the peak GiB allocated and reserved, and those reserved now; each role's seconds of work by
+        phase, and the share of time in which it waited."""
+        metrics = (
+            floors(rollouts, trained, passes, self.machine, self.scorings) if self.machine is not None else {}
+        )
         metrics |= self.synced
         memory = wait_all([group.call("look", ModelRole.memory) for group in self.models], self.timeout)
         for group, by_rank in zip(self.models, memory, strict=True):
@@ -364,7 +471,9 @@ class Fleet:
             metrics |= dict(zip(names, gib, strict=True)) if any(gib) else {}
         for group in (*self.models, self.sampler):
             spent = group.take_seconds()
-            metrics |= {f"work/{group.name}/{phase.replace(' ', '_')}": taken for phase, taken in spent.items()}
+            metrics |= {
+                f"work/{group.name}/{phase.replace(' ', '_')}": taken for phase, taken in spent.items()
+            }
             metrics[f"wait/{group.name}"] = max(0.0, 1 - sum(spent.values()) / seconds)
         if self.drafts:
             tokens, steps = np.sum(self.sampler.call("look", SamplerRole.sampled).wait(self.timeout), 0)
@@ -375,16 +484,24 @@ class Fleet:
         """Has the roles write their parts (`state_files`) beside the next iterations."""
         for group in self.trained:
             (folder / group.name).mkdir()
-        wait_all([group.call("save", Trained.save_state, str(folder / group.name)) for group in self.trained], self.timeout)
+        wait_all(
+            [group.call("save", Trained.save_state, str(folder / group.name)) for group in self.trained],
+            self.timeout,
+        )
 
     def state_files(self) -> list[str]:
-        return [f"{group.name}/{rank_file(rank)}" for group in self.trained for rank in range(group.world_size)]
+        return [
+            f"{group.name}/{rank_file(rank)}" for group in self.trained for rank in range(group.world_size)
+        ]
 
     def finish_saving(self) -> None:
         wait_all([group.call("save", Trained.finish_saving) for group in self.trained], self.timeout)
 
     def load_state(self, folder: Path) -> None:
-        wait_all([group.call("resume", Trained.load_state, str(folder / group.name)) for group in self.trained], self.timeout)
+        wait_all(
+            [group.call("resume", Trained.load_state, str(folder / group.name)) for group in self.trained],
+            self.timeout,
+        )
 
     def try_export(self, folder: Path) -> None:
         self.actor.call("try to export", Actor.try_export, str(folder)).wait(self.timeout)
@@ -394,31 +511,37 @@ class Fleet:
 
 
 def without_failed(rewards: Rewards, rollouts: Sequence[Rollout], failure: str, allowed: int) -> Rewards:
-    """Returns the rewards without those of failed episodes, whatever other sources said of what there is of these. Raises RewardsFailed
-    when more than `allowed` are left without."""
+    """Returns the rewards without those of failed episodes, whatever other sources said of what there is of
+    these. Raises RewardsFailed when more than `allowed` are left without."""
     failed = np.array([rollout.own is not None and bool(rollout.own.failure) for rollout in rollouts])
     kept = {title: np.where(failed, np.nan, values) for title, values in rewards.by_source.items()}
-    found = Rewards(kept, {title: f"an episode failed: {failure}" for title in kept} | rewards.errors, rewards.steps)
+    found = Rewards(
+        kept, {title: f"an episode failed: {failure}" for title in kept} | rewards.errors, rewards.steps
+    )
     found.check(allowed)
     return found
 
 
 def _gaps(found: Sequence[Any], expected: Sequence[np.ndarray]) -> np.ndarray:
     """Returns |differences| of log-probs of all documents; a first token has none."""
-    return np.concatenate([np.abs(np.asarray(got) - want)[1:] for got, want in zip(found, expected, strict=True)])
+    return np.concatenate(
+        [np.abs(np.asarray(got) - want)[1:] for got, want in zip(found, expected, strict=True)]
+    )
 
 
 def check_gap(gap: float, tolerance: float, most: bool = False, synced: bool = True) -> None:
-    """Raises an error when log-probs of engine and trainer differ by more than `tolerance` (or are nan); `most`: at nine of ten tokens.
-    WeightsDiffer after a weight sync (`synced`), EngineDiffers before any."""
+    """Raises an error when log-probs of engine and trainer differ by more than `tolerance` (or are nan);
+    `most`: at nine of ten tokens. WeightsDiffer after a weight sync (`synced`), EngineDiffers before any."""
     if gap <= tolerance:
         return
     differ = (
-        f"vLLM's log-probs differ from the trainer's by up to {gap:.3g}{' at nine of ten tokens' if most else ''} (allowed {tolerance:.3g})"
+        "vLLM's log-probs differ from the trainer's by up to"
+        f" {gap:.3g}{' at nine of ten tokens' if most else ''} (allowed {tolerance:.3g})"
     )
     if synced:
         raise WeightsDiffer(f"after a weight sync {differ}: the engine does not hold the actor's weights")
     raise EngineDiffers(
-        f"before any weight sync {differ}, both on the checkpoint of the actor: this version of vLLM computes the model in another way "
-        "than transformers does, no weight sync is at fault; install a version of vLLM that supports the model, or train another one"
+        f"before any weight sync {differ}, both on the checkpoint of the actor: this version of vLLM computes"
+        " the model in another way than transformers does, no weight sync is at fault; install a version of"
+        " vLLM that supports the model, or train another one"
     )

@@ -1,4 +1,5 @@
-"""Runs one PPO iteration: samples, scores, credits, optimises, sends the weights to vLLM. `train.py` has the loop."""
+"""Runs one PPO iteration: samples, scores, credits, optimises, sends the weights to vLLM. `train.py` has the
+loop."""
 
 from __future__ import annotations
 
@@ -22,7 +23,8 @@ from rlhf_core.stages.ppo.sampling.collector import Collector
 
 
 class Schedule(NamedTuple):
-    """The training schedule of one iteration: optimiser steps of one pass over the rollout, passes, and each role's learning rates.
+    """The training schedule of one iteration: optimiser steps of one pass over the rollout, passes, and each
+    role's learning rates.
 
     Roles that do not train in this iteration, or do not exist, have no entry in `rates`.
     """
@@ -34,8 +36,8 @@ class Schedule(NamedTuple):
 
 
 class Carried(NamedTuple):
-    """Holds what an iteration takes from the one before: the position in the order of prompts, the running statistics of rewards, and its
-    answers if they were sampled ahead."""
+    """Holds what an iteration takes from the one before: the position in the order of prompts, the running
+    statistics of rewards, and its answers if they were sampled ahead."""
 
     position: int
     statistics: Mapping[str, Running]
@@ -43,8 +45,8 @@ class Carried(NamedTuple):
 
 
 class Iteration(NamedTuple):
-    """Holds the metrics of an iteration, the mean KL per token (nats) of its rollout, what the next one takes over, and its rollouts with
-    their rewards."""
+    """Holds the metrics of an iteration, the mean KL per token (nats) of its rollout, what the next one takes
+    over, and its rollouts with their rewards."""
 
     metrics: dict[str, float]
     kl: float
@@ -62,15 +64,20 @@ def ppo_iteration(
     last: bool = False,
     collector: Collector | None = None,
 ) -> Iteration:
-    """Samples answers (or takes them from the collector), scores them with all models and reward sources, credits each token, trains, and
-    publishes the actor.
+    """Samples answers (or takes them from the collector), scores them with all models and reward sources,
+    credits each token, trains, and publishes the actor.
 
     `last`: no iteration follows whose answers could be sampled ahead.
     """
-    config, phases = setup.config, dict[str, float]()
+    config = setup.config
+    phases = dict[str, float]()
     start = time.monotonic()
     with _phase(phases, "generate"):
-        sampled = taken(fleet, collector) if collector else carried.ahead or sample(fleet, setup, carried.position, carried.statistics)
+        sampled = (
+            taken(fleet, collector)
+            if collector
+            else carried.ahead or sample(fleet, setup, carried.position, carried.statistics)
+        )
         rollouts = sampled.rollouts
     pending = start_sample(fleet, setup, sampled.position) if config.max_staleness == 1 and not last else None
     if fleet.sleeps:
@@ -87,13 +94,18 @@ def ppo_iteration(
 
     def measure() -> None:
         if scores.logprobs:
-            measured.append(divergence(rollouts, scores.logprobs, scores.ref_logprobs, credited.usable, kl_coef, config))
+            measured.append(
+                divergence(rollouts, scores.logprobs, scores.ref_logprobs, credited.usable, kl_coef, config)
+            )
 
     with _phase(phases, "train"):
         batches = minibatches(credited.usable, schedule)
         updates = {
             # Fewer answers: fewer batches.
-            role: [Update(batch, rate, kl_coef, credited.value_clip) for batch, rate in zip(batches, rates, strict=False)]
+            role: [
+                Update(batch, rate, kl_coef, credited.value_clip)
+                for batch, rate in zip(batches, rates, strict=False)
+            ]
             for role, rates in schedule.rates.items()
         }
         steps, logprobs = fleet.train(credited.experience, updates, measure, scores.stored)
@@ -123,7 +135,9 @@ def ppo_iteration(
     metrics["tokens"] = float(sum(len(r.document.tokens) for r in rollouts))
     metrics |= {f"phase/{name}": seconds for name, seconds in phases.items()}
     metrics |= fleet.iteration_metrics(rollouts, list(updates), schedule.max_epochs, time.monotonic() - start)
-    return Iteration(metrics, diverged.kl, Carried(sampled.position, statistics, ahead), rollouts, scores.rewards)
+    return Iteration(
+        metrics, diverged.kl, Carried(sampled.position, statistics, ahead), rollouts, scores.rewards
+    )
 
 
 def step_means(steps: Sequence[Mapping[str, float]]) -> dict[str, float]:
@@ -137,14 +151,21 @@ def actor_metrics(steps: Sequence[Mapping[str, float]], config: PPO) -> dict[str
     """Returns the ratios at the actor's first step, none where no step had a token to train on; with
     `sampler_is: mask` also how many steps had none."""
     taken = [step for step in steps if "policy/ratio" in step]
-    metrics = {f"policy/first_{name}": step[f"policy/{name}"] for step in taken[:1] for name in ("ratio", "ratio_gap")}
+    metrics = {
+        f"policy/first_{name}": step[f"policy/{name}"]
+        for step in taken[:1]
+        for name in ("ratio", "ratio_gap")
+    }
     if config.sampler_is == "mask":
         metrics["policy/empty_steps"] = float(len(steps) - len(taken))
     return metrics
 
 
-def divergence_of(rollouts: Sequence[Rollout], scores: Scores, logprobs: Scored, kl_coef: float, config: PPO) -> Divergence:
-    """Returns the divergence of the rollouts that were trained on, from the log-probs of the training pass."""
+def divergence_of(
+    rollouts: Sequence[Rollout], scores: Scores, logprobs: Scored, kl_coef: float, config: PPO
+) -> Divergence:
+    """Returns the divergence of the rollouts that were trained on, from the log-probs of the training
+    pass."""
     chosen = [i for i, _ in logprobs]
     references = [scores.ref_logprobs[i] for i in chosen] if scores.ref_logprobs else None
     known = [values for _, values in logprobs]
@@ -159,7 +180,8 @@ def taken(fleet: Fleet, collector: Collector) -> Sampled:
 
 
 def minibatches(usable: Sequence[int], schedule: Schedule) -> list[list[int]]:
-    """Shuffles the usable rollouts once per epoch, by a seed, and cuts each order into optimiser steps of (nearly) equal size."""
+    """Shuffles the usable rollouts once per epoch, by a seed, and cuts each order into optimiser steps of
+    (nearly) equal size."""
     batches: list[list[int]] = []
     for epoch in range(schedule.max_epochs):
         order = list(usable)
@@ -172,14 +194,19 @@ def minibatches(usable: Sequence[int], schedule: Schedule) -> list[list[int]]:
 
 @contextmanager
 def _phase(phases: dict[str, float], name: str) -> Iterator[None]:
-    """Adds the wall seconds of a phase. Each ends with a wait for its workers' results, so no work is counted in the next. Sampling ahead
-    and scoring that overlap other phases count only while they are waited for."""
+    """Adds the wall seconds of a phase. Each ends with a wait for its workers' results, so no work is counted
+    in the next. Sampling ahead and scoring that overlap other phases count only while they are waited for."""
     start = time.monotonic()
     yield
     phases[name] = phases.get(name, 0.0) + time.monotonic() - start
 
 
 def episode_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
-    """Means over episodes of an environment: answers, attempts, seconds of the environment's own; none without one."""
+    """Means over episodes of an environment: answers, attempts, seconds of the environment's own; none
+    without one."""
     own = [rollout.own for rollout in rollouts if rollout.own is not None]
-    return {f"environment/{name}": sum(getattr(o, name) for o in own) / len(own) for name in ("turns", "attempts", "seconds") if own}
+    return {
+        f"environment/{name}": sum(getattr(o, name) for o in own) / len(own)
+        for name in ("turns", "attempts", "seconds")
+        if own
+    }

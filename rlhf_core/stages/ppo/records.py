@@ -1,4 +1,5 @@
-"""Defines the records of the PPO process: Rollout (one sampled answer) -> Scores (of all models) -> Experience (to train on).
+"""Defines the records of the PPO process: Rollout (one sampled answer) -> Scores (of all models) ->
+Experience (to train on).
 
 `stored` and `restored` are for resume states, `shown` is for readers.
 """
@@ -17,9 +18,10 @@ from rlhf_core.rewards.clients import Rewards
 
 
 class Own(NamedTuple):
-    """What an environment says of an episode. `reward`: of all answers, nan where every attempt failed (`failure`: how the last one did).
-    `early` (T,): what the answers before the last have of it, each at its last token; None where they have nothing. `ended`: whether the
-    last answer has its end, also where a limit cut the episode after it."""
+    """What an environment says of an episode. `reward`: of all answers, nan where every attempt failed
+    (`failure`: how the last one did). `early` (T,): what the answers before the last have of it, each at its
+    last token; None where they have nothing. `ended`: whether the last answer has its end, also where a limit
+    cut the episode after it."""
 
     reward: float
     early: np.ndarray | None
@@ -32,9 +34,10 @@ class Own(NamedTuple):
 
 @dataclass(frozen=True)
 class Rollout:
-    """Holds one answer, or one episode of an environment. `sampler_logprobs` (T,) is aligned with the document's tokens, 0 off the mask;
-    `finished`: no limit of tokens, turns or time cut it. `versions`: pairs (first token, version of the weights from there on), where
-    these changed while engines answered. Of an episode `messages` has the whole conversation, and `own` what the environment says of it."""
+    """Holds one answer, or one episode of an environment. `sampler_logprobs` (T,) is aligned with the
+    document's tokens, 0 off the mask; `finished`: no limit of tokens, turns or time cut it. `versions`: pairs
+    (first token, version of the weights from there on), where these changed while engines answered. Of an
+    episode `messages` has the whole conversation, and `own` what the environment says of it."""
 
     prompt: Prompt
     document: Document
@@ -51,7 +54,8 @@ class Rollout:
 
     def ages(self, version: int) -> np.ndarray:
         """Returns for each sampled token how many updates its weights are behind `version`."""
-        starts, sampled = [start for start, _ in self.versions], np.flatnonzero(self.document.mask)
+        starts = [start for start, _ in self.versions]
+        sampled = np.flatnonzero(self.document.mask)
         which = np.searchsorted(starts, sampled, side="right") - 1
         return version - np.array([known for _, known in self.versions])[which]
 
@@ -61,7 +65,11 @@ def stored(rollout: Rollout) -> dict[str, Any]:
     mask = rollout.document.mask_array
     borders = np.flatnonzero(np.diff(mask, prepend=False, append=False))  # where answers begin and end
     row = {"tokens": list(rollout.document.tokens), "answers": borders.tolist(), "finished": rollout.finished}
-    row |= {"prompt": len(rollout.prompt.tokens), "logprobs": rollout.sampler_logprobs[mask].tolist(), "versions": list(rollout.versions)}
+    row |= {
+        "prompt": len(rollout.prompt.tokens),
+        "logprobs": rollout.sampler_logprobs[mask].tolist(),
+        "versions": list(rollout.versions),
+    }
     if rollout.own is None:
         return row
     early = None if rollout.own.early is None else rollout.own.early.tolist()
@@ -84,17 +92,23 @@ def restored(row: Mapping[str, Any], prompt: Prompt, experts: np.ndarray | None)
     own = Own(**row["own"])
     early = None if own.early is None else np.array(own.early, np.float32)
     own = own._replace(early=early, reward=np.nan if own.reward is None else own.reward)
-    prompt = Prompt(tuple(row["prompt_messages"]), row["tokens"][: row["prompt"]], prompt.row, row["truncated"])
+    prompt = Prompt(
+        tuple(row["prompt_messages"]), row["tokens"][: row["prompt"]], prompt.row, row["truncated"]
+    )
     return Rollout(prompt, document, logprobs, row["finished"], row["messages"], own, versions)
 
 
-def shown(rollouts: Sequence[Rollout], rewards: Rewards, decode: Callable[[Sequence[int], bool], str]) -> Iterator[dict[str, Any]]:
+def shown(
+    rollouts: Sequence[Rollout], rewards: Rewards, decode: Callable[[Sequence[int], bool], str]
+) -> Iterator[dict[str, Any]]:
     """Yields rollouts for readers: texts and rewards; a failed reward is None."""
     for i, found in enumerate(rollouts):
         given = {title: float(values[i]) for title, values in rewards.by_source.items()}
         row: dict[str, Any]
         if found.own is not None:
-            row = {"messages": list(found.messages), "turns": found.own.turns} | ({"failure": f} if (f := found.own.failure) else {})
+            row = {"messages": list(found.messages), "turns": found.own.turns} | (
+                {"failure": f} if (f := found.own.failure) else {}
+            )
         else:
             row = {"prompt": list(found.prompt.messages), "response": decode(found.answer, True)}
         row["finished"] = found.finished
@@ -102,8 +116,9 @@ def shown(rollouts: Sequence[Rollout], rewards: Rewards, decode: Callable[[Seque
 
 
 class Part(NamedTuple):
-    """Holds references to what the nodes have of `size` rollouts, by field of Experience: in `lists` to a list in their order, in `scored`
-    to the results of the ranks of a group, which are pairs (index, array) and the seconds of the work."""
+    """Holds references to what the nodes have of `size` rollouts, by field of Experience: in `lists` to a
+    list in their order, in `scored` to the results of the ranks of a group, which are pairs (index, array)
+    and the seconds of the work."""
 
     size: int
     lists: Mapping[str, Any]
@@ -112,10 +127,11 @@ class Part(NamedTuple):
 
 @dataclass(frozen=True)
 class Scores:
-    """Holds what models and reward sources computed for each rollout: per-token (T,) arrays by document. None without the model, and for
-    the actor where the training pass computes its log-probs. `stored`: references to what the nodes have of the rollouts, in parts that
-    follow each other. `end_values` (N,): the critic's value of each whole document that a limit cut, 0 of the others; None unless the
-    recipe asks for them (`bootstrap_truncated`)."""
+    """Holds what models and reward sources computed for each rollout: per-token (T,) arrays by document. None
+    without the model, and for the actor where the training pass computes its log-probs. `stored`: references
+    to what the nodes have of the rollouts, in parts that follow each other. `end_values` (N,): the critic's
+    value of each whole document that a limit cut, 0 of the others; None unless the recipe asks for them
+    (`bootstrap_truncated`)."""
 
     logprobs: list[np.ndarray] | None
     ref_logprobs: list[np.ndarray] | None
@@ -127,9 +143,10 @@ class Scores:
 
 @dataclass(frozen=True)
 class Experience:
-    """Holds one rollout to train on; arrays (T,), aligned with the document's tokens. `advantages` may be one number, that of all response
-    tokens. Without `old_logprobs` these are those of the training pass itself; without a critic `values` and `returns`, without a KL in
-    the loss `ref_logprobs`, and without importance weights `sampler_logprobs` are None."""
+    """Holds one rollout to train on; arrays (T,), aligned with the document's tokens. `advantages` may be one
+    number, that of all response tokens. Without `old_logprobs` these are those of the training pass itself;
+    without a critic `values` and `returns`, without a KL in the loss `ref_logprobs`, and without importance
+    weights `sampler_logprobs` are None."""
 
     document: Document
     old_logprobs: np.ndarray | None

@@ -1,6 +1,8 @@
-"""Passes experience to the ranks that train: by reference what the nodes already have, so that nothing is sent to a node twice.
+"""Passes experience to the ranks that train: by reference what the nodes already have, so that nothing is
+sent to a node twice.
 
-Documents and the sampler's log-probs are put on the nodes while models score. What models computed is where their ranks stored it.
+Documents and the sampler's log-probs are put on the nodes while models score. What models computed is where
+their ranks stored it.
 """
 
 from __future__ import annotations
@@ -23,7 +25,8 @@ MOST = 20_000  # references in the calls of all ranks, of which the driver passe
 
 
 class Place(NamedTuple):
-    """Says what a reference holds: a field of the rollouts from index `start` on, as in `scored` or as in `lists` of `Part`."""
+    """Says what a reference holds: a field of the rollouts from index `start` on, as in `scored` or as in
+    `lists` of `Part`."""
 
     field: str
     start: int
@@ -39,35 +42,56 @@ class Sent(NamedTuple):
 
     def read_by(self, role: str) -> tuple[list[Place], list[Any]]:
         """Returns places and references of what a role trains on."""
-        pairs = [pair for pair in zip(self.places, self.references, strict=True) if pair[0].field in READ[role]]
+        pairs = [
+            pair for pair in zip(self.places, self.references, strict=True) if pair[0].field in READ[role]
+        ]
         return [place for place, _ in pairs], [reference for _, reference in pairs]
 
 
 def by_reference(experience: Sequence[Experience], parts: Sequence[Part], ranks: int) -> Sent:
-    """Takes out of experience what all of `parts`, which follow each other, have; what it does not have itself stays away. Nothing where
-    too many references would go to the `ranks`, as with hundreds of ranks that score many parts."""
-    assert not parts or sum(part.size for part in parts) == len(experience), "parts are not those of the experience"
+    """Takes out of experience what all of `parts`, which follow each other, have; what it does not have
+    itself stays away. Nothing where too many references would go to the `ranks`, as with hundreds of ranks
+    that score many parts."""
+    assert not parts or sum(part.size for part in parts) == len(experience), (
+        "parts are not those of the experience"
+    )
     held: list[tuple[Place, Any]] = []
     start = 0
     for part in parts:
         held += [(Place(field, start, False), reference) for field, reference in part.lists.items()]
-        held += [(Place(field, start, True), reference) for field, results in part.scored.items() for reference in results]
+        held += [
+            (Place(field, start, True), reference)
+            for field, results in part.scored.items()
+            for reference in results
+        ]
         start += part.size
-    held = [(place, reference) for place, reference in held if getattr(experience[0], place.field) is not None]
+    held = [
+        (place, reference) for place, reference in held if getattr(experience[0], place.field) is not None
+    ]
     if not held or len(held) * ranks > MOST:
         return Sent(list(experience), [], [])
     empty: dict[str, Any] = {place.field: EMPTY if place.field == "document" else None for place, _ in held}
-    return Sent([replace(one, **empty) for one in experience], [place for place, _ in held], [reference for _, reference in held])
+    return Sent(
+        [replace(one, **empty) for one in experience],
+        [place for place, _ in held],
+        [reference for _, reference in held],
+    )
 
 
-def joined(experience: Sequence[Experience], places: Sequence[Place], stored: Sequence[Any]) -> list[Experience]:
-    """Puts what the references held back into experience, in place of nothing. Arrays are not copied: they cannot be written to."""
+def joined(
+    experience: Sequence[Experience], places: Sequence[Place], stored: Sequence[Any]
+) -> list[Experience]:
+    """Puts what the references held back into experience, in place of nothing. Arrays are not copied: they
+    cannot be written to."""
     columns: dict[str, list[Any]] = {place.field: [None] * len(experience) for place in places}
     for place, found in zip(places, stored, strict=True):
         for i, value in found[0] if place.scored else enumerate(found):
             columns[place.field][place.start + i] = value
     rows = zip(*columns.values(), strict=True)
-    whole = [replace(one, **dict(zip(columns, row, strict=True))) for one, row in zip(experience, rows, strict=True)]
+    whole = [
+        replace(one, **dict(zip(columns, row, strict=True)))
+        for one, row in zip(experience, rows, strict=True)
+    ]
     for one in whole:
         arrays = [values for values in vars(one).values() if isinstance(values, np.ndarray)]
         assert all(len(array) == len(one.document) for array in arrays), "arrays are of other documents"

@@ -1,7 +1,9 @@
-"""Computes the shortest possible time of an iteration: its floating-point operations and bytes over the ceilings of the GPUs.
+"""Computes the shortest possible time of an iteration: its floating-point operations and bytes over the
+ceilings of the GPUs.
 
-2N operations a token for a forward pass of N parameters, 6N for training (Kaplan et al. 2020, section 2.1; attention's own products and
-recomputation are left out). The ceilings are measured at start, on the actor's GPU: a large matrix product and a large copy.
+2N operations a token for a forward pass of N parameters, 6N for training (Kaplan et al. 2020, section 2.1;
+attention's own products and recomputation are left out). The ceilings are measured at start, on the actor's
+GPU: a large matrix product and a large copy.
 """
 
 from __future__ import annotations
@@ -18,20 +20,23 @@ from rlhf_core.forecast.seconds import busiest
 from rlhf_core.hub.model_config import num_experts
 from rlhf_core.stages.ppo.records import Rollout
 
-MATMUL, COPY = 8192, 1 << 30  # on a GPU: rows of a square matrix; bytes
-CPU_MATMUL, CPU_COPY = 512, 1 << 24
+MATMUL = 8192
+COPY = 1 << 30  # on a GPU: rows of a square matrix; bytes
+CPU_MATMUL = 512
+CPU_COPY = 1 << 24
 
 
 class Ceilings(NamedTuple):
-    """Holds what a GPU can do: FLOP/s of matrix products in the training dtype, bytes/s of its memory (read and written both counted)."""
+    """Holds what a GPU can do: FLOP/s of matrix products in the training dtype, bytes/s of its memory (read
+    and written both counted)."""
 
     flops: float
     bandwidth: float
 
 
 class Shape(NamedTuple):
-    """Holds sizes of one model: parameters that compute a token (of experts only those it is sent to), bytes of all weights, bytes of keys
-    and values of one token, and whether it has experts."""
+    """Holds sizes of one model: parameters that compute a token (of experts only those it is sent to), bytes
+    of all weights, bytes of keys and values of one token, and whether it has experts."""
 
     parameters: int
     weight_bytes: int
@@ -51,13 +56,22 @@ class Machine(NamedTuple):
 def shape_of(model: PreTrainedModel) -> Shape:
     config = model.config
     experts = num_experts(config)
-    parameters = [(name, getattr(p, "ds_numel", p.numel()), p.element_size()) for name, p in model.named_parameters()]
-    met = getattr(config, "num_experts_per_tok", experts) / experts if experts else 1.0  # share of its experts that a token is sent to
+    parameters = [
+        (name, getattr(p, "ds_numel", p.numel()), p.element_size()) for name, p in model.named_parameters()
+    ]
+    # share of its experts that a token is sent to
+    met = getattr(config, "num_experts_per_tok", experts) / experts if experts else 1.0
     idle = (1 - met) * sum(n for name, n, _ in parameters if ".experts." in name)
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    count, weight_bytes = sum(n for _, n, _ in parameters), sum(n * width for _, n, width in parameters)
-    return Shape(count - int(idle), weight_bytes, 2 * config.num_hidden_layers * heads * size * parameters[0][2], bool(experts))
+    count = sum(n for _, n, _ in parameters)
+    weight_bytes = sum(n * width for _, n, width in parameters)
+    return Shape(
+        count - int(idle),
+        weight_bytes,
+        2 * config.num_hidden_layers * heads * size * parameters[0][2],
+        bool(experts),
+    )
 
 
 def measure_ceilings(device: torch.device, dtype: torch.dtype) -> Ceilings:
@@ -78,18 +92,26 @@ def measure_ceilings(device: torch.device, dtype: torch.dtype) -> Ceilings:
             seconds.append(time.perf_counter() - start)
         return min(seconds)
 
-    return Ceilings(2 * rows**3 / best(lambda: matrix @ matrix), 2 * size / best(lambda: target.copy_(source)))
+    return Ceilings(
+        2 * rows**3 / best(lambda: matrix @ matrix), 2 * size / best(lambda: target.copy_(source))
+    )
 
 
 def floors(
-    rollouts: Sequence[Rollout], trained: Sequence[str], passes: int, machine: Machine, scorings: Mapping[str, int]
+    rollouts: Sequence[Rollout],
+    trained: Sequence[str],
+    passes: int,
+    machine: Machine,
+    scorings: Mapping[str, int],
 ) -> dict[str, float]:
-    """Returns the seconds that each phase takes at least, as `floor/<phase>`. `passes`: times each rollout is trained on; `scorings`:
-    how often each role scores it.
+    """Returns the seconds that each phase takes at least, as `floor/<phase>`. `passes`: times each rollout is
+    trained on; `scorings`: how often each role scores it.
 
     The prompt of several answers counts once.
     """
-    tokens = _prompt_tokens(rollouts) + sum(len(rollout.document) - rollout.document.answer_start for rollout in rollouts)
+    tokens = _prompt_tokens(rollouts) + sum(
+        len(rollout.document) - rollout.document.answer_start for rollout in rollouts
+    )
     scoring = {role: 2 * machine.shapes[role].parameters * tokens * times for role, times in scorings.items()}
     training = {role: 6 * machine.shapes[role].parameters * tokens * passes for role in trained}
     return {
@@ -100,11 +122,20 @@ def floors(
 
 
 def _generate(rollouts: Sequence[Rollout], machine: Machine) -> float:
-    """Adds up the prompts' products, and a step for each token of the longest answer, which reads the weights and all keys and values."""
-    shape, gpus, (flops, bandwidth) = machine.shapes["sampler"], len(machine.gpus["sampler"]), machine.ceilings
+    """Adds up the prompts' products, and a step for each token of the longest answer, which reads the weights
+    and all keys and values."""
+    shape, gpus, (flops, bandwidth) = (
+        machine.shapes["sampler"],
+        len(machine.gpus["sampler"]),
+        machine.ceilings,
+    )
     said = [np.count_nonzero(rollout.document.mask) for rollout in rollouts]
     prompts = [len(rollout.document.mask) - length for rollout, length in zip(rollouts, said, strict=True)]
-    read = sum(length * (prompt + length / 2) for prompt, length in zip(prompts, said, strict=True)) * shape.kv_bytes / gpus
+    read = (
+        sum(length * (prompt + length / 2) for prompt, length in zip(prompts, said, strict=True))
+        * shape.kv_bytes
+        / gpus
+    )
     steps = max(said, default=0) * shape.weight_bytes / machine.engine_span
     decode = max((steps + read) / bandwidth, 2 * shape.parameters * sum(said) / gpus / flops)
     return 2 * shape.parameters * _prompt_tokens(rollouts) / gpus / flops + decode
@@ -112,4 +143,9 @@ def _generate(rollouts: Sequence[Rollout], machine: Machine) -> float:
 
 def _prompt_tokens(rollouts: Sequence[Rollout]) -> int:
     """Counts the tokens of the prompts, each prompt once."""
-    return sum(len(prompt) for prompt in {tuple(rollout.document.tokens[: rollout.document.answer_start]) for rollout in rollouts})
+    return sum(
+        len(prompt)
+        for prompt in {
+            tuple(rollout.document.tokens[: rollout.document.answer_start]) for rollout in rollouts
+        }
+    )

@@ -1,8 +1,10 @@
-"""Measures how far rounding may move a model's log-probs: a pass with noise of the size of rounding errors beside one without.
+"""Measures how far rounding may move a model's log-probs: a pass with noise of the size of rounding errors
+beside one without.
 
-Two programs that compute one model in other orders, or in other formats, round other sums. A rounding error is relative: its root mean
-square is about 0.4 of the format's unit roundoff (2^-8 for bf16, which has 8 bits of precision). Each decoder layer gets noise where its
-roundings are: in its branches, and in the sums of the residual stream.
+Two programs that compute one model in other orders, or in other formats, round other sums. A rounding error
+is relative: its root mean square is about 0.4 of the format's unit roundoff (2^-8 for bf16, which has 8 bits
+of precision). Each decoder layer gets noise where its roundings are: in its branches, and in the sums of the
+residual stream.
 """
 
 from __future__ import annotations
@@ -15,23 +17,29 @@ import torch
 from torch import Tensor, nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-UNIT = {"float32": 2.0**-24, "float16": 2.0**-11, "bfloat16": 2.0**-8, "fp8": 2.0**-4}  # unit roundoffs; fp8: e4m3
+# unit roundoffs; fp8: e4m3
+UNIT = {"float32": 2.0**-24, "float16": 2.0**-11, "bfloat16": 2.0**-8, "fp8": 2.0**-4}
 MEAN = 6**-0.5  # root mean square of an error over the unit roundoff, for mantissas of all sizes
-BRANCH, SUMS = 10, 2  # roundings of a layer: norms, projections, rotations, attention, activations; the sums of its two branches
-FP8_WEIGHTS, FP8_CACHE = 8, 2  # roundings that a format adds: weights and inputs of four projections; keys and values
+BRANCH = 10
+# roundings of a layer: norms, projections, rotations, attention, activations; the sums of its two branches
+SUMS = 2
+FP8_WEIGHTS = 8
+FP8_CACHE = 2  # roundings that a format adds: weights and inputs of four projections; keys and values
 
 
 class Noise(NamedTuple):
-    """Holds relative sizes of a layer's rounding errors: of what it adds to the residual stream, and of the stream."""
+    """Holds relative sizes of a layer's rounding errors: of what it adds to the residual stream, and of the
+    stream."""
 
     branch: float
     stream: float
 
 
 def noise_of(dtype: str, engine: Mapping[str, Any]) -> Noise:
-    """Returns the noise between a trainer of `dtype` and an engine of this dtype, each with its own errors. `engine`: vLLM's options, of
-    which `quantization` and `kv_cache_dtype` may name FP8."""
-    unit, fp8 = MEAN * UNIT[dtype], MEAN * UNIT["fp8"]
+    """Returns the noise between a trainer of `dtype` and an engine of this dtype, each with its own errors.
+    `engine`: vLLM's options, of which `quantization` and `kv_cache_dtype` may name FP8."""
+    unit = MEAN * UNIT[dtype]
+    fp8 = MEAN * UNIT["fp8"]
     branch = 2 * BRANCH * unit**2
     branch += FP8_WEIGHTS * fp8**2 if "fp8" in str(engine.get("quantization", "")) else 0.0
     branch += FP8_CACHE * fp8**2 if "fp8" in str(engine.get("kv_cache_dtype", "")) else 0.0
@@ -55,8 +63,12 @@ def noisy(model: nn.Module, noise: Noise) -> Iterator[None]:
         after: Tensor = output[0] if isinstance(output, tuple) else output
         if after.device not in generators:
             generators[after.device] = torch.Generator(after.device).manual_seed(0)
-        stream, branch = after.float(), (after - before).float()
-        sizes = (noise.stream**2 * stream.square().mean(-1, keepdim=True) + noise.branch**2 * branch.square().mean(-1, keepdim=True)).sqrt()
+        stream = after.float()
+        branch = (after - before).float()
+        sizes = (
+            noise.stream**2 * stream.square().mean(-1, keepdim=True)
+            + noise.branch**2 * branch.square().mean(-1, keepdim=True)
+        ).sqrt()
         drawn = torch.randn(stream.shape, generator=generators[after.device], device=after.device)
         moved = (stream + sizes * drawn).to(after.dtype)
         return (moved, *output[1:]) if isinstance(output, tuple) else moved

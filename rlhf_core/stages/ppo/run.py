@@ -1,4 +1,5 @@
-"""Starts PPO: reserves the cluster and starts a process for each rank; they import libraries while this process does the same."""
+"""Starts PPO: reserves the cluster and starts a process for each rank; they import libraries while this
+process does the same."""
 
 from __future__ import annotations
 
@@ -17,7 +18,8 @@ from rlhf_core.system.gc_pause import uncollected
 
 def run(request: StageRequest, run: RunDir) -> Outcome:
     """Runs the PPO stage (`train.train`). Raises ValueError for lengths beyond the actor's positions."""
-    begun, config = time.monotonic(), cast(PPO, request.config)
+    begun = time.monotonic()
+    config = cast(PPO, request.config)
     actor = request.inputs[config.actor]
     require_positions(actor, stored_config(actor), config.longest)
     try:
@@ -36,7 +38,9 @@ def start_processes(config: PPO) -> dict[str, WorkerGroup]:
     connect()
     reservation = reserve(arrange(config.placed, config.together), config.timeout)
     processes = sum(len(slots) for slots in reservation.slots.values())
-    print(f"starting {processes} processes, which import their libraries and then load their models", flush=True)
+    print(
+        f"starting {processes} processes, which import their libraries and then load their models", flush=True
+    )
     # Sampling has the machine to itself, unless it runs ahead; the others work two and two.
     alone = () if config.max_staleness else ("sampler",)
     groups = {
@@ -55,5 +59,8 @@ def start_processes(config: PPO) -> dict[str, WorkerGroup]:
         if name == "sampler":
             group.prepare("rlhf_core.rollout.sampler_role:prepare", config.vllm.kv_cache_gib)
         else:
-            group.prepare("rlhf_core.stages.ppo.roles.actor:prepare", name in ("actor", "critic") and uses_deepspeed(config))
+            group.prepare(
+                "rlhf_core.stages.ppo.roles.actor:prepare",
+                name in ("actor", "critic") and uses_deepspeed(config),
+            )
     return groups

@@ -1,5 +1,5 @@
-"""Turns the sum of all sources into the rewards that advantages are of: clips it, and adds penalties for length. `answers.py` filters
-groups by the same numbers."""
+"""Turns the sum of all sources into the rewards that advantages are of: clips it, and adds penalties for
+length. `answers.py` filters groups by the same numbers."""
 
 from __future__ import annotations
 
@@ -23,8 +23,11 @@ class Shaped(NamedTuple):
     metrics: dict[str, float]
 
 
-def shaped_rewards(rollouts: Sequence[Rollout], combined: Combined, config: PPO, of_cut: Tensor | float = 0.0) -> Shaped:
-    """Clips the sums to `reward_clip`, replaces those of truncated answers by `of_cut` with `bootstrap_truncated`, and adds penalties."""
+def shaped_rewards(
+    rollouts: Sequence[Rollout], combined: Combined, config: PPO, of_cut: Tensor | float = 0.0
+) -> Shaped:
+    """Clips the sums to `reward_clip`, replaces those of truncated answers by `of_cut` with
+    `bootstrap_truncated`, and adds penalties."""
     limit = config.reward_clip
     clipped = combined.rewards.clamp(-limit, limit)
     metrics = {"reward/clipped": float((combined.rewards.abs() > limit).float().mean())}
@@ -42,11 +45,14 @@ def truncated(rollouts: Sequence[Rollout]) -> Tensor:
 
 
 def penalties_of(rollouts: Sequence[Rollout], cut: Tensor, config: PPO) -> dict[str, Tensor]:
-    """Returns what is added to rewards, (B,) each, by the name of its metric. `cut` (B,): a limit ended the answer or episode."""
+    """Returns what is added to rewards, (B,) each, by the name of its metric. `cut` (B,): a limit ended the
+    answer or episode."""
     found = dict[str, Tensor]()
     if config.overlong_buffer:
         used = torch.tensor([len(rollout.document) - rollout.document.answer_start for rollout in rollouts])
-        limit, buffer, factor = config.generate_max_len, config.overlong_buffer, config.overlong_penalty
+        limit = config.generate_max_len
+        buffer = config.overlong_buffer
+        factor = config.overlong_penalty
         found["overlong"] = overlong_penalty(used, limit, buffer, factor)
     if config.truncated_penalty:
         found["truncated"] = -config.truncated_penalty * cut.float()

@@ -1,4 +1,5 @@
-"""Starts the roles in their processes: chooses the ZeRO stage of actor and critic, checks GPU memory, loads all models at the same time."""
+"""Starts the roles in their processes: chooses the ZeRO stage of actor and critic, checks GPU memory, loads
+all models at the same time."""
 
 from __future__ import annotations
 
@@ -15,7 +16,16 @@ from rlhf_core.config import PPO
 from rlhf_core.config.rewards import EnvironmentReward, FunctionReward, HttpReward, NoReward
 from rlhf_core.forecast.by_phase import host_doubts
 from rlhf_core.forecast.hardware import Gpu
-from rlhf_core.forecast.zero_stage import Chosen, doubt, peak_of_ppo, require_start, size_at, stage_of_ppo, stage_of_state, starts_of_ppo
+from rlhf_core.forecast.zero_stage import (
+    Chosen,
+    doubt,
+    peak_of_ppo,
+    require_start,
+    size_at,
+    stage_of_ppo,
+    stage_of_state,
+    starts_of_ppo,
+)
 from rlhf_core.rewards.clients import Clients, client_of
 from rlhf_core.rewards.own_tokens import OwnTokens
 from rlhf_core.rollout.sampler_role import SamplerRole
@@ -38,9 +48,10 @@ def start_fleet(
     own_tokens: Mapping[str, OwnTokens] = MappingProxyType({}),
     asking: Asking = Asking(),  # noqa: B008 it is a tuple
 ) -> Fleet:
-    """Starts all roles in their processes side by side and waits until each has loaded its model. `paths` gives each role's model;
-    `resumed_zero_stage`: the ZeRO stage of a resume state, used when the recipe says `auto`; `own_tokens`: of reward models with another
-    tokenizer, by title; `asking`: what asks engines for single answers."""
+    """Starts all roles in their processes side by side and waits until each has loaded its model. `paths`
+    gives each role's model; `resumed_zero_stage`: the ZeRO stage of a resume state, used when the recipe says
+    `auto`; `own_tokens`: of reward models with another tokenizer, by title; `asking`: what asks engines for
+    single answers."""
     rewards = {source.title: groups[f"reward:{source.title}"] for source in config.reward_models}
 
     def model(role: str) -> ModelSpec:
@@ -58,9 +69,11 @@ def start_fleet(
         spec = model(f"reward:{title}")
         return spec._replace(pad_token_id=own_tokens[title].pad_token_id) if title in own_tokens else spec
 
-    chosen = zero_stage_of(config, paths, groups, resumed_zero_stage)  # before anything is loaded, which it may refuse
+    # before anything is loaded, which it may refuse
+    chosen = zero_stage_of(config, paths, groups, resumed_zero_stage)
     read_only = {"offload": config.ref_reward_offload, "shard": config.ref_reward_shard}
-    as_the_actor = config.replays_routing and paths.get("reference") == paths["actor"]  # a KL that begins at 0
+    # a KL that begins at 0
+    as_the_actor = config.replays_routing and paths.get("reference") == paths["actor"]
     loading: list[Pending[RankReady]] = [
         groups["sampler"].build(
             SamplerRole,
@@ -72,14 +85,20 @@ def start_fleet(
             trust_remote_code=trust_remote_code,
             can_sleep=config.vllm.sleep,
             routing_replay=config.replays_routing,
-            adapter_rank=config.lora.rank if config.lora is not None and config.vllm.adapters == "alone" else 0,
+            adapter_rank=(
+                config.lora.rank if config.lora is not None and config.vllm.adapters == "alone" else 0
+            ),
         ),
         *(group.build(Reward, model=reward_model(title), **read_only) for title, group in rewards.items()),
     ]
     if "reference" in groups:
         loading.append(
             groups["reference"].build(
-                Reference, model=model("reference"), temperature=config.temperature, routing_replay=as_the_actor, **read_only
+                Reference,
+                model=model("reference"),
+                temperature=config.temperature,
+                routing_replay=as_the_actor,
+                **read_only,
             )
         )
     if config.reference_in_actor:
@@ -92,8 +111,12 @@ def start_fleet(
         print(f"waiting for {pending.role} to load {paths.get(pending.role, paths['actor'])}", flush=True)
         ranks = pending.wait(config.timeout)
         imports = max(up.imports for up in ranks)  # 0 where they are part of the loading
-        took = (f"imports {imports:.0f} s, " if imports else "") + f"loading {max(up.loading for up in ranks):.0f} s"
-        print(f"{pending.role} is up, process {', '.join(str(up.process) for up in ranks)}: {took}", flush=True)
+        took = (
+            f"imports {imports:.0f} s, " if imports else ""
+        ) + f"loading {max(up.loading for up in ranks):.0f} s"
+        print(
+            f"{pending.role} is up, process {', '.join(str(up.process) for up in ranks)}: {took}", flush=True
+        )
     others = other_nodes()
     fleet = Fleet(
         actor=groups["actor"],
@@ -103,9 +126,17 @@ def start_fleet(
         own_tokens=own_tokens,
         **asking._asdict(),
         no_reward=next((source.title for source in config.reward if isinstance(source, NoReward)), None),
-        environment=next((source.title for source in config.reward if isinstance(source, EnvironmentReward)), None),
+        environment=next(
+            (source.title for source in config.reward if isinstance(source, EnvironmentReward)), None
+        ),
         sampler=groups["sampler"],
-        clients=Clients([client_of(source, others) for source in config.reward if isinstance(source, FunctionReward | HttpReward)]),
+        clients=Clients(
+            [
+                client_of(source, others)
+                for source in config.reward
+                if isinstance(source, FunctionReward | HttpReward)
+            ]
+        ),
         decode_all=decoder(tokenizer),
         lengths=lengths_of(tokenizer),
         timeout=config.timeout,
@@ -129,17 +160,23 @@ def start_fleet(
     return fleet
 
 
-def zero_stage_of(config: PPO, paths: Mapping[str, str], groups: Mapping[str, WorkerGroup], resumed_zero_stage: int | None) -> Chosen:
-    """Returns the ZeRO stage of actor and critic: the recipe's, else by the smallest of their GPUs. Prints it, and doubts about memory.
+def zero_stage_of(
+    config: PPO, paths: Mapping[str, str], groups: Mapping[str, WorkerGroup], resumed_zero_stage: int | None
+) -> Chosen:
+    """Returns the ZeRO stage of actor and critic: the recipe's, else by the smallest of their GPUs. Prints
+    it, and doubts about memory.
 
     Raises MachineLacks when a GPU cannot hold all that is loaded onto it.
     """
-    sizes, gpu_bytes = None, 0
+    sizes = None
+    gpu_bytes = 0
     if config.actor_ranks.gpus:
         found = {name: size_at(paths[name]) for name in config.groups}
         known = {name: size for name, size in found.items() if size is not None}
         sizes = known if len(known) == len(found) else None
-        gpu_bytes = min(groups[name].gpu_bytes(config.timeout) for name in ("actor", "critic") if name in groups)
+        gpu_bytes = min(
+            groups[name].gpu_bytes(config.timeout) for name in ("actor", "critic") if name in groups
+        )
         for names, needed in starts_of_ppo(config, known):
             if needed > gpu_bytes:  # else no other group is asked
                 require_start(names, needed, min(groups[name].gpu_bytes(config.timeout) for name in names))
@@ -153,6 +190,7 @@ def zero_stage_of(config: PPO, paths: Mapping[str, str], groups: Mapping[str, Wo
         free: dict[str, int] = {}
         for name in ("actor", "critic"):  # other processes may still import their libraries
             free |= groups[name].free_hosts(config.timeout) if name in groups else {}
-        decided, nodes = config.model_copy(update={"zero_stage": chosen.stage}), {name: group.nodes for name, group in groups.items()}
+        decided = config.model_copy(update={"zero_stage": chosen.stage})
+        nodes = {name: group.nodes for name, group in groups.items()}
         print(host_doubts(decided, sizes, Gpu(gpu_bytes), nodes, free), end="", flush=True)
     return chosen

@@ -12,11 +12,13 @@ from rlhf_core.rewards.contract import Sample
 from rlhf_core.stages.ppo.records import Rollout
 
 Lengths = Callable[[Sequence[int]], list[int]]
-Decode = Callable[[Sequence[Sequence[int]], bool], list[str]]  # tokens of each text, whether special tokens are left out
+# tokens of each text, whether special tokens are left out
+Decode = Callable[[Sequence[Sequence[int]], bool], list[str]]
 
 
 def decoder(tokenizer: Any) -> Decode:
-    """Returns what decodes many texts, on all cores where the tokenizer can; the texts are those of `tokenizer.decode`."""
+    """Returns what decodes many texts, on all cores where the tokenizer can; the texts are those of
+    `tokenizer.decode`."""
     fast = getattr(tokenizer, "backend_tokenizer", None)
     if fast is None or getattr(tokenizer, "clean_up_tokenization_spaces", False):
         return lambda rows, skip: [str(tokenizer.decode(list(row), skip_special_tokens=skip)) for row in rows]
@@ -32,29 +34,44 @@ def lengths_of(tokenizer: Any) -> Lengths:
         return list(accumulate(len(stream.step(fast, token) or "") for token in tokens))
 
     def count_slowly(tokens: Sequence[int]) -> list[int]:
-        texts = (str(tokenizer.decode(list(tokens[: i + 1]), skip_special_tokens=True)) for i in range(len(tokens)))
+        texts = (
+            str(tokenizer.decode(list(tokens[: i + 1]), skip_special_tokens=True)) for i in range(len(tokens))
+        )
         return list(accumulate((len(text.rstrip("\ufffd")) for text in texts), max))
 
     return count_slowly if fast is None else count
 
 
 def with_own_ends(found: Sequence[Sample], rollouts: Sequence[Rollout]) -> list[Sample]:
-    """Returns `samples` that are finished where their text has its end, also of an episode that a limit cut after it: what writes them
-    anew puts an end token there, as the sampled tokens have."""
+    """Returns `samples` that are finished where their text has its end, also of an episode that a limit cut
+    after it: what writes them anew puts an end token there, as the sampled tokens have."""
     ended = [rollout.finished if rollout.own is None else rollout.own.ended for rollout in rollouts]
     return [sample._replace(finished=end) for sample, end in zip(found, ended, strict=True)]
 
 
 def samples(rollouts: Sequence[Rollout], decode: Decode, wanted: Collection[str]) -> list[Sample]:
-    """Returns rollouts as reward sources see them. Texts that are not in `wanted` (`responses`, `query`) are empty."""
+    """Returns rollouts as reward sources see them. Texts that are not in `wanted` (`responses`, `query`) are
+    empty."""
     nothing = [""] * len(rollouts)
-    responses = decode([[] if rollout.messages else rollout.answer for rollout in rollouts], True) if "responses" in wanted else nothing
-    queries = decode([rollout.document.tokens for rollout in rollouts], False) if "query" in wanted else nothing
+    responses = (
+        decode([[] if rollout.messages else rollout.answer for rollout in rollouts], True)
+        if "responses" in wanted
+        else nothing
+    )
+    queries = (
+        decode([rollout.document.tokens for rollout in rollouts], False) if "query" in wanted else nothing
+    )
     found = []
     for rollout, response, query in zip(rollouts, responses, queries, strict=True):
-        prompt, answer = rollout.prompt.messages, response
+        prompt = rollout.prompt.messages
+        answer = response
         if rollout.messages:
-            *before, last = rollout.messages if rollout.messages[-1]["role"] == "assistant" else (*rollout.messages, {"content": ""})
-            prompt, answer = tuple(before), last["content"]
+            *before, last = (
+                rollout.messages
+                if rollout.messages[-1]["role"] == "assistant"
+                else (*rollout.messages, {"content": ""})
+            )
+            prompt = tuple(before)
+            answer = last["content"]
         found.append(Sample(prompt, answer, rollout.prompt.row, rollout.finished, query))
     return found

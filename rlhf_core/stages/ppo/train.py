@@ -1,4 +1,5 @@
-"""Runs all PPO iterations, saves resume states and exports the checkpoint. `run.py` starts the processes first."""
+"""Runs all PPO iterations, saves resume states and exports the checkpoint. `run.py` starts the processes
+first."""
 
 from __future__ import annotations
 
@@ -57,13 +58,23 @@ from rlhf_core.system.files import link_tree, sync_to_disk
 from rlhf_core.training.engine import at, learning_rate
 from rlhf_core.training.ranks import EXPORT_TRIAL
 
-PROBE_DOCUMENTS, PROBE_TOKENS = 4, 128
+PROBE_DOCUMENTS = 4
+PROBE_TOKENS = 128
 KEPT_ROLLOUTS = 8  # of each iteration that is logged
-SHOWN = ("reward/mean", "kl/mean", "policy/first_ratio", "response/length", "phase/generate", "phase/score", "phase/train")
+SHOWN = (
+    "reward/mean",
+    "kl/mean",
+    "policy/first_ratio",
+    "response/length",
+    "phase/generate",
+    "phase/score",
+    "phase/train",
+)
 
 
 def train(request: StageRequest, run: RunDir, groups: Mapping[str, WorkerGroup], begun: float) -> Outcome:
-    """Trains the actor on its own samples; the output is `checkpoint`. A killed run continues after its last saved iteration.
+    """Trains the actor on its own samples; the output is `checkpoint`. A killed run continues after its last
+    saved iteration.
 
     `groups`: the processes of each role; `begun`: when the stage began, on the monotonic clock.
     """
@@ -78,28 +89,50 @@ def train(request: StageRequest, run: RunDir, groups: Mapping[str, WorkerGroup],
     data = load_prompts(config.prompts, renderer, config.prompt_max_len, request.seed)
     write_data_report(run, request.name, prompts=data.report)
     iterations = config.iterations(len(data.items))
-    if left := len(data.items) % config.rollout_batch_size:
+    left = len(data.items) % config.rollout_batch_size
+    if left:
         batch = f"{config.rollout_batch_size} (rollout_batch_size)"
-        print(f"each episode leaves out {left} of {len(data.items)} prompts, which fill no iteration of {batch}", flush=True)
+        print(
+            f"each episode leaves out {left} of {len(data.items)} prompts, which fill no iteration of"
+            f" {batch}",
+            flush=True,
+        )
     setup = setup_of(config, data.items, paths, renderer.stop_token_ids, request.seed)
-    held_out = load_validation(config, renderer, data.items, setup.terms, renderer.stop_token_ids, request.seed)
+    held_out = load_validation(
+        config, renderer, data.items, setup.terms, renderer.stop_token_ids, request.seed
+    )
     resume = resume_state.latest(run)
     resumed_zero_stage = resume_state.kept_zero_stage(run, layout_of(config))
     # Before any model is loaded: functions and environment may be wrong.
     try_rewards(config.reward, data.items[0], renderer)
     asked = start_asking(config, renderer, groups, data.items[0])
-    fleet = start_fleet(config, paths, tokenizer, request.seed, groups, request.trust_remote_code, resumed_zero_stage, own_tokens, asked)
+    fleet = start_fleet(
+        config,
+        paths,
+        tokenizer,
+        request.seed,
+        groups,
+        request.trust_remote_code,
+        resumed_zero_stage,
+        own_tokens,
+        asked,
+    )
     with closing(fleet):
         print(f"all roles are up after {time.monotonic() - begun:.0f} s", flush=True)
         fleet.try_export(run / EXPORT_TRIAL)
 
         first = resume.step if resume else 0
         kl = KLController(config.init_kl_coef, config.kl_target, config.kl_horizon)
-        carried, best = Carried(0, {}), None
-        named = (resume.loop["best"][0],) if resume and resume.loop.get("best") else ()  # bests of the last two states
+        carried = Carried(0, {})
+        best = None
+        # bests of the last two states
+        named = (resume.loop["best"][0],) if resume and resume.loop.get("best") else ()
         commit: resume_state.Commit | None = None
         found = fleet.probe(setup.probe, synced=False)  # before the first transfer; raises EngineDiffers
-        print(f"log-probs of vLLM and trainer differ by up to {found.gap:.2g}, {found.bound:.2g} are allowed", flush=True)
+        print(
+            f"log-probs of vLLM and trainer differ by up to {found.gap:.2g}, {found.bound:.2g} are allowed",
+            flush=True,
+        )
         if resume:
             fleet.load_state(resume.folder)
             fleet.sync_weights(updates_before(config, first))
@@ -113,10 +146,16 @@ def train(request: StageRequest, run: RunDir, groups: Mapping[str, WorkerGroup],
         if held_out and not resume:
             shutil.rmtree(run / BEST, ignore_errors=True)  # of an attempt without a resume state
             _, best = validated(fleet, held_out, run, 0, None)
-        collector = start_collector(fleet, setup, iterations, first, resume.folder if resume else None) if config.continuous else None
+        collector = (
+            start_collector(fleet, setup, iterations, first, resume.folder if resume else None)
+            if config.continuous
+            else None
+        )
         tracker = Tracker(run, iterations, first)
         print(f"iteration {first + 1} of {iterations} begins: its answers are sampled first", flush=True)
-        cadence = resume_state.Cadence(config.save_steps, config.save_minutes, run.path, 0 if config.lora else fleet.trained_parameters())
+        cadence = resume_state.Cadence(
+            config.save_steps, config.save_minutes, run.path, 0 if config.lora else fleet.trained_parameters()
+        )
         for step in range(first, iterations):
             done = step + 1
             schedule = schedule_of(config, step, iterations, request.seed)
@@ -124,24 +163,39 @@ def train(request: StageRequest, run: RunDir, groups: Mapping[str, WorkerGroup],
                 made = ppo_iteration(fleet, setup, carried, kl.coef, schedule, done == iterations, collector)
                 metrics, mean_kl, carried, rollouts, rewards = made
             kl = adapted(kl, config, step, mean_kl)
-            if held_out and ((done % config.eval_steps == 0 and done > config.freezing_actor_steps) or done == iterations):
+            if held_out and (
+                (done % config.eval_steps == 0 and done > config.freezing_actor_steps) or done == iterations
+            ):
                 validation, best = validated(fleet, held_out, run, done, best)
                 metrics |= validation
                 keep_best(run, {best.iteration, *named})
             stopped = best is not None and config.stop_when is not None and best.since >= config.stop_when
             if done % config.logging_steps == 0 or done == iterations or REWARD in metrics:
                 tracker.log(done, metrics, show=SHOWN)
-                write_rollouts(run / ROLLOUTS / f"iteration{done}.jsonl", islice(shown(rollouts, rewards, fleet.decode), KEPT_ROLLOUTS))
-            if done in config.export_at:  # first: a run that resumes after this iteration does not export again
+                write_rollouts(
+                    run / ROLLOUTS / f"iteration{done}.jsonl",
+                    islice(shown(rollouts, rewards, fleet.decode), KEPT_ROLLOUTS),
+                )
+            # first: a run that resumes after this iteration does not export again
+            if done in config.export_at:
                 export(fleet, run / EXPORTS / f"iteration{done}")
             if stopped:
-                print(f"stopped after iteration {done}: {config.stop_when} validations without a higher mean reward", flush=True)
+                print(
+                    f"stopped after iteration {done}: {config.stop_when} validations without a higher mean"
+                    " reward",
+                    flush=True,
+                )
                 break
             if done < iterations and cadence.due(done):
-                state = iteration_state(kl, carried) | {"layout": layout_of(config) | {"zero_stage": fleet.zero_stage}, "best": best}
+                state = iteration_state(kl, carried) | {
+                    "layout": layout_of(config) | {"zero_stage": fleet.zero_stage},
+                    "best": best,
+                }
                 finish_saving(fleet, commit)
                 write = partial(save_state, fleet, carried, collector)
-                commit = resume_state.save(run, done, config.keep_checkpoints, state, write, fleet.state_files())
+                commit = resume_state.save(
+                    run, done, config.keep_checkpoints, state, write, fleet.state_files()
+                )
                 cadence.saved()
                 if best:
                     named = (*named[-1:], best.iteration)
@@ -157,14 +211,23 @@ def train(request: StageRequest, run: RunDir, groups: Mapping[str, WorkerGroup],
         print(f"the checkpoint is that of iteration {best.iteration}, {told}", flush=True)
     else:
         export(fleet, run / "checkpoint")
-    outputs = {"checkpoint": "checkpoint", "data_report": JSON, ROLLOUTS: ROLLOUTS} | ({EXPORTS: EXPORTS} if config.export_at else {})
+    outputs = {"checkpoint": "checkpoint", "data_report": JSON, ROLLOUTS: ROLLOUTS} | (
+        {EXPORTS: EXPORTS} if config.export_at else {}
+    )
     outputs |= {VALIDATION: VALIDATION} if held_out else {}
-    means = {name: value for name, value in final_metrics(read_metrics(run.path)).items() if not name.startswith("eval/")}
+    means = {
+        name: value
+        for name, value in final_metrics(read_metrics(run.path)).items()
+        if not name.startswith("eval/")
+    }
     return Outcome(means | of_best | data.report.metrics("data"), outputs)
 
 
-def validated(fleet: Fleet, held_out: Validation, run: RunDir, iteration: int, best: Best | None) -> tuple[dict[str, float], Best]:
-    """Validates the actor after an iteration, and exports it if it is the best so far. Returns metrics and the best."""
+def validated(
+    fleet: Fleet, held_out: Validation, run: RunDir, iteration: int, best: Best | None
+) -> tuple[dict[str, float], Best]:
+    """Validates the actor after an iteration, and exports it if it is the best so far. Returns metrics and
+    the best."""
     start = time.monotonic()
     metrics = validate(fleet, held_out, run, iteration)
     best = Best(iteration, metrics) if best is None else best.after(iteration, metrics)
@@ -179,15 +242,20 @@ def validated(fleet: Fleet, held_out: Validation, run: RunDir, iteration: int, b
 
 
 def chosen(fleet: Fleet, held_out: Validation, run: RunDir, best: Best, last: int) -> dict[str, float]:
-    """Returns the metrics of the best iteration: of its answers with fresh seeds as `eval/...`, and what it was chosen by, which is the
-    largest of all validations and so too good, as `selection/reward/...`. `last`: the iteration whose weights engines have."""
+    """Returns the metrics of the best iteration: of its answers with fresh seeds as `eval/...`, and what it
+    was chosen by, which is the largest of all validations and so too good, as `selection/reward/...`. `last`:
+    the iteration whose weights engines have."""
     if best.answered_again is not None:
         metrics = best.answered_again
     elif best.iteration == last:
         metrics = answer_again(fleet, held_out, run)
     else:
         metrics = answer_as(fleet, held_out, run, run / BEST / f"iteration{best.iteration}")
-    selection = {f"selection/{name.removeprefix('eval/')}": best.metrics[name] for name in (REWARD, LOW, HIGH) if name in best.metrics}
+    selection = {
+        f"selection/{name.removeprefix('eval/')}": best.metrics[name]
+        for name in (REWARD, LOW, HIGH)
+        if name in best.metrics
+    }
     return metrics | selection | {"eval/best_iteration": float(best.iteration)}
 
 
@@ -207,15 +275,24 @@ def finish_saving(fleet: Fleet, commit: resume_state.Commit | None) -> None:
         commit.wait()
 
 
-def start_asking(config: PPO, renderer: Renderer, groups: Mapping[str, WorkerGroup], prompt: Prompt) -> Asking:
-    """Starts what asks engines for single answers, where that is needed, and the processes of the environment, which is
-    tried with `prompt`. Raises ValueError when it cannot be made, or its code is wrong."""
+def start_asking(
+    config: PPO, renderer: Renderer, groups: Mapping[str, WorkerGroup], prompt: Prompt
+) -> Asking:
+    """Starts what asks engines for single answers, where that is needed, and the processes of the
+    environment, which is tried with `prompt`. Raises ValueError when it cannot be made, or its code is
+    wrong."""
     if config.environment is None and not config.continuous:
         return Asking()
-    background, engines = Background(), Engines(groups["sampler"], config.timeout)
+    background = Background()
+    engines = Engines(groups["sampler"], config.timeout)
     if config.environment is None:
         return Asking(background, engines)
-    limits = Limits(config.environment.max_turns, config.prompt_max_len, config.generate_max_len, config.environment.answer_max_len)
+    limits = Limits(
+        config.environment.max_turns,
+        config.prompt_max_len,
+        config.generate_max_len,
+        config.environment.answer_max_len,
+    )
     episodes = Episodes(config.environment, renderer, limits, background, engines)
     try_environment(config.environment, episodes, background, prompt, renderer)
     return Asking(background, engines, episodes)
@@ -227,8 +304,8 @@ def updates_before(config: PPO, iteration: int) -> int:
 
 
 def adapted(kl: KLController, config: PPO, iteration: int, mean_kl: float) -> KLController:
-    """Returns the KL controller after an iteration. Before the actor's first update the KL is nothing that training did, and changes
-    nothing."""
+    """Returns the KL controller after an iteration. Before the actor's first update the KL is nothing that
+    training did, and changes nothing."""
     if not updates_before(config, iteration):
         return kl
     return kl.update(mean_kl, config.rollout_batch_size * config.n_samples_per_prompt)
@@ -237,33 +314,54 @@ def adapted(kl: KLController, config: PPO, iteration: int, mean_kl: float) -> KL
 def start_collector(fleet: Fleet, setup: Setup, iterations: int, first: int, state: Path | None) -> Collector:
     """Starts to collect answers, for the iterations from `first` on; `state`: of a resumed run."""
     assert fleet.background is not None and fleet.engines is not None
-    known, updates = read_collected(state, setup.order) if state else None, updates_before(setup.config, first)
-    answer, staleness = answering(fleet, setup.sampling), setup.config.max_staleness
-    return Collector(fleet.background, answer, setup.order, staleness, iterations, first, updates, known, fleet.engines.died)
+    known = read_collected(state, setup.order) if state else None
+    updates = updates_before(setup.config, first)
+    answer = answering(fleet, setup.sampling)
+    staleness = setup.config.max_staleness
+    return Collector(
+        fleet.background,
+        answer,
+        setup.order,
+        staleness,
+        iterations,
+        first,
+        updates,
+        known,
+        fleet.engines.died,
+    )
 
 
 def export(fleet: Fleet, folder: Path) -> None:
-    """Writes the actor as a model, to the disk: a resume state counts on it. Replaces what an interrupted attempt left there."""
+    """Writes the actor as a model, to the disk: a resume state counts on it. Replaces what an interrupted
+    attempt left there."""
     shutil.rmtree(folder, ignore_errors=True)
     fleet.export_actor(folder)
     sync_to_disk(folder)
 
 
 def model_paths(config: PPO, inputs: Mapping[str, str]) -> dict[str, str]:
-    """Returns each role's model. Defaults: the critic starts from the first reward model, the reference is the actor's starting model."""
-    names = {"actor": config.actor} | ({"reference": config.reference or config.actor} if "reference" in config.groups else {})
+    """Returns each role's model. Defaults: the critic starts from the first reward model, the reference is
+    the actor's starting model."""
+    names = {"actor": config.actor} | (
+        {"reference": config.reference or config.actor} if "reference" in config.groups else {}
+    )
     names |= {f"reward:{source.title}": source.model for source in config.reward_models}
     if config.has_critic:
         names["critic"] = config.critic or config.reward_models[0].model
     return {role: inputs[name] for role, name in names.items()}
 
 
-def setup_of(config: PPO, prompts: Sequence[Prompt], paths: Mapping[str, str], stop_token_ids: Sequence[int], seed: int) -> Setup:
+def setup_of(
+    config: PPO, prompts: Sequence[Prompt], paths: Mapping[str, str], stop_token_ids: Sequence[int], seed: int
+) -> Setup:
     """Returns what stays the same over the iterations."""
     n = config.n_samples_per_prompt
     normalize: Literal["none", "stored"] = "stored" if config.normalize_reward else "none"
     terms = [term_of(source, paths.get(f"reward:{source.title}"), normalize) for source in config.reward]
-    probe = [Document(p.tokens[-PROBE_TOKENS:], [True] * len(p.tokens[-PROBE_TOKENS:])) for p in prompts[:PROBE_DOCUMENTS]]
+    probe = [
+        Document(p.tokens[-PROBE_TOKENS:], [True] * len(p.tokens[-PROBE_TOKENS:]))
+        for p in prompts[:PROBE_DOCUMENTS]
+    ]
     return Setup(
         config=config,
         order=PromptOrder(prompts, config.rollout_batch_size, seed),
@@ -275,14 +373,19 @@ def setup_of(config: PPO, prompts: Sequence[Prompt], paths: Mapping[str, str], s
 
 
 def schedule_of(config: PPO, step: int, iterations: int, seed: int) -> Schedule:
-    """Returns batches and learning rates of one iteration. The actor does not train in the first `freezing_actor_steps` iterations."""
+    """Returns batches and learning rates of one iteration. The actor does not train in the first
+    `freezing_actor_steps` iterations."""
     per_epoch = config.rollout_batch_size * config.n_samples_per_prompt // config.train_batch_size
     per_iteration = per_epoch * config.max_epochs
     frozen = config.freezing_actor_steps
 
     def rates(peak: float, first: int) -> list[float]:
-        total, now = (iterations - first) * per_iteration, (step - first) * per_iteration
-        return [learning_rate(now + k, total, peak, config.warmup_ratio, config.min_lr_ratio) for k in range(per_iteration)]
+        total = (iterations - first) * per_iteration
+        now = (step - first) * per_iteration
+        return [
+            learning_rate(now + k, total, peak, config.warmup_ratio, config.min_lr_ratio)
+            for k in range(per_iteration)
+        ]
 
     by_role = {"critic": rates(config.critic_learning_rate, 0)} if config.has_critic else {}
     by_role |= {"actor": rates(config.actor_learning_rate, frozen)} if step >= frozen else {}
@@ -290,26 +393,34 @@ def schedule_of(config: PPO, step: int, iterations: int, seed: int) -> Schedule:
 
 
 def iteration_state(kl: KLController, carried: Carried) -> dict[str, Any]:
-    """Returns KL coefficient, prompt position and running reward statistics as a JSON object for the resume state."""
-    return {"kl_coef": kl.coef, "position": carried.position, "statistics": {name: list(r) for name, r in carried.statistics.items()}}
+    """Returns KL coefficient, prompt position and running reward statistics as a JSON object for the resume
+    state."""
+    return {
+        "kl_coef": kl.coef,
+        "position": carried.position,
+        "statistics": {name: list(r) for name, r in carried.statistics.items()},
+    }
 
 
 def restore(kl: KLController, loop: Mapping[str, Any]) -> tuple[KLController, Carried]:
-    """Returns KL controller, prompt position and running reward statistics from a stored `iteration_state`."""
+    """Returns KL controller, prompt position and running reward statistics from a stored
+    `iteration_state`."""
     return replace(kl, coef=loop["kl_coef"]), Carried(
         loop["position"], {name: Running(*values) for name, values in loop["statistics"].items()}
     )
 
 
 def final_metrics(lines: Sequence[dict[str, Any]]) -> dict[str, float]:
-    """Computes means over the last fifth of the iterations, of a metric over those that have it, and the reward's rise from the first
-    fifth with its standard error."""
+    """Computes means over the last fifth of the iterations, of a metric over those that have it, and the
+    reward's rise from the first fifth with its standard error."""
     fifth = max(1, len(lines) // 5)
-    last, start = lines[-fifth:], lines[:fifth]
+    last = lines[-fifth:]
+    start = lines[:fifth]
     means = step_means(last)
     metrics = {name: value for name, value in means.items() if name not in ("step", "time")}
     before, after = ([line["reward/mean"] for line in part] for part in (start, last))
-    metrics["reward/first_fifth"], metrics["reward/last_fifth"] = sum(before) / len(before), sum(after) / len(after)
+    metrics["reward/first_fifth"] = sum(before) / len(before)
+    metrics["reward/last_fifth"] = sum(after) / len(after)
     metrics["reward/rise_standard_error"] = (_variance_of_mean(before) + _variance_of_mean(after)) ** 0.5
     return metrics | {"iterations": float(len(lines))}
 

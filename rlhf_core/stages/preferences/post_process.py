@@ -1,7 +1,8 @@
-"""Turns a round's sampled answers into rows by post-processor: pairs, labelled answers, the best, or all of them. Pure and torch-free.
+"""Turns a round's sampled answers into rows by post-processor: pairs, labelled answers, the best, or all of
+them. Pure and torch-free.
 
-A prompt that gives no row is dropped and counted. Answers whose reward failed (nan) are left out.
-Answers cut at the length limit are used in pairs only; the pair is marked, and training puts no end token after them.
+A prompt that gives no row is dropped and counted. Answers whose reward failed (nan) are left out. Answers cut
+at the length limit are used in pairs only; the pair is marked, and training puts no end token after them.
 """
 
 from __future__ import annotations
@@ -48,19 +49,30 @@ def post_process(
     finished: Sequence[Sequence[bool]],
     min_reward: float | None,
 ) -> Made:
-    """The rows of one round. `finished` is False for a cut answer, `min_reward` rejection sampling's threshold.
+    """The rows of one round. `finished` is False for a cut answer, `min_reward` rejection sampling's
+    threshold.
 
-    A prompt is dropped as `no_reward` when fewer of its answers have a reward than it takes: two where answers are compared, else one.
+    A prompt is dropped as `no_reward` when fewer of its answers have a reward than it takes: two where
+    answers are compared, else one.
     """
-    answers = [[Scored(*answer) for answer in zip(*group, strict=True)] for group in zip(texts, rewards, finished, strict=True)]
-    scored = [PromptGroup(p, [a for a in group if not math.isnan(a.reward)]) for p, group in zip(prompts, answers, strict=True)]
+    answers = [
+        [Scored(*answer) for answer in zip(*group, strict=True)]
+        for group in zip(texts, rewards, finished, strict=True)
+    ]
+    scored = [
+        PromptGroup(p, [a for a in group if not math.isnan(a.reward)])
+        for p, group in zip(prompts, answers, strict=True)
+    ]
     needed = 2 if post_processor in ("dpo", "kto") else 1
     enough = [group for group in scored if len(group.answers) >= needed]
     dropped = {"no_reward": len(scored) - len(enough)}
     if post_processor == "dpo":
         made = best_and_worst(enough)
     else:
-        whole = [PromptGroup(group.prompt, [answer for answer in group.answers if answer.finished]) for group in enough]
+        whole = [
+            PromptGroup(group.prompt, [answer for answer in group.answers if answer.finished])
+            for group in enough
+        ]
         kept = [group for group in whole if group.answers]
         dropped["no_whole_answer"] = len(enough) - len(kept)
         if post_processor == "kto":
@@ -68,16 +80,25 @@ def post_process(
         elif post_processor == "rejection_sampling":
             made = best(kept, min_reward)
         else:  # conditional SFT writes the reward of every answer into its prompt
-            made = Made([ScoredAnswer(prompt=group.prompt, response=a.text, reward=a.reward) for group in kept for a in group.answers], {})
+            made = Made(
+                [
+                    ScoredAnswer(prompt=group.prompt, response=a.text, reward=a.reward)
+                    for group in kept
+                    for a in group.answers
+                ],
+                {},
+            )
     return Made(made.rows, made.dropped | dropped)
 
 
 def best_and_worst(groups: Sequence[PromptGroup]) -> Made:
-    """The best answer of each prompt against its worst; prompts without a difference in score and text are dropped."""
+    """The best answer of each prompt against its worst; prompts without a difference in score and text are
+    dropped."""
     pairs: list[PreferencePair] = []
     dropped = {"equal_score": 0, "equal_text": 0}
     for prompt, answers in groups:
-        top, low = max(answers, key=REWARD), min(answers, key=REWARD)
+        top = max(answers, key=REWARD)
+        low = min(answers, key=REWARD)
         if top.reward == low.reward:
             dropped["equal_score"] += 1
         elif top.text == low.text:
@@ -90,10 +111,11 @@ def best_and_worst(groups: Sequence[PromptGroup]) -> Made:
 
 
 def labelled(groups: Sequence[PromptGroup]) -> Made:
-    """Every answer, desirable when it scores above the mean of the answers to its prompt, undesirable below it.
+    """Every answer, desirable when it scores above the mean of the answers to its prompt, undesirable below
+    it.
 
-    A prompt's own mean, because some prompts are easier than others. Answers at the mean are left out; prompts whose answers all
-    score the same are dropped.
+    A prompt's own mean, because some prompts are easier than others. Answers at the mean are left out;
+    prompts whose answers all score the same are dropped.
     """
     rows: list[LabelledAnswer] = []
     equal = 0
@@ -104,12 +126,15 @@ def labelled(groups: Sequence[PromptGroup]) -> Made:
             continue
         mean = sum(rewards) / len(rewards)
         above = [(answer, answer.reward > mean) for answer in answers if answer.reward != mean]
-        rows += [LabelledAnswer(prompt=prompt, response=a.text, reward=a.reward, label=label) for a, label in above]
+        rows += [
+            LabelledAnswer(prompt=prompt, response=a.text, reward=a.reward, label=label) for a, label in above
+        ]
     return Made(rows, {"equal_score": equal})
 
 
 def best(groups: Sequence[PromptGroup], min_reward: float | None) -> Made:
-    """The best of n (the first of equals); a prompt whose best answer scores below `min_reward` is dropped."""
+    """The best of n (the first of equals); a prompt whose best answer scores below `min_reward` is
+    dropped."""
     tops = [(prompt, max(answers, key=REWARD)) for prompt, answers in groups]
     kept = [(prompt, top) for prompt, top in tops if min_reward is None or top.reward >= min_reward]
     rows = [ScoredAnswer(prompt=prompt, response=top.text, reward=top.reward) for prompt, top in kept]

@@ -1,8 +1,10 @@
-"""Makes one round of training data: samples n answers for each prompt, scores them and turns them into rows (`post_processor`).
+"""Makes one round of training data: samples n answers for each prompt, scores them and turns them into rows
+(`post_processor`).
 
-A policy with rewards in its prompts (conditional SFT) gets the prompt for the best reward; rows and reward sources get plain prompts.
-Sampling and scoring run one after the other, so that each uses the whole device. Sampled answers are kept after a kill
-(sample_answers.py). The score of an answer is the weighted sum of its rewards; if any source fails, the answer is left out.
+A policy with rewards in its prompts (conditional SFT) gets the prompt for the best reward; rows and reward
+sources get plain prompts. Sampling and scoring run one after the other, so that each uses the whole device.
+Sampled answers are kept after a kill (sample_answers.py). The score of an answer is the weighted sum of its
+rewards; if any source fails, the answer is left out.
 """
 
 from __future__ import annotations
@@ -41,13 +43,18 @@ WHY_NONE = {
 
 
 def run(request: StageRequest, run: RunDir) -> Outcome:
-    """Writes `pairs.jsonl` for the post-processor dpo (`PreferencePair`), else `answers.jsonl` (`ScoredAnswer`, `LabelledAnswer`)."""
+    """Writes `pairs.jsonl` for the post-processor dpo (`PreferencePair`), else `answers.jsonl`
+    (`ScoredAnswer`, `LabelledAnswer`)."""
     config = cast(Preferences, request.config)
     terms_of(config.reward, request.inputs)  # what is missing is reported before any work
     policy = request.inputs[config.policy]
     require_positions(policy, stored_config(policy), config.prompt_max_len + config.generate_max_len)
     tokenizer = load_tokenizer(policy, request.trust_remote_code)
-    reward_models = {source.title: request.inputs[source.model] for source in config.reward if isinstance(source, ModelReward)}
+    reward_models = {
+        source.title: request.inputs[source.model]
+        for source in config.reward
+        if isinstance(source, ModelReward)
+    }
     own_tokens = writers(policy, reward_models, request.trust_remote_code)
     renderer = Renderer(tokenizer, config.prompts.template)
     data = load_prompts(config.prompts, renderer, config.prompt_max_len, request.seed)
@@ -57,29 +64,60 @@ def run(request: StageRequest, run: RunDir) -> Outcome:
     suffix = stored_suffix(policy)
     conditioned = Renderer(tokenizer, config.prompts.template, suffix)
     prompt_tokens = [
-        conditioned.prompt_within(prompt.messages, config.prompt_max_len)[0] if suffix else prompt.tokens for prompt in prompts
+        conditioned.prompt_within(prompt.messages, config.prompt_max_len)[0] if suffix else prompt.tokens
+        for prompt in prompts
     ]
     answers = answers_of_round(config, policy, prompt_tokens, renderer.stop_token_ids, request, run)
-    texts = [[tokenizer.decode(answer.tokens, skip_special_tokens=True) for answer in group] for group in answers]
+    texts = [
+        [tokenizer.decode(answer.tokens, skip_special_tokens=True) for answer in group] for group in answers
+    ]
 
     print("scoring the answers", flush=True)
-    documents = [_document(prompt, answer) for prompt, group in zip(prompts, answers, strict=True) for answer in group]
+    documents = [
+        _document(prompt, answer) for prompt, group in zip(prompts, answers, strict=True) for answer in group
+    ]
     samples = [
-        Sample(prompt.messages, text, prompt.row, answer.finished, str(tokenizer.decode(_document(prompt, answer).tokens)))
+        Sample(
+            prompt.messages,
+            text,
+            prompt.row,
+            answer.finished,
+            str(tokenizer.decode(_document(prompt, answer).tokens)),
+        )
         for prompt, group, said in zip(prompts, answers, texts, strict=True)
         for answer, text in zip(group, said, strict=True)
     ]
-    micro, limit, trust = config.micro_rollout_batch_size, config.max_failed_rewards, request.trust_remote_code
+    micro = config.micro_rollout_batch_size
+    limit = config.max_failed_rewards
+    trust = request.trust_remote_code
     scores_of = None
     if config.vllm.num_engines > 1:
         from rlhf_core.stages.preferences.score_answers import scores_on_ranks  # Ray's import takes seconds
 
         scores_of = partial(scores_on_ranks, config, trust_remote_code=trust)
-    combined = reward_batch(config.reward, request.inputs, documents, samples, limit, micro, trust, config.dtype, scores_of, own_tokens)
+    combined = reward_batch(
+        config.reward,
+        request.inputs,
+        documents,
+        samples,
+        limit,
+        micro,
+        trust,
+        config.dtype,
+        scores_of,
+        own_tokens,
+    )
     scores = combined.rewards.where(combined.scored, math.nan).view(len(prompts), -1).tolist()
 
     finished = [[answer.finished for answer in group] for group in answers]
-    made = post_process(config.post_processor, [prompt.messages for prompt in prompts], texts, scores, finished, config.min_reward)
+    made = post_process(
+        config.post_processor,
+        [prompt.messages for prompt in prompts],
+        texts,
+        scores,
+        finished,
+        config.min_reward,
+    )
     if not made.rows:
         raise ValueError(f"all {len(prompts)} prompts gave {WHY_NONE[config.post_processor]}")
     output = "pairs" if config.post_processor == "dpo" else "answers"
@@ -100,16 +138,19 @@ def run(request: StageRequest, run: RunDir) -> Outcome:
 
 
 def slice_of_round(prompts: Sequence[Prompt], first: int, count: int | None, seed: int) -> list[Prompt]:
-    """`count` prompts from position `first` of one seeded shuffle; a round beyond the end starts again at the front."""
+    """`count` prompts from position `first` of one seeded shuffle; a round beyond the end starts again at the
+    front."""
     order = list(range(len(prompts)))
     random.Random(seed).shuffle(order)
     return [prompts[order[(first + i) % len(order)]] for i in range(min(count or len(order), len(order)))]
 
 
 def reward_metrics(scores: Sequence[Sequence[float]]) -> dict[str, float]:
-    """What the weighed sums of each prompt's answers were, as they are compared and written; nan: no reward."""
+    """What the weighed sums of each prompt's answers were, as they are compared and written; nan: no
+    reward."""
     given = [[value for value in group if not math.isnan(value)] for group in scores]
-    flat, groups = [value for group in given for value in group], [group for group in given if group]
+    flat = [value for group in given for value in group]
+    groups = [group for group in given if group]
     return {
         "reward/mean": fmean(flat),
         "reward/std": pstdev(flat),

@@ -1,6 +1,8 @@
-"""Samples the answers of a round, by an engine in this process or by several on a Ray cluster, and writes each to disk at once.
+"""Samples the answers of a round, by an engine in this process or by several on a Ray cluster, and writes
+each to disk at once.
 
-A stage that starts again samples only the missing ones: `state/answers.jsonl` has a line for each prompt that is answered.
+A stage that starts again samples only the missing ones: `state/answers.jsonl` has a line for each prompt that
+is answered.
 """
 
 from __future__ import annotations
@@ -27,13 +29,24 @@ Answered = tuple[int, list[Answer]]
 
 
 def answers_of_round(
-    config: Preferences, policy: str, prompts: Sequence[list[int]], stop_token_ids: Sequence[int], request: StageRequest, run: RunDir
+    config: Preferences,
+    policy: str,
+    prompts: Sequence[list[int]],
+    stop_token_ids: Sequence[int],
+    request: StageRequest,
+    run: RunDir,
 ) -> list[list[Answer]]:
-    """Returns `n_samples_per_prompt` answers to each prompt, without log-probs. Seeds are a function of run, round and prompt."""
-    file, n = run / STATE / "answers.jsonl", config.n_samples_per_prompt
+    """Returns `n_samples_per_prompt` answers to each prompt, without log-probs. Seeds are a function of run,
+    round and prompt."""
+    file = run / STATE / "answers.jsonl"
+    n = config.n_samples_per_prompt
     found = _kept(file, n)
     missing = [i for i in range(len(prompts)) if i not in found]
-    print(f"sampling {n} answers to each of {len(prompts)} prompts" + (f", {len(found)} have theirs" if found else ""), flush=True)
+    print(
+        f"sampling {n} answers to each of {len(prompts)} prompts"
+        + (f", {len(found)} have theirs" if found else ""),
+        flush=True,
+    )
     if missing:
         seeds = [random.Random(f"{request.seed}-{config.first_prompt}-{i}").getrandbits(48) for i in missing]
         settings = {
@@ -44,17 +57,30 @@ def answers_of_round(
             "trust_remote_code": request.trust_remote_code,
         }
         how = Sampling.of(config, n, stop_token_ids, logprobs=False)
-        logged, tokens, done = time.monotonic(), 0, 0
-        with file.open("a") as out, closing(_sampled(config, policy, settings, [prompts[i] for i in missing], seeds, how)) as answered:
+        logged = time.monotonic()
+        tokens = 0
+        done = 0
+        with (
+            file.open("a") as out,
+            closing(
+                _sampled(config, policy, settings, [prompts[i] for i in missing], seeds, how)
+            ) as answered,
+        ):
             for place, group in answered:
                 # Copies: Ray's store has less space.
                 found[missing[place]] = [answer_of(answer.tokens, [], answer.finished) for answer in group]
-                out.write(json.dumps([missing[place], [[list(answer.tokens), answer.finished] for answer in group]]) + "\n")
+                out.write(
+                    json.dumps([missing[place], [[list(answer.tokens), answer.finished] for answer in group]])
+                    + "\n"
+                )
                 out.flush()
-                tokens, done = tokens + sum(len(answer.tokens) for answer in group), done + 1
+                tokens = tokens + sum(len(answer.tokens) for answer in group)
+                done = done + 1
                 if time.monotonic() - logged > PROGRESS_SECONDS:
                     logged = time.monotonic()
-                    print(f"sampled answers to {done} of {len(missing)} prompts, {tokens:,} tokens", flush=True)
+                    print(
+                        f"sampled answers to {done} of {len(missing)} prompts, {tokens:,} tokens", flush=True
+                    )
     return [found[i] for i in range(len(prompts))]
 
 
@@ -71,19 +97,32 @@ def _kept(file: Path, n: int) -> dict[int, list[Answer]]:
         if len(group) == n:
             found[prompt] = [answer_of(tokens, [], finished) for tokens, finished in group]
     if len(found) < len(lines):
-        rows = [[prompt, [[list(answer.tokens), answer.finished] for answer in group]] for prompt, group in found.items()]
+        rows = [
+            [prompt, [[list(answer.tokens), answer.finished] for answer in group]]
+            for prompt, group in found.items()
+        ]
         write_text(file, "".join(json.dumps(row) + "\n" for row in rows))
     return found
 
 
 def _sampled(
-    config: Preferences, policy: str, settings: dict[str, Any], prompts: Sequence[list[int]], seeds: Sequence[int], how: Sampling
+    config: Preferences,
+    policy: str,
+    settings: dict[str, Any],
+    prompts: Sequence[list[int]],
+    seeds: Sequence[int],
+    how: Sampling,
 ) -> Generator[Answered, None, None]:
-    """Yields the answers by one engine in this process, or by engines of a temporary Ray group, each on its own GPUs."""
+    """Yields the answers by one engine in this process, or by engines of a temporary Ray group, each on its
+    own GPUs."""
     if config.vllm.num_engines == config.vllm.pipeline_parallel_size == 1:
         sampler = Sampler(policy, **settings)
         try:
-            yield from sampler.stream(prompts, seeds, how._replace(seed_whole=torch.cuda.is_available() and not config.vllm.seed_answers))
+            yield from sampler.stream(
+                prompts,
+                seeds,
+                how._replace(seed_whole=torch.cuda.is_available() and not config.vllm.seed_answers),
+            )
         finally:
             sampler.close()
         return
@@ -94,6 +133,15 @@ def _sampled(
     engines = config.vllm
     prepare = ("rlhf_core.rollout.sampler_role:prepare", engines.kv_cache_gib)
     parts = {"span": engines.processes, "pipeline_stages": engines.pipeline_parallel_size}
-    with temporary_group("sampler", engines, engines.start_timeout, SamplerRole, prepare, **parts, model=policy, **settings) as group:
+    with temporary_group(
+        "sampler", engines, engines.start_timeout, SamplerRole, prepare, **parts, model=policy, **settings
+    ) as group:
         print(f"{group.world_size} engines are up", flush=True)
-        yield from group.stream("generate", SILENT_SECONDS, SamplerRole.stream_share, put_on_nodes(list(prompts)), list(seeds), how)
+        yield from group.stream(
+            "generate",
+            SILENT_SECONDS,
+            SamplerRole.stream_share,
+            put_on_nodes(list(prompts)),
+            list(seeds),
+            how,
+        )

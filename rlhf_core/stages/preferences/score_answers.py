@@ -21,8 +21,11 @@ PROGRESS_SECONDS = 15.0
 PASSES = 16  # of each process between two looks
 
 
-def scores_on_ranks(config: Preferences, path: str, documents: Sequence[Document], trust_remote_code: bool = False) -> list[float]:
-    """Returns the score at the last token of each document, in order. Every process of `config.vllm` loads the whole reward model."""
+def scores_on_ranks(
+    config: Preferences, path: str, documents: Sequence[Document], trust_remote_code: bool = False
+) -> list[float]:
+    """Returns the score at the last token of each document, in order. Every process of `config.vllm` loads
+    the whole reward model."""
     model = ModelSpec(
         path=path,
         dtype=dtype_of(path, config.dtype, trust_remote_code),
@@ -35,7 +38,9 @@ def scores_on_ranks(config: Preferences, path: str, documents: Sequence[Document
         size = PASSES * config.micro_rollout_batch_size * group.world_size
         logged = time.monotonic()
         for start in range(0, len(documents), size):
-            by_rank = group.call("score", Reward.scores, put_on_nodes(list(documents[start : start + size]))).wait(SILENT_SECONDS)
+            by_rank = group.call(
+                "score", Reward.scores, put_on_nodes(list(documents[start : start + size]))
+            ).wait(SILENT_SECONDS)
             scores += np.concatenate(in_order(by_rank)).tolist()
             if time.monotonic() - logged > PROGRESS_SECONDS:
                 logged = time.monotonic()

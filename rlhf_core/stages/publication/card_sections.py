@@ -1,4 +1,5 @@
-"""Writes the sections that cards of models and data sets share: gates, data, configuration. Names contain no path of this machine."""
+"""Writes the sections that cards of models and data sets share: gates, data, configuration. Names contain no
+path of this machine."""
 
 from __future__ import annotations
 
@@ -19,19 +20,23 @@ HIDDEN_KEYS = ("base_url", "url", "folder")  # names of this machine and its net
 
 
 def public_names(names: Iterable[str]) -> dict[str, str]:
-    """What an evaluation calls its models and judges -> what anyone may read: a place of this machine by its last component."""
+    """What an evaluation calls its models and judges -> what anyone may read: a place of this machine by its
+    last component."""
     found = dict.fromkeys(names)
     taken = {name for name in found if not _is_place(name)}
     public = {name: name for name in taken}
     for place in (name for name in found if _is_place(name)):
         short = shown(place)
-        public[place] = next(free for free in (short, *(f"{short}-{n}" for n in range(2, len(found) + 2))) if free not in taken)
+        public[place] = next(
+            free for free in (short, *(f"{short}-{n}" for n in range(2, len(found) + 2))) if free not in taken
+        )
         taken.add(public[place])
     return public
 
 
 def gate_section(gates: Sequence[Verdict]) -> list[str]:
-    """The gates of the stages behind what is published; nothing where there are none. Only gates that warn can have failed."""
+    """The gates of the stages behind what is published; nothing where there are none. Only gates that warn
+    can have failed."""
     rows = [
         (
             verdict.stage,
@@ -42,13 +47,27 @@ def gate_section(gates: Sequence[Verdict]) -> list[str]:
         )
         for verdict in gates
     ]
-    return ["## Gates\n", "Checks that ran on the stages before this was published.\n", table(GATE_COLUMNS, rows)] if rows else []
+    return (
+        [
+            "## Gates\n",
+            "Checks that ran on the stages before this was published.\n",
+            table(GATE_COLUMNS, rows),
+        ]
+        if rows
+        else []
+    )
 
 
 def data_sets(model: Ancestor) -> str:
     """The table of the data of every stage of a lineage."""
     rows = [
-        (stage.name, field, shown(source["path"]), source.get("split", ""), f"{100 * source.get('probability', 1.0):g}")
+        (
+            stage.name,
+            field,
+            shown(source["path"]),
+            source.get("split", ""),
+            f"{100 * source.get('probability', 1.0):g}",
+        )
         for stage, field, source in sources(model)
     ]
     if not rows:
@@ -66,7 +85,9 @@ def configuration(model: Ancestor) -> str:
         if stage.metrics:
             record["metrics"] = {_metric(key): float(f"{value:.6g}") for key, value in stage.metrics.items()}
         text = yaml.safe_dump(record, sort_keys=False, allow_unicode=True)
-        parts.append(f"<details><summary>{stage.name} ({stage.digest})</summary>\n\n```yaml\n{text}```\n\n</details>\n")
+        parts.append(
+            f"<details><summary>{stage.name} ({stage.digest})</summary>\n\n```yaml\n{text}```\n\n</details>\n"
+        )
     return "\n".join(parts) or "None is recorded.\n"
 
 

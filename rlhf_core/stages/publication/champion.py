@@ -1,8 +1,10 @@
-"""Keeps which published model of a recipe is in use, the champion: `champion.json` and the link `champion` beside the recipe's report, the
-branch `champion` of its repository on the Hub, and a copy of the record in the store.
+"""Keeps which published model of a recipe is in use, the champion: `champion.json` and the link `champion`
+beside the recipe's report, the branch `champion` of its repository on the Hub, and a copy of the record in
+the store.
 
-A move is first written down, then made on the Hub and in the store, and last counted: what is cut off in between is completed by the next
-command or run. The Hub moves a branch in one request (a tag cannot be moved, only deleted and made again), so it has one champion always.
+A move is first written down, then made on the Hub and in the store, and last counted: what is cut off in
+between is completed by the next command or run. The Hub moves a branch in one request (a tag cannot be moved,
+only deleted and made again), so it has one champion always.
 """
 
 from __future__ import annotations
@@ -27,13 +29,16 @@ from rlhf_core.stages.publication.run import read_token
 from rlhf_core.stages.publication.upload import RECEIPT
 from rlhf_core.system.files import locked, read_json, write_text
 
-FILE, LOCK, LINK, BRANCH = "champion.json", ".champion.lock", "champion", "champion"
+FILE = "champion.json"
+LOCK = ".champion.lock"
+LINK = "champion"
+BRANCH = "champion"
 WAIT_SECONDS = 600.0  # for another process that moves the champion
 
 
 class Reign(Frozen):
-    """A model in use. `run`: name of the publication's run directory; `commit` of `repo_id` on the Hub, None where it is only a folder.
-    `ended`: why it was rolled back, or ''."""
+    """A model in use. `run`: name of the publication's run directory; `commit` of `repo_id` on the Hub, None
+    where it is only a folder. `ended`: why it was rolled back, or ''."""
 
     run: str
     model: str
@@ -46,7 +51,8 @@ class Reign(Frozen):
 
 
 class Champions(Frozen):
-    """The content of `champion.json`: all champions, the newest last, the move not counted yet, and the store's URL."""
+    """The content of `champion.json`: all champions, the newest last, the move not counted yet, and the
+    store's URL."""
 
     reigns: tuple[Reign, ...] = ()
     moving: Reign | None = None
@@ -68,11 +74,19 @@ def champions_of(folder: Path) -> Champions:
     return found
 
 
-def promote(folder: Path, run_dir: Path, why: str, by: str = "", store: Store | None = None, retries: Retries = RETRIES) -> Reign:
+def promote(
+    folder: Path,
+    run_dir: Path,
+    why: str,
+    by: str = "",
+    store: Store | None = None,
+    retries: Retries = RETRIES,
+) -> Reign:
     """Makes a published model the champion.
 
-    Raises ValueError when the run directory has no finished publication of a model, when the Hub refuses or a token is missing, and
-    ConnectionError or StoreFault when Hub or store cannot be reached: the move is then completed by the next call of this or `complete`.
+    Raises ValueError when the run directory has no finished publication of a model, when the Hub refuses or a
+    token is missing, and ConnectionError or StoreFault when Hub or store cannot be reached: the move is then
+    completed by the next call of this or `complete`.
     """
     new = _reign(run_dir, why, by)
     with _moving(folder, store, retries):
@@ -105,7 +119,9 @@ def _moving(folder: Path, store: Store | None, retries: Retries) -> Iterator[Non
     """Holds the lock of the record, after the move that was cut off is completed."""
     with locked(folder / LOCK, WAIT_SECONDS) as ours:
         if not ours:
-            raise ValueError(f"another process moves the champion of {folder.name}: try again when it has ended")
+            raise ValueError(
+                f"another process moves the champion of {folder.name}: try again when it has ended"
+            )
         with suppress(ValueError):  # a move that the Hub refused for good: this one takes its place
             _complete(folder, store, retries)
         yield
@@ -120,12 +136,19 @@ def _move(folder: Path, record: Champions, new: Reign, store: Store | None, retr
 
 
 def rollback(
-    folder: Path, why: str, by: str = "", store: Store | None = None, retries: Retries = RETRIES, expected: str | None = None
+    folder: Path,
+    why: str,
+    by: str = "",
+    store: Store | None = None,
+    retries: Retries = RETRIES,
+    expected: str | None = None,
 ) -> Reign:
-    """Makes the last champion before the present one, which was not rolled back itself, the champion again. Returns the champion.
+    """Makes the last champion before the present one, which was not rolled back itself, the champion again.
+    Returns the champion.
 
-    `expected`: run of the champion to roll back; if there is another champion, that one stays, and the record says that `expected` was
-    rolled back. Raises ValueError when there is none to go back to, and as `promote`.
+    `expected`: run of the champion to roll back; if there is another champion, that one stays, and the record
+    says that `expected` was rolled back. Raises ValueError when there is none to go back to, and as
+    `promote`.
     """
     with _moving(folder, store, retries):
         record = champions_of(folder)
@@ -140,14 +163,17 @@ def rollback(
         gone = {reign.run for reign in record.reigns if reign.ended} | {now.run}
         before = next((reign for reign in reversed(record.reigns) if reign.run not in gone), None)
         if before is None:
-            raise ValueError(f"{now.run} is the only champion of {folder.name} there was: there is none to go back to")
+            raise ValueError(
+                f"{now.run} is the only champion of {folder.name} there was: there is none to go back to"
+            )
         new = _reign(folder.parent / "stages" / before.run, f"in place of {now.run}: {why}", by)
         _move(folder, _with_end(record, now.run, why), new, store, retries)
     return new
 
 
 def _with_end(record: Champions, run: str, why: str) -> Champions:
-    """Returns the record after the last reign of a run was rolled back; one that was rolled back before keeps its reason."""
+    """Returns the record after the last reign of a run was rolled back; one that was rolled back before keeps
+    its reason."""
     reigns = list(record.reigns)
     at = next((at for at in reversed(range(len(reigns))) if reigns[at].run == run), None)
     if at is not None and not reigns[at].ended:
@@ -156,7 +182,8 @@ def _with_end(record: Champions, run: str, why: str) -> Champions:
 
 
 def runs_kept(folder: Path) -> list[str]:
-    """Returns the names of the run directories that the record needs: of the champion, of those to go back to, and of a move."""
+    """Returns the names of the run directories that the record needs: of the champion, of those to go back
+    to, and of a move."""
     record = champions_of(folder)
     kept = [reign.run for reign in record.reigns if not reign.ended or reign == record.now]
     return list(dict.fromkeys(kept + ([record.moving.run] if record.moving else [])))
@@ -189,13 +216,16 @@ def _copy(folder: Path, record: Champions, store: Store | None) -> None:
 
 
 def _move_branch(repo_id: str, commit: str, retries: Retries) -> None:
-    """Points the branch `champion` at a commit, in one request; `overwrite` is a field of the Hub's API that its Python client lacks."""
+    """Points the branch `champion` at a commit, in one request; `overwrite` is a field of the Hub's API that
+    its Python client lacks."""
     api = HfApi(**client_options())
     url = f"{api.endpoint}/api/models/{repo_id}/branch/{BRANCH}"
 
     def move() -> None:
         headers = build_hf_headers(token=api.token, library_name=api.library_name)
-        hf_raise_for_status(get_session().post(url, headers=headers, json={"startingPoint": commit, "overwrite": True}))
+        hf_raise_for_status(
+            get_session().post(url, headers=headers, json={"startingPoint": commit, "overwrite": True})
+        )
         there = str(api.repo_info(repo_id, revision=BRANCH).sha)
         if there != commit:
             raise ConnectionError(f"the branch {BRANCH} is at {there}, not at {commit}")
@@ -208,7 +238,9 @@ def _link(folder: Path, run_dir: Path) -> None:
     result = RunDir(run_dir).result()
     if result is not None:
         new = folder / f".{LINK}.{secrets.token_hex(8)}"
-        new.symlink_to(os.path.relpath(run_dir / result.outputs["published"], folder), target_is_directory=True)
+        new.symlink_to(
+            os.path.relpath(run_dir / result.outputs["published"], folder), target_is_directory=True
+        )
         os.replace(new, folder / LINK)
 
 

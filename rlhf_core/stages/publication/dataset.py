@@ -1,6 +1,8 @@
-"""Writes data sets that stages made as Hub repositories: a preferences stage's rows, an evaluation's judgments and answers.
+"""Writes data sets that stages made as Hub repositories: a preferences stage's rows, an evaluation's
+judgments and answers.
 
-The files are JSONL as the stages write it. A card describes the columns and how the rows were made. Torch-free.
+The files are JSONL as the stages write it. A card describes the columns and how the rows were made.
+Torch-free.
 """
 
 from __future__ import annotations
@@ -42,27 +44,41 @@ MEANING = {
     "metadata": "length and markdown of the answer, which style control uses",
 }
 MADE = {
-    "pairs": "A policy answered each prompt several times; rewards scored the answers; the best and the worst of a prompt make a pair.",
+    "pairs": (
+        "A policy answered each prompt several times; rewards scored the answers; the best and the worst of a"
+        " prompt make a pair."
+    ),
     "answers": "A policy answered each prompt several times, and rewards scored the answers.",
-    "judgments": "Every model answered every question; each answer was compared with the baseline's twice, with the two swapped.",
+    "judgments": (
+        "Every model answered every question; each answer was compared with the baseline's twice, with the"
+        " two swapped."
+    ),
 }
 
 
 def data_files(output: Path) -> dict[str, Path]:
-    """Path in the repository -> file, of a preferences stage's `pairs.jsonl` or `answers.jsonl` or of an evaluation's report folder.
+    """Path in the repository -> file, of a preferences stage's `pairs.jsonl` or `answers.jsonl` or of an
+    evaluation's report folder.
 
     Raises ValueError when there is nothing to publish.
     """
     if output.is_file():
         return {f"data/{output.name}": output}
-    files = {f"{part}/{file.name}": file for part in ("judgments", "answers") for file in sorted((output / part).glob("*.jsonl"))}
+    files = {
+        f"{part}/{file.name}": file
+        for part in ("judgments", "answers")
+        for file in sorted((output / part).glob("*.jsonl"))
+    }
     if not any(path.startswith("judgments/") for path in files):
-        raise ValueError(f"{output} has no judgments: name a finished preferences stage or an evaluation with judges")
+        raise ValueError(
+            f"{output} has no judgments: name a finished preferences stage or an evaluation with judges"
+        )
     return files
 
 
 def renamed(files: Mapping[str, Path]) -> dict[str, str]:
-    """Path -> text of the files in which a model or judge is named by its place on this machine, which is not published."""
+    """Path -> text of the files in which a model or judge is named by its place on this machine, which is not
+    published."""
     rows = {
         path: [json.loads(line) for line in file.read_text(encoding="utf-8").split("\n") if line.strip()]
         for path, file in files.items()
@@ -73,29 +89,49 @@ def renamed(files: Mapping[str, Path]) -> dict[str, str]:
         return {key: row[key] for key in NAMED if isinstance(row.get(key), str)}
 
     public = public_names(name for part in rows.values() for row in part for name in named(row).values())
-    changed = {path: [row | {key: public[name] for key, name in named(row).items()} for row in part] for path, part in rows.items()}
+    changed = {
+        path: [row | {key: public[name] for key, name in named(row).items()} for row in part]
+        for path, part in rows.items()
+    }
     return {
-        path: "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in part) for path, part in changed.items() if part != rows[path]
+        path: "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in part)
+        for path, part in changed.items()
+        if part != rows[path]
     }
 
 
 def data_card(
-    output: Path, files: Mapping[str, Path], title: str, license: str, branch: str = "main", gates: Sequence[Verdict] = ()
+    output: Path,
+    files: Mapping[str, Path],
+    title: str,
+    license: str,
+    branch: str = "main",
+    gates: Sequence[Verdict] = (),
 ) -> str:
-    """README.md of a data set. `title`: the Hub id, or a name; `branch` and `gates` as for `card`. The same inputs give the same card: no
-    dates, no places of the machine."""
+    """README.md of a data set. `title`: the Hub id, or a name; `branch` and `gates` as for `card`. The same
+    inputs give the same card: no dates, no places of the machine."""
     made_by = lineage(output)
     parts = list(dict.fromkeys(path.split("/")[0] for path in files))
     kind = output.stem if output.is_file() else "judgments"
     splits = {part: "train" if part == "data" else part for part in parts}
     configs = [
-        {"config_name": "default" if part == "data" else part, "data_files": [{"split": splits[part], "path": f"{part}/*.jsonl"}]}
+        {
+            "config_name": "default" if part == "data" else part,
+            "data_files": [{"split": splits[part], "path": f"{part}/*.jsonl"}],
+        }
         for part in parts
     ]
     header: dict[str, Any] = {"license": license, "tags": ["alignflow", kind], "configs": configs}
-    if origin := list(dict.fromkeys(parted(source["path"])[0] for _, _, source in sources(made_by) if is_hub_id(source["path"]))):
+    origin = list(
+        dict.fromkeys(
+            parted(source["path"])[0] for _, _, source in sources(made_by) if is_hub_id(source["path"])
+        )
+    )
+    if origin:
         header["source_datasets"] = origin
-    counts = {path: sum(1 for line in file.open(encoding="utf-8") if line.strip()) for path, file in files.items()}
+    counts = {
+        path: sum(1 for line in file.open(encoding="utf-8") if line.strip()) for path, file in files.items()
+    }
     place = title if is_hub_id(title) else "path/to/this/folder"
     name = "" if parts == ["data"] else f', "{parts[0]}"'
     name += f', revision="{branch}"' if is_hub_id(title) and branch != "main" else ""
@@ -105,11 +141,17 @@ def data_card(
             f"# {title}\n",
             f"{KINDS[kind].capitalize()} made with alignflow by the stage {made_by.name}. {MADE[kind]}\n",
             "## Use\n",
-            f'```python\nfrom datasets import load_dataset\n\nrows = load_dataset("{place}"{name}, split="{splits[parts[0]]}")\n```\n',
+            (
+                f'```python\nfrom datasets import load_dataset\n\nrows = load_dataset("{place}"{name},'
+                f' split="{splits[parts[0]]}")\n```\n'
+            ),
             "## Files\n",
             table(("file", "rows"), counts.items()),
             "## Columns\n",
-            table(("files", "column", "type", "what it is"), [row for part in parts for row in _columns(part, files)]),
+            table(
+                ("files", "column", "type", "what it is"),
+                [row for part in parts for row in _columns(part, files)],
+            ),
             "## Lineage\n",
             f"```\n{tree(made_by)}\n```\n",
             "## Data\n",
@@ -135,14 +177,24 @@ def _columns(part: str, files: Mapping[str, Path]) -> list[tuple[str, str, str, 
 
 
 def _type(value: Any) -> str:
-    names = {str: "string", bool: "true or false", int: "number", float: "number", list: "list", dict: "record"}
+    names = {
+        str: "string",
+        bool: "true or false",
+        int: "number",
+        float: "number",
+        list: "list",
+        dict: "record",
+    }
     return names.get(type(value), "")
 
 
 def _limits(made_by: Ancestor, kind: str) -> str:
     if kind == "judgments":
-        return "Verdicts are a judge's, not people's; they compare these models on these questions and say nothing of others.\n"
+        return (
+            "Verdicts are a judge's, not people's; they compare these models on these questions and say"
+            " nothing of others.\n"
+        )
     return (
-        "Answers are a model's, right or wrong; rewards are a program's or model's opinion, not people's. Respect the licences "
-        "of the prompts, of the policy and of the reward model named above.\n"
+        "Answers are a model's, right or wrong; rewards are a program's or model's opinion, not people's."
+        " Respect the licences of the prompts, of the policy and of the reward model named above.\n"
     )

@@ -1,9 +1,10 @@
 """Writes the published folder: a checkpoint's files, a card and scores. It appears complete or not at all.
 
-It is written beside its destination, checked, marked, and renamed, so that a reader never sees an incomplete model. The marker
-(`alignflow.json`: who wrote it, from which stage, every file with size and SHA-256) allows the next publication to replace it;
-a folder without a marker belongs to somebody else and is not replaced. Only files that a model needs are copied, never pickles.
-An adapter (peft's format) is published as it is, and names the Hub repository of the model it belongs to.
+It is written beside its destination, checked, marked, and renamed, so that a reader never sees an incomplete
+model. The marker (`alignflow.json`: who wrote it, from which stage, every file with size and SHA-256) allows
+the next publication to replace it; a folder without a marker belongs to somebody else and is not replaced.
+Only files that a model needs are copied, never pickles. An adapter (peft's format) is published as it is, and
+names the Hub repository of the model it belongs to.
 """
 
 from __future__ import annotations
@@ -52,11 +53,15 @@ def assemble(
     trust_remote_code: bool = False,
     base: AdapterBase | None = None,
 ) -> Published:
-    """Publishes a checkpoint to a folder, together with `texts` (relative path -> content). `base`: of `adapter_base`.
+    """Publishes a checkpoint to a folder, together with `texts` (relative path -> content). `base`: of
+    `adapter_base`.
 
-    Raises ValueError when the checkpoint is not a whole model, or when `folder` holds something that was not published by alignflow.
+    Raises ValueError when the checkpoint is not a whole model, or when `folder` holds something that was not
+    published by alignflow.
     """
-    files = {file.relative_to(checkpoint).as_posix(): file for file in model_files(checkpoint, trust_remote_code)}
+    files = {
+        file.relative_to(checkpoint).as_posix(): file for file in model_files(checkpoint, trust_remote_code)
+    }
 
     def finish(partial: Path) -> None:
         for name in ("config.json", "tokenizer_config.json"):
@@ -69,12 +74,18 @@ def assemble(
 
 
 def put(
-    files: Mapping[str, Path], folder: Path, texts: Mapping[str, str], name: str, digest: str, finish: Callable[[Path], None]
+    files: Mapping[str, Path],
+    folder: Path,
+    texts: Mapping[str, str],
+    name: str,
+    digest: str,
+    finish: Callable[[Path], None],
 ) -> Published:
-    """Copies files (relative path -> file) and writes `texts` to `folder`, whole or not at all; `finish` checks it before it is in place.
+    """Copies files (relative path -> file) and writes `texts` to `folder`, whole or not at all; `finish`
+    checks it before it is in place.
 
-    In a run directory weights are hard links, which take no space; a folder of the user's gets copies, which the user may change.
-    Raises ValueError when `folder` holds something that was not published by alignflow.
+    In a run directory weights are hard links, which take no space; a folder of the user's gets copies, which
+    the user may change. Raises ValueError when `folder` holds something that was not published by alignflow.
     """
     refuse_foreign(folder)
     folder.parent.mkdir(parents=True, exist_ok=True)
@@ -107,13 +118,18 @@ def _linked(file: Path, place: Path) -> bool:
 
 
 def adapter_base(checkpoint: Path, base_repo: str | None) -> AdapterBase | None:
-    """What a published adapter names as its base: `base_repo`, else the Hub repository it was trained on; None for a whole model.
+    """What a published adapter names as its base: `base_repo`, else the Hub repository it was trained on;
+    None for a whole model.
 
-    Raises ValueError when the base is a folder of this machine and no repository is named for it: a stranger could load neither.
+    Raises ValueError when the base is a folder of this machine and no repository is named for it: a stranger
+    could load neither.
     """
     if not is_adapter(checkpoint):
         if base_repo:
-            raise ValueError(f"base_repo is {base_repo}, and the model to publish is whole, not an adapter: leave base_repo out")
+            raise ValueError(
+                f"base_repo is {base_repo}, and the model to publish is whole, not an adapter: leave"
+                " base_repo out"
+            )
         return None
     if base_repo:
         if not HUB_ID.fullmatch(base_repo):
@@ -123,17 +139,23 @@ def adapter_base(checkpoint: Path, base_repo: str | None) -> AdapterBase | None:
     base = lineage(str(config.get("base_model_name_or_path") or ""))
     if base.kind != "hub":
         raise ValueError(
-            f"the adapter to publish belongs to {base.name}, which is not on the Hub: set lora.export to merged to publish a whole model, "
-            f"or base_repo to the repository that holds {base.name}"
+            f"the adapter to publish belongs to {base.name}, which is not on the Hub: set lora.export to"
+            f" merged to publish a whole model, or base_repo to the repository that holds {base.name}"
         )
     return AdapterBase(base.name, base.digest or config.get("revision"))
 
 
 def refuse_foreign(folder: Path) -> None:
     """ValueError unless `folder` is free: absent, empty, or published by alignflow before."""
-    if not folder.exists() or (folder.is_dir() and not any(folder.iterdir())) or read_marker(folder) is not None:
+    if (
+        not folder.exists()
+        or (folder.is_dir() and not any(folder.iterdir()))
+        or read_marker(folder) is not None
+    ):
         return
-    raise ValueError(f"{folder} holds files that were not published by alignflow: name another folder, or move them away")
+    raise ValueError(
+        f"{folder} holds files that were not published by alignflow: name another folder, or move them away"
+    )
 
 
 def read_marker(folder: Path) -> Published | None:
@@ -145,11 +167,15 @@ def read_marker(folder: Path) -> Published | None:
 
 def _manifest(folder: Path) -> dict[str, FileInfo]:
     files = sorted(file for file in folder.rglob("*") if file.is_file())
-    return {file.relative_to(folder).as_posix(): FileInfo(size=file.stat().st_size, sha256=file_digest(file)) for file in files}
+    return {
+        file.relative_to(folder).as_posix(): FileInfo(size=file.stat().st_size, sha256=file_digest(file))
+        for file in files
+    }
 
 
 def _rewrite(file: Path, base: AdapterBase | None = None) -> None:
-    """Drops the folder of this machine that a model or tokenizer was loaded from, unless it is a Hub id, and names an adapter's base."""
+    """Drops the folder of this machine that a model or tokenizer was loaded from, unless it is a Hub id, and
+    names an adapter's base."""
     if not file.exists():
         return
     config = json.loads(file.read_text())
@@ -162,4 +188,6 @@ def _rewrite(file: Path, base: AdapterBase | None = None) -> None:
 def _without_places(value: Any) -> Any:
     if not isinstance(value, dict):
         return value
-    return {key: _without_places(item) for key, item in value.items() if key not in PLACES or is_hub_id(str(item))}
+    return {
+        key: _without_places(item) for key, item in value.items() if key not in PLACES or is_hub_id(str(item))
+    }

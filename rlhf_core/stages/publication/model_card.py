@@ -1,9 +1,10 @@
 """Writes the model card (README.md) of a published model: content, origin, scores, intended use. Torch-free.
 
-Pure functions from records to text, so that the same inputs give the same card and a repeated publication changes nothing: no dates.
-Paths of the machine never appear; files are named by their last component, stages by name and digest.
-Left out: the legacy `model-index` of the front matter. Scores go to `.eval_results/`, the Hub's current format, when the questions are a
-data set of the Hub (that format has no other way to name them), and to `eval_results.json` always.
+Pure functions from records to text, so that the same inputs give the same card and a repeated publication
+changes nothing: no dates. Paths of the machine never appear; files are named by their last component, stages
+by name and digest. Left out: the legacy `model-index` of the front matter. Scores go to `.eval_results/`, the
+Hub's current format, when the questions are a data set of the Hub (that format has no other way to name
+them), and to `eval_results.json` always.
 """
 
 from __future__ import annotations
@@ -24,16 +25,17 @@ from rlhf_core.stages.publication.terms import Terms
 from rlhf_core.system.markdown_table import table
 
 CONDITIONED = (
-    "The model was trained with the reward of each answer at the end of its prompt: put the text in `prompt_suffix.json` after your last "
-    "message to ask for its best answers, as the scores below did.\n"
+    "The model was trained with the reward of each answer at the end of its prompt: put the text in"
+    " `prompt_suffix.json` after your last message to ask for its best answers, as the scores below did.\n"
 )
 SAMPLING = ("max_tokens", "temperature", "top_p")  # of the settings of an endpoint, those that are published
 
 
 class CardModel(NamedTuple):
-    """A model to publish: the lineage of its checkpoint, what the evaluation calls it, the card's heading (a Hub id, or a name), the Hub
-    repository of the model that an adapter belongs to (None: a whole model), and the branch where it is published. `needs_score_class`:
-    transformers lacks its class (`models.score_classes`). `terms`: of its base model."""
+    """A model to publish: the lineage of its checkpoint, what the evaluation calls it, the card's heading (a
+    Hub id, or a name), the Hub repository of the model that an adapter belongs to (None: a whole model), and
+    the branch where it is published. `needs_score_class`: transformers lacks its class
+    (`models.score_classes`). `terms`: of its base model."""
 
     lineage: Ancestor
     name: str
@@ -60,7 +62,10 @@ def card(model: CardModel, report: EvalReport | None, gates: Sequence[Verdict] =
         _scores(report, model.name),
         *gate_section(gates),
         "## Lineage\n",
-        "Each stage with the digest of everything that decided its result: configuration, parents, data, code.\n",
+        (
+            "Each stage with the digest of everything that decided its result: configuration, parents, data,"
+            " code.\n"
+        ),
         f"```\n{tree(model.lineage)}\n```\n",
         "## Data\n",
         data_sets(model.lineage),
@@ -81,24 +86,36 @@ def front_matter(model: CardModel) -> dict[str, Any]:
         **model.terms.asking,
         "library_name": "peft" if model.adapts else "transformers",
         "pipeline_tag": "text-classification" if model.is_reward_model else "text-generation",
-        "tags": list(dict.fromkeys(["alignflow", *(["reward-model"] if model.is_reward_model else []), *kinds])),
+        "tags": list(
+            dict.fromkeys(["alignflow", *(["reward-model"] if model.is_reward_model else []), *kinds])
+        ),
     }
     if model.adapts:
         header |= {"base_model": model.adapts, "base_model_relation": "adapter"}
     elif base.kind == "hub" and not base.is_stage:
         header |= {"base_model": base.name, "base_model_relation": "finetune"}
-    datasets = list(dict.fromkeys(parted(source["path"])[0] for _, _, source in sources(model.lineage) if is_hub_id(source["path"])))
+    datasets = list(
+        dict.fromkeys(
+            parted(source["path"])[0] for _, _, source in sources(model.lineage) if is_hub_id(source["path"])
+        )
+    )
     if datasets:
         header["datasets"] = datasets
     return header
 
 
 def public_report(report: EvalReport) -> tuple[EvalReport, dict[str, str]]:
-    """An evaluation without places of this machine and its network, and without what endpoints were told beside the question; and the
-    public names, by those in `report`."""
+    """An evaluation without places of this machine and its network, and without what endpoints were told
+    beside the question; and the public names, by those in `report`."""
     rates = [*report.win_rates, *report.against_parent]
-    names = [report.baseline, report.judge, *(name for rate in rates for name in (rate.model, rate.baseline, rate.judge))]
-    public = public_names([*names, *report.right, *report.mean_tokens, *report.truncated, *report.agreement, *report.answering])
+    names = [
+        report.baseline,
+        report.judge,
+        *(name for rate in rates for name in (rate.model, rate.baseline, rate.judge)),
+    ]
+    public = public_names(
+        [*names, *report.right, *report.mean_tokens, *report.truncated, *report.agreement, *report.answering]
+    )
 
     def renamed(value: Any) -> Any:
         if isinstance(value, dict):
@@ -109,14 +126,19 @@ def public_report(report: EvalReport) -> tuple[EvalReport, dict[str, str]]:
 
     content = renamed(report.model_dump())
     for asked in content["answering"].values():
-        asked |= {"url": "", "settings": {key: value for key, value in asked["settings"].items() if key in SAMPLING}}
+        asked |= {
+            "url": "",
+            "settings": {key: value for key, value in asked["settings"].items() if key in SAMPLING},
+        }
     return EvalReport.model_validate(content), public
 
 
 def eval_results(report: EvalReport, name: str, questions: str) -> str | None:
-    """`.eval_results/*.yaml` (Hub docs: eval-results): the win rate of the model in percent, by the judge that decides.
+    """`.eval_results/*.yaml` (Hub docs: eval-results): the win rate of the model in percent, by the judge
+    that decides.
 
-    None unless the questions are on the Hub. The format wants one file per variant, so second opinions stay in `eval_results.json`.
+    None unless the questions are on the Hub. The format wants one file per variant, so second opinions stay
+    in `eval_results.json`.
     """
     if not is_hub_id(questions):
         return None
@@ -124,7 +146,10 @@ def eval_results(report: EvalReport, name: str, questions: str) -> str | None:
         {
             "dataset": {"id": parted(questions)[0], "task_id": "win_rate"},
             "value": round(100 * rate.win_rate, 2),
-            "notes": f"against {rate.baseline}, judge {rate.judge}, {_interval(rate)} %, {rate.counted}, ties as half",
+            "notes": (
+                f"against {rate.baseline}, judge {rate.judge}, {_interval(rate)} %, {rate.counted}, ties as"
+                " half"
+            ),
         }
         for rate in report.win_rates
         if rate.model == name and rate.judge == report.judge
@@ -134,9 +159,14 @@ def eval_results(report: EvalReport, name: str, questions: str) -> str | None:
 
 def _summary(model: CardModel) -> str:
     chain = trained(model.lineage)
-    steps = [KINDS[node.kind].shown_as if node.kind in KINDS else node.kind for node in chain if node.is_stage]
+    steps = [
+        KINDS[node.kind].shown_as if node.kind in KINDS else node.kind for node in chain if node.is_stage
+    ]
     runs = [(step, len(list(same))) for step, same in groupby(steps)]
-    words = ", then ".join(f"{step} (x{count})" if count > 1 else step for step, count in runs) or "no training recorded"
+    words = (
+        ", then ".join(f"{step} (x{count})" if count > 1 else step for step, count in runs)
+        or "no training recorded"
+    )
     what = "A reward model" if model.is_reward_model else "A language model"
     base = chain[0]
     known = f"`{base.name}`" + (f" (`{base.digest}`)" if base.digest else "")
@@ -148,11 +178,17 @@ def _use(model: CardModel) -> str:
     if is_hub_id(model.title) and model.branch != "main":
         place += f', revision="{model.branch}"'
     if model.is_reward_model:
-        auto, labels, last = "AutoModelForSequenceClassification", ", num_labels=1", "print(model(tokens).logits[0, 0])"
-        turns, prompt = '[{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}]', ""
+        auto = "AutoModelForSequenceClassification"
+        labels = ", num_labels=1"
+        last = "print(model(tokens).logits[0, 0])"
+        turns = '[{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}]'
+        prompt = ""
     else:
-        auto, labels, last = "AutoModelForCausalLM", "", "print(tokenizer.decode(model.generate(tokens)[0]))"
-        turns, prompt = '[{"role": "user", "content": "..."}]', "add_generation_prompt=True, "
+        auto = "AutoModelForCausalLM"
+        labels = ""
+        last = "print(tokenizer.decode(model.generate(tokens)[0]))"
+        turns = '[{"role": "user", "content": "..."}]'
+        prompt = "add_generation_prompt=True, "
     if model.has_chat_template:
         tokens = f'tokenizer.apply_chat_template({turns}, {prompt}return_dict=False, return_tensors="pt")'
     else:
@@ -160,10 +196,20 @@ def _use(model: CardModel) -> str:
     lines = [f"from transformers import {auto}, AutoTokenizer", ""]
     if model.needs_score_class:
         lines = [f"from transformers import {auto}, AutoConfig, AutoTokenizer"]
-        lines += ["from rlhf_core.models.score_classes import add_score_class  # of alignflow: transformers has no class for it", ""]
+        lines += [
+            (
+                "from rlhf_core.models.score_classes import add_score_class  # of alignflow: transformers has"
+                " no class for it"
+            ),
+            "",
+        ]
         lines.append(f"add_score_class(AutoConfig.from_pretrained({place}))")
     if model.adapts:
-        lines = ["from peft import PeftModel", *lines, f'model = {auto}.from_pretrained("{model.adapts}"{labels})']
+        lines = [
+            "from peft import PeftModel",
+            *lines,
+            f'model = {auto}.from_pretrained("{model.adapts}"{labels})',
+        ]
         lines.append(f"model = PeftModel.from_pretrained(model, {place})")
     else:
         lines.append(f"model = {auto}.from_pretrained({place})")
@@ -174,7 +220,16 @@ def _use(model: CardModel) -> str:
 def _scores(report: EvalReport | None, name: str) -> str:
     if report is None or not report.win_rates:
         return "No evaluation was published with this model.\n"
-    header = ("model", "against", "judge", "win rate %", "95 % interval", "counted", "failed", "swap consistency %")
+    header = (
+        "model",
+        "against",
+        "judge",
+        "win rate %",
+        "95 % interval",
+        "counted",
+        "failed",
+        "swap consistency %",
+    )
     rows = [
         (
             f"**{rate.model}**" if rate.model == name else rate.model,
@@ -189,9 +244,11 @@ def _scores(report: EvalReport | None, name: str) -> str:
         for rate in report.win_rates
     ]
     parts = [
-        f"The published model is **{name}**. A battle is one question, played twice with the answers "
-        f"swapped; a tie counts as half a win; the interval is over questions; `{report.judge}` decides, other judges "
-        f"are second opinions.\n",
+        (
+            f"The published model is **{name}**. A battle is one question, played twice with the answers"
+            f" swapped; a tie counts as half a win; the interval is over questions; `{report.judge}` decides,"
+            " other judges are second opinions.\n"
+        ),
         table(header, rows),
     ]
     if report.right or report.mean_tokens:
@@ -205,23 +262,32 @@ def _scores(report: EvalReport | None, name: str) -> str:
             )
             for model in models
         ]
-        parts.append(table(("model", "right answers %", "tokens of an answer, mean", "cut by length %"), shares))
+        parts.append(
+            table(("model", "right answers %", "tokens of an answer, mean", "cut by length %"), shares)
+        )
     own = next((rate for rate in report.win_rates if rate.model == name and rate.judge == report.judge), None)
     if own and len(own.by_category) > 1:
-        parts.append(table(("category", "win rate %"), [(key, f"{100 * value:.1f}") for key, value in own.by_category.items()]))
+        parts.append(
+            table(
+                ("category", "win rate %"),
+                [(key, f"{100 * value:.1f}") for key, value in own.by_category.items()],
+            )
+        )
     return "\n".join(parts)
 
 
 def _intended(is_reward_model: bool) -> str:
     if is_reward_model:
         return (
-            "It scores answers to prompts like those it was trained on, to train or compare other models. Scores are relative: only "
-            "differences between answers to one prompt mean something, and an answer can be optimised to score well without being good.\n"
+            "It scores answers to prompts like those it was trained on, to train or compare other models."
+            " Scores are relative: only differences between answers to one prompt mean something, and an"
+            " answer can be optimised to score well without being good.\n"
         )
     return (
-        "It answers prompts like those it was trained and evaluated on. The win rate says how it compares with the baseline on those "
-        "questions in the eyes of that judge; it was not tested for safety, for other languages or for other tasks. Read its answers "
-        "before anyone relies on them, and respect the licences of the base model and of the data named above.\n"
+        "It answers prompts like those it was trained and evaluated on. The win rate says how it compares"
+        " with the baseline on those questions in the eyes of that judge; it was not tested for safety, for"
+        " other languages or for other tasks. Read its answers before anyone relies on them, and respect the"
+        " licences of the base model and of the data named above.\n"
     )
 
 

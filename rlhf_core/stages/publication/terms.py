@@ -1,4 +1,5 @@
-"""Carries a base model's terms on to what was made of it: where its licence is, and that readers must ask for access. Torch-free."""
+"""Carries a base model's terms on to what was made of it: where its licence is, and that readers must ask for
+access. Torch-free."""
 
 from __future__ import annotations
 
@@ -19,7 +20,8 @@ ASKING = "extra_gated_"  # fields of a card that say what those who ask for acce
 
 
 class Terms(NamedTuple):
-    """Terms of the base model that a published one was trained from. `repo_id`: its Hub repository; None: it is a folder."""
+    """Terms of the base model that a published one was trained from. `repo_id`: its Hub repository; None: it
+    is a folder."""
 
     repo_id: str | None = None
     header: Header = {}  # noqa: RUF012
@@ -29,10 +31,15 @@ class Terms(NamedTuple):
         return {name: value for name, value in self.header.items() if name.startswith(ASKING)}
 
     def license_fields(self, license: str) -> dict[str, Any]:
-        """The card's fields for `license`: with the base's link to it, and as `other` where the Hub's list does not have it."""
+        """The card's fields for `license`: with the base's link to it, and as `other` where the Hub's list
+        does not have it."""
         if license_of(self.header) != license:
             return {"license": license}
-        fields: dict[str, Any] = {name: self.header[name] for name in ("license", "license_name", "license_link") if name in self.header}
+        fields: dict[str, Any] = {
+            name: self.header[name]
+            for name in ("license", "license_name", "license_link")
+            if name in self.header
+        }
         link = str(fields.get("license_link", ""))
         if link and "://" not in link and self.repo_id:  # a file beside the base's card
             fields["license_link"] = f"https://huggingface.co/{self.repo_id}/blob/main/{link}"
@@ -49,7 +56,8 @@ def base_terms(output: Path, base_repo: str | None, read_card: ReadCard | None) 
 
 
 def _base_of(place: str) -> str | None:
-    """The folder or Hub id of the model that a chain of stages began with; None where a stage is no longer there."""
+    """The folder or Hub id of the model that a chain of stages began with; None where a stage is no longer
+    there."""
     while made := stage_of(place):
         folder, record = made
         kind = KINDS.get(record["config"].get("stage", ""))
@@ -60,9 +68,11 @@ def _base_of(place: str) -> str | None:
     return place
 
 
-def gated_like(wanted: Literal["base", "auto", "manual", "no"], terms: Terms, private: bool, api: HfApi | None) -> Gated | None:
-    """How readers of a published model ask for access. `base`: as for its base; where that is not on the Hub: `auto` if its card
-    has fields for them.
+def gated_like(
+    wanted: Literal["base", "auto", "manual", "no"], terms: Terms, private: bool, api: HfApi | None
+) -> Gated | None:
+    """How readers of a published model ask for access. `base`: as for its base; where that is not on the Hub:
+    `auto` if its card has fields for them.
 
     Raises ValueError for a model for everyone whose base this token cannot read.
     """
@@ -75,11 +85,13 @@ def gated_like(wanted: Literal["base", "auto", "manual", "no"], terms: Terms, pr
         except RepositoryNotFoundError:
             if not private:
                 raise ValueError(
-                    f"the base model {terms.repo_id} cannot be read with this token, so it is not known whether its readers must ask for "
-                    "access: set gated to no, auto or manual"
+                    f"the base model {terms.repo_id} cannot be read with this token, so it is not known"
+                    " whether its readers must ask for access: set gated to no, auto or manual"
                 ) from None
             print(
-                f"the base model {terms.repo_id} cannot be read with this token: set gated if its readers must ask for access", flush=True
+                f"the base model {terms.repo_id} cannot be read with this token: set gated if its readers"
+                " must ask for access",
+                flush=True,
             )
             return None
 

@@ -1,9 +1,11 @@
-"""Uploads a published folder to the Hub: repository, branch, one commit on the head that it read, and last the tag.
+"""Uploads a published folder to the Hub: repository, branch, one commit on the head that it read, and last
+the tag.
 
-An upload that was interrupted and is run again ends with the same commit and one tag: it uses an existing repository, the Hub's client
-(`create_commit`) sends no file that the Hub has, a commit whose reply was lost is recognised because nothing is left to change, and an
-existing tag is checked and kept. `upload_folder` is not used: with xet it splits a folder into several commits, and a reader could then see
-new weights under an old card. `create_commit` streams large files too. A missing branch is created first, at the head of main.
+An upload that was interrupted and is run again ends with the same commit and one tag: it uses an existing
+repository, the Hub's client (`create_commit`) sends no file that the Hub has, a commit whose reply was lost
+is recognised because nothing is left to change, and an existing tag is checked and kept. `upload_folder` is
+not used: with xet it splits a folder into several commits, and a reader could then see new weights under an
+old card. `create_commit` streams large files too. A missing branch is created first, at the head of main.
 """
 
 from __future__ import annotations
@@ -24,7 +26,10 @@ from rlhf_core.stages.publication.folder import Published, read_marker
 from rlhf_core.system.files import file_digest
 
 MAIN = "main"
-CARD, REPORT, RESULTS, RECEIPT = "README.md", "eval_results.json", ".eval_results/alignflow.yaml", "hub.json"
+CARD = "README.md"
+REPORT = "eval_results.json"
+RESULTS = ".eval_results/alignflow.yaml"
+RECEIPT = "hub.json"
 Gated = Literal["auto", "manual"]  # who accepts those that ask for access: the Hub, or a person
 
 T = TypeVar("T")
@@ -39,8 +44,17 @@ class Commit(NamedTuple):
     url: str
 
 
-def would_send(folder: Path, repo_id: str | None, branch: str, private: bool, tag: str, repo_type: str, gated: Gated | None = None) -> str:
-    """What an upload of a published folder would send and where: every file with its size in bytes, and the card's text."""
+def would_send(
+    folder: Path,
+    repo_id: str | None,
+    branch: str,
+    private: bool,
+    tag: str,
+    repo_type: str,
+    gated: Gated | None = None,
+) -> str:
+    """What an upload of a published folder would send and where: every file with its size in bytes, and the
+    card's text."""
     files = _files(folder)
     sizes = {path: file.stat().st_size for path, file in files.items()}
     where = (
@@ -51,9 +65,11 @@ def would_send(folder: Path, repo_id: str | None, branch: str, private: bool, ta
     lines = [
         "dry run: nothing was sent",
         f"repository: {where}",
-        f"access: on request ({gated})"
-        if gated
-        else "access: as the repository has it; a base model on the Hub is asked only before an upload",
+        (
+            f"access: on request ({gated})"
+            if gated
+            else "access: as the repository has it; a base model on the Hub is asked only before an upload"
+        ),
         f"one commit on the branch {branch}: Publish {tag}",
         f"tag: {tag}",
         f"{len(files)} files, {sum(sizes.values()):,} bytes:",
@@ -75,12 +91,15 @@ def upload(
     branch: str = MAIN,
     gated: Gated | None = None,
 ) -> Commit:
-    """Puts a published folder on the Hub: repository, branch, one commit, tag. Safe to repeat after any failure.
+    """Puts a published folder on the Hub: repository, branch, one commit, tag. Safe to repeat after any
+    failure.
 
-    With `gated` a repository that everyone may read is made one whose readers must ask, before any file is sent.
+    With `gated` a repository that everyone may read is made one whose readers must ask, before any file is
+    sent.
 
-    Raises ValueError when the Hub refuses (token, rights, space, a public repository where a private one is required, a commit by
-    someone else meanwhile, a tag that holds another model), ConnectionError when it stays out of reach.
+    Raises ValueError when the Hub refuses (token, rights, space, a public repository where a private one is
+    required, a commit by someone else meanwhile, a tag that holds another model), ConnectionError when it
+    stays out of reach.
     """
     published = read_marker(folder)
     if published is None:
@@ -89,12 +108,24 @@ def upload(
     def call_hub(what: str, call: Callable[[], T]) -> T:
         return with_retries(what, repo_id, call, retries, write_refusal)
 
-    call_hub("create the repository", lambda: api.create_repo(repo_id, private=private, exist_ok=True, repo_type=repo_type))
-    there = call_hub("read the repository", lambda: api.repo_info(repo_id, repo_type=repo_type)) if private or gated else None
+    call_hub(
+        "create the repository",
+        lambda: api.create_repo(repo_id, private=private, exist_ok=True, repo_type=repo_type),
+    )
+    there = (
+        call_hub("read the repository", lambda: api.repo_info(repo_id, repo_type=repo_type))
+        if private or gated
+        else None
+    )
     if private and there and not there.private:
-        raise ValueError(f"the repository {repo_id} is public: make it private, or set private: false to publish for everyone")
+        raise ValueError(
+            f"the repository {repo_id} is public: make it private, or set private: false to publish for"
+            " everyone"
+        )
     if gated and there and not there.gated:
-        call_hub("set who may read it", lambda: api.update_repo_settings(repo_id, gated=gated, repo_type=repo_type))
+        call_hub(
+            "set who may read it", lambda: api.update_repo_settings(repo_id, gated=gated, repo_type=repo_type)
+        )
     refs = call_hub("read branches and tags", lambda: api.list_repo_refs(repo_id, repo_type=repo_type))
     tags = {ref.name: ref.target_commit for ref in refs.tags}
     if tag in tags:
@@ -102,42 +133,83 @@ def upload(
     else:
         heads = {ref.name: ref.target_commit for ref in refs.branches}
         if branch != MAIN and branch not in heads:
-            call_hub("make the branch", lambda: api.create_branch(repo_id, branch=branch, exist_ok=True, repo_type=repo_type))
-            heads[branch] = call_hub("read the branch", lambda: str(api.repo_info(repo_id, revision=branch, repo_type=repo_type).sha))
+            call_hub(
+                "make the branch",
+                lambda: api.create_branch(repo_id, branch=branch, exist_ok=True, repo_type=repo_type),
+            )
+            heads[branch] = call_hub(
+                "read the branch",
+                lambda: str(api.repo_info(repo_id, revision=branch, repo_type=repo_type).sha),
+            )
         head = heads.get(branch)
-        adds = [CommitOperationAdd(path, file) for path, file in _files(folder).items()]  # reads every file: once for all attempts
-        commit = call_hub("send the files", lambda: _commit(api, adds, repo_id, branch, head, f"Publish {tag}", repo_type))
-    different = call_hub("read the files back", lambda: _differences(api, folder, published, repo_id, commit, repo_type))
+        # reads every file: once for all attempts
+        adds = [CommitOperationAdd(path, file) for path, file in _files(folder).items()]
+        commit = call_hub(
+            "send the files", lambda: _commit(api, adds, repo_id, branch, head, f"Publish {tag}", repo_type)
+        )
+    different = call_hub(
+        "read the files back", lambda: _differences(api, folder, published, repo_id, commit, repo_type)
+    )
     if different and tag in tags:
-        raise ValueError(f"the tag {tag} of {repo_id} holds another model ({different[0]} differs): delete the tag and run again")
+        raise ValueError(
+            f"the tag {tag} of {repo_id} holds another model ({different[0]} differs): delete the tag and run"
+            " again"
+        )
     if different:
-        raise ValueError(f"the commit {commit} of {repo_id} does not hold what was sent ({different[0]} differs): run again")
+        raise ValueError(
+            f"the commit {commit} of {repo_id} does not hold what was sent ({different[0]} differs): run"
+            " again"
+        )
     if tag not in tags:
-        call_hub("set the tag", lambda: api.create_tag(repo_id, tag=tag, revision=commit, exist_ok=True, repo_type=repo_type))
-    return Commit(repo_id, commit, tag, f"{api.endpoint}/{'datasets/' if repo_type == 'dataset' else ''}{repo_id}/tree/{tag}")
+        call_hub(
+            "set the tag",
+            lambda: api.create_tag(repo_id, tag=tag, revision=commit, exist_ok=True, repo_type=repo_type),
+        )
+    return Commit(
+        repo_id,
+        commit,
+        tag,
+        f"{api.endpoint}/{'datasets/' if repo_type == 'dataset' else ''}{repo_id}/tree/{tag}",
+    )
 
 
 def _commit(
-    api: HfApi, adds: Sequence[CommitOperationAdd], repo_id: str, branch: str, head: str | None, message: str, repo_type: str
+    api: HfApi,
+    adds: Sequence[CommitOperationAdd],
+    repo_id: str,
+    branch: str,
+    head: str | None,
+    message: str,
+    repo_type: str,
 ) -> str:
-    """One commit that makes the branch hold the files of `adds`; others of the kind of an earlier publication go.
+    """One commit that makes the branch hold the files of `adds`; others of the kind of an earlier publication
+    go.
 
-    Called a second time with the same `head`, it finds nothing to change if the first commit went through, else commits on `head`.
+    Called a second time with the same `head`, it finds nothing to change if the first commit went through,
+    else commits on `head`.
     """
     patterns = (*MODEL_FILES, REPORT, RESULTS) if repo_type == "model" else DATA_FILES
     absent = _remote(api, repo_id, branch, repo_type).keys() - {add.path_in_repo for add in adds}
-    old = [path for path in sorted(absent) if any(Path("/", path).match(f"/{pattern}") for pattern in patterns)]
-    stale = [path for path in old if not path.startswith(("LICENSE", "NOTICE"))]  # somebody may have put them there
+    old = [
+        path for path in sorted(absent) if any(Path("/", path).match(f"/{pattern}") for pattern in patterns)
+    ]
+    # somebody may have put them there
+    stale = [path for path in old if not path.startswith(("LICENSE", "NOTICE"))]
     operations: list[CommitOperationAdd | CommitOperationDelete] = [
         *(CommitOperationDelete(path) for path in stale),
         *map(copy, adds),  # the client writes into them what it found on the Hub
     ]
-    commit = api.create_commit(repo_id, operations, commit_message=message, revision=branch, parent_commit=head, repo_type=repo_type)
+    commit = api.create_commit(
+        repo_id, operations, commit_message=message, revision=branch, parent_commit=head, repo_type=repo_type
+    )
     return commit.oid
 
 
-def _differences(api: HfApi, folder: Path, published: Published, repo_id: str, commit: str, repo_type: str) -> list[str]:
-    """Files of the folder that a commit does not hold exactly: large ones by SHA-256, small ones by their git hash."""
+def _differences(
+    api: HfApi, folder: Path, published: Published, repo_id: str, commit: str, repo_type: str
+) -> list[str]:
+    """Files of the folder that a commit does not hold exactly: large ones by SHA-256, small ones by their git
+    hash."""
     there = _remote(api, repo_id, commit, repo_type)
     different = []
     for path, file in _files(folder).items():

@@ -1,5 +1,5 @@
-"""Reads the cards of the base models and data sets that an output of a stage goes back to: in their folders, in the Hub's cache, or on the
-Hub. Torch-free."""
+"""Reads the cards of the base models and data sets that an output of a stage goes back to: in their folders,
+in the Hub's cache, or on the Hub. Torch-free."""
 
 from __future__ import annotations
 
@@ -14,9 +14,11 @@ from huggingface_hub import try_to_load_from_cache
 from rlhf_core.hub.ids import is_hub_id, parted, shown
 from rlhf_core.runs.lineage import here, lineage, sources, stage_of
 
-ReadCard = Callable[[str, str], str | None]  # (repository, "model" or "dataset") -> its README.md here; None: it has none for us
+# (repository, "model" or "dataset") -> its README.md here; None: it has none for us
+ReadCard = Callable[[str, str], str | None]
 Header = dict[str, Any]  # a card's front matter
-Cards = Mapping[str, Callable[[], Header]]  # by Hub id or file name; read when they are asked for; {}: there is no card
+# by Hub id or file name; read when they are asked for; {}: there is no card
+Cards = Mapping[str, Callable[[], Header]]
 
 
 def upstream_cards(output: Path, read_card: ReadCard | None) -> Cards:
@@ -25,7 +27,9 @@ def upstream_cards(output: Path, read_card: ReadCard | None) -> Cards:
     for place in _leaves(str(output), set()):
         cards[lineage(place).name] = cache(partial(card_of_model, place, read_card))
     for _, _, source in sources(lineage(output)):
-        cards[shown(parted(source["path"])[0])] = cache(partial(_of_hub, source["path"], "dataset", read_card))
+        cards[shown(parted(source["path"])[0])] = cache(
+            partial(_of_hub, source["path"], "dataset", read_card)
+        )
     return cards
 
 

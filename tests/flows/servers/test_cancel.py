@@ -1,4 +1,5 @@
-"""Cancels or kills runs of `alignflow serve`: all processes end, no stage is marked done, the next run finishes."""
+"""Cancels or kills runs of `alignflow serve`: all processes end, no stage is marked done, the next run
+finishes."""
 
 from __future__ import annotations
 
@@ -27,7 +28,9 @@ class Working:
     """A run with a stage in progress. `seed` makes its digests unique."""
 
     def __init__(self, serve: Serve, api: str, seed: int, stage: str = "sft"):
-        self.serve, self.api, self.seed = serve, api, seed
+        self.serve = serve
+        self.api = api
+        self.seed = seed
         slow(serve.folder, stage)
         self.run = serve.run(api, "alignment/micro", overrides=[f"seed={seed}"])
         before = len(micro.attempts(serve.folder))
@@ -43,7 +46,12 @@ class Working:
 
     def gone(self) -> None:
         start = time.monotonic()
-        wait_until(lambda: not [p for p in self.all if alive(p)], "all processes of the run to end", LIMIT_SECONDS, self.serve.told)
+        wait_until(
+            lambda: not [p for p in self.all if alive(p)],
+            "all processes of the run to end",
+            LIMIT_SECONDS,
+            self.serve.told,
+        )
         print(f"gone after {time.monotonic() - start:.1f} s")
         (folder,) = (self.serve.folder / "artifacts" / "stages").glob(f"*-{self.digest}")
         assert not (folder / "result.json").exists()
@@ -52,7 +60,12 @@ class Working:
         def state() -> str:
             return self.serve.state(self.api, self.run)
 
-        wait_until(lambda: state() in states, f"the state {states}", seconds, lambda: f"{state()}\n{self.serve.told()}")
+        wait_until(
+            lambda: state() in states,
+            f"the state {states}",
+            seconds,
+            lambda: f"{state()}\n{self.serve.told()}",
+        )
 
     def again(self, serve: Serve, api: str) -> None:
         """Checks that the next run of the same recipe finishes and repeats no finished stage."""
@@ -93,7 +106,9 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Serve, st
     finally:
         if serve.process.poll() is None:
             serve.stop()
-        wait_until(lambda: not micro.left(folder), "all processes to end", told=lambda: str(micro.left(folder)))
+        wait_until(
+            lambda: not micro.left(folder), "all processes to end", told=lambda: str(micro.left(folder))
+        )
 
 
 def test_cancelled_by_the_command(served: tuple[Serve, str]) -> None:
@@ -135,7 +150,11 @@ def test_all_processes_end_when_serve_or_one_of_them_ends(tmp_path: Path, starts
         starts.append(serve)
         api = serve.ready()
         if work:
-            assert serve.state(api, work.run) in ("CRASHED", "CANCELLED", "FAILED"), "a run of yesterday does not stay Running"
+            assert serve.state(api, work.run) in (
+                "CRASHED",
+                "CANCELLED",
+                "FAILED",
+            ), "a run of yesterday does not stay Running"
             work.again(serve, api)
         work = Working(serve, api, seed)
         if who == "serve":
@@ -148,5 +167,10 @@ def test_all_processes_end_when_serve_or_one_of_them_ends(tmp_path: Path, starts
             next(child for child in children if of in pairwise(child.cmdline())).kill()
         work.gone()
         assert serve.process.wait(timeout=60) == code, serve.told()
-        wait_until(lambda: not micro.left(folder), "all processes to end", LIMIT_SECONDS, lambda: str(micro.left(folder)))
+        wait_until(
+            lambda: not micro.left(folder),
+            "all processes to end",
+            LIMIT_SECONDS,
+            lambda: str(micro.left(folder)),
+        )
         assert "Traceback" not in (folder / "serve.txt").read_text()

@@ -1,4 +1,5 @@
-"""Attacks on `alignflow serve`: by users and web pages without its auth string, and by runs with forbidden parameters."""
+"""Attacks on `alignflow serve`: by users and web pages without its auth string, and by runs with forbidden
+parameters."""
 
 from __future__ import annotations
 
@@ -63,10 +64,14 @@ def api(serve: Serve) -> str:
     return serve.ready()
 
 
-def answer(api: str, route: str, body: Any = None, method: str = "POST", **headers: str) -> http.client.HTTPResponse:
+def answer(
+    api: str, route: str, body: Any = None, method: str = "POST", **headers: str
+) -> http.client.HTTPResponse:
     """Sends a request with the given headers and without the auth string."""
     connection = http.client.HTTPConnection(urlsplit(api).netloc, timeout=60)
-    connection.request(method, f"/api{route}", json.dumps(body), {"Content-Type": "application/json", **headers})
+    connection.request(
+        method, f"/api{route}", json.dumps(body), {"Content-Type": "application/json", **headers}
+    )
     return connection.getresponse()
 
 
@@ -76,7 +81,12 @@ def deployment(api: str, name: str = "alignment/micro") -> str:
 
 def ended(serve: Serve, api: str, run: str) -> dict[str, Any]:
     """Returns the final state of a run."""
-    wait_until(lambda: serve.state(api, run) in ("COMPLETED", "FAILED", "CRASHED", "CANCELLED"), "the run to end", 120, serve.told)
+    wait_until(
+        lambda: serve.state(api, run) in ("COMPLETED", "FAILED", "CRASHED", "CANCELLED"),
+        "the run to end",
+        120,
+        serve.told,
+    )
     return dict(ask(api, f"/flow_runs/{run}")["state"])
 
 
@@ -87,18 +97,28 @@ def runs(api: str) -> int:
 def logged(api: str, run: str) -> list[dict[str, Any]]:
     """Returns the log of a run, whose last lines Prefect sends some seconds after it ended."""
     wanted = {"logs": {"flow_run_id": {"any_": [run]}}, "limit": 200}
-    wait_until(lambda: any(line["level"] >= logging.ERROR for line in ask(api, "/logs/filter", wanted)), "the run's log", 30)
+    wait_until(
+        lambda: any(line["level"] >= logging.ERROR for line in ask(api, "/logs/filter", wanted)),
+        "the run's log",
+        30,
+    )
     return list(ask(api, "/logs/filter", wanted))
 
 
 def test_requests_without_the_auth_string_are_refused(serve: Serve, api: str) -> None:
-    identity, before = deployment(api), runs(api)
-    variables = {"state": {"type": "SCHEDULED"}, "job_variables": {"command": f"touch {serve.folder}/without"}}
+    identity = deployment(api)
+    before = runs(api)
+    variables = {
+        "state": {"type": "SCHEDULED"},
+        "job_variables": {"command": f"touch {serve.folder}/without"},
+    }
     for headers in ({}, {"Authorization": "Basic YWxpZ25mbG93Og=="}, {"Authorization": "Bearer x"}):
         assert answer(api, "/deployments/filter", {}, **headers).status == 401
         assert answer(api, f"/deployments/{identity}/create_flow_run", variables, **headers).status == 401
         assert answer(api, "/admin/settings", method="GET", **headers).status == 401
-    with connect(f"{api.replace('http', 'ws')}/events/in", subprotocols=[websockets.Subprotocol("prefect")]) as socket:
+    with connect(
+        f"{api.replace('http', 'ws')}/events/in", subprotocols=[websockets.Subprotocol("prefect")]
+    ) as socket:
         socket.send(json.dumps({"type": "auth", "token": "alignflow:guessed"}))
         with pytest.raises(websockets.ConnectionClosed):
             socket.recv(timeout=30)
@@ -108,9 +128,13 @@ def test_requests_without_the_auth_string_are_refused(serve: Serve, api: str) ->
 def test_a_command_without_the_auth_string_is_one_sentence(serve: Serve, api: str) -> None:
     environment = micro.environment(serve.folder) | {"PREFECT_API_URL": api}
     command = [sys.executable, "-m", "flows.cli", "run", "recipe.yaml"]
-    done = subprocess.run(command, cwd=serve.folder, env=environment, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(
+        command, cwd=serve.folder, env=environment, capture_output=True, text=True, timeout=120
+    )
     assert done.returncode == 3 and "Traceback" not in done.stderr, done.stderr
-    assert "does not take the auth string of this shell: set PREFECT_API_AUTH_STRING" in " ".join(done.stderr.split())
+    assert "does not take the auth string of this shell: set PREFECT_API_AUTH_STRING" in " ".join(
+        done.stderr.split()
+    )
 
 
 def test_other_hosts_and_origins_are_refused(api: str) -> None:
@@ -122,7 +146,11 @@ def test_other_hosts_and_origins_are_refused(api: str) -> None:
         assert refused.status == 400 and b"--allow-host" in refused.read()
     for origin in ("http://evil.example", "null", "http://127.0.0.1:1"):
         for method in ("GET", "POST", "OPTIONS"):
-            asked = {"Origin": origin, "Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "content-type"}
+            asked = {
+                "Origin": origin,
+                "Access-Control-Request-Method": "POST",
+                "Access-Control-Request-Headers": "content-type",
+            }
             refused = answer(api, "/deployments/filter", {}, method, **asked)
             assert refused.status == 403 and refused.getheader("access-control-allow-origin") is None
         with pytest.raises(websockets.InvalidStatus, match="403"):
@@ -155,12 +183,20 @@ def test_a_web_page_cannot_start_a_run(api: str, tmp_path: Path, content: str) -
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Page) as pages:
         threading.Thread(target=pages.serve_forever, daemon=True).start()
         # and one whose name leads to this machine (DNS rebinding)
-        command = [str(CHROMIUM), "--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path}"]
+        command = [
+            str(CHROMIUM),
+            "--headless",
+            "--no-sandbox",
+            "--disable-gpu",
+            f"--user-data-dir={tmp_path}",
+        ]
         command.append("--host-resolver-rules=MAP evil.example 127.0.0.1")
         for host in ("127.0.0.1", "evil.example"):
             address = f"http://{host}:{pages.server_address[1]}/"
             browser = subprocess.Popen(
-                [*command, "--remote-debugging-port=0", address], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+                [*command, "--remote-debugging-port=0", address],
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
             )
             try:
                 assert told.get(timeout=90).startswith("blocked: TypeError")
@@ -169,7 +205,10 @@ def test_a_web_page_cannot_start_a_run(api: str, tmp_path: Path, content: str) -
                 browser.wait(30)
         pages.shutdown()
     command += ["--dump-dom", f"http://evil.example:{urlsplit(api).port}/"]
-    assert "does not answer for that host" in subprocess.run(command, capture_output=True, text=True, timeout=90).stdout
+    assert (
+        "does not answer for that host"
+        in subprocess.run(command, capture_output=True, text=True, timeout=90).stdout
+    )
     assert runs(api) == before
 
 
@@ -182,7 +221,10 @@ def test_it_listens_on_loopback_alone_also_while_a_run_goes_on(serve: Serve, api
 
 
 def test_the_live_page_needs_its_token(serve: Serve, api: str) -> None:
-    found = re.search(r"artifacts is shown at http://(127\.0\.0\.1:\d+)/\?token=\.\.\. \(", (serve.folder / "serve.txt").read_text())
+    found = re.search(
+        r"artifacts is shown at http://(127\.0\.0\.1:\d+)/\?token=\.\.\. \(",
+        (serve.folder / "serve.txt").read_text(),
+    )
     assert found, serve.told()
     page = f"http://{found[1]}/api/api"  # of `answer`
 
@@ -194,7 +236,9 @@ def test_the_live_page_needs_its_token(serve: Serve, api: str) -> None:
 
     wait_until(lambda: status() == 401, "the live page to start", 60, serve.told)
     token = (serve.folder / "home" / "dashboard-token").read_text().strip()
-    assert status(Authorization=f"Bearer {token}") == 404 and status(Authorization=f"Bearer {AUTH[api]}") == 401
+    assert (
+        status(Authorization=f"Bearer {token}") == 404 and status(Authorization=f"Bearer {AUTH[api]}") == 401
+    )
     assert status(Authorization=f"Bearer {token}", Host="evil.example") == 421
 
 
@@ -206,7 +250,10 @@ def test_another_user_cannot_read_the_auth_string(serve: Serve, api: str, tmp_pa
     (readable := place.with_name("readable")).touch(0o644)
     assert as_nobody("open(sys.argv[1])", str(readable)) == "allowed"
     assert as_nobody("open(sys.argv[1])", str(place)) == "PermissionError"
-    processes = [serve.process.pid, *(child.pid for child in psutil.Process(serve.process.pid).children(recursive=True))]
+    processes = [
+        serve.process.pid,
+        *(child.pid for child in psutil.Process(serve.process.pid).children(recursive=True)),
+    ]
     for pid in processes:
         assert as_nobody(f"open('/proc/{pid}/environ').read()") == "PermissionError"
 
@@ -214,7 +261,9 @@ def test_another_user_cannot_read_the_auth_string(serve: Serve, api: str, tmp_pa
 @pytest.mark.long
 def test_a_run_cannot_change_command_environment_or_folder(serve: Serve, api: str, tmp_path: Path) -> None:
     """Prefect's server checks the fields of a deployment's run, but not those of `POST /flow_runs/`."""
-    (tmp_path / "sitecustomize.py").write_text(f"import pathlib; pathlib.Path({str(tmp_path / 'by-environment')!r}).touch()\n")
+    (tmp_path / "sitecustomize.py").write_text(
+        f"import pathlib; pathlib.Path({str(tmp_path / 'by-environment')!r}).touch()\n"
+    )
     wanted: list[dict[str, Any]] = [
         {"command": f"touch {tmp_path}/by-command"},
         {"env": {"PYTHONPATH": str(tmp_path), "ALIGNFLOW_SERVED": ""}},
@@ -224,10 +273,19 @@ def test_a_run_cannot_change_command_environment_or_folder(serve: Serve, api: st
     identity = deployment(api)
     for variables in wanted:
         with pytest.raises(urllib.error.HTTPError) as refused:
-            ask(api, f"/deployments/{identity}/create_flow_run", {"state": {"type": "SCHEDULED"}, "job_variables": variables})
+            ask(
+                api,
+                f"/deployments/{identity}/create_flow_run",
+                {"state": {"type": "SCHEDULED"}, "job_variables": variables},
+            )
         assert refused.value.code == 422
     flow = ask(api, f"/deployments/{identity}")["flow_id"]
-    body = {"flow_id": flow, "deployment_id": identity, "work_pool_name": "alignflow-process", "work_queue_name": "asked"}
+    body = {
+        "flow_id": flow,
+        "deployment_id": identity,
+        "work_pool_name": "alignflow-process",
+        "work_queue_name": "asked",
+    }
     body |= {
         "parameters": {"recipe": "recipe.yaml"},
         "state": {"type": "SCHEDULED"},
@@ -239,40 +297,61 @@ def test_a_run_cannot_change_command_environment_or_folder(serve: Serve, api: st
 
 
 def test_a_run_accepts_only_its_deployments_recipe_and_settings(serve: Serve, api: str) -> None:
-    (serve.folder / "other.yaml").write_text((serve.folder / "recipe.yaml").read_text().replace("micro", "other"))
+    (serve.folder / "other.yaml").write_text(
+        (serve.folder / "recipe.yaml").read_text().replace("micro", "other")
+    )
     inline = load_recipe(serve.folder / "recipe.yaml").model_dump(mode="json")
     own = "a run of this deployment has the deployment's own recipe, recipe.yaml"
     before = micro.begun(serve.folder)
     wanted: list[tuple[dict[str, Any], str]] = [
         ({"recipe": inline}, own),
         ({"recipe": "other.yaml"}, own),
-        ({"overrides": ["loop.reward=file.py:fn"]}, "override loop.reward: a run of a deployment may set numbers, switches and choices"),
-        ({"overrides": ["seed=7", "trust_remote_code=true"]}, "override trust_remote_code: a run of a deployment may set numbers"),
+        (
+            {"overrides": ["loop.reward=file.py:fn"]},
+            "override loop.reward: a run of a deployment may set numbers, switches and choices",
+        ),
+        (
+            {"overrides": ["seed=7", "trust_remote_code=true"]},
+            "override trust_remote_code: a run of a deployment may set numbers",
+        ),
     ]
     asked = [(serve.run(api, "alignment/micro", **parameters), sentence) for parameters, sentence in wanted]
     for run, sentence in asked:
         state = ended(serve, api, run)
-        assert state["type"] == "FAILED" and sentence in state["message"] and "\n" not in state["message"].strip(), state
+        assert (
+            state["type"] == "FAILED"
+            and sentence in state["message"]
+            and "\n" not in state["message"].strip()
+        ), state
         lines = [line["message"] for line in logged(api, run) if line["level"] >= logging.ERROR]
         (refusal,) = [line for line in lines if sentence in line]
-        assert refusal.startswith(("parameter recipe: ", "override ")) and not [line for line in lines if "\n" in line.strip()], lines
+        assert refusal.startswith(("parameter recipe: ", "override ")) and not [
+            line for line in lines if "\n" in line.strip()
+        ], lines
     identity = deployment(api)
     patch(api, f"/deployments/{identity}", {"parameters": {"recipe": "other.yaml", "overrides": []}})
     try:
-        assert own in ended(serve, api, serve.run(api, "alignment/micro"))["message"], "it is compared with what `serve` was given"
+        assert own in ended(serve, api, serve.run(api, "alignment/micro"))["message"], (
+            "it is compared with what `serve` was given"
+        )
     finally:
         patch(api, f"/deployments/{identity}", {"parameters": {"recipe": "recipe.yaml", "overrides": []}})
     console = serve.folder / "serve.txt"
     for _, sentence in wanted:
-        wait_until(lambda sentence=sentence: sentence in console.read_text(), "the console to say it", 60, serve.told)
+        wait_until(
+            lambda sentence=sentence: sentence in console.read_text(), "the console to say it", 60, serve.told
+        )
     assert console.read_text().count("override loop.reward: ") == 1 and "Traceback" not in console.read_text()
     assert micro.begun(serve.folder) == before
     allowed = serve.run(api, "loop/micro", overrides=["loop.beta=0.25"], max_rounds=4)
-    assert ended(serve, api, allowed)["type"] == "COMPLETED" and "loop.round1.dpo" in micro.begun(serve.folder)
+    assert ended(serve, api, allowed)["type"] == "COMPLETED" and "loop.round1.dpo" in micro.begun(
+        serve.folder
+    )
 
 
 def patch(api: str, route: str, body: dict[str, Any]) -> None:
-    """Changes an object of the server; Prefect answers late, or with an error, while another writer holds its database."""
+    """Changes an object of the server; Prefect answers late, or with an error, while another writer holds its
+    database."""
     token = {"Authorization": micro.basic(AUTH[api])}
 
     def accepted() -> bool:
@@ -294,7 +373,10 @@ def test_the_auth_string_is_kept_and_in_no_log(tmp_path: Path) -> None:
         try:
             api = serve.ready()
             strings.add(AUTH[api])
-            assert ended(serve, api, serve.run(api, "alignment/micro", overrides=[f"seed={seed}"]))["type"] == "COMPLETED"
+            assert (
+                ended(serve, api, serve.run(api, "alignment/micro", overrides=[f"seed={seed}"]))["type"]
+                == "COMPLETED"
+            )
             running = [" ".join(process.cmdline()) for process in micro.left(folder)]
         finally:
             serve.stop()
@@ -304,5 +386,9 @@ def test_the_auth_string_is_kept_and_in_no_log(tmp_path: Path) -> None:
     place = folder / "home" / "auth-string"
     assert f"the auth string: what is in {place}\n" in (folder / "serve.txt").read_text()
     assert stat.S_IMODE(place.stat().st_mode) == 0o600
-    holding = [path for path in folder.rglob("*") if path.is_file() and string.partition(":")[2].encode() in path.read_bytes()]
+    holding = [
+        path
+        for path in folder.rglob("*")
+        if path.is_file() and string.partition(":")[2].encode() in path.read_bytes()
+    ]
     assert holding == [place], "neither a log nor the database, an artifact or a stage's directory has it"

@@ -17,7 +17,11 @@ pytestmark = [pytest.mark.slow, pytest.mark.long, pytest.mark.timeout(400)]
 
 def completed(api: str) -> list[dict[str, Any]]:
     """Returns the runs that trained a round, oldest first."""
-    runs = ask(api, "/flow_runs/filter", {"sort": "START_TIME_ASC", "flow_runs": {"state": {"type": {"any_": ["COMPLETED"]}}}})
+    runs = ask(
+        api,
+        "/flow_runs/filter",
+        {"sort": "START_TIME_ASC", "flow_runs": {"state": {"type": {"any_": ["COMPLETED"]}}}},
+    )
     return [run for run in runs if "is done" in str(run["state"]["message"])]
 
 
@@ -33,7 +37,9 @@ def test_scheduled_runs_before_and_after_a_manual_run(tmp_path: Path) -> None:
         api = serve.ready()
         wait_until(lambda: completed(api), "the schedule to fire by itself", 120, serve.told)
         asked = serve.run(api, "loop/micro", overrides=["loop.beta=0.3"])
-        wait_until(lambda: serve.state(api, asked) == "COMPLETED", "the run that was asked for", 120, serve.told)
+        wait_until(
+            lambda: serve.state(api, asked) == "COMPLETED", "the run that was asked for", 120, serve.told
+        )
         rounds = len(completed(api))
         wait_until(lambda: len(completed(api)) > rounds, "the schedule to fire again", 120, serve.told)
         runs = completed(api)
@@ -44,7 +50,12 @@ def test_scheduled_runs_before_and_after_a_manual_run(tmp_path: Path) -> None:
         (deployment,) = {run["deployment_id"] for run in by_itself}
         assert ask(api, f"/deployments/{deployment}")["name"] == "micro-scheduled"
         artifacts = {artifact["key"] for artifact in ask(api, "/artifacts/filter", {"limit": 200})}
-        assert {"loop-round1-dpo-checkpoint", "loop-round2-dpo-checkpoint", "evaluation-win-rates", "report"} <= artifacts
+        assert {
+            "loop-round1-dpo-checkpoint",
+            "loop-round2-dpo-checkpoint",
+            "evaluation-win-rates",
+            "report",
+        } <= artifacts
     finally:
         code = serve.stop()
     assert code == 130, serve.told()
@@ -52,10 +63,14 @@ def test_scheduled_runs_before_and_after_a_manual_run(tmp_path: Path) -> None:
     requests = [request_of(folder, f"loop.round{number}.dpo") for number in numbers]
     for number, (before, after) in enumerate(pairwise(requests), start=1):
         made = f"loop.round{number}.dpo-{before.digest}/made/checkpoint"
-        assert after.inputs[f"loop.round{number}.dpo"].endswith(made), "a round starts from the result of the one before it"
+        assert after.inputs[f"loop.round{number}.dpo"].endswith(made), (
+            "a round starts from the result of the one before it"
+        )
     betas = [request.config.model_dump()["beta"] for request in requests]
     manual = [run["id"] for run in runs].index(asked)
-    assert betas[manual] == 0.3 and betas.count(0.3) == 1, "the changed parameter is that of the run that was asked for alone"
+    assert betas[manual] == 0.3 and betas.count(0.3) == 1, (
+        "the changed parameter is that of the run that was asked for alone"
+    )
     trained = [name for name in micro.begun(folder) if name.startswith("loop.")]
     assert len(trained) == len(set(trained)), "no stage of a round twice"
 
@@ -68,13 +83,28 @@ def test_a_manual_run_does_not_wait_for_late_ones(tmp_path: Path) -> None:
         api = serve.ready()
         nightly = ask(api, "/deployments/name/loop/micro-scheduled")["id"]
         for day in range(1, 11):
-            body = {"state": {"type": "SCHEDULED", "state_details": {"scheduled_time": f"2026-01-{day:02d}T02:00:00+00:00"}}}
+            body = {
+                "state": {
+                    "type": "SCHEDULED",
+                    "state_details": {"scheduled_time": f"2026-01-{day:02d}T02:00:00+00:00"},
+                }
+            }
             ask(api, f"/deployments/{nightly}/create_flow_run", body)
         asked = serve.run(api, "alignment/micro", overrides=["seed=3"])
-        wait_until(lambda: serve.state(api, asked) == "COMPLETED", "the run that was asked for", 120, serve.told)
-        late = ask(api, "/flow_runs/filter", {"flow_runs": {"deployment_id": {"any_": [nightly]}}, "limit": 100})
-        ended = [run["state_type"] for run in late if run["state_type"] in ("COMPLETED", "CANCELLED", "FAILED", "CRASHED")]
+        wait_until(
+            lambda: serve.state(api, asked) == "COMPLETED", "the run that was asked for", 120, serve.told
+        )
+        late = ask(
+            api, "/flow_runs/filter", {"flow_runs": {"deployment_id": {"any_": [nightly]}}, "limit": 100}
+        )
+        ended = [
+            run["state_type"]
+            for run in late
+            if run["state_type"] in ("COMPLETED", "CANCELLED", "FAILED", "CRASHED")
+        ]
         assert set(ended) <= {"COMPLETED", "CANCELLED"}
-        assert len([name for name in micro.begun(folder) if name == "loop.round2.dpo"]) == 0, "missed nights are one round, not ten"
+        assert len([name for name in micro.begun(folder) if name == "loop.round2.dpo"]) == 0, (
+            "missed nights are one round, not ten"
+        )
     finally:
         serve.stop()

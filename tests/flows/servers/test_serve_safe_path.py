@@ -1,4 +1,5 @@
-"""`alignflow serve` in a folder whose modules have the names of ours: server, worker, flow run and stages import ours."""
+"""`alignflow serve` in a folder whose modules have the names of ours: server, worker, flow run and stages
+import ours."""
 
 from __future__ import annotations
 

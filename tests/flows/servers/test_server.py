@@ -1,4 +1,5 @@
-"""Runs the flow with a Prefect server in another process, as a team does: names and artifacts are on the server."""
+"""Runs the flow with a Prefect server in another process, as a team does: names and artifacts are on the
+server."""
 
 from __future__ import annotations
 
@@ -44,14 +45,17 @@ def serving(home: Path) -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
     command = [sys.executable, "-m", "prefect", "server", "start", "--port", str(port)]
     with (home / "log.txt").open("wb") as log:
         process = subprocess.Popen(command, env=environment, stdout=log, stderr=log, stdin=subprocess.DEVNULL)
-    url, deadline = f"http://127.0.0.1:{port}/api", time.monotonic() + 120
+    url = f"http://127.0.0.1:{port}/api"
+    deadline = time.monotonic() + 120
     try:
         while True:
             try:
                 ask(url, "/health")
                 break
             except OSError:
-                assert process.poll() is None and time.monotonic() < deadline, (home / "log.txt").read_text()[-2000:]
+                assert process.poll() is None and time.monotonic() < deadline, (home / "log.txt").read_text()[
+                    -2000:
+                ]
                 time.sleep(0.5)
         yield url, process
     finally:
@@ -69,7 +73,15 @@ def test_a_run_is_visible_on_the_server(server: str, material: Path, tmp_path: P
     (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(recipe))
     environment = os.environ | {"PREFECT_API_URL": server, "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-m", "flows.cli", "run", str(tmp_path / "recipe.yaml")]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200, cwd=tmp_path, stdin=subprocess.DEVNULL)
+    done = subprocess.run(
+        command,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=200,
+        cwd=tmp_path,
+        stdin=subprocess.DEVNULL,
+    )
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
     (flow,) = ask(server, "/flow_runs/filter", {})
     assert flow["name"].startswith("publish-base-") and flow["state_type"] == "COMPLETED"
@@ -86,14 +98,31 @@ def test_a_run_is_visible_on_the_server(server: str, material: Path, tmp_path: P
 def test_a_dead_server_is_reported_in_one_sentence(material: Path, tmp_path: Path, proxy: str) -> None:
     """Also one that a dead proxy is in front of."""
     stages = {"publication": {"model": "base"}}
-    recipe = {"name": "r", "base_model": str(material / "base"), "artifacts": str(tmp_path / "artifacts"), "stages": stages}
+    recipe = {
+        "name": "r",
+        "base_model": str(material / "base"),
+        "artifacts": str(tmp_path / "artifacts"),
+        "stages": stages,
+    }
     (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(recipe))
     api = "http://prefect.invalid/api" if proxy else f"http://127.0.0.1:{free_port()}/api"
     environment = os.environ | {"PREFECT_API_URL": api, "PYTHONPATH": str(ROOT), "http_proxy": proxy}
     command = [sys.executable, "-m", "flows.cli", "run", str(tmp_path / "recipe.yaml")]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, cwd=tmp_path, stdin=subprocess.DEVNULL)
-    assert done.returncode == 3 and "no Prefect server answers" in done.stderr and "Traceback" not in done.stderr
-    assert ("through the proxy 127.0.0.1:9 that http_proxy names" in " ".join(done.stderr.split())) is bool(proxy), done.stderr
+    done = subprocess.run(
+        command,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        cwd=tmp_path,
+        stdin=subprocess.DEVNULL,
+    )
+    assert (
+        done.returncode == 3 and "no Prefect server answers" in done.stderr and "Traceback" not in done.stderr
+    )
+    assert ("through the proxy 127.0.0.1:9 that http_proxy names" in " ".join(done.stderr.split())) is bool(
+        proxy
+    ), done.stderr
     assert "secret" not in done.stderr
 
 
@@ -101,7 +130,8 @@ def test_a_dead_server_is_reported_in_one_sentence(material: Path, tmp_path: Pat
 def test_a_server_that_stops_is_reported_in_one_sentence(tmp_path: Path) -> None:
     """The stage in progress finishes and stays done."""
     here = tmp_path / "here"
-    environment = micro.build(here) | {"PREFECT_CLIENT_MAX_RETRIES": "1"}  # Prefect's own default makes a minute of it
+    # Prefect's own default makes a minute of it
+    environment = micro.build(here) | {"PREFECT_CLIENT_MAX_RETRIES": "1"}
     (here / "slow.json").write_text('{"until": "go"}')
     (tmp_path / "home").mkdir()
     with serving(tmp_path / "home") as (url, server):
@@ -119,5 +149,9 @@ def test_a_server_that_stops_is_reported_in_one_sentence(tmp_path: Path) -> None
         server.wait()
         (here / "go").touch()
         _, told = run.communicate(timeout=200)
-    assert run.returncode == 3 and f"Prefect's server at {url} stopped answering" in told and "Traceback" not in told, told
+    assert (
+        run.returncode == 3
+        and f"Prefect's server at {url} stopped answering" in told
+        and "Traceback" not in told
+    ), told
     assert list((here / "artifacts" / "stages").glob("sft-*/result.json"))

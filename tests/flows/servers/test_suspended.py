@@ -1,4 +1,5 @@
-"""A run of `alignflow serve` that waits for a person: its process ends, and the form on Prefect's page starts it again."""
+"""A run of `alignflow serve` that waits for a person: its process ends, and the form on Prefect's page starts
+it again."""
 
 from __future__ import annotations
 
@@ -13,7 +14,9 @@ from tests.support import micro
 from tests.support.micro import RECIPE, Serve, ask, wait_until
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(500)]
-GATED = RECIPE.replace("questions: {path: q.jsonl}}", "questions: {path: q.jsonl}, gates: [{approve: {within: 2h}}]}")
+GATED = RECIPE.replace(
+    "questions: {path: q.jsonl}}", "questions: {path: q.jsonl}, gates: [{approve: {within: 2h}}]}"
+)
 GATED += "  publication: {model: loop, evaluation: evaluation, folder: published}\n"
 
 
@@ -26,7 +29,11 @@ def question(folder: Path) -> Approval:
 
 def flows_running(folder: Path) -> list[str]:
     commands = [" ".join(process.cmdline()) for process in micro.left(folder)]
-    return [command for command in commands if "prefect.engine" in command or "flow-run execute" in command or "flow_run" in command]
+    return [
+        command
+        for command in commands
+        if "prefect.engine" in command or "flow-run execute" in command or "flow_run" in command
+    ]
 
 
 def test_a_form_starts_a_suspended_run_again_also_after_a_restart_of_the_server(tmp_path: Path) -> None:
@@ -66,14 +73,26 @@ def test_a_no_in_the_form_and_a_yes_by_the_command(tmp_path: Path) -> None:
         run = serve.run(api, "alignment/micro")
         wait_until(lambda: serve.state(api, run) == "PAUSED", "the run to be suspended", 150, serve.told)
         other = serve.run(api, "alignment/micro")
-        wait_until(lambda: serve.state(api, other) == "FAILED", "another run to end, as this one asks", 150, serve.told)
+        wait_until(
+            lambda: serve.state(api, other) == "FAILED",
+            "another run to end, as this one asks",
+            150,
+            serve.told,
+        )
         command = [sys.executable, "-m", "flows.cli", "approve", "artifacts/micro", "--by", "bob"]
-        told = subprocess.run(command, cwd=folder, env=environment | micro.client(api), capture_output=True, text=True)
+        told = subprocess.run(
+            command, cwd=folder, env=environment | micro.client(api), capture_output=True, text=True
+        )
         assert told.returncode == 0 and "its suspended run goes on" in told.stdout, told
         wait_until(lambda: serve.state(api, run) == "COMPLETED", "the run to go on", 150, serve.told)
         assert question(folder).told() == "approved by bob"
         changed = serve.run(api, "alignment/micro", overrides=["loop.beta=0.4"])
-        wait_until(lambda: serve.state(api, changed) == "PAUSED", "the other result to be asked about", 150, serve.told)
+        wait_until(
+            lambda: serve.state(api, changed) == "PAUSED",
+            "the other result to be asked about",
+            150,
+            serve.told,
+        )
         refusal = {"run_input": {"approve": False, "reason": "", "by": "ann"}}
         assert ask(api, f"/flow_runs/{changed}/resume", refusal)["status"] == "ACCEPT"
         wait_until(lambda: serve.state(api, changed) == "FAILED", "the refused run to end", 150, serve.told)

@@ -1,4 +1,5 @@
-"""Ctrl-C in a terminal reaches the command and its temporary Prefect server; the server must outlive it until the run has ended."""
+"""Ctrl-C in a terminal reaches the command and its temporary Prefect server; the server must outlive it until
+the run has ended."""
 
 from __future__ import annotations
 
@@ -65,7 +66,11 @@ with prepared():
 
 def environment_of(home: Path) -> dict[str, str]:
     kept = {key: value for key, value in os.environ.items() if not key.startswith("PREFECT")}
-    return kept | {"PYTHONPATH": str(ROOT), "PREFECT_HOME": str(home), "PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS": "120"}
+    return kept | {
+        "PYTHONPATH": str(ROOT),
+        "PREFECT_HOME": str(home),
+        "PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS": "120",
+    }
 
 
 def started(script: str, home: Path) -> tuple[subprocess.Popen[str], IO[str]]:
@@ -95,41 +100,62 @@ def test_the_temporary_server_survives_ctrl_c(tmp_path: Path) -> None:
 
 def test_the_temporary_server_answers_only_its_own_process(tmp_path: Path) -> None:
     environment = environment_of(tmp_path) | {"PREFECT_API_AUTH_STRING": "another:servers"}
-    done = subprocess.run([sys.executable, "-c", ASKED], env=environment, capture_output=True, text=True, timeout=150)
+    done = subprocess.run(
+        [sys.executable, "-c", ASKED], env=environment, capture_output=True, text=True, timeout=150
+    )
     assert done.stdout == "0\n[401, 400, 403]\nTrue False False\n", done.stderr
 
 
 def test_a_flow_called_from_python_has_such_a_server(tmp_path: Path) -> None:
     """Also where a proxy is named that nobody answers at."""
-    kept = {name: value for name, value in environment_of(tmp_path).items() if not name.lower().endswith("_proxy")}
+    kept = {
+        name: value for name, value in environment_of(tmp_path).items() if not name.lower().endswith("_proxy")
+    }
     environment = kept | {"HTTP_PROXY": "http://127.0.0.1:9", "ALL_PROXY": "http://127.0.0.1:9"}
-    done = subprocess.run([sys.executable, "-c", CALLED], env=environment, capture_output=True, text=True, timeout=150)
+    done = subprocess.run(
+        [sys.executable, "-c", CALLED], env=environment, capture_output=True, text=True, timeout=150
+    )
     assert "missing.yaml" in done.stdout and done.stdout.endswith("True 401\n"), done.stderr
 
 
 def test_a_configured_server_is_used() -> None:
     environment = os.environ | {"PREFECT_API_URL": "http://127.0.0.1:9/api", "PYTHONPATH": str(ROOT)}
     code = (
-        "from tasks.server_process import ours, prepared; from tasks.temporary_server import start_server\n"
-        "with prepared(): start_server()\n"
-        "from prefect.server.api.server import SubprocessASGIServer as Server; print(ours.server_process, Server._instances)"
+        "from tasks.server_process import ours, prepared; from tasks.temporary_server import"
+        " start_server\nwith prepared(): start_server()\nfrom prefect.server.api.server import"
+        " SubprocessASGIServer as Server; print(ours.server_process, Server._instances)"
     )
-    assert subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=100).stdout == "None {}\n"
+    assert (
+        subprocess.run(
+            [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=100
+        ).stdout
+        == "None {}\n"
+    )
 
 
 def test_a_prepared_server_ends_when_another_one_is_configured(tmp_path: Path) -> None:
-    (tmp_path / "profiles.toml").write_text('active = "team"\n[profiles.team]\nPREFECT_API_URL = "http://127.0.0.1:9/api"\n')
+    (tmp_path / "profiles.toml").write_text(
+        'active = "team"\n[profiles.team]\nPREFECT_API_URL = "http://127.0.0.1:9/api"\n'
+    )
     code = (
         "from tasks.server_process import ours, prepared\n"
         "with prepared():\n"
         "    from tasks.temporary_server import start_server\n"
         "    print(ours.server_process.poll()); start_server(); print(ours.server_process.poll(), ours.begun)"
     )
-    done = subprocess.run([sys.executable, "-c", code], env=environment_of(tmp_path), capture_output=True, text=True, timeout=100)
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env=environment_of(tmp_path),
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
     assert done.stdout == "None\n-9 False\n", done.stderr
 
 
-@pytest.mark.parametrize("number", [pytest.param(signal.SIGINT, marks=pytest.mark.long), signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize(
+    "number", [pytest.param(signal.SIGINT, marks=pytest.mark.long), signal.SIGTERM, signal.SIGKILL]
+)
 def test_a_prepared_server_ends_with_its_command(tmp_path: Path, number: int) -> None:
     """It has written no database."""
     process, told = started(PREPARED, tmp_path)
@@ -145,11 +171,21 @@ def test_a_prepared_server_ends_with_its_command(tmp_path: Path, number: int) ->
 
 
 def test_a_refused_recipe_leaves_no_server(tmp_path: Path) -> None:
-    (tmp_path / "recipe.yaml").write_text("{name: n, base_model: ./none, stages: {sft: {data: {sources: none.jsonl}}}}")
+    (tmp_path / "recipe.yaml").write_text(
+        "{name: n, base_model: ./none, stages: {sft: {data: {sources: none.jsonl}}}}"
+    )
     home = tmp_path / "home"
     command = [sys.executable, "-m", "flows.cli", "run", "recipe.yaml"]
     environment = environment_of(home)
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=100, start_new_session=True)
+    done = subprocess.run(
+        command,
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=100,
+        start_new_session=True,
+    )
     assert done.returncode == 2
     assert "there is no model folder" in done.stderr and "Traceback" not in done.stderr
     assert not [process for process in psutil.process_iter() if in_home(process, home)]
@@ -163,24 +199,39 @@ def test_a_second_flow_of_a_process_uses_the_same_server(tmp_path: Path) -> None
         "start_server(); first = ours.server_process; start_server()\n"
         "print(ours.server_process is first, first.poll())"
     )
-    done = subprocess.run([sys.executable, "-c", code], env=environment_of(tmp_path), capture_output=True, text=True, timeout=150)
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env=environment_of(tmp_path),
+        capture_output=True,
+        text=True,
+        timeout=150,
+    )
     assert done.stdout == "True None\n", done.stderr
 
 
 def test_a_server_without_its_database_is_reported_in_one_sentence(tmp_path: Path) -> None:
-    environment = environment_of(tmp_path) | {"PREFECT_API_DATABASE_CONNECTION_URL": f"sqlite+aiosqlite:///{tmp_path}/none/prefect.db"}
+    environment = environment_of(tmp_path) | {
+        "PREFECT_API_DATABASE_CONNECTION_URL": f"sqlite+aiosqlite:///{tmp_path}/none/prefect.db"
+    }
     code = (
-        "from rlhf_core.preflight.inputs import MachineLacks; from tasks.temporary_server import start_server\n"
-        "try: start_server()\nexcept MachineLacks as error: print(error)"
+        "from rlhf_core.preflight.inputs import MachineLacks; from tasks.temporary_server import"
+        " start_server\ntry: start_server()\nexcept MachineLacks as error: print(error)"
     )
-    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=100)
-    assert done.stdout.startswith("Prefect's temporary server ended, or did not answer within 120 s (what it said stands above): look at")
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=100
+    )
+    assert done.stdout.startswith(
+        "Prefect's temporary server ended, or did not answer within 120 s (what it said stands above):"
+        " look at"
+    )
     assert "unable to open database file" in done.stderr
 
 
 def in_home(process: psutil.Process, home: Path) -> bool:
     try:
-        return process.environ().get("PREFECT_HOME") == str(home) and "orphan_watcher.py" not in " ".join(process.cmdline())
+        return process.environ().get("PREFECT_HOME") == str(home) and "orphan_watcher.py" not in " ".join(
+            process.cmdline()
+        )
     except psutil.Error:
         return False
 

@@ -1,4 +1,5 @@
-"""`alignflow serve --on-feedback --trigger-port`: posted feedback and requests start runs, once, also when serve is killed in between."""
+"""`alignflow serve --on-feedback --trigger-port`: posted feedback and requests start runs, once, also when
+serve is killed in between."""
 
 from __future__ import annotations
 
@@ -31,7 +32,10 @@ FINAL = ["COMPLETED", "FAILED", "CRASHED", "CANCELLED"]
 
 def post(url: str, token: str, body: object = None) -> tuple[int, Any]:
     request = urllib.request.Request(
-        url, json.dumps(body).encode(), {"authorization": f"Bearer {token}", "content-type": "application/json"}, method="POST"
+        url,
+        json.dumps(body).encode(),
+        {"authorization": f"Bearer {token}", "content-type": "application/json"},
+        method="POST",
     )
     try:
         with urllib.request.urlopen(request, timeout=90) as answer:
@@ -62,7 +66,11 @@ def row(number: int) -> dict[str, str]:
 def runs(api: str, deployment: str) -> list[dict[str, Any]]:
     flow, name = deployment.split("/")
     identity = ask(api, f"/deployments/name/{flow}/{name}")["id"]
-    found = ask(api, "/flow_runs/filter", {"flow_runs": {"deployment_id": {"any_": [identity]}}, "sort": "START_TIME_ASC", "limit": 200})
+    found = ask(
+        api,
+        "/flow_runs/filter",
+        {"flow_runs": {"deployment_id": {"any_": [identity]}}, "sort": "START_TIME_ASC", "limit": 200},
+    )
     return list(found)
 
 
@@ -76,7 +84,12 @@ def rounds(folder: Path) -> list[int]:
 def kill(serve: Serve) -> None:
     serve.process.kill()
     serve.process.wait(timeout=60)
-    wait_until(lambda: not micro.left(serve.folder), "all processes to end", 90, lambda: str(micro.left(serve.folder)))
+    wait_until(
+        lambda: not micro.left(serve.folder),
+        "all processes to end",
+        90,
+        lambda: str(micro.left(serve.folder)),
+    )
 
 
 def test_new_feedback_starts_one_round_at_a_time_and_none_is_lost(tmp_path: Path) -> None:
@@ -88,7 +101,8 @@ def test_new_feedback_starts_one_round_at_a_time_and_none_is_lost(tmp_path: Path
     serve = Serve(folder, environment, *options)
     try:
         api = serve.ready()
-        url, token = endpoint(serve, "feedback", "chat"), (folder / "home/feedback-token").read_text().strip()
+        url = endpoint(serve, "feedback", "chat")
+        token = (folder / "home/feedback-token").read_text().strip()
         assert post(url, token, [row(0), row(1)])[0] == 200
         assert post(url, token, row(2))[0] == 200
         wait_until(lambda: "sft" in micro.begun(folder), "the third row to start a run", 120, serve.told)
@@ -97,9 +111,18 @@ def test_new_feedback_starts_one_round_at_a_time_and_none_is_lost(tmp_path: Path
         assert codes == [200] * 1000
         assert len(runs(api, "loop/micro-feedback")) == 1
         (folder / "go").touch()
-        wait_until(lambda: len(rounds(folder)) == 2, "the rows that came meanwhile to be a second round", 120, serve.told)
+        wait_until(
+            lambda: len(rounds(folder)) == 2,
+            "the rows that came meanwhile to be a second round",
+            120,
+            serve.told,
+        )
         assert rounds(folder) == [3, 1003], "each row in one round"
-        wait_until(lambda: {run["state_type"] for run in runs(api, "loop/micro-feedback")} == {"COMPLETED"}, "both runs to end", 60)
+        wait_until(
+            lambda: {run["state_type"] for run in runs(api, "loop/micro-feedback")} == {"COMPLETED"},
+            "both runs to end",
+            60,
+        )
         assert len(runs(api, "loop/micro-feedback")) == 2
         assert post(url, token, [row(1003), row(1004)])[0] == 200
     finally:
@@ -109,7 +132,12 @@ def test_new_feedback_starts_one_round_at_a_time_and_none_is_lost(tmp_path: Path
     serve = Serve(folder, environment, *options)
     try:
         api = serve.ready()
-        wait_until(lambda: "loop.round3.dpo" in micro.begun(folder), "rows from before the start to start a run", 120, serve.told)
+        wait_until(
+            lambda: "loop.round3.dpo" in micro.begun(folder),
+            "rows from before the start to start a run",
+            120,
+            serve.told,
+        )
     finally:
         kill(serve)
     inbox.add([feedback_of(row(1006))])
@@ -118,7 +146,11 @@ def test_new_feedback_starts_one_round_at_a_time_and_none_is_lost(tmp_path: Path
     try:
         api = serve.ready()
         wait_until(lambda: len(rounds(folder)) == 3, "the round that was cut off to go on", 120, serve.told)
-        wait_until(lambda: all(run["state_type"] in FINAL for run in runs(api, "loop/micro-feedback")), "the runs to end", 60)
+        wait_until(
+            lambda: all(run["state_type"] in FINAL for run in runs(api, "loop/micro-feedback")),
+            "the runs to end",
+            60,
+        )
         assert rounds(folder) == [3, 1003, 1006], "it goes up to its first beginning"
         states = [run["state_type"] for run in runs(api, "loop/micro-feedback")]
         assert sorted(states) == ["COMPLETED"] * 3 + ["CRASHED"], "one run for each beginning"
@@ -136,7 +168,8 @@ def test_requests_start_one_run_and_few_in_an_hour(tmp_path: Path) -> None:
     serve = Serve(folder, environment, *options)
     try:
         api = serve.ready()
-        url, token = endpoint(serve, "triggers", "loop/micro"), (folder / "home/trigger-token").read_text().strip()
+        url = endpoint(serve, "triggers", "loop/micro")
+        token = (folder / "home/trigger-token").read_text().strip()
         asked = {"recipe": "other.yaml", "parameters": {"overrides": ["loop.beta=0.9"]}}
         code, first = post(f"{url}?overrides=loop.beta=0.9", token, asked)
         assert code == 202 and first["started"]
@@ -148,7 +181,10 @@ def test_requests_start_one_run_and_few_in_an_hour(tmp_path: Path) -> None:
             assert post(url, wrong)[0] == 401
         assert post(url.replace("loop/micro", "loop/other"), token)[0] == 404
         assert [run["id"] for run in runs(api, "loop/micro")] == [first["run"]]
-        assert ask(api, f"/flow_runs/{first['run']}")["parameters"] == {"recipe": "recipe.yaml", "overrides": []}
+        assert ask(api, f"/flow_runs/{first['run']}")["parameters"] == {
+            "recipe": "recipe.yaml",
+            "overrides": [],
+        }
         (folder / "go").touch()
         wait_until(lambda: serve.state(api, first["run"]) == "COMPLETED", "the run", 150, serve.told)
         code, second = post(url, token)
@@ -160,7 +196,9 @@ def test_requests_start_one_run_and_few_in_an_hour(tmp_path: Path) -> None:
     serve = Serve(folder, environment, *options)
     try:
         api = serve.ready()
-        assert post(endpoint(serve, "triggers", "loop/micro"), token)[0] == 429, "the server knows how many there were"
+        assert post(endpoint(serve, "triggers", "loop/micro"), token)[0] == 429, (
+            "the server knows how many there were"
+        )
         assert len(runs(api, "loop/micro")) == 2
     finally:
         serve.stop()

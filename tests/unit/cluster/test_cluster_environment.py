@@ -12,7 +12,12 @@ from rlhf_core.cluster.ray_cluster import passed_environment, remove_leftovers, 
 
 
 def test_workers_inherit_what_keeps_nvlink_multicast_off(monkeypatch: pytest.MonkeyPatch) -> None:
-    wanted = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "NVSHMEM_DISABLE_NVLS": "1", "NCCL_SOCKET_IFNAME": "eth0"}
+    wanted = {
+        "NCCL_NVLS_ENABLE": "0",
+        "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
+        "NVSHMEM_DISABLE_NVLS": "1",
+        "NCCL_SOCKET_IFNAME": "eth0",
+    }
     wanted["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
     for name, value in wanted.items():
         monkeypatch.setenv(name, value)
@@ -31,11 +36,15 @@ def test_a_shortage_names_the_request_and_what_is_available() -> None:
     bundles = [{"CPU": 2.0, "GPU": 1.0}] * 3
     assert shortage(bundles, {"CPU": 8.0, "GPU": 4.0}) == ""
     assert shortage(bundles, {"CPU": 8.0, "GPU": 2.0}) == "GPUs (requested 3, available 2)"
-    assert shortage(bundles, {"CPU": 2.0}) == "CPUs (requested 6, available 2) and GPUs (requested 3, available 0)"
+    assert (
+        shortage(bundles, {"CPU": 2.0})
+        == "CPUs (requested 6, available 2) and GPUs (requested 3, available 0)"
+    )
 
 
 def test_old_files_of_processes_that_ended_are_removed(tmp_path: Path) -> None:
-    running, ended = os.getpid(), 2**22 + 1  # beyond the largest number of a process
+    running = os.getpid()
+    ended = 2**22 + 1  # beyond the largest number of a process
     kept = [f"ray/session_2026-01-02_{running}", f"ray/session_2026-11-20_{ended}", "ranks-new", "another"]
     old = {*kept[:1], kept[3], f"ray/session_2026-01-01_{ended}", "ranks-old"}
     for name in (*kept, *old):
@@ -44,4 +53,6 @@ def test_old_files_of_processes_that_ended_are_removed(tmp_path: Path) -> None:
         seconds = time.time() - (31 if name in old else 29) * 86400
         os.utime(place, (seconds, seconds))
     remove_leftovers(tmp_path)
-    assert sorted(str(place.relative_to(tmp_path)) for place in tmp_path.rglob("*") if place.name != "ray") == sorted(kept)
+    assert sorted(
+        str(place.relative_to(tmp_path)) for place in tmp_path.rglob("*") if place.name != "ray"
+    ) == sorted(kept)

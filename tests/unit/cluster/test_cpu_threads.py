@@ -21,9 +21,13 @@ def test_the_cores_of_a_node_are_divided_by_the_processes_on_it(monkeypatch: pyt
     assert cpu_threads(4) == 3, "of a stage beside others, its cores"
 
 
-@pytest.mark.parametrize(("quota", "expected"), [("1600000 100000", 16), ("150000 100000", 2), ("max 100000", 96), ("", 96)])
+@pytest.mark.parametrize(
+    ("quota", "expected"), [("1600000 100000", 16), ("150000 100000", 2), ("max 100000", 96), ("", 96)]
+)
 def test_a_containers_quota_counts(quota: str, expected: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(CORES_ENV, raising=False)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(96)))
-    monkeypatch.setattr(machine.Path, "read_text", lambda path: quota if path == Path("/sys/fs/cgroup/cpu.max") else None)
+    monkeypatch.setattr(
+        machine.Path, "read_text", lambda path: quota if path == Path("/sys/fs/cgroup/cpu.max") else None
+    )
     assert machine.num_cpus() == expected == cpu_threads(1)

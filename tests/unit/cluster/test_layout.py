@@ -28,16 +28,22 @@ def on_gpus(count: int, **fields: Any) -> PPO:
 def test_every_process_and_every_engine_has_a_bundle_of_its_own() -> None:
     layout = arrange({"actor": TWO, "sampler": Vllm(gpus=1, num_engines=2, tensor_parallel_size=2)})
     assert layout.bundles == [{"CPU": 2, "GPU": 1}] * 2 + [{"CPU": 2, "GPU": 2}] * 2
-    assert [slot.bundle for slot in layout.slots["sampler"]] == [2, 2, 3, 3] and layout.spans == {"actor": 1, "sampler": 2}
+    assert [slot.bundle for slot in layout.slots["sampler"]] == [2, 2, 3, 3] and layout.spans == {
+        "actor": 1,
+        "sampler": 2,
+    }
     assert all(slot.gpus == 1 for slot in layout.slots["sampler"])
     assert layout.gpus() == {"actor": ["GPU 0", "GPU 1"], "sampler": ["GPU 2", "GPU 3", "GPU 4", "GPU 5"]}
 
 
 def packed(bundles: Sequence[Mapping[str, float]], gpus: int, nodes: int) -> dict[int, str]:
     """As Ray packs: the largest bundles first, each on the fullest node that has room."""
-    free, where = dict.fromkeys("abcdefgh"[:nodes], float(gpus)), {}
+    free = dict.fromkeys("abcdefgh"[:nodes], float(gpus))
+    where = {}
     for i in sorted(range(len(bundles)), key=lambda i: -bundles[i]["GPU"]):
-        where[i] = min((node for node in free if free[node] >= bundles[i]["GPU"]), key=lambda node: free[node])
+        where[i] = min(
+            (node for node in free if free[node] >= bundles[i]["GPU"]), key=lambda node: free[node]
+        )
         free[where[i]] -= bundles[i]["GPU"]
     return where
 
@@ -46,10 +52,15 @@ def packed(bundles: Sequence[Mapping[str, float]], gpus: int, nodes: int) -> dic
     ("actors", "engines", "over", "nodes"),
     [(6, 1, 8, 2), (6, 2, 4, 2), (3, 3, 4, 2), (10, 1, 6, 2), (7, 3, 8, 4)],
 )
-def test_engines_beside_any_number_of_ranks_are_on_one_node_each(actors: int, engines: int, over: int, nodes: int) -> None:
+def test_engines_beside_any_number_of_ranks_are_on_one_node_each(
+    actors: int, engines: int, over: int, nodes: int
+) -> None:
     """On nodes of 8 GPUs; 6 ranks and an engine of 8 on two of them."""
     layout = arrange(
-        {"actor": Ranks(num_ranks_per_node=actors, gpus=1), "sampler": Vllm(num_engines=engines, tensor_parallel_size=over, gpus=1)}
+        {
+            "actor": Ranks(num_ranks_per_node=actors, gpus=1),
+            "sampler": Vllm(num_engines=engines, tensor_parallel_size=over, gpus=1),
+        }
     )
     where = packed(layout.bundles, 8, nodes)
     slots = by_node(layout, where)
@@ -57,14 +68,25 @@ def test_engines_beside_any_number_of_ranks_are_on_one_node_each(actors: int, en
     held = Counter(where[slot.bundle] for group in slots.values() for slot in group)
     assert max(held.values()) <= 8 and sum(held.values()) == actors + engines * over
     names = layout.gpus()
-    assert len({*names["actor"], *names["sampler"]}) == actors + engines * over, "each process has a GPU of its own"
+    assert len({*names["actor"], *names["sampler"]}) == actors + engines * over, (
+        "each process has a GPU of its own"
+    )
 
 
 def test_an_engine_in_stages_has_a_bundle_for_each_and_its_stages_may_be_on_different_nodes() -> None:
-    layout = arrange({"actor": TWO, "sampler": Vllm(gpus=1, tensor_parallel_size=2, pipeline_parallel_size=2)})
+    layout = arrange(
+        {"actor": TWO, "sampler": Vllm(gpus=1, tensor_parallel_size=2, pipeline_parallel_size=2)}
+    )
     assert layout.bundles == [{"CPU": 2, "GPU": 1}] * 2 + [{"CPU": 2, "GPU": 2}] * 2
-    assert [slot.bundle for slot in by_node(layout, {0: "a", 1: "a", 2: "a", 3: "b"})["sampler"]] == [2, 2, 3, 3]
-    shared = on_gpus(4, colocate_all=True, vllm=Vllm(tensor_parallel_size=2, pipeline_parallel_size=2, gpus=1))
+    assert [slot.bundle for slot in by_node(layout, {0: "a", 1: "a", 2: "a", 3: "b"})["sampler"]] == [
+        2,
+        2,
+        3,
+        3,
+    ]
+    shared = on_gpus(
+        4, colocate_all=True, vllm=Vllm(tensor_parallel_size=2, pipeline_parallel_size=2, gpus=1)
+    )
     placed = arrange(shared.placed, shared.together)
     assert len(by_node(placed, {0: "a", 1: "a", 2: "b", 3: "b"})["sampler"]) == 4
     with pytest.raises(ValueError, match="would be on two nodes"):
@@ -96,7 +118,9 @@ def test_groups_together_share_gpus_rank_by_rank() -> None:
     assert layout.bundles == [{"CPU": 5, "GPU": 1}] * 2
     for slots in layout.slots.values():
         assert [slot.bundle for slot in slots] == [0, 1]
-    assert sum(slots[0].gpus for slots in layout.slots.values()) == pytest.approx(1) and len(layout.slots) == 5
+    assert (
+        sum(slots[0].gpus for slots in layout.slots.values()) == pytest.approx(1) and len(layout.slots) == 5
+    )
 
 
 def test_a_gpu_shared_by_three_is_never_reserved_beyond_itself() -> None:
@@ -108,20 +132,42 @@ def test_pairs_share_and_the_others_do_not() -> None:
     config = on_gpus(1, colocate_actor_ref=True, colocate_critic_reward=True)
     layout = arrange(config.placed, config.together)
     at = {name: slots[0].bundle for name, slots in layout.slots.items()}
-    assert at["actor"] == at["reference"] and at["critic"] == at["reward:reward_model"] and len(layout.bundles) == 3
+    assert (
+        at["actor"] == at["reference"]
+        and at["critic"] == at["reward:reward_model"]
+        and len(layout.bundles) == 3
+    )
     assert len({at["actor"], at["critic"], at["sampler"]}) == 3
 
 
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"colocate_all": True, "vllm": Vllm(num_engines=1, gpus=1)}, r"equally many processes, there are: actor 2, .*sampler 1"),
-        ({"colocate_actor_ref": True, "reference_ranks": Ranks(num_ranks_per_node=2)}, r"all need one: set gpus of reference"),
-        ({"colocate_critic_reward": True, "advantage_estimator": "rloo", "n_samples_per_prompt": 2}, r"needs a critic and a reward model"),
-        ({"adam_offload": True, "critic_ranks": Ranks(num_ranks_per_node=2)}, r"these have none: .*critic: set gpus"),
+        (
+            {"colocate_all": True, "vllm": Vllm(num_engines=1, gpus=1)},
+            r"equally many processes, there are: actor 2, .*sampler 1",
+        ),
+        (
+            {"colocate_actor_ref": True, "reference_ranks": Ranks(num_ranks_per_node=2)},
+            r"all need one: set gpus of reference",
+        ),
+        (
+            {"colocate_critic_reward": True, "advantage_estimator": "rloo", "n_samples_per_prompt": 2},
+            r"needs a critic and a reward model",
+        ),
+        (
+            {"adam_offload": True, "critic_ranks": Ranks(num_ranks_per_node=2)},
+            r"these have none: .*critic: set gpus",
+        ),
         ({"ref_reward_offload": True, "reference_ranks": Ranks()}, r"these have none: reference: set gpus"),
-        ({"ref_reward_shard": True, "ref_reward_offload": True}, r"two ways to free the same memory: set one of them"),
-        ({"ref_reward_shard": True, "reference_ranks": Ranks(gpus=1)}, r"over its ranks, and these have one: reference: leave it out"),
+        (
+            {"ref_reward_shard": True, "ref_reward_offload": True},
+            r"two ways to free the same memory: set one of them",
+        ),
+        (
+            {"ref_reward_shard": True, "reference_ranks": Ranks(gpus=1)},
+            r"over its ranks, and these have one: reference: leave it out",
+        ),
     ],
 )
 def test_placements_that_cannot_be_are_one_sentence(fields: dict[str, Any], message: str) -> None:
@@ -137,7 +183,10 @@ def test_all_colocated_with_tensor_parallel_engines() -> None:
 
 def test_offload_names_roles_and_true_means_both() -> None:
     assert on_gpus(2, adam_offload=True).adam_offload == ("actor", "critic")
-    assert on_gpus(2, adam_offload=["critic"]).adam_offload == ("critic",) and on_gpus(2, adam_offload=False).adam_offload == ()
+    assert (
+        on_gpus(2, adam_offload=["critic"]).adam_offload == ("critic",)
+        and on_gpus(2, adam_offload=False).adam_offload == ()
+    )
 
 
 def test_ranks_are_ordered_by_node() -> None:
@@ -147,8 +196,14 @@ def test_ranks_are_ordered_by_node() -> None:
 
 
 def test_an_engine_is_never_on_two_nodes() -> None:
-    layout = arrange({"sampler": Vllm(num_engines=2, tensor_parallel_size=2, gpus=0.5)})  # which has a bundle for each GPU
-    assert [slot.bundle for slot in by_node(layout, {0: "a", 1: "b", 2: "a", 3: "b"})["sampler"]] == [0, 2, 1, 3]
+    # which has a bundle for each GPU
+    layout = arrange({"sampler": Vllm(num_engines=2, tensor_parallel_size=2, gpus=0.5)})
+    assert [slot.bundle for slot in by_node(layout, {0: "a", 1: "b", 2: "a", 3: "b"})["sampler"]] == [
+        0,
+        2,
+        1,
+        3,
+    ]
     with pytest.raises(ValueError, match="tensor_parallel_size=2 would be on two nodes"):
         by_node(layout, {0: "a", 1: "a", 2: "a", 3: "b"})
 

@@ -14,29 +14,46 @@ from rlhf_core.system.machine import NodeLost
 
 
 class World:
-    """Time that passes in waits, ranks that report, and what the log gets. `done`: when the work of a reference is."""
+    """Time that passes in waits, ranks that report, and what the log gets. `done`: when the work of a
+    reference is."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, report: Callable[[str, float], bytes], done: dict[str, float] | None = None):
-        self.now, self.done, self.log = 0.0, done or {}, list[tuple[float, Any]]()
+    def __init__(
+        self,
+        monkeypatch: pytest.MonkeyPatch,
+        report: Callable[[str, float], bytes],
+        done: dict[str, float] | None = None,
+    ):
+        self.now = 0.0
+        self.done = done or {}
+        self.log = list[tuple[float, Any]]()
         monkeypatch.setattr(progress_watch.time, "monotonic", lambda: self.now)
         monkeypatch.setattr(progress_watch.ray, "wait", self.wait)
         monkeypatch.setattr(progress_watch, "get", lambda key: report(key, self.now))
 
-    def wait(self, refs: Sequence[str], num_returns: int, timeout: float, fetch_local: bool) -> tuple[list[str], list[str]]:
+    def wait(
+        self, refs: Sequence[str], num_returns: int, timeout: float, fetch_local: bool
+    ) -> tuple[list[str], list[str]]:
         self.now += timeout
         ready = [ref for ref in refs if self.done.get(ref, 1e9) <= self.now][:num_returns]
         return ready, [ref for ref in refs if ref not in ready]
 
     def watch(self, timeout: float, *refs: str) -> Watch:
         keys = {ref: ref for ref in refs}
-        return Watch(keys, timeout, lambda silent: self.log.append((self.now, silent)), lambda text: self.log.append((self.now, text)))
+        return Watch(
+            keys,
+            timeout,
+            lambda silent: self.log.append((self.now, silent)),
+            lambda text: self.log.append((self.now, text)),
+        )
 
 
 def steps(key: str, now: float) -> bytes:
     return f"{now // 5:.0f}/0/0".encode()
 
 
-def test_work_that_goes_on_is_waited_for_and_shown_after_one_two_and_four_minutes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_work_that_goes_on_is_waited_for_and_shown_after_one_two_and_four_minutes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     world = World(monkeypatch, steps, {"a": 400.0})
     assert world.watch(20, "a").next(["a"]) == ("a", [])
     assert [round(when / 60) for when, _ in world.log] == [1, 2, 4]
@@ -51,15 +68,20 @@ def test_a_rank_without_progress_is_noticed_and_then_silent(monkeypatch: pytest.
     assert [told for _, told in world.log if not isinstance(told, str)] == [["b"]], "once"
 
 
-def test_what_fails_beside_the_work_ends_the_wait_and_is_never_silent(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_fails_beside_the_work_ends_the_wait_and_is_never_silent(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     world = World(monkeypatch, steps, {"a": 400.0, "stage": 300.0})
     assert world.watch(20, "a").next(["a"], ["stage"]) == ("stage", ["a"]) and 300 <= world.now < 310
     assert not [told for _, told in world.log if not isinstance(told, str)]
-    world.done["stage"], world.now = 1e9, 0.0
+    world.done["stage"] = 1e9
+    world.now = 0.0
     assert world.watch(20, "a").next(["a"], ["stage"]) == ("a", [])
 
 
-def test_a_store_that_cannot_be_read_makes_no_rank_silent_until_the_timeout_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_store_that_cannot_be_read_makes_no_rank_silent_until_the_timeout_is_over(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     ends = 130.0
 
     def report(key: str, now: float) -> bytes:
@@ -69,7 +91,8 @@ def test_a_store_that_cannot_be_read_makes_no_rank_silent_until_the_timeout_is_o
 
     world = World(monkeypatch, report, {"a": 400.0})
     assert world.watch(100, "a").next(["a"]) == ("a", [])
-    ends, world.now = 1e9, 0.0
+    ends = 1e9
+    world.now = 0.0
     with pytest.raises(NodeLost, match=r"^the key-value store of the Ray cluster gave no answer for 100 s"):
         world.watch(100, "a").next(["a"])
     assert world.now < 160
@@ -88,8 +111,12 @@ def test_a_lost_node_ends_the_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     assert world.now < 40
 
 
-def test_a_folder_that_is_removed_while_it_is_looked_at_does_not_end_the_reports(monkeypatch: pytest.MonkeyPatch) -> None:
-    looks, told, ended = iter([FileNotFoundError("state/.step-2"), "1/0/0", "2/0/0"]), list[str](), KeyError("the end")
+def test_a_folder_that_is_removed_while_it_is_looked_at_does_not_end_the_reports(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    looks = iter([FileNotFoundError("state/.step-2"), "1/0/0", "2/0/0"])
+    told = list[str]()
+    ended = KeyError("the end")
 
     def seen() -> str:
         if isinstance(look := next(looks, ended), Exception):

@@ -1,4 +1,5 @@
-"""The stores in which ranks find each other: a file on one node, a port of the cluster's interface alone on several."""
+"""The stores in which ranks find each other: a file on one node, a port of the cluster's interface alone on
+several."""
 
 from __future__ import annotations
 
@@ -21,7 +22,8 @@ SECONDS = timedelta(seconds=20)
 
 @pytest.mark.parametrize("host", ["127.0.0.1", OTHER_INTERFACE])
 def test_ranks_find_each_other(host: str) -> None:
-    address, found = store_address(host), []
+    address = store_address(host)
+    found = []
     other = Thread(target=lambda: found.append(open_store(address, 1, 2, SECONDS).get("key")))
     other.start()
     store = open_store(address, 0, 2, SECONDS)

@@ -29,20 +29,34 @@ def test_what_listens_answers_even_if_its_process_does_not_accept(listener: sock
     assert answering([there]) == [] == answering([])
 
 
-def test_a_silent_node_is_noticed_then_lost(listener: socket.socket, capsys: pytest.CaptureFixture[str]) -> None:
-    node, reach = place(listener), Reach()
+def test_a_silent_node_is_noticed_then_lost(
+    listener: socket.socket, capsys: pytest.CaptureFixture[str]
+) -> None:
+    node = place(listener)
+    reach = Reach()
     reach.note([node], [], 100.0)
     reach.note([node], [], 100.0 + NOTICE_SECONDS)
     reach.note([node], [], 101.0 + NOTICE_SECONDS)
     reach.require()
-    assert capsys.readouterr().out == "the Ray node 10.0.0.2 gives no answer; the stage waits 30 s for it\n", "once"
+    assert (
+        capsys.readouterr().out == "the Ray node 10.0.0.2 gives no answer; the stage waits 30 s for it\n"
+    ), "once"
     reach.note([node], [], 100.0 + LOST_SECONDS)
-    with pytest.raises(NodeLost, match=r"^the Ray node 10\.0\.0\.2 gave no answer for 30 s: .* run again when it is back, or on the nodes"):
+    with pytest.raises(
+        NodeLost,
+        match=(
+            r"^the Ray node 10\.0\.0\.2 gave no answer for 30 s: .* run again when it is back, or on the"
+            r" nodes"
+        ),
+    ):
         reach.require()
 
 
-def test_a_node_that_answers_again_starts_anew(listener: socket.socket, capsys: pytest.CaptureFixture[str]) -> None:
-    node, reach = place(listener), Reach()
+def test_a_node_that_answers_again_starts_anew(
+    listener: socket.socket, capsys: pytest.CaptureFixture[str]
+) -> None:
+    node = place(listener)
+    reach = Reach()
     for start in (100.0, 200.0):
         reach.note([node], [], start)
         reach.note([node], [], start + LOST_SECONDS - 1)

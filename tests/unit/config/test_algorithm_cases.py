@@ -1,4 +1,5 @@
-"""`make algorithms`: its cases are sound recipes that share the demo's SFT, and its verdict is not for nothing."""
+"""`make algorithms`: its cases are sound recipes that share the demo's SFT, and its verdict is not for
+nothing."""
 
 from __future__ import annotations
 
@@ -28,7 +29,9 @@ def modules(monkeypatch: pytest.MonkeyPatch) -> dict[str, ModuleType]:
 def test_every_case_is_a_sound_recipe_that_finds_the_same_sft(modules: dict[str, ModuleType]) -> None:
     cases = modules["cases"].CASES
     plans = {case.algorithm: case.plan() for case in cases}
-    assert len(plans) == len(cases) and len({case.name for case in cases}) == len(cases) - 3, "four cases are parts of the demo's run"
+    assert len(plans) == len(cases) and len({case.name for case in cases}) == len(cases) - 3, (
+        "four cases are parts of the demo's run"
+    )
     assert len({planned["sft"].digest for planned in plans.values()}) == 1
     for case in cases:
         planned = plans[case.algorithm]
@@ -36,7 +39,10 @@ def test_every_case_is_a_sound_recipe_that_finds_the_same_sft(modules: dict[str,
         if case.objective != "answers" and case.objective != "ranking":
             assert modules["measure"]._judged(case, planned) in planned["evaluation"].config.models
             started = planned.stages_of(case.stage)[0].config
-            assert "sft" in (getattr(started, "policy", None), getattr(started, "actor", None)), "the start is the SFT model"
+            assert "sft" in (
+                getattr(started, "policy", None),
+                getattr(started, "actor", None),
+            ), "the start is the SFT model"
 
 
 def test_the_estimators_and_losses_are_all_there(modules: dict[str, ModuleType]) -> None:
@@ -49,8 +55,13 @@ def test_the_estimators_and_losses_are_all_there(modules: dict[str, ModuleType])
     assert any(config.stage == "ppo" and config.ratio == "sequence" for config in stages)
 
 
-@pytest.mark.parametrize(("after", "error", "learned"), [(1.31, 0.1, True), (1.29, 0.1, False), (0.5, 0.1, False), (1.0, 0.0, False)])
-def test_learned_is_a_rise_beyond_three_standard_errors(modules: dict[str, ModuleType], after: float, error: float, learned: bool) -> None:
+@pytest.mark.parametrize(
+    ("after", "error", "learned"),
+    [(1.31, 0.1, True), (1.29, 0.1, False), (0.5, 0.1, False), (1.0, 0.0, False)],
+)
+def test_learned_is_a_rise_beyond_three_standard_errors(
+    modules: dict[str, ModuleType], after: float, error: float, learned: bool
+) -> None:
     measured = modules["measure"].Measured(1.0, after, error, 100, (0.3, 0.4), 12.0)
     assert measured.learned is learned
     case = modules["cases"].CASES[0]

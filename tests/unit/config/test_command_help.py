@@ -15,10 +15,19 @@ from flows.cli.app import COMMANDS, main
 
 
 @pytest.mark.parametrize(("name", "command"), [*COMMANDS.items(), ("loop status", cli_loops.status)])
-def test_every_parameter_is_described(name: str, command: Callable[..., int], capsys: pytest.CaptureFixture[str]) -> None:
-    described = {parameter.arg_name: parameter.description for parameter in parse(command.__doc__ or "").params}
+def test_every_parameter_is_described(
+    name: str, command: Callable[..., int], capsys: pytest.CaptureFixture[str]
+) -> None:
+    described = {
+        parameter.arg_name: parameter.description for parameter in parse(command.__doc__ or "").params
+    }
     hints = get_type_hints(command, include_extras=True)  # what several commands take describes itself
-    described |= {field: part.help for field, hint in hints.items() for part in get_args(hint) if isinstance(part, Parameter) and part.help}
+    described |= {
+        field: part.help
+        for field, hint in hints.items()
+        for part in get_args(hint)
+        if isinstance(part, Parameter) and part.help
+    }
     assert described.keys() == inspect.signature(command).parameters.keys()
     assert main([*name.split(), "--help"]) == 0
     shown = "".join(character for character in capsys.readouterr().out if character.isalnum())

@@ -1,4 +1,5 @@
-"""The examples of CONTRIBUTING.md work in the files that it names. (Its stage: tests/flows/test_new_stage.py.)"""
+"""The examples of CONTRIBUTING.md work in the files that it names. (Its stage:
+tests/flows/test_new_stage.py.)"""
 
 from __future__ import annotations
 
@@ -36,14 +37,19 @@ def example(name: str, module: ModuleType) -> Any:
 
 def test_the_loss() -> None:
     loss = example("hinge_loss", rlhf_core.objectives.losses)
-    chosen, rejected = torch.tensor([0.0, -1.0]), torch.tensor([-3.0, -1.0])
+    chosen = torch.tensor([0.0, -1.0])
+    rejected = torch.tensor([-3.0, -1.0])
     found = loss(chosen, rejected, torch.zeros(2), torch.zeros(2), 0.5, 2.0)
-    assert float(found.loss) == 0.5 and float(found.metrics["accuracy"]) == 0.5  # 0 at a margin of 1.5, 1 at 0
+    # 0 at a margin of 1.5, 1 at 0
+    assert float(found.loss) == 0.5 and float(found.metrics["accuracy"]) == 0.5
 
 
 def test_the_reward_source() -> None:
     source = example("Length", rlhf_core.rewards.clients)()
-    assert list(source.score([Sample([], text, {}, True, text) for text in ("", "abc")]).rewards) == [0.0, 3.0]
+    assert list(source.score([Sample([], text, {}, True, text) for text in ("", "abc")]).rewards) == [
+        0.0,
+        3.0,
+    ]
 
 
 def test_the_estimator() -> None:
@@ -60,13 +66,17 @@ def test_the_judge() -> None:
 def test_the_format() -> None:
     dolly = example("dolly", rlhf_core.data.rows.formats)
     row = {"instruction": "Sort 312", "context": "", "response": "123"}
-    assert dolly("row 1", row).columns == {"prompt": [{"role": "user", "content": "Sort 312"}], "response": "123"}
+    assert dolly("row 1", row).columns == {
+        "prompt": [{"role": "user", "content": "Sort 312"}],
+        "response": "123",
+    }
     with pytest.raises(ValueError, match="'response' is missing or null"):
         dolly("row 1", {"instruction": "Sort 312"})
 
 
 def test_every_name_of_a_loss_and_of_an_estimator_has_its_formula() -> None:
-    chosen, rejected = torch.tensor([-1.0]), torch.tensor([-2.0])
+    chosen = torch.tensor([-1.0])
+    rejected = torch.tensor([-2.0])
     found = {}
     for name in get_args(DPO.model_fields["loss"].annotation):
         config = DPO.model_validate({"data": {"sources": "p.jsonl"}, "loss": name})

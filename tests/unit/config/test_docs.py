@@ -19,7 +19,8 @@ ROOT = Path(__file__).parents[3]
 DOCS = sorted((ROOT / "docs").rglob("*.md"))
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *DOCS, *sorted((ROOT / "tests").rglob("*.md"))]
 OURS = "flows|tasks|evaluation|rlhf_core|deployments|requirements|tests|docs|\\.ci"
-WORDS, README_WORDS = 1200, 1200
+WORDS = 1200
+README_WORDS = 1200
 NAMES = ("pairs-on-the-hub", "gpt", "top_p", "trial", "best", "blend", "other", "share")
 FENCE = re.compile(r"^```.*?^```", re.DOTALL | re.MULTILINE)
 
@@ -41,8 +42,12 @@ def named(page: Path) -> Iterator[Path]:
 
 
 def anchors(page: Path) -> dict[str, str]:
-    """The anchor of each heading as GitHub makes it, with that of MkDocs (Python-Markdown), which folds runs of dashes and spaces."""
-    titles = [re.sub(r"[`*]", "", title).strip().lower() for title in re.findall(r"^#+ (.+)$", prose(page), re.MULTILINE)]
+    """The anchor of each heading as GitHub makes it, with that of MkDocs (Python-Markdown), which folds runs
+    of dashes and spaces."""
+    titles = [
+        re.sub(r"[`*]", "", title).strip().lower()
+        for title in re.findall(r"^#+ (.+)$", prose(page), re.MULTILINE)
+    ]
     kept = [re.sub(r"[^\w\s-]", "", title) for title in titles]
     return {title.replace(" ", "-"): re.sub(r"[-\s]+", "-", title.strip()) for title in kept}
 
@@ -54,7 +59,9 @@ def test_the_list_of_config_fields_is_current() -> None:
 
 def test_a_field_that_stages_share_is_listed_once() -> None:
     rows = [line for line in config_docs().splitlines() if line.startswith("| `")]
-    assert [row for row in set(rows) if rows.count(row) > 1] == [], "put it into a class that both stages extend"
+    assert [row for row in set(rows) if rows.count(row) > 1] == [], (
+        "put it into a class that both stages extend"
+    )
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
@@ -108,8 +115,16 @@ def test_the_site_has_every_page() -> None:
 
 def test_commands_and_targets_that_pages_name_exist() -> None:
     targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
-    spans = [span for page in PAGES for pair in re.findall(r"```\w*\n(.*?)```|`([^`\n]+)`", page.read_text(), re.DOTALL) for span in pair]
-    commands, made = (set(re.findall(rf"^{word} ([a-z][a-z-]*)", "\n".join(spans), re.MULTILINE)) for word in ("alignflow", "make"))
+    spans = [
+        span
+        for page in PAGES
+        for pair in re.findall(r"```\w*\n(.*?)```|`([^`\n]+)`", page.read_text(), re.DOTALL)
+        for span in pair
+    ]
+    commands, made = (
+        set(re.findall(rf"^{word} ([a-z][a-z-]*)", "\n".join(spans), re.MULTILINE))
+        for word in ("alignflow", "make")
+    )
     assert len(commands) > 15 and commands - {*COMMANDS, "loop", "runs", "feedback", "suite"} == set()
     assert len(made) > 4 and made - targets == set()
 
@@ -126,26 +141,41 @@ def test_keys_of_recipes_on_pages_are_fields() -> None:
     known = {*re.findall(r"^\| `(\w+)`", page, re.MULTILINE), *KINDS, *NAMES}
 
     def keys(part: Any) -> Iterator[str]:
-        inside = [item for name, item in part.items() if name != "deepspeed"] if isinstance(part, dict) else part  # whose names are its own
+        # whose names are its own
+        inside = (
+            [item for name, item in part.items() if name != "deepspeed"] if isinstance(part, dict) else part
+        )
         for item in inside if isinstance(inside, list) else ():
             yield from keys(item)
         yield from part if isinstance(part, dict) else ()
 
-    blocks = [block for page in PAGES for block in re.findall(r"^```yaml\n(.*?)^```", page.read_text(), re.DOTALL | re.MULTILINE)]
+    blocks = [
+        block
+        for page in PAGES
+        for block in re.findall(r"^```yaml\n(.*?)^```", page.read_text(), re.DOTALL | re.MULTILINE)
+    ]
     assert len(blocks) > 20
-    assert {key for block in blocks for key in keys(yaml.safe_load(block.replace(", ...", "")))} - known == set()
+    assert {
+        key for block in blocks for key in keys(yaml.safe_load(block.replace(", ...", "")))
+    } - known == set()
 
 
 def test_the_page_of_commands_has_every_command() -> None:
     page = (ROOT / "docs" / "reference" / "commands.md").read_text()
     assert [
         name
-        for name in [*COMMANDS, "loop status", *(f"feedback {name}" for name in ("import", "status", "serve", "forget"))]
+        for name in [
+            *COMMANDS,
+            "loop status",
+            *(f"feedback {name}" for name in ("import", "status", "serve", "forget")),
+        ]
         if f"| `alignflow {name}" not in page
     ] == []
 
 
 def test_the_readme_names_every_package() -> None:
-    packages = {file.parent.relative_to(ROOT).as_posix() for file in (ROOT / "rlhf_core").glob("*/__init__.py")}
+    packages = {
+        file.parent.relative_to(ROOT).as_posix() for file in (ROOT / "rlhf_core").glob("*/__init__.py")
+    }
     listed = set(re.findall(r"^\| `([\w/]+)/` \|", (ROOT / "README.md").read_text(), re.MULTILINE))
     assert packages - listed == set()

@@ -1,4 +1,5 @@
-"""Fields of environments and of asynchronous training that contradict each other, or have an older name: one sentence each."""
+"""Fields of environments and of asynchronous training that contradict each other, or have an older name: one
+sentence each."""
 
 from __future__ import annotations
 
@@ -8,21 +9,40 @@ import pytest
 
 from rlhf_core.config import PPO
 
-BASE: dict[str, Any] = {"prompts": {"sources": "p.jsonl"}, "advantage_estimator": "grpo", "n_samples_per_prompt": 2}
+BASE: dict[str, Any] = {
+    "prompts": {"sources": "p.jsonl"},
+    "advantage_estimator": "grpo",
+    "n_samples_per_prompt": 2,
+}
 
 
 @pytest.mark.parametrize(
     ("fields", "told"),
     [
-        ({"environment": "chess"}, "'chess' is no environment: name a class as path.py:Class, or one of guess, tools"),
+        (
+            {"environment": "chess"},
+            "'chess' is no environment: name a class as path.py:Class, or one of guess, tools",
+        ),
         ({"environment": {"path": "guess", "options": {"day": {1}}}}, "options must be what JSON can hold"),
-        ({"environment": {"path": "guess", "answer_max_len": 5000}}, "answer_max_len=5000 must be at most generate_max_len=1024"),
-        ({"environment": "guess", "stream_batch_size": 4}, "stream_batch_size scores answers as they are finished"),
+        (
+            {"environment": {"path": "guess", "answer_max_len": 5000}},
+            "answer_max_len=5000 must be at most generate_max_len=1024",
+        ),
+        (
+            {"environment": "guess", "stream_batch_size": 4},
+            "stream_batch_size scores answers as they are finished",
+        ),
         ({"reward": "environment"}, "reward names the environment, and there is none"),
         ({"one_step_off_policy": True}, "one_step_off_policy is called max_staleness"),
         ({"max_staleness": 4, "sampler_is": "off"}, "max_staleness trains on answers of older weights"),
-        ({"max_staleness": 4, "dynamic_filtering": True}, "dynamic_filtering needs the rewards of all answers"),
-        ({"policy_loss": "cispo", "dual_clip": 3.0}, "cispo weighs each token's log-prob: leave out dual_clip"),
+        (
+            {"max_staleness": 4, "dynamic_filtering": True},
+            "dynamic_filtering needs the rewards of all answers",
+        ),
+        (
+            {"policy_loss": "cispo", "dual_clip": 3.0},
+            "cispo weighs each token's log-prob: leave out dual_clip",
+        ),
     ],
 )
 def test_one_sentence_each(fields: dict[str, Any], told: str) -> None:
@@ -32,6 +52,8 @@ def test_one_sentence_each(fields: dict[str, Any], told: str) -> None:
 
 
 def test_an_environment_gives_the_reward_unless_others_are_named() -> None:
-    assert [source.title for source in PPO.model_validate(BASE | {"environment": "guess"}).reward] == ["environment"]
+    assert [source.title for source in PPO.model_validate(BASE | {"environment": "guess"}).reward] == [
+        "environment"
+    ]
     both = PPO.model_validate(BASE | {"environment": "guess", "reward": ["environment", "rm"]})
     assert [source.title for source in both.reward] == ["environment", "rm"]

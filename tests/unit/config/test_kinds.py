@@ -16,15 +16,23 @@ WORKING = {name: kind for name, kind in KINDS.items() if kind.module}
 
 
 def test_a_kind_has_the_name_of_its_config() -> None:
-    assert {name: kind.config.model_fields["stage"].default for name, kind in KINDS.items()} == {name: name for name in KINDS}
-    assert {name for name, kind in KINDS.items() if issubclass(kind.config, Loop)} == KINDS.keys() - WORKING.keys()
+    assert {name: kind.config.model_fields["stage"].default for name, kind in KINDS.items()} == {
+        name: name for name in KINDS
+    }
+    assert {
+        name for name, kind in KINDS.items() if issubclass(kind.config, Loop)
+    } == KINDS.keys() - WORKING.keys()
 
 
 @pytest.mark.parametrize("kind", WORKING.values(), ids=WORKING)
 def test_the_names_of_an_entry_exist(kind: Kind) -> None:
     spec = importlib.util.find_spec(kind.module)
     assert spec is not None and spec.origin is not None
-    assert "run" in {part.name for part in ast.parse(Path(spec.origin).read_text()).body if isinstance(part, ast.FunctionDef)}
+    assert "run" in {
+        part.name
+        for part in ast.parse(Path(spec.origin).read_text()).body
+        if isinstance(part, ast.FunctionDef)
+    }
     assert importlib.util.find_spec(f"{kind.package}.__main__") is not None
     assert {kind.start, *kind.names} <= kind.config.model_fields.keys() and kind.start in kind.names
     assert all(named(name) for wanted in kind.names.values() for name in wanted)

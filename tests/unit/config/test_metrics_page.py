@@ -39,19 +39,46 @@ CONFIGS: list[Gated] = [
     KTO.model_validate({"data": ROWS}),
     Preferences.model_validate(SAMPLED | {"post_processor": "dpo"}),
     Preferences.model_validate(SAMPLED | {"post_processor": "kto"}),
-    PPO.model_validate(SAMPLED | {"overlong_buffer": 8, "truncated_penalty": 1, "dynamic_filtering": True, "eval_prompts": ROWS}),
-    PPO.model_validate(SAMPLED | {"kl_in": "loss", "kl_estimator": "k3", "max_staleness": 2, "sampler_is": "mask"}),
     PPO.model_validate(
-        SAMPLED | {"environment": "guess", "reward": {"kind": "environment", "name": "SOURCE"}, "advantage_estimator": "rloo"}
+        SAMPLED
+        | {
+            "overlong_buffer": 8,
+            "truncated_penalty": 1,
+            "dynamic_filtering": True,
+            "eval_prompts": ROWS,
+        }
     ),
-    Evaluation.model_validate(JUDGED | {"models": ["MODEL"], "parents": {"MODEL": "MODEL"}, "proxy": "x", "temperature": 1}),
-    Evaluation.model_validate(JUDGED | {"models": ["ENDPOINT"], "judges": CHAT, "endpoints": {"ENDPOINT": ENDPOINT}}),
-    Evaluation.model_validate(JUDGED | {"models": ["MODEL"], "reward_evaluation": {"models": ["MODEL"], "data": ROWS}}),
+    PPO.model_validate(
+        SAMPLED | {"kl_in": "loss", "kl_estimator": "k3", "max_staleness": 2, "sampler_is": "mask"}
+    ),
+    PPO.model_validate(
+        SAMPLED
+        | {
+            "environment": "guess",
+            "reward": {"kind": "environment", "name": "SOURCE"},
+            "advantage_estimator": "rloo",
+        }
+    ),
+    Evaluation.model_validate(
+        JUDGED | {"models": ["MODEL"], "parents": {"MODEL": "MODEL"}, "proxy": "x", "temperature": 1}
+    ),
+    Evaluation.model_validate(
+        JUDGED | {"models": ["ENDPOINT"], "judges": CHAT, "endpoints": {"ENDPOINT": ENDPOINT}}
+    ),
+    Evaluation.model_validate(
+        JUDGED | {"models": ["MODEL"], "reward_evaluation": {"models": ["MODEL"], "data": ROWS}}
+    ),
     Regression.model_validate(JUDGED | {"models": ["MODEL"]}),
     Calibration.model_validate({"judge": CHAT[1], "labels": "labels.jsonl"}),
     AlignmentTax.model_validate({"models": ["MODEL"], "baseline": "BASE", "tasks": ["TASK"]}),
     Drift.model_validate(
-        {"model": "MODEL", "prompts": ROWS, "past_prompts": ROWS, "kl": True, "anchors": {"pairs": JUDGED["questions"], "judge": CHAT[0]}}
+        {
+            "model": "MODEL",
+            "prompts": ROWS,
+            "past_prompts": ROWS,
+            "kl": True,
+            "anchors": {"pairs": JUDGED["questions"], "judge": CHAT[0]},
+        }
     ),
     Publication.model_validate({"model": "MODEL"}),
 ]
@@ -71,6 +98,15 @@ def test_the_page_has_every_metric(config: Gated) -> None:
 
 
 def test_the_page_has_no_metric_that_no_stage_has() -> None:
-    written = set(re.findall(r"`((?:policy|value|kl|sampler|filter|reward|data|response|prompt|floor|phase)/[\w/]+)`", PAGE))
+    written = set(
+        re.findall(
+            r"`((?:policy|value|kl|sampler|filter|reward|data|response|prompt|floor|phase)/[\w/]+)`", PAGE
+        )
+    )
     assert len(written) > 40
-    assert written - {as_written(name) for config in CONFIGS for name in metrics_of(config)} - {"phase/sleep", "phase/wake"} == set()
+    assert (
+        written
+        - {as_written(name) for config in CONFIGS for name in metrics_of(config)}
+        - {"phase/sleep", "phase/wake"}
+        == set()
+    )

@@ -1,4 +1,5 @@
-"""Kinds of other packages: those that cannot be used are left out with a sentence, and every other recipe goes on."""
+"""Kinds of other packages: those that cannot be used are left out with a sentence, and every other recipe
+goes on."""
 
 from __future__ import annotations
 
@@ -34,8 +35,13 @@ def _none_unusable(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def read(monkeypatch: pytest.MonkeyPatch, name: str, value: str) -> dict[str, Kind]:
-    points = [EntryPoint(name, value, outside_kinds.GROUP), EntryPoint("toy", f"{__name__}:GOOD", outside_kinds.GROUP)]
-    monkeypatch.setattr(outside_kinds, "entry_points", lambda group: points if group == outside_kinds.GROUP else [])
+    points = [
+        EntryPoint(name, value, outside_kinds.GROUP),
+        EntryPoint("toy", f"{__name__}:GOOD", outside_kinds.GROUP),
+    ]
+    monkeypatch.setattr(
+        outside_kinds, "entry_points", lambda group: points if group == outside_kinds.GROUP else []
+    )
     return outside_kinds.kinds_of_packages(KINDS)
 
 
@@ -50,10 +56,15 @@ def read(monkeypatch: pytest.MonkeyPatch, name: str, value: str) -> dict[str, Ki
         ("zoo", "ABSENT", "has no attribute 'ABSENT'"),
     ],
 )
-def test_an_entry_point_that_cannot_be_used(name: str, value: str, told: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_entry_point_that_cannot_be_used(
+    name: str, value: str, told: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert read(monkeypatch, name, f"{__name__}:{value}") == {"toy": GOOD}, "others are there"
     (sentence,) = outside_kinds.UNUSABLE.values()
-    assert sentence.startswith(f"the stage kind {name} of a package ({__name__}:{value}) cannot be used: ") and told in sentence
+    assert (
+        sentence.startswith(f"the stage kind {name} of a package ({__name__}:{value}) cannot be used: ")
+        and told in sentence
+    )
 
 
 def test_a_kind_without_a_module_and_a_package_that_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -66,12 +77,21 @@ def test_a_kind_without_a_module_and_a_package_that_is_gone(monkeypatch: pytest.
 
 
 def test_a_recipe_that_names_it_is_told_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rlhf_core.recipe.sentences.UNUSABLE", {"toy": "the stage kind toy of the package acme cannot be used: x"})
+    monkeypatch.setattr(
+        "rlhf_core.recipe.sentences.UNUSABLE",
+        {"toy": "the stage kind toy of the package acme cannot be used: x"},
+    )
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text("{name: r, base_model: b, stages: {a: {stage: toy}}}")
-    with pytest.raises(ValueError, match=r"stages\.a: the stage kind toy of the package acme cannot be used: x"):
+    with pytest.raises(
+        ValueError, match=r"stages\.a: the stage kind toy of the package acme cannot be used: x"
+    ):
         load_recipe(recipe)
 
 
 def test_kinds_of_other_packages_run_by_our_command() -> None:
-    assert GOOD.package == "rlhf_core" and KINDS["evaluation"].package == "evaluation" and KINDS["iterative_dpo"].package == ""
+    assert (
+        GOOD.package == "rlhf_core"
+        and KINDS["evaluation"].package == "evaluation"
+        and KINDS["iterative_dpo"].package == ""
+    )

@@ -1,4 +1,5 @@
-"""The recipes that are shipped: each validates, finds the functions it names, and shares the demo's first stages."""
+"""The recipes that are shipped: each validates, finds the functions it names, and shares the demo's first
+stages."""
 
 from __future__ import annotations
 
@@ -35,10 +36,17 @@ def test_a_shipped_recipe_is_sound(path: Path, monkeypatch: pytest.MonkeyPatch, 
 
 
 @pytest.mark.parametrize("name", ESTIMATORS)
-def test_the_demos_sft_and_reward_model_are_found_done(name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_the_demos_sft_and_reward_model_are_found_done(
+    name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.chdir(ROOT)
-    demo, other = (plan(load_recipe(f"deployments/recipes/{recipe}.yaml", [f"artifacts={tmp_path}"])) for recipe in ("tiny-cpu", name))
-    assert [other[stage].run_dir for stage in ("sft", "reward_model")] == [demo[stage].run_dir for stage in ("sft", "reward_model")]
+    demo, other = (
+        plan(load_recipe(f"deployments/recipes/{recipe}.yaml", [f"artifacts={tmp_path}"]))
+        for recipe in ("tiny-cpu", name)
+    )
+    assert [other[stage].run_dir for stage in ("sft", "reward_model")] == [
+        demo[stage].run_dir for stage in ("sft", "reward_model")
+    ]
     assert ppo_of(name).advantage_estimator == ESTIMATORS[name]
 
 
@@ -52,4 +60,10 @@ def test_the_demos_reward_function() -> None:
     assert spec is not None and spec.loader is not None
     checks = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(checks)
-    assert checks.bare(["123", " 7\n", "It is 5", "", "12"], [True, True, True, True, False]) == [1, 1, 0, 0, 0]
+    assert checks.bare(["123", " 7\n", "It is 5", "", "12"], [True, True, True, True, False]) == [
+        1,
+        1,
+        0,
+        0,
+        0,
+    ]

@@ -34,7 +34,9 @@ def test_the_demos_loop_can_be_scheduled_which_begins_with_one_round() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", FAMILY)
-def test_the_family_fits_the_demos_material(name: str, material: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_family_fits_the_demos_material(
+    name: str, material: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     # The fixture's material has a twentieth of the prompts; their number is not tested.
     place = tmp_path / "demo" / "material"
     place.mkdir(parents=True)
@@ -46,7 +48,8 @@ def test_the_family_fits_the_demos_material(name: str, material: Path, tmp_path:
     (tmp_path / "checks.py").write_text((ROOT / "deployments" / "recipes" / "checks.py").read_text())
     recipe, demo = (load_recipe(demo_recipe(tmp_path, stem, f"{stem}.yaml")) for stem in (name, "tiny-cpu"))
     assert recipe.artifacts == demo.artifacts
-    planned, of_demo = plan(recipe), plan(demo)
+    planned = plan(recipe)
+    of_demo = plan(demo)
     assert check_inputs(planned, planned.nodes) == []
     for stage in {"sft", "reward_model"} & recipe.stages.keys():
         assert planned[stage].run_dir == of_demo[stage].run_dir, f"the demo's {stage} is found again"
@@ -55,7 +58,11 @@ def test_the_family_fits_the_demos_material(name: str, material: Path, tmp_path:
 
 def test_the_table_of_algorithms_names_what_there_is() -> None:
     text = (ROOT / "docs" / "reference" / "algorithms.md").read_text()
-    assert set(re.findall(r"`([a-z-]+)\.yaml`", text)) == {recipe.stem for recipe in RECIPES} >= {*FAMILY, "tiny-cpu"}
+    assert (
+        set(re.findall(r"`([a-z-]+)\.yaml`", text))
+        == {recipe.stem for recipe in RECIPES}
+        >= {*FAMILY, "tiny-cpu"}
+    )
     for kind in ("IterativeDPO", "Iterative"):
         for post_processor in get_args(getattr(config, kind).model_fields["post_processor"].annotation):
             assert f"`post_processor: {post_processor}`" in text

@@ -34,7 +34,10 @@ def ppo(**fields: Any) -> PPO:
     ("fields", "told"),
     [
         ({}, "vllm.adapters: alone sends adapters, and there are none: set lora, or leave it out"),
-        ({"lora": {"quantize": "nf4"}}, "lora.quantize=nf4 rounds weights that engines would not round: leave one of them out"),
+        (
+            {"lora": {"quantize": "nf4"}},
+            "lora.quantize=nf4 rounds weights that engines would not round: leave one of them out",
+        ),
         (
             {"lora": {}, "vllm": {"adapters": "alone", "gpus": 1}},
             "needs dtype bfloat16 on GPUs, and it is float32: set it, or leave vllm.adap",
@@ -45,7 +48,10 @@ def ppo(**fields: Any) -> PPO:
         ),
         (
             {"lora": {"rank": 513}},
-            "vllm.adapters: alone takes adapters of rank 512 at most, and lora.rank is 513: lower it, or leave it out",
+            (
+                "vllm.adapters: alone takes adapters of rank 512 at most, and lora.rank is 513: lower it, or"
+                " leave it out"
+            ),
         ),
     ],
 )
@@ -55,48 +61,81 @@ def test_what_cannot_be_is_refused_in_a_sentence(fields: dict[str, Any], told: s
 
 
 def test_other_stages_have_no_use_for_it() -> None:
-    judged = {"models": ["a"], "baseline": "b", "questions": {"path": "q.jsonl"}, "judges": [{"kind": "rule"}]}
+    judged = {
+        "models": ["a"],
+        "baseline": "b",
+        "questions": {"path": "q.jsonl"},
+        "judges": [{"kind": "rule"}],
+    }
     rows = {"prompts": {"sources": "rows.jsonl"}}
-    for kind, fields in ((Evaluation, judged), (Preferences, rows), (VllmJudge, {"kind": "vllm", "model": "m"})):
+    for kind, fields in (
+        (Evaluation, judged),
+        (Preferences, rows),
+        (VllmJudge, {"kind": "vllm", "model": "m"}),
+    ):
         kind.model_validate(fields)
-        with pytest.raises(ValidationError, match=r"vllm\.adapters is of ppo, which sends weights to its engines: leave it out"):
+        with pytest.raises(
+            ValidationError,
+            match=r"vllm\.adapters is of ppo, which sends weights to its engines: leave it out",
+        ):
             kind.model_validate({**fields, "vllm": {"adapters": "alone"}})
 
 
 def test_what_is_sent_is_what_merged_weights_add(material: Path, tmp_path: Path) -> None:
     model = trained_policy(
-        str(make_family("qwen3", material / "base", tmp_path / "base")), "float32", False, Lora(rank=3, alpha=24), 0
+        str(make_family("qwen3", material / "base", tmp_path / "base")),
+        "float32",
+        False,
+        Lora(rank=3, alpha=24),
+        0,
     ).model
     start = {name: weight.clone() for name, weight in checkpoint_weights(model, lambda _: nullcontext())}
     for name, weight in model.named_parameters():
         if ".lora_B." in name:
             weight.data.normal_(generator=torch.Generator().manual_seed(0))
     require_linear(model)
-    sent = {name.removeprefix("base_model.model."): weight for name, weight in scaled_adapters(model, lambda _: nullcontext())}
+    sent = {
+        name.removeprefix("base_model.model."): weight
+        for name, weight in scaled_adapters(model, lambda _: nullcontext())
+    }
     layers = {name.partition(".lora_A.")[0] for name in sent if ".lora_A." in name}
     assert len(layers) == 7 * model.config.num_hidden_layers and len(sent) == 2 * len(layers)
     merged = dict(checkpoint_weights(model, lambda _: nullcontext()))
     for name, weight in merged.items():
         layer = name.removesuffix(".weight")
-        added = sent[f"{layer}.lora_B.weight"] @ sent[f"{layer}.lora_A.weight"] if layer in layers else torch.zeros(())
+        added = (
+            sent[f"{layer}.lora_B.weight"] @ sent[f"{layer}.lora_A.weight"]
+            if layer in layers
+            else torch.zeros(())
+        )
         assert torch.allclose(weight, start[name] + added, atol=1e-5), name
 
 
 def test_adapters_of_experts_are_named(material: Path, tmp_path: Path) -> None:
-    model = trained_policy(str(make_family("mixtral", material / "base", tmp_path / "base")), "float32", False, Lora(rank=2), 0).model
-    with pytest.raises(ValueError, match=r"these are of other weights: model.layers.0.\S*experts.*: name linear layers in lora.targets"):
+    model = trained_policy(
+        str(make_family("mixtral", material / "base", tmp_path / "base")), "float32", False, Lora(rank=2), 0
+    ).model
+    with pytest.raises(
+        ValueError,
+        match=r"these are of other weights: model.layers.0.\S*experts.*: name linear layers in lora.targets",
+    ):
         require_linear(model)
 
 
 def test_the_forecast_sends_less_and_has_the_weights_of_sleeping_engines_on_the_host() -> None:
     """A fifth of a second for 7.6 billion merged weights, which adapters do not take."""
-    size, gpu = Size(7.6e9, 7.6e9, 5.4e8, 28, 3584, 152064, 2.4e5, 1.5e5, 5.7e4), GPUS["h100"]
+    size = Size(7.6e9, 7.6e9, 5.4e8, 28, 3584, 152064, 2.4e5, 1.5e5, 5.7e4)
+    gpu = GPUS["h100"]
     found = []
     for adapters in ("merged", "alone"):
         vllm = {"gpus": 1, "sleep": True, "gpu_memory_utilization": 0.4, "adapters": adapters}
-        config = ppo(vllm=vllm, lora={}, dtype="bfloat16", colocate_all=True, zero_stage=0, micro_train_tokens=8192)
-        layout, sizes = arrange(config.placed, config.together), dict.fromkeys(config.groups, size)
-        seconds, memory = phases(config, layout, sizes, gpu), by_phase(config, layout, sizes, gpu)
+        config = ppo(
+            vllm=vllm, lora={}, dtype="bfloat16", colocate_all=True, zero_stage=0, micro_train_tokens=8192
+        )
+        layout = arrange(config.placed, config.together)
+        sizes = dict.fromkeys(config.groups, size)
+        seconds = phases(config, layout, sizes, gpu)
+        memory = by_phase(config, layout, sizes, gpu)
         found.append((seconds["sync"], memory["train"].host))
     merged, alone = found
     assert alone[0] == pytest.approx(0.1)

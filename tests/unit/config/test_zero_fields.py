@@ -1,4 +1,5 @@
-"""Options of DeepSpeed in a recipe: what other fields set is refused, and what only decides speed makes nothing anew."""
+"""Options of DeepSpeed in a recipe: what other fields set is refused, and what only decides speed makes
+nothing anew."""
 
 from __future__ import annotations
 
@@ -22,26 +23,56 @@ def sft(**fields: Any) -> SFT:
 
 
 def ppo(**fields: Any) -> PPO:
-    return PPO.model_validate({"prompts": DATA, **{f"{role}_ranks": TWO for role in ("actor", "critic", "reference", "reward")}, **fields})
+    return PPO.model_validate(
+        {
+            "prompts": DATA,
+            **{f"{role}_ranks": TWO for role in ("actor", "critic", "reference", "reward")},
+            **fields,
+        }
+    )
 
 
 @pytest.mark.parametrize(
     ("fields", "told"),
     [
-        ({"deepspeed": {"optimizer": {}}}, "deepspeed.optimizer: alignflow sets AdamW and its schedule, so leave it out"),
-        ({"deepspeed": {"zero_optimization": {"stage": 3}}}, "deepspeed.zero_optimization.stage: zero_stage of the stage sets it"),
-        ({"deepspeed": {"zero_optimization": 3}}, "deepspeed.zero_optimization=3 must be a mapping of DeepSpeed's options"),
-        ({"deepspeed": {"dump_state": True}, "zero_stage": 0, "ranks": {"gpus": 1}}, "zero_stage=0 is plain torch"),
+        (
+            {"deepspeed": {"optimizer": {}}},
+            "deepspeed.optimizer: alignflow sets AdamW and its schedule, so leave it out",
+        ),
+        (
+            {"deepspeed": {"zero_optimization": {"stage": 3}}},
+            "deepspeed.zero_optimization.stage: zero_stage of the stage sets it",
+        ),
+        (
+            {"deepspeed": {"zero_optimization": 3}},
+            "deepspeed.zero_optimization=3 must be a mapping of DeepSpeed's options",
+        ),
+        (
+            {"deepspeed": {"dump_state": True}, "zero_stage": 0, "ranks": {"gpus": 1}},
+            "zero_stage=0 is plain torch",
+        ),
         ({"adam_offload": True, "zero_stage": 0, "ranks": {"gpus": 1}}, "zero_stage=0 keeps Adam on the GPU"),
         ({"adam_offload": True, "ranks": {}}, "adam_offload frees a GPU's memory, and ranks have none"),
-        ({"param_offload": True, "zero_stage": 2}, "param_offload is for weights that are sharded: set zero_stage to 3 or auto"),
-        ({"param_offload": True, "lora": {"quantize": "nf4"}}, "lora.quantize=nf4 keeps whole weights on the GPU: leave out param_offload"),
+        (
+            {"param_offload": True, "zero_stage": 2},
+            "param_offload is for weights that are sharded: set zero_stage to 3 or auto",
+        ),
+        (
+            {"param_offload": True, "lora": {"quantize": "nf4"}},
+            "lora.quantize=nf4 keeps whole weights on the GPU: leave out param_offload",
+        ),
         (
             {"zero_hpz": True, "lora": {"quantize": "nf4"}, "ranks": {"num_nodes": 2}},
             "lora.quantize=nf4 keeps whole weights on the GPU: leave out zero_hpz",
         ),
-        ({"zero_hpz": True}, "zero_hpz keeps a copy of the weights on each node, and ranks have one node: leave it out"),
-        ({"zero_hpz": True, "zero_stage": 1, "ranks": {"num_nodes": 2}}, "zero_hpz is for weights that are sharded"),
+        (
+            {"zero_hpz": True},
+            "zero_hpz keeps a copy of the weights on each node, and ranks have one node: leave it out",
+        ),
+        (
+            {"zero_hpz": True, "zero_stage": 1, "ranks": {"num_nodes": 2}},
+            "zero_hpz is for weights that are sharded",
+        ),
     ],
 )
 def test_what_cannot_be_is_refused_in_a_sentence(fields: dict[str, Any], told: str) -> None:
@@ -51,19 +82,36 @@ def test_what_cannot_be_is_refused_in_a_sentence(fields: dict[str, Any], told: s
 
 def test_ppo_names_the_roles() -> None:
     config = ppo(param_offload=True, adam_offload=["critic"])
-    assert config.offloaded("param") == ("actor", "critic") and config.offloaded("adam") == ("critic",) and config.needs_deepspeed
+    assert (
+        config.offloaded("param") == ("actor", "critic")
+        and config.offloaded("adam") == ("critic",)
+        and config.needs_deepspeed
+    )
     assert not ppo().needs_deepspeed
-    with pytest.raises(ValidationError, match="param_offload frees a GPU's memory, and these have none: actor: set gpus"):
+    with pytest.raises(
+        ValidationError, match="param_offload frees a GPU's memory, and these have none: actor: set gpus"
+    ):
         ppo(param_offload=["actor"], actor_ranks={})
 
 
 def test_only_options_that_decide_a_result_are_in_the_digest(tmp_path: Path) -> None:
     quantized = {"zero_optimization": {"zero_quantized_weights": True}}
-    faster = {"zero_optimization": {"stage3_prefetch_bucket_size": 1, "overlap_comm": False}, "wall_clock_breakdown": True}
+    faster = {
+        "zero_optimization": {"stage3_prefetch_bucket_size": 1, "overlap_comm": False},
+        "wall_clock_breakdown": True,
+    }
     assert deciding_options(faster) == {}
-    assert deciding_options({"zero_optimization": quantized["zero_optimization"] | faster["zero_optimization"]}) == quantized
-    contents = [deciding(config, Digests(tmp_path)) for config in (sft(), sft(deepspeed=faster), sft(param_offload=True))]
-    assert contents[0] == contents[1] == contents[2] and "deepspeed" not in contents[0], "the digest of recipes without it stays"
+    assert (
+        deciding_options({"zero_optimization": quantized["zero_optimization"] | faster["zero_optimization"]})
+        == quantized
+    )
+    contents = [
+        deciding(config, Digests(tmp_path))
+        for config in (sft(), sft(deepspeed=faster), sft(param_offload=True))
+    ]
+    assert contents[0] == contents[1] == contents[2] and "deepspeed" not in contents[0], (
+        "the digest of recipes without it stays"
+    )
     assert deciding(sft(deepspeed=quantized), Digests(tmp_path))["deepspeed"] == quantized
 
 

@@ -1,4 +1,5 @@
-"""Sampled answers on their way to training: what each post-processor makes of them, how they are read, and the preferences stage."""
+"""Sampled answers on their way to training: what each post-processor makes of them, how they are read, and
+the preferences stage."""
 
 from __future__ import annotations
 
@@ -41,7 +42,10 @@ def write(path: Path, rows: list[dict[str, Any]]) -> Data:
 
 
 def made(
-    kind: PostProcessor, rewards: list[list[float]] = REWARDS, finished: list[list[bool]] = WHOLE, min_reward: float | None = None
+    kind: PostProcessor,
+    rewards: list[list[float]] = REWARDS,
+    finished: list[list[bool]] = WHOLE,
+    min_reward: float | None = None,
 ) -> tuple[list[dict[str, Any]], dict[str, int]]:
     found = post_process(kind, [P1, P2, P3], TEXTS, rewards, finished, min_reward)
     return [{**row.model_dump(), "prompt": row.prompt[0]["content"]} for row in found.rows], found.dropped
@@ -55,17 +59,27 @@ def test_dpo_pairs_the_best_with_the_worst() -> None:
     rows, dropped = made("dpo", [[1.0, 5.0, 3.0], [2.0, 2.0, 2.0], [4.0, 5.0, 3.0]])
     assert rows == [
         {"prompt": "one", "chosen": "b", "rejected": "a", "chosen_score": 5.0, "rejected_score": 1.0} | whole,
-        {"prompt": "three", "chosen": "h", "rejected": "g", "chosen_score": 5.0, "rejected_score": 3.0} | whole,
+        {"prompt": "three", "chosen": "h", "rejected": "g", "chosen_score": 5.0, "rejected_score": 3.0}
+        | whole,
     ]
     assert dropped == {"equal_score": 1, "equal_text": 0, "no_reward": 0}
-    assert made("dpo", [[1.0] * 3, [2.0] * 3, [4.0, 4.0, 7.0]]) == ([], {"equal_score": 2, "equal_text": 1, "no_reward": 0})
+    assert made("dpo", [[1.0] * 3, [2.0] * 3, [4.0, 4.0, 7.0]]) == (
+        [],
+        {"equal_score": 2, "equal_text": 1, "no_reward": 0},
+    )
 
 
 def test_kto_labels_by_the_mean_of_the_prompts_own_answers() -> None:
     rows, dropped = made("kto")
-    # "c" and the first "g" score the mean of their prompts, 3 and 4, and prompt two's answers all the same: they say nothing.
+    # "c" and the first "g" score the mean of their prompts, 3 and 4, and prompt two's answers all the same:
+    # they say nothing.
     found = [(row["prompt"], row["response"], row["reward"], row["label"]) for row in rows]
-    assert found == [("one", "a", 1.0, False), ("one", "b", 5.0, True), ("three", "h", 1.0, False), ("three", "g", 7.0, True)]
+    assert found == [
+        ("one", "a", 1.0, False),
+        ("one", "b", 5.0, True),
+        ("three", "h", 1.0, False),
+        ("three", "g", 7.0, True),
+    ]
     assert dropped == {"equal_score": 1, "no_reward": 0, "no_whole_answer": 0}
 
 
@@ -76,35 +90,69 @@ def test_kto_is_not_misled_by_rounding() -> None:
 
 def test_rejection_sampling_keeps_the_best_above_the_threshold() -> None:
     rows, dropped = made("rejection_sampling")
-    assert [(row["response"], row["reward"]) for row in rows] == [("b", 5.0), ("d", 2.0), ("g", 7.0)] and dropped["min_reward"] == 0
+    assert [(row["response"], row["reward"]) for row in rows] == [
+        ("b", 5.0),
+        ("d", 2.0),
+        ("g", 7.0),
+    ] and dropped["min_reward"] == 0
     rows, dropped = made("rejection_sampling", min_reward=5.0)
-    assert [row["response"] for row in rows] == ["b", "g"] and dropped == {"min_reward": 1, "no_reward": 0, "no_whole_answer": 0}
+    assert [row["response"] for row in rows] == ["b", "g"] and dropped == {
+        "min_reward": 1,
+        "no_reward": 0,
+        "no_whole_answer": 0,
+    }
 
 
 def test_conditional_sft_keeps_every_answer() -> None:
     rows, dropped = made("conditional_sft")
-    assert [(row["response"], row["reward"]) for row in rows] == list(zip("abcdefghg", chain(*REWARDS), strict=True))
+    assert [(row["response"], row["reward"]) for row in rows] == list(
+        zip("abcdefghg", chain(*REWARDS), strict=True)
+    )
     assert dropped == {"no_reward": 0, "no_whole_answer": 0}
 
 
 def test_cut_answers_are_left_out_except_in_pairs() -> None:
     finished = [[True, False, True], [False] * 3, [True] * 3]
-    assert [row["response"] for row in made("conditional_sft", finished=finished)[0]] == ["a", "c", "g", "h", "g"]
+    assert [row["response"] for row in made("conditional_sft", finished=finished)[0]] == [
+        "a",
+        "c",
+        "g",
+        "h",
+        "g",
+    ]
     rows, dropped = made("rejection_sampling", finished=finished)
-    assert [row["response"] for row in rows] == ["c", "g"] and dropped == {"min_reward": 0, "no_reward": 0, "no_whole_answer": 1}
-    assert [row["response"] for row in made("kto", finished=finished)[0][:2]] == ["a", "c"], "the mean is that of the whole answers"
+    assert [row["response"] for row in rows] == ["c", "g"] and dropped == {
+        "min_reward": 0,
+        "no_reward": 0,
+        "no_whole_answer": 1,
+    }
+    assert [row["response"] for row in made("kto", finished=finished)[0][:2]] == [
+        "a",
+        "c",
+    ], "the mean is that of the whole answers"
     pairs = made("dpo", finished=finished)[0]
-    assert [(row["chosen"], row["chosen_cut"], row["rejected_cut"]) for row in pairs] == [("b", True, False), ("g", False, False)]
+    assert [(row["chosen"], row["chosen_cut"], row["rejected_cut"]) for row in pairs] == [
+        ("b", True, False),
+        ("g", False, False),
+    ]
 
 
 @pytest.mark.parametrize(
     ("kind", "kept", "no_reward"),
-    [("dpo", ["g"], 2), ("kto", ["h", "g"], 2), ("rejection_sampling", ["b", "g"], 1), ("conditional_sft", ["b", "h", "g"], 1)],
+    [
+        ("dpo", ["g"], 2),
+        ("kto", ["h", "g"], 2),
+        ("rejection_sampling", ["b", "g"], 1),
+        ("conditional_sft", ["b", "h", "g"], 1),
+    ],
 )
 def test_answers_without_a_reward_are_left_out(kind: PostProcessor, kept: list[str], no_reward: int) -> None:
-    # Of prompt one the best answer alone has a reward, of prompt two none has, of prompt three all but the first.
+    # Of prompt one the best answer alone has a reward, of prompt two none has, of prompt three all but the
+    # first.
     rows, dropped = made(kind, [[nan, 5.0, nan], [nan] * 3, [nan, 1.0, 7.0]])
-    assert [row["chosen" if kind == "dpo" else "response"] for row in rows] == kept and dropped["no_reward"] == no_reward
+    assert [row["chosen" if kind == "dpo" else "response"] for row in rows] == kept and dropped[
+        "no_reward"
+    ] == no_reward
     assert not any(isnan(value) for row in rows for value in row.values() if isinstance(value, float))
 
 
@@ -112,8 +160,12 @@ def test_answers_without_a_reward_are_left_out(kind: PostProcessor, kept: list[s
 
 
 @pytest.mark.parametrize("labels", [(True, False), (1, 0), ("True", "false"), ("1", "0"), (1.0, 0.0)])
-def test_labelled_answers_and_pairs_become_the_same(labels: tuple[Any, Any], renderer: Renderer, tmp_path: Path) -> None:
-    single = [{"q": "2 plus 2", "a": text, "good": label} for text, label in zip(("4", "5"), labels, strict=True)]
+def test_labelled_answers_and_pairs_become_the_same(
+    labels: tuple[Any, Any], renderer: Renderer, tmp_path: Path
+) -> None:
+    single = [
+        {"q": "2 plus 2", "a": text, "good": label} for text, label in zip(("4", "5"), labels, strict=True)
+    ]
     data = write(tmp_path / "single.jsonl", single)
     source = data.sources[0].model_copy(update={"prompt_key": "q", "response_key": "a", "label_key": "good"})
     data = data.model_copy(update={"sources": (source,)})
@@ -129,24 +181,46 @@ def test_labelled_answers_and_pairs_become_the_same(labels: tuple[Any, Any], ren
 
 
 def test_answers_are_cut_as_pairs_are(renderer: Renderer, tmp_path: Path) -> None:
-    data = write(tmp_path / "a.jsonl", [{"prompt": "7" * 60, "response": "5" * 40, "label": True, "reward": float(i)} for i in range(2)])
+    data = write(
+        tmp_path / "a.jsonl",
+        [{"prompt": "7" * 60, "response": "5" * 40, "label": True, "reward": float(i)} for i in range(2)],
+    )
     loaded = labelled_answers(data, renderer, 32, seed=0)
     (document, *_), report = [item.document for item in loaded.items], loaded.report
     assert len(document) == 32 and sum(document.mask) == 16 and report.survey.truncated == 2
     conditioned = answer_documents(data, renderer, 64, 0, "reward")
-    document, text = conditioned.documents.items[1], renderer.tokenizer.decode(conditioned.documents.items[1].tokens)
+    document = conditioned.documents.items[1]
+    text = renderer.tokenizer.decode(conditioned.documents.items[1].tokens)
     assert len(document) == 64 and sum(document.mask) == 32
-    assert conditioned.best_suffix == " <rm_score>: 1.00" and "<rm_score>: 1.00" in text, "the end of the prompt stays, with its reward"
+    assert conditioned.best_suffix == " <rm_score>: 1.00" and "<rm_score>: 1.00" in text, (
+        "the end of the prompt stays, with its reward"
+    )
 
 
 @pytest.mark.parametrize(
     ("row", "kind", "told"),
     [
-        ({"prompt": "a", "response": "b", "label": "maybe"}, "labelled", "column 'label' must be true or false (or 1 or 0), found 'maybe'"),
-        ({"prompt": "a", "chosen": "b"}, "labelled", "there is no column 'rejected' (and no column 'label' that labels single answers"),
+        (
+            {"prompt": "a", "response": "b", "label": "maybe"},
+            "labelled",
+            "column 'label' must be true or false (or 1 or 0), found 'maybe'",
+        ),
+        (
+            {"prompt": "a", "chosen": "b"},
+            "labelled",
+            "there is no column 'rejected' (and no column 'label' that labels single answers",
+        ),
         ({"prompt": "a", "response": "b"}, "scored", "there is no column 'reward'"),
-        ({"prompt": "a", "response": "b", "reward": None}, "scored", "column 'reward' must be a finite number, found None"),
-        ({"prompt": "a", "response": "b", "reward": float("nan")}, "scored", "column 'reward' must be a finite number, found nan"),
+        (
+            {"prompt": "a", "response": "b", "reward": None},
+            "scored",
+            "column 'reward' must be a finite number, found None",
+        ),
+        (
+            {"prompt": "a", "response": "b", "reward": float("nan")},
+            "scored",
+            "column 'reward' must be a finite number, found nan",
+        ),
         ({"prompt": "a", "response": 3}, "answer", "column 'response' must be a string, found int"),
     ],
 )
@@ -173,7 +247,8 @@ def test_suffixes_are_standardised_over_the_round() -> None:
 def test_held_out_prompts_end_as_those_trained_on(renderer: Renderer, tmp_path: Path) -> None:
     rows = [{"prompt": "say", "response": "a", "reward": reward} for reward in (1.0, 2.0, 3.0)]
     trained = answer_documents(write(tmp_path / "a.jsonl", rows), renderer, 64, 0, "reward")
-    held_out = write(tmp_path / "b.jsonl", [rows[2], rows[2]])  # alone they would have nothing to be standardised by
+    # alone they would have nothing to be standardised by
+    held_out = write(tmp_path / "b.jsonl", [rows[2], rows[2]])
     documents = answer_documents(held_out, renderer, 64, 0, "reward", suffix_of=trained.suffix_of).documents
     assert [document.tokens for document in documents.items] == [trained.documents.items[2].tokens] * 2
 
@@ -183,7 +258,11 @@ def test_a_renderer_asks_for_the_stored_suffix(renderer: Renderer, tmp_path: Pat
     store_suffix(tmp_path, " <rm_score>: 2.31")
     asking = Renderer(renderer.tokenizer, "chat", stored_suffix(str(tmp_path)))
     question = [{"role": "user", "content": "Count these digits: 123"}]
-    assert asking.prompt(question) == renderer.prompt(with_suffix(question, " <rm_score>: 2.31")) != renderer.prompt(question)
+    assert (
+        asking.prompt(question)
+        == renderer.prompt(with_suffix(question, " <rm_score>: 2.31"))
+        != renderer.prompt(question)
+    )
     long = [{"role": "user", "content": "9" * 100}]
     tokens, cut = asking.prompt_within(long, 40)
     assert cut and len(tokens) <= 40 and "9 <rm_score>: 2.31" in renderer.tokenizer.decode(tokens)
@@ -200,12 +279,19 @@ class ScriptedSampler:
     prompts: list[list[int]]
 
     def __init__(self, model: str, **settings: Any):
-        self.answers = [load_tokenizer(model)(text, add_special_tokens=False).input_ids for text in ("3", "4")]
+        self.answers = [
+            load_tokenizer(model)(text, add_special_tokens=False).input_ids for text in ("3", "4")
+        ]
 
-    def stream(self, prompts: list[list[int]], seeds: list[int], how: Sampling) -> Iterator[tuple[int, list[Answer]]]:
+    def stream(
+        self, prompts: list[list[int]], seeds: list[int], how: Sampling
+    ) -> Iterator[tuple[int, list[Answer]]]:
         ScriptedSampler.prompts = prompts
         for prompt in range(len(prompts)):
-            yield prompt, [Answer([*self.answers[i % 2], how.stop_token_ids[0]], [], True) for i in range(how.n)]
+            yield (
+                prompt,
+                [Answer([*self.answers[i % 2], how.stop_token_ids[0]], [], True) for i in range(how.n)],
+            )
 
     def close(self) -> None:
         pass
@@ -235,22 +321,44 @@ def test_the_stage_writes_what_its_post_processor_makes(
     monkeypatch.setattr(RewardScorer, "score", score)
     prompts = write(tmp_path / "prompts.jsonl", [{"prompt": f"{i} plus {i}"} for i in range(3)])
     config = Preferences(
-        policy="base", reward="rm", prompts=prompts, n_samples_per_prompt=4, prompt_max_len=64, generate_max_len=64, post_processor=kind
+        policy="base",
+        reward="rm",
+        prompts=prompts,
+        n_samples_per_prompt=4,
+        prompt_max_len=64,
+        generate_max_len=64,
+        post_processor=kind,
     )
     inputs = {"base": str(base), "rm": str(reward_model(material / "base", tmp_path / "rm"))}
     (tmp_path / "run").mkdir()
     outcome = rlhf_core.stages.preferences.run.run(
         StageRequest(name="x", digest="0", config=config, inputs=inputs, seed=0), RunDir(tmp_path / "run")
     )
-    assert all(tokenizer.decode(prompt).endswith(f"{suffix}<|end|><|assistant|>") for prompt in ScriptedSampler.prompts)
-    assert len(scored) == 12 and not any("rm_score" in text for text in scored), "the reward model sees the plain prompt"
+    assert all(
+        tokenizer.decode(prompt).endswith(f"{suffix}<|end|><|assistant|>")
+        for prompt in ScriptedSampler.prompts
+    )
+    assert len(scored) == 12 and not any("rm_score" in text for text in scored), (
+        "the reward model sees the plain prompt"
+    )
     output = "pairs" if kind == "dpo" else "answers"
     assert outcome.outputs == {output: f"{output}.jsonl", "data_report": "data_report.json"}
     rows = [json.loads(line) for line in (tmp_path / "run" / f"{output}.jsonl").read_text().splitlines()]
-    assert len(rows) == outcome.metrics[output] == {"dpo": 3, "kto": 12, "rejection_sampling": 3, "conditional_sft": 12}[kind]
+    assert (
+        len(rows)
+        == outcome.metrics[output]
+        == {"dpo": 3, "kto": 12, "rejection_sampling": 3, "conditional_sft": 12}[kind]
+    )
     assert "rm_score" not in json.dumps(rows) and outcome.metrics["reward/best"] == 1.0
     if kind == "kto":
         assert {(row["response"], row["label"]) for row in rows} == {("4", True), ("3", False)}
-        assert len(labelled_answers(Data(sources=str(tmp_path / "run" / "answers.jsonl")), Renderer(tokenizer, "chat"), 64, 0).items) == 12
+        assert (
+            len(
+                labelled_answers(
+                    Data(sources=str(tmp_path / "run" / "answers.jsonl")), Renderer(tokenizer, "chat"), 64, 0
+                ).items
+            )
+            == 12
+        )
     elif kind == "rejection_sampling":
         assert {row["response"] for row in rows} == {"4"}

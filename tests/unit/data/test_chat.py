@@ -42,7 +42,8 @@ CHAT = [
 BEFORE = {
     "space": CHATML.replace("{{ m.content }}", "{{ (' ' if m.role == 'assistant' else '') + m.content }}"),
     "empty thought": CHATML.replace(
-        "{{ m.content }}", "{{ ('<think>\n\n</think>\n\n' if m.role == 'assistant' and loop.last else '') + m.content }}"
+        "{{ m.content }}",
+        "{{ ('<think>\n\n</think>\n\n' if m.role == 'assistant' and loop.last else '') + m.content }}",
     ),
 }
 Make = Callable[..., Path]
@@ -62,13 +63,17 @@ def make(tmp_path_factory: pytest.TempPathFactory) -> Make:
             special_tokens=["<|endoftext|>", "<|pad|>", "<|im_start|>", "<|im_end|>"],
             initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         )
-        bpe.train_from_iterator(["system user assistant one two first second.\n\n\n\n  answer the question"] * 5, trainer)
+        bpe.train_from_iterator(
+            ["system user assistant one two first second.\n\n\n\n  answer the question"] * 5, trainer
+        )
         path = tmp_path_factory.mktemp("model")
         tokenizer = PreTrainedTokenizerFast(tokenizer_object=bpe, **names)
         if chat_template is not None:
             tokenizer.chat_template = chat_template
         tokenizer.save_pretrained(path)
-        Qwen2Config(vocab_size=400, hidden_size=8, num_hidden_layers=1, num_attention_heads=1).save_pretrained(path)
+        Qwen2Config(
+            vocab_size=400, hidden_size=8, num_hidden_layers=1, num_attention_heads=1
+        ).save_pretrained(path)
         return path
 
     return build
@@ -76,12 +81,16 @@ def make(tmp_path_factory: pytest.TempPathFactory) -> Make:
 
 @pytest.fixture(scope="module")
 def renderers(make: Make) -> dict[str, Renderer]:
-    return {name: Renderer(load_tokenizer(str(make(template))), "chat") for name, template in TEMPLATES.items()}
+    return {
+        name: Renderer(load_tokenizer(str(make(template))), "chat") for name, template in TEMPLATES.items()
+    }
 
 
 def said(renderer: Renderer, messages: list[dict[str, str]]) -> str:
     document = renderer.conversation(messages)
-    return renderer.tokenizer.decode([token for token, on in zip(document.tokens, document.mask, strict=True) if on])
+    return renderer.tokenizer.decode(
+        [token for token, on in zip(document.tokens, document.mask, strict=True) if on]
+    )
 
 
 @pytest.mark.parametrize("name", list(TEMPLATES))
@@ -97,7 +106,8 @@ def test_tokens_and_mask_equal_those_of_transformers(renderers: dict[str, Render
     newline = renderer.tokenizer("\n").input_ids
     mine = renderer.conversation(CHAT)
     assert mine.tokens + newline == theirs["input_ids"]
-    # Theirs holds what the template's markers hold: also the line break after each end of turn, which no sampler produces.
+    # Theirs holds what the template's markers hold: also the line break after each end of turn, which no
+    # sampler produces.
     assert sum(theirs["assistant_masks"]) == sum(mine.mask) + 2
     assert all(theirs["assistant_masks"][t] for t, on in enumerate(mine.mask) if on)
 
@@ -106,7 +116,8 @@ def test_tokens_and_mask_equal_those_of_transformers(renderers: dict[str, Render
 @pytest.mark.parametrize("weighted", [2, 4])
 def test_an_answer_of_weight_0_is_context(renderers: dict[str, Renderer], name: str, weighted: int) -> None:
     renderer = renderers[name]
-    whole, half = renderer.conversation(CHAT), renderer.conversation(CHAT[:3])
+    whole = renderer.conversation(CHAT)
+    half = renderer.conversation(CHAT[:3])
     messages = [message | {"weight": 0} if at == weighted else message for at, message in enumerate(CHAT)]
     found = renderer.conversation(messages)
     if weighted == 4:
@@ -126,7 +137,9 @@ def test_weights_need_a_marked_part_for_each_answer(make: Make) -> None:
         renderer.conversation([*CHAT[:2], CHAT[2] | {"weight": 0}, *CHAT[3:]])
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.long) if i else name for i, name in enumerate(TEMPLATES)])
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.long) if i else name for i, name in enumerate(TEMPLATES)]
+)
 def test_prompts_are_beginnings_of_conversations(renderers: dict[str, Renderer], name: str) -> None:
     renderer = renderers[name]
     pieces = [*"ab é🙂\n\t\ufdd0\ufdd10", "<|im_end|>", "<|im_start|>"]
@@ -148,7 +161,8 @@ def test_prompts_are_beginnings_of_conversations(renderers: dict[str, Renderer],
             written = "".join(f"<|im_start|>{m['role']}\n{m['content']}<|im_end|>\n" for m in messages)
             assert renderer.tokenizer.decode(document.tokens) + "\n" == written
             assert renderer.answer(messages[:3], four) == type(document)(
-                document.tokens, [on and t >= len(renderer.prompt(messages[:3])) for t, on in enumerate(document.mask)]
+                document.tokens,
+                [on and t >= len(renderer.prompt(messages[:3])) for t, on in enumerate(document.mask)],
             )
 
     check()
@@ -177,7 +191,10 @@ def test_a_template_without_end_of_turn_gets_end_of_sequence_once(make: Make) ->
 
 def test_stop_tokens(renderers: dict[str, Renderer], make: Make) -> None:
     tokenizer = renderers["unmarked"].tokenizer
-    assert renderers["unmarked"].stop_token_ids == [tokenizer.eos_token_id, tokenizer.convert_tokens_to_ids("<|im_end|>")]
+    assert renderers["unmarked"].stop_token_ids == [
+        tokenizer.eos_token_id,
+        tokenizer.convert_tokens_to_ids("<|im_end|>"),
+    ]
     same = Renderer(load_tokenizer(str(make(CHATML, eos_token="<|im_end|>"))), "chat")
     assert same.stop_token_ids == [same.tokenizer.eos_token_id]
     assert Renderer(tokenizer, "Q: {}\nA:").stop_token_ids == [tokenizer.eos_token_id]
@@ -192,7 +209,8 @@ def test_a_cut_prompt_keeps_its_frame_and_its_end(renderers: dict[str, Renderer]
     for limit in range(renderer.frame_len + 1, len(whole)):
         tokens, truncated = renderer.prompt_within([message], limit)
         text = renderer.tokenizer.decode(tokens)
-        head, tail = "<|im_start|>user\n", "<|im_end|>\n<|im_start|>assistant\n"
+        head = "<|im_start|>user\n"
+        tail = "<|im_end|>\n<|im_start|>assistant\n"
         assert truncated and limit - 8 < len(tokens) <= limit
         assert text.startswith(head) and text.endswith(tail)
         assert content.endswith(text.removeprefix(head).removesuffix(tail))
@@ -201,7 +219,9 @@ def test_a_cut_prompt_keeps_its_frame_and_its_end(renderers: dict[str, Renderer]
             renderer.prompt_within([message], limit)
 
 
-def test_old_turns_go_before_the_last_message_and_the_system_message_last(renderers: dict[str, Renderer]) -> None:
+def test_old_turns_go_before_the_last_message_and_the_system_message_last(
+    renderers: dict[str, Renderer],
+) -> None:
     renderer = renderers["unmarked"]
     messages = CHAT[:4]
     without_turn = renderer.prompt([messages[0], messages[3]])
@@ -215,13 +235,16 @@ def test_plain_templates(make: Make) -> None:
     tokenizer = load_tokenizer(str(make(None)))
     renderer = Renderer(tokenizer, "Q: {}\nA:")
     assert tokenizer.decode(renderer.prompt(CHAT[:2])) == "Q: Be brief.\n\nOne?\nA:"
-    assert tokenizer.decode(renderer.conversation(CHAT).tokens) == (
-        "Q: Be brief.\n\nOne?\nA:First, a café 🙂<|endoftext|>Q: Two?\nA:Second.<|endoftext|>"
+    assert (
+        tokenizer.decode(renderer.conversation(CHAT).tokens)
+        == "Q: Be brief.\n\nOne?\nA:First, a café 🙂<|endoftext|>Q: Two?\nA:Second.<|endoftext|>"
     )
     assert said(renderer, CHAT) == "First, a café 🙂<|endoftext|>Second.<|endoftext|>"
     braces = [{"role": "user", "content": "{} {0} {x}"}]
     assert tokenizer.decode(renderer.prompt(braces)) == "Q: {} {0} {x}\nA:"
-    assert renderer.answer(braces, "r") == renderer.conversation([*braces, {"role": "assistant", "content": "r"}])
+    assert renderer.answer(braces, "r") == renderer.conversation(
+        [*braces, {"role": "assistant", "content": "r"}]
+    )
     with pytest.raises(ValueError, match="'tool'"):
         renderer.conversation([{"role": "tool", "content": "x"}])
     with pytest.raises(ValueError, match=r"no chat template: set the template.*one \{\}"):
@@ -236,14 +259,18 @@ def test_tokenizers_that_write_a_space_before_a_text_do_so_once() -> None:
     bpe.train_from_iterator(["Q: question A: answer \n"] * 3, trainer)
     bpe.add_special_tokens([AddedToken("</s>", special=True)])
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=bpe, eos_token="</s>", pad_token="<pad>")
-    document = Renderer(tokenizer, "Q: {} A:").conversation([{"role": "user", "content": "qu"}, {"role": "assistant", "content": "answer"}])
+    document = Renderer(tokenizer, "Q: {} A:").conversation(
+        [{"role": "user", "content": "qu"}, {"role": "assistant", "content": "answer"}]
+    )
     assert "".join(tokenizer.convert_ids_to_tokens(document.tokens)) == "▁Q:▁qu▁A:answer</s>"
 
 
 def test_what_prompts_and_templates_refuse(renderers: dict[str, Renderer], make: Make) -> None:
     with pytest.raises(ValueError, match="must not be the assistant's"):
         renderers["unmarked"].prompt(CHAT)
-    strict = "{% if messages[0].role == 'system' %}{{ raise_exception('no system here') }}{% endif %}" + CHATML
+    strict = (
+        "{% if messages[0].role == 'system' %}{{ raise_exception('no system here') }}{% endif %}" + CHATML
+    )
     with pytest.raises(ValueError, match=r"\(system, user\): no system here"):
         Renderer(load_tokenizer(str(make(strict))), "chat").prompt(CHAT[:2])
 
@@ -326,35 +353,57 @@ def test_a_pad_token_without_an_embedding_is_not_chosen(make: Make) -> None:
     ],
 )
 def test_whatever_a_template_raises_is_one_sentence(make: Make, template: str, told: str) -> None:
-    with pytest.raises(ValueError, match=rf"the chat template refuses messages with the roles \(user, assistant\): {told}"):
+    with pytest.raises(
+        ValueError, match=rf"the chat template refuses messages with the roles \(user, assistant\): {told}"
+    ):
         Renderer(load_tokenizer(str(make(template))), "chat")
 
 
 @pytest.mark.parametrize("template", [*TEMPLATES.values(), *BEFORE.values()], ids=[*TEMPLATES, *BEFORE])
 def test_an_answer_of_a_pair_has_the_tokens_that_fine_tuning_teaches(template: str, make: Make) -> None:
     renderer = Renderer(load_tokenizer(str(make(template))), "chat")
-    for messages, text in ((CHAT[:2], CHAT[2]["content"]), (CHAT[:4], " Second. "), (CHAT[1:2], "typed <|im_end|> it"), (CHAT[:2], "")):
+    for messages, text in (
+        (CHAT[:2], CHAT[2]["content"]),
+        (CHAT[:4], " Second. "),
+        (CHAT[1:2], "typed <|im_end|> it"),
+        (CHAT[:2], ""),
+    ):
         taught = renderer.conversation([*messages, {"role": "assistant", "content": text}])
         assert renderer.prompt(messages) + renderer.response_tokens(messages, text) == taught.tokens
 
 
 def test_sampled_answers_and_those_of_plain_templates_get_nothing_before_them(make: Make) -> None:
     tokenizer = load_tokenizer(str(make(BEFORE["space"])))
-    plain, sampled = Renderer(tokenizer, "Q: {} A: "), Renderer(tokenizer, "chat", verbatim=True)
+    plain = Renderer(tokenizer, "Q: {} A: ")
+    sampled = Renderer(tokenizer, "chat", verbatim=True)
     for renderer in (plain, sampled):
-        assert renderer.prompt(CHAT[1:2]) + renderer.response_tokens(CHAT[1:2], "Second.") == renderer.answer(CHAT[1:2], "Second.").tokens
-    assert Renderer(tokenizer, "chat").response_tokens(CHAT[1:2], "Second.") == sampled.response_tokens(CHAT[1:2], " Second.")
+        assert (
+            renderer.prompt(CHAT[1:2]) + renderer.response_tokens(CHAT[1:2], "Second.")
+            == renderer.answer(CHAT[1:2], "Second.").tokens
+        )
+    assert Renderer(tokenizer, "chat").response_tokens(CHAT[1:2], "Second.") == sampled.response_tokens(
+        CHAT[1:2], " Second."
+    )
 
 
 def test_where_a_template_writes_earlier_answers_anew_an_answer_is_its_text(make: Make) -> None:
     """One that takes thoughts out of all turns but the last, without telling where answers are."""
-    template = CHATML.replace("{{ m.content }}", "{{ m.content if loop.last or m.role == 'user' else m.content | upper }}")
+    template = CHATML.replace(
+        "{{ m.content }}", "{{ m.content if loop.last or m.role == 'user' else m.content | upper }}"
+    )
     renderer = Renderer(load_tokenizer(str(make(template))), "chat")
-    assert renderer.prompt(CHAT[:4]) + renderer.response_tokens(CHAT[:4], "Second.") == renderer.answer(CHAT[:4], "Second.").tokens
+    assert (
+        renderer.prompt(CHAT[:4]) + renderer.response_tokens(CHAT[:4], "Second.")
+        == renderer.answer(CHAT[:4], "Second.").tokens
+    )
 
 
 def test_a_token_that_the_model_has_no_embedding_for_is_told_before_training(make: Make) -> None:
     folder = make()
-    Qwen2Config(vocab_size=3).save_pretrained(folder)  # of the special tokens the last is the one that ends a turn
-    with pytest.raises(ValueError, match=r"has the number \d+, and the model has embeddings for 3 tokens: call resize_token_embeddings"):
+    # of the special tokens the last is the one that ends a turn
+    Qwen2Config(vocab_size=3).save_pretrained(folder)
+    with pytest.raises(
+        ValueError,
+        match=r"has the number \d+, and the model has embeddings for 3 tokens: call resize_token_embeddings",
+    ):
         Renderer(load_tokenizer(str(folder)), "chat")

@@ -1,4 +1,5 @@
-"""Published shapes of data sets: each becomes the rows that its columns would have been, and what prefers nothing is dropped by name."""
+"""Published shapes of data sets: each becomes the rows that its columns would have been, and what prefers
+nothing is dropped by name."""
 
 from __future__ import annotations
 
@@ -69,8 +70,13 @@ HH = {"chosen": "\n\nHuman: 2 + 2\n\nAssistant: 4", "rejected": "\n\nHuman: 2 + 
 SHAREGPT = {"id": "x", "conversations": [{"from": "human", "value": "2 + 2"}, {"from": "gpt", "value": "4"}]}
 
 
-@pytest.mark.parametrize(("row", "form"), [(ULTRAFEEDBACK, "ultrafeedback"), (BINARIZED, "ultrafeedback"), (ARENA, "arena"), (HH, "hh")])
-def test_a_published_preference_is_the_pair_it_means(row: dict[str, Any], form: str, tmp_path: Path, renderer: Renderer) -> None:
+@pytest.mark.parametrize(
+    ("row", "form"),
+    [(ULTRAFEEDBACK, "ultrafeedback"), (BINARIZED, "ultrafeedback"), (ARENA, "arena"), (HH, "hh")],
+)
+def test_a_published_preference_is_the_pair_it_means(
+    row: dict[str, Any], form: str, tmp_path: Path, renderer: Renderer
+) -> None:
     assert recognise(row) == form
     (plain,) = preference_pairs(
         data(tmp_path / "plain.jsonl", [{"prompt": "2 + 2", "chosen": "4", "rejected": "5"}]), renderer, 64, 0
@@ -95,22 +101,32 @@ def test_ultrafeedbacks_margin_is_the_difference_of_its_scores_when_it_is_asked_
         assert [pair.margin for pair in preference_pairs(mixture, renderer, 64, 0).items] == [margin]
 
 
-def test_ultrafeedback_is_scored_by_its_ratings_where_it_has_no_overall_score(tmp_path: Path, renderer: Renderer) -> None:
+def test_ultrafeedback_is_scored_by_its_ratings_where_it_has_no_overall_score(
+    tmp_path: Path, renderer: Renderer
+) -> None:
     def rated(response: str, *ratings: str) -> dict[str, Any]:
-        return {"response": response, "annotations": {str(i): {"Rating": rating} for i, rating in enumerate(ratings)}}
+        return {
+            "response": response,
+            "annotations": {str(i): {"Rating": rating} for i, rating in enumerate(ratings)},
+        }
 
     rows = [
         {"instruction": "x", "completions": [rated("worse", "5", "1"), rated("better", "4", "N/A")]},
         {
             "instruction": "x",
-            "completions": [{"response": "worse", "fine-grained_score": 1.5}, {"response": "better", "fine-grained_score": 2}],
+            "completions": [
+                {"response": "worse", "fine-grained_score": 1.5},
+                {"response": "better", "fine-grained_score": 2},
+            ],
         },
     ]
     for row in load_rows(data(tmp_path / "rows.jsonl", rows, margin_key="margin"), 0):
         assert (row["chosen"], row["rejected"]) == ("better", "worse") and row["margin"] in (1.0, 0.5)
 
 
-def test_rows_without_a_preference_are_dropped_and_counted_by_reason(tmp_path: Path, renderer: Renderer) -> None:
+def test_rows_without_a_preference_are_dropped_and_counted_by_reason(
+    tmp_path: Path, renderer: Renderer
+) -> None:
     arena = [ARENA, {**ARENA, "winner": "tie"}, {**ARENA, "winner": "tie (bothbad)"}]
     arena.append({**ARENA, "conversation_a": [user("2 + 2"), assistant("5"), user("no"), assistant("4")]})
     feedback = [
@@ -118,22 +134,39 @@ def test_rows_without_a_preference_are_dropped_and_counted_by_reason(tmp_path: P
         {**ULTRAFEEDBACK, "completions": ULTRAFEEDBACK["completions"][:1]},
         {**ULTRAFEEDBACK, "completions": [completion("4", 5.0), completion("5", 5.0)]},
     ]
-    dialogues = [HH, {**HH, "rejected": "\n\nHuman: 3 + 3\n\nAssistant: 6"}, {**HH, "chosen": HH["chosen"] + "\n\nHuman: thanks"}]
+    dialogues = [
+        HH,
+        {**HH, "rejected": "\n\nHuman: 3 + 3\n\nAssistant: 6"},
+        {**HH, "chosen": HH["chosen"] + "\n\nHuman: thanks"},
+    ]
     for rows, dropped in (
         (arena, {"a tie": 2, "conversations that differ before the last answer": 1}),
         (feedback, {"a single completion": 1, "equal scores": 1}),
         ([BINARIZED, {**BINARIZED, "score_rejected": 8.5}], {"equal scores": 1}),
-        (dialogues, {"conversations that differ before the last answer": 1, "no answer at the end of the dialogue": 1}),
+        (
+            dialogues,
+            {
+                "conversations that differ before the last answer": 1,
+                "no answer at the end of the dialogue": 1,
+            },
+        ),
     ):
         mixture = data(tmp_path / "rows.jsonl", rows)
         loaded = preference_pairs(mixture, renderer, 64, 0)
-        assert (loaded.report.survey.items, loaded.report.survey.kept) == (len(rows), 1) and reasons(loaded) == dropped
+        assert (loaded.report.survey.items, loaded.report.survey.kept) == (len(rows), 1) and reasons(
+            loaded
+        ) == dropped
         assert len(load_rows(mixture, 0, "preference")) == 1
         assert len(prompts(mixture, renderer, 64, 0).items) == len(rows), "a prompt needs no preference"
     # A first row that prefers nothing does not hide what the format has.
     check_columns(data(tmp_path / "rows.jsonl", [arena[1], ARENA]), "preference")
     # Binarized rows hold a conversation of their own: what is preferred does not matter to SFT.
-    assert sft_documents(data(tmp_path / "rows.jsonl", [{**BINARIZED, "score_rejected": 8.5}]), renderer, 64, 0).report.survey.kept == 1
+    assert (
+        sft_documents(
+            data(tmp_path / "rows.jsonl", [{**BINARIZED, "score_rejected": 8.5}]), renderer, 64, 0
+        ).report.survey.kept
+        == 1
+    )
 
 
 def test_dialogues_of_several_turns_keep_their_turns(tmp_path: Path, renderer: Renderer) -> None:
@@ -149,7 +182,9 @@ def test_sharegpt_conversations_are_messages(tmp_path: Path, renderer: Renderer)
     check_columns(mixture, "sft")
     first, second = sft_documents(mixture, renderer, 96, 0).items
     assert first == renderer.answer([user("2 + 2")], "4")
-    assert second == renderer.conversation([{"role": "system", "content": "be brief"}, user("2 + 2"), assistant("4")])
+    assert second == renderer.conversation(
+        [{"role": "system", "content": "be brief"}, user("2 + 2"), assistant("4")]
+    )
     assert prompts(mixture, renderer, 96, 0).items[0].messages == (user("2 + 2"),)
 
 
@@ -165,21 +200,37 @@ def test_sharegpt_conversations_are_messages(tmp_path: Path, renderer: Renderer)
         (BINARIZED, {"score_chosen": "much"}, "'score_chosen' must be a finite number, found 'much'"),
         (BINARIZED, {"score_chosen": float("nan")}, "'score_chosen' must be a finite number, found nan"),
         (ARENA, {"winner": "a"}, "'winner' must be model_a, model_b or tie, found 'a'"),
-        (ARENA, {"conversation_b": [user("2 + 2")]}, "'conversation_b' must be a conversation that ends with an assistant message"),
+        (
+            ARENA,
+            {"conversation_b": [user("2 + 2")]},
+            "'conversation_b' must be a conversation that ends with an assistant message",
+        ),
         (HH, {"rejected": "5"}, "'rejected' must begin with"),
-        (SHAREGPT, {"conversations": [{"from": "tool", "value": "4"}]}, "turn 1 of 'conversations' is from 'tool', known are"),
+        (
+            SHAREGPT,
+            {"conversations": [{"from": "tool", "value": "4"}]},
+            "turn 1 of 'conversations' is from 'tool', known are",
+        ),
     ],
 )
-def test_a_wrong_row_is_named_with_what_to_do(row: dict[str, Any], bad: dict[str, Any], message: str, tmp_path: Path) -> None:
+def test_a_wrong_row_is_named_with_what_to_do(
+    row: dict[str, Any], bad: dict[str, Any], message: str, tmp_path: Path
+) -> None:
     mixture = data(tmp_path / "rows.jsonl", [row, {**row, **bad}])
     with pytest.raises(ValueError) as told:
         load_rows(mixture, 0)
     assert str(told.value).startswith(f"{mixture.sources[0].path}, row 2: ") and message in str(told.value)
-    assert any(todo in str(told.value) for todo in ("correct or drop the row", "correct the row", "rename or drop it"))
+    assert any(
+        todo in str(told.value)
+        for todo in ("correct or drop the row", "correct the row", "rename or drop it")
+    )
 
 
 def test_a_format_that_lacks_what_a_stage_needs_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"there is no column 'chosen', nor 'rejected'; .*: set chosen_key and rejected_key in"):
+    with pytest.raises(
+        ValueError,
+        match=r"there is no column 'chosen', nor 'rejected'; .*: set chosen_key and rejected_key in",
+    ):
         check_columns(data(tmp_path / "rows.jsonl", [SHAREGPT]), "preference")
 
 

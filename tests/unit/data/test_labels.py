@@ -1,4 +1,5 @@
-"""People's labels of pairs: votes, what takes them back, repetitions, and every fault of a file in one message."""
+"""People's labels of pairs: votes, what takes them back, repetitions, and every fault of a file in one
+message."""
 
 from __future__ import annotations
 
@@ -19,7 +20,9 @@ def load(folder: Path, *rows: dict[str, Any], **settings: Any) -> list[LabelledP
 
 def test_a_pair_has_the_sign_that_most_annotators_gave(tmp_path: Path) -> None:
     def sign(*verdicts: str) -> int:
-        (pair,) = load(tmp_path, *(label(i, verdict, annotator=f"p{i}") for i, verdict in enumerate(verdicts)))
+        (pair,) = load(
+            tmp_path, *(label(i, verdict, annotator=f"p{i}") for i, verdict in enumerate(verdicts))
+        )
         return pair.sign
 
     assert [sign("A>>B"), sign("A>B"), sign("A=B"), sign("B>A"), sign("B>>A")] == [1, 1, 0, -1, -1]
@@ -34,14 +37,22 @@ def test_a_line_may_have_the_answers_the_other_way_round(tmp_path: Path) -> None
 
 
 def test_skipped_and_taken_back_labels_do_not_count_and_a_later_one_replaces(tmp_path: Path) -> None:
-    rows = [label(1, None), label(2, "A>B", uid="q2"), {"id": "l3", "undone": "l2"}, label(4, "B>A", uid="q3"), label(5, "A>B", uid="q3")]
+    rows = [
+        label(1, None),
+        label(2, "A>B", uid="q2"),
+        {"id": "l3", "undone": "l2"},
+        label(4, "B>A", uid="q3"),
+        label(5, "A>B", uid="q3"),
+    ]
     (pair,) = load(tmp_path, *rows)
     assert (pair.uid, pair.votes) == ("q3", {"ann": 1})
     assert [pair.uid for pair in load(tmp_path, *rows, label(6, uid="q2"))] == ["q3", "q2"]
 
 
 def test_a_repetition_is_no_second_vote(tmp_path: Path) -> None:
-    (pair,) = load(tmp_path, label(1, "A>B"), label(2, "B>A", repeat_of="l1"), label(3, "A>>B", repeat_of="l1"))
+    (pair,) = load(
+        tmp_path, label(1, "A>B"), label(2, "B>A", repeat_of="l1"), label(3, "A>>B", repeat_of="l1")
+    )
     assert pair.votes == {"ann": 1} and pair.repeats == ((1, -1), (1, 1))
     (pair,) = load(tmp_path, label(1, "A>B"), label(2, "B>A", repeat_of="l1"), {"id": "l3", "undone": "l1"})
     assert pair.votes == {"ann": -1} and pair.repeats == ()  # of a label that does not count
@@ -61,8 +72,21 @@ def test_all_faults_of_a_file_are_told_at_once_with_their_lines(tmp_path: Path) 
     file = tmp_path / "labels.jsonl"
     without = label(4)
     del without["verdict"]
-    rows: list[Any] = [label(1), label(1), label(3, "A>>>B"), without, label(5, prompt=[]), label(6, answer_a=None), [1]]
-    text = "".join(json.dumps(row) + "\n" for row in rows).encode() + b"{\n\xff\n" + json.dumps(label(9, note="\ud800")).encode() + b"\n"
+    rows: list[Any] = [
+        label(1),
+        label(1),
+        label(3, "A>>>B"),
+        without,
+        label(5, prompt=[]),
+        label(6, answer_a=None),
+        [1],
+    ]
+    text = (
+        "".join(json.dumps(row) + "\n" for row in rows).encode()
+        + b"{\n\xff\n"
+        + json.dumps(label(9, note="\ud800")).encode()
+        + b"\n"
+    )
     file.write_bytes(text)
     with pytest.raises(ValueError) as error:
         load_labels(file)
@@ -84,7 +108,10 @@ def test_all_faults_of_a_file_are_told_at_once_with_their_lines(tmp_path: Path) 
 
 
 def test_names_of_labels_that_are_not_there_are_told(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="line 2: takes back the label 'l9', which is not here; line 3: repeats the label 'l8'"):
+    with pytest.raises(
+        ValueError,
+        match="line 2: takes back the label 'l9', which is not here; line 3: repeats the label 'l8'",
+    ):
         load(tmp_path, label(1), {"id": "l2", "undone": "l9"}, label(3, repeat_of="l8"))
 
 

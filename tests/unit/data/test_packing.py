@@ -28,11 +28,14 @@ def quadratic_best_fit_room(lengths: list[int], capacity: int) -> list[int]:
 def test_every_document_once_and_the_rooms_of_the_obvious_algorithm(lengths: list[int]) -> None:
     bins = best_fit(lengths, 50)
     assert sorted(index for members in bins for index in members) == list(range(len(lengths)))
-    assert sorted(50 - sum(lengths[i] for i in members) for members in bins) == quadratic_best_fit_room(lengths, 50)
+    assert sorted(50 - sum(lengths[i] for i in members) for members in bins) == quadratic_best_fit_room(
+        lengths, 50
+    )
 
 
 def test_it_takes_the_tightest_bin() -> None:
-    # 7 leaves 3, 6 leaves 4: the 3 goes to the first, the 4 to the second. First fit in the order given would need three bins.
+    # 7 leaves 3, 6 leaves 4: the 3 goes to the first, the 4 to the second. First fit in the order given would
+    # need three bins.
     lengths = [3, 6, 4, 7]
     assert {frozenset(members) for members in best_fit(lengths, 10)} == {frozenset({3, 0}), frozenset({1, 2})}
 
@@ -53,7 +56,9 @@ def test_what_cannot_be_packed_is_refused(lengths: list[int]) -> None:
 
 
 @given(st.lists(st.integers(1, 50), min_size=1, max_size=80), st.integers(20, 300), st.integers(1, 4))
-def test_parts_within_a_budget_hold_everything_once_and_suit_the_ranks(lengths: list[int], budget: int, ranks: int) -> None:
+def test_parts_within_a_budget_hold_everything_once_and_suit_the_ranks(
+    lengths: list[int], budget: int, ranks: int
+) -> None:
     parts = evenly(lengths, budget, ranks)
     assert sorted(index for part in parts for index in part) == list(range(len(lengths)))
     assert all(parts) and max(sum(lengths[i] for i in part) for part in parts) <= max(budget, *lengths)
@@ -72,7 +77,12 @@ def test_parts_are_about_equally_full() -> None:
 def test_passes_in_order_are_filled_by_the_lengths_of_what_they_hold() -> None:
     items = ["a" * n for n in (3, 5, 2, 9, 1, 12, 4)]
     parts = Passes(2, tokens=10).in_order(items, len)
-    assert [[len(item) for item in part] for part in parts] == [[3, 5, 2], [9, 1], [12], [4]], "one that is too long goes alone"
+    assert [[len(item) for item in part] for part in parts] == [
+        [3, 5, 2],
+        [9, 1],
+        [12],
+        [4],
+    ], "one that is too long goes alone"
     assert [list(part) for part in Passes(3).in_order(items, len)] == [items[:3], items[3:6], items[6:]]
     assert len(Passes(2, tokens=10).in_order([], len)) == 0
 
@@ -113,8 +123,11 @@ def test_a_budget_lays_documents_in_one_row_and_rows_lays_one_in_each() -> None:
 
 
 @given(st.lists(st.integers(1, 50), min_size=1, max_size=60), st.integers(20, 300))
-def test_rows_of_one_document_stay_within_the_budget_with_their_padding(lengths: list[int], budget: int) -> None:
-    documents, passes = [Document([1] * length, [True] * length) for length in lengths], Passes(1, budget, apart=True)
+def test_rows_of_one_document_stay_within_the_budget_with_their_padding(
+    lengths: list[int], budget: int
+) -> None:
+    documents = [Document([1] * length, [True] * length) for length in lengths]
+    passes = Passes(1, budget, apart=True)
     for parts in (passes.split(documents, len), list(passes.in_order(documents, len))):
         assert sorted(len(document) for part in parts for document in part) == sorted(lengths)
         for part in parts:

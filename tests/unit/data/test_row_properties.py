@@ -1,4 +1,5 @@
-"""Rows changed at random, in every data format: they are read and reported on, or refused in a sentence of ours that names the file."""
+"""Rows changed at random, in every data format: they are read and reported on, or refused in a sentence of
+ours that names the file."""
 
 from __future__ import annotations
 
@@ -22,7 +23,13 @@ from rlhf_core.data.chat import Renderer, load_tokenizer
 from rlhf_core.data.questions import load_questions
 from rlhf_core.data.report import markdown, surveys_of
 from rlhf_core.data.rows.mixture import check_columns, load_rows
-from rlhf_core.data.sources import answer_documents, labelled_answers, preference_pairs, prompts, sft_documents
+from rlhf_core.data.sources import (
+    answer_documents,
+    labelled_answers,
+    preference_pairs,
+    prompts,
+    sft_documents,
+)
 from tests.support.mutations import fault_of, places
 
 TURNS = [{"role": "user", "content": "2 + 2"}, {"role": "assistant", "content": "4"}]
@@ -36,8 +43,18 @@ ROWS: dict[str, tuple[dict[str, Any], ...]] = {
         {"chosen": TURNS, "rejected": WRONG},
     ),
     "ultrafeedback": (
-        {"instruction": "2 + 2", "completions": [{"response": "5", "overall_score": 2.0}, {"response": "4", **RATED}]},
-        {"prompt": "2 + 2", "chosen": TURNS, "rejected": WRONG, "messages": TURNS, "score_chosen": 8.5, "score_rejected": 2},
+        {
+            "instruction": "2 + 2",
+            "completions": [{"response": "5", "overall_score": 2.0}, {"response": "4", **RATED}],
+        },
+        {
+            "prompt": "2 + 2",
+            "chosen": TURNS,
+            "rejected": WRONG,
+            "messages": TURNS,
+            "score_chosen": 8.5,
+            "score_rejected": 2,
+        },
     ),
     "arena": ({"winner": "model_a", "conversation_a": TURNS, "conversation_b": WRONG},),
     "hh": ({"chosen": HUMAN + "4", "rejected": HUMAN + "5"},),
@@ -51,12 +68,17 @@ LOADERS: dict[Rows, Callable[..., Any]] = {
     "labelled": labelled_answers,
     "scored": lambda *given: answer_documents(*given, "reward").documents,
 }
-# Numbers beyond floats, lone surrogates, control tokens, texts that formats give a meaning, and values of other types.
+# Numbers beyond floats, lone surrogates, control tokens, texts that formats give a meaning, and values of
+# other types.
 ODD = (10**400, 1e308, math.nan, math.inf, -1, True, None, [], {}, [{}], [None], {"a": 1})
 ODD = (*ODD, "\ud800", "\x00", "<|im_end|>", "N/A", "tie", "assistant", "nan", "", HUMAN, "{}", "a" * 3000)
 CHARACTERS = st.text(st.characters(exclude_categories=()), max_size=20)
 SCALARS = st.none() | st.booleans() | st.integers() | st.floats() | CHARACTERS | st.sampled_from(ODD)
-VALUES = st.recursive(SCALARS, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(CHARACTERS, inner, max_size=3), max_leaves=5)
+VALUES = st.recursive(
+    SCALARS,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(CHARACTERS, inner, max_size=3),
+    max_leaves=5,
+)
 KINDS = st.sampled_from(get_args(Rows))
 SETTINGS = settings(max_examples=200)
 
@@ -75,8 +97,9 @@ SOUND = ("accepted", "refused")
 
 
 def outcome(file: Path, content: bytes, kind: Rows, renderer: Renderer, form: str = "auto") -> str:
-    """Checks, reads and reports on a data set, as `validate --here`, a stage and `alignflow data` do. Returns "accepted"; "refused" for a
-    ValueError of ours that names the file; or what is wrong with the error. Any other exception passes through.
+    """Checks, reads and reports on a data set, as `validate --here`, a stage and `alignflow data` do. Returns
+    "accepted"; "refused" for a ValueError of ours that names the file; or what is wrong with the error. Any
+    other exception passes through.
     """
     file.write_bytes(content)
     data = Data.model_validate({"sources": [{"path": str(file), "format": form}]})
@@ -85,12 +108,15 @@ def outcome(file: Path, content: bytes, kind: Rows, renderer: Renderer, form: st
         load_rows(data, 0, kind)
         markdown(surveys_of({"data": LOADERS[kind](data, renderer, 64, 0).report})).encode()
     except ValueError as error:
-        return fault_of(error) or ("refused" if str(error).startswith(str(file)) else f"the file is not named: {error}")
+        return fault_of(error) or (
+            "refused" if str(error).startswith(str(file)) else f"the file is not named: {error}"
+        )
     return "accepted"
 
 
 @pytest.mark.parametrize("form", ROWS)
-@pytest.mark.filterwarnings("ignore:overflow:RuntimeWarning")  # of the spread of margins near the largest number
+# of the spread of margins near the largest number
+@pytest.mark.filterwarnings("ignore:overflow:RuntimeWarning")
 def test_every_value_of_a_row_replaced_by_an_odd_one(folder: Path, renderer: Renderer, form: str) -> None:
     kinds = cycle(LOADERS)
     for row in ROWS[form]:
@@ -100,7 +126,15 @@ def test_every_value_of_a_row_replaced_by_an_odd_one(folder: Path, renderer: Ren
                 holder, key = places(other)[index]
                 holder[key] = value
                 for kind in (next(kinds), next(kinds)):
-                    assert outcome(folder / "odd.jsonl", f"{json.dumps(other)}\n{json.dumps(row)}\n".encode(), kind, renderer) in SOUND
+                    assert (
+                        outcome(
+                            folder / "odd.jsonl",
+                            f"{json.dumps(other)}\n{json.dumps(row)}\n".encode(),
+                            kind,
+                            renderer,
+                        )
+                        in SOUND
+                    )
 
 
 @st.composite
@@ -108,7 +142,8 @@ def changed(draw: Callable[..., Any], row: dict[str, Any]) -> dict[str, Any]:
     """A row in which up to two values were replaced, dropped, doubled or given another key."""
     row = copy.deepcopy(row)
     for _ in range(draw(st.integers(0, 2))):
-        if found := places(row):
+        found = places(row)
+        if found:
             holder, key = draw(st.sampled_from(found))
             match draw(st.sampled_from(("replace", "drop", "rename", "double"))):
                 case "replace":
@@ -133,15 +168,35 @@ def data_sets(draw: Callable[..., Any]) -> tuple[str, list[dict[str, Any]]]:
 @SETTINGS
 @given(data_sets(), KINDS, st.booleans(), st.booleans())
 def test_rows_with_other_values(
-    folder: Path, renderer: Renderer, rows: tuple[str, list[dict[str, Any]]], kind: Rows, named: bool, whole: bool
+    folder: Path,
+    renderer: Renderer,
+    rows: tuple[str, list[dict[str, Any]]],
+    kind: Rows,
+    named: bool,
+    whole: bool,
 ) -> None:
     form, items = rows
     text = json.dumps(items) if whole else "".join(json.dumps(row) + "\n" for row in items)
-    assert outcome(folder / ("rows.json" if whole else "rows.jsonl"), text.encode(), kind, renderer, form if named else "auto") in SOUND
+    assert (
+        outcome(
+            folder / ("rows.json" if whole else "rows.jsonl"),
+            text.encode(),
+            kind,
+            renderer,
+            form if named else "auto",
+        )
+        in SOUND
+    )
 
 
 @SETTINGS
-@given(st.lists(st.sampled_from(({"uid": "x", "prompt": "2 + 2", "answer": "4"}, {"question_id": 1, "turns": TURNS[:1]})).flatmap(changed)))
+@given(
+    st.lists(
+        st.sampled_from(
+            ({"uid": "x", "prompt": "2 + 2", "answer": "4"}, {"question_id": 1, "turns": TURNS[:1]})
+        ).flatmap(changed)
+    )
+)
 def test_questions_with_other_values(folder: Path, rows: list[dict[str, Any]]) -> None:
     file = folder / "questions.jsonl"
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -153,13 +208,26 @@ def test_questions_with_other_values(folder: Path, rows: list[dict[str, Any]]) -
 
 @SETTINGS
 @given(st.data(), KINDS)
-def test_lines_with_other_characters(folder: Path, renderer: Renderer, data: st.DataObject, kind: Rows) -> None:
-    content = data.draw(st.sampled_from([json.dumps(row) for rows in ROWS.values() for row in rows])).encode() + b"\n"
+def test_lines_with_other_characters(
+    folder: Path, renderer: Renderer, data: st.DataObject, kind: Rows
+) -> None:
+    content = (
+        data.draw(st.sampled_from([json.dumps(row) for rows in ROWS.values() for row in rows])).encode()
+        + b"\n"
+    )
     for _ in range(data.draw(st.integers(1, 3))):
         at = data.draw(st.integers(0, len(content)))
-        more = data.draw(st.binary(max_size=4) | st.sampled_from((b"[", b"}", b'"', b"\r", b"NaN", b"\\", b"\xef\xbb\xbf", b"1e999")))
+        more = data.draw(
+            st.binary(max_size=4)
+            | st.sampled_from((b"[", b"}", b'"', b"\r", b"NaN", b"\\", b"\xef\xbb\xbf", b"1e999"))
+        )
         content = content[:at] + more + content[data.draw(st.integers(at, len(content))) :]
-    assert outcome(folder / data.draw(st.sampled_from(("cut.jsonl", "cut.json", "cut.csv"))), content, kind, renderer) in SOUND
+    assert (
+        outcome(
+            folder / data.draw(st.sampled_from(("cut.jsonl", "cut.json", "cut.csv"))), content, kind, renderer
+        )
+        in SOUND
+    )
 
 
 @settings(max_examples=100)
@@ -169,7 +237,10 @@ def test_tables_of_text(folder: Path, renderer: Renderer, cells: list[list[str]]
     writer = csv.writer(text, escapechar="\\")
     writer.writerow(("prompt", "chosen", "rejected", "response", "label", "reward")[: len(cells[0])])
     writer.writerows(cells)
-    assert outcome(folder / "table.csv", text.getvalue().encode("utf-8", "surrogatepass"), kind, renderer) in SOUND
+    assert (
+        outcome(folder / "table.csv", text.getvalue().encode("utf-8", "surrogatepass"), kind, renderer)
+        in SOUND
+    )
 
 
 @settings(max_examples=60)
@@ -182,4 +253,6 @@ def test_any_bytes(folder: Path, renderer: Renderer, content: bytes, suffix: str
 def test_the_rows_are_right_before_they_are_changed(folder: Path, renderer: Renderer, form: str) -> None:
     for row in ROWS[form]:
         text = json.dumps(row).encode()
-        assert [kind for kind in LOADERS if outcome(folder / "right.jsonl", text, kind, renderer) == "accepted"], row
+        assert [
+            kind for kind in LOADERS if outcome(folder / "right.jsonl", text, kind, renderer) == "accepted"
+        ], row

@@ -1,4 +1,5 @@
-"""Calls of tools in the data of SFT, preferences and prompts: trained on as the template of each family writes them."""
+"""Calls of tools in the data of SFT, preferences and prompts: trained on as the template of each family
+writes them."""
 
 from __future__ import annotations
 
@@ -16,9 +17,17 @@ from tests.support.templates import TEMPLATES, WITHOUT_TOOLS, save_tokenizer
 
 TOOL: dict[str, Any] = {
     "type": "function",
-    "function": {"name": "look", "description": "d", "parameters": {"type": "object", "properties": {"at": {"type": "string"}}}},
+    "function": {
+        "name": "look",
+        "description": "d",
+        "parameters": {"type": "object", "properties": {"at": {"type": "string"}}},
+    },
 }
-CALL = {"id": "call00000", "type": "function", "function": {"name": "look", "arguments": json.dumps({"at": "sky"})}}
+CALL = {
+    "id": "call00000",
+    "type": "function",
+    "function": {"name": "look", "arguments": json.dumps({"at": "sky"})},
+}
 ASKED = [{"role": "user", "content": "Where?"}]
 CALLED = {"role": "assistant", "content": None, "tool_calls": [CALL]}
 RESULT = {"role": "tool", "tool_call_id": "call00000", "content": "a bird"}
@@ -29,7 +38,9 @@ FAMILIES = [name for name in TEMPLATES if name not in WITHOUT_TOOLS]
 @pytest.fixture(scope="module")
 def renderers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Renderer]:
     root = tmp_path_factory.mktemp("templates")
-    return {name: Renderer(load_tokenizer(str(save_tokenizer(name, root / name))), "chat") for name in TEMPLATES}
+    return {
+        name: Renderer(load_tokenizer(str(save_tokenizer(name, root / name))), "chat") for name in TEMPLATES
+    }
 
 
 def data(folder: Path, row: dict[str, Any]) -> Data:
@@ -38,14 +49,21 @@ def data(folder: Path, row: dict[str, Any]) -> Data:
 
 
 def answers(renderer: Renderer, document: Any) -> str:
-    return renderer.decoded([token for token, own in zip(document.tokens, document.mask, strict=True) if own], False)
+    return renderer.decoded(
+        [token for token, own in zip(document.tokens, document.mask, strict=True) if own], False
+    )
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_calls_are_trained_on_and_results_are_not(renderers: dict[str, Renderer], name: str, tmp_path: Path) -> None:
+def test_calls_are_trained_on_and_results_are_not(
+    renderers: dict[str, Renderer], name: str, tmp_path: Path
+) -> None:
     renderer = renderers[name]
-    (document,) = sft_documents(data(tmp_path, {"messages": [*ASKED, CALLED, RESULT, SAID], "tools": [TOOL]}), renderer, 600, 0).items
-    trained, whole = answers(renderer, document), renderer.decoded(document.tokens, False)
+    (document,) = sft_documents(
+        data(tmp_path, {"messages": [*ASKED, CALLED, RESULT, SAID], "tools": [TOOL]}), renderer, 600, 0
+    ).items
+    trained = answers(renderer, document)
+    whole = renderer.decoded(document.tokens, False)
     assert "look" in trained and "sky" in trained and "There." in trained
     assert "a bird" not in trained and "a bird" in whole and '"description": "d"' in whole
     assert trained.count(renderer.decoded([renderer.end_token_id], False)) == 2
@@ -57,7 +75,9 @@ def test_preferences_may_be_calls(renderers: dict[str, Renderer], name: str, tmp
     row = {"prompt": ASKED, "chosen": [CALLED], "rejected": "No idea.", "tools": json.dumps([TOOL])}
     (pair,) = preference_pairs(data(tmp_path, row), renderer, 600, 0).items
     assert "look" in answers(renderer, pair.chosen) and "No idea." in answers(renderer, pair.rejected)
-    assert pair.chosen.tokens[: pair.chosen.answer_start] == pair.rejected.tokens[: pair.rejected.answer_start]
+    assert (
+        pair.chosen.tokens[: pair.chosen.answer_start] == pair.rejected.tokens[: pair.rejected.answer_start]
+    )
     found = [item.document for item in labelled_answers(data(tmp_path, row), renderer, 600, 0).items]
     assert found == [pair.chosen, pair.rejected]
     # As SFT would train on it.
@@ -80,18 +100,26 @@ def test_a_template_that_leaves_calls_out_is_refused(renderers: dict[str, Render
         with pytest.raises(ValueError, match="template leaves out calls of tools"):
             sft_documents(data(tmp_path, {"messages": [*ASKED, CALLED]}), renderer, 600, 0)
         with pytest.raises(ValueError, match="template leaves out calls of tools"):
-            preference_pairs(data(tmp_path, {"prompt": ASKED, "chosen": [CALLED], "rejected": "x"}), renderer, 600, 0)
+            preference_pairs(
+                data(tmp_path, {"prompt": ASKED, "chosen": [CALLED], "rejected": "x"}), renderer, 600, 0
+            )
 
 
 LIMIT: dict[str, Any] = {"type": ["integer", "null"], "default": None, "enum": [1, None]}
 SEARCH: dict[str, Any] = {
     "type": "function",
-    "function": {"name": "search", "parameters": {"type": "object", "properties": {"q": {"type": "string"}, "limit": LIMIT}}},
+    "function": {
+        "name": "search",
+        "parameters": {"type": "object", "properties": {"q": {"type": "string"}, "limit": LIMIT}},
+    },
 }
 ARGUMENTS = {"q": "12", "limit": None}
 ROWS = {
     "objects": [{"type": "function", "function": {"name": "search", "arguments": ARGUMENTS}}, [SEARCH]],
-    "texts": [{"type": "function", "function": {"name": "search", "arguments": json.dumps(ARGUMENTS)}}, json.dumps([SEARCH])],
+    "texts": [
+        {"type": "function", "function": {"name": "search", "arguments": json.dumps(ARGUMENTS)}},
+        json.dumps([SEARCH]),
+    ],
 }
 
 
@@ -104,8 +132,12 @@ def rendered(renderer: Renderer, folder: Path, file: str, row: dict[str, Any]) -
     return renderer.decoded(document.tokens, False)
 
 
-@pytest.mark.parametrize(("form", "file"), [("objects", "rows.jsonl"), ("texts", "rows.jsonl"), ("texts", "rows.parquet")])
-def test_nulls_of_json_are_values(renderers: dict[str, Renderer], tmp_path: Path, form: str, file: str) -> None:
+@pytest.mark.parametrize(
+    ("form", "file"), [("objects", "rows.jsonl"), ("texts", "rows.jsonl"), ("texts", "rows.parquet")]
+)
+def test_nulls_of_json_are_values(
+    renderers: dict[str, Renderer], tmp_path: Path, form: str, file: str
+) -> None:
     call, tools = ROWS[form]
     row = {"messages": [*ASKED, {"role": "assistant", "content": "", "tool_calls": [call]}], "tools": tools}
     whole = rendered(renderers["hermes"], tmp_path, file, row)
@@ -121,7 +153,9 @@ def test_nulls_that_arrow_adds_are_left_out(renderers: dict[str, Renderer], tmp_
     assert '{"q": "12"}' in whole and '{"far": "1"}' in whole and "null" not in whole
 
 
-def test_sft_leaves_answers_of_weight_0_out_of_its_loss(renderers: dict[str, Renderer], tmp_path: Path) -> None:
+def test_sft_leaves_answers_of_weight_0_out_of_its_loss(
+    renderers: dict[str, Renderer], tmp_path: Path
+) -> None:
     renderer = renderers["hermes"]
     unsaid = SAID | {"content": "Nowhere.", "weight": 0}
     kept = {"messages": [*ASKED, unsaid, *ASKED, SAID | {"weight": 1}]}

@@ -1,4 +1,5 @@
-"""The episode of an environment with made-up answers, before engines start: what it refuses, and what it warns of."""
+"""The episode of an environment with made-up answers, before engines start: what it refuses, and what it
+warns of."""
 
 from __future__ import annotations
 
@@ -60,8 +61,13 @@ def run(renderer: Renderer, background: Background, folder: Path, fault: str) ->
         episodes.close()
 
 
-def test_code_that_is_wrong_for_every_answer_is_refused_with_its_line(renderer: Renderer, background: Background, tmp_path: Path) -> None:
-    told = r"environment World: an episode with made-up answers raised NameError: name 'scor' is not defined \(.*world\.py, line 10\)"
+def test_code_that_is_wrong_for_every_answer_is_refused_with_its_line(
+    renderer: Renderer, background: Background, tmp_path: Path
+) -> None:
+    told = (
+        r"environment World: an episode with made-up answers raised NameError: name 'scor' is not defined"
+        r" \(.*world\.py, line 10\)"
+    )
     with pytest.raises(ValueError, match=told):
         run(renderer, background, tmp_path, "misspelt")
 
@@ -86,7 +92,10 @@ def test_what_the_made_up_answer_may_have_caused_is_a_warning(
     monkeypatch.setattr(trial, "SECONDS", 1.0)
     run(renderer, background, tmp_path, fault)
     expected = told.replace("%s", str(tmp_path))
-    assert f"warning: the environment World: an episode with made-up answers {expected}" in capsys.readouterr().out
+    assert (
+        f"warning: the environment World: an episode with made-up answers {expected}"
+        in capsys.readouterr().out
+    )
 
 
 def test_a_good_environment_gets_the_answer_of_the_row(

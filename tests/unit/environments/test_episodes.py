@@ -1,4 +1,5 @@
-"""Episodes of environments that fail in every way, against engines that answer at once: tried again, counted, and never scored 0."""
+"""Episodes of environments that fail in every way, against engines that answer at once: tried again, counted,
+and never scored 0."""
 
 from __future__ import annotations
 
@@ -78,7 +79,8 @@ class AtOnce:
     """In place of engines: answers `ok` and a number that the seed decides, and counts what it was asked."""
 
     def __init__(self, renderer: Renderer):
-        self._renderer, self.asked = renderer, list[tuple[int, int]]()
+        self._renderer = renderer
+        self.asked = list[tuple[int, int]]()
 
     def reserve(self, requests: int = 1) -> int:
         return 0
@@ -119,7 +121,10 @@ def make(renderer: Renderer, tmp_path: Path) -> Iterator[Make]:
 
 def run(episodes: Episodes, renderer: Renderer, rows: Sequence[dict[str, Any]]) -> list[Episode]:
     messages = ({"role": "user", "content": "Go"},)
-    asked = [Asked(Prompt(messages, renderer.prompt(messages), row, False), 100 * i, i) for i, row in enumerate(rows)]
+    asked = [
+        Asked(Prompt(messages, renderer.prompt(messages), row, False), 100 * i, i)
+        for i, row in enumerate(rows)
+    ]
     return episodes._background.start(episodes.run(asked, SAMPLING)).result(timeout=60)
 
 
@@ -129,7 +134,9 @@ def test_rewards_and_messages(make: Make, renderer: Renderer) -> None:
     second = found.trajectory.messages[-1]["content"]
     assert found.rewards == [0.25, len(second) / 10]
     said = [message["content"] for message in found.trajectory.messages]
-    assert said[:3] == ["Go", "ok0", "and now?"] and second.startswith("ok") and second != "ok0", "each answer has a seed of its own"
+    assert said[:3] == ["Go", "ok0", "and now?"] and second.startswith("ok") and second != "ok0", (
+        "each answer has a seed of its own"
+    )
 
 
 @pytest.mark.parametrize(
@@ -158,13 +165,19 @@ def test_a_fault_is_counted_and_others_go_on(make: Make, renderer: Renderer, fau
 def test_an_attempt_is_begun_anew(make: Make, renderer: Renderer, tmp_path: Path) -> None:
     (found,) = run(make(), renderer, [{"fault": "once", "mark": str(tmp_path / "mark")}])
     assert found.attempts == 2 and found.rewards
-    assert found.trajectory.messages[1]["content"] != (tmp_path / "mark").read_text(), "with other random numbers"
+    assert found.trajectory.messages[1]["content"] != (tmp_path / "mark").read_text(), (
+        "with other random numbers"
+    )
 
 
 def test_a_third_of_all_fails_and_nothing_is_lost(make: Make, renderer: Renderer) -> None:
     faults = ["raise", "wait", "block", "exit", "text", "nan"]
     start = time.monotonic()
-    found = run(make(options={"share": 0.3}, max_attempts=12, timeout=3.0, processes=2), renderer, [{"faults": faults} for _ in range(40)])
+    found = run(
+        make(options={"share": 0.3}, max_attempts=12, timeout=3.0, processes=2),
+        renderer,
+        [{"faults": faults} for _ in range(40)],
+    )
     assert len(found) == 40 and all(episode.rewards and not episode.failure for episode in found)
     assert 40 < sum(episode.attempts for episode in found) < 120
     assert time.monotonic() - start < 60
@@ -173,7 +186,9 @@ def test_a_third_of_all_fails_and_nothing_is_lost(make: Make, renderer: Renderer
 def test_episodes_that_end_their_process_do_not_stop_the_others(make: Make, renderer: Renderer) -> None:
     rows: list[dict[str, Any]] = [{"faults": ["exit"], "number": i} for i in range(48)]
     found = run(make(options={"share": 0.3}, max_attempts=14, timeout=30.0), renderer, rows)
-    assert all(episode.rewards for episode in found), "each runs alone before another ends its process for the tenth time"
+    assert all(episode.rewards for episode in found), (
+        "each runs alone before another ends its process for the tenth time"
+    )
 
 
 def test_a_large_reward_is_bounded(make: Make, renderer: Renderer) -> None:
@@ -193,10 +208,15 @@ class World:
 """
 
 
-def test_an_error_of_the_code_in_all_episodes_stops_at_once_with_its_line(make: Make, renderer: Renderer, tmp_path: Path) -> None:
+def test_an_error_of_the_code_in_all_episodes_stops_at_once_with_its_line(
+    make: Make, renderer: Renderer, tmp_path: Path
+) -> None:
     (tmp_path / "broken.py").write_text(BROKEN)
     episodes = make("broken.py:World", max_attempts=1000)
-    told = r"environment World: each episode raised NameError: name 'scor' is not defined \(.*broken\.py, line 6\); correct it"
+    told = (
+        r"environment World: each episode raised NameError: name 'scor' is not defined \(.*broken\.py, line"
+        r" 6\); correct it"
+    )
     with pytest.raises(ValueError, match=told) as caught:
         run(episodes, renderer, [{"number": i, "every": 1} for i in range(40)])
     assert raised_by_us(caught.value), "a user's mistake: the stage is not retried"
@@ -215,12 +235,18 @@ def test_turns_end(make: Make, renderer: Renderer) -> None:
     assert found.trajectory.turns == 3 and found.rewards == [0.0, 0.0, 0.0] and not found.failure
 
 
-@pytest.mark.parametrize(("fault", "finished"), [("", True), ("many", False), ("wait", False), ("block", False), ("raise", True)])
-def test_an_episode_that_a_limit_ends_is_cut(make: Make, renderer: Renderer, fault: str, finished: bool) -> None:
+@pytest.mark.parametrize(
+    ("fault", "finished"), [("", True), ("many", False), ("wait", False), ("block", False), ("raise", True)]
+)
+def test_an_episode_that_a_limit_ends_is_cut(
+    make: Make, renderer: Renderer, fault: str, finished: bool
+) -> None:
     """By its turns, or by its time, which also has no reward; what failed otherwise met no limit."""
     (found,) = run(make(max_attempts=1, timeout=1.0), renderer, [{"fault": fault}])
     rollout = of_episode(found)
-    assert rollout.finished is finished and (rollout.own is not None and bool(rollout.own.failure)) == (fault not in ("", "many"))
+    assert rollout.finished is finished and (rollout.own is not None and bool(rollout.own.failure)) == (
+        fault not in ("", "many")
+    )
 
 
 def test_half_a_character_is_replaced(make: Make, renderer: Renderer) -> None:
@@ -257,7 +283,9 @@ class Slow(AtOnce):
         raise AssertionError("nobody waits so long")
 
 
-@pytest.mark.parametrize(("raises", "told"), [(True, "the model is too slow"), (False, "the environment cancelled model.answer()")])
+@pytest.mark.parametrize(
+    ("raises", "told"), [(True, "the model is too slow"), (False, "the environment cancelled model.answer()")]
+)
 def test_an_engine_answers_no_further_when_the_environment_does_not_wait(
     make: Make, renderer: Renderer, tmp_path: Path, raises: bool, told: str
 ) -> None:
@@ -270,7 +298,8 @@ def test_an_engine_answers_no_further_when_the_environment_does_not_wait(
 
 @pytest.mark.parametrize("fault", ["", "block", "thread"])
 def test_a_killed_parent_leaves_nothing_behind(tmp_path: Path, fault: str) -> None:
-    """Not even where a step blocks the process, a thread of the environment hangs, or it has started a program."""
+    """Not even where a step blocks the process, a thread of the environment hangs, or it has started a
+    program."""
     (tmp_path / "world.py").write_text(
         "import asyncio, subprocess, time\n"
         "subprocess.Popen(['sleep', '987'])\n"
@@ -281,12 +310,12 @@ def test_a_killed_parent_leaves_nothing_behind(tmp_path: Path, fault: str) -> No
     page = os.memfd_create("page")
     os.ftruncate(page, 16)
     started = (
-        "import subprocess, sys, time\n"
-        f"p = subprocess.Popen([sys.executable, '-m', 'rlhf_core.environments.worker', {str(tmp_path / 'world.py')!r}, 'World', '{{}}', "
-        f"'{page}'], stdin=subprocess.PIPE, stdout=subprocess.PIPE, pass_fds=({page},), start_new_session=True)\n"
-        "p.stdout.readline()\n"
-        'p.stdin.write(b\'{"start": 1, "task": {}, "messages": [], "seed": 1}\\n\'); p.stdin.flush()\n'
-        "print(p.pid, flush=True); time.sleep(1000)\n"
+        "import subprocess, sys, time\np = subprocess.Popen([sys.executable, '-m',"
+        f" 'rlhf_core.environments.worker', {str(tmp_path / 'world.py')!r}, 'World', '{{}}', '{page}'],"
+        f" stdin=subprocess.PIPE, stdout=subprocess.PIPE, pass_fds=({page},),"
+        ' start_new_session=True)\np.stdout.readline()\np.stdin.write(b\'{"start": 1, "task": {},'
+        ' "messages": [], "seed": 1}\\n\'); p.stdin.flush()\nprint(p.pid, flush=True);'
+        " time.sleep(1000)\n"
     )
     parent = subprocess.Popen([sys.executable, "-c", started], stdout=subprocess.PIPE, pass_fds=(page,))
     assert parent.stdout is not None
@@ -312,7 +341,11 @@ def test_close_leaves_nothing_behind(make: Make, renderer: Renderer) -> None:
     episodes = make(timeout=100.0)
     asked = Asked(Prompt(({"role": "user", "content": "Go"},), [5], {"fault": "wait"}, False), 0, 0)
     waiting = episodes._background.start(episodes.run([asked], SAMPLING))
-    children = [child.pid for child in psutil.Process(os.getpid()).children() if "environments.worker" in " ".join(child.cmdline())]
+    children = [
+        child.pid
+        for child in psutil.Process(os.getpid()).children()
+        if "environments.worker" in " ".join(child.cmdline())
+    ]
     assert children
     episodes.close()
     episodes._background.close()
@@ -325,11 +358,20 @@ def test_close_leaves_nothing_behind(make: Make, renderer: Renderer) -> None:
         ("x = 1", "bad.py:World", "has no class 'World' with `async def rollout"),
         ("import nowhere", "bad.py:World", "cannot be imported: ModuleNotFoundError"),
         ("class World:\n    def rollout(self, task, model): pass", "bad.py:World", "async def rollout"),
-        ("class World:\n    def __init__(self, size): pass\n    async def rollout(self, task, model): pass", "bad.py:World", "its options"),
+        (
+            (
+                "class World:\n    def __init__(self, size): pass\n    async def rollout(self, task, model):"
+                " pass"
+            ),
+            "bad.py:World",
+            "its options",
+        ),
         ("import os; os._exit(1)", "bad.py:World", "exited with status 1; look at the log above"),
     ],
 )
-def test_a_wrong_environment_is_one_sentence(make: Make, tmp_path: Path, text: str, path: str, told: str) -> None:
+def test_a_wrong_environment_is_one_sentence(
+    make: Make, tmp_path: Path, text: str, path: str, told: str
+) -> None:
     (tmp_path / "bad.py").write_text(text)
     with pytest.raises(ValueError, match=r"bad\.py") as raised:
         make(path)

@@ -14,7 +14,9 @@ from rlhf_core.environments import sandbox
 from rlhf_core.environments.conversation import Call
 from rlhf_core.environments.shipped.tools import Tools, calculate, is_right
 
-closed = pytest.mark.skipif(not sandbox.available(), reason="needs bubblewrap (Debian, Ubuntu: apt-get install bubblewrap)")
+closed = pytest.mark.skipif(
+    not sandbox.available(), reason="needs bubblewrap (Debian, Ubuntu: apt-get install bubblewrap)"
+)
 
 
 def run(code: str, **limits: Any) -> sandbox.Output:
@@ -26,7 +28,10 @@ def test_a_program_runs() -> None:
     assert run("print(6 * 7)") == ("42\n", 0)
     assert asyncio.run(sandbox.run(["/bin/cat"], stdin="hello")).text == "hello"
     assert run("open('/tmp/home/a', 'w').write('x'); print(open('a').read())").text == "x\n"
-    assert run("import threading; t = threading.Thread(target=print, args=(1,)); t.start(); t.join()").text == "1\n"
+    assert (
+        run("import threading; t = threading.Thread(target=print, args=(1,)); t.start(); t.join()").text
+        == "1\n"
+    )
 
 
 @closed
@@ -40,10 +45,22 @@ def test_a_program_runs() -> None:
         ("open('/usr/planted', 'w')", "Read-only"),
         ("open('/planted', 'w')", "Read-only"),
         ("open('/dev/planted', 'w')", "Read-only"),
-        ("n = 0\nwhile True:\n    n += 1\n    open(f'/tmp/home/{n}', 'wb').write(bytes(10**8))", "No space left"),
+        (
+            "n = 0\nwhile True:\n    n += 1\n    open(f'/tmp/home/{n}', 'wb').write(bytes(10**8))",
+            "No space left",
+        ),
         ("import os; os.memfd_create('a')", "BlockingIOError"),
-        ("import ctypes; c = ctypes.CDLL(None, use_errno=True); print(c.unshare(0x50000000), ctypes.get_errno())", "-1 11\n"),
-        ("import ctypes; c = ctypes.CDLL(None, use_errno=True); print(c.setns(0, 0), ctypes.get_errno())", "-1 11\n"),
+        (
+            (
+                "import ctypes; c = ctypes.CDLL(None, use_errno=True); print(c.unshare(0x50000000),"
+                " ctypes.get_errno())"
+            ),
+            "-1 11\n",
+        ),
+        (
+            "import ctypes; c = ctypes.CDLL(None, use_errno=True); print(c.setns(0, 0), ctypes.get_errno())",
+            "-1 11\n",
+        ),
         ("files = []\nwhile True: files.append(open('/dev/null'))", "Too many open files"),
         ("import os; os.kill(1, 9); print(os.getppid())", "1\n"),
         ("import os; os.kill(-1, 9)", "ProcessLookupError"),
@@ -88,7 +105,10 @@ for place in ['{tmp_path}/secret', '{Path.home()}/.alignflow-planted', '/etc/pas
 def test_there_is_no_network() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
-        code = f"import socket\ntry: socket.create_connection(('127.0.0.1', {port}), 2); print('connected')\nexcept OSError as e: print(e)"
+        code = (
+            f"import socket\ntry: socket.create_connection(('127.0.0.1', {port}), 2);"
+            " print('connected')\nexcept OSError as e: print(e)"
+        )
         assert "refused" in run(code).text
 
 
@@ -122,14 +142,34 @@ def test_no_more_programs_at_once_than_there_are_cpus() -> None:
 
 @pytest.mark.parametrize(
     ("expression", "result"),
-    [("2 + 3 * 4", "14"), ("(1 + 2) ** 3", "27"), ("7 / 2", "3.5"), ("7 // 2 - -1", "4"), ("sqrt(16) + abs(-2)", "6"), ("10 % 4", "2")],
+    [
+        ("2 + 3 * 4", "14"),
+        ("(1 + 2) ** 3", "27"),
+        ("7 / 2", "3.5"),
+        ("7 // 2 - -1", "4"),
+        ("sqrt(16) + abs(-2)", "6"),
+        ("10 % 4", "2"),
+    ],
 )
 def test_the_calculator_computes(expression: str, result: str) -> None:
     assert calculate(expression) == result
 
 
 @pytest.mark.parametrize(
-    "expression", ["9**9**9**9", "10**101", "(-8)**0.5", "__import__('os')", "x", "1/0", "(1", "1e400", "'a'*3", "(" * 900, "f(1)"]
+    "expression",
+    [
+        "9**9**9**9",
+        "10**101",
+        "(-8)**0.5",
+        "__import__('os')",
+        "x",
+        "1/0",
+        "(1",
+        "1e400",
+        "'a'*3",
+        "(" * 900,
+        "f(1)",
+    ],
 )
 def test_the_calculator_refuses(expression: str) -> None:
     start = time.monotonic()
@@ -158,5 +198,14 @@ def test_tools_answer_calls() -> None:
 
 
 def test_answers_are_compared_by_text_or_last_number() -> None:
-    assert is_right("The sum is 1,042.", "1042") and is_right(" Paris ", "Paris") and is_right("2 and then 3.0", "3")
-    assert not is_right("3 and then 2", "3") and not is_right("", "3") and not is_right("Paris", "3") and not is_right("1", "Paris")
+    assert (
+        is_right("The sum is 1,042.", "1042")
+        and is_right(" Paris ", "Paris")
+        and is_right("2 and then 3.0", "3")
+    )
+    assert (
+        not is_right("3 and then 2", "3")
+        and not is_right("", "3")
+        and not is_right("Paris", "3")
+        and not is_right("1", "Paris")
+    )

@@ -1,4 +1,5 @@
-"""Conversations in tokens, for the chat template of each family: what was sampled stays as it was, all else is masked."""
+"""Conversations in tokens, for the chat template of each family: what was sampled stays as it was, all else
+is masked."""
 
 from __future__ import annotations
 
@@ -26,9 +27,13 @@ TOOL: dict[str, Any] = {
 SAID = {  # how a model of the family calls `look`
     "hermes": '<tool_call>\n{"name": "look", "arguments": {"at": "the <|im_end|> sky"}}\n</tool_call>',
     "qwen3": '<think>hm</think>I look.<tool_call>\n{"name": "look", "arguments": {"at": "x"}}\n</tool_call>',
-    "qwen3-coder": "<tool_call>\n<function=look>\n<parameter=at>\nthe\nsky\n</parameter>\n</function>\n</tool_call>",
+    "qwen3-coder": (
+        "<tool_call>\n<function=look>\n<parameter=at>\nthe\nsky\n</parameter>\n</function>\n</tool_call>"
+    ),
     "llama3": '{"name": "look", "parameters": {"at": "x"}}',
-    "mistral": '[TOOL_CALLS][{"name": "look", "arguments": {"at": "x"}}, {"name": "look", "arguments": {"at": "y"}}]',
+    "mistral": (
+        '[TOOL_CALLS][{"name": "look", "arguments": {"at": "x"}}, {"name": "look", "arguments": {"at": "y"}}]'
+    ),
     "mistral-names": '[TOOL_CALLS]look[ARGS]{"at": "x"}',
     "deepseek": 'I look.<|tool_call|>function<|tool_sep|>look\n```json\n{"at": "x"}\n```<|tool_call_end|>',
 }
@@ -37,24 +42,32 @@ SAID = {  # how a model of the family calls `look`
 @pytest.fixture(scope="module")
 def renderers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Renderer]:
     root = tmp_path_factory.mktemp("templates")
-    return {name: Renderer(load_tokenizer(str(save_tokenizer(name, root / name))), "chat") for name in TEMPLATES}
+    return {
+        name: Renderer(load_tokenizer(str(save_tokenizer(name, root / name))), "chat") for name in TEMPLATES
+    }
 
 
 def begun(renderer: Renderer, tools: bool = False, limits: Limits = LIMITS) -> Trajectory:
     messages = ({"role": "user", "content": "Where?"},)
     prompt = Prompt(messages, renderer.prompt(messages), {}, False)
-    return Trajectory(prompt, renderer, limits, [TOOL] if tools else [], call_format(renderer) if tools else None)
+    return Trajectory(
+        prompt, renderer, limits, [TOOL] if tools else [], call_format(renderer) if tools else None
+    )
 
 
 def sampled(renderer: Renderer, text: str, finished: bool = True) -> Answer:
-    tokens = [*renderer.tokenizer(text, add_special_tokens=False).input_ids, *([renderer.end_token_id] if finished else [])]
+    tokens = [
+        *renderer.tokenizer(text, add_special_tokens=False).input_ids,
+        *([renderer.end_token_id] if finished else []),
+    ]
     return Answer(tokens, [-0.5 - i for i in range(len(tokens))], finished)
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_a_conversation_reads_as_the_template_writes_it(renderers: dict[str, Renderer], name: str) -> None:
     renderer = renderers[name]
-    path, said = begun(renderer), ["First,  odd   text", "Second"]
+    path = begun(renderer)
+    said = ["First,  odd   text", "Second"]
     path.ask([])
     path.take(sampled(renderer, said[0]))
     path.ask([{"role": "user", "content": "And <|im_end|> then </s>?"}])
@@ -71,7 +84,11 @@ def test_a_conversation_reads_as_the_template_writes_it(renderers: dict[str, Ren
     # The log-probs are those of the sampler, on the answers alone.
     mask = path.document.mask_array
     assert (path.logprobs[~mask] == 0).all() and (path.logprobs[mask] < 0).all()
-    ends = [t for t, token in enumerate(path.document.tokens) if token == renderer.end_token_id and path.document.mask[t]]
+    ends = [
+        t
+        for t, token in enumerate(path.document.tokens)
+        if token == renderer.end_token_id and path.document.mask[t]
+    ]
     assert len(ends) == 2, "control tokens in a message are text"
 
 
@@ -83,7 +100,10 @@ def test_calls_are_read_and_results_are_masked(renderers: dict[str, Renderer], n
     assert "look" in renderer.decoded(path.document.tokens, False), "the template describes the tools"
     answer, message = path.take(sampled(renderer, SAID[name]))
     expected = {"hermes": "the <|im_end|> sky", "qwen3-coder": "the\nsky"}.get(name, "x")
-    assert answer.calls[0] == Call("look", {"at": expected}, id="call00000") and message["tool_calls"][0]["function"]["name"] == "look"
+    assert (
+        answer.calls[0] == Call("look", {"at": expected}, id="call00000")
+        and message["tool_calls"][0]["function"]["name"] == "look"
+    )
     assert len(answer.calls) == (2 if name == "mistral" else 1)
     assert answer.text == {"qwen3": "<think>hm</think>I look.", "deepseek": "I look."}.get(name, "")
     before = len(path.document)
@@ -93,7 +113,9 @@ def test_calls_are_read_and_results_are_masked(renderers: dict[str, Renderer], n
     added = [i for i in range(before, len(document)) if not document.mask[i]]
     said = renderer.decoded([document.tokens[i] for i in added], False)
     assert "a bird" in said and "A bird." not in said and "look" not in said
-    answers = renderer.decoded([token for token, own in zip(document.tokens, document.mask, strict=True) if own], False)
+    answers = renderer.decoded(
+        [token for token, own in zip(document.tokens, document.mask, strict=True) if own], False
+    )
     end = renderer.decoded([renderer.end_token_id], False)
     assert answers == f"{SAID[name]}{end}A bird.{end}", "what was sampled is what is trained on"
 
@@ -110,7 +132,9 @@ def test_what_is_no_call_is_said(renderers: dict[str, Renderer]) -> None:
     assert read["hermes"]('<tool_call>{"name": "look", "arguments": [1]}</tool_call>')[1][0].wrong
     assert read["hermes"]("no call") == ("no call", []) and read["llama3"]("{no call}") == ("{no call}", [])
     assert read["mistral-names"]("[TOOL_CALLS]look")[1][0].wrong
-    assert read["hermes"]('<tool_call>{"name": "look", "arguments": "{\\"at\\": 1}"}')[1] == [Call("look", {"at": 1})]
+    assert read["hermes"]('<tool_call>{"name": "look", "arguments": "{\\"at\\": 1}"}')[1] == [
+        Call("look", {"at": 1})
+    ]
     assert CallFormat("<t>").read("<t>[" * 1000)[1][0].wrong
 
 
@@ -135,12 +159,17 @@ def test_limits(renderers: dict[str, Renderer]) -> None:
     assert not cut.finished
     cut.ask([{"role": "user", "content": "b"}])
     cut.take(sampled(renderer, "d"))
-    ends = [own for token, own in zip(cut.document.tokens, cut.document.mask, strict=True) if token == renderer.end_token_id]
+    ends = [
+        own
+        for token, own in zip(cut.document.tokens, cut.document.mask, strict=True)
+        if token == renderer.end_token_id
+    ]
     assert ends == [False, False, False, True][-len(ends) :] and len(ends) == 4
 
 
 def test_a_conversation_that_a_limit_ends_is_not_finished(renderers: dict[str, Renderer]) -> None:
-    renderer, question = renderers["hermes"], [{"role": "user", "content": "b"}]
+    renderer = renderers["hermes"]
+    question = [{"role": "user", "content": "b"}]
     one_turn = begun(renderer, limits=LIMITS._replace(turns=1))
     one_turn.ask([])
     one_turn.take(sampled(renderer, "a"))

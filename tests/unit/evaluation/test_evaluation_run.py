@@ -1,4 +1,5 @@
-"""The evaluation stage from questions to report, with vLLM played by a double; tokenizer, reward model and files are real."""
+"""The evaluation stage from questions to report, with vLLM played by a double; tokenizer, reward model and
+files are real."""
 
 from __future__ import annotations
 
@@ -21,7 +22,16 @@ from rlhf_core.data.questions import load_questions
 from rlhf_core.models.scoring import RewardScorer
 from rlhf_core.records import EvalReport, Judgment
 from rlhf_core.runs.run_dir import RunDir, run_stage
-from tests.support.evaluations import COUNT, Double, Setting, evaluate, make_model, make_reward_model, make_setting, request
+from tests.support.evaluations import (
+    COUNT,
+    Double,
+    Setting,
+    evaluate,
+    make_model,
+    make_reward_model,
+    make_setting,
+    request,
+)
 
 
 @pytest.fixture
@@ -38,14 +48,27 @@ def test_the_rule_decides_and_the_report_says_by_how_much(setting: Setting) -> N
     assert rates["ppo"].win_rate == pytest.approx((8 + 12 / 2) / 20)
     assert rates["ppo"].ci_low > 0.5 and rates["ppo"].ci_high < 0.9
     assert rates["ppo"].by_category == pytest.approx({"even": 0.7, "odd": 0.7})
-    assert (rates["ppo"].swap_consistency, rates["ppo"].num_failed, rates["ppo"].num_questions) == (1.0, 0, 20)
+    assert (rates["ppo"].swap_consistency, rates["ppo"].num_failed, rates["ppo"].num_questions) == (
+        1.0,
+        0,
+        20,
+    )
     assert report.mean_tokens["sft"] == pytest.approx((10 * 3 + 10 * 7) / 20) and report.truncated["sft"] == 0
     for model in ("dpo", "ppo"):
         rate = rates[model]
         values = [metrics[f"{name}/{model}"] for name in ("win_rate", "ci_low", "ci_high", "right", "length")]
-        assert values == [rate.win_rate, rate.ci_low, rate.ci_high, report.right[model], report.mean_tokens[model]]
+        assert values == [
+            rate.win_rate,
+            rate.ci_low,
+            rate.ci_high,
+            report.right[model],
+            report.mean_tokens[model],
+        ]
     assert metrics["right/sft"] == 0.5 and "win_rate/sft" not in metrics and "judge_agreement" not in metrics
-    judged = [Judgment.model_validate_json(line) for line in (directory / "report/judgments/rule.jsonl").read_text().splitlines()]
+    judged = [
+        Judgment.model_validate_json(line)
+        for line in (directory / "report/judgments/rule.jsonl").read_text().splitlines()
+    ]
     assert len(judged) == 40 and {judgment.baseline for judgment in judged} == {"sft"}
     assert json.loads((directory / "metrics.jsonl").read_text())["win_rate/ppo"] == rates["ppo"].win_rate
 
@@ -73,9 +96,13 @@ def test_answers_are_written_in_arena_hards_format(setting: Setting) -> None:
     rows = [json.loads(line) for line in (directory / "report/answers/ppo.jsonl").read_text().splitlines()]
     assert [row["uid"] for row in rows] == [f"q{n}" for n in range(COUNT)]
     assert rows[3]["model"] == "ppo"
-    assert rows[3]["messages"] == [{"role": "user", "content": "Reverse w03"}, {"role": "assistant", "content": {"answer": "30w"}}]
+    assert rows[3]["messages"] == [
+        {"role": "user", "content": "Reverse w03"},
+        {"role": "assistant", "content": {"answer": "30w"}},
+    ]
     assert rows[3]["metadata"]["token_len"] == 3
-    assert list(rows[3]["metadata"]) == ["token_len", "header_count", "list_count", "bold_count"]  # arena-hard-auto counts its columns
+    # arena-hard-auto counts its columns
+    assert list(rows[3]["metadata"]) == ["token_len", "header_count", "list_count", "bold_count"]
 
 
 def test_the_order_of_models_changes_nothing(setting: Setting) -> None:
@@ -99,7 +126,11 @@ def test_limits_are_applied_and_counted(setting: Setting) -> None:
 
 def test_cut_answers_are_counted(setting: Setting, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = Double.generate
-    monkeypatch.setattr(Double, "generate", lambda self, prompts, seeds, how: whole(self, prompts, seeds, how._replace(max_new_tokens=5)))
+    monkeypatch.setattr(
+        Double,
+        "generate",
+        lambda self, prompts, seeds, how: whole(self, prompts, seeds, how._replace(max_new_tokens=5)),
+    )
     _, report, metrics = evaluate(setting)
     assert report.truncated == pytest.approx({"sft": 0.5, "dpo": 0.3, "ppo": 0.1})  # "no idea" is cut
     assert report.mean_tokens["sft"] == pytest.approx((10 * 3 + 10 * 5) / 20)
@@ -109,20 +140,30 @@ def test_cut_answers_are_counted(setting: Setting, monkeypatch: pytest.MonkeyPat
 def test_a_reward_model_gives_a_second_opinion(setting: Setting) -> None:
     folder = make_reward_model(setting, "reward_model", seed=0)
     directory, report, metrics = evaluate(setting, judges=(RuleJudge(), RewardJudge()))
-    (second,) = TypeAdapter(list[EvalReport]).validate_json((directory / "report/second_opinions.json").read_text())
+    (second,) = TypeAdapter(list[EvalReport]).validate_json(
+        (directory / "report/second_opinions.json").read_text()
+    )
     assert (report.judge, second.judge) == ("rule", "reward_model")
-    assert report.agreement == {"reward_model": metrics["judge_agreement"]} and second.agreement == {"rule": metrics["judge_agreement"]}
+    assert report.agreement == {"reward_model": metrics["judge_agreement"]} and second.agreement == {
+        "rule": metrics["judge_agreement"]
+    }
 
     questions = load_questions(Source(path=setting.questions), None, 0)
-    renderer, scorer = Renderer(load_tokenizer(str(folder)), "chat"), RewardScorer(str(folder), "float32", 4)
+    renderer = Renderer(load_tokenizer(str(folder)), "chat")
+    scorer = RewardScorer(str(folder), "float32", 4)
 
     def rewards(model: str) -> list[float]:
         given = read_answers(directory / f"report/answers/{model}.jsonl", questions)
         assert given is not None
-        return scorer.score([renderer.answer(q.messages, a.text) for q, a in zip(questions, given, strict=True)])
+        return scorer.score(
+            [renderer.answer(q.messages, a.text) for q, a in zip(questions, given, strict=True)]
+        )
 
     for rate in second.win_rates:
-        better = [(ours > theirs) + 0.5 * (ours == theirs) for ours, theirs in zip(rewards(rate.model), rewards("sft"), strict=True)]
+        better = [
+            (ours > theirs) + 0.5 * (ours == theirs)
+            for ours, theirs in zip(rewards(rate.model), rewards("sft"), strict=True)
+        ]
         assert rate.win_rate == pytest.approx(sum(better) / COUNT)
     lines = (directory / "report/judgments/reward_model.jsonl").read_text().splitlines()
     assert len(lines) == 40 and Judgment.model_validate_json(lines[0]).judge == "reward_model"
@@ -163,7 +204,9 @@ def test_a_finished_evaluation_is_not_done_again(setting: Setting) -> None:
     directory = RunDir(setting.folder / "run")
     directory.prepare(request(setting))
     result = run_stage(directory.path, run)
-    assert {"report/eval.json", "report/answers/sft.jsonl", "report/judgments/rule.jsonl"} <= set(result.files)
+    assert {"report/eval.json", "report/answers/sft.jsonl", "report/judgments/rule.jsonl"} <= set(
+        result.files
+    )
     assert result.metrics["questions"] == COUNT
     Double.log.clear()
     assert run_stage(directory.path, run) == result and Double.log == []
@@ -185,5 +228,7 @@ def test_the_process_succeeds_and_wants_a_run_directory(setting: Setting) -> Non
     directory.prepare(request(setting))
     assert main([str(directory.path)], "evaluation") == 0 and directory.result() is not None
     command = [sys.executable, "-m", "evaluation", str(setting.folder / "nowhere")]
-    process = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=Path(__file__).parents[3])
+    process = subprocess.run(
+        command, capture_output=True, text=True, timeout=120, cwd=Path(__file__).parents[3]
+    )
     assert process.returncode == 2 and "is no run directory" in process.stderr

@@ -1,4 +1,5 @@
-"""The choice of a model by the questions of an evaluation: by simulated scores, and by a stage from an evaluation's report."""
+"""The choice of a model by the questions of an evaluation: by simulated scores, and by a stage from an
+evaluation's report."""
 
 from __future__ import annotations
 
@@ -25,7 +26,10 @@ def simulated(rates: Mapping[str, float], questions: int, seed: int) -> dict[str
     generator = np.random.default_rng(seed)
     hard = generator.random(questions)
     return {
-        model: {f"q{i}": float(0.5 * hard[i] + 0.5 * own < rate) for i, own in enumerate(generator.random(questions))}
+        model: {
+            f"q{i}": float(0.5 * hard[i] + 0.5 * own < rate)
+            for i, own in enumerate(generator.random(questions))
+        }
         for model, rate in rates.items()
     }
 
@@ -33,17 +37,29 @@ def simulated(rates: Mapping[str, float], questions: int, seed: int) -> dict[str
 def test_a_clear_winner_is_chosen_and_a_lead_by_chance_is_not() -> None:
     clear = choose(simulated({"a": 0.4, "b": 0.6, "c": 0.45}, 600, 0), ORDER)
     assert (clear.chosen, clear.best, clear.clear, clear.equal) == ("b", "b", True, ("b",))
-    assert clear.sentence.startswith("b is chosen: its win rate is 0.") and clear.differences[1].low == clear.differences[1].high == 0
+    assert (
+        clear.sentence.startswith("b is chosen: its win rate is 0.")
+        and clear.differences[1].low == clear.differences[1].high == 0
+    )
     chance = choose(simulated({"a": 0.5, "b": 0.52, "c": 0.3}, 200, 3), ORDER)
-    assert chance.best == "b" and chance.chosen == "a" and not chance.clear and chance.equal == ("a", "b"), chance
-    assert "no model is better than all others on 200 questions: b has the highest win rate" in chance.sentence
+    assert chance.best == "b" and chance.chosen == "a" and not chance.clear and chance.equal == ("a", "b"), (
+        chance
+    )
+    assert (
+        "no model is better than all others on 200 questions: b has the highest win rate" in chance.sentence
+    )
     assert chance.sentence.endswith("a is chosen, the simplest of these")
-    assert choose(simulated({"a": 0.5, "b": 0.52, "c": 0.3}, 200, 3), ("c", "b", "a")).chosen == "b", "by the order, of equals"
+    assert choose(simulated({"a": 0.5, "b": 0.52, "c": 0.3}, 200, 3), ("c", "b", "a")).chosen == "b", (
+        "by the order, of equals"
+    )
 
 
 def test_equal_models_are_rarely_told_apart() -> None:
-    """Of 100 sweeps over four models that are equally good, at most one in ten (5 in 100 are expected) excludes any of them."""
-    wrong = [len(choose(simulated(dict.fromkeys("abcd", 0.5), 120, seed), "abcd").equal) < 4 for seed in range(100)]
+    """Of 100 sweeps over four models that are equally good, at most one in ten (5 in 100 are expected)
+    excludes any of them."""
+    wrong = [
+        len(choose(simulated(dict.fromkeys("abcd", 0.5), 120, seed), "abcd").equal) < 4 for seed in range(100)
+    ]
     assert sum(wrong) <= 10
 
 
@@ -59,8 +75,12 @@ def test_three_questions_make_no_model_clear() -> None:
     """All leads are equal, so that resamples of them would be, too."""
     lost, won = (dict.fromkeys(("q1", "q2", "q3"), score) for score in (0.0, 1.0))
     found = choose({"a": lost, "b": won}, ("a", "b"))
-    assert (found.best, found.chosen, found.clear) == ("b", "a", False) and found.differences[0].low < 0 < found.differences[0].high
-    assert choose({"a": dict.fromkeys(map(str, range(8)), 0.0), "b": dict.fromkeys(map(str, range(8)), 1.0)}, ("a", "b")).clear
+    assert (found.best, found.chosen, found.clear) == ("b", "a", False) and found.differences[
+        0
+    ].low < 0 < found.differences[0].high
+    assert choose(
+        {"a": dict.fromkeys(map(str, range(8)), 0.0), "b": dict.fromkeys(map(str, range(8)), 1.0)}, ("a", "b")
+    ).clear
 
 
 def test_only_common_questions_count() -> None:
@@ -79,7 +99,10 @@ def judgments(scores: Mapping[str, Mapping[str, float]], judge: str) -> list[Jud
             judge=judge,
             model=model,
             baseline="sft",
-            games=(Game(score=label[score][0], judgment={"answer": ""}), Game(score=label[score][1], judgment={"answer": ""})),  # type: ignore[arg-type]
+            games=(
+                Game(score=label[score][0], judgment={"answer": ""}),
+                Game(score=label[score][1], judgment={"answer": ""}),
+            ),  # type: ignore[arg-type]
         )
         for model, own in scores.items()
         for uid, score in own.items()
@@ -96,7 +119,9 @@ def stage(tmp_path: Path) -> RunDir:
     for judge, scores in (("rule", decides), ("second", other)):
         (report / "judgments" / f"{judge}.jsonl").write_text(judgment_lines(judgments(scores, judge)))
     empty = {"win_rates": (), "right": {}, "mean_tokens": {}, "truncated": {}}
-    (report / "eval.json").write_text(EvalReport.model_validate({"baseline": "sft", "judge": "rule", **empty}).model_dump_json())
+    (report / "eval.json").write_text(
+        EvalReport.model_validate({"baseline": "sft", "judge": "rule", **empty}).model_dump_json()
+    )
     inputs = {"trial": str(report)}
     for name in ("v.1", "v.2"):
         folder = tmp_path / "stages" / f"{name}-1" / "checkpoint"
@@ -110,14 +135,21 @@ def stage(tmp_path: Path) -> RunDir:
     return run_dir
 
 
-def test_a_stage_links_the_winner_by_the_first_judge(stage: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_stage_links_the_winner_by_the_first_judge(
+    stage: RunDir, capsys: pytest.CaptureFixture[str]
+) -> None:
     (stage / "checkpoint").mkdir()
     (stage / "checkpoint" / "half").write_text("of a killed attempt")
     result = run_stage(stage.path, run)
     assert (stage / "checkpoint" / "weights").read_text() == "v.2"
     assert (stage / "checkpoint" / "weights").stat().st_nlink == 2, "no bytes are copied"
     assert set(result.files) == {"checkpoint/weights", "checkpoint/deep/more", "choice.json"}
-    assert (result.metrics["clear"], result.metrics["chosen"], result.metrics["win_rate"], result.metrics["questions"]) == (1, 2, 1, 8)
+    assert (
+        result.metrics["clear"],
+        result.metrics["chosen"],
+        result.metrics["win_rate"],
+        result.metrics["questions"],
+    ) == (1, 2, 1, 8)
     assert result.metrics["difference/v.1"] == 1 and result.metrics["difference/v.2"] == 0
     assert "v.2 is chosen" in capsys.readouterr().out
     assert json.loads((stage / "choice.json").read_text())["best"] == "v.2"

@@ -32,12 +32,18 @@ def client(box: Inbox) -> TestClient:
 
 
 def test_rows_come_as_an_object_a_list_or_lines(client: TestClient, box: Inbox) -> None:
-    other, third = ROW | {"prompt": "other"}, ROW | {"prompt": "third"}
+    other = ROW | {"prompt": "other"}
+    third = ROW | {"prompt": "third"}
     assert client.post("/feedback/chat", json=ROW).json()["new"] == 1
     assert client.post("/feedback/chat", json=[ROW, other]).json() | {"faults": []} == {
         "read": 2, "new": 1, "duplicate": 1, "leaked": 0, "wrong": 0, "faults": [], "unusable": {}, "personal": {},
     }  # fmt: skip
-    assert client.post("/feedback/chat?source=app&annotator=ann", content=f"{json.dumps(ROW)}\n{json.dumps(third)}\n").json()["new"] == 2
+    assert (
+        client.post(
+            "/feedback/chat?source=app&annotator=ann", content=f"{json.dumps(ROW)}\n{json.dumps(third)}\n"
+        ).json()["new"]
+        == 2
+    )
     assert client.get("/feedback").json() == {"chat": {"thumb": 4}}
     last = list(box.rows(("thumb",)))[-1].row
     assert (last.source, last.annotator) == ("app", "ann")
@@ -85,20 +91,26 @@ def test_an_unknown_inbox_and_other_methods(client: TestClient) -> None:
     assert client.delete("/feedback/chat").status_code == 405
 
 
-def test_a_body_that_is_too_large_is_not_read(client: TestClient, box: Inbox, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_body_that_is_too_large_is_not_read(
+    client: TestClient, box: Inbox, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(endpoint, "LARGEST_REQUEST", 1000)
     assert client.post("/feedback/chat", json=[ROW] * 100).status_code == 413
     assert not box.exists
 
 
-def test_more_rows_than_a_request_may_have_are_refused(client: TestClient, box: Inbox, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_more_rows_than_a_request_may_have_are_refused(
+    client: TestClient, box: Inbox, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(endpoint, "MOST_ROWS", 2)
     answer = client.post("/feedback/chat", json=[ROW] * 3)
     assert answer.status_code == 413 and "3 rows: send at most 2" in answer.json()["error"]
     assert not box.exists and client.post("/feedback/chat", json=[ROW] * 2).status_code == 200
 
 
-def test_a_large_body_is_read_outside_of_the_event_loop(client: TestClient, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_large_body_is_read_outside_of_the_event_loop(
+    client: TestClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
     seen = []
     real = endpoint.rows_of_body
 
@@ -135,7 +147,9 @@ def test_requests_side_by_side_lose_nothing(client: TestClient, box: Inbox) -> N
     assert box.count(("thumb",)) == 40
 
 
-def test_a_full_disk_is_said_and_loses_nothing(client: TestClient, box: Inbox, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_is_said_and_loses_nothing(
+    client: TestClient, box: Inbox, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert client.post("/feedback/chat", json=ROW).json()["new"] == 1
     opened = Inbox._open
 
@@ -149,6 +163,9 @@ def test_a_full_disk_is_said_and_loses_nothing(client: TestClient, box: Inbox, m
         patched.setattr(Inbox, "_open", small)
         refused = client.post("/feedback/chat", json=rows)
     assert refused.status_code == 507
-    assert refused.json()["error"] == "the inbox chat cannot be written to: its disk is full; free some space, and send all rows again"
+    assert (
+        refused.json()["error"]
+        == "the inbox chat cannot be written to: its disk is full; free some space, and send all rows again"
+    )
     assert client.post("/feedback/chat", json=rows).json()["new"] == 40
     assert len(list(box.rows(("thumb",)))) == 41

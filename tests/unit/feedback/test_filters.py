@@ -14,7 +14,8 @@ from rlhf_core.feedback.leaks import Questions
 from rlhf_core.feedback.personal_data import masked
 
 WORDS = (
-    "the model answer question river mountain seven plus equals python code list value city music garden paper number train light".split()
+    "the model answer question river mountain seven plus equals python code list value city music garden"
+    " paper number train light".split()
 )
 
 
@@ -33,11 +34,18 @@ def card(rng: random.Random) -> str:
     digits = [4, *(rng.randrange(10) for _ in range(14))]
     total = sum(d if i % 2 else (2 * d - 9 if 2 * d > 9 else 2 * d) for i, d in enumerate(digits))
     text = "".join(map(str, [*digits, -total % 10]))
-    return rng.choice([text, " ".join(text[i : i + 4] for i in range(0, 16, 4)), "-".join(text[i : i + 4] for i in range(0, 16, 4))])
+    return rng.choice(
+        [
+            text,
+            " ".join(text[i : i + 4] for i in range(0, 16, 4)),
+            "-".join(text[i : i + 4] for i in range(0, 16, 4)),
+        ]
+    )
 
 
 def mail(rng: random.Random) -> str:
-    name, host = rng.choice(["ann", "b.smith", "c_d", "e+f"]), rng.choice(["example", "post-office"])
+    name = rng.choice(["ann", "b.smith", "c_d", "e+f"])
+    host = rng.choice(["example", "post-office"])
     return f"{name}{rng.randrange(100)}@{host}.{rng.choice(['com', 'de', 'co.uk'])}"
 
 
@@ -45,12 +53,21 @@ def phone(rng: random.Random) -> str:
     line = f"{rng.randrange(200, 999)}-{rng.randrange(1000, 9999)}"
     last = rng.randrange(10_000_000, 99_999_999)
     return rng.choice(
-        [f"212-{line}", f"(415) {line}", f"+1 646 {line}", f"+49 30 {last}", f"0151 {last}", f"030 {last}", "+33 1 42 68 53 00"]
+        [
+            f"212-{line}",
+            f"(415) {line}",
+            f"+1 646 {line}",
+            f"+49 30 {last}",
+            f"0151 {last}",
+            f"030 {last}",
+            "+33 1 42 68 53 00",
+        ]
     )
 
 
 def harmless(rng: random.Random) -> str:
-    a, b = rng.randrange(10**6, 10**9), rng.randrange(10, 99)
+    a = rng.randrange(10**6, 10**9)
+    b = rng.randrange(10, 99)
     return rng.choice(
         [
             f"{a} + {a}",
@@ -68,13 +85,20 @@ def harmless(rng: random.Random) -> str:
 
 @pytest.mark.parametrize(
     ("kind", "make", "recall"),
-    [("EMAIL_ADDRESS", mail, 1.0), ("IBAN_CODE", iban, 1.0), ("CREDIT_CARD", card, 1.0), ("PHONE_NUMBER", phone, 0.95)],
+    [
+        ("EMAIL_ADDRESS", mail, 1.0),
+        ("IBAN_CODE", iban, 1.0),
+        ("CREDIT_CARD", card, 1.0),
+        ("PHONE_NUMBER", phone, 0.95),
+    ],
 )
 def test_planted_personal_data_is_replaced_whole(kind: str, make: object, recall: float) -> None:
-    rng, found = random.Random(0), 0
+    rng = random.Random(0)
+    found = 0
     for _ in range(300):
         planted = make(rng)  # type: ignore[operator]
-        before, after = sentence(rng, 5), sentence(rng, 5)
+        before = sentence(rng, 5)
+        after = sentence(rng, 5)
         text = masked([f"{before} {planted} {after}"]).texts[0]
         found += text == f"{before} <{kind}> {after}"
     assert found >= recall * 300
@@ -83,7 +107,8 @@ def test_planted_personal_data_is_replaced_whole(kind: str, make: object, recall
 def test_numbers_dates_and_versions_stay() -> None:
     rng = random.Random(0)
     texts = [f"{sentence(rng, 4)} {harmless(rng)} {sentence(rng, 4)}" for _ in range(1000)]
-    assert sum(text != kept for text, kept in zip(texts, masked(texts).texts, strict=True)) <= 10  # precision of 99 %
+    # precision of 99 %
+    assert sum(text != kept for text, kept in zip(texts, masked(texts).texts, strict=True)) <= 10
 
 
 LONG = {  # texts of 200 kB on which presidio's patterns alone take minutes, by what they repeat
@@ -111,7 +136,10 @@ def test_recognisers_get_small_pieces_of_long_texts(text: str, monkeypatch: pyte
     monkeypatch.setattr(personal_data, "_recognisers", lambda: dict.fromkeys(given, Counted()))
     masked([text])
     assert any(given.values())
-    assert all(sum(sizes) <= 2 * len(text) and max(sizes, default=0) <= personal_data.PIECE for sizes in given.values())
+    assert all(
+        sum(sizes) <= 2 * len(text) and max(sizes, default=0) <= personal_data.PIECE
+        for sizes in given.values()
+    )
 
 
 @pytest.mark.parametrize(
@@ -137,7 +165,9 @@ def test_pieces_of_a_long_text_give_what_the_whole_gives(seed: int, monkeypatch:
     in_pieces = Counter(span for kind in personal_data.SUSPECTS for span in personal_data._spans(kind, text))
     monkeypatch.setattr(personal_data, "_mail_windows", lambda text: whole)
     monkeypatch.setattr(personal_data, "_pieces", lambda suspect, text: whole)
-    assert in_pieces == Counter(span for kind in personal_data.SUSPECTS for span in personal_data._spans(kind, text))
+    assert in_pieces == Counter(
+        span for kind in personal_data.SUSPECTS for span in personal_data._spans(kind, text)
+    )
 
 
 def test_nothing_is_asked_over_the_network(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -157,11 +187,14 @@ def test_planted_evaluation_questions_are_found_and_others_pass() -> None:
 
     asked = [text(rng.randrange(3, 40)) for _ in range(500)]
     questions = Questions(asked)
-    changed = [question.upper().replace(" ", ",  ") + "?!" for question in asked]  # case, punctuation, whitespace
+    # case, punctuation, whitespace
+    changed = [question.upper().replace(" ", ",  ") + "?!" for question in asked]
     assert all(map(questions.met_by, changed))
-    inside = [f"{text(10)} {question} {text(10)}" for question in asked if len(question.split()) >= 5]  # as a part
+    # as a part
+    inside = [f"{text(10)} {question} {text(10)}" for question in asked if len(question.split()) >= 5]
     assert all(map(questions.met_by, inside))
-    thirteen = [" ".join(question.split()[3:16]) for question in asked if len(question.split()) >= 16]  # a run of it
+    # a run of it
+    thirteen = [" ".join(question.split()[3:16]) for question in asked if len(question.split()) >= 16]
     assert thirteen and all(questions.met_by(f"{text(5)} {run} {text(5)}") for run in thirteen)
     assert sum(questions.met_by(text(rng.randrange(3, 60))) for _ in range(5000)) == 0
     shorter = [" ".join(question.split()[:-1]) for question in asked if 5 <= len(question.split()) < 13]

@@ -1,4 +1,5 @@
-"""One person's rows are deleted everywhere, also after a kill, and the models that were trained on them are named."""
+"""One person's rows are deleted everywhere, also after a kill, and the models that were trained on them are
+named."""
 
 from __future__ import annotations
 
@@ -48,16 +49,23 @@ def do(recipe: Recipe, store: Store | None = None, unfinished: str = "") -> None
             continue
         (run / "pairs.jsonl").write_text("")
         if node.name == "answers":
-            lines = [json.dumps({"prompt": [{"role": "user", "content": text}], "chosen": "x"}) for text in (SECRET, "a question of bob")]
+            lines = [
+                json.dumps({"prompt": [{"role": "user", "content": text}], "chosen": "x"})
+                for text in (SECRET, "a question of bob")
+            ]
             (run / "pairs.jsonl").write_text("\n".join(lines) + "\n")
         (run / "checkpoint").write_text(node.digest)
-        run.finish(planned.request(node), Outcome({}, {"checkpoint": "checkpoint", "pairs": "pairs.jsonl"}), 1.0)
+        run.finish(
+            planned.request(node), Outcome({}, {"checkpoint": "checkpoint", "pairs": "pairs.jsonl"}), 1.0
+        )
         if store:
             store.put(run)
 
 
 def holding(folder: Path) -> list[str]:
-    return [str(file) for file in folder.rglob("*") if file.is_file() and SECRET.encode() in file.read_bytes()]
+    return [
+        str(file) for file in folder.rglob("*") if file.is_file() and SECRET.encode() in file.read_bytes()
+    ]
 
 
 def forgotten(recipe: Recipe, tmp_path: Path, *stores: Store) -> Forgotten:
@@ -73,16 +81,27 @@ def test_every_copy_is_deleted_and_models_are_named(recipe: Recipe, tmp_path: Pa
     assert sorted(name.rpartition("-")[0] for name in found.trained) == ["answers", "dpo", "second"]
     planned = plan(recipe)
     answers = next(path for path in (tmp_path / "artifacts" / "stages").glob("answers-*"))
-    assert RunDir(answers).result() is not None and "a question of bob" in (answers / "pairs.jsonl").read_text()
+    assert (
+        RunDir(answers).result() is not None and "a question of bob" in (answers / "pairs.jsonl").read_text()
+    )
     (answers / "pairs.jsonl").unlink()
-    assert store.fetch(RunDir(answers), RunDir(answers).request()) and "a question of bob" in (answers / "pairs.jsonl").read_text()
-    assert not planned["dpo"].done and planned["other"].done  # the first reads other rows than it was trained on
+    assert (
+        store.fetch(RunDir(answers), RunDir(answers).request())
+        and "a question of bob" in (answers / "pairs.jsonl").read_text()
+    )
+    # the first reads other rows than it was trained on
+    assert not planned["dpo"].done and planned["other"].done
 
 
-def test_an_unfinished_stage_begins_anew_and_a_running_one_is_waited_for(recipe: Recipe, tmp_path: Path) -> None:
+def test_an_unfinished_stage_begins_anew_and_a_running_one_is_waited_for(
+    recipe: Recipe, tmp_path: Path
+) -> None:
     do(recipe, unfinished="dpo")
     (folder,) = (tmp_path / "artifacts" / "stages").glob("dpo-*")
-    with locked(folder / ".lock"), pytest.raises(ValueError, match="is running on these rows: cancel its run"):
+    with (
+        locked(folder / ".lock"),
+        pytest.raises(ValueError, match="is running on these rows: cancel its run"),
+    ):
         forgotten(recipe, tmp_path)
     assert len(list(Inbox(tmp_path / "all.inbox").rows(("ranking",)))) == 3
     forgotten(recipe, tmp_path)
@@ -90,7 +109,9 @@ def test_an_unfinished_stage_begins_anew_and_a_running_one_is_waited_for(recipe:
 
 
 @pytest.mark.parametrize("killed_at", ["_clean", "_filter"])
-def test_a_deletion_cut_off_is_done_again(recipe: Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, killed_at: str) -> None:
+def test_a_deletion_cut_off_is_done_again(
+    recipe: Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, killed_at: str
+) -> None:
     do(recipe)
 
     def killed(*given: Any) -> None:
@@ -108,7 +129,9 @@ def test_an_unknown_person_has_no_rows(recipe: Recipe, tmp_path: Path) -> None:
     assert forget(Inbox(tmp_path / "all.inbox"), "eve", [tmp_path / "artifacts"]) == (0, [], [])
 
 
-def test_a_deletion_that_the_store_cut_off_is_done_again_there(recipe: Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_deletion_that_the_store_cut_off_is_done_again_there(
+    recipe: Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     store = Store(str(tmp_path / "store"))
     do(recipe, store)
 

@@ -26,7 +26,9 @@ ALL = ("thumb", "edit", "ranking")
 
 
 def thumb(number: int = 0, up: bool = True, annotator: str | None = "ann", **more: Any) -> Feedback:
-    return feedback_of({"prompt": f"question {number}", "response": "answer", "label": up, "annotator": annotator, **more})
+    return feedback_of(
+        {"prompt": f"question {number}", "response": "answer", "label": up, "annotator": annotator, **more}
+    )
 
 
 @pytest.fixture
@@ -40,18 +42,34 @@ def test_a_folder_of_another_name_is_refused(tmp_path: Path) -> None:
 
 
 def test_an_inbox_without_rows_reads_as_empty_and_makes_no_folder(inbox: Inbox) -> None:
-    assert (inbox.end(), inbox.count(ALL), list(inbox.rows(ALL)), inbox.contradictions(), inbox.delete("x")) == (0, 0, [], 0, [])
+    assert (
+        inbox.end(),
+        inbox.count(ALL),
+        list(inbox.rows(ALL)),
+        inbox.contradictions(),
+        inbox.delete("x"),
+    ) == (0, 0, [], 0, [])
     assert not inbox.folder.exists()
 
 
 def test_rows_keep_their_order_and_duplicates_are_left_out(inbox: Inbox) -> None:
     assert inbox.add([thumb(1), thumb(2), thumb(1)]) == (2, 1)
     assert inbox.add([thumb(2), thumb(3), thumb(1, annotator="bob")]) == (2, 1)
-    assert [stored.row.prompt[0]["content"] for stored in inbox.rows(ALL)] == ["question 1", "question 2", "question 3", "question 1"]
+    assert [stored.row.prompt[0]["content"] for stored in inbox.rows(ALL)] == [
+        "question 1",
+        "question 2",
+        "question 3",
+        "question 1",
+    ]
     end = inbox.end()
     inbox.add([thumb(4)])
     assert [stored.row for stored in inbox.rows(ALL, after=end)] == [thumb(4)] and inbox.count(ALL, end) == 1
-    assert [stored.row for stored in inbox.rows(ALL, 0, end)] == [thumb(1), thumb(2), thumb(3), thumb(1, annotator="bob")]
+    assert [stored.row for stored in inbox.rows(ALL, 0, end)] == [
+        thumb(1),
+        thumb(2),
+        thumb(3),
+        thumb(1, annotator="bob"),
+    ]
 
 
 def test_rows_of_nobody_are_apart_by_their_time(inbox: Inbox) -> None:
@@ -60,10 +78,17 @@ def test_rows_of_nobody_are_apart_by_their_time(inbox: Inbox) -> None:
 
 
 def test_contradictions_are_counted_once_for_each_thing_judged(inbox: Inbox) -> None:
-    rankings = [{"ranking": ["a", "b"]}, {"ranking": ["b", "a"]}, {"ranking": ["a", "c"]}, {"chosen": "a", "rejected": "b"}]
+    rankings = [
+        {"ranking": ["a", "b"]},
+        {"ranking": ["b", "a"]},
+        {"ranking": ["a", "c"]},
+        {"chosen": "a", "rejected": "b"},
+    ]
     inbox.add([thumb(1), thumb(1, up=False, annotator="bob"), thumb(2), thumb(2, annotator="bob")])
     inbox.add([feedback_of({"prompt": "q", "annotator": f"p{i}", **row}) for i, row in enumerate(rankings)])
-    inbox.add([feedback_of({"prompt": "q", "response": "a", "edited": text}) for text in ("one way", "another")])
+    inbox.add(
+        [feedback_of({"prompt": "q", "response": "a", "edited": text}) for text in ("one way", "another")]
+    )
     assert inbox.contradictions() == 2
 
 
@@ -100,12 +125,18 @@ def test_processes_add_rows_side_by_side(inbox: Inbox) -> None:
     assert inbox.count(ALL) == 3 * 40 + 40
 
 
-def test_an_import_killed_at_any_time_goes_on_without_loss_or_repetition(inbox: Inbox, tmp_path: Path) -> None:
+def test_an_import_killed_at_any_time_goes_on_without_loss_or_repetition(
+    inbox: Inbox, tmp_path: Path
+) -> None:
     file = tmp_path / "rows.jsonl"
-    file.write_text("".join(json.dumps({"prompt": f"q{i}", "response": "a", "thumb": "up"}) + "\n" for i in range(20_000)))
+    file.write_text(
+        "".join(json.dumps({"prompt": f"q{i}", "response": "a", "thumb": "up"}) + "\n" for i in range(20_000))
+    )
     code = "import sys; from flows.cli import main; sys.exit(main(['feedback', 'import', *sys.argv[1:]]))"
     command = [sys.executable, "-c", code, str(file), "--inbox", str(inbox.folder)]
-    killed = subprocess.Popen(command, env=os.environ | module_path(), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    killed = subprocess.Popen(
+        command, env=os.environ | module_path(), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    )
     while inbox.count(ALL) == 0 and killed.poll() is None:
         pass
     killed.send_signal(signal.SIGKILL)
@@ -116,7 +147,9 @@ def test_an_import_killed_at_any_time_goes_on_without_loss_or_repetition(inbox: 
     assert (done.new, done.duplicate, inbox.count(ALL)) == (20_000 - begun, begun, 20_000)
 
 
-def test_a_file_is_read_line_by_line_with_its_faults_and_labels_taken_back(inbox: Inbox, tmp_path: Path) -> None:
+def test_a_file_is_read_line_by_line_with_its_faults_and_labels_taken_back(
+    inbox: Inbox, tmp_path: Path
+) -> None:
     label = {"prompt": "q", "answer_a": "a", "answer_b": "b", "verdict": "A>B", "annotator": "ann"}
     lines = [
         json.dumps(label | {"id": "1"}),
@@ -146,23 +179,42 @@ def test_what_stages_read(inbox: Inbox) -> None:
     inbox.add([feedback_of(row) for row in rows])
 
     def read(rows: Any, after: int = 0, until: int = 4) -> list[dict[str, Any]]:
-        file = take(inbox, rows, after, until, lambda: Questions(["Evaluation question, of many words?"]), "key")
-        return [{**json.loads(line), "prompt": json.loads(line)["prompt"][0]["content"]} for line in file.read_text().splitlines()]
+        file = take(
+            inbox, rows, after, until, lambda: Questions(["Evaluation question, of many words?"]), "key"
+        )
+        return [
+            {**json.loads(line), "prompt": json.loads(line)["prompt"][0]["content"]}
+            for line in file.read_text().splitlines()
+        ]
 
     assert read("labelled") == [{"prompt": "one", "response": "a", "label": True, "feedback": 1}]
     assert read("sft") == [{"prompt": "one", "response": "c", "feedback": 2}]
     assert [row["prompt"] for row in read("prompt")] == ["one", "two"]
-    assert [(row["chosen"], row["rejected"]) for row in read("preference")] == [("c", "b"), ("a", "b"), ("a", "c")]
+    assert [(row["chosen"], row["rejected"]) for row in read("preference")] == [
+        ("c", "b"),
+        ("a", "b"),
+        ("a", "c"),
+    ]
     assert read("preference", after=2) == read("preference")[1:] and read("preference", until=1) == []
 
 
 def test_rows_that_meet_questions_or_judge_nothing_are_counted(inbox: Inbox) -> None:
-    rows = [{"prompt": "what is the capital of France", "response": "a", "thumb": "up"}, {"prompt": "x", "response": "y"}, 5]
-    done = receive(inbox, [Given(f"row {i}", row) for i, row in enumerate(rows)], Questions(["What is the capital of France?"]))
+    rows = [
+        {"prompt": "what is the capital of France", "response": "a", "thumb": "up"},
+        {"prompt": "x", "response": "y"},
+        5,
+    ]
+    done = receive(
+        inbox,
+        [Given(f"row {i}", row) for i, row in enumerate(rows)],
+        Questions(["What is the capital of France?"]),
+    )
     assert (done.read, done.new, done.leaked, done.wrong, len(done.unusable)) == (3, 0, 1, 1, 1)
 
 
-def test_a_file_of_rows_that_a_full_disk_cuts_off_is_removed(inbox: Inbox, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_of_rows_that_a_full_disk_cuts_off_is_removed(
+    inbox: Inbox, monkeypatch: pytest.MonkeyPatch
+) -> None:
     receive(inbox, [Given("row 1", {"prompt": "hello", "response": "hi", "thumb": "up"})], Questions([]))
 
     def full(number: int) -> None:

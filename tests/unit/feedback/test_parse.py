@@ -12,7 +12,11 @@ from rlhf_core.feedback.parse import Unusable, feedback_of
 PROMPT = ({"role": "user", "content": "q"},)
 LOG = {
     "request": {"model": "asked", "messages": [{"role": "user", "content": "q"}], "user": "ann"},
-    "response": {"model": "answered", "created": 1_790_000_000, "choices": [{"message": {"role": "assistant", "content": "a"}}]},
+    "response": {
+        "model": "answered",
+        "created": 1_790_000_000,
+        "choices": [{"message": {"role": "assistant", "content": "a"}}],
+    },
 }
 
 
@@ -35,7 +39,9 @@ LOG = {
         ({"answer_a": "a", "answer_b": "b", "verdict": "B>A"}, "ranking", ("a", "b"), (1, 0)),
     ],
 )
-def test_each_kind_of_row(row: dict[str, Any], kind: str, answers: tuple[str, ...], ranks: tuple[int, ...]) -> None:
+def test_each_kind_of_row(
+    row: dict[str, Any], kind: str, answers: tuple[str, ...], ranks: tuple[int, ...]
+) -> None:
     read = feedback_of({"prompt": "q", **row})
     assert (read.kind, read.prompt, read.answers, read.ranks) == (kind, PROMPT, answers, ranks)
 
@@ -55,14 +61,22 @@ def test_a_logged_completion_with_its_feedback(feedback: dict[str, Any]) -> None
 
 
 def test_a_stored_completion_in_one_object_with_an_edit() -> None:
-    row = {"messages": LOG["request"]["messages"], **LOG["response"], "metadata": {"edited": "better", "user": "bob"}}
+    row = {
+        "messages": LOG["request"]["messages"],
+        **LOG["response"],
+        "metadata": {"edited": "better", "user": "bob"},
+    }
     read = feedback_of(row)
     assert (read.kind, read.answers, read.annotator) == ("edit", ("a", "better"), "bob")
 
 
-@pytest.mark.parametrize("at", ["2026-01-31T12:00:00Z", "2026-01-31T13:00:00+01:00", "2026-01-31T12:00:00", 1769860800])
+@pytest.mark.parametrize(
+    "at", ["2026-01-31T12:00:00Z", "2026-01-31T13:00:00+01:00", "2026-01-31T12:00:00", 1769860800]
+)
 def test_times_are_utc(at: Any) -> None:
-    assert feedback_of({"prompt": "q", "response": "a", "thumb": "up", "at": at}).at == datetime(2026, 1, 31, 12, tzinfo=UTC)
+    assert feedback_of({"prompt": "q", "response": "a", "thumb": "up", "at": at}).at == datetime(
+        2026, 1, 31, 12, tzinfo=UTC
+    )
 
 
 @pytest.mark.parametrize(
@@ -75,8 +89,18 @@ def test_times_are_utc(at: Any) -> None:
         ({"prompt": "q", "answer_a": "a", "answer_b": "b", "verdict": "A=B"}, "a tie"),
         ({"prompt": "q", "answer_a": "a", "answer_b": "b", "verdict": None}, "skipped"),
         ({"undone": "x"}, "taken back"),
-        ({**LOG, "response": {"choices": [{"message": {"content": None}}]}, "feedback": {"rating": 1}}, "without text"),
-        ({"prompt": [{"role": "user", "content": [{"type": "image_url"}]}], "response": "a", "thumb": "up"}, "images"),
+        (
+            {**LOG, "response": {"choices": [{"message": {"content": None}}]}, "feedback": {"rating": 1}},
+            "without text",
+        ),
+        (
+            {
+                "prompt": [{"role": "user", "content": [{"type": "image_url"}]}],
+                "response": "a",
+                "thumb": "up",
+            },
+            "images",
+        ),
     ],
 )
 def test_rows_that_judge_nothing_are_counted_apart(row: dict[str, Any], reason: str) -> None:
@@ -94,19 +118,34 @@ def test_rows_that_judge_nothing_are_counted_apart(row: dict[str, Any], reason: 
         ({"prompt": "q", "response": 5, "thumb": "up"}, "response must be a text"),
         ({"prompt": "", "response": "a", "thumb": "up"}, "prompt must be a text or a list"),
         ({"prompt": [{"role": "boss", "content": "q"}], "response": "a", "thumb": "up"}, "needs a role"),
-        ({"prompt": [{"role": "assistant", "content": "q"}], "response": "a", "thumb": "up"}, "nothing to answer"),
+        (
+            {"prompt": [{"role": "assistant", "content": "q"}], "response": "a", "thumb": "up"},
+            "nothing to answer",
+        ),
         ({"prompt": "q", "ranking": ["a", "a"]}, "ranking must be a list of two or more different"),
         ({"prompt": "q", "answer_a": "a", "answer_b": "b", "verdict": "A"}, "verdict must be one of"),
         ({"prompt": "q", "ranking": [str(n) for n in range(17)]}, "ranking has 17 answers: give at most 16"),
-        ({"prompt": "q", "ranking": ["a", "b" * 1_000_001]}, "each answer of ranking must have at most 1,000,000 characters"),
+        (
+            {"prompt": "q", "ranking": ["a", "b" * 1_000_001]},
+            "each answer of ranking must have at most 1,000,000 characters",
+        ),
         (
             {"prompt": [{"role": "user", "content": "q" * 600_000}] * 2, "response": "a", "thumb": 1},
             "the prompt must have at most 1,000,000",
         ),
         ({"prompt": "q", "answer_a": "a", "answer_b": "b", "verdict": ["A>B"]}, "verdict must be one of"),
-        ({"prompt": "q", "response": "a", "thumb": "up", "at": "0001-01-01T00:00:00+14:00"}, "at must be a time"),
-        ({"prompt": "q", "response": "a", "thumb": "up", "annotator": "x" * 201}, "annotator must be a text of at most 200"),
-        ({"prompt": "q", "response": "a", "thumb": "up", "user": "x" * 201}, "user must be a text of at most 200"),
+        (
+            {"prompt": "q", "response": "a", "thumb": "up", "at": "0001-01-01T00:00:00+14:00"},
+            "at must be a time",
+        ),
+        (
+            {"prompt": "q", "response": "a", "thumb": "up", "annotator": "x" * 201},
+            "annotator must be a text of at most 200",
+        ),
+        (
+            {"prompt": "q", "response": "a", "thumb": "up", "user": "x" * 201},
+            "user must be a text of at most 200",
+        ),
         ({"prompt": "q", "response": "a", "thumb": "up", "at": "yesterday"}, "at must be a time"),
         ({"prompt": "q", "response": "a", "thumb": "up", "annotator": ["x"]}, "annotator must be a text"),
         ({"choices": 5, "messages": []}, "a log needs request.messages"),

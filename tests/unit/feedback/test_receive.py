@@ -18,7 +18,13 @@ LABEL = {"prompt": "q", "answer_a": "a", "answer_b": "b", "verdict": "A>B"}
 
 @pytest.mark.parametrize("undone", [[], ["1"], {}, {"a": 1}, 5, True])
 def test_ids_of_other_types_take_nothing_back(undone: Any, tmp_path: Path) -> None:
-    rows = [LABEL | {"id": "1"}, LABEL | {"id": ["1"]}, {"undone": undone}, LABEL | {"id": "2"}, {"undone": "2"}]
+    rows = [
+        LABEL | {"id": "1"},
+        LABEL | {"id": ["1"]},
+        {"undone": undone},
+        LABEL | {"id": "2"},
+        {"undone": "2"},
+    ]
     file = tmp_path / "labels.jsonl"
     file.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
     assert [given.row for given in rows_of(str(file)) if "verdict" in given.row] == rows[:2]

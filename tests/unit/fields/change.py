@@ -36,16 +36,23 @@ SHAPE = {
     "pad_token_id": 0,
     "eos_token_id": 1,
 }
-EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "decoder_sparse_step": 1, "output_router_logits": True}
+EXPERTS = {
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+    "decoder_sparse_step": 1,
+    "output_router_logits": True,
+}
 TEMPLATE = (
-    "{%- for message in messages -%}{%- if message['role'] == 'assistant' -%}"
-    "<a>{% generation %}{{ message['content'] }}<end>{% endgeneration %}"
-    "{%- else -%}<u>{{ message['content'] }}<end>{%- endif -%}{%- endfor -%}{%- if add_generation_prompt -%}<a>{%- endif -%}"
+    "{%- for message in messages -%}{%- if message['role'] == 'assistant' -%}<a>{% generation %}{{"
+    " message['content'] }}<end>{% endgeneration %}{%- else -%}<u>{{ message['content'] }}<end>{%- endif"
+    " -%}{%- endfor -%}{%- if add_generation_prompt -%}<a>{%- endif -%}"
 )
 
 
 class World(NamedTuple):
-    """What probes work with: `models` has small random checkpoints (sft, other, moe, rm), `folder` is empty."""
+    """What probes work with: `models` has small random checkpoints (sft, other, moe, rm), `folder` is
+    empty."""
 
     models: Path
     folder: Path
@@ -63,7 +70,8 @@ class World(NamedTuple):
 
 
 class Change(NamedTuple):
-    """Another value of a field. `beside`: other fields of both configs; `instead`: of the changed one, which excludes them."""
+    """Another value of a field. `beside`: other fields of both configs; `instead`: of the changed one, which
+    excludes them."""
 
     field: str
     value: Any
@@ -99,7 +107,11 @@ def save_models(folder: Path) -> None:
     letters = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
     letters.pre_tokenizer = pre_tokenizers.Split(Regex(r"<end>|<a>|<u>|[\s\S]"), "isolated")
     tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=letters, pad_token="<pad>", eos_token="<end>", unk_token="<unk>", extra_special_tokens=["<a>", "<u>"]
+        tokenizer_object=letters,
+        pad_token="<pad>",
+        eos_token="<end>",
+        unk_token="<unk>",
+        extra_special_tokens=["<a>", "<u>"],
     )
     tokenizer.chat_template = TEMPLATE
     shape = {**SHAPE, "vocab_size": len(tokenizer)}

@@ -26,7 +26,12 @@ SAMPLED_LOOP = {"policy": "base", "prompts": {"sources": "p.jsonl"}, "reward": "
 LOOPS: dict[str, dict[str, Any]] = {
     "iterative_dpo": SAMPLED_LOOP,
     "iterative": {**SAMPLED_LOOP, "post_processor": "dpo"},
-    "iterative_feedback": {"policy": "base", "method": "dpo", "feedback": {"sources": "f.inbox"}, "rounds": 1},
+    "iterative_feedback": {
+        "policy": "base",
+        "method": "dpo",
+        "feedback": {"sources": "f.inbox"},
+        "rounds": 1,
+    },
 }
 TRAINED: dict[str, Any] = {
     "beta": 0.5, "betas": (0.5, 0.5), "deepspeed": {"zero_optimization": {"zero_quantized_weights": True}}, "dtype": "bfloat16",
@@ -53,7 +58,9 @@ def rounds(kind: str) -> list[Change]:
         found.append(Change(*next(iter(other.items())), probe))
     if kind == "iterative":
         found.append(Change("min_reward", 0.5, probe, {"post_processor": "rejection_sampling"}))
-    return [*found, Change("feedback", {"sources": "g.inbox"}, probe)] if kind == "iterative_feedback" else found
+    return (
+        [*found, Change("feedback", {"sources": "g.inbox"}, probe)] if kind == "iterative_feedback" else found
+    )
 
 
 ROUNDS_OF_LOOPS = {kind: rounds(kind) for kind in LOOPS}

@@ -1,4 +1,5 @@
-"""Run parts of PPO on a config: credit, updates of actor and critic, iterations, the loop, and the start of the roles."""
+"""Run parts of PPO on a config: credit, updates of actor and critic, iterations, the loop, and the start of
+the roles."""
 
 from __future__ import annotations
 
@@ -50,15 +51,22 @@ def documents() -> list[Document]:
 
 def drawn(seed: int, scale: float = 0.6) -> list[np.ndarray]:
     generator = np.random.default_rng(seed)
-    return [(scale * generator.normal(size=len(d)) * np.array(d.mask)).astype(np.float32) for d in documents()]
+    return [
+        (scale * generator.normal(size=len(d)) * np.array(d.mask)).astype(np.float32) for d in documents()
+    ]
 
 
 def credited(world: World, fields: Mapping[str, Any]) -> Any:
     """Credit of eight answers: experience, metrics, KL."""
     config = ppo(world, fields)
     prompt = Prompt((), [5, 6], {}, False)
-    rollouts = [Rollout(prompt, d, sampler, len(d) != 5) for d, sampler in zip(documents(), drawn(5), strict=True)]  # one is cut
-    known = Rewards({source.title: np.array([0.0, 12.0, 2.0, 2.0, 3.0, 5.0, -1.0, 4.0]) for source in config.reward}, {})
+    # one is cut
+    rollouts = [
+        Rollout(prompt, d, sampler, len(d) != 5) for d, sampler in zip(documents(), drawn(5), strict=True)
+    ]
+    known = Rewards(
+        {source.title: np.array([0.0, 12.0, 2.0, 2.0, 3.0, 5.0, -1.0, 4.0]) for source in config.reward}, {}
+    )
     references = drawn(1) if config.has_reference else None
     setup = train.setup_of(config, [prompt] * 8, PATHS, [0], 0)
     coef = KLController(config.init_kl_coef, config.kl_target, config.kl_horizon).update(2.0, 64).coef
@@ -76,9 +84,17 @@ def updated(world: World, fields: Mapping[str, Any]) -> Any:
     for i, values in actor.logprobs(documents()):
         own[i] = values
     arrays = zip(documents(), own, drawn(0), drawn(1), drawn(2), drawn(3, 2.0), strict=True)
-    items = [Experience(d, o + old, o + sampler, o + ref, value, a, a) for d, o, old, sampler, ref, a in arrays for value in [a]]
+    items = [
+        Experience(d, o + old, o + sampler, o + ref, value, a, a)
+        for d, o, old, sampler, ref, a in arrays
+        for value in [a]
+    ]
     metrics = [actor.update(items, Update([], 1e-2, 0.5), []) for _ in range(2)]
-    return metrics, [parameter for parameter in actor.engine.module.parameters() if parameter.requires_grad], actor.module.replays
+    return (
+        metrics,
+        [parameter for parameter in actor.engine.module.parameters() if parameter.requires_grad],
+        actor.module.replays,
+    )
 
 
 def valued(world: World, fields: Mapping[str, Any]) -> Any:
@@ -106,7 +122,10 @@ def iterated(world: World, fields: Mapping[str, Any]) -> Any:
 class Roles:
     """Stands for the fleet; its weights are the number of iterations done."""
 
-    zero_stage, sleeps, background, engines = 0, False, None, None
+    zero_stage = 0
+    sleeps = False
+    background = None
+    engines = None
 
     def __init__(self) -> None:
         self.weights = 0
@@ -130,7 +149,9 @@ class Roles:
 
 def looped(world: World, fields: Mapping[str, Any]) -> Any:
     """All iterations of the loop: what each got, what validations asked, and the files that were written."""
-    config, said, roles = ppo(world, fields), [], Roles()
+    config = ppo(world, fields)
+    said = []
+    roles = Roles()
 
     def started(_: Any, paths: Mapping[str, str], *__: Any) -> Roles:
         said.append(paths)
@@ -156,11 +177,16 @@ def looped(world: World, fields: Mapping[str, Any]) -> Any:
     world.patch.setattr(train, "start_asking", lambda *_: said.append("asks") if config.continuous else None)
     shutil.rmtree(world.folder / "run", ignore_errors=True)
     run = RunDir(world.folder / "run")
-    inputs = {name: world.place(name) for name in ("sft", "other", "rm", "rm2")} | {"reward_model": world.place("rm")}
+    inputs = {name: world.place(name) for name in ("sft", "other", "rm", "rm2")} | {
+        "reward_model": world.place("rm")
+    }
     request = StageRequest(name="ppo", digest="0", config=config, inputs=inputs, seed=0)
     run.prepare(request)
     metrics = train.train(request, run, {}, 0.0).metrics
-    files = [sorted(file.name for file in run.path.glob(f"{folder}/*")) for folder in ("exports", "checkpoint", "rollouts", "best")]
+    files = [
+        sorted(file.name for file in run.path.glob(f"{folder}/*"))
+        for folder in ("exports", "checkpoint", "rollouts", "best")
+    ]
     return said, files, {name: value for name, value in metrics.items() if "phase" not in name}
 
 
@@ -179,7 +205,14 @@ def started(world: World, fields: Mapping[str, Any]) -> Any:
     config = ppo(world, fields)
     paths = {name: world.place("rm" if name == "critic" or ":" in name else "sft") for name in config.placed}
     try:
-        start.start_fleet(config, paths, SimpleNamespace(pad_token_id=0), 0, {name: Group(name) for name in config.placed}, False)  # type: ignore[arg-type, misc]
+        start.start_fleet(
+            config,
+            paths,
+            SimpleNamespace(pad_token_id=0),
+            0,
+            {name: Group(name) for name in config.placed},
+            False,
+        )  # type: ignore[arg-type, misc]
     except InterruptedError:
         return told
     raise AssertionError("no role was waited for")
@@ -191,4 +224,7 @@ def sharded(world: World, fields: Mapping[str, Any]) -> Any:
     ranks = config.trained_ranks.items()
     roles = [(role.removesuffix("_ranks"), found) for role, found in ranks]
     adamw = AdamW(config.betas, config.weight_decay, config.max_norm)
-    return [engine_config(adamw, 3, config.dtype, 4, options_of(config, role, own), True, {}) for role, own in roles]
+    return [
+        engine_config(adamw, 3, config.dtype, 4, options_of(config, role, own), True, {})
+        for role, own in roles
+    ]

@@ -1,4 +1,5 @@
-"""Names a reader of each field whose name other classes have, too, and that has no probe: a file, and what it reads there."""
+"""Names a reader of each field whose name other classes have, too, and that has no probe: a file, and what it
+reads there."""
 
 from __future__ import annotations
 
@@ -90,5 +91,6 @@ Recipe.cost evaluation/dashboard/cost.py config["cost"]
 Publication.champion tasks/decisions/champion.py config.champion
 """
 READERS: dict[str, tuple[str, str]] = {
-    field: (file, text) for field, file, text in (line.split(maxsplit=2) for line in _TEXT.strip().splitlines())
+    field: (file, text)
+    for field, file, text in (line.split(maxsplit=2) for line in _TEXT.strip().splitlines())
 }

@@ -1,4 +1,5 @@
-"""Another value of each deciding field of data, preferences stages, evaluations and their records, and where it shows."""
+"""Another value of each deciding field of data, preferences stages, evaluations and their records, and where
+it shows."""
 
 from __future__ import annotations
 
@@ -26,7 +27,8 @@ from tests.unit.fields.training_changes import ROWS, trained
 
 
 class Script:
-    """Stands for vLLM's engine: answers follow from the prompt and their number; writes down what it is asked."""
+    """Stands for vLLM's engine: answers follow from the prompt and their number; writes down what it is
+    asked."""
 
     told: list[Any] = []  # noqa: RUF012 shared by all
 
@@ -38,23 +40,39 @@ class Script:
 
     def close(self) -> None: ...
 
-    def generate(self, prompts: Sequence[Sequence[int]], seeds: Sequence[int], how: Sampling) -> list[list[Answer]]:
+    def generate(
+        self, prompts: Sequence[Sequence[int]], seeds: Sequence[int], how: Sampling
+    ) -> list[list[Answer]]:
         return [answers for _, answers in self.stream(prompts, seeds, how)]
 
-    def stream(self, prompts: Sequence[Sequence[int]], seeds: Sequence[int], how: Sampling) -> Iterator[tuple[int, list[Answer]]]:
+    def stream(
+        self, prompts: Sequence[Sequence[int]], seeds: Sequence[int], how: Sampling
+    ) -> Iterator[tuple[int, list[Answer]]]:
         self.told.append((prompts, how))
         for place, prompt in enumerate(prompts):
-            tokens = [[10 + (sum(prompt) + j + 7 * len(self.told)) % 30, 11 + j, *[12 + len(self.told)] * j] for j in range(how.n)]
-            yield place, [Answer([*own[: how.max_new_tokens - 1], how.stop_token_ids[0]], [], True) for own in tokens]
+            tokens = [
+                [10 + (sum(prompt) + j + 7 * len(self.told)) % 30, 11 + j, *[12 + len(self.told)] * j]
+                for j in range(how.n)
+            ]
+            yield (
+                place,
+                [Answer([*own[: how.max_new_tokens - 1], how.stop_token_ids[0]], [], True) for own in tokens],
+            )
 
 
 @cache
 def answered(kind: str) -> Any:
-    """Returns the probe that runs a preferences stage or an evaluation: what engines were asked, metrics, and files."""
+    """Returns the probe that runs a preferences stage or an evaluation: what engines were asked, metrics, and
+    files."""
     module: Any = {"preferences": rlhf_core.stages.preferences.run, "evaluation": evaluation.stage}[kind]
     needed: dict[str, Any] = {
         "preferences": {"prompts": {"sources": "prompts.jsonl"}, "reward": "rm"},
-        "evaluation": {"models": ["other"], "baseline": "sft", "questions": {"path": "questions.jsonl"}, "temperature": 1.0},
+        "evaluation": {
+            "models": ["other"],
+            "baseline": "sft",
+            "questions": {"path": "questions.jsonl"},
+            "temperature": 1.0,
+        },
     }[kind]
 
     def probe(world: World, fields: Mapping[str, Any]) -> Any:
@@ -62,19 +80,33 @@ def answered(kind: str) -> Any:
             world.rows(name, rows)
         world.rows("prompts", [{"prompt": f"What is {i}?"} for i in range(12)])
         for name, more in (("questions", 0), ("others", 5)):
-            world.rows(name, [{"uid": f"q{i}", "prompt": f"What is {i + more}?", "answer": str(i), "known": "5"} for i in range(12)])
+            world.rows(
+                name,
+                [
+                    {"uid": f"q{i}", "prompt": f"What is {i + more}?", "answer": str(i), "known": "5"}
+                    for i in range(12)
+                ],
+            )
         Script.told.clear()
         world.patch.setattr(rlhf_core.rollout.engine, "Sampler", Script)
         world.patch.setattr(rlhf_core.stages.preferences.sample_answers, "Sampler", Script)
-        config = KINDS[kind].config.model_validate({"prompt_max_len": 40, "generate_max_len": 24, **needed, **fields})
+        config = KINDS[kind].config.model_validate(
+            {"prompt_max_len": 40, "generate_max_len": 24, **needed, **fields}
+        )
         shutil.rmtree(world.folder / "run", ignore_errors=True)
         run = RunDir(world.folder / "run")
         run.path.mkdir()
         inputs = {name: world.place(name) for name in ("sft", "other", "moe", "rm", "rm2")}
         with world.patch.context() as patch:
             patch.setattr(torch.cuda, "is_available", lambda: False)
-            outcome = module.run(StageRequest(name=kind, digest="0", config=config, inputs=inputs, seed=3), run)
-        files = {str(file.relative_to(run.path)): file.read_text() for file in run.path.rglob("*.json*") if file.name != "metrics.jsonl"}
+            outcome = module.run(
+                StageRequest(name=kind, digest="0", config=config, inputs=inputs, seed=3), run
+            )
+        files = {
+            str(file.relative_to(run.path)): file.read_text()
+            for file in run.path.rglob("*.json*")
+            if file.name != "metrics.jsonl"
+        }
         return list(Script.told), outcome.metrics, files
 
     probe.__name__ = f"answered_{kind}"
@@ -83,26 +115,50 @@ def answered(kind: str) -> Any:
 
 @cache
 def rendered(kind: str) -> Any:
-    """Returns the probe of a mixture as documents of a kind of rows, by fields of Data, or of its source as `source`."""
+    """Returns the probe of a mixture as documents of a kind of rows, by fields of Data, or of its source as
+    `source`."""
 
     def probe(world: World, fields: Mapping[str, Any]) -> Any:
         for name, rows in ROWS.items():
             world.rows(name, rows)
-        both = {"margin": 3, "chosen": "b", "rejected": "a", "label": True, "reward": 7.0, "response": "z", "prompt": "p?"}
+        both = {
+            "margin": 3,
+            "chosen": "b",
+            "rejected": "a",
+            "label": True,
+            "reward": 7.0,
+            "response": "z",
+            "prompt": "p?",
+        }
         own = [{"role": "user", "content": "u"}, {"role": "assistant", "content": "v"}]
         talk = [
-            {"messages": own, "talk": [own[0], {"role": "assistant", "content": "w"}], **both, **{f"{k}2": v for k, v in OTHER.items()}}
+            {
+                "messages": own,
+                "talk": [own[0], {"role": "assistant", "content": "w"}],
+                **both,
+                **{f"{k}2": v for k, v in OTHER.items()},
+            }
         ]
-        world.rows("wide", talk * 3 + [{**talk[0], "label": False, "label2": True, "reward": 1.0, "reward2": 5.0}])
+        world.rows(
+            "wide", talk * 3 + [{**talk[0], "label": False, "label2": True, "reward": 1.0, "reward2": 5.0}]
+        )
         world.rows(
             "hh",
             [
-                {"prompt": "p", "chosen": f"\n\nHuman: a{i}\n\nAssistant: b", "rejected": f"\n\nHuman: a{i}\n\nAssistant: c"}
+                {
+                    "prompt": "p",
+                    "chosen": f"\n\nHuman: a{i}\n\nAssistant: b",
+                    "rejected": f"\n\nHuman: a{i}\n\nAssistant: c",
+                }
                 for i in range(4)
             ],
         )
         given = {name: value for name, value in fields.items() if name in Data.model_fields}
-        source = {"path": "wide.jsonl", "margin_key": "margin", **{k: v for k, v in fields.items() if k not in given}}
+        source = {
+            "path": "wide.jsonl",
+            "margin_key": "margin",
+            **{k: v for k, v in fields.items() if k not in given},
+        }
         sources = [source]
         if "probability" in source:
             sources.append({**source, "path": "held.jsonl", "probability": 1 - source["probability"]})
@@ -115,7 +171,10 @@ def rendered(kind: str) -> Any:
                 pairs = preference_pairs(data, renderer, 64, 0).items
                 return [[list(pair.chosen.tokens), list(pair.rejected.tokens), pair.margin] for pair in pairs]
             case "labelled":
-                return [[list(item.document.tokens), item.desirable] for item in labelled_answers(data, renderer, 64, 0).items]
+                return [
+                    [list(item.document.tokens), item.desirable]
+                    for item in labelled_answers(data, renderer, 64, 0).items
+                ]
         return [list(d.tokens) for d in answer_documents(data, renderer, 64, 0, "reward").documents.items]
 
     probe.__name__ = f"rendered_{kind}"
@@ -129,14 +188,23 @@ def summed(world: World, fields: Mapping[str, Any]) -> Any:
     """The term of one source in the sum of rewards."""
     own = {"environment": "guess"} if fields["kind"] == "environment" else {}
     config = ppo(world, {"reward": fields, "advantage_estimator": "reinforce_pp", **own})
-    paths = {**PATHS, **{f"reward:{source.title}": world.place(source.model) for source in config.reward_models}}
-    return train.setup_of(config, [], paths, [0], 0).terms, config.groups, [paths[name] for name in config.groups if ":" in name]
+    paths = {
+        **PATHS,
+        **{f"reward:{source.title}": world.place(source.model) for source in config.reward_models},
+    }
+    return (
+        train.setup_of(config, [], paths, [0], 0).terms,
+        config.groups,
+        [paths[name] for name in config.groups if ":" in name],
+    )
 
 
 def asked(world: World, fields: Mapping[str, Any]) -> Any:
     """What the episodes of an environment are started with."""
     told: list[Any] = []
-    world.patch.setattr(train, "Episodes", lambda environment, renderer, limits, *_: told.append((environment, limits)))
+    world.patch.setattr(
+        train, "Episodes", lambda environment, renderer, limits, *_: told.append((environment, limits))
+    )
     world.patch.setattr(train, "Background", lambda: None)
     world.patch.setattr(train, "Engines", lambda *_: None)
     world.patch.setattr(train, "try_environment", lambda *_: None)
@@ -145,7 +213,8 @@ def asked(world: World, fields: Mapping[str, Any]) -> Any:
     return told
 
 
-SAMPLE, BATTLE = answered("preferences"), answered("evaluation")
+SAMPLE = answered("preferences")
+BATTLE = answered("evaluation")
 HELD_OUT = {"models": ["rm"], "data": {"sources": "held.jsonl"}}
 
 
@@ -221,11 +290,17 @@ SAMPLED = {
         Change("margin_key", "margin2", rendered("preference")),
         Change("label_key", "label2", rendered("labelled")),
         Change("reward_key", "reward2", rendered("scored")),
-        Change("format", "columns", rendered("preference"), {"path": "hh.jsonl", "margin_key": None, "format": "hh"}),
+        Change(
+            "format",
+            "columns",
+            rendered("preference"),
+            {"path": "hh.jsonl", "margin_key": None, "format": "hh"},
+        ),
         Change("probability", 0.25, rendered("preference"), {"path": "pairs.jsonl", "probability": 0.5}),
     ],
     "Lora": [
-        Change(name, value, adapted) for name, value in (("rank", 2), ("alpha", 4.0), ("targets", ("q_proj",)), ("export", "adapter"))
+        Change(name, value, adapted)
+        for name, value in (("rank", 2), ("alpha", 4.0), ("targets", ("q_proj",)), ("export", "adapter"))
     ],
     "ModelReward": [
         Change("model", "rm2", summed, {"kind": "model", "name": "one"}),
@@ -234,7 +309,8 @@ SAMPLED = {
         Change("weight", 0.5, summed, {"kind": "model", "model": "rm"}),
     ],
     "EnvironmentReward": [
-        Change(name, value, summed, {"kind": "environment"}) for name, value in (("name", "x"), ("normalize", "running"), ("weight", 0.5))
+        Change(name, value, summed, {"kind": "environment"})
+        for name, value in (("name", "x"), ("normalize", "running"), ("weight", 0.5))
     ],
     "FunctionReward": [
         Change(name, value, summed, {"kind": "function", "function": "a.py:f"})
@@ -242,7 +318,12 @@ SAMPLED = {
     ],
     "HttpReward": [
         Change(name, value, summed, {"kind": "http", "url": "http://host/"})
-        for name, value in (("name", "x"), ("normalize", "running"), ("weight", 0.5), ("url", "http://other/"))
+        for name, value in (
+            ("name", "x"),
+            ("normalize", "running"),
+            ("weight", 0.5),
+            ("url", "http://other/"),
+        )
     ],
     "Environment": [
         Change("answer_max_len", 5, asked),
@@ -256,6 +337,11 @@ SAMPLED = {
     "RewardJudge": [Change(name, value, scored) for name, value in (("reward", "rm2"), ("tie", 1e9))],
     "RewardEvaluation": [
         Change(name, value, measured)
-        for name, value in (("models", ["rm2"]), ("data", {"sources": "pairs.jsonl"}), ("bins", 3), ("subset_key", "part"))
+        for name, value in (
+            ("models", ["rm2"]),
+            ("data", {"sources": "pairs.jsonl"}),
+            ("bins", 3),
+            ("subset_key", "part"),
+        )
     ],
 }

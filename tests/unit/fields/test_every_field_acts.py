@@ -38,7 +38,9 @@ def world(models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iter
 SEEN: dict[tuple[Any, str], Any] = {}  # what probes found with the unchanged fields
 
 
-@pytest.mark.parametrize(("owner", "change"), ALL, ids=[f"{owner}.{c.field}-{c.probe.__name__}" for owner, c in ALL])
+@pytest.mark.parametrize(
+    ("owner", "change"), ALL, ids=[f"{owner}.{c.field}-{c.probe.__name__}" for owner, c in ALL]
+)
 def test_another_value_of_a_field_shows(owner: str, change: Change, world: World) -> None:
     """A probe that finds the same twice finds a difference only where a field makes one."""
     key = change.probe, str(change.beside)
@@ -52,7 +54,9 @@ def test_every_field_that_decides_a_result_has_a_change() -> None:
     missing = {}
     for owner, names in deciding().items():
         changed = {change.field for change in CHANGES.get(owner, ())}
-        missing[owner] = sorted(set(names) - {"stage", "kind"} - changed - set(WITHOUT.get(owner, "").split()))
+        missing[owner] = sorted(
+            set(names) - {"stage", "kind"} - changed - set(WITHOUT.get(owner, "").split())
+        )
     missing = {owner: names for owner, names in missing.items() if names}
     assert not missing, "add a change of each to its table"
 
@@ -60,5 +64,8 @@ def test_every_field_that_decides_a_result_has_a_change() -> None:
 def test_the_list_of_fields_without_a_change_is_not_too_long() -> None:
     known = deciding()
     probed = {owner: {change.field for change in changes} for owner, changes in CHANGES.items()}
-    surplus = {owner: [f for f in names.split() if f not in known[owner] or f in probed.get(owner, ())] for owner, names in WITHOUT.items()}
+    surplus = {
+        owner: [f for f in names.split() if f not in known[owner] or f in probed.get(owner, ())]
+        for owner, names in WITHOUT.items()
+    }
     assert not any(surplus.values()), surplus

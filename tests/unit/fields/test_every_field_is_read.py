@@ -1,6 +1,8 @@
-"""Every field of a recipe has a reader outside of the checks of its own class: code that reads an attribute of this name.
+"""Every field of a recipe has a reader outside of the checks of its own class: code that reads an attribute
+of this name.
 
-A name that other classes have, too, says little: such a field has a probe in test_every_field_acts.py, or its reader in READERS.
+A name that other classes have, too, says little: such a field has a probe in test_every_field_acts.py, or its
+reader in READERS.
 """
 
 from __future__ import annotations
@@ -32,14 +34,21 @@ def config_classes() -> list[type[BaseModel]]:
         model = left.pop(0)
         if model not in found:
             found.append(model)
-            left += [record for field in model.model_fields.values() for record in models_in(field.annotation)]
+            left += [
+                record for field in model.model_fields.values() for record in models_in(field.annotation)
+            ]
     return found
 
 
 @cache
 def parsed() -> dict[Path, ast.Module]:
-    files = [file for folder in ("rlhf_core", "evaluation", "tasks", "flows") for file in (ROOT / folder).rglob("*.py")]
-    files.remove(ROOT / "rlhf_core" / "recipe" / "idle_fields.py")  # reads fields only to say what they do to each other
+    files = [
+        file
+        for folder in ("rlhf_core", "evaluation", "tasks", "flows")
+        for file in (ROOT / folder).rglob("*.py")
+    ]
+    # reads fields only to say what they do to each other
+    files.remove(ROOT / "rlhf_core" / "recipe" / "idle_fields.py")
     return {file: ast.parse(file.read_text()) for file in files}
 
 
@@ -49,20 +58,32 @@ def attributes(tree: ast.AST) -> Iterator[str]:
         if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load):
             yield node.attr
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "getattr":
-            yield from (str(argument.value) for argument in node.args[1:2] if isinstance(argument, ast.Constant))
+            yield from (
+                str(argument.value) for argument in node.args[1:2] if isinstance(argument, ast.Constant)
+            )
 
 
 def _is_check(function: Function) -> bool:
-    called = [decorator.func if isinstance(decorator, ast.Call) else decorator for decorator in function.decorator_list]
+    called = [
+        decorator.func if isinstance(decorator, ast.Call) else decorator
+        for decorator in function.decorator_list
+    ]
     return any(isinstance(name, ast.Name) and name.id in CHECKS for name in called)
 
 
 @cache
 def read_outside() -> frozenset[str]:
-    """Returns the names that code outside of the config reads, and those that it reads through functions and properties of the config."""
-    found = {name for file, tree in parsed().items() if CONFIG not in file.parents for name in attributes(tree)}
+    """Returns the names that code outside of the config reads, and those that it reads through functions and
+    properties of the config."""
+    found = {
+        name for file, tree in parsed().items() if CONFIG not in file.parents for name in attributes(tree)
+    }
     called = {
-        node.id for file, tree in parsed().items() if CONFIG not in file.parents for node in ast.walk(tree) if isinstance(node, ast.Name)
+        node.id
+        for file, tree in parsed().items()
+        if CONFIG not in file.parents
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Name)
     }
     functions = [
         node
@@ -72,7 +93,9 @@ def read_outside() -> frozenset[str]:
         if isinstance(node, Function) and not _is_check(node)
     ]
     while True:
-        more = {name for node in functions if node.name in found | called for name in attributes(node)} - found
+        more = {
+            name for node in functions if node.name in found | called for name in attributes(node)
+        } - found
         if not more:
             return frozenset(found)
         found |= more
@@ -87,8 +110,16 @@ def other_names() -> frozenset[str]:
             continue
         for node in (node for node in ast.walk(tree) if isinstance(node, ast.ClassDef)):
             found |= {part.name for part in node.body if isinstance(part, Function)}
-            found |= {part.target.id for part in node.body if isinstance(part, ast.AnnAssign) and isinstance(part.target, ast.Name)}
-            stored = (part for part in ast.walk(node) if isinstance(part, ast.Attribute) and isinstance(part.ctx, ast.Store))
+            found |= {
+                part.target.id
+                for part in node.body
+                if isinstance(part, ast.AnnAssign) and isinstance(part.target, ast.Name)
+            }
+            stored = (
+                part
+                for part in ast.walk(node)
+                if isinstance(part, ast.Attribute) and isinstance(part.ctx, ast.Store)
+            )
             found |= {part.attr for part in stored}
     return frozenset(found)
 
@@ -98,7 +129,9 @@ def fields() -> Iterator[tuple[type[BaseModel], str]]:
     seen = set()
     for model in config_classes():
         for name in model.model_fields:
-            owner = next(base for base in reversed(model.__mro__) if name in vars(base).get("__annotations__", {}))
+            owner = next(
+                base for base in reversed(model.__mro__) if name in vars(base).get("__annotations__", {})
+            )
             if (owner, name) not in seen:
                 seen.add((owner, name))
                 if not _has_one_value(owner, name):
@@ -118,9 +151,13 @@ def test_every_field_is_read() -> None:
 
 def test_a_field_with_a_common_name_has_a_probe_or_a_named_reader() -> None:
     probed = {change.field for changes in CHANGES.values() for change in changes}
-    common = {f"{owner.__name__}.{name}" for owner, name in fields() if name in other_names() and name not in probed}
+    common = {
+        f"{owner.__name__}.{name}" for owner, name in fields() if name in other_names() and name not in probed
+    }
     assert common - {"Gated.stage"} <= set(READERS), sorted(common - set(READERS))
-    assert set(READERS) <= {f"{owner.__name__}.{name}" for owner, name in fields()}, "a field of this name is gone"
+    assert set(READERS) <= {f"{owner.__name__}.{name}" for owner, name in fields()}, (
+        "a field of this name is gone"
+    )
 
 
 def test_the_named_readers_read_their_field() -> None:

@@ -1,4 +1,5 @@
-"""Another value of each field of SFT, reward model, DPO and KTO that decides the result; every probe runs the stage."""
+"""Another value of each field of SFT, reward model, DPO and KTO that decides the result; every probe runs the
+stage."""
 
 from __future__ import annotations
 
@@ -17,10 +18,19 @@ from rlhf_core.training.engine import AdamW
 from rlhf_core.training.zero_options import engine_config, options_of
 from tests.unit.fields.change import Change, World
 
-SIZES: dict[str, Any] = {"train_batch_size": 4, "micro_train_batch_size": 4, "max_len": 64, "learning_rate": 1e-2}
+SIZES: dict[str, Any] = {
+    "train_batch_size": 4,
+    "micro_train_batch_size": 4,
+    "max_len": 64,
+    "learning_rate": 1e-2,
+}
 NEEDED: dict[str, dict[str, Any]] = {
     "sft": {"model": "base", "data": {"sources": "rows.jsonl"}},
-    "reward_model": {"model": "base", "data": {"sources": "pairs.jsonl"}, "eval_data": {"sources": "held.jsonl"}},
+    "reward_model": {
+        "model": "base",
+        "data": {"sources": "pairs.jsonl"},
+        "eval_data": {"sources": "held.jsonl"},
+    },
     "dpo": {"policy": "base", "data": {"sources": "pairs.jsonl"}},
     "kto": {"policy": "base", "data": {"sources": "pairs.jsonl"}},
 }
@@ -59,15 +69,22 @@ def trained(kind: str) -> Any:
         run.path.mkdir()
         inputs = {"base": world.place("sft")} | {name: world.place(name) for name in ("other", "moe")}
         inputs |= {name: str(world.models / f"{name}.jsonl") for name in ("scored", "labels", "sampled")}
-        outcome = import_module(KINDS[kind].module).run(StageRequest(name=kind, digest="0", config=config, inputs=inputs, seed=3), run)
+        outcome = import_module(KINDS[kind].module).run(
+            StageRequest(name=kind, digest="0", config=config, inputs=inputs, seed=3), run
+        )
         weights = (
-            load_file(run.path / "checkpoint" / "model.safetensors") if (run.path / "checkpoint" / "model.safetensors").exists() else {}
+            load_file(run.path / "checkpoint" / "model.safetensors")
+            if (run.path / "checkpoint" / "model.safetensors").exists()
+            else {}
         )
         lines = [json.loads(line) for line in (run.path / "metrics.jsonl").read_text().splitlines()]
         told = [
-            {name: value for name, value in line.items() if "second" not in name and name != "time"} for line in (*lines, outcome.metrics)
+            {name: value for name, value in line.items() if "second" not in name and name != "time"}
+            for line in (*lines, outcome.metrics)
         ]
-        return told, {name: [float(weight.double().sum()), str(weight.dtype)] for name, weight in weights.items()}
+        return told, {
+            name: [float(weight.double().sum()), str(weight.dtype)] for name, weight in weights.items()
+        }
 
     probe.__name__ = f"trained_{kind}"
     return probe

@@ -1,22 +1,25 @@
-"""Fields that decide a result and have no change in the tables yet: by class, each with the reason or the tests that show its effect."""
+"""Fields that decide a result and have no change in the tables yet: by class, each with the reason or the
+tests that show its effect."""
 
 from __future__ import annotations
 
 WITHOUT = {
     # Has one value; another post-processor is `iterative`, and min_reward is refused for pairs.
     "iterative_dpo": "post_processor min_reward",
-    # Remote models: tests/unit/evaluation/answers/test_evaluation_remote.py. A tokenizer: tests/unit/evaluation/scores.
+    # Remote models: tests/unit/evaluation/answers/test_evaluation_remote.py. A tokenizer:
+    # tests/unit/evaluation/scores.
     "evaluation": "endpoints style_tokenizer",
     # Runs the evaluation's stage; history and band: tests/unit/evaluation/regression/test_regression.py.
     "regression": (
-        "band baseline bootstrap_rounds dtype endpoints generate_max_len history judges max_questions models parents prompt_max_len proxy "
-        "questions reward_evaluation style_tokenizer temperature template vllm"
+        "band baseline bootstrap_rounds dtype endpoints generate_max_len history judges max_questions models"
+        " parents prompt_max_len proxy questions reward_evaluation style_tokenizer temperature template vllm"
     ),
     # tests/unit/evaluation/calibration/test_stage.py
     "calibration": "bootstrap_rounds generate_max_len judge labels max_labels prompt_max_len template",
     # Needs lm-eval: tests/unit/evaluation/alignment_tax/test_alignment_tax.py.
     "alignment_tax": (
-        "baseline bootstrap_rounds chat_template dtype limit max_gen_toks max_model_len models num_fewshot tasks trust_task_code vllm"
+        "baseline bootstrap_rounds chat_template dtype limit max_gen_toks max_model_len models num_fewshot"
+        " tasks trust_task_code vllm"
     ),
     # Steps whose loss is not finite: tests/unit/training/test_skipped_steps.py.
     **dict.fromkeys(("sft", "reward_model", "dpo", "kto"), "skip_nonfinite_steps"),
@@ -26,7 +29,10 @@ WITHOUT = {
     "drift": "anchors bootstrap_rounds evaluation kl max_prompts model past_prompts prompts reference",
     "Anchors": "days judge pairs",
     # tests/unit/stages/publication
-    "publication": "base_repo branch dataset dry_run evaluation folder gated license licenses model private repo_id round_branch",
+    "publication": (
+        "base_repo branch dataset dry_run evaluation folder gated license licenses model private repo_id"
+        " round_branch"
+    ),
     # 4 bits need a GPU: tests/unit/models/test_lora.py.
     "Lora": "quantize",
     # Options of the engine itself: tests/unit/rollout/test_engine_options.py; random streams need a GPU.
@@ -38,7 +44,8 @@ WITHOUT = {
     "NoReward": "name normalize weight",
     # Data sets of the Hub: tests/unit/data/test_sources.py.
     "Source": "split",
-    # Requests to endpoints: tests/unit/evaluation/judges, tests/unit/evaluation/answers/test_remote_answers.py.
+    # Requests to endpoints: tests/unit/evaluation/judges,
+    # tests/unit/evaluation/answers/test_remote_answers.py.
     "Endpoint": "base_url max_tokens model more system temperature",
     "OpenAIJudge": "base_url interval_width max_tokens model sequential_questions",
     "VllmJudge": "dtype interval_width max_model_len max_tokens model sequential_questions vllm",

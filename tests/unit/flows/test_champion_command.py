@@ -12,10 +12,22 @@ from flows.cli.app import main
 from rlhf_core.stages.publication import champion as record
 
 
-def test_a_reason_is_no_markup(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    own = {"model": "[red]m", "run": "[/x]", "repo_id": None, "commit": None, "why": "[b]w", "by": "[/y]", "ended": None}
+def test_a_reason_is_no_markup(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    own = {
+        "model": "[red]m",
+        "run": "[/x]",
+        "repo_id": None,
+        "commit": None,
+        "why": "[b]w",
+        "by": "[/y]",
+        "ended": None,
+    }
     reign = SimpleNamespace(at=datetime(2026, 1, 1, tzinfo=UTC), **own)
-    monkeypatch.setattr(record, "champions_of", lambda folder: SimpleNamespace(now=reign, moving=None, reigns=[reign]))
+    monkeypatch.setattr(
+        record, "champions_of", lambda folder: SimpleNamespace(now=reign, moving=None, reigns=[reign])
+    )
     monkeypatch.setenv("COLUMNS", "200")
     folder = tmp_path / "[z]"
     folder.mkdir()

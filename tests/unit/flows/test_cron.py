@@ -7,7 +7,9 @@ import pytest
 from flows.deployments import schedule_of
 
 
-@pytest.mark.parametrize(("cron", "told"), [("0 0 30 2 *", "month 2 has no day 30"), ("5 4 31 4,6 *", "month 4,6 has no day 31")])
+@pytest.mark.parametrize(
+    ("cron", "told"), [("0 0 30 2 *", "month 2 has no day 30"), ("5 4 31 4,6 *", "month 4,6 has no day 31")]
+)
 def test_a_cron_that_never_fires_is_refused(cron: str, told: str) -> None:
     with pytest.raises(ValueError, match=f"never fires: {told}; correct the day or the month"):
         schedule_of(None, cron, "UTC")

@@ -25,21 +25,32 @@ def at_a_url() -> Iterator[None]:
     files.rm_file(URL)
 
 
-def test_a_signature_of_a_url_is_neither_shown_nor_recorded(at_a_url: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_signature_of_a_url_is_neither_shown_nor_recorded(
+    at_a_url: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     box = tmp_path / "chat.inbox"
     assert main(["feedback", "import", URL, "--inbox", str(box)]) == 1
     told = capsys.readouterr()
     assert told.out.startswith("opening the inbox: its rows are read\nreading memory://rows.jsonl\n")
-    assert "memory://rows.jsonl: 2 rows: 1 new" in told.out and "memory://rows.jsonl, line 2: is no JSON" in told.out
+    assert (
+        "memory://rows.jsonl: 2 rows: 1 new" in told.out
+        and "memory://rows.jsonl, line 2: is no JSON" in told.out
+    )
     assert "hidden" not in told.out + told.err
     assert [stored.row.source for stored in Inbox(box).rows(("thumb",))] == ["rows.jsonl"]
 
 
-def test_a_url_that_cannot_be_read_is_told_without_its_secrets(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_url_that_cannot_be_read_is_told_without_its_secrets(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     url = "nothing://ann:password@example.org/rows.jsonl?sig=hidden"
     assert main(["feedback", "import", url, "--inbox", str(tmp_path / "chat.inbox")]) == 2
     told = " ".join(capsys.readouterr().err.split())
-    assert "nothing://***@example.org/rows.jsonl: cannot be read" in told and "password" not in told and "hidden" not in told
+    assert (
+        "nothing://***@example.org/rows.jsonl: cannot be read" in told
+        and "password" not in told
+        and "hidden" not in told
+    )
 
 
 def test_an_inbox_that_is_not_there_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -47,7 +58,9 @@ def test_an_inbox_that_is_not_there_is_told(tmp_path: Path, capsys: pytest.Captu
     assert "there is no inbox" in capsys.readouterr().err
 
 
-def test_a_service_that_is_down_is_one_sentence(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_service_that_is_down_is_one_sentence(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     def app(*given: object, **options: object) -> None:
         raise Unreachable("the Hub cannot be reached: try again")
 
@@ -57,7 +70,9 @@ def test_a_service_that_is_down_is_one_sentence(monkeypatch: pytest.MonkeyPatch,
 
 
 @pytest.mark.parametrize("name", ["x[bold].inbox", "x[red].inbox"])
-def test_names_are_no_markup(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_names_are_no_markup(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "r.jsonl").write_text(json.dumps(ROW))
     assert main(["feedback", "import", "r.jsonl", "--inbox", name]) == 0

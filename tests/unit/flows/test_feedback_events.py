@@ -38,13 +38,19 @@ def test_a_server_that_does_not_answer_is_one_warning(imported: Any, monkeypatch
     monkeypatch.setenv("PREFECT_API_URL", api)
     with temporary_settings({PREFECT_API_URL: api}):  # Prefect has read the environment already
         told = imported()
-    assert "1 new" in told and told.count("warning: Prefect's server (PREFECT_API_URL) did not take the event of the new rows") == 1
+    assert (
+        "1 new" in told
+        and told.count("warning: Prefect's server (PREFECT_API_URL) did not take the event of the new rows")
+        == 1
+    )
     assert Inbox(Path("chat.inbox")).count(("thumb",)) == 1
     assert "warning" not in imported(), "nothing is new, so there is nothing to tell"
 
 
 @pytest.mark.parametrize("served", [False, True], ids=["without-a-server", "under-serve"])
-def test_nothing_is_told_without_a_server_of_ones_own(imported: Any, monkeypatch: pytest.MonkeyPatch, served: bool) -> None:
+def test_nothing_is_told_without_a_server_of_ones_own(
+    imported: Any, monkeypatch: pytest.MonkeyPatch, served: bool
+) -> None:
     monkeypatch.delenv("PREFECT_API_URL", raising=False)
     if served:
         monkeypatch.setenv("PREFECT_API_URL", "http://127.0.0.1:1/api")
@@ -53,9 +59,19 @@ def test_nothing_is_told_without_a_server_of_ones_own(imported: Any, monkeypatch
     assert "1 new" in imported()
 
 
-def test_the_endpoint_tells_when_a_round_can_begin_and_repeats_what_was_not_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    inbox, told, taken = Inbox(tmp_path / "chat.inbox"), list[list[Path]](), [False, False, True]
-    loop = {"stage": "iterative_feedback", "method": "kto", "feedback": {"sources": str(inbox.folder)}, "rounds": 1, "min_new_rows": 2}
+def test_the_endpoint_tells_when_a_round_can_begin_and_repeats_what_was_not_taken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    inbox = Inbox(tmp_path / "chat.inbox")
+    told = list[list[Path]]()
+    taken = [False, False, True]
+    loop = {
+        "stage": "iterative_feedback",
+        "method": "kto",
+        "feedback": {"sources": str(inbox.folder)},
+        "rounds": 1,
+        "min_new_rows": 2,
+    }
     watch = Watch(Recipe(name="n", base_model="org/base", artifacts=str(tmp_path), stages={"loop": loop}))
     monkeypatch.setattr(events, "tell", lambda inboxes: told.append(inboxes) or taken.pop(0))
     teller = events.Teller([watch])

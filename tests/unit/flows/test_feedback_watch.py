@@ -1,4 +1,5 @@
-"""When new feedback starts a run: enough new rows, no round for them yet, and not again and again without a result."""
+"""When new feedback starts a run: enough new rows, no round for them yet, and not again and again without a
+result."""
 
 from __future__ import annotations
 
@@ -23,27 +24,42 @@ class Bench:
     """A recipe's loop, its inbox, and a clock."""
 
     def __init__(self, folder: Path, **loop: Any):
-        self.inbox, self.now = Inbox(folder / "chat.inbox"), 0.0
+        self.inbox = Inbox(folder / "chat.inbox")
+        self.now = 0.0
         source = {"feedback": {"sources": str(self.inbox.folder)}, "min_new_rows": 3}
-        stages: dict[str, Any] = {"loop": {"stage": "iterative_feedback", "method": "dpo", "rounds": 1, **source, **loop}}
-        self.recipe = Recipe(name="night", base_model="org/base", artifacts=str(folder / "artifacts"), stages=stages)
-        self.watch, self._said = self.watching(), 0
+        stages: dict[str, Any] = {
+            "loop": {"stage": "iterative_feedback", "method": "dpo", "rounds": 1, **source, **loop}
+        }
+        self.recipe = Recipe(
+            name="night", base_model="org/base", artifacts=str(folder / "artifacts"), stages=stages
+        )
+        self.watch = self.watching()
+        self._said = 0
 
     def watching(self) -> Watch:
         """As of a new process."""
         return Watch(self.recipe, lambda: self.now)
 
     def say(self, count: int) -> None:
-        self.inbox.add([feedback_of({"prompt": f"q{self._said + n}", "chosen": "good", "rejected": "bad"}) for n in range(count)])
+        self.inbox.add(
+            [
+                feedback_of({"prompt": f"q{self._said + n}", "chosen": "good", "rejected": "bad"})
+                for n in range(count)
+            ]
+        )
         self._said += count
 
     def record(self, *taken: int, begun: int | None = None, refused: str = "") -> None:
         """Writes `loop.json` with rounds, and a round in progress, that go up to these rows."""
         place = self.inbox.id
-        rounds = tuple(Round(stages={}, begun=DAY, ended=DAY, taken={place: end}, refused=refused) for end in taken)
+        rounds = tuple(
+            Round(stages={}, begun=DAY, ended=DAY, taken={place: end}, refused=refused) for end in taken
+        )
         now = Begun(stages={}, at=DAY, taken={place: begun}) if begun is not None else None
         folder_of(self.recipe).mkdir(parents=True, exist_ok=True)
-        write_text(folder_of(self.recipe) / FILE, Record(loop="loop", rounds=rounds, begun=now).model_dump_json())
+        write_text(
+            folder_of(self.recipe) / FILE, Record(loop="loop", rounds=rounds, begun=now).model_dump_json()
+        )
 
 
 @pytest.fixture

@@ -1,4 +1,5 @@
-"""Reads an artifacts folder: its stages, the differences of two runs, the lineage of a checkpoint, and garbage."""
+"""Reads an artifacts folder: its stages, the differences of two runs, the lineage of a checkpoint, and
+garbage."""
 
 from __future__ import annotations
 
@@ -11,7 +12,17 @@ import pytest
 from filelock import FileLock
 
 import flows.cli
-from flows.cli.history import Difference, Item, _win_rates, differences, lineage_of, remove, size_of, stages, survey
+from flows.cli.history import (
+    Difference,
+    Item,
+    _win_rates,
+    differences,
+    lineage_of,
+    remove,
+    size_of,
+    stages,
+    survey,
+)
 from rlhf_core.config import DPO, SFT, Recipe
 from rlhf_core.recipe.plan import plan
 from rlhf_core.runs.lineage import data_of
@@ -36,7 +47,9 @@ def refer(chain: Chain, recipe: str, *names: str) -> Path:
     """Writes a recipe's folder with these stages, as `tasks.report` does."""
     folder = chain.root / recipe
     folder.mkdir()
-    stages = [{"name": name, "run_dir": f"stages/{chain.stages[name].name}", "status": "done"} for name in names]
+    stages = [
+        {"name": name, "run_dir": f"stages/{chain.stages[name].name}", "status": "done"} for name in names
+    ]
     (folder / "run.json").write_text(json.dumps({"recipe": recipe, "stages": stages}))
     (folder / "recipe.yaml").write_text(f"name: {recipe}\nbase_model: {BASE}\nseed: 7\nstages: {{}}\n")
     return folder
@@ -45,7 +58,9 @@ def refer(chain: Chain, recipe: str, *names: str) -> Path:
 def another(chain: Chain, name: str, digest: str, metrics: dict[str, float], **changes: object) -> Path:
     """Makes another run of a stage with a changed configuration."""
     request = RunDir(chain.stages[name]).request()
-    request = request.model_copy(update={"digest": digest, "config": request.config.model_copy(update=changes)})
+    request = request.model_copy(
+        update={"digest": digest, "config": request.config.model_copy(update=changes)}
+    )
     run = RunDir(chain.root / "stages" / f"{name}-{digest}")
     run.prepare(request)
     (run / "checkpoint").mkdir()
@@ -73,9 +88,13 @@ def test_runs_of_a_folder(chain: Chain) -> None:
 def test_differences_of_two_runs_of_a_stage(chain: Chain) -> None:
     other = another(chain, "sft", "f" * 16, {"loss": 0.5, "steps": 4.0}, learning_rate=2e-5)
     record = json.loads((other / REQUEST).read_text())
-    (other / REQUEST).write_text(json.dumps(record | {"inputs": {"base": str(chain.stages["ppo"] / "checkpoint")}}))
+    (other / REQUEST).write_text(
+        json.dumps(record | {"inputs": {"base": str(chain.stages["ppo"] / "checkpoint")}})
+    )
     result = json.loads((other / RESULT).read_text())
-    (other / RESULT).write_text(json.dumps(result | {"environment": result["environment"] | {"torch": "9.9"}}))
+    (other / RESULT).write_text(
+        json.dumps(result | {"environment": result["environment"] | {"torch": "9.9"}})
+    )
     found = differences(chain.stages["sft"], other / "checkpoint")
     assert Difference("sft", "digest", "", f"{0:016x}", "f" * 16) in found
     assert [change for change in found if change.part == "configuration"] == [
@@ -83,19 +102,26 @@ def test_differences_of_two_runs_of_a_stage(chain: Chain) -> None:
     ]
     assert Difference("sft", "inputs", "base", BASE, f"ppo-{2:016x}") in found
     assert [(change.key, change.after) for change in found if change.part == "versions"] == [("torch", "9.9")]
-    assert Difference("sft", "metrics", "loss", "0.123457", "0.5") in found and Difference("sft", "metrics", "steps", "-", "4") in found
+    assert (
+        Difference("sft", "metrics", "loss", "0.123457", "0.5") in found
+        and Difference("sft", "metrics", "steps", "-", "4") in found
+    )
     assert differences(other, other) == []
-    missing, file = chain.root / "nothing", chain.root / "file"
+    missing = chain.root / "nothing"
+    file = chain.root / "file"
     file.touch()
     with pytest.raises(ValueError) as refused:
         differences(missing, file)
     assert [
-        line.partition(": give two of <artifacts>/stages/<stage>-<digest>, or two of")[0] for line in str(refused.value).splitlines()
+        line.partition(": give two of <artifacts>/stages/<stage>-<digest>, or two of")[0]
+        for line in str(refused.value).splitlines()
     ] == [
         f"{missing}: there is no such folder",
         f"{file}: this is a file",
     ]
-    with pytest.raises(ValueError, match=r"stages: this is no folder of a stage, nor of a recipe that has run: give two of"):
+    with pytest.raises(
+        ValueError, match=r"stages: this is no folder of a stage, nor of a recipe that has run: give two of"
+    ):
         differences(other, chain.root / "stages")
 
 
@@ -119,7 +145,10 @@ def test_a_lineage_with_its_data(chain: Chain) -> None:
     (chain.root / "data" / "pairs.jsonl").write_text("{}\n")
     told = data_of(lineage_of(str(chain.checkpoint)))
     places = {(stage, field, name): digest for stage, field, name, digest in told}
-    assert places["sft", "data", "sloppy.jsonl"] == "" and len(places["reward_model", "data", "pairs.jsonl"]) == 16
+    assert (
+        places["sft", "data", "sloppy.jsonl"] == ""
+        and len(places["reward_model", "data", "pairs.jsonl"]) == 16
+    )
     with pytest.raises(ValueError, match="there is no such file or folder"):
         lineage_of(str(chain.root / "nowhere" / "at-all"))
 
@@ -147,7 +176,9 @@ def test_locked_stages_and_their_ancestors_are_kept(chain: Chain) -> None:
     with FileLock(chain.stages["ppo"] / LOCK):
         assert is_locked(chain.stages["ppo"] / LOCK)
         found = garbage(chain.root)
-        assert {item.path for item in found} == {chain.stages[name] for name in ("pairs-1", "dpo-1", "evaluation")}
+        assert {item.path for item in found} == {
+            chain.stages[name] for name in ("pairs-1", "dpo-1", "evaluation")
+        }
     assert not is_locked(chain.stages["ppo"] / LOCK) and not is_locked(chain.stages["sft"] / LOCK)
     item = next(item for item in garbage(chain.root) if item.path == chain.stages["ppo"])
     with FileLock(chain.stages["ppo"] / LOCK):
@@ -166,17 +197,26 @@ def test_an_unreadable_record_stops_gc(chain: Chain) -> None:
 def test_records_of_earlier_runs(chain: Chain) -> None:
     folder = refer(chain, "one", "sft")
     (folder / "runs").mkdir()
-    stages = [{"name": name, "run_dir": f"stages/{chain.stages[name].name}"} for name in ("ppo", "evaluation")]
+    stages = [
+        {"name": name, "run_dir": f"stages/{chain.stages[name].name}"} for name in ("ppo", "evaluation")
+    ]
     (folder / "runs" / "20260101-000000-000000-0a0a0a0a.json").write_text(json.dumps({"stages": stages}))
     assert {item.path for item in garbage(chain.root)} == set()  # the evaluation needs all others
     (folder / "runs" / "20260101-000000-000000-0a0a0a0a.json").write_text("{")
-    with pytest.raises(ValueError, match=r"0a0a0a0a\.json cannot be read: restore it, or remove it if nothing needs it"):
+    with pytest.raises(
+        ValueError, match=r"0a0a0a0a\.json cannot be read: restore it, or remove it if nothing needs it"
+    ):
         garbage(chain.root)
 
 
 def test_each_run_has_its_own_record(tmp_path: Path) -> None:
     data = {"sources": "train.jsonl"}
-    recipe = Recipe(name="one", base_model="org/model", artifacts=str(tmp_path / "artifacts"), stages={"sft": {"data": data}})
+    recipe = Recipe(
+        name="one",
+        base_model="org/model",
+        artifacts=str(tmp_path / "artifacts"),
+        stages={"sft": {"data": data}},
+    )
     names = []
     for seed in range(3):
         planned = plan(recipe.model_copy(update={"seed": seed}))
@@ -186,7 +226,11 @@ def test_each_run_has_its_own_record(tmp_path: Path) -> None:
         this = this_run("one")
         record(planned, views_of(planned, {"sft": "failed"}), this)
         record(planned, views_of(planned, {"sft": "failed"}), this, "failed", ended=2e9)
-    assert len(set(names)) == 3 and all(path.is_dir() for path in names) and garbage(tmp_path / "artifacts") == []
+    assert (
+        len(set(names)) == 3
+        and all(path.is_dir() for path in names)
+        and garbage(tmp_path / "artifacts") == []
+    )
     kept = sorted((tmp_path / "artifacts" / "one" / "runs").iterdir())
     assert len(kept) == 3 and json.loads(kept[1].read_text())["ended"] == 2e9
 
@@ -196,7 +240,10 @@ def test_the_commands(chain: Chain, capsys: pytest.CaptureFixture[str]) -> None:
     for arguments, told in (
         (["stages", str(chain.root)], "6 stages, 6 done"),
         (["lineage", str(chain.checkpoint)], "dpo-1 (dpo)"),
-        (["lineage", "stages/dpo-9"], "There is no folder stages/dpo-9. Of a model of the Hub nothing here says"),
+        (
+            ["lineage", "stages/dpo-9"],
+            "There is no folder stages/dpo-9. Of a model of the Hub nothing here says",
+        ),
         (["diff", str(chain.stages["sft"]), str(chain.stages["sft"])], "no difference"),
         (["diff", str(chain.stages["sft"]), str(chain.stages["ppo"])], "configuration"),
         (["gc", str(chain.root)], "1 folders, "),
@@ -227,7 +274,9 @@ def test_old_records_are_shown(chain: Chain) -> None:
         record["config"]["a_key_of_old"] = 1
         (chain.stages[name] / REQUEST).write_text(json.dumps(record))
     assert {run.state for run in stages(chain.root)} == {"done"}
-    assert Difference("sft", "configuration", "a_key_of_old", "1", "-") in differences(chain.stages["sft"], chain.stages["ppo"])
+    assert Difference("sft", "configuration", "a_key_of_old", "1", "-") in differences(
+        chain.stages["sft"], chain.stages["ppo"]
+    )
 
 
 def recorded(chain: Chain, identity: str, name: str, started: float, seed: int, *stages: str) -> Path:
@@ -235,7 +284,14 @@ def recorded(chain: Chain, identity: str, name: str, started: float, seed: int, 
     file = chain.root / "demo" / "runs" / f"{identity}.json"
     file.parent.mkdir(parents=True, exist_ok=True)
     there = [
-        {"name": stage.partition("-")[0], "kind": "sft", "parents": [], "run_dir": f"stages/{stage}", "status": "done"} for stage in stages
+        {
+            "name": stage.partition("-")[0],
+            "kind": "sft",
+            "parents": [],
+            "run_dir": f"stages/{stage}",
+            "status": "done",
+        }
+        for stage in stages
     ]
     record = {"recipe": "demo", "name": name, "started": started, "state": "done", "stages": there}
     file.write_text(json.dumps(record | {"config": {"seed": seed, "stages": {}}}))
@@ -243,7 +299,9 @@ def recorded(chain: Chain, identity: str, name: str, started: float, seed: int, 
     return file
 
 
-def test_commands_take_runs_by_name(chain: Chain, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_commands_take_runs_by_name(
+    chain: Chain, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     other = another(chain, "sft", "f" * 16, {"loss": 0.5}, learning_rate=2e-5)
     recorded(chain, "20260101-000000-aaaaaa", "one", 1e9, 1, chain.stages["sft"].name)
     newest = recorded(chain, "20260202-000000-bbbbbb", "two", 2e9, 2, other.name)
@@ -251,13 +309,20 @@ def test_commands_take_runs_by_name(chain: Chain, capsys: pytest.CaptureFixture[
     for pair in (("one", "two"), ("20260101", "20260202-000000-bbbbbb")):
         assert flows.cli.main(["diff", *pair]) == 0
         told = " ".join(capsys.readouterr().out.split())
-        assert "recipe seed 1 2" in told and "learning_rate 1e-05 2e-05" in told and "metrics loss 0.123457 0.5" in told
+        assert (
+            "recipe seed 1 2" in told
+            and "learning_rate 1e-05 2e-05" in told
+            and "metrics loss 0.123457 0.5" in told
+        )
     assert flows.cli.main(["lineage", "two"]) == 0
     assert "sft (sft)" in capsys.readouterr().out
     (chain.root / "demo" / "run.json").write_text(newest.read_text())
     assert flows.cli.main(["report", "one"]) == 0
     page = chain.root / "demo" / "runs" / "20260101-000000-aaaaaa.html"
-    assert str(page.relative_to(chain.root.parent)) in capsys.readouterr().out.replace("\n", "") and "<html" in page.read_text()
+    assert (
+        str(page.relative_to(chain.root.parent)) in capsys.readouterr().out.replace("\n", "")
+        and "<html" in page.read_text()
+    )
     assert newest.with_suffix(".html").read_text() == "page of two"
     assert flows.cli.main(["champion", "two"]) == 2
     assert "demo has no champion" in capsys.readouterr().err
@@ -278,7 +343,9 @@ def test_pages_of_runs_that_are_not_kept_are_garbage(chain: Chain) -> None:
 def test_a_run_of_prefect_is_named_after_its_recipe(monkeypatch: pytest.MonkeyPatch) -> None:
     from flows import alignment
 
-    monkeypatch.setattr(alignment.runtime.flow_run, "parameters", {"recipe": {"name": "tiny-cpu"}}, raising=False)
+    monkeypatch.setattr(
+        alignment.runtime.flow_run, "parameters", {"recipe": {"name": "tiny-cpu"}}, raising=False
+    )
     names = {alignment.run_name() for _ in range(3)}
     assert len(names) == 3 and all(name.startswith("tiny-cpu-") and NAME.fullmatch(name) for name in names)
     token = asked.set(Asked(name="mine"))
@@ -303,14 +370,21 @@ def test_win_rates_differ_with_their_intervals(tmp_path: Path) -> None:
         file.write_text(json.dumps(report, separators=(",", ":")).ljust(size))
         folders.append(run_dir)
     found = list(_win_rates("evaluation", *folders))
-    assert found and {(change.before, change.after) for change in found} == {("50.0% (40.0% to 60.0%)", "60.0% (50.0% to 70.0%)")}
+    assert found and {(change.before, change.after) for change in found} == {
+        ("50.0% (40.0% to 60.0%)", "60.0% (50.0% to 70.0%)")
+    }
 
 
 def test_empty_lists_are_a_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "stages").mkdir()
     assert flows.cli.main(["runs", str(tmp_path)]) == 0
-    assert capsys.readouterr().out == "there are no runs in this folder yet: `alignflow run RECIPE` makes one\n"
+    assert (
+        capsys.readouterr().out == "there are no runs in this folder yet: `alignflow run RECIPE` makes one\n"
+    )
     assert flows.cli.main(["stages", str(tmp_path)]) == 0
-    assert capsys.readouterr().out == "there are no stages in this folder yet: `alignflow run RECIPE` makes them\n"
+    assert (
+        capsys.readouterr().out
+        == "there are no stages in this folder yet: `alignflow run RECIPE` makes them\n"
+    )
     assert flows.cli.main(["runs", str(tmp_path), "--json"]) == 0
     assert json.loads(capsys.readouterr().out) == []

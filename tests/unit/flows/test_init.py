@@ -1,4 +1,5 @@
-"""`alignflow init` writes a valid recipe for every kind and number of GPUs, and reports mistakes in one sentence."""
+"""`alignflow init` writes a valid recipe for every kind and number of GPUs, and reports mistakes in one
+sentence."""
 
 from __future__ import annotations
 
@@ -42,15 +43,22 @@ def terminal(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
 
 
 @pytest.mark.parametrize("gpus", [0, 1, 3, 8])
-@pytest.mark.parametrize("optional", [[], ["--questions", "q.jsonl"], ["--questions", "q.jsonl", "--sft-data", "s.jsonl"]])
+@pytest.mark.parametrize(
+    "optional", [[], ["--questions", "q.jsonl"], ["--questions", "q.jsonl", "--sft-data", "s.jsonl"]]
+)
 @pytest.mark.parametrize("kind", DATA)
 def test_every_kind_is_a_valid_recipe_that_uses_its_gpus(kind: str, optional: list[str], gpus: int) -> None:
     given = [*DATA[kind], *(optional if kind != "sft" else optional[:2])]
-    assert main(["init", "mine", "--kind", kind, "--base-model", "org/base", *given, "--gpus", str(gpus)]) == 0
+    assert (
+        main(["init", "mine", "--kind", kind, "--base-model", "org/base", *given, "--gpus", str(gpus)]) == 0
+    )
     assert main(["validate", "mine/recipe.yaml"]) == 0
     planned = plan(load_recipe("mine/recipe.yaml"))
     assert planned.recipe.name == "mine" and planned.recipe.base_model == "org/base"
-    assert {"evaluation", "publication"} & planned.recipe.stages.keys() == {"publication", *(["evaluation"] if optional else [])}
+    assert {"evaluation", "publication"} & planned.recipe.stages.keys() == {
+        "publication",
+        *(["evaluation"] if optional else []),
+    }
     assert ("sft" in planned.recipe.stages) == ("s.jsonl" in given)
     most = max(needs(node.config).gpus for node in planned.nodes)
     assert (0.5 < most <= 1) if gpus == 1 else most == gpus
@@ -59,7 +67,23 @@ def test_every_kind_is_a_valid_recipe_that_uses_its_gpus(kind: str, optional: li
 def test_a_recipe_for_the_demos_material_needs_nothing_more(material: Path) -> None:
     files = {"sft-data": "sft", "preference-data": "preferences", "questions": "questions"}
     given = [word for flag, name in files.items() for word in (f"--{flag}", str(material / f"{name}.jsonl"))]
-    assert main(["init", "--kind", "dpo", "--base-model", str(material / "base"), *given, "--gpus", "0", "--name", "own"]) == 0
+    assert (
+        main(
+            [
+                "init",
+                "--kind",
+                "dpo",
+                "--base-model",
+                str(material / "base"),
+                *given,
+                "--gpus",
+                "0",
+                "--name",
+                "own",
+            ]
+        )
+        == 0
+    )
     planned = plan(load_recipe("recipe.yaml"))
     assert check_inputs(planned, planned.nodes) == []
 
@@ -67,7 +91,9 @@ def test_a_recipe_for_the_demos_material_needs_nothing_more(material: Path) -> N
 def test_paths_of_the_command_line_are_found_from_the_recipes_folder(material: Path) -> None:
     Path("data").symlink_to(material)
     given = ["--sft-data", "data/sft.jsonl", "--questions", f"{material}/questions.jsonl"]
-    assert main(["init", "mine/new", "--kind", "sft", "--base-model", "data/base", *given, "--gpus", "0"]) == 0
+    assert (
+        main(["init", "mine/new", "--kind", "sft", "--base-model", "data/base", *given, "--gpus", "0"]) == 0
+    )
     recipe = load_recipe("mine/new/recipe.yaml")
     assert "../../data/sft.jsonl" in Path("mine/new/recipe.yaml").read_text()
     planned = plan(recipe)
@@ -91,9 +117,18 @@ def test_an_existing_recipe_is_not_overwritten(capsys: pytest.CaptureFixture[str
             ["--kind", "sft", "--base-model", "b", *DATA["loop"]],
             "a recipe of kind sft does not read --preference-data and --prompts:",
         ),
-        (["--kind", "sft", "--base-model", "b", *DATA["sft"], "--gpus", "-1"], "--gpus -1: give the number of GPUs"),
-        (["--kind", "sft", "--base-model", "b", *DATA["sft"], "--name", "a b"], "name: string should match pattern"),
-        (["file/sub", "--kind", "sft", "--base-model", "b", *DATA["sft"]], "file/sub cannot be made (Not a directory): name another"),
+        (
+            ["--kind", "sft", "--base-model", "b", *DATA["sft"], "--gpus", "-1"],
+            "--gpus -1: give the number of GPUs",
+        ),
+        (
+            ["--kind", "sft", "--base-model", "b", *DATA["sft"], "--name", "a b"],
+            "name: string should match pattern",
+        ),
+        (
+            ["file/sub", "--kind", "sft", "--base-model", "b", *DATA["sft"]],
+            "file/sub cannot be made (Not a directory): name another",
+        ),
     ],
 )
 def test_missing_or_wrong_values_are_reported_in_one_sentence(
@@ -112,8 +147,21 @@ def test_an_unknown_kind_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert "sft" in capsys.readouterr().err
 
 
-def test_a_terminal_asks_for_values_without_a_flag(terminal: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    terminal += ["grpo", "ppo", "", "org/base", "pairs.jsonl", "", "https://example.org/q.jsonl", "two", "2", "my-ppo"]
+def test_a_terminal_asks_for_values_without_a_flag(
+    terminal: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    terminal += [
+        "grpo",
+        "ppo",
+        "",
+        "org/base",
+        "pairs.jsonl",
+        "",
+        "https://example.org/q.jsonl",
+        "two",
+        "2",
+        "my-ppo",
+    ]
     assert main(["init", "--prompts", "prompts.jsonl"]) == 0
     shown = capsys.readouterr().out
     assert "Prompts to answer" not in shown and shown.count(start.MEANING["kind"]) == 2
@@ -126,16 +174,38 @@ def test_a_terminal_asks_for_values_without_a_flag(terminal: list[str], capsys: 
     assert recipe.stages["ppo"].model_dump()["actor"] == "base" and needs(recipe.stages["ppo"]).gpus == 2
 
 
-def test_the_end_of_the_input_is_reported_in_one_sentence(terminal: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_end_of_the_input_is_reported_in_one_sentence(
+    terminal: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
     terminal += ["sft"]
     assert main(["init"]) == 2
     assert capsys.readouterr().err == "no answer was given: give --base-model\n"
 
 
-@pytest.mark.parametrize("value", ["1e5", "true", "null", 'a "b" \\ c: d', "a,b", "#x", "ä.jsonl", "{x}", ".5", "~", "plain/x-1.jsonl"])
+@pytest.mark.parametrize(
+    "value",
+    ["1e5", "true", "null", 'a "b" \\ c: d', "a,b", "#x", "ä.jsonl", "{x}", ".5", "~", "plain/x-1.jsonl"],
+)
 def test_any_text_is_read_back_unchanged(value: str) -> None:
     """But for the home folder, which ~ is."""
-    assert main(["init", "--kind", "sft", "--base-model", value, "--sft-data", value, "--name", "x", "--gpus", "0"]) == 0
+    assert (
+        main(
+            [
+                "init",
+                "--kind",
+                "sft",
+                "--base-model",
+                value,
+                "--sft-data",
+                value,
+                "--name",
+                "x",
+                "--gpus",
+                "0",
+            ]
+        )
+        == 0
+    )
     recipe = recipe_of(yaml.safe_load(Path("recipe.yaml").read_text()))
     stage = recipe.stages["sft"].model_dump()
     place = os.path.expanduser(value)

@@ -38,15 +38,31 @@ def test_names_send_nothing_to_the_terminal(tmp_path: Path, capsys: pytest.Captu
     assert "Ann" in told and "Bob" in told and not set(told) & set("\x1b\x07\x9b\u202e")
 
 
-def test_a_file_that_a_calibration_reads_has_an_agreement(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_file_that_a_calibration_reads_has_an_agreement(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     def line(number: int, annotator: str, verdict: str, **changes: Any) -> str:
         prompt = [{"role": "user", "content": "Copy this number: 41"}]
-        own = {"id": f"{annotator}{number}", "uid": f"q{number}", "prompt": prompt, "answer_a": "41", "answer_b": "No."}
-        return json.dumps(own | {"verdict": verdict, "annotator": annotator, "repeat_of": None, "undone": None} | changes) + "\n"
+        own = {
+            "id": f"{annotator}{number}",
+            "uid": f"q{number}",
+            "prompt": prompt,
+            "answer_a": "41",
+            "answer_b": "No.",
+        }
+        return (
+            json.dumps(
+                own
+                | {"verdict": verdict, "annotator": annotator, "repeat_of": None, "undone": None}
+                | changes
+            )
+            + "\n"
+        )
 
     file = tmp_path / "labels.jsonl"
     lines = [line(n, "ann", "A>B") + line(n, "bo", "A=B" if n < 3 else "A>B") for n in range(20)]
-    lines += line(20, "ann", "A>>B"), line(20, "bo", "B>A", answer_a="No.", answer_b="41")  # the same winner, the other way round
+    # the same winner, the other way round
+    lines += line(20, "ann", "A>>B"), line(20, "bo", "B>A", answer_a="No.", answer_b="41")
     lines += line(21, "ann", "B>A"), '{"id": "taken", "undone": "ann21"}\n'
     file.write_text("".join(lines) + '{"id": "cut by a cra')
     assert len(load_labels(file)) == 21
@@ -56,7 +72,9 @@ def test_a_file_that_a_calibration_reads_has_an_agreement(tmp_path: Path, capsys
     both = next(line for line in told.splitlines() if line.startswith("ann, bo"))
     assert both.split()[2:5] == ["21", "86", "%"]
     alone = next(line for line in told.splitlines() if line.startswith("ann "))
-    assert alone.split()[:5] == ["ann", "21", "0", "0", "%"] and alone.rstrip().endswith("–"), "no side and no time is known"
+    assert alone.split()[:5] == ["ann", "21", "0", "0", "%"] and alone.rstrip().endswith("–"), (
+        "no side and no time is known"
+    )
     file.write_text(line(1, "ann", "A>>>B"))
     assert main(["label", "--agreement", str(file)]) != 0
     assert "line 1: verdict is 'A>>>B'" in capsys.readouterr().err

@@ -1,4 +1,5 @@
-"""What commands that serve pages have in common: limits of the server, names of hosts, and where tokens are printed."""
+"""What commands that serve pages have in common: limits of the server, names of hosts, and where tokens are
+printed."""
 
 from __future__ import annotations
 
@@ -30,7 +31,9 @@ def listening(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], socket.s
     """Opens connections to a server that takes two."""
     monkeypatch.setattr(page_server, "MOST_CONNECTIONS", 3)
     app = Starlette(routes=[Route("/", lambda request: PlainTextResponse("here"))])
-    server = uvicorn.Server(page_server.server_config(app, log_level="critical", lifespan="off", timeout_graceful_shutdown=1))
+    server = uvicorn.Server(
+        page_server.server_config(app, log_level="critical", lifespan="off", timeout_graceful_shutdown=1)
+    )
     opened = []
     with socket.create_server(("127.0.0.1", 0)) as listener:
         thread = threading.Thread(target=server.run, args=([listener],))
@@ -57,9 +60,12 @@ def test_headers_without_an_end_are_refused_and_not_kept(listening: Callable[[],
     assert one.recv(1000).startswith(b"HTTP/1.1 400 ")
 
 
-def test_a_connection_without_whole_headers_is_closed(listening: Callable[[], socket.socket], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_connection_without_whole_headers_is_closed(
+    listening: Callable[[], socket.socket], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(page_server, "HEADER_SECONDS", 0.3)
-    silent, partial = listening(), listening()
+    silent = listening()
+    partial = listening()
     partial.sendall(b"GET / HTTP/1.1\r\nhost: localhost\r\n\r\n")
     assert partial.recv(1000).startswith(b"HTTP/1.1 200")
     partial.sendall(b"GET / HTTP/1.1\r\n")
@@ -86,23 +92,35 @@ def test_names_of_hosts() -> None:
 def test_a_log_of_the_labelling_page_has_no_token() -> None:
     for terminal in (True, False):
         out = io.StringIO()
-        show_addresses(Console(file=out, force_terminal=terminal), "http://127.0.0.1:8020", "the-token", Path("/h/label-token"))
+        show_addresses(
+            Console(file=out, force_terminal=terminal),
+            "http://127.0.0.1:8020",
+            "the-token",
+            Path("/h/label-token"),
+        )
         assert ("token=the-token" in out.getvalue()) == terminal
         assert ("the token: what is in /h/label-token" in out.getvalue()) != terminal
 
 
-def test_the_endpoint_for_feedback_answers_for_the_hosts_of_serve(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_endpoint_for_feedback_answers_for_the_hosts_of_serve(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     commands: list[list[str]] = []
 
-    def start(services: Services, name: str, command: list[str], environment: dict[str, str], descriptors: list[int]) -> None:
-        """The process inherits a socket that listens already: no other one can take the port and get a token."""
+    def start(
+        services: Services, name: str, command: list[str], environment: dict[str, str], descriptors: list[int]
+    ) -> None:
+        """The process inherits a socket that listens already: no other one can take the port and get a
+        token."""
         commands.append(command)
         assert environment[LISTENER] == str(descriptors[0])
         socket.create_connection(("127.0.0.1", int(command[command.index("--port") + 1])), timeout=10).close()
 
     monkeypatch.setattr(Services, "_start", start)
     services = Services(tmp_path, "127.0.0.1", 4200, ["box.lan", "proxy.example"])
-    assert re.fullmatch(r"http://127.0.0.1:\d+/feedback", services.start_feedback(["r.yaml"], [tmp_path / "a.inbox"], 0))
+    assert re.fullmatch(
+        r"http://127.0.0.1:\d+/feedback", services.start_feedback(["r.yaml"], [tmp_path / "a.inbox"], 0)
+    )
     (command,) = commands
     assert command[command.index("--allow-host") + 1] == "127.0.0.1,box.lan,proxy.example"
 

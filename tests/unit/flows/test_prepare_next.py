@@ -21,7 +21,9 @@ NODES = (node("a", "sft"), node("b", "dpo", done=True), node("c", "evaluation"),
     ("begun", "started"),
     [({"a"}, [("evaluation", "evaluation")]), ({"a", "c"}, [("rlhf_core", "ppo")]), ({"a", "c", "d"}, [])],
 )
-def test_the_next_stage_that_is_not_done(begun: set[str], started: list[tuple[str, str]], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_next_stage_that_is_not_done(
+    begun: set[str], started: list[tuple[str, str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
     calls: list[tuple[str, str]] = []
     monkeypatch.setattr(running.prepared, "plan", lambda module, kind: calls.append((module, kind)))
     running.prepare_next(NODES, begun)

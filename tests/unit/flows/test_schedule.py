@@ -17,7 +17,12 @@ FOUR = Machine(32, ("0", "1", "2", "3"))
 PAIRS = {"sources": "pairs.jsonl"}
 
 
-def schedule(costs: Mapping[str, Cost], parents: Mapping[str, tuple[str, ...]], machine: Machine = FOUR, at_most: int = 9) -> Schedule:
+def schedule(
+    costs: Mapping[str, Cost],
+    parents: Mapping[str, tuple[str, ...]],
+    machine: Machine = FOUR,
+    at_most: int = 9,
+) -> Schedule:
     return Schedule(machine, at_most, costs, {name: parents.get(name, ()) for name in costs})
 
 
@@ -28,9 +33,21 @@ def recipe(tmp_path: Path, stages: Mapping[str, Any], **more: Any) -> Recipe:
 def branches(gpus: int) -> dict[str, Any]:
     """Three variants of DPO after SFT, and an evaluation of each."""
     ranks = {"num_ranks_per_node": gpus, "gpus": 1}
-    found: dict[str, Any] = {"sft": {"stage": "sft", "data": {"sources": "chats.jsonl"}, "ranks": {"num_ranks_per_node": 4, "gpus": 1}}}
+    found: dict[str, Any] = {
+        "sft": {
+            "stage": "sft",
+            "data": {"sources": "chats.jsonl"},
+            "ranks": {"num_ranks_per_node": 4, "gpus": 1},
+        }
+    }
     for name in "abc":
-        found[name] = {"stage": "dpo", "policy": "sft", "data": PAIRS, "beta": 0.1 + ord(name), "ranks": ranks}
+        found[name] = {
+            "stage": "dpo",
+            "policy": "sft",
+            "data": PAIRS,
+            "beta": 0.1 + ord(name),
+            "ranks": ranks,
+        }
         found[f"judge_{name}"] = {
             "stage": "evaluation",
             "models": [name],
@@ -56,9 +73,14 @@ def test_a_recorded_plan_on_four_gpus(tmp_path: Path) -> None:
         ("judge_c", 3, 4, ("2",)),
     ]
     assert max(span.end for span in spans) == 4 and sum(seconds.values()) == 10
-    pairs = schedule_of(plan(recipe(tmp_path, branches(2))), plan(recipe(tmp_path, branches(2))).nodes, FOUR).spans(seconds)
+    pairs = schedule_of(
+        plan(recipe(tmp_path, branches(2))), plan(recipe(tmp_path, branches(2))).nodes, FOUR
+    ).spans(seconds)
     placed = {span.name: (span.start, span.gpus) for span in pairs}
-    assert placed["a"] == (1, ("0", "1")) and placed["b"] == (1, ("2", "3")), "the third waits for two free GPUs"
+    assert placed["a"] == (1, ("0", "1")) and placed["b"] == (
+        1,
+        ("2", "3"),
+    ), "the third waits for two free GPUs"
     assert placed["c"][0] == 3 and max(span.end for span in pairs) == 6
 
 
@@ -81,26 +103,44 @@ def test_stages_at_once_share_no_gpu_and_keep_within_the_machine(at_most: int) -
 
 
 def test_the_longest_chain_is_first_and_what_fits_passes_what_does_not() -> None:
-    costs = {"short": Cost(1, 2), "long": Cost(1, 2), "after": Cost(1, 1), "large": Cost(1, 4), "small": Cost(1, 1)}
+    costs = {
+        "short": Cost(1, 2),
+        "long": Cost(1, 2),
+        "after": Cost(1, 1),
+        "large": Cost(1, 4),
+        "small": Cost(1, 1),
+    }
     planned = schedule(costs, {"after": ("long",)})
     assert planned.starts([], {}) == [Start("long", ("0", "1")), Start("short", ("2", "3"))]
     running = {"long": Start("long", ("0", "1"))}
-    assert planned.starts(["short"], running) == [Start("small", ("2",))], "the large one waits, a GPU stays free for what comes"
-    assert planned.starts([], {}, held=["long", "short", "large"]) == [Start("small", ("0",))], "no stage starts before its parents"
+    assert planned.starts(["short"], running) == [Start("small", ("2",))], (
+        "the large one waits, a GPU stays free for what comes"
+    )
+    assert planned.starts([], {}, held=["long", "short", "large"]) == [Start("small", ("0",))], (
+        "no stage starts before its parents"
+    )
 
 
 def test_a_stage_that_is_done_waits_for_no_gpu() -> None:
     costs = {"long": Cost(1, 1), "done": Cost(1, 4), "after": Cost(1, 3)}
-    planned = Schedule(FOUR, 9, costs, {"long": (), "done": (), "after": ("done",)}, skipped=frozenset({"done"}))
+    planned = Schedule(
+        FOUR, 9, costs, {"long": (), "done": (), "after": ("done",)}, skipped=frozenset({"done"})
+    )
     assert planned.starts([], {"long": Start("long", ("0",))}) == [Start("done", ())]
     assert planned.starts(["done"], {"long": Start("long", ("0",))}) == [Start("after", ("1", "2", "3"))]
-    assert planned.peak == schedule(costs, {"after": ("done",)}).peak == 2, "what is done changes no share of the cores"
+    assert planned.peak == schedule(costs, {"after": ("done",)}).peak == 2, (
+        "what is done changes no share of the cores"
+    )
 
 
 def test_one_at_a_time_is_the_recipe_s_order() -> None:
     costs = dict.fromkeys(("short", "long", "after"), Cost(1, 0))
     planned = schedule(costs, {"after": ("long",)}, at_most=1)
-    assert [span.name for span in planned.spans(dict.fromkeys(costs, 1.0))] == ["short", "long", "after"] and planned.peak == 1
+    assert [span.name for span in planned.spans(dict.fromkeys(costs, 1.0))] == [
+        "short",
+        "long",
+        "after",
+    ] and planned.peak == 1
 
 
 def test_what_a_stage_takes(tmp_path: Path) -> None:
@@ -112,16 +152,33 @@ def test_what_a_stage_takes(tmp_path: Path) -> None:
             tmp_path,
             {
                 "plain": {"stage": "dpo", "policy": "base", "data": PAIRS},
-                "shared": ppo | dict.fromkeys(("actor_ranks", "reference_ranks", "reward_ranks", "vllm"), half),
-                "colocated": ppo | {"colocate_all": True} | dict.fromkeys(("actor_ranks", "reference_ranks", "reward_ranks", "vllm"), half),
-                "split": {"stage": "preferences", "policy": "base", "reward": "org/reward", "prompts": {"sources": "p.jsonl"}}
+                "shared": (
+                    ppo | dict.fromkeys(("actor_ranks", "reference_ranks", "reward_ranks", "vllm"), half)
+                ),
+                "colocated": (
+                    ppo
+                    | {"colocate_all": True}
+                    | dict.fromkeys(("actor_ranks", "reference_ranks", "reward_ranks", "vllm"), half)
+                ),
+                "split": {
+                    "stage": "preferences",
+                    "policy": "base",
+                    "reward": "org/reward",
+                    "prompts": {"sources": "p.jsonl"},
+                }
                 | {"vllm": {"gpus": 1, "tensor_parallel_size": 2}},
                 "publication": {"stage": "publication", "model": "plain"},
             },
         )
     ).nodes
     costs = {node.name: cost_of(node.config, FOUR) for node in nodes}
-    assert {name: cost.gpus for name, cost in costs.items()} == {"plain": 1, "shared": 2, "colocated": 1, "split": 2, "publication": 0}
+    assert {name: cost.gpus for name, cost in costs.items()} == {
+        "plain": 1,
+        "shared": 2,
+        "colocated": 1,
+        "split": 2,
+        "publication": 0,
+    }
     assert costs["publication"].cpus == 0 and costs["shared"].cpus == 4
     assert [cost_of(node.config, Machine(2)).gpus for node in nodes] == [0] * 5
     cluster = {node.name: cost_of(node.config, Machine(8, ("0",), cluster=True)) for node in nodes}
@@ -151,17 +208,27 @@ def test_how_many_run_at_once(tmp_path: Path, wanted: bool | int | None, machine
 def test_the_environment_of_a_stage_beside_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     planned = plan(recipe(tmp_path, branches(1), side_by_side=True))
-    on = {machine: schedule_of(planned, planned.nodes, machine) for machine in (FOUR, Machine(7), Machine(8, ("0",), cluster=True))}
+    on = {
+        machine: schedule_of(planned, planned.nodes, machine)
+        for machine in (FOUR, Machine(7), Machine(8, ("0",), cluster=True))
+    }
     assert on[FOUR].variables(Start("a", ("1", "3"))) == {"CUDA_VISIBLE_DEVICES": "1,3"}
     assert on[FOUR].variables(Start("publication", ())) == {"CUDA_VISIBLE_DEVICES": ""}
-    assert on[Machine(7)].variables(Start("sft", ())) == {"ALIGNFLOW_CORES": "2", "OMP_NUM_THREADS": "2"}, "also of a stage that is alone"
+    assert on[Machine(7)].variables(Start("sft", ())) == {
+        "ALIGNFLOW_CORES": "2",
+        "OMP_NUM_THREADS": "2",
+    }, "also of a stage that is alone"
     assert on[Machine(8, ("0",), cluster=True)].variables(Start("a", ("0",))) == {}
     monkeypatch.setenv("OMP_NUM_THREADS", "5")
     assert on[Machine(7)].variables(Start("a", ()))["OMP_NUM_THREADS"] == "5"
 
 
-@pytest.mark.parametrize(("visible", "names"), [(None, ("0", "1", "2")), ("2,GPU-ab", ("2", "GPU-ab")), ("", ()), ("-1", ())])
-def test_gpus_are_named_as_a_child_finds_them(visible: str | None, names: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("visible", "names"), [(None, ("0", "1", "2")), ("2,GPU-ab", ("2", "GPU-ab")), ("", ()), ("-1", ())]
+)
+def test_gpus_are_named_as_a_child_finds_them(
+    visible: str | None, names: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(system.Path, "glob", lambda *_: [Path(f"/dev/nvidia{i}") for i in range(3)])
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     monkeypatch.delenv("RAY_ADDRESS", raising=False)

@@ -1,4 +1,5 @@
-"""What `alignflow serve` prints of its server's auth string: the string on a terminal, the file's path to a log."""
+"""What `alignflow serve` prints of its server's auth string: the string on a terminal, the file's path to a
+log."""
 
 from __future__ import annotations
 
@@ -13,7 +14,8 @@ from rich.console import Console
 from flows.cli.app import main
 from flows.cli.loops import show_auth
 
-API, AUTH = "http://127.0.0.1:4200/api", "alignflow:" + "x" * 43
+API = "http://127.0.0.1:4200/api"
+AUTH = "alignflow:" + "x" * 43
 
 
 def printed(file: Path, terminal: bool) -> str:
@@ -39,11 +41,18 @@ def test_a_terminal_shows_the_auth_string_and_a_log_the_file_that_holds_it(
     assert asked == f"its pages ask once for the auth string: {AUTH if terminal else f'what is in {file}'}"
     assert AUTH not in shell
     command = shell.removeprefix("from another shell: ")
-    told = subprocess.run(["sh", "-c", f'{command}; echo "$PREFECT_API_URL $PREFECT_API_AUTH_STRING"'], capture_output=True, text=True)
+    told = subprocess.run(
+        ["sh", "-c", f'{command}; echo "$PREFECT_API_URL $PREFECT_API_AUTH_STRING"'],
+        capture_output=True,
+        text=True,
+    )
     assert told.stdout == f"{API} {AUTH}\n"
 
 
 def test_serve_says_what_it_does_before_it_imports_prefect(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["serve"]) == 2
     told = capsys.readouterr()
-    assert told.out.startswith("importing Prefect and reading the recipes\n") and "give the recipes to serve" in told.err
+    assert (
+        told.out.startswith("importing Prefect and reading the recipes\n")
+        and "give the recipes to serve" in told.err
+    )

@@ -12,8 +12,17 @@ from flows.cli.terminal.frame import BAR, RunMoment, StageLine, counts, duration
 LINES = (
     StageLine("sft", "skipped", 89.0, text="eval/loss 0.4316"),
     StageLine("reward_model", "done", 41.0, text="eval/accuracy 0.93"),
-    StageLine("ppo", "running", 62.0, (15, 30), 36.0, "reward/mean 2.276  kl/mean 0.04677  response/length 4.949  phase/generate 0.2906"),
-    StageLine("iterative_dpo.round1.preferences", "running", 3.0, text="importing the libraries of Preferences"),
+    StageLine(
+        "ppo",
+        "running",
+        62.0,
+        (15, 30),
+        36.0,
+        "reward/mean 2.276  kl/mean 0.04677  response/length 4.949  phase/generate 0.2906",
+    ),
+    StageLine(
+        "iterative_dpo.round1.preferences", "running", 3.0, text="importing the libraries of Preferences"
+    ),
     StageLine("iterative_dpo.round1.dpo", "waiting", text="waits for iterative_dpo.round1.preferences"),
     StageLine("kto", "failed", text="exit code 1; the log says why"),
 )
@@ -31,7 +40,9 @@ def test_a_wide_terminal() -> None:
     assert rows[1] == "✓ sft                               done before  eval/loss 0.4316"
     assert rows[2] == "✓ reward_model                      41 s  eval/accuracy 0.93"
     bar = "━" * (BAR // 2) + "─" * (BAR // 2)
-    assert rows[3].startswith(f"▶ ppo                               {bar} 15/30  2.4 s each  36 s left  reward/mean 2.276  kl/")
+    assert rows[3].startswith(
+        f"▶ ppo                               {bar} 15/30  2.4 s each  36 s left  reward/mean 2.276  kl/"
+    )
     assert rows[4] == "▶ iterative_dpo.round1.preferences  3 s  importing the libraries of Preferences"
     assert rows[5] == "· iterative_dpo.round1.dpo          waits for iterative_dpo.round1.preferences"
     assert rows[6] == "✗ kto                               exit code 1; the log says why"
@@ -46,7 +57,9 @@ def test_each_stage_has_one_row_on_a_narrow_terminal(width: int) -> None:
 
 def test_the_end_of_a_long_name_stays() -> None:
     rows = drawn(RunMoment("tiny-cpu", 1.0, "", LINES), 80)
-    assert rows[4].startswith("▶ …ve_dpo.round1.preferences  3 s  ") and rows[5].startswith("· iterative_dpo.round1.dpo")
+    assert rows[4].startswith("▶ …ve_dpo.round1.preferences  3 s  ") and rows[5].startswith(
+        "· iterative_dpo.round1.dpo"
+    )
     assert "━" in rows[3] and "━" not in drawn(RunMoment("tiny-cpu", 1.0, "", LINES), 60)[3]
 
 

@@ -1,4 +1,5 @@
-"""The lines of a run under a real pty: what they show, where the log goes, and how the terminal is left. The stage is live_run.py's."""
+"""The lines of a run under a real pty: what they show, where the log goes, and how the terminal is left. The
+stage is live_run.py's."""
 
 from __future__ import annotations
 
@@ -46,7 +47,9 @@ def terminal(tmp_path: Path) -> Callable[..., Terminal]:
     return start
 
 
-def test_lines_while_it_runs_and_a_clean_terminal_after(terminal: Callable[..., Terminal], tmp_path: Path) -> None:
+def test_lines_while_it_runs_and_a_clean_terminal_after(
+    terminal: Callable[..., Terminal], tmp_path: Path
+) -> None:
     seen: list[str] = []
 
     def see(now: Terminal) -> None:
@@ -62,13 +65,18 @@ def test_lines_while_it_runs_and_a_clean_terminal_after(terminal: Callable[..., 
     assert shown.screen.text().endswith("after it") and "3/8" not in shown.screen.text()
     assert shown.screen.cursor and shown.restored
     assert any("checking the inputs" in text for text in seen)
-    assert any("▶ sft  ━" in text and "3/8" in text and "loss 0.6667" in text and f"log: {LOG}" in text for text in seen)
+    assert any(
+        "▶ sft  ━" in text and "3/8" in text and "loss 0.6667" in text and f"log: {LOG}" in text
+        for text in seen
+    )
     assert any(text.startswith("night") and "▶ sft  3/8" in text for text in seen)
     assert not any("a line of" in text for text in seen)
     assert (tmp_path / LOG).read_text() == "a line of this process\na line of a child\n"
 
 
-def test_ctrl_c_is_told_and_leaves_a_clean_terminal(terminal: Callable[..., Terminal], tmp_path: Path) -> None:
+def test_ctrl_c_is_told_and_leaves_a_clean_terminal(
+    terminal: Callable[..., Terminal], tmp_path: Path
+) -> None:
     pressed = False
 
     def see(now: Terminal) -> None:
@@ -85,7 +93,9 @@ def test_ctrl_c_is_told_and_leaves_a_clean_terminal(terminal: Callable[..., Term
 
 
 @pytest.mark.parametrize("name, value", [("CI", "true"), ("TERM", "dumb")])
-def test_where_lines_cannot_move_or_are_all_kept_there_is_no_view(monkeypatch: pytest.MonkeyPatch, name: str, value: str) -> None:
+def test_where_lines_cannot_move_or_are_all_kept_there_is_no_view(
+    monkeypatch: pytest.MonkeyPatch, name: str, value: str
+) -> None:
     monkeypatch.delenv("CI", raising=False)
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)

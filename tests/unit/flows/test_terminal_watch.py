@@ -23,13 +23,34 @@ LOSS = {"metric": "loss", "max": 0.1}
 @pytest.fixture
 def planned(tmp_path: Path) -> Any:
     folder = tmp_path / "stages"
-    nodes = [SimpleNamespace(name=name, run_dir=folder / f"{name}-0", done=False, parents=()) for name in NAMES]
-    return SimpleNamespace(artifacts=tmp_path, folder=tmp_path / "mine", recipe=SimpleNamespace(name="mine"), nodes=nodes)
+    nodes = [
+        SimpleNamespace(name=name, run_dir=folder / f"{name}-0", done=False, parents=()) for name in NAMES
+    ]
+    return SimpleNamespace(
+        artifacts=tmp_path, folder=tmp_path / "mine", recipe=SimpleNamespace(name="mine"), nodes=nodes
+    )
 
 
 def record(planned: Any, parents: dict[str, list[str]]) -> None:
-    stages = [{"name": n, "kind": "dpo", "run_dir": f"stages/{n}-0", "status": "not run", "parents": parents.get(n, [])} for n in NAMES]
-    told = {"recipe": "mine", "host": "", "pid": os.getpid(), "started": time.time() - 60, "ended": None, "state": "", "stages": stages}
+    stages = [
+        {
+            "name": n,
+            "kind": "dpo",
+            "run_dir": f"stages/{n}-0",
+            "status": "not run",
+            "parents": parents.get(n, []),
+        }
+        for n in NAMES
+    ]
+    told = {
+        "recipe": "mine",
+        "host": "",
+        "pid": os.getpid(),
+        "started": time.time() - 60,
+        "ended": None,
+        "state": "",
+        "stages": stages,
+    }
     (planned.folder / "runs").mkdir(parents=True)
     (planned.folder / "runs" / "id.json").write_text(json.dumps(told))
 
@@ -37,7 +58,9 @@ def record(planned: Any, parents: dict[str, list[str]]) -> None:
 def begin(planned: Any, name: str, log: str, **config: Any) -> Path:
     given = {"stage": "dpo", "policy": "base", "data": {"sources": "x.jsonl"}} | config
     run = RunDir(planned.artifacts / "stages" / f"{name}-0")
-    run.prepare(StageRequest.model_validate({"name": name, "digest": "0", "config": given, "inputs": {}, "seed": 0}))
+    run.prepare(
+        StageRequest.model_validate({"name": name, "digest": "0", "config": given, "inputs": {}, "seed": 0})
+    )
     started = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(time.time() - 30))
     (run / LOG).write_text(f"--- {started} {name}\n{log}")
     return run.path
@@ -60,30 +83,54 @@ def test_what_each_stage_does(planned: Any) -> None:
     record(planned, {"dpo": ["sft"], "kto": ["sft"], "loop.round1.dpo": ["dpo"]})
     watch = RunWatch(planned, planned.nodes, "id")
     sft = begin(
-        planned, "sft", "importing the libraries of SFT\nLoading safetensors checkpoint shards: 0% Completed | 0/1 [00:00<?, ?it/s]\n"
+        planned,
+        "sft",
+        "importing the libraries of SFT\nLoading safetensors checkpoint shards: 0% Completed | 0/1 [00:00<?,"
+        " ?it/s]\n",
     )
     with FileLock(sft / LOCK):
         told = lines(watch)
-        assert told["sft"].state == "running" and told["sft"].text == "importing the libraries of SFT" and told["sft"].steps is None
+        assert (
+            told["sft"].state == "running"
+            and told["sft"].text == "importing the libraries of SFT"
+            and told["sft"].steps is None
+        )
         assert told["sft"].seconds is not None and 29 <= told["sft"].seconds <= 40
         assert (told["dpo"].state, told["dpo"].text) == ("waiting", "waits for sft")
         now = time.time()
-        (sft / METRICS).write_text("".join(json.dumps({"step": step, "time": now + 2 * step, "loss": 1.5}) + "\n" for step in (1, 2, 3, 4)))
+        (sft / METRICS).write_text(
+            "".join(
+                json.dumps({"step": step, "time": now + 2 * step, "loss": 1.5}) + "\n"
+                for step in (1, 2, 3, 4)
+            )
+        )
         with (sft / LOG).open("a") as log:
             log.write("step 3/10  loss 1.5  grad_norm 1\n")
         told = lines(watch)
         assert told["sft"].steps == (4, 10) and told["sft"].text == "loss 1.5  grad_norm 1"
-        assert told["sft"].left == pytest.approx(14)  # as the pages have it: from the last step that the log names
+        # as the pages have it: from the last step that the log names
+        assert told["sft"].left == pytest.approx(14)
 
 
 def test_stages_that_a_gate_keeps_from_starting(planned: Any) -> None:
     record(planned, {"dpo": ["sft"], "kto": ["sft"]})
     run_dir = begin(planned, "sft", "", gates=[LOSS])
-    result = {"name": "sft", "stage": "dpo", "digest": "0", "seconds": 3.0, "metrics": {"loss": 0.5}, "outputs": {}, "files": {}}
+    result = {
+        "name": "sft",
+        "stage": "dpo",
+        "digest": "0",
+        "seconds": 3.0,
+        "metrics": {"loss": 0.5},
+        "outputs": {},
+        "files": {},
+    }
     (run_dir / "result.json").write_text(json.dumps(result | {"environment": {}}))
     told = lines(RunWatch(planned, planned.nodes, "id"))
     assert told["sft"].state == "done" and told["sft"].seconds == 3.0
-    assert told["dpo"].state == "waiting" and told["dpo"].text == "sft does not pass a gate: loss is 0.5, at most 0.1 (stop)"
+    assert (
+        told["dpo"].state == "waiting"
+        and told["dpo"].text == "sft does not pass a gate: loss is 0.5, at most 0.1 (stop)"
+    )
 
 
 def test_time_left_of_a_stage_without_metrics(planned: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,11 +21,14 @@ NAME = "loop/micro"
 
 
 class Server:
-    """In place of Prefect's: the runs that were asked for; `limit` of them are started. A run is there until `end`."""
+    """In place of Prefect's: the runs that were asked for; `limit` of them are started. A run is there until
+    `end`."""
 
     def __init__(self) -> None:
         self.runs: list[FlowRun] = []
-        self.limit, self.inside, self.most_inside = 3, 0, 0
+        self.limit = 3
+        self.inside = 0
+        self.most_inside = 0
         self.here: FlowRun | None = None
         self.fault: Exception | None = None
         self.free = threading.Event()
@@ -42,7 +45,9 @@ class Server:
                 return Asked(self.here, False)
             if len(self.runs) >= self.limit:
                 return Asked(None, False)
-            self.here = FlowRun(id=uuid4(), flow_id=UUID(int=0), name=f"run {len(self.runs)}", state=Scheduled())
+            self.here = FlowRun(
+                id=uuid4(), flow_id=UUID(int=0), name=f"run {len(self.runs)}", state=Scheduled()
+            )
             self.runs.append(self.here)
             return Asked(self.here, True)
         finally:
@@ -57,14 +62,21 @@ def server() -> Server:
 @pytest.fixture
 def client(server: Server) -> TestClient:
     return TestClient(
-        application(server.ask, [NAME], TOKEN), base_url="http://127.0.0.1:4301", headers={"authorization": f"Bearer {TOKEN}"}
+        application(server.ask, [NAME], TOKEN),
+        base_url="http://127.0.0.1:4301",
+        headers={"authorization": f"Bearer {TOKEN}"},
     )
 
 
 def test_a_request_starts_a_run_and_the_next_one_finds_it(client: TestClient, server: Server) -> None:
     first = client.post(f"/trigger/{NAME}")
     assert first.status_code == 202
-    assert first.json() == {"run": str(server.runs[0].id), "name": "run 0", "state": "Scheduled", "started": True}
+    assert first.json() == {
+        "run": str(server.runs[0].id),
+        "name": "run 0",
+        "state": "Scheduled",
+        "started": True,
+    }
     server.runs[0].state = Running()
     again = client.post(f"/trigger/{NAME}")
     assert again.status_code == 200 and again.json() == first.json() | {"state": "Running", "started": False}
@@ -97,7 +109,10 @@ def test_nothing_starts_without_the_token(server: Server, headers: dict[str, str
 
 def test_the_secret_of_a_hub_webhook_is_the_token(server: Server) -> None:
     client = TestClient(application(server.ask, [NAME], TOKEN), base_url="http://127.0.0.1:4301")
-    assert client.post(f"/trigger/{NAME}", headers={"x-webhook-secret": TOKEN}, json={"event": {}}).status_code == 202
+    assert (
+        client.post(f"/trigger/{NAME}", headers={"x-webhook-secret": TOKEN}, json={"event": {}}).status_code
+        == 202
+    )
 
 
 def test_a_foreign_host_and_page_are_refused(client: TestClient, server: Server) -> None:
@@ -106,7 +121,10 @@ def test_a_foreign_host_and_page_are_refused(client: TestClient, server: Server)
     assert server.runs == []
 
 
-@pytest.mark.parametrize("path", ["/trigger/alignment/other", "/trigger/", "/trigger/loop/micro/", "/trigger/loop%2Fmicro-scheduled", "/"])
+@pytest.mark.parametrize(
+    "path",
+    ["/trigger/alignment/other", "/trigger/", "/trigger/loop/micro/", "/trigger/loop%2Fmicro-scheduled", "/"],
+)
 def test_other_names_are_unknown(client: TestClient, server: Server, path: str) -> None:
     assert client.post(path).status_code == 404
     assert server.runs == []
@@ -131,6 +149,8 @@ def test_requests_at_once_start_one_run_and_few_of_them_wait(client: TestClient,
 def test_a_server_that_does_not_answer_is_told(client: TestClient, server: Server) -> None:
     server.fault = ConnectError("refused")
     answer = client.post(f"/trigger/{NAME}")
-    assert answer.status_code == 503 and answer.json() == {"error": "Prefect's server did not answer (ConnectError)"}
+    assert answer.status_code == 503 and answer.json() == {
+        "error": "Prefect's server did not answer (ConnectError)"
+    }
     server.fault = None
     assert client.post(f"/trigger/{NAME}").status_code == 202

@@ -1,4 +1,5 @@
-"""The rates of `alignflow plan` are those of the calibration runs, others are within its error, its page is what the programs write."""
+"""The rates of `alignflow plan` are those of the calibration runs, others are within its error, its page is
+what the programs write."""
 
 from __future__ import annotations
 
@@ -12,9 +13,14 @@ from tests.benchmarks import calibrate, published
 
 def test_the_rates_are_those_that_the_calibration_runs_say() -> None:
     code = calibrate.RATES.read_text()
-    assert calibrate.with_rates(code, calibrate.rates()) == code, "run: python -m tests.benchmarks.calibrate --write"
+    assert calibrate.with_rates(code, calibrate.rates()) == code, (
+        "run: python -m tests.benchmarks.calibrate --write"
+    )
     slow, typical, fast = calibrate.rates()
-    assert slow.scoring < typical.scoring < fast.scoring and slow.decode_step > typical.decode_step > fast.decode_step
+    assert (
+        slow.scoring < typical.scoring < fast.scoring
+        and slow.decode_step > typical.decode_step > fast.decode_step
+    )
 
 
 def test_no_run_is_in_both_sets() -> None:
@@ -25,19 +31,30 @@ def test_no_run_is_in_both_sets() -> None:
     }
 
 
-@pytest.mark.parametrize(("runs", "bound"), [(calibrate.held_out_seconds, 0.25), (calibrate.held_out_memory, 0.15)])
+@pytest.mark.parametrize(
+    ("runs", "bound"), [(calibrate.held_out_seconds, 0.25), (calibrate.held_out_memory, 0.15)]
+)
 def test_runs_that_no_rate_is_taken_from_are_within_the_error(runs: object, bound: float) -> None:
     found = list(runs())  # type: ignore[operator]
     long = [run for run in found if run.measured >= calibrate.SHORT]
     assert len(long) > 15 and all(abs(run.error) <= bound for run in long)
-    assert all(abs(run.typical - run.measured) < 0.065 for run in found if run.measured < calibrate.SHORT), "seconds"
+    assert all(abs(run.typical - run.measured) < 0.065 for run in found if run.measured < calibrate.SHORT), (
+        "seconds"
+    )
     assert median(abs(run.error) for run in found) < 0.1
 
 
 def test_no_measured_phase_is_left_out_of_the_page() -> None:
-    measured = sum(len(phases) for *_, phases in calibrate.HELD_OUT) + len(calibrate.NOT_FITTED) + len(calibrate.HELD_OUT_PASSES)
+    measured = (
+        sum(len(phases) for *_, phases in calibrate.HELD_OUT)
+        + len(calibrate.NOT_FITTED)
+        + len(calibrate.HELD_OUT_PASSES)
+    )
     assert len(list(calibrate.held_out_seconds())) == measured
-    assert "; median error 8%, largest 31%. The others took 0.2 s at most, and are off by 0.061 s" in calibrate.tables()["seconds"]
+    assert (
+        "; median error 8%, largest 31%. The others took 0.2 s at most, and are off by 0.061 s"
+        in calibrate.tables()["seconds"]
+    )
 
 
 def test_a_held_out_run_with_other_seconds_would_be_told() -> None:
@@ -52,6 +69,8 @@ def test_the_page_is_what_the_programs_write() -> None:
     expected = calibrate.with_tables(expected)
     for name, table in published.tables().items():
         expected = calibrate.placed_in(expected, name, "tests.benchmarks.published", table)
-    assert page == expected, "run: python -m tests.benchmarks.calibrate --write and python -m tests.benchmarks.published --write"
+    assert page == expected, (
+        "run: python -m tests.benchmarks.calibrate --write and python -m tests.benchmarks.published --write"
+    )
     with pytest.raises(ValueError, match="lacks the lines '<!-- rates"):
         calibrate.placed_in("no table", "rates", "tests.benchmarks.calibrate", "")

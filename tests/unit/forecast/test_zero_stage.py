@@ -1,4 +1,5 @@
-"""Which ZeRO stage is taken where a recipe leaves it open, and that an explicit one, a resume state and the digests are kept."""
+"""Which ZeRO stage is taken where a recipe leaves it open, and that an explicit one, a resume state and the
+digests are kept."""
 
 from __future__ import annotations
 
@@ -37,7 +38,13 @@ from rlhf_core.system.machine import MachineLacks
 from rlhf_core.training.ranks import on_ranks, with_zero_stage
 from rlhf_core.training.train_loop import layout_of as layout_of_training
 
-SHAPE = {"hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28, "num_attention_heads": 28, "num_key_value_heads": 4}
+SHAPE = {
+    "hidden_size": 3584,
+    "intermediate_size": 18944,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 28,
+    "num_key_value_heads": 4,
+}
 BIG = size_of_config({**SHAPE, "vocab_size": 152064})  # 7.6 billion parameters
 DATA = Data(sources="d.jsonl")
 FOUR = Ranks(num_ranks_per_node=4, gpus=1)
@@ -46,13 +53,27 @@ HOSTS: dict[str, Any] = {"nodes": ["here"], "free_hosts": lambda timeout: {"here
 
 
 def sft(**fields: Any) -> SFT:
-    return SFT(data=DATA, **{"ranks": FOUR, "dtype": "bfloat16", "micro_train_tokens": 4096, "gradient_checkpointing": 1, **fields})
+    return SFT(
+        data=DATA,
+        **{
+            "ranks": FOUR,
+            "dtype": "bfloat16",
+            "micro_train_tokens": 4096,
+            "gradient_checkpointing": 1,
+            **fields,
+        },
+    )
 
 
 def ppo(**fields: Any) -> PPO:
-    shared = {**dict.fromkeys(("actor_ranks", "critic_ranks", "reference_ranks", "reward_ranks"), FOUR), "vllm": {"gpus": 1}}
+    shared = {
+        **dict.fromkeys(("actor_ranks", "critic_ranks", "reference_ranks", "reward_ranks"), FOUR),
+        "vllm": {"gpus": 1},
+    }
     tokens = {"micro_train_tokens": 4096, "micro_rollout_tokens": 4096, "gradient_checkpointing": 1}
-    return PPO.model_validate({"prompts": DATA, "reward": "rm", "dtype": "bfloat16", **shared, **tokens, **fields})
+    return PPO.model_validate(
+        {"prompts": DATA, "reward": "rm", "dtype": "bfloat16", **shared, **tokens, **fields}
+    )
 
 
 def sizes(config: PPO) -> dict[str, Size]:
@@ -66,14 +87,22 @@ def test_the_lowest_stage_that_fits_is_taken() -> None:
         assert peak_of_training(sft(), BIG, stage, memory * GIB) <= USABLE * memory * GIB
         assert stage == 1 or peak_of_training(sft(), BIG, stage - 1, memory * GIB) > USABLE * memory * GIB
     chosen = stage_of_training(sft(), BIG, 20 * GIB)
-    assert chosen.stage == 3 and "none is estimated to fit a GPU of 20.0 GiB (" in chosen.why and "GiB with 3)" in chosen.why
-    assert str(stage_of_training(sft(), BIG, 100 * GIB)).startswith("zero_stage 1: the lowest that fits a GPU of 100.0 GiB (")
+    assert (
+        chosen.stage == 3
+        and "none is estimated to fit a GPU of 20.0 GiB (" in chosen.why
+        and "GiB with 3)" in chosen.why
+    )
+    assert str(stage_of_training(sft(), BIG, 100 * GIB)).startswith(
+        "zero_stage 1: the lowest that fits a GPU of 100.0 GiB ("
+    )
 
 
 def test_a_reference_model_counts_where_there_is_one() -> None:
     small = size_of_config({**SHAPE, "vocab_size": 152064, "num_hidden_layers": 2})
     how: dict[str, Any] = {"data": DATA, "ranks": FOUR, "dtype": "bfloat16", "micro_train_tokens": 65536}
-    assert peak_of_training(DPO(**how), small, 3, 80 * GIB) >= peak_of_training(RewardModel(**how), small, 3, 80 * GIB)
+    assert peak_of_training(DPO(**how), small, 3, 80 * GIB) >= peak_of_training(
+        RewardModel(**how), small, 3, 80 * GIB
+    )
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
@@ -86,7 +115,8 @@ LARGE = size_of_config(
     {"hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80, "num_attention_heads": 64, "num_key_value_heads": 8,
      "vocab_size": 128256}
 )  # fmt: skip
-LARGE_STARTS = (2 * LARGE.parameters + 0.6 * GIB) / GIB  # 70 billion parameters in bf16, and CUDA's own memory
+# 70 billion parameters in bf16, and CUDA's own memory
+LARGE_STARTS = (2 * LARGE.parameters + 0.6 * GIB) / GIB
 
 
 def test_zero_3_loads_a_share_and_lower_stages_all() -> None:
@@ -94,16 +124,28 @@ def test_zero_3_loads_a_share_and_lower_stages_all() -> None:
     assert LARGE_STARTS == pytest.approx(132, abs=0.1)
     share = (LARGE_STARTS - 0.6) / 32 + 0.6 + FETCHED / GIB
     assert starts(many, {"sft": LARGE})["sft"] / GIB == pytest.approx(share) and share < 10
-    assert starts(many.model_copy(update={"zero_stage": 2}), {"sft": LARGE})["sft"] / GIB == pytest.approx(LARGE_STARTS)
-    assert peak_of_training(many, LARGE, 2, 80 * GIB) / GIB > LARGE_STARTS > 80 > peak_of_training(many, LARGE, 3, 80 * GIB) / GIB
+    assert starts(many.model_copy(update={"zero_stage": 2}), {"sft": LARGE})["sft"] / GIB == pytest.approx(
+        LARGE_STARTS
+    )
+    assert (
+        peak_of_training(many, LARGE, 2, 80 * GIB) / GIB
+        > LARGE_STARTS
+        > 80
+        > peak_of_training(many, LARGE, 3, 80 * GIB) / GIB
+    )
     assert stage_of_training(many, LARGE, 80 * GIB).why.startswith("the lowest that fits")
     four_bits = sft(lora=Lora(quantize="nf4"))
     assert 30 * GIB < starts(four_bits, {"sft": LARGE})["sft"] < 40 * GIB, "4-bit weights are not cut"
-    assert starts(sft(dtype="float32", zero_stage=2), {"sft": LARGE})["sft"] / GIB == pytest.approx(2 * LARGE_STARTS - 0.6)
+    assert starts(sft(dtype="float32", zero_stage=2), {"sft": LARGE})["sft"] / GIB == pytest.approx(
+        2 * LARGE_STARTS - 0.6
+    )
 
 
 def test_models_that_are_only_read_count_whole_beside_the_shares_of_others() -> None:
-    roles = dict.fromkeys(("actor_ranks", "critic_ranks", "reference_ranks", "reward_ranks"), Ranks(num_ranks_per_node=32, gpus=1))
+    roles = dict.fromkeys(
+        ("actor_ranks", "critic_ranks", "reference_ranks", "reward_ranks"),
+        Ranks(num_ranks_per_node=32, gpus=1),
+    )
     alone = ppo(**roles, micro_train_batch_size=1)
     models = dict.fromkeys(alone.groups, LARGE)
     assert peak_of_ppo(alone, models, 3, 80 * GIB) < 80 * GIB
@@ -123,13 +165,27 @@ def test_models_that_are_only_read_may_be_cut_too() -> None:
 
 
 def test_a_gpu_that_cannot_load_the_model_is_refused_before_anything_is_loaded(tmp_path: Path) -> None:
-    shape = {"hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80, "num_attention_heads": 64, "num_key_value_heads": 8}
+    shape = {
+        "hidden_size": 8192,
+        "intermediate_size": 28672,
+        "num_hidden_layers": 80,
+        "num_attention_heads": 64,
+        "num_key_value_heads": 8,
+    }
     (tmp_path / "config.json").write_text(json.dumps({**shape, "vocab_size": 128256}))
     run = RunDir(tmp_path / "run")
     run.path.mkdir()
-    for config, needed, less in ((sft(), r"37\.2", 36), (sft(zero_stage=3), r"37\.2", 36), (sft(zero_stage=2), r"132\.0", 131)):
-        request = StageRequest(name="tuned", digest="0", config=config, inputs={"base": str(tmp_path)}, seed=0)
-        with pytest.raises(MachineLacks, match=rf"^tuned: while .* takes {needed} GiB, .* smallest GPU here has {less}\.0:"):
+    for config, needed, less in (
+        (sft(), r"37\.2", 36),
+        (sft(zero_stage=3), r"37\.2", 36),
+        (sft(zero_stage=2), r"132\.0", 131),
+    ):
+        request = StageRequest(
+            name="tuned", digest="0", config=config, inputs={"base": str(tmp_path)}, seed=0
+        )
+        with pytest.raises(
+            MachineLacks, match=rf"^tuned: while .* takes {needed} GiB, .* smallest GPU here has {less}\.0:"
+        ):
             with_zero_stage(request, run, config, less * GIB, HOST)
         assert with_zero_stage(request, run, config, 140 * GIB, HOST).config.zero_stage in (2, 3)  # type: ignore[union-attr]
 
@@ -142,12 +198,24 @@ def test_a_gpu_that_cannot_load_the_model_is_refused_before_anything_is_loaded(t
 
     config = ppo()
     groups: Any = dict.fromkeys(config.placed, Group())
-    with pytest.raises(MachineLacks, match=r"^(reference|reward:rm): while the model is loaded each GPU takes 13\d\.\d GiB"):
-        start_fleet(config, dict.fromkeys(config.groups, str(tmp_path)), SimpleNamespace(pad_token_id=0), 0, groups, False)  # type: ignore[arg-type]
+    with pytest.raises(
+        MachineLacks, match=r"^(reference|reward:rm): while the model is loaded each GPU takes 13\d\.\d GiB"
+    ):
+        start_fleet(
+            config,
+            dict.fromkeys(config.groups, str(tmp_path)),
+            SimpleNamespace(pad_token_id=0),
+            0,
+            groups,
+            False,
+        )  # type: ignore[arg-type]
 
 
 ALL_LOADED = "actor, critic, reference, reward:rm, sampler: "
-TOGETHER: dict[str, Any] = {"colocate_all": True, "vllm": {"num_engines": 4, "gpus": 1, "gpu_memory_utilization": 0.3, "sleep": True}}
+TOGETHER: dict[str, Any] = {
+    "colocate_all": True,
+    "vllm": {"num_engines": 4, "gpus": 1, "gpu_memory_utilization": 0.3, "sleep": True},
+}
 
 
 @pytest.mark.parametrize(
@@ -155,11 +223,19 @@ TOGETHER: dict[str, Any] = {"colocate_all": True, "vllm": {"num_engines": 4, "gp
     [
         ({"colocate_actor_ref": True}, 2, "actor, reference: "),
         ({"colocate_critic_reward": True}, 2, "critic, reward:rm: "),
-        ({"colocate_critic_reward": True, "reward": ["rm", {"model": "rm", "name": "second"}]}, 3, "critic, reward:rm, reward:second: "),
+        (
+            {"colocate_critic_reward": True, "reward": ["rm", {"model": "rm", "name": "second"}]},
+            3,
+            "critic, reward:rm, reward:second: ",
+        ),
         ({"colocate_actor_ref": True, "zero_stage": 3}, 1.28, "actor, reference: "),
         ({"colocate_actor_ref": True, "dtype": "float32"}, 4, "actor, reference: "),
         ({"colocate_actor_ref": True, "ref_reward_offload": True}, 1, ""),
-        ({"colocate_actor_ref": True, "lora": Lora(quantize="nf4"), "reference": "other"}, 1.3, "actor, reference: "),
+        (
+            {"colocate_actor_ref": True, "lora": Lora(quantize="nf4"), "reference": "other"},
+            1.3,
+            "actor, reference: ",
+        ),
         (TOGETHER, 5, ALL_LOADED),
         (TOGETHER | {"ref_reward_offload": True}, 3, ALL_LOADED),
     ],
@@ -174,7 +250,9 @@ def test_models_that_share_a_gpu_are_refused_by_their_sum_before_anything_is_loa
     assert needed == pytest.approx(alone * LARGE_STARTS, abs=0.02 * alone * LARGE_STARTS + 5)
 
     def start(memory: float) -> None:
-        groups: Any = dict.fromkeys(config.placed, SimpleNamespace(gpu_bytes=lambda timeout: memory * GIB, **HOSTS))
+        groups: Any = dict.fromkeys(
+            config.placed, SimpleNamespace(gpu_bytes=lambda timeout: memory * GIB, **HOSTS)
+        )
         zero_stage_of(config, dict.fromkeys(config.groups, "a/model"), groups, None)
 
     start(needed + 0.1)
@@ -183,22 +261,36 @@ def test_models_that_share_a_gpu_are_refused_by_their_sum_before_anything_is_loa
             start(needed - 0.1)
         together = f"at their start they take {needed:.1f} GiB of the same GPU together, and"
         assert str(refused.value).startswith(roles) and together in str(refused.value)
-        assert f"the smallest GPU here has {needed - 0.1:.1f}: give them GPUs of their own, or use" in str(refused.value)
+        assert f"the smallest GPU here has {needed - 0.1:.1f}: give them GPUs of their own, or use" in str(
+            refused.value
+        )
 
 
 def test_two_large_models_on_one_gpu_of_an_h200() -> None:
     """Each alone would fit."""
     config = ppo(colocate_actor_ref=True, zero_stage=2)
-    (needed,) = {needed for names, needed in starts_of_ppo(config, dict.fromkeys(config.groups, LARGE)) if names == ["actor", "reference"]}
+    (needed,) = {
+        needed
+        for names, needed in starts_of_ppo(config, dict.fromkeys(config.groups, LARGE))
+        if names == ["actor", "reference"]
+    }
     assert needed / GIB == pytest.approx(2 * LARGE_STARTS) and LARGE_STARTS < 141
-    with pytest.raises(MachineLacks, match=r"^actor, reference: .* take 264\.0 GiB of the same GPU together, .* has 141\.0:"):
+    with pytest.raises(
+        MachineLacks, match=r"^actor, reference: .* take 264\.0 GiB of the same GPU together, .* has 141\.0:"
+    ):
         require_start(["actor", "reference"], needed, 141 * GIB)
     held = roles(config, dict.fromkeys(config.groups, LARGE), 141 * GIB)
-    assert needed <= sum(held[name].still + held[name].starting for name in ("actor", "reference")), "what `plan` counts, at most"
+    assert needed <= sum(held[name].still + held[name].starting for name in ("actor", "reference")), (
+        "what `plan` counts, at most"
+    )
 
 
-def test_models_of_unknown_size_and_roles_on_their_own_gpus_add_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rlhf_core.stages.ppo.start.size_at", lambda place: LARGE if place == "actor" else None)
+def test_models_of_unknown_size_and_roles_on_their_own_gpus_add_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(
+        "rlhf_core.stages.ppo.start.size_at", lambda place: LARGE if place == "actor" else None
+    )
     for config in (ppo(colocate_actor_ref=True), ppo()):
         group = SimpleNamespace(gpu_bytes=lambda timeout: 140 * GIB, **HOSTS)
         groups: Any = {"actor": group, "critic": group}
@@ -218,16 +310,29 @@ def test_one_rank_trains_without_zero() -> None:
         (BIG, 80 * GIB, "float32", "as it is not bfloat16"),
     ],
 )
-def test_what_cannot_be_estimated_takes_the_least_memory(size: Size | None, memory: float, dtype: str, why: str) -> None:
+def test_what_cannot_be_estimated_takes_the_least_memory(
+    size: Size | None, memory: float, dtype: str, why: str
+) -> None:
     config = ppo(dtype=dtype)
-    for chosen in (stage_of_training(sft(dtype=dtype), size, memory), stage_of_ppo(config, sizes(config) if size else None, memory)):
+    for chosen in (
+        stage_of_training(sft(dtype=dtype), size, memory),
+        stage_of_ppo(config, sizes(config) if size else None, memory),
+    ):
         assert chosen.stage == 3 and why in chosen.why
 
 
 def test_adapters_need_little_and_4_bit_weights_are_never_cut() -> None:
-    assert stage_of_training(sft(lora=Lora()), BIG, 48 * GIB).stage == 1 < stage_of_training(sft(), BIG, 48 * GIB).stage
+    assert (
+        stage_of_training(sft(lora=Lora()), BIG, 48 * GIB).stage
+        == 1
+        < stage_of_training(sft(), BIG, 48 * GIB).stage
+    )
     quantized = Lora(quantize="nf4")
-    assert stage_of_training(sft(lora=quantized), BIG, 4 * GIB).stage == stage_of_training(sft(lora=quantized), BIG, 0).stage == 2
+    assert (
+        stage_of_training(sft(lora=quantized), BIG, 4 * GIB).stage
+        == stage_of_training(sft(lora=quantized), BIG, 0).stage
+        == 2
+    )
     assert stage_of_ppo(ppo(lora=quantized), sizes(ppo()), 0).stage == 2
 
 
@@ -241,15 +346,22 @@ def test_ppo_counts_all_that_shares_the_gpus_of_actor_and_critic() -> None:
     assert stage_of_ppo(ppo(adam_offload=True), sizes(ppo()), memory).stage == 2
     placed = forecast("as in the recipe", beside, {}, sizes(beside), Gpu(memory=memory))
     explicit = ppo(colocate_actor_ref=True, colocate_critic_reward=True, zero_stage=stages[1])
-    assert placed == forecast("as in the recipe", explicit, {}, sizes(beside), Gpu(memory=memory)), "`alignflow plan` takes the same"
-    assert placements(beside, 4, sizes(beside), Gpu(memory=memory))[0].name == f"as in the recipe, zero_stage {stages[1]}"
+    assert placed == forecast("as in the recipe", explicit, {}, sizes(beside), Gpu(memory=memory)), (
+        "`alignflow plan` takes the same"
+    )
+    assert (
+        placements(beside, 4, sizes(beside), Gpu(memory=memory))[0].name
+        == f"as in the recipe, zero_stage {stages[1]}"
+    )
     assert placements(explicit, 4, sizes(beside), Gpu(memory=memory))[0].name == "as in the recipe"
 
 
 def test_actor_and_critic_with_a_gpu_each_need_no_deepspeed() -> None:
     one = dict.fromkeys(("actor_ranks", "critic_ranks", "reference_ranks", "reward_ranks"), Ranks(gpus=0.2))
     for config in (ppo(**one), ppo(**one, dtype="float32"), ppo(**one, lora=Lora(quantize="nf4"))):
-        assert stage_of_ppo(config, None, 100 * GIB) == Chosen(0, "one rank has nothing to share out") and not uses_deepspeed(config)
+        assert stage_of_ppo(config, None, 100 * GIB) == Chosen(
+            0, "one rank has nothing to share out"
+        ) and not uses_deepspeed(config)
     for more in (
         {"critic_ranks": FOUR},
         {"adam_offload": ["critic"]},
@@ -263,16 +375,21 @@ def test_actor_and_critic_with_a_gpu_each_need_no_deepspeed() -> None:
     assert uses_deepspeed(ppo(**dict.fromkeys(one, Ranks()), vllm={})), "without GPUs"
     with pytest.raises(ValidationError, match="zero_stage=0 trains on one rank, critic_ranks are 4"):
         ppo(**one | {"critic_ranks": FOUR}, zero_stage=0)
-    with pytest.raises(ValidationError, match="zero_stage=0 keeps Adam on the GPU, adam_offload moves it to the host"):
+    with pytest.raises(
+        ValidationError, match="zero_stage=0 keeps Adam on the GPU, adam_offload moves it to the host"
+    ):
         ppo(**one, zero_stage=0, adam_offload=True)
 
 
-def test_ppo_reads_its_gpus_and_keeps_the_stage_of_a_resume_state(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_ppo_reads_its_gpus_and_keeps_the_stage_of_a_resume_state(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "config.json").write_text(json.dumps({**SHAPE, "vocab_size": 152064}))
 
     class Group:
         def __init__(self, memory: float, host: float = 4096):
-            self.memory, self.host = memory, host
+            self.memory = memory
+            self.host = host
 
         def gpu_bytes(self, timeout: float) -> float:
             return self.memory * GIB
@@ -293,7 +410,12 @@ def test_ppo_reads_its_gpus_and_keeps_the_stage_of_a_resume_state(tmp_path: Path
     assert str(stage_of_state(ppo(adam_offload=True, param_offload=True), 1)).endswith(
         "as its resume state, so param_offload counts from the next start without one"
     )
-    assert stage_of_state(ppo(adam_offload=True, param_offload=True), 0).why.count("adam_offload and param_offload count from") == 1
+    assert (
+        stage_of_state(ppo(adam_offload=True, param_offload=True), 0).why.count(
+            "adam_offload and param_offload count from"
+        )
+        == 1
+    )
     assert zero_stage_of(ppo(zero_stage=2), paths, groups, 3).stage == 2
     capsys.readouterr()
     assert zero_stage_of(config, paths, groups, None).stage == 1
@@ -303,14 +425,19 @@ def test_ppo_reads_its_gpus_and_keeps_the_stage_of_a_resume_state(tmp_path: Path
     zero_stage_of(config, paths, groups, None)
     estimate = peak_of_ppo(config, sizes(config), 3, 40 * GIB) / GIB
     assert (
-        f"it may run out of memory: an estimated {estimate:.1f} GiB on a GPU of 40.0; `alignflow plan RECIPE --gpu-memory 40.0`"
-        in capsys.readouterr().out
+        f"it may run out of memory: an estimated {estimate:.1f} GiB on a GPU of 40.0; `alignflow plan RECIPE"
+        " --gpu-memory 40.0`" in capsys.readouterr().out
     )
     assert "host memory" not in printed
     groups["critic"] = Group(100, 100)
     zero_stage_of(ppo(adam_offload=True), paths, groups, None)
-    assert re.search(r"run out of host memory: an estimated \d{3}\.\d GiB on a node with 100\.0 free", capsys.readouterr().out)
-    on_cpu = ppo(**dict.fromkeys(("actor_ranks", "critic_ranks", "reference_ranks", "reward_ranks"), Ranks()), vllm={})
+    assert re.search(
+        r"run out of host memory: an estimated \d{3}\.\d GiB on a node with 100\.0 free",
+        capsys.readouterr().out,
+    )
+    on_cpu = ppo(
+        **dict.fromkeys(("actor_ranks", "critic_ranks", "reference_ranks", "reward_ranks"), Ranks()), vllm={}
+    )
     assert zero_stage_of(on_cpu, paths, {}, None).stage == 3
 
 
@@ -328,8 +455,14 @@ def test_a_group_gets_a_request_with_a_stage(tmp_path: Path, capsys: pytest.Capt
     assert resolved(sft(), 60) == 3 and "out of memory" not in capsys.readouterr().out
     assert resolved(sft(zero_stage=2), 48) == 2
     estimate = peak_of_training(sft(), BIG, 2, 48 * GIB) / GIB
-    assert f"it may run out of memory: an estimated {estimate:.1f} GiB on a GPU of 48.0" in capsys.readouterr().out
-    assert resolved(sft(zero_stage=2, adam_offload=True), 100) == 2 and "host memory" not in capsys.readouterr().out
+    assert (
+        f"it may run out of memory: an estimated {estimate:.1f} GiB on a GPU of 48.0"
+        in capsys.readouterr().out
+    )
+    assert (
+        resolved(sft(zero_stage=2, adam_offload=True), 100) == 2
+        and "host memory" not in capsys.readouterr().out
+    )
     assert resolved(sft(zero_stage=2, adam_offload=True), 100, 120) == 2
     assert "it may run out of host memory: an estimated " in capsys.readouterr().out
     resume_state.save(run, 3, 1, {"layout": {"ranks": 4, "zero_stage": 2}}, lambda folder: None).wait()
@@ -340,18 +473,32 @@ def test_a_stage_whose_gpu_is_full_says_what_helps(tmp_path: Path) -> None:
     def rank(*_: object) -> Any:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
 
-    request = StageRequest(name="tuned", digest="0", config=sft(ranks=Ranks()), inputs={"base": str(tmp_path)}, seed=0)
-    with pytest.raises(RuntimeError, match=r"^tuned ran out of GPU memory: lower micro_train_tokens .*`alignflow plan`.* allocate 2 GiB$"):
+    request = StageRequest(
+        name="tuned", digest="0", config=sft(ranks=Ranks()), inputs={"base": str(tmp_path)}, seed=0
+    )
+    with pytest.raises(
+        RuntimeError,
+        match=r"^tuned ran out of GPU memory: lower micro_train_tokens .*`alignflow plan`.* allocate 2 GiB$",
+    ):
         on_ranks(rank, request, RunDir(tmp_path / "run"))
 
 
 def test_a_pair_is_two_documents_and_4_bit_weights_are_a_quarter() -> None:
-    fields: dict[str, Any] = {"data": DATA, "ranks": FOUR, "dtype": "bfloat16", "micro_train_batch_size": 4, "max_len": 2048}
-    pairs, same = RewardModel(**fields), RewardModel(**fields, micro_train_tokens=2 * 4 * 2048)
+    fields: dict[str, Any] = {
+        "data": DATA,
+        "ranks": FOUR,
+        "dtype": "bfloat16",
+        "micro_train_batch_size": 4,
+        "max_len": 2048,
+    }
+    pairs = RewardModel(**fields)
+    same = RewardModel(**fields, micro_train_tokens=2 * 4 * 2048)
     assert peak_of_training(pairs, BIG, 3, 80 * GIB) == peak_of_training(same, BIG, 3, 80 * GIB)
     texts = SFT(**fields)
     assert peak_of_training(texts, BIG, 3, 80 * GIB) < peak_of_training(pairs, BIG, 3, 80 * GIB)
-    whole, quarter = (peak_of_training(sft(lora=Lora(quantize=kind)), BIG, 2, 80 * GIB) for kind in ("none", "nf4"))
+    whole, quarter = (
+        peak_of_training(sft(lora=Lora(quantize=kind)), BIG, 2, 80 * GIB) for kind in ("none", "nf4")
+    )
     assert whole - quarter == pytest.approx(1.48 * BIG.parameters)
 
 
@@ -361,7 +508,8 @@ def test_ranks_that_compute_passes_together_have_each_a_part_of_the_activations(
     short = sft(micro_train_tokens=2 * 4096, max_len=2 * 4096)
     assert peak_of_training(together, BIG, 3, 80 * GIB) == peak_of_training(short, BIG, 3, 80 * GIB)
     assert peak_of_training(together, BIG, 3, 80 * GIB) < peak_of_training(alone, BIG, 3, 80 * GIB)
-    # A step of 128 documents: as many tokens on a rank, in passes that are four times as many and a quarter as long.
+    # A step of 128 documents: as many tokens on a rank, in passes that are four times as many and a quarter
+    # as long.
     assert as_laid(alone, 4) == (Pass(8 * 4096, 1.0), 4) and as_laid(together, 4) == (Pass(2 * 4096, 1.0), 16)
     config = ppo(sequence_parallel_size=2, reference_ranks=Ranks(gpus=1))
     assert [config.sharing_of(role) for role in ("actor", "critic", "reference")] == [2, 2, 1]

@@ -1,4 +1,5 @@
-"""Publication of each kind of thing while the Hub fails, at every request in turn: it ends in the same commit and one tag."""
+"""Publication of each kind of thing while the Hub fails, at every request in turn: it ends in the same commit
+and one tag."""
 
 from __future__ import annotations
 
@@ -8,7 +9,18 @@ import pytest
 
 from rlhf_core.system.processes import raised_by_us
 from tests.support.hub_server import TOKEN, serve
-from tests.support.publishing import KINDS, ONCE, TAG, THREE, Thing, check_published, number_of_requests, quiet, send, things
+from tests.support.publishing import (
+    KINDS,
+    ONCE,
+    TAG,
+    THREE,
+    Thing,
+    check_published,
+    number_of_requests,
+    quiet,
+    send,
+    things,
+)
 
 
 @pytest.fixture(scope="module")
@@ -63,16 +75,24 @@ def test_a_run_cut_off_at_each_request_is_completed_by_the_next_run(thing: Thing
             assert list(repository.tags) == [TAG]
 
 
-FULL = r"the Hub has no space left to .* of someone/tiny{}: make space or get more, then run this again, nothing is lost or doubled"
+FULL = (
+    r"the Hub has no space left to .* of someone/tiny{}: make space or get more, then run this again, nothing"
+    r" is lost or doubled"
+)
 REFUSED = {
     "full": FULL.format(r" \(.*storage limit reached.*\)"),
     "disk": FULL.format(".*"),
-    "expired": r"the Hub does not accept the token in HF_TOKEN: set it to a valid token with write access to someone/tiny",
+    "expired": (
+        r"the Hub does not accept the token in HF_TOKEN: set it to a valid token with write access to"
+        r" someone/tiny"
+    ),
 }
 
 
 @pytest.mark.parametrize("how", REFUSED)
-def test_a_full_quota_or_a_dead_token_is_one_sentence_and_the_next_run_ends_in_the_same_commit(thing: Thing, how: str) -> None:
+def test_a_full_quota_or_a_dead_token_is_one_sentence_and_the_next_run_ends_in_the_same_commit(
+    thing: Thing, how: str
+) -> None:
     with serve() as undisturbed:
         expected = send(undisturbed, thing, ONCE)
     for request in range(number_of_requests(thing)):
@@ -82,7 +102,9 @@ def test_a_full_quota_or_a_dead_token_is_one_sentence_and_the_next_run_ends_in_t
                 send(server, thing, THREE)
             said = str(caught.value)
             assert re.fullmatch(REFUSED[how], said) and TOKEN not in said and "SignedAddress" not in said
-            assert raised_by_us(caught.value) and caught.value.__suppress_context__, "exit code 2 and no traceback"
+            assert raised_by_us(caught.value) and caught.value.__suppress_context__, (
+                "exit code 2 and no traceback"
+            )
             assert len(server.requests) <= request + 2, (
                 "what cannot succeed is not tried again; the client asks whether the repository is there"
             )

@@ -1,4 +1,5 @@
-"""Positions of a model by its config.json: as vLLM 0.32 counts them; and stages that need more end at their start with exit code 2."""
+"""Positions of a model by its config.json: as vLLM 0.32 counts them; and stages that need more end at their
+start with exit code 2."""
 
 from __future__ import annotations
 
@@ -15,8 +16,17 @@ from rlhf_core.runs.launch import StageFailed
 from rlhf_core.runs.run_dir import RunDir, StageRequest
 
 LONG = {"type": "longrope", "short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
-LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 256}
-BY_LAYER = {"full_attention": {"rope_type": "linear", "factor": 2.0}, "sliding_attention": {"rope_type": "default"}}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 256,
+}
+BY_LAYER = {
+    "full_attention": {"rope_type": "linear", "factor": 2.0},
+    "sliding_attention": {"rope_type": "default"},
+}
 
 
 @pytest.mark.parametrize(
@@ -32,9 +42,19 @@ BY_LAYER = {"full_attention": {"rope_type": "linear", "factor": 2.0}, "sliding_a
         ({"max_position_embeddings": 512, "rope_parameters": {"rope_type": "linear", "factor": 2.0}}, 1024),
         ({"max_position_embeddings": 512, "rope_parameters": BY_LAYER}, 1024),
         ({"max_position_embeddings": 512, "rope_scaling": {"type": "yarn", "factor": 4.0}}, 512),
-        ({"max_position_embeddings": 4096, "original_max_position_embeddings": 512, "rope_scaling": LONG}, 4096),
+        (
+            {"max_position_embeddings": 4096, "original_max_position_embeddings": 512, "rope_scaling": LONG},
+            4096,
+        ),
         ({"max_position_embeddings": 2048, "rope_scaling": LLAMA3}, 2048),
-        ({"model_type": "gemma3_text", "max_position_embeddings": 512, "rope_scaling": {"rope_type": "linear", "factor": 8.0}}, 512),
+        (
+            {
+                "model_type": "gemma3_text",
+                "max_position_embeddings": 512,
+                "rope_scaling": {"rope_type": "linear", "factor": 8.0},
+            },
+            512,
+        ),
         ({"text_config": {"max_position_embeddings": 64}}, 64),
         ({"max_position_embeddings": "many"}, None),
         ({}, None),
@@ -45,16 +65,30 @@ def test_positions_are_those_of_the_engine(config: dict[str, Any], positions: in
 
 
 @pytest.mark.parametrize("config", [PPO, Preferences])
-def test_a_stage_says_so_before_it_starts_anything(config: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_stage_says_so_before_it_starts_anything(
+    config: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Of models that are first known here, as those of the Hub are; the flow does not try again."""
     (tmp_path / "base").mkdir()
-    (tmp_path / "base" / "config.json").write_text(json.dumps({"model_type": "llama", "max_position_embeddings": 512}))
+    (tmp_path / "base" / "config.json").write_text(
+        json.dumps({"model_type": "llama", "max_position_embeddings": 512})
+    )
     start = "actor" if config is PPO else "policy"
-    stage: StageConfig = config(**{start: "base"}, reward="https://host", prompts=Data(sources="p.jsonl"), **CRITIC_FREE.get(config, {}))
-    request = StageRequest(name="s", digest="0", config=stage, inputs={"base": str(tmp_path / "base")}, seed=0)
+    stage: StageConfig = config(
+        **{start: "base"},
+        reward="https://host",
+        prompts=Data(sources="p.jsonl"),
+        **CRITIC_FREE.get(config, {}),
+    )
+    request = StageRequest(
+        name="s", digest="0", config=stage, inputs={"base": str(tmp_path / "base")}, seed=0
+    )
     RunDir(tmp_path / "run").prepare(request)
     code = main([str(tmp_path / "run")])
-    told = "the model has 512 positions, and prompt_max_len + generate_max_len = 2048 needs more: lower prompt_max_len or generate_max_len"
+    told = (
+        "the model has 512 positions, and prompt_max_len + generate_max_len = 2048 needs more: lower"
+        " prompt_max_len or generate_max_len"
+    )
     assert capsys.readouterr().err.startswith(f"{tmp_path / 'base'}: {told}")
     assert not StageFailed("s", code, ()).can_retry and code == 2
 

@@ -1,4 +1,5 @@
-"""`owner/name@REVISION` in a recipe: what it is pinned to, what that decides, and what is told where nobody knows it."""
+"""`owner/name@REVISION` in a recipe: what it is pinned to, what that decides, and what is told where nobody
+knows it."""
 
 from __future__ import annotations
 
@@ -31,7 +32,8 @@ from rlhf_core.stages.publication.upstream_cards import upstream_cards
 from tests.support.hub_server import TOKEN, Blob, Hub, Repository
 from tests.support.publishing import model_to_publish, serving_hub
 
-REPO, OTHER = "someone/tiny", "ab" * 20
+REPO = "someone/tiny"
+OTHER = "ab" * 20
 TEXT = """
 name: tiny
 base_model: {base}
@@ -65,7 +67,9 @@ def head(server: Hub) -> str:
 
 def move_on(server: Hub) -> str:
     """A later commit on main."""
-    files = server.repositories[REPO].commits[head(server)].files | {"README.md": Blob(b"---\nlicense: gpl-3.0\n---\n", False)}
+    files = server.repositories[REPO].commits[head(server)].files | {
+        "README.md": Blob(b"---\nlicense: gpl-3.0\n---\n", False)
+    }
     return server.repositories[REPO].commit("main", "later", files)
 
 
@@ -73,7 +77,12 @@ def move_on(server: Hub) -> str:
 def planned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Planned:
     monkeypatch.chdir(tmp_path)
 
-    def make(base: str = "stand-in/base", data: str = "train.jsonl", model: str = "sft", reward: str = "reward_model") -> Plan:
+    def make(
+        base: str = "stand-in/base",
+        data: str = "train.jsonl",
+        model: str = "sft",
+        reward: str = "reward_model",
+    ) -> Plan:
         (tmp_path / "recipe.yaml").write_text(TEXT.format(base=base, data=data, model=model, reward=reward))
         return plan(load_recipe("recipe.yaml"))
 
@@ -83,14 +92,19 @@ def planned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Planned:
 def test_what_names_a_revision() -> None:
     assert parted("org/name@v1.0") == ("org/name", "v1.0") and parted("gpt2@main") == ("gpt2", "main")
     assert parted("org/name") == ("org/name", None) and parted("a/b/c@main") == ("a/b/c@main", None)
-    assert is_hub_id("org/name@main") and not is_hub_id("data/rows.jsonl@main") and not is_hub_id("/models/x@y")
+    assert (
+        is_hub_id("org/name@main") and not is_hub_id("data/rows.jsonl@main") and not is_hub_id("/models/x@y")
+    )
 
 
 def test_a_branch_and_a_tag_are_their_commit_and_the_digest_names_it(server: Hub, planned: Planned) -> None:
     commit = head(server)
-    at_branch, at_tag = planned(f"{REPO}@main"), planned(f"{REPO}@v1")
+    at_branch = planned(f"{REPO}@main")
+    at_tag = planned(f"{REPO}@v1")
     asked = len(server.requests)
-    at_commit, elsewhere, anywhere = planned(f"{REPO}@{commit}"), planned(f"{REPO}@{OTHER}"), planned(REPO)
+    at_commit = planned(f"{REPO}@{commit}")
+    elsewhere = planned(f"{REPO}@{OTHER}")
+    anywhere = planned(REPO)
     assert len(server.requests) == asked == 2, "a commit asks nobody"
     assert at_branch["sft"].models == {"base": f"{REPO}@{commit}"}
     assert at_branch.pins == ((f"{REPO}@main", commit),) and at_commit.pins == ()
@@ -111,7 +125,9 @@ def test_the_commit_is_kept_until_it_is_forgotten_after_a_finished_run(server: H
     for unfinished in (("done", "failed"), ("skipped", "not run")):
         run(*unfinished)
         refresh_hub_revisions(first.recipe)
-        assert planned(f"{REPO}@main").pins[0].commit != later, "a run that was cut off goes on with its commits"
+        assert planned(f"{REPO}@main").pins[0].commit != later, (
+            "a run that was cut off goes on with its commits"
+        )
     run("done", "skipped")
     refresh_hub_revisions(first.recipe)
     second = planned(f"{REPO}@main")
@@ -120,8 +136,11 @@ def test_the_commit_is_kept_until_it_is_forgotten_after_a_finished_run(server: H
     refresh_hub_revisions(second.recipe)  # also when there is nothing to forget
 
 
-def test_models_rewards_and_data_are_pinned_wherever_a_hub_id_may_stand(server: Hub, planned: Planned) -> None:
-    commit, rows = head(server), server.repositories["datasets/someone/rows"].branches["main"]
+def test_models_rewards_and_data_are_pinned_wherever_a_hub_id_may_stand(
+    server: Hub, planned: Planned
+) -> None:
+    commit = head(server)
+    rows = server.repositories["datasets/someone/rows"].branches["main"]
     found = planned(data="someone/rows@main", model=f"{REPO}@v1", reward=f"{REPO}@main")
     assert found["reward_model"].models == {f"{REPO}@v1": f"{REPO}@{commit}"} and found["ppo"].models == {
         f"{REPO}@main": f"{REPO}@{commit}"
@@ -164,9 +183,18 @@ def test_rows_are_read_at_the_commit(monkeypatch: pytest.MonkeyPatch, planned: P
     config = planned(data=f"someone/rows@{OTHER}")["sft"].config
     assert len(load_rows(config.data, 0)) == 1  # type: ignore[union-attr]
     assert (asked["path"], asked["revision"], asked["split"]) == ("someone/rows", OTHER, "train")
-    for foreign in ("/etc/rows.jsonl", "http://127.0.0.1/rows.jsonl", "hf://datasets/someone/rows-of-others@main/rows.jsonl"):
+    for foreign in (
+        "/etc/rows.jsonl",
+        "http://127.0.0.1/rows.jsonl",
+        "hf://datasets/someone/rows-of-others@main/rows.jsonl",
+    ):
         files["validation"] = [foreign]
-        with pytest.raises(ValueError, match=f"its card names {foreign}, which is no file of someone/rows: only files of its own are read"):
+        with pytest.raises(
+            ValueError,
+            match=(
+                f"its card names {foreign}, which is no file of someone/rows: only files of its own are read"
+            ),
+        ):
             load_rows(config.data, 0)  # type: ignore[union-attr]
 
 
@@ -174,10 +202,18 @@ def test_rows_are_read_at_the_commit(monkeypatch: pytest.MonkeyPatch, planned: P
     ("base", "sentence"),
     [
         (f"{REPO}@round-9", rf"^{REPO} has no revision round-9: name a branch, a tag or a commit of it$"),
-        ("someone/other@main", r"^the Hub has no model someone/other for you: correct it, or set HF_TOKEN to a token that may read it$"),
+        (
+            "someone/other@main",
+            (
+                r"^the Hub has no model someone/other for you: correct it, or set HF_TOKEN to a token that"
+                r" may read it$"
+            ),
+        ),
     ],
 )
-def test_a_revision_that_is_not_there_is_one_sentence(server: Hub, planned: Planned, base: str, sentence: str) -> None:
+def test_a_revision_that_is_not_there_is_one_sentence(
+    server: Hub, planned: Planned, base: str, sentence: str
+) -> None:
     with pytest.raises(ValueError, match=sentence):
         planned(base)
 
@@ -191,7 +227,10 @@ def test_without_a_network_the_cache_answers_and_without_both_one_sentence(
 
     def nobody_knows(revision: str, reason: str) -> None:
         with pytest.raises(
-            ValueError, match=rf"^{REPO}@{revision}: {reason}, and this machine has no copy of that revision: name a commit"
+            ValueError,
+            match=(
+                rf"^{REPO}@{revision}: {reason}, and this machine has no copy of that revision: name a commit"
+            ),
         ):
             planned(f"{REPO}@{revision}")
 
@@ -202,7 +241,10 @@ def test_without_a_network_the_cache_answers_and_without_both_one_sentence(
         nobody_knows("main", "HF_HUB_OFFLINE keeps everything off the Hub")
         inputs = fetched(found.request(found["sft"]).inputs)
         assert Path(inputs["base"]).name == commit and (Path(inputs["base"]) / "model.safetensors").is_file()
-        nowhere = f"^{REPO}@{OTHER} is not on this machine and the Hub cannot be reached: run `hf download {REPO} --revision {OTHER}`"
+        nowhere = (
+            f"^{REPO}@{OTHER} is not on this machine and the Hub cannot be reached: run `hf download {REPO}"
+            f" --revision {OTHER}`"
+        )
         with pytest.raises(ValueError, match=nowhere):
             snapshot(f"{REPO}@{OTHER}")
     (found.folder / PINS).unlink()
@@ -213,7 +255,9 @@ def test_without_a_network_the_cache_answers_and_without_both_one_sentence(
 
 
 @pytest.mark.parametrize("how", ["refuse", "cut"])
-def test_a_failure_at_each_request_of_a_fetch_is_survived(server: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str) -> None:
+def test_a_failure_at_each_request_of_a_fetch_is_survived(
+    server: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
     monkeypatch.setattr(hub_requests, "LONGEST_WAIT", 0.0)
     place = f"{REPO}@{head(server)}"
     whole = snapshot(place)
@@ -227,15 +271,24 @@ def test_a_failure_at_each_request_of_a_fetch_is_survived(server: Hub, tmp_path:
 
 def test_what_is_no_safetensors_model_is_refused(server: Hub) -> None:
     pickles = server.repositories["someone/pickles"] = Repository(private=True)
-    commit = pickles.commit("main", "a pickle", {"config.json": Blob(b"{}", False), "pytorch_model.bin": Blob(b"0", True)})
-    with pytest.raises(ValueError, match=f"^someone/pickles@{commit} has no safetensors weights: alignflow loads no pickles"):
+    commit = pickles.commit(
+        "main", "a pickle", {"config.json": Blob(b"{}", False), "pytorch_model.bin": Blob(b"0", True)}
+    )
+    with pytest.raises(
+        ValueError, match=f"^someone/pickles@{commit} has no safetensors weights: alignflow loads no pickles"
+    ):
         snapshot(f"someone/pickles@{commit}")
 
 
-def test_validate_says_which_commit_it_is(server: Hub, planned: Planned, capsys: pytest.CaptureFixture[str]) -> None:
+def test_validate_says_which_commit_it_is(
+    server: Hub, planned: Planned, capsys: pytest.CaptureFixture[str]
+) -> None:
     folder = planned(f"{REPO}@main").folder
     assert flows.cli.main(["validate", "recipe.yaml"]) == 0
-    assert f"{REPO}@main is commit {head(server)}, kept in {folder / PINS}" in capsys.readouterr().out.replace("\n", " ").replace("  ", " ")
+    assert (
+        f"{REPO}@main is commit {head(server)}, kept in {folder / PINS}"
+        in capsys.readouterr().out.replace("\n", " ").replace("  ", " ")
+    )
     assert flows.cli.main(["validate", "recipe.yaml", f"base_model={REPO}@gone"]) == 2
     assert capsys.readouterr().err == f"{REPO} has no revision gone: name a branch, a tag or a commit of it\n"
 
@@ -243,7 +296,8 @@ def test_validate_says_which_commit_it_is(server: Hub, planned: Planned, capsys:
 def test_lineage_card_and_licences_name_repository_and_commit(server: Hub, planned: Planned) -> None:
     commit = head(server)
     found = planned(f"{REPO}@v1", data=f"someone/rows@{OTHER}")
-    node, run = found["sft"], RunDir(found["sft"].run_dir)
+    node = found["sft"]
+    run = RunDir(found["sft"].run_dir)
     run.prepare(found.request(node))
     (run / "checkpoint").mkdir()
     run.finish(found.request(node), Outcome({}, {"checkpoint": "checkpoint"}), 1.0)

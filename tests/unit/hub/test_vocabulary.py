@@ -43,8 +43,10 @@ def swap(folder: Path, of: Path) -> Path:
 def test_the_first_token_that_differs_is_named() -> None:
     own = {"a": 0, "b": 1, "c": 2}
     assert difference("x", own, "y", {**own, "<pad>": 3}) is None, "what is never sent may be there"
-    assert difference("x", own, "y", {"a": 0, "c": 1, "b": 2}) == (
-        "y is given the token ids of x and has another vocabulary: number 1 is 'b' in x and 'c' in y; name a model with the same tokenizer"
+    assert (
+        difference("x", own, "y", {"a": 0, "c": 1, "b": 2})
+        == "y is given the token ids of x and has another vocabulary: number 1 is 'b' in x and 'c' in y; name"
+        " a model with the same tokenizer"
     )
     assert "number 2 is 'c' in x and no token in y" in str(difference("x", own, "y", {"a": 0, "b": 1}))
 
@@ -52,29 +54,44 @@ def test_the_first_token_that_differs_is_named() -> None:
 def test_what_files_tell_is_what_transformers_reads(material: Path, tmp_path: Path) -> None:
     save_tokenizer(tmp_path / "bytes", TEMPLATE)
     pieces = Tokenizer(models.Unigram([("<unk>", 0.0), ("▁a", -1.0), ("b", -2.0)], unk_id=0))
-    PreTrainedTokenizerFast(tokenizer_object=pieces, eos_token="</s>", pad_token="<pad>").save_pretrained(tmp_path / "pieces")
+    PreTrainedTokenizerFast(tokenizer_object=pieces, eos_token="</s>", pad_token="<pad>").save_pretrained(
+        tmp_path / "pieces"
+    )
     for folder in (material / "base", tmp_path / "bytes", tmp_path / "pieces"):
         assert stored_vocabulary(str(folder)) == AutoTokenizer.from_pretrained(folder).get_vocab()
     adapter = tmp_path / "adapter"
     adapter.mkdir()
-    (adapter / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": str(tmp_path / "bytes")}))
+    (adapter / "adapter_config.json").write_text(
+        json.dumps({"base_model_name_or_path": str(tmp_path / "bytes")})
+    )
     assert stored_vocabulary(str(adapter)) == stored_vocabulary(str(tmp_path / "bytes"))
     assert stored_vocabulary(str(tmp_path)) is None
     (tmp_path / "tokenizer.json").write_text("[]")
     assert stored_vocabulary(str(tmp_path)) is None
 
 
-def test_a_tokenizer_without_that_file_is_read_by_transformers(material: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_tokenizer_without_that_file_is_read_by_transformers(
+    material: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     other = swap(tmp_path / "other", material / "base")
     monkeypatch.setattr("rlhf_core.hub.vocabulary.stored_vocabulary", lambda path: None)
     require_same_vocabulary(str(material / "base"), [str(material / "base")])
-    with pytest.raises(ValueError, match=r"number \d+ is 'a' in .*base and 'b' in .*other; name a model with the same tokenizer"):
+    with pytest.raises(
+        ValueError,
+        match=r"number \d+ is 'a' in .*base and 'b' in .*other; name a model with the same tokenizer",
+    ):
         require_same_vocabulary(str(material / "base"), [str(other)])
 
 
-def test_a_folder_without_a_tokenizer_is_not_compared(material: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_folder_without_a_tokenizer_is_not_compared(
+    material: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     require_same_vocabulary(str(material / "base"), [str(tmp_path)])
-    assert capsys.readouterr().out == f"{tmp_path} has no tokenizer: that it knows the tokens of {material / 'base'} is taken for granted\n"
+    assert (
+        capsys.readouterr().out
+        == f"{tmp_path} has no tokenizer: that it knows the tokens of {material / 'base'} is taken for"
+        " granted\n"
+    )
 
 
 @pytest.mark.parametrize(
@@ -87,11 +104,15 @@ def test_a_folder_without_a_tokenizer_is_not_compared(material: Path, tmp_path: 
     ],
 )
 def test_it_is_told_before_work(planned: Planned, tmp_path: Path, overrides: list[str], where: str) -> None:
-    other, base = swap(tmp_path / "other", tmp_path / "base"), tmp_path / "base"
-    plan = planned(*(override.replace("OTHER", str(other)) for override in overrides), "sft.data={sources: none.jsonl}")
+    other = swap(tmp_path / "other", tmp_path / "base")
+    base = tmp_path / "base"
+    plan = planned(
+        *(override.replace("OTHER", str(other)) for override in overrides), "sft.data={sources: none.jsonl}"
+    )
     problems = [problem for problem in check_inputs(plan, plan.nodes) if "none.jsonl" not in problem]
     told = (
-        f"{other} is given the token ids of {base} and has another vocabulary: number 64 is 'a' in {base} and 'b' in {other}; name a model"
+        f"{other} is given the token ids of {base} and has another vocabulary: number 64 is 'a' in {base} and"
+        f" 'b' in {other}; name a model"
     )
     assert problems and problems[0].startswith(f"{where}: {told}")
     shutil.rmtree(other)
@@ -105,7 +126,9 @@ def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub-cache"))
     with serving_hub(monkeypatch) as running:
         monkeypatch.setattr(constants, "ENDPOINT", running.url)
-        monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", running.url + "/{repo_id}/resolve/{revision}/{filename}")
+        monkeypatch.setattr(
+            constants, "HUGGINGFACE_CO_URL_TEMPLATE", running.url + "/{repo_id}/resolve/{revision}/{filename}"
+        )
         yield running
 
 
@@ -124,8 +147,11 @@ def test_vocabularies_of_the_hub_are_compared_before_work(
     shutil.copytree(base, same)
     for folder in (base, other, same):
         publish(server, f"someone/{folder.name}", folder)
-    theirs, ours = remote != "its own", remote != "the other"
-    names = {folder.name: f"someone/{folder.name}{revision}" if theirs else str(folder) for folder in (other, same)}
+    theirs = remote != "its own"
+    ours = remote != "the other"
+    names = {
+        folder.name: f"someone/{folder.name}{revision}" if theirs else str(folder) for folder in (other, same)
+    }
     changes = [f"base_model=someone/base{revision}"] if ours else []
     plan = planned(*changes, f"ppo.reward={names['other']}", f"ppo.reference={names['same']}")
     (problem,) = check_inputs(plan, plan.nodes)
@@ -136,7 +162,9 @@ def test_vocabularies_of_the_hub_are_compared_before_work(
 
 
 @pytest.mark.parametrize("revision", ["", f"@{'ab' * 20}"])
-def test_a_model_that_the_hub_does_not_send_is_told_once_for_each_place(planned: Planned, revision: str) -> None:
+def test_a_model_that_the_hub_does_not_send_is_told_once_for_each_place(
+    planned: Planned, revision: str
+) -> None:
     """As the stage's own tokenizer is."""
     own = planned(f"base_model=someone/base{revision}")
     told = [problem.partition(": ")[2] for problem in check_inputs(own, own.nodes)]
@@ -147,19 +175,25 @@ def test_a_model_that_the_hub_does_not_send_is_told_once_for_each_place(planned:
         "stages.loop.round1.preferences.reward",
         "stages.loop.round2.preferences.reward",
     ]
-    assert {problem.partition(": ")[2].partition(" (")[0] for problem in problems} == {message.partition(" (")[0] for message in told}
+    assert {problem.partition(": ")[2].partition(" (")[0] for problem in problems} == {
+        message.partition(" (")[0] for message in told
+    }
 
 
 def test_a_local_model_without_a_tokenizer_is_told_and_with_a_damaged_one_refused(
     planned: Planned, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    base, other = tmp_path / "base", tmp_path / "other"
+    base = tmp_path / "base"
+    other = tmp_path / "other"
     other.mkdir()
     for name in ("config.json", "model.safetensors"):
         shutil.copy(base / name, other)
     plan = planned(f"ppo.reward={other}", f"loop.reward={other}")
     assert check_inputs(plan, plan.nodes) == []
-    assert capsys.readouterr().out == f"{other} has no tokenizer: that it knows the tokens of {base} is taken for granted\n"
+    assert (
+        capsys.readouterr().out
+        == f"{other} has no tokenizer: that it knows the tokens of {base} is taken for granted\n"
+    )
     for damaged in ("[]", "weights", "{}"):
         (other / "tokenizer.json").write_text(damaged)
         problems = check_inputs(plan, plan.nodes)
@@ -194,7 +228,11 @@ def test_reward_models_with_another_tokenizer_need_a_chat_template(planned: Plan
     (other / "tokenizer_config.json").write_text(json.dumps(config))
     problems = check_inputs(plan, plan.nodes)
     assert [problem.partition(":")[0] for problem in problems] == [
-        *("stages.ppo.reward.1", "stages.loop.round1.preferences.reward", "stages.loop.round2.preferences.reward")
+        *(
+            "stages.ppo.reward.1",
+            "stages.loop.round1.preferences.reward",
+            "stages.loop.round2.preferences.reward",
+        )
     ]
     assert all("chat template" in problem for problem in problems), problems
 
@@ -212,7 +250,10 @@ def stages(material: Path) -> dict[str, tuple[Callable[..., Any], StageConfig]]:
     train: Callable[..., Any] = lambda request, run: rlhf_core.stages.ppo.train.train(request, run, {}, 0.0)  # noqa: E731
     return {
         "critic": (train, PPO(actor="base", reward="base", critic="other", prompts=prompts)),
-        "ppo-reference": (train, PPO(actor="base", reward="base", critic="base", reference="other", prompts=prompts)),
+        "ppo-reference": (
+            train,
+            PPO(actor="base", reward="base", critic="base", reference="other", prompts=prompts),
+        ),
         "dpo": (rlhf_core.stages.dpo.run, DPO(policy="base", reference="other", data=pairs)),
         "kto": (rlhf_core.stages.kto.run, KTO(policy="base", reference="other", data=pairs)),
     }
@@ -222,11 +263,15 @@ def stages(material: Path) -> dict[str, tuple[Callable[..., Any], StageConfig]]:
 def test_who_loads_it_refuses_it(name: str, material: Path, tmp_path: Path) -> None:
     work, config = stages(material)[name]
     base, other = material / "base", swap(tmp_path / "other", material / "base")
-    request = StageRequest(name="s", digest="0", config=config, inputs={"base": str(base), "other": str(other)}, seed=0)
+    request = StageRequest(
+        name="s", digest="0", config=config, inputs={"base": str(base), "other": str(other)}, seed=0
+    )
     (tmp_path / "run").mkdir()
     with pytest.raises(ValueError) as refused:
         work(request, RunDir(tmp_path / "run"))
-    assert str(refused.value).startswith(f"{other} is given the token ids of {base} and has another vocabulary: number ")
+    assert str(refused.value).startswith(
+        f"{other} is given the token ids of {base} and has another vocabulary: number "
+    )
 
 
 def test_rows_that_pad_a_vocabulary_are_counted(tmp_path: Path) -> None:

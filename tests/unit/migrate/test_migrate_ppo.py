@@ -13,10 +13,17 @@ from tests.support.launch_scripts import PPO_COLOCATED, PPO_GROUPS, REQUIRED, mi
 
 def test_ppo_with_four_groups(tmp_path: Path) -> None:
     raw, found = migrated(tmp_path, PPO_GROUPS, "ppo groups.sh")
-    assert (raw["name"], raw["base_model"], raw["seed"], list(raw["stages"])) == ("ppo-groups", "acme/base-8b-sft", 7, ["ppo"])
+    assert (raw["name"], raw["base_model"], raw["seed"], list(raw["stages"])) == (
+        "ppo-groups",
+        "acme/base-8b-sft",
+        7,
+        ["ppo"],
+    )
     ppo = found.recipe.stages["ppo"]
     assert isinstance(ppo, PPO)
-    sizes = {name: (ranks.num_nodes, ranks.num_ranks_per_node, ranks.gpus) for name, ranks in ppo.groups.items()}
+    sizes = {
+        name: (ranks.num_nodes, ranks.num_ranks_per_node, ranks.gpus) for name, ranks in ppo.groups.items()
+    }
     assert sizes == {
         "actor": (1, 4, 1),
         "critic": (1, 4, 1),
@@ -25,25 +32,57 @@ def test_ppo_with_four_groups(tmp_path: Path) -> None:
         "reward:safety-8b": (2, 1, 1),
     }
     assert (ppo.vllm.num_engines, ppo.vllm.gpus, ppo.vllm.gpu_memory_utilization) == (4, 1, 0.85)
-    assert (ppo.actor, [source.title for source in ppo.reward], ppo.critic) == ("base", ["rm-8b", "safety-8b"], None)
-    assert (ppo.train_batch_size, ppo.micro_train_batch_size, ppo.rollout_batch_size, ppo.micro_rollout_batch_size) == (128, 4, 1024, 16)
+    assert (ppo.actor, [source.title for source in ppo.reward], ppo.critic) == (
+        "base",
+        ["rm-8b", "safety-8b"],
+        None,
+    )
+    assert (
+        ppo.train_batch_size,
+        ppo.micro_train_batch_size,
+        ppo.rollout_batch_size,
+        ppo.micro_rollout_batch_size,
+    ) == (128, 4, 1024, 16)
     assert (ppo.prompt_max_len, ppo.generate_max_len, ppo.zero_stage, ppo.dtype) == (512, 768, 3, "bfloat16")
-    assert (ppo.actor_learning_rate, ppo.critic_learning_rate, ppo.init_kl_coef, ppo.lambd) == (5e-7, 9e-6, 0.01, 1)
-    assert (ppo.min_lr_ratio, ppo.freezing_actor_steps, ppo.save_steps, ppo.keep_checkpoints, ppo.sampler_is) == (1, 0, 20, 2, "off")
+    assert (ppo.actor_learning_rate, ppo.critic_learning_rate, ppo.init_kl_coef, ppo.lambd) == (
+        5e-7,
+        9e-6,
+        0.01,
+        1,
+    )
+    assert (
+        ppo.min_lr_ratio,
+        ppo.freezing_actor_steps,
+        ppo.save_steps,
+        ppo.keep_checkpoints,
+        ppo.sampler_is,
+    ) == (1, 0, 20, 2, "off")
     assert ppo.normalize_reward and ppo.gradient_checkpointing
     first, second = ppo.prompts.sources
-    assert (first.path, first.probability, first.prompt_key, first.format) == ("acme/chat", 0.75, "context", "columns")
+    assert (first.path, first.probability, first.prompt_key, first.format) == (
+        "acme/chat",
+        0.75,
+        "context",
+        "columns",
+    )
     assert (second.path, second.probability) == ("data/math.jsonl", 0.25)
     assert (ppo.prompts.template, ppo.prompts.max_samples) == ("chat", 100000)
 
-    dropped, alike = told(found, "dropped"), told(found, "approximated")
+    dropped = told(found, "dropped")
+    alike = told(found, "approximated")
     assert dropped["--warp_speed 9"].startswith("unknown flag")
     assert "chooses this itself" in dropped["--flash_attn"]
     assert ppo.adam_offload == ("actor", "critic") and "--adam_offload" not in dropped
-    assert "the folder helpful of acme/chat is not selected" in alike["--prompt_data acme/chat@helpful,data/math.jsonl"]
+    assert (
+        "the folder helpful of acme/chat is not selected"
+        in alike["--prompt_data acme/chat@helpful,data/math.jsonl"]
+    )
     assert "run directory of stage ppo" in alike["--save_path ./out/ppo-$(date +%m%d)"]
     assert "0123456789abcdef" not in found.text and "--use_wandb ***" in dropped
-    assert all(f"# {line}" in found.text for line in ("Translated, flag -> field:", "Approximated; check these:", "Dropped, and why:"))
+    assert all(
+        f"# {line}" in found.text
+        for line in ("Translated, flag -> field:", "Approximated; check these:", "Dropped, and why:")
+    )
 
 
 def test_ppo_with_everything_colocated(tmp_path: Path) -> None:
@@ -52,57 +91,103 @@ def test_ppo_with_everything_colocated(tmp_path: Path) -> None:
     assert isinstance(ppo, PPO)
     assert {ranks.world_size for ranks in ppo.groups.values()} == {8}
     assert (ppo.vllm.num_engines, ppo.vllm.sleep, ppo.vllm.gpu_memory_utilization) == (8, True, 0.5)
-    assert (ppo.betas, ppo.max_norm, ppo.lambd, ppo.value_clip, ppo.dtype) == ((0.9, 0.98), 1.0, 0.95, 0.5, "bfloat16")
-    assert (ppo.kl_in, ppo.kl_estimator, ppo.sampler_is, ppo.sampler_is_clamp) == ("loss", "k2", "clamp", (0.4, 4.0))
+    assert (ppo.betas, ppo.max_norm, ppo.lambd, ppo.value_clip, ppo.dtype) == (
+        (0.9, 0.98),
+        1.0,
+        0.95,
+        0.5,
+        "bfloat16",
+    )
+    assert (ppo.kl_in, ppo.kl_estimator, ppo.sampler_is, ppo.sampler_is_clamp) == (
+        "loss",
+        "k2",
+        "clamp",
+        (0.4, 4.0),
+    )
     assert (ppo.eps_clip_low, ppo.eps_clip_high, ppo.reward_clip) == (0.2, 0.28, 5)
     assert (ppo.prompt_max_len, ppo.generate_max_len, ppo.micro_train_tokens) == (2048, 1024, 16384)
-    assert (ppo.rollout_batch_size, ppo.n_samples_per_prompt, ppo.prompts.sources[0].prompt_key) == (1024, 2, "messages")
-    alike, dropped = told(found, "approximated"), told(found, "dropped")
-    assert "k1 has no gradient" in alike["--algo.kl.use_loss"] and "shares this setting" in dropped["--critic.max_norm 0.5"]
+    assert (ppo.rollout_batch_size, ppo.n_samples_per_prompt, ppo.prompts.sources[0].prompt_key) == (
+        1024,
+        2,
+        "messages",
+    )
+    alike = told(found, "approximated")
+    dropped = told(found, "dropped")
+    assert (
+        "k1 has no gradient" in alike["--algo.kl.use_loss"]
+        and "shares this setting" in dropped["--critic.max_norm 0.5"]
+    )
     assert ppo.colocate_all and ppo.ref_reward_offload
 
 
 def test_one_group_for_everything(tmp_path: Path) -> None:
     text = (
-        "python -m openrlhf.cli.train_ppo_ray --num_nodes 2 --num_gpus_per_node 4 --colocate_all --pretrain a/b --reward_pretrain a/rm "
-        "--prompt_data p.jsonl --bf16 --apply_chat_template"
+        "python -m openrlhf.cli.train_ppo_ray --num_nodes 2 --num_gpus_per_node 4 --colocate_all --pretrain"
+        " a/b --reward_pretrain a/rm --prompt_data p.jsonl --bf16 --apply_chat_template"
     )
     _, found = migrated(tmp_path, text)
     ppo = found.recipe.stages["ppo"]
     assert isinstance(ppo, PPO)
-    assert {(ranks.num_nodes, ranks.num_ranks_per_node) for ranks in ppo.groups.values()} == {(2, 4)} and ppo.vllm.num_engines == 8
+    assert {(ranks.num_nodes, ranks.num_ranks_per_node) for ranks in ppo.groups.values()} == {
+        (2, 4)
+    } and ppo.vllm.num_engines == 8
     assert (ppo.init_kl_coef, ppo.zero_stage) == (0.02, 2)  # the dialect's defaults
 
 
-@pytest.mark.parametrize(("more", "stage"), [("", 0), ("--adam_offload", 1), ("--critic_num_gpus_per_node 2", 1)])
+@pytest.mark.parametrize(
+    ("more", "stage"), [("", 0), ("--adam_offload", 1), ("--critic_num_gpus_per_node 2", 1)]
+)
 def test_no_zero_stays_so_where_a_recipe_may_say_it(more: str, stage: int, tmp_path: Path) -> None:
     flags = "--pretrain a/b --reward_pretrain a/rm --prompt_data p --bf16 --zero_stage 0 "
-    flags += " ".join(f"--{role}_num_gpus_per_node 1" for role in ("actor", "ref", "reward") + (() if "critic" in more else ("critic",)))
+    flags += " ".join(
+        f"--{role}_num_gpus_per_node 1"
+        for role in ("actor", "ref", "reward") + (() if "critic" in more else ("critic",))
+    )
     _, found = migrated(tmp_path, f"python train_ppo_ray.py {flags} {more}")
     ppo = found.recipe.stages["ppo"]
     assert isinstance(ppo, PPO) and ppo.zero_stage == stage
 
 
 def test_models_that_share_cards_get_equal_groups(tmp_path: Path) -> None:
-    flags = "--pretrain a/b --reward_pretrain a/rm --prompt_data p --bf16 --actor_num_gpus_per_node 4 --critic_num_gpus_per_node 2"
-    shared = "--colocate_actor_ref --colocate_critic_reward --reward_num_gpus_per_node 8 --vllm_num_engines 2 --vllm_tensor_parallel_size 2"
+    flags = (
+        "--pretrain a/b --reward_pretrain a/rm --prompt_data p --bf16 --actor_num_gpus_per_node 4"
+        " --critic_num_gpus_per_node 2"
+    )
+    shared = (
+        "--colocate_actor_ref --colocate_critic_reward --reward_num_gpus_per_node 8 --vllm_num_engines 2"
+        " --vllm_tensor_parallel_size 2"
+    )
     _, found = migrated(tmp_path, f"python train_ppo_ray.py {flags} {shared}")
     ppo = found.recipe.stages["ppo"]
     assert isinstance(ppo, PPO) and ppo.vllm.num_engines == 2 and ppo.vllm.gpus == 1
     sizes = {name: ranks.world_size for name, ranks in ppo.groups.items()}
     assert sizes == {"actor": 4, "critic": 2, "reference": 4, "reward:rm": 2}
-    assert "whose GPUs it shares" in told(found, "approximated")["--reward_num_nodes, --reward_num_gpus_per_node"]
-    _, found = migrated(tmp_path, f"python train_ppo_ray.py {flags} --colocate_all_models --vllm_num_engines 3")
+    assert (
+        "whose GPUs it shares"
+        in told(found, "approximated")["--reward_num_nodes, --reward_num_gpus_per_node"]
+    )
+    _, found = migrated(
+        tmp_path, f"python train_ppo_ray.py {flags} --colocate_all_models --vllm_num_engines 3"
+    )
     ppo = found.recipe.stages["ppo"]
     assert isinstance(ppo, PPO)
     assert {ranks.world_size for ranks in ppo.groups.values()} == {4} and ppo.vllm.num_engines == 4
 
 
 def test_rollouts_are_whole_optimiser_steps(tmp_path: Path) -> None:
-    flags = "--pretrain a/b --reward_pretrain a/rm --prompt_data p --bf16 --rollout_batch_size 48 --train_batch_size 128"
-    _, found = migrated(tmp_path, f"python train_ppo_ray.py {flags} --actor_num_gpus_per_node 2 --critic_num_gpus_per_node 4")
+    flags = (
+        "--pretrain a/b --reward_pretrain a/rm --prompt_data p --bf16 --rollout_batch_size 48"
+        " --train_batch_size 128"
+    )
+    _, found = migrated(
+        tmp_path, f"python train_ppo_ray.py {flags} --actor_num_gpus_per_node 2 --critic_num_gpus_per_node 4"
+    )
     ppo = found.recipe.stages["ppo"]
-    assert isinstance(ppo, PPO) and (ppo.rollout_batch_size, ppo.train_batch_size, ppo.micro_train_batch_size) == (48, 48, 6)
+    assert isinstance(ppo, PPO) and (
+        ppo.rollout_batch_size,
+        ppo.train_batch_size,
+        ppo.micro_train_batch_size,
+    ) == (48, 48, 6)
 
 
 @pytest.mark.parametrize(
@@ -117,29 +202,43 @@ def test_rewards(tmp_path: Path, reward: str, expected: list[str]) -> None:
     text = f"python train_ppo_ray.py --pretrain a/b --prompt_data p --bf16 --advantage_estimator gae {reward}"
     _, found = migrated(tmp_path, text)
     ppo = found.recipe.stages["ppo"]
-    assert isinstance(ppo, PPO) and [source.kind for source in ppo.reward] == expected and ppo.critic == "base"
+    assert (
+        isinstance(ppo, PPO) and [source.kind for source in ppo.reward] == expected and ppo.critic == "base"
+    )
 
 
 def test_a_password_in_an_address_is_not_copied(tmp_path: Path) -> None:
     reward = "--remote_rm_url http://me:hidden@rewards:5000/score,http://other:5000/score"
     _, found = migrated(tmp_path, f"python train_ppo_ray.py --pretrain a/b --prompt_data p --bf16 {reward}")
-    assert "hidden" not in found.text and any("***@rewards" in note.flag and "api_key_env" in note.text for note in found.notes)
+    assert "hidden" not in found.text and any(
+        "***@rewards" in note.flag and "api_key_env" in note.text for note in found.notes
+    )
 
 
 def test_folders_without_a_slash_and_a_reward_model_named_as_the_base(tmp_path: Path) -> None:
-    raw, _ = migrated(tmp_path, "python train_ppo_ray.py --pretrain llama --reward_pretrain llama,rm --prompt_data p --bf16")
-    assert (raw["base_model"], raw["stages"]["ppo"]["actor"], raw["stages"]["ppo"]["reward"]) == ("llama", "base", ["./llama", "./rm"])
+    raw, _ = migrated(
+        tmp_path, "python train_ppo_ray.py --pretrain llama --reward_pretrain llama,rm --prompt_data p --bf16"
+    )
+    assert (raw["base_model"], raw["stages"]["ppo"]["actor"], raw["stages"]["ppo"]["reward"]) == (
+        "llama",
+        "base",
+        ["./llama", "./rm"],
+    )
 
 
 def test_an_estimator_without_a_critic(tmp_path: Path) -> None:
     text = (
-        "python -m openrlhf.cli.train_ppo_ray --actor.model_name_or_path a/b --reward.remote_url r.py --data.prompt_dataset p "
-        "--algo.advantage.estimator group_norm --rollout.n_samples_per_prompt 8 --critic.model_name_or_path a/c "
-        "--critic.freezing_steps 5 --rollout.top_p 0.9"
+        "python -m openrlhf.cli.train_ppo_ray --actor.model_name_or_path a/b --reward.remote_url r.py"
+        " --data.prompt_dataset p --algo.advantage.estimator group_norm --rollout.n_samples_per_prompt 8"
+        " --critic.model_name_or_path a/c --critic.freezing_steps 5 --rollout.top_p 0.9"
     )
     _, found = migrated(tmp_path, text)
     ppo = found.recipe.stages["ppo"]
-    assert isinstance(ppo, PPO) and (ppo.advantage_estimator, ppo.critic, ppo.freezing_actor_steps) == ("grpo", None, 0)
+    assert isinstance(ppo, PPO) and (ppo.advantage_estimator, ppo.critic, ppo.freezing_actor_steps) == (
+        "grpo",
+        None,
+        0,
+    )
     dropped = told(found, "dropped")
     assert dropped["--critic.model_name_or_path a/c"] == "grpo has no critic" and ppo.top_p == 0.9
 
@@ -153,12 +252,18 @@ def test_asynchronous_training(tmp_path: Path) -> None:
 
     ppo, found = read("--async_train")
     assert (ppo.max_staleness, ppo.sampler_is) == (1, "truncate")
-    assert told(found, "approximated")["--async_train"] == "max_staleness: answers one update old, with sampler_is: truncate"
+    assert (
+        told(found, "approximated")["--async_train"]
+        == "max_staleness: answers one update old, with sampler_is: truncate"
+    )
     ppo, found = read("--train.async_enable --enable_vllm_is_correction")
     assert ppo.max_staleness and "--train.async_enable" in told(found, "translated")
     ppo, found = read("--async_train --colocate_all_models --vllm_enable_sleep")
     assert ppo.colocate_all and not ppo.max_staleness
-    assert told(found, "dropped")["--async_train"] == "max_staleness does not go with colocate_all and vllm.sleep"
+    assert (
+        told(found, "dropped")["--async_train"]
+        == "max_staleness does not go with colocate_all and vllm.sleep"
+    )
     assert not read("--async_train False")[0].max_staleness
 
 
@@ -186,21 +291,32 @@ spec:
 
 @pytest.mark.parametrize("name", ["launch.sh", "job.yaml"])
 def test_the_entry_point_of_aiak(name: str, tmp_path: Path) -> None:
-    text = AIAK if name == "launch.sh" else AIAK_JOB + "".join(f"{' ' * 18}{line}\n" for line in AIAK.splitlines())
+    text = (
+        AIAK
+        if name == "launch.sh"
+        else AIAK_JOB + "".join(f"{' ' * 18}{line}\n" for line in AIAK.splitlines())
+    )
     raw, found = migrated(tmp_path, text, name)
     ppo = found.recipe.stages["ppo"]
     assert isinstance(ppo, PPO) and raw["base_model"] == "/models/sft"
-    assert {(ranks.num_nodes, ranks.num_ranks_per_node) for ranks in ppo.groups.values()} == {(2, 4)} and ppo.colocate_all
+    assert {(ranks.num_nodes, ranks.num_ranks_per_node) for ranks in ppo.groups.values()} == {
+        (2, 4)
+    } and ppo.colocate_all
     assert "unknown flag" in told(found, "dropped")["--aiak_only 1"]
 
 
 def test_held_out_prompts_are_validated(tmp_path: Path) -> None:
-    more = "--eval_dataset data/held.jsonl --eval_steps 20 --eval_n_samples_per_prompt 4 --eval_temperature 0.6"
+    more = (
+        "--eval_dataset data/held.jsonl --eval_steps 20 --eval_n_samples_per_prompt 4 --eval_temperature 0.6"
+    )
     _, found = migrated(tmp_path, f"{PPO_COLOCATED.rstrip()} {more}\n")
     ppo = found.recipe.stages["ppo"]
     assert isinstance(ppo, PPO) and ppo.eval_prompts is not None
     assert (ppo.eval_prompts.sources[0].path, ppo.eval_steps, ppo.eval_samples) == ("data/held.jsonl", 20, 4)
-    assert ppo.eval_temperature == 0.6 and told(found, "translated")["--eval_temperature 0.6"] == "eval_temperature"
+    assert (
+        ppo.eval_temperature == 0.6
+        and told(found, "translated")["--eval_temperature 0.6"] == "eval_temperature"
+    )
 
 
 def test_without_them_their_settings_are_dropped(tmp_path: Path) -> None:

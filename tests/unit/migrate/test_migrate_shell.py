@@ -21,16 +21,27 @@ SCRIPTS = {
     "continuation": "show --a 1 \\\n  --b 2 \\\n\n show c\\\nd",
     "comments": "show a # b\nshow c#d '#e'\n# show f\nshow g",
     "variables": 'A=1; B="x y"; export C=$A$B\nshow $A "$B" $B ${A} pre${A}post "$C" $C',
-    "defaults": 'show ${D:-five} "${D:-"a b"}" ${D-x}; D=6; show ${D:-five} "${D:-no}"; show ${F:=7} $F; E=; show "${E-x}" ${E:-$D}',
-    "arrays": 'A=(--one 1 # first\n  --two "a b")\nA+=(--three)\nshow "${A[@]}"; show ${A[@]}; show ${A[1]} "${A[*]}"; show "pre${A[0]}"',
+    "defaults": (
+        'show ${D:-five} "${D:-"a b"}" ${D-x}; D=6; show ${D:-five} "${D:-no}"; show ${F:=7} $F; E=; show'
+        ' "${E-x}" ${E:-$D}'
+    ),
+    "arrays": (
+        'A=(--one 1 # first\n  --two "a b")\nA+=(--three)\nshow "${A[@]}"; show ${A[@]}; show ${A[1]}'
+        ' "${A[*]}"; show "pre${A[0]}"'
+    ),
     "plus": "A=x; A+=y; show $A",
     "ansi": r"""show $'a\nb' $'it\'s'"z" """,
-    "heredoc": "X=5\nread -r -d '' CMD <<EOF\nmodule.name \\\n  --path ./x/$X \\\n  --cost \\$5 --q \"z w\"\nEOF\nshow $CMD\n",
+    "heredoc": (
+        "X=5\nread -r -d '' CMD <<EOF\nmodule.name \\\n  --path ./x/$X \\\n  --cost \\$5 --q \"z"
+        ' w"\nEOF\nshow $CMD\n'
+    ),
     "quoted heredoc": "X=5\nread -r -d '' CMD <<'EOF'\n--path $X\nEOF\nshow $CMD",
     "dashed heredoc": "cat <<-EOF >/dev/null\n\tshow no\n\tEOF\nshow yes",
     "redirections": "show a >/dev/null 2>&1; show b 2>/dev/null; show c &>/dev/null; show d </dev/null",
     "splitting": 'A=\' x  y \'; show a$A.b; show $A; show "$A"; E=; show $E end "$E"',
-    "grammar": "if [ 1 = 1 ]; then\n  show a\nfi\nfor x in 1 2; do :; done; { show b; } && ! show c; (show d)",
+    "grammar": (
+        "if [ 1 = 1 ]; then\n  show a\nfi\nfor x in 1 2; do :; done; { show b; } && ! show c; (show d)"
+    ),
     "windows": "show a \\\r\n  b\r\nshow c\r\n",
 }
 
@@ -45,12 +56,21 @@ def test_words_are_those_of_bash(name: str) -> None:
     bash = shutil.which("bash")
     assert bash
     script = SCRIPTS[name]
-    done = subprocess.run([bash, "-c", SHOW + script.replace("\r\n", "\n")], capture_output=True, text=True, timeout=20)
-    expected = "<a>\n<b>\n<c>\n<d>\n" if name == "redirections" else done.stdout  # bash sends the first and the third away
+    done = subprocess.run(
+        [bash, "-c", SHOW + script.replace("\r\n", "\n")], capture_output=True, text=True, timeout=20
+    )
+    # bash sends the first and the third away
+    expected = "<a>\n<b>\n<c>\n<d>\n" if name == "redirections" else done.stdout
     assert done.stdout and words(script) == expected
 
 
-@given(st.lists(st.text(st.characters(blacklist_categories=["Cs"], blacklist_characters="\x00\r"), max_size=12), min_size=1, max_size=6))
+@given(
+    st.lists(
+        st.text(st.characters(blacklist_categories=["Cs"], blacklist_characters="\x00\r"), max_size=12),
+        min_size=1,
+        max_size=6,
+    )
+)
 def test_quoted_words_come_back(parts: list[str]) -> None:
     (command,) = read_script("run " + shlex.join(parts)).commands
     assert list(command.words) == ["run", *parts]
@@ -69,7 +89,10 @@ def test_quotes_and_backslashes_as_shlex_reads_them(text: str) -> None:
 
 
 def test_what_a_script_does_not_say_stays_visible() -> None:
-    script = read_script('run $A "x$B" ${C} ${D?no} $(date +%s) `id -u` $1 "$((N * 2))" $$; A=a.bin; run ${A%.bin} $((1 + 1))\n')
+    script = read_script(
+        'run $A "x$B" ${C} ${D?no} $(date +%s) `id -u` $1 "$((N * 2))" $$; A=a.bin; run ${A%.bin} $((1 +'
+        " 1))\n"
+    )
     assert [command.words for command in script.commands if command.words[0] == "run"] == [
         ("run", "$A", "x$B", "$C", "${D?no}", "$(date +%s)", "`id -u`", "$1", "$((N * 2))", "${$}"),
         ("run", "${A%.bin}", "$((1 + 1))"),
@@ -95,7 +118,10 @@ def test_a_loop_is_read_once_and_an_included_file_not_at_all() -> None:
 
 def test_nothing_is_executed(tmp_path: Path) -> None:
     marker = tmp_path / "marker"
-    read_script(f'touch {marker}\nX=$(touch {marker})\nrun `touch {marker}` "$(touch {marker})" $((__import__("os").getpid()))\n')
+    read_script(
+        f'touch {marker}\nX=$(touch {marker})\nrun `touch {marker}` "$(touch {marker})"'
+        ' $((__import__("os").getpid()))\n'
+    )
     assert not marker.exists()
 
 
@@ -118,7 +144,11 @@ def test_what_is_never_closed_is_one_sentence(text: str, told: str) -> None:
 
 def test_lines_are_those_of_the_script() -> None:
     script = read_script("# one\n\nA=1\nrun a \\\n  b\n\nrun c\n", Variables())
-    assert [(command.words[0], command.line) for command in script.commands] == [("A=1", 3), ("run", 4), ("run", 7)]
+    assert [(command.words[0], command.line) for command in script.commands] == [
+        ("A=1", 3),
+        ("run", 4),
+        ("run", 7),
+    ]
 
 
 @given(st.text("$ab{}()'\"\\ \n#;&|<>=-[]@*:+`!1", max_size=30))

@@ -1,4 +1,5 @@
-"""Commands and configs of TRL become recipes with the same meaning; what has no counterpart is listed, and Python is refused."""
+"""Commands and configs of TRL become recipes with the same meaning; what has no counterpart is listed, and
+Python is refused."""
 
 from __future__ import annotations
 
@@ -55,24 +56,49 @@ def test_a_command_of_accelerate(tmp_path: Path) -> None:
     stage = raw["stages"]["dpo"]
     assert raw["base_model"] == "Qwen/Qwen2-0.5B" and raw["seed"] == 42 and stage["policy"] == "base"
     assert stage["data"] == {"sources": [{"path": "trl-lib/ultrafeedback_binarized", "format": "columns"}]}
-    assert (stage["learning_rate"], stage["beta"], stage["dtype"], stage["zero_stage"]) == (5e-7, 0.1, "bfloat16", 3)
-    assert (stage["train_batch_size"], stage["micro_train_batch_size"], stage["ranks"]["num_ranks_per_node"]) == (2 * 8 * 8, 2, 8)
+    assert (stage["learning_rate"], stage["beta"], stage["dtype"], stage["zero_stage"]) == (
+        5e-7,
+        0.1,
+        "bfloat16",
+        3,
+    )
+    assert (
+        stage["train_batch_size"],
+        stage["micro_train_batch_size"],
+        stage["ranks"]["num_ranks_per_node"],
+    ) == (2 * 8 * 8, 2, 8)
     # Defaults of TRL that are not alignflow's.
-    assert (stage["max_epochs"], stage["max_len"], stage["warmup_ratio"], stage["min_lr_ratio"]) == (3, 1024, 0.0, 0.0)
+    assert (stage["max_epochs"], stage["max_len"], stage["warmup_ratio"], stage["min_lr_ratio"]) == (
+        3,
+        1024,
+        0.0,
+        0.0,
+    )
     assert stage["betas"] == [0.9, 0.999] and stage["gradient_checkpointing"] is True
-    assert "a cosine to 0 in place of a line" in told(found, "approximated")["(no --lr_scheduler_type: linear)"]
+    assert (
+        "a cosine to 0 in place of a line" in told(found, "approximated")["(no --lr_scheduler_type: linear)"]
+    )
     assert "not beside the script" in found.remarks[0].text
-    (tmp_path / "zero3.yaml").write_text("num_processes: 2\nnum_machines: 1\ndeepspeed_config: {zero_stage: 2}\n")
+    (tmp_path / "zero3.yaml").write_text(
+        "num_processes: 2\nnum_machines: 1\ndeepspeed_config: {zero_stage: 2}\n"
+    )
     raw, found = migrated(tmp_path, DPO)
     stage = raw["stages"]["dpo"]
-    assert (stage["train_batch_size"], stage["zero_stage"], stage["ranks"]["num_ranks_per_node"]) == (32, 2, 2) and not found.remarks
+    assert (stage["train_batch_size"], stage["zero_stage"], stage["ranks"]["num_ranks_per_node"]) == (
+        32,
+        2,
+        2,
+    ) and not found.remarks
 
 
 def test_a_chain_of_two_commands_with_adapters(tmp_path: Path) -> None:
     raw, found = migrated(tmp_path, SFT)
-    sft, dpo = raw["stages"]["sft"], raw["stages"]["dpo"]
+    sft = raw["stages"]["sft"]
+    dpo = raw["stages"]["dpo"]
     assert (sft["model"], dpo["policy"], raw["seed"]) == ("base", "sft", 7)
-    assert sft["data"]["sources"] == [{"path": "data/chats.jsonl", "format": "columns", "response_key": "completion"}]
+    assert sft["data"]["sources"] == [
+        {"path": "data/chats.jsonl", "format": "columns", "response_key": "completion"}
+    ]
     assert sft["eval_data"]["sources"][0]["split"] == "held" and sft["eval_steps"] == 50
     assert sft["ranks"]["num_ranks_per_node"] == 4 and (sft["train_batch_size"], sft["zero_stage"]) == (16, 2)
     assert sft["lora"] == {"rank": 32, "alpha": 64.0, "targets": ["q_proj", "k_proj"]}
@@ -99,13 +125,37 @@ def test_grpo(tmp_path: Path) -> None:
         {"function": "rewards.py:accuracy_reward", "weight": 1.0},
         {"function": "my_lib/rewards.py:short", "weight": 0.5},
     ]
-    assert stage["actor_ranks"] == {"num_nodes": 2, "num_ranks_per_node": 4, "gpus": 1.0} and stage["colocate_all"] is True
+    assert (
+        stage["actor_ranks"] == {"num_nodes": 2, "num_ranks_per_node": 4, "gpus": 1.0}
+        and stage["colocate_all"] is True
+    )
     # 8 GPUs x 4 answers x 4 passes = 128 answers, of 8 prompts; an optimiser step takes 64 of them.
-    assert (stage["rollout_batch_size"], stage["n_samples_per_prompt"], stage["train_batch_size"]) == (8, 16, 64)
-    assert (stage["advantage_estimator"], stage["loss_aggregation"], stage["generate_max_len"]) == ("dr_grpo", "constant", 256)
-    assert (stage["init_kl_coef"], stage["kl_in"], stage["kl_estimator"], stage["eps_clip_high"]) == (0.04, "loss", "k3", 0.28)
-    assert (stage["temperature"], stage["num_episodes"], found.recipe.stages["ppo"].actor_learning_rate) == (0.9, 3, 1e-6)
-    assert (stage["sampler_is"], stage["sampler_is_level"], stage["sampler_is_clamp"][1]) == ("mask", "sequence", 3.0)
+    assert (stage["rollout_batch_size"], stage["n_samples_per_prompt"], stage["train_batch_size"]) == (
+        8,
+        16,
+        64,
+    )
+    assert (stage["advantage_estimator"], stage["loss_aggregation"], stage["generate_max_len"]) == (
+        "dr_grpo",
+        "constant",
+        256,
+    )
+    assert (stage["init_kl_coef"], stage["kl_in"], stage["kl_estimator"], stage["eps_clip_high"]) == (
+        0.04,
+        "loss",
+        "k3",
+        0.28,
+    )
+    assert (stage["temperature"], stage["num_episodes"], found.recipe.stages["ppo"].actor_learning_rate) == (
+        0.9,
+        3,
+        1e-6,
+    )
+    assert (stage["sampler_is"], stage["sampler_is_level"], stage["sampler_is_clamp"][1]) == (
+        "mask",
+        "sequence",
+        3.0,
+    )
     assert stage["vllm"]["gpu_memory_utilization"] == 0.3 and stage["vllm"]["num_engines"] == 8
     assert "write it into rewards.py" in told(found, "approximated")["--reward_funcs accuracy_reward"]
     assert "temperature, top_p and top_k alone" in told(found, "dropped")["--min_p 0.1"]
@@ -115,24 +165,40 @@ def test_a_config_beside_the_script_and_one_alone(tmp_path: Path) -> None:
     (tmp_path / "thumbs.yaml").write_text(yaml.safe_dump(CONFIG))
     raw, found = migrated(tmp_path, "trl kto --config thumbs.yaml --max_length 512 --num_processes 1\n")
     stage = raw["stages"]["kto"]
-    assert (stage["w_desirable"], stage["learning_rate"], stage["max_len"]) == (1.5, 5e-7, 512), "the command overrides the config"
+    assert (stage["w_desirable"], stage["learning_rate"], stage["max_len"]) == (
+        1.5,
+        5e-7,
+        512,
+    ), "the command overrides the config"
     assert stage["data"]["sources"][0]["response_key"] == "completion" and "secret" not in found.text
     assert any("variables of env" in remark.text for remark in found.remarks)
     alone = migrate(tmp_path / "thumbs.yaml", 1)
     assert alone.recipe.stages["kto"].model_dump()["max_len"] == 2048
-    (tmp_path / "a.yaml").write_text(yaml.safe_dump({"model_name_or_path": "acme/base", "dataset_name": "acme/pairs"}))
-    with pytest.raises(ValueError, match="does not say for which command: give a script with the line `trl sft --config FILE`"):
+    (tmp_path / "a.yaml").write_text(
+        yaml.safe_dump({"model_name_or_path": "acme/base", "dataset_name": "acme/pairs"})
+    )
+    with pytest.raises(
+        ValueError,
+        match="does not say for which command: give a script with the line `trl sft --config FILE`",
+    ):
         migrate(tmp_path / "a.yaml")
     (tmp_path / "a.yaml").rename(tmp_path / "reward_config.yaml")
     assert list(migrate(tmp_path / "reward_config.yaml", 1).recipe.stages) == ["reward_model"]
     (tmp_path / "run.sh").write_text("trl sft --config none.yaml\n")
-    with pytest.raises(ValueError, match=r"line 1 of the script: the config none.yaml cannot be read \(No such file"):
+    with pytest.raises(
+        ValueError, match=r"line 1 of the script: the config none.yaml cannot be read \(No such file"
+    ):
         migrate(tmp_path / "run.sh")
 
 
 def test_a_mixture_of_a_config(tmp_path: Path) -> None:
-    entries = [{"path": "acme/a", "split": "train[:10%]"}, {"path": "json", "data_files": "b.jsonl", "columns": ["messages"]}]
-    (tmp_path / "sft.yaml").write_text(yaml.safe_dump({"model_name_or_path": "acme/base", "datasets": entries}))
+    entries = [
+        {"path": "acme/a", "split": "train[:10%]"},
+        {"path": "json", "data_files": "b.jsonl", "columns": ["messages"]},
+    ]
+    (tmp_path / "sft.yaml").write_text(
+        yaml.safe_dump({"model_name_or_path": "acme/base", "datasets": entries})
+    )
     found = migrate(tmp_path / "sft.yaml", 1)
     (tmp_path / "recipe.yaml").write_text(found.text)
     raw = yaml.safe_load(found.text)["stages"]["sft"]["data"]["sources"]
@@ -157,13 +223,22 @@ def test_no_option_is_dropped_in_silence(tmp_path: Path, script: str) -> None:
 
 @pytest.mark.parametrize(
     ("name", "text"),
-    [("train.py", "import torch\n"), ("train.sh", "from trl import SFTTrainer\ntrainer = SFTTrainer(model='a')\n")],
+    [
+        ("train.py", "import torch\n"),
+        ("train.sh", "from trl import SFTTrainer\ntrainer = SFTTrainer(model='a')\n"),
+    ],
 )
 def test_a_python_script_is_refused_in_one_sentence(tmp_path: Path, name: str, text: str) -> None:
     (tmp_path / name).write_text(text)
-    with pytest.raises(ValueError, match="it is a Python script, and only commands are read: give the shell script") as error:
+    with pytest.raises(
+        ValueError, match="it is a Python script, and only commands are read: give the shell script"
+    ) as error:
         migrate(tmp_path / name)
     assert "\n" not in str(error.value)
-    (tmp_path / "pip.sh").write_text("pip install trl\npython my_training.py --per_device_train_batch_size 4\n")
-    with pytest.raises(ValueError, match=r"no training command in it \(one that starts train_sft, .*, or trl sft\|dpo\|kto"):
+    (tmp_path / "pip.sh").write_text(
+        "pip install trl\npython my_training.py --per_device_train_batch_size 4\n"
+    )
+    with pytest.raises(
+        ValueError, match=r"no training command in it \(one that starts train_sft, .*, or trl sft\|dpo\|kto"
+    ):
         migrate(tmp_path / "pip.sh")

@@ -1,6 +1,8 @@
-"""PyTorch's varlen attention in transformers' models: the same numbers as `sdpa` with a block-diagonal mask gives.
+"""PyTorch's varlen attention in transformers' models: the same numbers as `sdpa` with a block-diagonal mask
+gives.
 
-The kernel runs on GPUs only (tests/gpu/test_attention.py); here a plain computation with its signature stands in for it.
+The kernel runs on GPUs only (tests/gpu/test_attention.py); here a plain computation with its signature stands
+in for it.
 """
 
 from __future__ import annotations
@@ -44,17 +46,28 @@ def plain_varlen(
     enable_gqa: bool = False,
 ) -> torch.Tensor:
     """`torch.nn.attention.varlen.varlen_attn`: rows (T, heads, D), documents between the bounds."""
-    assert query.shape[-1] == key.shape[-1] == value.shape[-1] and query.shape[-1] % 8 == 0, "sizes that the kernel takes"
+    assert query.shape[-1] == key.shape[-1] == value.shape[-1] and query.shape[-1] % 8 == 0, (
+        "sizes that the kernel takes"
+    )
     assert cu_seq_q.dtype == cu_seq_k.dtype == torch.int32 and len(cu_seq_q) == len(cu_seq_k)
     assert int(cu_seq_q.diff().max()) == max_q and int(cu_seq_k.diff().max()) == max_k
-    assert int(cu_seq_q[-1]) == len(query) and int(cu_seq_k[-1]) == len(key) == len(value) and window_size[1] == 0
+    assert (
+        int(cu_seq_q[-1]) == len(query)
+        and int(cu_seq_k[-1]) == len(key) == len(value)
+        and window_size[1] == 0
+    )
     assert enable_gqa or query.shape[1] == key.shape[1]
     out = []
-    for (start, end), (first, last) in zip(cu_seq_q.unfold(0, 2, 1).tolist(), cu_seq_k.unfold(0, 2, 1).tolist(), strict=True):
+    for (start, end), (first, last) in zip(
+        cu_seq_q.unfold(0, 2, 1).tolist(), cu_seq_k.unfold(0, 2, 1).tolist(), strict=True
+    ):
         q, k, v = (part.transpose(0, 1) for part in (query[start:end], key[first:last], value[first:last]))
-        back = torch.arange(last - first - (end - start), last - first)[:, None] - torch.arange(last - first)  # queries are the last
+        # queries are the last
+        back = torch.arange(last - first - (end - start), last - first)[:, None] - torch.arange(last - first)
         seen = (back >= 0) & ((back <= window_size[0]) | (window_size[0] < 0))
-        out.append(F.scaled_dot_product_attention(q, k, v, seen, scale=scale, enable_gqa=enable_gqa).transpose(0, 1))
+        out.append(
+            F.scaled_dot_product_attention(q, k, v, seen, scale=scale, enable_gqa=enable_gqa).transpose(0, 1)
+        )
     return torch.cat(out)
 
 
@@ -103,10 +116,17 @@ def test_a_window_changes_the_numbers(kernel: list[int]) -> None:
 
 
 @pytest.mark.parametrize("built", ["with windows", "without", "without, and causal no more"])
-def test_a_window_holds_whatever_flash_attn_was_built_with(built: str, kernel: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_window_holds_whatever_flash_attn_was_built_with(
+    built: str, kernel: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
     calls: list[tuple[int, int]] = []
 
-    def flash(*arguments: Any, softmax_scale: float | None = None, causal: bool = False, window_size: tuple[int, int]) -> torch.Tensor:
+    def flash(
+        *arguments: Any,
+        softmax_scale: float | None = None,
+        causal: bool = False,
+        window_size: tuple[int, int],
+    ) -> torch.Tensor:
         calls.append(window_size)
         assert causal
         if built == "without, and causal no more":  # a left window already excludes tokens to the right
@@ -123,7 +143,9 @@ def test_a_window_holds_whatever_flash_attn_was_built_with(built: str, kernel: l
     for ours, theirs in zip(logprobs_by_document(policy, [documents()]), expected, strict=True):
         torch.testing.assert_close(ours, theirs)
     assert calls[0] == (2, 0), "tried once"
-    assert (calls[1:], len(kernel)) == (([(3, 0)] * 2, 0) if built == "with windows" else ([], 3)), "PyTorch's too was tried"
+    assert (calls[1:], len(kernel)) == (([(3, 0)] * 2, 0) if built == "with windows" else ([], 3)), (
+        "PyTorch's too was tried"
+    )
 
 
 def test_heads_of_other_sizes_are_padded(kernel: list[int]) -> None:
@@ -158,7 +180,9 @@ def test_the_kernel_is_used_in_bf16_on_a_gpu_that_supports_it(monkeypatch: pytes
     "change",
     [{"_supports_flash_attn": False}, {"_supports_attention_backend": False}, {"_is_stateful": True}],
 )
-def test_models_that_need_more_than_borders_use_sdpa(change: dict[str, bool], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_models_that_need_more_than_borders_use_sdpa(
+    change: dict[str, bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
     model = FAMILIES["llama"]().to(torch.bfloat16)
     monkeypatch.setattr(attention, "_has_kernel", lambda: True)
     for name, value in change.items():
@@ -180,7 +204,13 @@ def test_a_cap_or_sinks_are_refused(kernel: list[int]) -> None:
 
 def test_a_cap_on_the_logits_is_applied(monkeypatch: pytest.MonkeyPatch) -> None:
     """`sdpa` would silently ignore it."""
-    config = Gemma2Config(**SHAPE, head_dim=8, attn_logit_softcapping=0.5, final_logit_softcapping=None, attn_implementation="sdpa")
+    config = Gemma2Config(
+        **SHAPE,
+        head_dim=8,
+        attn_logit_softcapping=0.5,
+        final_logit_softcapping=None,
+        attn_implementation="sdpa",
+    )
     capped = Gemma2ForCausalLM(config).eval()
     for layer in capped.model.layers:
         torch.nn.init.normal_(layer.self_attn.q_proj.weight, std=2)  # logits that the cap reaches

@@ -1,4 +1,5 @@
-"""Models that let documents of a row attend to each other get each document in a row of its own; all others stay packed."""
+"""Models that let documents of a row attend to each other get each document in a row of its own; all others
+stay packed."""
 
 from __future__ import annotations
 
@@ -51,12 +52,32 @@ from tests.unit.models.test_models import FAMILIES, SHAPE, documents, logprobs_b
 __all__ = ["kernel"]
 
 CPU = torch.device("cpu")
-PLAIN = {name: value for name, value in SHAPE.items() if name not in ("num_key_value_heads", "intermediate_size")}
-DELTA = {  # a layer of gated delta rule, one of attention; every expert is used, since rounding would change a choice
-    **dict(layer_types=["linear_attention", "full_attention"], linear_num_value_heads=2, linear_num_key_heads=2, linear_key_head_dim=8),
-    **dict(linear_value_head_dim=8, num_experts=2, num_experts_per_tok=2, moe_intermediate_size=16, shared_expert_intermediate_size=16),
+PLAIN = {
+    name: value for name, value in SHAPE.items() if name not in ("num_key_value_heads", "intermediate_size")
 }
-EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "num_shared_experts": 1, "num_dense_layers": 1, "moe_intermediate_size": 16}
+# a layer of gated delta rule, one of attention; every expert is used, since rounding would change a choice
+DELTA = {
+    **dict(
+        layer_types=["linear_attention", "full_attention"],
+        linear_num_value_heads=2,
+        linear_num_key_heads=2,
+        linear_key_head_dim=8,
+    ),
+    **dict(
+        linear_value_head_dim=8,
+        num_experts=2,
+        num_experts_per_tok=2,
+        moe_intermediate_size=16,
+        shared_expert_intermediate_size=16,
+    ),
+}
+EXPERTS = {
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "num_shared_experts": 1,
+    "num_dense_layers": 1,
+    "moe_intermediate_size": 16,
+}
 
 
 def afmoe(**more: object) -> AfmoeForCausalLM:
@@ -68,11 +89,15 @@ def falcon(model_class: type[PreTrainedModel] = FalconForCausalLM, **more: objec
 
 
 def lfm2(**more: object) -> PreTrainedModel:
-    return Lfm2ForCausalLM(Lfm2Config(**{**SHAPE, "layer_types": ["conv", "full_attention"], "conv_L_cache": 3, **more}))
+    return Lfm2ForCausalLM(
+        Lfm2Config(**{**SHAPE, "layer_types": ["conv", "full_attention"], "conv_L_cache": 3, **more})
+    )
 
 
 def granite_hybrid(**more: object) -> PreTrainedModel:
-    return GraniteMoeHybridForCausalLM(GraniteMoeHybridConfig(**{**SHAPE, **HYBRID, "mamba_d_head": 16, **more}))
+    return GraniteMoeHybridForCausalLM(
+        GraniteMoeHybridConfig(**{**SHAPE, **HYBRID, "mamba_d_head": 16, **more})
+    )
 
 
 def qwen3_next(**more: object) -> PreTrainedModel:
@@ -84,31 +109,47 @@ LEAKING: dict[str, Callable[[], PreTrainedModel]] = {
     "afmoe": afmoe,
     "falcon": falcon,
     "falcon-alibi": lambda: falcon(alibi=True),
-    "opt": lambda: OPTForSequenceClassification(OPTConfig(**PLAIN, ffn_dim=48, word_embed_proj_dim=32, num_labels=1)),
+    "opt": lambda: OPTForSequenceClassification(
+        OPTConfig(**PLAIN, ffn_dim=48, word_embed_proj_dim=32, num_labels=1)
+    ),
     "bloom": lambda: BloomForCausalLM(BloomConfig(**PLAIN)),
-    "mpt": lambda: MptForCausalLM(MptConfig(vocab_size=97, d_model=32, n_heads=4, n_layers=2, max_seq_len=64)),
-    "gpt-oss": lambda: GptOssForCausalLM(GptOssConfig(**SHAPE, head_dim=8, num_local_experts=4, num_experts_per_tok=2)),
+    "mpt": lambda: MptForCausalLM(
+        MptConfig(vocab_size=97, d_model=32, n_heads=4, n_layers=2, max_seq_len=64)
+    ),
+    "gpt-oss": lambda: GptOssForCausalLM(
+        GptOssConfig(**SHAPE, head_dim=8, num_local_experts=4, num_experts_per_tok=2)
+    ),
 }
 
 
 @pytest.mark.parametrize("family", LEAKING)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_family_without_a_mask_between_documents_is_found(family: str, dtype: torch.dtype, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_family_without_a_mask_between_documents_is_found(
+    family: str, dtype: torch.dtype, capsys: pytest.CaptureFixture[str]
+) -> None:
     torch.manual_seed(0)
     model = LEAKING[family]().to(dtype)
     module = (Scorer if hasattr(model, "score") else Policy)(model).train()
     before = torch.get_rng_state()
     detect_document_leak(module, module, CPU, packed=False)
-    assert module.document_leak is None and not capsys.readouterr().out, "nothing to try where no row holds two documents"
+    assert module.document_leak is None and not capsys.readouterr().out, (
+        "nothing to try where no row holds two documents"
+    )
     detect_document_leak(module, module, CPU, packed=True)
     detect_document_leak(module, module, CPU, packed=True)
     assert module.document_leak and capsys.readouterr().out.count("one document a row") == 1
-    assert module.training and torch.equal(torch.get_rng_state(), before) and all(p.grad is None for p in module.parameters())
+    assert (
+        module.training
+        and torch.equal(torch.get_rng_state(), before)
+        and all(p.grad is None for p in module.parameters())
+    )
 
 
 @pytest.mark.parametrize("family", [*FAMILIES, *WINDOWED])
 @pytest.mark.parametrize("form", ["float32", "bfloat16", attention.VARLEN])
-def test_other_families_stay_packed(family: str, form: str, kernel: list[int], capsys: pytest.CaptureFixture[str]) -> None:
+def test_other_families_stay_packed(
+    family: str, form: str, kernel: list[int], capsys: pytest.CaptureFixture[str]
+) -> None:
     torch.manual_seed(0)
     model = {**FAMILIES, **WINDOWED}[family]()
     if form == attention.VARLEN:
@@ -117,7 +158,12 @@ def test_other_families_stay_packed(family: str, form: str, kernel: list[int], c
         model = model.to(getattr(torch, form))
     policy = Policy(model.eval())
     detect_document_leak(policy, policy, CPU, packed=form != attention.VARLEN)
-    assert policy.document_leak is False and policy.training and not policy.model.training and not capsys.readouterr().out
+    assert (
+        policy.document_leak is False
+        and policy.training
+        and not policy.model.training
+        and not capsys.readouterr().out
+    )
 
 
 def test_a_new_head_of_zeros_hides_nothing() -> None:
@@ -135,11 +181,14 @@ def test_a_new_head_of_zeros_hides_nothing() -> None:
 def test_all_ranks_decide_alike() -> None:
     torch.manual_seed(0)
     policy = Policy(FAMILIES["llama"]().eval())
-    detect_document_leak(policy, policy, CPU, True, all_reduce=lambda found: found + 1)  # another rank saw a leak
+    # another rank saw a leak
+    detect_document_leak(policy, policy, CPU, True, all_reduce=lambda found: found + 1)
     assert policy.document_leak
 
 
-def test_attention_that_takes_one_row_only_is_left_where_documents_leak(kernel: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_attention_that_takes_one_row_only_is_left_where_documents_leak(
+    kernel: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
     torch.manual_seed(0)
     policy = Policy(FAMILIES["llama"]().eval())
     alone = [logprobs_by_document(policy, [[document]])[0] for document in documents()]
@@ -147,7 +196,9 @@ def test_attention_that_takes_one_row_only_is_left_where_documents_leak(kernel: 
     monkeypatch.setattr(document_leak, "leaks", lambda *_: True)
     detect_document_leak(policy, policy, CPU, packed=False)
     kernel.clear()
-    for ours, theirs in zip(logprobs_by_document(policy, [[document] for document in documents()]), alone, strict=True):
+    for ours, theirs in zip(
+        logprobs_by_document(policy, [[document] for document in documents()]), alone, strict=True
+    ):
         torch.testing.assert_close(ours, theirs)
     assert policy.document_leak and not kernel
 
@@ -161,7 +212,10 @@ def test_rows_of_layers_that_carry_state_are_not_concatenated(capsys: pytest.Cap
     assert policy.document_leak is None and not capsys.readouterr().out
     detect_document_leak(policy, policy, CPU, packed=True)
     assert policy.document_leak
-    assert capsys.readouterr().out == "Lfm2ForCausalLM has layers that carry state along a row: one document a row\n"
+    assert (
+        capsys.readouterr().out
+        == "Lfm2ForCausalLM has layers that carry state along a row: one document a row\n"
+    )
 
 
 # Stages: what is asked to be packed trains as what is not.
@@ -170,10 +224,16 @@ def test_rows_of_layers_that_carry_state_are_not_concatenated(capsys: pytest.Cap
 def save_leaking(name: str, tokenizer_of: Path, folder: Path) -> Path:
     """A random model of the family with the tokenizer of a checkpoint."""
     tokenizer = AutoTokenizer.from_pretrained(tokenizer_of)
-    ids = {"pad_token_id": tokenizer.pad_token_id, "eos_token_id": tokenizer.eos_token_id, "bos_token_id": None}
+    ids = {
+        "pad_token_id": tokenizer.pad_token_id,
+        "eos_token_id": tokenizer.eos_token_id,
+        "bos_token_id": None,
+    }
     torch.manual_seed(0)
     make = {"afmoe": afmoe, "falcon": falcon, **CARRYING}[name]
-    make(vocab_size=len(tokenizer), initializer_range=0.2, max_position_embeddings=128, **ids).save_pretrained(folder)
+    make(
+        vocab_size=len(tokenizer), initializer_range=0.2, max_position_embeddings=128, **ids
+    ).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder
 
@@ -190,13 +250,28 @@ def stage(kind: str, material: Path, **rows: object) -> StageConfig:
     def data(name: str) -> Data:
         return Data(sources=str(material / name), max_samples=16)
 
-    fields = {"train_batch_size": 8, "micro_train_batch_size": 4, "max_len": 96, "learning_rate": 1e-3, "logging_steps": 1, **rows}
+    fields = {
+        "train_batch_size": 8,
+        "micro_train_batch_size": 4,
+        "max_len": 96,
+        "learning_rate": 1e-3,
+        "logging_steps": 1,
+        **rows,
+    }
     if kind == "sft":
         return SFT(model="base", data=data("sft.jsonl"), eval_data=data("sft.jsonl"), **fields)
     if kind == "reward_model":
-        return RewardModel(model="base", data=data("preferences.jsonl"), eval_data=data("preferences.jsonl"), **fields)
+        return RewardModel(
+            model="base", data=data("preferences.jsonl"), eval_data=data("preferences.jsonl"), **fields
+        )
     config = DPO if kind == "dpo" else KTO
-    return config(policy="base", data=data("preferences.jsonl"), eval_data=data("preferences.jsonl"), reference="base", **fields)
+    return config(
+        policy="base",
+        data=data("preferences.jsonl"),
+        eval_data=data("preferences.jsonl"),
+        reference="base",
+        **fields,
+    )
 
 
 @pytest.mark.parametrize(
@@ -226,7 +301,9 @@ def test_what_would_leak_when_packed_trains_as_one_document_a_row(
                     assert ours[name] == pytest.approx(theirs[name], abs=1e-5), (other, name)
 
 
-def test_roles_of_ppo_score_what_would_leak_one_document_a_row(bases: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_roles_of_ppo_score_what_would_leak_one_document_a_row(
+    bases: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "1")
     torch.manual_seed(0)
@@ -236,12 +313,24 @@ def test_roles_of_ppo_score_what_would_leak_one_document_a_row(bases: Path, monk
     places = {"policy": bases / "falcon", "rm": tmp_path / "rm"}
     found = []
     for tokens in (None, 30):
-        policy, reward = (ModelSpec(str(places[name]), "float32", 0, 8, False, tokens) for name in ("policy", "rm"))
+        policy, reward = (
+            ModelSpec(str(places[name]), "float32", 0, 8, False, tokens) for name in ("policy", "rm")
+        )
         trained = Policy(load_policy(policy.path).model)
-        engine = make_engine(trained, PPO(prompts=Data(sources="none"), zero_stage=0, micro_train_tokens=tokens))
+        engine = make_engine(
+            trained, PPO(prompts=Data(sources="none"), zero_stage=0, micro_train_tokens=tokens)
+        )
         assert isinstance(engine, TorchEngine) and trained.document_leak is (True if tokens else None)
-        own = score_share(engine, documents(), policy, lambda batch, policy=trained: masked_logprobs(policy, batch).logprobs)
-        found.append([dict(own), dict(Reference(policy, 1.0).logprobs(documents())), dict(Reward(reward).scores(documents()))])
+        own = score_share(
+            engine, documents(), policy, lambda batch, policy=trained: masked_logprobs(policy, batch).logprobs
+        )
+        found.append(
+            [
+                dict(own),
+                dict(Reference(policy, 1.0).logprobs(documents())),
+                dict(Reward(reward).scores(documents())),
+            ]
+        )
     for ours, theirs in zip(*found, strict=True):
         for index, values in theirs.items():
             torch.testing.assert_close(torch.tensor(ours[index]), torch.tensor(values), atol=1e-5, rtol=1e-5)

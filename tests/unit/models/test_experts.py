@@ -25,7 +25,9 @@ DOCUMENTS = [Document(list(range(3, 3 + n)), [False] + [True] * (n - 1)) for n i
 
 
 @pytest.fixture(params=MOE, scope="module")
-def checkpoint(request: pytest.FixtureRequest, material: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def checkpoint(
+    request: pytest.FixtureRequest, material: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Path:
     return make_family(request.param, material / "base", tmp_path_factory.mktemp(request.param))
 
 
@@ -35,7 +37,10 @@ def by_loop(logits: torch.Tensor, top_k: int) -> float:
     probabilities = logits.softmax(-1).tolist()
     total = 0.0
     for i in range(experts):
-        f = sum(i in sorted(range(experts), key=lambda j, row=row: -row[j])[:top_k] for row in probabilities) / tokens
+        f = (
+            sum(i in sorted(range(experts), key=lambda j, row=row: -row[j])[:top_k] for row in probabilities)
+            / tokens
+        )
         total += experts * f * sum(row[i] for row in probabilities) / tokens
     return total
 
@@ -57,7 +62,9 @@ def test_documents_add_up_layers_are_averaged_and_pads_do_not_count() -> None:
 
 def test_evenly_used_experts_have_the_smallest_loss() -> None:
     even = torch.eye(4).repeat(3, 1) * 9
-    torch.testing.assert_close(balance_loss([even], torch.zeros(1, 12, dtype=torch.int64), top_k=1), torch.tensor(1.0))
+    torch.testing.assert_close(
+        balance_loss([even], torch.zeros(1, 12, dtype=torch.int64), top_k=1), torch.tensor(1.0)
+    )
     skewed = torch.tensor([[9.0, 0, 0, 0]]).repeat(12, 1)
     assert balance_loss([skewed], torch.zeros(1, 12, dtype=torch.int64), top_k=1) > 3.9
 
@@ -104,11 +111,14 @@ def test_sft_balances_experts_when_configured(checkpoint: Path, material: Path, 
         )
         folder = tmp_path / str(coef)
         folder.mkdir()
-        request = StageRequest(name="sft", digest="0", config=config, inputs={"base": str(checkpoint)}, seed=3)
+        request = StageRequest(
+            name="sft", digest="0", config=config, inputs={"base": str(checkpoint)}, seed=3
+        )
         rlhf_core.stages.sft.run(request, RunDir(folder))
         return [line["router/balance"] for line in read_metrics(folder)]
 
-    weak, strong = train(1e-9), train(1.0)
+    weak = train(1e-9)
+    strong = train(1.0)
     assert strong[0] == pytest.approx(weak[0]), "the same model before the first step"
     assert strong[-1] < strong[0] and strong[-1] < weak[-1]
 
@@ -119,7 +129,9 @@ def test_a_model_without_experts_has_nothing_to_balance(material: Path) -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_every_family_trains_and_transformers_loads_the_checkpoint(family: str, material: Path, tmp_path: Path) -> None:
+def test_every_family_trains_and_transformers_loads_the_checkpoint(
+    family: str, material: Path, tmp_path: Path
+) -> None:
     base = make_family(family, material / "base", tmp_path / "base")
     config = SFT(
         model="base",
@@ -135,7 +147,8 @@ def test_every_family_trains_and_transformers_loads_the_checkpoint(family: str, 
     rlhf_core.stages.sft.run(request, RunDir(tmp_path / "run"))
     losses = [line["loss"] for line in read_metrics(tmp_path / "run")]
     assert losses[-1] < losses[0]
-    before, after = load_file(base / "model.safetensors"), load_file(tmp_path / "run" / "checkpoint" / "model.safetensors")
+    before = load_file(base / "model.safetensors")
+    after = load_file(tmp_path / "run" / "checkpoint" / "model.safetensors")
     assert before.keys() == after.keys()
     _, info = model_class(family).from_pretrained(tmp_path / "run" / "checkpoint", output_loading_info=True)
     assert not info["missing_keys"] and not info["unexpected_keys"] and not info["mismatched_keys"]

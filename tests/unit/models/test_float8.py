@@ -1,4 +1,5 @@
-"""Products in FP8: their numbers beside exact ones, which layers have them, and a stage that trains with them."""
+"""Products in FP8: their numbers beside exact ones, which layers have them, and a stage that trains with
+them."""
 
 from __future__ import annotations
 
@@ -40,7 +41,8 @@ def test_rows_are_rounded_to_fp8_times_their_scales() -> None:
     rows[4] = 0
     rounded, scales = rounded_rows(rows)
     error = (rounded.float() * scales[:, None] - rows).abs()
-    # Half the distance of neighbouring numbers: 2^-4 of a number's own size, or of the smallest normal one, 2^-6.
+    # Half the distance of neighbouring numbers: 2^-4 of a number's own size, or of the smallest normal one,
+    # 2^-6.
     assert (error <= (rows.abs() / 16).maximum(scales[:, None] * 2.0**-10) * 1.001).all()
     assert rounded.float().abs().amax(1).tolist() == [448.0] * 4 + [0.0] + [448.0] * 4
     for wrong in (float("nan"), float("inf")):
@@ -53,15 +55,20 @@ def test_rows_are_rounded_to_fp8_times_their_scales() -> None:
 
 
 def test_gradients_are_those_of_the_rounded_product() -> None:
-    """The weights' is exact; the inputs' is the product of the gradient with the same rounded weights as in the forward pass."""
+    """The weights' is exact; the inputs' is the product of the gradient with the same rounded weights as in
+    the forward pass."""
     layer = torch.nn.Linear(64, 48, dtype=torch.bfloat16)
     hidden = torch.randn(3, 11, 64, dtype=torch.bfloat16, requires_grad=True)
     grad = torch.randn(3, 11, 48, dtype=torch.bfloat16)
     exact = layer(hidden)
     exact.backward(grad)
-    of_hidden, of_weight, of_bias = hidden.grad, layer.weight.grad, layer.bias.grad
+    of_hidden = hidden.grad
+    of_weight = layer.weight.grad
+    of_bias = layer.bias.grad
     assert of_hidden is not None
-    hidden.grad, layer.weight.grad, layer.bias.grad = None, None, None
+    hidden.grad = None
+    layer.weight.grad = None
+    layer.bias.grad = None
     found = float8._forward(layer, hidden)
     found.backward(grad)
     assert torch.equal(layer.weight.grad, of_weight) and torch.equal(layer.bias.grad, of_bias)  # type: ignore[arg-type]
@@ -86,30 +93,50 @@ def test_products_sum_in_fp32() -> None:
     left, right = (torch.randn(size, 32).to(FP8) for size in (5, 7))
     scales = torch.rand(5), torch.rand(7)
     expected = (left.double() * scales[0][:, None]) @ (right.double() * scales[1][:, None]).t()
-    torch.testing.assert_close(multiply(left, scales[0], right, scales[1], torch.float32).double(), expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(
+        multiply(left, scales[0], right, scales[1], torch.float32).double(), expected, rtol=1e-5, atol=1e-5
+    )
     assert torch.equal(transposed(left).float(), left.float().t())
 
 
 def small(monkeypatch: pytest.MonkeyPatch, least: int) -> Qwen2ForCausalLM:
     monkeypatch.setattr(float8, "PAYS_FROM", least)
-    shape = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 2}
+    shape = {
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "num_hidden_layers": 2,
+    }
     return Qwen2ForCausalLM(Qwen2Config(vocab_size=96, **shape)).to(torch.bfloat16)
 
 
 def test_large_layers_multiply_in_fp8_and_the_head_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert pays(8960, 1536) and pays(3584, 3584) and not pays(1536, 1536) and not pays(512, 3584) and not pays(4100, 4100)
+    assert (
+        pays(8960, 1536)
+        and pays(3584, 3584)
+        and not pays(1536, 1536)
+        and not pays(512, 3584)
+        and not pays(4100, 4100)
+    )
     model = small(monkeypatch, 16)
-    assert use_float8(model) == 2 * 5, "queries, outputs and three of the feed-forward block, not keys and values of 16"
+    assert use_float8(model) == 2 * 5, (
+        "queries, outputs and three of the feed-forward block, not keys and values of 16"
+    )
     found = [name for name, part in model.named_modules() if "forward" in vars(part)]
     assert len(found) == 10 and not any(name.endswith(("lm_head", "k_proj", "v_proj")) for name in found)
-    with pytest.raises(ValueError, match="Qwen2ForCausalLM has no linear layer that is large enough for FP8 to be faster"):
+    with pytest.raises(
+        ValueError, match="Qwen2ForCausalLM has no linear layer that is large enough for FP8 to be faster"
+    ):
         use_float8(small(monkeypatch, 1024))
 
 
 def test_a_gpu_without_fp8_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 0))
-    with pytest.raises(RuntimeError, match=r"float8 needs a GPU of compute capability 8.9 or later, and this one has 8.0"):
+    with pytest.raises(
+        RuntimeError, match=r"float8 needs a GPU of compute capability 8.9 or later, and this one has 8.0"
+    ):
         use_float8(small(monkeypatch, 16))
 
 
@@ -140,5 +167,7 @@ def test_a_model_learns_as_in_bf16(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_kernels_round_and_transpose_as_pytorch_does() -> None:
     pytest.importorskip("triton")
     environment = os.environ | {"TRITON_INTERPRET": "1"}
-    done = subprocess.run([sys.executable, "-c", INTERPRETED], env=environment, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(
+        [sys.executable, "-c", INTERPRETED], env=environment, capture_output=True, text=True, timeout=300
+    )
     assert done.stdout == "compared\n", done.stderr[-2000:]

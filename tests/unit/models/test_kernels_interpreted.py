@@ -1,4 +1,5 @@
-"""Kernels in Triton's interpreter, on a CPU: token log-probs of whole and truncated distributions beside PyTorch's."""
+"""Kernels in Triton's interpreter, on a CPU: token log-probs of whole and truncated distributions beside
+PyTorch's."""
 
 from __future__ import annotations
 
@@ -44,5 +45,12 @@ print("compared")
 def test_the_kernels_compute_what_pytorch_does() -> None:
     pytest.importorskip("triton")
     environment = {**os.environ, "TRITON_INTERPRET": "1"}
-    done = subprocess.run([sys.executable, "-c", CODE], capture_output=True, text=True, env=environment, timeout=240, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", CODE],
+        capture_output=True,
+        text=True,
+        env=environment,
+        timeout=240,
+        check=False,
+    )
     assert done.returncode == 0 and done.stdout.strip() == "compared", done.stderr[-2000:]

@@ -30,7 +30,11 @@ def installed(model: PreTrainedModel, apply: Callable[..., None], monkeypatch: p
 
 @pytest.mark.parametrize("fault", [NotImplementedError, TypeError])
 def test_a_family_that_liger_takes_in_part(
-    fault: type[Exception], material: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    fault: type[Exception],
+    material: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     given: list[bool] = []
 
@@ -43,16 +47,22 @@ def test_a_family_that_liger_takes_in_part(
     installed(model, apply, monkeypatch)
     assert liger.fuse(model) is model
     assert given == ([True, False] if fault is NotImplementedError else [True])
-    assert ("Liger Kernel does not take LlamaForCausalLM (not of this family)" in capsys.readouterr().out) == (fault is TypeError)
+    assert (
+        "Liger Kernel does not take LlamaForCausalLM (not of this family)" in capsys.readouterr().out
+    ) == (fault is TypeError)
 
 
-@pytest.mark.parametrize(("family", "activations"), [("llama", True), ("mixtral", False), ("qwen3-moe", False)])
+@pytest.mark.parametrize(
+    ("family", "activations"), [("llama", True), ("mixtral", False), ("qwen3-moe", False)]
+)
 def test_experts_are_left_to_transformers(
     family: str, activations: bool, material: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     given: dict[str, bool] = {}
 
-    def apply(rope: bool, rms_norm: bool, swiglu: bool, fused_linear_cross_entropy: bool, model: PreTrainedModel) -> None:
+    def apply(
+        rope: bool, rms_norm: bool, swiglu: bool, fused_linear_cross_entropy: bool, model: PreTrainedModel
+    ) -> None:
         given.update(rope=rope, rms_norm=rms_norm, swiglu=swiglu, loss=fused_linear_cross_entropy)
 
     model = load_policy(str(make_family(family, material / "base", tmp_path / "model")), "bfloat16").model

@@ -1,4 +1,5 @@
-"""Low-rank adapters in SFT, reward model, DPO and KTO: what is trained, what is exported, where 4-bit weights are refused."""
+"""Low-rank adapters in SFT, reward model, DPO and KTO: what is trained, what is exported, where 4-bit weights
+are refused."""
 
 from __future__ import annotations
 
@@ -42,7 +43,14 @@ def config_of(kind: str, material: Path, lora: Lora, **more: object) -> StageCon
     def data(name: str, rows: int) -> Data:
         return Data(sources=str(material / name), max_samples=rows)
 
-    fields = {"train_batch_size": 8, "micro_train_batch_size": 4, "max_len": 96, "learning_rate": 1e-2, "lora": lora, **more}
+    fields = {
+        "train_batch_size": 8,
+        "micro_train_batch_size": 4,
+        "max_len": 96,
+        "learning_rate": 1e-2,
+        "lora": lora,
+        **more,
+    }
     if kind == "sft":
         return SFT(model="base", data=data("sft.jsonl", 40), **fields)
     if kind == "reward_model":
@@ -71,14 +79,19 @@ def scores(path: Path) -> torch.Tensor:
 
 
 def test_adapters_start_at_zero_and_only_they_are_trained(material: Path) -> None:
-    base, adapted = load_policy(str(material / "base")), trained_policy(str(material / "base"), "float32", False, LORA, seed=3)
+    base, adapted = (
+        load_policy(str(material / "base")),
+        trained_policy(str(material / "base"), "float32", False, LORA, seed=3),
+    )
     assert torch.equal(logprobs(base), logprobs(adapted))
     trained = [name for name, parameter in adapted.named_parameters() if parameter.requires_grad]
     assert trained and all(".lora_A." in name or ".lora_B." in name for name in trained)
     layers = {name.rpartition(".")[2] for name in lora_layers(adapted.model)}
     assert {"q_proj", "o_proj", "down_proj"} <= layers and "lm_head" not in layers
     again = trained_policy(str(material / "base"), "float32", False, LORA, seed=3)
-    assert all(torch.equal(a, b) for a, b in zip(adapted.parameters(), again.parameters(), strict=True)), "the seed decides A"
+    assert all(torch.equal(a, b) for a, b in zip(adapted.parameters(), again.parameters(), strict=True)), (
+        "the seed decides A"
+    )
 
 
 def test_a_merged_weight_is_what_the_layer_computes(material: Path) -> None:
@@ -86,11 +99,17 @@ def test_a_merged_weight_is_what_the_layer_computes(material: Path) -> None:
     layer = next(iter(lora_layers(policy.model).values()))
     with torch.no_grad():
         layer.lora_B["default"].weight.normal_(generator=torch.Generator().manual_seed(0))
-    a, b = layer.lora_A["default"].weight, layer.lora_B["default"].weight
-    torch.testing.assert_close(merged_weight(layer.base_layer.weight, [layer], "weight"), layer.base_layer.weight + 8 / 4 * b @ a)
+    a = layer.lora_A["default"].weight
+    b = layer.lora_B["default"].weight
+    torch.testing.assert_close(
+        merged_weight(layer.base_layer.weight, [layer], "weight"), layer.base_layer.weight + 8 / 4 * b @ a
+    )
     x = torch.randn(5, layer.in_features)
     torch.testing.assert_close(
-        layer(x), torch.nn.functional.linear(x, merged_weight(layer.base_layer.weight, [layer], "weight"), layer.base_layer.bias)
+        layer(x),
+        torch.nn.functional.linear(
+            x, merged_weight(layer.base_layer.weight, [layer], "weight"), layer.base_layer.bias
+        ),
     )
 
 
@@ -99,19 +118,26 @@ def test_layers_compute_what_those_of_peft_do_and_keep_nothing_in_fp32(dtype: st
     policy = trained_policy(str(material / "base"), dtype, False, LORA, seed=3)
     layers = list(lora_layers(policy.model).values())
     for seed, layer in enumerate(layers):
-        torch.nn.init.normal_(layer.lora_B["default"].weight, std=0.1, generator=torch.Generator().manual_seed(seed))
+        torch.nn.init.normal_(
+            layer.lora_B["default"].weight, std=0.1, generator=torch.Generator().manual_seed(seed)
+        )
     kept: list[torch.Tensor] = []
 
     def found() -> list[torch.Tensor]:
         policy.zero_grad()
         batch = collate([[Document(d, [False] * len(d))] for d in DOCUMENTS], pad_token_id=0)
-        with torch.autograd.graph.saved_tensors_hooks(lambda tensor: kept.append(tensor) or tensor, lambda tensor: tensor):
+        with torch.autograd.graph.saved_tensors_hooks(
+            lambda tensor: kept.append(tensor) or tensor, lambda tensor: tensor
+        ):
             logprobs = policy(batch.tokens, batch.positions, batch.documents).logprobs
         logprobs.sum().backward()
-        gradients = [matrix["default"].weight.grad for layer in layers for matrix in (layer.lora_A, layer.lora_B)]
+        gradients = [
+            matrix["default"].weight.grad for layer in layers for matrix in (layer.lora_A, layer.lora_B)
+        ]
         return [logprobs.detach(), *(gradient.clone() for gradient in gradients)]
 
-    ours, kept_by_ours = found(), len([tensor for tensor in kept if tensor.dtype == torch.float32])
+    ours = found()
+    kept_by_ours = len([tensor for tensor in kept if tensor.dtype == torch.float32])
     kept.clear()
     for layer in layers:
         del layer.forward
@@ -130,11 +156,14 @@ def test_all_weights_are_exported_under_checkpoint_names(material: Path) -> None
 
 
 @pytest.mark.parametrize("kind", ["sft", "dpo", pytest.param("kto", marks=pytest.mark.long)])
-def test_merged_checkpoint_and_adapter_alone_are_the_same_policy(kind: str, material: Path, tmp_path: Path) -> None:
+def test_merged_checkpoint_and_adapter_alone_are_the_same_policy(
+    kind: str, material: Path, tmp_path: Path
+) -> None:
     base = material / "base"
     outcome = run(config_of(kind, material, LORA), base, tmp_path / "merged")
     run(config_of(kind, material, LORA.model_copy(update={"export": "adapter"})), base, tmp_path / "adapter")
-    merged, adapter = tmp_path / "merged" / "checkpoint", tmp_path / "adapter" / "checkpoint"
+    merged = tmp_path / "merged" / "checkpoint"
+    adapter = tmp_path / "adapter" / "checkpoint"
     assert outcome.metrics["loss"] < read_metrics(tmp_path / "merged")[0]["loss"]
     whole = logprobs(load_policy(str(merged)))
     assert not torch.allclose(whole, logprobs(load_policy(str(base))), atol=1e-2), "training changed nothing"
@@ -145,26 +174,41 @@ def test_merged_checkpoint_and_adapter_alone_are_the_same_policy(kind: str, mate
     assert json.loads((adapter / "adapter_config.json").read_text())["base_model_name_or_path"] == str(base)
 
 
-def test_the_whole_head_of_a_reward_model_is_trained_and_saved_with_the_adapter(material: Path, tmp_path: Path) -> None:
+def test_the_whole_head_of_a_reward_model_is_trained_and_saved_with_the_adapter(
+    material: Path, tmp_path: Path
+) -> None:
     base = material / "base"
     run(config_of("reward_model", material, LORA), base, tmp_path / "merged")
-    run(config_of("reward_model", material, LORA.model_copy(update={"export": "adapter"})), base, tmp_path / "adapter")
+    run(
+        config_of("reward_model", material, LORA.model_copy(update={"export": "adapter"})),
+        base,
+        tmp_path / "adapter",
+    )
     whole = scores(tmp_path / "merged" / "checkpoint")
     assert whole.abs().max() > 1e-2, "the head, which begins at zero, was not trained"
     torch.testing.assert_close(scores(tmp_path / "adapter" / "checkpoint"), whole, rtol=1e-4, atol=1e-5)
     plain = AutoModelForSequenceClassification.from_pretrained(base, num_labels=1, pad_token_id=0)
     with_peft = PeftModel.from_pretrained(plain, tmp_path / "adapter" / "checkpoint")
     tokens = torch.tensor([DOCUMENTS[0]])
-    torch.testing.assert_close(with_peft(tokens).logits[0, 0], whole[0, len(DOCUMENTS[0]) - 1], rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(
+        with_peft(tokens).logits[0, 0], whole[0, len(DOCUMENTS[0]) - 1], rtol=1e-4, atol=1e-5
+    )
 
 
 def test_an_adapter_is_evaluated_with_the_config_of_its_base(material: Path, tmp_path: Path) -> None:
-    run(config_of("sft", material, LORA.model_copy(update={"export": "adapter"})), material / "base", tmp_path / "adapter")
+    run(
+        config_of("sft", material, LORA.model_copy(update={"export": "adapter"})),
+        material / "base",
+        tmp_path / "adapter",
+    )
     config = model_config(str(tmp_path / "adapter" / "checkpoint"), 32, False)
     assert config.to_dict() == model_config(str(material / "base"), 32, False).to_dict()
 
 
-@pytest.mark.parametrize("kind", [pytest.param(kind, marks=() if kind in ("dpo", "reward_model") else pytest.mark.long) for kind in WORK])
+@pytest.mark.parametrize(
+    "kind",
+    [pytest.param(kind, marks=() if kind in ("dpo", "reward_model") else pytest.mark.long) for kind in WORK],
+)
 def test_a_killed_stage_with_adapters_resumes_bit_for_bit(
     kind: str, material: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -183,8 +227,12 @@ def test_a_killed_stage_with_adapters_resumes_bit_for_bit(
     stored = load_file(tmp_path / "killed" / "state" / "step-2" / "rank-00000.safetensors").keys() - {"steps"}
     assert all(".lora_" in name or "score" in name for name in stored), "frozen weights need no saving"
     run(config, material / "base", tmp_path / "killed")
-    assert [line["loss"] for line in read_metrics(tmp_path / "whole")] == [line["loss"] for line in read_metrics(tmp_path / "killed")]
-    whole, killed_weights = (load_file(tmp_path / name / "checkpoint" / "model.safetensors") for name in ("whole", "killed"))
+    assert [line["loss"] for line in read_metrics(tmp_path / "whole")] == [
+        line["loss"] for line in read_metrics(tmp_path / "killed")
+    ]
+    whole, killed_weights = (
+        load_file(tmp_path / name / "checkpoint" / "model.safetensors") for name in ("whole", "killed")
+    )
     assert all(torch.equal(weight, killed_weights[name]) for name, weight in whole.items())
 
 
@@ -198,7 +246,9 @@ def test_adapters_of_other_layers_are_other_adapters(material: Path) -> None:
 
 def test_four_bits_are_refused_with_a_reason(material: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     lora = Lora(quantize="nf4")
-    with pytest.raises(ValidationError, match=r"cannot be trained with zero_stage=3.*set zero_stage to 2 or less"):
+    with pytest.raises(
+        ValidationError, match=r"cannot be trained with zero_stage=3.*set zero_stage to 2 or less"
+    ):
         config_of("sft", material, lora, zero_stage=3)
     with pytest.raises(ValidationError, match="cannot be trained with zero_stage=3"):
         PPO(prompts=Data(sources="prompts.jsonl"), lora=lora, zero_stage=3)

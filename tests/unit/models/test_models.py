@@ -45,16 +45,26 @@ SHAPE = {
     "max_position_embeddings": 64,
     "pad_token_id": 0,
 }
-CAPPED = {"head_dim": 8, "final_logit_softcapping": 0.2, "initializer_range": 0.1}  # most logits are beyond the cap
-PER_LAYER = {"layer_types": ["full_attention"] * 2, "num_kv_shared_layers": 1, "hidden_size_per_layer_input": 8, "global_head_dim": 8}
+# most logits are beyond the cap
+CAPPED = {"head_dim": 8, "final_logit_softcapping": 0.2, "initializer_range": 0.1}
+PER_LAYER = {
+    "layer_types": ["full_attention"] * 2,
+    "num_kv_shared_layers": 1,
+    "hidden_size_per_layer_input": 8,
+    "global_head_dim": 8,
+}
 FAMILIES = {
     "qwen2-tied": lambda: Qwen2ForCausalLM(Qwen2Config(**SHAPE, tie_word_embeddings=True)),
     "llama": lambda: LlamaForCausalLM(LlamaConfig(**SHAPE, tie_word_embeddings=False)),
     "mistral": lambda: MistralForCausalLM(MistralConfig(**SHAPE, sliding_window=None)),
     "granite": lambda: GraniteForCausalLM(GraniteConfig(**SHAPE, logits_scaling=8.0)),
-    "gemma2": lambda: Gemma2ForCausalLM(Gemma2Config(**SHAPE, **CAPPED, query_pre_attn_scalar=8, attn_logit_softcapping=None)),
+    "gemma2": lambda: Gemma2ForCausalLM(
+        Gemma2Config(**SHAPE, **CAPPED, query_pre_attn_scalar=8, attn_logit_softcapping=None)
+    ),
     "cohere": lambda: CohereForCausalLM(CohereConfig(**SHAPE, logit_scale=0.0625)),
-    "mixtral": lambda: MixtralForCausalLM(MixtralConfig(**SHAPE, num_local_experts=4, output_router_logits=True)),
+    "mixtral": lambda: MixtralForCausalLM(
+        MixtralConfig(**SHAPE, num_local_experts=4, output_router_logits=True)
+    ),
 }
 SHARED_KEYS = {"gemma4": lambda: Gemma4ForCausalLM(Gemma4TextConfig(**SHAPE, **CAPPED, **PER_LAYER))}
 
@@ -96,7 +106,9 @@ def test_packed_rows_give_the_logprobs_of_padded_ones(policy: Policy) -> None:
         torch.testing.assert_close(a, b)
 
 
-def test_chunked_logits_give_the_same_loss_and_gradient(policy: Policy, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_chunked_logits_give_the_same_loss_and_gradient(
+    policy: Policy, monkeypatch: pytest.MonkeyPatch
+) -> None:
     batch = collate([documents()], pad_token_id=0)
 
     def loss_and_gradient() -> tuple[torch.Tensor, list[torch.Tensor]]:
@@ -137,8 +149,10 @@ def test_tokens_outside_the_mask_are_skipped(policy: Policy) -> None:
 @pytest.mark.parametrize("entropy", ["no", "value", "gradient"])
 def test_the_gradient_through_a_cap_is_that_of_plain_pytorch(entropy: token_logprobs.Entropy) -> None:
     torch.manual_seed(0)
-    head, hidden = torch.nn.Linear(8, 50, dtype=torch.float64), torch.randn(6, 8, dtype=torch.float64, requires_grad=True)
-    targets, found = torch.randint(50, (6,)), []
+    head = torch.nn.Linear(8, 50, dtype=torch.float64)
+    hidden = torch.randn(6, 8, dtype=torch.float64, requires_grad=True)
+    targets = torch.randint(50, (6,))
+    found = []
     for cap in (None, 0.5):
         ours = token_logprobs.token_logprobs(head, hidden, targets, 0.7, entropy, keep=True, cap=cap)
         logits = head(hidden) if cap is None else cap * torch.tanh(head(hidden) / cap)
@@ -158,7 +172,9 @@ def test_the_gradient_through_a_cap_is_that_of_plain_pytorch(entropy: token_logp
 
 def test_a_model_that_does_more_with_its_logits_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rlhf_core.models.token_logprobs.logit_cap", lambda model: None)
-    with pytest.raises(ValueError, match="models of type gemma2 do more with their logits than to scale and cap them"):
+    with pytest.raises(
+        ValueError, match="models of type gemma2 do more with their logits than to scale and cap them"
+    ):
         Policy(FAMILIES["gemma2"]())
 
 
@@ -173,16 +189,22 @@ def test_entropy_is_that_of_the_scaled_distribution(policy: Policy) -> None:
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is here: tests/gpu/test_one_gpu.py")
 @pytest.mark.parametrize("on_host", [False, True])
-def test_an_offloaded_model_is_loaded_into_host_memory(on_host: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_offloaded_model_is_loaded_into_host_memory(
+    on_host: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """With a GPU that PyTorch only pretends to have: loading onto it fails."""
     Qwen2ForCausalLM(Qwen2Config(**SHAPE)).save_pretrained(tmp_path / "lm")
     Qwen2ForSequenceClassification(Qwen2Config(**SHAPE, num_labels=1)).save_pretrained(tmp_path / "rm")
-    policy, reward = str(tmp_path / "lm"), str(tmp_path / "rm")
+    policy = str(tmp_path / "lm")
+    reward = str(tmp_path / "rm")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda *_: (10**12, 10**12))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
-    for load in (lambda: load_policy(policy, on_host=on_host), lambda: load_scorer(reward, 0, on_host=on_host)):
+    for load in (
+        lambda: load_policy(policy, on_host=on_host),
+        lambda: load_scorer(reward, 0, on_host=on_host),
+    ):
         if on_host:
             assert all(parameter.is_cpu for parameter in load().parameters())
         else:
@@ -203,7 +225,9 @@ def test_reward_model_scores_what_transformers_scores(tmp_path: Path) -> None:
     plain = AutoModelForSequenceClassification.from_pretrained(tmp_path / "rm", num_labels=1).eval()
     docs = documents()
     batch = collate([docs], pad_token_id=0)
-    ours = gather_last(load_scorer(str(tmp_path / "rm"), 0).eval()(batch.tokens, batch.positions), batch.documents, len(docs))
+    ours = gather_last(
+        load_scorer(str(tmp_path / "rm"), 0).eval()(batch.tokens, batch.positions), batch.documents, len(docs)
+    )
     padded = torch.zeros(len(docs), 12, dtype=torch.long)
     for row, document in zip(padded, docs, strict=True):
         row[: len(document.tokens)] = torch.tensor(document.tokens)
@@ -216,9 +240,14 @@ def test_packed_rows_are_refused_where_a_layer_carries_across_documents() -> Non
     config = Lfm2Config(**SHAPE, layer_types=["conv", "full_attention"], conv_L_cache=3)
     policy = Policy(Lfm2ForCausalLM(config).eval())
     alone = [logprobs_by_document(policy, [[document]])[0] for document in documents()]
-    for ours, theirs in zip(logprobs_by_document(policy, [[document] for document in documents()]), alone, strict=True):
+    for ours, theirs in zip(
+        logprobs_by_document(policy, [[document] for document in documents()]), alone, strict=True
+    ):
         torch.testing.assert_close(ours, theirs)
-    with pytest.raises(ValueError, match=r"Lfm2ForCausalLM has layers that carry state along a row, which holds several documents"):
+    with pytest.raises(
+        ValueError,
+        match=r"Lfm2ForCausalLM has layers that carry state along a row, which holds several documents",
+    ):
         logprobs_by_document(policy, [documents()])
 
 

@@ -1,4 +1,5 @@
-"""Ranks that compute passes together: the losses and gradients of one rank; models that cannot be split are refused."""
+"""Ranks that compute passes together: the losses and gradients of one rank; models that cannot be split are
+refused."""
 
 from __future__ import annotations
 
@@ -30,8 +31,12 @@ CPU = torch.device("cpu")
 
 @pytest.mark.slow
 def test_two_three_and_four_ranks_compute_what_one_does(tmp_path: Path) -> None:
-    """Losses and gradients of SFT, reward model, DPO, KTO, actor and critic, packed, masked, with shared prompts."""
-    program = "import os, sys\nfrom tests.support.sequence_ranks import main\nmain(int(os.environ['RANK']), sys.argv[1])"
+    """Losses and gradients of SFT, reward model, DPO, KTO, actor and critic, packed, masked, with shared
+    prompts."""
+    program = (
+        "import os, sys\nfrom tests.support.sequence_ranks import main\nmain(int(os.environ['RANK']),"
+        " sys.argv[1])"
+    )
     assert all("the same" in text for text in on_gloo_ranks(4, program, tmp_path / "store"))
 
 
@@ -39,7 +44,12 @@ def test_the_parts_of_a_pass() -> None:
     """Of ten tokens in three documents, on four ranks: two of them hold pads alone at their end."""
     positions = torch.tensor([[0, 1, 2, 3, 0, 1, 2, 0, 1, 2]])
     ranks = [SequenceRanks(4, rank) for rank in range(4)]
-    assert [part.own(torch.arange(1, 11)).tolist() for part in ranks] == [[1, 2, 3], [4, 5, 6], [7, 8, 9], [10, 0, 0]]
+    assert [part.own(torch.arange(1, 11)).tolist() for part in ranks] == [
+        [1, 2, 3],
+        [4, 5, 6],
+        [7, 8, 9],
+        [10, 0, 0],
+    ]
     assert [part.own(torch.ones(10, 2)).sum().item() for part in ranks] == [6, 6, 6, 2]
     pairs = next_token_pairs(positions)
     owned = [part.own_pairs(pairs, 10) for part in ranks]
@@ -61,10 +71,14 @@ def test_keys_are_repeated_where_there_are_fewer_than_ranks() -> None:
 @pytest.mark.parametrize("window", [-1, 3])
 def test_the_plain_kernel_is_attention_inside_documents(window: int) -> None:
     torch.manual_seed(0)
-    q, k, v = torch.randn(9, 4, 8), torch.randn(14, 2, 8), torch.randn(14, 2, 8)
+    q = torch.randn(9, 4, 8)
+    k = torch.randn(14, 2, 8)
+    v = torch.randn(14, 2, 8)
     edges = torch.tensor([0, 4, 5, 9], dtype=torch.int32), torch.tensor([0, 4, 8, 14], dtype=torch.int32)
     found = attend_each(q, k, v, *edges, 4, 6, scale=0.3, window=window)
-    torch.testing.assert_close(found, plain_varlen(q, k, v, *edges, 4, 6, scale=0.3, window_size=(window, 0), enable_gqa=True))
+    torch.testing.assert_close(
+        found, plain_varlen(q, k, v, *edges, 4, 6, scale=0.3, window_size=(window, 0), enable_gqa=True)
+    )
 
 
 def rope(kind: str) -> LlamaForCausalLM:
@@ -75,13 +89,27 @@ def rope(kind: str) -> LlamaForCausalLM:
 @pytest.mark.parametrize(
     ("model", "ranks", "told"),
     [
-        (FAMILIES["llama"], 3, "LlamaForCausalLM has 4 attention heads, which 3 ranks cannot share equally: set .* to 1 or to a divisor"),
+        (
+            FAMILIES["llama"],
+            3,
+            (
+                "LlamaForCausalLM has 4 attention heads, which 3 ranks cannot share equally: set .* to 1 or"
+                " to a divisor"
+            ),
+        ),
         (
             lambda: Lfm2ForCausalLM(Lfm2Config(**SHAPE, layer_types=["conv", "full_attention"])),
             2,
-            "Lfm2ForCausalLM has layers that carry state along a row, which cannot be split over ranks: set sequence_parallel_size to 1",
+            (
+                "Lfm2ForCausalLM has layers that carry state along a row, which cannot be split over ranks:"
+                " set sequence_parallel_size to 1"
+            ),
         ),
-        (lambda: rope("dynamic"), 2, "LlamaForCausalLM rotates by angles that depend on the longest position of a pass"),
+        (
+            lambda: rope("dynamic"),
+            2,
+            "LlamaForCausalLM rotates by angles that depend on the longest position of a pass",
+        ),
         (
             lambda: Gemma2ForCausalLM(Gemma2Config(**SHAPE, head_dim=8, attn_implementation="eager")),
             2,

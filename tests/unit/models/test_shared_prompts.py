@@ -29,12 +29,14 @@ from tests.unit.models.test_attention import WINDOWED, kernel, plain_varlen
 from tests.unit.models.test_models import FAMILIES, SHAPE
 from tests.unit.stages.ppo.test_ppo_tricks import models, plain_engine, ppo
 
-APART, TOGETHER = Passes(1, 4096), Passes(1, 4096, share=True)
+APART = Passes(1, 4096)
+TOGETHER = Passes(1, 4096, share=True)
 __all__ = ["kernel", "models", "plain_engine"]
 
 
 def pairs() -> list[Pair]:
-    """Prompts of 1 to 9 tokens; one pair whose answers have a common start, one whose chosen answer is a single token."""
+    """Prompts of 1 to 9 tokens; one pair whose answers have a common start, one whose chosen answer is a
+    single token."""
     rng = random.Random(0)
 
     def words(count: int) -> list[int]:
@@ -53,20 +55,33 @@ def pairs() -> list[Pair]:
 
 def test_only_the_prompt_is_shared() -> None:
     first, second, third, fourth = pairs()
-    assert [pair.rejected.after(pair.chosen).shared for pair in pairs()] == [9, 1, 6, 4], "not the beginning of an answer"
+    assert [pair.rejected.after(pair.chosen).shared for pair in pairs()] == [
+        9,
+        1,
+        6,
+        4,
+    ], "not the beginning of an answer"
     assert first.rejected.after(second.chosen).shared == 0
     assert Document([5, 6, 7], [True] * 3).after(Document([5, 6, 7], [True] * 3)).shared == 0
-    assert Document([5, 6], [False, False]).after(Document([5, 6, 7], [False, False, True])).shared == 0, "nothing would be left"
+    assert Document([5, 6], [False, False]).after(Document([5, 6, 7], [False, False, True])).shared == 0, (
+        "nothing would be left"
+    )
     row = TOGETHER.rows_of([third.chosen, third.rejected, fourth.rejected, fourth.chosen, first.chosen])
     assert [[document.shared for document in row] for row in row] == [[0, 6, 0, 4, 0]]
     assert APART.rows_of([third.chosen, third.rejected]) == [[third.chosen, third.rejected]]
-    assert [TOGETHER.row_tokens(pair) for pair in pairs()] == [19, 8, 14, 10] and APART.row_tokens(first) == 28
+    assert [TOGETHER.row_tokens(pair) for pair in pairs()] == [19, 8, 14, 10] and APART.row_tokens(
+        first
+    ) == 28
 
 
 def test_a_prompt_that_begins_like_another_is_not_shared() -> None:
     """Otherwise it could not be distinguished from a continuation of the answer before it."""
-    longer, short, middle = (Document([*range(1, n + 1), 60, 61], [False] * n + [True] * 2) for n in (6, 2, 4))
-    assert [document.shared for document in TOGETHER.branched([longer, longer, short, short, middle, middle])] == [0, 6, 0, 2, 0, 4]
+    longer, short, middle = (
+        Document([*range(1, n + 1), 60, 61], [False] * n + [True] * 2) for n in (6, 2, 4)
+    )
+    assert [
+        document.shared for document in TOGETHER.branched([longer, longer, short, short, middle, middle])
+    ] == [0, 6, 0, 2, 0, 4]
 
 
 def test_documents_see_the_prompt_and_themselves() -> None:
@@ -74,7 +89,8 @@ def test_documents_see_the_prompt_and_themselves() -> None:
     documents = [document for pair in pairs() for document in (pair.chosen, pair.rejected)]
     batch = collate(TOGETHER.rows_of(documents), 0)
     found = attention.document_bounds(batch.positions, torch.device("cpu"))
-    queries, keys = found["cu_seq_lens_q"].tolist(), found["cu_seq_lens_k"].tolist()
+    queries = found["cu_seq_lens_q"].tolist()
+    keys = found["cu_seq_lens_k"].tolist()
     tokens = batch.tokens.flatten().tolist()
     seen = [[tokens[i] for i in found["keys"][start:end].tolist()] for start, end in pairwise(keys)]
     packed = [tokens[start:end] for start, end in pairwise(queries)]
@@ -89,7 +105,9 @@ class Plain:
     """An engine that is the model."""
 
     def __init__(self, module: torch.nn.Module):
-        self.module, self.device, self.tokens = module, torch.device("cpu"), 0
+        self.module = module
+        self.device = torch.device("cpu")
+        self.tokens = 0
 
     def __call__(self, tokens: torch.Tensor, *rest: Any) -> Any:
         self.tokens = tokens.numel()
@@ -101,13 +119,20 @@ def test_policies_say_the_same_of_pairs(family: str, kernel: list[int]) -> None:
     torch.manual_seed(0)
     policy = Policy({**FAMILIES, **WINDOWED}[family]().eval())
     policy.model.set_attn_implementation(attention.VARLEN)
-    numbers, packed = [], []
+    numbers = []
+    packed = []
     for passes in (APART, TOGETHER):
         policy.zero_grad()
         plain: Any = Plain(policy)
         found = pair_logprobs(plain, pairs(), 0, False, passes)
-        (found.responses[0].sum() - 2 * found.responses[1].sum() + found.tokens[found.chosen_mask].square().sum()).backward()
-        numbers.append([found.responses.detach(), *(p.grad.clone() for p in policy.parameters() if p.grad is not None)])
+        (
+            found.responses[0].sum()
+            - 2 * found.responses[1].sum()
+            + found.tokens[found.chosen_mask].square().sum()
+        ).backward()
+        numbers.append(
+            [found.responses.detach(), *(p.grad.clone() for p in policy.parameters() if p.grad is not None)]
+        )
         packed.append(plain.tokens)
     assert packed == [72, 56], "of 71 and 51 tokens"
     for apart, together in zip(*numbers, strict=True):
@@ -123,12 +148,24 @@ def test_attention_that_knows_nothing_of_shared_prompts_refuses() -> None:
 
 
 @pytest.mark.parametrize("aligned", [True, False])
-def test_prompts_are_shared_where_the_kernel_puts_queries_behind_their_keys(aligned: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    def kernel(*arguments: Any, softmax_scale: float, causal: bool, window_size: tuple[int, int]) -> torch.Tensor:
+def test_prompts_are_shared_where_the_kernel_puts_queries_behind_their_keys(
+    aligned: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def kernel(
+        *arguments: Any, softmax_scale: float, causal: bool, window_size: tuple[int, int]
+    ) -> torch.Tensor:
         query, key, value, queries, keys, longest, longest_key = arguments
         if not aligned:  # causal from the first key on
-            first = torch.cat([torch.arange(n) + start for n, start in zip(queries.diff().tolist(), keys.tolist(), strict=False)])
-            key, value, keys, longest_key = key[first], value[first], queries, longest
+            first = torch.cat(
+                [
+                    torch.arange(n) + start
+                    for n, start in zip(queries.diff().tolist(), keys.tolist(), strict=False)
+                ]
+            )
+            key = key[first]
+            value = value[first]
+            keys = queries
+            longest_key = longest
         rows = (query, key, value, queries, keys, longest, longest_key)
         return plain_varlen(*rows, scale=softmax_scale, window_size=window_size, enable_gqa=True)
 
@@ -160,7 +197,8 @@ def test_a_reference_scores_documents_equally(kernel: list[int]) -> None:
     policy.model.set_attn_implementation(attention.VARLEN)
     documents = [document for pair in pairs() for document in (pair.chosen, pair.rejected)]
     apart, together = (
-        answer_logprobs_and_balance(policy, documents, 0, False, torch.device("cpu"), passes)[0] for passes in (APART, TOGETHER)
+        answer_logprobs_and_balance(policy, documents, 0, False, torch.device("cpu"), passes)[0]
+        for passes in (APART, TOGETHER)
     )
     torch.testing.assert_close(together, apart, atol=2e-5, rtol=2e-5)
 
@@ -184,16 +222,23 @@ def answers() -> list[Document]:
 def test_answers_to_a_prompt_come_together_as_far_as_they_fit() -> None:
     documents = answers()
     groups = TOGETHER.together(documents)
-    assert sorted(i for group in groups for i in group) == list(range(9)) and [len(group) for group in groups] == [3, 3, 3]
+    assert sorted(i for group in groups for i in group) == list(range(9)) and [
+        len(group) for group in groups
+    ] == [3, 3, 3]
     for group in groups:
         assert len({tuple(documents[i].tokens[: documents[i].answer_start]) for i in group}) == 1
     narrow = Passes(1, 20, share=True)
-    assert [len(group) for group in Passes(1, 4096, ranks=4, share=True).together(documents)] == [1] * 9, "ranks get equal parts"
+    assert [len(group) for group in Passes(1, 4096, ranks=4, share=True).together(documents)] == [1] * 9, (
+        "ranks get equal parts"
+    )
     long = [Document([1] * 50 + [i], [False] * 50 + [True]) for i in range(9)]
     assert [len(group) for group in TOGETHER.together(long)] == [3, 3, 3], "153 keys of 53 tokens"
     probe = [Document([1, 2, 3], [True] * 3)] * 2
     assert TOGETHER.together(probe) == [[0], [1]]
-    for part in narrow.split(narrow.together(documents), lambda group: sum(map(len, narrow.branched([documents[i] for i in group])))):
+    for part in narrow.split(
+        narrow.together(documents),
+        lambda group: sum(map(len, narrow.branched([documents[i] for i in group]))),
+    ):
         for group in part:
             packed = narrow.branched([documents[i] for i in group])
             assert sum(len(document) - document.shared for document in packed) <= max(20, len(packed[0]))
@@ -204,14 +249,19 @@ def test_answers_to_a_prompt_come_together_as_far_as_they_fit() -> None:
 def test_roles_say_and_learn_the_same_of_answers(
     tokens: int, models: Path, plain_engine: None, kernel: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    documents, numbers = answers(), np.random.default_rng(0)
+    documents = answers()
+    numbers = np.random.default_rng(0)
     arrays = [[numbers.normal(size=len(d)).astype(np.float32) for d in documents] for _ in range(4)]
     found = []
     for share in (False, True):
-        monkeypatch.setattr("rlhf_core.stages.ppo.roles.passes.can_share", lambda model, device, share=share: share)
+        monkeypatch.setattr(
+            "rlhf_core.stages.ppo.roles.passes.can_share", lambda model, device, share=share: share
+        )
         place = lambda name: ModelSpec(str(models / name), "float32", 0, 8, False, tokens)  # noqa: E731
-        actor, critic = Actor(place("sft"), ppo(entropy_coef=0.01), 0), Critic(place("rm"), ppo(), 0)
-        reference, reward = Reference(place("other"), 1.0), Reward(place("rm"))
+        actor = Actor(place("sft"), ppo(entropy_coef=0.01), 0)
+        critic = Critic(place("rm"), ppo(), 0)
+        reference = Reference(place("other"), 1.0)
+        reward = Reward(place("rm"))
         for role in (actor, critic, reference, reward):
             role.module.model.set_attn_implementation(attention.VARLEN)
         for trained in (actor, critic):
@@ -223,21 +273,32 @@ def test_roles_say_and_learn_the_same_of_answers(
         old = [read["logprobs"][i] for i in range(9)]
         before = [old[i] + 0.1 * arrays[0][i] for i in range(9)]
         items = [
-            Experience(document, before[i], before[i], read["reference"][i], arrays[1][i], arrays[2][i], arrays[3][i])
+            Experience(
+                document, before[i], before[i], read["reference"][i], arrays[1][i], arrays[2][i], arrays[3][i]
+            )
             for i, document in enumerate(documents)
         ]
         kernel.clear()
         step = Update(list(range(len(items))), 1e-2, 0.1)
         metrics = {**actor.update(items, step, []), **critic.update(items, step, [])}
-        found.append((read, metrics, sum(kernel), dict(actor.logprobs(documents)), dict(critic.values(documents))))
+        found.append(
+            (read, metrics, sum(kernel), dict(actor.logprobs(documents)), dict(critic.values(documents)))
+        )
     (apart, other, many, *after), (together, metrics, few, *later) = found
     for name, by_document in apart.items():
         for i, document in enumerate(documents):
             counted = slice(-1, None) if name == "reward" else slice(document.answer_start, None)
-            np.testing.assert_allclose(together[name][i][counted], by_document[i][counted], atol=2e-5, err_msg=name)
+            np.testing.assert_allclose(
+                together[name][i][counted], by_document[i][counted], atol=2e-5, err_msg=name
+            )
             assert len(together[name][i]) == len(by_document[i])
-    assert metrics == pytest.approx(other, rel=2e-4, abs=1e-6) and metrics["policy/grad_norm"] > 0 < metrics["value/grad_norm"]
+    assert (
+        metrics == pytest.approx(other, rel=2e-4, abs=1e-6)
+        and metrics["policy/grad_norm"] > 0 < metrics["value/grad_norm"]
+    )
     assert few < 0.75 * many, "tokens of the rows"
     for changed, expected in zip(later, after, strict=True):
         for i, document in enumerate(documents):
-            np.testing.assert_allclose(changed[i][document.answer_start :], expected[i][document.answer_start :], atol=2e-3)
+            np.testing.assert_allclose(
+                changed[i][document.answer_start :], expected[i][document.answer_start :], atol=2e-3
+            )

@@ -1,4 +1,5 @@
-"""Layers that carry state, with several documents in a row: the convolution, and the test that a kernel must pass."""
+"""Layers that carry state, with several documents in a row: the convolution, and the test that a kernel must
+pass."""
 
 from __future__ import annotations
 
@@ -32,29 +33,41 @@ def test_tokens_have_the_number_of_their_document() -> None:
 @pytest.mark.parametrize("biased", [True, False])
 @pytest.mark.parametrize("activation", ["silu", None])
 @pytest.mark.parametrize("size", [2, 3, 4])
-def test_a_convolution_starts_anew_with_each_document(size: int, activation: str | None, biased: bool) -> None:
+def test_a_convolution_starts_anew_with_each_document(
+    size: int, activation: str | None, biased: bool
+) -> None:
     tokens = sum(LENGTHS)
-    rows, upward = torch.randn(1, 5, tokens, requires_grad=True), torch.randn(1, 5, tokens)
-    weight, bias = torch.randn(5, size, requires_grad=True), torch.randn(5, requires_grad=True) if biased else None
+    rows = torch.randn(1, 5, tokens, requires_grad=True)
+    upward = torch.randn(1, 5, tokens)
+    weight = torch.randn(5, size, requires_grad=True)
+    bias = torch.randn(5, requires_grad=True) if biased else None
     inputs = [part for part in (rows, weight, bias) if part is not None]
     numbers = document_numbers(torch.cat([torch.arange(n) for n in LENGTHS]))
     packed = causal_conv1d(rows, weight, bias, activation, seq_idx=numbers)
     alone = torch.cat([causal_conv1d(part, weight, bias, activation) for part in rows.split(LENGTHS, 2)], 2)
     torch.testing.assert_close(packed, alone)
-    for ours, theirs in zip(*(torch.autograd.grad(found, inputs, upward) for found in (packed, alone)), strict=True):
+    for ours, theirs in zip(
+        *(torch.autograd.grad(found, inputs, upward) for found in (packed, alone)), strict=True
+    ):
         torch.testing.assert_close(ours, theirs)
 
 
 @pytest.mark.parametrize("family", ["qwen3_5", "lfm2"])
 def test_the_convolution_is_that_of_transformers(family: str) -> None:
-    code: Any = state_layers._code_of(model_class(family)(config_class(family)(**SHAPE | {"vocab_size": 96} | FAMILIES[family][1])))
-    rows, weight, bias = torch.randn(2, 6, 11), torch.randn(6, 4), torch.randn(6)
+    code: Any = state_layers._code_of(
+        model_class(family)(config_class(family)(**SHAPE | {"vocab_size": 96} | FAMILIES[family][1]))
+    )
+    rows = torch.randn(2, 6, 11)
+    weight = torch.randn(6, 4)
+    bias = torch.randn(6)
     for activation in (None, "silu"):
         expected = code.causal_conv1d_fn(rows, weight, bias, activation=activation)
         torch.testing.assert_close(causal_conv1d(rows, weight, bias, activation), expected)
 
 
-def by_document(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, cu_seqlens: Tensor, **_: Any) -> tuple[Tensor, None]:
+def by_document(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, cu_seqlens: Tensor, **_: Any
+) -> tuple[Tensor, None]:
     parts = [part[0].float().split(cu_seqlens.diff().tolist()) for part in (q, k, v, g, beta)]
     return torch.cat([delta_rule(*split) for split in zip(*parts, strict=True)])[None].bfloat16(), None
 
@@ -65,7 +78,9 @@ def test_a_kernel_of_the_rule_is_taken() -> None:
 
 @pytest.mark.parametrize("wrong", ["edges", "decay", "gradient"])
 def test_a_kernel_of_something_else_is_rejected(wrong: str) -> None:
-    def wrong_kernel(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, cu_seqlens: Tensor, **_: Any) -> tuple[Tensor, None]:
+    def wrong_kernel(
+        q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, cu_seqlens: Tensor, **_: Any
+    ) -> tuple[Tensor, None]:
         edges = cu_seqlens[[0, -1]] if wrong == "edges" else cu_seqlens
         found, state = by_document(q, k, v, g * 1.5 if wrong == "decay" else g, beta, edges)
         return (found * (1 + (beta - beta.detach()))[..., None] if wrong == "gradient" else found), state
@@ -89,20 +104,29 @@ def test_packed_documents_are_as_alone_where_layers_take_edges(
 ) -> None:
     """As on a GPU, but for kernels: attention and the delta rule of each document are computed in PyTorch."""
     torch.manual_seed(0)
-    policy = Policy(model_class(family)(config_class(family)(**SHAPE | {"vocab_size": 96} | FAMILIES[family][1])).eval())
+    policy = Policy(
+        model_class(family)(config_class(family)(**SHAPE | {"vocab_size": 96} | FAMILIES[family][1])).eval()
+    )
     code = state_layers._code_of(policy.model)
     rows = [documents()[:3], documents()[3:]]
     expected = logprobs_by_document(policy, [[document] for row in rows for document in row])
 
-    def rule(*parts: Tensor, cu_seqlens: Tensor, g: Tensor, beta: Tensor, **options: Any) -> tuple[Tensor, None]:
+    def rule(
+        *parts: Tensor, cu_seqlens: Tensor, g: Tensor, beta: Tensor, **options: Any
+    ) -> tuple[Tensor, None]:
         lengths = cu_seqlens.diff().tolist()
         split = zip(*(part.split(lengths, 1) for part in (*parts, g, beta)), strict=True)
-        return torch.cat([plain(*qkv, g=decay, beta=rate, **options)[0] for *qkv, decay, rate in split], 1), None
+        return (
+            torch.cat([plain(*qkv, g=decay, beta=rate, **options)[0] for *qkv, decay, rate in split], 1),
+            None,
+        )
 
     if family != "lfm2":
         plain = inspect.unwrap(code.torch_chunk_gated_delta_rule)
         monkeypatch.setattr(code, "torch_chunk_gated_delta_rule", rule)
-    monkeypatch.setattr(code, "causal_conv1d_fn", lambda *given, cu_seq_lens_q=None, **named: causal_conv1d(*given, **named))
+    monkeypatch.setattr(
+        code, "causal_conv1d_fn", lambda *given, cu_seq_lens_q=None, **named: causal_conv1d(*given, **named)
+    )
     monkeypatch.setattr(state_layers, "takes_edges", lambda model: True)
     assert attention._fits(policy.model)
     policy.model.set_attn_implementation(attention.VARLEN)
@@ -115,13 +139,17 @@ def test_packed_documents_are_as_alone_where_layers_take_edges(
 
 
 def test_packed_documents_need_a_gpu() -> None:
-    model = model_class("lfm2")(config_class("lfm2")(**SHAPE | {"vocab_size": 96} | FAMILIES["lfm2"][1])).bfloat16()
+    model = model_class("lfm2")(
+        config_class("lfm2")(**SHAPE | {"vocab_size": 96} | FAMILIES["lfm2"][1])
+    ).bfloat16()
     assert not state_layers.takes_edges(model)
 
 
 def test_the_code_that_is_replaced_is_the_backbones_also_under_a_class_of_ours() -> None:
     config = config_class("qwen3-next")(**SHAPE, **FAMILIES["qwen3-next"][1])
     made = type(
-        "Scorer", (GenericForSequenceClassification, Qwen3NextPreTrainedModel), {"config_class": type(config), "__module__": __name__}
+        "Scorer",
+        (GenericForSequenceClassification, Qwen3NextPreTrainedModel),
+        {"config_class": type(config), "__module__": __name__},
     )
     assert state_layers._code_of(made(config)) is modeling_qwen3_next

@@ -11,16 +11,21 @@ from torch import Tensor, nn
 from rlhf_core.models import token_logprobs as module
 from rlhf_core.models.token_logprobs import Entropy, Truncation, token_logprobs
 
-ROWS, WIDTH, VOCABULARY = 40, 16, 1000
+ROWS = 40
+WIDTH = 16
+VOCABULARY = 1000
 
 
-def by_autograd(head: nn.Module, hidden: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+def by_autograd(
+    head: nn.Module, hidden: Tensor, targets: Tensor, temperature: float
+) -> tuple[Tensor, Tensor]:
     table = torch.log_softmax(head(hidden) / temperature, -1)
     return table.gather(-1, targets[:, None]).squeeze(-1), -(table.exp() * table).sum(-1)
 
 
 def problem(dtype: torch.dtype, bias: bool) -> tuple[nn.Linear, Tensor, Tensor]:
-    """A head, hidden states and targets; for a quarter of the rows the target is likely: its gradient is a small difference."""
+    """A head, hidden states and targets; for a quarter of the rows the target is likely: its gradient is a
+    small difference."""
     torch.manual_seed(0)
     head = nn.Linear(WIDTH, VOCABULARY, bias=bias, dtype=dtype)
     hidden = 3 * torch.randn(ROWS, WIDTH)
@@ -32,12 +37,15 @@ def problem(dtype: torch.dtype, bias: bool) -> tuple[nn.Linear, Tensor, Tensor]:
 @pytest.mark.parametrize("keep", [True, False])
 @pytest.mark.parametrize("entropy", ["value", "gradient"])
 @pytest.mark.parametrize("bias", [True, False])
-def test_values_and_gradients_are_those_of_autograd(keep: bool, entropy: Entropy, bias: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_values_and_gradients_are_those_of_autograd(
+    keep: bool, entropy: Entropy, bias: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(module, "LOGITS_CHUNK", 7)
     head, hidden, targets = problem(torch.float32, bias)
     upstream, more = torch.randn(2, ROWS)
     ours, our_entropy = token_logprobs(head, hidden, targets, 0.7, entropy, keep)
-    exact_head, exact_hidden = copy.deepcopy(head).double(), hidden.detach().double().requires_grad_()
+    exact_head = copy.deepcopy(head).double()
+    exact_hidden = hidden.detach().double().requires_grad_()
     theirs, their_entropy = by_autograd(exact_head, exact_hidden, targets, 0.7)
     torch.testing.assert_close(ours, theirs.float())
     torch.testing.assert_close(our_entropy, their_entropy.float(), rtol=1e-5, atol=1e-5)
@@ -64,7 +72,9 @@ def test_rows_beyond_the_known_ones_have_no_probability_and_no_gradient(
     cut = nn.Linear(WIDTH, known, bias=bias)
     cut.load_state_dict({name: weight[:known] for name, weight in head.state_dict().items()})
     theirs = token_logprobs(cut, hidden, targets, 0.7, "gradient", keep)
-    ours = token_logprobs(head if linear else nn.Sequential(head), hidden, targets, 0.7, "gradient", keep, known=known)
+    ours = token_logprobs(
+        head if linear else nn.Sequential(head), hidden, targets, 0.7, "gradient", keep, known=known
+    )
     torch.testing.assert_close(ours, theirs)
     loss, exact = ((found[0] * upstream).sum() + (found[1] * more).sum() for found in (ours, theirs))
     gradients = torch.autograd.grad(loss, [hidden, *head.parameters()])
@@ -77,19 +87,27 @@ def test_rows_beyond_the_known_ones_have_no_probability_and_no_gradient(
 
 @pytest.mark.parametrize("keep", [True, False])
 @pytest.mark.parametrize("linear", [True, False])
-@pytest.mark.parametrize("top", [Truncation(0.9), Truncation(1.0, 5), Truncation(0.7, 30), Truncation(1e-6), Truncation(1.0, 5000)])
-def test_truncated_distributions(top: Truncation, keep: bool, linear: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Beside autograd over the kept tokens, which are found one by one; targets that would be cut are kept with all above them."""
+@pytest.mark.parametrize(
+    "top", [Truncation(0.9), Truncation(1.0, 5), Truncation(0.7, 30), Truncation(1e-6), Truncation(1.0, 5000)]
+)
+def test_truncated_distributions(
+    top: Truncation, keep: bool, linear: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Beside autograd over the kept tokens, which are found one by one; targets that would be cut are kept
+    with all above them."""
     monkeypatch.setattr(module, "LOGITS_CHUNK", 7)
     head, hidden, targets = problem(torch.float32, bias=True)
     upstream, more = torch.randn(2, ROWS)
     used = head if linear else nn.Sequential(head)
     ours, our_entropy = token_logprobs(used, hidden, targets, 0.7, "gradient", keep, None, top)
-    exact_head, exact_hidden = copy.deepcopy(head).double(), hidden.detach().double().requires_grad_()
-    scaled, cut = exact_head(exact_hidden) / 0.7, 0
+    exact_head = copy.deepcopy(head).double()
+    exact_hidden = hidden.detach().double().requires_grad_()
+    scaled = exact_head(exact_hidden) / 0.7
+    cut = 0
     outside = torch.ones(ROWS, VOCABULARY, dtype=torch.bool)
     for row in range(ROWS):
-        mass, order = 0.0, scaled[row].argsort(descending=True).tolist()[: top.top_k or None]
+        mass = 0.0
+        order = scaled[row].argsort(descending=True).tolist()[: top.top_k or None]
         p = dict(zip(order, scaled[row][order].softmax(-1).tolist(), strict=True))
         for token in order:
             if mass < top.top_p:
@@ -99,11 +117,16 @@ def test_truncated_distributions(top: Truncation, keep: bool, linear: bool, monk
         outside[row] &= scaled[row] < scaled[row, targets[row]]
     assert (cut > 10) == (top.top_k < 1000), "the rest has no case of a token that is left out"
     table = torch.log_softmax(scaled.masked_fill(outside, float("-inf")), -1)
-    theirs, their_entropy = table.gather(-1, targets[:, None]).squeeze(-1), -(table.exp() * table.masked_fill(outside, 0)).sum(-1)
+    theirs = table.gather(-1, targets[:, None]).squeeze(-1)
+    their_entropy = -(table.exp() * table.masked_fill(outside, 0)).sum(-1)
     torch.testing.assert_close(ours, theirs.float())
     torch.testing.assert_close(our_entropy, their_entropy.float(), rtol=1e-5, atol=1e-5)
-    gradients = torch.autograd.grad((ours * upstream + our_entropy * more).sum(), [hidden, *head.parameters()])
-    exact = torch.autograd.grad((theirs * upstream + their_entropy * more).sum(), [exact_hidden, *exact_head.parameters()])
+    gradients = torch.autograd.grad(
+        (ours * upstream + our_entropy * more).sum(), [hidden, *head.parameters()]
+    )
+    exact = torch.autograd.grad(
+        (theirs * upstream + their_entropy * more).sum(), [exact_hidden, *exact_head.parameters()]
+    )
     for got, expected in zip(gradients, exact, strict=True):
         torch.testing.assert_close(got, expected.float(), rtol=1e-4, atol=1e-5)
 
@@ -156,7 +179,9 @@ def test_nothing_is_kept_without_gradients(monkeypatch: pytest.MonkeyPatch) -> N
     head, hidden, targets = problem(torch.float32, bias=False)
     sizes: list[int] = []
     read = module._read_with_torch
-    monkeypatch.setattr(module, "_read_with_torch", lambda logits, *rest: (sizes.append(len(logits)), read(logits, *rest))[1])
+    monkeypatch.setattr(
+        module, "_read_with_torch", lambda logits, *rest: (sizes.append(len(logits)), read(logits, *rest))[1]
+    )
     with torch.no_grad():
         token_logprobs(head, hidden, targets, 1.0, "no", True)
     assert max(sizes) == 7
@@ -170,7 +195,9 @@ def test_kept_logits_serve_one_backward_pass() -> None:
         logprobs.sum().backward()
 
 
-def test_the_head_is_called_once_with_its_hooks_and_keeps_its_forward(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_head_is_called_once_with_its_hooks_and_keeps_its_forward(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """What gathers the weights of a sharded head is a hook: every rank must call it equally often."""
     monkeypatch.setattr(module, "LOGITS_CHUNK", 7)
     head, hidden, targets = problem(torch.float32, bias=False)

@@ -1,4 +1,5 @@
-"""Adapters are merged into bf16 weights without bias: on average the whole of a small update arrives, the same way every time."""
+"""Adapters are merged into bf16 weights without bias: on average the whole of a small update arrives, the
+same way every time."""
 
 from __future__ import annotations
 
@@ -53,13 +54,17 @@ def test_the_whole_update_arrives_on_average(share: float) -> None:
     assert (left - update).mean().abs() < 4 * (left - update).std() / WIDE
     nearest = (weight.float() + update).bfloat16().float() - weight.float()
     if share <= 3e-4:
-        assert (nearest * update).sum() / update.square().sum() < 0.5, "to the nearest number most of it is lost"
+        assert (nearest * update).sum() / update.square().sum() < 0.5, (
+            "to the nearest number most of it is lost"
+        )
 
 
 def test_each_number_is_one_of_its_neighbours_as_often_as_it_is_near() -> None:
     exact = torch.full((400, 1000), 1 + 2**-7 * 0.3)  # between 1 and the next bf16 number
     rounded = round_unbiased(exact, torch.bfloat16, "a").float()
-    assert set(rounded.unique().tolist()) == {1.0, 1 + 2**-7} and float((rounded > 1).float().mean()) == pytest.approx(0.3, abs=0.005)
+    assert set(rounded.unique().tolist()) == {1.0, 1 + 2**-7} and float(
+        (rounded > 1).float().mean()
+    ) == pytest.approx(0.3, abs=0.005)
     assert torch.equal(round_unbiased(-exact, torch.bfloat16, "a").float(), -rounded)
 
 
@@ -84,7 +89,9 @@ def test_float32_is_exact() -> None:
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_a_merged_checkpoint_has_what_survives_and_the_adapter_beside_it(dtype: str, material: Path, tmp_path: Path) -> None:
+def test_a_merged_checkpoint_has_what_survives_and_the_adapter_beside_it(
+    dtype: str, material: Path, tmp_path: Path
+) -> None:
     """The adapter's later merge, as of a stage that starts from it, gives the same weights."""
     lora = Lora(rank=4, alpha=8)
 
@@ -92,11 +99,20 @@ def test_a_merged_checkpoint_has_what_survives_and_the_adapter_beside_it(dtype: 
         config = config_of("sft", material, lora.model_copy(update=fields), dtype=dtype, learning_rate=1e-4)
         return run(config, material / "base", tmp_path / name)
 
-    outcome, alone = trained("merged"), trained("alone", export="adapter")
+    outcome = trained("merged")
+    alone = trained("alone", export="adapter")
     checkpoint = tmp_path / "merged" / "checkpoint"
-    assert outcome.metrics[SURVIVES] == pytest.approx(1.0, abs=0.15 if dtype == "bfloat16" else 1e-3) and SURVIVES not in alone.metrics
-    beside, only = (load_file(place / ADAPTER_WEIGHTS) for place in (checkpoint / "adapter", tmp_path / "alone" / "checkpoint"))
-    assert beside.keys() == only.keys() and all(torch.equal(weight, only[name]) for name, weight in beside.items())
+    assert (
+        outcome.metrics[SURVIVES] == pytest.approx(1.0, abs=0.15 if dtype == "bfloat16" else 1e-3)
+        and SURVIVES not in alone.metrics
+    )
+    beside, only = (
+        load_file(place / ADAPTER_WEIGHTS)
+        for place in (checkpoint / "adapter", tmp_path / "alone" / "checkpoint")
+    )
+    assert beside.keys() == only.keys() and all(
+        torch.equal(weight, only[name]) for name, weight in beside.items()
+    )
     whole = load_policy(str(checkpoint), dtype).model.state_dict()
     for adapter in (checkpoint / "adapter", tmp_path / "alone" / "checkpoint"):
         merged = load_policy(str(adapter), dtype).model.state_dict()
@@ -106,14 +122,22 @@ def test_a_merged_checkpoint_has_what_survives_and_the_adapter_beside_it(dtype: 
 def test_what_is_sent_to_engines_is_what_is_exported(material: Path) -> None:
     policy = trained_policy(str(material / "base"), "bfloat16", False, Lora(rank=4), 0)
     for layer in lora_layers(policy.model).values():
-        torch.nn.init.normal_(layer.lora_B["default"].weight, std=1e-3, generator=torch.Generator().manual_seed(1))
+        torch.nn.init.normal_(
+            layer.lora_B["default"].weight, std=1e-3, generator=torch.Generator().manual_seed(1)
+        )
     survival = Survival()
-    one, again = ({n: w.clone() for n, w in checkpoint_weights(policy.model, lambda _: nullcontext(), survival)} for _ in range(2))
-    assert all(torch.equal(weight, again[name]) for name, weight in one.items()) and survival.share() == pytest.approx(1.0, abs=0.1)
+    one, again = (
+        {n: w.clone() for n, w in checkpoint_weights(policy.model, lambda _: nullcontext(), survival)}
+        for _ in range(2)
+    )
+    assert all(
+        torch.equal(weight, again[name]) for name, weight in one.items()
+    ) and survival.share() == pytest.approx(1.0, abs=0.1)
 
 
 def test_what_is_not_finite_stays_so() -> None:
-    patterns = torch.tensor([0x7FFFFFFF, 0x7FC00000, -1, 0x7F800000, -0x800000], dtype=torch.int32)  # NaNs, inf, -inf
+    # NaNs, inf, -inf
+    patterns = torch.tensor([0x7FFFFFFF, 0x7FC00000, -1, 0x7F800000, -0x800000], dtype=torch.int32)
     exact = patterns.view(torch.float32).repeat(100)
     rounded = round_unbiased(exact, torch.bfloat16, "w")
     assert rounded.isnan().equal(exact.isnan())

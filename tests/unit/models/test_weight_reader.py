@@ -1,4 +1,5 @@
-"""Large weights are read into memory that is used again, and not read by ranks that get their data when they are cut."""
+"""Large weights are read into memory that is used again, and not read by ranks that get their data when they
+are cut."""
 
 from __future__ import annotations
 
@@ -23,11 +24,15 @@ WEIGHTS = {
 }
 
 
-def opened(folder: Path, reads: bool, monkeypatch: pytest.MonkeyPatch, buffers: Buffers | None = None) -> WeightFile:
+def opened(
+    folder: Path, reads: bool, monkeypatch: pytest.MonkeyPatch, buffers: Buffers | None = None
+) -> WeightFile:
     monkeypatch.setattr(weight_reader, "LARGE", 40)
     file = folder / "model.safetensors"
     save_file(WEIGHTS, file, {"format": "pt"})
-    return WeightFile(safe_open(file, framework="pt", backend="pread"), str(file), reads, buffers or Buffers())
+    return WeightFile(
+        safe_open(file, framework="pt", backend="pread"), str(file), reads, buffers or Buffers()
+    )
 
 
 def test_a_rank_that_reads_gets_what_the_file_holds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -42,12 +47,18 @@ def test_a_rank_that_reads_gets_what_the_file_holds(tmp_path: Path, monkeypatch:
         file.get_slice("large")[...]
 
 
-def test_other_ranks_read_small_weights_alone_and_a_weight_without_data_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_ranks_read_small_weights_alone_and_a_weight_without_data_is_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     file = opened(tmp_path, False, monkeypatch)
     read: dict[str, Tensor] = {name: file.get_slice(name)[...] for name in WEIGHTS}
     assert torch.equal(read["small"], WEIGHTS["small"]) and torch.equal(read["whole"], WEIGHTS["whole"])
     for name in ("large", "half"):
-        assert read[name].shape == WEIGHTS[name].shape and read[name].isnan().all() and read[name].untyped_storage().nbytes() <= 4
+        assert (
+            read[name].shape == WEIGHTS[name].shape
+            and read[name].isnan().all()
+            and read[name].untyped_storage().nbytes() <= 4
+        )
         assert torch.equal(file.get_slice(name)[2:], WEIGHTS[name][2:]), "a part is read"
 
     class Reading:
@@ -56,7 +67,9 @@ def test_other_ranks_read_small_weights_alone_and_a_weight_without_data_is_found
     model = nn.Linear(10, 6)
     require_data(model, Reading())  # type: ignore[arg-type]
     model.weight.data = read["large"]
-    with pytest.raises(RuntimeError, match=r"^weight was not cut over the ranks, so this rank has no data of it"):
+    with pytest.raises(
+        RuntimeError, match=r"^weight was not cut over the ranks, so this rank has no data of it"
+    ):
         require_data(model, Reading())  # type: ignore[arg-type]
     require_data(model, None)
 
@@ -65,7 +78,9 @@ def test_other_ranks_read_small_weights_alone_and_a_weight_without_data_is_found
 def test_a_head_of_its_own_is_found(stored: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(weight_reader, "PIECE", 64)
     embedding = torch.arange(60.0).reshape(6, 10)
-    head = {"one": None, "other values": embedding.clone(), "other rows": embedding[:5].clone()}.get(stored, embedding.clone())
+    head = {"one": None, "other values": embedding.clone(), "other rows": embedding[:5].clone()}.get(
+        stored, embedding.clone()
+    )
     if stored == "other values":
         head[5, 9] = 0
     weights = {"model.embed_tokens.weight": embedding} | ({} if head is None else {"lm_head.weight": head})
@@ -80,7 +95,9 @@ def test_a_file_can_be_opened_as_transformers_does(tmp_path: Path, monkeypatch: 
         assert file.metadata() == {"format": "pt"} and torch.equal(file.get_tensor("large"), WEIGHTS["large"])
 
 
-def test_few_parts_are_kept_when_many_were_used_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_few_parts_are_kept_when_many_were_used_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     buffers = Buffers()
     file = opened(tmp_path, True, monkeypatch, buffers)
     several = [file.get_slice("large")[...] for _ in range(9)]
@@ -91,10 +108,14 @@ def test_few_parts_are_kept_when_many_were_used_at_once(tmp_path: Path, monkeypa
     assert torch.equal(several[0], WEIGHTS["large"])
 
 
-def test_memory_is_used_again_when_no_weight_is_in_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_is_used_again_when_no_weight_is_in_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     made: list[int] = []
     empty = np.empty
-    monkeypatch.setattr(weight_reader.np, "empty", lambda size, dtype: made.append(size) or empty(size, dtype))
+    monkeypatch.setattr(
+        weight_reader.np, "empty", lambda size, dtype: made.append(size) or empty(size, dtype)
+    )
     file = opened(tmp_path, True, monkeypatch)
     first = file.get_slice("large")[...]
     second = file.get_slice("large")[...]

@@ -1,4 +1,5 @@
-"""Multimodal checkpoints: their language model trains like a text model, and what they hold beside it stays as it was, byte for byte."""
+"""Multimodal checkpoints: their language model trains like a text model, and what they hold beside it stays
+as it was, byte for byte."""
 
 from __future__ import annotations
 
@@ -29,7 +30,9 @@ __all__ = ["planned"]
 
 @pytest.fixture(scope="module", params=WRAPPERS)
 def wrapper(request: pytest.FixtureRequest, material: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_family(request.param, material / "base", tmp_path_factory.mktemp("models") / request.param, torch.bfloat16)
+    return make_family(
+        request.param, material / "base", tmp_path_factory.mktemp("models") / request.param, torch.bfloat16
+    )
 
 
 def tensors(folder: Path) -> dict[str, torch.Tensor]:
@@ -46,7 +49,9 @@ def test_its_language_model_computes_what_the_whole_does(wrapper: Path) -> None:
 
 
 @pytest.mark.parametrize("lora", [None, Lora(rank=2)], ids=["full", "lora"])
-def test_training_leaves_all_else_as_it_was(wrapper: Path, lora: Lora | None, material: Path, tmp_path: Path) -> None:
+def test_training_leaves_all_else_as_it_was(
+    wrapper: Path, lora: Lora | None, material: Path, tmp_path: Path
+) -> None:
     """SFT, DPO from what it makes, and the whole by transformers."""
     run(config_of("sft", material, lora), wrapper, tmp_path / "sft")
     run(config_of("dpo", material, lora), tmp_path / "sft" / "checkpoint", tmp_path / "dpo")
@@ -62,14 +67,20 @@ def test_training_leaves_all_else_as_it_was(wrapper: Path, lora: Lora | None, ma
         for name in ("config.json", "preprocessor_config.json", "model.safetensors.index.json"):
             assert (made / name).read_bytes() == (wrapper / name).read_bytes()
         loaded, info = AutoModelForImageTextToText.from_pretrained(made, output_loading_info=True)
-        assert not info["missing_keys"] and not info["unexpected_keys"] and type(loaded).__name__.endswith("ForConditionalGeneration")
+        assert (
+            not info["missing_keys"]
+            and not info["unexpected_keys"]
+            and type(loaded).__name__.endswith("ForConditionalGeneration")
+        )
         before = after
 
 
 def test_a_reward_model_of_it_is_a_text_model(wrapper: Path, material: Path, tmp_path: Path) -> None:
     run(config_of("reward_model", material, None), wrapper, tmp_path / "rm")
     made = tmp_path / "rm" / "checkpoint"
-    assert json.loads((made / "config.json").read_text())["architectures"][0].endswith("ForSequenceClassification")
+    assert json.loads((made / "config.json").read_text())["architectures"][0].endswith(
+        "ForSequenceClassification"
+    )
     _, info = AutoModelForSequenceClassification.from_pretrained(made, output_loading_info=True)
     assert not info["missing_keys"] and not info["unexpected_keys"]
     assert torch.equal(scores(made), scores(made)) and load_scorer(str(made), 0).model.score.weight.any()
@@ -80,17 +91,25 @@ def test_a_policy_made_of_the_whole_is_refused() -> None:
         Policy(Gemma3ForConditionalGeneration(Gemma3Config(text_config=SHAPE, vision_config=VISION)))
 
 
-def test_a_language_model_without_a_class_of_its_own_is_told_before_work(planned: Planned, tmp_path: Path) -> None:
+def test_a_language_model_without_a_class_of_its_own_is_told_before_work(
+    planned: Planned, tmp_path: Path
+) -> None:
     shape = Qwen3VLConfig(
-        text_config={**SHAPE, "vocab_size": 300, "max_position_embeddings": 512}, vision_config=PATCHES | {"deepstack_visual_indexes": [0]}
+        text_config={**SHAPE, "vocab_size": 300, "max_position_embeddings": 512},
+        vision_config=PATCHES | {"deepstack_visual_indexes": [0]},
     )
     whole = Qwen3VLForConditionalGeneration(shape)
     whole.save_pretrained(tmp_path / "base")
-    told = f"{tmp_path / 'base'} is Qwen3VLForConditionalGeneration, which reads more than text: name a text model"
+    told = (
+        f"{tmp_path / 'base'} is Qwen3VLForConditionalGeneration, which reads more than text: name a text"
+        " model"
+    )
     with pytest.raises(ValueError, match=told):
         load_policy(str(tmp_path / "base"))
     plan = planned()
-    assert [problem.partition(", or a")[0] for problem in check_inputs(plan, plan.nodes)] == [f"base_model: {told}"]
+    assert [problem.partition(", or a")[0] for problem in check_inputs(plan, plan.nodes)] == [
+        f"base_model: {told}"
+    ]
 
 
 def test_others_have_no_problems_before_work(planned: Planned, wrapper: Path, tmp_path: Path) -> None:

@@ -1,4 +1,5 @@
-"""KL, token rewards, GAE, group estimators and controllers against loops and hand-computed numbers, on masks with holes."""
+"""KL, token rewards, GAE, group estimators and controllers against loops and hand-computed numbers, on masks
+with holes."""
 
 import dataclasses
 import math
@@ -12,7 +13,8 @@ from rlhf_core.objectives.kl_controller import KLController
 from rlhf_core.objectives.masked import whiten
 from tests.support import reference
 
-B, T = 5, 11
+B = 5
+T = 11
 
 
 def tensor(numbers):
@@ -21,27 +23,37 @@ def tensor(numbers):
 
 @pytest.fixture(params=range(3))
 def rollout(request):
-    """kl, rewards, values (B, T), scores (B,), and a mask with holes, whose last row has no response at all."""
+    """kl, rewards, values (B, T), scores (B,), and a mask with holes, whose last row has no response at
+    all."""
     generator = torch.Generator().manual_seed(request.param)
     kl, rewards, values = torch.randn(3, B, T, generator=generator, dtype=torch.float64)
     scores = torch.randn(B, generator=generator, dtype=torch.float64)
     mask = torch.rand(B, T, generator=generator) < 0.6
-    mask[0] = torch.tensor([False] * 3 + [True] * 3 + [False] * 2 + [True] * 2 + [False])  # prompt, hole, padding
+    # prompt, hole, padding
+    mask[0] = torch.tensor([False] * 3 + [True] * 3 + [False] * 2 + [True] * 2 + [False])
     mask[-1] = False
     return kl, rewards, values, scores, mask
 
 
 @pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
 def test_kl_estimators_equal_the_formula(rollout, estimator):
-    p, q = rollout[0], rollout[1]
-    expected = [[reference.kl(a, b, estimator) for a, b in zip(*rows, strict=True)] for rows in zip(p.tolist(), q.tolist(), strict=True)]
+    p = rollout[0]
+    q = rollout[1]
+    expected = [
+        [reference.kl(a, b, estimator) for a, b in zip(*rows, strict=True)]
+        for rows in zip(p.tolist(), q.tolist(), strict=True)
+    ]
     assert_close(adv.kl_estimate(p, q, estimator), tensor(expected))
 
 
 def test_k1_and_k3_estimate_the_kl_without_bias_and_k2_is_close_when_the_policies_are():
-    p, q = tensor([0.5, 0.3, 0.2]), tensor([0.4, 0.35, 0.25])
+    p = tensor([0.5, 0.3, 0.2])
+    q = tensor([0.4, 0.35, 0.25])
     true = (p * (p / q).log()).sum()
-    k1, k2, k3 = ((p * adv.kl_estimate(p.log(), q.log(), estimator)).sum() for estimator in ("k1", "k2", "k3"))  # exact expectations
+    # exact expectations
+    k1, k2, k3 = (
+        (p * adv.kl_estimate(p.log(), q.log(), estimator)).sum() for estimator in ("k1", "k2", "k3")
+    )
     assert_close(k1, true)
     assert_close(k3, true)
     assert 0 < abs(k2 - true) < 0.05 * true
@@ -90,7 +102,8 @@ def test_gae_by_hand():
 
 
 def test_masked_tokens_are_skipped_not_zeroed(rollout):
-    """Cutting the masked tokens out changes nothing, and garbage on them changes nothing; a ragged row equals a padded one."""
+    """Cutting the masked tokens out changes nothing, and garbage on them changes nothing; a ragged row equals
+    a padded one."""
     _, rewards, values, _, mask = rollout
     nan = torch.full_like(values, float("nan"))
     whole = adv.gae(torch.where(mask, rewards, nan), torch.where(mask, values, nan), mask, 0.9, 0.8)
@@ -113,7 +126,9 @@ def test_with_gamma_and_lambda_1_returns_are_the_rewards_to_go(rollout):
 
 def test_explained_variance(rollout):
     _, returns, values, _, mask = rollout
-    expected = reference.explained_variance(values.flatten().tolist(), returns.flatten().tolist(), mask.flatten().tolist())
+    expected = reference.explained_variance(
+        values.flatten().tolist(), returns.flatten().tolist(), mask.flatten().tolist()
+    )
     assert_close(adv.explained_variance(values, returns, mask), tensor(expected))
     assert_close(adv.explained_variance(returns, returns, mask), tensor(1.0))
     assert_close(adv.explained_variance(torch.full_like(values, 7.0), returns, mask), tensor(0.0))
@@ -135,10 +150,12 @@ def test_group_estimators_give_no_signal_to_a_group_of_equals_and_refuse_one_ans
 
 def test_reinforce_pp_equals_the_loop_and_its_baseline_takes_the_group_mean_off_first(rollout):
     kl, draws, _, _, mask = rollout
-    kl, mask = torch.stack([kl, -kl], 1), torch.stack([mask, mask.roll(1, 0)], 1)  # G=B groups of n=2: (G, n, T)
+    kl = torch.stack([kl, -kl], 1)
+    mask = torch.stack([mask, mask.roll(1, 0)], 1)  # G=B groups of n=2: (G, n, T)
     scores = 3 * draws[:, :2]
     for baseline in (False, True):
-        rows, costs = [], []
+        rows = []
+        costs = []
         for g in range(B):
             group = scores[g].tolist()
             centred = reference.dr_grpo(group) if baseline else group
@@ -149,17 +166,22 @@ def test_reinforce_pp_equals_the_loop_and_its_baseline_takes_the_group_mean_off_
         flat = mask.flatten().tolist()
         mean = sum(cost for cost, counts in zip(costs, flat, strict=True) if counts) / sum(flat)
         white = reference.whiten(rows, flat, 1e-8)
-        expected = [w - (c - mean) if counts else 0.0 for w, c, counts in zip(white, costs, flat, strict=True)]
+        expected = [
+            w - (c - mean) if counts else 0.0 for w, c, counts in zip(white, costs, flat, strict=True)
+        ]
         task = adv.token_rewards(kl, 0.0, adv.dr_grpo(scores) if baseline else scores, mask)
         assert_close(adv.reinforce_pp(task, 0.1 * kl, mask, 0.9).flatten(), tensor(expected))
 
 
 @pytest.mark.parametrize(("reward", "n"), [(9.7, 10), (3.3, 7), (97.3, 8), (700.1, 8), (0.1, 1000)])
 def test_equal_rewards_give_no_advantage_at_all(reward, n):
-    """In float32 their mean may be off by an ulp, which a deviation of almost 0 would make an advantage of up to 0.4."""
+    """In float32 their mean may be off by an ulp, which a deviation of almost 0 would make an advantage of up
+    to 0.4."""
     scores = torch.full((n,), reward, dtype=torch.float32)
     for estimator in adv.GROUPED.values():
-        assert adv.in_groups(estimator, scores, torch.ones(n, dtype=torch.bool), n).advantages.abs().max() < 1e-9
+        assert (
+            adv.in_groups(estimator, scores, torch.ones(n, dtype=torch.bool), n).advantages.abs().max() < 1e-9
+        )
     assert whiten(scores, torch.ones(n, dtype=torch.bool)).abs().max() == 0
 
 
@@ -184,7 +206,8 @@ def test_whitening_comes_after_returns(rollout):
 
 def test_adaptive_kl_by_hand():
     controller = KLController(0.1, target=6.0, horizon=10000)
-    # kl 12: error 12/6 - 1 = 1, clipped to 0.2; 0.1 * (1 + 0.2 / 10000)^512, ln = 512 * 1.99998e-5 = 0.0102399
+    # kl 12: error 12/6 - 1 = 1, clipped to 0.2; 0.1 * (1 + 0.2 / 10000)^512, ln = 512 * 1.99998e-5 =
+    # 0.0102399
     up = controller.update(12.0, 512)
     assert up.coef == pytest.approx(0.1 * math.exp(0.0102399))
     # kl 6.6: error 0.1; times (1 + 0.1 / 10000)^1000, ln = 1000 * 9.99995e-6

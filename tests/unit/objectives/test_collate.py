@@ -22,7 +22,9 @@ def test_two_packed_rows_by_hand() -> None:
     assert (batch.tokens.dtype, batch.mask.dtype) == (torch.int64, torch.bool)
 
 
-@pytest.mark.parametrize(("length", "width"), [(1, 8), (3, 8), (8, 8), (9, 16), (513, 528), (16_100, 16_128), (16_384, 16_384)])
+@pytest.mark.parametrize(
+    ("length", "width"), [(1, 8), (3, 8), (8, 8), (9, 16), (513, 528), (16_100, 16_128), (16_384, 16_384)]
+)
 def test_width_is_rounded_up(length: int, width: int) -> None:
     assert collate([[Document([1] * length, [True] * length)]], PAD).tokens.shape == (1, width)
 
@@ -44,7 +46,9 @@ def test_transformers_reads_the_same_document_borders() -> None:
     same_here = batch.documents[:, :, None] == batch.documents[:, None, :]
     both_real = real[:, :, None] & real[:, None, :]
     assert torch.equal(same_in_transformers[both_real], same_here[both_real])
-    assert not (same_in_transformers & (real[:, :, None] != real[:, None, :])).any(), "a pad attends to a document, or the reverse"
+    assert not (same_in_transformers & (real[:, :, None] != real[:, None, :])).any(), (
+        "a pad attends to a document, or the reverse"
+    )
 
 
 def test_nothing_to_collate_is_refused() -> None:

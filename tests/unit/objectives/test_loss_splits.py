@@ -1,7 +1,8 @@
-"""Loss, metrics and gradient are equal under any micro-batch split, any data-parallel split, and packed or padded.
+"""Loss, metrics and gradient are equal under any micro-batch split, any data-parallel split, and packed or
+padded.
 
-A tiny model gives each document its log-probs, values and scores. Units are pairs of documents (chosen, rejected), so every loss runs
-on the same micro-batches.
+A tiny model gives each document its log-probs, values and scores. Units are pairs of documents (chosen,
+rejected), so every loss runs on the same micro-batches.
 """
 
 import pytest
@@ -14,7 +15,9 @@ from rlhf_core.objectives.masked import before, document_mean, document_sum, gat
 from rlhf_core.objectives.sampler_weights import importance_weights
 from tests.unit.objectives.test_masked import positions_of
 
-UNITS, WIDTH, CAPACITY = 6, 3, 24
+UNITS = 6
+WIDTH = 3
+CAPACITY = 24
 SPLITS = {  # ranks of micro-batches of units
     "one unit at a time": [[[0], [1], [2], [3], [4], [5]]],
     "uneven micro-batches": [[[4, 0, 3], [1], [2, 5]]],
@@ -29,9 +32,13 @@ def make_documents(dtype):
     for _ in range(2 * UNITS):
         length = int(torch.randint(3, 12, (1,), generator=generator))
         mask = torch.rand(length, generator=generator) < 0.6
-        mask[0], mask[-1] = False, True
+        mask[0] = False
+        mask[-1] = True
         names = ("old", "ref", "sampler", "advantages", "returns", "old_values")
-        columns = {name: (torch.randn(length, generator=generator, dtype=torch.float64) * 0.5).to(dtype) for name in names}
+        columns = {
+            name: (torch.randn(length, generator=generator, dtype=torch.float64) * 0.5).to(dtype)
+            for name in names
+        }
         columns["weights"] = torch.full((length,), 1 / int(mask.sum()), dtype=dtype)
         features = torch.randn(length, WIDTH, generator=generator, dtype=torch.float64).to(dtype)
         documents.append({"mask": mask, "features": features, **columns})
@@ -39,11 +46,14 @@ def make_documents(dtype):
 
 
 def lay_out(documents, packed):
-    """(B, T) columns. Padded: one document a row. Packed: first fit into rows of CAPACITY. Padding holds nan wherever it may."""
+    """(B, T) columns. Padded: one document a row. Packed: first fit into rows of CAPACITY. Padding holds nan
+    wherever it may."""
     rows: list[list[int]] = []
     for k, document in enumerate(documents):
         size = len(document["mask"])
-        room = [row for row in rows if packed and sum(len(documents[j]["mask"]) for j in row) + size <= CAPACITY]
+        room = [
+            row for row in rows if packed and sum(len(documents[j]["mask"]) for j in row) + size <= CAPACITY
+        ]
         if room:
             room[0].append(k)
         else:
@@ -65,21 +75,35 @@ def lay_out(documents, packed):
 
 def every_loss(batch, theta, tokens):
     """Each loss on one micro-batch, with denominators of the whole step."""
-    documents, mask = batch["documents"], batch["mask"]
+    documents = batch["documents"]
+    mask = batch["mask"]
     positions = positions_of(documents)
     n = int(documents.max()) + 1
     h = batch["features"] @ theta
-    logprobs, values, scores = before(-F.softplus(h), positions), before(h, positions), gather_last(h, documents, n)
-    total, mean = document_sum(logprobs, mask, documents, n), document_mean(logprobs, mask, documents, n)
+    logprobs = before(-F.softplus(h), positions)
+    values = before(h, positions)
+    scores = gather_last(h, documents, n)
+    total = document_sum(logprobs, mask, documents, n)
+    mean = document_mean(logprobs, mask, documents, n)
     ref_total, ref_mean = (f(batch["ref"], mask, documents, n) for f in (document_sum, document_mean))
     is_weights = importance_weights(batch["old"], batch["sampler"], batch["mask"], 0.0, 2.0)
-    c, r = slice(0, None, 2), slice(1, None, 2)
+    c = slice(0, None, 2)
+    r = slice(1, None, 2)
     sequence = losses.gspo_logprobs(logprobs, batch["old"], mask, documents, n)
     desirable = torch.arange(n) % 2 == 0
 
     def policy(new, denominator, weights=None, dual_clip=None):
         return losses.policy_loss(
-            new, batch["old"], batch["advantages"], mask, 0.2, 0.3, is_weights, denominator, dual_clip=dual_clip, weights=weights
+            new,
+            batch["old"],
+            batch["advantages"],
+            mask,
+            0.2,
+            0.3,
+            is_weights,
+            denominator,
+            dual_clip=dual_clip,
+            weights=weights,
         )
 
     return {
@@ -100,11 +124,13 @@ def every_loss(batch, theta, tokens):
 
 
 def step(documents, split, packed):
-    """Loss, metrics and gradient of a whole optimiser step for each loss: sums over micro-batches, then over ranks."""
+    """Loss, metrics and gradient of a whole optimiser step for each loss: sums over micro-batches, then over
+    ranks."""
     tokens = float(sum(int(document["mask"].sum()) for document in documents))
     totals = {}
     for micro_batches in split:
-        theta = torch.linspace(-1, 1, WIDTH, dtype=documents[0]["features"].dtype).requires_grad_()  # each rank has its own copy
+        # each rank has its own copy
+        theta = torch.linspace(-1, 1, WIDTH, dtype=documents[0]["features"].dtype).requires_grad_()
         for units in micro_batches:
             batch = lay_out([documents[k] for unit in units for k in (2 * unit, 2 * unit + 1)], packed)
             for name, (loss, metrics) in every_loss(batch, theta, tokens).items():
@@ -131,4 +157,8 @@ def test_loss_and_gradient_are_equal_under_any_split_and_layout(split, packed, d
 
 def test_the_packed_layout_really_packs():
     documents = make_documents(torch.float64)
-    assert len(lay_out(documents, packed=True)["documents"]) < len(lay_out(documents, packed=False)["documents"]) == 2 * UNITS
+    assert (
+        len(lay_out(documents, packed=True)["documents"])
+        < len(lay_out(documents, packed=False)["documents"])
+        == 2 * UNITS
+    )

@@ -1,4 +1,5 @@
-"""Losses against loops and hand-computed numbers. Equality under splits and layouts is in `test_loss_splits.py`."""
+"""Losses against loops and hand-computed numbers. Equality under splits and layouts is in
+`test_loss_splits.py`."""
 
 import inspect
 import math
@@ -10,7 +11,9 @@ from torch.testing import assert_close
 from rlhf_core.objectives import losses
 from tests.support import reference
 
-B, T, N = 4, 9, 7
+B = 4
+T = 9
+N = 7
 
 
 def tensor(numbers):
@@ -48,7 +51,8 @@ seeds = pytest.mark.parametrize("seed", range(3))
 
 @seeds
 def test_sft_loss(seed):
-    x, mask = next(randoms(seed, B, T)), holes(seed, B, T)
+    x = next(randoms(seed, B, T))
+    mask = holes(seed, B, T)
     assert_same(losses.sft_loss(x, mask, 37), reference.sft_loss(*lists(x, mask), 37))
 
 
@@ -56,7 +60,9 @@ def test_sft_loss(seed):
 @pytest.mark.parametrize("centering", [0.0, 0.01])
 def test_reward_loss(seed, centering):
     draw = randoms(seed, N)
-    chosen, rejected, margin = next(draw), next(draw), next(draw).abs()
+    chosen = next(draw)
+    rejected = next(draw)
+    margin = next(draw).abs()
     expected = reference.reward_loss(*lists(chosen, rejected, margin), centering, 5)
     assert_same(losses.reward_loss(chosen, rejected, margin, centering, 5), expected)
     expected = reference.reward_loss(*lists(chosen, rejected), [0.5] * N, centering, 5)
@@ -81,9 +87,15 @@ def test_ipo_refuses_label_smoothing():
 @seeds
 def test_simpo_and_orpo_loss(seed):
     draw = randoms(seed, N)
-    chosen, rejected = -next(draw).abs() - 0.01, -next(draw).abs() - 0.01
-    assert_same(losses.simpo_loss(chosen, rejected, 2.0, 1.0, 5), reference.simpo_loss(*lists(chosen, rejected), 2.0, 1.0, 5))
-    assert_same(losses.orpo_loss(chosen, rejected, 0.1, 5), reference.orpo_loss(*lists(chosen, rejected), 0.1, 5))
+    chosen = -next(draw).abs() - 0.01
+    rejected = -next(draw).abs() - 0.01
+    assert_same(
+        losses.simpo_loss(chosen, rejected, 2.0, 1.0, 5),
+        reference.simpo_loss(*lists(chosen, rejected), 2.0, 1.0, 5),
+    )
+    assert_same(
+        losses.orpo_loss(chosen, rejected, 0.1, 5), reference.orpo_loss(*lists(chosen, rejected), 0.1, 5)
+    )
 
 
 def test_orpo_is_finite_for_a_certain_policy_in_fp32():
@@ -97,7 +109,9 @@ def test_orpo_is_finite_for_a_certain_policy_in_fp32():
 @pytest.mark.parametrize("kl", [0.7, -0.7])
 def test_kto_loss(seed, kl):
     draw = randoms(seed, N)
-    policy, ref, desirable = 3 * next(draw), 3 * next(draw), holes(seed, N)
+    policy = 3 * next(draw)
+    ref = 3 * next(draw)
+    desirable = holes(seed, N)
     expected = reference.kto_loss(*lists(policy, ref, desirable), kl, 0.3, 1.1, 1.3, 5)
     assert_same(losses.kto_loss(policy, ref, desirable, kl, 0.3, 1.1, 1.3, 5), expected)
     assert_same(losses.kto_loss(policy, ref, desirable, tensor(kl), 0.3, 1.1, 1.3, 5), expected)
@@ -105,7 +119,8 @@ def test_kto_loss(seed, kl):
 
 def test_kto_sends_no_gradient_through_the_kl():
     policy = torch.tensor([1.0, 2.0], requires_grad=True)
-    ref, desirable = torch.zeros(2), torch.tensor([True, False])
+    ref = torch.zeros(2)
+    desirable = torch.tensor([True, False])
     through = losses.kto_loss(policy, ref, desirable, policy.mean(), 0.1, 1.0, 2.0, 2).loss
     constant = losses.kto_loss(policy, ref, desirable, 1.5, 0.1, 1.0, 2.0, 2).loss
     assert_close(*torch.autograd.grad(through, policy), *torch.autograd.grad(constant, policy))
@@ -115,19 +130,30 @@ def test_kto_sends_no_gradient_through_the_kl():
 @pytest.mark.parametrize("dual_clip", [None, 1.5])
 @pytest.mark.parametrize("weighted", [False, True])
 def test_policy_loss(seed, dual_clip, weighted):
-    draw, mask = randoms(seed, B, T), holes(seed, B, T)
-    new, old, advantages, is_weights, weights = 0.5 * next(draw), 0.5 * next(draw), next(draw), next(draw).exp(), next(draw).exp()
+    draw = randoms(seed, B, T)
+    mask = holes(seed, B, T)
+    new = 0.5 * next(draw)
+    old = 0.5 * next(draw)
+    advantages = next(draw)
+    is_weights = next(draw).exp()
+    weights = next(draw).exp()
     flat_weights = weights.flatten().tolist() if weighted else [1.0] * (B * T)
-    expected = reference.policy_loss(*lists(new, old, advantages, mask), 0.2, 0.3, *lists(is_weights), 37, dual_clip, flat_weights)
-    got = losses.policy_loss(new, old, advantages, mask, 0.2, 0.3, is_weights, 37, dual_clip, weights if weighted else None)
+    expected = reference.policy_loss(
+        *lists(new, old, advantages, mask), 0.2, 0.3, *lists(is_weights), 37, dual_clip, flat_weights
+    )
+    got = losses.policy_loss(
+        new, old, advantages, mask, 0.2, 0.3, is_weights, 37, dual_clip, weights if weighted else None
+    )
     assert 0 < expected["policy/clip_share"] < sum(flat_weights) / 37
     assert_same(got, expected)
 
 
 @seeds
 def test_gspo_uses_the_geometric_mean_of_an_answers_ratios(seed):
-    draw, mask = randoms(seed, B, T), holes(seed, B, T)
-    new, old = next(draw), next(draw)
+    draw = randoms(seed, B, T)
+    mask = holes(seed, B, T)
+    new = next(draw)
+    old = next(draw)
     documents = torch.tensor([[2, 2, 2, 2, 0, 0, 0, 0, -1], [1] * 9, [3] * 5 + [-1] * 4, [4] * 9])
     mask &= documents >= 0
     log_ratio = losses.gspo_logprobs(new, old, mask, documents, 5) - torch.where(mask, old, 0)
@@ -136,13 +162,19 @@ def test_gspo_uses_the_geometric_mean_of_an_answers_ratios(seed):
 
 
 def test_a_sequence_ratio_leaves_the_credit_inside_an_answer():
-    """Advantages 3, 0, -3 within an answer: their mean is 0, and each token still has its own gradient (GSPO-token)."""
-    old, mask, documents = torch.zeros(1, 3).double(), torch.ones(1, 3, dtype=torch.bool), torch.zeros(1, 3, dtype=torch.int64)
-    new, ones = torch.zeros(1, 3).double().requires_grad_(), torch.ones(1, 3).double()
+    """Advantages 3, 0, -3 within an answer: their mean is 0, and each token still has its own gradient
+    (GSPO-token)."""
+    old = torch.zeros(1, 3).double()
+    mask = torch.ones(1, 3, dtype=torch.bool)
+    documents = torch.zeros(1, 3, dtype=torch.int64)
+    new = torch.zeros(1, 3).double().requires_grad_()
+    ones = torch.ones(1, 3).double()
 
     def gradient(advantages):
         ratio = losses.gspo_logprobs(new, old, mask, documents, 1)
-        loss = losses.policy_loss(ratio, old, tensor([advantages]), mask, 0.2, 0.2, ones, 1, weights=ones / 3).loss
+        loss = losses.policy_loss(
+            ratio, old, tensor([advantages]), mask, 0.2, 0.2, ones, 1, weights=ones / 3
+        ).loss
         return torch.autograd.grad(loss, new)[0]
 
     assert_close(gradient([3.0, 0.0, -3.0]), tensor([[-1.0, 0.0, 1.0]]))
@@ -152,16 +184,22 @@ def test_a_sequence_ratio_leaves_the_credit_inside_an_answer():
 @seeds
 @pytest.mark.parametrize("estimator", ["k2", "k3"])
 def test_kl_loss(seed, estimator):
-    draw, mask = randoms(seed, B, T), holes(seed, B, T)
-    new, old, ref, is_weights = next(draw), next(draw), next(draw), next(draw).exp()
+    draw = randoms(seed, B, T)
+    mask = holes(seed, B, T)
+    new = next(draw)
+    old = next(draw)
+    ref = next(draw)
+    is_weights = next(draw).exp()
     expected = reference.kl_loss(*lists(new, old, ref, mask, is_weights), estimator, 37)
     assert_same(losses.kl_loss(new, old, ref, mask, is_weights, estimator, 37), expected)
 
 
 @pytest.mark.parametrize("estimator", ["k2", "k3"])
 def test_the_gradient_of_the_kl_loss_is_that_of_the_reverse_kl(estimator):
-    """In expectation over one token of five, that older weights in another precision sampled: summed over all five."""
-    draw, mask = randoms(11, 1, 5), torch.ones(1, 5, dtype=torch.bool)
+    """In expectation over one token of five, that older weights in another precision sampled: summed over all
+    five."""
+    draw = randoms(11, 1, 5)
+    mask = torch.ones(1, 5, dtype=torch.bool)
     logits = next(draw).requires_grad_()
     old, sampler, ref = (next(draw).log_softmax(-1) for _ in range(3))
     policy = logits.log_softmax(-1)
@@ -173,9 +211,20 @@ def test_the_gradient_of_the_kl_loss_is_that_of_the_reverse_kl(estimator):
 
 @seeds
 def test_kl_and_entropy_with_weights_are_weighed_sums(seed):
-    draw, mask = randoms(seed, B, T), holes(seed, B, T)
-    new, ref, weights, entropy = next(draw), next(draw), next(draw).exp(), next(draw).abs()
-    expected = sum((w * reference.kl(p, q, "k3")) for p, q, w, m in zip(*lists(new, ref, weights, mask), strict=True) if m) / 37
+    draw = randoms(seed, B, T)
+    mask = holes(seed, B, T)
+    new = next(draw)
+    ref = next(draw)
+    weights = next(draw).exp()
+    entropy = next(draw).abs()
+    expected = (
+        sum(
+            (w * reference.kl(p, q, "k3"))
+            for p, q, w, m in zip(*lists(new, ref, weights, mask), strict=True)
+            if m
+        )
+        / 37
+    )
     on_policy = losses.kl_loss(new, new, ref, mask, torch.ones_like(new), "k3", 37, weights)
     assert_same(on_policy, {"policy/kl_loss": expected})
     for scale in (None, weights):
@@ -194,8 +243,11 @@ def test_k1_is_refused_as_a_loss():
 
 @seeds
 def test_value_loss(seed):
-    draw, mask = randoms(seed, B, T), holes(seed, B, T)
-    values, old, returns = next(draw), next(draw), next(draw)
+    draw = randoms(seed, B, T)
+    mask = holes(seed, B, T)
+    values = next(draw)
+    old = next(draw)
+    returns = next(draw)
     expected = reference.value_loss(*lists(values, old, returns, mask), 0.2, 37)
     assert expected["value/clip_share"] > 0
     assert_same(losses.value_loss(values, old, returns, mask, 0.2, 37), expected)
@@ -220,13 +272,16 @@ def test_policy_loss_by_hand():
     assert_close(got.loss, tensor(-0.275))
     assert_close(got.metrics["policy/clip_share"].double(), tensor(0.5))
     assert_close(got.metrics["policy/ratio"], tensor(1.125))  # (1.5 + 0.5 + 0.5 + 2) / 4
-    # rho - 1 - ln rho: 0.5 - 0.4054651081 = 0.0945348919; twice -0.5 + 0.6931471806 = 0.1931471806; 1 - 0.6931471806 = 0.3068528194
+    # rho - 1 - ln rho: 0.5 - 0.4054651081 = 0.0945348919; twice -0.5 + 0.6931471806 = 0.1931471806; 1 -
+    # 0.6931471806 = 0.3068528194
     assert_close(got.metrics["policy/kl_old"], tensor(0.7876820725 / 4))
     # d/dlogprob = -w rho A / 4 where nothing is clipped: -0.5 / 4 and 0.5 * 2 / 4
     (grad,) = torch.autograd.grad(got.loss, logprobs)
     assert_close(grad, tensor([[0.0, 0.0, -0.125, 0.25, 0.0]]))
     # dual clip 1.5: the fourth is max(-2, -1.5) = -1.5, times 0.5 = -0.75; sum 1.35, and its gradient is cut
-    dual = losses.policy_loss(logprobs, torch.zeros(1, 5).double(), advantages, mask, 0.2, 0.2, is_weights, 4, dual_clip=1.5)
+    dual = losses.policy_loss(
+        logprobs, torch.zeros(1, 5).double(), advantages, mask, 0.2, 0.2, is_weights, 4, dual_clip=1.5
+    )
     assert_close(dual.loss, tensor(-0.3375))
     assert_close(dual.metrics["policy/clip_share"].double(), tensor(0.75))
     (grad,) = torch.autograd.grad(dual.loss, logprobs)
@@ -235,7 +290,8 @@ def test_policy_loss_by_hand():
 
 def test_clip_higher_lets_good_tokens_rise_further():
     logprobs = tensor([[1.25, 0.75]]).log()
-    mask, ones = torch.ones(1, 2, dtype=torch.bool), torch.ones(1, 2).double()
+    mask = torch.ones(1, 2, dtype=torch.bool)
+    ones = torch.ones(1, 2).double()
     # low 0.2, high 0.28, A = 1 then -1: 1.25 stays, 0.75 is lifted to 0.8: -(1.25 - 0.8) / 2
     got = losses.policy_loss(logprobs, 0 * logprobs, tensor([[1.0, -1.0]]), mask, 0.2, 0.28, ones, 2)
     assert_close(got.loss, tensor(-0.225))
@@ -254,7 +310,8 @@ def test_value_loss_by_hand():
     # 0.5 * 1.41 / 3 = 0.235
     got = losses.value_loss(values, old_values, returns, mask, 0.2, 3)
     assert_close(got.loss, tensor(0.235))
-    assert_close(got.metrics["value/clip_share"].double(), tensor(1 / 3), rtol=1.3e-6, atol=1e-5)  # a share is fp32
+    # a share is fp32
+    assert_close(got.metrics["value/clip_share"].double(), tensor(1 / 3), rtol=1.3e-6, atol=1e-5)
     # (V - R) / 3 where unclipped: 1 / 3 and -0.4 / 3
     (grad,) = torch.autograd.grad(got.loss, values)
     assert_close(grad, tensor([[1 / 3, 0.0, -0.4 / 3, 0.0]]))
@@ -272,10 +329,13 @@ def test_without_a_clip_values_move_as_far_as_they_like():
 
 
 def test_the_range_of_values_follows_the_scale_of_the_returns():
-    returns, mask = tensor([[1.0, 3.0, 99.0], [5.0, 7.0, -99.0]]), torch.tensor([[True, True, False]] * 2)
+    returns = tensor([[1.0, 3.0, 99.0], [5.0, 7.0, -99.0]])
+    mask = torch.tensor([[True, True, False]] * 2)
     std = 5**0.5  # of 1, 3, 5, 7
     for scale in (1e-20, 1.0, 1e18):
-        assert losses.value_clip_range(returns.float() * scale, returns.float() * scale, mask, 0.2) == pytest.approx(0.2 * std * scale)
+        assert losses.value_clip_range(
+            returns.float() * scale, returns.float() * scale, mask, 0.2
+        ) == pytest.approx(0.2 * std * scale)
     assert losses.value_clip_range(returns + 1000, returns + 1000, mask, 0.2) == pytest.approx(0.2 * std)
 
 
@@ -290,8 +350,11 @@ def test_returns_without_spread_leave_the_clip_as_it_is(value):
 
 def test_at_the_first_step_the_policy_gradient_is_that_of_reinforce():
     logprobs = next(randoms(0, B, T)).requires_grad_()
-    advantages, mask = next(randoms(1, B, T)), holes(0, B, T)
-    got = losses.policy_loss(logprobs, logprobs.detach(), advantages, mask, 0.2, 0.2, torch.ones(B, T).double(), 10)
+    advantages = next(randoms(1, B, T))
+    mask = holes(0, B, T)
+    got = losses.policy_loss(
+        logprobs, logprobs.detach(), advantages, mask, 0.2, 0.2, torch.ones(B, T).double(), 10
+    )
     assert_close(got.metrics["policy/ratio"], mask.sum().double() / 10)
     assert got.metrics["policy/kl_old"] == got.metrics["policy/clip_share"] == 0
     (grad,) = torch.autograd.grad(got.loss, logprobs)
@@ -303,7 +366,8 @@ def test_at_the_first_step_the_policy_gradient_is_that_of_reinforce():
 
 @pytest.mark.parametrize("garbage", [float("nan"), float("inf")])
 def test_garbage_off_the_mask_reaches_neither_loss_nor_gradient(garbage):
-    draw, mask = randoms(3, B, T), holes(3, B, T)
+    draw = randoms(3, B, T)
+    mask = holes(3, B, T)
     clean = [next(draw) for _ in range(4)]
     dirty = [torch.where(mask, x, garbage) for x in clean]
     documents = torch.arange(B)[:, None].expand(B, T)
@@ -313,7 +377,16 @@ def test_garbage_off_the_mask_reaches_neither_loss_nor_gradient(garbage):
         terms = [
             losses.sft_loss(new, mask, 9),
             losses.policy_loss(new, old, advantages, mask, 0.2, 0.2, weights, 9, 1.5, weights),
-            losses.policy_loss(losses.gspo_logprobs(new, old, mask, documents, B), old, advantages, mask, 0.2, 0.2, weights, 9),
+            losses.policy_loss(
+                losses.gspo_logprobs(new, old, mask, documents, B),
+                old,
+                advantages,
+                mask,
+                0.2,
+                0.2,
+                weights,
+                9,
+            ),
             losses.kl_loss(new, old, advantages, mask, weights, "k2", 9),
             losses.kl_loss(new, old, advantages, mask, weights, "k3", 9, weights),
             losses.entropy_loss(new, mask, 9, weights),
@@ -331,7 +404,11 @@ def test_an_empty_optimiser_step_is_refused(denominator):
 
 
 def test_every_loss_takes_the_global_denominator():
-    named = {name: function for name, function in inspect.getmembers(losses, inspect.isfunction) if name.endswith("_loss")}
+    named = {
+        name: function
+        for name, function in inspect.getmembers(losses, inspect.isfunction)
+        if name.endswith("_loss")
+    }
     named.pop("_loss")
     assert len(named) == 11
     for name, function in named.items():
@@ -339,10 +416,21 @@ def test_every_loss_takes_the_global_denominator():
 
 
 def test_cispo_weighs_the_log_probs_by_clipped_ratios():
-    ratios, advantages = tensor([[1.5, 0.5, 1.0, 9.0]]), tensor([[2.0, -1.0, 1.0, 7.0]])
+    ratios = tensor([[1.5, 0.5, 1.0, 9.0]])
+    advantages = tensor([[2.0, -1.0, 1.0, 7.0]])
     mask = torch.tensor([[True, True, True, False]])
     logprobs = ratios.log().requires_grad_()
-    got = losses.policy_loss(logprobs, torch.zeros(1, 4).double(), advantages, mask, 0.2, 0.2, torch.ones(1, 4).double(), 3, cispo=True)
+    got = losses.policy_loss(
+        logprobs,
+        torch.zeros(1, 4).double(),
+        advantages,
+        mask,
+        0.2,
+        0.2,
+        torch.ones(1, 4).double(),
+        3,
+        cispo=True,
+    )
     # -(1.2 * 2 * ln 1.5 + 0.8 * -1 * ln 0.5 + 1 * 1 * ln 1) / 3
     assert_close(got.loss, tensor(-(2.4 * math.log(1.5) - 0.8 * math.log(0.5)) / 3))
     assert_close(got.metrics["policy/clip_share"].double(), tensor(2 / 3))

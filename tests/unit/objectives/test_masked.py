@@ -1,4 +1,5 @@
-"""Masked and per-document reductions against loops, on packed rows whose masks have holes; garbage off the mask has no effect."""
+"""Masked and per-document reductions against loops, on packed rows whose masks have holes; garbage off the
+mask has no effect."""
 
 import pytest
 import torch
@@ -41,10 +42,19 @@ def test_sums_and_means_equal_the_loops(x_and_mask):
     x, mask = x_and_mask
     assert_close(masked.masked_sum(x, mask), tensor(reference.masked_sum(*flat(x, mask))))
     assert_close(masked.masked_mean(x, mask), tensor(reference.masked_mean(*flat(x, mask))))
-    assert_close(masked.document_sum(x, mask, DOCUMENTS, N), tensor(reference.document_sum(*flat(x, mask, DOCUMENTS), N)))
-    assert_close(masked.document_mean(x, mask, DOCUMENTS, N), tensor(reference.document_mean(*flat(x, mask, DOCUMENTS), N)))
+    assert_close(
+        masked.document_sum(x, mask, DOCUMENTS, N),
+        tensor(reference.document_sum(*flat(x, mask, DOCUMENTS), N)),
+    )
+    assert_close(
+        masked.document_mean(x, mask, DOCUMENTS, N),
+        tensor(reference.document_mean(*flat(x, mask, DOCUMENTS), N)),
+    )
     assert_close(masked.gather_last(x, DOCUMENTS, N), tensor(reference.gather_last(*flat(x, DOCUMENTS), N)))
-    assert_close(masked.before(x, positions_of(DOCUMENTS)), tensor(reference.shift_right(x.tolist(), DOCUMENTS.tolist())))
+    assert_close(
+        masked.before(x, positions_of(DOCUMENTS)),
+        tensor(reference.shift_right(x.tolist(), DOCUMENTS.tolist())),
+    )
 
 
 @pytest.mark.parametrize("eps", [1e-8, 0.5])
@@ -77,12 +87,15 @@ def test_garbage_off_the_mask_reaches_neither_value_nor_gradient(x_and_mask):
             lambda z: masked.document_mean(z, mask, DOCUMENTS, N).square().sum(),
         ):
             assert_close(reduce(dirty), reduce(clean))
-            assert_close(*torch.autograd.grad(reduce(dirty), dirty), *torch.autograd.grad(reduce(clean), clean))
+            assert_close(
+                *torch.autograd.grad(reduce(dirty), dirty), *torch.autograd.grad(reduce(clean), clean)
+            )
         assert_close(masked.whiten(dirty, mask), masked.whiten(clean, mask))
 
 
 def test_an_empty_mask_gives_zero():
-    x, nothing = torch.randn(2, 8), torch.zeros(2, 8, dtype=torch.bool)
+    x = torch.randn(2, 8)
+    nothing = torch.zeros(2, 8, dtype=torch.bool)
     assert masked.masked_sum(x, nothing) == masked.masked_mean(x, nothing) == 0
     assert masked.document_mean(x, nothing, DOCUMENTS, N).tolist() == [0, 0, 0, 0]
     assert masked.whiten(x, nothing).abs().max() == 0
@@ -104,4 +117,5 @@ def test_outputs_move_by_one_within_a_document_and_the_gradient_goes_back():
     x = masked.before(h, positions_of(DOCUMENTS))
     assert x.tolist() == [[0, 1, 2, 0, 4, 5, 6, 0], [0, 9, 10, 11, 12, 0, 0, 0]]
     (grad,) = torch.autograd.grad(x.sum(), h)
-    assert grad.tolist() == [[1, 1, 0, 1, 1, 1, 0, 0], [1, 1, 1, 1, 0, 0, 0, 0]]  # last tokens and padding speak of nothing
+    # last tokens and padding speak of nothing
+    assert grad.tolist() == [[1, 1, 0, 1, 1, 1, 0, 0], [1, 1, 1, 1, 0, 0, 0, 0]]

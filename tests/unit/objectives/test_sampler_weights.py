@@ -1,4 +1,5 @@
-"""Importance weights of tokens and answers, what they leave to train on, and the metrics that describe the weights in use."""
+"""Importance weights of tokens and answers, what they leave to train on, and the metrics that describe the
+weights in use."""
 
 import math
 
@@ -8,7 +9,12 @@ import torch
 
 from rlhf_core.config import PPO, Data
 from rlhf_core.objectives.actor_loss import count
-from rlhf_core.objectives.sampler_weights import importance_weights, kept_tokens, sampler_metrics, sampler_weights
+from rlhf_core.objectives.sampler_weights import (
+    importance_weights,
+    kept_tokens,
+    sampler_metrics,
+    sampler_weights,
+)
 
 E = math.e
 OLD = torch.tensor([[0.0, 1.0, 0.5, 5.0]], dtype=torch.float64)
@@ -22,7 +28,9 @@ def ppo(**changes: object) -> PPO:
     return PPO(prompts=Data(sources="none"), **changes)
 
 
-def weights(low: float, high: float, masked: bool = False, level: str = "token", documents: torch.Tensor | None = None) -> list[float]:
+def weights(
+    low: float, high: float, masked: bool = False, level: str = "token", documents: torch.Tensor | None = None
+) -> list[float]:
     return importance_weights(OLD, SAMPLER, MASK, low, high, masked, level, documents)[0].tolist()
 
 
@@ -37,7 +45,9 @@ def test_weights_of_answers_are_the_product_or_the_geometric_mean() -> None:
     assert weights(0.0, 9.0, level="sequence", documents=ONE_ANSWER) == pytest.approx([E**1.5] * 3 + [0.0])
     assert weights(0.0, 9.0, level="geometric", documents=ONE_ANSWER) == pytest.approx([E**0.5] * 3 + [0.0])
     assert weights(0.0, 9.0, level="sequence", documents=TWO_ANSWERS) == pytest.approx([E, E, E**0.5, 0.0])
-    assert weights(0.0, 9.0, level="geometric", documents=TWO_ANSWERS) == pytest.approx([E**0.5, E**0.5, E**0.5, 0.0])
+    assert weights(0.0, 9.0, level="geometric", documents=TWO_ANSWERS) == pytest.approx(
+        [E**0.5, E**0.5, E**0.5, 0.0]
+    )
     assert weights(0.5, 2.0, True, "sequence", ONE_ANSWER) == [0.0] * 4
     assert weights(0.5, 2.0, True, "geometric", ONE_ANSWER) == pytest.approx([E**0.5] * 3 + [0.0])
 
@@ -50,7 +60,9 @@ def test_a_huge_gap_is_capped_and_weights_have_no_gradient() -> None:
 
 
 def test_what_is_masked_leaves_the_denominator() -> None:
-    old, sampler, mask = OLD[0].numpy(), SAMPLER[0].numpy(), MASK[0].numpy()
+    old = OLD[0].numpy()
+    sampler = SAMPLER[0].numpy()
+    mask = MASK[0].numpy()
     assert kept_tokens(old, sampler, mask, ppo()).tolist() == [True, True, True, False]
     of_tokens = kept_tokens(old, sampler, mask, ppo(sampler_is="mask", sampler_is_clamp=(0.5, 2.0)))
     assert of_tokens.tolist() == [True, False, True, False]
@@ -89,10 +101,14 @@ def test_metrics_describe_the_weights_of_the_loss() -> None:
 
 def test_metrics_of_masked_answers_count_answers() -> None:
     # products 4 and 0.25, both outside of 0.5 to 2: nothing is left
-    found = sampler_metrics(GAPS, LENGTHS, ppo(sampler_is="mask", sampler_is_level="sequence", sampler_is_clamp=(0.5, 2.0)))
+    found = sampler_metrics(
+        GAPS, LENGTHS, ppo(sampler_is="mask", sampler_is_level="sequence", sampler_is_clamp=(0.5, 2.0))
+    )
     assert (found["sampler/capped"], found["sampler/weight_mean"], found["sampler/ess"]) == (1.0, 0.0, 0.0)
     # geometric means 2 and 0.5 are within
-    found = sampler_metrics(GAPS, LENGTHS, ppo(sampler_is="mask", sampler_is_level="geometric", sampler_is_clamp=(0.4, 2.5)))
+    found = sampler_metrics(
+        GAPS, LENGTHS, ppo(sampler_is="mask", sampler_is_level="geometric", sampler_is_clamp=(0.4, 2.5))
+    )
     assert (found["sampler/capped"], found["sampler/weight_mean"]) == pytest.approx((0.0, 1.25))
     assert found["sampler/ess"] == pytest.approx(2.5**2 / (2 * 4.25))
 
@@ -102,15 +118,23 @@ def test_without_weights_or_gaps_nothing_is_capped(level: str) -> None:
     off = sampler_metrics(GAPS, LENGTHS, ppo(sampler_is="off", sampler_is_level=level))
     assert (off["sampler/capped"], off["sampler/weight_mean"], off["sampler/ess"]) == (0.0, 1.0, 1.0)
     alike = sampler_metrics(torch.zeros(3), torch.tensor([3, 0]), ppo(sampler_is_level=level))
-    assert (alike["sampler/gap"], alike["sampler/capped"], alike["sampler/weight_max"], alike["sampler/ess"]) == (0, 0, 1, 1)
+    assert (
+        alike["sampler/gap"],
+        alike["sampler/capped"],
+        alike["sampler/weight_max"],
+        alike["sampler/ess"],
+    ) == (0, 0, 1, 1)
 
 
 def test_products_over_long_answers_leave_the_bounds_where_tokens_do_not() -> None:
-    """2,000 tokens with gaps of 0.02 nats: no token's weight is cut, most products are, and no geometric mean is."""
+    """2,000 tokens with gaps of 0.02 nats: no token's weight is cut, most products are, and no geometric mean
+    is."""
     gaps = 0.02 * torch.randn(200 * 2000, generator=torch.Generator().manual_seed(0))
     lengths = torch.full((200,), 2000)
     shares = {
-        level: sampler_metrics(gaps, lengths, ppo(sampler_is="mask", sampler_is_level=level))["sampler/capped"]
+        level: sampler_metrics(gaps, lengths, ppo(sampler_is="mask", sampler_is_level=level))[
+            "sampler/capped"
+        ]
         for level in ("token", "sequence", "geometric")
     }
     assert shares["token"] == shares["geometric"] == 0

@@ -83,21 +83,37 @@ def planned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Planned:
     monkeypatch.setattr(check, "num_gpus", lambda: 0)
     (tmp_path / "recipe.yaml").write_text(TEXT)
     for name, row in ROWS.items():
-        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row | {"uid": number}) + "\n" for number in range(4)))
-    (tmp_path / "checks.py").write_text("from scorers import brief\n\ndef short(responses): return [0]\n\nlong = short\n")
+        (tmp_path / f"{name}.jsonl").write_text(
+            "".join(json.dumps(row | {"uid": number}) + "\n" for number in range(4))
+        )
+    (tmp_path / "checks.py").write_text(
+        "from scorers import brief\n\ndef short(responses): return [0]\n\nlong = short\n"
+    )
     (tmp_path / "scorers.py").write_text("def brief(responses): return [0 for _ in responses]\n")
     (tmp_path / "broken.py").write_text("def f(:\n")
-    (tmp_path / "wrong.py").write_text("def misspelt(responses): return [len(respones)]\n\ndef renamed(answers): return [0]\n")
+    (tmp_path / "wrong.py").write_text(
+        "def misspelt(responses): return [len(respones)]\n\ndef renamed(answers): return [0]\n"
+    )
     save_tokenizer(tmp_path / "base", TEMPLATE)
     monkeypatch.setattr(check, "available", lambda: False)  # bubblewrap
     (tmp_path / "base" / "config.json").write_text('{"model_type": "llama"}')
-    save_weights(tmp_path / "base" / "model.safetensors", {"lm_head.weight": (300, 8), "score.weight": (1, 8)})  # a reward model too
+    # a reward model too
+    save_weights(
+        tmp_path / "base" / "model.safetensors", {"lm_head.weight": (300, 8), "score.weight": (1, 8)}
+    )
     return lambda *overrides: plan(load_recipe("recipe.yaml", overrides))
 
 
 def test_a_sound_recipe_has_no_problems(planned: Planned) -> None:
     assert check_here(planned()) == []
-    assert check_here(planned("ppo.reward=[reward_model, checks.py:short, checks.py:long, checks.py:brief, 'http://host']")) == []
+    assert (
+        check_here(
+            planned(
+                "ppo.reward=[reward_model, checks.py:short, checks.py:long, checks.py:brief, 'http://host']"
+            )
+        )
+        == []
+    )
 
 
 @pytest.mark.parametrize(
@@ -107,29 +123,62 @@ def test_a_sound_recipe_has_no_problems(planned: Planned) -> None:
         (["sft.data={sources: stf.jsonl}"], ["stf.jsonl; did you mean sft.jsonl?"]),
         (
             ["reward_model.data={sources: [{path: pairs.jsonl, chosen_key: better}]}"],
-            ["pairs.jsonl: there is no column 'better'; its columns are prompt, chosen, rejected, uid: set chosen_key: chosen in this"],
+            [
+                "pairs.jsonl: there is no column 'better'; its columns are prompt, chosen, rejected, uid: set"
+                " chosen_key: chosen in this"
+            ],
         ),
-        (["sft.data={sources: prompts.jsonl}"], ["stages.sft.data: prompts.jsonl: there is no column 'response'"]),
+        (
+            ["sft.data={sources: prompts.jsonl}"],
+            ["stages.sft.data: prompts.jsonl: there is no column 'response'"],
+        ),
         (["base_model=elsewhere/there/is/none"], ["base_model: there is no model folder"]),
-        (["ppo.rollout_batch_size=8"], ["stages.ppo.prompts: ppo needs rollout_batch_size=8 prompts, the data has 4: lower it or add"]),
-        (["ppo.export_at=[2]"], ["stages.ppo.prompts: export_at names iteration 2, and this run has 1: lower it"]),
+        (
+            ["ppo.rollout_batch_size=8"],
+            ["stages.ppo.prompts: ppo needs rollout_batch_size=8 prompts, the data has 4: lower it or add"],
+        ),
+        (
+            ["ppo.export_at=[2]"],
+            ["stages.ppo.prompts: export_at names iteration 2, and this run has 1: lower it"],
+        ),
         (["ppo.prompt_max_len=5"], ["stages.ppo.prompt_max_len: a limit of 5 tokens leaves none for text"]),
         (["sft.max_len=3"], ["stages.sft.max_len: a limit of 3 tokens"]),
         (["evaluation.prompt_max_len=5"], ["stages.evaluation.prompt_max_len: a limit of 5 tokens"]),
-        (["loop.prompts_per_round=4"], ["stages.loop.round2.preferences: its prompts start at number 4, but there are only 4"]),
+        (
+            ["loop.prompts_per_round=4"],
+            ["stages.loop.round2.preferences: its prompts start at number 4, but there are only 4"],
+        ),
         (
             ["evaluation.questions={path: prompts.jsonl}"],
-            ["stages.evaluation.questions: prompts.jsonl, row 1: there is no column 'answer', which the rule judge"],
+            [
+                "stages.evaluation.questions: prompts.jsonl, row 1: there is no column 'answer', which the"
+                " rule judge"
+            ],
         ),
         (
             ["evaluation.questions.prompt_key=question"],
-            ["stages.evaluation.questions: q.jsonl, row 1: there is no column 'question', nor 'turns'; its columns are"],
+            [
+                "stages.evaluation.questions: q.jsonl, row 1: there is no column 'question', nor 'turns'; its"
+                " columns are"
+            ],
         ),
-        (["ppo.environment=tools"], ["stages.ppo.environment runs programs in bubblewrap (bwrap), which does not work on this machine"]),
+        (
+            ["ppo.environment=tools"],
+            [
+                "stages.ppo.environment runs programs in bubblewrap (bwrap), which does not work on this"
+                " machine"
+            ],
+        ),
         (["ppo.actor_ranks.cpus=2"], ["stages.ppo asks for 3.6 CPUs in all, this machine has 2"]),
         (["ppo.vllm.gpus=1"], ["stages.ppo asks for 1 GPUs in all, this machine has 0"]),
-        (["sft.lora={quantize: nf4}"], ["stages.sft.lora.quantize=nf4 needs an NVIDIA GPU, and this machine has none; set it to none"]),
-        (["sft.ranks={num_nodes: 2, cpus: 0.5}", "sft.zero_stage=2"], ["stages.sft asks for 2 nodes, this is one machine"]),
+        (
+            ["sft.lora={quantize: nf4}"],
+            ["stages.sft.lora.quantize=nf4 needs an NVIDIA GPU, and this machine has none; set it to none"],
+        ),
+        (
+            ["sft.ranks={num_nodes: 2, cpus: 0.5}", "sft.zero_stage=2"],
+            ["stages.sft asks for 2 nodes, this is one machine"],
+        ),
         (["sft.ranks={gpus: 1, cpus: 4}"], ["stages.sft asks for 4 CPUs", "stages.sft asks for 1 GPUs"]),
         (
             ["evaluation.judges=[{kind: openai, model: gpt, api_key_env: NO_SUCH_KEY}]"],
@@ -143,24 +192,45 @@ def test_a_sound_recipe_has_no_problems(planned: Planned) -> None:
             ["ppo.reward=[reward_model, none.py:f]"],
             ["none.py cannot be read (No such file or directory); correct the path"],
         ),
-        (["ppo.reward=[reward_model, checks.py:shrt]"], ["checks.py: unknown function 'shrt'; did you mean short"]),
+        (
+            ["ppo.reward=[reward_model, checks.py:shrt]"],
+            ["checks.py: unknown function 'shrt'; did you mean short"],
+        ),
         (["ppo.reward=[reward_model, broken.py:f]"], ["broken.py is no Python file"]),
         (
             ["ppo.reward=[reward_model, wrong.py:misspelt]"],
-            ["stages.ppo.reward: the reward function misspelt: a call with a made-up answer raised NameError: name 'respones' is not"],
+            [
+                "stages.ppo.reward: the reward function misspelt: a call with a made-up answer raised"
+                " NameError: name 'respones' is not"
+            ],
         ),
         (["ppo.reward=[reward_model, wrong.py:renamed]"], ["stages.ppo.reward: a reward function may name"]),
         (
             ["loop.rounds=1", "loop.reward=wrong.py:misspelt", "loop.prompt_max_len=3"],
-            ["stages.loop.round1.preferences.prompt_max_len: a limit of 3 tokens", "NameError: name 'respones' is not defined (/"],
+            [
+                "stages.loop.round1.preferences.prompt_max_len: a limit of 3 tokens",
+                "NameError: name 'respones' is not defined (/",
+            ],
         ),
-        (["ppo.eval_prompts={sources: q.jsonl}"], ["stages.ppo.eval_prompts: 4 of 4 prompts are questions of evaluation"]),
-        (["ppo.environment=none.py:World"], ["none.py cannot be read (No such file or directory); correct the path of the class"]),
+        (
+            ["ppo.eval_prompts={sources: q.jsonl}"],
+            ["stages.ppo.eval_prompts: 4 of 4 prompts are questions of evaluation"],
+        ),
+        (
+            ["ppo.environment=none.py:World"],
+            ["none.py cannot be read (No such file or directory); correct the path of the class"],
+        ),
         (["ppo.environment=checks.py:Wrld"], ["checks.py: unknown class 'Wrld'"]),
-        (["loop.rounds=1", "loop.reward=checks.py:shrt"], ["checks.py: unknown function 'shrt'; did you mean short"]),
+        (
+            ["loop.rounds=1", "loop.reward=checks.py:shrt"],
+            ["checks.py: unknown function 'shrt'; did you mean short"],
+        ),
         (
             ["loop.rounds=1", "loop.reward=[{url: 'http://host', api_key_env: NO_SUCH_KEY}]"],
-            ["stages.loop.round1.preferences: the reward host needs a key in the environment variable NO_SUCH_KEY"],
+            [
+                "stages.loop.round1.preferences: the reward host needs a key in the environment variable"
+                " NO_SUCH_KEY"
+            ],
         ),
     ],
 )
@@ -189,19 +259,35 @@ def append(file: Path, *rows: object) -> None:
             '{"messages": [{"role": "us',
             "sft.data: sft.jsonl, line 61: is not valid JSON: Unterminated string starting at character 24",
         ),
-        ("q", {"prompt": "61", "answer": None}, "evaluation.questions: q.jsonl, row 61: column 'answer' is null, and the rule judge"),
-        ("q", {"prompt": "61", "answer": " "}, "evaluation.questions: q.jsonl, row 61: column 'answer' is empty, and the rule judge"),
-        ("q", {"prompt": "61", "gold": "ho"}, "evaluation.questions: q.jsonl, row 61: there is no column 'answer', which the rule judge"),
+        (
+            "q",
+            {"prompt": "61", "answer": None},
+            "evaluation.questions: q.jsonl, row 61: column 'answer' is null, and the rule judge",
+        ),
+        (
+            "q",
+            {"prompt": "61", "answer": " "},
+            "evaluation.questions: q.jsonl, row 61: column 'answer' is empty, and the rule judge",
+        ),
+        (
+            "q",
+            {"prompt": "61", "gold": "ho"},
+            "evaluation.questions: q.jsonl, row 61: there is no column 'answer', which the rule judge",
+        ),
     ],
 )
-def test_a_wrong_row_far_from_the_first(planned: Planned, tmp_path: Path, name: str, wrong: object, told: str) -> None:
+def test_a_wrong_row_far_from_the_first(
+    planned: Planned, tmp_path: Path, name: str, wrong: object, told: str
+) -> None:
     """Found before work, not by the stage that reads it after others have trained."""
     append(tmp_path / f"{name}.jsonl", *(ROWS[name] | {"uid": number} for number in range(4, 60)), wrong)
     (problem,) = check_here(planned())
     assert problem.startswith(f"stages.{told}") and "\n" not in problem
 
 
-def test_a_file_is_read_once_for_all_rounds_of_a_loop(planned: Planned, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_is_read_once_for_all_rounds_of_a_loop(
+    planned: Planned, monkeypatch: pytest.MonkeyPatch
+) -> None:
     checked: list[object] = []
     monkeypatch.setattr(check, "check_columns", lambda data, kind: checked.append((data, kind)))
     check_here(planned())
@@ -220,7 +306,9 @@ def test_a_model_without_a_chat_template_needs_a_plain_one(planned: Planned, tmp
     (tmp_path / "base" / "chat_template.jinja").unlink(missing_ok=True)
     save_tokenizer(tmp_path / "base", None)
     problems = check_here(planned())
-    assert problems and all("has no chat template: set the template of the data to a plain one" in problem for problem in problems)
+    assert problems and all(
+        "has no chat template: set the template of the data to a plain one" in problem for problem in problems
+    )
     assert problems[0].startswith("stages.sft.data: ")
     sft = [p for p in check_here(planned("sft.data.template='{}'")) if p.startswith("stages.sft")]
     assert sft == []
@@ -236,12 +324,19 @@ def test_a_folder_that_is_no_model(planned: Planned, tmp_path: Path) -> None:
 def test_a_model_without_a_tokenizer(planned: Planned, tmp_path: Path) -> None:
     for file in (tmp_path / "base").glob("*token*"):
         file.unlink()
-    assert "stages.sft.data: " in check_here(planned())[0] and "no tokenizer can be loaded" in check_here(planned())[0]
+    assert (
+        "stages.sft.data: " in check_here(planned())[0]
+        and "no tokenizer can be loaded" in check_here(planned())[0]
+    )
 
 
 def test_artifacts_that_cannot_be_written(planned: Planned, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    assert [p for p in check_here(planned("artifacts=file/below")) if p.startswith("artifacts: nothing can be written to")]
+    assert [
+        p
+        for p in check_here(planned("artifacts=file/below"))
+        if p.startswith("artifacts: nothing can be written to")
+    ]
 
 
 def test_the_users_mistakes_come_before_the_machines(planned: Planned) -> None:
@@ -254,7 +349,9 @@ def test_the_users_mistakes_come_before_the_machines(planned: Planned) -> None:
         require_here(p, p.nodes)
 
 
-def test_a_vllm_that_is_not_tested_is_said_before_a_run(planned: Planned, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_vllm_that_is_not_tested_is_said_before_a_run(
+    planned: Planned, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("rlhf_core.preflight.inputs.installed_release", lambda: "0.27.0")
     plan = planned()
     (problem,) = [problem for problem in check_machine(plan, plan.nodes) if "vLLM" in problem]
@@ -271,12 +368,18 @@ def test_needs_sums_what_runs_at_once(planned: Planned) -> None:
     assert needs(p["ppo"].config) == pytest.approx((2 * 0.4 + 0.4 + 0.2 + 0.2 + 3 * 0.8, 2.0, 1))
     critic_free = planned("ppo.advantage_estimator=rloo", "ppo.n_samples_per_prompt=2")["ppo"].config
     assert needs(critic_free).cpus == pytest.approx(0.4 + 0.2 + 0.2 + 0.8)
-    two = planned("ppo.reward=[reward_model, {model: org/rm, ranks: {num_nodes: 2, cpus: 0.3}}]")["ppo"].config
+    two = planned("ppo.reward=[reward_model, {model: org/rm, ranks: {num_nodes: 2, cpus: 0.3}}]")[
+        "ppo"
+    ].config
     assert needs(two) == pytest.approx((0.4 + 0.4 + 0.2 + 0.2 + 2 * 0.3 + 0.8, 0.0, 2))
 
 
 def test_visible_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Path, "glob", lambda self, pattern: iter([Path("/dev/nvidia0"), Path("/dev/nvidia1"), Path("/dev/nvidia-uvm")]))
+    monkeypatch.setattr(
+        Path,
+        "glob",
+        lambda self, pattern: iter([Path("/dev/nvidia0"), Path("/dev/nvidia1"), Path("/dev/nvidia-uvm")]),
+    )
     for visible, number in ((None, 2), ("", 0), ("-1", 0), ("1", 1), ("0,1", 2)):
         monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
         if visible is not None:
@@ -288,7 +391,10 @@ def test_a_config_that_contradicts_itself_is_one_sentence(planned: Planned, tmp_
     wrong = {"model_type": "gemma3_text", "num_hidden_layers": 3, "layer_types": ["full_attention"]}
     (tmp_path / "base" / "config.json").write_text(json.dumps(wrong))
     problems = check_here(planned())
-    told = "base: its config.json contradicts itself (`num_hidden_layers` (3) must be equal to the number of `layer_types` (1))"
+    told = (
+        "base: its config.json contradicts itself (`num_hidden_layers` (3) must be equal to the number of"
+        " `layer_types` (1))"
+    )
     assert problems and all(told in problem and "\n" not in problem for problem in problems)
 
 

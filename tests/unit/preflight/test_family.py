@@ -1,4 +1,5 @@
-"""Models of untested families are tried before a run: what cannot be trained or sampled is one sentence with its place."""
+"""Models of untested families are tried before a run: what cannot be trained or sampled is one sentence with
+its place."""
 
 from __future__ import annotations
 
@@ -47,31 +48,46 @@ def nodes(folder: Path, *overrides: str) -> tuple[Node, ...]:
 
 
 @pytest.mark.long
-def test_a_family_that_works_everywhere_has_no_problem(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_family_that_works_everywhere_has_no_problem(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert problems(tmp_path, "olmo", monkeypatch) == []
 
 
-def test_a_model_that_is_not_causal_is_refused_where_it_is_first_trained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_that_is_not_causal_is_refused_where_it_is_first_trained(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     found = problems(tmp_path, "bert-generation", monkeypatch)
     base = tmp_path / "base"
-    assert found[0] == (
-        f"stages.sft.model: {base}: BertGenerationDecoder reads the tokens after each token too: it is no causal language model"
+    assert (
+        found[0]
+        == f"stages.sft.model: {base}: BertGenerationDecoder reads the tokens after each token too: it is no"
+        " causal language model"
     )
-    assert len(found) == len({problem.partition(":")[0] for problem in found}), "each problem is reported once"
+    assert len(found) == len({problem.partition(":")[0] for problem in found}), (
+        "each problem is reported once"
+    )
 
 
 @pytest.mark.long
-def test_a_model_that_vllm_has_no_class_for_is_refused_where_it_answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_that_vllm_has_no_class_for_is_refused_where_it_answers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (found,) = problems(tmp_path, "gpt_neo", monkeypatch)
     assert found.startswith(f"stages.ppo.actor: {tmp_path / 'base'}: vLLM ")
-    assert found.endswith("has no class for GPTNeoForCausalLM, so it cannot answer: train it by SFT, DPO or KTO, or take another one")
+    assert found.endswith(
+        "has no class for GPTNeoForCausalLM, so it cannot answer: train it by SFT, DPO or KTO, or take"
+        " another one"
+    )
 
 
 def test_an_option_that_vllm_does_not_have_is_told(tmp_path: Path) -> None:
     pytest.importorskip("vllm")
     todo = nodes(tmp_path, "ppo.vllm.engine={max_num_seq: 4}")
     (told,) = option_problems(todo)
-    assert told.startswith("stages.ppo.vllm.engine: vLLM ") and told.endswith("has no option 'max_num_seq'; did you mean max_num_seqs?")
+    assert told.startswith("stages.ppo.vllm.engine: vLLM ") and told.endswith(
+        "has no option 'max_num_seq'; did you mean max_num_seqs?"
+    )
 
 
 def test_a_tested_family_is_not_tried(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -94,8 +110,16 @@ def quantised(folder: Path, method: str, **config: object) -> Path:
 @pytest.mark.parametrize(
     ("method", "config", "told"),
     [
-        ("awq", {}, "base has weights quantised as awq, which cannot be trained so: name its checkpoint in bfloat16"),
-        ("fp8", {"model_type": "mistral3", "text_config": {"model_type": "ministral3"}}, "quantised as fp8 of a model with several parts"),
+        (
+            "awq",
+            {},
+            "base has weights quantised as awq, which cannot be trained so: name its checkpoint in bfloat16",
+        ),
+        (
+            "fp8",
+            {"model_type": "mistral3", "text_config": {"model_type": "ministral3"}},
+            "quantised as fp8 of a model with several parts",
+        ),
         ("mxfp4", {}, None),
         ("fp8", {}, None),
     ],
@@ -116,15 +140,23 @@ def test_ppo_does_not_start_from_quantised_weights(tmp_path: Path, monkeypatch: 
     base = str(quantised(tmp_path, "mxfp4"))
     *_, ppo = nodes(tmp_path, "ppo.actor=base")
     (found,) = sampling_problems(ppo, lambda name: base)
-    assert found.startswith("stages.ppo.actor: ") and "has weights quantised as mxfp4, and vLLM would take no new ones" in found
+    assert (
+        found.startswith("stages.ppo.actor: ")
+        and "has weights quantised as mxfp4, and vLLM would take no new ones" in found
+    )
     *_, ppo = nodes(tmp_path)
     assert sampling_problems(ppo, lambda name: base) == []
 
 
-def test_options_that_deepspeed_does_not_have_are_told_before_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_options_that_deepspeed_does_not_have_are_told_before_a_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
-    wrong, right = '{"zero_optimization": {"overlap_com": false}}', '{"zero_optimization": {"overlap_comm": false}}'
+    wrong = '{"zero_optimization": {"overlap_com": false}}'
+    right = '{"zero_optimization": {"overlap_comm": false}}'
     found = nodes(tmp_path, f"stages.sft.deepspeed={wrong}", f"stages.ppo.deepspeed={right}")
     told = option_problems(found)
     assert [problem.partition(": DeepSpeed ")[0] for problem in told] == ["stages.sft.deepspeed"]
-    assert told[0].endswith("has no option 'zero_optimization.overlap_com'; did you mean zero_optimization.overlap_comm?")
+    assert told[0].endswith(
+        "has no option 'zero_optimization.overlap_com'; did you mean zero_optimization.overlap_comm?"
+    )

@@ -1,4 +1,5 @@
-"""A small copy of a model's class goes through what training does: families that work have no problem, others one sentence."""
+"""A small copy of a model's class goes through what training does: families that work have no problem, others
+one sentence."""
 
 from __future__ import annotations
 
@@ -8,7 +9,10 @@ from typing import Any
 import pytest
 import transformers
 from transformers import CONFIG_MAPPING
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+)
 
 from rlhf_core.hub.model_config import TESTED
 from rlhf_core.preflight.family_trial import USES, Trial, Use, try_family
@@ -23,7 +27,9 @@ def test_the_tested_families_are_those_of_the_tests() -> None:
 
 
 @pytest.mark.parametrize("use", USES)
-@pytest.mark.parametrize("kind", ["llama", "gemma4_text", "granitemoehybrid", "deepseek_v3", "nemotron_h", "phimoe", "llama4_text"])
+@pytest.mark.parametrize(
+    "kind", ["llama", "gemma4_text", "granitemoehybrid", "deepseek_v3", "nemotron_h", "phimoe", "llama4_text"]
+)
 def test_a_family_that_works_has_no_problem(kind: str, use: Use) -> None:
     assert try_family(CONFIG_MAPPING[kind](), "it", use) == Trial(True)
 
@@ -35,9 +41,15 @@ def test_of_a_multimodal_model_the_language_model_is_tried() -> None:
 @pytest.mark.parametrize(
     ("kind", "told"),
     [
-        ("bert-generation", "it: BertGenerationDecoder reads the tokens after each token too: it is no causal language model"),
+        (
+            "bert-generation",
+            "it: BertGenerationDecoder reads the tokens after each token too: it is no causal language model",
+        ),
         ("qwen2_vl", "it: transformers has no causal language model for Qwen2VLTextConfig"),
-        ("modernbert-decoder", "models of type modernbert-decoder do more with their logits than to scale and cap them"),
+        (
+            "modernbert-decoder",
+            "models of type modernbert-decoder do more with their logits than to scale and cap them",
+        ),
     ],
 )
 def test_what_cannot_be_trained_is_one_sentence(kind: str, told: str) -> None:
@@ -55,7 +67,10 @@ def test_a_library_error_is_a_sentence_with_its_place(monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(transformers.LlamaModel, "forward", forward)
     found = try_family(CONFIG_MAPPING["llama"](), "it", "policy")
-    assert found == Trial(True, "it: LlamaForCausalLM fails as policy where it has two documents in a row (KeyError: 'no\\nrows')")
+    assert found == Trial(
+        True,
+        "it: LlamaForCausalLM fails as policy where it has two documents in a row (KeyError: 'no\\nrows')",
+    )
 
 
 def test_an_export_that_loses_a_weight_is_told(monkeypatch: pytest.MonkeyPatch) -> None:

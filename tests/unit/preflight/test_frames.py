@@ -1,4 +1,5 @@
-"""What a template takes by itself, asked of a process without torch: the same numbers, and the same refusals as with it."""
+"""What a template takes by itself, asked of a process without torch: the same numbers, and the same refusals
+as with it."""
 
 from __future__ import annotations
 
@@ -45,15 +46,25 @@ def base(tmp_path: Path) -> Path:
 
 
 def checked(folder: Path, limit: int) -> list[str]:
-    """What the check of a recipe prints in a new process: its problems, and whether it imported transformers."""
+    """What the check of a recipe prints in a new process: its problems, and whether it imported
+    transformers."""
     (folder / "recipe.yaml").write_text(RECIPE.replace("LIMIT", str(limit)))
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    done = subprocess.run([sys.executable, "-c", CHECK], cwd=folder, env=environment, capture_output=True, text=True, timeout=100)
+    done = subprocess.run(
+        [sys.executable, "-c", CHECK],
+        cwd=folder,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
     assert done.returncode == 0, done.stderr
     return done.stdout.splitlines()
 
 
-def test_the_lengths_are_those_of_the_renderer_and_what_cannot_be_read_is_left_out(base: Path, tmp_path: Path) -> None:
+def test_the_lengths_are_those_of_the_renderer_and_what_cannot_be_read_is_left_out(
+    base: Path, tmp_path: Path
+) -> None:
     (tmp_path / "empty").mkdir()
     tokenizer = load_tokenizer(str(base))
     wanted = {(str(base), template): Renderer(tokenizer, template).frame_len for template in ("chat", PLAIN)}
@@ -67,7 +78,9 @@ def test_a_changed_folder_is_read_again(base: Path) -> None:
     assert after[str(base), "chat"] > before[str(base), "chat"]
 
 
-def test_a_process_that_says_nothing_leaves_all_to_the_one_that_asked(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_that_says_nothing_leaves_all_to_the_one_that_asked(
+    base: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(template_length.sys, "executable", "/bin/true")
     assert frame_lengths([(str(base), PLAIN)]) == {}
 
@@ -79,25 +92,43 @@ def test_a_sound_recipe_is_checked_without_transformers(base: Path) -> None:
 def test_refusals_are_those_of_the_stages(base: Path) -> None:
     limit = Renderer(load_tokenizer(str(base)), "chat").frame_len
     problems, imported = checked(base.parent, limit)
-    assert problems.startswith(f"stages.sft.max_len: a limit of {limit} tokens leaves none for text") and imported == "False"
+    assert (
+        problems.startswith(f"stages.sft.max_len: a limit of {limit} tokens leaves none for text")
+        and imported == "False"
+    )
     save_tokenizer(base, None)
     (base / "chat_template.jinja").unlink(missing_ok=True)
     problems, imported = checked(base.parent, 200)
-    assert problems.startswith("stages.sft.data: ") and "the model has no chat template" in problems and imported == "True"
+    assert (
+        problems.startswith("stages.sft.data: ")
+        and "the model has no chat template" in problems
+        and imported == "True"
+    )
 
 
 def test_a_template_that_loops_on_text_alone_is_found(base: Path) -> None:
-    save_tokenizer(base, "{% for m in messages %}{% if m['content'] %}" + ENDLESS_TEMPLATE + "{% endif %}{% endfor %}" + TEMPLATE)
+    save_tokenizer(
+        base,
+        "{% for m in messages %}{% if m['content'] %}"
+        + ENDLESS_TEMPLATE
+        + "{% endif %}{% endfor %}"
+        + TEMPLATE,
+    )
     assert frame_lengths([(str(base), "chat")]) == {(str(base), "chat"): template_length.ENDLESS}
 
 
 @pytest.mark.long
-def test_templates_of_tokenizers_with_code_have_the_limit_too(base: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_templates_of_tokenizers_with_code_have_the_limit_too(
+    base: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setenv("HF_MODULES_CACHE", str(tmp_path / "modules"))
 
     def with_code(template: str) -> tuple[str, str]:
         save_tokenizer(base, template)
-        own = "import torch\nfrom transformers import PreTrainedTokenizerFast\nclass Own(PreTrainedTokenizerFast):\n    pass\n"
+        own = (
+            "import torch\nfrom transformers import PreTrainedTokenizerFast\nclass"
+            " Own(PreTrainedTokenizerFast):\n    pass\n"
+        )
         (base / "own.py").write_text(own)
         file = base / "tokenizer_config.json"
         code = {"tokenizer_class": "Own", "auto_map": {"AutoTokenizer": [None, "own.Own"]}}
@@ -108,7 +139,10 @@ def test_templates_of_tokenizers_with_code_have_the_limit_too(base: Path, monkey
     assert frame_lengths([pair]) == {}, "nobody trusts it"
     assert frame_lengths([pair], trust_remote_code=True) == {pair: template_length.ENDLESS}
     pair = with_code(TEMPLATE)
-    assert frame_lengths([pair], trust_remote_code=True)[pair] == Renderer(load_tokenizer(str(base), True), "chat").frame_len
+    assert (
+        frame_lengths([pair], trust_remote_code=True)[pair]
+        == Renderer(load_tokenizer(str(base), True), "chat").frame_len
+    )
 
 
 def lines(folder: Path, *rows: dict[str, Any]) -> None:
@@ -119,14 +153,21 @@ def asked(text: str) -> dict[str, Any]:
     return {"messages": [{"role": "user", "content": text}, {"role": "assistant", "content": "ho"}]}
 
 
-CALL = {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": {"name": "f", "arguments": "{}"}}]}
+CALL = {
+    "role": "assistant",
+    "content": "",
+    "tool_calls": [{"type": "function", "function": {"name": "f", "arguments": "{}"}}],
+}
 
 
 def test_a_row_that_the_template_refuses_is_found_before_any_work(base: Path) -> None:
     called = {"messages": [asked("hi")["messages"][0], CALL]}
     lines(base.parent, *map(asked, "abcdefgh"), called, called)
     problems, imported = checked(base.parent, 200)
-    assert problems.startswith("stages.sft.data: sft.jsonl, row 9: the chat template leaves out calls of tools") and imported == "False"
+    assert (
+        problems.startswith("stages.sft.data: sft.jsonl, row 9: the chat template leaves out calls of tools")
+        and imported == "False"
+    )
     lines(base.parent, *map(asked, "abcdefgh"))
     assert checked(base.parent, 200) == ["", "False"], "changed data is read again"
 
@@ -140,7 +181,9 @@ def test_a_control_token_in_a_text_is_told_and_refuses_nothing(
     many_steps = ("sft.train_batch_size=1", "sft.micro_train_batch_size=1", "sft.max_epochs=10")
     assert main(["validate", "recipe.yaml", *many_steps, "--here"]) == 0
     (told,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("warning")]
-    assert told.startswith("warning: stages.sft.data: sft.jsonl, row 3: the text '<|im_end|>' is a control token of the model")
+    assert told.startswith(
+        "warning: stages.sft.data: sft.jsonl, row 3: the text '<|im_end|>' is a control token of the model"
+    )
     lines(base.parent, *map(asked, "ab"))
     assert main(["validate", "recipe.yaml", *many_steps, "--here"]) == 0
     assert "warning" not in capsys.readouterr().out
@@ -153,11 +196,16 @@ def test_a_control_token_in_a_text_is_told_and_refuses_nothing(
         ("preference", {"prompt": "x", "chosen": [CALL], "rejected": "z"}),
         (
             "labelled",
-            {"prompt": [{"role": "user", "content": "x"}, CALL, {"role": "tool", "content": "y"}], "response": "z", "label": True},
+            {
+                "prompt": [{"role": "user", "content": "x"}, CALL, {"role": "tool", "content": "y"}],
+                "response": "z",
+                "label": True,
+            },
         ),
     ],
 )
 def test_rows_of_every_kind_are_rendered(base: Path, kind: Any, row: dict[str, Any]) -> None:
     lines(base.parent, row)
-    renderer, data = Renderer(load_tokenizer(str(base)), "chat"), Data(sources=str(base.parent / "sft.jsonl"))
+    renderer = Renderer(load_tokenizer(str(base)), "chat")
+    data = Data(sources=str(base.parent / "sft.jsonl"))
     assert "row 1: the chat template leaves out calls of tools" in render_rows(renderer, data, kind).refused

@@ -1,5 +1,5 @@
-"""What a stage would make of its rows, told before any work: rows that its token limit leaves out or cuts, and batches that they do not
-fill."""
+"""What a stage would make of its rows, told before any work: rows that its token limit leaves out or cuts,
+and batches that they do not fill."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ from rlhf_core.preflight.rows.template_rows import Rendered, render_rows
 from tests.support.tiny_models import save_weights
 from tests.unit.preflight.test_check import TEMPLATE, save_tokenizer
 
-LONG, SHORT = "many words before the answer begins " * 4, "hi"
+LONG = "many words before the answer begins " * 4
+SHORT = "hi"
 
 
 @pytest.fixture(scope="module")
@@ -52,20 +53,33 @@ def of(kind: str, prompt: str, count: int = 1) -> list[dict[str, Any]]:
 def test_rows_that_are_all_left_out_are_refused_as_the_stage_does(tmp_path: Path, renderer: Renderer) -> None:
     data = data_of(tmp_path / "rows.jsonl", *of("sft", LONG, 20))
     told = render_rows(renderer, data, "sft", "max_len", 100).refused
-    why = "all 20 rows would be left out (no answer within the token limit: 20): raise max_len, which is 100, or correct the data"
+    why = (
+        "all 20 rows would be left out (no answer within the token limit: 20): raise max_len, which is 100,"
+        " or correct the data"
+    )
     assert told == f"{tmp_path}/rows.jsonl: {why}"
     with pytest.raises(ValueError, match="all 20 rows were dropped"):
         sft_documents(data, renderer, 100, 0)
     assert render_rows(renderer, data, "sft", "max_len", 400) == Rendered("", (), 20)
-    assert render_rows(renderer, data, "sft") == Rendered("", (), 20), "a data set without a limit of whole rows"
+    assert render_rows(renderer, data, "sft") == Rendered("", (), 20), (
+        "a data set without a limit of whole rows"
+    )
     same = data_of(tmp_path / "same.jsonl", {"prompt": "x", "chosen": "y", "rejected": "y"})
     told = render_rows(renderer, same, "preference", "max_len", 400).refused
-    assert told.endswith("all 1 pairs would be left out (chosen and rejected are the same: 1): correct the data")
+    assert told.endswith(
+        "all 1 pairs would be left out (chosen and rejected are the same: 1): correct the data"
+    )
 
 
 @pytest.mark.parametrize(("kind", "noun"), [("sft", "rows"), ("labelled", "answers")])
-def test_rows_that_are_partly_left_out_are_told(tmp_path: Path, renderer: Renderer, kind: Any, noun: str) -> None:
-    labelled = {"prompt": [{"role": "system", "content": "s" * 300}, {"role": "user", "content": LONG}], "response": "ho", "label": True}
+def test_rows_that_are_partly_left_out_are_told(
+    tmp_path: Path, renderer: Renderer, kind: Any, noun: str
+) -> None:
+    labelled = {
+        "prompt": [{"role": "system", "content": "s" * 300}, {"role": "user", "content": LONG}],
+        "response": "ho",
+        "label": True,
+    }
     lost = of("sft", LONG) if kind == "sft" else [labelled]
     data = data_of(tmp_path / "rows.jsonl", *of(kind, SHORT, 9), *lost * 3)
     found = render_rows(renderer, data, kind, "max_len", 100)
@@ -73,11 +87,15 @@ def test_rows_that_are_partly_left_out_are_told(tmp_path: Path, renderer: Render
     if kind == "sft":
         (told,) = found.warned
         assert told.startswith(
-            f"3 of 12 {noun} would be left out (no answer within the token limit: 3; for instance {tmp_path}/rows.jsonl, row 10)"
+            f"3 of 12 {noun} would be left out (no answer within the token limit: 3; for instance"
+            f" {tmp_path}/rows.jsonl, row 10)"
         )
         assert found.items == 9
     else:  # their prompts are cut instead, as in the stage
-        assert found.warned == (f"3 of 12 {noun} have more tokens than max_len=100 and would be cut",) and found.items == 12
+        assert (
+            found.warned == (f"3 of 12 {noun} have more tokens than max_len=100 and would be cut",)
+            and found.items == 12
+        )
 
 
 @pytest.mark.parametrize("kind", ["sft", "preference", "labelled", "scored", "prompt"])
@@ -112,13 +130,19 @@ RECIPES = {  # fields of the stage, what its rows hold, and what it counts
 
 @pytest.mark.parametrize("stage", RECIPES)
 def test_rows_that_fill_no_batch_are_told_for_every_stage(
-    tmp_path: Path, renderer: Renderer, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], stage: str
+    tmp_path: Path,
+    renderer: Renderer,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    stage: str,
 ) -> None:
     monkeypatch.chdir(tmp_path)
     fields, kind, noun = RECIPES[stage]
     fields += ", data: {sources: rows.jsonl}, max_len: 400, train_batch_size: 64"
     data_of(tmp_path / "rows.jsonl", *of(kind, SHORT, 20))
-    (tmp_path / "recipe.yaml").write_text(f"{{name: n, base_model: {renderer.tokenizer.name_or_path}, stages: {{{stage}: {{{fields}}}}}}}")
+    (tmp_path / "recipe.yaml").write_text(
+        f"{{name: n, base_model: {renderer.tokenizer.name_or_path}, stages: {{{stage}: {{{fields}}}}}}}"
+    )
 
     def warned(*overrides: str) -> list[str]:
         main(["validate", "recipe.yaml", *overrides, "--here"])
@@ -129,9 +153,10 @@ def test_rows_that_fill_no_batch_are_told_for_every_stage(
     count = 40 if stage == "kto" else 20
     epochs = 2 if stage == "sft" else 1
     (told,) = warned()
-    assert told == (
-        f"warning: stages.{stage}.data: {count} {noun} do not fill a batch of train_batch_size=64: each epoch is one step with "
-        f"all of them, {epochs} in all; lower train_batch_size or give more {noun}"
+    assert (
+        told
+        == f"warning: stages.{stage}.data: {count} {noun} do not fill a batch of train_batch_size=64: each"
+        f" epoch is one step with all of them, {epochs} in all; lower train_batch_size or give more {noun}"
     )
     (told,) = warned(f"{stage}.train_batch_size=16", f"{stage}.micro_train_batch_size=1")
     assert "steps, which train almost nothing" in told
@@ -141,13 +166,22 @@ def test_rows_that_fill_no_batch_are_told_for_every_stage(
 def test_prompts_are_counted_against_the_iterations_and_against_those_asked_for(tmp_path: Path) -> None:
     data = Data(sources="prompts.jsonl")
     reward = "http://127.0.0.1:1"
-    ppo = PPO(prompts=data, rollout_batch_size=64, n_samples_per_prompt=2, advantage_estimator="grpo", reward=reward)
+    ppo = PPO(
+        prompts=data, rollout_batch_size=64, n_samples_per_prompt=2, advantage_estimator="grpo", reward=reward
+    )
     told = batch_warning(ppo, "prompts", 100)
-    assert told.startswith("each episode leaves out 36 of 100 prompts, which fill no iteration of rollout_batch_size=64")
+    assert told.startswith(
+        "each episode leaves out 36 of 100 prompts, which fill no iteration of rollout_batch_size=64"
+    )
     assert batch_warning(ppo, "prompts", 130) == "", "2 of 130 are few"
     assert batch_warning(ppo, "eval_prompts", 100) == ""
-    few = Preferences(prompts=data, reward=reward, num_prompts=50, post_processor="dpo", n_samples_per_prompt=4)
-    assert batch_warning(few, "prompts", 20) == "num_prompts=50, and the data has 20 prompts: all of them are used"
+    few = Preferences(
+        prompts=data, reward=reward, num_prompts=50, post_processor="dpo", n_samples_per_prompt=4
+    )
+    assert (
+        batch_warning(few, "prompts", 20)
+        == "num_prompts=50, and the data has 20 prompts: all of them are used"
+    )
     assert batch_warning(few, "prompts", 50) == ""
     assert [rows_made(few, 20), rows_made(few, 80)] == [20, 50]
     assert rows_made(few.model_copy(update={"post_processor": "kto"}), 20) == 80
@@ -159,11 +193,20 @@ def test_rows_that_a_preferences_stage_makes_are_counted_against_batches(
     monkeypatch.chdir(tmp_path)
     data_of(tmp_path / "rows.jsonl", *of("prompt", SHORT, 20))
     (tmp_path / "rw.py").write_text("def f(responses):\n    return [1.0 for _ in responses]\n")
-    sampled = "{stage: preferences, policy: base, prompts: {sources: rows.jsonl}, reward: 'rw.py:f', n_samples_per_prompt: 2, "
-    stages = f"{{made: {sampled} post_processor: dpo, prompt_max_len: 100, generate_max_len: 100}}, dpo: {{policy: base, pairs: made}}}}"
-    (tmp_path / "recipe.yaml").write_text(f"{{name: n, base_model: {renderer.tokenizer.name_or_path}, stages: {stages}}}")
+    sampled = (
+        "{stage: preferences, policy: base, prompts: {sources: rows.jsonl}, reward: 'rw.py:f',"
+        " n_samples_per_prompt: 2, "
+    )
+    stages = (
+        f"{{made: {sampled} post_processor: dpo, prompt_max_len: 100, generate_max_len: 100}}, dpo: {{policy:"
+        " base, pairs: made}}"
+    )
+    (tmp_path / "recipe.yaml").write_text(
+        f"{{name: n, base_model: {renderer.tokenizer.name_or_path}, stages: {stages}}}"
+    )
     main(["validate", "recipe.yaml", "--here"])
     (told,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("warning")]
     assert told.startswith(
-        "warning: stages.dpo.pairs: at most 20 pairs do not fill a batch of train_batch_size=128: each epoch is one step"
+        "warning: stages.dpo.pairs: at most 20 pairs do not fill a batch of train_batch_size=128: each epoch"
+        " is one step"
     )

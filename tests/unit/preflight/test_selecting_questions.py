@@ -1,4 +1,5 @@
-"""A selected model is not judged by the questions that selected it: refused before any work, also of what was trained from it."""
+"""A selected model is not judged by the questions that selected it: refused before any work, also of what was
+trained from it."""
 
 from __future__ import annotations
 
@@ -30,15 +31,20 @@ def planned(folder: Path, model: str, questions: list[str]) -> Plan:
     return plan(Recipe(name="r", base_model="org/model", artifacts=str(folder), stages=stages))
 
 
-def test_the_selecting_questions_are_refused_for_the_selected_model_and_its_descendants(tmp_path: Path) -> None:
+def test_the_selecting_questions_are_refused_for_the_selected_model_and_its_descendants(
+    tmp_path: Path,
+) -> None:
     for model in ("best", "more"):
         (told,) = selecting_questions(planned(tmp_path, model, ["why?", " what? "]))
-        assert told == (
-            "stages.last.questions: 1 of 2 questions are those of trial, by which best chose its model: ask others here, or the win rate "
-            "is too high"
+        assert (
+            told
+            == "stages.last.questions: 1 of 2 questions are those of trial, by which best chose its model:"
+            " ask others here, or the win rate is too high"
         )
 
 
 def test_other_questions_and_other_models_are_right(tmp_path: Path) -> None:
     assert selecting_questions(planned(tmp_path, "best", ["Why?", "How?"])) == []
-    assert selecting_questions(planned(tmp_path, "dpo.beta=0.1", ["Who?"])) == [], "this model was selected by nothing"
+    assert selecting_questions(planned(tmp_path, "dpo.beta=0.1", ["Who?"])) == [], (
+        "this model was selected by nothing"
+    )

@@ -1,4 +1,5 @@
-"""Wrong input that `alignflow validate --here` and `run` refuse before any work: a sentence for each, exit code 2, and nothing written."""
+"""Wrong input that `alignflow validate --here` and `run` refuse before any work: a sentence for each, exit
+code 2, and nothing written."""
 
 from __future__ import annotations
 
@@ -20,12 +21,28 @@ from tests.unit.preflight.test_check import TEMPLATE, Planned, planned, save_tok
 __all__ = ["planned"]
 
 Refused = Callable[..., list[str]]
-CONFIG: dict[str, Any] = {"model_type": "llama", "vocab_size": 300, "hidden_size": 8, "intermediate_size": 16, "num_hidden_layers": 1}
+CONFIG: dict[str, Any] = {
+    "model_type": "llama",
+    "vocab_size": 300,
+    "hidden_size": 8,
+    "intermediate_size": 16,
+    "num_hidden_layers": 1,
+}
 CONFIG["num_attention_heads"] = 2
-SHAPES = {"model.embed_tokens.weight": (300, 8), "lm_head.weight": (300, 8), "model.layers.0.mlp.down_proj.weight": (8, 16)}
-ENDLESS = "{% for a in range(99999) %}{% for b in range(99999) %}{% for c in range(99999) %}{% endfor %}{% endfor %}{% endfor %}"
+SHAPES = {
+    "model.embed_tokens.weight": (300, 8),
+    "lm_head.weight": (300, 8),
+    "model.layers.0.mlp.down_proj.weight": (8, 16),
+}
+ENDLESS = (
+    "{% for a in range(99999) %}{% for b in range(99999) %}{% for c in range(99999) %}{% endfor %}{% endfor"
+    " %}{% endfor %}"
+)
 SHORT = ("sft.max_len=64", "reward_model.max_len=64")
-LENGTHS = "prompt_max_len + generate_max_len = 200 needs more: lower prompt_max_len or generate_max_len, or name a model with more"
+LENGTHS = (
+    "prompt_max_len + generate_max_len = 200 needs more: lower prompt_max_len or generate_max_len, or name a"
+    " model with more"
+)
 
 
 @pytest.fixture
@@ -65,11 +82,18 @@ def test_wrong_keys_and_wrong_files_are_told_at_once(refused: Refused, base: Pat
     raw["stages"]["reward_model"]["data"] = {"sources": "none.jsonl"}
     recipe.write_text(yaml.safe_dump(raw))
     told = refused()
-    for part in ("stages.sft.learning_rat: unknown key", "none.jsonl: there is no such file", "stages.evaluation.questions: "):
+    for part in (
+        "stages.sft.learning_rat: unknown key",
+        "none.jsonl: there is no such file",
+        "stages.evaluation.questions: ",
+    ):
         assert [line for line in told if part in line], told
     raw["stages"]["ppo"]["actor"] = "stf"  # no plan can be made
     recipe.write_text(yaml.safe_dump(raw))
-    assert ["unknown key 'learning_rat'" in refused()[0], "stages.ppo.actor: unknown name 'stf'" in refused()[1]] == [True, True]
+    assert [
+        "unknown key 'learning_rat'" in refused()[0],
+        "stages.ppo.actor: unknown name 'stf'" in refused()[1],
+    ] == [True, True]
 
 
 def test_fields_that_contradict_each_other_hide_no_wrong_file_of_their_stage(refused: Refused) -> None:
@@ -78,7 +102,10 @@ def test_fields_that_contradict_each_other_hide_no_wrong_file_of_their_stage(ref
     for part in ("train_batch_size=12 must be a multiple", "unknown name 'stf'"):
         assert [line for line in told if part in line], told
     told = refused(*overrides)
-    for part in ("train_batch_size=12 must be a multiple", "stages.sft.data: none.jsonl: there is no such file"):
+    for part in (
+        "train_batch_size=12 must be a multiple",
+        "stages.sft.data: none.jsonl: there is no such file",
+    ):
         assert [line for line in told if part in line], told
     assert len(told) == 2, told
 
@@ -87,7 +114,8 @@ def test_lengths_beyond_the_positions_of_the_base_model(refused: Refused, base: 
     """Told once for a loop; RoPE scaling counts."""
     configured(base, max_position_embeddings=128)
     assert refused(*SHORT) == [
-        f"stages.{stage}: {base}: the model has 128 positions, and {LENGTHS}" for stage in ("ppo", "loop", "evaluation")
+        f"stages.{stage}: {base}: the model has 128 positions, and {LENGTHS}"
+        for stage in ("ppo", "loop", "evaluation")
     ]
     configured(base, max_position_embeddings=100, rope_scaling={"type": "linear", "factor": 1.5})
     assert f"stages.ppo: {base}: the model has 150 positions, and {LENGTHS}" in refused(*SHORT)
@@ -108,10 +136,15 @@ def test_training_lengths_beyond_the_positions_of_the_base_model(refused: Refuse
 def test_lengths_beyond_the_positions_of_a_judge_and_of_an_adapter(refused: Refused, base: Path) -> None:
     shutil.copytree(base, base.parent / "adapter")
     (base.parent / "adapter" / "config.json").unlink()
-    (base.parent / "adapter" / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": str(base)}))
+    (base.parent / "adapter" / "adapter_config.json").write_text(
+        json.dumps({"base_model_name_or_path": str(base)})
+    )
     configured(base, max_position_embeddings=256)
     judge = "evaluation.judges=[{kind: rule}, {kind: vllm, model: ./adapter, max_model_len: 512}]"
-    told = "the model has 256 positions, and max_model_len = 512 needs more: lower max_model_len, or name a model with more"
+    told = (
+        "the model has 256 positions, and max_model_len = 512 needs more: lower max_model_len, or name a"
+        " model with more"
+    )
     assert refused(judge, *SHORT) == [f"stages.evaluation.judges.1: {base.parent / 'adapter'}: {told}"]
 
 
@@ -119,7 +152,10 @@ def test_repeated_question_ids(refused: Refused, base: Path) -> None:
     rows = [{"prompt": f"p{number}", "answer": "a", "uid": uid} for number, uid in enumerate("aba")]
     (base.parent / "q.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (told,) = refused()
-    assert told.startswith("stages.evaluation.questions: q.jsonl, row 3: has the uid 'a' of row 1") and "give each question a `uid`" in told
+    assert (
+        told.startswith("stages.evaluation.questions: q.jsonl, row 3: has the uid 'a' of row 1")
+        and "give each question a `uid`" in told
+    )
     assert main(["validate", "recipe.yaml", "evaluation.max_questions=2", "--here"]) == 0
 
 
@@ -129,7 +165,9 @@ def cut(base: Path) -> None:
 
 
 def sharded(base: Path) -> None:
-    (base / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"x": "model-00002-of-00002.safetensors"}}))
+    (base / "model.safetensors.index.json").write_text(
+        json.dumps({"weight_map": {"x": "model-00002-of-00002.safetensors"}})
+    )
 
 
 def unindexed(base: Path) -> None:
@@ -161,38 +199,80 @@ def few_layers(base: Path) -> None:
     ("change", "told"),
     [
         (cut, "has damaged weights (model.safetensors has 19,"),
-        (nested, "has damaged weights (model.safetensors is no safetensors file, or is cut off in its header); copy or download"),
-        (sharded, "has damaged weights (model.safetensors.index.json names model-00002-of-00002.safetensors, and there is no such file)"),
+        (
+            nested,
+            (
+                "has damaged weights (model.safetensors is no safetensors file, or is cut off in its header);"
+                " copy or download"
+            ),
+        ),
+        (
+            sharded,
+            (
+                "has damaged weights (model.safetensors.index.json names model-00002-of-00002.safetensors,"
+                " and there is no such file)"
+            ),
+        ),
         (
             unindexed,
-            "has model-00001-of-00002.safetensors and 1 more weight files, and neither model.safetensors nor model.safetensors.index.json",
+            (
+                "has model-00001-of-00002.safetensors and 1 more weight files, and neither model.safetensors"
+                " nor model.safetensors.index.json"
+            ),
         ),
         (
             stray,
-            "has model.safetensors beside model.safetensors.index.json, which lists other files, so it is unclear which weights are meant",
+            (
+                "has model.safetensors beside model.safetensors.index.json, which lists other files, so it is"
+                " unclear which weights are meant"
+            ),
         ),
-        (pickled, "has its weights as pickles (pytorch_model.bin), which are not loaded; save them with save_pretrained, as safetensors"),
-        (few_layers, "has weights of 1 layers, and num_hidden_layers=3 in config.json; use the config.json that was saved with"),
+        (
+            pickled,
+            (
+                "has its weights as pickles (pytorch_model.bin), which are not loaded; save them with"
+                " save_pretrained, as safetensors"
+            ),
+        ),
+        (
+            few_layers,
+            (
+                "has weights of 1 layers, and num_hidden_layers=3 in config.json; use the config.json that"
+                " was saved with"
+            ),
+        ),
         (
             lambda base: configured(base, vocab_size=290),
-            "has the shape [300, 8] in model.embed_tokens.weight, and vocab_size=290 and hidden_size=8 in config.json; use the config.json",
+            (
+                "has the shape [300, 8] in model.embed_tokens.weight, and vocab_size=290 and hidden_size=8 in"
+                " config.json; use the config.json"
+            ),
         ),
-        (lambda base: configured(base, intermediate_size=32), "has the shape [8, 16] in model.layers.0.mlp.down_proj.weight, and"),
+        (
+            lambda base: configured(base, intermediate_size=32),
+            "has the shape [8, 16] in model.layers.0.mlp.down_proj.weight, and",
+        ),
         (
             lambda base: configured(base, model_type="mine", auto_map={"AutoConfig": "mine.Mine"}),
-            "needs code of its own (auto_map in config.json; transformers does not know the model_type 'mine'); read that code and set "
-            "trust_remote_code: true, or name another model",
+            (
+                "needs code of its own (auto_map in config.json; transformers does not know the model_type"
+                " 'mine'); read that code and set trust_remote_code: true, or name another model"
+            ),
         ),
     ],
 )
-def test_weights_that_cannot_be_loaded(refused: Refused, base: Path, change: Callable[[Path], None], told: str) -> None:
+def test_weights_that_cannot_be_loaded(
+    refused: Refused, base: Path, change: Callable[[Path], None], told: str
+) -> None:
     change(base)
     (problem,) = refused()
     assert problem.startswith(f"base_model: {base} {told}")
 
 
 @pytest.mark.parametrize("change", [unindexed, stray])
-def test_weights_of_which_it_is_unclear_what_belongs_together_are_not_loaded(base: Path, change: Callable[[Path], None]) -> None:
+def test_weights_of_which_it_is_unclear_what_belongs_together_are_not_loaded(
+    base: Path, change: Callable[[Path], None]
+) -> None:
     change(base)
     for load in (load_policy, lambda path: load_scorer(path, 0)):
         with pytest.raises(ValueError, match=rf"^{base} has model.* model\.safetensors\.index\.json"):
@@ -214,7 +294,10 @@ def test_a_tokenizer_with_more_tokens_than_embeddings(refused: Refused, base: Pa
     tokenizer["added_tokens"][-1]["special"] = False
     (base / "tokenizer.json").write_text(json.dumps(tokenizer))
     (problem,) = refused()
-    assert problem.startswith(f"base_model: {base} has a tokenizer with the token '<image>' at number 301, and embeddings for 300 tokens; ")
+    assert problem.startswith(
+        f"base_model: {base} has a tokenizer with the token '<image>' at number 301, and embeddings for 300"
+        " tokens; "
+    )
     assert "call resize_token_embeddings(len(tokenizer)) on the model" in problem
 
 
@@ -227,7 +310,9 @@ def test_a_publication_into_a_folder_of_somebody_else(refused: Refused, base: Pa
     folder = base.parent / "mine"
     folder.mkdir()
     (folder / "thesis.txt").write_text("")
-    told = f"{folder} holds files that were not published by alignflow: name another folder, or move them away"
+    told = (
+        f"{folder} holds files that were not published by alignflow: name another folder, or move them away"
+    )
     assert refused("publication.folder=mine") == [f"stages.publication.folder: {told}"]
     (folder / MARKER).write_text(json.dumps({"name": "p", "digest": "0", "files": {}}))
     assert main(["validate", "recipe.yaml", "publication.folder=mine", "--here"]) == 0
@@ -236,10 +321,20 @@ def test_a_publication_into_a_folder_of_somebody_else(refused: Refused, base: Pa
 def test_all_faults_are_told_at_once(refused: Refused, base: Path) -> None:
     """Too few prompts for an iteration too, which are counted only where the prompts can be read."""
     configured(base, max_position_embeddings=199)
-    problems = refused(*SHORT, "sft.data={sources: none.jsonl}", "ppo.rollout_batch_size=8", "loop.prompts={sources: none.jsonl}")
+    problems = refused(
+        *SHORT,
+        "sft.data={sources: none.jsonl}",
+        "ppo.rollout_batch_size=8",
+        "loop.prompts={sources: none.jsonl}",
+    )
     places = [problem.split(": ")[0] for problem in problems]
     assert sorted(set(places)) == [
-        *("stages.evaluation", "stages.loop", "stages.loop.round1.preferences.prompts", "stages.loop.round2.preferences.prompts"),
+        *(
+            "stages.evaluation",
+            "stages.loop",
+            "stages.loop.round1.preferences.prompts",
+            "stages.loop.round2.preferences.prompts",
+        ),
         *("stages.ppo", "stages.ppo.prompts", "stages.sft.data"),
     ]
 
@@ -264,16 +359,25 @@ def test_a_byte_order_mark_is_read_over(base: Path) -> None:
 
 def test_directories_for_files_and_a_file_for_a_directory(refused: Refused, base: Path) -> None:
     (base.parent / "rows.jsonl").mkdir()
-    assert refused("sft.data={sources: rows.jsonl}") == ["stages.sft.data: rows.jsonl: is a directory: name a file in it"]
-    assert refused("evaluation.questions={path: base}") == ["stages.evaluation.questions: base: is a directory: name a file in it"]
+    assert refused("sft.data={sources: rows.jsonl}") == [
+        "stages.sft.data: rows.jsonl: is a directory: name a file in it"
+    ]
+    assert refused("evaluation.questions={path: base}") == [
+        "stages.evaluation.questions: base: is a directory: name a file in it"
+    ]
     told = f"base_model: {base / 'config.json'} is a file; correct the path, or make the model first"
     assert refused("base_model=base/config.json") == [told]
 
 
 def test_a_tokenizer_without_an_end_and_no_tokenizer(refused: Refused, base: Path) -> None:
     config = json.loads((base / "tokenizer_config.json").read_text())
-    (base / "tokenizer_config.json").write_text(json.dumps({key: value for key, value in config.items() if key != "eos_token"}))
-    assert all("the tokenizer has no end-of-sequence token: set eos_token in its tokenizer_config.json" in told for told in refused())
+    (base / "tokenizer_config.json").write_text(
+        json.dumps({key: value for key, value in config.items() if key != "eos_token"})
+    )
+    assert all(
+        "the tokenizer has no end-of-sequence token: set eos_token in its tokenizer_config.json" in told
+        for told in refused()
+    )
     for file in base.glob("*token*"):
         file.unlink()
     told = "there is no tokenizer.json, *.model, vocab.*: save the model's tokenizer into this folder"
@@ -287,22 +391,34 @@ def test_an_endless_template(base: Path) -> None:
     save_tokenizer(base, ENDLESS + TEMPLATE)
     shutil.copytree(base, base.parent / "good")
     save_tokenizer(base.parent / "good", TEMPLATE)
-    bad, good = (str(base), "chat"), (str(base.parent / "good"), "chat")
+    bad = (str(base), "chat")
+    good = (str(base.parent / "good"), "chat")
     found = template_length.frame_lengths([good, bad, (str(base), "{}")])
-    assert found[bad] == "the chat template did not end within 2 s; correct it, or set the template of the data to a plain one"
-    assert isinstance(found[good], int) and isinstance(found[str(base), "{}"], int), "those before and after it are read"
+    assert (
+        found[bad]
+        == "the chat template did not end within 2 s; correct it, or set the template of the data to a"
+        " plain one"
+    )
+    assert isinstance(found[good], int) and isinstance(found[str(base), "{}"], int), (
+        "those before and after it are read"
+    )
 
 
 @pytest.mark.parametrize(
     ("template", "told"),
     [
         ("{{ 1 / 0 }}", "ZeroDivisionError: division by zero"),
-        ("{% for i in range(10**9) %}{% for j in range(10**9) %}{% endfor %}{% endfor %}", "OverflowError: Range too big."),
+        (
+            "{% for i in range(10**9) %}{% for j in range(10**9) %}{% endfor %}{% endfor %}",
+            "OverflowError: Range too big.",
+        ),
     ],
 )
 def test_a_template_that_raises(refused: Refused, base: Path, template: str, told: str) -> None:
     save_tokenizer(base, template)
-    assert refused()[0].startswith(f"stages.sft.data: the chat template refuses messages with the roles (user, assistant): {told}")
+    assert refused()[0].startswith(
+        f"stages.sft.data: the chat template refuses messages with the roles (user, assistant): {told}"
+    )
 
 
 def test_a_template_that_takes_all_memory(base: Path) -> None:
@@ -310,5 +426,7 @@ def test_a_template_that_takes_all_memory(base: Path) -> None:
     from rlhf_core.preflight import template_length
 
     save_tokenizer(base, "{% set s = 'a' * 2**33 %}{{ s }}" + TEMPLATE)
-    told = "the chat template takes more than 4 GiB; correct it, or set the template of the data to a plain one"
+    told = (
+        "the chat template takes more than 4 GiB; correct it, or set the template of the data to a plain one"
+    )
     assert template_length.frame_lengths([(str(base), "chat")]) == {(str(base), "chat"): told}

@@ -37,13 +37,22 @@ def test_every_record_has_the_required_keys(file: Path) -> None:
     found = record.load(file)
     assert found["name"] == file.stem and found["command"] and found["hardware"] and found["figures"]
     assert set(found.get("peer", {"figures": {}})["figures"]) <= set(found["figures"])
-    assert not [word for word in shlex.split(found["command"]) if Path(word).is_absolute()], "a place of one machine"
+    assert not [word for word in shlex.split(found["command"]) if Path(word).is_absolute()], (
+        "a place of one machine"
+    )
 
 
 def test_a_record_names_no_place_of_its_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "argv", ["tests/benchmarks/step.py", "--model", "/data/model", "--json", "/data/new.json", "--rounds", "5"])
+    monkeypatch.setattr(
+        sys,
+        "argv",
+        ["tests/benchmarks/step.py", "--model", "/data/model", "--json", "/data/new.json", "--rounds", "5"],
+    )
     record.write(tmp_path / "new.json", "step", "a step", {}, {})
-    assert record.load(tmp_path / "new.json")["command"] == ("python tests/benchmarks/step.py --model FOLDER --json new.json --rounds 5")
+    assert (
+        record.load(tmp_path / "new.json")["command"]
+        == "python tests/benchmarks/step.py --model FOLDER --json new.json --rounds 5"
+    )
 
 
 def test_a_record_without_a_key_is_refused(tmp_path: Path) -> None:
@@ -66,7 +75,9 @@ def compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, figures: dict[str,
     new["figures"] = {name: figure for name, figure in new["figures"].items() if figure}
     (tmp_path / "step.json").write_text(json.dumps(STORED))
     (tmp_path / "new.json").write_text(json.dumps(new))
-    monkeypatch.setattr(sys, "argv", ["compare", str(tmp_path / "new.json"), "--results", str(tmp_path), *options])
+    monkeypatch.setattr(
+        sys, "argv", ["compare", str(tmp_path / "new.json"), "--results", str(tmp_path), *options]
+    )
     return compare.main()
 
 
@@ -85,27 +96,38 @@ def compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, figures: dict[str,
     ],
 )
 def test_a_run_that_is_worse_is_found(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, figures: dict[str, Any], options: tuple[str, ...], code: int
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    figures: dict[str, Any],
+    options: tuple[str, ...],
+    code: int,
 ) -> None:
     assert compared(tmp_path, monkeypatch, figures, *options) == code
 
 
-def test_a_run_that_nothing_is_stored_of_is_told_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_that_nothing_is_stored_of_is_told_apart(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "new.json").write_text(json.dumps(STORED | {"name": "other"}))
     monkeypatch.setattr(sys, "argv", ["compare", str(tmp_path / "new.json"), "--results", str(tmp_path)])
     assert compare.main() == 2
 
 
 def test_a_benchmark_writes_a_record_that_can_be_compared(tmp_path: Path) -> None:
-    record.write(tmp_path / "new.json", "step", "a step", {"model": tmp_path}, {"step": record.figure(10.0, "s")})
+    record.write(
+        tmp_path / "new.json", "step", "a step", {"model": tmp_path}, {"step": record.figure(10.0, "s")}
+    )
     found = record.load(tmp_path / "new.json")
     assert found["versions"]["python"] and found["date"] and found["settings"] == {"model": str(tmp_path)}
     assert list(compare.compare(found, found, 0.0)) == [("step", 10.0, 10.0, 1.0, False)]
 
 
-def test_scripts_write_records_with_the_figures_of_stored_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_scripts_write_records_with_the_figures_of_stored_ones(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.syspath_prepend(str(record.RESULTS.parent))
-    training, ppo_step = importlib.import_module("training"), importlib.import_module("ppo_step")
+    training = importlib.import_module("training")
+    ppo_step = importlib.import_module("ppo_step")
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "model.safetensors").write_bytes(bytes(2000))
     monkeypatch.setattr(training, "ours", lambda *_: ([9.0, 9.0, 2.0, 2.0, 2.0], 1000.0))
@@ -124,7 +146,16 @@ def test_scripts_write_records_with_the_figures_of_stored_ones(tmp_path: Path, m
     new, stored = (record.load(file) for file in (tmp_path / "new.json", record.RESULTS / "sft-h200.json"))
     assert new["name"] == "sft-h200" and new["figures"]["rate"] == record.figure(500, "tokens/s", "higher")
     assert new["figures"].keys() == stored["figures"].keys() | {"host peak"}
-    steps = [{"time": 130.0 + 20 * i, "phase/generate": 4.0, "phase/score": 3.0, "phase/train": 2.5, "phase/sync": 0.5} for i in (0, 1)]
+    steps = [
+        {
+            "time": 130.0 + 20 * i,
+            "phase/generate": 4.0,
+            "phase/score": 3.0,
+            "phase/train": 2.5,
+            "phase/sync": 0.5,
+        }
+        for i in (0, 1)
+    ]
     steps[-1]["sampler/gap"] = 0.0166
     figures = ppo_step.figures(steps, 100.0, [2**30, 3 * 2**30])
     assert {name: figure["value"] for name, figure in figures.items()} == {
@@ -137,5 +168,12 @@ def test_scripts_write_records_with_the_figures_of_stored_ones(tmp_path: Path, m
         "peak": 3.0,
         "sampler gap": 0.0166,
     }
-    for name in ("ppo-step-1.5b-h200", "ppo-step-1.5b-h100-plan", "ppo-step-7.6b-4h200", "first-rollout-1.5b-h200"):
-        assert record.load(record.RESULTS / f"{name}.json")["figures"].keys() <= figures.keys(), "a new run of it could not be compared"
+    for name in (
+        "ppo-step-1.5b-h200",
+        "ppo-step-1.5b-h100-plan",
+        "ppo-step-7.6b-4h200",
+        "first-rollout-1.5b-h200",
+    ):
+        assert record.load(record.RESULTS / f"{name}.json")["figures"].keys() <= figures.keys(), (
+            "a new run of it could not be compared"
+        )

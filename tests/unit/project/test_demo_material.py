@@ -1,4 +1,5 @@
-"""The demo's material: the script by its path, at a small scale; properties of the full rows where no model is needed."""
+"""The demo's material: the script by its path, at a small scale; properties of the full rows where no model
+is needed."""
 
 import importlib.util
 import json
@@ -46,7 +47,11 @@ def _prompts(rows: list[dict]) -> list[str]:
     return [
         text
         for row in rows
-        for text in ([row["prompt"]] if "prompt" in row else [m["content"] for m in row["messages"] if m["role"] == "user"])
+        for text in (
+            [row["prompt"]]
+            if "prompt" in row
+            else [m["content"] for m in row["messages"] if m["role"] == "user"]
+        )
     ]
 
 
@@ -91,7 +96,11 @@ def test_held_out_prompts_occur_nowhere_else(full):
 
 def test_at_least_half_of_the_sft_answers_are_sloppy_and_some_conversations_have_two_turns(full):
     turns = [row["messages"][i : i + 2] for row in full["sft"] for i in range(0, len(row["messages"]), 2)]
-    heads = {wording.partition("{}")[0]: name for name, wordings in material.WORDINGS.items() for wording in wordings}
+    heads = {
+        wording.partition("{}")[0]: name
+        for name, wordings in material.WORDINGS.items()
+        for wording in wordings
+    }
     heads.pop("")  # one wording begins with its number
     good = known = 0
     for question, answer in turns:
@@ -159,7 +168,10 @@ def test_base_is_a_small_tied_model_whose_tokenizer_survives_the_auto_classes(fo
     assert model.lm_head.weight is model.model.embed_tokens.weight
     assert tokenizer.pad_token_id is not None and tokenizer.pad_token_id != tokenizer.eos_token_id
     generation = GenerationConfig.from_pretrained(base)
-    assert (generation.eos_token_id, generation.pad_token_id) == (tokenizer.eos_token_id, tokenizer.pad_token_id)
+    assert (generation.eos_token_id, generation.pad_token_id) == (
+        tokenizer.eos_token_id,
+        tokenizer.pad_token_id,
+    )
     assert len(tokenizer) == model.config.vocab_size
     for text in ("Reverse this number: 4719", "naïve 你好 🙂\n\tcode", "a  b"):
         assert tokenizer.decode(tokenizer.encode(text)) == text
@@ -172,6 +184,8 @@ def test_chat_template_marks_assistant_tokens_and_the_generation_prompt_is_a_pre
     marked = [token for token, mask in zip(whole["input_ids"], whole["assistant_masks"], strict=True) if mask]
     end = tokenizer.eos_token
     assert tokenizer.decode(marked) == messages[1]["content"] + end + messages[3]["content"] + end
-    prompt = tokenizer.apply_chat_template(messages[:3], add_generation_prompt=True, return_dict=True)["input_ids"]
+    prompt = tokenizer.apply_chat_template(messages[:3], add_generation_prompt=True, return_dict=True)[
+        "input_ids"
+    ]
     assert whole["input_ids"][: len(prompt)] == prompt
     assert whole["input_ids"][len(prompt) :] == tokenizer.encode(messages[3]["content"] + end)

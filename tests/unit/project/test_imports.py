@@ -1,4 +1,5 @@
-"""Orchestration imports without torch, and no module hides an installed package. (Who may import what: import-linter, `make lint`.)"""
+"""Orchestration imports without torch, and no module hides an installed package. (Who may import what:
+import-linter, `make lint`.)"""
 
 from __future__ import annotations
 
@@ -47,7 +48,9 @@ def files() -> list[Path]:
 def test_orchestration_needs_no_torch() -> None:
     absent = ["torch", "transformers", "deepspeed", "ray", "vllm", "datasets", "tokenizers"]
     ours = [
-        ".".join(file.relative_to(ROOT).with_suffix("").parts) for name in ("flows", "tasks") for file in (ROOT / name).rglob("[!_]*.py")
+        ".".join(file.relative_to(ROOT).with_suffix("").parts)
+        for name in ("flows", "tasks")
+        for file in (ROOT / name).rglob("[!_]*.py")
     ]
     import_without(absent, sorted(ours) + TORCH_FREE)
 
@@ -56,7 +59,8 @@ def test_ranks_that_train_or_score_need_no_engine() -> None:
     """They would import it for seconds."""
     roles = [f"rlhf_core.stages.ppo.roles.{name}" for name in ("actor", "read_only", "trained")]
     import_without(
-        ["vllm", "prefect", "matplotlib"], [*roles, *(f"rlhf_core.stages.{name}" for name in ("sft", "reward_model", "dpo", "kto"))]
+        ["vllm", "prefect", "matplotlib"],
+        [*roles, *(f"rlhf_core.stages.{name}" for name in ("sft", "reward_model", "dpo", "kto"))],
     )
 
 
@@ -65,14 +69,24 @@ def import_without(absent: Sequence[str], modules: Sequence[str]) -> None:
         f"importlib.import_module({module!r})\n" for module in modules
     )
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(
+        [sys.executable, "-c", script], env=environment, capture_output=True, text=True, timeout=120
+    )
     assert done.returncode == 0, done.stderr
 
 
 def test_no_module_is_named_after_a_package() -> None:
     ours = {"alignflow"}
-    foreign = {name for name, owners in importlib.metadata.packages_distributions().items() if not set(owners) <= ours}
-    names = {path: path.parent.name if path.stem == "__init__" else path.stem for path in files() if path.stem != "__main__"}
+    foreign = {
+        name
+        for name, owners in importlib.metadata.packages_distributions().items()
+        if not set(owners) <= ours
+    }
+    names = {
+        path: path.parent.name if path.stem == "__init__" else path.stem
+        for path in files()
+        if path.stem != "__main__"
+    }
     assert [str(path.relative_to(ROOT)) for path, name in names.items() if name in foreign] == []
     assert [package for package in PACKAGES if package in sys.stdlib_module_names] == []
 

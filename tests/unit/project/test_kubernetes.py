@@ -1,4 +1,5 @@
-"""The Kubernetes manifests render for two sizes and fit their schemas; the node script waits as long as it says; images are as claimed."""
+"""The Kubernetes manifests render for two sizes and fit their schemas; the node script waits as long as it
+says; images are as claimed."""
 
 from __future__ import annotations
 
@@ -21,7 +22,8 @@ import yaml
 from jsonpatch import JsonPatch
 
 ROOT = Path(__file__).parents[3]
-K8S, DOCKER = ROOT / "deployments" / "k8s", ROOT / "deployments" / "docker"
+K8S = ROOT / "deployments" / "k8s"
+DOCKER = ROOT / "deployments" / "docker"
 NODE = K8S / "ray-node.sh"
 CRDS = ROOT.parent / "shared" / "data" / "kuberay"
 VERSION = "1.37"
@@ -31,7 +33,16 @@ DEMANDED = {
     "apiVersion": "batch/v1",
     "kind": "Job",
     "metadata": {"labels": {}},
-    "spec": {"template": {"spec": {"parallelism": 1, "completions": 1, "restartPolicy": "Never", "containers": [{"name": "prefect-job"}]}}},
+    "spec": {
+        "template": {
+            "spec": {
+                "parallelism": 1,
+                "completions": 1,
+                "restartPolicy": "Never",
+                "containers": [{"name": "prefect-job"}],
+            }
+        }
+    },
 }
 
 
@@ -43,7 +54,9 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
 def rendered(out: Path, *arguments: str) -> list[dict[str, Any]]:
     done = run("--out", str(out), *arguments)
     assert done.returncode == 0, done.stderr
-    return [document for path in sorted(out.glob("*.yaml")) for document in yaml.safe_load_all(path.read_text())]
+    return [
+        document for path in sorted(out.glob("*.yaml")) for document in yaml.safe_load_all(path.read_text())
+    ]
 
 
 def one(documents: list[dict[str, Any]], kind: str, name: str) -> dict[str, Any]:
@@ -58,7 +71,15 @@ def test_core_objects_fit_their_schemas(tmp_path: Path, nodes: int, gpus: int) -
     for document in core:
         kubernetes_validate.validate(document, VERSION, strict=True)
     kinds = {document["kind"] for document in core}
-    assert {"Namespace", "PersistentVolumeClaim", "Job", "Service", "Deployment", "Role", "ConfigMap"} <= kinds
+    assert {
+        "Namespace",
+        "PersistentVolumeClaim",
+        "Job",
+        "Service",
+        "Deployment",
+        "Role",
+        "ConfigMap",
+    } <= kinds
     assert not kinds & {"Secret", "ClusterRole"}
     broken = {**one(core, "Namespace", "alignflow"), "speck": 1}
     with pytest.raises(kubernetes_validate.ValidationError):
@@ -71,7 +92,9 @@ def schema(kind: str) -> dict[str, Any]:
     path = CRDS / f"ray.io_{kind.lower()}s.yaml"
     if not path.is_file():
         pytest.skip(f"{path.name}, KubeRay's resource definition, is not here")
-    versions = yaml.load(path.read_text(), Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))["spec"]["versions"]
+    versions = yaml.load(path.read_text(), Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))["spec"][
+        "versions"
+    ]
     found = next(version["schema"]["openAPIV3Schema"] for version in versions if version["name"] == "v1")
 
     def close(node: Any) -> Any:
@@ -97,7 +120,9 @@ def schema(kind: str) -> dict[str, Any]:
 @pytest.mark.slow
 @pytest.mark.parametrize(("nodes", "gpus"), SIZES)
 @pytest.mark.parametrize(("kind", "name"), [("RayCluster", "alignflow"), ("RayJob", "alignflow-run")])
-def test_ray_objects_fit_kuberays_schemas(tmp_path: Path, kind: str, name: str, nodes: int, gpus: int) -> None:
+def test_ray_objects_fit_kuberays_schemas(
+    tmp_path: Path, kind: str, name: str, nodes: int, gpus: int
+) -> None:
     document = one(rendered(tmp_path, "--nodes", str(nodes), "--gpus-per-node", str(gpus)), kind, name)
     jsonschema.validate(document["spec"], schema(kind))
     with pytest.raises(jsonschema.ValidationError, match="speck"):
@@ -113,7 +138,11 @@ def test_a_node_gets_its_gpus_memory_and_volumes(tmp_path: Path, nodes: int, gpu
     assert 1 + sum(group["replicas"] for group in workers) == nodes
     job = one(documents, "Job", "alignflow-run-nodes")["spec"]
     assert (job["completions"], job["parallelism"]) == (nodes, nodes)
-    pods = [cluster["headGroupSpec"]["template"]["spec"], *(group["template"]["spec"] for group in workers), job["template"]["spec"]]
+    pods = [
+        cluster["headGroupSpec"]["template"]["spec"],
+        *(group["template"]["spec"] for group in workers),
+        job["template"]["spec"],
+    ]
     for pod in pods:
         (container,) = pod["containers"]
         limits = container["resources"]["limits"]
@@ -121,15 +150,25 @@ def test_a_node_gets_its_gpus_memory_and_volumes(tmp_path: Path, nodes: int, gpu
         assert not [key for key in limits if "rdma" in key]
         volumes = {volume["name"]: volume for volume in pod["volumes"]}
         assert volumes["shm"]["emptyDir"] == {"medium": "Memory", "sizeLimit": "64Gi"}
-        assert {mount["name"]: mount["mountPath"] for mount in container["volumeMounts"]} == {"artifacts": "/artifacts", "shm": "/dev/shm"}
+        assert {mount["name"]: mount["mountPath"] for mount in container["volumeMounts"]} == {
+            "artifacts": "/artifacts",
+            "shm": "/dev/shm",
+        }
         assert (
             volumes["artifacts"]["persistentVolumeClaim"]["claimName"]
             == one(documents, "PersistentVolumeClaim", "alignflow-artifacts")["metadata"]["name"]
         )
         assert not {"livenessProbe", "readinessProbe"} & container.keys()  # KubeRay's business
-        assert pod["securityContext"]["runAsNonRoot"] and container["securityContext"]["capabilities"] == {"drop": ["ALL"]}
+        assert pod["securityContext"]["runAsNonRoot"] and container["securityContext"]["capabilities"] == {
+            "drop": ["ALL"]
+        }
         tokens = [variable for variable in container["env"] if variable["name"] == "HF_TOKEN"]
-        assert tokens == [{"name": "HF_TOKEN", "valueFrom": {"secretKeyRef": {"name": "alignflow-hub", "key": "token", "optional": True}}}]
+        assert tokens == [
+            {
+                "name": "HF_TOKEN",
+                "valueFrom": {"secretKeyRef": {"name": "alignflow-hub", "key": "token", "optional": True}},
+            }
+        ]
 
 
 def test_rdma_and_other_values(tmp_path: Path) -> None:
@@ -142,8 +181,12 @@ def test_rdma_and_other_values(tmp_path: Path) -> None:
     (tmp_path / "values.yaml").write_text(yaml.safe_dump(values))
     documents = rendered(tmp_path / "out", "--values", str(tmp_path / "values.yaml"), "--nodes", "2")
     assert {d["metadata"].get("namespace", d["metadata"]["name"]) for d in documents} == {"team-a"}
-    (container,) = one(documents, "RayCluster", "alignflow")["spec"]["headGroupSpec"]["template"]["spec"]["containers"]
-    assert container["resources"]["limits"]["rdma/ib"] == 2 and container["securityContext"]["capabilities"]["add"] == ["IPC_LOCK"]
+    (container,) = one(documents, "RayCluster", "alignflow")["spec"]["headGroupSpec"]["template"]["spec"][
+        "containers"
+    ]
+    assert container["resources"]["limits"]["rdma/ib"] == 2 and container["securityContext"]["capabilities"][
+        "add"
+    ] == ["IPC_LOCK"]
     assert {"name": "NCCL_IB_HCA", "value": "mlx5"} in container["env"]
     assert one(documents, "PersistentVolumeClaim", "alignflow-artifacts")["spec"]["storageClassName"] == "nfs"
 
@@ -166,12 +209,20 @@ def test_prefects_pool_makes_a_job_that_kubernetes_and_prefect_take(tmp_path: Pa
 
     job = fill(template["job_configuration"]["job_manifest"])
     patch = JsonPatch.from_diff(job, DEMANDED)
-    assert [operation for operation in patch if operation["op"] in ("add", "replace") and operation["path"] != "/metadata/labels"] == []
-    for key in ("parallelism", "completions"):  # Prefect demands them in a place where Kubernetes ignores them
+    assert [
+        operation
+        for operation in patch
+        if operation["op"] in ("add", "replace") and operation["path"] != "/metadata/labels"
+    ] == []
+    # Prefect demands them in a place where Kubernetes ignores them
+    for key in ("parallelism", "completions"):
         job["spec"]["template"]["spec"].pop(key)
     kubernetes_validate.validate(job, VERSION, strict=True)
     assert job["spec"]["template"]["spec"]["containers"][0]["image"] == "alignflow-trainer:0.1.0"
-    assert not names.keys() & {"command", "env", "image", "namespace", "working_dir"} and not template["variables"]["additionalProperties"]
+    assert (
+        not names.keys() & {"command", "env", "image", "namespace", "working_dir"}
+        and not template["variables"]["additionalProperties"]
+    )
     assert not template["job_configuration"].keys() & {"command", "env"}, "a run could change them"
 
 
@@ -197,11 +248,18 @@ Nodes = Callable[..., subprocess.CompletedProcess[str]]
 
 @pytest.fixture
 def node(tmp_path: Path) -> Nodes:
-    """Runs the node script with stand-ins for `ray` and `python` that log their calls; `answers` says which look finds what."""
+    """Runs the node script with stand-ins for `ray` and `python` that log their calls; `answers` says which
+    look finds what."""
     (tmp_path / "bin").mkdir()
     looks = 'looks=$(grep -c "^$1" "$LOG")'
-    ray = f'#!/bin/bash\necho "$@" >>"$LOG"\n{looks}\nif [ "$1" = health-check ]; then [[ " $HEALTHY " == *" $looks "* ]]; fi\n'
-    python = '#!/bin/bash\necho count >>"$LOG"\nlooks=$(grep -c "^count" "$LOG")\nset -- $COUNTS\necho "${!looks:-${!#}}"\n'
+    ray = (
+        f'#!/bin/bash\necho "$@" >>"$LOG"\n{looks}\nif [ "$1" = health-check ]; then [[ " $HEALTHY " == *"'
+        ' $looks "* ]]; fi\n'
+    )
+    python = (
+        '#!/bin/bash\necho count >>"$LOG"\nlooks=$(grep -c "^count" "$LOG")\nset -- $COUNTS\necho'
+        ' "${!looks:-${!#}}"\n'
+    )
     for name, text in (("ray", ray), ("python", python)):
         (tmp_path / "bin" / name).write_text(text)
         (tmp_path / "bin" / name).chmod(0o755)
@@ -219,7 +277,14 @@ def node(tmp_path: Path) -> Nodes:
             **settings,
         }
         (tmp_path / "log").write_text("")
-        return subprocess.run([str(NODE), *command], env=environment, capture_output=True, text=True, timeout=30, stdin=subprocess.DEVNULL)
+        return subprocess.run(
+            [str(NODE), *command],
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=30,
+            stdin=subprocess.DEVNULL,
+        )
 
     return start
 
@@ -228,14 +293,20 @@ def test_a_worker_gives_up_after_its_attempts_and_says_what_it_awaited(node: Nod
     start = time.monotonic()
     done = node("train", RAY_NODE_RANK="2", JOIN_PAUSE="1", JOIN_ATTEMPTS="2")
     assert done.returncode == 3 and 1 <= time.monotonic() - start < 10
-    assert "waited 2 s for the Ray head at head:6379, in 2 attempts, and it never answered: is node 0 running?" in done.stderr
+    assert (
+        "waited 2 s for the Ray head at head:6379, in 2 attempts, and it never answered: is node 0 running?"
+        in done.stderr
+    )
     assert (tmp_path / "log").read_text().splitlines() == ["health-check --address head:6379"] * 2
 
 
 def test_a_worker_joins_late_and_ends_with_the_head(node: Nodes, tmp_path: Path) -> None:
     done = node("train", JOB_COMPLETION_INDEX="1", HEALTHY="2", RAY_PORT="6400")
     assert done.returncode == 0, done.stderr
-    assert "no Ray head answers at head:6400 yet (attempt 1 of 3)" in done.stderr and "has ended, and so does this worker" in done.stderr
+    assert (
+        "no Ray head answers at head:6400 yet (attempt 1 of 3)" in done.stderr
+        and "has ended, and so does this worker" in done.stderr
+    )
     assert "start --address=head:6400 --block" in (tmp_path / "log").read_text()
 
 
@@ -245,10 +316,16 @@ def test_a_worker_that_cannot_stay_gives_up(node: Nodes) -> None:
 
 
 def test_the_head_waits_for_all_nodes_and_returns_the_commands_code(node: Nodes, tmp_path: Path) -> None:
-    done = node("bash", "-c", 'echo "at $RAY_ADDRESS"; exit 5', RAY_NODE_RANK="0", RAY_NODES="4", COUNTS="1 3 4")
+    done = node(
+        "bash", "-c", 'echo "at $RAY_ADDRESS"; exit 5', RAY_NODE_RANK="0", RAY_NODES="4", COUNTS="1 3 4"
+    )
     assert done.returncode == 5 and done.stdout.endswith("at 127.0.0.1:6379\n"), done.stderr
     assert "3 of 4 nodes are there (look 2 of 3)" in done.stderr
-    assert (tmp_path / "log").read_text().splitlines() == ["start --head --port=6379 --dashboard-host=0.0.0.0", *["count"] * 3, "stop"]
+    assert (tmp_path / "log").read_text().splitlines() == [
+        "start --head --port=6379 --dashboard-host=0.0.0.0",
+        *["count"] * 3,
+        "stop",
+    ]
 
 
 def test_the_head_gives_up_on_missing_workers(node: Nodes) -> None:
@@ -269,27 +346,37 @@ def test_nodes_without_a_token_do_not_start(node: Nodes, tmp_path: Path) -> None
 
 def test_policies_let_nodes_reach_nodes_and_nobody_else(tmp_path: Path) -> None:
     documents = rendered(tmp_path, "--nodes", "4")
-    assert one(documents, "NetworkPolicy", "nobody")["spec"] == {"podSelector": {}, "policyTypes": ["Ingress"]}
+    assert one(documents, "NetworkPolicy", "nobody")["spec"] == {
+        "podSelector": {},
+        "policyTypes": ["Ingress"],
+    }
     chosen = one(documents, "NetworkPolicy", "nodes")["spec"]["podSelector"]["matchLabels"]
     cluster = one(documents, "RayCluster", "alignflow")["spec"]
     assert cluster["authOptions"] == {"mode": "token"}
     job = one(documents, "Job", "alignflow-run-nodes")["spec"]["template"]
     for pod in (cluster["headGroupSpec"]["template"], cluster["workerGroupSpecs"][0]["template"], job):
         assert chosen.items() <= pod["metadata"]["labels"].items()
-    token = [variable for variable in job["spec"]["containers"][0]["env"] if variable["name"] == "RAY_AUTH_TOKEN"]
+    token = [
+        variable for variable in job["spec"]["containers"][0]["env"] if variable["name"] == "RAY_AUTH_TOKEN"
+    ]
     assert token[0]["valueFrom"]["secretKeyRef"]["name"] == "alignflow-ray"
 
 
 def test_the_node_script_is_sound_shell() -> None:
     assert os.access(NODE, os.X_OK)
     subprocess.run(["bash", "-n", str(NODE)], check=True, timeout=10)
-    if checker := shutil.which("shellcheck"):
+    checker = shutil.which("shellcheck")
+    if checker:
         done = subprocess.run([checker, str(NODE)], capture_output=True, text=True, timeout=30)
         assert done.returncode == 0, done.stdout
 
 
 def instructions(path: Path) -> list[tuple[str, str]]:
-    joined = re.sub(r"\\\n\s*", " ", "\n".join(line for line in path.read_text().splitlines() if not line.lstrip().startswith("#")))
+    joined = re.sub(
+        r"\\\n\s*",
+        " ",
+        "\n".join(line for line in path.read_text().splitlines() if not line.lstrip().startswith("#")),
+    )
     return [(line.split()[0], line.partition(" ")[2].strip()) for line in joined.splitlines() if line.strip()]
 
 
@@ -299,21 +386,31 @@ def test_dockerfiles(name: str) -> None:
     known = {"FROM", "RUN", "COPY", "ENV", "ARG", "USER", "WORKDIR", "CMD", "ENTRYPOINT"}
     assert {word for word, _ in lines} <= known
     bases = [rest for word, rest in lines if word == "FROM"]
-    assert bases and all(re.fullmatch(r"[\w./-]+:\d[\w.-]*\d[\w.-]*", base) for base in bases), "a base image is pinned by a full version"
-    kept = [line[1:].rstrip("/") for line in (ROOT / ".dockerignore").read_text().splitlines() if line.startswith("!")]
+    assert bases and all(re.fullmatch(r"[\w./-]+:\d[\w.-]*\d[\w.-]*", base) for base in bases), (
+        "a base image is pinned by a full version"
+    )
+    kept = [
+        line[1:].rstrip("/")
+        for line in (ROOT / ".dockerignore").read_text().splitlines()
+        if line.startswith("!")
+    ]
     for word, rest in lines:
         if word == "COPY":
             *sources, _ = [part for part in rest.split() if not part.startswith("--")]
             for source in sources:
                 assert (ROOT / source).exists(), source
-                assert any(source == entry or source.startswith(entry + "/") for entry in kept), f"{source} is not sent to the builder"
+                assert any(source == entry or source.startswith(entry + "/") for entry in kept), (
+                    f"{source} is not sent to the builder"
+                )
         if word == "RUN" and "apt-get install" in rest:
             assert "--no-install-recommends" in rest and "rm -rf /var/lib/apt/lists" in rest
         if word == "RUN" and "pip install" in rest:
             for tool, options in re.findall(r"(uv )?pip install (.*?)(?= && |$)", rest):
                 assert ("--no-cache --compile-bytecode" if tool else "--no-cache-dir") in options
                 assert tool or options.endswith("requirements/uv.txt"), "pip installs uv, and uv the rest"
-                assert "--no-deps" in options and ("--require-hashes" in options or options.endswith(" .")), "all but alignflow has hashes"
+                assert "--no-deps" in options and ("--require-hashes" in options or options.endswith(" .")), (
+                    "all but alignflow has hashes"
+                )
         if word in ("ENV", "ARG"):
             assert not re.search(r"TOKEN|PASSWORD|SECRET|API_KEY", rest)
     users = [rest for word, rest in lines if word == "USER"]

@@ -33,11 +33,16 @@ def lock(project: Path, name: str, uv: str) -> subprocess.CompletedProcess[str]:
     (project / "uv").write_text(f"#!/bin/sh\n{uv}\n")
     (project / "uv").chmod(0o755)
     command = [sys.executable, str(project / "requirements/lock.py"), name]
-    return subprocess.run(command, env={"PATH": f"{project}:{os.environ['PATH']}"}, capture_output=True, text=True, timeout=60)
+    return subprocess.run(
+        command, env={"PATH": f"{project}:{os.environ['PATH']}"}, capture_output=True, text=True, timeout=60
+    )
 
 
 def pylock(wheels: dict[str, str], marker: str = "") -> str:
-    files = ", ".join(f'{{ url = "https://index/{name}", hashes = {{ sha256 = "{digest}" }} }}' for digest, name in wheels.items())
+    files = ", ".join(
+        f'{{ url = "https://index/{name}", hashes = {{ sha256 = "{digest}" }} }}'
+        for digest, name in wheels.items()
+    )
     source = f'sdist = {{ url = "https://index/one-1.tar.gz", hashes = {{ sha256 = "{"7" * 64}" }} }}'
     return f'[[packages]]\nname = "one"\nversion = "1"\n{marker}\n{source}\nwheels = [{files}]\n'
 
@@ -51,7 +56,9 @@ def pylock(wheels: dict[str, str], marker: str = "") -> str:
         ("cpu", {}, "7"),
     ],
 )
-def test_hashes_are_of_the_files_that_a_platform_installs(project: Path, name: str, wheels: dict[str, str], kept: str) -> None:
+def test_hashes_are_of_the_files_that_a_platform_installs(
+    project: Path, name: str, wheels: dict[str, str], kept: str
+) -> None:
     path = project / "requirements" / f"{name}.txt"
     path.write_text("# What it is.\none==1 \\\n    --hash=sha256:old\n")
     (project / "out").write_text(pylock(wheels, "marker = \"sys_platform == 'linux'\""))
@@ -60,7 +67,9 @@ def test_hashes_are_of_the_files_that_a_platform_installs(project: Path, name: s
     hashes = " \\\n".join(f"    --hash=sha256:{digit * 64}" for digit in kept)
     assert path.read_text() == f"# What it is.\none==1 ; sys_platform == 'linux' \\\n{hashes}\n"
     arguments = (project / "arguments").read_text()
-    assert ("--constraint" in arguments, "--no-deps" in arguments) == (name == "gpu", name == "cpu") and str(path) in arguments
+    assert ("--constraint" in arguments, "--no-deps" in arguments) == (name == "gpu", name == "cpu") and str(
+        path
+    ) in arguments
     assert "setuptools" in (project / "in").read_text()
 
 
@@ -68,5 +77,7 @@ def test_a_lock_that_uv_refuses_stays(project: Path) -> None:
     path = project / "requirements/cpu.txt"
     path.write_text("one==2\n")
     done = lock(project, "cpu", "echo No solution >&2; exit 1")
-    assert done.returncode == 1 and done.stderr == f"No solution\n{path} is as it was: see uv's message above\n"
+    assert (
+        done.returncode == 1 and done.stderr == f"No solution\n{path} is as it was: see uv's message above\n"
+    )
     assert path.read_text() == "one==2\n"

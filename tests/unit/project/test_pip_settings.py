@@ -31,10 +31,20 @@ TLS = ("SSL_CERT_FILE", "REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE", "ALL_PROXY")
 def settings(folder: Path, config: str, **variables: str) -> dict[str, str]:
     """Returns what the script prints where pip's configuration is `config` alone."""
     (folder / "pip.conf").write_text(config)
-    kept = {name: value for name, value in os.environ.items() if not name.startswith(("PIP_", "UV_")) and name not in TLS}
+    kept = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(("PIP_", "UV_")) and name not in TLS
+    }
     # This machine's own file counts where this one is silent, so CONFIG sets each option that is compared.
-    environment = kept | {"PIP_CONFIG_FILE": str(folder / "pip.conf"), "XDG_CONFIG_HOME": str(folder), "HOME": str(folder)} | variables
-    done = subprocess.run([sys.executable, str(SCRIPT)], env=environment, capture_output=True, text=True, check=True, timeout=60)
+    environment = (
+        kept
+        | {"PIP_CONFIG_FILE": str(folder / "pip.conf"), "XDG_CONFIG_HOME": str(folder), "HOME": str(folder)}
+        | variables
+    )
+    done = subprocess.run(
+        [sys.executable, str(SCRIPT)], env=environment, capture_output=True, text=True, check=True, timeout=60
+    )
     words = [shlex.split(line) for line in done.stdout.splitlines()]
     return dict(word.split("=", 1) for export, word in words if export == "export")
 
@@ -54,7 +64,11 @@ def test_uv_uses_what_files_tell_pip(tmp_path: Path) -> None:
 
 
 def test_variables_of_pip_go_before_files_and_those_of_uv_before_all(tmp_path: Path) -> None:
-    more = {"PIP_INDEX_URL": "https://other.example/simple", "PIP_DEFAULT_TIMEOUT": "7", "UV_INDEX": "https://mine.example"}
+    more = {
+        "PIP_INDEX_URL": "https://other.example/simple",
+        "PIP_DEFAULT_TIMEOUT": "7",
+        "UV_INDEX": "https://mine.example",
+    }
     found = settings(tmp_path, CONFIG, **more)
     assert found["UV_DEFAULT_INDEX"] == "https://other.example/simple" and found["UV_HTTP_TIMEOUT"] == "7"
     assert not found.keys() & {"UV_INDEX", "UV_INDEX_STRATEGY"}
@@ -68,12 +82,19 @@ def test_variables_of_pip_go_before_files_and_those_of_uv_before_all(tmp_path: P
         ({}, {}, True, {"UV_SYSTEM_CERTS": "1"}),
         ({}, {"UV_SYSTEM_CERTS": "0"}, True, {}),
         ({}, {}, False, {}),  # uv's own; it would fail with those of a machine that has none
-        ({"no-index": "true", "find-links": "/wheels"}, {}, False, {"UV_OFFLINE": "1", "UV_FIND_LINKS": "/wheels"}),
+        (
+            {"no-index": "true", "find-links": "/wheels"},
+            {},
+            False,
+            {"UV_OFFLINE": "1", "UV_FIND_LINKS": "/wheels"},
+        ),
         ({"no-index": "false"}, {}, False, {}),
         ({"index-url": "https://a"}, {"UV_INDEX_URL": "https://b"}, False, {}),
     ],
 )
-def test_certificates_and_indexes(pip: dict[str, str], environment: dict[str, str], has: bool, expected: dict[str, str]) -> None:
+def test_certificates_and_indexes(
+    pip: dict[str, str], environment: dict[str, str], has: bool, expected: dict[str, str]
+) -> None:
     module = runpy.run_path(str(SCRIPT))
     module["for_uv"].__globals__["system_has_certificates"] = lambda: has
     assert module["for_uv"](pip, environment) == expected | {"UV_HTTP_TIMEOUT": "60"}

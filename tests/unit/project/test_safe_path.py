@@ -1,4 +1,5 @@
-"""Modules in the working directory that are named like ours hide nothing: of the command, of stages, or of reward functions."""
+"""Modules in the working directory that are named like ours hide nothing: of the command, of stages, or of
+reward functions."""
 
 from __future__ import annotations
 
@@ -19,7 +20,8 @@ from rlhf_core.runs.launch import launch
 from rlhf_core.runs.run_dir import RunDir, StageRequest
 from tests.support import hostile
 
-# What `alignflow`, the script that pip writes, does: its own folder is first on the module path, the working directory is not on it.
+# What `alignflow`, the script that pip writes, does: its own folder is first on the module path, the working
+# directory is not on it.
 SCRIPT = "import sys\nfrom flows.cli import main\nsys.exit(main())\n"
 STAGE = """
 import json, subprocess, sys
@@ -68,13 +70,21 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 def test_the_modules_are_found_where_the_path_is_not_safe(tmp_path: Path) -> None:
     """Else the tests below would show nothing."""
     hostile.write(tmp_path)
-    done = subprocess.run([sys.executable, "-m", "flows.cli"], cwd=tmp_path, env=hostile.environment(), capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-m", "flows.cli"],
+        cwd=tmp_path,
+        env=hostile.environment(),
+        capture_output=True,
+        text=True,
+    )
     assert "flows of the working directory was imported" in done.stderr
     assert hostile.imported(tmp_path).startswith("flows by")
 
 
 @pytest.mark.slow
-def test_validate_and_the_process_that_reads_its_tokenizers(folder: Path, material: Path, tmp_path: Path) -> None:
+def test_validate_and_the_process_that_reads_its_tokenizers(
+    folder: Path, material: Path, tmp_path: Path
+) -> None:
     stage = {"max_len": 64, "data": {"sources": [str(material / "sft.jsonl")], "max_samples": 8}}
     recipe = {"name": "small", "base_model": str(material / "base"), "stages": {"sft": stage}}
     (folder / "recipe.yaml").write_text(yaml.safe_dump(recipe))
@@ -90,7 +100,11 @@ def test_a_stage_and_what_it_starts(folder: Path, tmp_path: Path, monkeypatch: p
     (tmp_path / "modules" / "stage_for_tests.py").write_text(STAGE)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path / "modules"))
     run = RunDir(tmp_path / "run")
-    run.prepare(StageRequest(name="sft", digest="d", config=SFT.model_validate({"data": {"sources": "x"}}), inputs={}, seed=0))
+    run.prepare(
+        StageRequest(
+            name="sft", digest="d", config=SFT.model_validate({"data": {"sources": "x"}}), inputs={}, seed=0
+        )
+    )
     assert launch("stage_for_tests", run.path, "sft", print).metrics == {"loss": 1.0}
     assert all(file.startswith(str(hostile.ROOT)) for file in (run / "seen").read_text().split())
 
@@ -99,7 +113,8 @@ def test_a_stage_and_what_it_starts(folder: Path, tmp_path: Path, monkeypatch: p
 def test_our_own_stage_process_trains(folder: Path, material: Path, tmp_path: Path) -> None:
     data = {"sources": str(material / "sft.jsonl"), "max_samples": 8}
     sizes = {"max_len": 64, "train_batch_size": 8, "micro_train_batch_size": 8}
-    run, base = RunDir(tmp_path / "run"), str(material / "base")
+    run = RunDir(tmp_path / "run")
+    base = str(material / "base")
     config = SFT.model_validate({"data": data, **sizes})
     run.prepare(StageRequest(name="sft", digest="d", config=config, inputs={"base": base}, seed=0))
     launch("rlhf_core", run.path, "sft", print)
@@ -116,14 +131,18 @@ def test_a_reward_function_beside_such_modules(folder: Path) -> None:
         source.close()
 
 
-def test_a_script_that_a_reward_function_starts_finds_the_modules_beside_it(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_script_that_a_reward_function_starts_finds_the_modules_beside_it(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """As in a terminal: a safe path is for our processes, not for the user's."""
     monkeypatch.setenv("PYTHONSAFEPATH", "1")  # as a stage's process has it
     (folder / "reward.py").write_text(FUNCTION)
     (folder / "helper.py").write_text("def length(text): return len(text)\n")
     (folder / "scripts").mkdir()
     (folder / "scripts" / "beside.py").write_text("def score(text): return 2 * len(text)\n")
-    (folder / "scripts" / "score.py").write_text("import sys\nfrom beside import score\nprint(*map(score, sys.argv[1:]))\n")
+    (folder / "scripts" / "score.py").write_text(
+        "import sys\nfrom beside import score\nprint(*map(score, sys.argv[1:]))\n"
+    )
     source = Function(folder / "reward.py", "by_a_script", 30.0, processes=1)
     try:
         assert source.score([sample("four"), sample("no")]).rewards.tolist() == [8, 4]
@@ -139,5 +158,9 @@ def test_a_vllm_server_hands_a_safe_path_to_its_engine_processes(monkeypatch: py
 @pytest.mark.parametrize("page", ["deployments/prefect.yaml", "docs/how-to/loops.md"])
 def test_a_worker_of_ones_own_is_started_with_a_safe_path(page: str) -> None:
     """Its flow runs have its environment: the pool's template takes none from a run."""
-    starts = re.findall(r"^.*prefect worker start --pool alignflow-(?:process|ray).*$", (hostile.ROOT / page).read_text(), re.MULTILINE)
+    starts = re.findall(
+        r"^.*prefect worker start --pool alignflow-(?:process|ray).*$",
+        (hostile.ROOT / page).read_text(),
+        re.MULTILINE,
+    )
     assert starts and all("PYTHONSAFEPATH=1" in start for start in starts)

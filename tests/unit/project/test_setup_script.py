@@ -1,4 +1,5 @@
-"""requirements/install.sh, with a stand-in for Python that makes the environment, pip and uv of stand-ins, and logs each call."""
+"""requirements/install.sh, with a stand-in for Python that makes the environment, pip and uv of stand-ins,
+and logs each call."""
 
 from __future__ import annotations
 
@@ -16,7 +17,8 @@ STARTS = {
     "with": "with ",
 }
 UNHASHED = ("torch==", "--editable .")
-# Of Python: supports every check, makes .venv with itself as the interpreter, and as `-m pip` does what PIP says.
+# Of Python: supports every check, makes .venv with itself as the interpreter, and as `-m pip` does what PIP
+# says.
 PYTHON = """#!/usr/bin/env bash
 echo "python $*" >>"$LOG"
 case "$*" in
@@ -35,35 +37,50 @@ mkdir -p "$UV_CACHE_DIR" && touch "$UV_CACHE_DIR/file"
 eval "$UV"
 """
 NOT_HERE = "[[ $* != *uv.txt* ]]"  # of PIP: has all but uv
-NO_TORCH_HERE = '[[ "$*" != *torch==* || "$*" == *--index-url* ]]'  # has PyTorch's build at its own address alone
+# has PyTorch's build at its own address alone
+NO_TORCH_HERE = '[[ "$*" != *torch==* || "$*" == *--index-url* ]]'
 
 
 class Checkout:
     """A copy of requirements/ whose Python, pip and uv are stand-ins."""
 
     def __init__(self, folder: Path) -> None:
-        self.folder, self.log = folder, folder / "log"
+        self.folder = folder
+        self.log = folder / "log"
         shutil.copytree(ROOT / "requirements", folder / "requirements")
         shutil.copy(ROOT / "pyproject.toml", folder)
         for name, script in (("python-stand-in", PYTHON), ("uv-stand-in", UV)):
             (folder / name).write_text(script)
             (folder / name).chmod(0o755)
 
-    def setup(self, *extra: str, pip: str = "true", uv: str = "true", **more: str) -> subprocess.CompletedProcess[str]:
-        """Runs the script; `pip` and `uv` are what these do, as shell, and `more` are variables of the environment."""
+    def setup(
+        self, *extra: str, pip: str = "true", uv: str = "true", **more: str
+    ) -> subprocess.CompletedProcess[str]:
+        """Runs the script; `pip` and `uv` are what these do, as shell, and `more` are variables of the
+        environment."""
         self.log.write_text("")
-        variables = {"PYTHON": str(self.folder / "python-stand-in"), "UV_STAND_IN": str(self.folder / "uv-stand-in")}
+        variables = {
+            "PYTHON": str(self.folder / "python-stand-in"),
+            "UV_STAND_IN": str(self.folder / "uv-stand-in"),
+        }
         variables |= {"PATH": os.environ["PATH"], "LOG": str(self.log), "PIP": pip, "UV": uv} | more
         command = ["bash", "requirements/install.sh", *extra]
-        return subprocess.run(command, cwd=self.folder, env=variables, capture_output=True, text=True, timeout=60)
+        return subprocess.run(
+            command, cwd=self.folder, env=variables, capture_output=True, text=True, timeout=60
+        )
 
     def calls(self, tool: str) -> list[str]:
-        """Returns what `uv` or `pip` was asked to install, in order; of `with`, uv's link mode, pip's setting and compilation."""
+        """Returns what `uv` or `pip` was asked to install, in order; of `with`, uv's link mode, pip's setting
+        and compilation."""
         start = STARTS[tool]
-        return [line.removeprefix(start) for line in self.log.read_text().splitlines() if line.startswith(start)]
+        return [
+            line.removeprefix(start) for line in self.log.read_text().splitlines() if line.startswith(start)
+        ]
 
     def finished(self, name: str = "cpu") -> bool:
-        return (self.folder / f".venv/.stamp-{name}").exists() and not (self.folder / ".venv/.unfinished").exists()
+        return (self.folder / f".venv/.stamp-{name}").exists() and not (
+            self.folder / ".venv/.unfinished"
+        ).exists()
 
 
 @pytest.fixture
@@ -121,7 +138,9 @@ def test_pip_installs_the_same_where_uv_does_not(checkout: Checkout, pip: str, u
         "--no-deps torch==2.13.0+cpu",
         "--no-deps --no-build-isolation --editable .",
     ]
-    files = [line.split()[-1] for line in lines if "--require-hashes --no-deps --no-build-isolation -r" in line]
+    files = [
+        line.split()[-1] for line in lines if "--require-hashes --no-deps --no-build-isolation -r" in line
+    ]
     assert files == [".venv/.setuptools.txt", "requirements/cpu.txt", "requirements/docs.txt"]
 
 
@@ -129,15 +148,23 @@ def test_uv_that_fails_in_the_middle_is_not_asked_again(checkout: Checkout) -> N
     done = checkout.setup(uv="[[ $* != *cpu.txt* ]]")
     assert done.returncode == 0 and checkout.finished()
     assert "cpu.txt" in checkout.calls("uv")[-1]
-    assert [line.split()[-1] for line in checkout.calls("pip")] == ["requirements/uv.txt", "requirements/cpu.txt", "."]
+    assert [line.split()[-1] for line in checkout.calls("pip")] == [
+        "requirements/uv.txt",
+        "requirements/cpu.txt",
+        ".",
+    ]
 
 
 @pytest.mark.parametrize(("uv", "times"), [(NO_TORCH_HERE, 2), ("[[ $* != *torch==* ]]", 4), ("exit 2", 2)])
-def test_torch_comes_from_its_own_address_where_the_index_lacks_it(checkout: Checkout, uv: str, times: int) -> None:
+def test_torch_comes_from_its_own_address_where_the_index_lacks_it(
+    checkout: Checkout, uv: str, times: int
+) -> None:
     done = checkout.setup(pip=NO_TORCH_HERE, uv=uv)
     assert done.returncode == 0, done.stderr
     asked = [line for line in checkout.calls("uv") + checkout.calls("pip") if "torch==" in line]
-    assert ["--index-url https://download.pytorch.org/whl/cpu" in line for line in asked] == [False, True] * (times // 2)
+    assert ["--index-url https://download.pytorch.org/whl/cpu" in line for line in asked] == [False, True] * (
+        times // 2
+    )
 
 
 def test_nothing_counts_as_installed_when_neither_can(checkout: Checkout) -> None:

@@ -1,4 +1,5 @@
-"""Stories of wrong input (stories.yaml): each ends within seconds in a sentence with the right exit code, and writes nothing."""
+"""Stories of wrong input (stories.yaml): each ends within seconds in a sentence with the right exit code, and
+writes nothing."""
 
 from __future__ import annotations
 
@@ -28,16 +29,24 @@ SECONDS = 10.0
 
 @pytest.fixture(scope="module", autouse=True)
 def _transformers() -> None:
-    """Imported once: `--here` then reads tokenizers in this process. The stories that are processes read them in another."""
+    """Imported once: `--here` then reads tokenizers in this process. The stories that are processes read them
+    in another."""
     import transformers  # noqa: F401
 
 
 @pytest.fixture
 def folder(name: str, tmp_path: Path, material: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The folder in which a story's command runs."""
-    story, text = STORIES.get(name, {}), TABLE["recipe"]
+    story = STORIES.get(name, {})
+    text = TABLE["recipe"]
     if story.get("readme"):
-        text = found[1] if (found := re.search(r"```yaml\n(name: my-model.*?)```", (ROOT / "README.md").read_text(), re.S)) else ""
+        text = (
+            found[1]
+            if (
+                found := re.search(r"```yaml\n(name: my-model.*?)```", (ROOT / "README.md").read_text(), re.S)
+            )
+            else ""
+        )
     for old, new in story.get("change", {}).items():
         assert old in text
         text = text.replace(old, new)
@@ -75,7 +84,8 @@ def check(story: dict[str, Any], code: int, out: str, err: str) -> None:
 @pytest.mark.parametrize("name", HERE)
 def test_a_story(folder: Path, name: str, capsys: pytest.CaptureFixture[str]) -> None:
     story = STORIES[name]
-    before, started = listing(folder), time.perf_counter()
+    before = listing(folder)
+    started = time.perf_counter()
     code = main(shlex.split(story["command"]))
     assert time.perf_counter() - started < SECONDS
     captured = capsys.readouterr()
@@ -87,10 +97,13 @@ def test_a_story(folder: Path, name: str, capsys: pytest.CaptureFixture[str]) ->
 @pytest.mark.parametrize("name", PROCESSES)
 def test_a_story_as_a_process(folder: Path, name: str) -> None:
     story = STORIES[name]
-    before, used = listing(folder), seconds_of_children()
+    before = listing(folder)
+    used = seconds_of_children()
     command = [sys.executable, "-P", "-m", "flows.cli", *shlex.split(story["command"])]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, stdin=subprocess.DEVNULL, timeout=120)
+    done = subprocess.run(
+        command, env=environment, capture_output=True, text=True, stdin=subprocess.DEVNULL, timeout=120
+    )
     assert seconds_of_children() - used < SECONDS
     check(story, done.returncode, done.stdout, done.stderr)
     assert listing(folder) == before

@@ -1,4 +1,5 @@
-"""Gates: their configuration, what they are checked against, what a failed one says, and that they decide no digest."""
+"""Gates: their configuration, what they are checked against, what a failed one says, and that they decide no
+digest."""
 
 from __future__ import annotations
 
@@ -42,11 +43,15 @@ def planned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Planned:
 
 
 def result_of(metrics: dict[str, float], kind: str = "sft") -> StageResult:
-    return StageResult(name=kind, stage=kind, digest="0", seconds=1, metrics=metrics, outputs={}, files={}, environment={})
+    return StageResult(
+        name=kind, stage=kind, digest="0", seconds=1, metrics=metrics, outputs={}, files={}, environment={}
+    )
 
 
 def verdicts(metrics: dict[str, float], **gate: object) -> tuple[Verdict, ...]:
-    recipe = recipe_of({"name": "x", "base_model": "b", "stages": {"sft": {"data": {"sources": "t.jsonl"}, "gates": [gate]}}})
+    recipe = recipe_of(
+        {"name": "x", "base_model": "b", "stages": {"sft": {"data": {"sources": "t.jsonl"}, "gates": [gate]}}}
+    )
     return check("sft", recipe.stages["sft"], result_of(metrics))
 
 
@@ -68,8 +73,13 @@ def load_recipe_again(recipe: Recipe) -> Recipe:
 
 
 def test_a_loops_gates_go_to_the_stage_that_has_the_metric(planned: Planned) -> None:
-    found = planned("loop.gates=[{metric: kl, max: 3}, {metric: response/truncated, max: 0.1}, {metric: data/kept, min: 5}]")
-    gated = {node.name: [gate.metric for gate in node.config.gates] for node in found.nodes if node.config.gates}
+    found = planned(
+        "loop.gates=[{metric: kl, max: 3}, {metric: response/truncated, max: 0.1}, {metric: data/kept,"
+        " min: 5}]"
+    )
+    gated = {
+        node.name: [gate.metric for gate in node.config.gates] for node in found.nodes if node.config.gates
+    }
     each = {"preferences": ["response/truncated"], "kto": ["kl", "data/kept"]}
     assert gated == {f"loop.round{k}.{stage}": metrics for k in (1, 2) for stage, metrics in each.items()}
 
@@ -83,19 +93,40 @@ def test_a_gate_that_names_a_loop_speaks_of_its_last_round(planned: Planned) -> 
 @pytest.mark.parametrize(
     ("override", "told"),
     [
-        ("sft.gates=[{metric: eval/los, max: 2}]", r"^stages\.sft\.gates\.0\.metric: unknown metric 'eval/los'; did you mean eval/loss"),
-        ("reward_model.gates=[{metric: win_rate/ppo, min: 0.5}]", r"stages\.reward_model\.gates\.0\.metric: unknown metric 'win_rate/ppo'"),
-        ("evaluation.gates=[{metric: win_rate/loop.round3, min: 0.5}]", r"evaluation\.gates\.0\.metric.*win_rate/loop\.round2"),
+        (
+            "sft.gates=[{metric: eval/los, max: 2}]",
+            r"^stages\.sft\.gates\.0\.metric: unknown metric 'eval/los'; did you mean eval/loss",
+        ),
+        (
+            "reward_model.gates=[{metric: win_rate/ppo, min: 0.5}]",
+            r"stages\.reward_model\.gates\.0\.metric: unknown metric 'win_rate/ppo'",
+        ),
+        (
+            "evaluation.gates=[{metric: win_rate/loop.round3, min: 0.5}]",
+            r"evaluation\.gates\.0\.metric.*win_rate/loop\.round2",
+        ),
         (
             "loop.gates=[{metric: accuracyy, min: 0.5}]",
             r"^stages\.loop\.gates\.0\.metric: unknown metric 'accuracyy'; did you mean accuracy",
         ),
         ("loop.gates=[{metric: eval/loss, min: 0.5}]", r"stages\.loop\.gates\.0.*there is no eval_data"),
-        ("sft.gates=[{metric: loss}]", r"stages\.sft\.gates\.0: a gate on loss needs a bound: set min, max or both"),
+        (
+            "sft.gates=[{metric: loss}]",
+            r"stages\.sft\.gates\.0: a gate on loss needs a bound: set min, max or both",
+        ),
         ("sft.gates=[{metric: loss, min: 3, max: 2}]", r"stages\.sft\.gates\.0: min=3 is above max=2"),
-        ("sft.gates=[{metric: loss, min: .nan}]", r"stages\.sft\.gates\.0: a bound of the gate on loss is not a finite number"),
-        ("sft.gates=[{metric: loss, max: 2, on_fail: halt}]", r"stages\.sft\.gates\.0\.on_fail: .*'stop', 'warn' or 'branch'"),
-        ("sft.gates=[{metric: loss, maximum: 2}]", r"stages\.sft\.gates\.0\.maximum: unknown key 'maximum'; did you mean m"),
+        (
+            "sft.gates=[{metric: loss, min: .nan}]",
+            r"stages\.sft\.gates\.0: a bound of the gate on loss is not a finite number",
+        ),
+        (
+            "sft.gates=[{metric: loss, max: 2, on_fail: halt}]",
+            r"stages\.sft\.gates\.0\.on_fail: .*'stop', 'warn' or 'branch'",
+        ),
+        (
+            "sft.gates=[{metric: loss, maximum: 2}]",
+            r"stages\.sft\.gates\.0\.maximum: unknown key 'maximum'; did you mean m",
+        ),
     ],
 )
 def test_wrong_gates_are_one_sentence(planned: Planned, override: str, told: str) -> None:
@@ -107,13 +138,21 @@ def test_wrong_gates_are_one_sentence(planned: Planned, override: str, told: str
 def test_held_out_metrics_need_held_out_data(planned: Planned) -> None:
     gate = "sft.gates=[{metric: eval/loss, max: 2}]"
     assert planned(gate)["sft"].config.gates
-    with pytest.raises(ValueError, match=r"stages\.sft\.gates\.0.*there is no eval_data, and eval/\.\.\. is measured on it"):
+    with pytest.raises(
+        ValueError, match=r"stages\.sft\.gates\.0.*there is no eval_data, and eval/\.\.\. is measured on it"
+    ):
         planned(gate, "sft.eval_data=null")
 
 
 def test_bounds() -> None:
-    assert [verdicts({"loss": value}, metric="loss", max=2.0)[0].passed for value in (1.9, 2.0, 2.1)] == [True, True, False]
-    assert [verdicts({"loss": value}, metric="loss", min=1, max=2)[0].passed for value in (0.9, 1.0, 2.1)] == [False, True, False]
+    assert [verdicts({"loss": value}, metric="loss", max=2.0)[0].passed for value in (1.9, 2.0, 2.1)] == [
+        True,
+        True,
+        False,
+    ]
+    assert [
+        verdicts({"loss": value}, metric="loss", min=1, max=2)[0].passed for value in (0.9, 1.0, 2.1)
+    ] == [False, True, False]
 
 
 @pytest.mark.parametrize("metrics", [{}, {"loss": math.nan}, {"loss": math.inf}, {"loss": -math.inf}])
@@ -126,7 +165,9 @@ def test_a_missing_or_strange_value_does_not_pass(metrics: dict[str, float]) -> 
 def test_what_a_failed_gate_says() -> None:
     (verdict,) = verdicts({"eval/loss": 3.25}, metric="eval/loss", max=2.0)
     assert verdict.summary == "stage sft: eval/loss is 3.25, and the gate requires at most 2"
-    assert str(GateFailed([verdict])).startswith(f"{verdict.summary}: what depends on it was not started. The SFT is bad: ")
+    assert str(GateFailed([verdict])).startswith(
+        f"{verdict.summary}: what depends on it was not started. The SFT is bad: "
+    )
     assert "\n" not in str(GateFailed([verdict]))
     assert not holding(verdicts({"loss": 3.0}, metric="loss", max=2.0, on_fail="warn"))
 
@@ -134,7 +175,9 @@ def test_what_a_failed_gate_says() -> None:
 def test_meanings_name_the_stage_that_is_bad() -> None:
     assert "reward model is bad" in meaning_of("reward_model", "eval/accuracy")
     assert "PPO's steps are too large" in meaning_of("ppo", "policy/clip_share")
-    assert meaning_of("evaluation", "win_rate_vs_parent/ppo") == meaning_of("evaluation", "win_rate/ppo") != ""
+    assert (
+        meaning_of("evaluation", "win_rate_vs_parent/ppo") == meaning_of("evaluation", "win_rate/ppo") != ""
+    )
     assert "judge" in meaning_of("evaluation", "judge_agreement/rule")
     assert "alignflow data" in meaning_of("dpo", "data/dropped") and meaning_of("publication", "files") == ""
 
@@ -186,7 +229,9 @@ def test_every_meaning_belongs_to_a_metric_that_exists(planned: Planned) -> None
             assert any(metric.startswith(name) for metric in metrics), f"{kind} has no metric {name}"
 
 
-def test_a_finished_stage_is_checked_again_and_its_verdicts_are_kept(planned: Planned, tmp_path: Path) -> None:
+def test_a_finished_stage_is_checked_again_and_its_verdicts_are_kept(
+    planned: Planned, tmp_path: Path
+) -> None:
     strict = planned("sft.gates=[{metric: loss, max: 1.0}, {metric: steps, min: 1}]")
     node = strict["sft"]
     assert gates_of(node) == ()
@@ -195,7 +240,9 @@ def test_a_finished_stage_is_checked_again_and_its_verdicts_are_kept(planned: Pl
     run.finish(strict.request(node), Outcome({"loss": 1.5, "steps": 4.0}, {}), 1.0)
     assert [verdict.passed for verdict in gates_of(node)] == [False, True]
     assert outlook(strict)[0].why == "done in 1 s, loss fails its gate (stop)"
-    assert [verdict.passed for verdict in gates_of(planned("sft.gates=[{metric: loss, max: 2.0}]")["sft"])] == [True]
+    assert [
+        verdict.passed for verdict in gates_of(planned("sft.gates=[{metric: loss, max: 2.0}]")["sft"])
+    ] == [True]
 
     stages = [
         StageView("sft", "sft", (), node.run_dir, "done", gates_of(node)),
@@ -203,7 +250,11 @@ def test_a_finished_stage_is_checked_again_and_its_verdicts_are_kept(planned: Pl
     ]
     page = write_report(tmp_path / "report", "tiny", stages).read_text()
     assert "The run stopped after sft, which did not pass a gate: there is no evaluation." in page
-    assert "at most 1" in page and "failed: the run stopped here" in page and "The SFT did not fit its data" in page
+    assert (
+        "at most 1" in page
+        and "failed: the run stopped here" in page
+        and "The SFT did not fit its data" in page
+    )
     summary = json.loads((tmp_path / "report" / "summary.json").read_text())
     first, second = summary["stages"][0]["gates"]
     assert (first["metric"], first["value"], first["max"], first["passed"]) == ("loss", 1.5, 1.0, False)
@@ -230,8 +281,13 @@ def test_names_are_those_that_the_losses_write() -> None:
             assert has_metric(stage, name), f"{kind}: {name}"
 
 
-@pytest.mark.parametrize(("loss", "said"), [(0.1, "waits for a person"), (0.9, "nobody is asked while another gate fails")])
+@pytest.mark.parametrize(
+    ("loss", "said"), [(0.1, "waits for a person"), (0.9, "nobody is asked while another gate fails")]
+)
 def test_an_approval_beside_a_failed_gate_asks_nobody(planned: Planned, loss: float, said: str) -> None:
-    node = planned("sft.gates=[{metric: loss, max: 0.5}, {metric: loss, max: 0.05, on_fail: warn}, {approve: {within: 1h}}]")["sft"]
+    node = planned(
+        "sft.gates=[{metric: loss, max: 0.5}, {metric: loss, max: 0.05, on_fail: warn}, {approve: {within:"
+        " 1h}}]"
+    )["sft"]
     *_, approval = check("sft", node.config, result_of({"loss": loss}))
     assert approval.said == said and approval.waits and not approval.passed

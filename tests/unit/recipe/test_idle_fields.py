@@ -104,7 +104,9 @@ def recipe_of(kind: str, *fields: dict[str, Any]) -> Recipe:
     return Recipe.model_validate({"name": "r", "base_model": "org/base", "stages": {kind: whole}})
 
 
-@pytest.mark.parametrize(("kind", "rest", "idle", "awake"), IDLE, ids=[f"{kind}-{idle}"[:60] for kind, _, idle, _ in IDLE])
+@pytest.mark.parametrize(
+    ("kind", "rest", "idle", "awake"), IDLE, ids=[f"{kind}-{idle}"[:60] for kind, _, idle, _ in IDLE]
+)
 def test_a_field_without_effect_is_told_and_one_that_acts_is_not(
     kind: str, rest: dict[str, Any], idle: dict[str, Any], awake: dict[str, Any]
 ) -> None:
@@ -117,8 +119,17 @@ def test_a_field_without_effect_is_told_and_one_that_acts_is_not(
 
 
 def test_every_rule_has_an_example() -> None:
-    named = [told.partition(" ")[0].rpartition(".")[2] for kind, rest, idle, _ in IDLE for told in idle_fields(recipe_of(kind, rest, idle))]
-    missing = [field for rule in RULES for field in rule.fields.split() if field not in named and rule.config is not Recipe]
+    named = [
+        told.partition(" ")[0].rpartition(".")[2]
+        for kind, rest, idle, _ in IDLE
+        for told in idle_fields(recipe_of(kind, rest, idle))
+    ]
+    missing = [
+        field
+        for rule in RULES
+        for field in rule.fields.split()
+        if field not in named and rule.config is not Recipe
+    ]
     assert not missing
     assert len(COLUMNS) == 5
 
@@ -133,10 +144,13 @@ def test_defaults_and_swept_conditions_are_not_told() -> None:
     assert told == "store_checkpoints has no effect here: it acts only with store"
 
 
-def test_validate_prints_a_note_and_accepts_the_recipe(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_validate_prints_a_note_and_accepts_the_recipe(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     path = tmp_path / "recipe.yaml"
     path.write_text(
-        "name: r\nbase_model: org/base\nstages:\n  ppo: {actor: base, reward: org/reward, prompts: {sources: p.jsonl}, kl_horizon: 100}\n"
+        "name: r\nbase_model: org/base\nstages:\n  ppo: {actor: base, reward: org/reward, prompts: {sources:"
+        " p.jsonl}, kl_horizon: 100}\n"
     )
     assert load_recipe(path)
     assert validate(str(path)) == 0

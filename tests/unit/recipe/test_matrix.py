@@ -1,4 +1,5 @@
-"""Every field of every config class with wrong values: a recipe is refused in sentences that name the place, or its type allows it.
+"""Every field of every config class with wrong values: a recipe is refused in sentences that name the place,
+or its type allows it.
 
 Cells are generated from the config classes (tests/support/config_cells.py).
 """
@@ -29,7 +30,8 @@ PROCESSES = 20
 
 
 def refusal(recipe: dict[str, Any]) -> str | None:
-    """Reads a recipe from its text and plans it, as every command does; returns why it is refused, None when it is not."""
+    """Reads a recipe from its text and plans it, as every command does; returns why it is refused, None when
+    it is not."""
     fsspec.filesystem("memory").pipe("/recipe.yaml", _text(recipe).encode())
     started = time.perf_counter()
     try:
@@ -50,15 +52,20 @@ def named(sentences: str, place: Place, cell: Cell) -> bool:
     """Whether a line starts at the place or around it and names the field, or the record that holds it."""
     start = ".".join(map(str, place.path[:2])) or cell.field
     parts = [cell.field, *(part for part in place.path[2:] if isinstance(part, str))]
-    return any(line.startswith(start) and any(part in line for part in parts) for line in sentences.splitlines())
+    return any(
+        line.startswith(start) and any(part in line for part in parts) for line in sentences.splitlines()
+    )
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("place", PLACES, ids=lambda place: place.model.__name__)
-def test_every_value_is_allowed_by_its_type_or_refused_at_its_place(place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_value_is_allowed_by_its_type_or_refused_at_its_place(
+    place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     assert refusal(place.recipe) is None
-    accepted, wrong = 0, []
+    accepted = 0
+    wrong = []
     for cell in cells(place.model):
         told = refusal(place.having(cell.field, cell.value))
         accepted += told is None

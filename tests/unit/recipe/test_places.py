@@ -48,11 +48,19 @@ def test_inputs_are_beside_the_recipe_and_artifacts_in_the_working_directory(fol
     recipe = load_recipe("../project/recipe.yaml")
     sft, rm, ppo, evaluation, tax = recipe.stages.values()
     assert recipe.base_model == str(folder / "models/base") and rm.model == str(folder / "other")
-    assert [config.data.sources[0].path for config in (sft, rm)] == [str(folder / "data" / f"{name}.jsonl") for name in ("chats", "pairs")]
-    assert ppo.actor == "sft" and ppo.reward[0].model == "rm" and ppo.reward[2].model == "org/reward", "stages and Hub ids stay"
+    assert [config.data.sources[0].path for config in (sft, rm)] == [
+        str(folder / "data" / f"{name}.jsonl") for name in ("chats", "pairs")
+    ]
+    assert ppo.actor == "sft" and ppo.reward[0].model == "rm" and ppo.reward[2].model == "org/reward", (
+        "stages and Hub ids stay"
+    )
     assert ppo.reward[1].file == folder / "checks.py" and tax.tasks == (str(folder / "task.yaml"), "gsm8k")
     old = str(folder / "models/old")
-    assert evaluation.models == ("ppo", old) and evaluation.parents == {old: "base"} and evaluation.questions.path == "org/questions"
+    assert (
+        evaluation.models == ("ppo", old)
+        and evaluation.parents == {old: "base"}
+        and evaluation.questions.path == "org/questions"
+    )
     assert plan(recipe).artifacts == Path.cwd() / "artifacts"
 
 
@@ -88,28 +96,41 @@ def test_overrides_and_recipes_that_are_no_file_are_relative_to_the_working_dire
     assert digests(plain)["sft"] == digests(load_recipe(folder / "recipe.yaml"))["sft"]
 
 
-def test_a_recipe_given_as_a_mapping_names_absolute_paths(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_recipe_given_as_a_mapping_names_absolute_paths(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(folder)
-    raw = {"name": "x", "base_model": "models/base", "stages": {"sft": {"data": {"sources": "data/chats.jsonl"}}}}
+    raw = {
+        "name": "x",
+        "base_model": "models/base",
+        "stages": {"sft": {"data": {"sources": "data/chats.jsonl"}}},
+    }
     told = "is relative, and a recipe given as a mapping has no folder: write an absolute path"
     with pytest.raises(ValueError) as refused:
         given_recipe(raw)
-    assert str(refused.value).splitlines() == [f"parameter recipe: {path} {told}" for path in ("models/base", "data/chats.jsonl")]
+    assert str(refused.value).splitlines() == [
+        f"parameter recipe: {path} {told}" for path in ("models/base", "data/chats.jsonl")
+    ]
     data = {"data": {"sources": str(folder / "data/chats.jsonl")}}
     absolute = raw | {"base_model": str(folder / "models/base"), "stages": {"sft": data}}
     assert digests(given_recipe(absolute))["sft"] == digests(load_recipe("recipe.yaml"))["sft"]
     assert given_recipe(absolute | {"base_model": "owner/model"}).base_model == "owner/model"
 
 
-def test_files_in_the_working_directory_alone_are_a_sentence_that_says_what_to_write(folder: Path, tmp_path: Path) -> None:
+def test_files_in_the_working_directory_alone_are_a_sentence_that_says_what_to_write(
+    folder: Path, tmp_path: Path
+) -> None:
     (folder / "data" / "chats.jsonl").rename(tmp_path / "elsewhere" / "chats.jsonl")
-    (folder / "recipe.yaml").write_text(TEXT.replace("data/chats.jsonl", "chats.jsonl").replace("models/base", "base"))
+    (folder / "recipe.yaml").write_text(
+        TEXT.replace("data/chats.jsonl", "chats.jsonl").replace("models/base", "base")
+    )
     (tmp_path / "elsewhere" / "base").mkdir()
     with pytest.raises(ValueError) as refused:
         load_recipe("../project/recipe.yaml")
     where = "paths in a recipe are relative to its file"
     assert str(refused.value).splitlines() == [
-        f"{field}: {name}: {where}: there is no {folder / name}, but {tmp_path}/elsewhere/{name}: write ../elsewhere/{name}"
+        f"{field}: {name}: {where}: there is no {folder / name}, but {tmp_path}/elsewhere/{name}: write"
+        f" ../elsewhere/{name}"
         for field, name in (("base_model", "base"), ("stages.sft.data.sources.0", "chats.jsonl"))
     ]
 
@@ -127,7 +148,9 @@ def test_a_folder_beside_a_misspelt_one_is_proposed(folder: Path) -> None:
 
 def test_home_folders_are_expanded_and_decide_nothing(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(folder))
-    text = TEXT.replace("models/", "~/models/").replace("data/", "~/data/").replace("checks.py", "~/checks.py")
+    text = (
+        TEXT.replace("models/", "~/models/").replace("data/", "~/data/").replace("checks.py", "~/checks.py")
+    )
     text = text.replace("model: other", "model: ~/other").replace("task.yaml", "~/task.yaml")
     (folder.parent / "home.yaml").write_text(f"artifacts: ~/made\nstore: ~/kept\n{text}")
     recipe = load_recipe("../home.yaml")
@@ -136,13 +159,21 @@ def test_home_folders_are_expanded_and_decide_nothing(folder: Path, monkeypatch:
     spelled_out = load_recipe("../project/recipe.yaml", [f"artifacts={folder}/made"])
     assert digests(recipe) == digests(spelled_out)
     overridden = load_recipe(
-        "../project/recipe.yaml", ["artifacts=~/made", "sft.data.sources=~/data/chats.jsonl", "base_model=~/models/base"]
+        "../project/recipe.yaml",
+        ["artifacts=~/made", "sft.data.sources=~/data/chats.jsonl", "base_model=~/models/base"],
     )
     assert overridden == spelled_out
-    assert given_recipe(Recipe.model_validate(spelled_out.model_dump() | {"artifacts": "~/made"})) == spelled_out
+    assert (
+        given_recipe(Recipe.model_validate(spelled_out.model_dump() | {"artifacts": "~/made"})) == spelled_out
+    )
 
 
 def test_a_home_folder_of_nobody_is_a_sentence(folder: Path) -> None:
-    with pytest.raises(ValueError, match=r"^artifacts: ~noone-here/x: this machine knows no home folder ~noone-here; write the whole path"):
+    with pytest.raises(
+        ValueError,
+        match=(
+            r"^artifacts: ~noone-here/x: this machine knows no home folder ~noone-here; write the whole path"
+        ),
+    ):
         load_recipe("../project/recipe.yaml", ["artifacts=~noone-here/x"])
     assert not Path("~noone-here").exists()

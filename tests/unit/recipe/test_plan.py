@@ -63,11 +63,27 @@ def changed(before: Plan, after: Plan) -> set[str]:
 def test_expansion_and_order(planned: Planned) -> None:
     p = planned()
     rounds = ["loop.round1.preferences", "loop.round1.dpo", "loop.round2.preferences", "loop.round2.dpo"]
-    assert [node.name for node in p.nodes] == ["sft", "reward_model", "ppo", *rounds, "evaluation", "publication"]
-    second, dpo = p["loop.round2.preferences"], p["loop.round2.dpo"]
+    assert [node.name for node in p.nodes] == [
+        "sft",
+        "reward_model",
+        "ppo",
+        *rounds,
+        "evaluation",
+        "publication",
+    ]
+    second = p["loop.round2.preferences"]
+    dpo = p["loop.round2.dpo"]
     assert isinstance(second.config, Preferences) and isinstance(dpo.config, DPO)
-    assert (second.config.first_prompt, second.config.num_prompts, second.config.policy) == (100, 100, "loop.round1.dpo")
-    assert (dpo.config.beta, dpo.config.policy, dpo.config.pairs) == (0.3, "loop.round1.dpo", "loop.round2.preferences")
+    assert (second.config.first_prompt, second.config.num_prompts, second.config.policy) == (
+        100,
+        100,
+        "loop.round1.dpo",
+    )
+    assert (dpo.config.beta, dpo.config.policy, dpo.config.pairs) == (
+        0.3,
+        "loop.round1.dpo",
+        "loop.round2.preferences",
+    )
     assert second.parents == ("loop.round1.dpo", "reward_model")
     assert p["loop"] is dpo and p["loop.round1"] is p["loop.round1.dpo"]
 
@@ -75,51 +91,137 @@ def test_expansion_and_order(planned: Planned) -> None:
 @pytest.mark.parametrize(
     ("post_processor", "fields", "trains", "kind", "told"),
     [
-        ("dpo", "beta: 0.3, loss: ipo", DPO, "dpo", {"beta": 0.3, "loss": "ipo", "pairs": "loop.round2.preferences"}),
-        ("kto", "beta: 0.3, w_undesirable: 1.5", KTO, "kto", {"beta": 0.3, "w_undesirable": 1.5, "answers": "loop.round2.preferences"}),
+        (
+            "dpo",
+            "beta: 0.3, loss: ipo",
+            DPO,
+            "dpo",
+            {"beta": 0.3, "loss": "ipo", "pairs": "loop.round2.preferences"},
+        ),
+        (
+            "kto",
+            "beta: 0.3, w_undesirable: 1.5",
+            KTO,
+            "kto",
+            {"beta": 0.3, "w_undesirable": 1.5, "answers": "loop.round2.preferences"},
+        ),
         ("kto", "", KTO, "kto", {"beta": 0.1}),
-        ("rejection_sampling", "min_reward: 0.5", SFT, "sft", {"condition": "none", "packing": True, "answers": "loop.round2.preferences"}),
-        ("conditional_sft", "packing: false, n_samples_per_prompt: 1", SFT, "sft", {"condition": "reward", "packing": False}),
+        (
+            "rejection_sampling",
+            "min_reward: 0.5",
+            SFT,
+            "sft",
+            {"condition": "none", "packing": True, "answers": "loop.round2.preferences"},
+        ),
+        (
+            "conditional_sft",
+            "packing: false, n_samples_per_prompt: 1",
+            SFT,
+            "sft",
+            {"condition": "reward", "packing": False},
+        ),
     ],
 )
 def test_a_loop_trains_as_its_post_processor_says(
-    planned: Planned, tmp_path: Path, post_processor: str, fields: str, trains: type, kind: str, told: dict[str, object]
+    planned: Planned,
+    tmp_path: Path,
+    post_processor: str,
+    fields: str,
+    trains: type,
+    kind: str,
+    told: dict[str, object],
 ) -> None:
-    loop = TEXT.replace("stage: iterative_dpo", f"stage: iterative, post_processor: {post_processor}").replace("beta: 0.3", fields)
+    loop = TEXT.replace(
+        "stage: iterative_dpo", f"stage: iterative, post_processor: {post_processor}"
+    ).replace("beta: 0.3", fields)
     (tmp_path / "recipe.yaml").write_text(loop)
     p = planned("loop.learning_rate=1e-4", "loop.prompts.template='Q: {}'")
     rounds = [f"loop.round{k}.{part}" for k in (1, 2) for part in ("preferences", kind)]
     assert [node.name for node in p.nodes][3:7] == rounds
-    sampling, training = p["loop.round2.preferences"].config, p[f"loop.round2.{kind}"].config
+    sampling = p["loop.round2.preferences"].config
+    training = p[f"loop.round2.{kind}"].config
     assert isinstance(sampling, Preferences) and isinstance(training, trains)
-    assert (sampling.post_processor, sampling.policy, sampling.first_prompt) == (post_processor, f"loop.round1.{kind}", 100)
+    assert (sampling.post_processor, sampling.policy, sampling.first_prompt) == (
+        post_processor,
+        f"loop.round1.{kind}",
+        100,
+    )
     assert (getattr(training, "model", None) or training.policy) == f"loop.round1.{kind}"  # type: ignore[union-attr]
     for field, value in {**told, "learning_rate": 1e-4, "template": "Q: {}"}.items():
         assert getattr(training, field) == value, field
     assert p["loop"].name == f"loop.round2.{kind}"
     rows = "pairs.jsonl" if post_processor == "dpo" else "answers.jsonl"
-    assert p.inputs(p[f"loop.round2.{kind}"])["loop.round2.preferences"] == str(p["loop.round2.preferences"].run_dir / rows)
+    assert p.inputs(p[f"loop.round2.{kind}"])["loop.round2.preferences"] == str(
+        p["loop.round2.preferences"].run_dir / rows
+    )
 
 
 @pytest.mark.parametrize(
     ("stages", "told"),
     [
-        ("again: {stage: sft, answers: made}", "stages.again.answers: made has post_processor 'kto'; set it to rejection_sampling or cond"),
-        ("again: {stage: dpo, pairs: made}", "stages.again.pairs: made has post_processor 'kto'; set it to dpo"),
-        ("again: {stage: kto, answers: ppo}", "stages.again.answers: ppo is of kind ppo, but a stage of kind preferences is needed here"),
+        (
+            "again: {stage: sft, answers: made}",
+            "stages.again.answers: made has post_processor 'kto'; set it to rejection_sampling or cond",
+        ),
+        (
+            "again: {stage: dpo, pairs: made}",
+            "stages.again.pairs: made has post_processor 'kto'; set it to dpo",
+        ),
+        (
+            "again: {stage: kto, answers: ppo}",
+            "stages.again.answers: ppo is of kind ppo, but a stage of kind preferences is needed here",
+        ),
         ("again: {stage: kto}", "a kto stage needs exactly one of data (files) and answers"),
-        ("again: {stage: sft, answers: made, data: {sources: train.jsonl}}", "an sft stage needs exactly one of data (files) and answers"),
-        ("again: {stage: dpo, pairs: other, loss: simpo, reference: ppo}", "loss 'simpo' uses no reference: leave reference out"),
-        ("again: {stage: dpo, pairs: other, loss: orpo, beta: 0.2}", "loss 'orpo' has no beta, and an NLL term of its own"),
-        ("again: {stage: dpo, pairs: other, gamma: 0.5}", "gamma belongs to loss 'simpo': leave it out for 'sigmoid'"),
-        ("again: {stage: dpo, pairs: other, lambd: 0.5}", "lambd belongs to loss 'orpo': leave it out for 'sigmoid'"),
-        ("again: {stage: dpo, pairs: other, loss: ipo_sum, label_smoothing: 0.1}", "set it to 0 for 'ipo_sum'"),
-        ("again: {stage: iterative, post_processor: kto, packing: false, prompts: {sources: prompts.jsonl}}", "packing belongs to"),
-        ("again: {stage: iterative, post_processor: dpo, min_reward: 1, prompts: {sources: prompts.jsonl}}", "min_reward belongs to"),
-        ("again: {stage: iterative, post_processor: dpo, n_samples_per_prompt: 1, prompts: {sources: p.jsonl}}", "compares answers to one"),
+        (
+            "again: {stage: sft, answers: made, data: {sources: train.jsonl}}",
+            "an sft stage needs exactly one of data (files) and answers",
+        ),
+        (
+            "again: {stage: dpo, pairs: other, loss: simpo, reference: ppo}",
+            "loss 'simpo' uses no reference: leave reference out",
+        ),
+        (
+            "again: {stage: dpo, pairs: other, loss: orpo, beta: 0.2}",
+            "loss 'orpo' has no beta, and an NLL term of its own",
+        ),
+        (
+            "again: {stage: dpo, pairs: other, gamma: 0.5}",
+            "gamma belongs to loss 'simpo': leave it out for 'sigmoid'",
+        ),
+        (
+            "again: {stage: dpo, pairs: other, lambd: 0.5}",
+            "lambd belongs to loss 'orpo': leave it out for 'sigmoid'",
+        ),
+        (
+            "again: {stage: dpo, pairs: other, loss: ipo_sum, label_smoothing: 0.1}",
+            "set it to 0 for 'ipo_sum'",
+        ),
+        (
+            (
+                "again: {stage: iterative, post_processor: kto, packing: false, prompts: {sources:"
+                " prompts.jsonl}}"
+            ),
+            "packing belongs to",
+        ),
+        (
+            (
+                "again: {stage: iterative, post_processor: dpo, min_reward: 1, prompts: {sources:"
+                " prompts.jsonl}}"
+            ),
+            "min_reward belongs to",
+        ),
+        (
+            (
+                "again: {stage: iterative, post_processor: dpo, n_samples_per_prompt: 1, prompts: {sources:"
+                " p.jsonl}}"
+            ),
+            "compares answers to one",
+        ),
     ],
 )
-def test_a_preference_stage_that_does_not_fit_is_one_sentence(planned: Planned, tmp_path: Path, stages: str, told: str) -> None:
+def test_a_preference_stage_that_does_not_fit_is_one_sentence(
+    planned: Planned, tmp_path: Path, stages: str, told: str
+) -> None:
     made = "made: {stage: preferences, post_processor: kto, prompts: {sources: prompts.jsonl}}"
     other = made.replace("made", "other").replace("kto", "dpo")
     (tmp_path / "recipe.yaml").write_text(TEXT.rstrip() + f"\n  {made}\n  {other}\n  {stages}\n")
@@ -138,9 +240,13 @@ def test_an_evaluation_judges_every_round_and_the_last_named_is_final(planned: P
 
 
 def test_an_evaluation_knows_the_parent_of_each_model(planned: Planned) -> None:
-    """Under the name it is judged by; the baseline is played anyway, and a parent that is not judged is asked to answer too."""
+    """Under the name it is judged by; the baseline is played anyway, and a parent that is not judged is asked
+    to answer too."""
     node = planned()["evaluation"]
-    assert isinstance(node.config, Evaluation) and node.config.parents == {"loop.round1": "ppo", "loop.round2": "loop.round1"}
+    assert isinstance(node.config, Evaluation) and node.config.parents == {
+        "loop.round1": "ppo",
+        "loop.round2": "loop.round1",
+    }
     alone = planned("evaluation.models=[loop.round2]")
     config = alone["evaluation"].config
     assert isinstance(config, Evaluation) and config.parents == {"loop.round2": "loop.round1.dpo"}
@@ -151,7 +257,9 @@ def test_an_evaluation_knows_the_parent_of_each_model(planned: Planned) -> None:
     assert isinstance(config, Evaluation) and config.parents == {}
     config = planned("evaluation.parents={ppo: base}")["evaluation"].config
     assert isinstance(config, Evaluation) and config.parents == {"ppo": "base"}
-    with pytest.raises(ValueError, match=r"stages.evaluation.parents: unknown judged model 'ppa'; did you mean ppo\?"):
+    with pytest.raises(
+        ValueError, match=r"stages.evaluation.parents: unknown judged model 'ppa'; did you mean ppo\?"
+    ):
         planned("evaluation.parents={ppa: sft}")
 
 
@@ -159,7 +267,9 @@ def test_reward_models_on_trial_are_parents_and_their_pairs_decide(planned: Plan
     trial = planned("evaluation.reward_evaluation={data: {sources: pairs.jsonl}}")
     assert trial["evaluation"].stages["reward_model"] == "reward_model"
     assert trial["evaluation"].digest != planned()["evaluation"].digest
-    with pytest.raises(ValueError, match=r"reward_evaluation.models.0: sft is of kind sft, but a reward model is needed"):
+    with pytest.raises(
+        ValueError, match=r"reward_evaluation.models.0: sft is of kind sft, but a reward model is needed"
+    ):
         planned("evaluation.reward_evaluation={models: [sft], data: {sources: pairs.jsonl}}")
 
 
@@ -186,22 +296,47 @@ def test_inputs_follow_what_a_stage_really_left(planned: Planned) -> None:
     assert place == str(p["loop.round1.preferences"].run_dir / "data" / "best-worst.jsonl")
 
 
-def test_digests_change_with_what_decides_the_result_and_with_nothing_else(planned: Planned, tmp_path: Path) -> None:
+def test_digests_change_with_what_decides_the_result_and_with_nothing_else(
+    planned: Planned, tmp_path: Path
+) -> None:
     p = planned()
     everything = {node.name for node in p.nodes}
     below_ppo = everything - {"sft", "reward_model"}
     assert changed(p, planned()) == set()
     assert changed(p, planned("ppo.gamma=0.9")) == below_ppo
     assert changed(p, planned("seed=1")) == everything
-    for free in ("ppo.logging_steps=7", "ppo.save_steps=2", "ppo.keep_checkpoints=3", "ppo.timeout=9", "artifacts=elsewhere", "name=other"):
+    for free in (
+        "ppo.logging_steps=7",
+        "ppo.save_steps=2",
+        "ppo.keep_checkpoints=3",
+        "ppo.timeout=9",
+        "artifacts=elsewhere",
+        "name=other",
+    ):
         assert changed(p, planned(free)) == set(), free
-    for free in ("ppo.zero_stage=3", "sft.zero_stage=0", "sft.ranks.num_ranks_per_node=2", "ppo.actor_ranks.num_ranks_per_node=2"):
+    for free in (
+        "ppo.zero_stage=3",
+        "sft.zero_stage=0",
+        "sft.ranks.num_ranks_per_node=2",
+        "ppo.actor_ranks.num_ranks_per_node=2",
+    ):
         assert changed(p, planned(free)) == set(), free
     assert changed(p, planned("ppo.max_staleness=0")) == set() != changed(p, planned("ppo.max_staleness=1"))
     judged = planned("evaluation.judges=[{kind: openai, model: m}]")
-    for free in ("requests_per_minute: 9", "input_price: 1.5", "output_price: 2", "verdict_cache: verdicts", "concurrency: 2"):
-        assert changed(judged, planned(f"evaluation.judges=[{{kind: openai, model: m, {free}}}]")) == set(), free
-    assert changed(judged, planned("evaluation.judges=[{kind: openai, model: m, interval_width: 0.1}]")) == {"evaluation", "publication"}
+    for free in (
+        "requests_per_minute: 9",
+        "input_price: 1.5",
+        "output_price: 2",
+        "verdict_cache: verdicts",
+        "concurrency: 2",
+    ):
+        assert changed(judged, planned(f"evaluation.judges=[{{kind: openai, model: m, {free}}}]")) == set(), (
+            free
+        )
+    assert changed(judged, planned("evaluation.judges=[{kind: openai, model: m, interval_width: 0.1}]")) == {
+        "evaluation",
+        "publication",
+    }
     (tmp_path / "moved.jsonl").write_bytes((tmp_path / "pairs.jsonl").read_bytes())
     assert changed(p, planned("reward_model.data={sources: moved.jsonl}")) == set()
     (tmp_path / "q.jsonl").write_text("other\n")
@@ -211,30 +346,62 @@ def test_digests_change_with_what_decides_the_result_and_with_nothing_else(plann
 
 
 def test_what_decides_speed_and_memory_alone_makes_nothing_anew(planned: Planned) -> None:
-    """So a stage that ran out of memory goes on where it was when its user follows the advice, which names these fields."""
+    """So a stage that ran out of memory goes on where it was when its user follows the advice, which names
+    these fields."""
     p = planned()
     passes = {"micro_train_tokens": 4096, "micro_train_batch_size": 1, "gradient_checkpointing": True}
-    ppo = passes | {"micro_rollout_tokens": 4096, "micro_rollout_batch_size": 2, "ref_reward_offload": True, "adam_offload": True}
-    for field in ("micro_train_tokens", "micro_train_batch_size", "gradient_checkpointing", "adam_offload", "ref_reward_offload"):
+    ppo = passes | {
+        "micro_rollout_tokens": 4096,
+        "micro_rollout_batch_size": 2,
+        "ref_reward_offload": True,
+        "adam_offload": True,
+    }
+    for field in (
+        "micro_train_tokens",
+        "micro_train_batch_size",
+        "gradient_checkpointing",
+        "adam_offload",
+        "ref_reward_offload",
+    ):
         assert field in LESS_MEMORY and field in ppo
-    cards = [f"ppo.{role}_ranks.gpus=0.2" for role in ("actor", "critic", "reference", "reward")] + ["ppo.vllm.gpus=0.2"]
+    cards = [f"ppo.{role}_ranks.gpus=0.2" for role in ("actor", "critic", "reference", "reward")] + [
+        "ppo.vllm.gpus=0.2"
+    ]
     on_gpus = planned(*cards)
     for stage in ("sft", "reward_model", "loop"):
         for field, value in passes.items():
             assert changed(p, planned(f"{stage}.{field}={value}")) == set(), (stage, field)
     for field, value in ppo.items():
         assert changed(on_gpus, planned(*cards, f"ppo.{field}={value}")) == set(), field
-    for field, value in {"gpu_memory_utilization": 0.3, "num_engines": 2, "kv_cache_gib": 0.5, "cpus": 0.5, "sleep": True}.items():
+    for field, value in {
+        "gpu_memory_utilization": 0.3,
+        "num_engines": 2,
+        "kv_cache_gib": 0.5,
+        "cpus": 0.5,
+        "sleep": True,
+    }.items():
         assert changed(on_gpus, planned(*cards, f"ppo.vllm.{field}={value}")) == set(), field
-    for free in ("loop.vllm.num_engines=2", "loop.micro_rollout_batch_size=1", "ppo.stream_batch_size=64", "ppo.actor_ranks.cpus=2"):
+    for free in (
+        "loop.vllm.num_engines=2",
+        "loop.micro_rollout_batch_size=1",
+        "ppo.stream_batch_size=64",
+        "ppo.actor_ranks.cpus=2",
+    ):
         assert changed(p, planned(free)) == set(), free
-    assert "ppo" in changed(p, planned("ppo.rollout_batch_size=256")) and "sft" in changed(p, planned("sft.train_batch_size=64"))
+    assert "ppo" in changed(p, planned("ppo.rollout_batch_size=256")) and "sft" in changed(
+        p, planned("sft.train_batch_size=64")
+    )
 
 
 def test_marked_fields_are_in_no_digest(tmp_path: Path) -> None:
-    config = PPO.model_validate({"prompts": {"sources": "p.jsonl"}, "micro_train_batch_size": 2, "vllm": {"num_engines": 3}})
+    config = PPO.model_validate(
+        {"prompts": {"sources": "p.jsonl"}, "micro_train_batch_size": 2, "vllm": {"num_engines": 3}}
+    )
     found = deciding(config, Digests(tmp_path))
-    assert not {"micro_train_batch_size", "micro_train_tokens", "actor_ranks", "gates", "timeout", "zero_stage"} & found.keys()
+    assert (
+        not {"micro_train_batch_size", "micro_train_tokens", "actor_ranks", "gates", "timeout", "zero_stage"}
+        & found.keys()
+    )
     assert not {"num_engines", "gpu_memory_utilization"} & found["vllm"].keys() and "gamma" in found
 
 
@@ -257,22 +424,30 @@ def test_reward_models_of_a_list_are_parents_and_models(planned: Planned) -> Non
 
 def test_a_loop_takes_rewards_of_every_kind(planned: Planned, tmp_path: Path) -> None:
     (tmp_path / "a.py").write_text("def f(responses): return [0]\n")
-    p = planned("loop.reward=[reward_model, {model: org/rm}, a.py:f, 'http://host']", "loop.max_failed_rewards=0.5")
+    p = planned(
+        "loop.reward=[reward_model, {model: org/rm}, a.py:f, 'http://host']", "loop.max_failed_rewards=0.5"
+    )
     for k in (1, 2):
         node = p[f"loop.round{k}.preferences"]
         assert isinstance(node.config, Preferences) and node.config.max_failed_rewards == 0.5
         assert "reward_model" in node.parents and node.models["org/rm"] == "org/rm"
         assert [source.title for source in node.config.reward] == ["reward_model", "rm", "f", "host"]
     (tmp_path / "a.py").write_text("def f(responses): return [1]\n")
-    again = planned("loop.reward=[reward_model, {model: org/rm}, a.py:f, 'http://host']", "loop.max_failed_rewards=0.1")
-    assert changed(p, again) >= {"loop.round1.preferences", "loop.round2.dpo"} and "ppo" not in changed(p, again)
+    again = planned(
+        "loop.reward=[reward_model, {model: org/rm}, a.py:f, 'http://host']", "loop.max_failed_rewards=0.1"
+    )
+    assert changed(p, again) >= {"loop.round1.preferences", "loop.round2.dpo"} and "ppo" not in changed(
+        p, again
+    )
 
 
 def test_one_plain_reward_model_counts_by_its_name(planned: Planned) -> None:
     p = planned("loop.reward=reward_model")
     assert changed(p, planned("loop.reward=[{model: reward_model}]", "loop.max_failed_rewards=0.3")) == set()
     for told in ("weight: 0.5", "normalize: running", "name: judge"):
-        assert "loop.round1.preferences" in changed(p, planned(f"loop.reward=[{{model: reward_model, {told}}}]")), told
+        assert "loop.round1.preferences" in changed(
+            p, planned(f"loop.reward=[{{model: reward_model, {told}}}]")
+        ), told
 
 
 def test_a_plan_needs_no_files(planned: Planned, tmp_path: Path) -> None:
@@ -290,12 +465,21 @@ def test_a_plan_needs_no_files(planned: Planned, tmp_path: Path) -> None:
         ("ppo.reward=[reward_model, rm]", "stages.ppo.reward.1: unknown name 'rm'"),
         (
             "sft.model=reward_model",
-            "stages.sft.model: reward_model is of kind reward_model, but a stage of kind sft or dpo or kto or ppo or select is needed here",
+            (
+                "stages.sft.model: reward_model is of kind reward_model, but a stage of kind sft or dpo or"
+                " kto or ppo or select is needed here"
+            ),
         ),
-        ("publication.evaluation=evaluatio", "stages.publication.evaluation: unknown stage 'evaluatio'; did you mean evaluation?"),
+        (
+            "publication.evaluation=evaluatio",
+            "stages.publication.evaluation: unknown stage 'evaluatio'; did you mean evaluation?",
+        ),
         ("evaluation.judges.1.reward=rm", "stages.evaluation.judges.1.reward: unknown name 'rm'"),
         ("sft.model=sft", "stages need each other: sft -> sft"),
-        ("ppo.actor=loop", "stages need each other: loop.round2.dpo -> loop.round1.dpo -> ppo -> loop.round2.dpo"),
+        (
+            "ppo.actor=loop",
+            "stages need each other: loop.round2.dpo -> loop.round1.dpo -> ppo -> loop.round2.dpo",
+        ),
     ],
 )
 def test_wrong_references_are_one_sentence(planned: Planned, override: str, told: str) -> None:
@@ -306,7 +490,10 @@ def test_wrong_references_are_one_sentence(planned: Planned, override: str, told
 
 def test_stages_of_a_name(planned: Planned) -> None:
     p = planned()
-    assert [node.name for node in p.stages_of("loop.round1")] == ["loop.round1.preferences", "loop.round1.dpo"]
+    assert [node.name for node in p.stages_of("loop.round1")] == [
+        "loop.round1.preferences",
+        "loop.round1.dpo",
+    ]
     assert len(p.stages_of("loop")) == 4 and [node.name for node in p.stages_of("ppo")] == ["ppo"]
     with pytest.raises(ValueError, match="unknown stage 'pppo'; did you mean ppo"):
         p.stages_of("pppo")
@@ -317,7 +504,11 @@ def test_outlook_says_why(planned: Planned) -> None:
     finish(p, p["sft"], {"checkpoint": "checkpoint/weights"})
     RunDir(p["reward_model"].run_dir).prepare(p.request(p["reward_model"]))
     lines = {line.node.name: line for line in outlook(p)}
-    assert lines["sft"].action == "skip" and lines["reward_model"].action == "resume" and lines["ppo"].why == "never run"
+    assert (
+        lines["sft"].action == "skip"
+        and lines["reward_model"].action == "resume"
+        and lines["ppo"].why == "never run"
+    )
     after = {line.node.name: line for line in outlook(planned("sft.learning_rate=1e-4", "seed=2"))}
     assert after["sft"] == (after["sft"].node, "run", "changed: learning_rate 1e-05 -> 0.0001, seed 0 -> 2")
     (p["sft"].run_dir / "checkpoint" / "weights").unlink()
@@ -357,14 +548,21 @@ def test_a_loop_trains_on_texts_as_long_as_those_it_samples(planned: Planned) ->
     def lengths(*overrides: str) -> set[int]:
         return {node.config.max_len for node in planned(*overrides).nodes if isinstance(node.config, DPO)}
 
-    assert lengths() == {2048} and lengths("loop.generate_max_len=100") == {1124} and lengths("loop.max_len=512") == {512}
+    assert (
+        lengths() == {2048}
+        and lengths("loop.generate_max_len=100") == {1124}
+        and lengths("loop.max_len=512") == {512}
+    )
 
 
 def test_a_loops_precision_is_that_of_its_sampling(planned: Planned) -> None:
     names = [("loop.round1.preferences", "loop.round1.dpo"), ("loop.round2.preferences",)]
-    usual, half = planned(), planned("loop.dtype=bfloat16")
+    usual = planned()
+    half = planned("loop.dtype=bfloat16")
     for preferences, *_ in names:
-        assert isinstance(half[preferences].config, Preferences) and half[preferences].config.dtype == "bfloat16"
+        assert (
+            isinstance(half[preferences].config, Preferences) and half[preferences].config.dtype == "bfloat16"
+        )
         assert half[preferences].digest != usual[preferences].digest
 
 

@@ -1,4 +1,5 @@
-"""Recipes: what is read, what overrides do, and that each mistake is one sentence with where and what to do."""
+"""Recipes: what is read, what overrides do, and that each mistake is one sentence with where and what to
+do."""
 
 from __future__ import annotations
 
@@ -45,7 +46,8 @@ def recipe(tmp_path: Path) -> Write:
 
 def test_numbers_without_a_point_are_numbers(recipe: Write) -> None:
     loaded = load_recipe(recipe())
-    sft, ppo = loaded.stages["sft"], loaded.stages["ppo"]
+    sft = loaded.stages["sft"]
+    ppo = loaded.stages["ppo"]
     assert isinstance(sft, SFT) and sft.learning_rate == 1e-3
     assert isinstance(ppo, PPO) and ppo.actor_learning_rate == 5e-7
 
@@ -106,9 +108,13 @@ def test_merge_keys_give_what_the_own_keys_leave_open() -> None:
 
 
 def test_a_recipe_with_merge_keys(recipe: Write) -> None:
-    text = TEXT.replace("  sft: {", "  sft: &sft {") + "  again: {<<: *sft, stage: sft, model: sft, max_len: 64}\n"
+    text = (
+        TEXT.replace("  sft: {", "  sft: &sft {")
+        + "  again: {<<: *sft, stage: sft, model: sft, max_len: 64}\n"
+    )
     stages = load_recipe(recipe(text)).stages
-    first, again = stages["sft"], stages["again"]
+    first = stages["sft"]
+    again = stages["again"]
     assert isinstance(first, SFT) and isinstance(again, SFT)
     assert again == first.model_copy(update={"model": "sft", "max_len": 64})
 
@@ -125,7 +131,9 @@ def test_overrides(recipe: Write) -> None:
             "base_model=org/model",
         ],
     )
-    ppo, sft, evaluation = loaded.stages["ppo"], loaded.stages["sft"], loaded.stages["evaluation"]
+    ppo = loaded.stages["ppo"]
+    sft = loaded.stages["sft"]
+    evaluation = loaded.stages["evaluation"]
     assert isinstance(ppo, PPO) and isinstance(sft, SFT) and isinstance(evaluation, Evaluation)
     assert (ppo.actor_learning_rate, loaded.seed, loaded.base_model) == (2e-6, 3, "org/model")
     assert sft.data.sources[0].path == "other.jsonl" and sft.eval_data is not None
@@ -165,8 +173,17 @@ def test_dump_reads_back(recipe: Write, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("override", "told"),
     [
-        ("ppo.actor_learning_rat=1", "ppo.actor_learning_rat: unknown key 'actor_learning_rat'; did you mean actor_learning_rate"),
-        ("ppo.seed=1", "override ppo.seed: seed is a field of the whole recipe: write it at the top (override: seed=...)"),
+        (
+            "ppo.actor_learning_rat=1",
+            "ppo.actor_learning_rat: unknown key 'actor_learning_rat'; did you mean actor_learning_rate",
+        ),
+        (
+            "ppo.seed=1",
+            (
+                "override ppo.seed: seed is a field of the whole recipe: write it at the top (override:"
+                " seed=...)"
+            ),
+        ),
         ("pppo.gamma=1", "unknown stage 'pppo'; did you mean ppo?"),
         ("sede=1", "unknown key 'sede'; did you mean seed?"),
         ("ppo.xyzzy=1", "valid: router_aux_coef, "),
@@ -174,53 +191,122 @@ def test_dump_reads_back(recipe: Write, tmp_path: Path) -> None:
         ("sft.data.sources.4.path=x", "sft.data.sources has 1 entries"),
         ("sft.eval_data.max_samples=3", "sft.eval_data is None"),
         ("sft.max_len=many", "stages.sft.max_len: input should be a valid integer"),
-        ("sft.learning_rate=.inf", "stages.sft.learning_rate: input should be a finite number, not inf; correct it"),
-        ("sft.learning_rate=1e400", "stages.sft.learning_rate: input should be a finite number, not inf; correct it"),
+        (
+            "sft.learning_rate=.inf",
+            "stages.sft.learning_rate: input should be a finite number, not inf; correct it",
+        ),
+        (
+            "sft.learning_rate=1e400",
+            "stages.sft.learning_rate: input should be a finite number, not inf; correct it",
+        ),
         (
             "sft.learning_rate=true",
-            "stages.sft.learning_rate: input should be a valid number, unable to parse string as a number, not 'true'",
+            (
+                "stages.sft.learning_rate: input should be a valid number, unable to parse string as a"
+                " number, not 'true'"
+            ),
         ),
         ("ppo.betas=[0.9, .nan]", "stages.ppo.betas.1: input should be a finite number, not nan; correct it"),
-        ("ppo.zero_stage=true", "stages.ppo.zero_stage: input should be 'auto', 0, 1, 2 or 3, not 'true'; correct it"),
+        (
+            "ppo.zero_stage=true",
+            "stages.ppo.zero_stage: input should be 'auto', 0, 1, 2 or 3, not 'true'; correct it",
+        ),
         ("sft.max_len=-1", "stages.sft.max_len: input should be greater than 0, not -1"),
         ("sft.data=train.jsonl", "stages.sft.data: must be a mapping (sources, template, max_samples)"),
-        ("evaluation.judges.0.kind=rul", "stages.evaluation.judges.0: kind: unknown value 'rul'; did you mean rule?"),
+        (
+            "evaluation.judges.0.kind=rul",
+            "stages.evaluation.judges.0: kind: unknown value 'rul'; did you mean rule?",
+        ),
         (
             "evaluation.judges.0={kind: rule, anser_key: a}",
             "stages.evaluation.judges.0.anser_key: unknown key 'anser_key'; did you mean answer",
         ),
-        ("ppo.vllm={adapters: alone}", "stages.ppo: vllm.adapters: alone sends adapters, and there are none: set lora, or leave it out"),
-        ("ppo.vllm={sleep: true}", "stages.ppo.vllm: vllm.sleep gives a GPU's memory back, and gpus is 0: set gpus, or leave sleep out"),
+        (
+            "ppo.vllm={adapters: alone}",
+            "stages.ppo: vllm.adapters: alone sends adapters, and there are none: set lora, or leave it out",
+        ),
+        (
+            "ppo.vllm={sleep: true}",
+            (
+                "stages.ppo.vllm: vllm.sleep gives a GPU's memory back, and gpus is 0: set gpus, or leave"
+                " sleep out"
+            ),
+        ),
         ("ppo.vllm={gpu: 1}", "stages.ppo.vllm.gpu: unknown key 'gpu'; did you mean gpus?"),
         ("ppo.reward.0.weigth=1", "unknown key 'weigth'; did you mean weight"),
-        ("ppo.reward=[{model: reward_model, weigth: 1}]", "stages.ppo.reward.0.weigth: unknown key 'weigth'; did you mean weight"),
+        (
+            "ppo.reward=[{model: reward_model, weigth: 1}]",
+            "stages.ppo.reward.0.weigth: unknown key 'weigth'; did you mean weight",
+        ),
         ("evaluation.questions=q.jsonl", "not 'q.jsonl'; write { path: q.jsonl }"),
         ("sft.data=x.jsonl", "not 'x.jsonl'; write { sources: x.jsonl }"),
-        ("ppo.reward=[{kind: functoin, model: rm}]", "stages.ppo.reward.0: kind: unknown value 'functoin'; did you mean function"),
+        (
+            "ppo.reward=[{kind: functoin, model: rm}]",
+            "stages.ppo.reward.0: kind: unknown value 'functoin'; did you mean function",
+        ),
         ("ppo.reward=[{modle: rm}]", "stages.ppo.reward.0.modle: unknown key 'modle'; did you mean model"),
         ("ppo.reward=[{function: 'a.py'}]", "stages.ppo.reward.0.function: string should match pattern"),
         ("ppo.reward=[]", "stages.ppo.reward: value should have at least 1 item"),
         ("ppo.temperature=0", "stages.ppo: temperature=0 gives the same answer every time"),
         ("ppo.min_p=0.9", "unknown key 'min_p'"),
         ("ppo.betas=[0.9, 1]", "stages.ppo.betas.1: input should be less than 1, not 1; correct it"),
-        ("ppo.ref_reward_offload=true", "stages.ppo: ref_reward_offload frees a GPU's memory, and these have none: reference: set gpus"),
-        ("ppo.adam_offload=true", "stages.ppo: adam_offload frees a GPU's memory, and these have none: actor, critic: set gpus"),
-        ("ppo.vllm.num_engines=1000000000", "stages.ppo.vllm.num_engines: input should be less than or equal to 10000"),
-        ("ppo.vllm.tensor_parallel_size=512", "stages.ppo.vllm.tensor_parallel_size: input should be less than or equal to 256"),
-        ("sft.ranks.num_nodes=1024", "stages.sft.ranks.num_nodes: input should be less than or equal to 1000"),
-        ("sft.ranks.num_ranks_per_node=1024", "stages.sft.ranks.num_ranks_per_node: input should be less than or equal to 256"),
-        ("evaluation.models=ppo", "stages.evaluation.models: input should be a valid list, not 'ppo'; correct it"),
-        ("evaluation.models=[]", "stages.evaluation.models: list should have at least 1 item, not []; correct it"),
+        (
+            "ppo.ref_reward_offload=true",
+            "stages.ppo: ref_reward_offload frees a GPU's memory, and these have none: reference: set gpus",
+        ),
+        (
+            "ppo.adam_offload=true",
+            "stages.ppo: adam_offload frees a GPU's memory, and these have none: actor, critic: set gpus",
+        ),
+        (
+            "ppo.vllm.num_engines=1000000000",
+            "stages.ppo.vllm.num_engines: input should be less than or equal to 10000",
+        ),
+        (
+            "ppo.vllm.tensor_parallel_size=512",
+            "stages.ppo.vllm.tensor_parallel_size: input should be less than or equal to 256",
+        ),
+        (
+            "sft.ranks.num_nodes=1024",
+            "stages.sft.ranks.num_nodes: input should be less than or equal to 1000",
+        ),
+        (
+            "sft.ranks.num_ranks_per_node=1024",
+            "stages.sft.ranks.num_ranks_per_node: input should be less than or equal to 256",
+        ),
+        (
+            "evaluation.models=ppo",
+            "stages.evaluation.models: input should be a valid list, not 'ppo'; correct it",
+        ),
+        (
+            "evaluation.models=[]",
+            "stages.evaluation.models: list should have at least 1 item, not []; correct it",
+        ),
         ("SFT.max_len=3", "override SFT.max_len: unknown stage 'SFT'; did you mean sft?"),
-        ("ppo.reward=[{url: 'http://host', api_key_env: 'sk-1'}]", "stages.ppo.reward.0.api_key_env: give the name of an environment"),
+        (
+            "ppo.reward=[{url: 'http://host', api_key_env: 'sk-1'}]",
+            "stages.ppo.reward.0.api_key_env: give the name of an environment",
+        ),
         ("seed=4294967296", "seed: input should be less than 4294967296"),
-        ("sft.template='Question:'", "stages.sft: template 'Question:' must be 'chat' or hold exactly one {}"),
-        ("sft.data.template='{} {}'", "stages.sft.data: template '{} {}' must be 'chat' or hold exactly one {}"),
-        ("sft.data.sources.0.path=''", "stages.sft.data.sources.0.path: string should have at least 1 character"),
+        (
+            "sft.template='Question:'",
+            "stages.sft: template 'Question:' must be 'chat' or hold exactly one {}",
+        ),
+        (
+            "sft.data.template='{} {}'",
+            "stages.sft.data: template '{} {}' must be 'chat' or hold exactly one {}",
+        ),
+        (
+            "sft.data.sources.0.path=''",
+            "stages.sft.data.sources.0.path: string should have at least 1 character",
+        ),
         ("sft.lora={targets: []}", "stages.sft.lora.targets: "),
         (
             "evaluation.endpoints={gpt: {model: x, base_url: 'localhost:8000/v1'}}",
-            "stages.evaluation.endpoints.gpt.base_url: 'localhost:8000/v1' is no address: begin it with http:// or https://",
+            (
+                "stages.evaluation.endpoints.gpt.base_url: 'localhost:8000/v1' is no address: begin it with"
+                " http:// or https://"
+            ),
         ),
         (
             "evaluation.judges=[{kind: openai, model: x, api_key_env: sk-123}]",
@@ -230,9 +316,15 @@ def test_dump_reads_back(recipe: Write, tmp_path: Path) -> None:
         ("sft\n.max_len=3", "override 'sft\\n.max_len=3': write <stage>.<field>=<value>"),
         (
             "evaluation.endpoints={gpt: {model: x, more: {since: !!timestamp 2024-01-01}}}",
-            "stages.evaluation.endpoints.gpt.more: cannot be sent as JSON (Object of type date is not JSON serializable): write dates in",
+            (
+                "stages.evaluation.endpoints.gpt.more: cannot be sent as JSON (Object of type date is not"
+                " JSON serializable): write dates in"
+            ),
         ),
-        ("evaluation.endpoints={gpt: {model: x, more: {top_p: .nan}}}", "stages.evaluation.endpoints.gpt.more: cannot be sent as JSON"),
+        (
+            "evaluation.endpoints={gpt: {model: x, more: {top_p: .nan}}}",
+            "stages.evaluation.endpoints.gpt.more: cannot be sent as JSON",
+        ),
     ],
 )
 def test_a_wrong_override_is_one_sentence(recipe: Write, override: str, told: str) -> None:
@@ -245,32 +337,71 @@ def test_a_wrong_override_is_one_sentence(recipe: Write, override: str, told: st
 @pytest.mark.parametrize(
     ("change", "told"),
     [
-        ((", learning_rate", ", learning_rat"), "stages.sft.learning_rat: unknown key 'learning_rat'; did you mean learning_rate"),
-        (("base_model: models/base\n", ""), "base_model: missing (local folder or Hub id of the model that is called `base`); add it"),
+        (
+            (", learning_rate", ", learning_rat"),
+            "stages.sft.learning_rat: unknown key 'learning_rat'; did you mean learning_rate",
+        ),
+        (
+            ("base_model: models/base\n", ""),
+            "base_model: missing (local folder or Hub id of the model that is called `base`); add it",
+        ),
         (("  ppo: {", "  ppo: {model: sft, "), "stages.ppo.model: unknown key 'model'; did you mean actor?"),
         (("ppo", "policy"), "stages.policy: say which stage it is with `stage:`, one of sft, "),
         (("  ppo: {", "  ppo: {stage: pppo, "), "stages.ppo: stage: unknown value 'pppo'; did you mean ppo?"),
         (("ppo", "p.po"), "stages.p.po"),
-        (("name: tiny", "name: stages"), "name: 'stages' is what the artifacts folder has of all recipes: give this one another name"),
-        (("name: tiny", "name: !!timestamp 2001-13-45"), "recipe.yaml line 2: '2001-13-45' cannot be read as the date or number it"),
-        (("name: tiny", "name: !!bool tiny"), "recipe.yaml line 2: 'tiny' cannot be read as the date or number it looks like"),
+        (
+            ("name: tiny", "name: stages"),
+            "name: 'stages' is what the artifacts folder has of all recipes: give this one another name",
+        ),
+        (
+            ("name: tiny", "name: !!timestamp 2001-13-45"),
+            "recipe.yaml line 2: '2001-13-45' cannot be read as the date or number it",
+        ),
+        (
+            ("name: tiny", "name: !!bool tiny"),
+            "recipe.yaml line 2: 'tiny' cannot be read as the date or number it looks like",
+        ),
         (("name: tiny", "name: tiny\nseed: " + "9" * 5000), "recipe.yaml line 3: '9999"),
         (("name: tiny", "name: !!set [tiny]"), "correct the YAML"),
-        (("name: tiny", "[name]: tiny"), "recipe.yaml line 2: a key is a list or a mapping, and must be text"),
-        (("name: tiny", "name: tiny\ntrue: 1"), "recipe: the key True is no text: put it in quotes (YAML reads true, null and 1 as"),
+        (
+            ("name: tiny", "[name]: tiny"),
+            "recipe.yaml line 2: a key is a list or a mapping, and must be text",
+        ),
+        (
+            ("name: tiny", "name: tiny\ntrue: 1"),
+            "recipe: the key True is no text: put it in quotes (YAML reads true, null and 1 as",
+        ),
         (("name: tiny", "name: tiny\non: 1"), "on: unknown key 'on'; valid: name, base_model"),
         (
             ("name: tiny", "name: tiny\nseed: 12:30"),
             "seed: input should be a valid integer, unable to parse string as an integer, not '12:30'",
         ),
-        (("name: tiny", "name: tiny\n<<: 3"), "recipe.yaml line 3: expected a mapping or list of mappings for merging, but found scalar"),
-        (("  ppo: {", "  ppo: {<<: {seed: 1}, <<: {seed: 2}, "), "recipe.yaml line 7: the key '<<' appears twice"),
-        (("{data: {sources: train.jsonl}", "{3: 1, data: {sources: train.jsonl}"), "stages.sft: the key 3 is no text"),
+        (
+            ("name: tiny", "name: tiny\n<<: 3"),
+            "recipe.yaml line 3: expected a mapping or list of mappings for merging, but found scalar",
+        ),
+        (
+            ("  ppo: {", "  ppo: {<<: {seed: 1}, <<: {seed: 2}, "),
+            "recipe.yaml line 7: the key '<<' appears twice",
+        ),
+        (
+            ("{data: {sources: train.jsonl}", "{3: 1, data: {sources: train.jsonl}"),
+            "stages.sft: the key 3 is no text",
+        ),
         (("  ppo: {", "  false: {stage: ppo, "), "stages: the key False is no text"),
-        (("name: tiny", "name: tiny\nartifacts: ''"), "artifacts: string should have at least 1 character, not ''; correct it"),
-        (("  ppo:", "  base: {stage: sft, data: {sources: a.jsonl}}\n  ppo:"), "stages.base: a stage name is"),
+        (
+            ("name: tiny", "name: tiny\nartifacts: ''"),
+            "artifacts: string should have at least 1 character, not ''; correct it",
+        ),
+        (
+            ("  ppo:", "  base: {stage: sft, data: {sources: a.jsonl}}\n  ppo:"),
+            "stages.base: a stage name is",
+        ),
         (("  ppo:", "  sft:"), "line 7: the key 'sft' appears twice"),
-        (("sources: train.jsonl}", "sources: [{path: a, probability: 0.2}, {path: b, probability: 0.2}]}"), "sum to 0.4"),
+        (
+            ("sources: train.jsonl}", "sources: [{path: a, probability: 0.2}, {path: b, probability: 0.2}]}"),
+            "sum to 0.4",
+        ),
     ],
 )
 def test_a_wrong_recipe_is_one_sentence(recipe: Write, change: tuple[str, str], told: str) -> None:
@@ -281,13 +412,18 @@ def test_a_wrong_recipe_is_one_sentence(recipe: Write, change: tuple[str, str], 
     assert "\n" not in str(caught.value)
 
 
-BOMB = "a0: &a0 [x, x, x, x, x, x, x, x, x]\n" + "".join(f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9)}]\n" for i in range(1, 30))
+BOMB = "a0: &a0 [x, x, x, x, x, x, x, x, x]\n" + "".join(
+    f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9)}]\n" for i in range(1, 30)
+)
 
 
 @pytest.mark.parametrize(
     ("text", "told"),
     [
-        (BOMB, "holds more than 100,000 values, with those that its aliases (*name) stand for; correct the YAML"),
+        (
+            BOMB,
+            "holds more than 100,000 values, with those that its aliases (*name) stand for; correct the YAML",
+        ),
         ("name: &a [*a]", "holds more than 100,000 values"),
         ("name: " + "[" * 100_000, "its brackets are nested too deeply to be read; correct the YAML"),
     ],
@@ -300,21 +436,31 @@ def test_a_recipe_that_would_fill_the_memory(recipe: Write, text: str, told: str
 
 def test_aliases_are_read(recipe: Write) -> None:
     """A byte order mark is read over."""
-    loaded = load_recipe(recipe("\ufeff" + TEXT.replace("{sources: train.jsonl}", "&d {sources: train.jsonl}, eval_data: *d")))
+    loaded = load_recipe(
+        recipe("\ufeff" + TEXT.replace("{sources: train.jsonl}", "&d {sources: train.jsonl}, eval_data: *d"))
+    )
     assert isinstance(sft := loaded.stages["sft"], SFT) and sft.eval_data == sft.data
 
 
 @pytest.mark.parametrize("name", ["", "a" * 300, "b\0"])
 def test_a_name_that_no_folder_can_have_is_unknown(recipe: Write, name: str) -> None:
-    with pytest.raises(ValueError, match=re.escape(f"stages.sft.model: unknown name {name!r}; valid: base, ")):
+    with pytest.raises(
+        ValueError, match=re.escape(f"stages.sft.model: unknown name {name!r}; valid: base, ")
+    ):
         plan(load_recipe(recipe(), [f"sft.model={json.dumps(name)}"]))
     if name:
-        assert plan(load_recipe(recipe(), [f"base_model={json.dumps(name)}", f"sft.data.sources.0.path={json.dumps(name)}"]))
+        assert plan(
+            load_recipe(
+                recipe(), [f"base_model={json.dumps(name)}", f"sft.data.sources.0.path={json.dumps(name)}"]
+            )
+        )
 
 
 def test_every_mistake_has_its_line(recipe: Write) -> None:
     with pytest.raises(ValueError) as caught:
-        load_recipe(recipe(TEXT.replace("learning_rate: 1e-3", "lr: 1").replace("models: [ppo]", "model: ppo")))
+        load_recipe(
+            recipe(TEXT.replace("learning_rate: 1e-3", "lr: 1").replace("models: [ppo]", "model: ppo"))
+        )
     places = [line.split(": ")[0] for line in str(caught.value).splitlines()]
     assert sorted(places) == ["stages.evaluation.model", "stages.evaluation.models", "stages.sft.lr"]
 
@@ -322,13 +468,18 @@ def test_every_mistake_has_its_line(recipe: Write) -> None:
 def test_checks_of_all_stages_are_told_with_the_first_mistake(recipe: Write) -> None:
     """Also those that a wrong key or value keeps from running, unless they may be about it."""
     both = "train_batch_size: 12, zero_stage: 0"
-    sft, ppo = f"{both}, ranks: {{num_ranks_per_node: 2}}", f"{both}, actor_ranks: {{num_ranks_per_node: 3}}, rollout_batch_size: 10"
+    sft = f"{both}, ranks: {{num_ranks_per_node: 2}}"
+    ppo = f"{both}, actor_ranks: {{num_ranks_per_node: 3}}, rollout_batch_size: 10"
 
     def told(wrong: str = "gamma: 1") -> list[str]:
-        text = TEXT.replace("learning_rate: 1e-3", sft).replace("actor_learning_rate: 5e-7", f"{ppo}, {wrong}")
+        text = TEXT.replace("learning_rate: 1e-3", sft).replace(
+            "actor_learning_rate: 5e-7", f"{ppo}, {wrong}"
+        )
         with pytest.raises(ValueError) as caught:
             load_recipe(recipe(text))
-        return [line.partition(":")[0] + ":" + line.rpartition(": ")[2] for line in str(caught.value).splitlines()]
+        return [
+            line.partition(":")[0] + ":" + line.rpartition(": ")[2] for line in str(caught.value).splitlines()
+        ]
 
     checks = [
         "stages.sft:set zero_stage to 1, 2, 3 or auto",
@@ -339,8 +490,13 @@ def test_checks_of_all_stages_are_told_with_the_first_mistake(recipe: Write) -> 
         "stages.ppo:a rollout is cut into whole optimiser steps",
     ]
     assert told() == checks
-    assert sorted(told("gama: 1, max_epochs: some"))[-6:] == sorted(checks) and len(told("gama: 1, max_epochs: some")) == 8
-    assert len(told("rollout_batch_sise: 8")) == 3 + 1, "without those on batch sizes, which may be about the wrong key"
+    assert (
+        sorted(told("gama: 1, max_epochs: some"))[-6:] == sorted(checks)
+        and len(told("gama: 1, max_epochs: some")) == 8
+    )
+    assert len(told("rollout_batch_sise: 8")) == 3 + 1, (
+        "without those on batch sizes, which may be about the wrong key"
+    )
 
 
 def test_files_that_are_no_recipe(tmp_path: Path) -> None:
@@ -392,7 +548,10 @@ def test_a_recipe_that_a_web_server_does_not_give(recipe: Write, site: str) -> N
     (recipe().parent / "binary.yaml").write_bytes(b"\xff\xfe\x00")
     closed = "http://me:password@127.0.0.1:9/r.yaml?signature=abc"
     for address, told in {
-        f"{site}/none.yaml": f"recipe {site}/none.yaml cannot be read (the server says 404 File not found); correct the address",
+        f"{site}/none.yaml": (
+            f"recipe {site}/none.yaml cannot be read (the server says 404 File not found); correct the"
+            " address"
+        ),
         closed: "recipe http://***@127.0.0.1:9/r.yaml cannot be read (",
         "https://": "recipe https:// cannot be read (",
         f"{site}/binary.yaml": f"recipe {site}/binary.yaml is not a text file",
@@ -400,25 +559,45 @@ def test_a_recipe_that_a_web_server_does_not_give(recipe: Write, site: str) -> N
     }.items():
         with pytest.raises(ValueError) as caught:
             load_recipe(address)
-        assert str(caught.value).startswith(told) and "password" not in str(caught.value) and "abc" not in str(caught.value)
+        assert (
+            str(caught.value).startswith(told)
+            and "password" not in str(caught.value)
+            and "abc" not in str(caught.value)
+        )
 
 
 def test_a_recipe_from_a_bucket() -> None:
     with s3() as place:
         with fsspec.open(f"{place}/recipes/tiny.yaml", "wt") as file:
             file.write(TEXT)
-        assert given_recipe(f"{place}/recipes/tiny.yaml", ["seed=5"]) == recipe_of(yaml.safe_load(TEXT) | {"seed": 5})
-        for address, told in {f"{place}/none.yaml": "there is no such file", "s3://no-such-bucket/r.yaml": "bucket does not exist"}.items():
-            with pytest.raises(ValueError, match=rf"^recipe {address}: .*{told}; give the path of a YAML file$"):
+        assert given_recipe(f"{place}/recipes/tiny.yaml", ["seed=5"]) == recipe_of(
+            yaml.safe_load(TEXT) | {"seed": 5}
+        )
+        for address, told in {
+            f"{place}/none.yaml": "there is no such file",
+            "s3://no-such-bucket/r.yaml": "bucket does not exist",
+        }.items():
+            with pytest.raises(
+                ValueError, match=rf"^recipe {address}: .*{told}; give the path of a YAML file$"
+            ):
                 load_recipe(address)
 
 
 def test_what_does_not_fit_between_stages_is_told_with_wrong_fields() -> None:
     stages = {
         "sft": {"data": {"sources": "/nowhere/x.jsonl"}, "learning_rat": 1},
-        "reward_model": {"data": {"sources": "/nowhere/x.jsonl"}, "model": "sfft", "train_batch_size": 7, "micro_train_batch_size": 2},
+        "reward_model": {
+            "data": {"sources": "/nowhere/x.jsonl"},
+            "model": "sfft",
+            "train_batch_size": 7,
+            "micro_train_batch_size": 2,
+        },
         "ppo": {"actor": "fst", "reward": "sft", "prompts": {"sources": "/nowhere/x.jsonl"}},
-        "evaluation": {"models": ["ppo"], "questions": {"path": "/nowhere/q.jsonl"}, "gates": [{"metric": "win_rat/ppo", "min": 0}]},
+        "evaluation": {
+            "models": ["ppo"],
+            "questions": {"path": "/nowhere/q.jsonl"},
+            "gates": [{"metric": "win_rat/ppo", "min": 0}],
+        },
         "publication": {"model": "ppo", "repo_id": "me/x", "round_branch": "round-{}"},
     }
     with pytest.raises(ValueError) as refused:
@@ -439,7 +618,10 @@ def test_what_does_not_fit_between_stages_is_told_with_wrong_fields() -> None:
 def test_a_recipe_whose_only_stage_is_wrong_is_one_sentence() -> None:
     for stages, told in (
         ({"sft": {"stage": "sftt"}}, "stages.sft: stage: unknown value 'sftt'; did you mean sft?"),
-        ({"sft": {"data": {"sources": "/x.jsonl"}, "train_batch_size": 7}}, "stages.sft: train_batch_size=7 must be a multiple of"),
+        (
+            {"sft": {"data": {"sources": "/x.jsonl"}, "train_batch_size": 7}},
+            "stages.sft: train_batch_size=7 must be a multiple of",
+        ),
     ):
         with pytest.raises(ValueError) as refused:
             given_recipe({"name": "x", "base_model": "org/base", "stages": stages})

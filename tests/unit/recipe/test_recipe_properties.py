@@ -38,15 +38,29 @@ RECIPE: dict[str, Any] = yaml.safe_load(TEXT)
 # Texts that YAML reads as something else, or cannot read.
 ODD = ("2001-13-45", "0x_", "1e5", "1e999", "~", "on", ".nan", "12:30:45", "=", "<<", "%", "\t1")
 ODD = (*ODD, "!!int x", "!!set [1]", "&a [*a]", "*a", "{[a]: b}")
-SCALARS = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=20) | st.dates() | st.binary(max_size=5)
-VALUES = st.recursive(SCALARS, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(SCALARS, inner, max_size=3), max_leaves=6)
-KEYS = st.sampled_from(("stages", "sft", "data", "sources", "0", "lora", "seed", "evaluation", "judges")) | st.text(max_size=5)
+SCALARS = (
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats()
+    | st.text(max_size=20)
+    | st.dates()
+    | st.binary(max_size=5)
+)
+VALUES = st.recursive(
+    SCALARS,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(SCALARS, inner, max_size=3),
+    max_leaves=6,
+)
+KEYS = st.sampled_from(
+    ("stages", "sft", "data", "sources", "0", "lora", "seed", "evaluation", "judges")
+) | st.text(max_size=5)
 SETTINGS = settings(max_examples=300)
 
 
 def fault(content: bytes, *overrides: str) -> str:
-    """Loads and plans a recipe. Returns what is wrong with the ValueError that refuses it, "" when nothing is, or when it is accepted. Any
-    other exception passes through."""
+    """Loads and plans a recipe. Returns what is wrong with the ValueError that refuses it, "" when nothing
+    is, or when it is accepted. Any other exception passes through."""
     fsspec.filesystem("memory").pipe("/recipe.yaml", content)
     try:
         plan(load_recipe("memory://recipe.yaml", overrides))
@@ -57,8 +71,10 @@ def fault(content: bytes, *overrides: str) -> str:
 
 @st.composite
 def recipes(draw: Callable[..., Any]) -> str:
-    """The text of a recipe in which one to three values were replaced, dropped, swapped or given another key."""
-    recipe, odd = copy.deepcopy(RECIPE), {}
+    """The text of a recipe in which one to three values were replaced, dropped, swapped or given another
+    key."""
+    recipe = copy.deepcopy(RECIPE)
+    odd = {}
     for number in range(draw(st.integers(1, 3))):
         holder, key = draw(st.sampled_from(places(recipe) or [({"a": 1}, "a")]))
         match draw(st.sampled_from(("replace", "odd", "drop", "swap", "rename"))):
@@ -100,21 +116,30 @@ def test_a_recipe_with_other_lines_and_characters(data: st.DataObject) -> None:
             case "drop":
                 lines[at] = ""
             case "insert":
-                lines[at] = lines[at].replace(":", ":" + data.draw(st.text(max_size=6) | st.sampled_from(ODD)), 1)
+                lines[at] = lines[at].replace(
+                    ":", ":" + data.draw(st.text(max_size=6) | st.sampled_from(ODD)), 1
+                )
             case "cut":
                 lines[at] = lines[at][: data.draw(st.integers(0, len(lines[at])))]
     assert not fault("".join(lines).encode("utf-8", "surrogatepass"))
 
 
 @SETTINGS
-@given(st.binary(max_size=200) | st.text(max_size=100).map(str.encode) | st.text("{}[]:-&*!|>'\"%@,# \n\tab1", max_size=60).map(str.encode))
+@given(
+    st.binary(max_size=200)
+    | st.text(max_size=100).map(str.encode)
+    | st.text("{}[]:-&*!|>'\"%@,# \n\tab1", max_size=60).map(str.encode)
+)
 def test_a_file_that_is_no_recipe(content: bytes) -> None:
     assert not fault(content)
 
 
 @pytest.mark.slow
 @SETTINGS
-@given(st.lists(KEYS, max_size=5), st.sampled_from(ODD) | st.text(max_size=20) | VALUES.map(lambda value: yaml.safe_dump(value)))
+@given(
+    st.lists(KEYS, max_size=5),
+    st.sampled_from(ODD) | st.text(max_size=20) | VALUES.map(lambda value: yaml.safe_dump(value)),
+)
 def test_an_override(keys: list[str], value: str) -> None:
     assert not fault(TEXT.encode(), f"{'.'.join(keys)}={value}")
 
@@ -134,18 +159,30 @@ def told(*overrides: str, **more: object) -> list[str]:
 
 def test_all_wrong_overrides_are_told_at_once() -> None:
     lines = told("seed=x", "pppo.init_kl_coef=1", "sft.max_lenn=abc", "ppo.sampler_is=7", "sede=3")
-    assert len(lines) == 5 and "unknown key 'sede'; did you mean seed?" in lines[0] and lines[1].startswith("seed: ")
+    assert (
+        len(lines) == 5
+        and "unknown key 'sede'; did you mean seed?" in lines[0]
+        and lines[1].startswith("seed: ")
+    )
     sentences = ("did you mean ppo?", "did you mean max_len or max_norm?", "stages.ppo.sampler_is")
-    for line, sentence in zip(told("pppo.init_kl_coef=1", "sft.max_lenn=abc", "ppo.sampler_is=7"), sentences, strict=True):
+    for line, sentence in zip(
+        told("pppo.init_kl_coef=1", "sft.max_lenn=abc", "ppo.sampler_is=7"), sentences, strict=True
+    ):
         assert sentence in line
     assert len(told("sft", "ppo.=3", "seed=[")) == 3
-    assert len(told("sede=3", **{"a b": RECIPE["stages"]["sft"] | {"stage": "sft"}})) == 2, "with a wrong name of a stage"
+    assert len(told("sede=3", **{"a b": RECIPE["stages"]["sft"] | {"stage": "sft"}})) == 2, (
+        "with a wrong name of a stage"
+    )
 
 
 def test_words_that_yaml_reads_as_false() -> None:
     read = yaml.safe_load("{sampler_is: off, gated: no}")
-    ppo, publication = RECIPE["stages"]["ppo"], RECIPE["stages"]["publication"]
-    changed = {"ppo": ppo | {"sampler_is": read["sampler_is"]}, "publication": publication | {"gated": read["gated"]}}
+    ppo = RECIPE["stages"]["ppo"]
+    publication = RECIPE["stages"]["publication"]
+    changed = {
+        "ppo": ppo | {"sampler_is": read["sampler_is"]},
+        "publication": publication | {"gated": read["gated"]},
+    }
     loaded = [given_recipe(RECIPE | {"stages": RECIPE["stages"] | changed}, stored=True)]
     loaded.append(given_recipe(RECIPE, ["ppo.sampler_is=off", "publication.gated=no"], stored=True))
     for recipe in loaded:

@@ -19,7 +19,12 @@ QUESTIONS = {"path": "q.jsonl"}
 def stages(sweep: dict[str, Any] | None = None, **more: dict[str, Any]) -> dict[str, Any]:
     return {
         "sft": {"stage": "sft", "data": {"sources": "chats.jsonl"}},
-        "dpo": {"stage": "dpo", "policy": "sft", "data": PAIRS, "sweep": {"beta": [0.05, 0.1, 0.3]} if sweep is None else sweep},
+        "dpo": {
+            "stage": "dpo",
+            "policy": "sft",
+            "data": PAIRS,
+            "sweep": {"beta": [0.05, 0.1, 0.3]} if sweep is None else sweep,
+        },
         "trial": {"stage": "evaluation", "models": ["dpo"], "baseline": "sft", "questions": QUESTIONS},
         "best": {"stage": "select", "of": "dpo", "by": "trial"},
     } | more
@@ -36,7 +41,12 @@ def problems(tmp_path: Path, **more: Any) -> str:
 
 
 def test_a_swept_stage_is_one_stage_for_each_value(tmp_path: Path) -> None:
-    final = {"stage": "evaluation", "models": ["best"], "baseline": "sft", "questions": {"path": "other.jsonl"}}
+    final = {
+        "stage": "evaluation",
+        "models": ["best"],
+        "baseline": "sft",
+        "questions": {"path": "other.jsonl"},
+    }
     planned = plan(recipe(tmp_path, final=final, publication={"stage": "publication", "model": "best"}))
     names = ["dpo.beta=0.05", "dpo.beta=0.1", "dpo.beta=0.3"]
     assert [node.name for node in planned.nodes] == ["sft", *names, "trial", "best", "final", "publication"]
@@ -46,7 +56,9 @@ def test_a_swept_stage_is_one_stage_for_each_value(tmp_path: Path) -> None:
     assert isinstance(trial, Evaluation) and trial.models == tuple(names) and trial.parents == {}
     assert isinstance(best, Select) and best.of == tuple(names) and best.simplest == names[0]
     assert planned["best"].parents == (*names, "trial") and planned["final"].parents == ("best", "sft")
-    assert isinstance(final_config, Evaluation) and final_config.parents == {}, "its model was trained from the baseline"
+    assert isinstance(final_config, Evaluation) and final_config.parents == {}, (
+        "its model was trained from the baseline"
+    )
     assert planned.inputs(planned["final"])["best"] == str(planned["best"].run_dir / "checkpoint")
     assert [node.name for node in planned.stages_of("dpo")] == names
 
@@ -69,7 +81,9 @@ def test_a_recipe_with_a_sweep_is_read_back(tmp_path: Path) -> None:
     (tmp_path / "recipe.yaml").write_text(dump_recipe(recipe(tmp_path)))
     read = load_recipe(tmp_path / "recipe.yaml").stages
     assert (
-        isinstance(read["dpo"], DPO) and read["dpo"].sweep == {"beta": (0.05, 0.1, 0.3)} and read["best"] == recipe(tmp_path).stages["best"]
+        isinstance(read["dpo"], DPO)
+        and read["dpo"].sweep == {"beta": (0.05, 0.1, 0.3)}
+        and read["best"] == recipe(tmp_path).stages["best"]
     )
     changed = load_recipe(tmp_path / "recipe.yaml", ["dpo.sweep.beta=[0.2, 0.4]"])
     assert [node.name for node in plan(changed).stages_of("dpo")] == ["dpo.beta=0.2", "dpo.beta=0.4"]
@@ -78,7 +92,10 @@ def test_a_recipe_with_a_sweep_is_read_back(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("sweep", "told"),
     [
-        ({"beat": [1, 2]}, "sweep.beat: give a field of dpo that decides its result and is a number or a choice"),
+        (
+            {"beat": [1, 2]},
+            "sweep.beat: give a field of dpo that decides its result and is a number or a choice",
+        ),
         ({"policy": ["sft", "base"]}, "sweep.policy: give a field"),
         ({"logging_steps": [1, 2]}, "sweep.logging_steps: give a field"),
         ({"stage": ["dpo", "sft"]}, "sweep.stage: give a field"),
@@ -86,7 +103,10 @@ def test_a_recipe_with_a_sweep_is_read_back(tmp_path: Path) -> None:
         ({"beta": [0.1, 0.1]}, "sweep lists a value twice"),
         ({"beta": [0.1, -1]}, "sweep: beta: Input should be greater than"),
         ({"loss": ["sigmoid", "cosine"]}, "sweep: loss: Input should be"),
-        ({"beta": [i / 100 for i in range(1, 10)], "max_epochs": list(range(1, 10))}, "sweep has 81 combinations: give 64 at most"),
+        (
+            {"beta": [i / 100 for i in range(1, 10)], "max_epochs": list(range(1, 10))},
+            "sweep has 81 combinations: give 64 at most",
+        ),
     ],
 )
 def test_mistakes_of_a_sweep(tmp_path: Path, sweep: dict[str, Any], told: str) -> None:
@@ -96,7 +116,12 @@ def test_mistakes_of_a_sweep(tmp_path: Path, sweep: dict[str, Any], told: str) -
 
 
 def test_a_loop_is_not_swept(tmp_path: Path) -> None:
-    loop = {"stage": "iterative_dpo", "prompts": {"sources": "p.jsonl"}, "reward": "org/r", "sweep": {"beta": [0.1, 0.2]}}
+    loop = {
+        "stage": "iterative_dpo",
+        "prompts": {"sources": "p.jsonl"},
+        "reward": "org/r",
+        "sweep": {"beta": [0.1, 0.2]},
+    }
     with pytest.raises(ValidationError, match="a loop has rounds, and no variants"):
         recipe(tmp_path, loop=loop)
 
@@ -104,23 +129,40 @@ def test_a_loop_is_not_swept(tmp_path: Path) -> None:
 def test_what_cannot_be_named_or_chosen(tmp_path: Path) -> None:
     more = {"stage": "dpo", "policy": "dpo", "data": PAIRS}
     told = problems(tmp_path, more=more)
-    assert told == (
-        "stages.more.policy: dpo is swept, it has 3 models: name a select stage, or one of dpo.beta=0.05, dpo.beta=0.1, dpo.beta=0.3"
+    assert (
+        told
+        == "stages.more.policy: dpo is swept, it has 3 models: name a select stage, or one of dpo.beta=0.05,"
+        " dpo.beta=0.1, dpo.beta=0.3"
     )
     other = {"stage": "dpo", "policy": "sft", "data": PAIRS}
-    assert "stages.best.of: trial does not compare other with its baseline: add it to stages.trial.models" in problems(
-        tmp_path, other=other, best={"stage": "select", "of": ["other", "dpo"], "by": "trial"}
+    assert (
+        "stages.best.of: trial does not compare other with its baseline: add it to stages.trial.models"
+        in problems(tmp_path, other=other, best={"stage": "select", "of": ["other", "dpo"], "by": "trial"})
     )
-    one = problems(tmp_path, best={"stage": "select", "of": "dpo.beta=0.1", "by": "trial", "simplest": "dpo.beta=0.3"})
-    assert "stages.best.of: give two models or more" in one and "stages.best.simplest: unknown model 'dpo.beta=0.3'" in one
-    assert "stages.best.of: base is no stage" in problems(tmp_path, best={"stage": "select", "of": ["base", "dpo"], "by": "trial"})
+    one = problems(
+        tmp_path, best={"stage": "select", "of": "dpo.beta=0.1", "by": "trial", "simplest": "dpo.beta=0.3"}
+    )
+    assert (
+        "stages.best.of: give two models or more" in one
+        and "stages.best.simplest: unknown model 'dpo.beta=0.3'" in one
+    )
+    assert "stages.best.of: base is no stage" in problems(
+        tmp_path, best={"stage": "select", "of": ["base", "dpo"], "by": "trial"}
+    )
     assert "stages.best.by" in problems(tmp_path, best={"stage": "select", "of": "dpo", "by": "sft"})
     gate = [{"metric": "los", "max": 1}]
-    assert "stages.dpo.gates.0.metric: unknown metric 'los'" in problems(tmp_path, dpo=stages()["dpo"] | {"gates": gate})
+    assert "stages.dpo.gates.0.metric: unknown metric 'los'" in problems(
+        tmp_path, dpo=stages()["dpo"] | {"gates": gate}
+    )
 
 
 def test_gates_of_variants_and_of_a_choice(tmp_path: Path) -> None:
     gates = [{"metric": "loss", "max": 1}]
     clear = [{"metric": "clear", "min": 1}, {"metric": "win_rate/dpo.beta=0.1", "min": 0.4}]
-    planned = plan(recipe(tmp_path, dpo=stages()["dpo"] | {"gates": gates}, best=stages()["best"] | {"gates": clear}))
-    assert all(len(node.config.gates) == 1 for node in planned.stages_of("dpo")) and len(planned["best"].config.gates) == 2
+    planned = plan(
+        recipe(tmp_path, dpo=stages()["dpo"] | {"gates": gates}, best=stages()["best"] | {"gates": clear})
+    )
+    assert (
+        all(len(node.config.gates) == 1 for node in planned.stages_of("dpo"))
+        and len(planned["best"].config.gates) == 2
+    )

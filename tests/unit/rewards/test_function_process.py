@@ -1,4 +1,5 @@
-"""The process of a reward function: only it answers, only the reply to a request counts, and its end is told by status or signal."""
+"""The process of a reward function: only it answers, only the reply to a request counts, and its end is told
+by status or signal."""
 
 from __future__ import annotations
 
@@ -101,10 +102,15 @@ def test_a_process_that_the_function_forks_answers_nothing(started: Function) ->
 
 
 def test_a_process_forked_while_the_file_is_imported_answers_nothing(tmp_path: Path) -> None:
-    (tmp_path / "checks.py").write_text("import os\nos.fork()\ndef number(responses): return [float(r) for r in responses]\n")
+    (tmp_path / "checks.py").write_text(
+        "import os\nos.fork()\ndef number(responses): return [float(r) for r in responses]\n"
+    )
     function = Function(tmp_path / "checks.py", "number", 10.0, processes=1)
     try:
-        assert [function.score(SAMPLES[i : i + 8]).rewards.tolist() for i in (0, 8)] == [list(range(8)), list(range(8, 16))]
+        assert [function.score(SAMPLES[i : i + 8]).rewards.tolist() for i in (0, 8)] == [
+            list(range(8)),
+            list(range(8, 16)),
+        ]
     finally:
         function.close()
 
@@ -143,24 +149,45 @@ def line_of(code: str, text: str) -> int:
             "    return [scor(response) for response in responses]",
         ),
         ("by_answer", r"KeyError: '\d+' \(.*checks\.py", CODE, "    return {}[responses[0]]"),
-        ("deep", r"JSONDecodeError: .* \(.*helper\.py", HELPER, '    return [json.loads("{") for _ in responses]'),
-        ("nothing", r"TypeError: nothing\(\) returned None, no list of rewards \(.*checks\.py", CODE, "def nothing(responses):"),
+        (
+            "deep",
+            r"JSONDecodeError: .* \(.*helper\.py",
+            HELPER,
+            '    return [json.loads("{") for _ in responses]',
+        ),
+        (
+            "nothing",
+            r"TypeError: nothing\(\) returned None, no list of rewards \(.*checks\.py",
+            CODE,
+            "def nothing(responses):",
+        ),
     ],
     indirect=["started"],
 )
-def test_an_error_of_the_code_in_every_request_stops_at_once_with_its_line(started: Function, told: str, code: str, line: str) -> None:
+def test_an_error_of_the_code_in_every_request_stops_at_once_with_its_line(
+    started: Function, told: str, code: str, line: str
+) -> None:
     begun = time.monotonic()
-    with pytest.raises(ValueError, match=rf"source f: each request raised {told}, line {line_of(code, line)}\); correct it") as caught:
+    with pytest.raises(
+        ValueError, match=rf"source f: each request raised {told}, line {line_of(code, line)}\); correct it"
+    ) as caught:
         Client("f", started, 8, 1, 6).score(SAMPLES, 3)  # with the pauses of a run
-    assert time.monotonic() - begun < 10 and raised_by_us(caught.value), "a user's mistake: the stage is not retried"
+    assert time.monotonic() - begun < 10 and raised_by_us(caught.value), (
+        "a user's mistake: the stage is not retried"
+    )
 
 
 @pytest.mark.parametrize(
     ("started", "told"),
-    [("first_right", r"left 8 of 32 .*NameError: .*checks\.py, line \d+"), ("network", r"left 8 of 32 .*ConnectionError: no route")],
+    [
+        ("first_right", r"left 8 of 32 .*NameError: .*checks\.py, line \d+"),
+        ("network", r"left 8 of 32 .*ConnectionError: no route"),
+    ],
     indirect=["started"],
 )
-def test_an_error_that_some_requests_have_not_met_or_that_may_pass_is_a_failure_of_the_source(started: Function, told: str) -> None:
+def test_an_error_that_some_requests_have_not_met_or_that_may_pass_is_a_failure_of_the_source(
+    started: Function, told: str
+) -> None:
     with pytest.raises(RewardsFailed, match=told):
         Client("f", started, 8, 1, 2, pause=0).score(SAMPLES, 3)
 
@@ -168,5 +195,7 @@ def test_an_error_that_some_requests_have_not_met_or_that_may_pass_is_a_failure_
 def test_an_error_while_the_file_is_imported_is_told_with_its_line(tmp_path: Path) -> None:
     for text, told in (("\nscor(1)\n", "NameError: .*"), ("\ndef score(:\n", "SyntaxError: invalid syntax ")):
         (tmp_path / "checks.py").write_text(text)
-        with pytest.raises(ValueError, match=rf"checks\.py cannot be imported: {told}\(.*checks\.py, line 2\)"):
+        with pytest.raises(
+            ValueError, match=rf"checks\.py cannot be imported: {told}\(.*checks\.py, line 2\)"
+        ):
             Function(tmp_path / "checks.py", "score", 10.0, processes=1).score(SAMPLES[:1])

@@ -35,7 +35,8 @@ def save_twin(of: Path, folder: Path) -> Path:
     vocabulary = json.loads((of / "tokenizer.json").read_text())["model"]["vocab"]
     weights = load_file(folder / "model.safetensors")
     (name,) = [name for name in weights if name.endswith("embed_tokens.weight")]
-    a, b = vocabulary["a"], vocabulary["b"]
+    a = vocabulary["a"]
+    b = vocabulary["b"]
     weights[name][[a, b]] = weights[name][[b, a]].clone()
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     return folder
@@ -51,7 +52,9 @@ def models(material: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str
 def samples() -> list[Sample]:
     dice = random.Random(0)
     texts = ["".join(dice.choices("abcdef ", k=dice.randrange(1, 20))) for _ in range(12)]
-    return [Sample([{"role": "user", "content": texts[i]}], texts[i + 1], {}, bool(i % 3), "") for i in range(11)]
+    return [
+        Sample([{"role": "user", "content": texts[i]}], texts[i + 1], {}, bool(i % 3), "") for i in range(11)
+    ]
 
 
 def test_the_scores_are_those_of_the_same_model_with_the_policys_tokenizer(models: dict[str, str]) -> None:
@@ -68,9 +71,13 @@ def test_the_scores_are_those_of_the_same_model_with_the_policys_tokenizer(model
         assert (own == pytest.approx(twin, abs=1e-6)) is alike
 
 
-def test_an_answer_cut_by_length_has_no_end_and_long_ones_lose_their_first_tokens(models: dict[str, str]) -> None:
+def test_an_answer_cut_by_length_has_no_end_and_long_ones_lose_their_first_tokens(
+    models: dict[str, str],
+) -> None:
     (writer,) = writers(models["base"], {"twin": models["twin"]}).values()
-    whole, cut = (Sample([{"role": "user", "content": "ab"}], "bab", {}, finished, "") for finished in (True, False))
+    whole, cut = (
+        Sample([{"role": "user", "content": "ab"}], "bab", {}, finished, "") for finished in (True, False)
+    )
     found = writer.documents([whole, cut])
     assert found[0].tokens[:-1] == found[1].tokens and found[0].tokens[-1] == writer.renderer.end_token_id
     assert writer.renderer.tokenizer.decode(found[1].tokens).endswith("bab")
@@ -85,5 +92,8 @@ def test_a_reward_model_without_a_chat_template_is_refused(models: dict[str, str
     config = json.loads((plain / "tokenizer_config.json").read_text())
     config.pop("chat_template", None)
     (plain / "tokenizer_config.json").write_text(json.dumps(config))
-    with pytest.raises(ValueError, match=f"{plain} has another tokenizer than .*, and answers cannot be written for it: .*chat template"):
+    with pytest.raises(
+        ValueError,
+        match=f"{plain} has another tokenizer than .*, and answers cannot be written for it: .*chat template",
+    ):
         writers(models["base"], {"plain": str(plain)})

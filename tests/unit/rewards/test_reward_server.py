@@ -25,15 +25,26 @@ from rlhf_core.rewards.server import application, reward_application
 from rlhf_core.runs.run_dir import RunDir, StageRequest
 from tests.support.asgi import served
 
-PROMPTS = [[{"role": "user", "content": text}] for text in ("Copy this number: 123", "Reverse this number: 42")]
+PROMPTS = [
+    [{"role": "user", "content": text}] for text in ("Copy this number: 123", "Reverse this number: 42")
+]
 
 
 @pytest.fixture(scope="module")
 def checkpoint(material: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("reward")
     pairs = Data(sources=str(material / "preferences.jsonl"), max_samples=32)
-    config = RewardModel(model="base", data=pairs, train_batch_size=16, micro_train_batch_size=16, max_len=96, learning_rate=1e-3)
-    request = StageRequest(name="rm", digest="0", config=config, inputs={"base": str(material / "base")}, seed=7)
+    config = RewardModel(
+        model="base",
+        data=pairs,
+        train_batch_size=16,
+        micro_train_batch_size=16,
+        max_len=96,
+        learning_rate=1e-3,
+    )
+    request = StageRequest(
+        name="rm", digest="0", config=config, inputs={"base": str(material / "base")}, seed=7
+    )
     rlhf_core.stages.reward_model.run(request, RunDir(folder))
     return folder / "checkpoint"
 
@@ -47,14 +58,21 @@ def url(checkpoint: Path) -> Iterator[str]:
 def test_it_speaks_the_contract_and_scores_as_the_model_does(url: str, checkpoint: Path) -> None:
     """An answer cut by length is scored without an end token, as the sampler left it."""
     renderer = Renderer(load_tokenizer(str(checkpoint)), "chat")
-    samples = [Sample(prompt, answer, {}, finished, "") for prompt in PROMPTS for answer in ("123", "24") for finished in (True, False)]
+    samples = [
+        Sample(prompt, answer, {}, finished, "")
+        for prompt in PROMPTS
+        for answer in ("123", "24")
+        for finished in (True, False)
+    ]
     whole = [renderer.answer(sample.prompt, sample.response) for sample in samples]
     documents = [
         document if sample.finished else Document(document.tokens[:-1], document.mask[:-1])
         for document, sample in zip(whole, samples, strict=True)
     ]
     expected = RewardScorer(str(checkpoint), "float32", 8).score(documents)
-    assert Server(url, 30, None).score(samples).rewards == pytest.approx(np.array(expected), rel=1e-5, abs=1e-6)
+    assert Server(url, 30, None).score(samples).rewards == pytest.approx(
+        np.array(expected), rel=1e-5, abs=1e-6
+    )
     assert len({round(score, 4) for score in expected}) == len(samples), "scores that differ"
 
 
@@ -68,22 +86,38 @@ def test_it_says_what_it_serves(url: str, checkpoint: Path) -> None:
         (b"{", "no JSON"),
         ({"prompts": PROMPTS}, "needs the lists prompts and responses"),
         ({"prompts": PROMPTS, "responses": ["1"]}, "lists of one length"),
-        ({"prompts": [[]], "responses": ["1"]}, "must be a string or a list of messages, found an empty list"),
+        (
+            {"prompts": [[]], "responses": ["1"]},
+            "must be a string or a list of messages, found an empty list",
+        ),
         ({"prompts": PROMPTS, "responses": [1, 2]}, "must be a string, found int"),
-        ({"prompts": [[{"role": "robot", "content": {}}]], "responses": ["1"]}, "must have a role and a content, both strings"),
+        (
+            {"prompts": [[{"role": "robot", "content": {}}]], "responses": ["1"]},
+            "must have a role and a content, both strings",
+        ),
     ],
 )
 def test_a_wrong_request_gets_a_message_that_names_the_fault(url: str, body: Any, expected: str) -> None:
     reply = httpx.post(url, content=body if isinstance(body, bytes) else json.dumps(body))
     assert reply.status_code == 400 and expected in reply.json()["error"]
-    assert httpx.post(url, json={"prompts": ["1 + 1"], "responses": ["2"]}).status_code == 200, "and the next one is answered"
+    assert httpx.post(url, json={"prompts": ["1 + 1"], "responses": ["2"]}).status_code == 200, (
+        "and the next one is answered"
+    )
 
 
 def test_each_request_needs_the_key(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("REWARD_KEY", "k-1")
     scored: list[Any] = []
-    with served(application(lambda answers: [float(len(scored.extend(answers) or answers))], {"model": "m"}, "k-1")) as url:
-        for headers in ({}, *({"authorization": given} for given in ("k-1", "Bearer", "Bearer k-", "Bearer k-11", "Basic k-1"))):
+    with served(
+        application(lambda answers: [float(len(scored.extend(answers) or answers))], {"model": "m"}, "k-1")
+    ) as url:
+        for headers in (
+            {},
+            *(
+                {"authorization": given}
+                for given in ("k-1", "Bearer", "Bearer k-", "Bearer k-11", "Basic k-1")
+            ),
+        ):
             assert httpx.get(url, headers=headers).status_code == 401 and scored == []
             refused = httpx.post(url, json={"prompts": ["1"], "responses": ["1"]}, headers=headers)
             assert refused.status_code == 401 and "api_key_env" in refused.json()["error"] and scored == []
@@ -92,7 +126,9 @@ def test_each_request_needs_the_key(monkeypatch: pytest.MonkeyPatch) -> None:
         assert Server(url, 30, "REWARD_KEY").score([Sample(PROMPTS[0], "1", {}, True, "")]).rewards == [1.0]
 
 
-def test_without_a_key_it_listens_to_this_machine_alone(checkpoint: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_without_a_key_it_listens_to_this_machine_alone(
+    checkpoint: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     assert main(["serve-reward", str(checkpoint), "--without-key", "--host", "0.0.0.0"]) == 2
     assert "whoever reaches that address could use the server" in capfd.readouterr().err
 
@@ -100,7 +136,10 @@ def test_without_a_key_it_listens_to_this_machine_alone(checkpoint: Path, capfd:
 def test_a_request_without_a_length_is_refused(url: str) -> None:
     assert httpx.post(url, content=iter([b"{}"])).status_code == 413
     both = {"content-length": "2", "transfer-encoding": "chunked"}
-    assert TestClient(application(lambda answers: [], {})).post("/", content=b"{}", headers=both).status_code == 413, "chunks pass a length"
+    assert (
+        TestClient(application(lambda answers: [], {})).post("/", content=b"{}", headers=both).status_code
+        == 413
+    ), "chunks pass a length"
 
 
 def test_a_failure_of_the_model_is_not_the_clients_fault(capfd: pytest.CaptureFixture[str]) -> None:
@@ -112,14 +151,19 @@ def test_a_failure_of_the_model_is_not_the_clients_fault(capfd: pytest.CaptureFi
 
 def test_a_request_that_is_not_sent_in_time_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rlhf_core.rewards.server.SEND_SECONDS", 0.2)
-    with served(application(lambda answers: [], {})) as url, socket.create_connection(("127.0.0.1", int(url.rpartition(":")[2]))) as client:
+    with (
+        served(application(lambda answers: [], {})) as url,
+        socket.create_connection(("127.0.0.1", int(url.rpartition(":")[2]))) as client,
+    ):
         client.sendall(b"POST / HTTP/1.1\r\nhost: x\r\ncontent-length: 10\r\n\r\n{")
         client.settimeout(20)
         whole = b"".join(iter(lambda: client.recv(4096), b""))
     assert whole.startswith(b"HTTP/1.1 408") and b"the request was not sent within 0.2 s" in whole
 
 
-def test_the_command_says_what_it_cannot_do(checkpoint: Path, url: str, capfd: pytest.CaptureFixture[str]) -> None:
+def test_the_command_says_what_it_cannot_do(
+    checkpoint: Path, url: str, capfd: pytest.CaptureFixture[str]
+) -> None:
     assert main(["serve-reward", str(checkpoint), "--port", url.rpartition(":")[2]]) == 3
     assert "nothing can be served on 127.0.0.1:" in capfd.readouterr().err
     assert main(["serve-reward", str(checkpoint), "--template", "Human:"]) == 2

@@ -1,4 +1,5 @@
-"""Rewards of an answer's steps: read, kept with their answers through batches and choices, and placed on tokens."""
+"""Rewards of an answer's steps: read, kept with their answers through batches and choices, and placed on
+tokens."""
 
 from __future__ import annotations
 
@@ -20,13 +21,28 @@ from rlhf_core.stages.ppo.texts import lengths_of
 
 def test_steps_are_summed_and_placed_in_order() -> None:
     reply = read_rewards([[[5, 0.5], [2, -1.0]], 2.0, [], None, [[1, True]], ((3, 1),)], 6)
-    assert reply.rewards.tolist()[:3] == [-0.5, 2.0, 0.0] and np.isnan(reply.rewards[3]) and reply.rewards.tolist()[4:] == [1.0, 1.0]
+    assert (
+        reply.rewards.tolist()[:3] == [-0.5, 2.0, 0.0]
+        and np.isnan(reply.rewards[3])
+        and reply.rewards.tolist()[4:] == [1.0, 1.0]
+    )
     assert reply.steps == {0: [(2, -1.0), (5, 0.5)], 4: [(1, 1.0)], 5: [(3, 1.0)]}
 
 
 @pytest.mark.parametrize(
     "wrong",
-    [[1, 2], [[1]], [[1.5, 2]], [[-1, 2]], [[1, None]], [[1, math.nan]], [[1, math.inf]], [["1", 2]], [[True, 1]], {"1": 2}],
+    [
+        [1, 2],
+        [[1]],
+        [[1.5, 2]],
+        [[-1, 2]],
+        [[1, None]],
+        [[1, math.nan]],
+        [[1, math.inf]],
+        [["1", 2]],
+        [[True, 1]],
+        {"1": 2},
+    ],
 )
 def test_what_is_no_list_of_steps_is_a_failed_reward(wrong: Any) -> None:
     reply = read_rewards([wrong, 1.0], 2)
@@ -60,7 +76,13 @@ def test_steps_of_batches_parts_and_choices_stay_with_their_answers() -> None:
 
 def test_a_step_is_at_the_token_that_completes_its_last_character() -> None:
     lengths = [2, 3, 3, 6, 6]  # "ab", "c", half a character, "def" with it, the end
-    assert on_tokens([(1, 1.0), (2, 2.0), (3, 4.0), (4, 8.0), (6, 16.0), (99, 32.0)], lengths).tolist() == [3, 4, 0, 24, 32]
+    assert on_tokens([(1, 1.0), (2, 2.0), (3, 4.0), (4, 8.0), (6, 16.0), (99, 32.0)], lengths).tolist() == [
+        3,
+        4,
+        0,
+        24,
+        32,
+    ]
     assert on_tokens([(0, 1.0)], lengths).tolist() == [1, 0, 0, 0, 0]
 
 

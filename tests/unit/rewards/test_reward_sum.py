@@ -1,4 +1,5 @@
-"""Rewards of several sources as one: standardised each on its own, weighed, summed; what has no reward of one has none."""
+"""Rewards of several sources as one: standardised each on its own, weighed, summed; what has no reward of one
+has none."""
 
 from __future__ import annotations
 
@@ -20,7 +21,9 @@ def test_rewards_are_standardised_each_on_its_own_then_weighed_and_summed() -> N
     assert combined.scored.all() and with_answers({}, by_source, terms) == {}
     # before standardising: 0.5, 3.5, 4.5
     assert combined.metrics["reward/mean"] == pytest.approx(8.5 / 3)
-    assert combined.metrics["reward/model/mean"] == 3.0 and combined.metrics["reward/rule/mean"] == pytest.approx(2 / 3)
+    assert combined.metrics["reward/model/mean"] == 3.0 and combined.metrics[
+        "reward/rule/mean"
+    ] == pytest.approx(2 / 3)
     assert plain_sum(by_source, terms).tolist() == [0.5, 3.5, 4.5]
 
 
@@ -73,7 +76,8 @@ def test_a_finite_reward_beyond_float32_is_bounded_and_an_infinite_one_has_faile
 
 
 def test_parts_are_joined_and_chosen() -> None:
-    first, second = Rewards({"a": np.array([1.0, np.nan])}, {"a": "x"}), Rewards({"a": np.array([3.0])}, {})
+    first = Rewards({"a": np.array([1.0, np.nan])}, {"a": "x"})
+    second = Rewards({"a": np.array([3.0])}, {})
     both = join([first, second])
     assert len(both) == 3 and both.errors == {"a": "x"}
     both.check(1)

@@ -1,4 +1,5 @@
-"""The call of each reward function with a made-up answer, before engines start: what it refuses, what it warns of, what it leaves alone."""
+"""The call of each reward function with a made-up answer, before engines start: what it refuses, what it
+warns of, what it leaves alone."""
 
 from __future__ import annotations
 
@@ -91,7 +92,10 @@ def line_of(text: str) -> int:
 def test_code_that_is_wrong_for_every_answer_is_refused_with_its_line(
     file: Path, renderer: Renderer, prompt: Prompt, name: str, told: str, line: str
 ) -> None:
-    found = rf"the reward function {name}: a call with a made-up answer raised {told} \(.*checks\.py, line {line_of(line)}\); correct it"
+    found = (
+        rf"the reward function {name}: a call with a made-up answer raised {told} \(.*checks\.py, line"
+        rf" {line_of(line)}\); correct it"
+    )
     with pytest.raises(ValueError, match=found) as caught:
         try_rewards([FunctionReward(function=f"{file}:{name}")], prompt, renderer)
     assert raised_by_us(caught.value), "a user's mistake: the stage is not retried"
@@ -119,10 +123,15 @@ def test_what_the_made_up_answer_may_have_caused_is_a_warning(
 ) -> None:
     try_rewards([FunctionReward(function=f"{file}:{name}")], prompt, renderer)
     where = told % (file, line_of(f"def {name}")) if "%s" in told else told
-    assert f"warning: the reward function {name}: a call with a made-up answer {where}; the stage goes on" in capsys.readouterr().out
+    assert (
+        f"warning: the reward function {name}: a call with a made-up answer {where}; the stage goes on"
+        in capsys.readouterr().out
+    )
 
 
-def test_errors_of_single_answers_stop_no_stage(file: Path, renderer: Renderer, prompt: Prompt, capsys: pytest.CaptureFixture[str]) -> None:
+def test_errors_of_single_answers_stop_no_stage(
+    file: Path, renderer: Renderer, prompt: Prompt, capsys: pytest.CaptureFixture[str]
+) -> None:
     worded = Prompt(prompt.messages, prompt.tokens, {"answer": "of three words"}, False)
     try_rewards(
         [FunctionReward(function=f"{file}:{name}") for name in ("unpacks", "unset", "closed_over")],
@@ -130,7 +139,10 @@ def test_errors_of_single_answers_stop_no_stage(file: Path, renderer: Renderer, 
         renderer,
     )
     told = capsys.readouterr().out
-    assert "raised TypeError: one() takes 1 positional argument but 3 were given" in told and "raised UnboundLocalError" in told
+    assert (
+        "raised TypeError: one() takes 1 positional argument but 3 were given" in told
+        and "raised UnboundLocalError" in told
+    )
     assert "raised NameError: cannot access free variable 'found'" in told
 
 
@@ -148,7 +160,9 @@ def test_the_answer_is_the_row_s_own_where_it_has_one(renderer: Renderer, prompt
         prompt.row,
         True,
     ) and "6 times 7" in sample.query
-    assert made_up_answer({"solution": "so"}) == "so" and made_up_answer({"answer": " ", "gold": [1]}) == ANSWER
+    assert (
+        made_up_answer({"solution": "so"}) == "so" and made_up_answer({"answer": " ", "gold": [1]}) == ANSWER
+    )
 
 
 def test_a_function_that_hangs_costs_its_time_limit(
@@ -171,4 +185,7 @@ def test_a_server_is_not_asked_for_rewards_but_an_address_without_one_is_told(
         source = HttpReward(url=f"http://127.0.0.1:{reserved.getsockname()[1]}/score?key=secret")
         try_rewards([source], prompt, renderer)
     told = capsys.readouterr().out
-    assert "/score does not answer yet (ConnectError): start it, or correct its address" in told and "secret" not in told
+    assert (
+        "/score does not answer yet (ConnectError): start it, or correct its address" in told
+        and "secret" not in told
+    )

@@ -1,4 +1,5 @@
-"""Rewards as a contract: sources that fail in every way are retried, then masked and counted; nothing becomes 0."""
+"""Rewards as a contract: sources that fail in every way are retried, then masked and counted; nothing becomes
+0."""
 
 from __future__ import annotations
 
@@ -18,12 +19,25 @@ from hypothesis import strategies as st
 
 from rlhf_core.config.rewards import FunctionReward, HttpReward
 from rlhf_core.rewards.clients import Client, Clients, client_of
-from rlhf_core.rewards.contract import LARGEST, LISTS, RewardError, RewardsFailed, Sample, read_reply, read_rewards
+from rlhf_core.rewards.contract import (
+    LARGEST,
+    LISTS,
+    RewardError,
+    RewardsFailed,
+    Sample,
+    read_reply,
+    read_rewards,
+)
 from rlhf_core.rewards.function import Function, wanted_by
 from rlhf_core.rewards.remote import Server
 from tests.support.micro import wait_until
 
-SAMPLES = [Sample([{"role": "user", "content": f"say {i}"}], "x" * i, {"answer": str(i)}, True, f"<say {i}>{'x' * i}") for i in range(1, 7)]
+SAMPLES = [
+    Sample(
+        [{"role": "user", "content": f"say {i}"}], "x" * i, {"answer": str(i)}, True, f"<say {i}>{'x' * i}"
+    )
+    for i in range(1, 7)
+]
 Reply = tuple[int, Any]  # status; a body, a dict as JSON, or seconds to stay silent
 
 
@@ -33,7 +47,8 @@ def lengths(question: dict[str, Any]) -> Reply:
 
 
 class Served(NamedTuple):
-    """A local server; `behave` maps (number of the request, question) to a reply, `requests` keeps the questions and their headers."""
+    """A local server; `behave` maps (number of the request, question) to a reply, `requests` keeps the
+    questions and their headers."""
 
     url: str
     requests: list[tuple[dict[str, Any], dict[str, str]]]
@@ -65,8 +80,12 @@ def served() -> Iterator[Served]:
     server.server_close()
 
 
-def score(url: str, allowed: int = 6, batch_size: int = 64, timeout: float = 5.0, attempts: int = 3) -> tuple[np.ndarray, str]:
-    return Client("server", Server(url, timeout, None), batch_size, 1, attempts, pause=0.01).score(SAMPLES, allowed)[:2]
+def score(
+    url: str, allowed: int = 6, batch_size: int = 64, timeout: float = 5.0, attempts: int = 3
+) -> tuple[np.ndarray, str]:
+    return Client("server", Server(url, timeout, None), batch_size, 1, attempts, pause=0.01).score(
+        SAMPLES, allowed
+    )[:2]
 
 
 def test_a_server_gets_the_contract_and_its_rewards_keep_their_order(served: Served) -> None:
@@ -94,7 +113,10 @@ FAULTS: dict[str, tuple[Callable[[dict[str, Any]], Reply], str]] = {
     "too few": (lambda q: (200, {"rewards": [0.0] * 5}), "5 rewards for 6 answers"),
     "too many": (lambda q: (200, {"rewards": [0.0] * 7}), "7 rewards for 6 answers"),
     "nan": (lambda q: (200, b'{"rewards": [NaN, NaN, NaN, NaN, NaN, NaN]}'), "null, nan or no number"),
-    "infinity": (lambda q: (200, b'{"rewards": [Infinity, -Infinity, 1e999, NaN, null, null]}'), "null, nan or no number"),
+    "infinity": (
+        lambda q: (200, b'{"rewards": [Infinity, -Infinity, 1e999, NaN, null, null]}'),
+        "null, nan or no number",
+    ),
     "null": (lambda q: (200, {"rewards": [None] * len(q["prompts"])}), "null, nan or no number"),
     "text": (lambda q: (200, {"rewards": ["0"] * len(q["prompts"])}), "null, nan or no number"),
 }
@@ -106,9 +128,13 @@ def test_a_server_that_fails_is_retried_then_its_answers_have_no_reward(served: 
     served.behave[0] = lambda number, question: behave(question)
     rewards, error = score(served.url, allowed=6, attempts=3)
     assert np.isnan(rewards).all(), "a failed reward must not become a number"
-    assert len(served.requests) == (6 if fault in ("500", "429") else 3), "three more where one answer is searched for"
+    assert len(served.requests) == (6 if fault in ("500", "429") else 3), (
+        "three more where one answer is searched for"
+    )
     assert expected in error
-    with pytest.raises(RewardsFailed, match=r"reward source server left 6 of 6 answers without a reward, more than the 5"):
+    with pytest.raises(
+        RewardsFailed, match=r"reward source server left 6 of 6 answers without a reward, more than the 5"
+    ):
         score(served.url, allowed=5, attempts=1)
 
 
@@ -154,7 +180,10 @@ def test_a_server_that_recovers_costs_nothing(served: Served) -> None:
 
 
 def test_only_answers_without_a_reward_are_requested_again(served: Served) -> None:
-    served.behave[0] = lambda number, q: (200, {"rewards": [None if number == 1 and len(r) in (2, 5) else len(r) for r in q["responses"]]})
+    served.behave[0] = lambda number, q: (
+        200,
+        {"rewards": [None if number == 1 and len(r) in (2, 5) else len(r) for r in q["responses"]]},
+    )
     rewards, _ = score(served.url)
     assert rewards.tolist() == [1, 2, 3, 4, 5, 6]
     assert [len(response) for response in served.requests[1][0]["responses"]] == [2, 5]
@@ -199,7 +228,12 @@ def test_secrets_are_sent_and_never_shown(served: Served, monkeypatch: pytest.Mo
     assert "hunter" not in error + str(refused.value) + source.title
 
 
-@given(st.recursive(st.none() | st.booleans() | st.floats() | st.text(max_size=3), lambda inner: st.lists(inner, max_size=3)))
+@given(
+    st.recursive(
+        st.none() | st.booleans() | st.floats() | st.text(max_size=3),
+        lambda inner: st.lists(inner, max_size=3),
+    )
+)
 def test_whatever_a_reply_holds_only_numbers_are_rewards(value: Any) -> None:
     text = json.dumps({"rewards": [value, 2.5]})
     rewards = read_reply(text, 2).rewards
@@ -299,7 +333,9 @@ def code(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "checks.py"
 
 
-def call(code: Path, name: str, timeout: float = 10.0, attempts: int = 2, allowed: int = 6) -> tuple[np.ndarray, str]:
+def call(
+    code: Path, name: str, timeout: float = 10.0, attempts: int = 2, allowed: int = 6
+) -> tuple[np.ndarray, str]:
     source = Function(code, name, timeout, processes=1)
     try:
         return Client(name, source, 64, 1, attempts, pause=0.01).score(SAMPLES, allowed)[:2]
@@ -321,7 +357,9 @@ def test_a_function_gets_what_it_names_and_may_print(code: Path) -> None:
         ("hangs", "no answer within 1 s"),
     ],
 )
-def test_a_function_that_fails_leaves_its_answers_without_a_reward(code: Path, name: str, expected: str) -> None:
+def test_a_function_that_fails_leaves_its_answers_without_a_reward(
+    code: Path, name: str, expected: str
+) -> None:
     start = time.monotonic()
     rewards, error = call(code, name, timeout=1.0 if name == "hangs" else 10.0, attempts=2)
     assert np.isnan(rewards).all() and expected in error
@@ -349,14 +387,21 @@ def test_a_process_that_died_is_started_again(code: Path) -> None:
         ("broken.py", "good", "cannot be imported: SyntaxError"),
     ],
 )
-def test_a_function_that_cannot_be_loaded_is_a_users_mistake(code: Path, file: str, name: str, expected: str) -> None:
+def test_a_function_that_cannot_be_loaded_is_a_users_mistake(
+    code: Path, file: str, name: str, expected: str
+) -> None:
     (code.parent / "broken.py").write_text("def good(:\n")
     with pytest.raises(ValueError, match=expected):
         call(code.parent / file, name)
 
 
 def test_sources_work_side_by_side(code: Path, served: Served) -> None:
-    clients = Clients([client_of(FunctionReward(function=f"{code}:good")), client_of(HttpReward(url=served.url, name="server"))])
+    clients = Clients(
+        [
+            client_of(FunctionReward(function=f"{code}:good")),
+            client_of(HttpReward(url=served.url, name="server")),
+        ]
+    )
     futures = clients.start(SAMPLES, 0)
     found = {title: future.result()[0].tolist() for title, future in futures.items()}
     assert found == {"good": [1, 2, 3, 4, 5, 6], "server": [1, 2, 3, 4, 5, 6]}
@@ -366,7 +411,8 @@ def test_sources_work_side_by_side(code: Path, served: Served) -> None:
 @pytest.mark.parametrize("kind", ["function", "server"])
 def test_close_waits_for_no_open_request(kind: str, code: Path, served: Served) -> None:
     """Neither for its time limit nor for further attempts nor for the batches behind it."""
-    silent, begun = threading.Event(), threading.Event()
+    silent = threading.Event()
+    begun = threading.Event()
 
     def behave(number: int, question: dict[str, Any]) -> Reply:
         begun.set()
@@ -394,9 +440,14 @@ def test_close_waits_for_no_open_request(kind: str, code: Path, served: Served) 
             assert not psutil.pid_exists(int(mark.read_text()))
         else:
             assert len(served.requests) == 1
-        late = Function(code, "good", 10.0, processes=1) if kind == "function" else Server(served.url, 10.0, None)
+        late = (
+            Function(code, "good", 10.0, processes=1)
+            if kind == "function"
+            else Server(served.url, 10.0, None)
+        )
         late.close()
-        with pytest.raises(RewardError, match="gets no more requests"):  # a thread that was about to send a request
+        # a thread that was about to send a request
+        with pytest.raises(RewardError, match="gets no more requests"):
             late.score(SAMPLES)
         assert len(served.requests) <= 1
     finally:

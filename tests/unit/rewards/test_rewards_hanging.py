@@ -1,4 +1,5 @@
-"""Answers on which a source of rewards hangs or fails: they alone are lost, and a dead source gets few requests."""
+"""Answers on which a source of rewards hangs or fails: they alone are lost, and a dead source gets few
+requests."""
 
 from __future__ import annotations
 
@@ -21,7 +22,8 @@ from rlhf_core.rewards.contract import LISTS, Reply, RewardError, RewardsFailed,
 from rlhf_core.rewards.function import Function
 from rlhf_core.rewards.remote import Server
 
-COUNT, TIMEOUT = 256, 1.0
+COUNT = 256
+TIMEOUT = 1.0
 SAMPLES = [Sample([], str(i), {}, True, str(i)) for i in range(COUNT)]
 FUNCTION = """
 import time
@@ -89,12 +91,15 @@ def test_an_answer_on_which_a_function_hangs_is_lost_alone(tmp_path: Path) -> No
 
 
 class Refusing:
-    """Fails when one of `bad` is requested. `requested` keeps the sizes of the requests; `failed` counts those without rewards."""
+    """Fails when one of `bad` is requested. `requested` keeps the sizes of the requests; `failed` counts
+    those without rewards."""
 
     wanted = LISTS
 
     def __init__(self, bad: Sequence[int]):
-        self.bad, self.requested, self.failed = set(bad), list[int](), 0
+        self.bad = set(bad)
+        self.requested = list[int]()
+        self.failed = 0
 
     def score(self, samples: Sequence[Sample]) -> Reply:
         self.requested.append(len(samples))
@@ -117,14 +122,28 @@ def lost_of(count: int, bad: Sequence[int], attempts: int) -> tuple[list[int], R
 @pytest.mark.parametrize("attempts", [1, 2, 6])
 @pytest.mark.parametrize(
     "bad",
-    [[0], [63], [77], [255], [0, 255], [3, 100, 101], [63, 64, 127, 128], [0, 64, 128, 192], [10, 75, 140, 205], [0, 1, 2, 3]],
+    [
+        [0],
+        [63],
+        [77],
+        [255],
+        [0, 255],
+        [3, 100, 101],
+        [63, 64, 127, 128],
+        [0, 64, 128, 192],
+        [10, 75, 140, 205],
+        [0, 1, 2, 3],
+    ],
 )
 def test_wherever_the_bad_answers_stand_they_alone_are_lost(bad: list[int], attempts: int) -> None:
     found, error, _ = lost(Refusing(bad), 256, allowed=4, attempts=attempts)
     assert found == bad and error == "it cannot score that"
 
 
-@given(st.integers(1, COUNT).flatmap(lambda count: st.tuples(st.just(count), st.integers(0, count - 1))), st.integers(1, 8))
+@given(
+    st.integers(1, COUNT).flatmap(lambda count: st.tuples(st.just(count), st.integers(0, count - 1))),
+    st.integers(1, 8),
+)
 def test_one_bad_answer_costs_itself_and_few_time_limits(place: tuple[int, int], attempts: int) -> None:
     count, bad = place
     found, source = lost_of(count, [bad], attempts)
@@ -141,7 +160,12 @@ def test_an_answer_without_a_reward_is_requested_max_attempts_times() -> None:
     class Null(Refusing):
         def score(self, samples: Sequence[Sample]) -> Reply:
             self.requested.append(len(samples))
-            return Reply(np.array([np.nan if sample.response == "7" else float(sample.response) for sample in samples]), {})
+            return Reply(
+                np.array(
+                    [np.nan if sample.response == "7" else float(sample.response) for sample in samples]
+                ),
+                {},
+            )
 
     source = Null([])
     assert lost(source, COUNT, allowed=1, attempts=4)[0] == [7]
@@ -177,4 +201,8 @@ def test_a_reply_of_a_wrong_length_is_not_made_to_fit_by_a_smaller_request() -> 
 
     source = Constant([])
     found, error, _ = lost(source, 256, allowed=COUNT)
-    assert found == list(range(COUNT)) and error == "it gave 1 rewards for 256 answers" and source.requested == [256] * 6
+    assert (
+        found == list(range(COUNT))
+        and error == "it gave 1 rewards for 256 answers"
+        and source.requested == [256] * 6
+    )

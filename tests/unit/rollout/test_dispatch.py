@@ -1,5 +1,5 @@
-"""Requests to several engines: each gets its share, also of what is asked at one moment; those of a dead one go to another, and those
-that nobody waits for are aborted."""
+"""Requests to several engines: each gets its share, also of what is asked at one moment; those of a dead one
+go to another, and those that nobody waits for are aborted."""
 
 from __future__ import annotations
 
@@ -23,10 +23,20 @@ class Group:
     """In place of a group of engines: each answers at once; `dead` ones raise."""
 
     def __init__(self, engines: int):
-        self.world_size, self.dead, self.broken = engines, set[int](), False
+        self.world_size = engines
+        self.dead = set[int]()
+        self.broken = False
         self.answered = Counter[int]()
 
-    def call_rank(self, rank: int, phase: str, method: Any, requests: Sequence[Request], seconds: float, gone: Sequence[int]) -> Any:
+    def call_rank(
+        self,
+        rank: int,
+        phase: str,
+        method: Any,
+        requests: Sequence[Request],
+        seconds: float,
+        gone: Sequence[int],
+    ) -> Any:
         group = self
 
         class Work:
@@ -106,15 +116,27 @@ def test_other_failures_are_told(background: Background) -> None:
 
 
 class Slow(Group):
-    """An engine that answers a request once it is told to, and keeps what it has, as `Sampler.advance` does."""
+    """An engine that answers a request once it is told to, and keeps what it has, as `Sampler.advance`
+    does."""
 
     def __init__(self) -> None:
         super().__init__(1)
-        self.running, self.seen, self.aborted, self.answers = set[int](), list[int](), list[int](), False
+        self.running = set[int]()
+        self.seen = list[int]()
+        self.aborted = list[int]()
+        self.answers = False
         self.works = Event()  # calls wait while it is not set
         self.works.set()
 
-    def call_rank(self, rank: int, phase: str, method: Any, requests: Sequence[Request], seconds: float, gone: Sequence[int] = ()) -> Any:
+    def call_rank(
+        self,
+        rank: int,
+        phase: str,
+        method: Any,
+        requests: Sequence[Request],
+        seconds: float,
+        gone: Sequence[int] = (),
+    ) -> Any:
         group = self
 
         class Work:

@@ -1,4 +1,5 @@
-"""What is read from vLLM's answers and set in its workers; the engines' own tests compare log-probs with the trainer's."""
+"""What is read from vLLM's answers and set in its workers; the engines' own tests compare log-probs with the
+trainer's."""
 
 from __future__ import annotations
 
@@ -15,7 +16,8 @@ from rlhf_core.rollout.weight_receiver import WeightReceiver
 
 
 def flat_logprobs() -> Any:
-    from vllm.logprobs import FlatLogprobs  # not at the top: vLLM reads its environment when it is first imported
+    # not at the top: vLLM reads its environment when it is first imported
+    from vllm.logprobs import FlatLogprobs
 
     return FlatLogprobs()
 
@@ -49,7 +51,9 @@ def test_a_seed_is_that_of_both_of_vllms_model_runners() -> None:
         receiver.seed(seed)
         return float(torch.rand(())), int(np.random.randint(2**31))
 
-    first, other, again = drawn(2**47 + 5), drawn(2**47 + 6), drawn(2**47 + 5)
+    first = drawn(2**47 + 5)
+    other = drawn(2**47 + 6)
+    again = drawn(2**47 + 5)
     assert first == again and first[0] != other[0] and first[1] != other[1]
 
 
@@ -61,7 +65,10 @@ def test_drafts_are_counted_by_vllms_metrics() -> None:
     running = Gauge(name="vllm:num_requests_running", labels={}, value=0.0)
     sampler = Sampler.__new__(Sampler)
     sampler._counted = (0, 0)
-    metrics = lambda: [running, *(Counter(name=name, labels={}, value=value) for name, value in counted.items())]  # noqa: E731
+    metrics = lambda: [  # noqa: E731
+        running,
+        *(Counter(name=name, labels={}, value=value) for name, value in counted.items()),
+    ]
     sampler.llm = SimpleNamespace(get_metrics=metrics)
     assert sampler.sampled() == (10, 6) and sampler.sampled() == (0, 0)
     counted["vllm:generation_tokens"] = 13

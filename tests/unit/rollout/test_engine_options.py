@@ -1,4 +1,5 @@
-"""Options of vLLM's engine in a recipe: what other fields set is refused, others go to engines and servers."""
+"""Options of vLLM's engine in a recipe: what other fields set is refused, others go to engines and
+servers."""
 
 from __future__ import annotations
 
@@ -19,8 +20,14 @@ from rlhf_core.rollout.environment import GRAPHS, engine_flags, graphs, require_
     ("name", "told"),
     [
         ("dtype", "vllm.engine.dtype: the recipe has a field of this name, so leave it out"),
-        ("tensor_parallel_size", "vllm.engine.tensor_parallel_size: vllm has a field of this name, so leave it out"),
-        ("pipeline_parallel_size", "vllm.engine.pipeline_parallel_size: vllm has a field of this name, so leave it out"),
+        (
+            "tensor_parallel_size",
+            "vllm.engine.tensor_parallel_size: vllm has a field of this name, so leave it out",
+        ),
+        (
+            "pipeline_parallel_size",
+            "vllm.engine.pipeline_parallel_size: vllm has a field of this name, so leave it out",
+        ),
         ("nnodes", "vllm.engine.nnodes: alignflow sets it, so leave it out"),
         ("hf_token", "vllm.engine.hf_token: recipes and cards would show it"),
     ],
@@ -30,24 +37,43 @@ def test_what_other_fields_set_is_refused(name: str, told: str) -> None:
         Vllm(engine={name: 1})
 
 
-def test_graphs_are_recorded_for_batches_that_can_be_unless_the_recipe_says_which(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_graphs_are_recorded_for_batches_that_can_be_unless_the_recipe_says_which(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     assert graphs({}) == {}, "a CPU has none"
     monkeypatch.setattr("rlhf_core.rollout.environment.num_gpus", lambda: 1)
     assert graphs({}) == {"cudagraph_capture_sizes": [*GRAPHS]} and GRAPHS[-1] == 512 and len(GRAPHS) < 25
-    assert all(b - a <= max(16, a // 4) for a, b in itertools.pairwise((8, *GRAPHS[4:]))), "a batch is padded by a quarter at most"
+    assert all(b - a <= max(16, a // 4) for a, b in itertools.pairwise((8, *GRAPHS[4:]))), (
+        "a batch is padded by a quarter at most"
+    )
     assert graphs({"max_num_seqs": 20})["cudagraph_capture_sizes"] == [1, 2, 4, 8, 16, 32]
     assert graphs({"max_num_seqs": None}) == graphs({})
-    for given in ({"compilation_config": {"mode": 0}}, {"enforce_eager": True}, {"speculative_config": NGRAM, "max_num_seqs": 2}):
+    for given in (
+        {"compilation_config": {"mode": 0}},
+        {"enforce_eager": True},
+        {"speculative_config": NGRAM, "max_num_seqs": 2},
+    ):
         assert graphs(given) == {}, "vLLM chooses"
 
 
 def test_pipeline_stages_are_for_engines_that_ray_places_and_draft_nothing() -> None:
-    judged = {"models": ["a"], "baseline": "b", "questions": {"path": "q.jsonl"}, "judges": [{"kind": "rule"}]}
+    judged = {
+        "models": ["a"],
+        "baseline": "b",
+        "questions": {"path": "q.jsonl"},
+        "judges": [{"kind": "rule"}],
+    }
     for kind, fields in ((Evaluation, judged), (VllmJudge, {"kind": "vllm", "model": "m"})):
         kind.model_validate(fields)
-        with pytest.raises(ValidationError, match=r"vllm\.pipeline_parallel_size is for the engines of ppo and preferences: leave it out"):
+        with pytest.raises(
+            ValidationError,
+            match=r"vllm\.pipeline_parallel_size is for the engines of ppo and preferences: leave it out",
+        ):
             kind.model_validate({**fields, "vllm": {"pipeline_parallel_size": 2}})
-    with pytest.raises(ValidationError, match="speculative_config is for engines without pipeline_parallel_size: leave one of them out"):
+    with pytest.raises(
+        ValidationError,
+        match="speculative_config is for engines without pipeline_parallel_size: leave one of them out",
+    ):
         Vllm(gpus=1, pipeline_parallel_size=2, engine={"speculative_config": NGRAM})
 
 
@@ -57,15 +83,29 @@ NGRAM = {"method": "ngram", "num_speculative_tokens": 3}
 @pytest.mark.parametrize(
     ("engine", "gpus", "told"),
     [
-        ({"speculative_config": {"method": "eagle"}}, 1, "drafts would not follow the weights: set method to ngram"),
-        ({"speculative_config": "ngram"}, 1, "must be a mapping, such as {method: ngram, num_speculative_tokens: 3}"),
-        ({"additional_config": {True: 1}}, 0, "vllm.engine.additional_config: the key True is no text: put it in quotes"),
+        (
+            {"speculative_config": {"method": "eagle"}},
+            1,
+            "drafts would not follow the weights: set method to ngram",
+        ),
+        (
+            {"speculative_config": "ngram"},
+            1,
+            "must be a mapping, such as {method: ngram, num_speculative_tokens: 3}",
+        ),
+        (
+            {"additional_config": {True: 1}},
+            0,
+            "vllm.engine.additional_config: the key True is no text: put it in quotes",
+        ),
         ({"speculative_config": NGRAM}, 0, "vllm.engine.speculative_config needs a GPU"),
         ({"quantization": "awq"}, 1, "new weights could be loaded as fp8 alone: set it to fp8"),
         ({"quantization": "fp8"}, 0, "vllm.engine.quantization needs a GPU, and gpus is 0"),
     ],
 )
-def test_formats_and_drafts_that_cannot_work_are_refused(engine: dict[str, object], gpus: float, told: str) -> None:
+def test_formats_and_drafts_that_cannot_work_are_refused(
+    engine: dict[str, object], gpus: float, told: str
+) -> None:
     with pytest.raises(ValidationError, match=told):
         Vllm(engine=engine, gpus=gpus)
     assert Vllm(engine={"quantization": "fp8", "speculative_config": NGRAM}, gpus=1).drafts == NGRAM
@@ -88,13 +128,20 @@ def test_flags_of_a_server() -> None:
     parser.add_argument("--enable-prefix-caching", action=argparse.BooleanOptionalAction)
     read = vars(parser.parse_args(flags))
     assert read.pop("sizes") == [1, 2]
-    assert read == {"max_num_seqs": "4", "enable_prefix_caching": False, "kv_cache_dtype": "fp8", "compilation_config": '{"mode": 0}'}
+    assert read == {
+        "max_num_seqs": "4",
+        "enable_prefix_caching": False,
+        "kv_cache_dtype": "fp8",
+        "compilation_config": '{"mode": 0}',
+    }
 
 
 def test_options_that_vllm_does_not_have_are_told() -> None:
     pytest.importorskip("vllm")
     assert unknown_option({}) == unknown_option({"max_num_seqs": 4, "enable_expert_parallel": True}) == ""
-    assert unknown_option({"max_num_seq": 4}).endswith("has no option 'max_num_seq'; did you mean max_num_seqs?")
+    assert unknown_option({"max_num_seq": 4}).endswith(
+        "has no option 'max_num_seq'; did you mean max_num_seqs?"
+    )
     with pytest.raises(ValueError, match=r"vllm\.engine: vLLM .* has no option 'xyzzy'"):
         require_known_options({"xyzzy": 1})
 

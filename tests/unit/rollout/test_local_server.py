@@ -1,4 +1,5 @@
-"""The life of a local server, with a small HTTP server in the place of vLLM: started, awaited, noticed when it dies, always stopped."""
+"""The life of a local server, with a small HTTP server in the place of vLLM: started, awaited, noticed when
+it dies, always stopped."""
 
 from __future__ import annotations
 
@@ -27,7 +28,8 @@ from rlhf_core.rollout.server import Server, ServerFailed, serving
 from rlhf_core.system.reaper import descendants
 
 ROOT = Path(__file__).parents[3]
-# What vLLM does as far as the caller sees: a worker process, /health when ready, a key for /v1. How it behaves comes from the model's name.
+# What vLLM does as far as the caller sees: a worker process, /health when ready, a key for /v1. How it
+# behaves comes from the model's name.
 STUB = """
 import http.server, json, os, socket, subprocess, sys, time
 arguments = {name: value for name, value in zip(sys.argv, sys.argv[1:]) if name.startswith("--")}
@@ -70,13 +72,17 @@ def stub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., objec
     def start(kind: str, **changes: object) -> object:
         vllm = Vllm.model_validate({"start_timeout": 30.0} | changes)
         log = tmp_path / "logs" / "server.log"
-        return serving(kind, "some-model", log, vllm, seed=3, dtype="float32", max_model_len=64, command=("stub.py",))
+        return serving(
+            kind, "some-model", log, vllm, seed=3, dtype="float32", max_model_len=64, command=("stub.py",)
+        )
 
     return start
 
 
 def get(server: Server, path: str, key: str | None) -> tuple[int, dict[str, object]]:
-    request = urllib.request.Request(server.url.removesuffix("/v1") + path, headers={"Authorization": f"Bearer {key}"} if key else {})
+    request = urllib.request.Request(
+        server.url.removesuffix("/v1") + path, headers={"Authorization": f"Bearer {key}"} if key else {}
+    )
     try:
         with urllib.request.urlopen(request, timeout=10) as reply:
             return reply.status, json.loads(reply.read() or "{}")
@@ -105,12 +111,24 @@ def test_a_server_is_there_inside_the_block_and_nothing_of_it_after(stub: Callab
         assert len(below) == 3  # the reaper, the server, its worker
         assert server.url.startswith("http://127.0.0.1:") and server.max_model_len == 64
         status, said = get(server, "/v1/models", server.key)
-        assert status == 200 and get(server, "/v1/models", None)[0] == get(server, "/v1/models", "wrong")[0] == 401
+        assert (
+            status == 200
+            and get(server, "/v1/models", None)[0] == get(server, "/v1/models", "wrong")[0] == 401
+        )
         arguments = list(map(str, said["arguments"]))  # type: ignore[call-overload]
     assert not any(map(alive, below))
     sent = " ".join(arguments)
-    assert "--host 127.0.0.1" in sent and "--max-model-len 64" in sent and "--seed 3" in sent and "--dtype float32" in sent
-    assert "trust-remote-code" not in sent and server.key not in sent and server.key not in server.log.read_text()
+    assert (
+        "--host 127.0.0.1" in sent
+        and "--max-model-len 64" in sent
+        and "--seed 3" in sent
+        and "--dtype float32" in sent
+    )
+    assert (
+        "trust-remote-code" not in sent
+        and server.key not in sent
+        and server.key not in server.log.read_text()
+    )
     assert "loading good for some-model" in server.log.read_text()
 
 
@@ -121,10 +139,15 @@ def test_an_exception_in_the_block_stops_it_too(stub: Callable[..., object]) -> 
     assert not any(map(alive, below))
 
 
-def test_a_server_that_does_not_start_is_reported_with_the_end_of_its_log(stub: Callable[..., object]) -> None:
-    start, others = time.monotonic(), set(descendants(os.getpid()))
+def test_a_server_that_does_not_start_is_reported_with_the_end_of_its_log(
+    stub: Callable[..., object],
+) -> None:
+    start = time.monotonic()
+    others = set(descendants(os.getpid()))
     with (
-        pytest.raises(ServerFailed, match=r"local server of some-model ended before it was ready \(exit code 1\)") as caught,
+        pytest.raises(
+            ServerFailed, match=r"local server of some-model ended before it was ready \(exit code 1\)"
+        ) as caught,
         stub("broken"),  # type: ignore[attr-defined]
     ):
         pass
@@ -135,7 +158,10 @@ def test_a_server_that_does_not_start_is_reported_with_the_end_of_its_log(stub: 
 def test_a_server_that_never_gets_ready_is_waited_for_as_long_as_said(stub: Callable[..., object]) -> None:
     others = set(descendants(os.getpid()))
     with (
-        pytest.raises(ServerFailed, match=r"did not answer http://127.0.0.1:\d+/health within 2 s: raise vllm.start_timeout") as caught,
+        pytest.raises(
+            ServerFailed,
+            match=r"did not answer http://127.0.0.1:\d+/health within 2 s: raise vllm.start_timeout",
+        ) as caught,
         stub("silent", start_timeout=2.0),  # type: ignore[attr-defined]
     ):
         pass
@@ -150,12 +176,19 @@ def test_no_other_process_gets_its_port_and_with_it_the_key(stub: Callable[..., 
 
 def test_every_path_needs_the_key_and_this_host(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLLM_API_KEY", "k-1")
-    app = Starlette(routes=[Route("/invocations", lambda request: PlainTextResponse("here"))], middleware=[Middleware(KeyGuard)])
+    app = Starlette(
+        routes=[Route("/invocations", lambda request: PlainTextResponse("here"))],
+        middleware=[Middleware(KeyGuard)],
+    )
     client = TestClient(app, base_url="http://127.0.0.1:8000")
     right = {"authorization": "Bearer k-1"}
     assert client.get("/invocations", headers=right).text == "here"
     for headers in ({}, {"authorization": "Bearer k-"}, {"authorization": "Basic k-1"}):
-        assert client.get("/invocations", headers=headers).status_code == client.get("/v1/x", headers=headers).status_code == 401
+        assert (
+            client.get("/invocations", headers=headers).status_code
+            == client.get("/v1/x", headers=headers).status_code
+            == 401
+        )
     assert client.get("/invocations", headers={**right, "host": "evil.example"}).status_code == 400
 
 
@@ -169,15 +202,19 @@ def test_a_server_that_dies_in_the_middle_is_noticed(stub: Callable[..., object]
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
-def test_a_killed_owner_leaves_no_server_behind(number: int, stub: Callable[..., object], tmp_path: Path) -> None:
+def test_a_killed_owner_leaves_no_server_behind(
+    number: int, stub: Callable[..., object], tmp_path: Path
+) -> None:
     script = (
-        "from pathlib import Path\nimport time\nimport rlhf_core.rollout.server as s\nfrom rlhf_core.config import Vllm\n"
-        "s.GRACE_SECONDS = 0.5\n"
-        "with s.serving('good', 'm', Path('log'), Vllm(), seed=0, dtype='float32', max_model_len=64, command=('stub.py',)):\n"
-        "    print('ready', flush=True)\n    time.sleep(600)\n"
+        "from pathlib import Path\nimport time\nimport rlhf_core.rollout.server as s\nfrom rlhf_core.config"
+        " import Vllm\ns.GRACE_SECONDS = 0.5\nwith s.serving('good', 'm', Path('log'), Vllm(), seed=0,"
+        " dtype='float32', max_model_len=64, command=('stub.py',)):\n    print('ready', flush=True)\n   "
+        " time.sleep(600)\n"
     )
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    owner = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True, env=environment, cwd=tmp_path)
+    owner = subprocess.Popen(
+        [sys.executable, "-c", script], stdout=subprocess.PIPE, text=True, env=environment, cwd=tmp_path
+    )
     assert owner.stdout is not None
     assert any(line == "ready\n" for line in owner.stdout)
     below = descendants(owner.pid)
@@ -204,7 +241,11 @@ def test_on_a_gpu_host_the_model_is_split_and_takes_its_share(
     monkeypatch.setattr("rlhf_core.rollout.server.num_gpus", lambda: 8)
     with stub("good", tensor_parallel_size=split, gpu_memory_utilization=0.6) as server:  # type: ignore[attr-defined]
         sent = " ".join(map(str, get(server, "/v1/models", server.key)[1]["arguments"]))  # type: ignore[call-overload]
-    assert f"--tensor-parallel-size {split} " in sent and "--gpu-memory-utilization 0.6" in sent and "--enforce-eager" not in sent
+    assert (
+        f"--tensor-parallel-size {split} " in sent
+        and "--gpu-memory-utilization 0.6" in sent
+        and "--enforce-eager" not in sent
+    )
 
 
 @pytest.mark.parametrize(
@@ -218,14 +259,20 @@ def test_on_a_gpu_host_the_model_is_split_and_takes_its_share(
     ],
 )
 def test_a_model_with_experts_is_not_compiled_on_a_gpu(
-    config: dict[str, object], uncompiled: bool, stub: Callable[..., object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    config: dict[str, object],
+    uncompiled: bool,
+    stub: Callable[..., object],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     (tmp_path / "config.json").write_text(json.dumps(config))
     assert compilation(str(tmp_path)) == {}, "the CPU's engine compiles nothing"
     for user in ("server", "environment"):
         monkeypatch.setattr(f"rlhf_core.rollout.{user}.num_gpus", lambda: 1)
     assert compilation("owner/name") == {}, "the Hub cannot be reached"
-    monkeypatch.setattr("rlhf_core.rollout.environment.hf_hub_download", lambda *_, **__: str(tmp_path / "config.json"))
+    monkeypatch.setattr(
+        "rlhf_core.rollout.environment.hf_hub_download", lambda *_, **__: str(tmp_path / "config.json")
+    )
     assert compilation("owner/name") == (UNCOMPILED if uncompiled else {})
     with stub(str(tmp_path)) as server:  # type: ignore[attr-defined]
         sent = get(server, "/v1/models", server.key)[1]["arguments"]

@@ -1,4 +1,5 @@
-"""The table of changes to vLLM: complete, fitting the installed release, and refused with a release that is not tested."""
+"""The table of changes to vLLM: complete, fitting the installed release, and refused with a release that is
+not tested."""
 
 from __future__ import annotations
 
@@ -14,10 +15,19 @@ import pytest
 
 from rlhf_core.rollout import patches
 from rlhf_core.rollout.patches import table
-from rlhf_core.rollout.patches.table import PATCHES, TESTED, apply_patches, installed_release, is_release, patches_for, untested
+from rlhf_core.rollout.patches.table import (
+    PATCHES,
+    TESTED,
+    apply_patches,
+    installed_release,
+    is_release,
+    patches_for,
+    untested,
+)
 from rlhf_core.system.machine import MachineLacks
 
-# What each patch replaces or reads, in the releases that it is for; `memory_share` and `warm_up` need a GPU's worker.
+# What each patch replaces or reads, in the releases that it is for; `memory_share` and `warm_up` need a GPU's
+# worker.
 PRIVATE = {
     "language_models": ["vllm.model_executor.model_loader.default_loader:DefaultModelLoader.get_all_weights"],
     "model_configs": ["vllm.config.model:get_config"],
@@ -46,10 +56,16 @@ def _afresh() -> Iterator[None]:
 
 
 def test_every_module_of_the_folder_is_in_the_table() -> None:
-    modules = {path.stem for path in Path(patches.__path__[0]).glob("*.py")} - {"__init__", "table", "gpu_worker"}
+    modules = {path.stem for path in Path(patches.__path__[0]).glob("*.py")} - {
+        "__init__",
+        "table",
+        "gpu_worker",
+    }
     assert modules == {patch.module for patch in PATCHES} == PRIVATE.keys()
     for patch in PATCHES:
-        assert set(patch.releases) <= set(TESTED) and patch.does.endswith(".") and patch.ends_with.endswith("."), patch
+        assert (
+            set(patch.releases) <= set(TESTED) and patch.does.endswith(".") and patch.ends_with.endswith(".")
+        ), patch
 
 
 @pytest.mark.parametrize("patch", patches_for(installed_release() or ""), ids=lambda patch: patch.module)
@@ -59,7 +75,10 @@ def test_the_installed_release_has_what_a_patch_changes(patch: table.Patch) -> N
         found: Any = import_module(module)
         for name in names.split("."):
             found = getattr(found, name)
-    assert callable(getattr(import_module(f"{patches.__name__}.{patch.module}"), "apply", None)) is patch.at_start
+    assert (
+        callable(getattr(import_module(f"{patches.__name__}.{patch.module}"), "apply", None))
+        is patch.at_start
+    )
 
 
 def test_arguments_of_the_installed_release_are_those_that_patches_pass() -> None:
@@ -67,8 +86,17 @@ def test_arguments_of_the_installed_release_are_those_that_patches_pass() -> Non
     from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 
     apply_patches()
-    assert [*inspect.signature(RotaryEmbedding.forward_native).parameters] == ["self", "positions", "query", "key"]
-    assert [*inspect.signature(DefaultModelLoader.get_all_weights).parameters] == ["self", "model_config", "model"]
+    assert [*inspect.signature(RotaryEmbedding.forward_native).parameters] == [
+        "self",
+        "positions",
+        "query",
+        "key",
+    ]
+    assert [*inspect.signature(DefaultModelLoader.get_all_weights).parameters] == [
+        "self",
+        "model_config",
+        "model",
+    ]
 
 
 @pytest.mark.parametrize("release", ["0.23.1", "0.25.0", "0.31.2", "0.33.0", "1.0.0"])
@@ -77,7 +105,9 @@ def test_a_release_that_is_not_tested_is_refused_before_anything_is_changed(
 ) -> None:
     monkeypatch.setattr(table, "installed_release", lambda: release)
     monkeypatch.setattr(table, "import_module", lambda name: pytest.fail(f"{name} was imported"))
-    with pytest.raises(MachineLacks, match=rf"vLLM {release} is not tested: .* 0\.24\.x and 0\.32\.x; install one of these"):
+    with pytest.raises(
+        MachineLacks, match=rf"vLLM {release} is not tested: .* 0\.24\.x and 0\.32\.x; install one of these"
+    ):
         apply_patches()
     assert untested(release) and not patches_for(release)
 
@@ -98,8 +128,13 @@ def test_patches_of_a_release_are_applied_once(_afresh: None, monkeypatch: pytes
 
 
 def test_the_table_is_read_without_heavy_libraries() -> None:
-    code = "import sys, rlhf_core.rollout.patches.table; print([m for m in ('torch', 'vllm') if m in sys.modules])"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    code = (
+        "import sys, rlhf_core.rollout.patches.table; print([m for m in ('torch', 'vllm') if m in"
+        " sys.modules])"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
+    )
     assert done.stdout == "[]\n"
 
 

@@ -1,4 +1,5 @@
-"""What vLLM's worker takes of a GPU on which other roles load and free their models, and that it counts the weights it loads."""
+"""What vLLM's worker takes of a GPU on which other roles load and free their models, and that it counts the
+weights it loads."""
 
 from __future__ import annotations
 
@@ -20,13 +21,21 @@ from rlhf_core.system import progress
 GIB = 2**30
 
 
-def test_each_weight_that_an_engine_reads_at_its_start_is_progress(material: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_weight_that_an_engine_reads_at_its_start_is_progress(
+    material: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def load(self: Worker, **options: bool) -> None:
-        model: Any = SimpleNamespace(model=str(material / "base"), revision=None, hf_config=None, hf_text_config=None)
-        looks.extend(progress.seen() for _ in DefaultModelLoader(LoadConfig()).get_all_weights(model, torch.nn.Linear(1, 1)))
+        model: Any = SimpleNamespace(
+            model=str(material / "base"), revision=None, hf_config=None, hf_text_config=None
+        )
+        looks.extend(
+            progress.seen()
+            for _ in DefaultModelLoader(LoadConfig()).get_all_weights(model, torch.nn.Linear(1, 1))
+        )
 
     looks = [progress.seen()]
-    monkeypatch.setattr(DefaultModelLoader, "get_all_weights", DefaultModelLoader.get_all_weights)  # to be as it was at the end
+    # to be as it was at the end
+    monkeypatch.setattr(DefaultModelLoader, "get_all_weights", DefaultModelLoader.get_all_weights)
     monkeypatch.setattr(gpu_worker.Worker, "load_model", load)
     Worker.__new__(Worker).load_model(load_dummy_weights=False)
     assert len(set(looks)) == len(looks) == 1 + len(load_file(material / "base" / "model.safetensors"))
@@ -48,19 +57,29 @@ def worker(monkeypatch: pytest.MonkeyPatch, before: int, peak: int, granted: int
     made = Worker.__new__(Worker)
     made.requested_memory = granted
     made.cache_config = SimpleNamespace(kv_cache_memory_bytes=None)
-    model = SimpleNamespace(parameters=lambda: iter([torch.empty(3 * GIB // 2, dtype=torch.bfloat16, device="meta")]))
+    model = SimpleNamespace(
+        parameters=lambda: iter([torch.empty(3 * GIB // 2, dtype=torch.bfloat16, device="meta")])
+    )
     made.model_runner = SimpleNamespace(get_model=lambda: model, sampler=None)
     return made
 
 
-@pytest.mark.parametrize(("before", "peak"), [(3 * GIB, 5 * GIB), (0, 2 * GIB)], ids=["counted", "not counted"])
-def test_the_cache_gets_what_the_process_itself_has_not_used(before: int, peak: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("before", "peak"), [(3 * GIB, 5 * GIB), (0, 2 * GIB)], ids=["counted", "not counted"]
+)
+def test_the_cache_gets_what_the_process_itself_has_not_used(
+    before: int, peak: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     made = worker(monkeypatch, before, peak, 40 * GIB)
     assert made.determine_available_memory() == 35 * GIB - BESIDES == made.cache_config.kv_cache_memory_bytes
 
 
 def test_a_share_that_holds_no_cache_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(
-        ValueError, match=r"and 2 GiB for CUDA, NCCL and graphs take 7.0 GiB, and vllm.gpu_memory_utilization grants 6.0: raise it"
+        ValueError,
+        match=(
+            r"and 2 GiB for CUDA, NCCL and graphs take 7.0 GiB, and vllm.gpu_memory_utilization grants 6.0:"
+            r" raise it"
+        ),
     ):
         worker(monkeypatch, 3 * GIB, 5 * GIB, 6 * GIB).determine_available_memory()

@@ -12,7 +12,8 @@ from rlhf_core.rollout.patches.warm_up import whole_distributions
 
 
 def asked(**changed: Any) -> Any:
-    from vllm.v1.sample.logits_processor import LogitsProcessors  # not at the top: vLLM reads its environment when it is first imported
+    # not at the top: vLLM reads its environment when it is first imported
+    from vllm.v1.sample.logits_processor import LogitsProcessors
     from vllm.v1.sample.metadata import SamplingMetadata
 
     nothing = torch.zeros(2)
@@ -24,7 +25,9 @@ def asked(**changed: Any) -> Any:
     return SamplingMetadata(**plain | changed)
 
 
-def test_a_workers_process_chooses_the_runner_that_the_scheduler_chose(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_workers_process_chooses_the_runner_that_the_scheduler_chose(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """It is spawned with the worker's module alone, which patches before vLLM's worker chooses."""
     from rlhf_core.rollout.patches import gpu_worker
 
@@ -37,7 +40,9 @@ def test_a_workers_process_chooses_the_runner_that_the_scheduler_chose(monkeypat
 
 
 @pytest.mark.parametrize("release", ["0.24.0", "0.32.0"])
-def test_the_second_runner_of_one_release_asks_nothing_at_its_start(release: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_second_runner_of_one_release_asks_nothing_at_its_start(
+    release: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from rlhf_core.rollout.patches import warm_up
 
     asked: list[object] = []

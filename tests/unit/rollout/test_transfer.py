@@ -37,7 +37,10 @@ DTYPES = [torch.float32, torch.bfloat16, torch.int64, torch.bool]
 
 def some(shapes: list[tuple[int, ...]], seed: int = 0) -> list[tuple[str, Tensor]]:
     generator = torch.Generator().manual_seed(seed)
-    return [(f"w{i}", torch.randn(shape, generator=generator).to(DTYPES[i % len(DTYPES)])) for i, shape in enumerate(shapes)]
+    return [
+        (f"w{i}", torch.randn(shape, generator=generator).to(DTYPES[i % len(DTYPES)]))
+        for i, shape in enumerate(shapes)
+    ]
 
 
 def assert_same(got: list[tuple[str, Tensor]], sent: list[tuple[str, Tensor]]) -> None:
@@ -47,13 +50,19 @@ def assert_same(got: list[tuple[str, Tensor]], sent: list[tuple[str, Tensor]]) -
 
 
 @settings(max_examples=60, deadline=None)
-@given(st.lists(st.lists(st.integers(1, 9), max_size=3).map(tuple), max_size=12), st.sampled_from([ALIGNMENT, 64, 256, 4096]))
+@given(
+    st.lists(st.lists(st.integers(1, 9), max_size=3).map(tuple), max_size=12),
+    st.sampled_from([ALIGNMENT, 64, 256, 4096]),
+)
 def test_what_is_packed_comes_out_the_same(shapes: list[tuple[int, ...]], space: int) -> None:
     weights = some(shapes)
     got: list[tuple[str, Tensor]] = []
     for entries, data in to_buckets(iter(weights), CPU, space):
-        assert len(data) <= space or len(entries) == 1, "only a weight that is larger than a bucket may be one"
-        got += [(name, weight.clone()) for name, weight in from_bucket(entries, data)]  # the buffer is used again
+        assert len(data) <= space or len(entries) == 1, (
+            "only a weight that is larger than a bucket may be one"
+        )
+        # the buffer is used again
+        got += [(name, weight.clone()) for name, weight in from_bucket(entries, data)]
     assert_same(got, weights)
 
 
@@ -64,7 +73,8 @@ def test_a_transposed_weight_arrives_as_it_is_read() -> None:
 
 
 def test_one_sender_reaches_all_receivers_and_the_channel_serves_again() -> None:
-    weights, rendezvous = some([(40, 3), (7,), (), (5, 5)]), Rendezvous(store_address(), {}, b"", 30)
+    weights = some([(40, 3), (7,), (), (5, 5)])
+    rendezvous = Rendezvous(store_address(), {}, b"", 30)
     received: dict[int, list[list[tuple[str, Tensor]]]] = {1: [], 2: []}
 
     def receive(rank: int) -> None:
@@ -91,7 +101,8 @@ def test_one_sender_reaches_all_receivers_and_the_channel_serves_again() -> None
         (["a"], ["a"], Route("gpus", 0, 1)),
         (["a", "b"], ["b", "a"], Route("gpus", 0, 2)),
         (["a", "b"], ["c", "d"], Route("nccl", 0, 2)),
-        (["a", "b"], ["a", "c"], Route("nccl", 1, 2)),  # rank 0 has an engine on its GPU, NCCL wants GPUs apart
+        # rank 0 has an engine on its GPU, NCCL wants GPUs apart
+        (["a", "b"], ["a", "c"], Route("nccl", 1, 2)),
         (["a"], ["a", "c"], Route("gloo", 0, 2)),
         (["a"], ["c", "c"], Route("gloo", 0, 2)),
         ([None], [None], Route("gloo", 0, 1)),
@@ -111,12 +122,26 @@ def opens(*handle: Any) -> Tensor:
 
 
 def as_handle(data: Tensor) -> tuple[Callable[..., Tensor], tuple[Any, ...]]:
-    """As PyTorch's `reduce_tensor` on the only GPU that its process sees, with the bytes in place of the memory's handle."""
-    return opens, (Tensor, data.shape, data.stride(), 0, torch.storage.TypedStorage, data.dtype, 0, data.tolist(), *[None] * 7)
+    """As PyTorch's `reduce_tensor` on the only GPU that its process sees, with the bytes in place of the
+    memory's handle."""
+    return opens, (
+        Tensor,
+        data.shape,
+        data.stride(),
+        0,
+        torch.storage.TypedStorage,
+        data.dtype,
+        0,
+        data.tolist(),
+        *[None] * 7,
+    )
 
 
-def test_memory_is_opened_on_the_receivers_device_and_that_one_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The second process of an engine over two GPUs computes on its device 1, which is device 0 of the trainer rank there."""
+def test_memory_is_opened_on_the_receivers_device_and_that_one_is_waited_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The second process of an engine over two GPUs computes on its device 1, which is device 0 of the
+    trainer rank there."""
     monkeypatch.setattr(weight_transfer, "to_buckets", lambda weights, device: to_buckets(weights, CPU, 64))
     monkeypatch.setattr(weight_transfer, "reduce_tensor", as_handle, raising=False)
     monkeypatch.setitem(ForkingPickler._extra_reducers, Tensor, as_handle)  # type: ignore[attr-defined]
@@ -147,14 +172,22 @@ def test_a_tied_head_is_sent_once() -> None:
         return [name for name, _ in _with_head(weights())]
 
     assert names("model.embed_tokens.weight", "model.norm.weight")[-1] == "lm_head.weight"
-    for order in (("lm_head.weight", "model.embed_tokens.weight"), ("model.embed_tokens.weight", "lm_head.weight")):
+    for order in (
+        ("lm_head.weight", "model.embed_tokens.weight"),
+        ("model.embed_tokens.weight", "lm_head.weight"),
+    ):
         assert names(*order) == list(order)
 
 
-@given(st.integers(0, 40).flatmap(lambda n: st.tuples(st.binary(min_size=n, max_size=n), st.integers(0, max(0, n - 1)))))
+@given(
+    st.integers(0, 40).flatmap(
+        lambda n: st.tuples(st.binary(min_size=n, max_size=n), st.integers(0, max(0, n - 1)))
+    )
+)
 def test_a_changed_byte_changes_the_checksum(made: tuple[bytes, int]) -> None:
     data, place = made
-    sent, arrived = Sums(), Sums()
+    sent = Sums()
+    arrived = Sums()
     for half in (data[:16], data[16:]):
         sent.add(torch.tensor(list(half), dtype=torch.uint8))
         arrived.add(torch.tensor(list(half), dtype=torch.uint8))
@@ -168,14 +201,16 @@ def test_a_changed_byte_changes_the_checksum(made: tuple[bytes, int]) -> None:
 
 def test_a_bucket_may_begin_anywhere() -> None:
     data = torch.arange(64, dtype=torch.uint8)
-    sent, arrived = Sums(), Sums()
+    sent = Sums()
+    arrived = Sums()
     sent.add(data[3:40])
     arrived.add(data[3:40].clone())
     assert sent.total() == arrived.total() != 0
 
 
 def test_a_bucket_that_changes_on_its_way_ends_the_sync(monkeypatch: pytest.MonkeyPatch) -> None:
-    weights, rendezvous = some([(40, 3), (7,), (5, 5)]), Rendezvous(store_address(), {}, b"", 30)
+    weights = some([(40, 3), (7,), (5, 5)])
+    rendezvous = Rendezvous(store_address(), {}, b"", 30)
     monkeypatch.setattr(Broadcast, "_broadcast", flipping(Broadcast._broadcast))
     errors: list[str] = []
 
@@ -197,7 +232,8 @@ def flipping(broadcast: Callable[[Broadcast, Tensor], None]) -> Callable[[Broadc
 
     def arrive(self: Broadcast, data: Tensor) -> None:
         broadcast(self, data)
-        if self._group.rank() == 1 and data.dtype == torch.uint8 and len(data) > 600:  # the headers are shorter
+        # the headers are shorter
+        if self._group.rank() == 1 and data.dtype == torch.uint8 and len(data) > 600:
             data[9] ^= 1
 
     return arrive

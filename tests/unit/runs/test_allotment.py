@@ -1,4 +1,5 @@
-"""What a stage in a thread gets, and how each wait of it ends with its run: of its process, for another run, for the store."""
+"""What a stage in a thread gets, and how each wait of it ends with its run: of its process, for another run,
+for the store."""
 
 from __future__ import annotations
 
@@ -76,7 +77,8 @@ def test_a_process_gets_its_variables_and_ends_at_the_sign(run: RunDir) -> None:
 
 
 def test_a_wait_for_another_run_ends_at_the_sign(run: RunDir) -> None:
-    given, said = Allotment(), list[str]()
+    given = Allotment()
+    said = list[str]()
     with FileLock(run / LOCK):
         waiting = InThread(given, lambda: run.wait("sft", said.append))
         wait_until(lambda: said, "it to wait")
@@ -86,7 +88,8 @@ def test_a_wait_for_another_run_ends_at_the_sign(run: RunDir) -> None:
 
 
 def test_a_copy_of_many_files_ends_after_the_one_in_progress(tmp_path: Path) -> None:
-    given, files = Allotment(), RemoteFiles(str(tmp_path / "store"))
+    given = Allotment()
+    files = RemoteFiles(str(tmp_path / "store"))
 
     def copy() -> None:
         for i in range(3):

@@ -34,14 +34,24 @@ def expire(run_dir: Path) -> None:
 
 def test_a_question_is_asked_once(run_dir: Path) -> None:
     first = question(run_dir)
-    assert first.state() == "asked" and first.until - first.asked == DAY and "waits for a person until" in first.told()
+    assert (
+        first.state() == "asked"
+        and first.until - first.asked == DAY
+        and "waits for a person until" in first.told()
+    )
     assert question(run_dir, 7 * DAY) == first
     with_run = question(run_dir, run="run-1")  # the first run of a server takes it over
-    assert with_run == first.model_copy(update={"run": "run-1"}) and question(run_dir, run="run-2") == with_run
+    assert (
+        with_run == first.model_copy(update={"run": "run-1"}) and question(run_dir, run="run-2") == with_run
+    )
 
 
-@pytest.mark.parametrize(("approved", "told"), [(True, "approved by ann (good)"), (False, "refused by ann (good)")])
-def test_a_decision_is_kept_and_is_not_replaced_by_the_other(run_dir: Path, approved: bool, told: str) -> None:
+@pytest.mark.parametrize(
+    ("approved", "told"), [(True, "approved by ann (good)"), (False, "refused by ann (good)")]
+)
+def test_a_decision_is_kept_and_is_not_replaced_by_the_other(
+    run_dir: Path, approved: bool, told: str
+) -> None:
     question(run_dir)
     made = decide(run_dir, approved, "ann", "good")
     assert made.told() == told and decide(run_dir, approved, "bob") == made and question(run_dir) == made
@@ -63,7 +73,9 @@ def test_what_was_not_asked_or_is_too_late_is_a_sentence(run_dir: Path) -> None:
 def test_questions_are_found_by_their_recipe(run_dir: Path) -> None:
     question(run_dir)
     artifacts = run_dir.parents[1]
-    assert [(folder, found.stage) for folder, found in asked_in(artifacts / "night")] == [(run_dir, "evaluation")]
+    assert [(folder, found.stage) for folder, found in asked_in(artifacts / "night")] == [
+        (run_dir, "evaluation")
+    ]
     assert asked_in(artifacts / "day") == []
 
 
@@ -96,7 +108,9 @@ def test_wrong_gates(gate: dict[str, Any], sentence: str) -> None:
         Gate.model_validate(gate)
 
 
-@pytest.mark.parametrize(("within", "time"), [("30m", timedelta(minutes=30)), ("48h", 2 * DAY), ("7d", 7 * DAY), ("2w", 14 * DAY)])
+@pytest.mark.parametrize(
+    ("within", "time"), [("30m", timedelta(minutes=30)), ("48h", 2 * DAY), ("7d", 7 * DAY), ("2w", 14 * DAY)]
+)
 def test_times(within: str, time: timedelta) -> None:
     gate = Gate.model_validate({"approve": {"within": within}})
     assert gate.approve is not None and gate.approve.time == time

@@ -1,4 +1,5 @@
-"""The launcher and the reaper, with small real processes: what ends, what is told, what is left behind (nothing)."""
+"""The launcher and the reaper, with small real processes: what ends, what is told, what is left behind
+(nothing)."""
 
 from __future__ import annotations
 
@@ -66,7 +67,8 @@ def work(request, run):
 
 run_stage(sys.argv[1], work)
 """
-# A suite started in the background of a script inherits an ignored SIGINT; the parent under test is one a person can interrupt.
+# A suite started in the background of a script inherits an ignored SIGINT; the parent under test is one a
+# person can interrupt.
 PARENT = """
 import signal, sys
 from pathlib import Path
@@ -117,7 +119,8 @@ def wait_until(true: object, what: str, seconds: float = 30) -> None:
 
 
 def test_a_start_is_on_record_before_the_stage_says_anything(prepare: Prepare) -> None:
-    run_dir, lines = prepare("silent"), list[str]()
+    run_dir = prepare("silent")
+    lines = list[str]()
     working = threading.Thread(target=start, args=(run_dir, lines))
     working.start()
     try:
@@ -143,7 +146,11 @@ def test_success_relays_and_keeps_the_log(prepare: Prepare) -> None:
 def test_exit_0_without_a_result_is_a_failure(prepare: Prepare) -> None:
     with pytest.raises(StageFailed) as caught:
         start(prepare("exits0"), [])
-    assert caught.value.code == 0 and "there is no result" in str(caught.value) and "first line" in str(caught.value)
+    assert (
+        caught.value.code == 0
+        and "there is no result" in str(caught.value)
+        and "first line" in str(caught.value)
+    )
     assert caught.value.can_retry
 
 
@@ -160,8 +167,12 @@ def test_a_killed_stage_is_told_and_can_be_retried(prepare: Prepare) -> None:
     assert "SIGKILL" in str(caught.value) and caught.value.can_retry
 
 
-@pytest.mark.parametrize("variable", ["HF_TOKEN", "OPENAI_API_KEY", "EXAMPLE_KEY_2", "AWS_SECRET_ACCESS_KEY", "DB_PASSWORD"])
-def test_progress_bars_long_lines_secrets_and_dumps(variable: str, prepare: Prepare, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "variable", ["HF_TOKEN", "OPENAI_API_KEY", "EXAMPLE_KEY_2", "AWS_SECRET_ACCESS_KEY", "DB_PASSWORD"]
+)
+def test_progress_bars_long_lines_secrets_and_dumps(
+    variable: str, prepare: Prepare, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv(variable, "hf_very_secret_value")
     monkeypatch.setenv("NAMED", variable)
     run_dir = prepare("noisy")
@@ -169,13 +180,25 @@ def test_progress_bars_long_lines_secrets_and_dumps(variable: str, prepare: Prep
     start(run_dir, lines)
     assert lines == ["first line", "100%", "x" * 200000, "key ***", "no newline"]
     log = (run_dir / "log.txt").read_text()
-    assert "hf_very_secret_value" not in log and log.count("of Ray") == 2, "what Ray repeats of a raylet's log is in the file alone"
+    assert "hf_very_secret_value" not in log and log.count("of Ray") == 2, (
+        "what Ray repeats of a raylet's log is in the file alone"
+    )
 
 
-def test_a_key_is_masked_whatever_its_variable_is_called(prepare: Prepare, monkeypatch: pytest.MonkeyPatch) -> None:
-    run, variable = RunDir(prepare("noisy")), "JUDGE_OF_OUR_TEAM"
-    judge = {"kind": "openai", "base_url": "https://judge.example/v1", "model": "judge", "api_key_env": variable}
-    config = Evaluation.model_validate({"models": ["base"], "questions": {"path": "q.jsonl"}, "judges": [judge]})
+def test_a_key_is_masked_whatever_its_variable_is_called(
+    prepare: Prepare, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = RunDir(prepare("noisy"))
+    variable = "JUDGE_OF_OUR_TEAM"
+    judge = {
+        "kind": "openai",
+        "base_url": "https://judge.example/v1",
+        "model": "judge",
+        "api_key_env": variable,
+    }
+    config = Evaluation.model_validate(
+        {"models": ["base"], "questions": {"path": "q.jsonl"}, "judges": [judge]}
+    )
     run.prepare(run.request().model_copy(update={"config": config}))
     monkeypatch.setenv(variable, "a-very-secret-value")
     monkeypatch.setenv("NAMED", variable)
@@ -203,8 +226,13 @@ def test_a_signal_to_the_parent_leaves_nothing_behind(prepare: Prepare, number: 
     run_dir = prepare("stubborn")
     script = run_dir / "parent.py"
     script.write_text(PARENT)
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([os.environ["PYTHONPATH"], str(Path(__file__).parents[3])])}
-    parent = subprocess.Popen([sys.executable, str(script), str(run_dir)], env=environment, stderr=subprocess.DEVNULL)
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join([os.environ["PYTHONPATH"], str(Path(__file__).parents[3])]),
+    }
+    parent = subprocess.Popen(
+        [sys.executable, str(script), str(run_dir)], env=environment, stderr=subprocess.DEVNULL
+    )
     wait_until((run_dir / "ready").exists, "the stage to start")
     assert len(alive(run_dir)) == 2
     parent.send_signal(number)
@@ -236,7 +264,9 @@ def test_the_watcher_ends_what_a_killed_run_had_started(tmp_path: Path) -> None:
         f"pathlib.Path({str(tmp_path)!r}, 'pids', str(child.pid)).touch()\n"
         "time.sleep(120)\n"
     )
-    run = subprocess.Popen([sys.executable, str(script)], env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[3])})
+    run = subprocess.Popen(
+        [sys.executable, str(script)], env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[3])}
+    )
     wait_until(lambda: (tmp_path / "pids").exists() and alive(tmp_path), "the run to start")
     time.sleep(1)
     assert len(alive(tmp_path)) == 1, "the watcher ends nothing while the run lives"

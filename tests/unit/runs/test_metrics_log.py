@@ -1,4 +1,5 @@
-"""The log of a stage's metrics: what an attempt that was killed has logged beyond the state that the next one resumes from."""
+"""The log of a stage's metrics: what an attempt that was killed has logged beyond the state that the next one
+resumes from."""
 
 from __future__ import annotations
 

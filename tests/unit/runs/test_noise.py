@@ -1,4 +1,5 @@
-"""Which lines of a stage's process are shown. The lines are those of real logs: vLLM 0.32, Ray 2.60, DeepSpeed 0.19, PyTorch 2.13."""
+"""Which lines of a stage's process are shown. The lines are those of real logs: vLLM 0.32, Ray 2.60,
+DeepSpeed 0.19, PyTorch 2.13."""
 
 from __future__ import annotations
 

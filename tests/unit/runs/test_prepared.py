@@ -1,4 +1,5 @@
-"""Processes that are started ahead of their stage, with small real ones: which stage gets them, and that none is left behind."""
+"""Processes that are started ahead of their stage, with small real ones: which stage gets them, and that none
+is left behind."""
 
 from __future__ import annotations
 
@@ -21,7 +22,8 @@ from rlhf_core.runs.run_dir import RunDir, StageRequest
 from rlhf_core.system.processes import child_environment
 
 MODULE = "stage_that_waits"
-# A stage whose process leaves its pid in a file as soon as it runs, and prints the variable that a test changes.
+# A stage whose process leaves its pid in a file as soon as it runs, and prints the variable that a test
+# changes.
 STAGE = """
 import os, sys
 from pathlib import Path
@@ -59,7 +61,15 @@ def waiting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Prepare
 def run(folder: Path, name: str = "stage") -> list[str]:
     """Runs a stage; returns what it printed."""
     made = RunDir(folder / name)
-    made.prepare(StageRequest(name="x", digest="d", config=SFT.model_validate({"data": {"sources": "x.jsonl"}}), inputs={}, seed=0))
+    made.prepare(
+        StageRequest(
+            name="x",
+            digest="d",
+            config=SFT.model_validate({"data": {"sources": "x.jsonl"}}),
+            inputs={},
+            seed=0,
+        )
+    )
     lines: list[str] = []
     launch(MODULE, made.path, "x", lines.append)
     return lines
@@ -90,7 +100,9 @@ def test_a_stage_runs_in_the_process_that_was_started_ahead(waiting: Prepared, t
     assert begun(tmp_path) == [pid] and not psutil.pid_exists(pid)
 
 
-def test_the_next_stage_is_prepared_while_a_stage_runs_which_does_not_take_it(waiting: Prepared, tmp_path: Path) -> None:
+def test_the_next_stage_is_prepared_while_a_stage_runs_which_does_not_take_it(
+    waiting: Prepared, tmp_path: Path
+) -> None:
     waiting.plan(MODULE, "sft")
     (first,) = run(tmp_path)
     pids = begun(tmp_path, 2)
@@ -118,7 +130,12 @@ def test_a_process_that_waits_for_another_stage_is_not_used(
     (pid,) = begun(tmp_path)
     if wrong == "folder":
         monkeypatch.chdir(tmp_path)
-    taken = waiting.take("other" if wrong == "module" else MODULE, "dpo" if wrong == "kind" else "sft", tmp_path, ahead.GRACE_SECONDS)
+    taken = waiting.take(
+        "other" if wrong == "module" else MODULE,
+        "dpo" if wrong == "kind" else "sft",
+        tmp_path,
+        ahead.GRACE_SECONDS,
+    )
     assert taken is None and not psutil.pid_exists(pid)
 
 

@@ -13,7 +13,9 @@ from rlhf_core.training.train_loop import layout_of
 
 
 def sft(**changed: Any) -> SFT:
-    return SFT.model_validate({"data": {"sources": "rows.jsonl"}, "ranks": {"num_ranks_per_node": 2}, "zero_stage": 2} | changed)
+    return SFT.model_validate(
+        {"data": {"sources": "rows.jsonl"}, "ranks": {"num_ranks_per_node": 2}, "zero_stage": 2} | changed
+    )
 
 
 def with_state(folder: Path, layout: dict[str, int | str]) -> RunDir:
@@ -40,13 +42,18 @@ def test_what_killed_attempts_wrote_of_a_state_is_removed_by_the_next_one(tmp_pa
 def test_a_stage_left_open_takes_that_of_a_state_of_as_many_ranks(tmp_path: Path) -> None:
     run = with_state(tmp_path, layout_of(sft()))
     assert resume_state.kept_zero_stage(run, layout_of(sft(zero_stage="auto"))) == 2
-    assert resume_state.kept_zero_stage(run, layout_of(sft(zero_stage="auto", ranks={"num_ranks_per_node": 4}))) is None
+    assert (
+        resume_state.kept_zero_stage(run, layout_of(sft(zero_stage="auto", ranks={"num_ranks_per_node": 4})))
+        is None
+    )
     assert resume_state.kept_zero_stage(RunDir(tmp_path / "new"), layout_of(sft())) is None
 
 
 def test_ppo_asks_for_the_ranks_of_both_models(tmp_path: Path) -> None:
     config = PPO.model_validate({"prompts": {"sources": "rows.jsonl"}})
     run = with_state(tmp_path, layout_of_ppo(config) | {"zero_stage": 3})
-    changed = config.model_copy(update={"critic_ranks": config.critic_ranks.model_copy(update={"num_ranks_per_node": 2})})
+    changed = config.model_copy(
+        update={"critic_ranks": config.critic_ranks.model_copy(update={"num_ranks_per_node": 2})}
+    )
     assert resume_state.kept_zero_stage(run, layout_of_ppo(config)) == 3
     assert resume_state.kept_zero_stage(run, layout_of_ppo(changed)) is None

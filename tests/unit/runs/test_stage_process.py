@@ -46,12 +46,23 @@ def test_done(run_dir: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert main(run_dir, raise_in("rlhf_core.stages.sft", RuntimeError("not again")), monkeypatch) == 0
 
 
-def test_our_value_error_is_one_line(run_dir: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(run_dir, raise_in("rlhf_core.stages.sft", ValueError("the data\nis empty: give rows")), monkeypatch) == 2
+def test_our_value_error_is_one_line(
+    run_dir: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert (
+        main(
+            run_dir,
+            raise_in("rlhf_core.stages.sft", ValueError("the data\nis empty: give rows")),
+            monkeypatch,
+        )
+        == 2
+    )
     assert capsys.readouterr().err == "the data is empty: give rows\n"
 
 
-def test_a_librarys_value_error_is_a_failure_with_its_traceback(run_dir: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_librarys_value_error_is_a_failure_with_its_traceback(
+    run_dir: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with pytest.raises(ValueError, match="shapes"):
         main(run_dir, raise_in("torch.nn", ValueError("shapes differ")), monkeypatch)
 
@@ -59,10 +70,21 @@ def test_a_librarys_value_error_is_a_failure_with_its_traceback(run_dir: str, mo
 def test_a_missing_package_is_the_environments_fault(
     run_dir: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(run_dir, raise_in("rlhf_core.stages.sft", ModuleNotFoundError("no", name="vllm.core")), monkeypatch) == 3
+    assert (
+        main(
+            run_dir,
+            raise_in("rlhf_core.stages.sft", ModuleNotFoundError("no", name="vllm.core")),
+            monkeypatch,
+        )
+        == 3
+    )
     assert "needs the package vllm.core" in capsys.readouterr().err
     with pytest.raises(ModuleNotFoundError):
-        main(run_dir, raise_in("rlhf_core.stages.sft", ModuleNotFoundError("no", name="rlhf_core.gone")), monkeypatch)
+        main(
+            run_dir,
+            raise_in("rlhf_core.stages.sft", ModuleNotFoundError("no", name="rlhf_core.gone")),
+            monkeypatch,
+        )
 
 
 def test_what_is_no_run_directory(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -82,14 +104,18 @@ def test_a_kind_it_does_not_do(run_dir: str, capsys: pytest.CaptureFixture[str])
 def test_a_stage_of_another_package_is_refused(run_dir: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert stage_process.main([run_dir], "evaluation") == 2
     told = capsys.readouterr().err
-    assert "is of kind sft, which this command does not do; it does evaluation, " in told and "alignment_tax" in told and "dpo" not in told
+    assert (
+        "is of kind sft, which this command does not do; it does evaluation, " in told
+        and "alignment_tax" in told
+        and "dpo" not in told
+    )
 
 
 def test_imports_are_told_and_belong_to_the_stage(
     run_dir: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The line comes before the libraries, the directory is locked while they are imported (pages show such a stage as running), and the
-    result's seconds are those since the process was started."""
+    """The line comes before the libraries, the directory is locked while they are imported (pages show such a
+    stage as running), and the result's seconds are those since the process was started."""
     seen: list[tuple[str, bool]] = []
 
     def imported(name: str) -> object:
@@ -106,7 +132,14 @@ def test_imports_are_told_and_belong_to_the_stage(
 
 def test_the_age_of_a_process_counts_from_its_start() -> None:
     told = subprocess.run(
-        [sys.executable, "-c", "import time; time.sleep(0.3); from rlhf_core.system import processes as p; print(p.age_of_this_process())"],
+        [
+            sys.executable,
+            "-c",
+            (
+                "import time; time.sleep(0.3); from rlhf_core.system import processes as p;"
+                " print(p.age_of_this_process())"
+            ),
+        ],
         stdout=subprocess.PIPE,
         text=True,
         check=True,
@@ -115,8 +148,14 @@ def test_the_age_of_a_process_counts_from_its_start() -> None:
 
 
 @pytest.mark.parametrize("told", [True, False])
-def test_a_process_that_waits_runs_the_stage_it_is_told(run_dir: str, monkeypatch: pytest.MonkeyPatch, told: bool) -> None:
-    monkeypatch.setitem(sys.modules, "work_for_test", cast(ModuleType, SimpleNamespace(run=lambda request, run: Outcome({}, {}))))
+def test_a_process_that_waits_runs_the_stage_it_is_told(
+    run_dir: str, monkeypatch: pytest.MonkeyPatch, told: bool
+) -> None:
+    monkeypatch.setitem(
+        sys.modules,
+        "work_for_test",
+        cast(ModuleType, SimpleNamespace(run=lambda request, run: Outcome({}, {}))),
+    )
     monkeypatch.setitem(KINDS, "sft", KINDS["sft"]._replace(module="work_for_test"))
     monkeypatch.setattr(sys, "argv", ["x"])
     reads, writes = os.pipe()

@@ -1,4 +1,5 @@
-"""The store: run directories there and back, on a real S3 server, a folder and memory; cut, damaged, unreachable."""
+"""The store: run directories there and back, on a real S3 server, a folder and memory; cut, damaged,
+unreachable."""
 
 from __future__ import annotations
 
@@ -30,7 +31,11 @@ from tests.support.states import wait_until_complete
 
 FAST = {"attempts": 3, "pause": 0.0}
 REQUEST = StageRequest(
-    name="sft", digest="00ff", config=SFT.model_validate({"data": {"sources": "d.jsonl"}}), inputs={"base": "first/base"}, seed=0
+    name="sft",
+    digest="00ff",
+    config=SFT.model_validate({"data": {"sources": "d.jsonl"}}),
+    inputs={"base": "first/base"},
+    seed=0,
 )
 
 
@@ -44,7 +49,9 @@ def bucket() -> Iterator[str]:
 def store(request: pytest.FixtureRequest, tmp_path: Path) -> Store:
     if request.param == "s3":
         return Store(f"{request.getfixturevalue('bucket')}/{tmp_path.name}", **FAST)
-    return Store(f"file://{tmp_path}/store" if request.param == "file" else f"memory://{tmp_path.name}", **FAST)
+    return Store(
+        f"file://{tmp_path}/store" if request.param == "file" else f"memory://{tmp_path.name}", **FAST
+    )
 
 
 def done(folder: Path, content: str = "weights") -> RunDir:
@@ -67,17 +74,27 @@ def elsewhere(tmp_path: Path) -> RunDir:
 
 
 def test_a_stage_goes_there_and_back(store: Store, tmp_path: Path) -> None:
-    here, there = done(tmp_path), elsewhere(tmp_path)
+    here = done(tmp_path)
+    there = elsewhere(tmp_path)
     assert not store.has("sft-00ff") and not store.fetch(there, REQUEST)
     assert store.put(here) and store.has("sft-00ff")
     assert not store.put(here), "what is there already is not copied again"
-    assert not store.put(done(tmp_path / "another machine", "other weights")), "nor is what another machine made of the same stage"
+    assert not store.put(done(tmp_path / "another machine", "other weights")), (
+        "nor is what another machine made of the same stage"
+    )
     assert store.fetch(there, REQUEST.model_copy(update={"inputs": {"base": "second/base"}}))
     assert there.result() == here.result()
     assert all(file_digest(there / name) == info.sha256 for name, info in there.result().files.items())
     assert (there / "metrics.jsonl").read_text() == '{"step": 1}\n'
-    assert there.request().inputs == {"base": "second/base"}, "lineage is followed on the machine where it is asked for"
-    assert sorted(path.name for path in there.path.iterdir()) == ["checkpoint", "config.json", "metrics.jsonl", "result.json"]
+    assert there.request().inputs == {"base": "second/base"}, (
+        "lineage is followed on the machine where it is asked for"
+    )
+    assert sorted(path.name for path in there.path.iterdir()) == [
+        "checkpoint",
+        "config.json",
+        "metrics.jsonl",
+        "result.json",
+    ]
 
 
 def test_what_lies_outside_of_the_run_directory_is_made_anew_elsewhere(store: Store, tmp_path: Path) -> None:
@@ -92,7 +109,8 @@ def test_what_lies_outside_of_the_run_directory_is_made_anew_elsewhere(store: St
 
 
 def test_a_cut_upload_does_not_count(store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    here, send = done(tmp_path), RemoteFiles.send
+    here = done(tmp_path)
+    send = RemoteFiles.send
     sent: list[str] = []
     cut_at = 0
 
@@ -113,7 +131,8 @@ def test_a_cut_upload_does_not_count(store: Store, tmp_path: Path, monkeypatch: 
     assert store.put(here) and store.fetch(elsewhere(tmp_path), REQUEST)
 
     # In the place of the same stage with another outcome: while the copies are mixed, none counts.
-    again, cut_at = done(tmp_path / "again", "other weights"), 3
+    again = done(tmp_path / "again", "other weights")
+    cut_at = 3
     sent.clear()
     with pytest.raises(KeyboardInterrupt):
         store.replace(again)
@@ -121,16 +140,27 @@ def test_a_cut_upload_does_not_count(store: Store, tmp_path: Path, monkeypatch: 
 
 
 @pytest.mark.parametrize(
-    "place", ["checkpoint/model.safetensors", "checkpoint/.hidden/note.yaml", "metrics.jsonl", "config.json", "files.json"]
+    "place",
+    [
+        "checkpoint/model.safetensors",
+        "checkpoint/.hidden/note.yaml",
+        "metrics.jsonl",
+        "config.json",
+        "files.json",
+    ],
 )
 def test_a_corrupt_object_is_noticed(store: Store, tmp_path: Path, place: str) -> None:
-    here, there = done(tmp_path), elsewhere(tmp_path)
+    here = done(tmp_path)
+    there = elsewhere(tmp_path)
     store.put(here)
     content = store.files.read(f"stages/sft-00ff/{place}")
     assert content
     store.files.write(content[:-1] + b"?", f"stages/sft-00ff/{place}")
     with pytest.raises(
-        StoreFault, match=r"the copy stages/sft-00ff is damaged \(.*\); remove stages/sft-00ff from the store and run again"
+        StoreFault,
+        match=(
+            r"the copy stages/sft-00ff is damaged \(.*\); remove stages/sft-00ff from the store and run again"
+        ),
     ):
         store.fetch(there, REQUEST)
     assert there.result() is None and not (there / "checkpoint").exists()
@@ -140,13 +170,18 @@ def test_a_corrupt_object_is_noticed(store: Store, tmp_path: Path, place: str) -
 
 def test_a_cut_result_is_no_result(store: Store, tmp_path: Path) -> None:
     store.put(done(tmp_path))
-    store.files.write((store.files.read(f"stages/sft-00ff/{RESULT}") or b"")[:-20], f"stages/sft-00ff/{RESULT}")
+    store.files.write(
+        (store.files.read(f"stages/sft-00ff/{RESULT}") or b"")[:-20], f"stages/sft-00ff/{RESULT}"
+    )
     assert not store.has("sft-00ff")
 
 
-def test_a_cut_fetch_leaves_nothing_that_counts(store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cut_fetch_leaves_nothing_that_counts(
+    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     store.put(done(tmp_path))
-    there, get = elsewhere(tmp_path), RemoteFiles.get
+    there = elsewhere(tmp_path)
+    get = RemoteFiles.get
 
     def cut(self: RemoteFiles, place: str, file: Path) -> None:
         if place.endswith("metrics.jsonl"):
@@ -163,7 +198,9 @@ def test_a_cut_fetch_leaves_nothing_that_counts(store: Store, tmp_path: Path, mo
 
 def test_files_outside_of_the_copy_are_refused(store: Store, tmp_path: Path) -> None:
     store.put(done(tmp_path))
-    listing = json.loads(store.files.read("stages/sft-00ff/files.json") or b"") | {"../../evil": {"size": 1, "sha256": ""}}
+    listing = json.loads(store.files.read("stages/sft-00ff/files.json") or b"") | {
+        "../../evil": {"size": 1, "sha256": ""}
+    }
     store.files.write(json.dumps(listing).encode(), "stages/sft-00ff/files.json")
     with pytest.raises(StoreFault, match="names files outside of it"):
         store.fetch(elsewhere(tmp_path), REQUEST)
@@ -178,7 +215,8 @@ def state(run: RunDir, step: int, whole: bool = True) -> None:
 
 
 def test_the_newest_whole_resume_state_is_kept(store: Store, tmp_path: Path) -> None:
-    here, there = RunDir(tmp_path / "stages" / "sft-00ff"), elsewhere(tmp_path)
+    here = RunDir(tmp_path / "stages" / "sft-00ff")
+    there = elsewhere(tmp_path)
     here.prepare(REQUEST)
     (here / "metrics.jsonl").write_text('{"step": 9}\n')
     for step in (9, 10):
@@ -193,8 +231,12 @@ def test_the_newest_whole_resume_state_is_kept(store: Store, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("damage", ["a changed file", "a missing file", "a cut loop.json"])
-def test_a_damaged_state_is_left_out(store: Store, tmp_path: Path, damage: str, capsys: pytest.CaptureFixture[str]) -> None:
-    here, there, place = RunDir(tmp_path / "stages" / "sft-00ff"), elsewhere(tmp_path), "states/sft-00ff/step-{0}/state/step-{0}/{1}"
+def test_a_damaged_state_is_left_out(
+    store: Store, tmp_path: Path, damage: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    here = RunDir(tmp_path / "stages" / "sft-00ff")
+    there = elsewhere(tmp_path)
+    place = "states/sft-00ff/step-{0}/state/step-{0}/{1}"
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Store, "drop_states", lambda *_, **__: None)
         for step in (9, 10):
@@ -224,9 +266,13 @@ def test_a_wiped_machine_goes_on_from_the_stored_state(
             "save_steps": 2,
         }
     )
-    request = StageRequest(name="sft", digest="0", config=config, inputs={"base": str(material / "base")}, seed=3)
+    request = StageRequest(
+        name="sft", digest="0", config=config, inputs={"base": str(material / "base")}, seed=3
+    )
     store = Store(f"{bucket}/moved", checkpoints=True, **FAST)
-    real_step, steps, warnings = TorchEngine.step, [], []
+    real_step = TorchEngine.step
+    steps = []
+    warnings = []
 
     def warn(text: str, *values: object) -> None:
         warnings.append(text % values)
@@ -257,7 +303,9 @@ def test_a_wiped_machine_goes_on_from_the_stored_state(
     assert store.has("sft-0") and store.files.names("states/sft-0") == []
 
 
-def test_attempts_are_bounded_and_only_made_where_they_help(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_attempts_are_bounded_and_only_made_where_they_help(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     files = RemoteFiles(f"file://{tmp_path}", attempts=3, pause=0.01)
     faults: list[Exception] = []
 
@@ -297,8 +345,10 @@ def test_wrong_bucket_no_credentials_no_network(bucket: str, monkeypatch: pytest
     probed = RemoteFiles(f"{bucket}/probed", attempts=1)
     probed.probe()
     assert probed.names("") == [], "the probe leaves nothing"
-    assert told("s3://no-such-bucket/x") == (
-        "store s3://no-such-bucket/x: nothing can be written: there is no such bucket or folder; make it, or correct the name"
+    assert (
+        told("s3://no-such-bucket/x")
+        == "store s3://no-such-bucket/x: nothing can be written: there is no such bucket or folder; make it,"
+        " or correct the name"
     )
     with monkeypatch.context() as patch:
         patch.delenv("AWS_ACCESS_KEY_ID")
@@ -330,7 +380,9 @@ def test_a_store_in_a_recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
             load_recipe("r.yaml", [f"store='{url}'"])
 
 
-def test_a_store_that_cannot_be_written_is_told_before_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_store_that_cannot_be_written_is_told_before_work(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     Path("r.yaml").write_text(recipe(""))
     Path("taken").write_text("a file, not a folder")
@@ -343,16 +395,24 @@ def test_a_store_that_cannot_be_written_is_told_before_work(tmp_path: Path, monk
 
     monkeypatch.setattr(type(fsspec.filesystem("file")), "pipe_file", read_only)
     (problem,) = check_machine(plan(load_recipe("r.yaml", [f"store=file://{tmp_path}/new"])), ())
-    assert problem == f"store file://{tmp_path}/new: nothing can be written: it can only be read; set another folder"
+    assert (
+        problem
+        == f"store file://{tmp_path}/new: nothing can be written: it can only be read; set another folder"
+    )
 
 
 def test_a_full_store_loses_nothing(tmp_path: Path) -> None:
     """The system refuses to write files over a limit, as it does when a disk is full."""
-    run, store = done(tmp_path, "w" * 100_000), Store(f"file://{tmp_path}/store", **FAST)
-    before, handler = resource.getrlimit(resource.RLIMIT_FSIZE), signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    run = done(tmp_path, "w" * 100_000)
+    store = Store(f"file://{tmp_path}/store", **FAST)
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     try:
         resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, before[1]))
-        with pytest.raises(StoreFault, match=r"model\.safetensors cannot be written: a file is larger than this process may write"):
+        with pytest.raises(
+            StoreFault,
+            match=r"model\.safetensors cannot be written: a file is larger than this process may write",
+        ):
             store.put(run)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)

@@ -17,9 +17,12 @@ from rlhf_core.runs.store import Store
 from tasks.store import states_uploaded
 
 
-def test_a_state_is_copied_whole_while_the_stage_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_state_is_copied_whole_while_the_stage_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The stage logs, exports, validates and removes the state, whenever a file is sent."""
-    here, send = RunDir(tmp_path / "stages" / "ppo-00ff"), RemoteFiles.send
+    here = RunDir(tmp_path / "stages" / "ppo-00ff")
+    send = RemoteFiles.send
     store = Store(f"file://{tmp_path}/store", attempts=1)
 
     def write(name: str, text: str) -> None:
@@ -31,7 +34,9 @@ def test_a_state_is_copied_whole_while_the_stage_goes_on(tmp_path: Path, monkeyp
         best = here / f"state/best/iteration{step}"
         best.mkdir(parents=True, exist_ok=True)
         (best / "model").write_text(f"best {step}")
-        resume_state.save(here, step, 1, {"best": [step, {}]}, lambda folder: write_state(folder / "rank", step)).wait()
+        resume_state.save(
+            here, step, 1, {"best": [step, {}]}, lambda folder: write_state(folder / "rank", step)
+        ).wait()
 
     def write_state(file: Path, step: int) -> None:
         file.write_text(f"state {step}")
@@ -55,7 +60,9 @@ def test_a_state_is_copied_whole_while_the_stage_goes_on(tmp_path: Path, monkeyp
     assert not list((here / "state").glob(".*")), "the links are removed"
     there = RunDir(tmp_path / "other" / "stages" / "ppo-00ff")
     assert store.fetch_state(there) == "step-9"
-    found = sorted(file.relative_to(there.path).as_posix() for file in there.path.rglob("*") if file.is_file())
+    found = sorted(
+        file.relative_to(there.path).as_posix() for file in there.path.rglob("*") if file.is_file()
+    )
     state_files = ["state/best/iteration9/model", "state/step-9/loop.json", "state/step-9/rank"]
     answers = ["rollouts/iteration9.jsonl", *state_files, "validation/iteration9.jsonl"]
     assert found == ["exports/iteration9/model", "metrics.jsonl", *answers]
@@ -63,14 +70,18 @@ def test_a_state_is_copied_whole_while_the_stage_goes_on(tmp_path: Path, monkeyp
     shutil.rmtree(here / "state/best")
     with pytest.raises(OSError, match="best"):
         store.put_state(here, "step-10")
-    assert store.files.names("states/ppo-00ff") == ["step-9"], "a state without its best iteration is not copied"
+    assert store.files.names("states/ppo-00ff") == ["step-9"], (
+        "a state without its best iteration is not copied"
+    )
 
 
 @pytest.mark.parametrize("meanwhile", ["nothing", "a newer state", "a result"])
 def test_a_failed_copy_is_told_unless_its_state_is_not_needed_any_more(
     meanwhile: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run, told, tried = RunDir(tmp_path / "sft-0"), [], threading.Event()
+    run = RunDir(tmp_path / "sft-0")
+    told = []
+    tried = threading.Event()
 
     def save(step: int) -> None:
         resume_state.save(run, step, 2, {}, lambda folder: None).wait()
@@ -92,7 +103,9 @@ def test_a_failed_copy_is_told_unless_its_state_is_not_needed_any_more(
 
 
 def test_copies_that_newer_states_overtake_are_told_from_the_second_on(tmp_path: Path) -> None:
-    run, told, tried = RunDir(tmp_path / "sft-0"), [], []
+    run = RunDir(tmp_path / "sft-0")
+    told = []
+    tried = []
 
     def put_state(run: RunDir, name: str) -> None:
         tried.append(name)
@@ -108,5 +121,7 @@ def test_copies_that_newer_states_overtake_are_told_from_the_second_on(tmp_path:
     store: Any = SimpleNamespace(checkpoints=True, put_state=put_state)
     with states_uploaded(store, run, lambda text, *values: told.append(text % values), every=0.01):
         assert ended.wait(10)
-    assert tried == ["step-1", "step-2", "step-3"] and told == ["the resume state step-2 of sft-0 was not copied: gone"]
+    assert tried == ["step-1", "step-2", "step-3"] and told == [
+        "the resume state step-2 of sft-0 was not copied: gone"
+    ]
     assert not left.exists(), "what a killed run left is removed"

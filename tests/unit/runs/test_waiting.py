@@ -35,12 +35,17 @@ def test_it_names_the_holder_and_repeats_its_last_line(run: RunDir, monkeypatch:
         waiting.start()
         start = time.monotonic()
         for step in range(40):
-            write_text(run / LOG, f"step {step}/40  loss 1\n\n" if step < 20 else "step 20/40\n" + "x" * 9000 + "\n")  # never seen empty
+            # never seen empty
+            write_text(
+                run / LOG, f"step {step}/40  loss 1\n\n" if step < 20 else "step 20/40\n" + "x" * 9000 + "\n"
+            )
             waiting.join(0.1)
         assert waiting.is_alive()
     waiting.join(10)
     assert not waiting.is_alive() and 2 <= len(said) <= 1 + time.monotonic() - start, said
-    assert said[0].startswith("sft is waited for: run one, process 7, on here since noon works on it and says: step ")
+    assert said[0].startswith(
+        "sft is waited for: run one, process 7, on here since noon works on it and says: step "
+    )
     assert said[-1].endswith("says: " + "x" * 300)
 
 
@@ -53,8 +58,11 @@ def test_it_goes_on_when_there_is_nothing_to_wait_for(run: RunDir) -> None:
     assert said == []
 
 
-def test_of_two_that_begin_at_once_one_says_that_it_waits(run: RunDir, capfd: pytest.CaptureFixture[str]) -> None:
-    begun, go_on = threading.Event(), threading.Event()
+def test_of_two_that_begin_at_once_one_says_that_it_waits(
+    run: RunDir, capfd: pytest.CaptureFixture[str]
+) -> None:
+    begun = threading.Event()
+    go_on = threading.Event()
 
     def work(request: StageRequest, run: RunDir) -> Outcome:
         begun.set()
@@ -71,7 +79,9 @@ def test_of_two_that_begin_at_once_one_says_that_it_waits(run: RunDir, capfd: py
     def waits() -> bool:
         nonlocal told
         told += capfd.readouterr().out
-        return re.search(r"^process \d+ on .* works on sft: waiting until it is done$", told, re.M) is not None
+        return (
+            re.search(r"^process \d+ on .* works on sft: waiting until it is done$", told, re.M) is not None
+        )
 
     wait_until(waits, "the second one to say that it waits")
     assert both[1].is_alive()
@@ -81,10 +91,15 @@ def test_of_two_that_begin_at_once_one_says_that_it_waits(run: RunDir, capfd: py
     assert not begun.is_set() and not capfd.readouterr().out, "the second one takes the result"
 
 
-def test_it_gives_up_when_the_holder_says_nothing_for_a_day(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_gives_up_when_the_holder_says_nothing_for_a_day(
+    run: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(module, "WAIT_SECONDS", 2.0)
     (run / HOLDER).write_bytes(b"\xff\n")
-    with FileLock(run / LOCK), pytest.raises(MachineLacks, match="stage sft is held by \ufffd, without a line in its log for a day"):
+    with (
+        FileLock(run / LOCK),
+        pytest.raises(MachineLacks, match="stage sft is held by \ufffd, without a line in its log for a day"),
+    ):
         run.wait("sft", [].append)
 
 

@@ -1,4 +1,5 @@
-"""Two rounds of training on feedback, by DPO on edits and rankings and by KTO on thumbs: real stages, a tiny model."""
+"""Two rounds of training on feedback, by DPO on edits and rankings and by KTO on thumbs: real stages, a tiny
+model."""
 
 from __future__ import annotations
 
@@ -21,21 +22,41 @@ WORK = {"dpo": rlhf_core.stages.dpo.run, "kto": rlhf_core.stages.kto.run}
 
 
 def feedback(material: Path, method: str, first: int, count: int) -> list[Given]:
-    pairs = [json.loads(line) for line in (material / "preferences.jsonl").read_text().splitlines()[first : first + count]]
+    pairs = [
+        json.loads(line)
+        for line in (material / "preferences.jsonl").read_text().splitlines()[first : first + count]
+    ]
     rows: list[dict[str, Any]] = []
     for number, pair in enumerate(pairs):
-        prompt, good, bad = pair["prompt"], pair["chosen"], pair["rejected"]
+        prompt = pair["prompt"]
+        good = pair["chosen"]
+        bad = pair["rejected"]
         if method == "kto":
-            rows += [{"prompt": prompt, "response": good, "thumb": "up"}, {"prompt": prompt, "response": bad, "thumb": "down"}]
+            rows += [
+                {"prompt": prompt, "response": good, "thumb": "up"},
+                {"prompt": prompt, "response": bad, "thumb": "down"},
+            ]
         else:
-            rows.append({"prompt": prompt, "response": bad, "edited": good} if number % 2 else {"prompt": prompt, "ranking": [good, bad]})
+            rows.append(
+                {"prompt": prompt, "response": bad, "edited": good}
+                if number % 2
+                else {"prompt": prompt, "ranking": [good, bad]}
+            )
     return [Given(f"row {number}", row) for number, row in enumerate(rows)]
 
 
 @pytest.mark.parametrize("method", ["dpo", "kto"])
-def test_each_round_learns_what_is_new_from_the_round_before(material: Path, tmp_path: Path, method: str) -> None:
+def test_each_round_learns_what_is_new_from_the_round_before(
+    material: Path, tmp_path: Path, method: str
+) -> None:
     inbox = Inbox(tmp_path / "chat.inbox")
-    size = {"train_batch_size": 8, "micro_train_batch_size": 8, "max_len": 96, "learning_rate": 1e-3, "max_epochs": 3}
+    size = {
+        "train_batch_size": 8,
+        "micro_train_batch_size": 8,
+        "max_len": 96,
+        "learning_rate": 1e-3,
+        "max_epochs": 3,
+    }
     loop = {
         "stage": "iterative_feedback",
         "method": method,
@@ -44,7 +65,12 @@ def test_each_round_learns_what_is_new_from_the_round_before(material: Path, tmp
         "rounds": 1,
         **size,
     }
-    recipe = Recipe(name="town", base_model=str(material / "base"), artifacts=str(tmp_path / "artifacts"), stages={"loop": loop})
+    recipe = Recipe(
+        name="town",
+        base_model=str(material / "base"),
+        artifacts=str(tmp_path / "artifacts"),
+        stages={"loop": loop},
+    )
     for number in (1, 2):
         done = receive(inbox, feedback(material, method, 16 * number, 16), Questions(()))
         assert (done.new, done.wrong) == (16 if method == "dpo" else 32, 0)
@@ -57,7 +83,11 @@ def test_each_round_learns_what_is_new_from_the_round_before(material: Path, tmp
         report = json.loads((run / "data_report.json").read_text())["data"]
         assert report["rows"] == done.new
         lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-        assert lines[-1]["margin"] > lines[0]["margin"] if method == "dpo" else lines[-1]["loss"] < lines[0]["loss"]
+        assert (
+            lines[-1]["margin"] > lines[0]["margin"]
+            if method == "dpo"
+            else lines[-1]["loss"] < lines[0]["loss"]
+        )
         assert (run / result.outputs["checkpoint"]).is_dir()
     inputs = found.plan.request(node).inputs
     assert any("loop.round1" in place for place in inputs.values())

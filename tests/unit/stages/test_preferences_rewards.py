@@ -1,4 +1,5 @@
-"""The preferences stage with several sources of rewards: the weighed sum, failures left out and counted, the limit."""
+"""The preferences stage with several sources of rewards: the weighed sum, failures left out and counted, the
+limit."""
 
 from __future__ import annotations
 
@@ -38,7 +39,9 @@ class ScriptedSampler:
     def __init__(self, model: str, **settings: Any):
         self.answers = [load_tokenizer(model)(text, add_special_tokens=False).input_ids for text in ANSWERS]
 
-    def stream(self, prompts: list[list[int]], seeds: list[int], how: Sampling) -> Iterator[tuple[int, list[Answer]]]:
+    def stream(
+        self, prompts: list[list[int]], seeds: list[int], how: Sampling
+    ) -> Iterator[tuple[int, list[Answer]]]:
         for prompt in range(len(prompts)):
             yield prompt, [Answer([*self.answers[i], how.stop_token_ids[0]], [], True) for i in range(how.n)]
 
@@ -54,7 +57,9 @@ def score(self: RewardScorer, documents: list[Document]) -> list[float]:
 @pytest.fixture
 def server() -> Iterator[str]:
     """A reward server that gives ten for each character."""
-    with served(application(lambda requested: [10.0 * len(answer.response) for answer in requested], {})) as url:
+    with served(
+        application(lambda requested: [10.0 * len(answer.response) for answer in requested], {})
+    ) as url:
         yield url
 
 
@@ -64,7 +69,9 @@ def run(material: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr(rlhf_core.stages.preferences.sample_answers, "Sampler", ScriptedSampler)
     monkeypatch.setattr(RewardScorer, "score", score)
     (tmp_path / "code.py").write_text(FUNCTIONS)
-    (tmp_path / "prompts.jsonl").write_text("".join(json.dumps({"prompt": f"{i} plus {i}", "worth": i}) + "\n" for i in range(2)))
+    (tmp_path / "prompts.jsonl").write_text(
+        "".join(json.dumps({"prompt": f"{i} plus {i}", "worth": i}) + "\n" for i in range(2))
+    )
     reward_model(material / "base", tmp_path / "rm")
     (tmp_path / "rm" / STATISTICS).write_text('{"mean": 1.0, "std": 2.0}')
     (tmp_path / "run").mkdir()
@@ -102,7 +109,13 @@ def test_sources_are_standardised_weighed_and_summed(run: Any, server: str) -> N
     std = 1.25**0.5  # of 1, 2, 3, 4, whose mean is 2.5: the batch's own
     worth = {"0 plus 0": 0.0, "1 plus 1": 1.0}
     expected = {
-        (prompt, text): 0.5 * (len(text) + 1 - 1.0) / 2.0 + 2.0 * (len(text) - 2.5) / std + 0.01 * 10 * len(text) + own + (text == "6666")
+        (prompt, text): (
+            0.5 * (len(text) + 1 - 1.0) / 2.0
+            + 2.0 * (len(text) - 2.5) / std
+            + 0.01 * 10 * len(text)
+            + own
+            + (text == "6666")
+        )
         for prompt, own in worth.items()
         for text in ANSWERS
     }
@@ -110,14 +123,20 @@ def test_sources_are_standardised_weighed_and_summed(run: Any, server: str) -> N
     assert found == pytest.approx(expected, abs=1e-5)
     metrics = outcome.metrics
     assert metrics["reward/mean"] == pytest.approx(sum(expected.values()) / 8, abs=1e-5)
-    assert metrics["reward/best"] == pytest.approx(sum(expected[prompt, "6666"] for prompt in worth) / 2, abs=1e-5)
-    assert [metrics[f"reward/{name}/mean"] for name in ("rm", "length", "server", "of_the_row")] == pytest.approx([3.5, 2.5, 25.0, 0.75])
+    assert metrics["reward/best"] == pytest.approx(
+        sum(expected[prompt, "6666"] for prompt in worth) / 2, abs=1e-5
+    )
+    assert [
+        metrics[f"reward/{name}/mean"] for name in ("rm", "length", "server", "of_the_row")
+    ] == pytest.approx([3.5, 2.5, 25.0, 0.75])
     assert metrics["reward/failed"] == 0
 
 
 def test_one_plain_reward_model_keeps_its_own_units(run: Any) -> None:
     outcome, rows = run("rm")
-    assert [row["reward"] for row in rows] == [2.0, 3.0, 4.0, 5.0] * 2 and outcome.metrics["reward/mean"] == 3.5
+    assert [row["reward"] for row in rows] == [2.0, 3.0, 4.0, 5.0] * 2 and outcome.metrics[
+        "reward/mean"
+    ] == 3.5
 
 
 def test_answers_that_a_source_failed_on_are_left_out_and_counted(run: Any) -> None:
@@ -132,22 +151,29 @@ def test_answers_that_a_source_failed_on_are_left_out_and_counted(run: Any) -> N
 
 
 def test_above_the_limit_the_stage_stops_and_names_the_source(run: Any, tmp_path: Path) -> None:
-    with pytest.raises(RewardsFailed, match=r"no_threes left 2 of 8 answers without a reward.*max_failed_rewards"):
+    with pytest.raises(
+        RewardsFailed, match=r"no_threes left 2 of 8 answers without a reward.*max_failed_rewards"
+    ):
         run(["rm", {"function": "code.py:no_threes", "max_attempts": 1}], max_failed_rewards=0.24)
     assert not list((tmp_path / "run").glob("*.jsonl"))
 
 
 def test_min_reward_speaks_of_the_weighed_sum(run: Any) -> None:
-    rewards = [{"model": "rm", "weight": 2.0}, "code.py:of_the_row"]  # the best answers sum to 10 + 0 + 1 and 10 + 1 + 1
+    # the best answers sum to 10 + 0 + 1 and 10 + 1 + 1
+    rewards = [{"model": "rm", "weight": 2.0}, "code.py:of_the_row"]
     outcome, rows = run(rewards, post_processor="rejection_sampling", min_reward=11.5)
     assert [(row["prompt"][0]["content"], row["reward"]) for row in rows] == [("1 plus 1", 12.0)]
     assert outcome.metrics["dropped/min_reward"] == 1
 
 
-def test_missing_statistics_stop_the_stage_before_sampling(run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_statistics_stop_the_stage_before_sampling(
+    run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "rm" / STATISTICS).unlink()
     monkeypatch.setattr(ScriptedSampler, "stream", None)
-    with pytest.raises(ValueError, match=r"has no score_statistics.json: set `normalize` of this reward to running or none"):
+    with pytest.raises(
+        ValueError, match=r"has no score_statistics.json: set `normalize` of this reward to running or none"
+    ):
         run([{"model": "rm", "normalize": "stored"}])
 
 
@@ -156,7 +182,11 @@ def test_ranks_of_a_reward_model_are_refused(run: Any) -> None:
         run([{"model": "rm", "ranks": {"cpus": 2}}])
 
 
-def test_a_bug_in_a_reward_function_is_told_before_an_engine_starts(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_bug_in_a_reward_function_is_told_before_an_engine_starts(
+    run: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(rlhf_core.stages.preferences.run, "answers_of_round", pytest.fail)
-    with pytest.raises(ValueError, match=r"misspelt: a call with a made-up answer raised NameError: .*code\.py, line 3"):
+    with pytest.raises(
+        ValueError, match=r"misspelt: a call with a made-up answer raised NameError: .*code\.py, line 3"
+    ):
         run(["rm", "code.py:misspelt"])

@@ -1,4 +1,5 @@
-"""Segments that grow: who does without them, and what is shown to other processes lies outside. The allocator itself needs a GPU."""
+"""Segments that grow: who does without them, and what is shown to other processes lies outside. The allocator
+itself needs a GPU."""
 
 from __future__ import annotations
 
@@ -8,7 +9,14 @@ import pytest
 import torch
 
 from rlhf_core.system import gpu_allocator
-from rlhf_core.system.gpu_allocator import _apply, give_up_segments, move_to_pinned, pinned_bytes, shared_bytes, wants_segments
+from rlhf_core.system.gpu_allocator import (
+    _apply,
+    give_up_segments,
+    move_to_pinned,
+    pinned_bytes,
+    shared_bytes,
+    wants_segments,
+)
 
 
 @pytest.mark.parametrize(
@@ -16,12 +24,19 @@ from rlhf_core.system.gpu_allocator import _apply, give_up_segments, move_to_pin
     [
         ("expandable_segments:True", None),
         ("expandable_segments:True,max_split_size_mb:64", "max_split_size_mb:64"),
-        ("roundup_power2_divisions:[256:1,512:2], expandable_segments:True", "roundup_power2_divisions:[256:1,512:2]"),
+        (
+            "roundup_power2_divisions:[256:1,512:2], expandable_segments:True",
+            "roundup_power2_divisions:[256:1,512:2]",
+        ),
         ("", None),
     ],
 )
 def test_only_this_setting_is_given_up(settings: str, left: str | None) -> None:
-    environment = {"PYTORCH_CUDA_ALLOC_CONF": settings, "PYTORCH_ALLOC_CONF": settings, "OTHER": "expandable_segments:True"}
+    environment = {
+        "PYTORCH_CUDA_ALLOC_CONF": settings,
+        "PYTORCH_ALLOC_CONF": settings,
+        "OTHER": "expandable_segments:True",
+    }
     give_up_segments(environment)
     assert environment.get("PYTORCH_CUDA_ALLOC_CONF") == environment.get("PYTORCH_ALLOC_CONF") == left
     assert environment["OTHER"] == "expandable_segments:True"
@@ -38,7 +53,8 @@ def test_memory_to_be_shown_is_asked_for_without_them(monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(torch, "empty", empty)
     monkeypatch.setattr(torch.cuda.memory, "_set_allocator_settings", done.append)
-    card, asked = torch.device("cuda"), "expandable_segments:True,max_split_size_mb:64"
+    card = torch.device("cuda")
+    asked = "expandable_segments:True,max_split_size_mb:64"
     monkeypatch.delenv("PYTORCH_CUDA_ALLOC_CONF", raising=False)
     monkeypatch.setenv("PYTORCH_ALLOC_CONF", "expandable_segments:False")
     assert not wants_segments() and shared_bytes(3, card).size == 3
@@ -65,14 +81,22 @@ def test_a_pinned_block_takes_a_power_of_two() -> None:
 
 def blocks(tensors: list[torch.Tensor]) -> list[int]:
     """Bytes of the blocks that these share."""
-    found = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors if tensor.numel()}
+    found = {
+        tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes()
+        for tensor in tensors
+        if tensor.numel()
+    }
     return sorted(found.values(), reverse=True)
 
 
 def test_little_more_is_pinned_than_tensors_hold(monkeypatch: pytest.MonkeyPatch) -> None:
     """Shapes as of a layer, in thousandths: each alone would take 1.4 times as much."""
     monkeypatch.setattr(gpu_allocator, "BLOCK", 2**22)
-    shapes = [(152, 3584), *[(189, 358), (189, 358), (358, 189), (358, 358), (51, 358), (51, 358), (358, 358), (358,), (358,)] * 28]
+    shapes = [
+        (152, 3584),
+        *[(189, 358), (189, 358), (358, 189), (358, 358), (51, 358), (51, 358), (358, 358), (358,), (358,)]
+        * 28,
+    ]
     tensors = [torch.zeros(shape, dtype=torch.bfloat16) for shape in shapes]
     held = sum(tensor.nbytes for tensor in tensors)
     assert sum(pinned_bytes(tensor.nbytes) for tensor in tensors) > 1.4 * held
@@ -84,13 +108,25 @@ def test_little_more_is_pinned_than_tensors_hold(monkeypatch: pytest.MonkeyPatch
 def test_tensors_share_blocks_and_keep_what_they_hold(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu_allocator, "BLOCK", 4096)
     shapes: list[tuple[int, ...]] = [(30, 10), (3,), (), (0, 4), (900, 3), (7, 7), (2048,)]
-    dtypes = [torch.float32, torch.bool, torch.int64, torch.float32, torch.bfloat16, torch.bfloat16, torch.uint8]
+    dtypes = [
+        torch.float32,
+        torch.bool,
+        torch.int64,
+        torch.float32,
+        torch.bfloat16,
+        torch.bfloat16,
+        torch.uint8,
+    ]
     tensors = [(100 * torch.rand(shape)).to(dtype) for shape, dtype in zip(shapes, dtypes, strict=True)]
     tensors.append(torch.arange(12.0).view(3, 4).t())
-    weight, before = torch.nn.Parameter(torch.ones(5, 5)), [tensor.clone() for tensor in tensors]
+    weight = torch.nn.Parameter(torch.ones(5, 5))
+    before = [tensor.clone() for tensor in tensors]
     move_to_pinned([*tensors, weight])
     for tensor, held in zip(tensors, before, strict=True):
         assert torch.equal(tensor, held) and tensor.dtype == held.dtype
         assert not tensor.numel() or tensor.data_ptr() % 64 == 0
-    assert blocks([*tensors, weight]) == [8192, 2048], "the largest tensor's block, and a power of two of the rest"
+    assert blocks([*tensors, weight]) == [
+        8192,
+        2048,
+    ], "the largest tensor's block, and a power of two of the rest"
     assert torch.equal(weight, torch.ones(5, 5)) and weight.requires_grad

@@ -1,4 +1,5 @@
-"""A disk that is full while a stage works: one sentence, nothing lost, the next run goes on. Real training in a real process."""
+"""A disk that is full while a stage works: one sentence, nothing lost, the next run goes on. Real training in
+a real process."""
 
 from __future__ import annotations
 
@@ -39,17 +40,25 @@ def work(run: RunDir, limit: int | None) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "save_steps", [pytest.param(100, id="the checkpoint"), pytest.param(2, id="a resume state", marks=pytest.mark.long)]
+    "save_steps",
+    [pytest.param(100, id="the checkpoint"), pytest.param(2, id="a resume state", marks=pytest.mark.long)],
 )
 def test_a_full_disk_is_one_sentence(material: Path, tmp_path: Path, save_steps: int) -> None:
     why = "a file is larger than this process may write (ulimit -f); raise the limit, then run again"
     fields = {"max_len": 96, "train_batch_size": 8, "micro_train_batch_size": 4, "save_steps": save_steps}
-    config = SFT.model_validate({"data": {"sources": str(material / "sft.jsonl"), "max_samples": 24}, **fields})
+    config = SFT.model_validate(
+        {"data": {"sources": str(material / "sft.jsonl"), "max_samples": 24}, **fields}
+    )
     run = RunDir(tmp_path / "sft-0")
-    run.prepare(StageRequest(name="sft", digest="0", config=config, inputs={"base": str(material / "base")}, seed=3))
+    run.prepare(
+        StageRequest(name="sft", digest="0", config=config, inputs={"base": str(material / "base")}, seed=3)
+    )
     ended = work(run, LIMIT)
     assert ended.returncode == 3, ended.stderr[-3000:]
-    assert ended.stderr.strip().splitlines()[-1].startswith(f"{run.path} cannot be written to: {why}") and "Traceback" not in ended.stderr
+    assert (
+        ended.stderr.strip().splitlines()[-1].startswith(f"{run.path} cannot be written to: {why}")
+        and "Traceback" not in ended.stderr
+    )
     assert run.result() is None
     ended = work(run, None)
     assert ended.returncode == 0 and run.result() is not None
@@ -57,7 +66,12 @@ def test_a_full_disk_is_one_sentence(material: Path, tmp_path: Path, save_steps:
 
 def test_which_errors_are_disk_problems() -> None:
     assert "disk is full" in (disk_problem(OSError(errno.ENOSPC, "No space left on device")) or "")
-    assert "disk is full" in (disk_problem(RuntimeError("Error while serializing: I/O error: No space left on device (os error 28)")) or "")
+    assert "disk is full" in (
+        disk_problem(
+            RuntimeError("Error while serializing: I/O error: No space left on device (os error 28)")
+        )
+        or ""
+    )
     try:
         try:
             raise OSError(errno.EROFS, "Read-only file system")
@@ -65,10 +79,15 @@ def test_which_errors_are_disk_problems() -> None:
             raise RuntimeError("it did not work") from error
     except RuntimeError as error:
         assert "only be read" in (disk_problem(error) or "")
-    assert disk_problem(OSError(errno.ENOENT, "No such file")) is None and disk_problem(RuntimeError("out of memory")) is None
+    assert (
+        disk_problem(OSError(errno.ENOENT, "No such file")) is None
+        and disk_problem(RuntimeError("out of memory")) is None
+    )
 
 
-def test_the_command_tells_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_tells_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     def full(*_: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device", "artifacts/t/run.json")
 
@@ -83,12 +102,20 @@ def test_the_command_tells_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, c
 def test_a_file_that_cannot_be_written_is_named_and_leaves_nothing(tmp_path: Path) -> None:
     (tmp_path / "loop.json").write_text("before")
     code = (
-        "import resource; from pathlib import Path; from rlhf_core.system.files import write_text; "
-        "resource.setrlimit(resource.RLIMIT_FSIZE, (100, resource.RLIM_INFINITY)); write_text(Path('loop.json'), 'x' * 1000)"
+        "import resource; from pathlib import Path; from rlhf_core.system.files import write_text;"
+        " resource.setrlimit(resource.RLIMIT_FSIZE, (100, resource.RLIM_INFINITY));"
+        " write_text(Path('loop.json'), 'x' * 1000)"
     )
     root = str(Path(flows.cli.__file__).parents[2])
     ended = subprocess.run(
-        [sys.executable, "-c", code], cwd=tmp_path, env=os.environ | {"PYTHONPATH": root}, capture_output=True, text=True, timeout=60
+        [sys.executable, "-c", code],
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": root},
+        capture_output=True,
+        text=True,
+        timeout=60,
     )
     assert ended.stderr.strip().splitlines()[-1] == "OSError: [Errno 27] File too large: 'loop.json'"
-    assert [file.name for file in tmp_path.iterdir()] == ["loop.json"] and (tmp_path / "loop.json").read_text() == "before"
+    assert [file.name for file in tmp_path.iterdir()] == ["loop.json"] and (
+        tmp_path / "loop.json"
+    ).read_text() == "before"

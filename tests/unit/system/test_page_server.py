@@ -24,7 +24,9 @@ def client_of(command: str = "") -> TestClient:
         return PlainTextResponse(str(request.url.query))
 
     app = Starlette(routes=[Route("/{path:path}", page, methods=["GET", "POST"])])
-    return TestClient(Protected(app, TOKEN, ["box.lan"], command), base_url="http://127.0.0.1:8000", follow_redirects=False)
+    return TestClient(
+        Protected(app, TOKEN, ["box.lan"], command), base_url="http://127.0.0.1:8000", follow_redirects=False
+    )
 
 
 @pytest.fixture
@@ -34,7 +36,12 @@ def client() -> TestClient:
 
 @pytest.mark.parametrize(
     "given",
-    [{}, {"headers": {"authorization": f"Bearer {TOKEN}x"}}, {"headers": {"authorization": "Bearer "}}, {"params": {"token": "ü"}}],
+    [
+        {},
+        {"headers": {"authorization": f"Bearer {TOKEN}x"}},
+        {"headers": {"authorization": "Bearer "}},
+        {"params": {"token": "ü"}},
+    ],
     ids=["nothing", "wrong", "empty", "in-the-address"],
 )
 @pytest.mark.parametrize("method", ["GET", "POST"])
@@ -44,13 +51,20 @@ def test_nothing_answers_without_the_token(client: TestClient, method: str, give
 
 def test_a_program_sends_it_as_a_bearer_token(client: TestClient) -> None:
     answer = client.post("/x", headers={"authorization": f"Bearer {TOKEN}"})
-    assert answer.status_code == 200 and answer.headers["cache-control"] == "no-store" and "set-cookie" not in answer.headers
+    assert (
+        answer.status_code == 200
+        and answer.headers["cache-control"] == "no-store"
+        and "set-cookie" not in answer.headers
+    )
 
 
 def test_a_browser_gives_it_once_and_its_address_keeps_the_rest(client: TestClient) -> None:
     answer = client.get("/runs", params={"a": "1 2", "token": TOKEN})
     assert answer.status_code == 303 and answer.headers["location"] == "/runs?a=1+2"
-    assert "httponly" in answer.headers["set-cookie"].lower() and "samesite=strict" in answer.headers["set-cookie"].lower()
+    assert (
+        "httponly" in answer.headers["set-cookie"].lower()
+        and "samesite=strict" in answer.headers["set-cookie"].lower()
+    )
     assert client.get("/runs").status_code == 200  # by the cookie
     assert client.post("/runs", headers={"origin": "http://127.0.0.1:8000"}).status_code == 200
 
@@ -59,7 +73,9 @@ def test_the_token_in_the_address_writes_nothing(client: TestClient) -> None:
     assert client.post("/x", params={"token": TOKEN}).status_code == 401
 
 
-@pytest.mark.parametrize("origin", ["http://evil.example", "http://127.0.0.1:9999", "null", "http://[", "", "127.0.0.1:8000"])
+@pytest.mark.parametrize(
+    "origin", ["http://evil.example", "http://127.0.0.1:9999", "null", "http://[", "", "127.0.0.1:8000"]
+)
 def test_another_servers_page_writes_nothing(client: TestClient, origin: str) -> None:
     client.get("/", params={"token": TOKEN})
     assert client.post("/x", headers={"origin": origin}).status_code == 403
@@ -72,7 +88,10 @@ def test_another_servers_page_writes_nothing(client: TestClient, origin: str) ->
         ("BOX.lan.:8000", 200),
         ("LocalHost", 200),
         *((host, 421) for host in ("evil.example:8000", "", "127.0.0.1.evil.example", "evil.com@localhost")),
-        *((host, 421) for host in ("[", "[::1", "localhost:", "localhost/x", "localhost:8000:1", "localhost..")),
+        *(
+            (host, 421)
+            for host in ("[", "[::1", "localhost:", "localhost/x", "localhost:8000:1", "localhost..")
+        ),
     ],
 )
 def test_only_names_of_this_machine_are_answered(client: TestClient, host: str, status: int) -> None:
@@ -85,10 +104,15 @@ def test_names_that_were_allowed_are_compared_without_case_and_last_dot() -> Non
 
     app = Protected(Starlette(routes=[Route("/", page)]), TOKEN, ["Box.LAN."])
     for host in ("box.lan", "BOX.lan.", "box.lan:80"):
-        assert TestClient(app, base_url="http://127.0.0.1").get("/", headers=BEARER | {"host": host}).status_code == 200
+        assert (
+            TestClient(app, base_url="http://127.0.0.1").get("/", headers=BEARER | {"host": host}).status_code
+            == 200
+        )
 
 
-@pytest.mark.parametrize("path", ["//evil.example/x", "///evil.example/x", "/%5Cevil.example/x", "/%2F/evil.example/x"])
+@pytest.mark.parametrize(
+    "path", ["//evil.example/x", "///evil.example/x", "/%5Cevil.example/x", "/%2F/evil.example/x"]
+)
 def test_the_address_without_the_token_is_of_this_server(client: TestClient, path: str) -> None:
     answer = client.get(f"http://127.0.0.1:8000{path}", params={"token": TOKEN})
     assert (answer.status_code, answer.headers["location"]) == (303, "/evil.example/x")
@@ -99,7 +123,9 @@ def test_the_cookie_does_not_tell_the_token_and_survives_a_restart(client: TestC
     (cookie,) = client.cookies.jar
     assert cookie.value is not None and len(cookie.value) >= 32 and TOKEN not in cookie.value
     assert client.get("/x").status_code == 200
-    assert client.get("/x", headers={"authorization": f"Bearer {cookie.value}", "cookie": ""}).status_code == 401
+    assert (
+        client.get("/x", headers={"authorization": f"Bearer {cookie.value}", "cookie": ""}).status_code == 401
+    )
     assert client.get("/x", params={"token": cookie.value}, headers={"cookie": ""}).status_code == 401
     assert client.get("/x", headers={"cookie": f"{cookie.name}={TOKEN}"}).status_code == 401
     for token, status in ((TOKEN, 404), ("another-token", 401)):
@@ -119,9 +145,16 @@ def pages() -> TestClient:
 
 def test_a_browser_without_the_token_is_asked_for_it(pages: TestClient) -> None:
     asked = pages.get("/runs/<i>", params={"a": '1"><b>'}, headers=BROWSER)
-    assert asked.status_code == 401 and "<code>alignflow dashboard</code>" in asked.text and 'name="token"' in asked.text
+    assert (
+        asked.status_code == 401
+        and "<code>alignflow dashboard</code>" in asked.text
+        and 'name="token"' in asked.text
+    )
     assert "<b>" not in asked.text and "<i>" not in asked.text and TOKEN not in asked.text
-    assert "frame-ancestors 'none'" in asked.headers["content-security-policy"] and "set-cookie" not in asked.headers
+    assert (
+        "frame-ancestors 'none'" in asked.headers["content-security-policy"]
+        and "set-cookie" not in asked.headers
+    )
     assert asked.headers["cache-control"] == "no-store"
     then = html.unescape(re.search(r'name="next" value="(.*?)"', asked.text)[1])  # type: ignore[index]
     assert then == "/runs/%3Ci%3E?a=1%22%3E%3Cb%3E"
@@ -137,7 +170,11 @@ def test_a_wrong_token_is_told_and_is_in_no_address(pages: TestClient) -> None:
         pages.get("/runs", params={"token": "guessed", "a": "1"}, headers=BROWSER),
         pages.post("/token", data={"token": "guessed", "next": "/runs?a=1&token=guessed"}, headers=OWN),
     ):
-        assert wrong.status_code == 401 and "That is not the token." in wrong.text and "set-cookie" not in wrong.headers
+        assert (
+            wrong.status_code == 401
+            and "That is not the token." in wrong.text
+            and "set-cookie" not in wrong.headers
+        )
         assert 'value="/runs?a=1"' in wrong.text and "guessed" not in wrong.text
     given = pages.post("/token", data={"token": TOKEN, "next": f"/runs?a=1&token={TOKEN}"}, headers=OWN)
     assert given.headers["location"] == "/runs?a=1"
@@ -146,9 +183,16 @@ def test_a_wrong_token_is_told_and_is_in_no_address(pages: TestClient) -> None:
 
 @pytest.mark.parametrize(
     ("path", "headers"),
-    [("/runs", {"accept": "*/*"}), ("/runs", {"accept": "text/event-stream"}), ("/api/next", BROWSER), ("/api", BROWSER)],
+    [
+        ("/runs", {"accept": "*/*"}),
+        ("/runs", {"accept": "text/event-stream"}),
+        ("/api/next", BROWSER),
+        ("/api", BROWSER),
+    ],
 )
-def test_programs_without_the_token_get_no_page(pages: TestClient, path: str, headers: dict[str, str]) -> None:
+def test_programs_without_the_token_get_no_page(
+    pages: TestClient, path: str, headers: dict[str, str]
+) -> None:
     answer = pages.get(path, headers=headers)
     assert answer.status_code == 401 and answer.json()["error"].startswith("give the token")
 
@@ -162,7 +206,10 @@ def test_an_endpoint_for_programs_has_no_form(client: TestClient) -> None:
 @pytest.mark.parametrize(
     ("then", "place"),
     [
-        *((then, "/evil.example/x") for then in ("//evil.example/x", "/\\evil.example/x", "/%2F/evil.example/x", "/%5Cevil.example/x")),
+        *(
+            (then, "/evil.example/x")
+            for then in ("//evil.example/x", "/\\evil.example/x", "/%2F/evil.example/x", "/%5Cevil.example/x")
+        ),
         ("https://evil.example", "/https%3A//evil.example"),
         ("/x\r\nset-cookie: a=b", "/x%0D%0Aset-cookie%3A%20a%3Db"),
         ("", "/"),

@@ -16,7 +16,8 @@ from rlhf_core.system.files import sync_to_disk
 
 
 class Written:
-    """`when[name]`: which files and folders were on the disk when something got this name, by the names they had."""
+    """`when[name]`: which files and folders were on the disk when something got this name, by the names they
+    had."""
 
     def __init__(self) -> None:
         self.settled: set[str] = set()
@@ -25,7 +26,9 @@ class Written:
 
 @pytest.fixture
 def written(monkeypatch: pytest.MonkeyPatch) -> Written:
-    seen, fsync, replace = Written(), os.fsync, os.replace
+    seen = Written()
+    fsync = os.fsync
+    replace = os.replace
 
     def synced(handle: int) -> None:
         fsync(handle)
@@ -41,7 +44,9 @@ def written(monkeypatch: pytest.MonkeyPatch) -> Written:
 
 
 def request() -> StageRequest:
-    return StageRequest(name="sft", digest="0" * 16, config=SFT(model="base", data=Data(sources="d.jsonl")), inputs={}, seed=0)
+    return StageRequest(
+        name="sft", digest="0" * 16, config=SFT(model="base", data=Data(sources="d.jsonl")), inputs={}, seed=0
+    )
 
 
 def fill(folder: Path) -> None:
@@ -63,7 +68,12 @@ def test_a_state(tmp_path: Path, written: Written) -> None:
     resume_state.save(RunDir(tmp_path), 3, 1, {"epoch": 1}, fill).wait()
     assert written.when["step-3"] >= FILES
     found = resume_state.latest(RunDir(tmp_path))
-    assert found is not None and found.step == 3 and found.loop == {"epoch": 1} and os.listdir(tmp_path / STATE) == ["step-3"]
+    assert (
+        found is not None
+        and found.step == 3
+        and found.loop == {"epoch": 1}
+        and os.listdir(tmp_path / STATE) == ["step-3"]
+    )
 
 
 def test_a_result(tmp_path: Path, written: Written) -> None:
@@ -72,18 +82,20 @@ def test_a_result(tmp_path: Path, written: Written) -> None:
 
 
 def test_what_came_from_a_store(tmp_path: Path, written: Written) -> None:
-    run, elsewhere, store = (
-        RunDir(tmp_path / "a" / "sft-0000000000000000"),
-        RunDir(tmp_path / "b" / "sft-0000000000000000"),
-        tmp_path / "store",
-    )
+    run = RunDir(tmp_path / "a" / "sft-0000000000000000")
+    elsewhere = RunDir(tmp_path / "b" / "sft-0000000000000000")
+    store = tmp_path / "store"
     done(run)
     Store(str(store), False).put(run)
     written.settled.clear()
     written.when.clear()
     elsewhere.prepare(request())
     assert Store(str(store), False).fetch(elsewhere, request())
-    assert written.when["weights.safetensors"] >= FILES and written.when[RESULT] >= FILES and elsewhere.result() is not None
+    assert (
+        written.when["weights.safetensors"] >= FILES
+        and written.when[RESULT] >= FILES
+        and elsewhere.result() is not None
+    )
 
 
 def test_file_systems_without_folders_to_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

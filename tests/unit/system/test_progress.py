@@ -1,4 +1,5 @@
-"""Where progress is counted: each pass, weight and step of an engine, and bytes of states and models while they are read or written."""
+"""Where progress is counted: each pass, weight and step of an engine, and bytes of states and models while
+they are read or written."""
 
 from __future__ import annotations
 
@@ -77,11 +78,20 @@ def test_files_that_are_synced_count(tmp_path: Path) -> None:
 
 def test_passes_of_a_reference_count(actor: Actor) -> None:
     documents = [Document([5, 6, 7 + i], [False, True, True]) for i in range(4)]
-    assert counted(lambda: dealt_logprobs(actor.engine, actor.engine, [documents[:2], documents[2:]], Passes(2), 0, False)) == 2
+    assert (
+        counted(
+            lambda: dealt_logprobs(
+                actor.engine, actor.engine, [documents[:2], documents[2:]], Passes(2), 0, False
+            )
+        )
+        == 2
+    )
 
 
 @pytest.mark.parametrize("load", [load_policy, lambda path: load_scorer(path, 0, on_host=True)])
-def test_weights_count_while_a_model_loads(load: Callable[[str], Policy | Scorer], material: Path, tmp_path: Path) -> None:
+def test_weights_count_while_a_model_loads(
+    load: Callable[[str], Policy | Scorer], material: Path, tmp_path: Path
+) -> None:
     path = reward_model(material / "base", tmp_path / "reward_model")
     loaded: list[Policy | Scorer] = []
     count = counted(lambda: loaded.append(load(str(path))))
@@ -92,7 +102,9 @@ def test_weights_count_while_they_are_sent_and_received(material: Path) -> None:
     policy = load_policy(str(material / "base"))
     assert counted(lambda: list(checkpoint_weights(policy.model, lambda parameters: nullcontext()))) >= 1
     rendezvous = Rendezvous(store_address(), {}, b"", 30)
-    sender = threading.Thread(target=lambda: Broadcast("gloo", 0, 2, rendezvous).send(iter([("w", torch.ones(5))])))
+    sender = threading.Thread(
+        target=lambda: Broadcast("gloo", 0, 2, rendezvous).send(iter([("w", torch.ones(5))]))
+    )
     sender.start()
     assert counted(lambda: list(Broadcast("gloo", 1, 2, rendezvous).receive())) == 1
     sender.join(30)
@@ -132,18 +144,30 @@ def test_weights_of_a_state_or_model_count_while_they_are_written_or_read(
     for write in (
         lambda: actor.export(str(tmp_path / "model")),
         lambda: (actor.save_state(str(tmp_path)), actor.finish_saving()),
-        lambda: ((saving := Saving(actor.engine, RunDir(tmp_path / "sft"), 1)).begin(1, {}), saving.finish()),  # of a training stage
+        # of a training stage
+        lambda: ((saving := Saving(actor.engine, RunDir(tmp_path / "sft"), 1)).begin(1, {}), saving.finish()),
     ):
         looks.clear()
         write()
         assert len(looks) == len(set(looks)) >= trained
     assert counted(lambda: actor.load_state(str(tmp_path))) >= trained
     with pytest.raises(KeyError, match="recent"):  # what `fit` needs besides, after it has read the state
-        fit(actor.engine, RunDir(tmp_path / "sft"), Task([1], Mock(), Mock(), Mock(), None, ()), SFT(data=Data(sources="none")), 0)
+        fit(
+            actor.engine,
+            RunDir(tmp_path / "sft"),
+            Task([1], Mock(), Mock(), Mock(), None, ()),
+            SFT(data=Data(sources="none")),
+            0,
+        )
     (tmp_path / "later").write_text("not this work's")
-    assert (before := progress.seen()) and (tmp_path / "more").write_text("either") and progress.seen() == before
+    assert (
+        (before := progress.seen()) and (tmp_path / "more").write_text("either") and progress.seen() == before
+    )
 
 
 def test_work_between_two_looks_is_told_in_numbers() -> None:
-    assert progress.between([("", "3/0/0"), ("5/1048576/0", "7/4194304/2097152")]) == "5 parts of work, 3 MiB written"
+    assert (
+        progress.between([("", "3/0/0"), ("5/1048576/0", "7/4194304/2097152")])
+        == "5 parts of work, 3 MiB written"
+    )
     assert progress.between([("4/9/0", "4/0/0")]) == "0 parts of work", "a file that was renamed"

@@ -1,4 +1,5 @@
-"""Requests to this machine use no proxy, whatever the environment names; a request that fails through one says which."""
+"""Requests to this machine use no proxy, whatever the environment names; a request that fails through one
+says which."""
 
 from __future__ import annotations
 
@@ -64,7 +65,11 @@ def environment_of(**more: str) -> dict[str, str]:
 
 def said(script: str, *arguments: str, **more: str) -> str:
     done = subprocess.run(
-        [sys.executable, "-c", script, *arguments], env=environment_of(**more), capture_output=True, text=True, timeout=120
+        [sys.executable, "-c", script, *arguments],
+        env=environment_of(**more),
+        capture_output=True,
+        text=True,
+        timeout=120,
     )
     assert done.returncode == 0, done.stderr
     return done.stdout
@@ -76,7 +81,11 @@ def said(script: str, *arguments: str, **more: str) -> str:
         ({"HTTP_PROXY": DEAD}, LOOPBACK, LOOPBACK),
         ({"https_proxy": DEAD}, LOOPBACK, LOOPBACK),
         ({"ALL_PROXY": DEAD}, LOOPBACK, LOOPBACK),
-        ({"HTTP_PROXY": DEAD, "NO_PROXY": ".corp, 10.0.0.1"}, f".corp,10.0.0.1,{LOOPBACK}", f".corp,10.0.0.1,{LOOPBACK}"),
+        (
+            {"HTTP_PROXY": DEAD, "NO_PROXY": ".corp, 10.0.0.1"},
+            f".corp,10.0.0.1,{LOOPBACK}",
+            f".corp,10.0.0.1,{LOOPBACK}",
+        ),
         ({"HTTP_PROXY": DEAD, "no_proxy": "a", "NO_PROXY": "b"}, f"a,{LOOPBACK}", f"b,{LOOPBACK}"),
         ({"HTTP_PROXY": DEAD, "no_proxy": "localhost"}, "localhost,127.0.0.1,::1", "localhost,127.0.0.1,::1"),
         ({"HTTP_PROXY": DEAD, "NO_PROXY": "*"}, "*", "*"),
@@ -86,7 +95,10 @@ def said(script: str, *arguments: str, **more: str) -> str:
     ],
 )
 def test_loopback_is_added_to_the_users_entries(
-    set_before: dict[str, str], no_proxy: str | None, of_upper_case: str | None, monkeypatch: pytest.MonkeyPatch
+    set_before: dict[str, str],
+    no_proxy: str | None,
+    of_upper_case: str | None,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     for name, value in set_before.items():
         monkeypatch.setenv(name, value)
@@ -95,7 +107,9 @@ def test_loopback_is_added_to_the_users_entries(
         assert (os.environ.get("no_proxy"), os.environ.get("NO_PROXY")) == (no_proxy, of_upper_case)
     if no_proxy not in (None, "*"):
         mounts = httpx.Client()._mounts  # it reads every entry
-        assert {"all://127.0.0.1", "all://localhost", "all://[::1]"} <= {pattern.pattern for pattern in mounts}
+        assert {"all://127.0.0.1", "all://localhost", "all://[::1]"} <= {
+            pattern.pattern for pattern in mounts
+        }
 
 
 @pytest.mark.parametrize("entry", ["flows", "tasks", "tasks.stages", "flows.prefect_process"])
@@ -118,7 +132,11 @@ def test_a_stages_process_reaches_reward_servers_and_judges_of_this_machine(tmp_
 @pytest.mark.parametrize(
     ("proxies", "url", "sentence"),
     [
-        ({"HTTP_PROXY": "http://me:secret@proxy.corp:3128/"}, "http://far/score", "proxy.corp:3128 that HTTP_PROXY names"),
+        (
+            {"HTTP_PROXY": "http://me:secret@proxy.corp:3128/"},
+            "http://far/score",
+            "proxy.corp:3128 that HTTP_PROXY names",
+        ),
         ({"HTTP_PROXY": "a:1", "http_proxy": "b:2"}, "http://far/", "b:2 that http_proxy names"),
         ({"ALL_PROXY": "socks5://a:1"}, "https://far/", "a:1 that ALL_PROXY names"),
         ({"HTTP_PROXY": "http://a:1"}, "https://far/", ""),
@@ -134,10 +152,14 @@ def test_the_proxy_of_an_address_is_named_without_credentials(
     for name, value in proxies.items():
         monkeypatch.setenv(name, value)
     told = proxy_of(url)
-    assert told == (f", through the proxy {sentence} (NO_PROXY lists hosts to reach without one)" if sentence else "")
+    assert told == (
+        f", through the proxy {sentence} (NO_PROXY lists hosts to reach without one)" if sentence else ""
+    )
 
 
-def test_a_reward_server_and_a_judge_behind_a_dead_proxy_say_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_reward_server_and_a_judge_behind_a_dead_proxy_say_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("HTTP_PROXY", "http://me:secret@127.0.0.1:9")
     monkeypatch.setenv("JUDGE_KEY", "key")
     with pytest.raises(RewardError) as failed:

@@ -1,4 +1,5 @@
-"""Checks that the state folder, its database and its secrets are their user's alone, whatever the umask and whatever was there."""
+"""Checks that the state folder, its database and its secrets are their user's alone, whatever the umask and
+whatever was there."""
 
 from __future__ import annotations
 
@@ -68,4 +69,7 @@ def test_what_another_user_owns_is_told_and_stays(tmp_path: Path, caplog: pytest
     home.chmod(0o755)
     os.chown(home, NOBODY, NOBODY)
     make_private(home)
-    assert mode(home) == 0o755 and "it belongs to another user: name a folder of your own with --home" in caplog.text
+    assert (
+        mode(home) == 0o755
+        and "it belongs to another user: name a folder of your own with --home" in caplog.text
+    )

@@ -24,7 +24,9 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """Prefect's home, which is not there yet; the database that setup made is `MADE`."""
     (tmp_path / "template.db").write_bytes(MADE)
     monkeypatch.setattr(fresh_database, "template", lambda: tmp_path / "template.db")
-    with temporary_settings({PREFECT_HOME: tmp_path / "home"}, restore_defaults=[PREFECT_API_DATABASE_CONNECTION_URL]):
+    with temporary_settings(
+        {PREFECT_HOME: tmp_path / "home"}, restore_defaults=[PREFECT_API_DATABASE_CONNECTION_URL]
+    ):
         yield tmp_path / "home"
 
 
@@ -71,7 +73,10 @@ def test_prefect_has_nothing_to_add_to_it(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["prefect.db"]
     before = tables(made)
     assert before["alembic_version"] == 1 and before["flow_run"] == 0
-    settings = {"PREFECT_HOME": str(tmp_path), "PREFECT_API_DATABASE_CONNECTION_URL": f"sqlite+aiosqlite:///{made}"}
+    settings = {
+        "PREFECT_HOME": str(tmp_path),
+        "PREFECT_API_DATABASE_CONNECTION_URL": f"sqlite+aiosqlite:///{made}",
+    }
     command = [sys.executable, "-m", "prefect", "server", "database", "upgrade", "--yes"]
     subprocess.run(command, env=os.environ | settings, check=True, capture_output=True, timeout=100)
     assert tables(made) == before
@@ -81,4 +86,7 @@ def tables(path: Path) -> dict[str, int]:
     """Returns the number of rows of each table; 0 for an index."""
     with closing(sqlite3.connect(path)) as database:
         names = [(kind, name) for kind, name in database.execute("SELECT type, name FROM sqlite_master")]
-        return {name: database.execute(f'SELECT count(*) FROM "{name}"').fetchone()[0] if kind == "table" else 0 for kind, name in names}
+        return {
+            name: database.execute(f'SELECT count(*) FROM "{name}"').fetchone()[0] if kind == "table" else 0
+            for kind, name in names
+        }

@@ -1,4 +1,5 @@
-"""Keys from Prefect's secrets, with a dictionary as the server: which are read, which source wins, and their removal."""
+"""Keys from Prefect's secrets, with a dictionary as the server: which are read, which source wins, and their
+removal."""
 
 from __future__ import annotations
 
@@ -34,7 +35,11 @@ def blocks(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
 
 
 def recipe() -> Recipe:
-    judges = [{"kind": "rule"}, {"kind": "openai", "model": "a"}, {"kind": "openai", "model": "b", "api_key_env": "JUDGE_KEY"}]
+    judges = [
+        {"kind": "rule"},
+        {"kind": "openai", "model": "a"},
+        {"kind": "openai", "model": "b", "api_key_env": "JUDGE_KEY"},
+    ]
     reward = {"url": "http://127.0.0.1:1", "api_key_env": "REWARD_KEY"}
     stages = {
         "ppo": {"prompts": {"sources": "p.jsonl"}, "reward": ["reward_model", reward], "critic": "base"},
@@ -49,7 +54,9 @@ def test_variables_of_a_recipe() -> None:
     assert keys.variables(plain) == ("HF_TOKEN",)
 
 
-def test_a_secret_sets_an_unset_variable_until_the_block_ends(blocks: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_secret_sets_an_unset_variable_until_the_block_ends(
+    blocks: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     blocks |= {"hf-token": f" {VALUE}\n", "judge-key": "from Prefect", "reward-key": ""}
     monkeypatch.setenv("JUDGE_KEY", "of the user")
     with pytest.raises(KeyboardInterrupt), keys.provided(keys.variables(recipe())):
@@ -60,7 +67,9 @@ def test_a_secret_sets_an_unset_variable_until_the_block_ends(blocks: dict[str, 
 
 
 @pytest.mark.parametrize("flow", ["alignment", "stage"])
-def test_a_flow_plans_and_runs_with_the_secrets(blocks: dict[str, str], monkeypatch: pytest.MonkeyPatch, flow: str) -> None:
+def test_a_flow_plans_and_runs_with_the_secrets(
+    blocks: dict[str, str], monkeypatch: pytest.MonkeyPatch, flow: str
+) -> None:
     blocks["hf-token"] = VALUE
     seen: list[str | None] = []
 

@@ -33,7 +33,9 @@ ROOT = Path(__file__).parents[3]
 
 def recipe(**notify: Any) -> Recipe:
     stages = {"sft": {"data": {"sources": "/data/train.jsonl"}}}
-    return recipe_of({"name": "tiny", "base_model": "org/model", "notify": {"url_env": "HOOK", **notify}, "stages": stages})
+    return recipe_of(
+        {"name": "tiny", "base_model": "org/model", "notify": {"url_env": "HOOK", **notify}, "stages": stages}
+    )
 
 
 def send(url: str, *numbers: int, timeout: float = 5) -> Sender:
@@ -50,9 +52,12 @@ def test_messages_arrive_in_order() -> None:
 
 
 @pytest.mark.parametrize(
-    ("answers", "received", "left"), [([500, 429], [1, 2], []), ([404], [2], []), ([302], [2], []), ([503] * 3, [2], [])]
+    ("answers", "received", "left"),
+    [([500, 429], [1, 2], []), ([404], [2], []), ([302], [2], []), ([503] * 3, [2], [])],
 )
-def test_messages_to_a_busy_receiver_are_retried_and_refused_ones_are_not(answers: list[int], received: list[int], left: list[int]) -> None:
+def test_messages_to_a_busy_receiver_are_retried_and_refused_ones_are_not(
+    answers: list[int], received: list[int], left: list[int]
+) -> None:
     with receiving() as receiver:
         receiver.answers = list(answers)
         assert send(receiver.url, 1, 2).flush(10)
@@ -94,7 +99,9 @@ def test_a_process_ends_soon_also_when_the_receiver_hangs() -> None:
         for hang in (True, False):
             receiver.hang = hang
             environment = os.environ | {"HOOK": receiver.url, "PYTHONPATH": str(ROOT)}
-            done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, timeout=60)
+            done = subprocess.run(
+                [sys.executable, "-c", script], env=environment, capture_output=True, text=True, timeout=60
+            )
             assert done.returncode == 0, done.stderr
             assert float(done.stdout) < 5 and TOKEN not in done.stdout + done.stderr
             assert ("has not taken 1 messages" in done.stderr) == hang
@@ -111,8 +118,11 @@ def test_a_process_ends_soon_also_when_the_receiver_hangs() -> None:
         (StateType.CANCELLING, ["cancelled"]),
     ],
 )
-def test_each_state_of_a_scheduled_run(state: StateType, events: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    own, deployment = {"recipe": recipe().model_dump(mode="json")}, uuid4()
+def test_each_state_of_a_scheduled_run(
+    state: StateType, events: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    own = {"recipe": recipe().model_dump(mode="json")}
+    deployment = uuid4()
     (tmp_path / "served.json").write_text(json.dumps({str(deployment): own}))
     monkeypatch.setenv(SERVED_ENV, str(tmp_path / "served.json"))
     run: Any = SimpleNamespace(
@@ -129,14 +139,19 @@ def test_each_state_of_a_scheduled_run(state: StateType, events: list[str], monk
         notify_state(flow, run, State(type=state, message="because of this\nand that"))
         assert tasks.notify._senders[receiver.url].flush(10)
         assert receiver.events == events
-        assert all(message["run_id"] == str(run.id) and message["recipe"] == "tiny" for message in receiver.got)
+        assert all(
+            message["run_id"] == str(run.id) and message["recipe"] == "tiny" for message in receiver.got
+        )
         if events[0] == "scheduled":
             assert receiver.got[0]["at"] == "2026-01-02T03:00:00+00:00"
         if state == StateType.FAILED:
             assert receiver.got[0]["text"] == "tiny: failed: because of this"
-        run.id, run.parameters = uuid4(), {"recipe": own["recipe"] | {"name": "another"}}
+        run.id = uuid4()
+        run.parameters = {"recipe": own["recipe"] | {"name": "another"}}
         notify_state(flow, run, State(type=state))
-        assert tasks.notify._senders[receiver.url].flush(10) and receiver.events == events, "a recipe that the run is refused tells nobody"
+        assert tasks.notify._senders[receiver.url].flush(10) and receiver.events == events, (
+            "a recipe that the run is refused tells nobody"
+        )
 
 
 def test_a_recipe_without_notify_is_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -151,10 +166,13 @@ def test_a_recipe_without_notify_is_not_read(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_a_recipe_given_as_a_path_is_read_once_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[object] = []
-    monkeypatch.setattr(tasks.served, "given_recipe", lambda given, *_: calls.append(given) or recipe(events=["gate"]))
+    monkeypatch.setattr(
+        tasks.served, "given_recipe", lambda given, *_: calls.append(given) or recipe(events=["gate"])
+    )
     flow: Any = SimpleNamespace(name="alignment")
     runs: list[Any] = [
-        SimpleNamespace(id=uuid4(), name="x", deployment_id=None, run_count=1, parameters={"recipe": str(i)}) for i in (1, 2)
+        SimpleNamespace(id=uuid4(), name="x", deployment_id=None, run_count=1, parameters={"recipe": str(i)})
+        for i in (1, 2)
     ]
     for run in (runs[0], runs[0], runs[1], runs[0]):
         notify_state(flow, run, State(type=StateType.RUNNING))
@@ -177,7 +195,10 @@ def test_a_missing_variable_is_reported_before_the_run_and_once_in_it(
     monkeypatch.setattr(tasks.notify, "_warned", set())
     monkeypatch.setenv("HOOK", url)
     (problem,) = check_machine(plan(recipe()), ())
-    assert problem == "notify: the environment variable HOOK holds no http(s) address; set it, or leave notify out"
+    assert (
+        problem
+        == "notify: the environment variable HOOK holds no http(s) address; set it, or leave notify out"
+    )
     for _ in range(2):
         tasks.notify.send(recipe(), "running", "x", {})
     assert [r.getMessage() for r in caplog.records] == [

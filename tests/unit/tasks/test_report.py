@@ -15,7 +15,11 @@ from rlhf_core.recipe.plan import Plan, plan
 from tasks import report
 from tasks.report import reported
 
-RECIPE = {"name": "full", "base_model": "org/model", "stages": {"sft": {"data": {"sources": "/nowhere.jsonl"}}}}
+RECIPE = {
+    "name": "full",
+    "base_model": "org/model",
+    "stages": {"sft": {"data": {"sources": "/nowhere.jsonl"}}},
+}
 
 
 @pytest.fixture
@@ -27,7 +31,9 @@ def planned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Plan:
 
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(evaluation.report.page, "write_text", full)
-    monkeypatch.setattr(report, "create_link_artifact", lambda *_, **__: pytest.fail("there is no page to link to"))
+    monkeypatch.setattr(
+        report, "create_link_artifact", lambda *_, **__: pytest.fail("there is no page to link to")
+    )
     return plan(Recipe.model_validate(RECIPE | {"artifacts": str(tmp_path / "made")}))
 
 
@@ -37,18 +43,24 @@ def told(planned: Plan, caplog: pytest.LogCaptureFixture) -> str:
     return record.getMessage()
 
 
-def test_a_full_disk_under_the_page_is_a_sentence_and_the_run_stands(planned: Plan, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_full_disk_under_the_page_is_a_sentence_and_the_run_stands(
+    planned: Plan, caplog: pytest.LogCaptureFixture
+) -> None:
     with reported(planned) as statuses:
         statuses["sft"] = "done"
-    assert told(planned, caplog) == (
-        f"the page is not written, since {planned.folder}/summary.json cannot be written to: its disk is full; free some space, then "
-        f"`alignflow report {planned.folder}` writes it; the stages' results stand"
+    assert (
+        told(planned, caplog)
+        == f"the page is not written, since {planned.folder}/summary.json cannot be written to: its disk is"
+        f" full; free some space, then `alignflow report {planned.folder}` writes it; the stages' results"
+        " stand"
     )
     run = json.loads((planned.folder / "run.json").read_text())
     assert (run["state"], run["stages"][0]["status"]) == ("done", "done") and run["ended"]
 
 
-def test_a_full_disk_under_the_page_of_a_failed_run_is_a_sentence_too(planned: Plan, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_full_disk_under_the_page_of_a_failed_run_is_a_sentence_too(
+    planned: Plan, caplog: pytest.LogCaptureFixture
+) -> None:
     with pytest.raises(KeyError, match="the stage's"), reported(planned):
         raise KeyError("the stage's")
     assert "its disk is full; free some space" in told(planned, caplog)

@@ -1,4 +1,5 @@
-"""Checks what Prefect's logs of a run have of an error: a sentence where it is for the user, a traceback where it is a fault."""
+"""Checks what Prefect's logs of a run have of an error: a sentence where it is for the user, a traceback
+where it is a fault."""
 
 from __future__ import annotations
 
@@ -34,7 +35,9 @@ def fault() -> None:
     raise KeyError("a bug")
 
 
-def logged(logger: str, fail: Callable[[], None], caplog: pytest.LogCaptureFixture) -> list[logging.LogRecord]:
+def logged(
+    logger: str, fail: Callable[[], None], caplog: pytest.LogCaptureFixture
+) -> list[logging.LogRecord]:
     """Returns what an error leaves in a log, which Prefect writes with these words."""
     log = logging.Logger(logger)
     log.addHandler(caplog.handler)
@@ -50,13 +53,22 @@ def logged(logger: str, fail: Callable[[], None], caplog: pytest.LogCaptureFixtu
     ("fail", "sentence"),
     [
         (refuse, "override '=1': write <stage>.<field>=<value>, for example"),
-        (fill_disk, "artifacts/t/report.html cannot be written to: its disk is full; free some space, then run again"),
+        (
+            fill_disk,
+            "artifacts/t/report.html cannot be written to: its disk is full; free some space, then run again",
+        ),
         (lack, "Encountered exception during execution: MachineLacks('there is no GPU')"),
     ],
 )
-def test_errors_for_the_user_are_one_line(fail: Callable[[], None], sentence: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_errors_for_the_user_are_one_line(
+    fail: Callable[[], None], sentence: str, caplog: pytest.LogCaptureFixture
+) -> None:
     (record,) = logged("prefect.flow_runs", fail, caplog)
-    assert record.getMessage().startswith(sentence) and "\n" not in record.getMessage() and record.exc_info is None
+    assert (
+        record.getMessage().startswith(sentence)
+        and "\n" not in record.getMessage()
+        and record.exc_info is None
+    )
 
 
 @pytest.mark.parametrize("fail", [refuse, fill_disk, lack])
@@ -72,9 +84,13 @@ def test_faults_keep_their_traceback(logger: str, caplog: pytest.LogCaptureFixtu
 
 def test_the_last_line_of_a_run_does_not_repeat_wrong_input() -> None:
     def shown(text: str) -> bool:
-        return shorten(logging.makeLogRecord({"name": "prefect.flow_runs", "levelno": logging.ERROR, "msg": text}))
+        return shorten(
+            logging.makeLogRecord({"name": "prefect.flow_runs", "levelno": logging.ERROR, "msg": text})
+        )
 
-    assert not shown("Finished in state Failed('Flow run encountered an exception: ValueError: override seed.x: no')")
+    assert not shown(
+        "Finished in state Failed('Flow run encountered an exception: ValueError: override seed.x: no')"
+    )
     assert shown("Finished in state Failed('Flow run encountered an exception: StageFailed: sft')") and shown(
         "Finished in state Completed()"
     )
@@ -94,15 +110,22 @@ def test_all_logs_of_runs_have_the_filter() -> None:
 def test_serve_tells_each_failed_run_of_a_deployment_once() -> None:
     class Client:
         def read_flow_runs(self, flow_run_filter: Any, limit: int) -> list[Any]:
-            assert flow_run_filter.end_time.after_ == since and [str(one.value) for one in flow_run_filter.state.type.any_] == ["FAILED"]
+            assert flow_run_filter.end_time.after_ == since and [
+                str(one.value) for one in flow_run_filter.state.type.any_
+            ] == ["FAILED"]
             return runs
 
     def run(name: str, message: str, deployment: object) -> Any:
-        return SimpleNamespace(id=uuid4(), name=name, deployment_id=deployment, state=SimpleNamespace(message=message))
+        return SimpleNamespace(
+            id=uuid4(), name=name, deployment_id=deployment, state=SimpleNamespace(message=message)
+        )
 
     since = datetime.now(UTC)
     failed = Failures(since)
-    runs = [run("micro", "Flow run encountered an exception: ValueError: override loop.reward: no", 1), run("own", "x", None)]
+    runs = [
+        run("micro", "Flow run encountered an exception: ValueError: override loop.reward: no", 1),
+        run("own", "x", None),
+    ]
     assert failed.new(Client()) == ["run micro failed: override loop.reward: no"]  # type: ignore[arg-type]
     runs.append(run("later", "", 1))
     assert failed.new(Client()) == ["run later failed: see its log"]  # type: ignore[arg-type]

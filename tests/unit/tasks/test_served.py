@@ -38,7 +38,14 @@ stages:
   publication: {model: ppo}
 """
 SETTINGS = [
-    *("seed=3", "store_checkpoints=true", "stages.sft.learning_rate=1e-6", "sft.betas=[0.8, 0.9]", "sft.betas.0=0.7", "sft.zero_stage=2"),
+    *(
+        "seed=3",
+        "store_checkpoints=true",
+        "stages.sft.learning_rate=1e-6",
+        "sft.betas=[0.8, 0.9]",
+        "sft.betas.0=0.7",
+        "sft.zero_stage=2",
+    ),
     *(
         "sft.packing=false",
         "sft.lora.rank=8",
@@ -47,7 +54,12 @@ SETTINGS = [
         "ppo.max_steps=null",
         "ppo.reward.1.weight=2",
     ),
-    *("ppo.export_at=[10, 20]", "ppo.vllm.seed_answers=true", "evaluation.endpoints.mine.max_attempts=2", "evaluation.gates.0.min=0.1"),
+    *(
+        "ppo.export_at=[10, 20]",
+        "ppo.vllm.seed_answers=true",
+        "evaluation.endpoints.mine.max_attempts=2",
+        "evaluation.gates.0.min=0.1",
+    ),
 ]
 NO_SETTINGS = [
     *(
@@ -59,11 +71,38 @@ NO_SETTINGS = [
         "notify={url_env: X}",
         "wandb={project: p}",
     ),
-    *("ppo.reward=file.py:fn", "ppo.reward.1.function=other.py:f", "ppo.reward.0.model=x", "ppo.critic=x", "ppo.prompts.sources.0.path=/x"),
-    *("ppo.prompts=/etc/x", "sft.lora={rank: 2}", "sft.lora=null", "sft.lora.targets=[q]", "sft.template=x", "sft.data={sources: x.jsonl}"),
-    *("evaluation.models=[base]", "evaluation.models.1=x", "evaluation.endpoints.mine.base_url=http://x/v1", "evaluation.proxy=x"),
-    *("evaluation.endpoints.mine.more={a: 1}", "evaluation.endpoints.mine.api_key_env=HOME", "alignment_tax.tasks=[x.yaml]"),
-    *("alignment_tax.trust_task_code=true", "publication.repo_id=me/x", "publication.private=false", "publication.dry_run=true"),
+    *(
+        "ppo.reward=file.py:fn",
+        "ppo.reward.1.function=other.py:f",
+        "ppo.reward.0.model=x",
+        "ppo.critic=x",
+        "ppo.prompts.sources.0.path=/x",
+    ),
+    *(
+        "ppo.prompts=/etc/x",
+        "sft.lora={rank: 2}",
+        "sft.lora=null",
+        "sft.lora.targets=[q]",
+        "sft.template=x",
+        "sft.data={sources: x.jsonl}",
+    ),
+    *(
+        "evaluation.models=[base]",
+        "evaluation.models.1=x",
+        "evaluation.endpoints.mine.base_url=http://x/v1",
+        "evaluation.proxy=x",
+    ),
+    *(
+        "evaluation.endpoints.mine.more={a: 1}",
+        "evaluation.endpoints.mine.api_key_env=HOME",
+        "alignment_tax.tasks=[x.yaml]",
+    ),
+    *(
+        "alignment_tax.trust_task_code=true",
+        "publication.repo_id=me/x",
+        "publication.private=false",
+        "publication.dry_run=true",
+    ),
     *("publication.licenses={a: b}", "evaluation.gates=[]", "stages={sft: {data: {sources: x.jsonl}}}"),
 ]
 
@@ -86,7 +125,12 @@ def test_settings(recipe: Path, override: str) -> None:
 def test_what_is_no_setting(recipe: Path, override: str) -> None:
     """Also where the recipe with it would be refused."""
     key = override.partition("=")[0]
-    with pytest.raises(ValueError, match=rf"^override {key}: a run of a deployment may set numbers, .*; write this field into the recipe"):
+    with pytest.raises(
+        ValueError,
+        match=(
+            rf"^override {key}: a run of a deployment may set numbers, .*; write this field into the recipe"
+        ),
+    ):
         require_settings(load_recipe(recipe), ["seed=1", override])
 
 
@@ -101,7 +145,8 @@ def test_what_is_not_in_the_recipe(recipe: Path) -> None:
 
 
 def test_no_setting_of_any_stage_can_hold_a_text() -> None:
-    """Whatever fields come: one that a run may set takes no str, no mapping and no record, and one that says trust is not among them."""
+    """Whatever fields come: one that a run may set takes no str, no mapping and no record, and one that says
+    trust is not among them."""
     known: set[type[BaseModel]] = set()
     waiting: list[type[BaseModel]] = [Recipe]
     settings = 0
@@ -113,28 +158,49 @@ def test_no_setting_of_any_stage_can_hold_a_text() -> None:
             if _is_plain(info.annotation) and info.json_schema_extra != RECIPE_ONLY:
                 settings += 1
                 assert "trust" not in name and name != "sandbox", f"{model.__name__}.{name}"
-                assert leaves(info.annotation) <= {int, float, bool, types.NoneType}, f"{model.__name__}.{name}"
+                assert leaves(info.annotation) <= {
+                    int,
+                    float,
+                    bool,
+                    types.NoneType,
+                }, f"{model.__name__}.{name}"
     assert len(known) > 20 and settings > 200
 
 
 def leaves(annotation: Any) -> set[Any]:
     if typing.get_origin(annotation) is typing.Literal:
         return set()
-    parts = [part for part in typing.get_args(annotation) if isinstance(part, type) or typing.get_origin(part)]
+    parts = [
+        part for part in typing.get_args(annotation) if isinstance(part, type) or typing.get_origin(part)
+    ]
     return {leaf for part in parts for leaf in leaves(part)} if parts else {annotation}
 
 
-def test_a_run_has_its_deployments_own_recipe(recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    own, identity = ["ppo.critic=org/critic"], uuid4()
+def test_a_run_has_its_deployments_own_recipe(
+    recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = ["ppo.critic=org/critic"]
+    identity = uuid4()
     served = {str(identity): {"recipe": "recipe.yaml", "overrides": own}}
     (tmp_path / "served.json").write_text(json.dumps(served))
     monkeypatch.setenv(SERVED_ENV, str(tmp_path / "served.json"))
     assert own_recipe("recipe.yaml", [*own, "seed=5"], identity) == load_recipe(recipe, [*own, "seed=5"])
-    assert own_recipe("recipe.yaml", [], str(identity)) == load_recipe(recipe), "overrides stand in place of the deployment's"
+    assert own_recipe("recipe.yaml", [], str(identity)) == load_recipe(recipe), (
+        "overrides stand in place of the deployment's"
+    )
     (tmp_path / "other.yaml").write_text(TEXT)
-    for other in ("other.yaml", str(recipe), "http://127.0.0.1:9/recipe.yaml", load_recipe(recipe).model_dump(mode="json"), None):
+    for other in (
+        "other.yaml",
+        str(recipe),
+        "http://127.0.0.1:9/recipe.yaml",
+        load_recipe(recipe).model_dump(mode="json"),
+        None,
+    ):
         with pytest.raises(
-            ValueError, match=r"^parameter recipe: a run of this deployment has the deployment's own recipe, recipe\.yaml: "
+            ValueError,
+            match=(
+                r"^parameter recipe: a run of this deployment has the deployment's own recipe, recipe\.yaml: "
+            ),
         ):
             own_recipe(other, [], identity)
     with pytest.raises(ValueError, match=r"^override ppo\.critic: a run of a deployment may set numbers"):
@@ -143,11 +209,14 @@ def test_a_run_has_its_deployments_own_recipe(recipe: Path, tmp_path: Path, monk
         own_recipe("recipe.yaml", {"seed": 5}, identity)
     with pytest.raises(ValueError, match=r"^`alignflow serve` has not made this deployment"):
         own_recipe("recipe.yaml", [], UUID(int=1))
-    assert own_recipe("other.yaml", ["artifacts=elsewhere"], None).artifacts == "elsewhere", "without a deployment: somebody's own call"
+    assert own_recipe("other.yaml", ["artifacts=elsewhere"], None).artifacts == "elsewhere", (
+        "without a deployment: somebody's own call"
+    )
 
 
 def test_a_kept_secret_is_its_users_alone_and_stays(tmp_path: Path) -> None:
-    place, before = tmp_path / AUTH, os.umask(0)
+    place = tmp_path / AUTH
+    before = os.umask(0)
     try:
         made = kept_secret(place)
     finally:
@@ -155,7 +224,9 @@ def test_a_kept_secret_is_its_users_alone_and_stays(tmp_path: Path) -> None:
     assert stat.S_IMODE(place.stat().st_mode) == 0o600 and place.read_text() == f"{made}\n" and len(made) > 40
     assert kept_secret(place) == made
     place.chmod(0o644)
-    assert kept_secret(place) != made and stat.S_IMODE(place.stat().st_mode) == 0o600, "one that others could read is not used again"
+    assert kept_secret(place) != made and stat.S_IMODE(place.stat().st_mode) == 0o600, (
+        "one that others could read is not used again"
+    )
     place.unlink()
     (tmp_path / "elsewhere").write_text("known:to-another\n")
     place.symlink_to(tmp_path / "elsewhere")
@@ -179,7 +250,9 @@ def test_a_kept_secret_is_its_users_alone_and_stays(tmp_path: Path) -> None:
     ],
 )
 def test_requests_of_others_are_refused(host: str | None, origin: str | None, status: int | None) -> None:
-    headers = [(name, value.encode()) for name, value in ((b"host", host), (b"origin", origin)) if value is not None]
+    headers = [
+        (name, value.encode()) for name, value in ((b"host", host), (b"origin", origin)) if value is not None
+    ]
     found = refusal(headers, ["127.0.0.1", "localhost", "Own.example"])
     assert (found and found[0]) == status
     if host == "127.0.0.1:4200" and origin is None:

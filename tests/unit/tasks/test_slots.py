@@ -1,4 +1,5 @@
-"""The machine's slot: stages of one run share it, it is freed after the last of them, and a wait for it ends with the run."""
+"""The machine's slot: stages of one run share it, it is freed after the last of them, and a wait for it ends
+with the run."""
 
 from __future__ import annotations
 
@@ -19,7 +20,10 @@ class Limit:
     """A limit with one slot, in place of the server's."""
 
     def __init__(self) -> None:
-        self.free, self.taken, self.freed, self.broken = threading.Semaphore(1), 0, 0, False
+        self.free = threading.Semaphore(1)
+        self.taken = 0
+        self.freed = 0
+        self.broken = False
 
     @contextmanager
     def concurrency(self, name: str, **_: Any) -> Iterator[None]:
@@ -55,7 +59,8 @@ def test_stages_of_a_run_share_the_slot(limit: Limit) -> None:
 
 def test_a_stage_waits_for_another_run_and_leaves_when_its_own_ends(limit: Limit) -> None:
     limit.free.acquire()  # another run has it
-    given, errors = Allotment(), list[BaseException]()
+    given = Allotment()
+    errors = list[BaseException]()
 
     def stage() -> None:
         allotment.set(given)  # of this thread alone
@@ -68,7 +73,9 @@ def test_a_stage_waits_for_another_run_and_leaves_when_its_own_ends(limit: Limit
     both = [threading.Thread(target=stage) for _ in range(2)]
     for thread in both:
         thread.start()
-    wait_until(lambda: any(thread.name.startswith("slot of") for thread in threading.enumerate()), "one to ask")
+    wait_until(
+        lambda: any(thread.name.startswith("slot of") for thread in threading.enumerate()), "one to ask"
+    )
     given.stop.set()
     for thread in both:
         thread.join(10)

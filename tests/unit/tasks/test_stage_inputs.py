@@ -21,13 +21,21 @@ stages:
 """
 
 
-def test_data_models_and_code_that_change_after_the_plan_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_data_models_and_code_that_change_after_the_plan_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "base").mkdir()
-    files = {"recipe.yaml": TEXT, "base/config.json": "{}", "train.jsonl": '{"a": 1}\n', "reward.py": "def score(): ...\n"}
+    files = {
+        "recipe.yaml": TEXT,
+        "base/config.json": "{}",
+        "train.jsonl": '{"a": 1}\n',
+        "reward.py": "def score(): ...\n",
+    }
     for name, text in files.items():
         (tmp_path / name).write_text(text)
-    planned = plan(load_recipe("recipe.yaml", ()))  # prompts.jsonl is not there yet: the check before a run says so
+    # prompts.jsonl is not there yet: the check before a run says so
+    planned = plan(load_recipe("recipe.yaml", ()))
     requests = [planned.request(planned[name]) for name in ("sft", "ppo")]
     assert [set(request.contents) for request in requests] == [
         {str(tmp_path / "train.jsonl"), str(tmp_path / "base")},
@@ -37,7 +45,9 @@ def test_data_models_and_code_that_change_after_the_plan_are_refused(tmp_path: P
         for request in requests:
             require_unchanged(request, Digests())
         (tmp_path / name).write_text(files[name] + " ")
-        with pytest.raises(StageFailed, match=f"stage {stage}: .*changed since the run was planned; run again") as caught:
+        with pytest.raises(
+            StageFailed, match=f"stage {stage}: .*changed since the run was planned; run again"
+        ) as caught:
             for request in requests:
                 require_unchanged(request, Digests())
         assert not caught.value.can_retry

@@ -21,12 +21,18 @@ class Server:
 
     def __init__(self) -> None:
         self.server_process: subprocess.Popen[bytes] | None = None
-        self.running, self.starts, self.answers, self.begun = False, 0, True, True
+        self.running = False
+        self.starts = 0
+        self.answers = True
+        self.begun = True
 
     def start(self, seconds: float | None = None) -> None:
         if not self.running:
-            self.running, self.starts = True, self.starts + 1
-            self.server_process = subprocess.Popen([sys.executable, "-S", "-c", "input()"], stdin=subprocess.PIPE)
+            self.running = True
+            self.starts = self.starts + 1
+            self.server_process = subprocess.Popen(
+                [sys.executable, "-S", "-c", "input()"], stdin=subprocess.PIPE
+            )
             if not self.answers:
                 raise RuntimeError("Timed out while attempting to connect to ephemeral Prefect API server.")
 

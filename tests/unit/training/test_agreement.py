@@ -1,4 +1,5 @@
-"""Our stages and losses against TRL's, recorded in tests/agreement/trl.json: 20 optimiser steps on the same model, rows and order."""
+"""Our stages and losses against TRL's, recorded in tests/agreement/trl.json: 20 optimiser steps on the same
+model, rows and order."""
 
 from __future__ import annotations
 
@@ -10,7 +11,15 @@ import pytest
 import rlhf_core.stages.kto
 import rlhf_core.stages.sft
 from tests.agreement import material, ours
-from tests.agreement.compare import TOLERANCE, check_material, goldens, of_curves, of_losses, of_odds, relative
+from tests.agreement.compare import (
+    TOLERANCE,
+    check_material,
+    goldens,
+    of_curves,
+    of_losses,
+    of_odds,
+    relative,
+)
 
 TRL = goldens()
 SEEN = 20 * TOLERANCE  # what a planted change must make at least
@@ -28,8 +37,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_twenty_steps_agree(name: str, folder: Path, tmp_path: Path) -> None:
     theirs = TRL["curves"][name]
     curve = ours.train(material.CASES[name], folder, tmp_path / "run")
-    assert {len(curve[column]) for column in ("loss", "grad_norm", "learning_rate")} == {material.STEPS} == {20}
-    assert relative([min(curve["loss"])], [max(curve["loss"])]) > 1000 * TOLERANCE, "the loss must move, or nothing is compared"
+    assert (
+        {len(curve[column]) for column in ("loss", "grad_norm", "learning_rate")} == {material.STEPS} == {20}
+    )
+    assert relative([min(curve["loss"])], [max(curve["loss"])]) > 1000 * TOLERANCE, (
+        "the loss must move, or nothing is compared"
+    )
     assert min(curve["moved"].values()) > 0.01, "every weight must move"
     for what, difference in of_curves(curve, theirs).items():
         assert difference < TOLERANCE, what
@@ -47,7 +60,9 @@ def test_the_kl_of_kto_is_not_just_its_clamp() -> None:
 @pytest.mark.parametrize("name", material.RL)
 def test_losses_on_recorded_tensors_agree(name: str, folder: Path) -> None:
     case = material.RL[name]
-    found = of_losses(ours.rl_loss(case, folder, TRL["tensors"]), TRL["losses"][name], with_loss=not case.on_policy)
+    found = of_losses(
+        ours.rl_loss(case, folder, TRL["tensors"]), TRL["losses"][name], with_loss=not case.on_policy
+    )
     for what, difference in found.items():
         assert difference < TOLERANCE, what
 
@@ -69,7 +84,9 @@ def test_the_page_has_every_case_and_these_versions() -> None:
     page = (Path(__file__).parents[3] / "docs" / "reference" / "agreement.md").read_text()
     for name in (*material.CASES, *material.RL):
         assert f"| {name} |" in page, "run: python -m tests.agreement.compare"
-    assert ", ".join(f"{name} {version}" for name, version in TRL["versions"].items()) in page, "run: python -m tests.agreement.compare"
+    assert ", ".join(f"{name} {version}" for name, version in TRL["versions"].items()) in page, (
+        "run: python -m tests.agreement.compare"
+    )
 
 
 PLANTED: list[tuple[str, dict[str, Any]]] = [
@@ -95,14 +112,22 @@ def test_a_planted_change_is_seen(name: str, change: dict[str, Any], folder: Pat
     assert max(found["loss"], found["grad_norm"]) > SEEN, found
 
 
-def test_one_token_too_many_in_a_denominator_is_seen(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_token_too_many_in_a_denominator_is_seen(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     count = rlhf_core.stages.sft.count
-    monkeypatch.setattr(rlhf_core.stages.sft, "count", lambda documents: count(documents)._replace(tokens=count(documents).tokens + 1))
+    monkeypatch.setattr(
+        rlhf_core.stages.sft,
+        "count",
+        lambda documents: count(documents)._replace(tokens=count(documents).tokens + 1),
+    )
     curve = ours.train(material.CASES["sft, padded"], folder, tmp_path / "run")
     assert of_curves(curve, TRL["curves"]["sft, padded"])["loss"] > SEEN
 
 
-def test_mismatched_pairs_the_other_way_round_are_seen(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mismatched_pairs_the_other_way_round_are_seen(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def the_answer_after(indices: list[int]) -> list[tuple[int, int]]:
         return [(index, indices[(i + 1) % len(indices)]) for i, index in enumerate(indices)]
 
@@ -127,5 +152,7 @@ def test_mismatched_pairs_the_other_way_round_are_seen(folder: Path, tmp_path: P
 )
 def test_a_planted_change_in_an_objective_is_seen(name: str, change: dict[str, Any], folder: Path) -> None:
     case = material.RL[name]._replace(**change)
-    found = of_losses(ours.rl_loss(case, folder, TRL["tensors"]), TRL["losses"][name], with_loss=not case.on_policy)
+    found = of_losses(
+        ours.rl_loss(case, folder, TRL["tensors"]), TRL["losses"][name], with_loss=not case.on_policy
+    )
     assert found["gradient"] > SEEN, found

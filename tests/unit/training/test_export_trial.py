@@ -63,13 +63,24 @@ def test_what_cannot_be_saved_is_said_before_training(
     for name in ("fit", "reference_logprobs"):
         monkeypatch.setattr(module_of(kind), name, train, raising=False)
     refuse_to_save(monkeypatch)
-    with pytest.raises(ValueError, match=r"base could not be saved \(TypeError: of what a tokenizer has\): correct the files of .*base"):
+    with pytest.raises(
+        ValueError,
+        match=r"base could not be saved \(TypeError: of what a tokenizer has\): correct the files of .*base",
+    ):
         run(config_of(kind, material, lora=lora), material / "base", tmp_path / "run")
     assert not (tmp_path / "run" / EXPORT_TRIAL).exists()
 
 
-def test_the_actor_says_what_cannot_be_saved(material: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    spec = ModelSpec(path=str(material / "base"), dtype="float32", pad_token_id=0, micro_batch_size=4, trust_remote_code=False)
+def test_the_actor_says_what_cannot_be_saved(
+    material: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec = ModelSpec(
+        path=str(material / "base"),
+        dtype="float32",
+        pad_token_id=0,
+        micro_batch_size=4,
+        trust_remote_code=False,
+    )
     actor = Actor(spec, PPO(prompts=Data(sources="none"), zero_stage=0), 0)
     folder = tmp_path / "trial"
     actor.try_export(str(folder))
@@ -79,7 +90,9 @@ def test_the_actor_says_what_cannot_be_saved(material: Path, tmp_path: Path, mon
         actor.try_export(str(folder))
 
 
-def test_a_full_disk_is_not_called_a_fault_of_the_model(material: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_is_not_called_a_fault_of_the_model(
+    material: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def full(self: object, folder: Path, **_: object) -> None:
         raise OSError(28, "No space left on device")
 
@@ -93,7 +106,9 @@ def test_a_base_with_values_that_transformers_does_not_write_is_trained_to_the_e
 ) -> None:
     base = tmp_path / "base"
     shutil.copytree(material / "base", base)
-    (base / "generation_config.json").write_text('{"do_sample": false, "temperature": 0.9, "top_p": 0.8, "eos_token_id": [1, 2]}')
+    (base / "generation_config.json").write_text(
+        '{"do_sample": false, "temperature": 0.9, "top_p": 0.8, "eos_token_id": [1, 2]}'
+    )
     run(config_of("sft", material), base, tmp_path / "run")
     printed = capsys.readouterr().out
     assert printed.count("refuses to write (temperature, top_p)") == 1

@@ -1,4 +1,5 @@
-"""Gradients of bf16 weights are the same for every number of passes: small ones are not lost in the sum of many."""
+"""Gradients of bf16 weights are the same for every number of passes: small ones are not lost in the sum of
+many."""
 
 from __future__ import annotations
 
@@ -66,23 +67,33 @@ def test_one_pass_holds_bf16_gradients_and_several_hold_fp32_ones() -> None:
 def test_the_chunks_of_a_head_add_up(bias: bool, cap: float | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each chunk has the same rows, so the whole gradient is that of one chunk times their number."""
     torch.manual_seed(0)
-    head, rows, chunks = nn.Linear(8, 16, bias=bias).bfloat16(), torch.randn(4, 8), 1024
+    head = nn.Linear(8, 16, bias=bias).bfloat16()
+    rows = torch.randn(4, 8)
+    chunks = 1024
     monkeypatch.setattr(head_module, "LOGITS_CHUNK", 4)
 
     def gradients(count: int) -> list[Tensor]:
         head.zero_grad()
-        hidden, targets = rows.bfloat16().repeat(count, 1).requires_grad_(), torch.arange(4).repeat(count)
+        hidden = rows.bfloat16().repeat(count, 1).requires_grad_()
+        targets = torch.arange(4).repeat(count)
         token_logprobs(head, hidden, targets, 1.0, "no", False, cap)[0].sum().backward()
         return [weight.grad.float() for weight in head.parameters() if weight.grad is not None]
 
-    one, many = gradients(1), gradients(chunks)
+    one = gradients(1)
+    many = gradients(chunks)
     assert all(weight.dtype == torch.bfloat16 for weight in head.parameters()) and len(one) == 1 + bias
     for single, whole in zip(one, many, strict=True):
         torch.testing.assert_close(whole / chunks, single, rtol=1e-3, atol=1e-3 * float(single.abs().max()))
 
 
 def sft(**fields: object) -> SFT:
-    common = {"data": {"sources": "rows.jsonl"}, "dtype": "bfloat16", "max_len": 128, "train_batch_size": 64, "zero_stage": "auto"}
+    common = {
+        "data": {"sources": "rows.jsonl"},
+        "dtype": "bfloat16",
+        "max_len": 128,
+        "train_batch_size": 64,
+        "zero_stage": "auto",
+    }
     return SFT.model_validate(common | {"micro_train_batch_size": 8} | fields)
 
 
@@ -97,19 +108,27 @@ def sft(**fields: object) -> SFT:
         ({"deepspeed": {"data_types": {"grad_accum_dtype": "bf16"}}}, 4, False),
     ],
 )
-def test_deepspeed_adds_in_fp32_where_a_step_has_several_passes(fields: dict[str, object], ranks: int, several: bool) -> None:
+def test_deepspeed_adds_in_fp32_where_a_step_has_several_passes(
+    fields: dict[str, object], ranks: int, several: bool
+) -> None:
     config = sft(ranks=Ranks(num_ranks_per_node=ranks), **fields)
     assert sums_in_fp32(config, ranks) is several
     options = options_of(config, "model", config.ranks)
     made = engine_config(ADAMW, 2, "bfloat16", 1, options, False, {})
     assert (made["data_types"].get("grad_accum_dtype") == "fp32") is several
-    assert engine_config(ADAMW, 2, "float32", 1, ZeroOptions(), False, {})["data_types"] == {}, "as its weights are"
+    assert engine_config(ADAMW, 2, "float32", 1, ZeroOptions(), False, {})["data_types"] == {}, (
+        "as its weights are"
+    )
 
 
 @pytest.mark.parametrize(("stage", "ranks", "more"), [(0, 1, 2), (3, 4, 2 / 4), (1, 4, 2), (2, 4, -2 / 4)])
 def test_fp32_sums_are_in_the_forecast(stage: int, ranks: int, more: float) -> None:
-    """Bytes a parameter. ZeRO-1 also has larger buckets; ZeRO-2 needs less, as its step uses the sums as they are."""
-    one, several = (trained(LARGE_MODEL, Training(ranks, stage, 0.0, 8192, sums_in_fp32=on), True, 8192) for on in (False, True))
+    """Bytes a parameter. ZeRO-1 also has larger buckets; ZeRO-2 needs less, as its step uses the sums as they
+    are."""
+    one, several = (
+        trained(LARGE_MODEL, Training(ranks, stage, 0.0, 8192, sums_in_fp32=on), True, 8192)
+        for on in (False, True)
+    )
     held = (several.still + several.training - one.still - one.training) / LARGE_MODEL.parameters
     buckets = {1: 4e9, 2: 2e9}.get(stage, 0.0) / LARGE_MODEL.parameters
     assert held == pytest.approx(more + buckets)

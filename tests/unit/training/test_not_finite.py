@@ -1,4 +1,5 @@
-"""Infinity and NaN: refused in a recipe, and a loss, gradient norm or weight that is not finite ends training, named."""
+"""Infinity and NaN: refused in a recipe, and a loss, gradient norm or weight that is not finite ends
+training, named."""
 
 from __future__ import annotations
 
@@ -28,7 +29,13 @@ from rlhf_core.stages.ppo.roles.trained import Critic, Update
 from rlhf_core.training.engine import TorchEngine
 from tests.unit.training.test_training import WORK, config_of
 
-SHAPE = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+SHAPE = {
+    "vocab_size": 32,
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+}
 SHAPE |= {"num_key_value_heads": 1, "max_position_embeddings": 32}
 TOO_LARGE = 1e37  # the first step makes weights whose products overflow float32
 
@@ -43,10 +50,13 @@ def classes(of: type[BaseModel] = Recipe) -> Iterator[type[BaseModel]]:
 
 def holds(annotation: Any, kind: type) -> bool:
     parts = typing.get_args(annotation)
-    return annotation is kind or (typing.get_origin(annotation) is not typing.Literal and any(holds(part, kind) for part in parts))
+    return annotation is kind or (
+        typing.get_origin(annotation) is not typing.Literal and any(holds(part, kind) for part in parts)
+    )
 
 
-OTHERS = ("sweep", "side_by_side")  # a mapping whose values are checked as those of the fields that they replace; a number or a switch
+# a mapping whose values are checked as those of the fields that they replace; a number or a switch
+OTHERS = ("sweep", "side_by_side")
 FIELDS = sorted({(of, name) for of in classes() for name in of.model_fields if name not in OTHERS}, key=str)
 NUMBERS = [(of, name) for of, name in FIELDS if holds(of.model_fields[name].annotation, float)]
 
@@ -60,7 +70,9 @@ def test_no_field_takes_infinity(value: object) -> None:
         several = "tuple" in str(of.model_fields[name].annotation)
         with pytest.raises(ValidationError) as refused:
             of.model_validate({name: [value, value] if several else value})
-        assert any(error["loc"][0] == name and error["type"] == "finite_number" for error in refused.value.errors()), (of, name)
+        assert any(
+            error["loc"][0] == name and error["type"] == "finite_number" for error in refused.value.errors()
+        ), (of, name)
 
 
 @pytest.mark.parametrize("value", ["1e400", True, math.nan])
@@ -70,13 +82,19 @@ def test_a_sweep_takes_what_its_field_takes(value: object) -> None:
 
 
 def test_no_number_is_a_switch() -> None:
-    whole = [(of, name) for of, name in FIELDS if holds(of.model_fields[name].annotation, int) and (of, name) not in NUMBERS]
+    whole = [
+        (of, name)
+        for of, name in FIELDS
+        if holds(of.model_fields[name].annotation, int) and (of, name) not in NUMBERS
+    ]
     assert len(whole) > 60
     for of, name in NUMBERS + whole:
         if name == "gradient_checkpointing":  # true: all layers
             continue
         with pytest.raises(ValidationError) as refused:
-            of.model_validate({name: [True, True] if "tuple" in str(of.model_fields[name].annotation) else True})
+            of.model_validate(
+                {name: [True, True] if "tuple" in str(of.model_fields[name].annotation) else True}
+            )
         assert any(error["loc"][0] == name for error in refused.value.errors()), (of, name)
 
 
@@ -92,16 +110,25 @@ def code_of(kind: str, material: Path, folder: Path, **more: object) -> int:
 
 
 @pytest.mark.parametrize("kind", WORK)
-def test_a_loss_that_is_not_finite_ends_the_stage(kind: str, material: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_loss_that_is_not_finite_ends_the_stage(
+    kind: str, material: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert code_of(kind, material, tmp_path / "run", learning_rate=TOO_LARGE) == 1
     message = capsys.readouterr().err.splitlines()[-1]
-    assert message.startswith("step 2 of ") and ": the loss is nan, and training ends here: lower the learning rate" in message
+    assert (
+        message.startswith("step 2 of ")
+        and ": the loss is nan, and training ends here: lower the learning rate" in message
+    )
     assert not (tmp_path / "run" / "result.json").exists()
 
 
 @pytest.mark.parametrize("value", [math.inf, math.nan])
 def test_weights_of_the_last_step_are_checked(
-    value: float, material: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    value: float,
+    material: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     """No later step has a loss that would show it."""
     step = TorchEngine.step
@@ -113,17 +140,25 @@ def test_weights_of_the_last_step_are_checked(
 
     monkeypatch.setattr(TorchEngine, "step", spoils)
     assert code_of("dpo", material, tmp_path / "run", samples=8) == 1
-    assert f"the largest value of the trained weight model.norm.weight is {value}, and training" in capsys.readouterr().err
+    assert (
+        f"the largest value of the trained weight model.norm.weight is {value}, and training"
+        in capsys.readouterr().err
+    )
     assert not (tmp_path / "run" / "result.json").exists() and not (tmp_path / "run" / "checkpoint").exists()
 
 
-def test_a_held_out_loss_is_checked(material: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_held_out_loss_is_checked(
+    material: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert code_of("sft", material, tmp_path / "run", learning_rate=TOO_LARGE, samples=8) == 1
     assert "after step 1 of 1 the loss on eval_data is nan" in capsys.readouterr().err
 
 
-def test_nothing_is_trained_on_a_gradient_that_is_not_finite(material: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    backward, weight = TorchEngine.backward, []
+def test_nothing_is_trained_on_a_gradient_that_is_not_finite(
+    material: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    backward = TorchEngine.backward
+    weight = []
 
     def spoiled(self: TorchEngine, loss: torch.Tensor, last: bool) -> None:
         backward(self, loss, last)
@@ -132,19 +167,28 @@ def test_nothing_is_trained_on_a_gradient_that_is_not_finite(material: Path, tmp
 
     monkeypatch.setattr(TorchEngine, "backward", spoiled)
     run = RunDir(tmp_path)
-    with pytest.raises(FloatingPointError, match=r"^step 1 of 5: the gradient norm is (inf|nan), and training ends here"):
+    with pytest.raises(
+        FloatingPointError, match=r"^step 1 of 5: the gradient norm is (inf|nan), and training ends here"
+    ):
         WORK["sft"](request_of("sft", material), run)
     assert weight[0].isfinite().all()
 
 
-def test_a_result_holds_finite_numbers_alone(material: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_result_holds_finite_numbers_alone(
+    material: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     run = RunDir(tmp_path)
     request = request_of("sft", material)
     run.prepare(request)
-    run.finish(request, Outcome({"loss": 1.0, "value/explained_variance": math.nan, "ratio": math.inf}, {}), 1.0)
+    run.finish(
+        request, Outcome({"loss": 1.0, "value/explained_variance": math.nan, "ratio": math.inf}, {}), 1.0
+    )
     found = json.loads((tmp_path / "result.json").read_text(), parse_constant=lambda name: pytest.fail(name))
     assert found["metrics"] == {"loss": 1.0}
-    assert "not in result.json, as they are not finite numbers: value/explained_variance (nan), ratio (inf)" in capsys.readouterr().out
+    assert (
+        "not in result.json, as they are not finite numbers: value/explained_variance (nan), ratio (inf)"
+        in capsys.readouterr().out
+    )
 
 
 @pytest.mark.parametrize("role", ["actor", "critic"])
@@ -157,10 +201,14 @@ def test_roles_of_ppo(role: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     model = ModelSpec(str(tmp_path), "float32", 0, 8, False)
     config = PPO.model_validate({"prompts": {"sources": "p.jsonl"}, "zero_stage": 0})
     made = Actor(model, config, 0) if role == "actor" else Critic(model, config, 0)
-    tokens, ones = [1, 2, 3, 4], np.ones(4, np.float32)
+    tokens = [1, 2, 3, 4]
+    ones = np.ones(4, np.float32)
     good = Experience(Document(tokens, [False, False, True, True]), -ones, -ones, -ones, ones, ones, ones)
     bad = replace(good, advantages=ones * math.inf, returns=ones * math.inf)
     before = [weight.clone() for weight in made.module.parameters()]
-    with pytest.raises(FloatingPointError, match=r"^optimiser step 2 of 2: the loss is (inf|-inf|nan), and training ends here"):
+    with pytest.raises(
+        FloatingPointError,
+        match=r"^optimiser step 2 of 2: the loss is (inf|-inf|nan), and training ends here",
+    ):
         made.train([good, bad], [Update([0], 0.0, 0.0), Update([0, 1], 1e-3, 0.0)])
     assert all(torch.equal(*pair) for pair in zip(before, made.module.parameters(), strict=True))

@@ -1,4 +1,5 @@
-"""The preference family as stages: two ranks train as one, a resume computes no reference, every loss learns its objective."""
+"""The preference family as stages: two ranks train as one, a resume computes no reference, every loss learns
+its objective."""
 
 from __future__ import annotations
 
@@ -18,7 +19,18 @@ import rlhf_core.stages.kto
 import rlhf_core.stages.reference_logprobs
 import rlhf_core.stages.reward_model
 import rlhf_core.stages.sft
-from rlhf_core.config import DPO, KTO, REFERENCE_FREE, SFT, Data, Ranks, RewardModel, Source, StageConfig, Trainable
+from rlhf_core.config import (
+    DPO,
+    KTO,
+    REFERENCE_FREE,
+    SFT,
+    Data,
+    Ranks,
+    RewardModel,
+    Source,
+    StageConfig,
+    Trainable,
+)
 from rlhf_core.data.chat import Renderer, load_tokenizer
 from rlhf_core.data.documents import SUFFIX_FILE, Document, stored_suffix
 from rlhf_core.data.packing import Passes
@@ -30,7 +42,12 @@ from rlhf_core.stages.reference_logprobs import answer_logprobs, reference_logpr
 from rlhf_core.training.engine import AdamW, TorchEngine
 from rlhf_core.training.train_loop import items_of_step
 
-COMMON: dict[str, Any] = {"train_batch_size": 8, "micro_train_batch_size": 4, "max_len": 96, "learning_rate": 1e-3}
+COMMON: dict[str, Any] = {
+    "train_batch_size": 8,
+    "micro_train_batch_size": 4,
+    "max_len": 96,
+    "learning_rate": 1e-3,
+}
 LOSSES: dict[str, dict[str, Any]] = {
     "sigmoid": {},
     "cdpo": {"loss": "sigmoid", "label_smoothing": 0.1, "nll_coef": 0.2},
@@ -47,9 +64,12 @@ def data(path: Path, samples: int, **more: Any) -> Data:
 
 
 def config_of(kind: str, material: Path, samples: int = 22, **more: Any) -> StageConfig:
-    pairs, held_out = data(material / "preferences.jsonl", samples), data(material / "preferences_heldout.jsonl", 8)
+    pairs = data(material / "preferences.jsonl", samples)
+    held_out = data(material / "preferences_heldout.jsonl", 8)
     if kind == "kto":
-        return KTO(policy="base", **{"data": pairs, "eval_data": held_out, **COMMON, "w_undesirable": 1.5, **more})
+        return KTO(
+            policy="base", **{"data": pairs, "eval_data": held_out, **COMMON, "w_undesirable": 1.5, **more}
+        )
     return DPO(policy="base", **{"data": pairs, "eval_data": held_out, **COMMON, **LOSSES[kind], **more})
 
 
@@ -92,14 +112,18 @@ class RankEngine(TorchEngine):
 
     def __init__(self, module: Policy, config: Trainable, rank: int, group: AllReduce):
         super().__init__(module, AdamW(config.betas, config.weight_decay, config.max_norm))
-        self.rank, self.world_size, self.group = rank, 2, group
+        self.rank = rank
+        self.world_size = 2
+        self.group = group
 
     def all_reduce(self, values: torch.Tensor) -> torch.Tensor:
         return self.group.sum(self.rank, values.clone())
 
     def step(self, learning_rate: float) -> float:
         for parameter in self.module.parameters():
-            parameter.grad = self.group.sum(self.rank, parameter.grad if parameter.grad is not None else torch.zeros_like(parameter))
+            parameter.grad = self.group.sum(
+                self.rank, parameter.grad if parameter.grad is not None else torch.zeros_like(parameter)
+            )
         return super().step(learning_rate)
 
     def barrier(self) -> None:
@@ -109,8 +133,11 @@ class RankEngine(TorchEngine):
 def run_on_two(config: StageConfig, material: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Runs the stage on two ranks, each in a thread."""
     folder.mkdir(exist_ok=True)
-    module, group, here = module_of(config), AllReduce(2), threading.local()
-    lock = threading.Lock()  # transformers keeps global state while it loads a model or renders a chat template
+    module = module_of(config)
+    group = AllReduce(2)
+    here = threading.local()
+    # transformers keeps global state while it loads a model or renders a chat template
+    lock = threading.Lock()
 
     def guarded(work: Callable[..., Any]) -> Callable[..., Any]:
         def alone(*arguments: Any, **named: Any) -> Any:
@@ -119,9 +146,18 @@ def run_on_two(config: StageConfig, material: Path, folder: Path, monkeypatch: p
 
         return alone
 
-    for name in {"open_frozen", "trained_policy", "load_tokenizer", "Renderer", "preference_pairs", "labelled_answers"} & set(vars(module)):
+    for name in {
+        "open_frozen",
+        "trained_policy",
+        "load_tokenizer",
+        "Renderer",
+        "preference_pairs",
+        "labelled_answers",
+    } & set(vars(module)):
         monkeypatch.setattr(module, name, guarded(getattr(module, name)))
-    monkeypatch.setattr(module, "make_engine", lambda policy, config, **_: RankEngine(policy, config, here.rank, group))
+    monkeypatch.setattr(
+        module, "make_engine", lambda policy, config, **_: RankEngine(policy, config, here.rank, group)
+    )
     failed: list[BaseException] = []
 
     def work(rank: int) -> None:
@@ -141,7 +177,10 @@ def run_on_two(config: StageConfig, material: Path, folder: Path, monkeypatch: p
         raise failed[0]
 
 
-@pytest.mark.parametrize("kind", [pytest.param(kind, marks=() if kind == "sigmoid" else pytest.mark.long) for kind in (*LOSSES, "kto")])
+@pytest.mark.parametrize(
+    "kind",
+    [pytest.param(kind, marks=() if kind == "sigmoid" else pytest.mark.long) for kind in (*LOSSES, "kto")],
+)
 def test_two_ranks_and_other_micro_batches_train_as_one_rank_does(
     kind: str, material: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -149,14 +188,17 @@ def test_two_ranks_and_other_micro_batches_train_as_one_rank_does(
     run(config_of(kind, material, micro_train_batch_size=1), material, tmp_path / "single")
     run(config_of(kind, material, micro_train_tokens=150), material, tmp_path / "tokens")
     # 22 pairs in steps of 8: the last has 3 micro-batches of 2.
-    run_on_two(config_of(kind, material, micro_train_batch_size=2, **TWO), material, tmp_path / "two", monkeypatch)
+    run_on_two(
+        config_of(kind, material, micro_train_batch_size=2, **TWO), material, tmp_path / "two", monkeypatch
+    )
     curves = [read_metrics(tmp_path / name) for name in ("whole", "single", "two", "tokens")]
     assert len(curves[0]) == (6 if kind == "kto" else 3)
     names = set(curves[0][-1]) - {"time", "step"}
     assert {"loss", "grad_norm", "accuracy", "margin", "eval/loss"} <= names
     for curve in curves[1:]:
         for line, expected in zip(curve, curves[0], strict=True):
-            # At the first step the policy is the reference, if there is one: the sign of its margin is rounding.
+            # At the first step the policy is the reference, if there is one: the sign of its margin is
+            # rounding.
             equal = line["step"] == 1 and kind not in REFERENCE_FREE
             assert not equal or abs(line["margin"]) < 1e-5
             compared = names - {"accuracy"} if equal else names
@@ -165,18 +207,24 @@ def test_two_ranks_and_other_micro_batches_train_as_one_rank_does(
             )
     for name, weight in load_file(tmp_path / "whole" / "checkpoint" / "model.safetensors").items():
         other = load_file(tmp_path / "two" / "checkpoint" / "model.safetensors")[name]
-        # AdamW's first steps move by the sign of tiny gradients, so a few elements differ by fractions of the learning rate.
+        # AdamW's first steps move by the sign of tiny gradients, so a few elements differ by fractions of the
+        # learning rate.
         assert (weight - other).abs().mean() < 2e-5, name
 
 
 @pytest.mark.parametrize("kind", ["sigmoid", pytest.param("kto", marks=pytest.mark.long)])
-def test_a_resume_computes_no_reference(kind: str, material: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_resume_computes_no_reference(
+    kind: str, material: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     config = config_of(kind, material, save_steps=1, reference="sft")
     loaded: list[str] = []
     load = module_of(config).open_frozen
-    monkeypatch.setattr(module_of(config), "open_frozen", lambda source, *rest: loaded.append(source) or load(source, *rest))
+    monkeypatch.setattr(
+        module_of(config), "open_frozen", lambda source, *rest: loaded.append(source) or load(source, *rest)
+    )
     whole = run(config, material, tmp_path / "whole")
-    real, taken = TorchEngine.step, 0
+    real = TorchEngine.step
+    taken = 0
 
     def dies_at_the_third_step(self: TorchEngine, rate: float) -> float:
         nonlocal taken
@@ -198,28 +246,48 @@ def test_a_resume_computes_no_reference(kind: str, material: Path, tmp_path: Pat
 
 def test_reference_logprobs_are_cached_by_content(material: Path, tmp_path: Path) -> None:
     engine = TorchEngine(load_policy(str(material / "base")), AdamW((0.9, 0.95), 0.0, 1.0))
-    document, other = Document([5, 6, 7, 8], [False, False, True, True]), Document([5, 6, 7, 9], [False, False, True, True])
+    document = Document([5, 6, 7, 8], [False, False, True, True])
+    other = Document([5, 6, 7, 9], [False, False, True, True])
     opened: list[int] = []
 
-    def logprobs_of(micro_batches: list[list[Document]], mean: bool = False, source: str = str(material / "base")) -> list[float]:
+    def logprobs_of(
+        micro_batches: list[list[Document]], mean: bool = False, source: str = str(material / "base")
+    ) -> list[float]:
         opened.append(0)
-        return reference_logprobs(engine, RunDir(tmp_path), lambda: opened.append(1) or engine, source, micro_batches, Passes(2), 0, mean)  # type: ignore[func-returns-value]
+        return reference_logprobs(
+            engine,
+            RunDir(tmp_path),
+            lambda: opened.append(1) or engine,
+            source,
+            micro_batches,
+            Passes(2),
+            0,
+            mean,
+        )  # type: ignore[func-returns-value]
 
     first = logprobs_of([[document, other]])
     assert sum(opened) == 1
     assert logprobs_of([[document, other]]) == first and sum(opened) == 1, "the result is read from the file"
     with torch.no_grad():
-        assert first == pytest.approx(answer_logprobs(engine, [document, other], 0, False, engine.device).tolist())
+        assert first == pytest.approx(
+            answer_logprobs(engine, [document, other], 0, False, engine.device).tolist()
+        )
     longer = Document(document.tokens, [False, True, True, True])
-    for number, (batches, mean) in enumerate([([[document], [other]], False), ([[document, other]], True), ([[longer, other]], False)]):
-        assert logprobs_of(batches, mean) is not None and sum(opened) == 2 + number, "another batching, reduction or mask has another file"
+    for number, (batches, mean) in enumerate(
+        [([[document], [other]], False), ([[document, other]], True), ([[longer, other]], False)]
+    ):
+        assert logprobs_of(batches, mean) is not None and sum(opened) == 2 + number, (
+            "another batching, reduction or mask has another file"
+        )
     assert logprobs_of([[document, other]], mean=True) == pytest.approx([value / 2 for value in first])
     logprobs_of([[document, other]], source="org/model")
     assert sum(opened) == 5
 
 
 @pytest.mark.parametrize("loss", ["simpo", "orpo"])
-def test_a_loss_without_a_reference_computes_none(loss: str, material: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_loss_without_a_reference_computes_none(
+    loss: str, material: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def refuse(*arguments: object, **more: object) -> list[float]:
         raise AssertionError("there is no reference")
 
@@ -235,28 +303,45 @@ def first_loss(config: StageConfig, material: Path, folder: Path) -> float:
 
 def test_the_losses_have_their_known_values_at_the_reference(material: Path, tmp_path: Path) -> None:
     # All log-ratios are 0: DPO is log 2, IPO (1 / (2 beta))^2 whether log-probs are summed or averaged.
-    found = {kind: first_loss(config_of(kind, material, samples=8), material, tmp_path / kind) for kind in ("sigmoid", "ipo", "ipo_sum")}
+    found = {
+        kind: first_loss(config_of(kind, material, samples=8), material, tmp_path / kind)
+        for kind in ("sigmoid", "ipo", "ipo_sum")
+    }
     assert found == pytest.approx({"sigmoid": 0.693147, "ipo": 25.0, "ipo_sum": 25.0}, abs=1e-4)
     # KTO: KL is 0 and every r too, so each answer costs half its weight; half of them are desirable.
-    assert first_loss(config_of("kto", material, samples=4), material, tmp_path / "kto") == pytest.approx((1 + 1.5) / 4, abs=1e-4)
+    assert first_loss(config_of("kto", material, samples=4), material, tmp_path / "kto") == pytest.approx(
+        (1 + 1.5) / 4, abs=1e-4
+    )
 
 
 def test_the_two_forms_of_ipo_differ_after_the_first_step(material: Path, tmp_path: Path) -> None:
-    curves = [run(config_of(kind, material), material, tmp_path / kind).metrics["margin"] for kind in ("ipo", "ipo_sum")]
+    curves = [
+        run(config_of(kind, material), material, tmp_path / kind).metrics["margin"]
+        for kind in ("ipo", "ipo_sum")
+    ]
     assert curves[0] != pytest.approx(curves[1], rel=0.05)
 
 
 @pytest.mark.parametrize(
-    "kind", [pytest.param(kind, marks=() if kind in ("sigmoid", "orpo", "kto") else pytest.mark.long) for kind in (*LOSSES, "kto")]
+    "kind",
+    [
+        pytest.param(kind, marks=() if kind in ("sigmoid", "orpo", "kto") else pytest.mark.long)
+        for kind in (*LOSSES, "kto")
+    ],
 )
 def test_every_loss_learns_to_prefer_the_chosen_answers(kind: str, material: Path, tmp_path: Path) -> None:
-    (tmp_path / "held_out.jsonl").write_text("\n".join((material / "preferences.jsonl").read_text().splitlines()[-60:]) + "\n")
-    pairs, held_out = data(material / "preferences.jsonl", 160), data(tmp_path / "held_out.jsonl", 60)
+    (tmp_path / "held_out.jsonl").write_text(
+        "\n".join((material / "preferences.jsonl").read_text().splitlines()[-60:]) + "\n"
+    )
+    pairs = data(material / "preferences.jsonl", 160)
+    held_out = data(tmp_path / "held_out.jsonl", 60)
     fields = {"data": pairs, "eval_data": held_out, "train_batch_size": 16, "micro_train_batch_size": 16}
-    more = {"max_epochs": 1, "w_undesirable": 1.0} if kind == "kto" else {"max_epochs": 2}  # a pair is two answers: as many steps
+    # a pair is two answers: as many steps
+    more = {"max_epochs": 1, "w_undesirable": 1.0} if kind == "kto" else {"max_epochs": 2}
     run(config_of(kind, material, **fields, **more), material, tmp_path)
     curve = read_metrics(tmp_path)
-    start, end = curve[0], curve[-1]  # the first step's numbers are those of the untrained model
+    start = curve[0]
+    end = curve[-1]  # the first step's numbers are those of the untrained model
     assert end["eval/accuracy"] >= 0.75, end
     assert end["eval/margin"] > start["margin"] and end["eval/loss"] < start["loss"], (start, end)
 
@@ -264,7 +349,11 @@ def test_every_loss_learns_to_prefer_the_chosen_answers(kind: str, material: Pat
 def test_mismatches_wrap_around_the_step() -> None:
     assert mismatches_of([4, 7, 9]) == [(4, 9), (7, 4), (9, 7)]
     assert mismatches_of([4]) == [], "one answer alone has no mismatched partner"
-    made = mismatch(Document([1, 2, 3, 4], [False, False, True, True]), Document([5, 6, 7, 8, 9], [False, True, True, True, True]), 5)
+    made = mismatch(
+        Document([1, 2, 3, 4], [False, False, True, True]),
+        Document([5, 6, 7, 8, 9], [False, True, True, True, True]),
+        5,
+    )
     assert made == Document([1, 2, 6, 7, 8], [False, False, True, True, True])
 
 
@@ -279,12 +368,21 @@ def test_all_mismatches_are_those_of_the_steps() -> None:
 
 def test_ktos_kl_is_the_mean_over_the_whole_step(material: Path, tmp_path: Path) -> None:
     """Against a loop over the pairs, one by one, with two models in memory."""
-    model, other = str(material / "base"), tmp_path / "other"
+    model = str(material / "base")
+    other = tmp_path / "other"
     first = config_of("kto", material, samples=20, learning_rate=1e-2)  # away from the reference
     run(first, material, other)
-    policy, reference = load_policy(str(other / "checkpoint")), load_policy(model)
-    config = KTO(policy="moved", reference="base", data=data(material / "preferences.jsonl", 4), **{**COMMON, "micro_train_batch_size": 2})
-    request = request_of(config, material).model_copy(update={"inputs": {"moved": str(other / "checkpoint"), "base": model}})
+    policy = load_policy(str(other / "checkpoint"))
+    reference = load_policy(model)
+    config = KTO(
+        policy="moved",
+        reference="base",
+        data=data(material / "preferences.jsonl", 4),
+        **{**COMMON, "micro_train_batch_size": 2},
+    )
+    request = request_of(config, material).model_copy(
+        update={"inputs": {"moved": str(other / "checkpoint"), "base": model}}
+    )
     (tmp_path / "run").mkdir()
     rlhf_core.stages.kto.run(request, RunDir(tmp_path / "run"))
 
@@ -295,9 +393,14 @@ def test_ktos_kl_is_the_mean_over_the_whole_step(material: Path, tmp_path: Path)
     with torch.no_grad():
         for i in range(8):
             document = mismatch(step[i].document, step[i - 1].document, 96)
-            pi, ref = (float(answer_logprobs(m, [document], 0, False, torch.device("cpu"))) for m in (policy, reference))
+            pi, ref = (
+                float(answer_logprobs(m, [document], 0, False, torch.device("cpu")))
+                for m in (policy, reference)
+            )
             gaps.append(pi - ref)
-    assert read_metrics(tmp_path / "run")[0]["kl"] == pytest.approx(max(0.0, sum(gaps) / 8), rel=1e-4, abs=1e-4)
+    assert read_metrics(tmp_path / "run")[0]["kl"] == pytest.approx(
+        max(0.0, sum(gaps) / 8), rel=1e-4, abs=1e-4
+    )
     assert abs(sum(gaps) / 8) > 0.5, "the models must differ for this to show anything"
 
 
@@ -326,11 +429,20 @@ def test_the_reward_model_does_not_collapse_over_three_epochs(material: Path, tm
     (tmp_path / "held_out.jsonl").write_text("\n".join(rows[-150:]) + "\n")
     found = {}
     for epochs in (1, 3):
-        fields = {**COMMON, "train_batch_size": 32, "micro_train_batch_size": 32, "learning_rate": 5e-4, "centering": 0.01}
-        train, held_out = data(tmp_path / "train.jsonl", 10**6), data(tmp_path / "held_out.jsonl", 150)
+        fields = {
+            **COMMON,
+            "train_batch_size": 32,
+            "micro_train_batch_size": 32,
+            "learning_rate": 5e-4,
+            "centering": 0.01,
+        }
+        train = data(tmp_path / "train.jsonl", 10**6)
+        held_out = data(tmp_path / "held_out.jsonl", 150)
         config = RewardModel(model="base", data=train, eval_data=held_out, max_epochs=epochs, **fields)
         found[epochs] = run(config, material, tmp_path / str(epochs)).metrics
-    assert found[1]["eval/accuracy"] > 0.6 and found[3]["eval/accuracy"] >= found[1]["eval/accuracy"] - 0.03, found
+    assert (
+        found[1]["eval/accuracy"] > 0.6 and found[3]["eval/accuracy"] >= found[1]["eval/accuracy"] - 0.03
+    ), found
     assert found[3]["score/std"] > 0.5 * found[1]["score/std"] > 0
 
 
@@ -350,13 +462,26 @@ def scored_rows(material: Path, folder: Path, count: int) -> Path:
 def mean_logprob(policy: Policy, renderer: Renderer, rows: list[dict[str, str]], column: str) -> float:
     documents = [renderer.answer([{"role": "user", "content": row["prompt"]}], row[column]) for row in rows]
     with torch.no_grad():
-        parts = [answer_logprobs(policy, part, 0, True, torch.device("cpu")) for part in Passes(16).split(documents, len)]
+        parts = [
+            answer_logprobs(policy, part, 0, True, torch.device("cpu"))
+            for part in Passes(16).split(documents, len)
+        ]
     return float(torch.cat(parts).mean())
 
 
 def sft_on_answers(file: Path, material: Path, folder: Path, **more: Any) -> str:
-    config = SFT(model="base", answers="made", max_len=128, train_batch_size=16, micro_train_batch_size=16, learning_rate=1e-3, **more)
-    request = request_of(config, material).model_copy(update={"inputs": {"base": str(material / "base"), "made": str(file)}})
+    config = SFT(
+        model="base",
+        answers="made",
+        max_len=128,
+        train_batch_size=16,
+        micro_train_batch_size=16,
+        learning_rate=1e-3,
+        **more,
+    )
+    request = request_of(config, material).model_copy(
+        update={"inputs": {"base": str(material / "base"), "made": str(file)}}
+    )
     folder.mkdir()
     rlhf_core.stages.sft.run(request, RunDir(folder))
     return str(folder / "checkpoint")
@@ -365,12 +490,19 @@ def sft_on_answers(file: Path, material: Path, folder: Path, **more: Any) -> str
 @pytest.mark.slow
 @pytest.mark.long
 def test_conditional_sft_follows_the_reward_in_the_prompt(material: Path, tmp_path: Path) -> None:
-    checkpoint = sft_on_answers(scored_rows(material, tmp_path, 250), material, tmp_path / "run", condition="reward", max_epochs=4)
-    assert stored_suffix(checkpoint) == " <rm_score>: 1.00", "two rewards, as many of each: +1 and -1 after standardisation"
-    policy, tokenizer = load_policy(checkpoint).eval(), load_tokenizer(checkpoint)
+    checkpoint = sft_on_answers(
+        scored_rows(material, tmp_path, 250), material, tmp_path / "run", condition="reward", max_epochs=4
+    )
+    assert stored_suffix(checkpoint) == " <rm_score>: 1.00", (
+        "two rewards, as many of each: +1 and -1 after standardisation"
+    )
+    policy = load_policy(checkpoint).eval()
+    tokenizer = load_tokenizer(checkpoint)
     rows = [json.loads(line) for line in (material / "preferences.jsonl").read_text().splitlines()[-60:]]
     scores: dict[str, Callable[[str], float]] = {
-        suffix: lambda column, suffix=suffix: mean_logprob(policy, Renderer(tokenizer, "chat", suffix), rows, column)  # type: ignore[misc]
+        suffix: lambda column, suffix=suffix: mean_logprob(
+            policy, Renderer(tokenizer, "chat", suffix), rows, column
+        )  # type: ignore[misc]
         for suffix in (" <rm_score>: 1.00", " <rm_score>: -1.00")
     }
     best, worst = scores.values()

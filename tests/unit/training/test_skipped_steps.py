@@ -1,4 +1,5 @@
-"""Steps whose loss or gradient norm is not finite are left out, up to a budget: their rows are told, and nothing is trained on them."""
+"""Steps whose loss or gradient norm is not finite are left out, up to a budget: their rows are told, and
+nothing is trained on them."""
 
 from __future__ import annotations
 
@@ -27,7 +28,17 @@ BROKEN = "a row that breaks the loss"
 def rows(material: Path, tmp_path: Path) -> Path:
     """40 conversations, of which two are broken."""
     lines = (material / "sft.jsonl").read_text().splitlines()[:38]
-    bad = [json.dumps({"messages": [{"role": "user", "content": f"{BROKEN} {n}"}, {"role": "assistant", "content": "x"}]}) for n in "01"]
+    bad = [
+        json.dumps(
+            {
+                "messages": [
+                    {"role": "user", "content": f"{BROKEN} {n}"},
+                    {"role": "assistant", "content": "x"},
+                ]
+            }
+        )
+        for n in "01"
+    ]
     file = tmp_path / "rows.jsonl"
     file.write_text("\n".join([*lines[:10], bad[0], *lines[10:30], bad[1], *lines[30:]]) + "\n")
     return file
@@ -72,7 +83,9 @@ def train(rows: Path, material: Path, folder: Path, allowed: int, **more: Any) -
         **more,
     )
     folder.mkdir(exist_ok=True)
-    request = StageRequest(name="sft", digest="0", config=config, inputs={"base": str(material / "base")}, seed=5)
+    request = StageRequest(
+        name="sft", digest="0", config=config, inputs={"base": str(material / "base")}, seed=5
+    )
     return rlhf_core.stages.sft.run(request, RunDir(folder))
 
 
@@ -82,7 +95,11 @@ def told(folder: Path) -> list[dict[str, Any]]:
 
 @pytest.mark.usefixtures("planted")
 def test_steps_within_the_budget_are_left_out(
-    rows: Path, material: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    rows: Path,
+    material: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     states: list[list[torch.Tensor]] = []  # after each step
     step = TorchEngine.step
@@ -102,14 +119,17 @@ def test_steps_within_the_budget_are_left_out(
         broken = [row for row in each["rows"] if BROKEN in row["text"]]
         assert len(each["rows"]) == 4 and len(broken) == 1 and "the loss is inf" in each["error"]
         assert each["step"] > 1
-        before, after = states[each["step"] - 2], states[each["step"] - 1]
+        before = states[each["step"] - 2]
+        after = states[each["step"] - 1]
         assert all(torch.equal(*pair) for pair in zip(before, after, strict=True)), "weights and moments stay"
     lines = read_metrics(tmp_path / "run")
     skipped = {each["step"] for each in found}
-    assert {line["step"] for line in lines if "loss" not in line} == skipped and lines[-1]["skipped_steps"] == 2
-    assert [line["learning_rate"] for line in lines] == [train_loop.learning_rate(at, 10, 1e-3, 0.03, 0.1) for at in range(10)], (
-        "the schedule goes on"
-    )
+    assert {line["step"] for line in lines if "loss" not in line} == skipped and lines[-1][
+        "skipped_steps"
+    ] == 2
+    assert [line["learning_rate"] for line in lines] == [
+        train_loop.learning_rate(at, 10, 1e-3, 0.03, 0.1) for at in range(10)
+    ], "the schedule goes on"
     assert all(math.isfinite(line.get("loss", 0.0)) for line in lines)
     out = capsys.readouterr().out
     assert "is left out (1 of 2): the loss is inf" in out and f"its 4 rows are in {NONFINITE_STEPS}: " in out
@@ -117,9 +137,12 @@ def test_steps_within_the_budget_are_left_out(
 
 @pytest.mark.usefixtures("planted")
 @pytest.mark.parametrize("allowed", [0, 1])
-def test_the_error_beyond_the_budget_names_the_rows(allowed: int, rows: Path, material: Path, tmp_path: Path) -> None:
+def test_the_error_beyond_the_budget_names_the_rows(
+    allowed: int, rows: Path, material: Path, tmp_path: Path
+) -> None:
     with pytest.raises(
-        FloatingPointError, match=r"^step \d+ of 10: the loss is inf, and training ends here.*; its 4 rows are in nonfinite"
+        FloatingPointError,
+        match=r"^step \d+ of 10: the loss is inf, and training ends here.*; its 4 rows are in nonfinite",
     ):
         train(rows, material, tmp_path / "run", allowed)
     assert len(told(tmp_path / "run")) == allowed + 1
@@ -129,7 +152,9 @@ def test_the_error_beyond_the_budget_names_the_rows(allowed: int, rows: Path, ma
 
 
 @pytest.mark.usefixtures("planted")
-def test_a_resumed_stage_has_spent_what_it_had_spent(rows: Path, material: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_resumed_stage_has_spent_what_it_had_spent(
+    rows: Path, material: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     whole = train(rows, material, tmp_path / "whole", 2)
     first, second = (each["step"] for each in told(tmp_path / "whole"))
     take = train_loop.take_step
@@ -148,12 +173,17 @@ def test_a_resumed_stage_has_spent_what_it_had_spent(rows: Path, material: Path,
         train(rows, material, tmp_path / "run", 1, save_steps=1)
     outcome = train(rows, material, tmp_path / "run", 2, save_steps=1)
     assert outcome.metrics == whole.metrics
-    one, other = (load_file(tmp_path / name / "checkpoint" / "model.safetensors") for name in ("whole", "run"))
+    one, other = (
+        load_file(tmp_path / name / "checkpoint" / "model.safetensors") for name in ("whole", "run")
+    )
     assert all(torch.equal(weight, other[name]) for name, weight in one.items())
 
 
-def test_a_gradient_norm_that_is_not_finite_counts_too(rows: Path, material: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    backward, calls = TorchEngine.backward, []
+def test_a_gradient_norm_that_is_not_finite_counts_too(
+    rows: Path, material: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    backward = TorchEngine.backward
+    calls = []
 
     def spoiled(engine: TorchEngine, loss: torch.Tensor, last: bool) -> None:
         backward(engine, loss, last)
@@ -167,10 +197,14 @@ def test_a_gradient_norm_that_is_not_finite_counts_too(rows: Path, material: Pat
     assert "the gradient norm is nan" in told(tmp_path / "run")[0]["error"]
 
 
-def test_a_run_without_such_steps_is_the_same_with_a_budget(rows: Path, material: Path, tmp_path: Path) -> None:
+def test_a_run_without_such_steps_is_the_same_with_a_budget(
+    rows: Path, material: Path, tmp_path: Path
+) -> None:
     curves = []
     for allowed in (0, 3):
         outcome = train(rows, material, tmp_path / str(allowed), allowed)
-        assert outcome.metrics["skipped_steps"] == 0 and not (tmp_path / str(allowed) / NONFINITE_STEPS).exists()
+        assert (
+            outcome.metrics["skipped_steps"] == 0 and not (tmp_path / str(allowed) / NONFINITE_STEPS).exists()
+        )
         curves.append([line["loss"] for line in read_metrics(tmp_path / str(allowed))])
     assert curves[0] == curves[1]

@@ -15,16 +15,26 @@ WEIGHTS = {"a.weight": torch.arange(35.0).view(5, 7), "b": torch.arange(3.0)}
 
 
 def parts(ranks: int, rank: int, filled: bool) -> Iterator[Part]:
-    """This rank's parts as ZeRO-3 cuts them, with the values of WEIGHTS (the moments 100 and 200 more), or zeros."""
+    """This rank's parts as ZeRO-3 cuts them, with the values of WEIGHTS (the moments 100 and 200 more), or
+    zeros."""
     for name, weight in WEIGHTS.items():
         share = -(-weight.numel() // ranks)
         own = weight.flatten()[rank * share : (rank + 1) * share]
-        yield Part(name, rank * share, {kind: own + 100 * i if filled else torch.zeros_like(own) for i, kind in enumerate(KINDS)})
+        yield Part(
+            name,
+            rank * share,
+            {kind: own + 100 * i if filled else torch.zeros_like(own) for i, kind in enumerate(KINDS)},
+        )
 
 
 def write(folder: Path, ranks: int) -> None:
     for rank in range(ranks):
-        write_tensors(folder, rank, 7, {key: [tensor] for key, tensor in by_key(parts(ranks, rank, filled=True)).items()})
+        write_tensors(
+            folder,
+            rank,
+            7,
+            {key: [tensor] for key, tensor in by_key(parts(ranks, rank, filled=True)).items()},
+        )
 
 
 @pytest.mark.parametrize(("writers", "readers"), [(4, 4), (4, 3), (4, 1), (1, 4), (3, 5)])
@@ -32,7 +42,8 @@ def test_other_ranks_read_their_elements(writers: int, readers: int, tmp_path: P
     write(tmp_path, writers)
     assert stored_steps(tmp_path) == 7
     for rank in range(readers):
-        found, expected = list(parts(readers, rank, filled=False)), list(parts(readers, rank, filled=True))
+        found = list(parts(readers, rank, filled=False))
+        expected = list(parts(readers, rank, filled=True))
         read_parts(tmp_path, found, WEIGHTS)
         for one, other in zip(found, expected, strict=True):
             assert all(torch.equal(one.tensors[kind], other.tensors[kind]) for kind in KINDS)

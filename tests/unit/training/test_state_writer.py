@@ -1,4 +1,5 @@
-"""A state is copied, then written beside the next steps; what fails there is raised where training goes on."""
+"""A state is copied, then written beside the next steps; what fails there is raised where training goes
+on."""
 
 from __future__ import annotations
 
@@ -23,7 +24,10 @@ WAIT = 30.0  # seconds, at most
 
 
 def parts(value: float) -> list[Part]:
-    return [Part(name, 0, {kind: torch.full(shape, value + i) for i, kind in enumerate(KINDS)}) for name, shape in SHAPES.items()]
+    return [
+        Part(name, 0, {kind: torch.full(shape, value + i) for i, kind in enumerate(KINDS)})
+        for name, shape in SHAPES.items()
+    ]
 
 
 SHAPES = {"a": (3, 5), "b": (7,), "none": (0,)}
@@ -48,7 +52,8 @@ def test_a_state_is_that_of_the_moment_at_which_it_was_copied(
     chunk: int, held: Event, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(state_writer, "CHUNK", chunk)
-    writer, trained = StateWriter(0, 1), parts(1)
+    writer = StateWriter(0, 1)
+    trained = parts(1)
     for value in (1, 5):  # the second one takes the memory of the first
         for tensor in (tensor for part in trained for tensor in part.tensors.values()):
             tensor += value - 1
@@ -94,7 +99,8 @@ def test_without_memory_for_a_copy_training_waits(
 
 
 def test_a_state_is_published_once_all_have_written(tmp_path: Path) -> None:
-    run, files = RunDir(tmp_path), ["actor/rank-00000.safetensors", "actor/rank-00001.safetensors"]
+    run = RunDir(tmp_path)
+    files = ["actor/rank-00000.safetensors", "actor/rank-00001.safetensors"]
     commit = resume_state.save(run, 2, 1, {"a": 1}, lambda folder: (folder / "actor").mkdir(), files)
     folder = tmp_path / STATE / ".step-2"
     (folder / files[0]).touch()
@@ -106,8 +112,12 @@ def test_a_state_is_published_once_all_have_written(tmp_path: Path) -> None:
     assert found is not None and found.step == 2 and all((found.folder / file).exists() for file in files)
 
 
-def test_what_keeps_a_state_from_being_published_is_raised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(resume_state, "sync_to_disk", lambda _: (_ for _ in ()).throw(OSError(errno.EIO, "the disk is gone")))
+def test_what_keeps_a_state_from_being_published_is_raised(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        resume_state, "sync_to_disk", lambda _: (_ for _ in ()).throw(OSError(errno.EIO, "the disk is gone"))
+    )
     with pytest.raises(OSError, match="the disk is gone"):
         resume_state.save(RunDir(tmp_path), 2, 1, {}, lambda folder: None).wait()
     assert resume_state.latest(RunDir(tmp_path)) is None

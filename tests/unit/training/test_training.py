@@ -1,4 +1,5 @@
-"""SFT, reward model, DPO and KTO as stages: they train, resume bit for bit, and refuse to train on nothing."""
+"""SFT, reward model, DPO and KTO as stages: they train, resume bit for bit, and refuse to train on
+nothing."""
 
 from __future__ import annotations
 
@@ -49,18 +50,32 @@ def config_of(kind: str, material: Path, samples: int = 40, **more: object) -> S
     if kind == "sft":
         return SFT(model="base", data=data("sft.jsonl"), eval_data=data("sft_heldout.jsonl"), **fields)
     if kind == "reward_model":
-        return RewardModel(model="base", data=data("preferences.jsonl"), eval_data=data("preferences_heldout.jsonl"), **fields)
+        return RewardModel(
+            model="base",
+            data=data("preferences.jsonl"),
+            eval_data=data("preferences_heldout.jsonl"),
+            **fields,
+        )
     if kind == "kto":
         fields = {"eval_data": data("preferences_heldout.jsonl"), "max_epochs": 1, **fields}
-        return KTO(policy="base", data=data("preferences.jsonl").model_copy(update={"max_samples": samples // 2}), **fields)
+        return KTO(
+            policy="base",
+            data=data("preferences.jsonl").model_copy(update={"max_samples": samples // 2}),
+            **fields,
+        )
     return DPO(policy="base", data=data("preferences.jsonl"), **fields)
 
 
 def run(config: StageConfig, material: Path, folder: Path) -> Outcome:
     folder.mkdir(exist_ok=True)
-    request = StageRequest(name=config.stage, digest="0", config=config, inputs={"base": str(material / "base")}, seed=3)
+    request = StageRequest(
+        name=config.stage, digest="0", config=config, inputs={"base": str(material / "base")}, seed=3
+    )
     outcome = WORK[config.stage](request, RunDir(folder))
-    assert set(outcome.metrics) == set(metrics_of(config)) - {BALANCE, f"eval/{BALANCE}"}, "what gates may name is what the stage writes"
+    assert set(outcome.metrics) == set(metrics_of(config)) - {
+        BALANCE,
+        f"eval/{BALANCE}",
+    }, "what gates may name is what the stage writes"
     return outcome
 
 
@@ -80,7 +95,8 @@ def test_a_killed_stage_resumes_to_the_same_weights_and_curve(
 ) -> None:
     config = config_of(kind, material, save_steps=2, dtype=dtype)
     whole = run(config, material, tmp_path / "whole")
-    real_step, steps = TorchEngine.step, []
+    real_step = TorchEngine.step
+    steps = []
 
     def dies_at_the_fourth_step(self: TorchEngine, rate: float) -> float:
         steps.append(rate)
@@ -97,15 +113,21 @@ def test_a_killed_stage_resumes_to_the_same_weights_and_curve(
     for name, weight in weights(tmp_path / "whole").items():
         assert torch.equal(weight, weights(tmp_path / "killed")[name]), name
     assert again.metrics == whole.metrics
-    curves = [[{k: v for k, v in line.items() if k != "time"} for line in read_metrics(tmp_path / run)] for run in ("whole", "killed")]
+    curves = [
+        [{k: v for k, v in line.items() if k != "time"} for line in read_metrics(tmp_path / run)]
+        for run in ("whole", "killed")
+    ]
     assert curves[0] == curves[1]
 
 
 @pytest.mark.parametrize("kind", ["sft", "dpo"])
-def test_a_killed_stage_resumes_with_shorter_passes(kind: str, material: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_killed_stage_resumes_with_shorter_passes(
+    kind: str, material: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """As after an out-of-memory error and a smaller micro-batch: the same curve up to rounding."""
     whole = run(config_of(kind, material, save_steps=2, micro_train_tokens=800), material, tmp_path / "whole")
-    real_step, steps = TorchEngine.step, []
+    real_step = TorchEngine.step
+    steps = []
 
     def runs_out_of_memory(self: TorchEngine, rate: float) -> float:
         steps.append(rate)
@@ -114,24 +136,40 @@ def test_a_killed_stage_resumes_with_shorter_passes(kind: str, material: Path, t
         return real_step(self, rate)
 
     monkeypatch.setattr(TorchEngine, "step", runs_out_of_memory)
-    with pytest.raises(RuntimeError, match=r"ran out of GPU memory: lower micro_train_tokens .*goes on from its last checkpoint"):
+    with pytest.raises(
+        RuntimeError,
+        match=r"ran out of GPU memory: lower micro_train_tokens .*goes on from its last checkpoint",
+    ):
         run(config_of(kind, material, save_steps=2, micro_train_tokens=800), material, tmp_path / "killed")
-    again = run(config_of(kind, material, save_steps=2, micro_train_tokens=200), material, tmp_path / "killed")
+    again = run(
+        config_of(kind, material, save_steps=2, micro_train_tokens=200), material, tmp_path / "killed"
+    )
     assert len(steps) == 4 + 3, "steps 1-2 are in the saved state, 3-5 are done again or for the first time"
-    curves = [[(line["loss"], line["grad_norm"]) for line in read_metrics(tmp_path / name)] for name in ("whole", "killed")]
+    curves = [
+        [(line["loss"], line["grad_norm"]) for line in read_metrics(tmp_path / name)]
+        for name in ("whole", "killed")
+    ]
     assert len(curves[0]) == 5 and curves[1] == [pytest.approx(point, rel=1e-4) for point in curves[0]]
     assert again.metrics["loss"] == pytest.approx(whole.metrics["loss"], rel=1e-4)
 
 
-@pytest.mark.parametrize("kind", [pytest.param(kind, marks=() if kind in ("sft", "reward_model") else pytest.mark.long) for kind in WORK])
+@pytest.mark.parametrize(
+    "kind",
+    [pytest.param(kind, marks=() if kind in ("sft", "reward_model") else pytest.mark.long) for kind in WORK],
+)
 def test_loss_and_weights_do_not_depend_on_the_micro_batch(kind: str, material: Path, tmp_path: Path) -> None:
     outcomes: dict[object, Outcome] = {}
     for micro in (1, 4, 8):
-        outcomes[micro] = run(config_of(kind, material, micro_train_batch_size=micro), material, tmp_path / str(micro))
+        outcomes[micro] = run(
+            config_of(kind, material, micro_train_batch_size=micro), material, tmp_path / str(micro)
+        )
     outcomes["tokens"] = run(config_of(kind, material, micro_train_tokens=150), material, tmp_path / "tokens")
     for other in (1, 4, "tokens"):
         for name in ("loss", "grad_norm", *(name for name in outcomes[8].metrics if name == "eval/loss")):
-            assert outcomes[other].metrics[name] == pytest.approx(outcomes[8].metrics[name], rel=1e-4), (other, name)
+            assert outcomes[other].metrics[name] == pytest.approx(outcomes[8].metrics[name], rel=1e-4), (
+                other,
+                name,
+            )
 
 
 def test_weights_in_bf16_take_steps_smaller_than_the_distance_of_their_numbers() -> None:
@@ -166,15 +204,26 @@ def test_the_reward_model_stores_the_statistics_of_its_scores(material: Path, tm
     stored = json.loads((tmp_path / "checkpoint" / STATISTICS).read_text())
     assert stored == {"mean": outcome.metrics["score/mean"], "std": outcome.metrics["score/std"]}
     scorer = RewardScorer(str(tmp_path / "checkpoint"), "float32", 4)
-    assert stored_statistics(str(tmp_path / "checkpoint")) == (stored["mean"], stored["std"]) and stored["std"] > 0
+    assert (
+        stored_statistics(str(tmp_path / "checkpoint")) == (stored["mean"], stored["std"])
+        and stored["std"] > 0
+    )
     documents = [Document([5, 6, 7, 8][:n], [True] * n) for n in (4, 2, 3)]
-    assert scorer.score(documents) == pytest.approx([scorer.score([d])[0] for d in documents], abs=1e-5), "scores keep the order"
+    assert scorer.score(documents) == pytest.approx([scorer.score([d])[0] for d in documents], abs=1e-5), (
+        "scores keep the order"
+    )
 
 
-def test_a_state_is_kept_by_the_clock_where_no_steps_are_named(material: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_state_is_kept_by_the_clock_where_no_steps_are_named(
+    material: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     saved: dict[str, list[int]] = {}
     real = resume_state.close_state
-    monkeypatch.setattr(resume_state, "close_state", lambda run, step, *rest: saved[run.path.name].append(step) or real(run, step, *rest))
+    monkeypatch.setattr(
+        resume_state,
+        "close_state",
+        lambda run, step, *rest: saved[run.path.name].append(step) or real(run, step, *rest),
+    )
     for name, fields in {
         "often": {"save_minutes": 1e-9},
         "usual": {},
@@ -190,7 +239,8 @@ def test_a_state_larger_than_the_free_disk_space_is_not_started(
     material: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     usage = shutil.disk_usage(tmp_path)
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=1 << 20))  # the model has a million parameters
+    # the model has a million parameters
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=1 << 20))
     monkeypatch.setattr(resume_state, "close_state", lambda *_: pytest.fail("a state was kept"))
     run(config_of("sft", material, save_minutes=1e-9), material, tmp_path / "run")
     assert "no resume state is kept: it needs up to 0.0 GiB" in capsys.readouterr().out
@@ -199,7 +249,9 @@ def test_a_state_larger_than_the_free_disk_space_is_not_started(
 def test_held_out_pairs_have_their_own_template(material: Path, tmp_path: Path) -> None:
     config = config_of("reward_model", material, train_batch_size=40)
     assert isinstance(config, RewardModel) and config.eval_data is not None
-    other = config.model_copy(update={"eval_data": config.eval_data.model_copy(update={"template": "Question: {} Answer: "})})
+    other = config.model_copy(
+        update={"eval_data": config.eval_data.model_copy(update={"template": "Question: {} Answer: "})}
+    )
     found = [run(each, material, tmp_path / str(i)).metrics for i, each in enumerate((config, other))]
     assert found[0]["loss"] == found[1]["loss"] and found[0]["eval/loss"] != found[1]["eval/loss"]
 
@@ -227,7 +279,9 @@ def test_a_checkpoint_ends_its_answers_where_the_template_does(material: Path, t
 def test_dpo_starts_at_the_reference(material: Path, tmp_path: Path) -> None:
     run(config_of("dpo", material), material, tmp_path)
     first, *_, last = read_metrics(tmp_path)
-    assert first["loss"] == pytest.approx(0.693147, abs=1e-5) and first["margin"] == pytest.approx(0, abs=1e-5)
+    assert first["loss"] == pytest.approx(0.693147, abs=1e-5) and first["margin"] == pytest.approx(
+        0, abs=1e-5
+    )
     assert last["loss"] < first["loss"]
 
 
@@ -243,32 +297,45 @@ def test_ranks_that_compute_passes_together_have_the_same_ones_and_count_them_on
         ranks = [SimpleNamespace(rank=rank, world_size=world, sharing=sharing) for rank in range(world)]
         dealt = [passes_of_rank(count, rank) for rank in ranks]
         assert [replicas(rank) for rank in ranks] == [world // sharing] * world
-        assert all([own[:2] for own in mine] == deal(count, rank // sharing, world // sharing) for rank, mine in enumerate(dealt))
+        assert all(
+            [own[:2] for own in mine] == deal(count, rank // sharing, world // sharing)
+            for rank, mine in enumerate(dealt)
+        )
         assert sorted(own.place for mine in dealt for own in mine if own.counted) == list(range(count))
 
 
 def test_an_epoch_sees_every_item_once() -> None:
     items = list(range(10))
-    epochs = [[i for step in range(e * 3, e * 3 + 3) for i in items_of_step(items, step, 3, 4, seed=1)] for e in range(2)]
+    epochs = [
+        [i for step in range(e * 3, e * 3 + 3) for i in items_of_step(items, step, 3, 4, seed=1)]
+        for e in range(2)
+    ]
     assert [sorted(epoch) for epoch in epochs] == [items, items] and epochs[0] != epochs[1]
 
 
 def test_learning_rate_warms_up_and_ends_at_its_floor() -> None:
     rates = [learning_rate(step, 100, 1.0, 0.1, 0.1) for step in range(101)]
-    assert rates[0] == pytest.approx(0.1) and rates[9] == pytest.approx(1.0) and rates[10] == pytest.approx(1.0)
+    assert (
+        rates[0] == pytest.approx(0.1) and rates[9] == pytest.approx(1.0) and rates[10] == pytest.approx(1.0)
+    )
     assert rates[55] == pytest.approx(0.55) and rates[100] == pytest.approx(0.1)
     assert all(a >= b for a, b in pairwise(rates[10:]))
 
 
 @pytest.mark.parametrize("kind", WORK)
-def test_a_stage_without_any_gradient_fails(kind: str, material: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stage_without_any_gradient_fails(
+    kind: str, material: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(TorchEngine, "step", lambda self, rate: 0.0)
     with pytest.raises(RuntimeError, match="nothing was trained"):
         run(config_of(kind, material, samples=8), material, tmp_path)
 
 
-def test_steps_go_on_while_a_state_is_written(material: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    go, rate = Event(), train_loop.learning_rate
+def test_steps_go_on_while_a_state_is_written(
+    material: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    go = Event()
+    rate = train_loop.learning_rate
     filled: list[int] = []
 
     def later(*args: Any) -> None:

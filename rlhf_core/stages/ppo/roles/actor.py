@@ -1,4 +1,5 @@
-"""The actor: scores, trains and sends its weights to the engines. Each method is called on every rank with the same arguments."""
+"""The actor: scores, trains and sends its weights to the engines. Each method is called on every rank with
+the same arguments."""
 
 from __future__ import annotations
 
@@ -22,7 +23,15 @@ from rlhf_core.objectives.losses import Loss, with_balance
 from rlhf_core.objectives.sampler_weights import kept_tokens, sampler_weights
 from rlhf_core.rollout.weight_transfer import Broadcast, Channel, Rendezvous, Route, SameGpu
 from rlhf_core.stages.ppo.records import Experience
-from rlhf_core.stages.ppo.roles.passes import ModelSpec, Read, Scored, collate_rows, parts_of, score_share, token_values
+from rlhf_core.stages.ppo.roles.passes import (
+    ModelSpec,
+    Read,
+    Scored,
+    collate_rows,
+    parts_of,
+    score_share,
+    token_values,
+)
 from rlhf_core.stages.ppo.roles.trained import Trained, Update
 from rlhf_core.stages.ppo.roofline import Ceilings, measure_ceilings
 from rlhf_core.stages.ppo.rounding import noise_of, noisy
@@ -42,7 +51,13 @@ class Actor(Trained):
 
     def __init__(self, model: ModelSpec, config: PPO, seed: int):
         policy = trained_policy(
-            model.path, model.dtype, model.trust_remote_code, config.lora, seed, config.router_aux_coef, shards_of(config, "actor")
+            model.path,
+            model.dtype,
+            model.trust_remote_code,
+            config.lora,
+            seed,
+            config.router_aux_coef,
+            shards_of(config, "actor"),
         )
         policy.leave_out_padding(model.path)
         if config.vllm.adapters == "alone":
@@ -53,26 +68,37 @@ class Actor(Trained):
         self.top = Truncation(config.top_p, config.top_k)
 
     def logprobs(self, documents: Sequence[Document], temperature: float | None = None) -> Scored:
-        """Returns the log-probs of the distribution that answers are sampled from, or of the whole one at another `temperature`."""
+        """Returns the log-probs of the distribution that answers are sampled from, or of the whole one at
+        another `temperature`."""
         scale, top = (self.config.temperature, self.top) if temperature is None else (temperature, WHOLE)
-        return score_share(self.engine, documents, self.model, lambda batch: masked_logprobs(self.engine, batch, scale, top=top).logprobs)
+        return score_share(
+            self.engine,
+            documents,
+            self.model,
+            lambda batch: masked_logprobs(self.engine, batch, scale, top=top).logprobs,
+        )
 
     def reference_logprobs(self, documents: Sequence[Document]) -> Scored:
         """Returns the log-probs of `Reference.logprobs`, of the actor without its adapters."""
         with without_adapters(self.module.model):
             return score_share(
-                self.engine, documents, self.model, lambda batch: masked_logprobs(self.engine, batch, self.config.temperature).logprobs
+                self.engine,
+                documents,
+                self.model,
+                lambda batch: masked_logprobs(self.engine, batch, self.config.temperature).logprobs,
             )
 
     def probe(self, documents: Sequence[Document]) -> tuple[Scored, Scored]:
-        """Returns the log-probs of the whole distributions, and the same with noise of the size of rounding errors."""
+        """Returns the log-probs of the whole distributions, and the same with noise of the size of rounding
+        errors."""
         plain = self.logprobs(documents, 1.0)
         with noisy(self.module, noise_of(self.config.dtype, self.config.vllm.engine)):
             return plain, self.logprobs(documents, 1.0)
 
     def update(self, items: list[Experience], update: Update, read: list[Read]) -> dict[str, float]:
-        """Takes one step on PPO's clipped surrogate or a relative of it. Without any token to train on, over all ranks, there is no step:
-        Adam's momentum and weight decay would move the weights. Its metrics are then the learning rate alone."""
+        """Takes one step on PPO's clipped surrogate or a relative of it. Without any token to train on, over
+        all ranks, there is no step: Adam's momentum and weight decay would move the weights. Its metrics are
+        then the learning rate alone."""
         trained = [self.trained_tokens(item) for item in items]
         if not any(mask.any() for mask in trained):
             return {"policy/learning_rate": update.learning_rate}
@@ -95,12 +121,17 @@ class Actor(Trained):
             mask = batch.mask
             if self.config.sampler_is == "mask":
                 mask = mask & (weights > 0)
-            per_token = PerToken(new.logprobs, new.entropy, old, ref, advantages, weights, mask, batch.documents)
+            per_token = PerToken(
+                new.logprobs, new.entropy, old, ref, advantages, weights, mask, batch.documents
+            )
             result = actor_loss(per_token, len(part), counted, self.config, update.kl_coef)
             return with_balance(result, new.balance, self.config.router_aux_coef, float(len(items)))
 
         metrics = accumulate(self.engine, parts_of([item.document for item in items], self.passes), loss)
-        return metrics | {"policy/grad_norm": self.engine.step(update.learning_rate), "policy/learning_rate": update.learning_rate}
+        return metrics | {
+            "policy/grad_norm": self.engine.step(update.learning_rate),
+            "policy/learning_rate": update.learning_rate,
+        }
 
     def trained_tokens(self, item: Experience) -> np.ndarray:
         """Returns which tokens of an answer (T,) the loss is of."""
@@ -112,26 +143,36 @@ class Actor(Trained):
 
     def ceilings(self) -> Ceilings | None:
         """Measures the GPU on the first rank; returns None on the others."""
-        return measure_ceilings(self.engine.device, getattr(torch, self.model.dtype)) if self.engine.rank == 0 else None
+        return (
+            measure_ceilings(self.engine.device, getattr(torch, self.model.dtype))
+            if self.engine.rank == 0
+            else None
+        )
 
     def open_listener(self, key: bytes) -> str:
-        """Opens a socket for engine processes on this rank's GPU, before they connect; returns its address."""
+        """Opens a socket for engine processes on this rank's GPU, before they connect; returns its
+        address."""
         self._listener = Listener(authkey=key)
         return str(self._listener.address)
 
     def open_channel(self, route: Route, rendezvous: Rendezvous, engines_on_gpu: Sequence[int]) -> None:
-        """Connects to the engines, which must open their side at the same time. `engines_on_gpu`: engine processes on each rank's GPU."""
+        """Connects to the engines, which must open their side at the same time. `engines_on_gpu`: engine
+        processes on each rank's GPU."""
         self._channel: Channel | None = None
         if route.kind == "gpus":
-            self._channel = SameGpu([self._listener.accept() for _ in range(engines_on_gpu[self.engine.rank])])
+            self._channel = SameGpu(
+                [self._listener.accept() for _ in range(engines_on_gpu[self.engine.rank])]
+            )
             self._listener.close()
         elif self.engine.rank == route.source:
             self._channel = Broadcast(route.kind, 0, 1 + route.receivers, rendezvous)
 
     def send_weights(self) -> float | None:
-        """Sends all weights under checkpoint names, or the adapters alone, to the engines; a collective. Ranks that do not send only help
-        to gather. Returns the share of the adapters' update that is in merged weights."""
-        survival, model = Survival(), self.engine.module.model
+        """Sends all weights under checkpoint names, or the adapters alone, to the engines; a collective.
+        Ranks that do not send only help to gather. Returns the share of the adapters' update that is in
+        merged weights."""
+        survival = Survival()
+        model = self.engine.module.model
         if self.config.vllm.adapters == "alone":
             weights = scaled_adapters(model, self.engine.gathered)
         else:
@@ -143,7 +184,8 @@ class Actor(Trained):
         return survival.share()
 
     def try_export(self, folder: str) -> None:
-        """Writes and removes what `export` will write, but for the weights, on rank 0. Raises ValueError as the function does."""
+        """Writes and removes what `export` will write, but for the weights, on rank 0. Raises ValueError as
+        the function does."""
         try_export(self.engine, Path(folder), self.model.path, self.config.lora, self.model.trust_remote_code)
 
     def export(self, folder: str) -> None:

@@ -1,4 +1,5 @@
-"""Lays out documents in passes of a role's model, and reads what a pass gives for each document. The role's ranks divide the passes."""
+"""Lays out documents in passes of a role's model, and reads what a pass gives for each document. The role's
+ranks divide the passes."""
 
 from __future__ import annotations
 
@@ -23,7 +24,8 @@ Scored = list[tuple[int, np.ndarray]]  # (index of the document, its values)
 
 
 class Read(NamedTuple):
-    """Holds the values (B, T) of a pass, perhaps on a GPU: for these indices, of these documents in rows; `real` is False on padding."""
+    """Holds the values (B, T) of a pass, perhaps on a GPU: for these indices, of these documents in rows;
+    `real` is False on padding."""
 
     part: list[int]
     rows: list[list[Document]]
@@ -42,7 +44,8 @@ class ModelHolder(Holder, Protocol):
 
 
 class ModelSpec(NamedTuple):
-    """Says which model a role loads, how many documents or tokens one scoring pass has, and how many ranks compute it together."""
+    """Says which model a role loads, how many documents or tokens one scoring pass has, and how many ranks
+    compute it together."""
 
     path: str
     dtype: str
@@ -53,7 +56,9 @@ class ModelSpec(NamedTuple):
     sharing: int = 1
 
 
-def score_share(holder: ModelHolder, documents: Sequence[Document], model: ModelSpec, forward: Callable[[Batch], Tensor]) -> Scored:
+def score_share(
+    holder: ModelHolder, documents: Sequence[Document], model: ModelSpec, forward: Callable[[Batch], Tensor]
+) -> Scored:
     """Scores this rank's share of the documents, similar lengths together; `forward` returns (B, T)."""
     passes = passes_of(holder, model.micro_batch_size, model.micro_tokens)
     read: list[Read] = []
@@ -77,12 +82,17 @@ def arrays_of(read: Sequence[Read]) -> Scored:
         ends = np.cumsum([len(document) - document.shared for document in packed])
         own = np.split(values.cpu().numpy()[real], ends[:-1])
         progress.made()
-        scored += [(i, np.pad(array, (document.shared, 0))) for i, document, array in zip(part, packed, own, strict=True)]
+        scored += [
+            (i, np.pad(array, (document.shared, 0)))
+            for i, document, array in zip(part, packed, own, strict=True)
+        ]
     return scored
 
 
 def passes_of(holder: ModelHolder, rows: int, tokens: int | None) -> Passes:
-    share = can_share(holder.module.model, holder.device) and not (isinstance(holder.module, Policy) and holder.module.balanced)
+    share = can_share(holder.module.model, holder.device) and not (
+        isinstance(holder.module, Policy) and holder.module.balanced
+    )
     return Passes(rows, tokens, replicas(holder), share, bool(holder.module.document_leak))
 
 
@@ -91,29 +101,40 @@ def replays(holder: ModelHolder) -> bool:
 
 
 def parts_of(documents: Sequence[Document], passes: Passes) -> list[list[int]]:
-    """Returns the indices of the documents of each pass: answers to a prompt together where it can be shared, else similar lengths, so
-    that rows have little padding."""
+    """Returns the indices of the documents of each pass: answers to a prompt together where it can be shared,
+    else similar lengths, so that rows have little padding."""
 
     def row_tokens(group: list[int]) -> int:
-        return sum(len(document) - document.shared for document in passes.branched([documents[i] for i in group]))
+        return sum(
+            len(document) - document.shared for document in passes.branched([documents[i] for i in group])
+        )
 
-    return [[i for group in part for i in group] for part in passes.split(passes.together(documents), row_tokens)]
+    return [
+        [i for group in part for i in group] for part in passes.split(passes.together(documents), row_tokens)
+    ]
 
 
-def collate_rows(items: Sequence[Experience], passes: Passes, pad_token_id: int, engine: Engine) -> tuple[Batch, list[list[Document]]]:
+def collate_rows(
+    items: Sequence[Experience], passes: Passes, pad_token_id: int, engine: Engine
+) -> tuple[Batch, list[list[Document]]]:
     """Returns the batch, and its rows of documents."""
     rows = passes.rows_of([item.document for item in items])
     return collate(rows, pad_token_id, replays(engine)).to(engine.device), rows
 
 
-def token_values(batch: Batch, rows: Sequence[Sequence[Document]], arrays: Sequence[np.ndarray | float | None]) -> Tensor | None:
-    """Lays out per-token arrays of the batch's documents like its tokens: (B, T), zeros on padding; None where they are None. A number in
-    place of an array is that of all response tokens, the others have 0."""
+def token_values(
+    batch: Batch, rows: Sequence[Sequence[Document]], arrays: Sequence[np.ndarray | float | None]
+) -> Tensor | None:
+    """Lays out per-token arrays of the batch's documents like its tokens: (B, T), zeros on padding; None
+    where they are None. A number in place of an array is that of all response tokens, the others have 0."""
     known = [array for array in arrays if array is not None]
     if not known:
         return None
     documents = [document for row in rows for document in row]
-    own = [on_tokens(array, document)[document.shared :] for array, document in zip(known, documents, strict=True)]
+    own = [
+        on_tokens(array, document)[document.shared :]
+        for array, document in zip(known, documents, strict=True)
+    ]
     values = np.zeros(batch.tokens.shape, np.float32)
     values[batch.real] = np.concatenate(own)
     return sent(torch.from_numpy(values), batch.tokens.device)
@@ -121,4 +142,8 @@ def token_values(batch: Batch, rows: Sequence[Sequence[Document]], arrays: Seque
 
 def on_tokens(values: np.ndarray | float, document: Document) -> np.ndarray:
     """Returns an array as it is, and one number at all response tokens of the document, (T,)."""
-    return values if isinstance(values, np.ndarray) else np.where(document.mask_array, np.float32(values), np.float32(0))
+    return (
+        values
+        if isinstance(values, np.ndarray)
+        else np.where(document.mask_array, np.float32(values), np.float32(0))
+    )

@@ -1,4 +1,5 @@
-"""Models that are only read: reference and reward models. Each method is called on every rank of the role with the same arguments."""
+"""Models that are only read: reference and reward models. Each method is called on every rank of the role
+with the same arguments."""
 
 from __future__ import annotations
 
@@ -36,10 +37,15 @@ class ModelRole:
         return gpu_uuid()
 
     def memory(self) -> tuple[int, int, int]:
-        """Returns three byte counts: peak allocated and peak reserved since the last call, and reserved now."""
+        """Returns three byte counts: peak allocated and peak reserved since the last call, and reserved
+        now."""
         if not torch.cuda.is_available():
             return 0, 0, 0
-        found = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved(), torch.cuda.memory_reserved()
+        found = (
+            torch.cuda.max_memory_allocated(),
+            torch.cuda.max_memory_reserved(),
+            torch.cuda.memory_reserved(),
+        )
         torch.cuda.reset_peak_memory_stats()
         return found
 
@@ -48,15 +54,20 @@ class ModelRole:
 
 
 class ReadOnlyModel(ModelRole):
-    """Scores documents with a model that is not trained. With `offload` its weights are in pinned host memory between two calls; one that
-    was loaded with `shards` stays cut over its ranks."""
+    """Scores documents with a model that is not trained. With `offload` its weights are in pinned host memory
+    between two calls; one that was loaded with `shards` stays cut over its ranks."""
 
     module: Policy | Scorer
 
-    def __init__(self, module: Policy | Scorer, model: ModelSpec, offload: bool, shards: ZeroShards | None = None):
+    def __init__(
+        self, module: Policy | Scorer, model: ModelSpec, offload: bool, shards: ZeroShards | None = None
+    ):
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        self.module, self.model = module.eval().requires_grad_(False), model
-        self.rank, self.world_size, self.sharing = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), model.sharing
+        self.module = module.eval().requires_grad_(False)
+        self.model = model
+        self.rank = int(os.environ["RANK"])
+        self.world_size = int(os.environ["WORLD_SIZE"])
+        self.sharing = model.sharing
         self.frozen = None if shards is None else FrozenZero(module, model.dtype)
         self._sequence = ALONE
         if model.sharing > 1:
@@ -89,9 +100,17 @@ class ReadOnlyModel(ModelRole):
 
 
 class Reference(ReadOnlyModel):
-    """Scores with the policy that the KL is measured against: its whole distribution, so that the KL is finite with `top_p` or `top_k`."""
+    """Scores with the policy that the KL is measured against: its whole distribution, so that the KL is
+    finite with `top_p` or `top_k`."""
 
-    def __init__(self, model: ModelSpec, temperature: float, offload: bool = False, routing_replay: bool = False, shard: bool = False):
+    def __init__(
+        self,
+        model: ModelSpec,
+        temperature: float,
+        offload: bool = False,
+        routing_replay: bool = False,
+        shard: bool = False,
+    ):
         shards = ZeroShards(model.dtype) if shard else None
         policy = load_policy(model.path, model.dtype, model.trust_remote_code, on_host=offload, shards=shards)
         policy.leave_out_padding(model.path)
@@ -101,7 +120,9 @@ class Reference(ReadOnlyModel):
         self.temperature = temperature
 
     def logprobs(self, documents: Sequence[Document]) -> Scored:
-        return self.score(documents, lambda batch: masked_logprobs(self.run, batch, self.temperature).logprobs)
+        return self.score(
+            documents, lambda batch: masked_logprobs(self.run, batch, self.temperature).logprobs
+        )
 
 
 class Reward(ReadOnlyModel):
@@ -109,7 +130,14 @@ class Reward(ReadOnlyModel):
 
     def __init__(self, model: ModelSpec, offload: bool = False, shard: bool = False):
         shards = ZeroShards(model.dtype) if shard else None
-        scorer = load_scorer(model.path, model.pad_token_id, model.dtype, model.trust_remote_code, on_host=offload, shards=shards)
+        scorer = load_scorer(
+            model.path,
+            model.pad_token_id,
+            model.dtype,
+            model.trust_remote_code,
+            on_host=offload,
+            shards=shards,
+        )
         super().__init__(scorer, model, offload, shards)
 
     def scores(self, documents: Sequence[Document]) -> Scored:

@@ -1,4 +1,5 @@
-"""Models that are trained, and the critic. Each method is called on every rank of the role with the same arguments."""
+"""Models that are trained, and the critic. Each method is called on every rank of the role with the same
+arguments."""
 
 from __future__ import annotations
 
@@ -36,8 +37,8 @@ from rlhf_core.training.train_loop import accumulate
 
 
 class Update(NamedTuple):
-    """Describes one optimiser step: the indices of its experience, its learning rate, the coefficient of a KL in the loss, and how far the
-    critic's values may move in it (None: as far as they like)."""
+    """Describes one optimiser step: the indices of its experience, its learning rate, the coefficient of a KL
+    in the loss, and how far the critic's values may move in it (None: as far as they like)."""
 
     indices: list[int]
     learning_rate: float
@@ -46,7 +47,8 @@ class Update(NamedTuple):
 
 
 class Steps(NamedTuple):
-    """Holds the metrics of each optimiser step, and log-probs of experience that had none, from the first step's passes (this rank's)."""
+    """Holds the metrics of each optimiser step, and log-probs of experience that had none, from the first
+    step's passes (this rank's)."""
 
     metrics: list[dict[str, float]]
     logprobs: Scored
@@ -57,13 +59,23 @@ class Trained(ModelRole):
 
     def __init__(self, name: str, module: Policy | Scorer, model: ModelSpec, config: PPO):
         self.engine = make_engine(module, config, packed=bool(model.micro_tokens), role=name)
-        self.module, self.model, self.config = module, model, config
+        self.module = module
+        self.model = model
+        self.config = config
         self.passes = passes_of(self.engine, config.micro_train_batch_size, config.micro_train_tokens)
 
-    def train(self, experience: Sequence[Experience], updates: Sequence[Update], places: Sequence[Place] = (), *stored: Any) -> Steps:
-        """Takes one optimiser step per update. `stored`, at `places`: what the experience has by reference."""
+    def train(
+        self,
+        experience: Sequence[Experience],
+        updates: Sequence[Update],
+        places: Sequence[Place] = (),
+        *stored: Any,
+    ) -> Steps:
+        """Takes one optimiser step per update. `stored`, at `places`: what the experience has by
+        reference."""
         experience = joined(experience, places, stored) if places else experience
-        metrics, logprobs = [], Scored()
+        metrics = []
+        logprobs = Scored()
         for number, update in enumerate(updates, 1):
             with at(f"optimiser step {number} of {len(updates)}"):
                 items = [experience[i] for i in update.indices]
@@ -72,7 +84,8 @@ class Trained(ModelRole):
         return Steps(metrics, logprobs)
 
     def update(self, items: list[Experience], update: Update, read: list[Read]) -> dict[str, float]:
-        """Takes one optimiser step on `items`; returns its metrics. Adds log-probs of items without any to `read`."""
+        """Takes one optimiser step on `items`; returns its metrics. Adds log-probs of items without any to
+        `read`."""
         raise NotImplementedError
 
     def release(self) -> None:
@@ -94,7 +107,13 @@ class Critic(Trained):
 
     def __init__(self, model: ModelSpec, config: PPO, seed: int):
         scorer = trained_scorer(
-            model.path, model.pad_token_id, model.dtype, model.trust_remote_code, config.lora, seed, shards_of(config, "critic")
+            model.path,
+            model.pad_token_id,
+            model.dtype,
+            model.trust_remote_code,
+            config.lora,
+            seed,
+            shards_of(config, "critic"),
         )
         super().__init__("critic", scorer, model, config)
 
@@ -118,12 +137,17 @@ class Critic(Trained):
         def loss(part: list[int]) -> Loss:
             here = [items[i] for i in part]
             batch, rows = collate_rows(here, self.passes, self.model.pad_token_id, self.engine)
-            old, returns = (token_values(batch, rows, [getattr(e, name) for e in here]) for name in ("values", "returns"))
+            old, returns = (
+                token_values(batch, rows, [getattr(e, name) for e in here]) for name in ("values", "returns")
+            )
             assert old is not None and returns is not None
             return value_loss(self._values(batch), old, returns, batch.mask, update.value_clip, tokens)
 
         metrics = accumulate(self.engine, parts_of([item.document for item in items], self.passes), loss)
-        return metrics | {"value/grad_norm": self.engine.step(update.learning_rate), "value/learning_rate": update.learning_rate}
+        return metrics | {
+            "value/grad_norm": self.engine.step(update.learning_rate),
+            "value/learning_rate": update.learning_rate,
+        }
 
     def _values(self, batch: Batch) -> Tensor:
         return before(self.engine(batch.tokens, batch.host.positions), batch.host.positions)

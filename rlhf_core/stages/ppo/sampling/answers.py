@@ -1,13 +1,16 @@
-"""Samples an iteration's answers: the prompts in a seeded order, and with dynamic filtering only groups whose rewards differ.
+"""Samples an iteration's answers: the prompts in a seeded order, and with dynamic filtering only groups whose
+rewards differ.
 
-Prompts form one endless sequence: each episode is a seeded shuffle, cut to whole batches. An iteration takes the next batch. With
-filtering it then takes more prompts, also past the end of an episode: as many as fill the batch by the share that was accepted so far.
-Those after the last group that it needs are the next iteration's again, which answers them anew, so that no accepted group is stale.
+Prompts form one endless sequence: each episode is a seeded shuffle, cut to whole batches. An iteration takes
+the next batch. With filtering it then takes more prompts, also past the end of an episode: as many as fill
+the batch by the share that was accepted so far. Those after the last group that it needs are the next
+iteration's again, which answers them anew, so that no accepted group is stale.
 
-With `max_staleness: 1` answers are sampled one iteration ahead: the engines generate them while the previous iteration trains.
-The first iteration's answers come from the initial weights. After that, iteration k trains on answers of the weights before update k - 1
-(Noukhovitch et al. 2024, "Asynchronous RLHF", arXiv:2410.18252). The clip is around the trainer's log-probs at the iteration's start, and
-the importance weights cover the difference to the sampler's (Hilton et al. 2021, arXiv:2110.00641, the decoupled objective).
+With `max_staleness: 1` answers are sampled one iteration ahead: the engines generate them while the previous
+iteration trains. The first iteration's answers come from the initial weights. After that, iteration k trains
+on answers of the weights before update k - 1 (Noukhovitch et al. 2024, "Asynchronous RLHF",
+arXiv:2410.18252). The clip is around the trainer's log-probs at the iteration's start, and the importance
+weights cover the difference to the sampler's (Hilton et al. 2021, arXiv:2110.00641, the decoupled objective).
 A resume state keeps these answers, since a resumed engine has newer weights.
 """
 
@@ -31,30 +34,39 @@ from rlhf_core.stages.ppo.records import Own, Rollout, Scores
 from rlhf_core.stages.ppo.shaped_rewards import shaped_rewards
 from rlhf_core.training.train_loop import order_of_epoch
 
-MORE, MOST = 1.2, 4  # prompts of a further round of filtering: times those that should suffice; batches at most
+MORE = 1.2
+MOST = 4  # prompts of a further round of filtering: times those that should suffice; batches at most
 
 
 class PromptOrder(NamedTuple):
-    """Defines the order of the prompts of a run. Position p is in episode p // (prompts in the whole batches of an episode)."""
+    """Defines the order of the prompts of a run. Position p is in episode p // (prompts in the whole batches
+    of an episode)."""
 
     prompts: Sequence[Prompt]
     batch: int
     seed: int
 
     def take(self, position: int, count: int) -> list[tuple[Prompt, int]]:
-        """Returns `count` prompts from a position on, each with the sampler's seed: a function of run, batch and prompt."""
+        """Returns `count` prompts from a position on, each with the sampler's seed: a function of run, batch
+        and prompt."""
         whole = len(self.prompts) // self.batch * self.batch
         taken = []
         for place in range(position, position + count):
             episode, offset = divmod(place, whole)
             index = order_of_epoch(len(self.prompts), episode, self.seed)[offset]
-            taken.append((self.prompts[index], random.Random(f"{self.seed}-{place // self.batch}-{index}").getrandbits(48)))
+            taken.append(
+                (
+                    self.prompts[index],
+                    random.Random(f"{self.seed}-{place // self.batch}-{index}").getrandbits(48),
+                )
+            )
         return taken
 
 
 class Setup(NamedTuple):
-    """Holds what stays the same over the iterations of a run. `terms`: the sources of rewards; `probe`: the documents that a weight sync is
-    checked with; `allowed_failures`: answers that a reward source may fail on in one iteration."""
+    """Holds what stays the same over the iterations of a run. `terms`: the sources of rewards; `probe`: the
+    documents that a weight sync is checked with; `allowed_failures`: answers that a reward source may fail on
+    in one iteration."""
 
     config: PPO
     order: PromptOrder
@@ -65,10 +77,11 @@ class Setup(NamedTuple):
 
 
 class Sampled(NamedTuple):
-    """Holds an iteration's rollouts, `n` of each prompt in a row; their rewards where filtering computed them; the next position; metrics.
+    """Holds an iteration's rollouts, `n` of each prompt in a row; their rewards where filtering computed
+    them; the next position; metrics.
 
-    `age`: updates of the actor since the weights that answered. `scores` waits for scores that are under way. `statistics`: the running
-    statistics of rewards with all answers that filtering looked at.
+    `age`: updates of the actor since the weights that answered. `scores` waits for scores that are under way.
+    `statistics`: the running statistics of rewards with all answers that filtering looked at.
     """
 
     rollouts: list[Rollout]
@@ -90,12 +103,16 @@ def sample(fleet: Fleet, setup: Setup, position: int, statistics: Mapping[str, R
 
 
 def sample_filtered(fleet: Fleet, setup: Setup, position: int, statistics: Mapping[str, Running]) -> Sampled:
-    """Samples until a batch of prompts has answers whose rewards differ (DAPO, Yu et al. 2025, eq. 11), in `max_filter_rounds` at most.
+    """Samples until a batch of prompts has answers whose rewards differ (DAPO, Yu et al. 2025, eq. 11), in
+    `max_filter_rounds` at most.
 
-    Rewards are compared as they are trained on: standardised, clipped, with penalties. Metrics `reward/*` are of all answers, so that a
-    curve does not depend on which groups were kept. Raises ValueError when no group has a signal.
+    Rewards are compared as they are trained on: standardised, clipped, with penalties. Metrics `reward/*` are
+    of all answers, so that a curve does not depend on which groups were kept. Raises ValueError when no group
+    has a signal.
     """
-    config, n, batch = setup.config, setup.sampling.n, setup.order.batch
+    config = setup.config
+    n = setup.sampling.n
+    batch = setup.order.batch
     updated = dict(statistics)
     kept: list[Rollout] = []
     kept_rewards: list[Rewards] = []
@@ -114,7 +131,9 @@ def sample_filtered(fleet: Fleet, setup: Setup, position: int, statistics: Mappi
         join(seen_rewards).check(setup.allowed_failures * len(seen) // (batch * n))
         updated = with_answers(updated, rewards.by_source, setup.terms)
         trainable = np.array([rollout.finished or not config.mask_truncated for rollout in rollouts])
-        found = with_signal(trained_rewards(rollouts, rewards, updated, setup), n, config.filter_min_spread, trainable)
+        found = with_signal(
+            trained_rewards(rollouts, rewards, updated, setup), n, config.filter_min_spread, trainable
+        )
         chosen = found[: missing * n]
         kept += [rollouts[i] for i in chosen]
         kept_rewards.append(rewards.take(chosen))
@@ -124,18 +143,24 @@ def sample_filtered(fleet: Fleet, setup: Setup, position: int, statistics: Mappi
     asked = len(seen) // n
     if not kept:
         raise ValueError(
-            f"dynamic_filtering: none of the {asked} groups of {rounds} rounds had answers of different reward: raise "
-            f"temperature or n_samples_per_prompt, take other prompts, or turn it off"
+            f"dynamic_filtering: none of the {asked} groups of {rounds} rounds had answers of different"
+            " reward: raise temperature or n_samples_per_prompt, take other prompts, or turn it off"
         )
     everything = combine(join(seen_rewards).by_source, setup.terms, updated)
     of_kept = combine(join(kept_rewards).by_source, setup.terms, updated).metrics
     metrics = everything.metrics | shaped_rewards(seen, everything, config).metrics
     metrics |= {f"filter/reward_{name}": of_kept[f"reward/{name}"] for name in ("mean", "std")}
-    metrics |= {"filter/rounds": float(rounds), "filter/accepted": accepted / asked, "filter/groups": len(kept) / n}
+    metrics |= {
+        "filter/rounds": float(rounds),
+        "filter/accepted": accepted / asked,
+        "filter/groups": len(kept) / n,
+    }
     return Sampled(kept, join(kept_rewards), position, metrics, statistics=updated)
 
 
-def trained_rewards(rollouts: Sequence[Rollout], rewards: Rewards, statistics: Mapping[str, Running], setup: Setup) -> np.ndarray:
+def trained_rewards(
+    rollouts: Sequence[Rollout], rewards: Rewards, statistics: Mapping[str, Running], setup: Setup
+) -> np.ndarray:
     """Returns the rewards that advantages are of, (N,), nan where an answer has none."""
     if not np.isfinite(list(rewards.by_source.values())).all(0).any():
         return np.full(len(rollouts), np.nan)
@@ -144,34 +169,49 @@ def trained_rewards(rollouts: Sequence[Rollout], rewards: Rewards, statistics: M
     return np.where(combined.scored.numpy(), shaped.rewards.numpy(), np.nan)
 
 
-def start_sample(fleet: Fleet, setup: Setup, position: int, count: int | None = None) -> Callable[[], Sampled]:
-    """Starts to sample answers to `count` prompts (None: a batch) from a position on. Returns a function that waits for them."""
+def start_sample(
+    fleet: Fleet, setup: Setup, position: int, count: int | None = None
+) -> Callable[[], Sampled]:
+    """Starts to sample answers to `count` prompts (None: a batch) from a position on. Returns a function that
+    waits for them."""
     taken = setup.order.take(position, setup.order.batch if count is None else count)
     rollouts = start_rollouts(fleet, taken, setup.sampling)
     return lambda: Sampled(rollouts(), None, position + len(taken), {})
 
 
-def start_rollouts(fleet: Fleet, taken: Sequence[tuple[Prompt, int]], sampling: Sampling) -> Callable[[], list[Rollout]]:
-    """Starts `sampling.n` answers, or episodes, to each of the prompts with their seeds. Returns a function that waits for them."""
+def start_rollouts(
+    fleet: Fleet, taken: Sequence[tuple[Prompt, int]], sampling: Sampling
+) -> Callable[[], list[Rollout]]:
+    """Starts `sampling.n` answers, or episodes, to each of the prompts with their seeds. Returns a function
+    that waits for them."""
     if fleet.episodes is not None:
         assert fleet.background is not None
         asked = [Asked(prompt, seed + j, seed) for prompt, seed in taken for j in range(sampling.n)]
         episodes = fleet.background.start(fleet.episodes.run(asked, sampling))
         return lambda: [of_episode(episode) for episode in fleet.waited(episodes)]
-    answers = fleet.start_sample([prompt.tokens for prompt, _ in taken], [seed for _, seed in taken], sampling)
-    return lambda: [rollout(prompt, answer) for (prompt, _), group in zip(taken, answers(), strict=True) for answer in group]
+    answers = fleet.start_sample(
+        [prompt.tokens for prompt, _ in taken], [seed for _, seed in taken], sampling
+    )
+    return lambda: [
+        rollout(prompt, answer)
+        for (prompt, _), group in zip(taken, answers(), strict=True)
+        for answer in group
+    ]
 
 
 def stream(fleet: Fleet, setup: Setup, position: int, part: int) -> Sampled:
-    """Samples answers to a batch of prompts, and starts to score each `part` of them as soon as its last answer is there.
+    """Samples answers to a batch of prompts, and starts to score each `part` of them as soon as its last
+    answer is there.
 
-    The parts are cut by the prompts' places, not by what arrives first, so that what is scored together, and with it every bit of the
-    scores, is the same in each run.
+    The parts are cut by the prompts' places, not by what arrives first, so that what is scored together, and
+    with it every bit of the scores, is the same in each run.
     """
     taken = setup.order.take(position, setup.order.batch)
     groups: list[list[Rollout]] = [[] for _ in taken]
     begun: dict[int, Callable[[], Scores]] = {}
-    for index, answers in fleet.stream([prompt.tokens for prompt, _ in taken], [seed for _, seed in taken], setup.sampling):
+    for index, answers in fleet.stream(
+        [prompt.tokens for prompt, _ in taken], [seed for _, seed in taken], setup.sampling
+    ):
         groups[index] = [rollout(taken[index][0], answer) for answer in answers]
         start = index // part * part
         if all(groups[start : start + part]):
@@ -186,20 +226,24 @@ def stream(fleet: Fleet, setup: Setup, position: int, part: int) -> Sampled:
 
 
 def join_scores(parts: Sequence[Scores], allowed_failures: int) -> Scores:
-    """Joins the scores of all parts, in order. Raises RewardsFailed when a source left more than `allowed_failures` without a reward."""
+    """Joins the scores of all parts, in order. Raises RewardsFailed when a source left more than
+    `allowed_failures` without a reward."""
     rewards = join([part.rewards for part in parts])
     rewards.check(allowed_failures)
     logprobs, references, values = (
-        [array for part in parts for array in getattr(part, name) or ()] or None for name in ("logprobs", "ref_logprobs", "values")
+        [array for part in parts for array in getattr(part, name) or ()] or None
+        for name in ("logprobs", "ref_logprobs", "values")
     )
     ends = [part.end_values for part in parts if part.end_values is not None]
     stored = [stored for part in parts for stored in part.stored]
     return Scores(logprobs, references, values, rewards, stored, np.concatenate(ends) if ends else None)
 
 
-def with_signal(rewards: np.ndarray, n: int, min_spread: float, trainable: np.ndarray | None = None) -> list[int]:
-    """Returns the indices of answers, `n` of each prompt in a row, whose group's rewards (nan: none) differ by more than `min_spread`, and
-    of which one is `trainable` (None: all are)."""
+def with_signal(
+    rewards: np.ndarray, n: int, min_spread: float, trainable: np.ndarray | None = None
+) -> list[int]:
+    """Returns the indices of answers, `n` of each prompt in a row, whose group's rewards (nan: none) differ
+    by more than `min_spread`, and of which one is `trainable` (None: all are)."""
     chosen: list[int] = []
     for start in range(0, len(rewards), n):
         group = rewards[start : start + n]
@@ -212,8 +256,8 @@ def with_signal(rewards: np.ndarray, n: int, min_spread: float, trainable: np.nd
 
 
 def rollout(prompt: Prompt, answer: Answer) -> Rollout:
-    """Joins a prompt and its answer to one document; the mask marks the answer, its end-of-sequence token included. Log-probs are 0 where
-    none were asked for."""
+    """Joins a prompt and its answer to one document; the mask marks the answer, its end-of-sequence token
+    included. Log-probs are 0 where none were asked for."""
     document = compact(prompt.tokens, answer.tokens, answer.experts)
     logprobs = np.empty(len(document), np.float32)
     logprobs[: len(prompt.tokens)] = 0
@@ -224,7 +268,18 @@ def rollout(prompt: Prompt, answer: Answer) -> Rollout:
 
 def of_episode(episode: Episode) -> Rollout:
     """Makes a rollout of an episode; one whose attempts all failed has no reward."""
-    path, rewards = episode.trajectory, episode.rewards
-    own = Own(sum(rewards) if rewards else math.nan, None, episode.failure, path.turns, episode.attempts, episode.seconds, path.ended)
+    path = episode.trajectory
+    rewards = episode.rewards
+    own = Own(
+        sum(rewards) if rewards else math.nan,
+        None,
+        episode.failure,
+        path.turns,
+        episode.attempts,
+        episode.seconds,
+        path.ended,
+    )
     own = own._replace(early=path.early(rewards)) if rewards else own
-    return Rollout(path.prompt, path.document, path.logprobs, path.finished, tuple(path.messages), own, path.versions)
+    return Rollout(
+        path.prompt, path.document, path.logprobs, path.finished, tuple(path.messages), own, path.versions
+    )

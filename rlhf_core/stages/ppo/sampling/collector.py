@@ -1,9 +1,11 @@
-"""Keeps the engines busy while the models train: begins prompts in their order, and collects their answers as they are finished.
+"""Keeps the engines busy while the models train: begins prompts in their order, and collects their answers as
+they are finished.
 
-With `max_staleness` k an iteration trains on answers that were begun at most k iterations before it: (iteration + k + 1) batches at most
-are begun by then (Fu et al. 2025, "AReaL", eq. 3), and an iteration waits for answers that would become too old. So a long answer goes on
-over up to k updates, and each of its tokens knows the weights that sampled it. Where engines are fast, fewer batches are begun: answers
-should not be older than is needed to keep the models from waiting.
+With `max_staleness` k an iteration trains on answers that were begun at most k iterations before it:
+(iteration + k + 1) batches at most are begun by then (Fu et al. 2025, "AReaL", eq. 3), and an iteration waits
+for answers that would become too old. So a long answer goes on over up to k updates, and each of its tokens
+knows the weights that sampled it. Where engines are fast, fewer batches are begun: answers should not be
+older than is needed to keep the models from waiting.
 """
 
 from __future__ import annotations
@@ -34,7 +36,8 @@ class PromptGroup(NamedTuple):
 
 
 class Collected(NamedTuple):
-    """What a collector has between two iterations: the next place to begin, places that are being answered, and finished groups."""
+    """What a collector has between two iterations: the next place to begin, places that are being answered,
+    and finished groups."""
 
     next: int
     open: Sequence[int]
@@ -42,7 +45,8 @@ class Collected(NamedTuple):
 
 
 class Collector:
-    """Collects groups for `iterations` iterations from `iteration` on. `answer` answers a prompt with its seed.
+    """Collects groups for `iterations` iterations from `iteration` on. `answer` answers a prompt with its
+    seed.
 
     `updates`: of the actor so far, the version of the weights; `died`: is set while an engine is dead.
     """
@@ -59,16 +63,21 @@ class Collector:
         known: Collected | None = None,
         died: asyncio.Event | None = None,
     ):
-        self._background, self._answer, self._order, self._staleness = background, answer, order, staleness
+        self._background = background
+        self._answer = answer
+        self._order = order
+        self._staleness = staleness
         self._places = iterations * order.batch
-        self._iteration, self.updates = iteration, updates
+        self._iteration = iteration
+        self.updates = updates
         self._lead = 1  # batches begun beyond that of the iteration
         self._next = known.next if known else 0
         self._ready = {group.place: group for group in known.ready} if known else {}
         self._begun = {place: group.begun for place, group in self._ready.items()}
         self._working = set[asyncio.Task[None]]()
         self._failed: BaseException | None = None
-        self._arrived, self._died = asyncio.Event(), died or asyncio.Event()
+        self._arrived = asyncio.Event()
+        self._died = died or asyncio.Event()
         background.run(self._begin(known.open if known else ()))
 
     async def _begin(self, again: Sequence[int] = ()) -> None:
@@ -91,12 +100,13 @@ class Collector:
         self._arrived.set()
 
     def take(self) -> Sampled | None:
-        """Waits for an iteration's groups: the finished ones, in the order of the prompts. Returns None when an engine has died: it may be
-        the only one. Raises RoleFailed when engines fail otherwise."""
+        """Waits for an iteration's groups: the finished ones, in the order of the prompts. Returns None when
+        an engine has died: it may be the only one. Raises RoleFailed when engines fail otherwise."""
         return self._background.run(self._take())
 
     async def _take(self) -> Sampled | None:
-        waiting, waited = float(len(self._ready)), False
+        waiting = float(len(self._ready))
+        waited = False
         while True:
             if self._failed is not None:
                 raise self._failed
@@ -106,7 +116,8 @@ class Collector:
                 break
             waited = True
             self._arrived.clear()
-            arrived, died = asyncio.create_task(self._arrived.wait()), asyncio.create_task(self._died.wait())
+            arrived = asyncio.create_task(self._arrived.wait())
+            died = asyncio.create_task(self._died.wait())
             _, others = await asyncio.wait((arrived, died), return_when=asyncio.FIRST_COMPLETED)
             for other in others:
                 other.cancel()
@@ -119,14 +130,17 @@ class Collector:
         elif len(self._ready) >= self._order.batch:
             self._lead = max(self._lead - 1, 1)
         rollouts = [found for group in groups for found in group.rollouts]
-        ages = np.concatenate([np.zeros(0), *(found.ages(self.updates) for found in rollouts if found.versions)])
-        mean, most = (float(ages.mean()), float(ages.max())) if len(ages) else (0.0, 0.0)  # none where all episodes failed at once
+        ages = np.concatenate(
+            [np.zeros(0), *(found.ages(self.updates) for found in rollouts if found.versions)]
+        )
+        # none where all episodes failed at once
+        mean, most = (float(ages.mean()), float(ages.max())) if len(ages) else (0.0, 0.0)
         metrics = {"rollout/age": mean, "rollout/age_max": most, "rollout/waiting": waiting}
         return Sampled(rollouts, None, self._next, metrics | {"rollout/lead": float(self._lead)})
 
     def _in_time(self) -> bool:
-        """Returns whether the finished groups suffice for no group to become too old: of those begun up to an iteration, all that the
-        iterations until their last one cannot hold are trained on now."""
+        """Returns whether the finished groups suffice for no group to become too old: of those begun up to an
+        iteration, all that the iterations until their last one cannot hold are trained on now."""
         for begun in set(self._begun.values()):
             old = [place for place, when in self._begun.items() if when <= begun]
             later = (begun + self._staleness - self._iteration) * self._order.batch
@@ -155,14 +169,17 @@ class Collector:
 
         async def now() -> Collected:
             still_open = [place for place in self._begun if place not in self._ready]
-            return Collected(self._next, sorted(still_open), [self._ready[place] for place in sorted(self._ready)])
+            return Collected(
+                self._next, sorted(still_open), [self._ready[place] for place in sorted(self._ready)]
+            )
 
         return self._background.run(now())
 
 
 def answering(fleet: Fleet, sampling: Sampling) -> AnswerPrompt:
     """Returns what answers a prompt: the environment's episodes, or the engine with the fewest requests."""
-    episodes, engines = fleet.episodes, fleet.engines
+    episodes = fleet.episodes
+    engines = fleet.engines
     assert engines is not None
 
     async def by_engine(prompt: Prompt, seed: int) -> list[Rollout]:
@@ -175,6 +192,11 @@ def answering(fleet: Fleet, sampling: Sampling) -> AnswerPrompt:
 
     async def by_episodes(prompt: Prompt, seed: int) -> list[Rollout]:
         assert episodes is not None
-        return [of_episode(found) for found in await episodes.run([Asked(prompt, seed + j, seed) for j in range(sampling.n)], sampling)]
+        return [
+            of_episode(found)
+            for found in await episodes.run(
+                [Asked(prompt, seed + j, seed) for j in range(sampling.n)], sampling
+            )
+        ]
 
     return by_episodes if episodes is not None else by_engine

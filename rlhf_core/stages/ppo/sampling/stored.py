@@ -14,7 +14,9 @@ from rlhf_core.stages.ppo.sampling.answers import PromptOrder, Sampled
 from rlhf_core.stages.ppo.sampling.collector import Collected, PromptGroup
 from rlhf_core.system.files import write_text
 
-AHEAD, EXPERTS, COLLECTED = "ahead.jsonl", "ahead.npz", "collected.jsonl"
+AHEAD = "ahead.jsonl"
+EXPERTS = "ahead.npz"
+COLLECTED = "collected.jsonl"
 
 
 def write_ahead(folder: Path, ahead: Sampled) -> None:
@@ -27,14 +29,19 @@ def read_ahead(folder: Path, order: PromptOrder, n: int) -> Sampled | None:
     if not (folder / AHEAD).is_file():
         return None
     head, rows, experts = _read(folder / AHEAD)
-    prompts = [prompt for prompt, _ in order.take(head["position"] - order.batch, order.batch) for _ in range(n)]
+    prompts = [
+        prompt for prompt, _ in order.take(head["position"] - order.batch, order.batch) for _ in range(n)
+    ]
     rollouts = [restored(row, prompt, e) for prompt, row, e in zip(prompts, rows, experts, strict=True)]
     return Sampled(rollouts, None, head["position"], {}, head["age"])
 
 
 def write_collected(folder: Path, collected: Collected) -> None:
     """Writes what a collector has: finished groups, and the places of prompts that are being answered."""
-    groups = [{"place": group.place, "begun": group.begun, "answers": len(group.rollouts)} for group in collected.ready]
+    groups = [
+        {"place": group.place, "begun": group.begun, "answers": len(group.rollouts)}
+        for group in collected.ready
+    ]
     head = {"next": collected.next, "open": list(collected.open), "groups": groups}
     _write(folder / COLLECTED, head, [rollout for group in collected.ready for rollout in group.rollouts])
 
@@ -44,7 +51,8 @@ def read_collected(folder: Path, order: PromptOrder) -> Collected | None:
     if not (folder / COLLECTED).is_file():
         return None
     head, rows, experts = _read(folder / COLLECTED)
-    ready, start = [], 0
+    ready = []
+    start = 0
     for group in head["groups"]:
         ((prompt, _),) = order.take(group["place"], 1)
         here = slice(start, start + group["answers"])
@@ -55,7 +63,11 @@ def read_collected(folder: Path, order: PromptOrder) -> Collected | None:
 
 
 def _write(file: Path, head: Mapping[str, Any], rollouts: Sequence[Rollout]) -> None:
-    experts = {str(i): found.document.experts for i, found in enumerate(rollouts) if found.document.experts is not None}
+    experts = {
+        str(i): found.document.experts
+        for i, found in enumerate(rollouts)
+        if found.document.experts is not None
+    }
     np.savez(file.with_suffix(".npz"), allow_pickle=False, **experts)
     write_text(file, "\n".join([json.dumps(head), *(json.dumps(stored(found)) for found in rollouts)]) + "\n")
 

@@ -1,7 +1,9 @@
-"""Validates the actor while it trains: answers to prompts that are not trained on, their rewards with intervals, and the best iteration.
+"""Validates the actor while it trains: answers to prompts that are not trained on, their rewards with
+intervals, and the best iteration.
 
-Each prompt has the same seed at every validation, so that two validations differ by the weights alone. The largest of several noisy means
-is too large, so the best iteration answers once more, with seeds that nothing was chosen by.
+Each prompt has the same seed at every validation, so that two validations differ by the weights alone. The
+largest of several noisy means is too large, so the best iteration answers once more, with seeds that nothing
+was chosen by.
 """
 
 from __future__ import annotations
@@ -38,8 +40,9 @@ NORMAL = 1.96  # standard errors on each side of a 95 % interval
 
 
 class Validation(NamedTuple):
-    """Says what is answered and how it is scored. `groups`: indices of the prompts of each data source, where there are several;
-    `allowed_failures`: answers that a reward source may fail on; `fresh_seeds`: those of the best iteration's second answers."""
+    """Says what is answered and how it is scored. `groups`: indices of the prompts of each data source, where
+    there are several; `allowed_failures`: answers that a reward source may fail on; `fresh_seeds`: those of
+    the best iteration's second answers."""
 
     prompts: Sequence[Prompt]
     groups: Mapping[str, Sequence[int]]
@@ -52,8 +55,9 @@ class Validation(NamedTuple):
 
 
 class Best(NamedTuple):
-    """Holds the iteration whose answers had the highest mean reward (0: before training), its metrics, how many validations came after it,
-    and the metrics of its second answers where these could not be had later."""
+    """Holds the iteration whose answers had the highest mean reward (0: before training), its metrics, how
+    many validations came after it, and the metrics of its second answers where these could not be had
+    later."""
 
     iteration: int
     metrics: dict[str, float]
@@ -66,35 +70,52 @@ class Best(NamedTuple):
 
 
 def load_validation(
-    config: PPO, renderer: Renderer, training: Sequence[Prompt], terms: Sequence[Term], stop_token_ids: Sequence[int], seed: int
+    config: PPO,
+    renderer: Renderer,
+    training: Sequence[Prompt],
+    terms: Sequence[Term],
+    stop_token_ids: Sequence[int],
+    seed: int,
 ) -> Validation | None:
-    """Loads `eval_prompts` without those that are training prompts, too; None where the recipe has none. Raises ValueError when none is
-    left."""
+    """Loads `eval_prompts` without those that are training prompts, too; None where the recipe has none.
+    Raises ValueError when none is left."""
     if config.eval_prompts is None:
         return None
     known = {tuple(prompt.tokens) for prompt in training}
     prompts: list[Prompt] = []
     groups: dict[str, range] = {}
-    shared, own_renderer = 0, Renderer(renderer.tokenizer, config.eval_prompts.template)
+    shared = 0
+    own_renderer = Renderer(renderer.tokenizer, config.eval_prompts.template)
     for source in config.eval_prompts.sources:
-        data = config.eval_prompts.model_copy(update={"sources": (source.model_copy(update={"probability": 1.0}),)})
+        data = config.eval_prompts.model_copy(
+            update={"sources": (source.model_copy(update={"probability": 1.0}),)}
+        )
         found = load_prompts(data, own_renderer, config.prompt_max_len, seed).items
         own = [prompt for prompt in found if tuple(prompt.tokens) not in known]
         shared += len(found) - len(own)
         name = Path(source.path.partition("@")[0]).stem
-        groups[name if name not in groups else f"{name}-{len(groups) + 1}"] = range(len(prompts), len(prompts) + len(own))
+        groups[name if name not in groups else f"{name}-{len(groups) + 1}"] = range(
+            len(prompts), len(prompts) + len(own)
+        )
         prompts += own
     if shared:
-        print(f"{shared} of {shared + len(prompts)} eval_prompts are prompts of the training, too: they are left out", flush=True)
+        print(
+            f"{shared} of {shared + len(prompts)} eval_prompts are prompts of the training, too: they are"
+            " left out",
+            flush=True,
+        )
     if not prompts:
         raise ValueError("every one of eval_prompts is a prompt of the training, too: name others")
     n = config.eval_samples
     seeds, fresh = (
-        [random.Random(f"{seed}-{what}-{i}").getrandbits(48) for i in range(len(prompts))] for what in ("validation", "answered-again")
+        [random.Random(f"{seed}-{what}-{i}").getrandbits(48) for i in range(len(prompts))]
+        for what in ("validation", "answered-again")
     )
     sampling = sampling_of(config, n, stop_token_ids)
     allowed = int(config.max_failed_rewards * len(prompts) * n)
-    return Validation(prompts, groups if len(groups) > 1 else {}, seeds, sampling, terms, config.eval_right, allowed, fresh)
+    return Validation(
+        prompts, groups if len(groups) > 1 else {}, seeds, sampling, terms, config.eval_right, allowed, fresh
+    )
 
 
 def sampling_of(config: PPO, n: int, stop_token_ids: Sequence[int]) -> Sampling:
@@ -108,12 +129,14 @@ def sampling_of(config: PPO, n: int, stop_token_ids: Sequence[int]) -> Sampling:
 
 
 def validate(fleet: Fleet, validation: Validation, run: RunDir, iteration: int) -> dict[str, float]:
-    """Answers the prompts with the weights that the engines have, and scores the answers. Writes them to `validation/iterationN.jsonl`."""
+    """Answers the prompts with the weights that the engines have, and scores the answers. Writes them to
+    `validation/iterationN.jsonl`."""
     return _validate(fleet, validation, validation.seeds, run / VALIDATION / f"iteration{iteration}.jsonl")
 
 
 def answer_again(fleet: Fleet, validation: Validation, run: RunDir) -> dict[str, float]:
-    """Does the same with fresh seeds, whose answers nothing was chosen by. Writes them to `validation/checkpoint.jsonl`."""
+    """Does the same with fresh seeds, whose answers nothing was chosen by. Writes them to
+    `validation/checkpoint.jsonl`."""
     return _validate(fleet, validation, validation.fresh_seeds, run / VALIDATION / "checkpoint.jsonl")
 
 
@@ -140,17 +163,30 @@ def _validate(fleet: Fleet, validation: Validation, seeds: Sequence[int], file: 
 
 
 def measured(rewards: Rewards, rollouts: Sequence[Rollout], validation: Validation) -> dict[str, float]:
-    """Metrics of all answers, and of those to each data source's prompts. Answers without a reward do not count."""
+    """Metrics of all answers, and of those to each data source's prompts. Answers without a reward do not
+    count."""
     n = validation.sampling.n
     table = plain_sum(rewards.by_source, validation.terms).reshape(-1, n)
     if np.isnan(table).all():
-        raise ValueError(f"none of the {table.size} answers to eval_prompts has a reward of every source: lower max_failed_rewards")
+        raise ValueError(
+            f"none of the {table.size} answers to eval_prompts has a reward of every source: lower"
+            " max_failed_rewards"
+        )
     metrics = _of("eval", table, validation.right)
     for name, members in validation.groups.items():
-        metrics |= _of(f"eval/{name}", table[list(members)], validation.right) if not np.isnan(table[list(members)]).all() else {}
+        metrics |= (
+            _of(f"eval/{name}", table[list(members)], validation.right)
+            if not np.isnan(table[list(members)]).all()
+            else {}
+        )
     if len(rewards.by_source) > 1:
-        metrics |= {f"eval/reward/{title}/mean": float(np.nanmean(values)) for title, values in rewards.by_source.items()}
-    metrics["eval/response/length"] = sum(np.count_nonzero(found.document.mask) for found in rollouts) / len(rollouts)
+        metrics |= {
+            f"eval/reward/{title}/mean": float(np.nanmean(values))
+            for title, values in rewards.by_source.items()
+        }
+    metrics["eval/response/length"] = sum(np.count_nonzero(found.document.mask) for found in rollouts) / len(
+        rollouts
+    )
     metrics["eval/response/truncated"] = sum(not found.finished for found in rollouts) / len(rollouts)
     return metrics
 
@@ -162,7 +198,11 @@ def _of(name: str, table: np.ndarray, right: float | None) -> dict[str, float]:
     if right is None:
         return metrics
     enough = right - ROUNDING * max(1.0, abs(right))
-    counts = [(int(row.sum()), int((values[row] >= enough).sum())) for row, values in zip(given, table, strict=True) if row.any()]
+    counts = [
+        (int(row.sum()), int((values[row] >= enough).sum()))
+        for row, values in zip(given, table, strict=True)
+        if row.any()
+    ]
     metrics |= _rate(f"{name}/right", np.array([c / n for n, c in counts]))
     for k in pass_sizes(table.shape[1]):
         chances = [pass_at(n, c, k) for n, c in counts if n >= k]  # fewer answers say nothing about k of them
@@ -171,14 +211,14 @@ def _of(name: str, table: np.ndarray, right: float | None) -> dict[str, float]:
 
 
 def pass_at(n: int, right: int, k: int) -> float:
-    """Estimates without bias how likely one of k answers is right, from `right` of n >= k answers (Chen et al. 2021, arXiv:2107.03374,
-    eq. 1)."""
+    """Estimates without bias how likely one of k answers is right, from `right` of n >= k answers (Chen et
+    al. 2021, arXiv:2107.03374, eq. 1)."""
     return 1.0 - comb(n - right, k) / comb(n, k)
 
 
 def _interval(name: str, values: np.ndarray) -> dict[str, float]:
-    """Mean over prompts, and its 95 % interval: of rewards from 0 to 1 as of a rate, of others, where there are two or more, by the normal
-    approximation."""
+    """Mean over prompts, and its 95 % interval: of rewards from 0 to 1 as of a rate, of others, where there
+    are two or more, by the normal approximation."""
     if ((values >= 0) & (values <= 1)).all():
         return _rate(name, values)
     mean = float(values.mean())

@@ -1,4 +1,5 @@
-"""The alignment tax: task files, lm-eval's results as records, losses with intervals, the recipe's side. lm-eval itself: tests/engines."""
+"""The alignment tax: task files, lm-eval's results as records, losses with intervals, the recipe's side.
+lm-eval itself: tests/engines."""
 
 from __future__ import annotations
 
@@ -24,9 +25,16 @@ from tasks.stages import tax_table
 TASKS = Path(__file__).parents[4] / "deployments" / "tasks"
 
 
-def score(values: dict[str, float] | None, value: float | None = None, stderr: float | None = 0.05, higher: bool = True) -> Score:
+def score(
+    values: dict[str, float] | None,
+    value: float | None = None,
+    stderr: float | None = 0.05,
+    higher: bool = True,
+) -> Score:
     mean = float(np.mean(list(values.values()))) if values else 0.0
-    return Score(value=mean if value is None else value, stderr=stderr, higher_is_better=higher, documents=values)
+    return Score(
+        value=mean if value is None else value, stderr=stderr, higher_is_better=higher, documents=values
+    )
 
 
 def answers(right: int, of: int = 100) -> dict[str, float]:
@@ -39,9 +47,12 @@ def answers(right: int, of: int = 100) -> dict[str, float]:
 def test_a_loss_is_what_the_baseline_had_more_and_its_interval_is_paired() -> None:
     loss = loss_of(score(answers(80)), score(answers(70)), 2000, 0)
     assert loss.tax == pytest.approx(0.1) and loss.paired
-    # Ten documents of a hundred changed: the standard error of their share is 0.03, that of two independent models would be 0.061.
+    # Ten documents of a hundred changed: the standard error of their share is 0.03, that of two independent
+    # models would be 0.061.
     assert loss.ci_low is not None and loss.ci_high is not None
-    assert 0.1 - 1.96 * 0.03 == pytest.approx(loss.ci_low, abs=0.012) and 0.1 + 1.96 * 0.03 == pytest.approx(loss.ci_high, abs=0.012)
+    assert 0.1 - 1.96 * 0.03 == pytest.approx(loss.ci_low, abs=0.012) and 0.1 + 1.96 * 0.03 == pytest.approx(
+        loss.ci_high, abs=0.012
+    )
 
 
 def test_the_same_answers_lose_nothing_and_swapped_models_gain_what_was_lost() -> None:
@@ -52,24 +63,40 @@ def test_the_same_answers_lose_nothing_and_swapped_models_gain_what_was_lost() -
 
 
 def test_less_can_be_better() -> None:
-    loss = loss_of(score({"a": 2.0, "b": 3.0}, higher=False), score({"a": 4.0, "b": 5.0}, higher=False), 100, 0)
+    loss = loss_of(
+        score({"a": 2.0, "b": 3.0}, higher=False), score({"a": 4.0, "b": 5.0}, higher=False), 100, 0
+    )
     assert loss.tax == 2.0 and loss.ci_low == loss.ci_high == 2.0
 
 
 def test_metrics_that_are_no_mean_and_other_documents_are_compared_by_their_errors() -> None:
-    for one, other in ((score(None, 10.0, 0.3), score(None, 8.0, 0.4)), (score({"a": 10.0}, stderr=0.3), score({"b": 8.0}, stderr=0.4))):
+    for one, other in (
+        (score(None, 10.0, 0.3), score(None, 8.0, 0.4)),
+        (score({"a": 10.0}, stderr=0.3), score({"b": 8.0}, stderr=0.4)),
+    ):
         loss = loss_of(one, other, 100, 0)
-        assert not loss.paired and (loss.ci_low, loss.ci_high) == pytest.approx((2 - 1.96 * 0.5, 2 + 1.96 * 0.5), abs=1e-3)
+        assert not loss.paired and (loss.ci_low, loss.ci_high) == pytest.approx(
+            (2 - 1.96 * 0.5, 2 + 1.96 * 0.5), abs=1e-3
+        )
     assert loss_of(score(None, 10.0, None), score(None, 8.0), 100, 0).ci_low is None
 
 
 def scores(model: str, right: int, second: float = 0.5) -> ModelScores:
     metrics = {"acc,none": score(answers(right)), "other,strict": score(None, second, None)}
-    return ModelScores(model=model, identity=model, tasks={"sums": TaskScores(metrics=metrics, documents=100)}, lm_eval="0.4.13")
+    return ModelScores(
+        model=model,
+        identity=model,
+        tasks={"sums": TaskScores(metrics=metrics, documents=100)},
+        lm_eval="0.4.13",
+    )
 
 
 def report(**models: int) -> TaxReport:
-    rows = [row for name, right in models.items() for row in compare(scores("sft", 80), scores(name, right), 200, 0)]
+    rows = [
+        row
+        for name, right in models.items()
+        for row in compare(scores("sft", 80), scores(name, right), 200, 0)
+    ]
     about = {"lm_eval": "0.4.13", "chat_template": False, "num_fewshot": None}
     return TaxReport(baseline="sft", models=tuple(models), tasks=("sums",), rows=tuple(rows), **about)
 
@@ -80,7 +107,10 @@ def test_the_first_metric_is_the_main_one_and_the_largest_loss_is_the_tasks() ->
         ("dpo", "acc", True), ("dpo", "other,strict", False), ("ppo", "acc", True), ("ppo", "other,strict", False),
     ]  # fmt: skip
     metrics = tax_metrics(found)
-    assert metrics["tax/sums"] == metrics["tax/sums/ppo"] == pytest.approx(0.3) and metrics["tax/sums/dpo"] == 0.0
+    assert (
+        metrics["tax/sums"] == metrics["tax/sums/ppo"] == pytest.approx(0.3)
+        and metrics["tax/sums/dpo"] == 0.0
+    )
     assert metrics["tax_low/sums"] == metrics["tax_low/sums/ppo"] > 0.2 and metrics["score/sums/sft"] == 0.8
     config = AlignmentTax(models=("dpo", "ppo"), tasks=("sums",))
     assert [name for name in metrics if not has_metric(config, name)] == []
@@ -100,9 +130,24 @@ def sample(number: int, filtered: str = "none", **values: Any) -> dict[str, Any]
 
 def test_results_become_records_with_filters_kept_apart_and_only_means_paired() -> None:
     values = {"none": [1.0, 0.0, 1.0, 1.0], "strict": [0.0, 0.0, 1.0, 0.0]}
-    samples = [sample(n, f, acc=np.float64(v), odd=[True, False]) for f, found in values.items() for n, v in enumerate(found)]
-    result = {"alias": "t", "acc,none": 0.75, "acc_stderr,none": 0.25, "acc,strict": 0.25, "acc_stderr,strict": "N/A", "odd,none": 0.4}
-    found = {"results": {"t": result}, "samples": {"t": samples}, "higher_is_better": {"t": {"acc": True, "odd": False}}}
+    samples = [
+        sample(n, f, acc=np.float64(v), odd=[True, False])
+        for f, found in values.items()
+        for n, v in enumerate(found)
+    ]
+    result = {
+        "alias": "t",
+        "acc,none": 0.75,
+        "acc_stderr,none": 0.25,
+        "acc,strict": 0.25,
+        "acc_stderr,strict": "N/A",
+        "odd,none": 0.4,
+    }
+    found = {
+        "results": {"t": result},
+        "samples": {"t": samples},
+        "higher_is_better": {"t": {"acc": True, "odd": False}},
+    }
     (task,) = scores_of(found, {"t": ["t"]}).values()
     assert list(task.metrics) == ["acc,none", "acc,strict", "odd,none"] and task.documents == 4
     first, strict, odd = task.metrics.values()
@@ -110,18 +155,26 @@ def test_results_become_records_with_filters_kept_apart_and_only_means_paired() 
     assert first.documents is not None and list(first.documents.values()) == values["none"]
     assert odd.documents is None and not odd.higher_is_better
     rows = rows_of(found["samples"])
-    assert rows[0]["prompt"] == "prompt 0" and rows[0]["metrics"] == {"acc": 1.0, "odd": None} and json.dumps(rows)
+    assert (
+        rows[0]["prompt"] == "prompt 0"
+        and rows[0]["metrics"] == {"acc": 1.0, "odd": None}
+        and json.dumps(rows)
+    )
 
 
 def test_a_group_is_the_mean_over_the_documents_of_its_tasks() -> None:
     parts = {"a": [1.0, 0.0], "b": [1.0] * 6}
     found = {
-        "results": {name: {"acc,none": float(np.mean(v)), "acc_stderr,none": 0.1} for name, v in parts.items()},
+        "results": {
+            name: {"acc,none": float(np.mean(v)), "acc_stderr,none": 0.1} for name, v in parts.items()
+        },
         "samples": {name: [sample(n, acc=value) for n, value in enumerate(v)] for name, v in parts.items()},
         "higher_is_better": {},
     }
     pooled = scores_of(found, {"group": ["a", "b"]})["group"].metrics["acc,none"]
-    assert pooled.value == pytest.approx(7 / 8) and pooled.documents is not None and len(pooled.documents) == 8
+    assert (
+        pooled.value == pytest.approx(7 / 8) and pooled.documents is not None and len(pooled.documents) == 8
+    )
     assert pooled.stderr == pytest.approx(np.hypot(2 * 0.1, 6 * 0.1) / 8)
 
 
@@ -130,7 +183,9 @@ def test_a_group_is_the_mean_over_the_documents_of_its_tasks() -> None:
 
 def write_task(folder: Path, text: str = "", name: str = "own.yaml", data: str = "rows.jsonl") -> str:
     (folder / "rows.jsonl").write_text('{"q": 1}\n')
-    (folder / name).write_text(f"task: own\ndataset_path: json\ndataset_kwargs: {{data_files: {{test: {data}}}}}\n{text}")
+    (folder / name).write_text(
+        f"task: own\ndataset_path: json\ndataset_kwargs: {{data_files: {{test: {data}}}}}\n{text}"
+    )
     return str(folder / name)
 
 
@@ -152,8 +207,15 @@ def test_a_task_file_brings_its_data_its_includes_and_its_code(tmp_path: Path) -
     (tmp_path / "base.yaml").write_text("output_type: generate_until\n")
     (tmp_path / "helpers.py").write_text("def f(doc): return doc\n")
     path = write_task(tmp_path, "include: base.yaml\ndoc_to_text: !function helpers.f\n")
-    assert {file.name for file in read_task(path).files} == {"own.yaml", "base.yaml", "rows.jsonl", "helpers.py"}
-    with pytest.raises(ValueError, match=r"own.yaml runs Python \(helpers.f\): read it, then set trust_task_code"):
+    assert {file.name for file in read_task(path).files} == {
+        "own.yaml",
+        "base.yaml",
+        "rows.jsonl",
+        "helpers.py",
+    }
+    with pytest.raises(
+        ValueError, match=r"own.yaml runs Python \(helpers.f\): read it, then set trust_task_code"
+    ):
         read_task(path, trust_code=False)
 
 
@@ -175,11 +237,14 @@ def test_a_wrong_task_file_is_told_in_one_sentence(text: str, message: str, tmp_
     assert "\n" not in str(caught.value)
 
 
-def test_data_of_a_task_may_lie_where_lm_eval_looks_for_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_data_of_a_task_may_lie_where_lm_eval_looks_for_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "deep").mkdir()
     write_task(tmp_path)
     monkeypatch.chdir(tmp_path)
-    assert read_task(write_task(tmp_path / "deep")).data_files == (tmp_path / "deep" / "rows.jsonl",)  # beside the file comes first
+    # beside the file comes first
+    assert read_task(write_task(tmp_path / "deep")).data_files == (tmp_path / "deep" / "rows.jsonl",)
     (tmp_path / "deep" / "rows.jsonl").unlink()
     assert read_task("deep/own.yaml").data_files == (tmp_path / "rows.jsonl",)
 
@@ -189,7 +254,11 @@ def test_data_of_a_task_may_lie_where_lm_eval_looks_for_it(tmp_path: Path, monke
 
 def planned(**changes: Any) -> Plan:
     tax = {"models": ["dpo"], "tasks": ["gsm8k"]} | changes
-    stages = {"sft": {"data": {"sources": "s.jsonl"}}, "dpo": {"data": {"sources": "p.jsonl"}}, "alignment_tax": tax}
+    stages = {
+        "sft": {"data": {"sources": "s.jsonl"}},
+        "dpo": {"data": {"sources": "p.jsonl"}},
+        "alignment_tax": tax,
+    }
     return plan(recipe_of({"name": "r", "base_model": "org/base", "stages": stages}))
 
 
@@ -211,7 +280,10 @@ def test_models_are_parents_and_the_task_files_content_decides_the_digest(tmp_pa
         ({"models": ["sft"]}, r"stages.alignment_tax: models names only the baseline 'sft'"),
         ({"tasks": ["gsm8k", "a/gsm8k.yaml"]}, r"stages.alignment_tax: tasks names 'gsm8k' twice"),
         ({"tasks": []}, r"stages.alignment_tax.tasks"),
-        ({"gates": [{"metric": "tax/mmlu", "max": 0.1}]}, r"gates.0.metric: unknown metric 'tax/mmlu'; valid: tax/gsm8k,"),
+        (
+            {"gates": [{"metric": "tax/mmlu", "max": 0.1}]},
+            r"gates.0.metric: unknown metric 'tax/mmlu'; valid: tax/gsm8k,",
+        ),
     ],
 )
 def test_a_mistake_is_told_in_one_sentence(changes: dict[str, Any], message: str) -> None:
@@ -221,7 +293,9 @@ def test_a_mistake_is_told_in_one_sentence(changes: dict[str, Any], message: str
 
 
 def test_task_files_are_looked_at_before_anything_starts(tmp_path: Path) -> None:
-    found = planned(tasks=[write_task(tmp_path, "doc_to_text: !function helpers.f\n"), str(tmp_path / "gone.yaml")])
+    found = planned(
+        tasks=[write_task(tmp_path, "doc_to_text: !function helpers.f\n"), str(tmp_path / "gone.yaml")]
+    )
     told_of = [problem for problem in check_inputs(found, [found["alignment_tax"]]) if ".tasks" in problem]
     assert len(told_of) == 2 and "trust_task_code" in told_of[0] and "gone.yaml cannot be read" in told_of[1]
 

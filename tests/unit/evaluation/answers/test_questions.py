@@ -1,4 +1,5 @@
-"""Questions and answers in the formats of Arena-Hard and ours, style counts, and the names of files and judges."""
+"""Questions and answers in the formats of Arena-Hard and ours, style counts, and the names of files and
+judges."""
 
 from __future__ import annotations
 
@@ -25,7 +26,12 @@ def write(folder: Path, *rows: dict[str, Any]) -> Source:
 
 
 def test_both_versions_of_arena_hard_questions_are_read(tmp_path: Path) -> None:
-    old = {"question_id": "old", "category": "arena-hard-v0.1", "cluster": "c", "turns": [{"content": "What?"}]}
+    old = {
+        "question_id": "old",
+        "category": "arena-hard-v0.1",
+        "cluster": "c",
+        "turns": [{"content": "What?"}],
+    }
     new = {"uid": "new", "category": "hard_prompt", "subcategory": "math", "prompt": "Why?"}
     bare = {"prompt": [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "How?"}]}
     first, second, third = load_questions(write(tmp_path, old, new, bare), None, 0)
@@ -40,9 +46,16 @@ def test_a_question_without_a_known_answer_is_named_by_file_and_row(tmp_path: Pa
     source = write(tmp_path, {"question": "x", "gold_answer": "y", "answer": 0})
     (question,) = load_questions(source.model_copy(update={"prompt_key": "question"}), None, 0)
     assert question.known_answer("answer") == "0"
-    told = f"{source.path}, row 1: there is no column 'gold', which the rule judge compares answers with; its other columns are "
+    told = (
+        f"{source.path}, row 1: there is no column 'gold', which the rule judge compares answers with; its"
+        " other columns are "
+    )
     with pytest.raises(
-        ValueError, match=f"^{re.escape(told)}gold_answer, answer: set answer_key: gold_answer in the rule judge, or choose another judge"
+        ValueError,
+        match=(
+            f"^{re.escape(told)}gold_answer, answer: set answer_key: gold_answer in the rule judge, or choose"
+            " another judge"
+        ),
     ):
         question.known_answer("gold")
 
@@ -51,20 +64,39 @@ def test_a_question_without_a_known_answer_is_named_by_file_and_row(tmp_path: Pa
     ("rows", "message"),
     [
         ([{"uid": "a", "prompt": "x"}, {"uid": "a", "prompt": "y"}], r"row 2: has the uid 'a' of row 1"),
-        ([{"prompt": "x"}, {"prompt": "x"}], r"row 2: has the uid .* of row 1 \(without a uid: the same prompt\)"),
-        ([{"text": "x"}], r"row 1: there is no column 'prompt', nor 'turns'; its columns are text: set prompt_key in the questions"),
-        ([{"answer": "y", "question": "x"}], r"its columns are answer, question: set prompt_key: question in the questions"),
+        (
+            [{"prompt": "x"}, {"prompt": "x"}],
+            r"row 2: has the uid .* of row 1 \(without a uid: the same prompt\)",
+        ),
+        (
+            [{"text": "x"}],
+            (
+                r"row 1: there is no column 'prompt', nor 'turns'; its columns are text: set prompt_key in"
+                r" the questions"
+            ),
+        ),
+        (
+            [{"answer": "y", "question": "x"}],
+            r"its columns are answer, question: set prompt_key: question in the questions",
+        ),
         ([{"prompt": "  "}], r"row 1: the prompt is empty"),
-        ([{"prompt": 3}], r"row 1: column 'prompt' must be a string or a list of messages, found int: write it as text"),
+        (
+            [{"prompt": 3}],
+            r"row 1: column 'prompt' must be a string or a list of messages, found int: write it as text",
+        ),
         ([{"turns": [3]}], r"row 1: message 1"),
     ],
 )
-def test_bad_questions_are_refused_with_their_row(rows: list[dict[str, Any]], message: str, tmp_path: Path) -> None:
+def test_bad_questions_are_refused_with_their_row(
+    rows: list[dict[str, Any]], message: str, tmp_path: Path
+) -> None:
     with pytest.raises(ValueError, match=message):
         load_questions(write(tmp_path, *rows), None, 0)
 
 
-@pytest.mark.skipif(not ARENA_HARD.is_dir(), reason="the question files of arena-hard-auto are not beside the repository")
+@pytest.mark.skipif(
+    not ARENA_HARD.is_dir(), reason="the question files of arena-hard-auto are not beside the repository"
+)
 @pytest.mark.parametrize(("name", "count", "categories"), [("v0.1", 500, 1), ("v2.0", 750, 2)])
 def test_the_published_question_files_are_read(name: str, count: int, categories: int) -> None:
     questions = load_questions(Source(path=str(ARENA_HARD / f"{name}-question.jsonl")), None, 0)
@@ -106,5 +138,19 @@ def test_names_become_files_that_never_collide() -> None:
 
 
 def test_judges_of_the_same_name_are_told_apart() -> None:
-    judges = (OpenAIJudge(model="gpt-4-turbo"), OpenAIJudge(model="gpt-4"), RuleJudge(), RewardJudge(), RewardJudge(tie=1.0), RuleJudge())
-    assert list(judge_names(judges)) == ["gpt-4-turbo", "gpt-4", "rule", "reward_model", "reward_model-2", "rule-2"]
+    judges = (
+        OpenAIJudge(model="gpt-4-turbo"),
+        OpenAIJudge(model="gpt-4"),
+        RuleJudge(),
+        RewardJudge(),
+        RewardJudge(tie=1.0),
+        RuleJudge(),
+    )
+    assert list(judge_names(judges)) == [
+        "gpt-4-turbo",
+        "gpt-4",
+        "rule",
+        "reward_model",
+        "reward_model-2",
+        "rule-2",
+    ]

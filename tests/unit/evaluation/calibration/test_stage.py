@@ -1,4 +1,5 @@
-"""The calibration stage from labels to report: a chat judge at an endpoint played here, a real tiny reward model, real files."""
+"""The calibration stage from labels to report: a chat judge at an endpoint played here, a real tiny reward
+model, real files."""
 
 from __future__ import annotations
 
@@ -33,26 +34,44 @@ COUNT = 40
 
 
 def labels(folder: Path) -> Path:
-    return write_labels(folder / "labels.jsonl", *(label(i, VERDICTS[i % 5], uid=f"q{i}") for i in range(COUNT)))
+    return write_labels(
+        folder / "labels.jsonl", *(label(i, VERDICTS[i % 5], uid=f"q{i}") for i in range(COUNT))
+    )
 
 
 def calibration(url: str, file: Path, **changes: Any) -> Calibration:
-    judge = {"kind": "openai", "model": "judge", "base_url": url, "api_key_env": "JUDGE_KEY", "max_failed": 0.1, "concurrency": 4}
-    return Calibration.model_validate({"judge": judge, "labels": str(file), "bootstrap_rounds": 300, **changes})
+    judge = {
+        "kind": "openai",
+        "model": "judge",
+        "base_url": url,
+        "api_key_env": "JUDGE_KEY",
+        "max_failed": 0.1,
+        "concurrency": 4,
+    }
+    return Calibration.model_validate(
+        {"judge": judge, "labels": str(file), "bootstrap_rounds": 300, **changes}
+    )
 
 
 def prepared(folder: Path, config: Calibration, inputs: dict[str, str] | None = None) -> RunDir:
     directory = RunDir(folder / "run")
-    directory.prepare(StageRequest(name="calibration", digest="0", config=config, inputs=inputs or {}, seed=1))
+    directory.prepare(
+        StageRequest(name="calibration", digest="0", config=config, inputs=inputs or {}, seed=1)
+    )
     return directory
 
 
-def calibrate(folder: Path, config: Calibration, inputs: dict[str, str] | None = None) -> tuple[CalibrationReport, dict[str, float]]:
+def calibrate(
+    folder: Path, config: Calibration, inputs: dict[str, str] | None = None
+) -> tuple[CalibrationReport, dict[str, float]]:
     directory = prepared(folder, config, inputs)
     outcome = run(directory.request(), directory)
     assert outcome.outputs == {"report": "report"}
     assert [name for name in outcome.metrics if not has_metric(config, name)] == []
-    return CalibrationReport.model_validate_json((directory / "report/calibration.json").read_text()), outcome.metrics
+    return (
+        CalibrationReport.model_validate_json((directory / "report/calibration.json").read_text()),
+        outcome.metrics,
+    )
 
 
 def asked(request: dict[str, Any]) -> tuple[str, bool]:
@@ -62,7 +81,9 @@ def asked(request: dict[str, Any]) -> tuple[str, bool]:
     return uid, first == "a"
 
 
-def copying(file: Path, favour: Callable[[str], bool] = lambda uid: False) -> Callable[[int, dict[str, Any]], Reply]:
+def copying(
+    file: Path, favour: Callable[[str], bool] = lambda uid: False
+) -> Callable[[int, dict[str, Any]], Reply]:
     """A judge that says what people said, except where `favour(uid)`: there the answer shown first wins."""
     signs = {pair.uid: pair.sign for pair in load_labels(file)}
 
@@ -79,12 +100,24 @@ def test_a_judge_that_copies_people_has_kappa_one(tmp_path: Path) -> None:
     with serving(copying(file)) as endpoint:
         report, metrics = calibrate(tmp_path, calibration(endpoint.url, file))
     assert len(endpoint.requests) == 2 * COUNT  # both orders of each pair
-    assert metrics["kappa"] == metrics["agreement"] == metrics["swap_consistency"] == 1.0 and metrics["position_bias"] == 0.0
+    assert (
+        metrics["kappa"] == metrics["agreement"] == metrics["swap_consistency"] == 1.0
+        and metrics["position_bias"] == 0.0
+    )
     assert metrics["kappa/ci_low"] < 1.0 == metrics["kappa/ci_high"]
     assert report.confusion == ((16, 0, 0), (0, 8, 0), (0, 0, 16))
-    assert (report.judge, report.pairs, report.labels, report.annotators, report.unjudged) == ("judge", COUNT, COUNT, 1, 0)
+    assert (report.judge, report.pairs, report.labels, report.annotators, report.unjudged) == (
+        "judge",
+        COUNT,
+        COUNT,
+        1,
+        0,
+    )
     assert report.strength == "almost perfect" and metrics["judge_input_tokens"] == 10 * 2 * COUNT
-    judged = [Judgment.model_validate_json(line) for line in (tmp_path / "run/report/judgments/judge.jsonl").read_text().splitlines()]
+    judged = [
+        Judgment.model_validate_json(line)
+        for line in (tmp_path / "run/report/judgments/judge.jsonl").read_text().splitlines()
+    ]
     assert len(judged) == COUNT and (judged[0].baseline, judged[0].model) == ("a", "b")
     assert json.loads((tmp_path / "run/metrics.jsonl").read_text())["kappa"] == 1.0
     shown = calibration_tables(report)
@@ -94,14 +127,22 @@ def test_a_judge_that_copies_people_has_kappa_one(tmp_path: Path) -> None:
 
 def test_a_planted_position_bias_fails_its_gate(tmp_path: Path) -> None:
     file = labels(tmp_path)
-    gates = (Gate(metric="position_bias/ci_high", max=0.1), Gate(metric="position_bias/ci_low", min=-0.1), Gate(metric="kappa", min=0.2))
+    gates = (
+        Gate(metric="position_bias/ci_high", max=0.1),
+        Gate(metric="position_bias/ci_low", min=-0.1),
+        Gate(metric="kappa", min=0.2),
+    )
     with serving(copying(file, lambda uid: int(uid[1:]) % 2 == 0)) as endpoint:
         config = calibration(endpoint.url, file, gates=gates)
         result = run_stage(prepared(tmp_path, config).path, run)
-    assert result.metrics["position_bias"] == pytest.approx(0.5) and result.metrics["swap_consistency"] == pytest.approx(0.5)
+    assert result.metrics["position_bias"] == pytest.approx(0.5) and result.metrics[
+        "swap_consistency"
+    ] == pytest.approx(0.5)
     high, low, kappa = check("calibration", config, result)
     assert (high.passed, low.passed, kappa.passed) == (False, True, True)
-    assert high.meaning.startswith("The judge favours a position") and meaning_of("calibration", "kappa/ci_low")
+    assert high.meaning.startswith("The judge favours a position") and meaning_of(
+        "calibration", "kappa/ci_low"
+    )
 
 
 def test_no_game_is_asked_for_twice_after_a_kill(tmp_path: Path) -> None:
@@ -129,7 +170,8 @@ def test_no_game_is_asked_for_twice_after_a_kill(tmp_path: Path) -> None:
 
 def test_a_killed_process_goes_on_where_it_was(tmp_path: Path) -> None:
     file = labels(tmp_path)
-    whole, released = copying(file), threading.Event()
+    whole = copying(file)
+    released = threading.Event()
 
     def stuck(number: int, request: dict[str, Any]) -> Reply:
         if number >= 20:
@@ -139,7 +181,9 @@ def test_a_killed_process_goes_on_where_it_was(tmp_path: Path) -> None:
     with serving(stuck) as endpoint:
         directory = prepared(tmp_path, calibration(endpoint.url, file))
         command = [sys.executable, "-m", "evaluation", str(directory.path)]
-        process = subprocess.Popen(command, cwd=Path(__file__).parents[4], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        process = subprocess.Popen(
+            command, cwd=Path(__file__).parents[4], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+        )
         cache = directory / "judge_cache" / "judge.jsonl"
         deadline = time.monotonic() + 120
         while not cache.exists() or cache.read_bytes().count(b"\n") < 20:
@@ -148,7 +192,8 @@ def test_a_killed_process_goes_on_where_it_was(tmp_path: Path) -> None:
         process.kill()
         process.wait(30)
         released.set()
-        first, before = [asked(request) for request in endpoint.requests[:20]], len(endpoint.requests)
+        first = [asked(request) for request in endpoint.requests[:20]]
+        before = len(endpoint.requests)
         assert directory.result() is None
         outcome = run(directory.request(), directory)
         second = [asked(request) for request in endpoint.requests[before:]]
@@ -161,7 +206,11 @@ def test_failed_games_are_counted_and_their_pairs_left_out(tmp_path: Path) -> No
     whole = copying(file)
 
     def script(number: int, request: dict[str, Any]) -> Reply:
-        return completion("I cannot decide.") if asked({"messages": request["messages"][:2]})[0] in ("q0", "q1") else whole(number, request)
+        return (
+            completion("I cannot decide.")
+            if asked({"messages": request["messages"][:2]})[0] in ("q0", "q1")
+            else whole(number, request)
+        )
 
     with serving(script) as endpoint:
         report, metrics = calibrate(tmp_path, calibration(endpoint.url, file))
@@ -182,16 +231,25 @@ def test_a_reward_model_is_calibrated_too(tmp_path: Path, monkeypatch: pytest.Mo
         }
     )
     report, metrics = calibrate(tmp_path, config, setting.inputs)
-    assert report.judge == "reward_model" and metrics["swap_consistency"] == 1.0 and metrics["position_bias"] == 0.0
+    assert (
+        report.judge == "reward_model"
+        and metrics["swap_consistency"] == 1.0
+        and metrics["position_bias"] == 0.0
+    )
     assert "judge_input_tokens" not in metrics and metrics["failed_games"] == 0
 
 
 def test_longer_and_marked_up_answers_are_seen(tmp_path: Path) -> None:
-    rows = [label(i, "B>A", uid=f"q{i}", answer_a=f"- **a** of q{i}\n\nand **more**", answer_b=f"b of q{i}") for i in range(10)]
+    rows = [
+        label(i, "B>A", uid=f"q{i}", answer_a=f"- **a** of q{i}\n\nand **more**", answer_b=f"b of q{i}")
+        for i in range(10)
+    ]
     file = write_labels(tmp_path / "labels.jsonl", *rows)
 
     def script(_: int, request: dict[str, Any]) -> Reply:
-        first, second = re.findall(r"Start of assistant .'s answer\|>\n(.*?)\n<\|End", request["messages"][1]["content"], re.DOTALL)
+        first, second = re.findall(
+            r"Start of assistant .'s answer\|>\n(.*?)\n<\|End", request["messages"][1]["content"], re.DOTALL
+        )
         return completion("[[A>B]]" if len(first) > len(second) else "[[B>A]]")
 
     with serving(script) as endpoint:
@@ -201,6 +259,9 @@ def test_longer_and_marked_up_answers_are_seen(tmp_path: Path) -> None:
 
 def test_wrong_labels_are_told_before_the_judge_is_asked(tmp_path: Path) -> None:
     file = write_labels(tmp_path / "labels.jsonl", label(1, "C>A"), label(2), label(2))
-    with serving(lambda *_: completion("[[A>B]]")) as endpoint, pytest.raises(ValueError, match=r"line 1: verdict .*; line 3: has the id"):
+    with (
+        serving(lambda *_: completion("[[A>B]]")) as endpoint,
+        pytest.raises(ValueError, match=r"line 1: verdict .*; line 3: has the id"),
+    ):
         calibrate(tmp_path, calibration(endpoint.url, file))
     assert endpoint.requests == []

@@ -21,13 +21,29 @@ class Artifacts:
         self.views = finished(path, lines=20)
         self.record("first", "done", STARTED + 600)
 
-    def record(self, identity: str, state: str = "", ended: float | None = None, status: str = "done", **more: Any) -> Path:
+    def record(
+        self, identity: str, state: str = "", ended: float | None = None, status: str = "done", **more: Any
+    ) -> Path:
         """Writes the record of a run of these stages. `more`: other fields."""
         stages = [
-            {"name": v.name, "kind": v.kind, "parents": v.parents, "run_dir": f"stages/{v.run_dir.name}", "status": status}
+            {
+                "name": v.name,
+                "kind": v.kind,
+                "parents": v.parents,
+                "run_dir": f"stages/{v.run_dir.name}",
+                "status": status,
+            }
             for v in self.views
         ]
-        told = {"recipe": "demo", "state": state, "host": "box", "pid": 7, "started": STARTED, "ended": ended, "stages": stages} | more
+        told = {
+            "recipe": "demo",
+            "state": state,
+            "host": "box",
+            "pid": 7,
+            "started": STARTED,
+            "ended": ended,
+            "stages": stages,
+        } | more
         file = self.path / "demo" / "runs" / f"{identity}.json"
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(json.dumps(told))

@@ -1,4 +1,5 @@
-"""The live page in a real browser: it stays open while a run is killed, resumed and finished, and while the dashboard itself is."""
+"""The live page in a real browser: it stays open while a run is killed, resumed and finished, and while the
+dashboard itself is."""
 
 from __future__ import annotations
 
@@ -29,13 +30,26 @@ class Dashboard:
     """The command, as a process."""
 
     def __init__(self, artifacts: Path, home: Path):
-        self.home, self.port = home, free_port("127.0.0.1")
-        self._command = [sys.executable, "-m", "flows.cli", "dashboard", str(artifacts), "--port", str(self.port), "--home", str(home)]
+        self.home = home
+        self.port = free_port("127.0.0.1")
+        self._command = [
+            sys.executable,
+            "-m",
+            "flows.cli",
+            "dashboard",
+            str(artifacts),
+            "--port",
+            str(self.port),
+            "--home",
+            str(home),
+        ]
         self.begin()
 
     def begin(self) -> None:
         environment = os.environ | {"PYTHONPATH": str(ROOT)}
-        self.process = subprocess.Popen(self._command, cwd=self.home.parent, env=environment, stdout=subprocess.PIPE, text=True)
+        self.process = subprocess.Popen(
+            self._command, cwd=self.home.parent, env=environment, stdout=subprocess.PIPE, text=True
+        )
         assert self.process.stdout is not None
         self.told = self.process.stdout.readline()
         assert f"http://127.0.0.1:{self.port}/" in self.told, self.told
@@ -84,10 +98,15 @@ def points(page: playwright.Page) -> int:
 
 def wait_for(page: playwright.Page, part: str, *texts: str) -> None:
     for text in texts:
-        page.wait_for_function("([part, text]) => document.getElementById(part).innerText.includes(text)", arg=[f"part-{part}", text])
+        page.wait_for_function(
+            "([part, text]) => document.getElementById(part).innerText.includes(text)",
+            arg=[f"part-{part}", text],
+        )
 
 
-def test_a_page_stays_open_over_a_killed_and_resumed_run(shown: Dashboard, artifacts: Path, browser: playwright.BrowserContext) -> None:
+def test_a_page_stays_open_over_a_killed_and_resumed_run(
+    shown: Dashboard, artifacts: Path, browser: playwright.BrowserContext
+) -> None:
     errors: list[str] = []
     overview = browser.new_page()
     overview.on("pageerror", lambda error: errors.append(str(error)))
@@ -113,7 +132,9 @@ def test_a_page_stays_open_over_a_killed_and_resumed_run(shown: Dashboard, artif
     allow(artifacts, 5)
     wait_for(stage, "state", "step 5 of 8")
     assert points(stage) == 5
-    assert stage.locator("details[data-key=last]").get_attribute("open") is not None, "what was opened stays open"
+    assert stage.locator("details[data-key=last]").get_attribute("open") is not None, (
+        "what was opened stays open"
+    )
 
     os.kill(run.pid, signal.SIGKILL)  # the reaper ends the stage's process
     run.wait()
@@ -124,7 +145,10 @@ def test_a_page_stays_open_over_a_killed_and_resumed_run(shown: Dashboard, artif
     again = live_run.start(artifacts, "second")
     wait_for(stage, "state", "running", "Started 2 times")
     wait_for(overview, "now", "second")
-    stage.wait_for_function("document.querySelector('figure path[stroke=\"#2563a8\"]').getAttribute('d').split(/[ML]/).length - 1 == 5")
+    stage.wait_for_function(
+        "document.querySelector('figure path[stroke=\"#2563a8\"]').getAttribute('d').split(/[ML]/).length - 1"
+        " == 5"
+    )
     # Steps 1 to 4 are kept, 5 is made again.
     wait_until(lambda: len((stage_dir(artifacts) / "metrics.jsonl").read_text().splitlines()) == 5, "step 5")
     assert not beyond_loopback(shown.process.pid)
@@ -145,7 +169,9 @@ def test_a_page_stays_open_over_a_killed_and_resumed_run(shown: Dashboard, artif
     assert not errors
 
 
-def test_a_page_without_the_token_shows_nothing(shown: Dashboard, artifacts: Path, browser: playwright.BrowserContext) -> None:
+def test_a_page_without_the_token_shows_nothing(
+    shown: Dashboard, artifacts: Path, browser: playwright.BrowserContext
+) -> None:
     page = browser.new_page()
     assert page.goto(f"http://127.0.0.1:{shown.port}/").status == 401
     assert "alignflow" not in page.title()
@@ -171,14 +197,19 @@ def test_the_filter_of_runs(shown: Dashboard, artifacts: Path, browser: playwrig
     folder = artifacts / "demo" / "runs"
     folder.mkdir(parents=True)
     for identity, state in (("first", "done"), ("second", "failed")):
-        (folder / f"{identity}.json").write_text(json.dumps({"recipe": "demo", "state": state, "started": 1.79e9, "ended": 1.79e9 + 9}))
+        (folder / f"{identity}.json").write_text(
+            json.dumps({"recipe": "demo", "state": state, "started": 1.79e9, "ended": 1.79e9 + 9})
+        )
     errors: list[str] = []
     page = browser.new_page()
     page.on("console", lambda message: errors.append(message.text) if message.type == "error" else None)
     page.on("pageerror", lambda error: errors.append(str(error)))
     page.goto(shown.address)
     rows = page.locator("tr[data-text]")
-    assert page.evaluate(TYPE, "DEMO fail") == {"first": True, "second": False}, "at once, by the script alone"
+    assert page.evaluate(TYPE, "DEMO fail") == {
+        "first": True,
+        "second": False,
+    }, "at once, by the script alone"
     playwright.expect(rows).to_have_count(1)  # the server's answer
     assert page.url.endswith("/?filter=DEMO+fail") and page.evaluate("document.activeElement.id") == "filter"
     page.reload()

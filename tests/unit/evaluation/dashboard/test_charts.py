@@ -18,12 +18,24 @@ PANEL = Panel("Loss", {"loss": "training", "eval/loss": "held out"}, level=0.0, 
 
 @given(st.lists(VALUES, min_size=1, max_size=12), st.lists(VALUES, max_size=12), VALUES)
 def test_all_coordinates_are_within_the_drawing(first: list[float], second: list[float], step: float) -> None:
-    curves = {"loss": list(enumerate(first)), "eval/loss": [(step, value) for value in second], "std": list(enumerate(first))}
+    curves = {
+        "loss": list(enumerate(first)),
+        "eval/loss": [(step, value) for value in second],
+        "std": list(enumerate(first)),
+    }
     drawn = draw(PANEL, [Run("", curves, {})])
     assert drawn is not None
-    numbers = [float(text) for line in drawn.lines for text in re.findall(r"-?[\d.]+|nan|inf", line.path + line.band)]
-    assert all(-1 <= number <= WIDTH + 1 for number in numbers) and all(math.isfinite(number) for number in numbers)
-    assert all(-1 <= mark.at <= HEIGHT + 1 for mark in drawn.marks_y) and drawn.level is not None and -1 <= drawn.level <= HEIGHT + 1
+    numbers = [
+        float(text) for line in drawn.lines for text in re.findall(r"-?[\d.]+|nan|inf", line.path + line.band)
+    ]
+    assert all(-1 <= number <= WIDTH + 1 for number in numbers) and all(
+        math.isfinite(number) for number in numbers
+    )
+    assert (
+        all(-1 <= mark.at <= HEIGHT + 1 for mark in drawn.marks_y)
+        and drawn.level is not None
+        and -1 <= drawn.level <= HEIGHT + 1
+    )
 
 
 @given(VALUES, VALUES)
@@ -35,28 +47,46 @@ def test_ticks_are_few_and_within_the_range(one: float, other: float) -> None:
     assert all(low - slack <= value <= high + slack for value in found)
 
 
-@pytest.mark.parametrize(("low", "high", "wanted"), [(0, 1, [0, 0.2, 0.4, 0.6, 0.8, 1]), (-2.2, 4.4, [-2, 0, 2, 4]), (3, 3, [3])])
+@pytest.mark.parametrize(
+    ("low", "high", "wanted"), [(0, 1, [0, 0.2, 0.4, 0.6, 0.8, 1]), (-2.2, 4.4, [-2, 0, 2, 4]), (3, 3, [3])]
+)
 def test_ticks_are_round(low: float, high: float, wanted: list[float]) -> None:
     assert ticks(low, high) == pytest.approx(wanted)
 
 
 def test_values_near_one_have_different_labels() -> None:
-    drawn = draw(Panel("Ratio", {"ratio": ""}, level=1.0), [Run("", {"ratio": [(1, 0.9996), (2, 1.0002)]}, {})])
+    drawn = draw(
+        Panel("Ratio", {"ratio": ""}, level=1.0), [Run("", {"ratio": [(1, 0.9996), (2, 1.0002)]}, {})]
+    )
     assert drawn is not None and [mark.text for mark in drawn.marks_y] == ["0.9996", "0.9998", "1", "1.0002"]
 
 
 def test_two_runs_have_their_own_colours_and_labels() -> None:
     runs = [
-        Run(label, {"loss": [(1, 1.0), (2, value)], "eval/loss": [(2, value)]}, {}) for label, value in (("first", 0.5), ("second", 0.7))
+        Run(label, {"loss": [(1, 1.0), (2, value)], "eval/loss": [(2, value)]}, {})
+        for label, value in (("first", 0.5), ("second", 0.7))
     ]
     (panel,) = main_panels("sft", runs)[:1]
-    assert [line.label for line in panel.lines] == ["first training", "first held out", "second training", "second held out"]
-    assert len({line.colour for line in panel.lines}) == 2 and [line.dashed for line in panel.lines] == [False, True] * 2
+    assert [line.label for line in panel.lines] == [
+        "first training",
+        "first held out",
+        "second training",
+        "second held out",
+    ]
+    assert (
+        len({line.colour for line in panel.lines}) == 2
+        and [line.dashed for line in panel.lines] == [False, True] * 2
+    )
 
 
 def test_a_metric_that_was_never_finite_is_told() -> None:
     panels = main_panels("sft", [Run("", {"loss": [], "grad_norm": [(1, 1.0)]}, {"loss": 7})])
-    assert [(panel.title, panel.missing, len(panel.lines)) for panel in panels] == [("Loss", 7, 0), ("Gradient norm", 0, 1)]
+    assert [(panel.title, panel.missing, len(panel.lines)) for panel in panels] == [
+        ("Loss", 7, 0),
+        ("Gradient norm", 0, 1),
+    ]
     assert main_panels("unheard", []) == [] == other_panels("unheard", [])
-    others = other_panels("sft", [Run("", {"loss": [(1, 1.0)] * 2, "mine": [(1, 1.0), (2, 1.0)], "once": [(1, 1.0)]}, {})])
+    others = other_panels(
+        "sft", [Run("", {"loss": [(1, 1.0)] * 2, "mine": [(1, 1.0), (2, 1.0)], "once": [(1, 1.0)]}, {})]
+    )
     assert [panel.title for panel in others] == ["mine"]

@@ -25,8 +25,13 @@ def stamp(seconds: float) -> str:
 
 
 def ran(run_dir: Path, begun: float, seconds: float | None = None, code: int = 0) -> None:
-    """Appends an attempt to the log, `begun` seconds after the run; seconds None: killed with whoever started it."""
-    end = "" if seconds is None else f"+++ {stamp(begun + seconds)} x ended after {seconds:.2f} s with code {code}\n"
+    """Appends an attempt to the log, `begun` seconds after the run; seconds None: killed with whoever started
+    it."""
+    end = (
+        ""
+        if seconds is None
+        else f"+++ {stamp(begun + seconds)} x ended after {seconds:.2f} s with code {code}\n"
+    )
     with (run_dir / LOG).open("a") as log:
         log.write(f"--- {stamp(begun)} x\nworking\n{end}")
 
@@ -67,7 +72,8 @@ def test_an_attempt_without_an_end_makes_it_a_lower_bound(artifacts: Artifacts) 
 
 
 def test_a_stage_that_runs_counts_until_now(artifacts: Artifacts) -> None:
-    sft, record = artifacts.stage("sft"), artifacts.record("second", started=time.time() - 1800)
+    sft = artifacts.stage("sft")
+    record = artifacts.record("second", started=time.time() - 1800)
     on_gpus(sft, 1)
     (sft / RESULT).unlink()
     with FileLock(sft / LOCK), FileLock(record.with_suffix(".lock")):
@@ -93,7 +99,13 @@ def test_money_with_the_fees_of_judges(artifacts: Artifacts, price: object, mone
     evaluation = artifacts.stage("evaluation")
     ran(evaluation, 1900, 10)
     result = json.loads((evaluation / RESULT).read_text())
-    result["metrics"] |= {"judge_cost/gpt": 0.5, "judge_cost": 0.25, "answer_cost/remote": 0.25, "judge_cost/bad": None, "judge_costly": 9}
+    result["metrics"] |= {
+        "judge_cost/gpt": 0.5,
+        "judge_cost": 0.25,
+        "answer_cost/remote": 0.25,
+        "judge_cost/bad": None,
+        "judge_costly": 9,
+    }
     (evaluation / RESULT).write_text(json.dumps(result))
     found = of(artifacts, "priced")
     assert found.money == money and found.fees == 1.0
@@ -110,6 +122,11 @@ def test_gpus_that_a_stage_reserves() -> None:
 
 
 def test_a_price_changes_no_digest(tmp_path: Path) -> None:
-    given = {"name": "r", "base_model": "org/m", "artifacts": str(tmp_path), "stages": {"sft": {"data": {"sources": "a.jsonl"}}}}
+    given = {
+        "name": "r",
+        "base_model": "org/m",
+        "artifacts": str(tmp_path),
+        "stages": {"sft": {"data": {"sources": "a.jsonl"}}},
+    }
     plain, priced = (plan(Recipe.model_validate(given | more)) for more in ({}, {"cost": {"gpu_hour": 2.5}}))
     assert plain["sft"].digest == priced["sft"].digest

@@ -26,7 +26,10 @@ def curves(file: Path) -> Curves:
 
 def add(file: Path, *steps: int, **metrics: float) -> None:
     with file.open("a") as out:
-        out.writelines(json.dumps({"step": step, "time": 1.7e9 + step, "loss": 1 / step, **metrics}) + "\n" for step in steps)
+        out.writelines(
+            json.dumps({"step": step, "time": 1.7e9 + step, "loss": 1 / step, **metrics}) + "\n"
+            for step in steps
+        )
 
 
 def steps(curves: Curves, name: str = "loss") -> list[float]:
@@ -66,7 +69,9 @@ def resumed(file: Path) -> None:
 
 def written_over(file: Path) -> None:
     """In place and longer, as no writer of ours does."""
-    file.write_text("".join(json.dumps({"step": step, "loss": 9.0, "padding": "x" * 50}) + "\n" for step in (1, 2)))
+    file.write_text(
+        "".join(json.dumps({"step": step, "loss": 9.0, "padding": "x" * 50}) + "\n" for step in (1, 2))
+    )
 
 
 def cut(file: Path) -> None:
@@ -74,7 +79,9 @@ def cut(file: Path) -> None:
 
 
 @pytest.mark.parametrize("change", [resumed, written_over, cut])
-def test_a_file_that_was_replaced_or_cut_is_read_again(file: Path, curves: Curves, change: Callable[[Path], None]) -> None:
+def test_a_file_that_was_replaced_or_cut_is_read_again(
+    file: Path, curves: Curves, change: Callable[[Path], None]
+) -> None:
     add(file, 1, 2, 3, 4, 5)
     assert steps(curves) == [1, 2, 3, 4, 5]
     change(file)
@@ -102,7 +109,11 @@ def test_damaged_lines_are_left_out(file: Path, curves: Curves) -> None:
     ]
     with file.open("ab") as out:
         out.write("\n".join(lines).encode() + b"\n\xff\xfe\n")
-        out.write(b'{"step": 2, "loss": "low", "nested": {}, "big": 1' + b"0" * 400 + b', "flag": true, "time": "noon"}\n')
+        out.write(
+            b'{"step": 2, "loss": "low", "nested": {}, "big": 1'
+            + b"0" * 400
+            + b', "flag": true, "time": "noon"}\n'
+        )
     add(file, 3)
     assert steps(curves) == [1, 3] and set(curves.series) == {"loss"}
 
@@ -123,13 +134,17 @@ def test_a_long_run_takes_bounded_memory_and_keeps_its_mean(file: Path, curves: 
     assert MAX_POINTS / 2 - 1 <= len(points) <= MAX_POINTS and points[-1][0] == 50_000
     assert points == sorted(points), "steps rise"
     group = curves.series["loss"]._group
-    assert points[3][1] == pytest.approx(sum(1 / step for step in range(3 * group + 1, 4 * group + 1)) / group)
+    assert points[3][1] == pytest.approx(
+        sum(1 / step for step in range(3 * group + 1, 4 * group + 1)) / group
+    )
     many = {f"m{n}": 1.0 for n in range(2 * MAX_METRICS)}
     add(file, 50_001, **many)
     assert steps(curves) and len(curves.series) == MAX_METRICS
 
 
-def test_a_line_without_end_does_not_fill_the_memory(file: Path, curves: Curves, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_line_without_end_does_not_fill_the_memory(
+    file: Path, curves: Curves, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(growing, "CHUNK", 1000)
     monkeypatch.setattr(growing, "MAX_LINE", 5000)
     add(file, 1)
@@ -175,16 +190,30 @@ def test_starts_and_ends_of_a_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 @pytest.mark.parametrize(
     "lines, progress",
     [
-        ("sampling 6 answers to each of 768 prompts\nsampled answers to 512 of 768 prompts, 12,345 tokens\n", (512, 768)),
+        (
+            (
+                "sampling 6 answers to each of 768 prompts\nsampled answers to 512 of 768 prompts, 12,345"
+                " tokens\n"
+            ),
+            (512, 768),
+        ),
         ("scored 64 of 128 answers\n", (64, 128)),
         ("sft: 420 answers in 7.2 s (1 of 4 models)\n", (1, 4)),
         ("judge gpt: 840 games, 840 to ask\njudge gpt: 120 of 840 done\n", (120, 840)),
-        ("each episode leaves out 48 of 6000 prompts, which fill no iteration of 64 (rollout_batch_size)\n", None),
+        (
+            (
+                "each episode leaves out 48 of 6000 prompts, which fill no iteration of 64"
+                " (rollout_batch_size)\n"
+            ),
+            None,
+        ),
         ("warning: data: rows that equal another one: 2644 of 40000 rows (for instance a, row 1)\n", None),
         ("step 3/30  reward/mean 1\nreward: 5 of 10 done\n", (3, 30)),
     ],
 )
-def test_progress_of_stages_without_steps(tmp_path: Path, lines: str, progress: tuple[int, int] | None) -> None:
+def test_progress_of_stages_without_steps(
+    tmp_path: Path, lines: str, progress: tuple[int, int] | None
+) -> None:
     file = tmp_path / "log.txt"
     file.write_text("--- 2026-11-26 13:47:10 sft\n" + lines)
     assert Attempts(file).look().progress == progress

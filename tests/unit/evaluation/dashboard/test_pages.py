@@ -34,10 +34,26 @@ from tests.support.finished_run import DIGESTS
 from tests.unit.evaluation.dashboard.conftest import STARTED, Artifacts
 
 TOKEN = "a-token-of-thirty-two-characters"
-HOSTILE = "<script>alert('x')</script><img src=x onerror=alert(1)>\"'&{{ 7 * 7 }}\x1b]0;title\x07\x1b[31mred\u202eevil \ud800"
+HOSTILE = (
+    "<script>alert('x')</script><img src=x onerror=alert(1)>\"'&{{ 7 * 7"
+    " }}\x1b]0;title\x07\x1b[31mred\u202eevil \ud800"
+)
 PPO = f"/stage/ppo-{DIGESTS['ppo']}"
-PAGES = ["/", "/run/demo/first", PPO, f"/compare?a=ppo-{DIGESTS['ppo']}&b=sft-{DIGESTS['sft']}", "/compare?a=demo/first&b=demo/first"]
-ROUTES = [*PAGES, "/report/demo", "/static/live.js", "/static/dashboard.css", "/events/", "/events/run/demo/first"]
+PAGES = [
+    "/",
+    "/run/demo/first",
+    PPO,
+    f"/compare?a=ppo-{DIGESTS['ppo']}&b=sft-{DIGESTS['sft']}",
+    "/compare?a=demo/first&b=demo/first",
+]
+ROUTES = [
+    *PAGES,
+    "/report/demo",
+    "/static/live.js",
+    "/static/dashboard.css",
+    "/events/",
+    "/events/run/demo/first",
+]
 
 
 @pytest.fixture
@@ -50,7 +66,9 @@ def client(artifacts: Artifacts) -> Iterator[TestClient]:
 @pytest.fixture(scope="module")
 def empty(tmp_path_factory: pytest.TempPathFactory) -> TestClient:
     """Of a folder without runs, for requests that are refused before anything is read."""
-    made = TestClient(Protected(dashboard(tmp_path_factory.mktemp("empty")), TOKEN), base_url="http://127.0.0.1:8000")
+    made = TestClient(
+        Protected(dashboard(tmp_path_factory.mktemp("empty")), TOKEN), base_url="http://127.0.0.1:8000"
+    )
     made.headers["authorization"] = f"Bearer {TOKEN}"
     return made
 
@@ -85,17 +103,25 @@ def test_every_link_of_a_page_leads_somewhere(client: TestClient, path: str) -> 
     answer = client.get(path)
     assert answer.status_code == 200 and "cannot be shown" not in answer.text
     elements = Elements(answer.text).found
-    links = {attrs["href"] for tag, attrs in elements if "href" in attrs} | {attrs["src"] for tag, attrs in elements if "src" in attrs}
-    assert len(links) > 3 and all(str(link).startswith(("/", "data:")) for link in links), "nothing is loaded from elsewhere"
+    links = {attrs["href"] for tag, attrs in elements if "href" in attrs} | {
+        attrs["src"] for tag, attrs in elements if "src" in attrs
+    }
+    assert len(links) > 3 and all(str(link).startswith(("/", "data:")) for link in links), (
+        "nothing is loaded from elsewhere"
+    )
     assert {client.get(str(link)).status_code for link in links if str(link).startswith("/")} == {200}
-    assert "script-src" not in answer.headers["content-security-policy"] and not re.search(r"<script[^>]*>[^<]", answer.text)
+    assert "script-src" not in answer.headers["content-security-policy"] and not re.search(
+        r"<script[^>]*>[^<]", answer.text
+    )
     assert not [attrs for _, attrs in elements if any(name.startswith("on") for name in attrs)]
 
 
 def test_a_stage_that_nothing_has_started_is_no_link(client: TestClient, artifacts: Artifacts) -> None:
     shutil.rmtree(artifacts.stage("publication"))
     shown = client.get("/run/demo/first").text
-    links = {str(attrs["href"]) for _, attrs in Elements(shown).found if str(attrs.get("href", "")).startswith("/")}
+    links = {
+        str(attrs["href"]) for _, attrs in Elements(shown).found if str(attrs.get("href", "")).startswith("/")
+    }
     assert "publication" in shown and {client.get(link).status_code for link in links} == {200}
 
 
@@ -103,14 +129,25 @@ def test_the_pages_show_what_the_run_did(client: TestClient) -> None:
     overview, run, stage = (client.get(path).text for path in PAGES[:3])
     assert "9 of 9" in overview and "No run is in progress" in overview and "/run/demo/first" in overview
     assert run.count("<rect") == 9 and "0 GPU-hours" in run and "reward/mean" in run
-    for text in ("Reward of the answers", "times the floor", "Share in which a role waits", "generate", "used by", "evaluation-"):
+    for text in (
+        "Reward of the answers",
+        "times the floor",
+        "Share in which a role waits",
+        "generate",
+        "used by",
+        "evaluation-",
+    ):
         assert text in stage, text
     assert stage.count("<polyline") == 0 and stage.count("<figure") > 9
 
 
 def test_a_run_that_failed_before_its_first_stage_says_why(client: TestClient, artifacts: Artifacts) -> None:
-    artifacts.record("second", "failed", STARTED + 5, stages=[], why="the disk of artifacts is full; free some space")
-    assert "free some space" in client.get("/").text and "free some space" in client.get("/run/demo/second").text
+    artifacts.record(
+        "second", "failed", STARTED + 5, stages=[], why="the disk of artifacts is full; free some space"
+    )
+    assert (
+        "free some space" in client.get("/").text and "free some space" in client.get("/run/demo/second").text
+    )
 
 
 def test_a_run_in_progress_on_the_start_page(client: TestClient, artifacts: Artifacts) -> None:
@@ -124,12 +161,20 @@ def test_a_run_in_progress_on_the_start_page(client: TestClient, artifacts: Arti
 
 
 def test_the_report_of_the_last_run(client: TestClient, artifacts: Artifacts, tmp_path: Path) -> None:
-    assert client.get("/report/demo").status_code == 404 and "/report/" not in client.get("/run/demo/first").text
+    assert (
+        client.get("/report/demo").status_code == 404 and "/report/" not in client.get("/run/demo/first").text
+    )
     (artifacts.path / "demo" / "report.html").write_text("<h1>evidence</h1>")
-    assert 'href="/report/demo"' in client.get("/run/demo/first").text and "evidence" in client.get("/report/demo").text
+    assert (
+        'href="/report/demo"' in client.get("/run/demo/first").text
+        and "evidence" in client.get("/report/demo").text
+    )
     (artifacts.path / "outside").symlink_to(tmp_path)
     (tmp_path / "report.html").write_text("secret")
-    assert [client.get(f"/report/{name}").status_code for name in ("outside", "%2e%2e", "..%2f" + tmp_path.name, "stages")] == [404] * 4
+    assert [
+        client.get(f"/report/{name}").status_code
+        for name in ("outside", "%2e%2e", "..%2f" + tmp_path.name, "stages")
+    ] == [404] * 4
 
 
 def test_two_runs_beside_each_other(client: TestClient, artifacts: Artifacts) -> None:
@@ -142,33 +187,61 @@ def test_two_runs_beside_each_other(client: TestClient, artifacts: Artifacts) ->
     (other / METRICS).write_text((artifacts.stage("sft") / METRICS).read_text())
     stages = [{"name": view.name, "run_dir": f"stages/{view.run_dir.name}"} for view in views]
     stages[0]["run_dir"] = "stages/sft-other"
-    artifacts.record("second", "done", STARTED + 5, stages=stages, config={"seed": 3, "store": "s3://me:secret@host/x"})
+    artifacts.record(
+        "second", "done", STARTED + 5, stages=stages, config={"seed": 3, "store": "s3://me:secret@host/x"}
+    )
     page = client.get("/compare?a=demo/first&b=demo/second").text
-    for text in ("learning_rate", "0.125", "second training", "first training", "not there", "ppo", "no result after"):
+    for text in (
+        "learning_rate",
+        "0.125",
+        "second training",
+        "first training",
+        "not there",
+        "ppo",
+        "no result after",
+    ):
         assert text in page, text
     assert ":secret@" not in page
 
 
-def test_lineage_can_be_clicked_also_of_a_copy_of_the_artifacts(client: TestClient, artifacts: Artifacts, tmp_path: Path) -> None:
+def test_lineage_can_be_clicked_also_of_a_copy_of_the_artifacts(
+    client: TestClient, artifacts: Artifacts, tmp_path: Path
+) -> None:
     moved = tmp_path / "copy"
     artifacts.path.rename(moved)
     with TestClient(dashboard(moved)) as other:
         page = other.get(PPO).text
     for name in ("sft", "reward_model", "iterative_dpo.round1.preferences", "evaluation"):
-        assert f'href="/stage/{name}-{DIGESTS[name]}"' in page or name == "iterative_dpo.round1.preferences", name
+        assert (
+            f'href="/stage/{name}-{DIGESTS[name]}"' in page or name == "iterative_dpo.round1.preferences"
+        ), name
     assert "prompts.jsonl" in page and str(tmp_path) not in page.partition("Configuration")[0]
 
 
 def test_hostile_texts_are_inert(client: TestClient, artifacts: Artifacts) -> None:
     ppo = artifacts.stage("ppo")
     (ppo / ROLLOUTS).mkdir()
-    row = {"prompt": [{"role": HOSTILE, "content": HOSTILE}], "response": HOSTILE, "rewards": {HOSTILE: 1.0}, "failure": HOSTILE}
+    row = {
+        "prompt": [{"role": HOSTILE, "content": HOSTILE}],
+        "response": HOSTILE,
+        "rewards": {HOSTILE: 1.0},
+        "failure": HOSTILE,
+    }
     (ppo / ROLLOUTS / "iteration3.jsonl").write_text(json.dumps(row))
     (ppo / LOG).write_bytes(HOSTILE.encode("utf-8", "surrogatepass"))
     with (ppo / METRICS).open("a") as file:
         for step in (21, 22):
             file.write(
-                json.dumps({"step": step, HOSTILE: 1.0, f"phase/{HOSTILE}": 1.0, f"wait/{HOSTILE}": 1, f"memory/{HOSTILE}": 1}) + "\n"
+                json.dumps(
+                    {
+                        "step": step,
+                        HOSTILE: 1.0,
+                        f"phase/{HOSTILE}": 1.0,
+                        f"wait/{HOSTILE}": 1,
+                        f"memory/{HOSTILE}": 1,
+                    }
+                )
+                + "\n"
             )
     request = json.loads((ppo / REQUEST).read_text())
     request["config"] |= {"note": HOSTILE, "prompts": {"sources": [{"path": HOSTILE}]}}
@@ -178,7 +251,10 @@ def test_hostile_texts_are_inert(client: TestClient, artifacts: Artifacts) -> No
     (ppo / RESULT).write_text(json.dumps(result | {"environment": {HOSTILE: HOSTILE}}))
     bad = HOSTILE.replace("\ud800", "")  # a record with an unpaired surrogate counts as damaged
     stages = [{"name": bad, "kind": bad, "parents": [bad], "run_dir": f"stages/{ppo.name}"}]
-    stages += [{"name": "up", "run_dir": "stages/.."}, {"name": "odd", "run_dir": f"stages/{bad.replace('/', '')}"}]
+    stages += [
+        {"name": "up", "run_dir": "stages/.."},
+        {"name": "odd", "run_dir": f"stages/{bad.replace('/', '')}"},
+    ]
     texts = dict.fromkeys(("recipe", "name", "host", "source"), bad)
     artifacts.record("second", bad, STARTED + 1, stages=stages, overrides=[bad], **texts)
     artifacts.record("third", HOSTILE, STARTED + 1, recipe=HOSTILE)
@@ -187,23 +263,49 @@ def test_hostile_texts_are_inert(client: TestClient, artifacts: Artifacts) -> No
     (artifacts.path / "demo" / "loop.json").write_text(
         json.dumps({"loop": HOSTILE, "rounds": [{"ended": HOSTILE, "win_rate": HOSTILE, "refused": HOSTILE}]})
     )
-    for path in ("/", "/run/demo/second", PPO, f"{PAGES[3]}", "/compare?a=demo/first&b=demo/second", f"/stage/{quote(bad)}"):
+    for path in (
+        "/",
+        "/run/demo/second",
+        PPO,
+        f"{PAGES[3]}",
+        "/compare?a=demo/first&b=demo/second",
+        f"/stage/{quote(bad)}",
+    ):
         answer = client.get(path)
         html = answer.text
-        assert answer.status_code == (404 if quote(bad) in path else 200) and "cannot be shown" not in html, path
+        assert answer.status_code == (404 if quote(bad) in path else 200) and "cannot be shown" not in html, (
+            path
+        )
         assert "&lt;script&gt;alert" in html or answer.status_code == 404, path
-        assert "<script>" not in html and "<img" not in html and "\x1b" not in html and "\u202e" not in html, path
+        assert (
+            "<script>" not in html and "<img" not in html and "\x1b" not in html and "\u202e" not in html
+        ), path
         elements = Elements(html).found
-        assert {tag for tag, _ in elements} <= ALLOWED and not [a for _, a in elements if any(n.startswith("on") for n in a)], path
+        assert {tag for tag, _ in elements} <= ALLOWED and not [
+            a for _, a in elements if any(n.startswith("on") for n in a)
+        ], path
 
 
 ALLOWED = set(
-    "html head meta title link script body header a h1 h2 span main section div table tr th td b i p small code pre details summary figure "
-    "figcaption svg g path rect text circle defs marker progress form input label select option button".split()
+    "html head meta title link script body header a h1 h2 span main section div table tr th td b i p small"
+    " code pre details summary figure figcaption svg g path rect text circle defs marker progress form input"
+    " label select option button".split()
 )
 TRAVERSALS = [
-    *("/stage/%2e%2e", "/stage/..%2f..%2fetc", "/stage/sft", "/run/../first", "/run/demo/..%2ffirst", "/run/demo/absent"),
-    *("/compare", "/compare?a=..&b=..", "/compare?a=../x/first&b=demo/first", f"/compare?a=demo/first&b=ppo-{DIGESTS['ppo']}"),
+    *(
+        "/stage/%2e%2e",
+        "/stage/..%2f..%2fetc",
+        "/stage/sft",
+        "/run/../first",
+        "/run/demo/..%2ffirst",
+        "/run/demo/absent",
+    ),
+    *(
+        "/compare",
+        "/compare?a=..&b=..",
+        "/compare?a=../x/first&b=demo/first",
+        f"/compare?a=demo/first&b=ppo-{DIGESTS['ppo']}",
+    ),
     *("/static/..%2fapp.py", "/static/app.py", "/static/%2e%2e/app.py", "/static/"),
     *("/stages/x", "//etc/passwd", "/docs", "/openapi.json"),
 ]
@@ -243,18 +345,22 @@ class Stream:
         return {"event": event["event"], "parts": json.loads(event["data"] or "{}")}
 
     async def until(self, *names: str) -> dict[str, Any]:
-        """The parts of the events until these have come: a file that changes during a look changes one part then, another one later."""
+        """The parts of the events until these have come: a file that changes during a look changes one part
+        then, another one later."""
         parts: dict[str, Any] = {}
         while not parts.keys() >= set(names):
             parts |= (await self.next())["parts"]
         return parts
 
 
-def test_a_stream_sends_what_changed_and_nothing_else(artifacts: Artifacts, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stream_sends_what_changed_and_nothing_else(
+    artifacts: Artifacts, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(app, "LOOK_SECONDS", 0.01)
     run_dir = artifacts.stage("ppo")
     for file in run_dir.iterdir():
-        os.utime(file, (STARTED, STARTED))  # the page shows whole seconds, and the files were made in this one
+        # the page shows whole seconds, and the files were made in this one
+        os.utime(file, (STARTED, STARTED))
 
     async def watch() -> None:
         stream = Stream(artifacts.path, PPO)
@@ -284,7 +390,9 @@ def test_a_stream_sends_what_changed_and_nothing_else(artifacts: Artifacts, monk
     asyncio.run(watch())
 
 
-def test_a_stream_of_a_stage_that_is_removed_ends(artifacts: Artifacts, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stream_of_a_stage_that_is_removed_ends(
+    artifacts: Artifacts, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(app, "LOOK_SECONDS", 0.01)
 
     async def watch() -> None:
@@ -301,7 +409,9 @@ def test_streams_are_bounded(client: TestClient, monkeypatch: pytest.MonkeyPatch
     assert client.get("/events/").status_code == 503
 
 
-def test_a_log_of_a_part_that_cannot_be_made_has_no_control_characters(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_log_of_a_part_that_cannot_be_made_has_no_control_characters(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     def make() -> str:
         raise ValueError("\x1b]0;why\x07")
 
@@ -311,11 +421,15 @@ def test_a_log_of_a_part_that_cannot_be_made_has_no_control_characters(caplog: p
 
 def test_a_command_to_copy_is_one_word_for_a_shell() -> None:
     question = {"folder": "stages/sft-1", "told": "asks", "recipe": "a; rm -rf $(x)'"}
-    text = html.unescape(re.search(r"<code>(.*?)</code>", fill("overview.questions", questions=[question]))[1])  # type: ignore[index]
+    text = html.unescape(
+        re.search(r"<code>(.*?)</code>", fill("overview.questions", questions=[question]))[1]
+    )  # type: ignore[index]
     assert shlex.split(text) == ["alignflow", "approve", "ARTIFACTS/a; rm -rf $(x)'"]
 
 
-def test_files_that_are_too_large_are_not_read(client: TestClient, artifacts: Artifacts, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_files_that_are_too_large_are_not_read(
+    client: TestClient, artifacts: Artifacts, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(app, "MAX_REPORT", 100)
     (artifacts.path / "demo" / "report.html").write_text("x" * 100)
     assert client.get("/report/demo").text == "x" * 100
@@ -330,10 +444,14 @@ def test_files_that_are_too_large_are_not_read(client: TestClient, artifacts: Ar
     assert rollouts(artifacts.stage("ppo")) == []
 
 
-def test_two_stages_of_which_one_has_a_huge_record(client: TestClient, artifacts: Artifacts, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_stages_of_which_one_has_a_huge_record(
+    client: TestClient, artifacts: Artifacts, monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder = Folder(artifacts.path)
     names = [f"ppo-{DIGESTS['ppo']}", f"sft-{DIGESTS['sft']}"]
-    keys = {found.key for found in compare.differences(folder, *(compare.side(folder, name) for name in names))}
+    keys = {
+        found.key for found in compare.differences(folder, *(compare.side(folder, name) for name in names))
+    }
     request = artifacts.stage("sft") / REQUEST
     monkeypatch.setattr("evaluation.dashboard.folder.MAX_JSON", request.stat().st_size - 1)
     folder = Folder(artifacts.path)
@@ -350,5 +468,8 @@ def test_each_run_has_its_own_report(client: TestClient, artifacts: Artifacts) -
     assert 'href="/report/demo"' in client.get(f"/run/demo/{identity}").text
     (home / "runs" / f"{identity}.html").write_text("its own")
     assert f'href="/report/demo/{identity}"' in client.get(f"/run/demo/{identity}").text
-    assert client.get(f"/report/demo/{identity}").text == "its own" and client.get("/report/demo").text == "the newest"
+    assert (
+        client.get(f"/report/demo/{identity}").text == "its own"
+        and client.get("/report/demo").text == "the newest"
+    )
     assert client.get("/report/demo/..").status_code == 404

@@ -51,20 +51,28 @@ def crown(artifacts: Artifacts, *reigns: object) -> None:
 
 def rows(page: str) -> dict[str, str]:
     """Returns the rows of the list of runs by the run's id."""
-    return {found[1]: found[0] for found in re.finditer(r'<tr data-text=.*?<td class="mono">(.*?)</td>.*?</tr>', page)}
+    return {
+        found[1]: found[0]
+        for found in re.finditer(r'<tr data-text=.*?<td class="mono">(.*?)</td>.*?</tr>', page)
+    }
 
 
 def cells(row: str) -> list[str]:
     return [html.unescape(re.sub("<.*?>", "", cell)) for cell in re.findall("<td.*?</td>", row)]
 
 
-def test_the_list_has_the_win_rate_of_the_last_model_with_its_interval(client: TestClient, artifacts: Artifacts) -> None:
+def test_the_list_has_the_win_rate_of_the_last_model_with_its_interval(
+    client: TestClient, artifacts: Artifacts
+) -> None:
     last = "iterative_dpo.round2"
     full = {"win_rate/ppo": 0.7, "ci_low/ppo": 0.6, "ci_high/ppo": 0.8, "win_rate/sft": 0.5}
     shown = {
-        f"{last} 61.2 % (55.0–67.1 %)": full | {f"win_rate/{last}": 0.6123, f"ci_low/{last}": 0.55, f"ci_high/{last}": 0.671},
+        f"{last} 61.2 % (55.0–67.1 %)": (
+            full | {f"win_rate/{last}": 0.6123, f"ci_low/{last}": 0.55, f"ci_high/{last}": 0.671}
+        ),
         f"{last} 61.2 %": full | {f"win_rate/{last}": 0.6123},  # a result without an interval
-        "ppo 70.0 % (60.0–80.0 %)": {name: full[name] for name in list(full)[:3]},  # the last model is the baseline
+        # the last model is the baseline
+        "ppo 70.0 % (60.0–80.0 %)": {name: full[name] for name in list(full)[:3]},
         "–": {"win_rate": 0.5, "reward/mean": 1.0},
     }
     for text, metrics in shown.items():
@@ -93,7 +101,9 @@ def test_the_list_says_which_run_published_the_champion(client: TestClient, arti
     assert cells(rows(client.get("/").text)["first"])[7] == "–"
 
 
-def test_the_filter_needs_no_script(client: TestClient, artifacts: Artifacts, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_filter_needs_no_script(
+    client: TestClient, artifacts: Artifacts, monkeypatch: pytest.MonkeyPatch
+) -> None:
     artifacts.record("second", "gate failed", STARTED + 700, name="nightly")
     artifacts.record("third", "failed", STARTED + 700, why="no such model")
     crown(artifacts, {"run": f"publication-{DIGESTS['publication']}", "model": "Best"})
@@ -107,12 +117,20 @@ def test_the_filter_needs_no_script(client: TestClient, artifacts: Artifacts, mo
     assert named("such MODEL") == {"third"} and named("nightly first") == set()
     page = client.get("/", params={"filter": HOSTILE}).text
     assert "No run has all of these words" in page and "No run is recorded" not in page
-    assert [tag for tag, _ in Elements(page).found if tag in ("img", "script")] == ["script"], "that of the page alone"
-    boxes = [attributes for tag, attributes in Elements(client.get("/", params={"filter": 'a "b" <c>'}).text).found if tag == "input"]
+    assert [tag for tag, _ in Elements(page).found if tag in ("img", "script")] == ["script"], (
+        "that of the page alone"
+    )
+    boxes = [
+        attributes
+        for tag, attributes in Elements(client.get("/", params={"filter": 'a "b" <c>'}).text).found
+        if tag == "input"
+    ]
     assert boxes[0]["name"] == "filter" and boxes[0]["value"] == 'a "b" <c>'
     monkeypatch.setattr(pages, "MAX_RUNS", 1)
     page = client.get("/", params={"filter": "first"}).text
-    assert list(rows(page)) == ["first"] and "older ones" not in page, "the filter looks at the runs that are left out, too"
+    assert list(rows(page)) == ["first"] and "older ones" not in page, (
+        "the filter looks at the runs that are left out, too"
+    )
     assert "and 2 older ones" in client.get("/").text
 
 
@@ -125,7 +143,9 @@ def test_hostile_models_and_words_are_inert(client: TestClient, artifacts: Artif
     rates(artifacts, {f"win_rate/{HOSTILE}": 0.5, f"ci_low/{HOSTILE}": 0.4, f"ci_high/{HOSTILE}": 0.6})
     page = client.get("/", params={"filter": "champion"}).text
     assert page.count("&lt;script&gt;alert") == 3, "the text of the row, win rate and champion"
-    assert [tag for tag, _ in Elements(page).found if tag in ("img", "script")] == ["script"], "that of the page alone"
+    assert [tag for tag, _ in Elements(page).found if tag in ("img", "script")] == ["script"], (
+        "that of the page alone"
+    )
     assert "\x1b" not in page and "\u202e" not in page
     for models in ([], None, {}, [["x"]]):
         request.write_text(json.dumps(config | {"config": config["config"] | {"models": models}}))

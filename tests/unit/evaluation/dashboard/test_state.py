@@ -48,7 +48,11 @@ def test_a_finished_stage(artifacts: Artifacts) -> None:
     found = look(artifacts)
     assert (found.state, found.seconds, found.metric[:12], found.gates) == ("done", 131.7, "reward/mean ", ())
     request = json.loads((artifacts.stage("ppo") / REQUEST).read_text())
-    request["config"]["gates"] = [{"metric": "kl/mean", "max": 0.1}, {"metric": "absent", "min": 0, "on_fail": "warn"}, {"metric": 3}]
+    request["config"]["gates"] = [
+        {"metric": "kl/mean", "max": 0.1},
+        {"metric": "absent", "min": 0, "on_fail": "warn"},
+        {"metric": 3},
+    ]
     (artifacts.stage("ppo") / REQUEST).write_text(json.dumps(request))
     assert look(artifacts).gates == (
         "does not pass a gate: kl/mean is 0.3399, at most 0.1 (stop)",
@@ -60,7 +64,8 @@ def test_a_stage_that_waits_for_a_person(artifacts: Artifacts) -> None:
     run_dir = artifacts.stage("ppo")
     request = json.loads((run_dir / REQUEST).read_text())
     for other, found in (
-        ([{"metric": "kl/mean", "max": 0.1}], "does not pass a gate: kl/mean is 0.3399, at most 0.1 (stop)"),  # nobody is asked then
+        # nobody is asked then
+        ([{"metric": "kl/mean", "max": 0.1}], "does not pass a gate: kl/mean is 0.3399, at most 0.1 (stop)"),
         ([], "waits for a person"),
     ):
         request["config"]["gates"] = [{"approve": {"within": "48h"}}, *other]
@@ -74,7 +79,9 @@ def test_a_stage_that_waits_for_a_person(artifacts: Artifacts) -> None:
     before = watched(folder, run_dir)
     decide(run_dir, True, "ann")
     assert questions(folder) == []
-    assert look(artifacts).gates == () and watched(folder, run_dir) != before, "an open page shows the decision"
+    assert look(artifacts).gates == () and watched(folder, run_dir) != before, (
+        "an open page shows the decision"
+    )
     (run_dir / "approval.json").write_text('{"stage": 3}')
     assert look(artifacts).state == "done" and questions(Folder(artifacts.path)) == []
 
@@ -85,8 +92,18 @@ def test_a_stage_that_waits_for_a_person(artifacts: Artifacts) -> None:
         ("", "", "not begun", "no process has started"),
         (BEGUN, "", "killed", "its process is gone; the next run goes on"),
         (BEGUN, HERE, "killed", "its process is gone"),
-        (BEGUN + "+++ 2026-11-26 13:48:10 ppo ended after 60.25 s with code 137\n", "", "killed", "ended by SIGKILL"),
-        (BEGUN + "+++ 2026-11-26 13:48:10 ppo ended after 60.25 s with code 1\n", "", "failed", "exit code 1; the log says why"),
+        (
+            BEGUN + "+++ 2026-11-26 13:48:10 ppo ended after 60.25 s with code 137\n",
+            "",
+            "killed",
+            "ended by SIGKILL",
+        ),
+        (
+            BEGUN + "+++ 2026-11-26 13:48:10 ppo ended after 60.25 s with code 1\n",
+            "",
+            "failed",
+            "exit code 1; the log says why",
+        ),
         (BEGUN, THERE, "running", "another-host"),
     ],
 )
@@ -117,7 +134,10 @@ def test_a_run_of_another_machine(artifacts: Artifacts) -> None:
     for file in [run_dir, *artifacts.path.glob("stages/*/*")]:
         os.utime(file, (past, past))
     run = folder.run("demo", "second")
-    assert (run.state, {stage.name: stage.state for stage in run_stages(folder, run)}["ppo"]) == ("killed", "killed")
+    assert (run.state, {stage.name: stage.state for stage in run_stages(folder, run)}["ppo"]) == (
+        "killed",
+        "killed",
+    )
 
 
 @pytest.mark.parametrize("ours", [True, False])
@@ -133,7 +153,8 @@ def test_a_stage_runs_while_its_lock_is_held(artifacts: Artifacts, ours: bool) -
         if process and process.stdout:
             assert process.stdout.readline() == b"held\n"
         found = look(artifacts)
-        assert (found.state, found.steps) == ("running", (5, 20)) and found.left == pytest.approx(15.0)  # steps of a second
+        # steps of a second
+        assert (found.state, found.steps) == ("running", (5, 20)) and found.left == pytest.approx(15.0)
         if process:
             process.kill()
             process.wait()
@@ -146,7 +167,11 @@ def damaged(run_dir: Path) -> None:
 
 
 def of_another_version(run_dir: Path) -> None:
-    (run_dir / REQUEST).write_text(json.dumps({"name": "ppo", "digest": "x", "config": {"stage": "unheard-of", "gates": 3}, "inputs": {}}))
+    (run_dir / REQUEST).write_text(
+        json.dumps(
+            {"name": "ppo", "digest": "x", "config": {"stage": "unheard-of", "gates": 3}, "inputs": {}}
+        )
+    )
     (run_dir / RESULT).write_text(json.dumps({"seconds": "long", "metrics": ["?"]}))
 
 
@@ -160,11 +185,17 @@ def removed(run_dir: Path) -> None:
 
 
 @pytest.mark.parametrize("change", [damaged, of_another_version, of_another_result, removed])
-def test_damaged_or_missing_records_are_no_error(artifacts: Artifacts, change: Callable[[Path], None]) -> None:
+def test_damaged_or_missing_records_are_no_error(
+    artifacts: Artifacts, change: Callable[[Path], None]
+) -> None:
     change(artifacts.stage("ppo"))
     folder = Folder(artifacts.path)
     states = {stage.name: stage.state for stage in run_stages(folder, folder.run("demo", "first"))}
-    assert states.pop("ppo") in ("not begun", "killed", "done") and set(states.values()) == {"done"} and len(states) == 8
+    assert (
+        states.pop("ppo") in ("not begun", "killed", "done")
+        and set(states.values()) == {"done"}
+        and len(states) == 8
+    )
 
 
 def test_what_a_run_in_progress_waits_for(artifacts: Artifacts) -> None:
@@ -180,7 +211,10 @@ def test_what_a_run_in_progress_waits_for(artifacts: Artifacts) -> None:
         run = folder.run("demo", "second")
         assert run.state == "running"
         found = {stage.name: stage for stage in run_stages(folder, run)}
-    told = {name: (found[name].state, found[name].told) for name in ("ppo", "evaluation", "publication", "reward_model", "sft")}
+    told = {
+        name: (found[name].state, found[name].told)
+        for name in ("ppo", "evaluation", "publication", "reward_model", "sft")
+    }
     assert told == {
         "ppo": ("waiting", f"another run works on it: {HERE}"),  # process 9, and this run's is 7
         "evaluation": ("waiting", "waits for ppo, reward_model"),
@@ -246,14 +280,17 @@ def test_locks_of_a_listing(tmp_path: Path) -> None:
 
 
 def test_a_stage_that_failed_while_others_run_is_no_waiting_one(artifacts: Artifacts) -> None:
-    """Stages that run side by side: one failed in this run, another was killed before it and is still to be run."""
+    """Stages that run side by side: one failed in this run, another was killed before it and is still to be
+    run."""
     run_dir = unfinished(artifacts, BEGUN + "+++ 2026-11-26 13:48:10 ppo ended after 60.25 s with code 1\n")
     other = artifacts.record("second", host=socket.gethostname(), status="not run")
     folder = Folder(artifacts.path)
 
     def state_of(name: str) -> str:
         folder.look()
-        return next(stage.state for stage in run_stages(folder, folder.run("demo", "second")) if stage.name == name)
+        return next(
+            stage.state for stage in run_stages(folder, folder.run("demo", "second")) if stage.name == name
+        )
 
     with FileLock(other.with_suffix(".lock")):
         started = folder.run("demo", "second").started

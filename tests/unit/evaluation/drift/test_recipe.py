@@ -1,4 +1,5 @@
-"""A drift stage in a recipe: its models, its inputs, what decides its digest, and what is refused before any work."""
+"""A drift stage in a recipe: its models, its inputs, what decides its digest, and what is refused before any
+work."""
 
 from __future__ import annotations
 
@@ -38,9 +39,12 @@ def planned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Pl
     return lambda *overrides: plan(load_recipe("recipe.yaml", overrides))
 
 
-def test_it_depends_on_the_last_round_its_evaluation_and_the_judge_of_anchors(planned: Callable[..., Plan]) -> None:
+def test_it_depends_on_the_last_round_its_evaluation_and_the_judge_of_anchors(
+    planned: Callable[..., Plan],
+) -> None:
     found = planned()
-    drift, last = found["drift"], found["loop.round2.dpo"]
+    drift = found["drift"]
+    last = found["loop.round2.dpo"]
     assert drift.parents == (last.name, "sft", "evaluation", "reward_model")
     assert found.inputs(drift)["loop"] == str(last.run_dir / "checkpoint")
     assert found.inputs(drift)["evaluation"] == str(found["evaluation"].run_dir / "report")
@@ -61,24 +65,50 @@ def test_prompts_and_anchors_decide_the_digest(planned: Callable[..., Plan]) -> 
 @pytest.mark.parametrize(
     ("override", "sentence"),
     [
-        ("drift.model=more", r"stages\.drift\.model: more does not answer in evaluation: add it to that stage's models"),
+        (
+            "drift.model=more",
+            r"stages\.drift\.model: more does not answer in evaluation: add it to that stage's models",
+        ),
         ("drift.reference=base", r"stages\.drift\.reference: base does not answer in evaluation"),
-        ("drift.reference=loop", r"stages\.drift: loop is model and reference, and does not drift from itself: name another"),
-        ("evaluation.temperature=0", r"stages\.drift\.kl needs samples of the model: set temperature of evaluation to 1, or leave kl out"),
-        ("drift.evaluation=sft", r"stages\.drift\.evaluation: sft is of kind sft, but a stage of kind evaluation is needed here"),
-        ("drift.anchors.judge.reward=sft", r"stages\.drift\.anchors\.judge\.reward: sft is of kind sft, but a reward model is needed here"),
+        (
+            "drift.reference=loop",
+            r"stages\.drift: loop is model and reference, and does not drift from itself: name another",
+        ),
+        (
+            "evaluation.temperature=0",
+            (
+                r"stages\.drift\.kl needs samples of the model: set temperature of evaluation to 1, or leave"
+                r" kl out"
+            ),
+        ),
+        (
+            "drift.evaluation=sft",
+            r"stages\.drift\.evaluation: sft is of kind sft, but a stage of kind evaluation is needed here",
+        ),
+        (
+            "drift.anchors.judge.reward=sft",
+            r"stages\.drift\.anchors\.judge\.reward: sft is of kind sft, but a reward model is needed here",
+        ),
         (
             "drift.anchors.judge={kind: openai, model: x, verdict_cache: shared}",
-            r"stages\.drift\.anchors: anchors are judged anew, and verdict_cache would return old verdicts: leave it out",
+            (
+                r"stages\.drift\.anchors: anchors are judged anew, and verdict_cache would return old"
+                r" verdicts: leave it out"
+            ),
         ),
         (
             "drift.anchors.pairs.path=chat.inbox",
             r"stages\.drift\.anchors: chat\.inbox is an inbox, and anchors are kept pairs: name a file",
         ),
-        ("drift.gates=[{metric: prompts/kl, max: 1}]", r"stages\.drift\.gates\.0\.metric: unknown metric 'prompts/kl'"),
+        (
+            "drift.gates=[{metric: prompts/kl, max: 1}]",
+            r"stages\.drift\.gates\.0\.metric: unknown metric 'prompts/kl'",
+        ),
     ],
 )
-def test_a_wrong_drift_stage_is_one_sentence(planned: Callable[..., Plan], override: str, sentence: str) -> None:
+def test_a_wrong_drift_stage_is_one_sentence(
+    planned: Callable[..., Plan], override: str, sentence: str
+) -> None:
     with pytest.raises(ValueError, match=sentence):
         planned(override)
 
@@ -87,13 +117,25 @@ def test_a_wrong_drift_stage_is_one_sentence(planned: Callable[..., Plan], overr
     ("row", "judge", "told"),
     [
         (None, "{kind: reward}", "anchors.jsonl"),
-        ({"prompt": "x", "answer_a": "1", "answer_b": "2", "verdict": "b"}, "{kind: reward}", "A, B or tie, and here it is 'b'"),
-        ({"prompt": "x", "answer_a": "1", "answer_b": "2", "verdict": "B"}, "{kind: rule}", "there is no column 'answer'"),
+        (
+            {"prompt": "x", "answer_a": "1", "answer_b": "2", "verdict": "b"},
+            "{kind: reward}",
+            "A, B or tie, and here it is 'b'",
+        ),
+        (
+            {"prompt": "x", "answer_a": "1", "answer_b": "2", "verdict": "B"},
+            "{kind: rule}",
+            "there is no column 'answer'",
+        ),
         ({"prompt": "x", "answer_a": "1", "answer_b": "2", "verdict": "B"}, "{kind: reward}", ""),
     ],
 )
-def test_wrong_anchors_are_found_before_the_run(planned: Callable[..., Plan], row: dict[str, str] | None, judge: str, told: str) -> None:
+def test_wrong_anchors_are_found_before_the_run(
+    planned: Callable[..., Plan], row: dict[str, str] | None, judge: str, told: str
+) -> None:
     if row:
         Path("anchors.jsonl").write_text(json.dumps(row) + "\n")
     found = question_problems(planned(f"drift.anchors.judge={judge}")["drift"], 0)
-    assert [problem.startswith("stages.drift.anchors.pairs: ") and told in problem for problem in found] == [True] * bool(told)
+    assert [problem.startswith("stages.drift.anchors.pairs: ") and told in problem for problem in found] == [
+        True
+    ] * bool(told)

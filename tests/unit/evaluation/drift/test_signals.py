@@ -1,4 +1,5 @@
-"""Signals of drift on simulated data: planted drifts are found at a stated rate, and without drift alarms are as rare as the level says."""
+"""Signals of drift on simulated data: planted drifts are found at a stated rate, and without drift alarms are
+as rare as the level says."""
 
 from __future__ import annotations
 
@@ -18,7 +19,8 @@ from rlhf_core.data.anchors import Pairs as Anchors
 from rlhf_core.data.questions import Question
 from rlhf_core.records import Game, Judgment
 
-SIMULATIONS, LEVEL = 200, 0.05
+SIMULATIONS = 200
+LEVEL = 0.05
 MOST_FALSE = 18  # of 200 at level 0.05: a binomial count is above it with probability 0.8 %
 ROUNDS = 200
 ZIPF = 1 / np.arange(1, 301) ** 1.1
@@ -26,18 +28,29 @@ PAST = ZIPF / ZIPF.sum()
 NEW = np.roll(PAST, 100)
 
 
-def prompts(generator: np.random.Generator, share_new: float = 0.0, longer: float = 1.0, count: int = 100) -> list[str]:
-    """Prompts of words of one topic, or for a share of them of a new topic; on average 12 words, times `longer`."""
+def prompts(
+    generator: np.random.Generator, share_new: float = 0.0, longer: float = 1.0, count: int = 100
+) -> list[str]:
+    """Prompts of words of one topic, or for a share of them of a new topic; on average 12 words, times
+    `longer`."""
     sizes = np.maximum(1, (longer * generator.geometric(1 / 12, count)).astype(int))
     topics = generator.random(count) < share_new
-    texts = (generator.choice(300, p=NEW if new else PAST, size=size) for new, size in zip(topics, sizes, strict=True))
+    texts = (
+        generator.choice(300, p=NEW if new else PAST, size=size)
+        for new, size in zip(topics, sizes, strict=True)
+    )
     return [" ".join(f"w{word}" for word in text) for text in texts]
 
 
-def answers(generator: np.random.Generator, refusing: float, longer: float = 1.0, count: int = 100) -> list[str]:
+def answers(
+    generator: np.random.Generator, refusing: float, longer: float = 1.0, count: int = 100
+) -> list[str]:
     lengths = np.maximum(1, (longer * generator.geometric(1 / 60, count)).astype(int))
     refused = generator.random(count) < refusing
-    return ["I'm sorry, but I can't help with that." if no else "x" * length for no, length in zip(refused, lengths, strict=True)]
+    return [
+        "I'm sorry, but I can't help with that." if no else "x" * length
+        for no, length in zip(refused, lengths, strict=True)
+    ]
 
 
 def alarms(simulate: Callable[[np.random.Generator, int], bool], simulations: int) -> int:
@@ -56,7 +69,8 @@ def p_of(signals: Sequence[Signal], name: str) -> float:
 
 
 def test_prompts_without_drift_raise_as_few_alarms_as_the_level_says() -> None:
-    words, lengths = 0, 0
+    words = 0
+    lengths = 0
     for seed in range(SIMULATIONS):
         generator = np.random.default_rng(seed)
         found = prompt_signals(prompts(generator), prompts(generator), ROUNDS, seed)
@@ -67,7 +81,9 @@ def test_prompts_without_drift_raise_as_few_alarms_as_the_level_says() -> None:
 
 def test_a_quarter_of_prompts_on_a_new_topic_is_found() -> None:
     def alarm(generator: np.random.Generator, seed: int) -> bool:
-        found = of(prompt_signals(prompts(generator, 0.25), prompts(generator), ROUNDS, seed), "prompts/divergence")
+        found = of(
+            prompt_signals(prompts(generator, 0.25), prompts(generator), ROUNDS, seed), "prompts/divergence"
+        )
         assert found.value > 0 and found.low <= found.value <= found.high
         return found.p is not None and found.p < LEVEL
 
@@ -76,14 +92,21 @@ def test_a_quarter_of_prompts_on_a_new_topic_is_found() -> None:
 
 def test_prompts_that_are_twice_as_long_are_found() -> None:
     def alarm(generator: np.random.Generator, seed: int) -> bool:
-        return p_of(prompt_signals(prompts(generator, longer=2), prompts(generator), ROUNDS, seed), "prompts/length") < LEVEL
+        return (
+            p_of(
+                prompt_signals(prompts(generator, longer=2), prompts(generator), ROUNDS, seed),
+                "prompts/length",
+            )
+            < LEVEL
+        )
 
     assert alarms(alarm, 50) >= 45
 
 
 def test_answers_without_drift_raise_few_alarms() -> None:
     """The 2.5 % bound of the ratio above 1, and the test of refusals."""
-    lengths, refusals = 0, 0
+    lengths = 0
+    refusals = 0
     for seed in range(SIMULATIONS):
         generator = np.random.default_rng(seed)
         found = answer_signals(answers(generator, 0.1), answers(generator, 0.1), ROUNDS, seed)
@@ -93,11 +116,24 @@ def test_answers_without_drift_raise_few_alarms() -> None:
 
 
 def test_longer_answers_and_more_refusals_are_found() -> None:
-    longer, refusing = 0, 0
+    longer = 0
+    refusing = 0
     for seed in range(50):
         generator = np.random.default_rng(seed)
-        longer += of(answer_signals(answers(generator, 0, 1.6), answers(generator, 0), ROUNDS, seed), "answers/length").low > 1
-        refusing += p_of(answer_signals(answers(generator, 0.25), answers(generator, 0.05), ROUNDS, seed), "refusals/rise") < LEVEL
+        longer += (
+            of(
+                answer_signals(answers(generator, 0, 1.6), answers(generator, 0), ROUNDS, seed),
+                "answers/length",
+            ).low
+            > 1
+        )
+        refusing += (
+            p_of(
+                answer_signals(answers(generator, 0.25), answers(generator, 0.05), ROUNDS, seed),
+                "refusals/rise",
+            )
+            < LEVEL
+        )
     assert longer >= 40 and refusing >= 40
 
 
@@ -105,8 +141,12 @@ def test_the_interval_of_the_length_ratio_covers_the_truth() -> None:
     covered = 0
     for seed in range(100):
         generator = np.random.default_rng(seed)
-        found = of(answer_signals(answers(generator, 0, 1.5, 300), answers(generator, 0, 1.0, 300), ROUNDS, seed), "answers/length")
-        covered += found.low <= 1.5 * (60 - 1 / 3) / 60 <= found.high  # whole numbers of characters take a third of one off, on average
+        found = of(
+            answer_signals(answers(generator, 0, 1.5, 300), answers(generator, 0, 1.0, 300), ROUNDS, seed),
+            "answers/length",
+        )
+        # whole numbers of characters take a third of one off, on average
+        covered += found.low <= 1.5 * (60 - 1 / 3) / 60 <= found.high
     assert 90 <= covered <= 99
 
 
@@ -120,18 +160,28 @@ def judgments(generator: np.random.Generator, noise: float, judge: str, count: i
         return Game(score="A>B" if gap > 0 else "B>A", judgment={"answer": text})
 
     return [
-        Judgment(uid=f"q{n}", category="all", judge=judge, model="new", baseline="old", games=(game(-gap), game(gap)))
+        Judgment(
+            uid=f"q{n}",
+            category="all",
+            judge=judge,
+            model="new",
+            baseline="old",
+            games=(game(-gap), game(gap)),
+        )
         for n, gap in enumerate(seen)
     ]
 
 
 def test_a_reward_model_that_left_the_judge_is_found() -> None:
-    """The upper bound of the correlation is below 0.5 for one that guesses, and almost never for one that agrees."""
+    """The upper bound of the correlation is below 0.5 for one that guesses, and almost never for one that
+    agrees."""
     for noise, (least, most) in {0.2: (0, 1), 20.0: (45, 50)}.items():
         found = 0
         for seed in range(50):
             generator = np.random.default_rng(seed)
-            signal = agreement(judgments(generator, 0.2, "judge"), judgments(generator, noise, "rm"), ROUNDS, seed)
+            signal = agreement(
+                judgments(generator, 0.2, "judge"), judgments(generator, noise, "rm"), ROUNDS, seed
+            )
             assert signal is not None
             found += signal.high < 0.5
         assert least <= found <= most, noise
@@ -154,19 +204,29 @@ class Changed:
         self.always_b = {f"q{n}" for n in np.flatnonzero(generator.random(count) < likes_b)}
 
     def judge(self, matches: Sequence[Match]) -> list[Game]:
-        wins = [match.answer_a.endswith("b") if match.question.uid in self.always_b else "good" in match.answer_a for match in matches]
+        wins = [
+            match.answer_a.endswith("b") if match.question.uid in self.always_b else "good" in match.answer_a
+            for match in matches
+        ]
         return [Game(score="A>B" if won else "B>A", judgment={}) for won in wins]
 
 
 def anchors(count: int = 60) -> Anchors:
     questions = [Question(f"q{n}", "all", ({"role": "user", "content": "?"},), {}) for n in range(count)]
-    texts = {side: [f"good {side}" if (n % 2 == 0) == (side == "b") else f"bad {side}" for n in range(count)] for side in "ab"}
+    texts = {
+        side: [f"good {side}" if (n % 2 == 0) == (side == "b") else f"bad {side}" for n in range(count)]
+        for side in "ab"
+    }
     return Anchors(questions, texts, np.array([0.0 if n % 2 else 1.0 for n in range(count)]))
 
 
 def test_a_judge_that_changed_is_found_by_its_anchors() -> None:
     same = judge_anchors(Changed(np.random.default_rng(0), 0.0), anchors())
-    assert of(same, "anchors/changed").value == 0 and of(same, "anchors/shift").value == 0 and p_of(same, "anchors/shift") == 1
+    assert (
+        of(same, "anchors/changed").value == 0
+        and of(same, "anchors/shift").value == 0
+        and p_of(same, "anchors/shift") == 1
+    )
     assert 0 < of(same, "anchors/changed").high < 0.1
     found = 0
     for seed in range(30):
@@ -177,7 +237,8 @@ def test_a_judge_that_changed_is_found_by_its_anchors() -> None:
 
 def test_formulas_against_scipy_and_by_hand() -> None:
     generator = np.random.default_rng(0)
-    one, other = generator.normal(size=30), generator.integers(0, 3, 30) * 1.0
+    one = generator.normal(size=30)
+    other = generator.integers(0, 3, 30) * 1.0
     assert spearman(one[None], other[None])[0] == pytest.approx(spearmanr(one, other).statistic, abs=1e-12)
     assert divergence(np.array([1.0, 0]), np.array([0, 1.0])) == pytest.approx(1)
     assert divergence(np.array([0.5, 0.5]), np.array([0.5, 0.5])) == 0

@@ -22,12 +22,14 @@ from rlhf_core.config.kinds import has_metric
 from rlhf_core.runs.run_dir import RunDir, StageRequest
 from tests.support.evaluations import Setting, evaluate, make_reward_model, make_setting
 
-RULE, REWARD = {"kind": "rule"}, {"kind": "reward", "reward": "rm"}
+RULE = {"kind": "rule"}
+REWARD = {"kind": "reward", "reward": "rm"}
 
 
 @pytest.fixture
 def setting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Setting:
-    """An evaluation of sft, dpo and ppo at temperature 1 with a rule and a reward model as judges, finished, and prompts and anchors."""
+    """An evaluation of sft, dpo and ppo at temperature 1 with a rule and a reward model as judges, finished,
+    and prompts and anchors."""
     made = make_setting(tmp_path, monkeypatch)
     make_reward_model(made, "rm", 3)
     for seed, name in enumerate(("sft", "dpo", "ppo")):
@@ -39,14 +41,22 @@ def setting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Setting:
     for file, topic in (("past.jsonl", "sum"), ("now.jsonl", "poem")):
         rows = [{"prompt": f"Please write the {topic} of {n} and {n % 7}"} for n in range(40)]
         (tmp_path / file).write_text("".join(json.dumps(row) + "\n" for row in rows))
-    pairs = [{"prompt": f"Say {n}", "answer": "yes", "answer_a": "no", "answer_b": "yes", "verdict": "B"} for n in range(12)]
+    pairs = [
+        {"prompt": f"Say {n}", "answer": "yes", "answer_a": "no", "answer_b": "yes", "verdict": "B"}
+        for n in range(12)
+    ]
     (tmp_path / "anchors.jsonl").write_text("".join(json.dumps(row) + "\n" for row in pairs))
     return made
 
 
-def drift(setting: Setting, key: str, name: str = "drift", **changes: Any) -> tuple[RunDir, DriftReport, dict[str, float]]:
+def drift(
+    setting: Setting, key: str, name: str = "drift", **changes: Any
+) -> tuple[RunDir, DriftReport, dict[str, float]]:
     """Runs and finishes a drift stage."""
-    sources = {"prompts": {"sources": str(setting.folder / "now.jsonl")}, "past_prompts": {"sources": str(setting.folder / "past.jsonl")}}
+    sources = {
+        "prompts": {"sources": str(setting.folder / "now.jsonl")},
+        "past_prompts": {"sources": str(setting.folder / "past.jsonl")},
+    }
     config = Drift.model_validate({"model": "ppo", "bootstrap_rounds": 200, **sources, **changes})
     run = RunDir(setting.folder / "stages" / f"{name}-{key}")
     run.prepare(StageRequest(name=name, digest=key, config=config, inputs=setting.inputs, seed=1))
@@ -62,11 +72,25 @@ def with_anchors(setting: Setting, **changes: Any) -> dict[str, Any]:
 
 def test_the_stage_reads_an_evaluation_and_gives_every_signal(setting: Setting) -> None:
     _, report, metrics = drift(setting, "1", kl=True, **with_anchors(setting))
-    names = ["prompts/divergence", "prompts/length", "answers/length", "refusals/model", "refusals/reference", "refusals/rise"]
-    assert [signal.name for signal in report.signals] == [*names, "judge/reward_correlation", "kl", "anchors/changed", "anchors/shift"]
+    names = [
+        "prompts/divergence",
+        "prompts/length",
+        "answers/length",
+        "refusals/model",
+        "refusals/reference",
+        "refusals/rise",
+    ]
+    assert [signal.name for signal in report.signals] == [
+        *names,
+        "judge/reward_correlation",
+        "kl",
+        "anchors/changed",
+        "anchors/shift",
+    ]
     assert all(signal.low <= signal.value <= signal.high for signal in report.signals)
     assert metrics["prompts/divergence"] > 0.01 and metrics["prompts/divergence_p"] < 0.01
-    assert metrics["answers/length"] < 1  # the double's right answers are shorter than its "no idea", and ppo gives more of them
+    # the double's right answers are shorter than its "no idea", and ppo gives more of them
+    assert metrics["answers/length"] < 1
     assert metrics["refusals/rise"] == 0 and metrics["refusals/rise_p"] == 1
     assert abs(metrics["kl"]) > 0.1
     assert metrics["anchors/changed"] == 0 and metrics["anchors/age_days"] == 0
@@ -82,19 +106,29 @@ def test_changes_are_from_the_newest_earlier_result_of_the_same_stage(setting: S
     run, report, metrics = drift(setting, "3", prompts={"sources": str(setting.folder / "past.jsonl")})
     assert [(one.digest, one.model) for one in report.history] == [("1", "dpo"), ("2", "ppo")]
     change = metrics["prompts/divergence"] - before["prompts/divergence"]
-    assert change < 0 and metrics["prompts/divergence/change"] == change and metrics["refusals/rise/change"] == 0
+    assert (
+        change < 0 and metrics["prompts/divergence/change"] == change and metrics["refusals/rise/change"] == 0
+    )
     page = render("tiny", [read(StageView("drift", "drift", (), run.path, "done"))])
-    assert "Has something moved?" in page and page.count('<td class="mono">') >= 3 and 'aria-label="drift"' in page
+    assert (
+        "Has something moved?" in page
+        and page.count('<td class="mono">') >= 3
+        and 'aria-label="drift"' in page
+    )
 
 
 def test_the_same_inputs_give_the_same_numbers(setting: Setting) -> None:
     assert drift(setting, "1", name="one")[2] == drift(setting, "1", name="two")[2]
 
 
-def test_anchors_are_judged_again_when_their_verdicts_are_old(setting: Setting, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_anchors_are_judged_again_when_their_verdicts_are_old(
+    setting: Setting, monkeypatch: pytest.MonkeyPatch
+) -> None:
     judged: list[str] = []
     make = drift_stage.make_judge
-    monkeypatch.setattr(drift_stage, "make_judge", lambda name, *rest: judged.append(name) or make(name, *rest))
+    monkeypatch.setattr(
+        drift_stage, "make_judge", lambda name, *rest: judged.append(name) or make(name, *rest)
+    )
     start = datetime(2026, 1, 1, tzinfo=UTC)
     for day, times in ((0, 1), (6.9, 1), (7.1, 2), (8, 2)):
 
@@ -115,8 +149,14 @@ def test_anchors_are_judged_again_when_their_verdicts_are_old(setting: Setting, 
 @pytest.mark.parametrize(
     ("row", "told"),
     [
-        ({"prompt": "x", "answer_a": "1", "answer_b": "2"}, r"anchors\.jsonl, row 1: the verdict of an anchor is A, B or tie"),
-        ({"prompt": "x", "answer_a": "1", "verdict": "A"}, r"anchors\.jsonl, row 1: an anchor needs the text column 'answer_b'"),
+        (
+            {"prompt": "x", "answer_a": "1", "answer_b": "2"},
+            r"anchors\.jsonl, row 1: the verdict of an anchor is A, B or tie",
+        ),
+        (
+            {"prompt": "x", "answer_a": "1", "verdict": "A"},
+            r"anchors\.jsonl, row 1: an anchor needs the text column 'answer_b'",
+        ),
     ],
 )
 def test_a_wrong_anchor_is_a_sentence(setting: Setting, row: dict[str, str], told: str) -> None:
@@ -127,12 +167,16 @@ def test_a_wrong_anchor_is_a_sentence(setting: Setting, row: dict[str, str], tol
 
 def test_a_model_that_did_not_answer_is_a_sentence(setting: Setting) -> None:
     setting.inputs["other"] = str(setting.folder / "rm")
-    with pytest.raises(ValueError, match="other did not answer in the evaluation evaluation, but sft, dpo, ppo did"):
+    with pytest.raises(
+        ValueError, match="other did not answer in the evaluation evaluation, but sft, dpo, ppo did"
+    ):
         drift(setting, "1", model="other")
     other, _, _ = evaluate(setting, "stages/greedy-0", temperature=0.0)
     setting.inputs["evaluation"] = str(other / "report")
     _, report, _ = drift(setting, "2")
-    assert report.notes == ("The evaluation has no reward model as second judge, so its agreement with the judge is not known.",)
+    assert report.notes == (
+        "The evaluation has no reward model as second judge, so its agreement with the judge is not known.",
+    )
     with pytest.raises(ValueError, match="kl needs answers sampled at temperature 1"):
         drift(setting, "3", kl=True)
 
@@ -140,7 +184,10 @@ def test_a_model_that_did_not_answer_is_a_sentence(setting: Setting) -> None:
 def test_the_present_are_the_newest_prompts_once_each(tmp_path: Path) -> None:
     for file, numbers in (("now.jsonl", [0, 1, 2, 3, 1, 4]), ("past.jsonl", [*range(20), 3])):
         (tmp_path / file).write_text("".join(json.dumps({"prompt": f"say {n}"}) + "\n" for n in numbers))
-    sources = {"prompts": {"sources": str(tmp_path / "now.jsonl")}, "past_prompts": {"sources": str(tmp_path / "past.jsonl")}}
+    sources = {
+        "prompts": {"sources": str(tmp_path / "now.jsonl")},
+        "past_prompts": {"sources": str(tmp_path / "past.jsonl")},
+    }
     config = Drift.model_validate({"model": "ppo", "max_prompts": 3, **sources})
     present, past = drift_stage.prompt_texts(config, seed=0)
     assert [text.split()[-1] for text in present] == ["4", "1", "3"]
@@ -151,7 +198,9 @@ def test_the_stage_runs_in_its_own_process(setting: Setting) -> None:
     done, _, metrics = drift(setting, "1", **with_anchors(setting))
     (done / "result.json").unlink()
     command = [sys.executable, "-m", "evaluation", str(done.path)]
-    ran = subprocess.run(command, cwd=Path(__file__).parents[4], capture_output=True, text=True, timeout=300, check=False)
+    ran = subprocess.run(
+        command, cwd=Path(__file__).parents[4], capture_output=True, text=True, timeout=300, check=False
+    )
     result = done.result()
     assert ran.returncode == 0 and result, ran.stderr
     assert result.metrics == metrics and "prompts/divergence: " in ran.stdout

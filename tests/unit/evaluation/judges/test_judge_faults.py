@@ -1,4 +1,5 @@
-"""A judge endpoint that does everything wrong at once: the run completes or stops as configured, counts match, nothing is asked twice."""
+"""A judge endpoint that does everything wrong at once: the run completes or stops as configured, counts
+match, nothing is asked twice."""
 
 from __future__ import annotations
 
@@ -17,7 +18,11 @@ from tests.support.judging import matches, openai_judge, scores
 
 pytestmark = pytest.mark.usefixtures("judge_key")
 GAMES = 60
-HALF = (200, {"content-type": "application/json", "content-length": "1000"}, b'{"choices": [{"message": {"content": "[[A>')
+HALF = (
+    200,
+    {"content-type": "application/json", "content-length": "1000"},
+    b'{"choices": [{"message": {"content": "[[A>',
+)
 # What comes before a verdict, and goes away when it is asked again.
 TROUBLES: dict[str, Reply] = {
     "429": error(429, **{"retry-after": "0.01"}),
@@ -42,17 +47,23 @@ GARBAGE = ("Both are wonderful.", "[[A>>>B]]", "[A]", "", "😀" * 50, "[[ A >> 
 
 
 class Storm:
-    """Every question has its own fate, drawn by a seed: some troubles (and sometimes silence), then a verdict, or garbage for ever."""
+    """Every question has its own fate, drawn by a seed: some troubles (and sometimes silence), then a
+    verdict, or garbage for ever."""
 
     def __init__(self, seed: int, garbage: float, cured: bool = False):
-        self.seed, self.garbage, self.cured = seed, garbage, cured
+        self.seed = seed
+        self.garbage = garbage
+        self.cured = cured
         self.asked: dict[str, int] = {}
-        self.lock, self.release = threading.Lock(), threading.Event()
+        self.lock = threading.Lock()
+        self.release = threading.Event()
 
     def fate(self, key: str) -> tuple[list[str], str | None]:
         """The troubles of a question and its label; None: it never gives one."""
         generator = random.Random(f"{self.seed}/{key}")
-        troubles = generator.choices([*TROUBLES, "silence"], weights=[3] * len(TROUBLES) + [1], k=generator.randrange(3))
+        troubles = generator.choices(
+            [*TROUBLES, "silence"], weights=[3] * len(TROUBLES) + [1], k=generator.randrange(3)
+        )
         words = generator.choice(list(VERDICTS))
         return troubles, (words if self.cured or generator.random() >= self.garbage else None)
 
@@ -75,7 +86,9 @@ class Storm:
 
 
 def judge_of(url: str, folder: Path, **changes: Any) -> OpenAIJudge:
-    return openai_judge(url, folder, **{"timeout": 0.4, "concurrency": 16, "max_attempts": 5, "max_failed": 1.0, **changes})
+    return openai_judge(
+        url, folder, **{"timeout": 0.4, "concurrency": 16, "max_attempts": 5, "max_failed": 1.0, **changes}
+    )
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -102,7 +115,10 @@ def test_a_second_run_asks_for_what_failed_and_nothing_else(tmp_path: Path) -> N
         second = scores(judge_of(endpoint.url, tmp_path, max_failed=0.0).judge(matches(GAMES)))
         cured.release.set()
     assert set(cured.asked) == failed and len(failed) > 3
-    assert second == cured.expected(GAMES) and [a == b for a, b in zip(first, second, strict=True) if a is not None].count(False) == 0
+    assert (
+        second == cured.expected(GAMES)
+        and [a == b for a, b in zip(first, second, strict=True) if a is not None].count(False) == 0
+    )
     with serving(cured) as endpoint:
         assert scores(judge_of(endpoint.url, tmp_path, max_failed=0.0).judge(matches(GAMES))) == second
         assert not endpoint.requests
@@ -112,15 +128,21 @@ def test_more_failures_than_allowed_stop_with_one_sentence_and_keep_what_was_pai
     storm = Storm(7, garbage=0.3)
     with (
         serving(storm) as endpoint,
-        pytest.raises(ValueError, match=r"^judge judge: \d+ of 60 games have no verdict, more than max_fa") as e,
+        pytest.raises(
+            ValueError, match=r"^judge judge: \d+ of 60 games have no verdict, more than max_fa"
+        ) as e,
     ):
         judge_of(endpoint.url, tmp_path, max_failed=0.02).judge(matches(GAMES))
     storm.release.set()
     assert "\n" not in str(e.value)
     kept = len(list(records_of(tmp_path / "cache.jsonl", Entry)))
-    assert kept > 0 and len(storm.asked) < GAMES, "it stops as soon as it cannot end well, not after the last game"
+    assert kept > 0 and len(storm.asked) < GAMES, (
+        "it stops as soon as it cannot end well, not after the last game"
+    )
     cured = Storm(7, garbage=0.0, cured=True)
     with serving(cured) as endpoint:
-        assert scores(judge_of(endpoint.url, tmp_path, max_failed=0.02).judge(matches(GAMES))) == cured.expected(GAMES)
+        assert scores(
+            judge_of(endpoint.url, tmp_path, max_failed=0.02).judge(matches(GAMES))
+        ) == cured.expected(GAMES)
         cured.release.set()
     assert len(cured.asked) == GAMES - kept

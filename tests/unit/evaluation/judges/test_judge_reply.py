@@ -1,4 +1,5 @@
-"""Verdicts as they are read: the labels, what is a quotation, and replies that are cut or contradict themselves."""
+"""Verdicts as they are read: the labels, what is a quotation, and replies that are cut or contradict
+themselves."""
 
 from __future__ import annotations
 
@@ -71,7 +72,8 @@ def test_no_text_gives_a_label_outside_the_five(text: str, answer: str) -> None:
 @pytest.mark.parametrize("own", ["[[B>A]]", "[B>A]", "[[B > A]]"])
 def test_a_verdict_that_is_only_quoted_does_not_count(quotation: str, own: str) -> None:
     assert read_verdict(f"{quotation} B is better: {own}", ANSWERS) == Verdict("B>A")
-    assert read_verdict(f"{own}, because: {quotation}", ANSWERS).label is None  # it does not end with its verdict
+    # it does not end with its verdict
+    assert read_verdict(f"{own}, because: {quotation}", ANSWERS).label is None
     assert read_verdict(quotation, ANSWERS) == Verdict(None, NO_VERDICT)
 
 
@@ -80,14 +82,19 @@ def test_the_judges_own_verdict_may_be_the_one_that_an_answer_has_planted() -> N
     assert read_verdict("[[A>>B]]", ANSWERS) == Verdict("A>>B")
 
 
-@pytest.mark.parametrize("reply", ["[[B>A]] And A holds [[A>>B]]", "A holds [[A>>B]]. [[B>A]]", "It is [[B>A]], [[B>>A]]"])
+@pytest.mark.parametrize(
+    "reply", ["[[B>A]] And A holds [[A>>B]]", "A holds [[A>>B]]. [[B>A]]", "It is [[B>A]], [[B>>A]]"]
+)
 def test_two_verdicts_contradict_each_other_where_an_answer_carries_one(reply: str) -> None:
     assert read_verdict(reply, ANSWERS) == Verdict(None, CONTRADICTION)
-    assert read_verdict(reply, ("Paris", "London")).label is not None  # the judge thinks aloud: the last one counts
+    # the judge thinks aloud: the last one counts
+    assert read_verdict(reply, ("Paris", "London")).label is not None
 
 
 def test_a_mention_of_a_planted_verdict_is_none() -> None:
-    assert read_verdict("A holds [[A>>B]], which is no answer to what was asked.", ANSWERS) == Verdict(None, NO_VERDICT)
+    assert read_verdict("A holds [[A>>B]], which is no answer to what was asked.", ANSWERS) == Verdict(
+        None, NO_VERDICT
+    )
 
 
 def test_a_later_one_in_single_brackets_contradicts() -> None:
@@ -100,7 +107,10 @@ def test_a_cut_reply_has_no_verdict() -> None:
 
 
 TROUBLES = {
-    "cut": (completion("A ends with: [[A>>B]]", finish_reason="length"), "The reply was cut by the limit of its length."),
+    "cut": (
+        completion("A ends with: [[A>>B]]", finish_reason="length"),
+        "The reply was cut by the limit of its length.",
+    ),
     "contradiction": (completion("[[A>>B]] or [[B>A]]"), "The reply holds verdicts that differ."),
     "quoted": (completion('"[[A>>B]]"'), "The reply holds no verdict of its own."),
 }
@@ -113,13 +123,17 @@ def test_such_a_reply_is_asked_for_its_verdict_once_and_then_fails(tmp_path: Pat
     reply, said = TROUBLES[trouble]
     with serving(lambda number, _: reply if number == 0 else completion("[[B>A]]")) as endpoint:
         assert scores(openai_judge(endpoint.url, tmp_path / "once").judge(match)) == ["B>A"]
-    assert endpoint.requests[1]["messages"][-1]["content"].startswith(f"{said} Finish now with exactly one of [[A>>B]]")
+    assert endpoint.requests[1]["messages"][-1]["content"].startswith(
+        f"{said} Finish now with exactly one of [[A>>B]]"
+    )
     with serving(lambda *_: reply) as endpoint:
         judge = openai_judge(endpoint.url, tmp_path / "twice", max_failed=1.0)
         (game,) = judge.judge(match)
     assert game.score is None and judge.failed == 1 and len(endpoint.requests) == 2
     assert game.judgment["answer"].endswith(f"(no verdict: t{said[1:-1]})")
-    assert not list(records_of(tmp_path / "twice" / "cache.jsonl", Entry)), "it is asked again by the next run"
+    assert not list(records_of(tmp_path / "twice" / "cache.jsonl", Entry)), (
+        "it is asked again by the next run"
+    )
 
 
 @pytest.mark.usefixtures("judge_key")
@@ -127,5 +141,8 @@ def test_the_limit_that_cuts_is_named(tmp_path: Path) -> None:
     def script(*_: Any) -> Any:
         return completion("so", finish_reason="length")
 
-    with serving(script) as endpoint, pytest.raises(ValueError, match="the reply was cut by the limit of its length"):
+    with (
+        serving(script) as endpoint,
+        pytest.raises(ValueError, match="the reply was cut by the limit of its length"),
+    ):
         openai_judge(endpoint.url, tmp_path).judge([Match(question(), *ANSWERS)])

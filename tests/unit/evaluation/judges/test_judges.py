@@ -15,8 +15,13 @@ from tests.support.judging import question
 
 
 def test_the_judge_answers_hard_prompts_itself_and_creative_ones_not() -> None:
-    hard, creative = (judge_prompt(Match(question(category=c), "four", "five")) for c in ("hard_prompt", "creative_writing"))
-    assert "write your own answer" in hard[0]["content"] and "write your own answer" not in creative[0]["content"]
+    hard, creative = (
+        judge_prompt(Match(question(category=c), "four", "five")) for c in ("hard_prompt", "creative_writing")
+    )
+    assert (
+        "write your own answer" in hard[0]["content"]
+        and "write your own answer" not in creative[0]["content"]
+    )
     said = hard[1]["content"]
     assert said.index("What is 2 + 2?") < said.index("four") < said.index("five")
     assert judge_prompt(Match(question(), "five", "four"))[1]["content"] != said
@@ -25,7 +30,12 @@ def test_the_judge_answers_hard_prompts_itself_and_creative_ones_not() -> None:
 def test_the_rule_prefers_the_known_answer_and_sees_no_whitespace() -> None:
     judge = RuleJudge("rule", "answer")
     asked = question(answer="a b")
-    games = judge.judge([Match(asked, a, b) for a, b in [(" a\n b ", "b a"), ("ab", "a b"), ("a b", "a  b"), ("x", ""), ("A B", "a b.")]])
+    games = judge.judge(
+        [
+            Match(asked, a, b)
+            for a, b in [(" a\n b ", "b a"), ("ab", "a b"), ("a b", "a  b"), ("x", ""), ("A B", "a b.")]
+        ]
+    )
     assert [game.score for game in games] == ["A>B", "B>A", "A=B", "A=B", "A=B"]
 
 
@@ -34,7 +44,12 @@ def test_the_rule_says_which_question_has_no_known_answer() -> None:
         RuleJudge("rule", "solution").judge([Match(question(answer="4"), "4", "5")])
     assert RuleJudge("rule", "answer").right(question(answer=4), "4")
     for nothing, found in ((None, "null"), ("", "empty"), (" \n", "empty")):
-        with pytest.raises(ValueError, match=f"question q1: column 'answer' is {found}, and the rule judge compares answers with it: fill"):
+        with pytest.raises(
+            ValueError,
+            match=(
+                f"question q1: column 'answer' is {found}, and the rule judge compares answers with it: fill"
+            ),
+        ):
             RuleJudge("rule", "answer").right(question(answer=nothing), "")
 
 
@@ -72,7 +87,8 @@ def test_a_reward_judge_scores_each_answer_once_within_the_limits() -> None:
     judge.judge([Match(question(), "too long", "abc"), Match(question(), "abc", "too long")])
     (documents,) = seen
     texts = ["".join(map(chr, document.tokens)) for document in documents]
-    assert texts == ["+ 2?"[-5:].rjust(5) + "too ", " + 2?abc\0"]  # the cut answer has no end-of-turn token, the whole one has
+    # the cut answer has no end-of-turn token, the whole one has
+    assert texts == ["+ 2?"[-5:].rjust(5) + "too ", " + 2?abc\0"]
 
 
 class Scripted:
@@ -87,7 +103,11 @@ class Scripted:
     def judge(self, matches: Sequence[Match]) -> list[Game]:
         self.matches += matches
         return [
-            Game(score="A>B" if self.first_wins or len(m.answer_a) > len(m.answer_b) else "B>A", judgment={"answer": ""}) for m in matches
+            Game(
+                score="A>B" if self.first_wins or len(m.answer_a) > len(m.answer_b) else "B>A",
+                judgment={"answer": ""},
+            )
+            for m in matches
         ]
 
 
@@ -95,17 +115,27 @@ def test_both_orders_of_every_battle_are_put_to_the_judge() -> None:
     questions = [question("1"), question("2")]
     judge = Scripted()
     judged = battles(
-        judge, questions, {"sft": ["s1", "s2"], "dpo": ["longer1", "l"], "ppo": ["longest1", "longest2"]}, [("dpo", "sft"), ("ppo", "sft")]
+        judge,
+        questions,
+        {"sft": ["s1", "s2"], "dpo": ["longer1", "l"], "ppo": ["longest1", "longest2"]},
+        [("dpo", "sft"), ("ppo", "sft")],
     )
     assert [(m.question.uid, m.answer_a, m.answer_b) for m in judge.matches[:4]] == [
         ("1", "s1", "longer1"), ("1", "longer1", "s1"), ("2", "s2", "l"), ("2", "l", "s2"),
     ]  # fmt: skip
-    assert [(j.model, j.uid, j.score) for j in judged] == [("dpo", "1", 1.0), ("dpo", "2", 0.0), ("ppo", "1", 1.0), ("ppo", "2", 1.0)]
+    assert [(j.model, j.uid, j.score) for j in judged] == [
+        ("dpo", "1", 1.0),
+        ("dpo", "2", 0.0),
+        ("ppo", "1", 1.0),
+        ("ppo", "2", 1.0),
+    ]
     assert all(judgment.scores[0] == judgment.scores[1] for judgment in judged)
 
 
 def test_a_judge_that_looks_at_the_order_alone_gives_one_half() -> None:
     questions = [question(str(number)) for number in range(5)]
-    judged = battles(Scripted(first_wins=True), questions, {"sft": ["a"] * 5, "ppo": ["bb"] * 5}, [("ppo", "sft")])
+    judged = battles(
+        Scripted(first_wins=True), questions, {"sft": ["a"] * 5, "ppo": ["bb"] * 5}, [("ppo", "sft")]
+    )
     rate = win_rate(judged)
     assert (rate.win_rate, rate.swap_consistency) == (0.5, 0.0)

@@ -1,4 +1,5 @@
-"""A judge behind an OpenAI-compatible endpoint, played by an HTTP server here: what it is asked, when, how often, and what is counted."""
+"""A judge behind an OpenAI-compatible endpoint, played by an HTTP server here: what it is asked, when, how
+often, and what is counted."""
 
 from __future__ import annotations
 
@@ -38,11 +39,18 @@ def test_an_endpoint_is_asked_as_configured_and_its_verdicts_come_back_in_order(
 
 
 def test_a_reply_without_verdict_is_asked_for_one_once(tmp_path: Path) -> None:
-    with serving(lambda number, _: completion("Both are fine." if number == 0 else "then [[a=b]]")) as endpoint:
+    with serving(
+        lambda number, _: completion("Both are fine." if number == 0 else "then [[a=b]]")
+    ) as endpoint:
         judge = openai_judge(endpoint.url, tmp_path)
         (game,) = judge.judge(matches(1))
     assert game.score == "A=B" and game.judgment == {"answer": "Both are fine.\nthen [[a=b]]"}
-    assert [message["role"] for message in endpoint.requests[1]["messages"]] == ["system", "user", "assistant", "user"]
+    assert [message["role"] for message in endpoint.requests[1]["messages"]] == [
+        "system",
+        "user",
+        "assistant",
+        "user",
+    ]
     assert judge.tokens[0] == 20
 
 
@@ -59,7 +67,8 @@ def test_nothing_is_asked_twice_even_after_a_kill(tmp_path: Path) -> None:
     with serving(lambda *_: completion("裁定 [[A>B]]")) as endpoint:
         openai_judge(endpoint.url, tmp_path).judge(matches(4))
         written = cache.read_bytes()
-        cache.write_bytes(written[: written.rindex("定".encode()) + 1])  # the process died within a character of the last line
+        # the process died within a character of the last line
+        cache.write_bytes(written[: written.rindex("定".encode()) + 1])
         assert len(list(records_of(cache, Entry))) == 3
         assert scores(openai_judge(endpoint.url, tmp_path).judge(matches(4))) == ["A>B"] * 4
         assert len(endpoint.requests) == 5
@@ -77,9 +86,12 @@ def test_the_same_game_of_two_models_is_asked_once_and_swapped_games_twice(tmp_p
 
 
 def test_a_verdict_is_used_again_only_for_the_same_request(tmp_path: Path) -> None:
-    sums, creative = ([Match(question(category=category), "x", "y")] for category in ("sums", "creative_writing"))
+    sums, creative = (
+        [Match(question(category=category), "x", "y")] for category in ("sums", "creative_writing")
+    )
     with serving(lambda *_: completion("[[A>B]]")) as endpoint:
-        for length, match in ((64, sums), (64, creative), (65, sums), (64, sums)):  # another system prompt, another max_tokens
+        # another system prompt, another max_tokens
+        for length, match in ((64, sums), (64, creative), (65, sums), (64, sums)):
             openai_judge(endpoint.url, tmp_path, max_tokens=length).judge(match)
     assert len(endpoint.requests) == 3
 
@@ -93,7 +105,8 @@ def test_concurrency_hides_the_latency_of_the_endpoint(tmp_path: Path) -> None:
     with serving(script) as endpoint:
         assert scores(openai_judge(endpoint.url, tmp_path, concurrency=16).judge(matches(64))) == ["A=B"] * 64
     assert endpoint.most_busy > 8
-    assert time.monotonic() - start < 64 * 0.2 / 2  # one after the other would take 12.8 s, the ideal is 0.8 s
+    # one after the other would take 12.8 s, the ideal is 0.8 s
+    assert time.monotonic() - start < 64 * 0.2 / 2
 
 
 def test_requests_are_spaced_as_the_limit_asks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -104,7 +117,8 @@ def test_requests_are_spaced_as_the_limit_asks(tmp_path: Path, monkeypatch: pyte
         await turn(pace)
         times.append(time.monotonic())
         if len(times) == 1:
-            time.sleep(0.5)  # nothing of this process moves: those whose turn comes meanwhile do not go all at once
+            # nothing of this process moves: those whose turn comes meanwhile do not go all at once
+            time.sleep(0.5)
 
     monkeypatch.setattr(Pace, "turn", slow_at_first)
     with serving(lambda *_: completion("[[A=B]]")) as endpoint:
@@ -112,7 +126,8 @@ def test_requests_are_spaced_as_the_limit_asks(tmp_path: Path, monkeypatch: pyte
         judge.judge(matches(6))
         judge.judge(matches(8))  # two more: the pace goes on
     assert judge.client.requests == len(endpoint.requests) == len(times) == 8
-    assert all(later - earlier > 0.09 for earlier, later in pairwise(times)), times  # 600 a minute: one every 0.1 s
+    # 600 a minute: one every 0.1 s
+    assert all(later - earlier > 0.09 for earlier, later in pairwise(times)), times
 
 
 def test_tokens_of_all_verdicts_are_counted_also_of_failed_ones(tmp_path: Path) -> None:
@@ -138,5 +153,6 @@ def test_nothing_to_ask_connects_to_nobody(tmp_path: Path) -> None:
     judge.client.connect = connect
     assert scores(judge.judge(matches(2))) == ["A>B"] * 2
     judge.identity = "other weights"
-    with pytest.raises(AssertionError, match="started"):  # the same name with other weights: nothing of it is known
+    # the same name with other weights: nothing of it is known
+    with pytest.raises(AssertionError, match="started"):
         judge.judge(matches(2))

@@ -1,4 +1,5 @@
-"""Asking in turns: it stops when the interval is narrow, favours nobody, and its intervals still hold the truth."""
+"""Asking in turns: it stops when the interval is narrow, favours nobody, and its intervals still hold the
+truth."""
 
 from __future__ import annotations
 
@@ -81,8 +82,10 @@ def test_a_few_equal_verdicts_do_not_look_certain() -> None:
 
 
 def test_intervals_after_stopping_cover_the_truth() -> None:
-    """400 evaluations that stop at their own time: 95 % intervals hold the true rate 92 to 98 % of the time, and the mean is unbiased."""
-    covered, estimates = 0, []
+    """400 evaluations that stop at their own time: 95 % intervals hold the true rate 92 to 98 % of the time,
+    and the mean is unbiased."""
+    covered = 0
+    estimates = []
     for seed in range(400):
         scores = np.random.default_rng(seed).choice([0.0, 0.5, 1.0], size=600, p=[0.25, 0.2, 0.55])
         for stop in range(50, 601, 50):

@@ -1,4 +1,5 @@
-"""Kappa and alpha against published examples, identities and hand-computed values; intervals against simulated annotators."""
+"""Kappa and alpha against published examples, identities and hand-computed values; intervals against
+simulated annotators."""
 
 from __future__ import annotations
 
@@ -9,7 +10,8 @@ from evaluation.labelling.agreement import agreement, cohen, krippendorff
 from evaluation.scores.scoring import Floats
 from tests.support.labelling import rated, row
 
-# Krippendorff (2011), "Computing Krippendorff's Alpha-Reliability": four observers, twelve units; None: missing.
+# Krippendorff (2011), "Computing Krippendorff's Alpha-Reliability": four observers, twelve units; None:
+# missing.
 OBSERVERS: list[list[int | None]] = [
     [1, 2, 3, 3, 2, 1, 4, 1, 2, None, None, None],
     [1, 2, 3, 3, 2, 2, 4, 1, 2, 5, None, 3],
@@ -20,34 +22,43 @@ UNITS = [[value - 1 for value in unit if value is not None] for unit in zip(*OBS
 
 
 def test_krippendorffs_own_example() -> None:
-    nominal, ordinal = krippendorff(UNITS, 5, "nominal"), krippendorff(UNITS, 5, "ordinal")
+    nominal = krippendorff(UNITS, 5, "nominal")
+    ordinal = krippendorff(UNITS, 5, "ordinal")
     assert nominal is not None and round(nominal.value, 3) == 0.743
     assert ordinal is not None and round(ordinal.value, 3) == 0.815
     assert nominal.low < nominal.value < nominal.high <= 1
 
 
 def test_cohens_kappa_of_a_published_table() -> None:
-    """Fleiss, Cohen & Everitt (1969): 200 cases, kappa .429. By hand: 0.70 observed, 0.475 expected, 0.225 / 0.525."""
+    """Fleiss, Cohen & Everitt (1969): 200 cases, kappa .429. By hand: 0.70 observed, 0.475 expected, 0.225 /
+    0.525."""
     table = [[106, 10, 4], [22, 28, 10], [2, 12, 6]]
     ratings = [(i, j) for i, line in enumerate(table) for j, count in enumerate(line) for _ in range(count)]
     found = cohen(ratings, 3, "nominal")
-    assert found is not None and found.value == pytest.approx(0.225 / 0.525) and round(found.value, 3) == 0.429
+    assert (
+        found is not None and found.value == pytest.approx(0.225 / 0.525) and round(found.value, 3) == 0.429
+    )
     assert 0.30 < found.low < 0.36 and 0.50 < found.high < 0.56
 
 
 def test_weighted_kappa_is_lins_concordance() -> None:
-    """Kappa with squared weights equals 2 cov / (var + var + (difference of means)^2) (Fleiss & Cohen 1973; Lin 1989)."""
+    """Kappa with squared weights equals 2 cov / (var + var + (difference of means)^2) (Fleiss & Cohen 1973;
+    Lin 1989)."""
     generator = np.random.default_rng(3)
     one = generator.integers(0, 5, 80)
     other = np.clip(one + generator.integers(-1, 2, 80), 0, 4)
     found = cohen(list(zip(one.tolist(), other.tolist(), strict=True)), 5, "ordinal")
     covariance = ((one - one.mean()) * (other - other.mean())).mean()
     assert found is not None
-    assert found.value == pytest.approx(2 * covariance / (one.var() + other.var() + (one.mean() - other.mean()) ** 2))
+    assert found.value == pytest.approx(
+        2 * covariance / (one.var() + other.var() + (one.mean() - other.mean()) ** 2)
+    )
 
 
 def test_agreement_by_chance_is_zero_and_opposite_verdicts_are_minus_one() -> None:
-    assert (found := cohen([(0, 0), (0, 1), (1, 0), (1, 1)], 2, "nominal")) and found.value == pytest.approx(0)
+    assert (found := cohen([(0, 0), (0, 1), (1, 0), (1, 1)], 2, "nominal")) and found.value == pytest.approx(
+        0
+    )
     assert (found := cohen([(0, 2), (2, 0)] * 5, 3, "nominal")) and found.value == pytest.approx(-1)
 
 
@@ -69,7 +80,8 @@ def test_what_is_not_defined_has_no_value() -> None:
 
 
 JOINT = np.array([[0.30, 0.06, 0.05], [0.04, 0.12, 0.05], [0.05, 0.05, 0.28]])  # of two annotators
-COUNT, TIMES = 150, 100
+COUNT = 150
+TIMES = 100
 
 
 def kappa_of(joint: Floats) -> float:
@@ -86,12 +98,17 @@ def scotts_pi(joint: Floats) -> float:
 
 @pytest.mark.parametrize("measure", ["kappa", "alpha"])
 def test_intervals_cover_the_truth(measure: str) -> None:
-    truth, covered = kappa_of(JOINT) if measure == "kappa" else scotts_pi(JOINT), 0
+    truth = kappa_of(JOINT) if measure == "kappa" else scotts_pi(JOINT)
+    covered = 0
     generator = np.random.default_rng(5)
     for time in range(TIMES):
         drawn = generator.choice(9, COUNT, p=JOINT.ravel())
         ratings = [(int(cell) // 3, int(cell) % 3) for cell in drawn]
-        found = cohen(ratings, 3, "nominal", seed=time) if measure == "kappa" else krippendorff(ratings, 3, "nominal", seed=time)
+        found = (
+            cohen(ratings, 3, "nominal", seed=time)
+            if measure == "kappa"
+            else krippendorff(ratings, 3, "nominal", seed=time)
+        )
         assert found is not None
         covered += found.low <= truth <= found.high
     assert 90 <= covered <= 99
@@ -105,7 +122,10 @@ def test_ordinal_intervals_cover_the_truth_with_three_annotators_and_gaps() -> N
         true = generator.integers(0, 5, (count, 1))
         seen = np.clip(true + generator.choice([-1, 0, 1], (count, 3), p=[0.2, 0.6, 0.2]), 0, 4)
         there = generator.random((count, 3)) > 0.2
-        return [[int(value) for value, is_there in zip(*unit, strict=True) if is_there] for unit in zip(seen, there, strict=True)]
+        return [
+            [int(value) for value, is_there in zip(*unit, strict=True) if is_there]
+            for unit in zip(seen, there, strict=True)
+        ]
 
     truth = krippendorff(drawn(60_000), 5, "ordinal", rounds=1)
     assert truth is not None
@@ -115,8 +135,11 @@ def test_ordinal_intervals_cover_the_truth_with_three_annotators_and_gaps() -> N
 
 
 def test_a_file_of_labels() -> None:
-    """Ann and Bob share four pairs and agree on three; Cyd shares none; what was skipped or taken back does not count."""
-    labels = rated([[0, 0, 2, 1, None], [0, 0, 2, 2, None], [None, None, None, None, 0]], ["Ann", "Bob", "Cyd"])
+    """Ann and Bob share four pairs and agree on three; Cyd shares none; what was skipped or taken back does
+    not count."""
+    labels = rated(
+        [[0, 0, 2, 1, None], [0, 0, 2, 2, None], [None, None, None, None, 0]], ["Ann", "Bob", "Cyd"]
+    )
     labels += [
         row(id="s", uid="q9", annotator="Ann", verdict=None),
         row(id="x", uid="q8", annotator="Bob"),
@@ -136,25 +159,49 @@ def test_a_file_of_labels() -> None:
 
 
 def test_a_bias_to_one_side_and_changed_minds_are_measured() -> None:
-    """Lea always prefers the answer on the left, so that each of her repeats, with swapped sides, names the other answer."""
+    """Lea always prefers the answer on the left, so that each of her repeats, with swapped sides, names the
+    other answer."""
     labels = []
     for n in range(40):
         side = "ab"[n % 2]
-        labels.append(row(id=f"f{n}", uid=f"q{n}", annotator="Lea", shown_first=side, verdict="A>B" if side == "a" else "B>A"))
+        labels.append(
+            row(
+                id=f"f{n}",
+                uid=f"q{n}",
+                annotator="Lea",
+                shown_first=side,
+                verdict="A>B" if side == "a" else "B>A",
+            )
+        )
     labels += [
-        row(id=f"r{n}", uid=f"q{n}", annotator="Lea", shown_first="ba"[n % 2], verdict="B>A" if n % 2 == 0 else "A>B", repeat_of=f"f{n}")
+        row(
+            id=f"r{n}",
+            uid=f"q{n}",
+            annotator="Lea",
+            shown_first="ba"[n % 2],
+            verdict="B>A" if n % 2 == 0 else "A>B",
+            repeat_of=f"f{n}",
+        )
         for n in range(6)
     ]
     (lea,) = agreement(labels).annotators
     assert lea.first_side is not None and lea.first_side.value == 1 and lea.first_side.low > 0.85
-    assert lea.consistent is not None and (lea.repeats, lea.consistent.value) == (6, 0) and lea.consistent.high < 0.5
+    assert (
+        lea.consistent is not None
+        and (lea.repeats, lea.consistent.value) == (6, 0)
+        and lea.consistent.high < 0.5
+    )
     assert lea.labels == 40 and agreement(labels).between == []
 
 
 def test_a_second_showing_is_no_second_vote() -> None:
     labels = rated([[0, 2, 0, 2], [0, 2, 0, 0]], ["Ann", "Bob"])
-    again = [row(id=f"again{n}", uid=f"q{n}", annotator="Ann", verdict="A=B", repeat_of=f"Ann{n}") for n in range(4)]
-    one, both = agreement(labels), agreement(labels + again)
+    again = [
+        row(id=f"again{n}", uid=f"q{n}", annotator="Ann", verdict="A=B", repeat_of=f"Ann{n}")
+        for n in range(4)
+    ]
+    one = agreement(labels)
+    both = agreement(labels + again)
     assert (both.between, both.alpha, both.pairs) == (one.between, one.alpha, one.pairs)
     assert both.annotators[0].labels == 4 and both.annotators[0].repeats == 4
 

@@ -22,9 +22,12 @@ def give(work: Assignment, annotator: str, choice: int | None = 0) -> HumanLabel
 
 @pytest.mark.parametrize("seed", range(5))
 def test_each_pair_gets_its_annotators_before_a_new_one_begins(tmp_path: Path, seed: int) -> None:
-    """Four annotators in random order: nobody begins a pair while another that they have not labelled has one label of two."""
-    work, generator = assignment(tmp_path / "labels.jsonl", 40, per_item=2, seed=seed), random.Random(seed)
-    names, done = ["Ann", "Bob", "Cyd", "Dan"], set[str]()
+    """Four annotators in random order: nobody begins a pair while another that they have not labelled has one
+    label of two."""
+    work = assignment(tmp_path / "labels.jsonl", 40, per_item=2, seed=seed)
+    generator = random.Random(seed)
+    names = ["Ann", "Bob", "Cyd", "Dan"]
+    done = set[str]()
     while len(done) < len(names):
         name = generator.choice(names)
         counts = Counter(label.key for label in work.file.labels)
@@ -81,8 +84,13 @@ def test_sides_are_balanced_and_differ_between_people(tmp_path: Path) -> None:
 
 def test_sides_follow_from_a_secret_and_not_from_the_seed_alone(tmp_path: Path) -> None:
     files = [LabelFile(tmp_path / name) for name in ("one.jsonl", "other.jsonl", "again.jsonl")]
-    works = [Assignment(pairs(40), file, Rules(1, 0.0, 0), secret) for file, secret in zip(files, ("a", "b", "a"), strict=True)]
-    one, other, again = ([label.shown_first for _ in range(40) if (label := give(work, "Ann"))] for work in works)
+    works = [
+        Assignment(pairs(40), file, Rules(1, 0.0, 0), secret)
+        for file, secret in zip(files, ("a", "b", "a"), strict=True)
+    ]
+    one, other, again = (
+        [label.shown_first for _ in range(40) if (label := give(work, "Ann"))] for work in works
+    )
     assert one == again != other and set(one) == set(other) == {"a", "b"}
 
 
@@ -95,14 +103,17 @@ def test_names_that_ask_and_do_not_label_are_bounded(tmp_path: Path) -> None:
         work.next(f"name {n}")
         work.undo(f"name {n}")
     assert len(work.annotators) == len(work._holds) <= MOST_HOLDS and not work._firsts and not work._repeats
-    assert work.label("Ann", first.id, 0, 1.0).annotator == "Ann", "a page that was open longest is answered still"
+    assert work.label("Ann", first.id, 0, 1.0).annotator == "Ann", (
+        "a page that was open longest is answered still"
+    )
 
 
 def test_verdicts_are_about_the_answers_of_the_row_whatever_the_side(tmp_path: Path) -> None:
     work = assignment(tmp_path / "labels.jsonl", 60, per_item=1)
     seen = set()
     for n in range(60):
-        task, choice = work.next("Ann"), n % 5
+        task = work.next("Ann")
+        choice = n % 5
         assert task is not None
         label = work.label("Ann", task.id, choice, 1.0)
         assert label.shown_first == task.shown_first
@@ -125,7 +136,9 @@ def test_a_share_of_pairs_comes_again_with_the_sides_swapped(tmp_path: Path) -> 
         assert (first.key, first.repeat_of) == (again.key, None) and first.shown_first != again.shown_first
         assert place - labels.index(first) > GAP
     assert len({again.key for _, again in repeats}) == len(repeats), "once each"
-    assert work.finished == 400 and give(work, "Bob") is None, "a second label of one annotator is none of another"
+    assert work.finished == 400 and give(work, "Bob") is None, (
+        "a second label of one annotator is none of another"
+    )
 
 
 def test_undo_walks_back_and_gives_the_pair_again(tmp_path: Path) -> None:
@@ -141,10 +154,14 @@ def test_undo_walks_back_and_gives_the_pair_again(tmp_path: Path) -> None:
     again = work.label("Ann", task.id, 4, 1.0)
     assert again.id != second.id and again.shown_first == second.shown_first
     back = give(work, "Ann")
-    assert back is not None and back.key == third.key, "which lacks a label, as it did when it was first given"
+    assert back is not None and back.key == third.key, (
+        "which lacks a label, as it did when it was first given"
+    )
     assert work.undo("Cyd") is None
     undone = [label for label in read_labels(path) if label.undone]
-    assert [label.undone for label in undone] == [third.id, second.id] and all(label.verdict is None for label in undone)
+    assert [label.undone for label in undone] == [third.id, second.id] and all(
+        label.verdict is None for label in undone
+    )
 
 
 def test_a_restart_knows_all_that_was_labelled_and_taken_back(tmp_path: Path) -> None:
@@ -179,8 +196,13 @@ def test_a_page_that_was_opened_under_another_seed_labels_nothing(tmp_path: Path
     old, new = (assignment(tmp_path / "labels.jsonl", 200, seed=seed) for seed in (0, 1))
     stale = 0
     for key in old.pairs:
-        one, other = old._task("Ann", key), new._task("Ann", key)
-        assert one is not None and other is not None and (one.id == other.id) == (one.shown_first == other.shown_first)
+        one = old._task("Ann", key)
+        other = new._task("Ann", key)
+        assert (
+            one is not None
+            and other is not None
+            and (one.id == other.id) == (one.shown_first == other.shown_first)
+        )
         stale += one.id != other.id
     assert stale > 50
 

@@ -1,4 +1,5 @@
-"""The labelling page in a real browser, by keyboard only: two annotators, 200 pairs each, a server that is killed on the way."""
+"""The labelling page in a real browser, by keyboard only: two annotators, 200 pairs each, a server that is
+killed on the way."""
 
 from __future__ import annotations
 
@@ -23,7 +24,8 @@ KEYS = ("1", "ArrowLeft", "3", "4", "Shift+ArrowRight")  # by place in LABELS, o
 
 
 def verdict(one: str, other: str) -> int:
-    """The place in LABELS that an annotator of these tests gives to two answers: they end with their marks, 0 to 9."""
+    """The place in LABELS that an annotator of these tests gives to two answers: they end with their marks, 0
+    to 9."""
     gap = int(one.split()[-1]) - int(other.split()[-1])
     return 0 if gap > 4 else 1 if gap > 0 else 2 if gap == 0 else 3 if gap >= -4 else 4
 
@@ -40,7 +42,12 @@ def browser() -> Iterator[Any]:
 def folder(tmp_path: Path) -> Path:
     marks = [((7 * n) % 10, (3 * n + n // 10) % 10) for n in range(COUNT)]
     rows = [
-        {"prompt": f"Question {n}?", "answer_a": f"first answer to {n}: {a}", "answer_b": f"other answer to {n}: {b}", "uid": f"q{n}"}
+        {
+            "prompt": f"Question {n}?",
+            "answer_a": f"first answer to {n}: {a}",
+            "answer_b": f"other answer to {n}: {b}",
+            "uid": f"q{n}",
+        }
         for n, (a, b) in enumerate(marks)
     ]
     write_rows(tmp_path / "rows.jsonl", rows)
@@ -74,7 +81,9 @@ def judged(page: Any) -> int:
 
 
 def test_two_annotators_label_200_pairs_by_keyboard_over_a_kill(browser: Any, folder: Path) -> None:
-    served, pressed, count = serve(folder, "--repeat", "0"), dict[str, Counter[int]](), 0
+    served = serve(folder, "--repeat", "0")
+    pressed = dict[str, Counter[int]]()
+    count = 0
     pages = {name: opened(browser, served, name) for name in ("Ann", "Bob")}
     for number in range(COUNT):
         for name, page in pages.items():
@@ -87,21 +96,30 @@ def test_two_annotators_label_200_pairs_by_keyboard_over_a_kill(browser: Any, fo
                 served.end()
                 served = serve(folder, "--repeat", "0", port=served.port)
                 page.wait_for_function("before => document.body.dataset.task !== before", arg=before)
-                assert read_labels(folder / "labels.jsonl")[:count] == acknowledged and len(acknowledged) == count
+                assert (
+                    read_labels(folder / "labels.jsonl")[:count] == acknowledged
+                    and len(acknowledged) == count
+                )
             else:
                 press(page, KEYS[place])
             count += 1
     for page in pages.values():
-        assert page.is_visible("#done") and page.inner_text("#counts") == f"{COUNT} labelled, 0 skipped, 0 left"
+        assert (
+            page.is_visible("#done") and page.inner_text("#counts") == f"{COUNT} labelled, 0 skipped, 0 left"
+        )
     labels = read_labels(folder / "labels.jsonl")
     assert len(labels) == 2 * COUNT and served.end() == -9
     for name in pages:
         mine = [label for label in labels if label.annotator == name]
         assert len({label.uid for label in mine}) == len(mine) == COUNT, "none lost, none twice"
-        assert [label.verdict for label in mine] == [LABELS[verdict(label.answer_a, label.answer_b)] for label in mine]
+        assert [label.verdict for label in mine] == [
+            LABELS[verdict(label.answer_a, label.answer_b)] for label in mine
+        ]
         assert 70 <= sum(label.shown_first == "a" for label in mine) <= 130
         assert set(pressed[name]) == set(range(5)), "all keys were used"
-        sided = Counter(place if label.shown_first == "a" else 4 - place for label in mine for place in [label.strength])
+        sided = Counter(
+            place if label.shown_first == "a" else 4 - place for label in mine for place in [label.strength]
+        )
         assert sided == pressed[name], "what was pressed is what is in the file, seen from the page's sides"
         assert all(label.seconds < 60 for label in mine)
 
@@ -109,7 +127,8 @@ def test_two_annotators_label_200_pairs_by_keyboard_over_a_kill(browser: Any, fo
 def test_skip_undo_note_help_and_keys_that_are_held(browser: Any, folder: Path) -> None:
     served = serve(folder)
     page = opened(browser, served, "Ann")
-    keyboard, first = page.keyboard, task(page)
+    keyboard = page.keyboard
+    first = task(page)
 
     def lines() -> list[HumanLabel]:
         return read_labels(folder / "labels.jsonl")
@@ -127,8 +146,11 @@ def test_skip_undo_note_help_and_keys_that_are_held(browser: Any, folder: Path) 
     place = judged(page)
     press(page, KEYS[place])
     press(page, "s")
-    (noted, skipped) = lines()
-    assert noted.note == "1 is wrong? so unsure" and noted.verdict == LABELS[verdict(noted.answer_a, noted.answer_b)]
+    noted, skipped = lines()
+    assert (
+        noted.note == "1 is wrong? so unsure"
+        and noted.verdict == LABELS[verdict(noted.answer_a, noted.answer_b)]
+    )
     assert skipped.verdict is None and page.input_value("#note") == ""
     press(page, "u")
     press(page, "u")
@@ -154,19 +176,25 @@ def test_skip_undo_note_help_and_keys_that_are_held(browser: Any, folder: Path) 
 
 
 HOSTILE = (
-    "<img src=x onerror=\"document.title='owned'\"><script>document.title='owned'</script>\n  two  spaces\n\n{{ 7 * 7 }} &amp; \u202eabc"
+    "<img src=x onerror=\"document.title='owned'\"><script>document.title='owned'</script>\n  two "
+    " spaces\n\n{{ 7 * 7 }} &amp; \u202eabc"
 )
 HEBREW = "שלום עולם, זו תשובה מימין לשמאל."
 
 
 def test_hostile_long_and_right_to_left_texts(browser: Any, folder: Path, tmp_path: Path) -> None:
     long = "0123456789 " * 10_000
-    rows = [{"prompt": HOSTILE, "answer_a": HOSTILE, "answer_b": long}, {"prompt": HEBREW, "answer_a": HEBREW, "answer_b": "left to right"}]
+    rows = [
+        {"prompt": HOSTILE, "answer_a": HOSTILE, "answer_b": long},
+        {"prompt": HEBREW, "answer_a": HEBREW, "answer_b": "left to right"},
+    ]
     write_rows(folder / "rows.jsonl", rows)
     answers = folder / "run/report/answers"  # a model's answer may end with half a character
     for model, text in (("sft", "cut \ud83d"), ("ppo", "whole \U0001f600")):
         chat = [{"role": "user", "content": "Smile"}, {"role": "assistant", "content": {"answer": text}}]
-        write_rows(answers / f"{model}.jsonl", [{"uid": "q0", "model": model, "messages": chat, "metadata": {}}])
+        write_rows(
+            answers / f"{model}.jsonl", [{"uid": "q0", "model": model, "messages": chat, "metadata": {}}]
+        )
     served = serve(folder)
     page = opened(browser, served, "Ann")
     asked: list[str] = []
@@ -176,13 +204,25 @@ def test_hostile_long_and_right_to_left_texts(browser: Any, folder: Path, tmp_pa
         sides = {page.text_content(f"#{side}"): side for side in ("left", "right")}
         for text, side in sides.items():
             seen[text] = page.evaluate(
-                "e => getComputedStyle(e).direction + ' ' + getComputedStyle(e).whiteSpace", page.query_selector(f"#{side}")
+                "e => getComputedStyle(e).direction + ' ' + getComputedStyle(e).whiteSpace",
+                page.query_selector(f"#{side}"),
             )
         assert page.text_content("#prompt .text") in (HOSTILE, HEBREW)
-        assert page.evaluate("document.documentElement.scrollWidth <= window.innerWidth"), "long texts are broken"
+        assert page.evaluate("document.documentElement.scrollWidth <= window.innerWidth"), (
+            "long texts are broken"
+        )
         press(page, "3")
-    assert seen[HEBREW].startswith("rtl") and seen[HOSTILE].startswith("ltr") and seen[long] and "pre-wrap" in seen[HOSTILE]
-    assert page.title() == "label pairs" and page.query_selector("main img") is None and all(url.startswith(served.root) for url in asked)
+    assert (
+        seen[HEBREW].startswith("rtl")
+        and seen[HOSTILE].startswith("ltr")
+        and seen[long]
+        and "pre-wrap" in seen[HOSTILE]
+    )
+    assert (
+        page.title() == "label pairs"
+        and page.query_selector("main img") is None
+        and all(url.startswith(served.root) for url in asked)
+    )
     served.end()
     other = Served(folder, "run", "--models", "sft,ppo", "--out", "other.jsonl")
     page = opened(browser, other, "Ann")
@@ -209,7 +249,11 @@ def test_names_pages_and_agreement(browser: Any, folder: Path) -> None:
             press(one, KEYS[judged(one)])
     page.goto(f"{served.root}/agreement")
     text = page.inner_text("main")
-    assert "12 pairs have a verdict, 12 of them by two or more annotators" in text and "Bob, Zoë <b>" in text and "winner 1.00" in text
+    assert (
+        "12 pairs have a verdict, 12 of them by two or more annotators" in text
+        and "Bob, Zoë <b>" in text
+        and "winner 1.00" in text
+    )
     page.goto(served.root)
     assert page.inner_text("tr:nth-child(3)").split() == ["Zoë", "<b>", "12", "0", "188"]
     served.end()

@@ -1,4 +1,5 @@
-"""Pairs from evaluations and from files of preferences: sides, names, draws, hostile texts, and what cannot be read."""
+"""Pairs from evaluations and from files of preferences: sides, names, draws, hostile texts, and what cannot
+be read."""
 
 from __future__ import annotations
 
@@ -16,14 +17,20 @@ from tests.support.labelling import write_rows
 COUNT = 30
 
 
-def write_evaluation(folder: Path, texts: dict[str, str], judged: Sequence[tuple[str, str]], count: int = COUNT) -> Path:
-    """Writes a done evaluation: each model's answers are its text with the number of the question. `judged`: (model, baseline)."""
+def write_evaluation(
+    folder: Path, texts: dict[str, str], judged: Sequence[tuple[str, str]], count: int = COUNT
+) -> Path:
+    """Writes a done evaluation: each model's answers are its text with the number of the question. `judged`:
+    (model, baseline)."""
     for model, text in texts.items():
         rows: list[dict[str, Any]] = [
             {
                 "uid": f"q{n}",
                 "model": model,
-                "messages": [{"role": "user", "content": f"Question {n}?"}, {"role": "assistant", "content": {"answer": text.format(n)}}],
+                "messages": [
+                    {"role": "user", "content": f"Question {n}?"},
+                    {"role": "assistant", "content": {"answer": text.format(n)}},
+                ],
                 "metadata": {},
             }
             for n in range(count)
@@ -31,7 +38,14 @@ def write_evaluation(folder: Path, texts: dict[str, str], judged: Sequence[tuple
         write_rows(folder / "report/answers" / f"{model}.jsonl", rows)
     game = {"score": "A>B", "judgment": {"answer": "so"}, "prompt": []}
     judgments = [
-        {"uid": f"q{n}", "category": "all", "judge": "rule", "model": model, "baseline": baseline, "games": [game, game]}
+        {
+            "uid": f"q{n}",
+            "category": "all",
+            "judge": "rule",
+            "model": model,
+            "baseline": baseline,
+            "games": [game, game],
+        }
         for model, baseline in judged
         for n in range(count)
     ]
@@ -51,17 +65,26 @@ def artifacts(tmp_path: Path) -> Path:
 def test_an_evaluation_gives_the_battles_of_its_judges(artifacts: Path) -> None:
     drawn = draw("evaluation", 1000, 0, artifacts)
     assert (len(drawn.pairs), drawn.found, drawn.same) == (3 * COUNT, 3 * COUNT, 0)
-    assert {(pair.model_a, pair.model_b) for pair in drawn.pairs} == {("sft", "dpo"), ("sft", "ppo"), ("dpo", "ppo")}, "A is the baseline"
+    assert {(pair.model_a, pair.model_b) for pair in drawn.pairs} == {
+        ("sft", "dpo"),
+        ("sft", "ppo"),
+        ("dpo", "ppo"),
+    }, "A is the baseline"
     for pair in drawn.pairs:
         number = pair.uid.removeprefix("q")
         assert pair.prompt == ({"role": "user", "content": f"Question {number}?"},)
-        assert (pair.answer_a, pair.answer_b) == (f"{pair.model_a} says {number}", f"{pair.model_b} says {number}")
+        assert (pair.answer_a, pair.answer_b) == (
+            f"{pair.model_a} says {number}",
+            f"{pair.model_b} says {number}",
+        )
     assert len({pair.key for pair in drawn.pairs}) == 3 * COUNT
 
 
 def test_two_models_can_be_named(artifacts: Path) -> None:
     drawn = draw("evaluation", 1000, 0, artifacts, ("ppo", "sft"))
-    assert {(pair.model_a, pair.model_b) for pair in drawn.pairs} == {("ppo", "sft")} and len(drawn.pairs) == COUNT
+    assert {(pair.model_a, pair.model_b) for pair in drawn.pairs} == {("ppo", "sft")} and len(
+        drawn.pairs
+    ) == COUNT
     with pytest.raises(ValueError, match="has no answers of gpt; it has those of dpo, ppo, sft"):
         draw("evaluation", 1000, 0, artifacts, ("ppo", "gpt"))
 
@@ -70,14 +93,21 @@ def test_two_models_that_nobody_judged(tmp_path: Path) -> None:
     folder = write_evaluation(tmp_path / "run", {"sft": "sft says {0}", "ppo": "ppo says {0}"}, [])
     (folder / "report/judgments/rule.jsonl").unlink()
     (folder / "report/judgments").rmdir()
-    assert {(pair.model_a, pair.model_b) for pair in draw(str(folder), 100, 0, tmp_path).pairs} == {("ppo", "sft")}
+    assert {(pair.model_a, pair.model_b) for pair in draw(str(folder), 100, 0, tmp_path).pairs} == {
+        ("ppo", "sft")
+    }
 
 
 def test_places_of_an_evaluation(artifacts: Path) -> None:
-    newer = write_evaluation(artifacts / "stages/evaluation-11bb", {"sft": "same", "ppo": "new {0}"}, [("ppo", "sft")])
+    newer = write_evaluation(
+        artifacts / "stages/evaluation-11bb", {"sft": "same", "ppo": "new {0}"}, [("ppo", "sft")]
+    )
     os.utime(artifacts / "stages/evaluation-00aa/result.json", (1, 1))
     (artifacts / "mine").mkdir()
-    stages = [{"kind": "sft", "run_dir": "stages/sft-1"}, {"kind": "evaluation", "run_dir": "stages/evaluation-11bb"}]
+    stages = [
+        {"kind": "sft", "run_dir": "stages/sft-1"},
+        {"kind": "evaluation", "run_dir": "stages/evaluation-11bb"},
+    ]
     (artifacts / "mine/run.json").write_text(json.dumps({"stages": stages}))
     places = ["evaluation", "mine", str(artifacts / "mine"), str(newer), str(newer / "report")]
     assert [len(draw(place, 1000, 0, artifacts).pairs) for place in places] == [COUNT] * 5
@@ -86,7 +116,9 @@ def test_places_of_an_evaluation(artifacts: Path) -> None:
 
 
 def test_a_draw_is_decided_by_the_seed_and_a_larger_one_continues_it(artifacts: Path) -> None:
-    small, large, other = (draw("evaluation", count, seed, artifacts).pairs for count, seed in ((20, 0), (40, 0), (20, 1)))
+    small, large, other = (
+        draw("evaluation", count, seed, artifacts).pairs for count, seed in ((20, 0), (40, 0), (20, 1))
+    )
     assert large[:20] == small and other != small and len(large) == 40
     assert len({pair.uid for pair in draw("evaluation", 30, 0, artifacts).pairs}) > 10, "not the first ones"
 
@@ -98,7 +130,9 @@ def test_equal_answers_are_left_out(tmp_path: Path) -> None:
 
 
 def test_half_a_character_of_a_model_becomes_a_replacement_character(tmp_path: Path) -> None:
-    folder = write_evaluation(tmp_path / "run", {"sft": "cut \ud83d", "ppo": "whole \U0001f600 {0}"}, [("ppo", "sft")], 1)
+    folder = write_evaluation(
+        tmp_path / "run", {"sft": "cut \ud83d", "ppo": "whole \U0001f600 {0}"}, [("ppo", "sft")], 1
+    )
     (pair,) = draw(str(folder), 10, 0, tmp_path).pairs
     assert (pair.answer_a, pair.answer_b) == ("cut \ufffd", "whole \U0001f600 0")
     assert pair.model_dump_json()
@@ -126,7 +160,15 @@ def test_rows_of_a_file(tmp_path: Path, row: dict[str, Any]) -> None:
 
 
 def test_labels_can_be_labelled_again(tmp_path: Path) -> None:
-    row = {"uid": "q1", "prompt": "x", "answer_a": "1", "answer_b": "2", "model_a": "sft", "model_b": None, "verdict": "A>B"}
+    row = {
+        "uid": "q1",
+        "prompt": "x",
+        "answer_a": "1",
+        "answer_b": "2",
+        "model_a": "sft",
+        "model_b": None,
+        "verdict": "A>B",
+    }
     (pair,) = draw(str(write_rows(tmp_path / "rows.jsonl", [row])), 10, 0, tmp_path).pairs
     assert (pair.uid, pair.model_a, pair.model_b) == ("q1", "sft", None)
 
@@ -134,7 +176,9 @@ def test_labels_can_be_labelled_again(tmp_path: Path) -> None:
 def test_memory_is_bounded_by_the_draw(tmp_path: Path) -> None:
     rows = [{"prompt": f"{n % 5000}", "answer_a": "1", "answer_b": "2"} for n in range(10_000)]
     drawn = draw(str(write_rows(tmp_path / "rows.jsonl", rows)), 50, 0, tmp_path)
-    assert drawn.found == 10_000 and len({pair.key for pair in drawn.pairs}) == 50, "a repeated row is drawn once"
+    assert drawn.found == 10_000 and len({pair.key for pair in drawn.pairs}) == 50, (
+        "a repeated row is drawn once"
+    )
     alone = draw(str(write_rows(tmp_path / "half.jsonl", rows[:5000])), 50, 0, tmp_path)
     assert [pair.key for pair in alone.pairs] == [pair.key for pair in drawn.pairs]
 
@@ -142,8 +186,14 @@ def test_memory_is_bounded_by_the_draw(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("row", "told"),
     [
-        ({"prompt": "x", "answer_a": "1", "answer_b": 2}, "row 1: column 'answer_b' must be a string, found int"),
-        ({"prompt": [], "answer_a": "1", "answer_b": "2"}, "row 1: column 'prompt' must be a string or a list of messages"),
+        (
+            {"prompt": "x", "answer_a": "1", "answer_b": 2},
+            "row 1: column 'answer_b' must be a string, found int",
+        ),
+        (
+            {"prompt": [], "answer_a": "1", "answer_b": "2"},
+            "row 1: column 'prompt' must be a string or a list of messages",
+        ),
         ({"question": "x", "chosen": "1", "rejected": "2"}, "there is no column 'prompt'"),
         ({"prompt": "x", "chosen": "1"}, "there is no column 'rejected'"),
     ],

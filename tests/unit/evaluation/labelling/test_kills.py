@@ -1,4 +1,5 @@
-"""`alignflow label` as a process: killed at random moments while two annotators label, who sees its page, and a second server."""
+"""`alignflow label` as a process: killed at random moments while two annotators label, who sees its page, and
+a second server."""
 
 from __future__ import annotations
 
@@ -17,35 +18,47 @@ from tests.support.labelling import Served, write_rows
 from tests.support.sockets import beyond_loopback
 
 pytestmark = pytest.mark.slow
-COUNT, KILLS = 300, 4
+COUNT = 300
+KILLS = 4
 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     write_rows(
-        tmp_path / "rows.jsonl", [{"uid": f"q{n}", "prompt": f"{n}?", "answer_a": f"a{n}", "answer_b": f"b{n}"} for n in range(COUNT)]
+        tmp_path / "rows.jsonl",
+        [{"uid": f"q{n}", "prompt": f"{n}?", "answer_a": f"a{n}", "answer_b": f"b{n}"} for n in range(COUNT)],
     )
     return tmp_path
 
 
 def serve(folder: Path, port: int = 0) -> Served:
-    return Served(folder, "rows.jsonl", "--out", "labels.jsonl", "--sample", str(COUNT), "--repeat", "0", port=port)
+    return Served(
+        folder, "rows.jsonl", "--out", "labels.jsonl", "--sample", str(COUNT), "--repeat", "0", port=port
+    )
 
 
 class Annotator(threading.Thread):
-    """Labels as the page does: sends a verdict again until the server answers. `acknowledged`: tasks that it said are saved."""
+    """Labels as the page does: sends a verdict again until the server answers. `acknowledged`: tasks that it
+    said are saved."""
 
     def __init__(self, name: str, served: Served):
         super().__init__(daemon=True)
-        self.name, self.root, self.acknowledged = name, served.root, list[str]()
+        self.name = name
+        self.root = served.root
+        self.acknowledged = list[str]()
         self._client = httpx.Client(headers={"authorization": f"Bearer {served.token}"}, timeout=10)
         self.conflicts = 0
 
     def run(self) -> None:
         shown = self._ask("GET", "/api/next", params={"annotator": self.name}).json()
         while shown["task"] is not None:
-            choice = 0 if shown["left"].startswith("a") else 4  # answer A is much better, on whichever side it is
-            answer = self._ask("POST", "/api/label", json={"annotator": self.name, "task": shown["task"], "choice": choice, "seconds": 1})
+            # answer A is much better, on whichever side it is
+            choice = 0 if shown["left"].startswith("a") else 4
+            answer = self._ask(
+                "POST",
+                "/api/label",
+                json={"annotator": self.name, "task": shown["task"], "choice": choice, "seconds": 1},
+            )
             assert answer.status_code in (200, 409), answer.text
             self.conflicts += answer.status_code == 409  # it was saved, but the answer was lost
             self.acknowledged.append(shown["left"][1:])
@@ -60,7 +73,8 @@ class Annotator(threading.Thread):
 
 
 def test_kills_lose_no_acknowledged_label_and_repeat_none(folder: Path) -> None:
-    served, generator = serve(folder), random.Random(1)
+    served = serve(folder)
+    generator = random.Random(1)
     annotators = [Annotator(name, served) for name in ("Ann", "Bob")]
     for annotator in annotators:
         annotator.start()
@@ -93,7 +107,9 @@ def test_only_this_machine_with_the_token_and_one_server_for_a_file(folder: Path
     assert httpx.get(f"{served.root}/").status_code == 401
     assert httpx.get(f"{served.root}/?token={served.token}").status_code == 303
     assert (folder / ".alignflow/label-token").stat().st_mode & 0o077 == 0
-    with pytest.raises(AssertionError, match=r"it ended with code 3: .*labels.jsonl: another `alignflow label` writes to it"):
+    with pytest.raises(
+        AssertionError, match=r"it ended with code 3: .*labels.jsonl: another `alignflow label` writes to it"
+    ):
         serve(folder)
     other = ["rows.jsonl", "--out", "other.jsonl"]
     with pytest.raises(AssertionError, match=f"code 3: nothing can be served on 127.0.0.1:{served.port}"):

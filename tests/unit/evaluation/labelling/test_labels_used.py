@@ -26,7 +26,10 @@ def test_labels_of_the_page_calibrate_a_judge_and_become_rankings(tmp_path: Path
         file.append(label)
     file.close()
     pairs = load_labels(tmp_path / "labels.jsonl")
-    assert [(pair.uid, pair.answer_a, pair.votes) for pair in pairs] == [("q1", "good", {"ann": 1}), ("q3", "x", {"ann": 0})]
+    assert [(pair.uid, pair.answer_a, pair.votes) for pair in pairs] == [
+        ("q1", "good", {"ann": 1}),
+        ("q3", "x", {"ann": 0}),
+    ]
     inbox = Inbox(tmp_path / "a.inbox")
     done = receive(inbox, rows_of(str(tmp_path / "labels.jsonl")), Questions(()))
     assert (done.wrong, done.new, done.duplicate) == (0, 1, 1)  # the second showing says the same

@@ -24,7 +24,9 @@ LABELS = [
 ]
 
 
-def test_a_kill_at_every_byte_loses_no_whole_line_and_leaves_none_cut(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_kill_at_every_byte_loses_no_whole_line_and_leaves_none_cut(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     whole = tmp_path / "whole.jsonl"
     file = LabelFile(whole)
     for label in LABELS:
@@ -33,7 +35,8 @@ def test_a_kill_at_every_byte_loses_no_whole_line_and_leaves_none_cut(tmp_path: 
     content = whole.read_bytes()
     ends = [place + 1 for place, byte in enumerate(content) if byte == ord("\n")]
     assert len(ends) == len(LABELS), "line breaks in texts are escaped"
-    monkeypatch.setattr(os, "fsync", lambda _: None)  # the disk is not what is killed here, and a thousand syncs take long
+    # the disk is not what is killed here, and a thousand syncs take long
+    monkeypatch.setattr(os, "fsync", lambda _: None)
     for length in range(len(content) + 1):
         cut = tmp_path / "cut.jsonl"
         cut.write_bytes(content[:length])
@@ -78,8 +81,11 @@ def failing(call: Callable[..., Any], after: int, number: int) -> Callable[..., 
 
 
 @pytest.mark.parametrize("fails", ["first write", "second write", "sync", "cut"])
-def test_a_label_that_cannot_be_written_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails: str) -> None:
-    path, write = tmp_path / "labels.jsonl", os.write
+def test_a_label_that_cannot_be_written_is_not_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails: str
+) -> None:
+    path = tmp_path / "labels.jsonl"
+    write = os.write
     file = LabelFile(path)
     file.append(LABELS[0])
     size = path.stat().st_size
@@ -87,7 +93,11 @@ def test_a_label_that_cannot_be_written_is_not_there(tmp_path: Path, monkeypatch
         if fails == "sync":
             patch.setattr(os, "fsync", failing(os.fsync, 0, errno.EIO))
         else:
-            part = failing(lambda handle, content: write(handle, content[:40]), 0 if fails == "first write" else 1, errno.ENOSPC)
+            part = failing(
+                lambda handle, content: write(handle, content[:40]),
+                0 if fails == "first write" else 1,
+                errno.ENOSPC,
+            )
             patch.setattr(os, "write", part)
         if fails == "cut":  # the part that was written cannot be removed at once either
             patch.setattr(os, "ftruncate", failing(os.ftruncate, 1, errno.EIO))
@@ -117,11 +127,16 @@ def test_a_file_that_is_moved_away_takes_no_labels(tmp_path: Path) -> None:
         (b"notes of mine", "its last line is no label"),
         (b'{"prompt": "2 + 2", "chosen": "4", "rejected": "5"}\n', "line 1: is no label"),
         (LABELS[0].model_dump_json().encode() + b"\nnotes\n", "line 2: is no label"),
-        (LABELS[0].model_dump_json().replace("A>B", "A>C").encode() + b"\n", r"line 1: is no label \(verdict"),
+        (
+            LABELS[0].model_dump_json().replace("A>B", "A>C").encode() + b"\n",
+            r"line 1: is no label \(verdict",
+        ),
         (b"\xff\xfe\n", "line 1: is no label"),
     ],
 )
-def test_a_file_of_something_else_is_refused_and_left_as_it_is(tmp_path: Path, content: bytes, told: str) -> None:
+def test_a_file_of_something_else_is_refused_and_left_as_it_is(
+    tmp_path: Path, content: bytes, told: str
+) -> None:
     path = tmp_path / "labels.jsonl"
     path.write_bytes(content)
     for use in (read_labels, LabelFile):
@@ -160,8 +175,25 @@ def test_labels_that_were_taken_back_are_not_in_force() -> None:
 
 
 def test_a_line_has_the_documented_fields() -> None:
-    fields = {"id", "uid", "prompt", "answer_a", "answer_b", "model_a", "model_b", "verdict", "shown_first", "annotator", "at", "seconds"}
+    fields = {
+        "id",
+        "uid",
+        "prompt",
+        "answer_a",
+        "answer_b",
+        "model_a",
+        "model_b",
+        "verdict",
+        "shown_first",
+        "annotator",
+        "at",
+        "seconds",
+    }
     line = json.loads(row().model_dump_json())
     assert line.keys() == fields | {"note", "source", "repeat_of", "undone"}
-    assert HumanLabel(**line).key == row().key == row(id="2", verdict=None, annotator="Bob", source="elsewhere").key
+    assert (
+        HumanLabel(**line).key
+        == row().key
+        == row(id="2", verdict=None, annotator="Bob", source="elsewhere").key
+    )
     assert row(answer_a="x").key != row().key

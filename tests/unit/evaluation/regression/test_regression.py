@@ -1,4 +1,5 @@
-"""The regression stage with vLLM played by a double: what passes, what changed since the last trusted result, and the band."""
+"""The regression stage with vLLM played by a double: what passes, what changed since the last trusted result,
+and the band."""
 
 from __future__ import annotations
 
@@ -27,13 +28,22 @@ def setting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Setting:
     return make_setting(tmp_path, monkeypatch)
 
 
-def regress(setting: Setting, digest: str, skill: float, **changes: Any) -> tuple[RegressionReport, StageResult]:
-    """Runs the stage in a directory of its own; `skill`: share of the questions that the final model answers rightly."""
+def regress(
+    setting: Setting, digest: str, skill: float, **changes: Any
+) -> tuple[RegressionReport, StageResult]:
+    """Runs the stage in a directory of its own; `skill`: share of the questions that the final model answers
+    rightly."""
     Path(setting.inputs["ppo"], SKILL).write_text(str(skill))
-    fields: dict[str, Any] = {"models": ("dpo", "ppo"), "questions": Source(path=setting.questions), "bootstrap_rounds": 50}
+    fields: dict[str, Any] = {
+        "models": ("dpo", "ppo"),
+        "questions": Source(path=setting.questions),
+        "bootstrap_rounds": 50,
+    }
     config = Regression(**{**fields, "prompt_max_len": 128, "generate_max_len": 24, **changes})
     directory = RunDir(setting.folder / "artifacts" / "stages" / f"regression-{digest}")
-    directory.prepare(StageRequest(name="regression", digest=digest, config=config, inputs=setting.inputs, seed=1))
+    directory.prepare(
+        StageRequest(name="regression", digest=digest, config=config, inputs=setting.inputs, seed=1)
+    )
     result = run_stage(directory.path, run)
     assert [name for name in result.metrics if not has_metric(config, name)] == []
     order = 1_000_000 + int(digest)
@@ -47,10 +57,13 @@ def test_a_first_result_has_no_band_and_says_what_passes(setting: Setting) -> No
     report, result = regress(setting, "1", 0.9)
     metrics = result.metrics
     assert metrics["passed/ppo"] == pytest.approx(0.9) and metrics["passed/dpo"] == pytest.approx(0.7)
-    assert [metrics[name] for name in ("history", "deviation", "out_of_band", "newly_failed/ppo", "recovered/ppo")] == [0.0] * 5
+    assert [
+        metrics[name] for name in ("history", "deviation", "out_of_band", "newly_failed/ppo", "recovered/ppo")
+    ] == [0.0] * 5
     assert report.band is None and report.final == "ppo" and report.questions[0].prompt == "Reverse w00"
     assert [q.uid for q in report.questions if q.outcomes["ppo"] == "failed"] == UIDS[18:]
-    assert not any(name.startswith(("win_rate", "ci_low")) for name in metrics)  # those of an evaluation, which gates and loops read
+    # those of an evaluation, which gates and loops read
+    assert not any(name.startswith(("win_rate", "ci_low")) for name in metrics)
     assert metrics["right/sft"] == 0.5
     assert "report/regression.md" in result.files
 
@@ -58,10 +71,19 @@ def test_a_first_result_has_no_band_and_says_what_passes(setting: Setting) -> No
 def test_what_changed_since_the_last_trusted_result_is_told(setting: Setting) -> None:
     regress(setting, "1", 0.9)
     report, result = regress(setting, "2", 0.8)
-    assert report.newly_failed("ppo") == UIDS[16:18] and result.metrics["newly_failed/ppo"] == 2 and result.metrics["history"] == 1
+    assert (
+        report.newly_failed("ppo") == UIDS[16:18]
+        and result.metrics["newly_failed/ppo"] == 2
+        and result.metrics["history"] == 1
+    )
     assert report.newly_failed("dpo") == UIDS[14:18]  # against the final model of the last result
-    later, metrics = regress(setting, "3", 1.0)[0], regress(setting, "3", 1.0)[1].metrics
-    assert later.recovered("ppo") == UIDS[16:] and metrics["recovered/ppo"] == 4 and metrics["newly_failed/ppo"] == 0
+    later = regress(setting, "3", 1.0)[0]
+    metrics = regress(setting, "3", 1.0)[1].metrics
+    assert (
+        later.recovered("ppo") == UIDS[16:]
+        and metrics["recovered/ppo"] == 4
+        and metrics["newly_failed/ppo"] == 0
+    )
     text = (setting.folder / "artifacts/stages/regression-2/report/regression.md").read_text()
     assert "| q16 | failed | failed | newly failed |" in text and text.index("| q16 ") < text.index("| q0 ")
 
@@ -72,8 +94,14 @@ def test_the_band_is_two_sided(setting: Setting) -> None:
     inside = regress(setting, "4", 0.6)[1].metrics
     assert inside["out_of_band"] == 0 and inside["deviation"] > 0 and inside["history"] == 3
     gates = (Gate(metric="out_of_band", max=0),)  # so that the one is no history of the other
-    worse, better = (regress(setting, number, skill, gates=gates)[1].metrics for number, skill in (("5", 0.0), ("6", 1.0)))
-    assert worse["out_of_band"] == better["out_of_band"] == 1 and worse["deviation"] < -3 and better["deviation"] > 3
+    worse, better = (
+        regress(setting, number, skill, gates=gates)[1].metrics for number, skill in (("5", 0.0), ("6", 1.0))
+    )
+    assert (
+        worse["out_of_band"] == better["out_of_band"] == 1
+        and worse["deviation"] < -3
+        and better["deviation"] > 3
+    )
 
 
 def test_results_whose_gates_failed_or_of_another_judge_are_not_trusted(setting: Setting) -> None:
@@ -83,7 +111,9 @@ def test_results_whose_gates_failed_or_of_another_judge_are_not_trusted(setting:
     regress(setting, "3", 0.6, judges=(RewardJudge(),))
     regress(setting, "4", 0.6, baseline="dpo", models=("ppo",))
     report, result = regress(setting, "5", 0.9)
-    assert result.metrics["history"] == 1 and report.band is not None and report.band.mean == pytest.approx(0.7)
+    assert (
+        result.metrics["history"] == 1 and report.band is not None and report.band.mean == pytest.approx(0.7)
+    )
 
 
 def test_only_the_last_results_count_and_none_with_history_zero(setting: Setting) -> None:
@@ -106,9 +136,12 @@ def outcomes(passed: int, of: int) -> Mapping[str, QuestionOutcome]:
 
 def test_new_questions_of_a_suite_do_not_move_the_share_that_is_compared() -> None:
     earlier = [outcomes(90, 100), outcomes(88, 100)]
-    grown = {**outcomes(89, 100), **{f"new{i}": "failed" for i in range(40)}}  # questions that the last round lost
+    # questions that the last round lost
+    grown = {**outcomes(89, 100), **{f"new{i}": "failed" for i in range(40)}}
     band = band_of(grown, earlier, 3.0)  # type: ignore[arg-type]
-    assert band is not None and band.questions == 100 and not band.outside and band.share == pytest.approx(0.89)
+    assert (
+        band is not None and band.questions == 100 and not band.outside and band.share == pytest.approx(0.89)
+    )
 
 
 def test_a_missing_verdict_is_a_failure() -> None:
@@ -120,17 +153,24 @@ def test_a_missing_verdict_is_a_failure() -> None:
 def test_equal_results_make_no_band_of_width_zero() -> None:
     band = band_of(outcomes(97, 100), [outcomes(100, 100)] * 5, 3.0)
     assert band is not None and band.spread > 0 and not band.outside
-    assert band_of(outcomes(1, 2), [], 3.0) is None and band_of(outcomes(1, 2), [{"other": "passed"}], 3.0) is None
+    assert (
+        band_of(outcomes(1, 2), [], 3.0) is None
+        and band_of(outcomes(1, 2), [{"other": "passed"}], 3.0) is None
+    )
 
 
 def test_a_judge_that_stops_early_is_refused() -> None:
     judges = [{"kind": "openai", "model": "judge", "interval_width": 0.1}]
-    with pytest.raises(ValueError, match="a regression suite judges all its questions: leave interval_width out"):
+    with pytest.raises(
+        ValueError, match="a regression suite judges all its questions: leave interval_width out"
+    ):
         Regression.model_validate({"models": ["ppo"], "questions": {"path": "suite.jsonl"}, "judges": judges})
 
 
 @pytest.mark.usefixtures("judge_key")
-def test_a_chat_judge_decides_what_is_lost_and_a_question_without_verdict_is_not_passed(setting: Setting) -> None:
+def test_a_chat_judge_decides_what_is_lost_and_a_question_without_verdict_is_not_passed(
+    setting: Setting,
+) -> None:
     right = {word: word[::-1] for word in (f"w{n:02d}" for n in range(COUNT))}
 
     def script(_: int, request: dict[str, Any]) -> Reply:
@@ -138,14 +178,26 @@ def test_a_chat_judge_decides_what_is_lost_and_a_question_without_verdict_is_not
         word = re.findall(r"Reverse (w\d\d)", text)[0]
         if word == "w00":
             return completion("I cannot decide.")
-        first, second = (answer == right[word] for answer in re.findall(r"Start of assistant .'s answer\|>\n(.*?)\n<\|End", text))
+        first, second = (
+            answer == right[word]
+            for answer in re.findall(r"Start of assistant .'s answer\|>\n(.*?)\n<\|End", text)
+        )
         verdict = "[[A=B]]" if first == second else "[[A>B]]" if first else "[[B>A]]"
-        return completion(f"One\u2028two\u2029three\x85{verdict}")  # ends of lines in Unicode, which JSON does not escape
+        # ends of lines in Unicode, which JSON does not escape
+        return completion(f"One\u2028two\u2029three\x85{verdict}")
 
     with serving(script) as endpoint:
-        judge = {"kind": "openai", "model": "judge", "base_url": endpoint.url, "api_key_env": "JUDGE_KEY", "max_failed": 0.2}
+        judge = {
+            "kind": "openai",
+            "model": "judge",
+            "base_url": endpoint.url,
+            "api_key_env": "JUDGE_KEY",
+            "max_failed": 0.2,
+        }
         report, result = regress(setting, "1", 0.4, judges=(OpenAIJudge.model_validate(judge),))
     outcomes = report.final_outcomes
     assert outcomes["q0"] == "no verdict" and result.metrics["unjudged/ppo"] == 1
-    assert [uid for uid, outcome in outcomes.items() if outcome == "failed"] == ["q8", "q9"]  # sft answers the first ten rightly
-    assert result.metrics["passed/ppo"] == pytest.approx(17 / 20)  # also those that both answer wrongly: they tie
+    # sft answers the first ten rightly
+    assert [uid for uid, outcome in outcomes.items() if outcome == "failed"] == ["q8", "q9"]
+    # also those that both answer wrongly: they tie
+    assert result.metrics["passed/ppo"] == pytest.approx(17 / 20)

@@ -23,7 +23,9 @@ EMPTY = re.compile(r"<table>\s*<tr>(?:<th[^>]*>[^<]*</th>)*</tr>\s*</table>")
 def found_in(steps: Mapping[str, list[float]], metrics: Mapping[str, float] | None = None) -> list[str]:
     """Returns the alarms of a PPO stage with these curves and final metrics."""
     result = StageResult.model_construct(metrics=dict(metrics or {}))
-    curves = {name: [(float(step), value) for step, value in enumerate(values)] for name, values in steps.items()}
+    curves = {
+        name: [(float(step), value) for step, value in enumerate(values)] for name, values in steps.items()
+    }
     stage = Evidence(StageView("ppo", "ppo", (), Path("ppo-0"), "done"), None, result, curves)
     return [alarm.sentence for alarm in alarms([stage], None)]
 
@@ -40,9 +42,13 @@ def change_report(stages: list[StageView], change: Callable[[dict[str, Any]], ob
 
 
 def test_cut_answers_and_missing_signals_are_alarms() -> None:
-    assert found_in({}, {"response/truncated": 1.0})[0].startswith("all of the sampled answers are cut at the length limit: raise")
+    assert found_in({}, {"response/truncated": 1.0})[0].startswith(
+        "all of the sampled answers are cut at the length limit: raise"
+    )
     assert found_in({}, {"response/truncated": 0.992})[0].startswith("99.2 % of the sampled answers are cut")
-    assert found_in({"reward/std": [0, 0]})[0].startswith("all answers have the same reward, so there is nothing to learn from")
+    assert found_in({"reward/std": [0, 0]})[0].startswith(
+        "all answers have the same reward, so there is nothing to learn from"
+    )
     assert found_in({"policy/grad_norm": [0, 0]})[0].startswith("the gradient is zero in every step")
     healthy = {"reward/std": [0, 0.1], "policy/grad_norm": [0, 0.2], "grad_norm": []}
     assert found_in(healthy, {"response/truncated": 0.9, "reward/std": 0.3}) == []
@@ -50,7 +56,9 @@ def test_cut_answers_and_missing_signals_are_alarms() -> None:
 
 def test_alarms_are_on_top_of_the_page(tmp_path: Path) -> None:
     stages = finished(tmp_path / "artifacts")
-    assert 'class="card alarm"' not in write_report(tmp_path / "artifacts" / "demo", "demo", stages).read_text()
+    assert (
+        'class="card alarm"' not in write_report(tmp_path / "artifacts" / "demo", "demo", stages).read_text()
+    )
     change_report(stages, lambda report: report["truncated"].update(ppo=1.0))
     html = write_report(tmp_path / "artifacts" / "demo", "demo", stages).read_text()
     told = "<b>ppo</b>: all of its answers in the evaluation are cut at the length limit"
@@ -84,6 +92,9 @@ def test_a_table_without_rows_is_left_out(tmp_path: Path) -> None:
     stages = finished(tmp_path / "artifacts")
     before = write_report(tmp_path / "artifacts" / "demo", "demo", stages).read_text()
     assert "Effect of style" in before and not EMPTY.search(before)
-    change_report(stages, lambda report: [effect.update(effect=0.0, ci_low=0.0, ci_high=0.0) for effect in report["style"]])
+    change_report(
+        stages,
+        lambda report: [effect.update(effect=0.0, ci_low=0.0, ci_high=0.0) for effect in report["style"]],
+    )
     html = write_report(tmp_path / "artifacts" / "demo", "demo", stages).read_text()
     assert "Judges" in html and "Effect of style" not in html and not EMPTY.search(html)

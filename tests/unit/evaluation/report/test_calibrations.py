@@ -20,7 +20,9 @@ CHAT = {"kind": "openai", "model": "judge-x", "base_url": "https://judge.example
 NONE = "The judge judge-x has no calibration: add a stage of kind calibration."
 
 
-def stage(folder: Path, name: str, config: StageConfig, inputs: dict[str, str], file: str, content: str) -> StageView:
+def stage(
+    folder: Path, name: str, config: StageConfig, inputs: dict[str, str], file: str, content: str
+) -> StageView:
     run = RunDir(folder / "stages" / f"{name}-{'0' * 16}")
     request = StageRequest(name=name, digest="0" * 16, config=config, inputs=inputs, seed=0)
     run.prepare(request)
@@ -31,7 +33,9 @@ def stage(folder: Path, name: str, config: StageConfig, inputs: dict[str, str], 
 
 
 def evaluation(folder: Path, judge: dict[str, Any], inputs: dict[str, str] | None = None) -> StageView:
-    config = Evaluation.model_validate({"models": ["ppo"], "questions": {"path": "q.jsonl"}, "judges": [judge]})
+    config = Evaluation.model_validate(
+        {"models": ["ppo"], "questions": {"path": "q.jsonl"}, "judges": [judge]}
+    )
     name = judge.get("model") or judge.get("reward") or "rule"
     rate = WinRate(
         model="ppo", baseline="sft", judge=name, win_rate=0.6, ci_low=0.55, ci_high=0.65, num_questions=300, num_failed=0,
@@ -41,7 +45,9 @@ def evaluation(folder: Path, judge: dict[str, Any], inputs: dict[str, str] | Non
     return stage(folder, "evaluation", config, inputs or {}, "eval.json", report.model_dump_json())
 
 
-def calibrated(folder: Path, judge: dict[str, Any], inputs: dict[str, str] | None = None, **changes: Any) -> StageView:
+def calibrated(
+    folder: Path, judge: dict[str, Any], inputs: dict[str, str] | None = None, **changes: Any
+) -> StageView:
     config = Calibration.model_validate({"judge": judge, "labels": "labels.jsonl"})
     measures = {
         "agreement": Estimate(value=0.78, ci_low=0.72, ci_high=0.84),
@@ -79,17 +85,29 @@ def test_a_rule_needs_none_and_no_evaluation_says_nothing(tmp_path: Path) -> Non
 
 
 def test_a_calibrated_judge_is_told_with_its_kappa(tmp_path: Path) -> None:
-    views = [calibrated(tmp_path, CHAT | {"api_key_env": "OTHER", "concurrency": 2}), evaluation(tmp_path, CHAT | {"interval_width": 0.1})]
-    told = "The judge judge-x names the same winner as people in 78 % of 200 pairs (kappa 0.61, 95 % interval 0.50 to 0.70)."
+    views = [
+        calibrated(tmp_path, CHAT | {"api_key_env": "OTHER", "concurrency": 2}),
+        evaluation(tmp_path, CHAT | {"interval_width": 0.1}),
+    ]
+    told = (
+        "The judge judge-x names the same winner as people in 78 % of 200 pairs (kappa 0.61, 95 % interval"
+        " 0.50 to 0.70)."
+    )
     assert belief(*views) == told
     page = write_report(tmp_path / "demo", "demo", views).read_text()
-    assert told in page and "Can the judge be believed?" in page and "Agreement beyond chance is substantial" in page
+    assert (
+        told in page
+        and "Can the judge be believed?" in page
+        and "Agreement beyond chance is substantial" in page
+    )
     assert '<td>people: tie</td><td class="n">5</td><td class="n">6</td><td class="n">4</td>' in page
     assert "two people: same winner" in page
 
 
 @pytest.mark.parametrize(
-    "other", [{"model": "judge-y"}, {"base_url": "https://other.example/v1"}, {"max_tokens": 64}], ids=lambda other: next(iter(other))
+    "other",
+    [{"model": "judge-y"}, {"base_url": "https://other.example/v1"}, {"max_tokens": 64}],
+    ids=lambda other: next(iter(other)),
 )
 def test_the_calibration_of_another_judge_does_not_count(tmp_path: Path, other: dict[str, Any]) -> None:
     assert belief(calibrated(tmp_path, CHAT | other), evaluation(tmp_path, CHAT)) == NONE
@@ -97,10 +115,16 @@ def test_the_calibration_of_another_judge_does_not_count(tmp_path: Path, other: 
 
 def test_the_calibration_of_an_earlier_checkpoint_does_not_count(tmp_path: Path) -> None:
     reward = {"kind": "reward", "reward": "reward_model"}
-    first, second = ({"reward_model": f"/artifacts/stages/reward_model-{digest}/checkpoint"} for digest in ("1", "2"))
-    assert "has no calibration" in belief(calibrated(tmp_path, reward, first), evaluation(tmp_path, reward, second))
+    first, second = (
+        {"reward_model": f"/artifacts/stages/reward_model-{digest}/checkpoint"} for digest in ("1", "2")
+    )
+    assert "has no calibration" in belief(
+        calibrated(tmp_path, reward, first), evaluation(tmp_path, reward, second)
+    )
     elsewhere = {"reward_model": "/other/artifacts/stages/reward_model-2/checkpoint"}
-    assert "kappa 0.61" in belief(calibrated(tmp_path, reward, elsewhere), evaluation(tmp_path, reward, second))
+    assert "kappa 0.61" in belief(
+        calibrated(tmp_path, reward, elsewhere), evaluation(tmp_path, reward, second)
+    )
 
 
 def test_an_unfinished_calibration_does_not_count(tmp_path: Path) -> None:
@@ -111,5 +135,7 @@ def test_an_unfinished_calibration_does_not_count(tmp_path: Path) -> None:
 
 def test_names_are_escaped(tmp_path: Path) -> None:
     judge = CHAT | {"model": "<script>alert(1)</script>"}
-    page = write_report(tmp_path / "demo", "demo", [calibrated(tmp_path, judge), evaluation(tmp_path, judge)]).read_text()
+    page = write_report(
+        tmp_path / "demo", "demo", [calibrated(tmp_path, judge), evaluation(tmp_path, judge)]
+    ).read_text()
     assert "<script>" not in page and "&lt;script&gt;" in page

@@ -41,13 +41,25 @@ def test_every_run_has_a_line_with_its_results(tmp_path: Path) -> None:
     assert '<a href="one/report.html">one</a>' in page and "sft: eval/loss" in page
 
     summary = json.loads((folder / "summary.json").read_text())
-    gate = {"metric": "eval/loss", "min": None, "max": 0.1, "on_fail": "stop", "value": 0.9, "passed": False, "meaning": ""}
+    gate = {
+        "metric": "eval/loss",
+        "min": None,
+        "max": 0.1,
+        "on_fail": "stop",
+        "value": 0.9,
+        "passed": False,
+        "meaning": "",
+    }
     summary["stages"][0]["gates"] = [gate]
     (folder / "summary.json").write_text(json.dumps(summary))
     stages = [{"name": "sft", "status": "done"}, {"name": "ppo", "status": "not run"}]
     (folder / "run.json").write_text(json.dumps({"recipe": "one", "stages": stages}))
     line = line_of(folder)
-    assert (line.state, line.stages, line.gates) == ("stopped at a gate", "1 of 2", ("sft: eval/loss 0.9 (stop)",))
+    assert (line.state, line.stages, line.gates) == (
+        "stopped at a gate",
+        "1 of 2",
+        ("sft: eval/loss 0.9 (stop)",),
+    )
 
 
 def test_all_runs_are_listed_with_their_own_pages(tmp_path: Path) -> None:
@@ -96,7 +108,9 @@ def test_a_lineage_is_drawn_with_data_and_digests(chain: Chain, capsys: pytest.C
     assert flows.cli.main(["lineage", str(chain.checkpoint), "--out", str(out)]) == 0
     assert f"drawn in {out}" in capsys.readouterr().out.replace("\n", " ").replace("  ", " ")
     texts = [element.text for element in ElementTree.parse(out).iter("{http://www.w3.org/2000/svg}text")]
-    titles = [element.text or "" for element in ElementTree.parse(out).iter("{http://www.w3.org/2000/svg}title")]
+    titles = [
+        element.text or "" for element in ElementTree.parse(out).iter("{http://www.w3.org/2000/svg}title")
+    ]
     ancestor = lineage(chain.checkpoint)
     for name in ("sft", "ppo", "dpo-1", "reward_model"):
         assert any(title.startswith(f"{name} (") for title in titles), name
@@ -104,7 +118,9 @@ def test_a_lineage_is_drawn_with_data_and_digests(chain: Chain, capsys: pytest.C
     (pairs,) = {item for item in data_of(ancestor) if item.name == "pairs.jsonl"}
     assert pairs.digest[:10] in texts and "not here" in texts
     assert family_svg(ancestor, []).count("<g ") < family_svg(ancestor, data_of(ancestor)).count("<g ")
-    assert flows.cli.main(["lineage", str(chain.checkpoint), "--out", str(chain.root / "none" / "x.svg")]) == 2
+    assert (
+        flows.cli.main(["lineage", str(chain.checkpoint), "--out", str(chain.root / "none" / "x.svg")]) == 2
+    )
     assert "there is no folder" in capsys.readouterr().err
 
 

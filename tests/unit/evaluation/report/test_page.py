@@ -1,4 +1,5 @@
-"""The report page from run directories of real records: what it says, escaping, self-containment, missing parts."""
+"""The report page from run directories of real records: what it says, escaping, self-containment, missing
+parts."""
 
 from __future__ import annotations
 
@@ -21,7 +22,19 @@ from evaluation.report.verdict import verdict
 from rlhf_core.config import AlignmentTax
 from rlhf_core.records import Answering, StageResult
 from rlhf_core.runs.run_dir import LOG, METRICS, Outcome, RunDir, StageRequest
-from tests.support.finished_run import CONFIGS, DIGESTS, PARENTS, ROUND1, ROUND2, finish, finished, report, reward_reports, run_dir, view
+from tests.support.finished_run import (
+    CONFIGS,
+    DIGESTS,
+    PARENTS,
+    ROUND1,
+    ROUND2,
+    finish,
+    finished,
+    report,
+    reward_reports,
+    run_dir,
+    view,
+)
 
 VOID = {"meta", "br", "path", "rect", "use", "circle", "line", "hr", "img", "input", "link"}
 
@@ -91,7 +104,13 @@ def test_a_whole_run_tells_everything(whole: Path) -> None:
     assert "2 min 12 s" in text  # PPO's time
     assert "210 of 300 battles" in text and "60 of 300 battles" in text and "30 of 300 battles" in text
     assert "Maybe it is 1?" in text and "The answer is 0." in text
-    for panel in ("Loss", "Share of pairs ranked right", "KL to the reference", "Policy ratio", "Where an iteration's time goes (s)"):
+    for panel in (
+        "Loss",
+        "Share of pairs ranked right",
+        "KL to the reference",
+        "Policy ratio",
+        "Where an iteration's time goes (s)",
+    ):
         assert panel in text
     assert "round by round of iterative DPO" in text and "round 2" in text
     assert "98,214" in text  # tokens of the data report
@@ -108,9 +127,15 @@ def test_judges_style_parents_and_reward_models_are_told(whole: Path) -> None:
         assert words in text
     assert "1,234,567 / 98,765" in text and "12.35 USD" in text and "rule (decides)" in text
     assert "length +0.42 +0.22 to +0.62" in text and "Effect of style on rule" in text
-    assert "B is right, A is wrong." in text and "Swapped (A: iterative_dpo.round2, B: sft): by the rule" in text
+    assert (
+        "B is right, A is wrong." in text and "Swapped (A: iterative_dpo.round2, B: sft): by the rule" in text
+    )
     (first, second), (agreement,) = reward_reports().models, reward_reports().agreement
-    assert f"{100 * first.overall.accuracy:.1f} %" in text and second.model in text and "by how sure they were" in text
+    assert (
+        f"{100 * first.overall.accuracy:.1f} %" in text
+        and second.model in text
+        and "by how sure they were" in text
+    )
     assert f"prefer the same answer in {100 * agreement.agreement:.0f} % of the pairs" in text
 
 
@@ -119,33 +144,52 @@ def test_over_optimisation_is_named_where_it_is_sure(whole: Path) -> None:
     assert "Is the reward model over-optimised?" in page
     told = re.search(r"<p><b>([^<]*)</b>: ([^<]*)</p>", page)
     assert told and told[1] == ROUND2
-    assert told[2].startswith(f"reward_model scores it higher than {ROUND1}, and rule prefers it less: the reward model is over-optimised.")
+    assert told[2].startswith(
+        f"reward_model scores it higher than {ROUND1}, and rule prefers it less: the reward model is"
+        " over-optimised."
+    )
     assert page.count("is over-optimised") == 1 and 'aria-label="over-optimisation"' in page
 
 
 def test_quality_comes_first_and_what_was_run_after_it(whole: Path) -> None:
     text = Page(whole.read_text()).text
-    order = ("Is it better?", "Before and after", "What was run", "How the training went", "Lineage", "Published", "Configuration")
+    order = (
+        "Is it better?",
+        "Before and after",
+        "What was run",
+        "How the training went",
+        "Lineage",
+        "Published",
+        "Configuration",
+    )
     places = [text.index(f" {title} ") for title in order]
     assert places == sorted(places)
     assert "Of 300 questions the final model won 210, lost 60, tied 30." in text
     assert (
-        "A rule compares every answer with the known one: right beats wrong. A reward model prefers the answer that it scores higher."
-        in text
+        "A rule compares every answer with the known one: right beats wrong. A reward model prefers the"
+        " answer that it scores higher." in text
     )
 
 
 def test_the_page_says_where_a_model_was_published(tmp_path: Path) -> None:
     stages = finished(tmp_path / "artifacts")
     told = page(tmp_path / "artifacts", stages).text
-    assert f"iterative_dpo not sent to the Hub; in stages/publication-{DIGESTS['publication']} – –" in told, "no number is known"
+    assert f"iterative_dpo not sent to the Hub; in stages/publication-{DIGESTS['publication']} – –" in told, (
+        "no number is known"
+    )
     directory = run_dir(tmp_path / "artifacts", "publication")
     result = json.loads((directory / "result.json").read_text())
-    result["outputs"]["hub"], result["metrics"] = "hub.json", {"files": 9.0, "bytes": 12_345_678.0}
+    result["outputs"]["hub"] = "hub.json"
+    result["metrics"] = {"files": 9.0, "bytes": 12_345_678.0}
     (directory / "result.json").write_text(json.dumps(result))
-    (directory / "hub.json").write_text(json.dumps({"repo_id": "me/model", "commit": "ab" * 20, "tag": "publication-1", "url": ""}))
+    (directory / "hub.json").write_text(
+        json.dumps({"repo_id": "me/model", "commit": "ab" * 20, "tag": "publication-1", "url": ""})
+    )
     told = page(tmp_path / "artifacts", stages).text
-    assert "publication iterative_dpo me/model, branch main, tag publication-1, commit abababababab 9 12.3" in told
+    assert (
+        "publication iterative_dpo me/model, branch main, tag publication-1, commit abababababab 9 12.3"
+        in told
+    )
 
 
 def test_an_old_report_without_the_newer_numbers_is_drawn(tmp_path: Path) -> None:
@@ -183,7 +227,9 @@ def test_every_reference_inside_the_charts_resolves_once(whole: Path) -> None:
 
 def test_answers_are_escaped(tmp_path: Path) -> None:
     bad = "<script>alert('x')</script><img src=x onerror=alert(1)>{{ 7 * 7 }} \ud800"
-    html = write_report(tmp_path / "demo", "demo", finished(tmp_path, lines=1, answer=lambda i: bad)).read_text(encoding="utf-8")
+    html = write_report(
+        tmp_path / "demo", "demo", finished(tmp_path, lines=1, answer=lambda i: bad)
+    ).read_text(encoding="utf-8")
     assert "<script" not in html and "<img" not in html
     assert "&lt;script&gt;alert(&#39;x&#39;)&lt;/script&gt;" in html and "{{ 7 * 7 }}" in html
 
@@ -216,7 +262,9 @@ def test_a_failed_stage_shows_its_log_and_the_rest_is_said_to_be_missing(tmp_pat
     stages = [finish(tmp_path, "sft"), *(view(tmp_path, name, "not run") for name in list(CONFIGS)[1:])]
     stages[2] = view(tmp_path, "ppo", "failed")
     stages[2].run_dir.mkdir(parents=True)
-    (stages[2].run_dir / LOG).write_text("begin\n" + "line\n" * 100 + "\x1b[31mValueError: <the prompt> is empty\x1b[0m\n")
+    (stages[2].run_dir / LOG).write_text(
+        "begin\n" + "line\n" * 100 + "\x1b[31mValueError: <the prompt> is empty\x1b[0m\n"
+    )
     text = page(tmp_path, stages).text
     assert "The run stopped at ppo: there is no evaluation." in text
     assert "ValueError: <the prompt> is empty" in text and "begin" not in text and "[31m" not in text
@@ -224,9 +272,14 @@ def test_a_failed_stage_shows_its_log_and_the_rest_is_said_to_be_missing(tmp_pat
     assert "No metrics were written." in text and "the stage has not started" in text
 
 
-@pytest.mark.parametrize("name", [ROUND1, "evaluation", *(pytest.param(name, marks=pytest.mark.long) for name in CONFIGS)])
+@pytest.mark.parametrize(
+    "name", [ROUND1, "evaluation", *(pytest.param(name, marks=pytest.mark.long) for name in CONFIGS)]
+)
 def test_any_single_stage_missing_is_no_error(tmp_path: Path, name: str) -> None:
-    stages = [view(tmp_path, other, "not run") if other == name else finish(tmp_path, other, lines=1) for other in CONFIGS]
+    stages = [
+        view(tmp_path, other, "not run") if other == name else finish(tmp_path, other, lines=1)
+        for other in CONFIGS
+    ]
     assert "Lineage" in page(tmp_path, stages).text
 
 
@@ -250,13 +303,36 @@ def test_answers_that_are_gone_leave_the_tables(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("baseline", "low", "rate", "high", "words"),
     [
-        ("sft", 0.66, 0.71, 0.76, "is better than SFT: it {counted}, a win rate of 71 % with ties as half (95 % interval 66–76 %"),
-        ("dpo", 0.504, 0.55, 0.596, "is better than DPO: it {counted}, a win rate of 55.0 % with ties as half (95 % interval 50.4–59.6 %"),
-        ("sft", 0.47, 0.52, 0.57, "is not clearly better or worse than SFT: it {counted}, a win rate of 52 %"),
+        (
+            "sft",
+            0.66,
+            0.71,
+            0.76,
+            "is better than SFT: it {counted}, a win rate of 71 % with ties as half (95 % interval 66–76 %",
+        ),
+        (
+            "dpo",
+            0.504,
+            0.55,
+            0.596,
+            (
+                "is better than DPO: it {counted}, a win rate of 55.0 % with ties as half (95 % interval"
+                " 50.4–59.6 %"
+            ),
+        ),
+        (
+            "sft",
+            0.47,
+            0.52,
+            0.57,
+            "is not clearly better or worse than SFT: it {counted}, a win rate of 52 %",
+        ),
         ("mine", 0.30, 0.35, 0.40, "is worse than mine: it {counted}, a win rate of 35 %"),
     ],
 )
-def test_the_verdict_follows_the_interval(tmp_path: Path, baseline: str, low: float, rate: float, high: float, words: str) -> None:
+def test_the_verdict_follows_the_interval(
+    tmp_path: Path, baseline: str, low: float, rate: float, high: float, words: str
+) -> None:
     evaluation = finish(tmp_path, "evaluation")
     whole = report("rule", 0.0)
     update = {"ci_low": low, "win_rate": rate, "ci_high": high, "baseline": baseline}
@@ -309,7 +385,12 @@ def test_a_chart_without_points_is_none_and_many_points_stay_small() -> None:
 
 
 def test_numbers_for_people() -> None:
-    assert [percent(0.7149), percent(0.7149, 1), percent(None), percent(float("nan"))] == ["71 %", "71.5 %", "–", "–"]
+    assert [percent(0.7149), percent(0.7149, 1), percent(None), percent(float("nan"))] == [
+        "71 %",
+        "71.5 %",
+        "–",
+        "–",
+    ]
     assert [duration(1.42), duration(59.7), duration(131.7), duration(7384), duration(None)] == [
         "1.4 s",
         "1 min 00 s",
@@ -317,7 +398,12 @@ def test_numbers_for_people() -> None:
         "2 h 03 min",
         "–",
     ]
-    assert [number(98214.0), number(0.01234), number(3.0), number(float("inf"))] == ["98,214", "0.0123", "3", "–"]
+    assert [number(98214.0), number(0.01234), number(3.0), number(float("inf"))] == [
+        "98,214",
+        "0.0123",
+        "3",
+        "–",
+    ]
 
 
 def refinish(stages: list[StageView], name: str) -> None:
@@ -338,7 +424,9 @@ def test_remote_models_are_told_with_their_sampling_and_their_cost(tmp_path: Pat
     refinish(stages, "evaluation")
     made = page(tmp_path, stages)
     assert "Remote models" in made.text and "temperature=0.0, max_tokens=64" in made.text
-    assert "54,321 / 9,876" in made.text and "1.23 USD" in made.text and "gpt-x https://***@host/v1" in made.text
+    assert (
+        "54,321 / 9,876" in made.text and "1.23 USD" in made.text and "gpt-x https://***@host/v1" in made.text
+    )
     assert "secret" not in (tmp_path / "demo" / "report.html").read_text()
     assert "Remote models" not in page(tmp_path / "plain", finished(tmp_path / "plain", lines=1)).text
 
@@ -356,20 +444,45 @@ def tax_view(artifacts: Path, rows: list[TaxRow]) -> StageView:
     return StageView("tax", "alignment_tax", (), run.path, "done")
 
 
-def tax_row(task: str, model: str, tax: float, metric: str = "acc", scale: float = 1.0, **changes: Any) -> TaxRow:
-    values = {"value": scale * (0.6 - tax), "baseline_value": scale * 0.6, "tax": scale * tax, "stderr": 0.02, "baseline_stderr": None}
-    bounds = {"ci_low": scale * (tax - 0.05), "ci_high": scale * (tax + 0.05), "paired": True, "main": True, "documents": 1319}
-    return TaxRow.model_validate({"task": task, "metric": metric, "model": model, **values, **bounds, **changes})
+def tax_row(
+    task: str, model: str, tax: float, metric: str = "acc", scale: float = 1.0, **changes: Any
+) -> TaxRow:
+    values = {
+        "value": scale * (0.6 - tax),
+        "baseline_value": scale * 0.6,
+        "tax": scale * tax,
+        "stderr": 0.02,
+        "baseline_stderr": None,
+    }
+    bounds = {
+        "ci_low": scale * (tax - 0.05),
+        "ci_high": scale * (tax + 0.05),
+        "paired": True,
+        "main": True,
+        "documents": 1319,
+    }
+    return TaxRow.model_validate(
+        {"task": task, "metric": metric, "model": model, **values, **bounds, **changes}
+    )
 
 
 def test_the_alignment_tax_is_a_table_and_a_chart(tmp_path: Path) -> None:
-    rows = [tax_row(task, model, tax) for task in ("gsm8k", "own") for model, tax in (("dpo", 0.02), ("ppo", 0.125))]
-    rows.append(tax_row("gsm8k", "dpo", 0.0, "exact_match,strict", main=False, ci_low=None, ci_high=None, paired=False))
+    rows = [
+        tax_row(task, model, tax)
+        for task in ("gsm8k", "own")
+        for model, tax in (("dpo", 0.02), ("ppo", 0.125))
+    ]
+    rows.append(
+        tax_row(
+            "gsm8k", "dpo", 0.0, "exact_match,strict", main=False, ci_low=None, ci_high=None, paired=False
+        )
+    )
     rows.append(tax_row("own", "ppo", -0.01, "<f1>", main=False, paired=False))
     made = page(tmp_path, [tax_view(tmp_path, rows)])
     assert "What did it cost?" in made.text and "lm-eval 0.4.13, with the chat template" in made.text
     assert "gsm8k acc ppo 0.600 0.475 ± 0.020 +0.125 +0.075 to +0.175 1,319" in made.text
-    assert "-0.010 -0.060 to +0.040 *" in made.text and "<f1>" in made.text  # escaped: it is text, not an element
+    # escaped: it is text, not an element
+    assert "-0.010 -0.060 to +0.040 *" in made.text and "<f1>" in made.text
     assert "Lost against sft (percentage points)" in made.text
     assert "What did it cost?" not in page(tmp_path / "none", finished(tmp_path / "none", lines=1)).text
 
@@ -381,7 +494,10 @@ def test_metrics_that_are_no_shares_keep_their_unit(tmp_path: Path) -> None:
 
 def test_the_page_says_where_an_iterations_time_went(tmp_path: Path) -> None:
     found = phases_of({"phase/generate": 3.0, "phase/score": 1.0, "floor/generate": 1.5, "loss": 9.0})
-    assert [(phase.name, phase.share, phase.times) for phase in found] == [("generate", 0.75, 2.0), ("score", 0.25, None)]
+    assert [(phase.name, phase.share, phase.times) for phase in found] == [
+        ("generate", 0.75, 2.0),
+        ("score", 0.25, None),
+    ]
     page = write_report(tmp_path / "demo", "demo", finished(tmp_path)).read_text(encoding="utf-8")
     table = page[page.index("Where an iteration's time goes") :].split("</details>")[0]
     assert "times the floor" in table and "sampler 70 %" in table and table.count("<tr>") == 6

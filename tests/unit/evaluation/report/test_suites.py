@@ -1,10 +1,17 @@
-"""The page's part about a regression suite: what passes, what changed, why a question is there; and that it is no evaluation."""
+"""The page's part about a regression suite: what passes, what changed, why a question is there; and that it
+is no evaluation."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-from evaluation.regression.records import REGRESSION, QuestionOutcome, QuestionResult, RegressionReport, band_of
+from evaluation.regression.records import (
+    REGRESSION,
+    QuestionOutcome,
+    QuestionResult,
+    RegressionReport,
+    band_of,
+)
 from evaluation.report.page import write_report
 from evaluation.report.summary import StageView, read, read_evaluation
 from rlhf_core.config import Regression
@@ -43,7 +50,9 @@ def regression(folder: Path, count: int = 3) -> StageView:
         model="ppo", baseline="sft", judge="rule", win_rate=0.6, ci_low=0.5, ci_high=0.7, num_questions=3, num_failed=0,
         swap_consistency=1.0, by_category={},
     )  # fmt: skip
-    judged = EvalReport(baseline="sft", judge="rule", win_rates=(rate,), right={}, mean_tokens={}, truncated={})
+    judged = EvalReport(
+        baseline="sft", judge="rule", win_rates=(rate,), right={}, mean_tokens={}, truncated={}
+    )
     (run / "report" / "eval.json").write_text(judged.model_dump_json())
     (run / "report" / REGRESSION).write_text(report.model_dump_json())
     run.finish(request, Outcome({"passed/ppo": 2 / 3, "passed/dpo": 1.0}, {"report": "report"}), 1.0)

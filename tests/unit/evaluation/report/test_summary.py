@@ -13,7 +13,19 @@ import pytest
 
 from evaluation.report.summary import StageView, as_json, read, read_evaluation, summary_of, trend
 from rlhf_core.runs.run_dir import METRICS, RunDir
-from tests.support.finished_run import CONFIGS, DIGESTS, MODELS, QUESTIONS, RATES, ROUND2, SECONDS, finish, finished, run_dir, view
+from tests.support.finished_run import (
+    CONFIGS,
+    DIGESTS,
+    MODELS,
+    QUESTIONS,
+    RATES,
+    ROUND2,
+    SECONDS,
+    finish,
+    finished,
+    run_dir,
+    view,
+)
 
 
 def summarise(name: str, stages: list[StageView]) -> dict[str, Any]:
@@ -32,13 +44,22 @@ def test_every_stage_with_its_numbers_and_the_evaluation(tmp_path: Path) -> None
     assert ppo["metrics"]["kl/coef"] == 0.01
     by_name = {stage["name"]: stage for stage in summary["stages"]}
     assert by_name["evaluation"]["checkpoint"] is None
-    final = {"win_rate": RATES[ROUND2], "ci_low": RATES[ROUND2] - 0.05, "ci_high": RATES[ROUND2] + 0.05, "num_questions": QUESTIONS}
+    final = {
+        "win_rate": RATES[ROUND2],
+        "ci_low": RATES[ROUND2] - 0.05,
+        "ci_high": RATES[ROUND2] + 0.05,
+        "num_questions": QUESTIONS,
+    }
     rate = RATES[ROUND2]
     final |= {"length_controlled": rate - 0.03, "lc_low": rate - 0.09, "lc_high": rate + 0.03}
     told = {k: v for k, v in summary["evaluation"].items() if k != "models"}
     parent = told.pop("against_parent")
     assert told == {"model": ROUND2, **final}
-    assert (parent["parent"], parent["win_rate"], parent["num_questions"]) == ("iterative_dpo.round1", 0.56, QUESTIONS)
+    assert (parent["parent"], parent["win_rate"], parent["num_questions"]) == (
+        "iterative_dpo.round1",
+        0.56,
+        QUESTIONS,
+    )
     assert by_name["ppo"]["evaluation"]["win_rate"] == RATES["ppo"] and by_name["sft"]["evaluation"] is None
     assert {model: score["win_rate"] for model, score in summary["evaluation"]["models"].items()} == RATES
 
@@ -54,7 +75,11 @@ def test_no_machine_path_and_the_same_content_when_every_stage_is_skipped(tmp_pa
 
 
 def test_an_unfinished_stage_has_a_digest_and_nothing_else(tmp_path: Path) -> None:
-    stages = [finish(tmp_path, "sft"), view(tmp_path, "reward_model", "failed"), view(tmp_path, "evaluation", "not run")]
+    stages = [
+        finish(tmp_path, "sft"),
+        view(tmp_path, "reward_model", "failed"),
+        view(tmp_path, "evaluation", "not run"),
+    ]
     summary = summarise("demo", stages)
     assert summary["stages"][1] == {
         "name": "reward_model",
@@ -88,7 +113,9 @@ def test_a_cut_checkpoint_is_not_reported(tmp_path: Path) -> None:
 def test_second_opinions_stay_out_of_the_win_rates(tmp_path: Path) -> None:
     evaluated = read_evaluation([read(stage) for stage in finished(tmp_path)])
     assert evaluated is not None and evaluated.final == ROUND2
-    assert tuple(evaluated.decided) == MODELS and {rate.judge for rate in evaluated.decided.values()} == {"rule"}
+    assert tuple(evaluated.decided) == MODELS and {rate.judge for rate in evaluated.decided.values()} == {
+        "rule"
+    }
     assert {rate.judge for rate in evaluated.opinions} == {"reward_model"}
 
 
@@ -113,7 +140,7 @@ def test_curves_keep_the_last_line_of_a_step_and_pass_over_a_cut_line(tmp_path: 
     (stage.run_dir / METRICS).write_text("\n".join(lines))
     curves = read(stage).curves
     assert set(curves) == {"loss"}
-    (first, second) = curves["loss"]
+    first, second = curves["loss"]
     assert first == (1, 3.0) and second[0] == 2 and math.isnan(second[1])
 
 
@@ -137,5 +164,11 @@ def test_trend_compares_the_outer_fifths() -> None:
 
 
 def test_reading_a_run_needs_no_torch() -> None:
-    code = "import sys, evaluation.report.page, evaluation.report.summary; sys.exit('torch' in sys.modules or 'prefect' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parents[4], timeout=120).returncode == 0
+    code = (
+        "import sys, evaluation.report.page, evaluation.report.summary; sys.exit('torch' in sys.modules or"
+        " 'prefect' in sys.modules)"
+    )
+    assert (
+        subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parents[4], timeout=120).returncode
+        == 0
+    )

@@ -9,7 +9,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from evaluation.scores.arena_files import folders, judgment_lines, read_judgments, read_styles, to_judgment, token_counter
+from evaluation.scores.arena_files import (
+    folders,
+    judgment_lines,
+    read_judgments,
+    read_styles,
+    to_judgment,
+    token_counter,
+)
 from evaluation.scores.arena_hard import controlled, question_rows
 from evaluation.scores.leaderboard import How, boards
 from evaluation.scores.scoring import arena_sums, interval
@@ -34,7 +41,9 @@ def published(tmp_path_factory: pytest.TempPathFactory) -> Published:
     return published_benchmark(tmp_path_factory.mktemp("arena"))
 
 
-def test_our_judgments_are_read_by_the_reference_and_theirs_by_us(published: Published, tmp_path: Path) -> None:
+def test_our_judgments_are_read_by_the_reference_and_theirs_by_us(
+    published: Published, tmp_path: Path
+) -> None:
     folder, judgments, _ = published
     ours = read_judgments(folders(folder).judgments)
     (tmp_path / "judgments").mkdir()
@@ -48,7 +57,11 @@ def test_our_judgments_are_read_by_the_reference_and_theirs_by_us(published: Pub
 def test_v01_answers_and_answers_without_counts_have_a_style(tmp_path: Path) -> None:
     turn = {"content": "# Title\n- one\n- two\n**bold** text", "token_len": 9}
     old = {"question_id": "q", "model_id": "gpt-4-0314", "choices": [{"index": 0, "turns": [turn]}]}
-    new = {"uid": "q", "model": "mine", "messages": [{"role": "assistant", "content": {"answer": "1. one two"}}]}
+    new = {
+        "uid": "q",
+        "model": "mine",
+        "messages": [{"role": "assistant", "content": {"answer": "1. one two"}}],
+    }
     (tmp_path / "a.jsonl").write_text(json.dumps(old) + "\n")
     assert read_styles(tmp_path) == {("gpt-4-0314", "q"): Style(9, 1, 2, 1)}
     (tmp_path / "b.jsonl").write_text(json.dumps(new) + "\n")
@@ -64,10 +77,15 @@ def test_v01_answers_and_answers_without_counts_have_a_style(tmp_path: Path) -> 
         ("{", "line 1: is not valid JSON"),
         ("[]", "line 1: must be a JSON object"),
         ('{"uid": "q"}', "line 1: is no judgment"),
-        ('{"uid": "q", "judge": "j", "model": "m", "baseline": "b", "games": [null]}', "line 1: is no judgment"),
+        (
+            '{"uid": "q", "judge": "j", "model": "m", "baseline": "b", "games": [null]}',
+            "line 1: is no judgment",
+        ),
     ],
 )
-def test_folders_without_judgments_are_refused_in_one_sentence(text: str, message: str, tmp_path: Path) -> None:
+def test_folders_without_judgments_are_refused_in_one_sentence(
+    text: str, message: str, tmp_path: Path
+) -> None:
     (tmp_path / "x.jsonl").write_text(text)
     with pytest.raises(ValueError, match=message) as caught:
         read_judgments(tmp_path)
@@ -93,8 +111,11 @@ def test_a_models_own_tokenizer_can_count(material: Path) -> None:
 
 
 def test_defect_1_rows_of_a_question_are_not_independent() -> None:
-    """The score's true standard deviation, over 400 simulated evaluations: ours tells it, the row bootstrap understates it."""
-    truth, rows_say, ours_say = [], [], []
+    """The score's true standard deviation, over 400 simulated evaluations: ours tells it, the row bootstrap
+    understates it."""
+    truth = []
+    rows_say = []
+    ours_say = []
     for seed in range(400):
         rows = _correlated(60, seed)
         judged = [to_judgment(row) for row in rows]
@@ -115,20 +136,35 @@ def _correlated(questions: int, seed: int) -> list[dict[str, Any]]:
     rows = []
     for q in range(questions):
         leaning = generator.normal(0.3, 2.0)  # one per question: its two games agree more often than not
-        games = [{"score": label(generator, -leaning), "judgment": {}}, {"score": label(generator, leaning), "judgment": {}}]
-        rows.append({"uid": f"q{q}", "category": "hard_prompt", "judge": "j", "model": "m", "baseline": BASELINE, "games": games})
+        games = [
+            {"score": label(generator, -leaning), "judgment": {}},
+            {"score": label(generator, leaning), "judgment": {}},
+        ]
+        rows.append(
+            {
+                "uid": f"q{q}",
+                "category": "hard_prompt",
+                "judge": "j",
+                "model": "m",
+                "baseline": BASELINE,
+                "games": games,
+            }
+        )
     return rows
 
 
 def test_defect_1_the_same_seed_gives_the_same_numbers(published: Published) -> None:
     judgments = read_judgments(folders(published[0]).judgments)
     styles = read_styles(published[0] / "model_answer")
-    first, again, other = (boards(judgments, styles, How(("length",), resamples=200, seed=seed)) for seed in (1, 1, 2))
+    first, again, other = (
+        boards(judgments, styles, How(("length",), resamples=200, seed=seed)) for seed in (1, 1, 2)
+    )
     assert first == again != other
 
 
 def test_defect_2_style_control_works_with_one_model() -> None:
-    """Equal skill, answers twice as long, a judge that likes length: raw says better, control must say even. The reference's is idle."""
+    """Equal skill, answers twice as long, a judge that likes length: raw says better, control must say even.
+    The reference's is idle."""
     judgments, answers = simulate({"long": 0.0}, 1500, seed=5, taste=3.0, longer={"long": 2.0})
     judged = [to_judgment(row) for row in judgments]
     styles = {(row["model"], row["uid"]): style_of(row["metadata"]) for row in answers}
@@ -144,8 +180,13 @@ def test_defect_2_style_control_works_with_one_model() -> None:
 
 @pytest.mark.parametrize("score", ["A", "A>>>B", "AB", "B>>>>A", "", None, 3, ["A>B"]])
 def test_defect_3_labels_outside_the_whitelist_are_no_verdict(score: Any) -> None:
-    games = [{"score": score, "judgment": {"answer": "[A]"}, "prompt": []}, {"score": "B<<A", "judgment": {"answer": ""}, "prompt": []}]
-    judgment = to_judgment({"uid": "q", "category": "c", "judge": "j", "model": "m", "baseline": "b", "games": games})
+    games = [
+        {"score": score, "judgment": {"answer": "[A]"}, "prompt": []},
+        {"score": "B<<A", "judgment": {"answer": ""}, "prompt": []},
+    ]
+    judgment = to_judgment(
+        {"uid": "q", "category": "c", "judge": "j", "model": "m", "baseline": "b", "games": games}
+    )
     assert judgment.games[0].score is None
     assert judgment.games[1].score == "A>>B" and judgment.score == 1.0  # mirrored forms are verdicts
     assert arena_sums([judgment]).score == 1.0
@@ -157,14 +198,19 @@ def test_defect_4_failed_games_are_counted_and_too_many_fail_the_board(
     judgments = read_judgments(folders(published[0]).judgments)
     (board,) = boards(judgments, None, How(resamples=50))
     assert sorted(row.failed for row in board.standings) == [0, 1, 1]
-    failed = [j.model_copy(update={"games": (Game(score=None, judgment={}), j.games[1])}) for j in judgments[:12]]
-    with pytest.raises(ValueError, match=r"13 of 600 games have no verdict, more than --max-failed 0.02 allows"):
+    failed = [
+        j.model_copy(update={"games": (Game(score=None, judgment={}), j.games[1])}) for j in judgments[:12]
+    ]
+    with pytest.raises(
+        ValueError, match=r"13 of 600 games have no verdict, more than --max-failed 0.02 allows"
+    ):
         boards(failed + judgments[12:], None, How(resamples=50))
 
 
 @pytest.mark.parametrize("controls", [("length",), ("markdown",), ("markdown", "length")])
 def test_defect_5_each_control_works_alone(controls: tuple[Any, ...]) -> None:
-    """With the original's slicing `length` keeps a model's column and loses the feature; here the effect is the feature's."""
+    """With the original's slicing `length` keeps a model's column and loses the feature; here the effect is
+    the feature's."""
     judgments, answers = simulate({"a": 0.3, "b": -0.3}, 300, seed=8, taste=2.5, longer={"a": 1.5})
     judged = [to_judgment(row) for row in judgments]
     styles = {(row["model"], row["uid"]): style_of(row["metadata"]) for row in answers}
@@ -175,4 +221,6 @@ def test_defect_5_each_control_works_alone(controls: tuple[Any, ...]) -> None:
         assert found.scores["a"].value < arena_sums([j for j in judged if j.model == "a"]).score - 0.03
     else:
         assert list(found.effects) == ["headers", "lists", "bold"]
-        assert all(effect.low < 0 < effect.high or abs(effect.value) < 0.3 for effect in found.effects.values())
+        assert all(
+            effect.low < 0 < effect.high or abs(effect.value) < 0.3 for effect in found.effects.values()
+        )

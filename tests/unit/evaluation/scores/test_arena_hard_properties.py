@@ -19,14 +19,21 @@ Published = tuple[Path, list[dict[str, Any]], list[dict[str, Any]]]
 
 
 LABELS: tuple[Label, ...] = ("A>>B", "A>B", "A=B", "B>A", "B>>A")
-verdicts = st.lists(st.tuples(st.sampled_from(LABELS), st.sampled_from(LABELS), st.integers(0, 9)), min_size=4, max_size=15)
+verdicts = st.lists(
+    st.tuples(st.sampled_from(LABELS), st.sampled_from(LABELS), st.integers(0, 9)), min_size=4, max_size=15
+)
 
 
-def build(labels: list[tuple[Label, Label, int]], models: tuple[str, ...] = ("m",)) -> tuple[list[Judgment], dict[tuple[str, str], Style]]:
-    judged, styles = [], {}
+def build(
+    labels: list[tuple[Label, Label, int]], models: tuple[str, ...] = ("m",)
+) -> tuple[list[Judgment], dict[tuple[str, str], Style]]:
+    judged = []
+    styles = {}
     for number, (first, second, extra) in enumerate(labels):
-        model, uid = models[number % len(models)], f"q{number // len(models)}"
-        styles[model, uid], styles["b", uid] = Style(10 + extra, extra % 3, 1, 0), Style(12, 1, 0, extra % 2)
+        model = models[number % len(models)]
+        uid = f"q{number // len(models)}"
+        styles[model, uid] = Style(10 + extra, extra % 3, 1, 0)
+        styles["b", uid] = Style(12, 1, 0, extra % 2)
         games = (Game(score=first, judgment={}), Game(score=second, judgment={}))
         judged.append(Judgment(uid=uid, category="c", judge="j", model=model, baseline="b", games=games))
     return judged, styles
@@ -35,7 +42,10 @@ def build(labels: list[tuple[Label, Label, int]], models: tuple[str, ...] = ("m"
 @given(verdicts)
 def test_swapping_the_sides_mirrors_the_controlled_score(labels: list[tuple[Label, Label, int]]) -> None:
     judged, styles = build(labels)
-    mirrored = [j.model_copy(update={"model": "b", "baseline": "m", "games": (j.games[1], j.games[0])}) for j in judged]
+    mirrored = [
+        j.model_copy(update={"model": "b", "baseline": "m", "games": (j.games[1], j.games[0])})
+        for j in judged
+    ]
     ours = controlled(question_rows(judged, styles, arena=True), ("length", "markdown"), 20, 0)
     theirs = controlled(question_rows(mirrored, styles, arena=True), ("length", "markdown"), 20, 0)
     assert theirs.scores["b"].value == pytest.approx(1 - ours.scores["m"].value, abs=1e-5)
@@ -54,7 +64,9 @@ def test_a_constant_judge_gives_one_half_whatever_the_style(label: Label, extras
 
 
 @given(verdicts, st.randoms(use_true_random=False))
-def test_models_and_questions_in_any_order_and_under_any_name_give_the_same(labels: list[tuple[Label, Label, int]], random: Any) -> None:
+def test_models_and_questions_in_any_order_and_under_any_name_give_the_same(
+    labels: list[tuple[Label, Label, int]], random: Any
+) -> None:
     judged, styles = build(labels, models=("m", "n"))
     names = {"m": "zz", "n": "aa"}  # the other way around in the alphabet
     renamed = [j.model_copy(update={"model": names[j.model]}) for j in random.sample(judged, len(judged))]
@@ -70,23 +82,31 @@ def test_repeating_every_question_keeps_the_controlled_score(labels: list[tuple[
     judged, styles = build(labels)
     copies = [j.model_copy(update={"uid": f"{j.uid}-copy"}) for j in judged]
     both = styles | {(model, f"{uid}-copy"): style for (model, uid), style in styles.items()}
-    once, twice = (controlled(question_rows(js, both, arena=True), ("length",), 1, 0) for js in (judged, judged + copies))
+    once, twice = (
+        controlled(question_rows(js, both, arena=True), ("length",), 1, 0) for js in (judged, judged + copies)
+    )
     assert twice.scores["m"].value == pytest.approx(once.scores["m"].value, abs=1e-6)
     assert twice.effects["length"].value == pytest.approx(once.effects["length"].value, abs=1e-5)
 
 
 def test_copies_of_all_questions_keep_the_centre_of_the_controlled_interval() -> None:
-    judged, styles = build([("B>A", "A>B", 9), ("B>A", "B>A", 1), ("A>B", "B>A", 4), ("A=B", "A>B", 7), ("B>A", "A>B", 2)] * 12)
+    judged, styles = build(
+        [("B>A", "A>B", 9), ("B>A", "B>A", 1), ("A>B", "B>A", 4), ("A=B", "A>B", 7), ("B>A", "A>B", 2)] * 12
+    )
     copies = [j.model_copy(update={"uid": f"{j.uid}-copy"}) for j in judged]
     both = styles | {(model, f"{uid}-copy"): style for (model, uid), style in styles.items()}
-    once, twice = (controlled(question_rows(js, both, arena=True), ("length",), 2000, 0).scores["m"] for js in (judged, judged + copies))
+    once, twice = (
+        controlled(question_rows(js, both, arena=True), ("length",), 2000, 0).scores["m"]
+        for js in (judged, judged + copies)
+    )
     assert (twice.low + twice.high) / 2 == pytest.approx((once.low + once.high) / 2, abs=0.01)
     assert (twice.high - twice.low) / (once.high - once.low) == pytest.approx(2**-0.5, abs=0.05)
 
 
 def test_newton_reaches_the_minimum_that_bfgs_finds() -> None:
     generator = np.random.default_rng(0)
-    design, weights = generator.normal(size=(200, 4)), generator.integers(0, 4, size=(3, 200)).astype(float)
+    design = generator.normal(size=(200, 4))
+    weights = generator.integers(0, 4, size=(3, 200)).astype(float)
     outcomes = (generator.random(200) < 0.6).astype(float)
     from scipy.optimize import minimize
 

@@ -1,4 +1,5 @@
-"""Arena-Hard's scores beside its formulas written out a second time (tests/support/arena.py), for v2.0 and v0.1."""
+"""Arena-Hard's scores beside its formulas written out a second time (tests/support/arena.py), for v2.0 and
+v0.1."""
 
 from __future__ import annotations
 
@@ -12,7 +13,15 @@ import pytest
 from evaluation.scores.arena_files import folders, label_of, read_judgments, read_styles, to_judgment
 from evaluation.scores.bradley_terry import fit, one_hot
 from evaluation.scores.leaderboard import How, as_json, boards
-from tests.support.arena import BASELINE, ROUNDS, old_line, published_benchmark, their_controlled, their_features, their_rows
+from tests.support.arena import (
+    BASELINE,
+    ROUNDS,
+    old_line,
+    published_benchmark,
+    their_controlled,
+    their_features,
+    their_rows,
+)
 
 Published = tuple[Path, list[dict[str, Any]], list[dict[str, Any]]]
 
@@ -35,7 +44,9 @@ def test_the_fit_is_the_references(published: Published) -> None:
     ours = dict(zip(names, np.median(1 / (1 + np.exp(-found[:, : len(names)])), axis=0), strict=True))
     theirs = their_controlled(rows, style, drawn)
     assert set(ours) == {"dpo", "ppo", "tiny"} and theirs[BASELINE][0] == 0.5
-    assert {name: 100 * value for name, value in ours.items()} == pytest.approx({name: 100 * theirs[name][0] for name in ours}, abs=0.1)
+    assert {name: 100 * value for name, value in ours.items()} == pytest.approx(
+        {name: 100 * theirs[name][0] for name in ours}, abs=0.1
+    )
 
 
 def test_judgments_of_the_older_format_are_scored(published: Published) -> None:
@@ -47,12 +58,14 @@ def test_judgments_of_the_older_format_are_scored(published: Published) -> None:
 
 def test_a_boards_scores_are_the_means_of_the_references_rows(published: Published) -> None:
     folder, judgments, _ = published
-    judged, styles = read_judgments(folders(folder).judgments), read_styles(folder / "model_answer")
+    judged = read_judgments(folders(folder).judgments)
+    styles = read_styles(folder / "model_answer")
     (ours,) = boards(judged, styles, How(("length", "markdown"), resamples=100))
     assert [row.model for row in ours.standings] == ["ppo", "dpo", "tiny"]
     for mine in ours.standings:
         rows = [score for _, model, score in their_rows(judgments) if model == mine.model]
-        assert mine.score.value == pytest.approx(np.mean(rows), abs=0.005)  # but for the games the reference leaves out
+        # but for the games the reference leaves out
+        assert mine.score.value == pytest.approx(np.mean(rows), abs=0.005)
         assert mine.controlled is not None
         assert mine.questions == 100 and 0 <= mine.swap_consistency <= 1 and mine.tokens is not None
     assert json.loads(as_json([ours]))[0]["standings"][0]["score"]["value"] == ours.standings[0].score.value

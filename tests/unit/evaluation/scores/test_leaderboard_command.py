@@ -11,7 +11,8 @@ import pytest
 from flows.cli.app import main
 
 BASELINE = "o3-mini-2025-01-31"
-WON, LOST = ("B>A", "A>>B"), ("A>B", "B>A")
+WON = ("B>A", "A>>B")
+LOST = ("A>B", "B>A")
 
 
 def write(folder: Path, category: str = "hard_prompt") -> Path:
@@ -19,8 +20,20 @@ def write(folder: Path, category: str = "hard_prompt") -> Path:
     for model, wins in (("good", 15), ("bad", 5)):
         rows = []
         for q in range(20):
-            games = [{"score": score, "judgment": {"answer": "so"}, "prompt": []} for score in (WON if q < wins else LOST)]
-            rows.append({"uid": f"q{q}", "category": category, "judge": "gpt-4.1", "model": model, "baseline": BASELINE, "games": games})
+            games = [
+                {"score": score, "judgment": {"answer": "so"}, "prompt": []}
+                for score in (WON if q < wins else LOST)
+            ]
+            rows.append(
+                {
+                    "uid": f"q{q}",
+                    "category": category,
+                    "judge": "gpt-4.1",
+                    "model": model,
+                    "baseline": BASELINE,
+                    "games": games,
+                }
+            )
         put(folder / "model_judgment" / "gpt-4.1" / f"{model}.jsonl", rows)
     for model in ("good", "bad", BASELINE):
         counts = {"header_count": {"h1": 0}, "list_count": {"ordered": 1}, "bold_count": {"**": 2}}
@@ -28,7 +41,14 @@ def write(folder: Path, category: str = "hard_prompt") -> Path:
         for q in range(20):
             tokens = 60 + 3 * q if model == BASELINE else 70 + (q * 7) % 20
             messages = [{"role": "user", "content": "?"}, {"role": "assistant", "content": {"answer": "x"}}]
-            answers.append({"uid": f"q{q}", "model": model, "messages": messages, "metadata": {"token_len": tokens, **counts}})
+            answers.append(
+                {
+                    "uid": f"q{q}",
+                    "model": model,
+                    "messages": messages,
+                    "metadata": {"token_len": tokens, **counts},
+                }
+            )
         put(folder / "model_answer" / f"{model}.jsonl", answers)
     return folder
 
@@ -46,7 +66,11 @@ def test_the_board_is_printed_and_written(tmp_path: Path, capsys: pytest.Capture
     assert (ours["judge"], ours["baseline"]) == ("gpt-4.1", BASELINE)
     good, bad = ours["standings"]
     # Rows of good: 15 x (1 + 3) won, 5 x 2 lost.
-    assert good["model"] == "good" and good["score"]["value"] == pytest.approx(60 / 70) and bad["score"]["value"] == pytest.approx(20 / 50)
+    assert (
+        good["model"] == "good"
+        and good["score"]["value"] == pytest.approx(60 / 70)
+        and bad["score"]["value"] == pytest.approx(20 / 50)
+    )
     assert good["score"]["low"] < 60 / 70 < good["score"]["high"] and good["controlled"] is not None
     assert set(ours["effects"]) == {"length", "headers", "lists", "bold"}
     assert "85.7" in told and "style effects" in told
@@ -55,7 +79,12 @@ def test_the_board_is_printed_and_written(tmp_path: Path, capsys: pytest.Capture
 
 @pytest.mark.parametrize("inside", ["", "model_judgment", "model_judgment/gpt-4.1"])
 def test_any_of_the_folders_will_do(inside: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["leaderboard", str(write(tmp_path / "bench") / inside), "--rounds", "50", "--control", "length"]) == 0
+    assert (
+        main(
+            ["leaderboard", str(write(tmp_path / "bench") / inside), "--rounds", "50", "--control", "length"]
+        )
+        == 0
+    )
     told = capsys.readouterr().out
     assert "length" in told and "bold" not in told and "no style control" not in told
 
@@ -64,7 +93,19 @@ def test_judgments_alone_are_scored_without_style(tmp_path: Path, capsys: pytest
     (write(tmp_path / "bench") / "model_judgment").rename(tmp_path / "alone")
     assert main(["leaderboard", str(tmp_path / "alone"), "--rounds", "50"]) == 0
     assert "no style control" in capsys.readouterr().out
-    assert main(["leaderboard", str(tmp_path / "alone"), "--rounds", "50", "--answers", str(tmp_path / "bench" / "model_answer")]) == 0
+    assert (
+        main(
+            [
+                "leaderboard",
+                str(tmp_path / "alone"),
+                "--rounds",
+                "50",
+                "--answers",
+                str(tmp_path / "bench" / "model_answer"),
+            ]
+        )
+        == 0
+    )
     assert "style effects" in capsys.readouterr().out
 
 

@@ -32,7 +32,11 @@ def battle(uid: str, first: Label, second: Label) -> Judgment:
 
 def counts_of(questions: int) -> list[tuple[int, int, int]]:
     """All numbers of (wins, ties, losses)."""
-    return [(wins, ties, questions - wins - ties) for wins in range(questions + 1) for ties in range(questions + 1 - wins)]
+    return [
+        (wins, ties, questions - wins - ties)
+        for wins in range(questions + 1)
+        for ties in range(questions + 1 - wins)
+    ]
 
 
 @pytest.mark.parametrize("questions", [6, 20])
@@ -44,17 +48,25 @@ def test_no_worse_answer_raises_an_end(questions: int) -> None:
         worse = [(wins - 1, ties + 1, losses)] if wins else []
         worse += [(wins, ties - 1, losses + 1)] if ties else []
         for other in worse:
-            assert found[other][0] <= low + ERROR and found[other][1] <= high + ERROR, ((wins, ties, losses), other)
+            assert found[other][0] <= low + ERROR and found[other][1] <= high + ERROR, (
+                (wins, ties, losses),
+                other,
+            )
 
 
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 4), st.integers(0, 4)), min_size=1, max_size=9), st.data())
-def test_no_worse_verdict_raises_an_end_of_either_score(labels: list[tuple[int, int]], data: st.DataObject) -> None:
+def test_no_worse_verdict_raises_an_end_of_either_score(
+    labels: list[tuple[int, int]], data: st.DataObject
+) -> None:
     """Five labels in two games, weighed alike and as Arena-Hard does (a strong one three times)."""
-    question, game = data.draw(st.integers(0, len(labels) - 1)), data.draw(st.integers(0, 1))
+    question = data.draw(st.integers(0, len(labels) - 1))
+    game = data.draw(st.integers(0, 1))
     worse = [list(pair) for pair in labels]
     worse[question][game] = min(4, worse[question][game] + 1)
-    sides = [[battle(f"q{n}", LABELS[a], LABELS[b]) for n, (a, b) in enumerate(one)] for one in (labels, worse)]
+    sides = [
+        [battle(f"q{n}", LABELS[a], LABELS[b]) for n, (a, b) in enumerate(one)] for one in (labels, worse)
+    ]
     for sums in (plain_sums, arena_sums):
         before, after = (rate_interval(sums(side)) for side in sides)
         assert after[0] <= before[0] + ERROR and after[1] <= before[1] + ERROR, sums.__name__
@@ -74,7 +86,9 @@ def test_wins_and_losses_have_the_mid_p_interval_of_a_proportion(wins: int, ques
     low, high = of(*[1.0] * wins, *[0.0] * (questions - wins))
     above = binom.sf(wins, questions, low) + binom.pmf(wins, questions, low) / 2
     below = binom.cdf(wins - 1, questions, high) + binom.pmf(wins, questions, high) / 2
-    assert (above, below) == pytest.approx((0.5 if wins == 0 else 0.025, 0.5 if wins == questions else 0.025), abs=1e-8)
+    assert (above, below) == pytest.approx(
+        (0.5 if wins == 0 else 0.025, 0.5 if wins == questions else 0.025), abs=1e-8
+    )
     assert (low == 0) == (wins == 0) and (high == 1) == (wins == questions)
 
 
@@ -84,12 +98,18 @@ def test_the_ends_are_quantiles_of_random_weights() -> None:
     generator = np.random.default_rng(0)
     drawn = generator.exponential(size=(1_000_000, 10))
     means = (drawn[:, :9] @ scores + drawn[:, 9] * generator.integers(0, 2, 1_000_000)) / drawn.sum(1)
-    assert mean_interval(scores, np.ones(9), level=0.9) == pytest.approx(np.quantile(means, [0.05, 0.95]), abs=1e-3)
+    assert mean_interval(scores, np.ones(9), level=0.9) == pytest.approx(
+        np.quantile(means, [0.05, 0.95]), abs=1e-3
+    )
 
 
 def test_few_questions_leave_much_open_and_many_little() -> None:
     assert mean_interval(np.array([]), np.array([])) == (0, 1)
-    assert of(0.5) == pytest.approx((0.025, 0.975)) and of(1.0) == pytest.approx((0.05, 1)) and of(0.0) == pytest.approx((0, 0.95))
+    assert (
+        of(0.5) == pytest.approx((0.025, 0.975))
+        and of(1.0) == pytest.approx((0.05, 1))
+        and of(0.0) == pytest.approx((0, 0.95))
+    )
     widths = [high - low for low, high in (of(*[0.5] * count) for count in (1, 4, 20, 400, 40_000))]
     assert all(more > less > 0 for more, less in pairwise(widths)) and widths[-1] < 1e-3
     scores = np.random.default_rng(0).choice([0, 0.25, 0.5, 0.75, 1], size=100_000)
@@ -99,7 +119,8 @@ def test_few_questions_leave_much_open_and_many_little() -> None:
 
 def test_few_light_questions_are_as_open_as_few_heavy_ones() -> None:
     """Weights have no unit; and where one question has nearly all of it, that one counts."""
-    total, weight = np.array([2.0, 1.0, 0.0]), np.array([2.0, 2.0, 2.0])
+    total = np.array([2.0, 1.0, 0.0])
+    weight = np.array([2.0, 2.0, 2.0])
     assert mean_interval(total, weight, 2.0) == pytest.approx(mean_interval(total / 2, weight / 2))
     low, high = mean_interval(np.array([100.0, *[1.0] * 20]), np.array([100.0, *[1.0] * 20]), 100.0)
     assert low < 0.2 and high == 1
@@ -121,7 +142,9 @@ def test_differences_have_twice_the_range() -> None:
         (420, 200, (0.6, 0.95), 0.99),
     ],
 )
-def test_it_covers_the_truth(kind: str, questions: int, evaluations: int, rates: tuple[float, ...], most: float) -> None:
+def test_it_covers_the_truth(
+    kind: str, questions: int, evaluations: int, rates: tuple[float, ...], most: float
+) -> None:
     """91 to 99 of 100; more with 6 questions, and where often all questions have the same score."""
     for rate in rates:
         chances = KINDS[kind](rate)

@@ -1,4 +1,5 @@
-"""Over-optimisation: known numbers, what is suspicious and what is not, and the stage that measures it with real models."""
+"""Over-optimisation: known numbers, what is suspicious and what is not, and the stage that measures it with
+real models."""
 
 from __future__ import annotations
 
@@ -13,7 +14,15 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from evaluation.answers.kl import log_ratios
 from evaluation.report.drawing.charts import over_optimisation_chart
-from evaluation.scores.over_optimisation import FILE, Measured, OverOptimisation, battle_scores, curve, metrics, suspicion_of
+from evaluation.scores.over_optimisation import (
+    FILE,
+    Measured,
+    OverOptimisation,
+    battle_scores,
+    curve,
+    metrics,
+    suspicion_of,
+)
 from rlhf_core.config import Evaluation, Source
 from rlhf_core.config.kinds import has_metric
 from rlhf_core.data.chat import Renderer, load_tokenizer
@@ -32,7 +41,8 @@ def measured(kl: float, proxy: float, won: float, noise: float = 0.0, seed: int 
     battle = np.zeros(QUESTIONS)
     battle[: round(won * QUESTIONS)] = 1.0
     return Measured(
-        *(np.full(QUESTIONS, value) + generator.normal(0, noise, QUESTIONS) for value in (kl, proxy)), generator.permutation(battle)
+        *(np.full(QUESTIONS, value) + generator.normal(0, noise, QUESTIONS) for value in (kl, proxy)),
+        generator.permutation(battle),
     )
 
 
@@ -49,13 +59,25 @@ def rate(model: str, won: float) -> WinRate:
 
 def curve_of(*points: tuple[str, float, float, float], noise: float = 0.0) -> OverOptimisation:
     """(model, KL, proxy, share of battles won)."""
-    found = {model: measured(kl, proxy, won, noise, seed) for seed, (model, kl, proxy, won) in enumerate(points)}
-    return curve("rm", "sft", {"sft": baseline(), **found}, {model: rate(model, won) for model, _, _, won in points}, 500, 0)
+    found = {
+        model: measured(kl, proxy, won, noise, seed) for seed, (model, kl, proxy, won) in enumerate(points)
+    }
+    return curve(
+        "rm",
+        "sft",
+        {"sft": baseline(), **found},
+        {model: rate(model, won) for model, _, _, won in points},
+        500,
+        0,
+    )
 
 
 def test_the_textbook_case_rises_with_the_proxy_and_then_falls_with_the_judge() -> None:
     found = curve_of(
-        ("ppo.iteration10", 4, 1.0, 0.6), ("ppo.iteration20", 16, 2.0, 0.75), ("ppo.iteration30", 36, 3.0, 0.55), ("ppo", 64, 4.0, 0.3)
+        ("ppo.iteration10", 4, 1.0, 0.6),
+        ("ppo.iteration20", 16, 2.0, 0.75),
+        ("ppo.iteration30", 36, 3.0, 0.55),
+        ("ppo", 64, 4.0, 0.3),
     )
     assert [(p.model, p.kl, p.proxy, p.win_rate) for p in found.points] == [
         ("sft", 0, 0, 0.5),
@@ -64,7 +86,9 @@ def test_the_textbook_case_rises_with_the_proxy_and_then_falls_with_the_judge() 
         ("ppo.iteration30", 36, 3, 0.55),
         ("ppo", 64, 4, 0.3),
     ]
-    assert [(p.suspicion, p.since) for p in found.points] == [("none", None)] * 3 + [("sure", "ppo.iteration20")] * 2
+    assert [(p.suspicion, p.since) for p in found.points] == [("none", None)] * 3 + [
+        ("sure", "ppo.iteration20")
+    ] * 2
     assert {p.chain for p in found.points[1:]} == {"ppo"}
     assert metrics(found)["over_optimised/ppo"] == 1 and metrics(found)["over_optimised/ppo.iteration20"] == 0
     assert (metrics(found)["kl/ppo"], metrics(found)["proxy/ppo"], metrics(found)["kl/sft"]) == (64, 4, 0)
@@ -109,7 +133,12 @@ def test_false_alarms_are_rare() -> None:
     alarms = 0
     for seed in range(200):
         generator = np.random.default_rng(seed)
-        draws = [Measured(generator.normal(size=100), generator.normal(size=100), generator.integers(0, 2, 100) * 1.0) for _ in range(2)]
+        draws = [
+            Measured(
+                generator.normal(size=100), generator.normal(size=100), generator.integers(0, 2, 100) * 1.0
+            )
+            for _ in range(2)
+        ]
         alarms += suspicion_of(draws[0], draws[1], 200, 0) == "sure"
     assert alarms <= 2
 
@@ -117,7 +146,12 @@ def test_false_alarms_are_rare() -> None:
 def test_battles_without_a_verdict_are_left_out_of_the_comparison() -> None:
     games = (Game(score="B>A", judgment={}), Game(score="A>B", judgment={}))
     lost = (Game(score=None, judgment={}), Game(score=None, judgment={}))
-    judged = [Judgment(uid=f"q{n}", category="x", judge="j", model="ppo", baseline="sft", games=games if n else lost) for n in range(3)]
+    judged = [
+        Judgment(
+            uid=f"q{n}", category="x", judge="j", model="ppo", baseline="sft", games=games if n else lost
+        )
+        for n in range(3)
+    ]
     scores = battle_scores(judged, "ppo", "sft", ["q0", "q1", "q2", "q3"])
     assert [None if math.isnan(score) else score for score in scores] == [None, 1.0, 1.0, None]
     nothing = Measured(np.zeros(4), np.zeros(4), np.full(4, np.nan))
@@ -127,7 +161,9 @@ def test_battles_without_a_verdict_are_left_out_of_the_comparison() -> None:
 def test_the_chart_rings_what_is_suspicious() -> None:
     calm = over_optimisation_chart(curve_of(("loop.round1", 2, 1.0, 0.6), ("loop.round2", 4, 2.0, 0.7)))
     assert "#c0392b" not in calm and "Trained on: mean score of rm" in calm and "win rate against sft" in calm
-    alarmed = over_optimisation_chart(curve_of(("loop.round1", -0.1, 1.0, 0.7), ("loop.round2", 4, 2.0, 0.4), ("<ppo>", 4, 2.0, 0.6)))
+    alarmed = over_optimisation_chart(
+        curve_of(("loop.round1", -0.1, 1.0, 0.7), ("loop.round2", 4, 2.0, 0.4), ("<ppo>", 4, 2.0, 0.6))
+    )
     assert alarmed.count("#c0392b") >= 2 and "&lt;ppo&gt;" in alarmed and "<ppo>" not in alarmed
 
 
@@ -164,21 +200,28 @@ def test_log_ratios_are_those_of_the_models_token_by_token(tmp_path: Path) -> No
         document = renderer.answer_tokens(prompt, text).cut(len(prompt) + 24)
         tokens = torch.tensor([document.tokens])
         with torch.no_grad():
-            tables = {name: torch.log_softmax(model(tokens).logits[0, :-1].double(), -1) for name, model in models.items()}
+            tables = {
+                name: torch.log_softmax(model(tokens).logits[0, :-1].double(), -1)
+                for name, model in models.items()
+            }
         said = range(len(prompt), len(document))
         expected = sum((tables["ppo"] - tables["sft"])[t - 1, document.tokens[t]].item() for t in said)
         assert value == pytest.approx(expected, abs=1e-3)
 
 
 def test_the_mean_log_ratio_is_the_kl(tmp_path: Path) -> None:
-    """One token of answer, sampled: the mean of the ratios comes near the sum over the vocabulary, which is the definition."""
+    """One token of answer, sampled: the mean of the ratios comes near the sum over the vocabulary, which is
+    the definition."""
     places = {name: language_model(tmp_path / name, seed) for seed, name in enumerate(("sft", "ppo"))}
     config = CONFIG.model_copy(update={"generate_max_len": 1, "micro_rollout_batch_size": 64})
     renderer = Renderer(load_tokenizer(places["sft"]), "chat")
     prompt, _ = renderer.prompt_within(ASKED[0].messages, 128)
     with torch.no_grad():
         ppo, sft = (
-            torch.log_softmax(Qwen2ForCausalLM.from_pretrained(places[name]).eval()(torch.tensor([prompt])).logits[0, -1], -1)
+            torch.log_softmax(
+                Qwen2ForCausalLM.from_pretrained(places[name]).eval()(torch.tensor([prompt])).logits[0, -1],
+                -1,
+            )
             for name in ("ppo", "sft")
         )
     letters = [renderer.tokenizer.encode(letter, add_special_tokens=False)[0] for letter in "abcdefghij"]
@@ -198,7 +241,9 @@ def test_models_that_encode_answers_differently_have_no_kl(tmp_path: Path) -> No
     tokenizer = load_tokenizer(places["ppo"])
     tokenizer.add_tokens(["two"])
     tokenizer.save_pretrained(places["ppo"])
-    with pytest.raises(ValueError, match=r"^ppo and sft encode answers differently, so there is no KL between them: leave"):
+    with pytest.raises(
+        ValueError, match=r"^ppo and sft encode answers differently, so there is no KL between them: leave"
+    ):
         log_ratios(ASKED, {"sft": ["two"] * 5, "ppo": ["two"] * 5}, places, CONFIG)
 
 
@@ -249,10 +294,15 @@ def planned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Pl
 
 def test_checkpoints_of_a_ppo_run_are_models_by_name(planned: Callable[..., Plan]) -> None:
     found = planned()
-    ppo, evaluation = found["ppo"], found["evaluation"]
+    ppo = found["ppo"]
+    evaluation = found["evaluation"]
     inputs = found.inputs(evaluation)
-    assert inputs["ppo.iteration10"] == str(ppo.run_dir / "exports" / "iteration10") and inputs["ppo"] == str(ppo.run_dir / "checkpoint")
-    assert evaluation.parents == ("ppo", "sft", "reward_model") and inputs["reward_model"].endswith("/checkpoint")
+    assert inputs["ppo.iteration10"] == str(ppo.run_dir / "exports" / "iteration10") and inputs["ppo"] == str(
+        ppo.run_dir / "checkpoint"
+    )
+    assert evaluation.parents == ("ppo", "sft", "reward_model") and inputs["reward_model"].endswith(
+        "/checkpoint"
+    )
     assert has_metric(evaluation.config, "over_optimised/ppo.iteration20")
     assert found["both"].config.parents == {"ppo.iteration10": "sft", "ppo": "sft", "more": "ppo"}  # type: ignore[union-attr]
     without = planned("ppo.export_at=[]", "evaluation.models=[ppo]", "both.models=[more]")
@@ -266,9 +316,18 @@ def test_checkpoints_of_a_ppo_run_are_models_by_name(planned: Callable[..., Plan
             "evaluation.models=[ppo.iteration30]",
             r"^stages\.evaluation\.models: unknown name 'ppo\.iteration30'; did you mean ppo\.iteration",
         ),
-        ("evaluation.temperature=0", r"stages\.evaluation: proxy needs the models' own distribution.*set temperature to 1"),
-        ("evaluation.judges=[{kind: reward}]", r"stages\.evaluation: the proxy reward_model is also the judge that decides.*put another"),
-        ("evaluation.proxy=sft", r"stages\.evaluation\.proxy: sft is of kind sft, but a reward model is needed here"),
+        (
+            "evaluation.temperature=0",
+            r"stages\.evaluation: proxy needs the models' own distribution.*set temperature to 1",
+        ),
+        (
+            "evaluation.judges=[{kind: reward}]",
+            r"stages\.evaluation: the proxy reward_model is also the judge that decides.*put another",
+        ),
+        (
+            "evaluation.proxy=sft",
+            r"stages\.evaluation\.proxy: sft is of kind sft, but a reward model is needed here",
+        ),
         ("ppo.export_at=[0]", r"stages\.ppo\.export_at\.0: input should be greater than 0"),
     ],
 )

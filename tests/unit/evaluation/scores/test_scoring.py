@@ -16,7 +16,14 @@ from rlhf_core.records import Game, Judgment, Label
 LABELS: tuple[Label, ...] = ("A>>B", "A>B", "A=B", "B>A", "B>>A")
 
 
-def battle(uid: str, first: Label | None, second: Label | None, model: str = "ppo", category: str = "all", judge: str = "j") -> Judgment:
+def battle(
+    uid: str,
+    first: Label | None,
+    second: Label | None,
+    model: str = "ppo",
+    category: str = "all",
+    judge: str = "j",
+) -> Judgment:
     games = (Game(score=first, judgment={"answer": ""}), Game(score=second, judgment={"answer": ""}))
     return Judgment(uid=uid, category=category, judge=judge, model=model, baseline="sft", games=games)
 
@@ -48,7 +55,9 @@ def test_a_win_rate_computed_by_hand() -> None:
 
 
 def test_ties_are_counted_apart_from_wins() -> None:
-    won, tied, lost = ("B>A", "A>B"), ("A>B", "A>B"), ("A>B", "B>A")  # a game each is a tie, too
+    won = ("B>A", "A>B")
+    tied = ("A>B", "A>B")
+    lost = ("A>B", "B>A")  # a game each is a tie, too
     rate = win_rate(battles([won] * 214 + [tied] * 202 + [lost] * 4))
     assert rate.win_rate == pytest.approx(0.75)
     assert rate.counted == "won 214, lost 4 and tied 202 of 420 battles"
@@ -60,9 +69,14 @@ def test_nothing_judged_is_an_error_and_not_a_score() -> None:
 
 
 def swap(judgment: Judgment) -> Judgment:
-    """The same battle seen from the baseline's side: its game 0 (A is the baseline) is the other side's game 1."""
+    """The same battle seen from the baseline's side: its game 0 (A is the baseline) is the other side's game
+    1."""
     return judgment.model_copy(
-        update={"model": judgment.baseline, "baseline": judgment.model, "games": (judgment.games[1], judgment.games[0])}
+        update={
+            "model": judgment.baseline,
+            "baseline": judgment.model,
+            "games": (judgment.games[1], judgment.games[0]),
+        }
     )
 
 
@@ -86,8 +100,12 @@ def test_a_judge_that_always_says_the_same_gives_one_half(label: Label, count: i
     assert rate.swap_consistency == (1.0 if label == "A=B" else 0.0)
 
 
-@pytest.mark.parametrize(("won", "bounds"), [(True, {1: 0.05, 4: 0.4729, 20: 0.8609}), (False, {1: 0.95, 4: 0.5271, 20: 0.1391})])
-def test_questions_that_all_say_the_same_leave_as_much_open_as_there_are_few(won: bool, bounds: dict[int, float]) -> None:
+@pytest.mark.parametrize(
+    ("won", "bounds"), [(True, {1: 0.05, 4: 0.4729, 20: 0.8609}), (False, {1: 0.95, 4: 0.5271, 20: 0.1391})]
+)
+def test_questions_that_all_say_the_same_leave_as_much_open_as_there_are_few(
+    won: bool, bounds: dict[int, float]
+) -> None:
     """The mid-P interval, which is 0.05^(1 / n) to 1 where all n are won."""
     for count, bound in bounds.items():
         rate = win_rate(battles([("B>A", "A>B") if won else ("A>B", "B>A")] * count))
@@ -97,7 +115,8 @@ def test_questions_that_all_say_the_same_leave_as_much_open_as_there_are_few(won
 @given(verdicts)
 def test_repeating_every_question_changes_nothing(labels: list[tuple[Label, Label]]) -> None:
     judged = battles(labels)
-    once, twice = win_rate(judged), win_rate(judged + judged)
+    once = win_rate(judged)
+    twice = win_rate(judged + judged)
     assert twice.win_rate == pytest.approx(once.win_rate)
     assert (twice.ci_low, twice.ci_high) == pytest.approx((once.ci_low, once.ci_high))
     assert twice.num_questions == once.num_questions
@@ -105,8 +124,13 @@ def test_repeating_every_question_changes_nothing(labels: list[tuple[Label, Labe
 
 def test_repeating_questions_under_new_names_keeps_the_intervals_centre_and_narrows_it() -> None:
     judged = battles([("B>A", "A>B"), ("B>A", "B>A"), ("A>B", "B>A"), ("A=B", "A>B")] * 10)
-    copies = [judgment.model_copy(update={"uid": f"{judgment.uid}-copy-{n}"}) for n in range(4) for judgment in judged]
-    once, more = win_rate(judged), win_rate(copies)
+    copies = [
+        judgment.model_copy(update={"uid": f"{judgment.uid}-copy-{n}"})
+        for n in range(4)
+        for judgment in judged
+    ]
+    once = win_rate(judged)
+    more = win_rate(copies)
     assert more.win_rate == pytest.approx(once.win_rate)
     assert (more.ci_low + more.ci_high) / 2 == pytest.approx((once.ci_low + once.ci_high) / 2, abs=0.01)
     assert (more.ci_high - more.ci_low) / (once.ci_high - once.ci_low) == pytest.approx(0.5, abs=0.05)
@@ -116,8 +140,11 @@ def test_repeating_questions_under_new_names_keeps_the_intervals_centre_and_narr
 def test_the_order_of_questions_changes_nothing(labels: list[tuple[Label, Label]], random) -> None:
     judged = battles(labels)
     shuffled = random.sample(judged, len(judged))
-    ours, theirs = win_rate(judged), win_rate(shuffled)
-    assert (theirs.win_rate, theirs.ci_low, theirs.ci_high) == pytest.approx((ours.win_rate, ours.ci_low, ours.ci_high))
+    ours = win_rate(judged)
+    theirs = win_rate(shuffled)
+    assert (theirs.win_rate, theirs.ci_low, theirs.ci_high) == pytest.approx(
+        (ours.win_rate, ours.ci_low, ours.ci_high)
+    )
 
 
 def test_every_label_scores_in_both_games() -> None:
@@ -148,12 +175,14 @@ def test_many_questions_are_resampled_in_pieces(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_intervals_cover_the_truth() -> None:
-    """500 evaluations of 150 questions, games of a question correlated: 95 % intervals hold the true rate 92 to 98 % of the time.
+    """500 evaluations of 150 questions, games of a question correlated: 95 % intervals hold the true rate 92
+    to 98 % of the time.
 
     Binomial noise of 500 trials at 0.95 has a standard deviation of 0.01.
     """
     generator = np.random.default_rng(0)
-    truth, covered = 0.6, 0
+    truth = 0.6
+    covered = 0
     for trial in range(500):
         rates = generator.beta(1.2, 0.8, size=150)  # mean 0.6
         games = generator.random((150, 2)) < rates[:, None]
@@ -166,7 +195,8 @@ def test_intervals_cover_the_truth() -> None:
 def test_ninety_percent_intervals_cover_the_truth_nine_times_in_ten() -> None:
     """2,000 evaluations of 200 questions with strong and weak verdicts: 90 % +- 2 (binomial noise: 0.7)."""
     generator = np.random.default_rng(1)
-    truth, covered = 0.57, 0
+    truth = 0.57
+    covered = 0
     for trial in range(2000):
         scores = generator.choice([0.0, 0.25, 0.5, 0.75, 1.0], size=200, p=[0.15, 0.12, 0.26, 0.24, 0.23])
         low, high = interval(QuestionSums(scores, np.ones(200)), 400, seed=trial, level=0.9)
@@ -176,11 +206,18 @@ def test_ninety_percent_intervals_cover_the_truth_nine_times_in_ten() -> None:
 
 
 def test_games_of_one_question_are_not_independent() -> None:
-    """Two games that always agree are worth one: resampled as independent rows, the interval would be narrower by sqrt(2)."""
+    """Two games that always agree are worth one: resampled as independent rows, the interval would be
+    narrower by sqrt(2)."""
     judged = battles([("B>A", "A>B"), ("A>B", "B>A")] * 100)
-    rows = [battle(f"{judgment.uid}/{game}", *pair) for judgment in judged for game, pair in enumerate(_single_games(judgment))]
+    rows = [
+        battle(f"{judgment.uid}/{game}", *pair)
+        for judgment in judged
+        for game, pair in enumerate(_single_games(judgment))
+    ]
     clustered, independent = (interval(plain_sums(each), 4000, seed=0) for each in (judged, rows))
-    assert (clustered[1] - clustered[0]) / (independent[1] - independent[0]) == pytest.approx(2**0.5, abs=0.08)
+    assert (clustered[1] - clustered[0]) / (independent[1] - independent[0]) == pytest.approx(
+        2**0.5, abs=0.08
+    )
 
 
 def _single_games(judgment: Judgment) -> list[tuple[Label | None, Label | None]]:
@@ -188,9 +225,20 @@ def _single_games(judgment: Judgment) -> list[tuple[Label | None, Label | None]]
 
 
 def test_agreement_of_judges_counts_battles_with_the_same_winner() -> None:
-    ours = [battle("1", "B>A", "A>B"), battle("2", "A=B", "A=B"), battle("3", "A>B", "B>A"), battle("4", "A>B", "B>A")]
-    theirs = [battle("1", "B>A", "A=B"), battle("2", "A>B", "A>B"), battle("3", "B>A", "A>B"), battle("4", None, None)]
-    assert agreement(ours, theirs) == agreement(theirs, ours) == pytest.approx(2 / 3)  # 1 and 2 agree, 3 does not, 4 does not count
+    ours = [
+        battle("1", "B>A", "A>B"),
+        battle("2", "A=B", "A=B"),
+        battle("3", "A>B", "B>A"),
+        battle("4", "A>B", "B>A"),
+    ]
+    theirs = [
+        battle("1", "B>A", "A=B"),
+        battle("2", "A>B", "A>B"),
+        battle("3", "B>A", "A>B"),
+        battle("4", None, None),
+    ]
+    # 1 and 2 agree, 3 does not, 4 does not count
+    assert agreement(ours, theirs) == agreement(theirs, ours) == pytest.approx(2 / 3)
     assert agreement(ours, [battle("9", "A>B", "A>B")]) is None
 
 

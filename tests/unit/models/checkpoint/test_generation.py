@@ -1,4 +1,5 @@
-"""The generation config of an export generates as that of its base does, and is one that transformers writes."""
+"""The generation config of an export generates as that of its base does, and is one that transformers
+writes."""
 
 from __future__ import annotations
 
@@ -17,7 +18,13 @@ from rlhf_core.models.checkpoint.weights import checkpoint_weights
 from rlhf_core.models.load import load_policy
 from tests.support.families import make_family
 
-KEPT = {"eos_token_id": [1, 2], "bos_token_id": 5, "max_new_tokens": 7, "repetition_penalty": 1.3, "of_another_tool": {"a": 1}}
+KEPT = {
+    "eos_token_id": [1, 2],
+    "bos_token_id": 5,
+    "max_new_tokens": 7,
+    "repetition_penalty": 1.3,
+    "of_another_tool": {"a": 1},
+}
 
 
 @pytest.mark.parametrize(
@@ -26,7 +33,10 @@ KEPT = {"eos_token_id": [1, 2], "bos_token_id": 5, "max_new_tokens": 7, "repetit
         ({"do_sample": False, "temperature": 0.9, "top_p": 0.8}, ["temperature", "top_p"]),
         ({"temperature": 0.9, "top_k": 0}, ["temperature", "top_k"]),
         ({"do_sample": False, "min_p": 0.1, "typical_p": 0.9}, ["min_p", "typical_p"]),
-        ({"pad_token_id": -1, "length_penalty": 2.0, "early_stopping": True}, ["early_stopping", "length_penalty", "pad_token_id"]),
+        (
+            {"pad_token_id": -1, "length_penalty": 2.0, "early_stopping": True},
+            ["early_stopping", "length_penalty", "pad_token_id"],
+        ),
         ({"do_sample": True, "temperature": 0.6, "top_p": 0.9, "top_k": 20}, []),
         ({"num_beams": 2, "length_penalty": 2.0, "early_stopping": True, "max_new_tokens": 3}, []),
     ],
@@ -34,7 +44,8 @@ KEPT = {"eos_token_id": [1, 2], "bos_token_id": 5, "max_new_tokens": 7, "repetit
 def test_an_export_leaves_out_what_transformers_ignores_and_nothing_else(
     material: Path, tmp_path: Path, base_has: dict[str, Any], left_out: list[str]
 ) -> None:
-    base, out = make_family("llama", material / "base", tmp_path / "base"), tmp_path / "out"
+    base = make_family("llama", material / "base", tmp_path / "base")
+    out = tmp_path / "out"
     (base / "generation_config.json").write_text(json.dumps(KEPT | base_has))
     model = load_policy(str(base)).model
     assert sorted(ignored_values(model.generation_config)) == left_out

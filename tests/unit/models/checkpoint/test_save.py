@@ -1,4 +1,5 @@
-"""Exports of a model are its checkpoint but for the trained weights: keys of config.json, weights that its class leaves out, dtypes."""
+"""Exports of a model are its checkpoint but for the trained weights: keys of config.json, weights that its
+class leaves out, dtypes."""
 
 from __future__ import annotations
 
@@ -34,8 +35,12 @@ def exported(model: Any, base: Path, folder: Path) -> Path:
 
 def test_config_is_that_of_the_checkpoint(make: Make, tmp_path: Path) -> None:
     base = make("granite-hybrid")
-    before = change_config(base, layer_types=["mamba", "attention"], torch_dtype="bfloat16", of_another_tool={"a": 1})
-    after = json.loads((exported(load_policy(str(base)).model, base, tmp_path / "out") / "config.json").read_text())
+    before = change_config(
+        base, layer_types=["mamba", "attention"], torch_dtype="bfloat16", of_another_tool={"a": 1}
+    )
+    after = json.loads(
+        (exported(load_policy(str(base)).model, base, tmp_path / "out") / "config.json").read_text()
+    )
     assert after["dtype"] == "float32" and "torch_dtype" not in after
     described = {"torch_dtype", "dtype", "transformers_version"}
     assert {key: value for key, value in after.items() if key not in described} == {
@@ -56,14 +61,23 @@ def test_config_of_a_reward_model_has_its_one_label(make: Make, tmp_path: Path) 
 def test_heads_of_further_tokens_stay_byte_for_byte(make: Make, tmp_path: Path) -> None:
     base = make("deepseek-v3")
     file = base / "model.safetensors"
-    further = {"model.layers.61.eh_proj.weight": torch.randn(4, 8).bfloat16(), "model.layers.61.enorm.weight": torch.randn(4)}
+    further = {
+        "model.layers.61.eh_proj.weight": torch.randn(4, 8).bfloat16(),
+        "model.layers.61.enorm.weight": torch.randn(4),
+    }
     save_file(load_file(file) | further, file, metadata={"format": "pt"})
     policy = load_policy(str(base))
     after = load_file(exported(policy.model, base, tmp_path / "policy") / "model.safetensors")
     assert after.keys() == load_file(file).keys()
-    assert all(torch.equal(after[name], value) and after[name].dtype == value.dtype for name, value in further.items())
+    assert all(
+        torch.equal(after[name], value) and after[name].dtype == value.dtype
+        for name, value in further.items()
+    )
     scorer = trained_scorer(str(base), 0, "float32", False, None, 0)
-    assert not further.keys() & load_file(exported(scorer.model, base, tmp_path / "scorer") / "model.safetensors").keys()
+    assert (
+        not further.keys()
+        & load_file(exported(scorer.model, base, tmp_path / "scorer") / "model.safetensors").keys()
+    )
 
 
 @pytest.mark.parametrize("renamed", [False, True])
@@ -72,28 +86,38 @@ def test_a_trained_weight_that_the_class_names_as_left_out_is_exported(
 ) -> None:
     """GLM-4 MoE's pattern for a head of its small model fits a layer of its large one."""
     base = make("llama")
-    monkeypatch.setattr(LlamaForCausalLM, "_keys_to_ignore_on_load_unexpected", [r"model\.layers\.1.*", r"old\."])
+    monkeypatch.setattr(
+        LlamaForCausalLM, "_keys_to_ignore_on_load_unexpected", [r"model\.layers\.1.*", r"old\."]
+    )
     policy = load_policy(str(base))
     with torch.no_grad():
         for parameter in policy.parameters():
             parameter += 1
     if renamed:  # a checkpoint in a format that the class converts
         file = base / "model.safetensors"
-        save_file({f"old.{name}": value for name, value in load_file(file).items()}, file, metadata={"format": "pt"})
+        save_file(
+            {f"old.{name}": value for name, value in load_file(file).items()}, file, metadata={"format": "pt"}
+        )
     after = load_file(exported(policy.model, base, tmp_path / "out") / "model.safetensors")
     assert after.keys() == dict(checkpoint_weights(policy.model, lambda parameters: nullcontext())).keys()
     assert all(torch.equal(after[name], parameter) for name, parameter in policy.model.named_parameters())
 
 
-def test_fp8_is_refused_with_a_release_of_transformers_that_was_not_read(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fp8_is_refused_with_a_release_of_transformers_that_was_not_read(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
     base = make("deepseek-v3")
     change_config(base, quantization_config={"quant_method": "fp8", "weight_block_size": [128, 128]})
     monkeypatch.setattr("transformers.__version__", "6.0.0")
-    with pytest.raises(ValueError, match=r"in FP8, which transformers 6\.0\.0 may scale wrongly: name its checkpoint"):
+    with pytest.raises(
+        ValueError, match=r"in FP8, which transformers 6\.0\.0 may scale wrongly: name its checkpoint"
+    ):
         load_policy(str(base))
 
 
-def test_experts_in_mxfp4_are_trained_and_exported_in_the_dtype_of_training(make: Make, tmp_path: Path) -> None:
+def test_experts_in_mxfp4_are_trained_and_exported_in_the_dtype_of_training(
+    make: Make, tmp_path: Path
+) -> None:
     base = make("gpt-oss", intermediate_size=64)
     meant = quantise_experts(base)
     policy = trained_policy(str(base), "float32", False, None, 0)
@@ -108,7 +132,8 @@ def test_experts_in_mxfp4_are_trained_and_exported_in_the_dtype_of_training(make
 def test_weights_in_fp8_are_trained_and_exported_under_their_names(make: Make, tmp_path: Path) -> None:
     base = make("deepseek-v3", intermediate_size=192)
     file = base / "model.safetensors"
-    names, stored = load_file(file).keys(), {}
+    names = load_file(file).keys()
+    stored = {}
     for name, value in load_file(file).items():
         quantised = value.dim() == 2 and "_proj" in name
         stored[name] = value.to(torch.float8_e4m3fn) if quantised else value
@@ -117,7 +142,13 @@ def test_weights_in_fp8_are_trained_and_exported_under_their_names(make: Make, t
             stored[f"{name}_scale_inv"] = torch.arange(1.0, 1 + grid[0] * grid[1]).view(*grid)
     save_file(stored, file, metadata={"format": "pt"})
     change_config(
-        base, quantization_config={"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "dynamic", "fmt": "e4m3"}
+        base,
+        quantization_config={
+            "quant_method": "fp8",
+            "weight_block_size": [128, 128],
+            "activation_scheme": "dynamic",
+            "fmt": "e4m3",
+        },
     )
     policy = trained_policy(str(base), "float32", False, None, 0)
     out = load_file(exported(policy.model, base, tmp_path / "out") / "model.safetensors")
@@ -133,5 +164,8 @@ def test_weights_in_fp8_are_trained_and_exported_under_their_names(make: Make, t
 def test_weights_in_another_format_are_refused(make: Make) -> None:
     base = make("llama")
     change_config(base, quantization_config={"quant_method": "awq", "bits": 4})
-    with pytest.raises(ValueError, match=r"has weights quantised as awq, which cannot be trained so: name its checkpoint in bfloat16"):
+    with pytest.raises(
+        ValueError,
+        match=r"has weights quantised as awq, which cannot be trained so: name its checkpoint in bfloat16",
+    ):
         load_policy(str(base))

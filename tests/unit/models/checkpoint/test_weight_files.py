@@ -1,4 +1,5 @@
-"""Checkpoints written weight by weight are those that huggingface_hub writes of weights in memory, byte for byte."""
+"""Checkpoints written weight by weight are those that huggingface_hub writes of weights in memory, byte for
+byte."""
 
 from __future__ import annotations
 
@@ -31,10 +32,16 @@ WEIGHTS = {
 def test_files_are_those_of_the_hub_library(shard_bytes: int | str, tmp_path: Path) -> None:
     (tmp_path / "ours").mkdir()
     (tmp_path / "hub").mkdir()
-    lay_out({name: meta(weight.shape, weight.dtype) for name, weight in WEIGHTS.items()}, tmp_path / "ours", shard_bytes)
+    lay_out(
+        {name: meta(weight.shape, weight.dtype) for name, weight in WEIGHTS.items()},
+        tmp_path / "ours",
+        shard_bytes,
+    )
     fill((tmp_path / "ours").glob("*.safetensors"), reversed(WEIGHTS.items()), WEIGHTS)
     save_torch_state_dict(WEIGHTS, tmp_path / "hub", max_shard_size=shard_bytes)
-    ours, theirs = ({file.name: file.read_bytes() for file in (tmp_path / name).iterdir()} for name in ("ours", "hub"))
+    ours, theirs = (
+        {file.name: file.read_bytes() for file in (tmp_path / name).iterdir()} for name in ("ours", "hub")
+    )
     assert ours == theirs and (len(ours) > 2) == (shard_bytes == 100)
 
 
@@ -49,13 +56,21 @@ def test_weights_without_a_place_and_places_without_weights_are_refused(tmp_path
 
 
 @pytest.mark.parametrize("family", ["llama", "mixtral"])
-def test_groups_of_an_export_are_whole_layers(family: str, material: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_groups_of_an_export_are_whole_layers(
+    family: str, material: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model = load_policy(str(make_family(family, material / "base", tmp_path / "model"))).model
     groups: list[set[str]] = []
 
     def gathered(parameters: list[Tensor]) -> torch.no_grad:
         names = {id(parameter): name for name, parameter in model.named_parameters()}
-        groups.append({layer[0] for parameter in parameters if (layer := re.search(r"layers\.\d+", names[id(parameter)]))})
+        groups.append(
+            {
+                layer[0]
+                for parameter in parameters
+                if (layer := re.search(r"layers\.\d+", names[id(parameter)]))
+            }
+        )
         return torch.no_grad()
 
     def exported() -> Iterator[tuple[str, Tensor]]:
@@ -64,7 +79,11 @@ def test_groups_of_an_export_are_whole_layers(family: str, material: Path, tmp_p
     whole = {name: weight.clone() for name, weight in exported()}
     monkeypatch.setattr(weights, "GROUP_BYTES", 1)
     groups.clear()
-    assert {name: weight.shape for name, weight in exported()} == {name: weight.shape for name, weight in whole.items()}
+    assert {name: weight.shape for name, weight in exported()} == {
+        name: weight.shape for name, weight in whole.items()
+    }
     assert len(groups) > 3 and all(len(layers) <= 1 for layers in groups)
     planned = planned_weights(model)
-    assert {name: (weight.shape, weight.dtype) for name, weight in planned.items()} == {n: (w.shape, w.dtype) for n, w in whole.items()}
+    assert {name: (weight.shape, weight.dtype) for name, weight in planned.items()} == {
+        n: (w.shape, w.dtype) for n, w in whole.items()
+    }

@@ -20,7 +20,8 @@ from rlhf_core.stages.ppo.sampling.collector import Collected, Collector
 from rlhf_core.stages.ppo.sampling.stored import read_collected, write_collected
 
 PROMPTS = [Prompt(({"role": "user", "content": str(i)},), [i + 10], {}, False) for i in range(20)]
-ORDER, BATCH = PromptOrder(PROMPTS, 4, 0), 4
+ORDER = PromptOrder(PROMPTS, 4, 0)
+BATCH = 4
 
 
 @pytest.fixture
@@ -31,10 +32,14 @@ def background() -> Iterator[Background]:
 
 
 class World:
-    """Answers prompts after seconds of a heavy tail; each answer says the weights that there were when it began and when it ended."""
+    """Answers prompts after seconds of a heavy tail; each answer says the weights that there were when it
+    began and when it ended."""
 
     def __init__(self, slow: float = 0.004):
-        self.version, self.asked, self._slow, self._rng = 0, list[int](), slow, random.Random(1)
+        self.version = 0
+        self.asked = list[int]()
+        self._slow = slow
+        self._rng = random.Random(1)
         self.down = False
 
     async def answer(self, prompt: Prompt, seed: int) -> list[Rollout]:
@@ -44,10 +49,15 @@ class World:
         if self.down:
             raise RoleFailed("the engine died")
         document = Document([*prompt.tokens, 1, 2, 3], [False, True, True, True])
-        return [Rollout(prompt, document, np.zeros(4, np.float32), True, versions=[(1, begun), (3, self.version)]) for _ in range(2)]
+        return [
+            Rollout(prompt, document, np.zeros(4, np.float32), True, versions=[(1, begun), (3, self.version)])
+            for _ in range(2)
+        ]
 
 
-def collect(background: Background, world: World, staleness: int, iterations: int, seconds: float, **how: Any) -> list[list[Rollout]]:
+def collect(
+    background: Background, world: World, staleness: int, iterations: int, seconds: float, **how: Any
+) -> list[list[Rollout]]:
     collector = Collector(background, world.answer, ORDER, staleness, iterations, **how)
     found = []
     for _ in range(how.get("iteration", 0), iterations):
@@ -55,7 +65,9 @@ def collect(background: Background, world: World, staleness: int, iterations: in
         assert sampled is not None
         found.append(sampled.rollouts)
         begun = [version for rollout in sampled.rollouts for _, version in rollout.versions]
-        assert world.version - min(begun) <= staleness and sampled.metrics["rollout/age_max"] == world.version - min(begun)
+        assert world.version - min(begun) <= staleness and sampled.metrics[
+            "rollout/age_max"
+        ] == world.version - min(begun)
         background.run(asyncio.sleep(seconds))  # the training
         world.version += 1
         collector.updates = world.version
@@ -74,7 +86,9 @@ def test_every_prompt_is_trained_on_once_and_none_is_too_old(background: Backgro
     assert all(len(iteration) == 2 * BATCH for iteration in found)
     expected = sorted(prompt.tokens[0] for prompt, _ in ORDER.take(0, 10 * BATCH))
     assert sorted(prompts_of(found)) == sorted(world.asked) == expected
-    assert prompts_of(found) != [prompt.tokens[0] for prompt, _ in ORDER.take(0, 10 * BATCH)], "long answers come later"
+    assert prompts_of(found) != [prompt.tokens[0] for prompt, _ in ORDER.take(0, 10 * BATCH)], (
+        "long answers come later"
+    )
 
 
 def test_answers_are_no_older_than_needed(background: Background) -> None:
@@ -118,14 +132,20 @@ def test_a_state_loses_no_prompt_and_repeats_none(background: Background, tmp_pa
     for before, after in zip(state.ready, known.ready, strict=True):
         assert before.place == after.place and before.begun == after.begun
         for one, other in zip(before.rollouts, after.rollouts, strict=True):
-            assert one.document == other.document and one.prompt == other.prompt and list(one.versions) == list(other.versions)
+            assert (
+                one.document == other.document
+                and one.prompt == other.prompt
+                and list(one.versions) == list(other.versions)
+            )
             np.testing.assert_array_equal(one.sampler_logprobs, other.sampler_logprobs)
     again = Background()  # as another process, after a kill
     try:
         rest = collect(again, world, 3, 8, 0.0, iteration=3, updates=3, known=known)
     finally:
         again.close()
-    assert sorted(prompts_of([*trained, *rest])) == sorted(prompt.tokens[0] for prompt, _ in ORDER.take(0, 8 * BATCH))
+    assert sorted(prompts_of([*trained, *rest])) == sorted(
+        prompt.tokens[0] for prompt, _ in ORDER.take(0, 8 * BATCH)
+    )
 
 
 def test_a_failure_is_told(background: Background) -> None:
@@ -141,7 +161,9 @@ def test_a_failure_is_told(background: Background) -> None:
 
 def test_ages_of_tokens() -> None:
     document = Document([1, 2, 3, 4, 5, 6], [False, True, True, False, True, True])
-    rollout = Rollout(PROMPTS[0], document, np.zeros(6, np.float32), True, versions=[(1, 0), (2, 1), (4, 3), (5, 4)])
+    rollout = Rollout(
+        PROMPTS[0], document, np.zeros(6, np.float32), True, versions=[(1, 0), (2, 1), (4, 3), (5, 4)]
+    )
     assert rollout.ages(5).tolist() == [5, 4, 2, 1]
 
 

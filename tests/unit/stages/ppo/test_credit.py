@@ -1,4 +1,5 @@
-"""Credit of a recorded rollout against numbers computed by hand, for every estimator; and what is masked when a reward is missing."""
+"""Credit of a recorded rollout against numbers computed by hand, for every estimator; and what is masked when
+a reward is missing."""
 
 from __future__ import annotations
 
@@ -47,16 +48,28 @@ class Credited(NamedTuple):
     metrics: dict[str, float]
 
 
-def credited(config: PPO | None = None, rewards: list[float] = REWARDS, copies: int = 1, kl_coef: float = 0.1) -> Credited:
+def credited(
+    config: PPO | None = None, rewards: list[float] = REWARDS, copies: int = 1, kl_coef: float = 0.1
+) -> Credited:
     """The rollout, `copies` times in a row, with one reward for each answer."""
     prompt = Prompt((), [7], {}, False)
     rollouts = [
-        Rollout(prompt, Document([7, *range(len(row) - 1)], [False, *[True] * (len(row) - 1)]), sampler, len(row) == 3)
+        Rollout(
+            prompt,
+            Document([7, *range(len(row) - 1)], [False, *[True] * (len(row) - 1)]),
+            sampler,
+            len(row) == 3,
+        )
         for row, sampler in zip(OLD * copies, arrays(SAMPLER) * copies, strict=True)
     ]
     known = Rewards({"model": np.array(rewards)}, {})
     config = config or ppo()
-    scores = Scores(arrays(OLD) * copies, arrays(REFERENCE) * copies if config.has_reference else None, arrays(VALUES) * copies, known)
+    scores = Scores(
+        arrays(OLD) * copies,
+        arrays(REFERENCE) * copies if config.has_reference else None,
+        arrays(VALUES) * copies,
+        known,
+    )
     found = credit(rollouts, scores, kl_coef, {}, config, TERMS)
     apart = divergence(rollouts, arrays(OLD) * copies, scores.ref_logprobs, found.usable, kl_coef, config)
     return Credited(found.experience, found.usable, apart.kl, found.metrics | apart.metrics)
@@ -70,10 +83,9 @@ def close(expected: object) -> object:
     return pytest.approx(expected, rel=1e-5, abs=1e-6)
 
 
-# By hand: KL (k1) = 0.5, 0, -1 and -0.5, 0; token rewards with coefficient 0.1: -0.05, 0, 0.1 + 2 and 0.05, 0 - 1.
-# GAE, gamma 1, lambda 0.5:
-#   A: 2.1 - 1.5 = 0.6;  (0 + 1.5 - 1) + 0.5 * 0.6 = 0.8;  (-0.05 + 1 - 0.5) + 0.5 * 0.8 = 0.85
-#   B: -1 + 0.5 = -0.5;  (0.05 - 0.5 - 0.25) - 0.5 * 0.5 = -0.95
+# By hand: KL (k1) = 0.5, 0, -1 and -0.5, 0; token rewards with coefficient 0.1: -0.05, 0, 0.1 + 2 and 0.05, 0
+# - 1. GAE, gamma 1, lambda 0.5: A: 2.1 - 1.5 = 0.6;  (0 + 1.5 - 1) + 0.5 * 0.6 = 0.8;  (-0.05 + 1 - 0.5) +
+# 0.5 * 0.8 = 0.85 B: -1 + 0.5 = -0.5;  (0.05 - 0.5 - 0.25) - 0.5 * 0.5 = -0.95
 GAE = [[0.85, 0.8, 0.6], [-0.95, -0.5]]
 RETURNS = [[1.35, 1.8, 2.1], [-0.7, -1.0]]  # + values
 # Mean 0.8 / 5 = 0.16; variance (0.69^2 + 0.64^2 + 0.44^2 + 1.11^2 + 0.66^2) / 5 = 2.747 / 5 = 0.5494
@@ -103,9 +115,11 @@ def test_metrics_of_the_recorded_rollout() -> None:
         "response/truncated": 0.5,
         "sampler/gap": (math.log(4) + math.log(2)) / 5,
         "sampler/capped": 0.2,
-        "sampler/gap_p99": math.log(2) + 0.96 * (math.log(4) - math.log(2)),  # position 0.99 * 4 = 3.96 of 0, 0, 0, ln 2, ln 4
+        # position 0.99 * 4 = 3.96 of 0, 0, 0, ln 2, ln 4
+        "sampler/gap_p99": math.log(2) + 0.96 * (math.log(4) - math.log(2)),
         "rollout/usable": 1.0,
-        # returns - values has variance 0.5494; returns minus their mean of 0.71: 0.64, 1.09, 1.39, -1.41, -1.71
+        # returns - values has variance 0.5494; returns minus their mean of 0.71: 0.64, 1.09, 1.39, -1.41,
+        # -1.71
         "value/explained_variance": 1 - 0.5494 / ((0.4096 + 1.1881 + 1.9321 + 1.9881 + 2.9241) / 5),
     }
     assert {name: found.metrics[name] for name in expected} == close(expected)
@@ -123,14 +137,20 @@ def test_without_a_reference_no_kl_is_told() -> None:
 
 
 def test_what_no_loss_reads_does_not_travel() -> None:
-    usual, lean = credited(ppo()), credited(ppo(kl_in="loss", kl_estimator="k3", sampler_is="off"))
-    assert all(e.ref_logprobs is None and e.sampler_logprobs is not None and e.values is not None for e in usual.experience)
+    usual = credited(ppo())
+    lean = credited(ppo(kl_in="loss", kl_estimator="k3", sampler_is="off"))
+    assert all(
+        e.ref_logprobs is None and e.sampler_logprobs is not None and e.values is not None
+        for e in usual.experience
+    )
     assert all(e.ref_logprobs is not None and e.sampler_logprobs is None for e in lean.experience)
 
 
 def test_importance_weights_of_the_recorded_rollout() -> None:
     def weights(**changes: object) -> list[list[float]]:
-        found = sampler_weights(layout(OLD), layout([row.tolist() for row in arrays(SAMPLER)]), MASK, DOCUMENTS, ppo(**changes))
+        found = sampler_weights(
+            layout(OLD), layout([row.tolist() for row in arrays(SAMPLER)]), MASK, DOCUMENTS, ppo(**changes)
+        )
         return [found[0, 1:].tolist(), found[1, 1:3].tolist()]
 
     assert weights() == [close([1, 2, 1]), close([0.5, 1])]  # 4 is truncated to 2
@@ -157,7 +177,9 @@ def loss_of(kl_coef: float = 0.0, entropy: float = 0.0, **changes: object) -> tu
         old_logprobs=old,
         ref_logprobs=layout(REFERENCE),
         advantages=layout([e.advantages.tolist() for e in found.experience]),
-        is_weights=sampler_weights(old, layout([e.sampler_logprobs.tolist() for e in found.experience]), MASK, DOCUMENTS, ppo()),
+        is_weights=sampler_weights(
+            old, layout([e.sampler_logprobs.tolist() for e in found.experience]), MASK, DOCUMENTS, ppo()
+        ),
         mask=MASK,
         documents=DOCUMENTS,
     )
@@ -165,8 +187,8 @@ def loss_of(kl_coef: float = 0.0, entropy: float = 0.0, **changes: object) -> tu
     return float(loss), {name: float(value) for name, value in metrics.items()}
 
 
-# Objectives w min(rho A, clip(rho) A), times STD:
-#   A: 1.2 * 0.69 = 0.828;  2 * 1.0 * 0.64 = 1.28;  0.5 * 0.44 = 0.22;  B: 0.5 * 0.9 * -1.11 = -0.4995;  1.25 * -0.66 = -0.825
+# Objectives w min(rho A, clip(rho) A), times STD: A: 1.2 * 0.69 = 0.828;  2 * 1.0 * 0.64 = 1.28;  0.5 * 0.44
+# = 0.22;  B: 0.5 * 0.9 * -1.11 = -0.4995;  1.25 * -0.66 = -0.825
 def test_policy_loss_of_the_recorded_rollout() -> None:
     loss, metrics = loss_of()
     assert loss == close(-1.0035 / STD / 5)
@@ -174,7 +196,8 @@ def test_policy_loss_of_the_recorded_rollout() -> None:
 
 
 def test_policy_loss_by_aggregation() -> None:
-    a, b = 0.828 + 1.28 + 0.22, -0.4995 - 0.825
+    a = 0.828 + 1.28 + 0.22
+    b = -0.4995 - 0.825
     loss, metrics = loss_of(loss_aggregation="sequence")
     assert loss == close(-(a / 3 + b / 2) / STD / 2)  # GRPO: the mean of each answer, then of the answers
     assert metrics["policy/ratio"] == close((3 / 3 + 2.15 / 2) / 2)
@@ -192,13 +215,15 @@ def test_clip_higher_and_dual_clip_reach_the_loss() -> None:
 
 def test_the_sequence_ratio_is_the_geometric_mean() -> None:
     loss, metrics = loss_of(ratio="sequence")
-    a, b = 0.75 ** (1 / 3), 1.125**0.5  # of 1.5, 1, 0.5 and of 0.9, 1.25; neither is clipped
+    a = 0.75 ** (1 / 3)
+    b = 1.125**0.5  # of 1.5, 1, 0.5 and of 0.9, 1.25; neither is clipped
     assert metrics["policy/ratio"] == close((a + b) / 2)
     assert loss == close(-(a * (0.69 + 2 * 0.64 + 0.44) / 3 + b * (0.5 * -1.11 - 0.66) / 2) / STD / 2)
 
 
 def test_kl_in_the_loss() -> None:
-    gaps = [math.log(1.5) + 0.5, 0.0, math.log(0.5) - 1.0, math.log(0.9) - 0.5, math.log(1.25)]  # new - reference
+    # new - reference
+    gaps = [math.log(1.5) + 0.5, 0.0, math.log(0.5) - 1.0, math.log(0.9) - 0.5, math.log(1.25)]
     weights = [1 * 1.5, 2 * 1.0, 1 * 0.5, 0.5 * 0.9, 1 * 1.25]  # of the sampler, times the ratio
     kl = sum(weight * gap**2 / 2 for weight, gap in zip(weights, gaps, strict=True)) / 5
     loss, metrics = loss_of(kl_in="loss", kl_estimator="k2", kl_coef=0.3)
@@ -230,7 +255,12 @@ def range_of(config: PPO, rewards: list[float] = REWARDS, cut: bool = False) -> 
     """How far values may move; `cut`: a limit cut the first answer."""
     prompt = Prompt((), [7], {}, False)
     rollouts = [
-        Rollout(prompt, Document([7, *range(len(row) - 1)], [False, *[True] * (len(row) - 1)]), sampler, not cut or len(row) == 3)
+        Rollout(
+            prompt,
+            Document([7, *range(len(row) - 1)], [False, *[True] * (len(row) - 1)]),
+            sampler,
+            not cut or len(row) == 3,
+        )
         for row, sampler in zip(OLD, arrays(SAMPLER), strict=True)
     ]
     scores = Scores(arrays(OLD), arrays(REFERENCE), arrays(VALUES), Rewards({"model": np.array(rewards)}, {}))
@@ -248,14 +278,15 @@ def test_values_may_move_by_a_share_of_the_spread_of_all_returns() -> None:
     assert range_of(equal, [3.0, 3.0]) == close(0.2 * np.sqrt((far**2).mean()))
 
 
-# The other estimators; rewards are 1.5 from their mean. The KL of the whole answer, here k2, is 0.125 + 0 + 0.5 and 0.125 + 0, or 0.25
-# from its mean, and costs a tenth of it.
+# The other estimators; rewards are 1.5 from their mean. The KL of the whole answer, here k2, is 0.125 + 0 +
+# 0.5 and 0.125 + 0, or 0.25 from its mean, and costs a tenth of it.
 
 
 @pytest.mark.parametrize(
     ("estimator", "expected"),
     [
-        ("grpo", 1.5 / (3 / 2**0.5 + 1e-4) - 0.05),  # standard deviation of two: their distance / sqrt 2; the KL as for rloo
+        # standard deviation of two: their distance / sqrt 2; the KL as for rloo
+        ("grpo", 1.5 / (3 / 2**0.5 + 1e-4) - 0.05),
         ("dr_grpo", 1.5 - 0.025),
         ("rloo", 3 - 0.05),
     ],
@@ -267,9 +298,10 @@ def test_group_estimators_of_the_recorded_rollout(estimator: str, expected: floa
 
 
 def test_reinforce_pp_of_the_recorded_rollout() -> None:
-    # Of five tokens three have the reward 2 and two -1: mean 0.8, variance 2.16. The KL costs -0.05, -0.1, -0.1 and -0.05, 0 to go:
-    # mean -0.06.
-    high, low = 1.2 / 2.16**0.5, -1.8 / 2.16**0.5
+    # Of five tokens three have the reward 2 and two -1: mean 0.8, variance 2.16. The KL costs -0.05, -0.1,
+    # -0.1 and -0.05, 0 to go: mean -0.06.
+    high = 1.2 / 2.16**0.5
+    low = -1.8 / 2.16**0.5
     found = advantages(credited(ppo(advantage_estimator="reinforce_pp")))
     assert found == [close([high - 0.01, high + 0.04, high + 0.04]), close([low - 0.01, low - 0.06])]
     # With the group's mean of 0.5 off the rewards, 1.5 and -1.5, the same after whitening.
@@ -283,10 +315,14 @@ def test_reinforce_pp_of_the_recorded_rollout() -> None:
 @pytest.mark.parametrize("reward", [0.0, 1.0, -10.0])
 def test_answers_of_equal_reward_learn_no_more_than_their_kl(estimator: str, reward: float) -> None:
     """The KLs of the answers differ by 0.5 nats: no estimator divides them by their own deviation."""
-    found = credited(ppo(advantage_estimator=estimator, kl_estimator="k2"), [reward] * 4, copies=2, kl_coef=0.1)
+    found = credited(
+        ppo(advantage_estimator=estimator, kl_estimator="k2"), [reward] * 4, copies=2, kl_coef=0.1
+    )
     sizes = [abs(value) for row in advantages(found) for value in row]
     assert 0 < max(sizes) <= 0.1 * 0.5 + 1e-6
-    without = credited(ppo(advantage_estimator=estimator, kl_estimator="k2"), [reward] * 4, copies=2, kl_coef=0.0)
+    without = credited(
+        ppo(advantage_estimator=estimator, kl_estimator="k2"), [reward] * 4, copies=2, kl_coef=0.0
+    )
     assert advantages(without) == [close([0.0] * len(row)) for row in advantages(without)]
 
 
@@ -307,9 +343,19 @@ def test_rewards_are_clipped_before_kl_and_penalties() -> None:
     found = credited(ppo(advantage_estimator="dr_grpo", reward_clip=0.5))
     # 0.5 + 0.05 and -0.5 + 0.05: mean 0.05
     assert advantages(found) == [close([0.5] * 3), close([-0.5] * 2)]
-    # Three tokens at a limit of 3 with a buffer of 2: (3 - 2 - 3) / 2 = -1; two tokens: (3 - 2 - 2) / 2 = -0.5; both times 0.4
-    found = credited(ppo(advantage_estimator="dr_grpo", reward_clip=0.5, generate_max_len=3, overlong_buffer=2, overlong_penalty=0.4))
-    assert advantages(found) == [close([0.4] * 3), close([-0.4] * 2)]  # 0.55 - 0.4 = 0.15 and -0.45 - 0.2 = -0.65, mean -0.25
+    # Three tokens at a limit of 3 with a buffer of 2: (3 - 2 - 3) / 2 = -1; two tokens: (3 - 2 - 2) / 2 =
+    # -0.5; both times 0.4
+    found = credited(
+        ppo(
+            advantage_estimator="dr_grpo",
+            reward_clip=0.5,
+            generate_max_len=3,
+            overlong_buffer=2,
+            overlong_penalty=0.4,
+        )
+    )
+    # 0.55 - 0.4 = 0.15 and -0.45 - 0.2 = -0.65, mean -0.25
+    assert advantages(found) == [close([0.4] * 3), close([-0.4] * 2)]
     assert found.metrics["reward/overlong"] == close(-0.3)
 
 
@@ -322,10 +368,13 @@ NAN = float("nan")
 def test_an_answer_without_reward_changes_nothing_for_the_others(estimator: str) -> None:
     """The same answers with a third prompt's, whose rewards failed: as if they had never been sampled."""
     config = ppo(advantage_estimator=estimator)
-    alone, with_failed = credited(config), credited(config, [*REWARDS, NAN, NAN], copies=2)
+    alone = credited(config)
+    with_failed = credited(config, [*REWARDS, NAN, NAN], copies=2)
     assert with_failed.usable == [0, 1]
     assert advantages(with_failed)[:2] == advantages(alone)
-    assert not any(e.advantages.any() or (e.returns is not None and e.returns.any()) for e in with_failed.experience[2:])
+    assert not any(
+        e.advantages.any() or (e.returns is not None and e.returns.any()) for e in with_failed.experience[2:]
+    )
     for name in ("kl/mean", "kl/per_answer", "reward/mean", "reward/std", "return/mean"):
         assert with_failed.metrics[name] == close(alone.metrics[name]), name
     assert with_failed.metrics["reward/model/failed"] == 2 and with_failed.metrics["rollout/usable"] == 0.5
@@ -333,7 +382,8 @@ def test_an_answer_without_reward_changes_nothing_for_the_others(estimator: str)
 
 @pytest.mark.parametrize("estimator", ["grpo", "dr_grpo", "rloo", "reinforce_pp_baseline"])
 def test_a_group_goes_on_without_its_failed_answer(estimator: str) -> None:
-    """Groups of four with a failure are groups of the others; an answer left alone has nothing to be compared with."""
+    """Groups of four with a failure are groups of the others; an answer left alone has nothing to be compared
+    with."""
     four = ppo(advantage_estimator=estimator, n_samples_per_prompt=4)
     found = credited(four, [2.0, NAN, NAN, -1.0, 5.0, NAN, NAN, NAN], copies=4, kl_coef=0.0)
     two = credited(ppo(advantage_estimator=estimator), kl_coef=0.0)
@@ -349,10 +399,18 @@ def test_a_group_goes_on_without_its_failed_answer(estimator: str) -> None:
 
 def test_steps_of_an_answer_are_credited_where_they_end() -> None:
     """Answer A of tokens 0, 1, 2, a character each: steps of 0.5 and 1.5; B has a plain reward."""
-    config = ppo(advantage_estimator="reinforce_pp", whiten_advantages=False, gamma=0, init_kl_coef=0.0, reward="checks.py:steps")
+    config = ppo(
+        advantage_estimator="reinforce_pp",
+        whiten_advantages=False,
+        gamma=0,
+        init_kl_coef=0.0,
+        reward="checks.py:steps",
+    )
     prompt = Prompt((), [7], {}, False)
     documents = [Document([7, *range(len(row) - 1)], [False, *[True] * (len(row) - 1)]) for row in OLD]
-    rollouts = [Rollout(prompt, d, sampler, True) for d, sampler in zip(documents, arrays(SAMPLER), strict=True)]
+    rollouts = [
+        Rollout(prompt, d, sampler, True) for d, sampler in zip(documents, arrays(SAMPLER), strict=True)
+    ]
     rewards = Rewards({"steps": np.array([2.0, -1.0])}, {}, {"steps": {0: [(2, 0.5), (3, 1.5)]}})
     scores = Scores(arrays(OLD), None, None, rewards)
     terms = [Term("steps", 2.0, "none", None)]
@@ -360,23 +418,49 @@ def test_steps_of_an_answer_are_credited_where_they_end() -> None:
     found = credit(rollouts, scores, 0.0, {}, config, terms, lambda tokens: list(range(1, 1 + len(tokens))))
     assert [e.advantages[1:].tolist() for e in found.experience] == [close([0, 1, 3]), close([0, -2])]
     clipped = credit(
-        rollouts, scores, 0.0, {}, config.model_copy(update={"reward_clip": 1.5}), terms, lambda tokens: list(range(1, 1 + len(tokens)))
+        rollouts,
+        scores,
+        0.0,
+        {},
+        config.model_copy(update={"reward_clip": 1.5}),
+        terms,
+        lambda tokens: list(range(1, 1 + len(tokens))),
     )
-    assert clipped.experience[0].advantages[1:].tolist() == close([0, 0.375, 1.125]), "3 of 4 are clipped: all steps in proportion"
+    assert clipped.experience[0].advantages[1:].tolist() == close([0, 0.375, 1.125]), (
+        "3 of 4 are clipped: all steps in proportion"
+    )
 
 
 def test_a_teacher_rewards_each_token_by_its_own_log_prob() -> None:
-    fields = {"advantage_estimator": "reinforce_pp", "whiten_advantages": False, "gamma": 0, "reward": "none", "reference": "teacher"}
+    fields = {
+        "advantage_estimator": "reinforce_pp",
+        "whiten_advantages": False,
+        "gamma": 0,
+        "reward": "none",
+        "reference": "teacher",
+    }
     found = credited(ppo(**fields, init_kl_coef=1.0), rewards=[0.0, 0.0], kl_coef=1.0)
-    gaps = [[r - o for o, r in zip(old[1:], ref[1:], strict=True)] for old, ref in zip(OLD, REFERENCE, strict=True)]
+    gaps = [
+        [r - o for o, r in zip(old[1:], ref[1:], strict=True)]
+        for old, ref in zip(OLD, REFERENCE, strict=True)
+    ]
     assert advantages(found) == [close(row) for row in gaps]
 
 
-@pytest.mark.parametrize("changes", [{"reference": None}, {"init_kl_coef": 0.0}, {"kl_in": "loss", "kl_estimator": "k3"}])
+@pytest.mark.parametrize(
+    "changes", [{"reference": None}, {"init_kl_coef": 0.0}, {"kl_in": "loss", "kl_estimator": "k3"}]
+)
 def test_without_a_reward_there_must_be_a_teacher(changes: dict[str, object]) -> None:
-    fields = {"advantage_estimator": "reinforce_pp", "reward": "none", "reference": "teacher", "init_kl_coef": 1.0}
+    fields = {
+        "advantage_estimator": "reinforce_pp",
+        "reward": "none",
+        "reference": "teacher",
+        "init_kl_coef": 1.0,
+    }
     ppo(**fields)
-    with pytest.raises(ValueError, match="reward none learns from the KL to a teacher alone: set reference to the teacher"):
+    with pytest.raises(
+        ValueError, match="reward none learns from the KL to a teacher alone: set reference to the teacher"
+    ):
         ppo(**{**fields, **changes})
     with pytest.raises(ValueError, match="eval_prompts and dynamic_filtering compare rewards"):
         ppo(**fields, eval_prompts={"sources": "p.jsonl"})

@@ -29,19 +29,29 @@ def machine(gpus: dict[str, list[str]], span: int = 1) -> Machine:
 def test_roles_on_one_gpu_add_up_and_roles_apart_do_not() -> None:
     apart = {"actor": ["a"], "critic": ["b"], "reference": ["c"], "sampler": ["d"]}
     found = floors([rollout(10, 30)], ["actor", "critic"], 2, machine(apart), SCORINGS)
-    assert found["floor/score"] == pytest.approx(2 * 1000 * 40 / 1e6) and found["floor/train"] == pytest.approx(6 * 1000 * 40 * 2 / 1e6)
-    shared = floors([rollout(10, 30)], ["actor", "critic"], 2, machine({role: ["a"] for role in apart}), SCORINGS)
+    assert found["floor/score"] == pytest.approx(2 * 1000 * 40 / 1e6) and found[
+        "floor/train"
+    ] == pytest.approx(6 * 1000 * 40 * 2 / 1e6)
+    shared = floors(
+        [rollout(10, 30)], ["actor", "critic"], 2, machine({role: ["a"] for role in apart}), SCORINGS
+    )
     assert shared["floor/score"] == pytest.approx(3 * found["floor/score"])
     assert shared["floor/train"] == pytest.approx(2 * found["floor/train"])
-    split = floors([rollout(10, 30)], ["actor"], 1, machine({"actor": ["a", "b"], "sampler": ["c"]}), {"actor": 1})
+    split = floors(
+        [rollout(10, 30)], ["actor"], 1, machine({"actor": ["a", "b"], "sampler": ["c"]}), {"actor": 1}
+    )
     assert split["floor/train"] == pytest.approx(6 * 1000 * 40 / 2 / 1e6)
     twice = floors([rollout(10, 30)], ["actor"], 1, machine({"actor": ["a"], "sampler": ["c"]}), {"actor": 2})
-    assert twice["floor/score"] == pytest.approx(2 * found["floor/score"]), "for the reference too, without its adapters"
+    assert twice["floor/score"] == pytest.approx(2 * found["floor/score"]), (
+        "for the reference too, without its adapters"
+    )
 
 
 def test_a_prompt_of_several_answers_counts_once() -> None:
     gpus = {"actor": ["a"], "sampler": ["b"]}
-    found = floors([rollout(10, 30), rollout(10, 20), rollout(5, 5)], ["actor"], 1, machine(gpus), {"actor": 1})
+    found = floors(
+        [rollout(10, 30), rollout(10, 20), rollout(5, 5)], ["actor"], 1, machine(gpus), {"actor": 1}
+    )
     assert found["floor/score"] == pytest.approx(2 * 1000 * (15 + 55) / 1e6)
     assert found["floor/train"] == pytest.approx(6 * 1000 * (15 + 55) / 1e6)
 
@@ -52,7 +62,11 @@ def test_generation_reads_weights_for_the_longest_answer_and_keys_for_all() -> N
     read = 10 * (30 * (10 + 15) + 10 * (20 + 5))
     assert found["floor/generate"] == pytest.approx(2 * 1000 * 30 / 1e6 + (30 * 2000 + read) / 1e5)
     halved = floors(
-        [rollout(10, 30), rollout(20, 10)], ["actor"], 1, machine({"actor": ["a"], "sampler": ["b", "c"]}, span=2), {"actor": 1}
+        [rollout(10, 30), rollout(20, 10)],
+        ["actor"],
+        1,
+        machine({"actor": ["a"], "sampler": ["b", "c"]}, span=2),
+        {"actor": 1},
     )
     assert halved["floor/generate"] == pytest.approx(found["floor/generate"] / 2)
 
@@ -60,7 +74,12 @@ def test_generation_reads_weights_for_the_longest_answer_and_keys_for_all() -> N
 def tiny() -> Qwen2ForCausalLM:
     torch.manual_seed(0)
     config = Qwen2Config(
-        vocab_size=50, hidden_size=32, intermediate_size=48, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2
+        vocab_size=50,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
     )
     return Qwen2ForCausalLM(config)
 
@@ -96,7 +115,8 @@ def test_a_share_of_the_layers_is_recomputed_and_the_gradient_stays(share: float
         model(input_ids=tokens, labels=tokens, use_cache=False).loss.backward()
         return model.get_parameter("model.embed_tokens.weight").grad
 
-    model, plain = tiny(), tiny()
+    model = tiny()
+    plain = tiny()
     recompute(model, share)
     assert sum(getattr(layer, "gradient_checkpointing", False) for layer in model.model.layers) == layers
     torch.testing.assert_close(gradient(model), gradient(plain))

@@ -1,6 +1,8 @@
-"""One-step-off-policy pipelining: what is refused, the order of an iteration, the age of answers, and answers that wait through a kill.
+"""One-step-off-policy pipelining: what is refused, the order of an iteration, the age of answers, and answers
+that wait through a kill.
 
-The fleet is a double whose engines hold a number for weights and answer by it; the loop, the states and the credit are real.
+The fleet is a double whose engines hold a number for weights and answer by it; the loop, the states and the
+credit are real.
 """
 
 from __future__ import annotations
@@ -28,25 +30,35 @@ from rlhf_core.stages.ppo.sampling.answers import PromptOrder, Sampled, rollout
 from rlhf_core.stages.ppo.sampling.stored import AHEAD, read_ahead, write_ahead
 from tests.support.states import wait_until_complete
 
-SIZES = {"rollout_batch_size": 8, "train_batch_size": 8, "micro_train_batch_size": 8, "n_samples_per_prompt": 2}
+SIZES = {
+    "rollout_batch_size": 8,
+    "train_batch_size": 8,
+    "micro_train_batch_size": 8,
+    "n_samples_per_prompt": 2,
+}
 STEP = 0.25  # nats that an update moves the log-prob of any token by
 
 
 class Fleet:
-    """Actor and engines whose weights are the number of updates; a token's log-prob under weights w is -1 - STEP w.
+    """Actor and engines whose weights are the number of updates; a token's log-prob under weights w is -1 -
+    STEP w.
 
     An answer's last token but one names the weights that gave it.
     """
 
-    sleeps, zero_stage, episodes = False, 3, None
+    sleeps = False
+    zero_stage = 3
+    episodes = None
 
     def __init__(self, killed_at: int | None):
         self.killed_at = killed_at
         self.actor = self.engine = 0
         self.said: list[str] = []
-        self.batches: list[tuple[int, int, list[list[int]]]] = []  # weights of actor and of engines, tokens of the answers scored
+        # weights of actor and of engines, tokens of the answers scored
+        self.batches: list[tuple[int, int, list[list[int]]]] = []
         self.weights: list[float] = []
-        self.probed: list[tuple[int, int, bool]] = []  # weights of actor and of engines, whether they were synced
+        # weights of actor and of engines, whether they were synced
+        self.probed: list[tuple[int, int, bool]] = []
 
     def close(self) -> None: ...
 
@@ -59,23 +71,39 @@ class Fleet:
     def trained_parameters(self) -> int:
         return 1
 
-    def start_sample(self, prompts: Sequence[Sequence[int]], seeds: Sequence[int], sampling: Sampling) -> Callable[[], list[list[Answer]]]:
-        weights, logprob = self.engine, -1 - STEP * self.engine
+    def start_sample(
+        self, prompts: Sequence[Sequence[int]], seeds: Sequence[int], sampling: Sampling
+    ) -> Callable[[], list[list[Answer]]]:
+        weights = self.engine
+        logprob = -1 - STEP * self.engine
         self.said.append(f"start {weights}")
 
         def wait() -> list[list[Answer]]:
             self.said.append("answers")
             assert self.engine == weights, "weights may not change while engines answer"
-            return [[Answer([1 + seed % 5, 2 + weights, 1], [logprob] * 3, seed % 3 > 0) for _ in range(sampling.n)] for seed in seeds]
+            return [
+                [
+                    Answer([1 + seed % 5, 2 + weights, 1], [logprob] * 3, seed % 3 > 0)
+                    for _ in range(sampling.n)
+                ]
+                for seed in seeds
+            ]
 
         return wait
 
-    def start_score(self, rollouts: Sequence[Rollout], rewards: Rewards | None, allowed: int) -> Callable[[], Scores]:
+    def start_score(
+        self, rollouts: Sequence[Rollout], rewards: Rewards | None, allowed: int
+    ) -> Callable[[], Scores]:
         self.said.append("score")
         tokens = [rollout.document.tokens for rollout in rollouts]
         self.batches.append((self.actor, tokens[0][-2] - 2, tokens))
-        logprobs = [np.where(rollout.document.mask, -1 - STEP * self.actor, 0).astype(np.float32) for rollout in rollouts]
-        return lambda: Scores(logprobs, logprobs, logprobs, Rewards({"reward_model": np.arange(len(rollouts), dtype=float)}, {}))
+        logprobs = [
+            np.where(rollout.document.mask, -1 - STEP * self.actor, 0).astype(np.float32)
+            for rollout in rollouts
+        ]
+        return lambda: Scores(
+            logprobs, logprobs, logprobs, Rewards({"reward_model": np.arange(len(rollouts), dtype=float)}, {})
+        )
 
     def train(
         self,
@@ -92,7 +120,9 @@ class Fleet:
             wait_until_complete()
             raise KeyboardInterrupt
         assert experience[0].old_logprobs is not None
-        self.weights.append(float(np.exp(experience[0].old_logprobs[-1] - experience[0].sampler_logprobs[-1])))
+        self.weights.append(
+            float(np.exp(experience[0].old_logprobs[-1] - experience[0].sampler_logprobs[-1]))
+        )
         return Steps([{"policy/ratio": 1.0, "policy/ratio_gap": 0.0}], [])
 
     def sync_weights(self, version: int = 0) -> None:
@@ -123,7 +153,9 @@ class Fleet:
         folder.mkdir(parents=True)
 
 
-def ppo(material: Path, run: RunDir, monkeypatch: pytest.MonkeyPatch, killed_at: int | None = None, **config: Any) -> Fleet:
+def ppo(
+    material: Path, run: RunDir, monkeypatch: pytest.MonkeyPatch, killed_at: int | None = None, **config: Any
+) -> Fleet:
     """Runs the stage of five iterations, or to its kill in update `killed_at`."""
     fleet = Fleet(killed_at)
     with monkeypatch.context() as patch:
@@ -137,7 +169,9 @@ def ppo(material: Path, run: RunDir, monkeypatch: pytest.MonkeyPatch, killed_at:
         except KeyboardInterrupt:
             assert killed_at is not None
     lines = read_metrics(run.path)
-    assert [name for name in lines[-1] if name not in ("step", "time") and not has_metric(requested, name)] == []
+    assert [
+        name for name in lines[-1] if name not in ("step", "time") and not has_metric(requested, name)
+    ] == []
     return fleet
 
 
@@ -148,8 +182,17 @@ def config(**fields: Any) -> PPO:
 @pytest.mark.parametrize(
     ("fields", "sentence"),
     [
-        ({"colocate_all": True}, "trains while engines generate, so they need GPUs of their own: leave out colocate_all and vllm.sleep"),
-        ({"vllm": {"gpus": 1, "sleep": True}}, "they need GPUs of their own: leave out colocate_all and vllm.sleep"),
+        (
+            {"colocate_all": True},
+            (
+                "trains while engines generate, so they need GPUs of their own: leave out colocate_all and"
+                " vllm.sleep"
+            ),
+        ),
+        (
+            {"vllm": {"gpus": 1, "sleep": True}},
+            "they need GPUs of their own: leave out colocate_all and vllm.sleep",
+        ),
         ({"stream_batch_size": 4}, "there is nothing to stream: leave out stream_batch_size"),
         ({"sampler_is": "off"}, "set sampler_is to truncate or clamp"),
         ({"dynamic_filtering": True}, "dynamic_filtering needs the rewards .* leave one of them out"),
@@ -162,15 +205,33 @@ def test_what_cannot_work_is_refused(fields: dict[str, Any], sentence: str) -> N
     assert config(max_staleness=1, sampler_is="clamp").max_staleness
 
 
-def test_engines_answer_the_next_prompts_while_models_work(material: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_engines_answer_the_next_prompts_while_models_work(
+    material: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     fleet = ppo(material, RunDir(tmp_path / "run"), monkeypatch, max_staleness=1, max_steps=4)
     middle = ["score", "train", "answers", "publish"]
-    assert fleet.said == ["start 0", "answers", "start 0", *middle, "start 1", *middle, "start 2", *middle, "score", "train", "publish"]
+    assert fleet.said == [
+        "start 0",
+        "answers",
+        "start 0",
+        *middle,
+        "start 1",
+        *middle,
+        "start 2",
+        *middle,
+        "score",
+        "train",
+        "publish",
+    ]
     turns = ppo(material, RunDir(tmp_path / "turns"), monkeypatch, max_steps=4)
-    assert turns.said == [said for k in range(4) for said in (f"start {k}", "answers", "score", "train", "publish")]
+    assert turns.said == [
+        said for k in range(4) for said in (f"start {k}", "answers", "score", "train", "publish")
+    ]
 
 
-def test_answers_are_one_update_old_and_their_weights_say_so(material: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_answers_are_one_update_old_and_their_weights_say_so(
+    material: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     fleet = ppo(material, RunDir(tmp_path / "run"), monkeypatch, max_staleness=1)
     assert [(actor, engine) for actor, engine, _ in fleet.batches] == [(0, 0), (1, 0), (2, 1), (3, 2), (4, 3)]
     lines = read_metrics(tmp_path / "run")
@@ -180,20 +241,28 @@ def test_answers_are_one_update_old_and_their_weights_say_so(material: Path, tmp
     assert all(line["phase/generate"] >= 0 for line in lines)
 
 
-def test_prompts_come_in_the_same_order_as_without(material: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_prompts_come_in_the_same_order_as_without(
+    material: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     ahead, turns = (ppo(material, RunDir(tmp_path / str(on)), monkeypatch, max_staleness=on) for on in (1, 0))
-    assert [[t[:-2] for t in tokens] for *_, tokens in ahead.batches] == [[t[:-2] for t in tokens] for *_, tokens in turns.batches]
+    assert [[t[:-2] for t in tokens] for *_, tokens in ahead.batches] == [
+        [t[:-2] for t in tokens] for *_, tokens in turns.batches
+    ]
     assert "rollout/age" not in read_metrics(tmp_path / "0")[-1]
 
 
-def test_while_the_actor_rests_no_answer_is_old(material: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_while_the_actor_rests_no_answer_is_old(
+    material: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     fleet = ppo(material, RunDir(tmp_path / "run"), monkeypatch, max_staleness=1, freezing_actor_steps=2)
     assert [line["rollout/age"] for line in read_metrics(tmp_path / "run")] == [0, 0, 0, 1, 1]
     assert [(actor, engine) for actor, engine, _ in fleet.batches] == [(0, 0), (0, 0), (0, 0), (1, 0), (2, 1)]
 
 
 @pytest.mark.parametrize("killed_at", [2, 3, 4, 5])
-def test_a_killed_run_trains_on_the_same_answers(killed_at: int, material: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_killed_run_trains_on_the_same_answers(
+    killed_at: int, material: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     how: dict[str, Any] = {"max_staleness": 1, "save_steps": 2}
     whole = ppo(material, RunDir(tmp_path / "whole"), monkeypatch, **how)
     cut_off = ppo(material, RunDir(tmp_path / "run"), monkeypatch, killed_at, **how)
@@ -203,7 +272,10 @@ def test_a_killed_run_trains_on_the_same_answers(killed_at: int, material: Path,
     assert again.said[0] == ("publish" if saved else "start 0"), "answers that waited are not sampled again"
 
     def curve(name: str) -> list[dict[str, float]]:
-        return [{k: v for k, v in line.items() if k != "time" and "phase/" not in k} for line in read_metrics(tmp_path / name)]
+        return [
+            {k: v for k, v in line.items() if k != "time" and "phase/" not in k}
+            for line in read_metrics(tmp_path / name)
+        ]
 
     assert curve("run") == curve("whole")
 
@@ -221,14 +293,20 @@ def test_answers_wait_on_disk_bit_for_bit(tmp_path: Path) -> None:
     order = PromptOrder([Prompt((), [i, 7], {}, False) for i in range(10)], 4, seed=3)
     generator = np.random.default_rng(0)
     prompts = [prompt for prompt, _ in order.take(8, 4) for _ in range(2)]
-    found = [rollout(p, Answer([5, 6, i], generator.normal(size=3).tolist(), i % 2 == 0)) for i, p in enumerate(prompts)]
+    found = [
+        rollout(p, Answer([5, 6, i], generator.normal(size=3).tolist(), i % 2 == 0))
+        for i, p in enumerate(prompts)
+    ]
     assert read_ahead(tmp_path, order, 2) is None
     write_ahead(tmp_path, Sampled(found, None, 12, {}, age=1))
     back = read_ahead(tmp_path, order, 2)
     assert back is not None and (back.position, back.age, back.rewards, back.metrics) == (12, 1, None, {})
     for was, now in zip(found, back.rollouts, strict=True):
         assert (now.prompt, now.document, now.finished) == (was.prompt, was.document, was.finished)
-        assert now.sampler_logprobs.dtype == np.float32 and now.sampler_logprobs.tobytes() == was.sampler_logprobs.tobytes()
+        assert (
+            now.sampler_logprobs.dtype == np.float32
+            and now.sampler_logprobs.tobytes() == was.sampler_logprobs.tobytes()
+        )
     (tmp_path / AHEAD).write_text("\n".join((tmp_path / AHEAD).read_text().splitlines()[:-1]))
     with pytest.raises(ValueError, match="shorter"):
         read_ahead(tmp_path, order, 2)

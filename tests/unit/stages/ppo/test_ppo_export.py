@@ -1,4 +1,5 @@
-"""Checkpoints that PPO exports on its way: when, where, and again after a kill. The roles are doubles; loop and outputs are real."""
+"""Checkpoints that PPO exports on its way: when, where, and again after a kill. The roles are doubles; loop
+and outputs are real."""
 
 from __future__ import annotations
 
@@ -26,9 +27,13 @@ class Roles:
     adapters_alone = False
 
     def __init__(self, unwritten: int | None = None, unsaved: bool = False) -> None:
-        self.weights, self.zero_stage, self.unwritten, self.sleeps = 0, 3, unwritten, False
+        self.weights = 0
+        self.zero_stage = 3
+        self.unwritten = unwritten
+        self.sleeps = False
         self.unsaved = unsaved
-        self.revivals, self.loaded = 0, list[str]()
+        self.revivals = 0
+        self.loaded = list[str]()
 
     def forget_seconds(self) -> None: ...
 
@@ -78,9 +83,10 @@ def ppo(
     doubles: Mapping[str, Any] = MappingProxyType({}),
     **config: Any,
 ) -> list[int]:
-    """Runs the stage; returns the iterations it did. `killed_at`: the iteration that ends in a kill; `unwritten`: the one whose state a
-    rank never finishes; `doubles`: of functions that validate."""
-    roles, done = Roles(unwritten), []
+    """Runs the stage; returns the iterations it did. `killed_at`: the iteration that ends in a kill;
+    `unwritten`: the one whose state a rank never finishes; `doubles`: of functions that validate."""
+    roles = Roles(unwritten)
+    done = []
 
     def iteration(fleet: Roles, setup: object, carried: train.Carried, *rest: object) -> tuple[Any, ...]:
         if roles.weights + 1 == killed_at:
@@ -95,11 +101,19 @@ def ppo(
         usual: dict[str, Any] = {"start_fleet": lambda *_: roles, "ppo_iteration": iteration}
         usual["answer_again"] = lambda fleet, held_out, run: {REWARD: -9.0}
         usual["answer_as"] = lambda fleet, held_out, run, checkpoint: {REWARD: -9.0}
-        usual["validate"] = lambda fleet, held_out, run, at: {REWARD: -abs(at - 5.0), "eval/response/length": 1.0}
+        usual["validate"] = lambda fleet, held_out, run, at: {
+            REWARD: -abs(at - 5.0),
+            "eval/response/length": 1.0,
+        }
         for name, double in (usual | dict(doubles)).items():
             patch.setattr(train, name, double)
         prompts = Data.model_validate({"sources": str(material / "prompts.jsonl"), "max_samples": 40})
-        sizes = {"rollout_batch_size": 8, "train_batch_size": 8, "micro_train_batch_size": 8, "n_samples_per_prompt": 1}
+        sizes = {
+            "rollout_batch_size": 8,
+            "train_batch_size": 8,
+            "micro_train_batch_size": 8,
+            "n_samples_per_prompt": 1,
+        }
         requested = PPO(prompts=prompts, prompt_max_len=48, generate_max_len=24, **sizes, **config)
         inputs = dict.fromkeys(("sft", "reward_model"), str(material / "base"))
         run.prepare(StageRequest(name="ppo", digest="0", config=requested, inputs=inputs, seed=0))
@@ -111,17 +125,28 @@ def exported(run: RunDir) -> dict[str, str]:
     return {folder.name: (folder / "weights").read_text() for folder in (run / "exports").iterdir()}
 
 
-def test_the_actor_is_exported_at_the_requested_iterations(material: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_actor_is_exported_at_the_requested_iterations(
+    material: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     run = RunDir(tmp_path / "run")
     assert ppo(material, run, monkeypatch, export_at=(2, 5)) == [1, 2, 3, 4, 5]
-    assert exported(run) == {"iteration2": "2", "iteration5": "5"} and (run / "checkpoint" / "weights").read_text() == "5"
+    assert (
+        exported(run) == {"iteration2": "2", "iteration5": "5"}
+        and (run / "checkpoint" / "weights").read_text() == "5"
+    )
     result = run.result()
-    assert result is not None and result.outputs["exports"] == "exports" and "exports/iteration2/weights" in result.files
+    assert (
+        result is not None
+        and result.outputs["exports"] == "exports"
+        and "exports/iteration2/weights" in result.files
+    )
     (run / "exports" / "iteration2" / "weights").unlink()
     assert run.result() is None, "a run that lost an export is not done"
 
 
-def test_an_actor_that_cannot_be_saved_is_not_trained(material: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_actor_that_cannot_be_saved_is_not_trained(
+    material: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     doubles = {"start_fleet": lambda *_: Roles(unsaved=True), "ppo_iteration": pytest.fail}
     with pytest.raises(ValueError, match="export_trial: the actor could not be saved"):
         ppo(material, RunDir(tmp_path / "run"), monkeypatch, doubles=doubles)
@@ -131,36 +156,62 @@ def test_a_bug_in_a_reward_function_is_told_before_a_model_is_loaded(
     material: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "checks.py").write_text("def score(responses):\n    return [scor(r) for r in responses]\n")
-    (tmp_path / "world.py").write_text("class World:\n    async def rollout(self, task, model):\n        return nothing\n")
+    (tmp_path / "world.py").write_text(
+        "class World:\n    async def rollout(self, task, model):\n        return nothing\n"
+    )
     doubles = {"start_fleet": pytest.fail}
-    with pytest.raises(ValueError, match=r"score: a call with a made-up answer raised NameError: .*checks\.py, line 2"):
-        ppo(material, RunDir(tmp_path / "run"), monkeypatch, doubles=doubles, reward=("reward_model", f"{tmp_path}/checks.py:score"))
+    with pytest.raises(
+        ValueError, match=r"score: a call with a made-up answer raised NameError: .*checks\.py, line 2"
+    ):
+        ppo(
+            material,
+            RunDir(tmp_path / "run"),
+            monkeypatch,
+            doubles=doubles,
+            reward=("reward_model", f"{tmp_path}/checks.py:score"),
+        )
     doubles["Engines"] = lambda *_: None
-    asked = {"reward": ("reward_model", "environment"), "environment": f"{tmp_path}/world.py:World", "advantage_estimator": "reinforce_pp"}
-    with pytest.raises(ValueError, match=r"World: an episode with made-up answers raised NameError: .*world\.py, line 3"):
+    asked = {
+        "reward": ("reward_model", "environment"),
+        "environment": f"{tmp_path}/world.py:World",
+        "advantage_estimator": "reinforce_pp",
+    }
+    with pytest.raises(
+        ValueError, match=r"World: an episode with made-up answers raised NameError: .*world\.py, line 3"
+    ):
         ppo(material, RunDir(tmp_path / "other"), monkeypatch, doubles=doubles, **asked)
 
 
-def test_after_a_kill_every_export_is_that_of_its_iteration(material: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_after_a_kill_every_export_is_that_of_its_iteration(
+    material: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for killed_at in (2, 3, 4):
         run = RunDir(tmp_path / f"run-{killed_at}")
         with pytest.raises(KeyboardInterrupt):
             ppo(material, run, monkeypatch, killed_at, export_at=(2, 3), save_steps=2)
-        cut_off = run / "exports" / "iteration3"  # as an export leaves it that a kill ended, or one of other weights
+        # as an export leaves it that a kill ended, or one of other weights
+        cut_off = run / "exports" / "iteration3"
         cut_off.mkdir(parents=True, exist_ok=True)
         (cut_off / "weights").write_text("half")
         (cut_off / "model-00002.safetensors").write_text("")
-        assert ppo(material, run, monkeypatch, export_at=(2, 3), save_steps=2)[0] == (1 if killed_at == 2 else 3)
+        assert ppo(material, run, monkeypatch, export_at=(2, 3), save_steps=2)[0] == (
+            1 if killed_at == 2 else 3
+        )
         assert exported(run) == {"iteration2": "2", "iteration3": "3"}
         assert [file.name for file in cut_off.iterdir()] == ["weights"]
 
 
-def test_an_export_is_on_the_disk_before_the_state_after_it(material: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_export_is_on_the_disk_before_the_state_after_it(
+    material: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     synced: list[str] = []
     monkeypatch.setattr(os, "fsync", lambda handle: synced.append(os.readlink(f"/proc/self/fd/{handle}")))
     with pytest.raises(KeyboardInterrupt):
         ppo(material, RunDir(tmp_path / "run"), monkeypatch, killed_at=3, export_at=(2,), save_steps=2)
-    export, state = (next(i for i, path in enumerate(synced) if part in path) for part in ("exports/iteration2/weights", "/state/"))
+    export, state = (
+        next(i for i, path in enumerate(synced) if part in path)
+        for part in ("exports/iteration2/weights", "/state/")
+    )
     assert export < state
 
 
@@ -169,7 +220,9 @@ def test_the_result_is_of_answers_that_nothing_was_chosen_by(
     material: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, best_at: int
 ) -> None:
     """Engines load the best iteration unless it is the last. What it was chosen by has another name."""
-    run, roles, answered = RunDir(tmp_path / "run"), list[Any](), list[str]()
+    run = RunDir(tmp_path / "run")
+    roles = list[Any]()
+    answered = list[str]()
 
     def again(fleet: Any, held_out: Any, run: Any) -> dict[str, float]:
         roles.append(fleet)
@@ -178,15 +231,30 @@ def test_the_result_is_of_answers_that_nothing_was_chosen_by(
 
     monkeypatch.setattr(validation, "answer_again", again)
     doubles = {"answer_again": again, "answer_as": validation.answer_as}
-    doubles["validate"] = lambda fleet, held_out, run, at: {REWARD: 1.0 - abs(at - best_at), LOW: 0.9, HIGH: 1.1, "eval/old": 1.0}
-    ppo(material, run, monkeypatch, eval_prompts={"sources": str(material / "prompts.jsonl")}, eval_steps=1, doubles=doubles)
+    doubles["validate"] = lambda fleet, held_out, run, at: {
+        REWARD: 1.0 - abs(at - best_at),
+        LOW: 0.9,
+        HIGH: 1.1,
+        "eval/old": 1.0,
+    }
+    ppo(
+        material,
+        run,
+        monkeypatch,
+        eval_prompts={"sources": str(material / "prompts.jsonl")},
+        eval_steps=1,
+        doubles=doubles,
+    )
     result = run.result()
     assert result is not None and answered == ["anew"]
     assert roles[0].loaded == ([] if best_at == 5 else [f"iteration{best_at}"])
     of_best = {name: value for name, value in result.metrics.items() if name.startswith("eval/")}
     assert of_best == {REWARD: 0.25, "eval/pass@1": 0.5, "eval/best_iteration": best_at}
     chosen_by = {name: value for name, value in result.metrics.items() if name.startswith("selection/")}
-    assert chosen_by == {f"selection/reward/{name}": value for name, value in (("mean", 1.0), ("ci_low", 0.9), ("ci_high", 1.1))}
+    assert chosen_by == {
+        f"selection/reward/{name}": value
+        for name, value in (("mean", 1.0), ("ci_low", 0.9), ("ci_high", 1.1))
+    }
     assert (run / "checkpoint" / "weights").read_text() == str(best_at)
 
 
@@ -194,7 +262,8 @@ def test_engines_with_adapters_answer_again_while_they_have_the_best(
     material: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also where a run is killed after it: the state has the answers' metrics."""
-    run, weights = RunDir(tmp_path / "run"), list[int]()
+    run = RunDir(tmp_path / "run")
+    weights = list[int]()
 
     def again(fleet: Any, held_out: Any, run: Any) -> dict[str, float]:
         weights.append(fleet.weights)
@@ -202,7 +271,11 @@ def test_engines_with_adapters_answer_again_while_they_have_the_best(
 
     monkeypatch.setattr(Roles, "adapters_alone", True)
     doubles = {"answer_again": again, "validate": lambda fleet, held_out, run, at: {REWARD: -abs(at - 2.0)}}
-    how: dict[str, Any] = {"eval_prompts": {"sources": str(material / "prompts.jsonl")}, "eval_steps": 1, "save_steps": 1}
+    how: dict[str, Any] = {
+        "eval_prompts": {"sources": str(material / "prompts.jsonl")},
+        "eval_steps": 1,
+        "save_steps": 1,
+    }
     with pytest.raises(KeyboardInterrupt):
         ppo(material, run, monkeypatch, killed_at=5, doubles=doubles, **how)
     ppo(material, run, monkeypatch, doubles=doubles, **how)
@@ -210,11 +283,16 @@ def test_engines_with_adapters_answer_again_while_they_have_the_best(
     assert result is not None and result.metrics[REWARD] == 2.0 and weights == [0, 1, 2]
 
 
-def test_a_kill_while_a_state_is_written_loses_no_best_iteration(material: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run, how = RunDir(tmp_path / "run"), {"eval_prompts": {"sources": str(material / "prompts.jsonl")}, "eval_steps": 1, "save_steps": 1}
+def test_a_kill_while_a_state_is_written_loses_no_best_iteration(
+    material: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = RunDir(tmp_path / "run")
+    how = {"eval_prompts": {"sources": str(material / "prompts.jsonl")}, "eval_steps": 1, "save_steps": 1}
     with pytest.raises(KeyboardInterrupt):
         ppo(material, run, monkeypatch, killed_at=4, unwritten=3, **how)
-    assert [folder.name for folder in (run / "state").glob("step-*")] == ["step-2"], "that of iteration 3 is not complete"
+    assert [folder.name for folder in (run / "state").glob("step-*")] == ["step-2"], (
+        "that of iteration 3 is not complete"
+    )
     best = {folder.name: (folder / "weights").read_text() for folder in (run / "state" / "best").iterdir()}
     assert best == {"iteration2": "2", "iteration3": "3"}, "those that the two states name"
     assert ppo(material, run, monkeypatch, **how) == [3, 4, 5]
@@ -227,6 +305,12 @@ def test_without_exports_nothing_changes_and_an_iteration_beyond_the_end_is_refu
     run = RunDir(tmp_path / "run")
     ppo(material, run, monkeypatch)
     result = run.result()
-    assert result is not None and set(result.outputs) == {"checkpoint", "data_report", "rollouts"} and not (run / "exports").exists()
-    with pytest.raises(ValueError, match=r"^export_at names iteration 6, and this run has 5: lower it, or give more prompts$"):
+    assert (
+        result is not None
+        and set(result.outputs) == {"checkpoint", "data_report", "rollouts"}
+        and not (run / "exports").exists()
+    )
+    with pytest.raises(
+        ValueError, match=r"^export_at names iteration 6, and this run has 5: lower it, or give more prompts$"
+    ):
         ppo(material, RunDir(tmp_path / "more"), monkeypatch, export_at=(2, 6))

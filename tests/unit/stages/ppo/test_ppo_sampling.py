@@ -1,4 +1,5 @@
-"""The order of prompts, dynamic filtering, and a whole iteration against a fleet that only records its calls."""
+"""The order of prompts, dynamic filtering, and a whole iteration against a fleet that only records its
+calls."""
 
 from __future__ import annotations
 
@@ -34,7 +35,8 @@ TERMS = [Term("reward_model", 1.0, "none", None)]
 
 @dataclass
 class Fleet:
-    """Answers each prompt with its own number; the reward of an answer is `score(prompt, which of the answers)`."""
+    """Answers each prompt with its own number; the reward of an answer is `score(prompt, which of the
+    answers)`."""
 
     score_of: Callable[[int, int], float]
     requested: list[list[int]] = field(default_factory=list)
@@ -50,18 +52,30 @@ class Fleet:
     def wake(self) -> None:
         self.said.append("wake")
 
-    def start_sample(self, prompts: Sequence[Sequence[int]], seeds: Sequence[int], sampling: Sampling) -> Callable[[], list[list[Answer]]]:
+    def start_sample(
+        self, prompts: Sequence[Sequence[int]], seeds: Sequence[int], sampling: Sampling
+    ) -> Callable[[], list[list[Answer]]]:
         self.requested.append([prompt[0] for prompt in prompts])
         self.seeds += seeds
         self.said.append("sample")
-        answers = [[Answer([prompt[0], j, 0], [-1.0, -1.0, -1.0], True) for j in range(sampling.n)] for prompt in prompts]
+        answers = [
+            [Answer([prompt[0], j, 0], [-1.0, -1.0, -1.0], True) for j in range(sampling.n)]
+            for prompt in prompts
+        ]
         return lambda: answers
 
     def reward(self, rollouts: Sequence[Rollout], allowed: int) -> Rewards:
-        values = [self.score_of(rollout.document.tokens[1], rollout.document.tokens[2]) for rollout in rollouts]
-        return Rewards({"reward_model": np.array(values)}, {"reward_model": "the last error"} if np.isnan(values).any() else {})
+        values = [
+            self.score_of(rollout.document.tokens[1], rollout.document.tokens[2]) for rollout in rollouts
+        ]
+        return Rewards(
+            {"reward_model": np.array(values)},
+            {"reward_model": "the last error"} if np.isnan(values).any() else {},
+        )
 
-    def start_score(self, rollouts: Sequence[Rollout], rewards: Rewards | None, allowed: int) -> Callable[[], Scores]:
+    def start_score(
+        self, rollouts: Sequence[Rollout], rewards: Rewards | None, allowed: int
+    ) -> Callable[[], Scores]:
         self.said.append("score" if rewards is None else "score models only")
         logprobs = [np.array([0.0, -1.0, -1.0, -1.0], np.float32) for _ in rollouts]
         values = [np.zeros(4, np.float32) for _ in rollouts]
@@ -77,12 +91,16 @@ class Fleet:
         beside()
         self.trained.append(updates)
         self.said.append("train")
-        return Steps([{"policy/ratio": 1.0, "policy/ratio_gap": 0.0} for _ in next(iter(updates.values()))], [])
+        return Steps(
+            [{"policy/ratio": 1.0, "policy/ratio_gap": 0.0} for _ in next(iter(updates.values()))], []
+        )
 
     def lengths(self, tokens: Sequence[int]) -> list[int]:
         return list(range(1, 1 + len(tokens)))
 
-    def iteration_metrics(self, rollouts: object, trained: object, passes: int, seconds: float) -> dict[str, float]:
+    def iteration_metrics(
+        self, rollouts: object, trained: object, passes: int, seconds: float
+    ) -> dict[str, float]:
         return {}
 
     def sync_weights(self, version: int = 0) -> None:
@@ -93,7 +111,9 @@ class Fleet:
         return Probe(0.0, 0.0)
 
 
-def setup(order: PromptOrder, rounds: int = 0, allowed: int = 0, terms: Sequence[Term] = TERMS, **changes: Any) -> Setup:
+def setup(
+    order: PromptOrder, rounds: int = 0, allowed: int = 0, terms: Sequence[Term] = TERMS, **changes: Any
+) -> Setup:
     """With dynamic filtering of at most `rounds`; 0: without."""
     filtering: dict[str, Any] = {"dynamic_filtering": True, "max_filter_rounds": rounds} if rounds else {}
     return Setup(config(**filtering, **changes), order, HOW, terms, [], allowed)
@@ -129,7 +149,10 @@ def test_a_group_has_a_signal_when_its_rewards_differ() -> None:
     assert with_signal(rewards, 2, 1e-6) == [2, 3]
     assert with_signal(rewards, 3, 1e-6) == [0, 1, 2]
     assert with_signal(rewards, 4, 1e-6) == [0, 1, 2, 3]
-    assert with_signal(np.array([0, 1, 0, 1]), 2, 1e-6, np.array([False, True, False, False])) == [0, 1], "one that is trained on"
+    assert with_signal(np.array([0, 1, 0, 1]), 2, 1e-6, np.array([False, True, False, False])) == [
+        0,
+        1,
+    ], "one that is trained on"
 
 
 def test_without_filtering_a_batch_is_sampled_once_and_scored_with_the_others() -> None:
@@ -148,27 +171,36 @@ def test_groups_without_signal_are_replaced_until_the_batch_is_full() -> None:
     in_line = [prompt.tokens[0] for prompt, _ in order.take(0, sampled.position)]
     asked = [prompt for requested in fleet.requested for prompt in requested]
     assert asked[: len(in_line)] == in_line, "every prompt up to the new position"
-    assert prompts_of(sampled) == [prompt for prompt in in_line if prompt % 2], "and every accepted one of them is trained on"
+    assert prompts_of(sampled) == [prompt for prompt in in_line if prompt % 2], (
+        "and every accepted one of them is trained on"
+    )
     first = fleet.requested[0]
-    missing, share = 4 - sum(prompt % 2 for prompt in first), sum(prompt % 2 for prompt in first) / 4
+    missing = 4 - sum(prompt % 2 for prompt in first)
+    share = sum(prompt % 2 for prompt in first) / 4
     assert len(fleet.requested[1]) == math.ceil(1.2 * missing / share), "as many as should suffice"
-    assert sampled.metrics["filter/rounds"] == len(fleet.requested) > 1 and sampled.metrics["filter/groups"] == 4
+    assert (
+        sampled.metrics["filter/rounds"] == len(fleet.requested) > 1 and sampled.metrics["filter/groups"] == 4
+    )
     assert sampled.metrics["filter/accepted"] == sum(prompt % 2 for prompt in asked) / len(asked)
 
 
 def test_two_rounds_fill_an_iteration_mostly() -> None:
     rounds = []
     prompts = [Prompt((), [i], {}, False) for i in range(4000)]
-    position, order = 0, PromptOrder(prompts, batch=64, seed=0)
+    position = 0
+    order = PromptOrder(prompts, batch=64, seed=0)
     for _ in range(20):
-        sampled = sample(Fleet(lambda prompt, j: float(j) if prompt % 2 else 1.0), setup(order, 10), position, {})  # type: ignore[arg-type]
+        sampled = sample(
+            Fleet(lambda prompt, j: float(j) if prompt % 2 else 1.0), setup(order, 10), position, {}
+        )  # type: ignore[arg-type]
         position = sampled.position
         rounds.append(sampled.metrics["filter/rounds"])
     assert sum(rounds) / len(rounds) < 2.3
 
 
 def test_accepted_groups_survive_the_end_of_the_data() -> None:
-    """The order has 8 prompts an episode, two of the ten have a signal: a batch of four needs several episodes and loses nothing."""
+    """The order has 8 prompts an episode, two of the ten have a signal: a batch of four needs several
+    episodes and loses nothing."""
     fleet = Fleet(lambda prompt, j: float(j) if prompt in (3, 7) else 1.0)
     order = PromptOrder(PROMPTS, batch=4, seed=0)
     sampled = sample(fleet, setup(order, 100), 0, {})  # type: ignore[arg-type]
@@ -191,14 +223,17 @@ def test_rewards_are_those_of_all_groups_beside_those_of_the_kept_ones() -> None
     fleet = Fleet(lambda prompt, j: float(j) if prompt % 2 else 5.0)
     done = iterate(fleet, config(advantage_estimator="grpo", dynamic_filtering=True))
     asked = [prompt for requested in fleet.requested for prompt in requested]
-    assert done.metrics["reward/mean"] == pytest.approx(np.mean([0.5 if prompt % 2 else 5.0 for prompt in asked]))
+    assert done.metrics["reward/mean"] == pytest.approx(
+        np.mean([0.5 if prompt % 2 else 5.0 for prompt in asked])
+    )
     assert done.metrics["reward/reward_model/mean"] == done.metrics["reward/mean"] > 1
     assert done.metrics["filter/reward_mean"] == done.metrics["filter/reward_std"] == 0.5
 
 
 def test_groups_are_compared_by_the_rewards_that_are_trained_on() -> None:
     order = PromptOrder(PROMPTS, batch=4, seed=0)
-    fleet = Fleet(lambda prompt, j: 20.0 + j if prompt % 2 == 0 else float(j))  # 20 and 21 are both clipped to 10
+    # 20 and 21 are both clipped to 10
+    fleet = Fleet(lambda prompt, j: 20.0 + j if prompt % 2 == 0 else float(j))
     sampled = sample(fleet, setup(order, 10), 0, {})  # type: ignore[arg-type]
     assert all(prompt % 2 for prompt in prompts_of(sampled))
     fleet = Fleet(lambda prompt, j: float(j))  # 0 and 1 over a deviation of 100: within filter_min_spread
@@ -214,16 +249,22 @@ def test_running_statistics_are_of_all_groups() -> None:
     asked = [prompt for requested in fleet.requested for prompt in requested]
     assert sampled.statistics is not None
     assert sampled.statistics["reward_model"].number == N * len(asked)
-    assert sampled.statistics["reward_model"].mean == pytest.approx(np.mean([0.5 if prompt % 2 else 5.0 for prompt in asked]))
+    assert sampled.statistics["reward_model"].mean == pytest.approx(
+        np.mean([0.5 if prompt % 2 else 5.0 for prompt in asked])
+    )
 
 
 def test_failures_of_all_rounds_count_against_the_limit() -> None:
     def score(prompt: int, j: int) -> float:
         return float("nan") if j else 1.0
 
-    with pytest.raises(RewardsFailed, match=r"reward_model left 4 of 8 answers without a reward, more than the 3 .*the last error"):
+    with pytest.raises(
+        RewardsFailed,
+        match=r"reward_model left 4 of 8 answers without a reward, more than the 3 .*the last error",
+    ):
         sample(Fleet(score), setup(PromptOrder(PROMPTS, 4, 0), 9, 3), 0, {})  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="none of the 20 groups"):  # half of the answers may fail in each round: no group has two rewards
+    # half of the answers may fail in each round: no group has two rewards
+    with pytest.raises(ValueError, match="none of the 20 groups"):
         sample(Fleet(score), setup(PromptOrder(PROMPTS, 4, 0), 2, 4), 0, {})  # type: ignore[arg-type]
 
 
@@ -231,7 +272,13 @@ def test_failures_of_all_rounds_count_against_the_limit() -> None:
 
 
 def config(**changes: object) -> PPO:
-    fields = {"rollout_batch_size": 4, "n_samples_per_prompt": N, "train_batch_size": 4, "micro_train_batch_size": 4, "max_epochs": 2}
+    fields = {
+        "rollout_batch_size": 4,
+        "n_samples_per_prompt": N,
+        "train_batch_size": 4,
+        "micro_train_batch_size": 4,
+        "max_epochs": 2,
+    }
     return PPO(prompts=Data(sources="p.jsonl"), generate_max_len=8, **{**fields, **changes})
 
 
@@ -261,10 +308,19 @@ def test_an_iteration_is_the_papers() -> None:
     assert fleet.said == ["sample", "score", "train", "publish", "probe"]
     assert set(fleet.trained[0]) == {"actor", "critic"}
     assert [len(update.indices) for update in fleet.trained[0]["actor"]] == [4] * 4
-    assert [update.indices for update in fleet.trained[0]["actor"]] == [update.indices for update in fleet.trained[0]["critic"]]
+    assert [update.indices for update in fleet.trained[0]["actor"]] == [
+        update.indices for update in fleet.trained[0]["critic"]
+    ]
     assert {update.kl_coef for update in fleet.trained[0]["actor"]} == {0.3}
     assert done.carried.position == 4 and done.metrics["reward/mean"] == 0.5
-    assert {"phase/generate", "phase/score", "phase/credit", "phase/train", "phase/sync", "phase/probe"} <= set(done.metrics)
+    assert {
+        "phase/generate",
+        "phase/score",
+        "phase/credit",
+        "phase/train",
+        "phase/sync",
+        "phase/probe",
+    } <= set(done.metrics)
 
 
 def test_a_frozen_actor_is_neither_trained_nor_published() -> None:
@@ -306,4 +362,5 @@ def test_running_statistics_go_on_from_the_iteration_before() -> None:
     carried = Carried(0, {"reward_model": Running(8, 10.0, 0.0)})
     done = ppo_iteration(fleet, setup, carried, 0.0, schedule_of(running, 0, 4, 0))  # type: ignore[arg-type]
     assert done.carried.statistics["reward_model"].number == 16
-    assert done.carried.statistics["reward_model"].mean == pytest.approx(5.25)  # eight 10s and four 0s and 1s each
+    # eight 10s and four 0s and 1s each
+    assert done.carried.statistics["reward_model"].mean == pytest.approx(5.25)

@@ -1,4 +1,5 @@
-"""Answers that are scored while engines still work on others: what goes together, when it begins, that the order of arrival is not seen."""
+"""Answers that are scored while engines still work on others: what goes together, when it begins, that the
+order of arrival is not seen."""
 
 from __future__ import annotations
 
@@ -24,39 +25,61 @@ from rlhf_core.stages.ppo.train import schedule_of, setup_of
 PROMPTS = [Prompt(({"role": "user", "content": str(i)},), [i], {}, False) for i in range(7)]
 ORDER = PromptOrder(PROMPTS, 7, seed=1)
 HOW = Sampling(2, 1.0, 8, [0])
-FORWARD, BACKWARD, MIXED = tuple(range(7)), tuple(range(6, -1, -1)), (3, 0, 6, 2, 1, 4, 5)
+FORWARD = tuple(range(7))
+BACKWARD = tuple(range(6, -1, -1))
+MIXED = (3, 0, 6, 2, 1, 4, 5)
 
 
 class Fleet:
-    """Finishes prompts in the requested order. A score is the answer's own and that of what it was scored with; `fails`: prompts."""
+    """Finishes prompts in the requested order. A score is the answer's own and that of what it was scored
+    with; `fails`: prompts."""
 
     sleeps = False
 
     def __init__(self, order: Sequence[int], fails: Sequence[int] = ()):
-        self.order, self.fails = order, fails
+        self.order = order
+        self.fails = fails
         self.said: list[str] = []
 
-    def stream(self, prompts: Sequence[Sequence[int]], seeds: Sequence[int], sampling: Sampling) -> Iterator[tuple[int, list[Answer]]]:
+    def stream(
+        self, prompts: Sequence[Sequence[int]], seeds: Sequence[int], sampling: Sampling
+    ) -> Iterator[tuple[int, list[Answer]]]:
         for place in self.order:
             self.said.append(f"answers {place}")
             yield place, [Answer([prompts[place][0], j, 0], [-1.0] * 3, True) for j in range(sampling.n)]
 
-    def start_score(self, rollouts: Sequence[Rollout], rewards: Rewards | None, allowed: int) -> Callable[[], Scores]:
+    def start_score(
+        self, rollouts: Sequence[Rollout], rewards: Rewards | None, allowed: int
+    ) -> Callable[[], Scores]:
         requested = [rollout.prompt.tokens[0] for rollout in rollouts]
         self.said.append(f"score {len(requested) // 2}")
         together = float(sum(requested) * len(requested))
 
         def wait() -> Scores:
             self.said.append("scores")
-            values = [np.array([together, prompt, j % 2, 0], np.float32) for j, prompt in enumerate(requested)]
-            found = np.array([np.nan if prompt in self.fails else j for j, prompt in enumerate(requested)], dtype=float)
+            values = [
+                np.array([together, prompt, j % 2, 0], np.float32) for j, prompt in enumerate(requested)
+            ]
+            found = np.array(
+                [np.nan if prompt in self.fails else j for j, prompt in enumerate(requested)], dtype=float
+            )
             rewards = Rewards({"reward_model": found}, {"reward_model": "refused"} if self.fails else {})
-            return Scores(values, values, values, rewards, [Part(len(rollouts), {"document": [r.document for r in rollouts]}, {})])
+            return Scores(
+                values,
+                values,
+                values,
+                rewards,
+                [Part(len(rollouts), {"document": [r.document for r in rollouts]}, {})],
+            )
 
         return wait
 
-    def train(self, experience: Sequence[Any], updates: object, beside: Callable[[], None], stored: Sequence[Part]) -> Steps:
-        assert [id(document) for part in stored for document in part.lists["document"]] == [id(one.document) for one in experience]
+    def train(
+        self, experience: Sequence[Any], updates: object, beside: Callable[[], None], stored: Sequence[Part]
+    ) -> Steps:
+        assert [id(document) for part in stored for document in part.lists["document"]] == [
+            id(one.document) for one in experience
+        ]
         beside()
         return Steps([{"policy/ratio": 1.0, "policy/ratio_gap": 0.0}], [])
 
@@ -83,7 +106,15 @@ def test_a_part_is_scored_as_soon_as_it_is_whole() -> None:
     fleet = Fleet(MIXED)
     streamed(fleet, 3)
     answers = [f"answers {place}" for place in MIXED]
-    assert fleet.said == [*answers[:3], "score 1", *answers[3:5], "score 3", *answers[5:], "score 3", *["scores"] * 3]
+    assert fleet.said == [
+        *answers[:3],
+        "score 1",
+        *answers[3:5],
+        "score 3",
+        *answers[5:],
+        "score 3",
+        *["scores"] * 3,
+    ]
 
 
 @pytest.mark.parametrize("part", [1, 3, 7, 100])
@@ -91,22 +122,38 @@ def test_the_order_of_arrival_changes_nothing(part: int) -> None:
     found = [streamed(Fleet(order), part) for order in (FORWARD, BACKWARD, MIXED)]
     in_line = [prompt.tokens[0] for prompt, _ in ORDER.take(0, 7)]
     for rollouts, scores in found:
-        assert [rollout.prompt.tokens[0] for rollout in rollouts] == [prompt for prompt in in_line for _ in range(2)]
+        assert [rollout.prompt.tokens[0] for rollout in rollouts] == [
+            prompt for prompt in in_line for _ in range(2)
+        ]
         assert [rollout.document.tokens[2] for rollout in rollouts] == [0, 1] * 7
-        assert [int(values[1]) for values in scores.logprobs] == [prompt for prompt in in_line for _ in range(2)]
+        assert [int(values[1]) for values in scores.logprobs] == [
+            prompt for prompt in in_line for _ in range(2)
+        ]
         for name in ("logprobs", "ref_logprobs", "values"):
-            assert np.array_equal(getattr(scores, name), getattr(found[0][1], name)), "also what was scored together"
-        assert scores.rewards.by_source["reward_model"].tolist() == found[0][1].rewards.by_source["reward_model"].tolist()
+            assert np.array_equal(getattr(scores, name), getattr(found[0][1], name)), (
+                "also what was scored together"
+            )
+        assert (
+            scores.rewards.by_source["reward_model"].tolist()
+            == found[0][1].rewards.by_source["reward_model"].tolist()
+        )
 
 
 def test_failures_of_all_parts_count_against_the_limit() -> None:
     streamed(Fleet(MIXED, fails=(1, 5)), 1, allowed=4)
-    with pytest.raises(RewardsFailed, match=r"left 4 of 14 answers without a reward, more than the 3 .*refused"):
+    with pytest.raises(
+        RewardsFailed, match=r"left 4 of 14 answers without a reward, more than the 3 .*refused"
+    ):
         streamed(Fleet(MIXED, fails=(1, 5)), 1, allowed=3)
 
 
 def config(**fields: Any) -> PPO:
-    sizes = {"rollout_batch_size": 7, "n_samples_per_prompt": 2, "train_batch_size": 14, "micro_train_batch_size": 14}
+    sizes = {
+        "rollout_batch_size": 7,
+        "n_samples_per_prompt": 2,
+        "train_batch_size": 14,
+        "micro_train_batch_size": 14,
+    }
     return PPO(prompts=Data(sources="p.jsonl"), **{**sizes, **fields})
 
 
@@ -127,9 +174,18 @@ def test_an_iteration_waits_for_the_scores_that_are_under_way() -> None:
 @pytest.mark.parametrize(
     ("fields", "sentence"),
     [
-        ({"colocate_all": True}, "stream_batch_size scores while engines generate, so they need GPUs of their own"),
-        ({"vllm": {"gpus": 1, "sleep": True}}, "stream_batch_size scores while engines generate, so they need GPUs of their own"),
-        ({"dynamic_filtering": True}, "dynamic_filtering needs the rewards of all answers .* with stream_batch_size"),
+        (
+            {"colocate_all": True},
+            "stream_batch_size scores while engines generate, so they need GPUs of their own",
+        ),
+        (
+            {"vllm": {"gpus": 1, "sleep": True}},
+            "stream_batch_size scores while engines generate, so they need GPUs of their own",
+        ),
+        (
+            {"dynamic_filtering": True},
+            "dynamic_filtering needs the rewards of all answers .* with stream_batch_size",
+        ),
     ],
 )
 def test_what_cannot_work_is_refused(fields: dict[str, Any], sentence: str) -> None:

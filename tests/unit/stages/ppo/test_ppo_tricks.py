@@ -1,4 +1,5 @@
-"""The ten tricks that keep PPO stable, each with the test that fails when it is broken (docs/explanation/ppo.md), and the family.
+"""The ten tricks that keep PPO stable, each with the test that fails when it is broken
+(docs/explanation/ppo.md), and the family.
 
 Actor and critic are the real roles, on tiny random models and the plain engine: one process, no Ray.
 """
@@ -46,7 +47,13 @@ PATHS = {"actor": "sft", "critic": "rm", "reference": "sft", "reward:reward_mode
 
 
 def ppo(**changes: object) -> PPO:
-    small = {"rollout_batch_size": 4, "n_samples_per_prompt": 2, "train_batch_size": 4, "micro_train_batch_size": 4, "generate_max_len": 16}
+    small = {
+        "rollout_batch_size": 4,
+        "n_samples_per_prompt": 2,
+        "train_batch_size": 4,
+        "micro_train_batch_size": 4,
+        "generate_max_len": 16,
+    }
     return PPO(prompts=Data(sources="prompts.jsonl"), **{**small, **changes})
 
 
@@ -54,16 +61,24 @@ def documents(count: int, seed: int = 0) -> list[Document]:
     """Ragged ones with a prompt of two tokens."""
     generator = torch.Generator().manual_seed(seed)
     lengths = [3 + int(torch.randint(0, 6, (), generator=generator)) for _ in range(count)]
-    return [Document(torch.randint(1, 31, (n,), generator=generator).tolist(), [False, False, *[True] * (n - 2)]) for n in lengths]
+    return [
+        Document(torch.randint(1, 31, (n,), generator=generator).tolist(), [False, False, *[True] * (n - 2)])
+        for n in lengths
+    ]
 
 
 def drawn(docs: Sequence[Document]) -> list[list[np.ndarray]]:
     """Random log-probs, those of a reference, and values."""
     generator = np.random.default_rng(0)
-    return [[generator.normal(size=len(d)).astype(np.float32) * np.array(d.mask, np.float32) for d in docs] for _ in range(3)]
+    return [
+        [generator.normal(size=len(d)).astype(np.float32) * np.array(d.mask, np.float32) for d in docs]
+        for _ in range(3)
+    ]
 
 
-def credited(config: PPO, kl_coef: float = 0.0, rewards: Sequence[float] | None = None, paths: dict[str, str] = PATHS) -> Credited:
+def credited(
+    config: PPO, kl_coef: float = 0.0, rewards: Sequence[float] | None = None, paths: dict[str, str] = PATHS
+) -> Credited:
     """Credit of eight random rollouts by the stage's own setup."""
     docs = documents(8)
     logprobs, ref_logprobs, values = drawn(docs)
@@ -95,7 +110,9 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def plain_engine(monkeypatch: pytest.MonkeyPatch) -> None:
-    plain = lambda module, config, **_: TorchEngine(module, AdamW(config.betas, config.weight_decay, config.max_norm))  # noqa: E731
+    plain = lambda module, config, **_: TorchEngine(  # noqa: E731
+        module, AdamW(config.betas, config.weight_decay, config.max_norm)
+    )
     monkeypatch.setattr("rlhf_core.stages.ppo.roles.trained.make_engine", plain)
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "1")
@@ -121,7 +138,10 @@ def experience(models: Path, scale: float = 1.0) -> list[Experience]:
     reference = dict(Reference(model(models / "other"), 1.0).logprobs(docs))
     generator = np.random.default_rng(1)
     random = [scale * generator.normal(size=len(d)).astype(np.float32) for d in docs]
-    return [Experience(d, old[i], old[i], reference[i], 0 * a, a, a) for i, (d, a) in enumerate(zip(docs, random, strict=True))]
+    return [
+        Experience(d, old[i], old[i], reference[i], 0 * a, a, a)
+        for i, (d, a) in enumerate(zip(docs, random, strict=True))
+    ]
 
 
 def flat(role: Actor | Critic) -> torch.Tensor:
@@ -147,25 +167,44 @@ def test_the_reward_is_paid_on_the_last_token_only() -> None:
 
 def test_each_token_has_its_own_ratio(models: Path, plain_engine: None) -> None:
     items = experience(models)
-    moved = [e.__class__(**{**vars(e), "old_logprobs": e.old_logprobs - np.linspace(0, 0.6, len(e.document))}) for e in items]
+    moved = [
+        e.__class__(**{**vars(e), "old_logprobs": e.old_logprobs - np.linspace(0, 0.6, len(e.document))})
+        for e in items
+    ]
     shares = {
-        ratio: actor(models, ratio=ratio).train(moved, [Update(list(range(8)), 1e-9, 0.0)]).metrics[0] for ratio in ("token", "sequence")
+        ratio: actor(models, ratio=ratio).train(moved, [Update(list(range(8)), 1e-9, 0.0)]).metrics[0]
+        for ratio in ("token", "sequence")
     }
     tokens = [np.exp(np.linspace(0, 0.6, len(e.document))[2:]) for e in moved]
     assert shares["token"]["policy/ratio"] == pytest.approx(np.concatenate(tokens).mean(), rel=1e-4)
-    assert shares["token"]["policy/ratio_gap"] == pytest.approx(np.abs(np.concatenate(tokens) - 1).mean(), rel=1e-4)
+    assert shares["token"]["policy/ratio_gap"] == pytest.approx(
+        np.abs(np.concatenate(tokens) - 1).mean(), rel=1e-4
+    )
     geometric = [np.exp(np.log(ratios).mean()) for ratios in tokens]
     assert shares["sequence"]["policy/ratio"] == pytest.approx(np.mean(geometric), rel=1e-4)
 
 
 @pytest.mark.parametrize("level", ["token", "sequence"])
-def test_the_one_update_of_an_iteration_needs_no_scoring_pass(models: Path, plain_engine: None, level: str) -> None:
-    """Log-probs of the training pass itself: the same gradient as with those of a scoring pass, and they come back by document."""
-    choices = {"advantage_estimator": "grpo", "kl_in": "loss", "kl_estimator": "k3", "sampler_is_level": level, "sampler_is_cap": 1.5}
+def test_the_one_update_of_an_iteration_needs_no_scoring_pass(
+    models: Path, plain_engine: None, level: str
+) -> None:
+    """Log-probs of the training pass itself: the same gradient as with those of a scoring pass, and they come
+    back by document."""
+    choices = {
+        "advantage_estimator": "grpo",
+        "kl_in": "loss",
+        "kl_estimator": "k3",
+        "sampler_is_level": level,
+        "sampler_is_cap": 1.5,
+    }
     noise = np.random.default_rng(2)
-    items = [replace(e, sampler_logprobs=e.sampler_logprobs + 0.1 * noise.normal(size=len(e.document))) for e in experience(models)]
+    items = [
+        replace(e, sampler_logprobs=e.sampler_logprobs + 0.1 * noise.normal(size=len(e.document)))
+        for e in experience(models)
+    ]
     update = Update([6, 2, 7, 1, 0, 4, 3], 1e-2, 0.3)
-    scored, unscored = actor(models, **choices), actor(models, **choices, micro=3)
+    scored = actor(models, **choices)
+    unscored = actor(models, **choices, micro=3)
     expected, none = scored.train(items, [update])
     found, logprobs = unscored.train([replace(e, old_logprobs=None) for e in items], [update])
     assert none == [] and sorted(i for i, _ in logprobs) == sorted(update.indices)
@@ -179,12 +218,19 @@ def test_the_one_update_of_an_iteration_needs_no_scoring_pass(models: Path, plai
 @pytest.mark.usefixtures("plain_engine")
 @pytest.mark.parametrize("aggregation", ["token", "sequence", "constant"])
 def test_masked_answers_train_as_if_they_were_not_there(models: Path, aggregation: str) -> None:
-    """Half of the answers come from a sampler that is far off: the others have the gradient of a step of their own."""
+    """Half of the answers come from a sampler that is far off: the others have the gradient of a step of
+    their own."""
     items = experience(models)
     far = [replace(e, sampler_logprobs=e.sampler_logprobs - 2.0 * (i % 2)) for i, e in enumerate(items)]
-    choices = {"sampler_is": "mask", "sampler_is_level": "geometric", "loss_aggregation": aggregation, "entropy_coef": 0.1}
+    choices = {
+        "sampler_is": "mask",
+        "sampler_is_level": "geometric",
+        "loss_aggregation": aggregation,
+        "entropy_coef": 0.1,
+    }
     choices |= {"kl_in": "loss", "kl_estimator": "k2"}
-    whole, alone = actor(models, **choices), actor(models, **choices)
+    whole = actor(models, **choices)
+    alone = actor(models, **choices)
     found = whole.train(far, [Update(list(range(8)), 1e-2, 0.3)]).metrics[0]
     expected = alone.train(far, [Update([0, 2, 4, 6], 1e-2, 0.3)]).metrics[0]
     assert found == pytest.approx(expected, rel=1e-4)
@@ -213,9 +259,13 @@ def test_a_step_of_masked_answers_alone_is_not_taken(models: Path) -> None:
 @pytest.mark.usefixtures("plain_engine")
 def test_one_advantage_is_that_of_all_response_tokens(models: Path) -> None:
     items = experience(models)
-    spread = [replace(e, advantages=np.where(e.document.mask_array, np.float32(0.1 * i), 0)) for i, e in enumerate(items)]
+    spread = [
+        replace(e, advantages=np.where(e.document.mask_array, np.float32(0.1 * i), 0))
+        for i, e in enumerate(items)
+    ]
     numbers = [replace(e, advantages=float(np.float32(0.1 * i))) for i, e in enumerate(items)]
-    by_token, by_answer = actor(models), actor(models)
+    by_token = actor(models)
+    by_answer = actor(models)
     update = Update(list(range(8)), 1e-2, 0.0)
     assert by_token.train(spread, [update]).metrics == by_answer.train(numbers, [update]).metrics
     assert flat(by_token).equal(flat(by_answer)) and not flat(by_token).equal(flat(actor(models)))
@@ -224,10 +274,20 @@ def test_one_advantage_is_that_of_all_response_tokens(models: Path) -> None:
 
 
 def test_log_probs_are_scored_only_where_the_training_pass_comes_too_late() -> None:
-    sizes = {"rollout_batch_size": 4, "n_samples_per_prompt": 2, "train_batch_size": 8, "max_epochs": 1, "advantage_estimator": "grpo"}
-    assert ppo(**sizes, kl_in="loss", kl_estimator="k3").one_update and ppo(**sizes, init_kl_coef=0.0).one_update
+    sizes = {
+        "rollout_batch_size": 4,
+        "n_samples_per_prompt": 2,
+        "train_batch_size": 8,
+        "max_epochs": 1,
+        "advantage_estimator": "grpo",
+    }
+    assert (
+        ppo(**sizes, kl_in="loss", kl_estimator="k3").one_update and ppo(**sizes, init_kl_coef=0.0).one_update
+    )
     assert not ppo(**sizes).one_update, "the KL is in the reward"
-    assert not ppo(**sizes, init_kl_coef=0.0, sampler_is="mask").one_update, "the denominator needs to know what is masked"
+    assert not ppo(**sizes, init_kl_coef=0.0, sampler_is="mask").one_update, (
+        "the denominator needs to know what is masked"
+    )
     assert not ppo(**{**sizes, "train_batch_size": 4}, init_kl_coef=0.0).one_update
     assert not ppo(**{**sizes, "max_epochs": 2}, init_kl_coef=0.0).one_update
     frozen = {**sizes, "advantage_estimator": "gae", "freezing_actor_steps": 1}
@@ -250,7 +310,8 @@ def test_the_kl_is_paid_token_by_token() -> None:
 
 
 def test_the_kl_in_the_loss_pulls_towards_the_reference(models: Path, plain_engine: None) -> None:
-    """Without any advantage only the KL moves the policy: a first step changes nothing without it and lowers it with it."""
+    """Without any advantage only the KL moves the policy: a first step changes nothing without it and lowers
+    it with it."""
     items = experience(models, scale=0.0)
     still = actor(models)
     before = flat(still)
@@ -262,7 +323,8 @@ def test_the_kl_in_the_loss_pulls_towards_the_reference(models: Path, plain_engi
 
 
 def test_the_adaptive_coefficient_waits_for_the_first_update_of_the_actor() -> None:
-    """An actor that is still the reference has a KL of 0 by definition, which says nothing of the coefficient."""
+    """An actor that is still the reference has a KL of 0 by definition, which says nothing of the
+    coefficient."""
     adaptive = ppo(kl_target=0.1, freezing_actor_steps=3)
     start = KLController(0.3, 0.1)
     assert [adapted(start, adaptive, step, 0.0) == start for step in range(5)] == [True] * 4 + [False]
@@ -281,9 +343,13 @@ def test_rewards_are_standardised_with_the_statistics_of_their_model(tmp_path: P
     found = credited(ppo(gamma=0, whiten_advantages=False, normalize_reward=True), paths=paths)
     last = [earned[-1] for earned in said(found, "returns")]
     assert last == pytest.approx([-6, -4, -2, 0, 2, 4, 6, 8])  # (i - 3) / 0.5
-    clipped = credited(ppo(gamma=0, whiten_advantages=False, normalize_reward=True, reward_clip=5), paths=paths)
+    clipped = credited(
+        ppo(gamma=0, whiten_advantages=False, normalize_reward=True, reward_clip=5), paths=paths
+    )
     assert [earned[-1] for earned in said(clipped, "returns")] == pytest.approx([-5, -4, -2, 0, 2, 4, 5, 5])
-    assert [e[-1] for e in said(credited(ppo(gamma=0), paths=paths), "returns")] == pytest.approx(range(8), abs=1e-6)
+    assert [e[-1] for e in said(credited(ppo(gamma=0), paths=paths), "returns")] == pytest.approx(
+        range(8), abs=1e-6
+    )
     (tmp_path / STATISTICS).unlink()
     with pytest.raises(ValueError, match=r"has no score_statistics\.json: set `normalize`"):
         setup_of(ppo(normalize_reward=True), [], paths, [0], 0)
@@ -293,7 +359,11 @@ def test_rewards_are_standardised_with_the_statistics_of_their_model(tmp_path: P
 
 
 def schedule(config: PPO, role: str, iterations: int) -> list[float]:
-    return [rate for step in range(iterations) for rate in schedule_of(config, step, iterations, 0).rates.get(role, ())]
+    return [
+        rate
+        for step in range(iterations)
+        for rate in schedule_of(config, step, iterations, 0).rates.get(role, ())
+    ]
 
 
 def test_learning_rates_warm_up_linearly_and_then_follow_a_cosine() -> None:
@@ -303,7 +373,9 @@ def test_learning_rates_warm_up_linearly_and_then_follow_a_cosine() -> None:
     assert rates[:10] == pytest.approx([(k + 1) / 10 for k in range(10)])
     assert rates[10] == pytest.approx(1.0) and rates[25] == pytest.approx(0.55)  # half way down from 1 to 0.1
     assert all(a > b for a, b in pairwise(rates[10:])) and 0.1 < rates[-1] < 0.11
-    assert set(schedule(ppo(warmup_ratio=0, min_lr_ratio=1.0, actor_learning_rate=1.0), "actor", 5)) == {1.0}, "both can be turned off"
+    assert set(schedule(ppo(warmup_ratio=0, min_lr_ratio=1.0, actor_learning_rate=1.0), "actor", 5)) == {
+        1.0
+    }, "both can be turned off"
 
 
 # 6. The critic starts as the reward model, head included.
@@ -318,7 +390,9 @@ def test_the_critic_starts_as_the_reward_model(models: Path, plain_engine: None)
     longer = [Document([*d.tokens, 5], [*d.mask, True]) for d in docs]
     values = dict(critic(models).values(longer))
     for i in range(5):
-        assert values[i][-1] == pytest.approx(scores[i][0], rel=1e-5, abs=1e-6), "V before a token is the score of what stands before it"
+        assert values[i][-1] == pytest.approx(scores[i][0], rel=1e-5, abs=1e-6), (
+            "V before a token is the score of what stands before it"
+        )
     assert np.std([scores[i][0] for i in range(5)]) > 0.01
 
 
@@ -328,7 +402,9 @@ def test_the_critic_starts_as_the_reward_model(models: Path, plain_engine: None)
 def test_the_critic_learns_faster_than_the_actor() -> None:
     config = PPO(prompts=Data(sources="prompts.jsonl"))
     assert config.critic_learning_rate >= 5 * config.actor_learning_rate
-    rates = schedule_of(ppo(actor_learning_rate=1e-6, critic_learning_rate=9e-6, warmup_ratio=0), 0, 10, 0).rates
+    rates = schedule_of(
+        ppo(actor_learning_rate=1e-6, critic_learning_rate=9e-6, warmup_ratio=0), 0, 10, 0
+    ).rates
     assert rates["actor"][0] == 1e-6 and rates["critic"][0] == 9e-6
 
 
@@ -353,14 +429,18 @@ def test_advantages_have_mean_0_and_std_1_over_the_whole_rollout() -> None:
     raw = np.concatenate(said(plain, "advantages"))
     assert white == pytest.approx((raw - raw.mean()) / raw.std(), abs=1e-5)
     # GAE with lambda 0.95 lies between one step (0) and the whole return (1)
-    advantage, values = said(plain, "advantages")[7], said(plain, "values")[7]
-    expected, following = [], 0.0
+    advantage = said(plain, "advantages")[7]
+    values = said(plain, "values")[7]
+    expected = []
+    following = 0.0
     for t in reversed(range(len(values))):
         delta = (7.0 if t == len(values) - 1 else values[t + 1]) - values[t]
         following = delta + 0.95 * following
         expected.insert(0, following)
     assert advantage == pytest.approx(expected, rel=1e-5, abs=1e-5)
-    assert said(plain, "returns")[7] == pytest.approx(advantage + values, rel=1e-5), "returns are not whitened"
+    assert said(plain, "returns")[7] == pytest.approx(advantage + values, rel=1e-5), (
+        "returns are not whitened"
+    )
 
 
 # 10. Actor and critic are separate models.
@@ -368,7 +448,8 @@ def test_advantages_have_mean_0_and_std_1_over_the_whole_rollout() -> None:
 
 def test_training_one_of_actor_and_critic_leaves_the_other_alone(models: Path, plain_engine: None) -> None:
     items = experience(models)
-    one, other = actor(models), critic(models)
+    one = actor(models)
+    other = critic(models)
     before = flat(one), flat(other)
     other.train(items, [Update(list(range(8)), 1e-2, 0.0)])
     assert torch.equal(flat(one), before[0]) and not torch.equal(flat(other), before[1])
@@ -380,7 +461,8 @@ def test_training_one_of_actor_and_critic_leaves_the_other_alone(models: Path, p
 
 @pytest.mark.usefixtures("plain_engine")
 def test_the_range_of_values_is_that_of_the_step_in_any_micro_batches(models: Path) -> None:
-    """Returns of up to 10: the range comes with the step, so no split changes it. Without one a critic that lags behind moves further."""
+    """Returns of up to 10: the range comes with the step, so no split changes it. Without one a critic that
+    lags behind moves further."""
     items = [replace(e, returns=e.returns * 10, values=e.values + 1) for e in experience(models)]
 
     def trained(micro: int, clip: float | None) -> tuple[dict[str, float], torch.Tensor]:
@@ -390,7 +472,8 @@ def test_the_range_of_values_is_that_of_the_step_in_any_micro_batches(models: Pa
     (whole, moved), (split, same) = trained(8, 2.0), trained(3, 2.0)
     assert split == pytest.approx(whole, rel=1e-4) and 0 < whole["value/clip_share"] < 1
     torch.testing.assert_close(same, moved, atol=1e-4, rtol=0)
-    narrow, free = trained(8, 0.2)[0], trained(8, None)[0]
+    narrow = trained(8, 0.2)[0]
+    free = trained(8, None)[0]
     assert free["value/clip_share"] == 0 < whole["value/clip_share"] < narrow["value/clip_share"]
 
 
@@ -401,7 +484,11 @@ def test_the_range_of_values_is_that_of_the_step_in_any_micro_batches(models: Pa
 def test_without_a_critic_there_is_no_process_and_no_rate_for_one(estimator: str) -> None:
     config = ppo(advantage_estimator=estimator)
     assert set(config.groups) == {"actor", "reference", "reward:reward_model"}
-    assert set(model_paths(config, {"sft": "a", "reward_model": "b"})) == {"actor", "reference", "reward:reward_model"}
+    assert set(model_paths(config, {"sft": "a", "reward_model": "b"})) == {
+        "actor",
+        "reference",
+        "reward:reward_model",
+    }
     assert set(schedule_of(config, 0, 5, 0).rates) == {"actor"}
     found = credited(config)
     assert len(found.usable) == 8 and all(np.isfinite(a).all() for a in said(found, "advantages"))
@@ -417,7 +504,9 @@ def test_without_a_critic_there_is_no_process_and_no_rate_for_one(estimator: str
         ("grpo", "sequence", "sequence"),
     ],
 )
-def test_each_estimator_averages_its_loss_as_its_paper_does(estimator: str, ratio: str, expected: str) -> None:
+def test_each_estimator_averages_its_loss_as_its_paper_does(
+    estimator: str, ratio: str, expected: str
+) -> None:
     assert ppo(advantage_estimator=estimator, ratio=ratio).aggregation == expected
     assert ppo(advantage_estimator=estimator, ratio=ratio, loss_aggregation="token").aggregation == "token"
 
@@ -430,14 +519,24 @@ def test_the_clip_is_symmetric_by_default() -> None:
 @pytest.mark.parametrize("aggregation", ["token", "sequence", "constant"])
 @pytest.mark.parametrize("ratio", ["token", "sequence"])
 def test_micro_batches_change_nothing(models: Path, plain_engine: None, aggregation: str, ratio: str) -> None:
-    """One optimiser step in one forward pass or in eight: the same gradient, with every term of the loss on."""
-    choices = {"loss_aggregation": aggregation, "ratio": ratio, "kl_in": "loss", "kl_estimator": "k2", "entropy_coef": 0.1}
+    """One optimiser step in one forward pass or in eight: the same gradient, with every term of the loss
+    on."""
+    choices = {
+        "loss_aggregation": aggregation,
+        "ratio": ratio,
+        "kl_in": "loss",
+        "kl_estimator": "k2",
+        "entropy_coef": 0.1,
+    }
     items = experience(models)
-    gradients, metrics = [], []
+    gradients = []
+    metrics = []
 
     class Watched(TorchEngine):
         def step(self, learning_rate: float) -> float:
-            gradients.append(torch.cat([p.grad.flatten() for p in self.module.parameters() if p.grad is not None]))
+            gradients.append(
+                torch.cat([p.grad.flatten() for p in self.module.parameters() if p.grad is not None])
+            )
             return super().step(learning_rate)
 
     for micro, tokens in ((8, None), (3, None), (1, None), (8, 60)):
@@ -459,5 +558,9 @@ def test_the_entropy_bonus_raises_the_entropy(models: Path, plain_engine: None) 
 
 def test_the_first_step_is_on_policy(models: Path, plain_engine: None) -> None:
     for aggregation in ("token", "sequence", "constant"):
-        metrics = actor(models, loss_aggregation=aggregation).train(experience(models), [Update(list(range(8)), 1e-3, 0.0)]).metrics[0]
+        metrics = (
+            actor(models, loss_aggregation=aggregation)
+            .train(experience(models), [Update(list(range(8)), 1e-3, 0.0)])
+            .metrics[0]
+        )
         assert metrics["policy/ratio"] == pytest.approx(1, abs=1e-5) and metrics["policy/clip_share"] == 0

@@ -17,7 +17,16 @@ from rlhf_core.stages.ppo.roles.read_only import Reference
 from rlhf_core.stages.ppo.roles.trained import Update
 from rlhf_core.stages.ppo.train import model_paths
 from tests.unit.stages.ppo.test_fleet import Role
-from tests.unit.stages.ppo.test_ppo_tricks import actor, documents, experience, flat, model, models, plain_engine, ppo
+from tests.unit.stages.ppo.test_ppo_tricks import (
+    actor,
+    documents,
+    experience,
+    flat,
+    model,
+    models,
+    plain_engine,
+    ppo,
+)
 
 __all__ = ["models", "plain_engine"]  # fixtures
 LORA = Lora(rank=4)
@@ -25,19 +34,31 @@ LORA = Lora(rank=4)
 
 def test_without_its_adapters_the_actor_is_the_reference(models: Path, plain_engine: None) -> None:
     trained = actor(models, lora=LORA, actor_learning_rate=1e-2)
-    docs, before = documents(8), flat(trained)
+    docs = documents(8)
+    before = flat(trained)
     expected = dict(Reference(model(models / "sft"), 1.0).logprobs(docs))
     for step in range(3):
-        found, own = dict(trained.reference_logprobs(docs)), dict(trained.logprobs(docs))
+        found = dict(trained.reference_logprobs(docs))
+        own = dict(trained.logprobs(docs))
         assert all(np.array_equal(found[i], expected[i]) for i in expected)
-        assert all(np.array_equal(own[i], expected[i]) for i in expected) == (step == 0), "the adapters begin at zero, and are trained"
-        assert [name for name, weight in trained.module.named_parameters() if weight.requires_grad and ".lora_" not in name] == []
-        assert any(weight.requires_grad for weight in trained.module.parameters()), "the adapters can be trained afterwards"
+        assert all(np.array_equal(own[i], expected[i]) for i in expected) == (step == 0), (
+            "the adapters begin at zero, and are trained"
+        )
+        assert [
+            name
+            for name, weight in trained.module.named_parameters()
+            if weight.requires_grad and ".lora_" not in name
+        ] == []
+        assert any(weight.requires_grad for weight in trained.module.parameters()), (
+            "the adapters can be trained afterwards"
+        )
         trained.train(experience(models), [Update(list(range(8)), 1e-2, 0.0)])
     assert not torch.equal(flat(trained), before)
 
 
-def test_an_error_in_the_reference_pass_leaves_the_adapters_on(models: Path, plain_engine: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_in_the_reference_pass_leaves_the_adapters_on(
+    models: Path, plain_engine: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     trained = actor(models, lora=LORA)
     with monkeypatch.context() as patched, pytest.raises(ZeroDivisionError):
         patched.setattr("rlhf_core.stages.ppo.roles.actor.masked_logprobs", lambda *_, **__: 1 / 0)
@@ -54,7 +75,9 @@ def test_an_error_in_the_reference_pass_leaves_the_adapters_on(models: Path, pla
         ({}, False),
     ],
 )
-def test_a_reference_of_its_own_is_loaded_where_it_is_another_model(fields: dict[str, object], inside: bool) -> None:
+def test_a_reference_of_its_own_is_loaded_where_it_is_another_model(
+    fields: dict[str, object], inside: bool
+) -> None:
     config = ppo(**fields, colocate_actor_ref=True)
     assert config.has_reference and ("reference" in config.groups) is not inside
     assert config.scorings["actor"] == 1 + inside
@@ -66,12 +89,16 @@ def test_a_reference_of_its_own_is_loaded_where_it_is_another_model(fields: dict
 
 
 @pytest.mark.parametrize("inside", [True, False])
-def test_the_actor_is_asked_for_what_the_reference_would_say(inside: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_actor_is_asked_for_what_the_reference_would_say(
+    inside: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(fleet, "put_on_nodes", lambda value: value)
     said: list[str] = []
     rewards = Rewards({"score": np.zeros(0)}, {})
     reference = None if inside else Role(said, "reference")
-    made: Any = Fleet(Role(said, "actor"), None, reference, {}, None, None, str, 1.0, "float32", reference_in_actor=inside)  # type: ignore[arg-type]
+    made: Any = Fleet(
+        Role(said, "actor"), None, reference, {}, None, None, str, 1.0, "float32", reference_in_actor=inside
+    )  # type: ignore[arg-type]
     made.start_score([], rewards, 0)
     second = "actor begins to reference_logprobs" if inside else "reference begins to logprobs"
     assert said == ["actor begins to logprobs", second]

@@ -1,4 +1,5 @@
-"""What goes to the ranks that train by reference: of several parts and ranks, only what was to travel, and of the same answers."""
+"""What goes to the ranks that train by reference: of several parts and ranks, only what was to travel, and of
+the same answers."""
 
 from __future__ import annotations
 
@@ -17,13 +18,19 @@ from rlhf_core.stages.ppo.references import EMPTY, by_reference, joined
 LENGTHS = (2, 5, 3, 4)
 DOCUMENTS = [Document(list(range(n)), [False, *[True] * (n - 1)]) for n in LENGTHS]
 LOGPROBS = [np.arange(n, dtype=np.float32) - i for i, n in enumerate(LENGTHS)]
-WHOLE = [Experience(d, old, None, old + 1, None, 0.5, None) for d, old in zip(DOCUMENTS, LOGPROBS, strict=True)]
+WHOLE = [
+    Experience(d, old, None, old + 1, None, 0.5, None) for d, old in zip(DOCUMENTS, LOGPROBS, strict=True)
+]
 
 
 def part(here: slice, fields: Sequence[str] = ("old_logprobs", "ref_logprobs")) -> Part:
-    """Values in place of references. Two ranks have scored; log-probs of the sampler are on the nodes though no loss reads them."""
+    """Values in place of references. Two ranks have scored; log-probs of the sampler are on the nodes though
+    no loss reads them."""
     pairs = list(enumerate(LOGPROBS[here]))
-    ranks = {name: [([(i, row + (name == "ref_logprobs")) for i, row in pairs[rank::2]], 1.0) for rank in (1, 0)] for name in fields}
+    ranks = {
+        name: [([(i, row + (name == "ref_logprobs")) for i, row in pairs[rank::2]], 1.0) for rank in (1, 0)]
+        for name in fields
+    }
     return Part(len(pairs), {"document": DOCUMENTS[here], "sampler_logprobs": LOGPROBS[here]}, ranks)
 
 
@@ -36,7 +43,9 @@ def same(found: Sequence[Experience], expected: Sequence[Experience]) -> bool:
 
 
 def values(one: Experience) -> list[Any]:
-    return [np.zeros(0) if value is None else value for name, value in vars(one).items() if name != "document"] + [one.document.tokens]
+    return [
+        np.zeros(0) if value is None else value for name, value in vars(one).items() if name != "document"
+    ] + [one.document.tokens]
 
 
 def test_parts_and_ranks_are_joined_in_order() -> None:
@@ -44,7 +53,11 @@ def test_parts_and_ranks_are_joined_in_order() -> None:
     assert all(one == Experience(EMPTY, None, None, None, None, 0.5, None) for one in sent.experience)
     places, held = sent.read_by("actor")
     assert same(joined(sent.experience, places, held), WHOLE) and not same(WHOLE[1:2], WHOLE[:1])
-    assert {place.field for place in places} == {"document", "old_logprobs", "ref_logprobs"}, "what no loss reads stays away"
+    assert {place.field for place in places} == {
+        "document",
+        "old_logprobs",
+        "ref_logprobs",
+    }, "what no loss reads stays away"
     assert {place.field for place in sent.read_by("critic")[0]} == {"document"}
 
 

@@ -1,4 +1,5 @@
-"""Noise of the size of rounding errors: what it does to log-probs is what rounding does, in families with and without named layers."""
+"""Noise of the size of rounding errors: what it does to log-probs is what rounding does, in families with and
+without named layers."""
 
 from __future__ import annotations
 
@@ -12,7 +13,13 @@ from rlhf_core.stages.ppo.rounding import Noise, layers_of, noise_of, noisy
 
 def model() -> Qwen2ForCausalLM:
     torch.manual_seed(0)
-    sizes = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 6, "num_attention_heads": 4, "num_key_value_heads": 2}
+    sizes = {
+        "hidden_size": 128,
+        "intermediate_size": 256,
+        "num_hidden_layers": 6,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+    }
     return Qwen2ForCausalLM(Qwen2Config(vocab_size=500, **sizes)).eval()
 
 
@@ -34,9 +41,18 @@ def test_noise_moves_log_probs_as_bf16_does() -> None:
 
 
 def test_coarser_formats_have_more_noise() -> None:
-    plain, cache = noise_of("bfloat16", {}), noise_of("bfloat16", {"kv_cache_dtype": "fp8_e4m3"})
-    weights, both = noise_of("bfloat16", {"quantization": "fp8"}), noise_of("bfloat16", {"quantization": "fp8", "kv_cache_dtype": "fp8"})
-    assert noise_of("float32", {}).branch < plain.branch / 1e4 < plain.branch < cache.branch < weights.branch < both.branch
+    plain = noise_of("bfloat16", {})
+    cache = noise_of("bfloat16", {"kv_cache_dtype": "fp8_e4m3"})
+    weights = noise_of("bfloat16", {"quantization": "fp8"})
+    both = noise_of("bfloat16", {"quantization": "fp8", "kv_cache_dtype": "fp8"})
+    assert (
+        noise_of("float32", {}).branch
+        < plain.branch / 1e4
+        < plain.branch
+        < cache.branch
+        < weights.branch
+        < both.branch
+    )
     assert plain.stream == both.stream
 
 
@@ -46,7 +62,8 @@ def test_code_without_named_layers_has_noise_too() -> None:
             return hidden_states * 1.1
 
     made = nn.Module()
-    made.blocks, made.heads = nn.ModuleList([Block(), Block(), Block()]), nn.ModuleList([nn.Linear(1, 1)])
+    made.blocks = nn.ModuleList([Block(), Block(), Block()])
+    made.heads = nn.ModuleList([nn.Linear(1, 1)])
     assert layers_of(made) == list(made.blocks)
     with noisy(made, Noise(0.1, 0.1)):
         assert not torch.equal(made.blocks[0](hidden_states=torch.ones(1, 2, 4)), torch.full((1, 2, 4), 1.1))

@@ -1,4 +1,5 @@
-"""Answers and episodes that a limit cut: what they are penalised by, that they may stay out of training, and the critic's value there."""
+"""Answers and episodes that a limit cut: what they are penalised by, that they may stay out of training, and
+the critic's value there."""
 
 from __future__ import annotations
 
@@ -36,7 +37,9 @@ def answer(tokens: int, finished: bool, tool: int = 0) -> Rollout:
     return Rollout(Prompt((), [7], {}, False), document, np.zeros(len(mask), np.float32), finished)
 
 
-def credited(config: PPO, rollouts: Sequence[Rollout], rewards: Sequence[float], ends: Sequence[float] | None = None) -> Credited:
+def credited(
+    config: PPO, rollouts: Sequence[Rollout], rewards: Sequence[float], ends: Sequence[float] | None = None
+) -> Credited:
     """Credits the answers, whose values are 0.5 everywhere; `ends`: values after their last tokens."""
     rows = [np.zeros(len(rollout.document), np.float32) for rollout in rollouts]
     values = [row + np.float32(0.5) for row in rows] if config.has_critic else None
@@ -56,15 +59,20 @@ def test_the_overlong_penalty_counts_all_tokens_that_use_the_budget() -> None:
 def test_a_cut_answer_loses_the_penalty() -> None:
     config = ppo(**NO_KL, advantage_estimator="dr_grpo", truncated_penalty=3.0, reward_clip=1.0)
     found = credited(config, [answer(2, False), answer(2, True)], [5.0, 1.0])
-    assert [e.advantages for e in found.experience] == pytest.approx([-1.5, 1.5]), "after the clip, which both rewards meet"
+    assert [e.advantages for e in found.experience] == pytest.approx([-1.5, 1.5]), (
+        "after the clip, which both rewards meet"
+    )
     assert found.metrics["reward/truncated"] == -1.5 and found.metrics["response/truncated"] == 0.5
 
 
 @pytest.mark.parametrize("estimator", ["dr_grpo", "reinforce_pp", "gae"])
 def test_cut_answers_are_not_trained_on_but_are_compared_with(estimator: str) -> None:
-    answers, rewards = [answer(2, True), answer(5, False), answer(3, True), answer(2, True)], [3.0, 0.0, 1.0, 0.0]
+    answers = [answer(2, True), answer(5, False), answer(3, True), answer(2, True)]
+    rewards = [3.0, 0.0, 1.0, 0.0]
     usual = credited(ppo(advantage_estimator=estimator, init_kl_coef=0.0), answers, rewards)
-    masked = credited(ppo(advantage_estimator=estimator, init_kl_coef=0.0, mask_truncated=True), answers, rewards)
+    masked = credited(
+        ppo(advantage_estimator=estimator, init_kl_coef=0.0, mask_truncated=True), answers, rewards
+    )
     assert usual.usable == [0, 1, 2, 3] and masked.usable == [0, 2, 3]
     assert masked.metrics["rollout/usable"] == 0.75 and masked.metrics["response/truncated"] == 0.25
     for i in masked.usable:
@@ -75,7 +83,8 @@ def test_cut_answers_are_not_trained_on_but_are_compared_with(estimator: str) ->
 
 @pytest.mark.parametrize("ended", [True, False])
 def test_reward_sources_see_that_an_episode_was_cut(ended: bool) -> None:
-    """A model that reads it in tokens of its own gets the end token where the last answer has it; resume states know that, too."""
+    """A model that reads it in tokens of its own gets the end token where the last answer has it; resume
+    states know that, too."""
     own = Own(1.0, None, "", 2, 1, 0.0, ended)
     episode = replace(answer(2, False), own=own, messages=({"role": "assistant", "content": "a"},))
     kept = restored(json.loads(json.dumps(stored(episode))), episode.prompt, None)
@@ -86,26 +95,36 @@ def test_reward_sources_see_that_an_episode_was_cut(ended: bool) -> None:
 
 
 def test_a_rollout_of_cut_answers_alone_says_what_to_do() -> None:
-    with pytest.raises(ValueError, match="a limit cut 2: raise generate_max_len, or leave out mask_truncated"):
+    with pytest.raises(
+        ValueError, match="a limit cut 2: raise generate_max_len, or leave out mask_truncated"
+    ):
         credited(ppo(mask_truncated=True), [answer(2, False), answer(2, False)], [1.0, 2.0])
 
 
 def test_a_cut_answer_gets_the_value_of_its_text_in_place_of_the_reward() -> None:
-    """By hand, gamma 0.5, lambda 1, values 0.5: two tokens each; the first answer is cut where the critic says 4, with a penalty of 1."""
+    """By hand, gamma 0.5, lambda 1, values 0.5: two tokens each; the first answer is cut where the critic
+    says 4, with a penalty of 1."""
     config = ppo(**NO_KL, gamma=0.5, lambd=1.0, bootstrap_truncated=True, truncated_penalty=1.0)
     found = credited(config, [answer(2, False), answer(2, True)], [9.0, 3.0], [4.0, 0.0])
     # cut: last return 0.5 * 4 - 1 = 1, the one before 0.5 * 1; finished: 3 and 1.5
-    assert found.experience[0].returns is not None and found.experience[0].returns[1:].tolist() == pytest.approx([0.5, 1.0])
-    assert found.experience[1].returns is not None and found.experience[1].returns[1:].tolist() == pytest.approx([1.5, 3.0])
+    assert found.experience[0].returns is not None and found.experience[0].returns[
+        1:
+    ].tolist() == pytest.approx([0.5, 1.0])
+    assert found.experience[1].returns is not None and found.experience[1].returns[
+        1:
+    ].tolist() == pytest.approx([1.5, 3.0])
     assert found.metrics["reward/mean"] == 6.0, "what the sources said"
 
 
 def test_the_critic_values_the_whole_text(models: Path, plain_engine: None) -> None:  # noqa: F811
     """As it values the text before one more token."""
-    role, texts = critic(models), [[5, 6, 7, 8], [5, 9]]
+    role = critic(models)
+    texts = [[5, 6, 7, 8], [5, 9]]
     ends = dict(role.end_values([Document(tokens, [False, *[True] * (len(tokens) - 1)]) for tokens in texts]))
     longer = dict(role.values([Document([*tokens, 3], [False, *[True] * len(tokens)]) for tokens in texts]))
-    assert [ends[i].tolist() for i in range(2)] == [pytest.approx(longer[i][-1:].tolist(), abs=1e-6) for i in range(2)]
+    assert [ends[i].tolist() for i in range(2)] == [
+        pytest.approx(longer[i][-1:].tolist(), abs=1e-6) for i in range(2)
+    ]
     assert abs(ends[0][0] - ends[1][0]) > 1e-4
 
 

@@ -1,4 +1,5 @@
-"""Validation of PPO: what is measured of the answers, which prompts are left out, and which iteration is the best."""
+"""Validation of PPO: what is measured of the answers, which prompts are left out, and which iteration is the
+best."""
 
 from __future__ import annotations
 
@@ -37,11 +38,16 @@ NAN = float("nan")
 
 
 def config(**more: object) -> PPO:
-    return PPO.model_validate({"advantage_estimator": "rloo", "n_samples_per_prompt": 2, "reward": "f.py:f", **more})
+    return PPO.model_validate(
+        {"advantage_estimator": "rloo", "n_samples_per_prompt": 2, "reward": "f.py:f", **more}
+    )
 
 
 def rollouts(count: int) -> list[Rollout]:
-    return [Rollout(Prompt((), [5], {}, False), Document([5, 6, 7], [False, True, True]), np.zeros(3), i % 2 == 0) for i in range(count)]
+    return [
+        Rollout(Prompt((), [5], {}, False), Document([5, 6, 7], [False, True, True]), np.zeros(3), i % 2 == 0)
+        for i in range(count)
+    ]
 
 
 def validation(values: list[float], n: int, right: float | None = None, **groups: range) -> dict[str, float]:
@@ -53,7 +59,11 @@ def validation(values: list[float], n: int, right: float | None = None, **groups
 
 def test_the_interval_is_over_prompts() -> None:
     found = validation([1, 3, 2, 2, 0, 4, 5, 7], n=2)  # means 2, 2, 2, 6
-    assert found["eval/reward/mean"] == 3 and found["eval/response/length"] == 2 and found["eval/response/truncated"] == 0.5
+    assert (
+        found["eval/reward/mean"] == 3
+        and found["eval/response/length"] == 2
+        and found["eval/response/truncated"] == 0.5
+    )
     assert found["eval/reward/ci_high"] - 3 == pytest.approx(1.96 * 2 / 2) == 3 - found["eval/reward/ci_low"]
 
 
@@ -78,7 +88,9 @@ def test_right_answers_and_pass_at_k() -> None:
     assert found["eval/pass@1"] == found["eval/right/mean"]
     assert 0 < found["eval/right/ci_low"] < 0.5 < found["eval/right/ci_high"] < 1
     perfect = validation([1, 1, 1], n=1, right=0.5)  # three of three prove little
-    assert (perfect["eval/right/ci_low"], perfect["eval/right/ci_high"]) == pytest.approx((0.05 ** (1 / 3), 1))
+    assert (perfect["eval/right/ci_low"], perfect["eval/right/ci_high"]) == pytest.approx(
+        (0.05 ** (1 / 3), 1)
+    )
     assert not [name for name in validation([1, 0], n=2) if "right" in name or "pass" in name]
 
 
@@ -98,34 +110,51 @@ def test_pass_at_k_is_told_for_powers_of_two_and_all_answers() -> None:
     expected = {}
     for k in (1, 2, 4, 6):
         given = [[value for value in row if value == value] for row in table]
-        chances = [np.mean([max(chosen) for chosen in combinations(row, k)]) for row in given if len(row) >= k]
+        chances = [
+            np.mean([max(chosen) for chosen in combinations(row, k)]) for row in given if len(row) >= k
+        ]
         expected[f"eval/pass@{k}"] = np.mean(chances)
     assert told == pytest.approx(expected)
-    declared = set(metrics_of(config(prompts={"sources": "x"}, eval_prompts={"sources": "y"}, eval_samples=6, eval_right=0.5)))
+    declared = set(
+        metrics_of(
+            config(prompts={"sources": "x"}, eval_prompts={"sources": "y"}, eval_samples=6, eval_right=0.5)
+        )
+    )
     assert set(told) <= declared
     assert "eval/pass@6" not in validation([1, NAN, NAN, NAN, NAN, NAN], n=6, right=0.5)
 
 
 def test_answers_are_sampled_as_in_the_training_unless_the_recipe_says_otherwise() -> None:
-    held: dict[str, Any] = {"prompts": {"sources": "x"}, "eval_prompts": {"sources": "y"}, "temperature": 0.8, "top_p": 0.9}
+    held: dict[str, Any] = {
+        "prompts": {"sources": "x"},
+        "eval_prompts": {"sources": "y"},
+        "temperature": 0.8,
+        "top_p": 0.9,
+    }
     usual = sampling_of(config(**held), 2, [7])
     assert (usual.temperature, usual.top_p, usual.n, usual.logprobs) == (0.8, 0.9, 2, False)
     other = sampling_of(config(**held, eval_temperature=0.0, eval_top_p=0.5), 1, [7])
     assert (other.temperature, other.top_p) == (0.0, 0.5)
     with pytest.raises(ValueError, match="eval_temperature=0 gives the same answer every time"):
         config(**held, eval_temperature=0, eval_samples=2)
-    with pytest.raises(ValueError, match="eval_prompts are not set, and eval_temperature, eval_top_p are about these"):
+    with pytest.raises(
+        ValueError, match="eval_prompts are not set, and eval_temperature, eval_top_p are about these"
+    ):
         config(prompts={"sources": "x"}, eval_temperature=0.5, eval_top_p=0.5)
 
 
 class Engines:
-    """In place of the fleet: answers are the seeds they are asked with, of the checkpoint that was loaded; an engine dies when it is told
-    to, and is then sent the actor's weights."""
+    """In place of the fleet: answers are the seeds they are asked with, of the checkpoint that was loaded; an
+    engine dies when it is told to, and is then sent the actor's weights."""
 
-    sleeps, environment, episodes = False, None, None
+    sleeps = False
+    environment = None
+    episodes = None
 
     def __init__(self, deaths: int):
-        self.deaths, self.revivals, self.weights = deaths, 0, "actor"
+        self.deaths = deaths
+        self.revivals = 0
+        self.weights = "actor"
         self.asked: list[tuple[str, list[int]]] = []
 
     def load_engines(self, checkpoint: Path) -> None:
@@ -133,7 +162,8 @@ class Engines:
 
     def start_sample(self, prompts: Sequence[Any], seeds: Sequence[int], sampling: Sampling) -> Any:
         if len(self.asked) < self.deaths:
-            self.weights, self.revivals = "actor", self.revivals + 1
+            self.weights = "actor"
+            self.revivals = self.revivals + 1
         self.asked.append((self.weights, list(seeds)))
         return lambda: [[answer_of([6], [], True)] * sampling.n for _ in prompts]
 
@@ -146,9 +176,12 @@ class Engines:
 
 @pytest.mark.parametrize("deaths", [0, 2])
 def test_the_best_iteration_answers_again_with_seeds_of_its_own(tmp_path: Path, deaths: int) -> None:
-    fleet, run = Engines(deaths), RunDir(tmp_path)
+    fleet = Engines(deaths)
+    run = RunDir(tmp_path)
     terms = [term_of(source, None, "none") for source in config(prompts={"sources": "x"}).reward]
-    asked = Validation([Prompt((), [5], {}, False)] * 2, {}, [1, 2], Sampling(1, 1.0, 8, []), terms, None, 0, [3, 4])
+    asked = Validation(
+        [Prompt((), [5], {}, False)] * 2, {}, [1, 2], Sampling(1, 1.0, 8, []), terms, None, 0, [3, 4]
+    )
     found = answer_as(fleet, asked, run, tmp_path / "iteration3")  # type: ignore[arg-type]
     assert found[REWARD] == 1.0 and fleet.asked == [("actor", [3, 4])] * deaths + [("iteration3", [3, 4])]
     assert len((tmp_path / "validation" / "checkpoint.jsonl").read_text().splitlines()) == 2
@@ -156,7 +189,11 @@ def test_the_best_iteration_answers_again_with_seeds_of_its_own(tmp_path: Path, 
 
 def test_each_data_source_has_its_own() -> None:
     found = validation([1, 2, 3, 10], n=1, right=3, first=range(3), second=range(3, 4))
-    assert (found["eval/reward/mean"], found["eval/first/reward/mean"], found["eval/second/reward/mean"]) == (4, 2, 10)
+    assert (found["eval/reward/mean"], found["eval/first/reward/mean"], found["eval/second/reward/mean"]) == (
+        4,
+        2,
+        10,
+    )
     assert found["eval/first/right/mean"] == pytest.approx(1 / 3)
 
 
@@ -168,26 +205,37 @@ def test_the_best_iteration() -> None:
     assert best.after(40, {REWARD: 3.0}) == Best(40, {REWARD: 3.0})
 
 
-def test_prompts_of_the_training_are_left_out(material: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_prompts_of_the_training_are_left_out(
+    material: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     lines = (material / "prompts.jsonl").read_text().splitlines()
     (tmp_path / "train.jsonl").write_text("\n".join(lines[:20]) + "\n")
     (tmp_path / "held.jsonl").write_text("\n".join(lines[15:30]) + "\n")
     row = json.loads(lines[0])
-    (tmp_path / "other.jsonl").write_text("".join(json.dumps(row | {"prompt": f"{i}?"}) + "\n" for i in range(3)))
+    (tmp_path / "other.jsonl").write_text(
+        "".join(json.dumps(row | {"prompt": f"{i}?"}) + "\n" for i in range(3))
+    )
     renderer = Renderer(load_tokenizer(str(material / "base")), "chat")
     two = [{"path": str(tmp_path / name), "probability": 0.5} for name in ("held.jsonl", "other.jsonl")]
-    recipe = config(prompts={"sources": str(tmp_path / "train.jsonl")}, eval_prompts={"sources": two}, prompt_max_len=64)
+    recipe = config(
+        prompts={"sources": str(tmp_path / "train.jsonl")}, eval_prompts={"sources": two}, prompt_max_len=64
+    )
     training = load_prompts(recipe.prompts, renderer, 64, 0).items
     known = {tuple(prompt.tokens) for prompt in training}
     found = load_validation(recipe, renderer, training, [], [], 0)
     assert found is not None and not known & {tuple(prompt.tokens) for prompt in found.prompts}
     assert len(set(found.seeds) | set(found.fresh_seeds)) == 2 * len(found.prompts)
-    assert list(found.groups) == ["held", "other"] and list(found.groups["other"])[-1] == len(found.prompts) - 1
+    assert (
+        list(found.groups) == ["held", "other"] and list(found.groups["other"])[-1] == len(found.prompts) - 1
+    )
     assert "eval_prompts are prompts of the training, too: they are left out" in capsys.readouterr().out
     same = recipe.model_copy(update={"eval_prompts": recipe.prompts})
     with pytest.raises(ValueError, match="every one of eval_prompts is a prompt of the training, too"):
         load_validation(same, renderer, training, [], [], 0)
-    assert load_validation(recipe.model_copy(update={"eval_prompts": None}), renderer, training, [], [], 0) is None
+    assert (
+        load_validation(recipe.model_copy(update={"eval_prompts": None}), renderer, training, [], [], 0)
+        is None
+    )
 
 
 def test_fields_without_prompts_are_refused() -> None:

@@ -30,31 +30,54 @@ def header(text: str) -> dict[str, object]:
     return yaml.safe_load(text.split("---\n")[1])
 
 
-def the_card(chain: Chain, report: EvalReport | None = REPORT, gates: Sequence[Verdict] = (), **changes: Any) -> str:
-    model = CardModel(lineage(chain.checkpoint), "dpo-1", "someone/tiny", "apache-2.0", is_reward_model=False, has_chat_template=True)
+def the_card(
+    chain: Chain, report: EvalReport | None = REPORT, gates: Sequence[Verdict] = (), **changes: Any
+) -> str:
+    model = CardModel(
+        lineage(chain.checkpoint),
+        "dpo-1",
+        "someone/tiny",
+        "apache-2.0",
+        is_reward_model=False,
+        has_chat_template=True,
+    )
     return card(model._replace(**changes), report, gates)
 
 
 def test_a_report_is_published_without_places_addresses_and_system_prompts() -> None:
     rates = tuple(
-        rate.model_copy(update={"model": "/home/alice/ck", "baseline": "/mnt/team/base", "judge": "/mnt/rm"}) for rate in REPORT.win_rates
+        rate.model_copy(update={"model": "/home/alice/ck", "baseline": "/mnt/team/base", "judge": "/mnt/rm"})
+        for rate in REPORT.win_rates
     )
     answering = Answering(
         model="gpt-x", url="http://10.0.0.5:8000/v1", settings={"temperature": 1.0, "system": "be ours", "extra": {"k": "v"}}, questions=1,
         failed=0, requests=1, input_tokens=1, output_tokens=1,
     )  # fmt: skip
-    own = {"baseline": "/mnt/team/base", "judge": "/mnt/rm", "right": {"/home/alice/ck": 0.5}, "answering": {"gpt": answering}}
+    own = {
+        "baseline": "/mnt/team/base",
+        "judge": "/mnt/rm",
+        "right": {"/home/alice/ck": 0.5},
+        "answering": {"gpt": answering},
+    }
     report, names = public_report(REPORT.model_copy(update={"win_rates": rates, **own}))
     text = report.model_dump_json()
     assert not any(word in text for word in ("alice", "mnt", "10.0.0.5", "be ours", "extra"))
     assert names["/home/alice/ck"] == "ck" and report.right == {"ck": 0.5} and report.judge == "rm"
-    assert {rate.model for rate in report.win_rates} == {"ck"} and report.answering["gpt"].settings == {"temperature": 1.0}
+    assert {rate.model for rate in report.win_rates} == {"ck"} and report.answering["gpt"].settings == {
+        "temperature": 1.0
+    }
     assert [rate.win_rate for rate in report.win_rates] == [rate.win_rate for rate in REPORT.win_rates]
 
 
 def test_public_names_stay_apart() -> None:
     names = ["/a/ck", "/b/ck", "ck", "Qwen/Qwen3-0.6B", "sft"]
-    assert public_names(names) == {"/a/ck": "ck-2", "/b/ck": "ck-3", "ck": "ck", "Qwen/Qwen3-0.6B": "Qwen/Qwen3-0.6B", "sft": "sft"}
+    assert public_names(names) == {
+        "/a/ck": "ck-2",
+        "/b/ck": "ck-3",
+        "ck": "ck",
+        "Qwen/Qwen3-0.6B": "Qwen/Qwen3-0.6B",
+        "sft": "sft",
+    }
 
 
 def test_lineage_follows_inputs_up_to_the_base_model(chain: Chain) -> None:
@@ -112,7 +135,12 @@ def test_lineage_survives_broken_and_unknown_records(tmp_path: Path) -> None:
     (run / "checkpoint").mkdir(parents=True)
     (run / "config.json").write_text("{ not json")
     assert lineage(run / "checkpoint").kind == "folder"
-    record = {"name": "x", "digest": "1", "config": {"stage": "of_the_future"}, "inputs": {"itself": str(run / "checkpoint")}}
+    record = {
+        "name": "x",
+        "digest": "1",
+        "config": {"stage": "of_the_future"},
+        "inputs": {"itself": str(run / "checkpoint")},
+    }
     (run / "config.json").write_text(json.dumps(record))
     model = lineage(run / "checkpoint")
     assert (model.name, model.kind) == ("x", "of_the_future")
@@ -133,14 +161,19 @@ def test_front_matter_names_hub_ids_only(chain: Chain) -> None:
     local = Ancestor("my-model", "folder", "abc")
     sft = replace(dict(dict(model.parents)["ppo"].parents)["sft"], parents=(("base", local),))
     assert "base_model" not in front_matter(CardModel(sft, "sft", "sft", "mit", False, True))
-    assert front_matter(CardModel(sft, "sft", "sft", "mit", True, True))["pipeline_tag"] == "text-classification"
+    assert (
+        front_matter(CardModel(sft, "sft", "sft", "mit", True, True))["pipeline_tag"] == "text-classification"
+    )
 
 
 def test_card_shows_scores_with_interval_and_judge(chain: Chain) -> None:
     text = the_card(chain)
     counted = "won 198, lost 66 and tied 36 of 300 battles"
     assert f"| **dpo-1** | sft | rule | 72.0 | 68.0 to 77.0 | {counted} | 1 | 97.0 |" in text
-    assert "| ppo | sft | rule | 61.0 | 57.0 to 66.0 | won 165, lost 99 and tied 36 of 300 battles | 1 | 97.0 |" in text
+    assert (
+        "| ppo | sft | rule | 61.0 | 57.0 to 66.0 | won 165, lost 99 and tied 36 of 300 battles | 1 | 97.0 |"
+        in text
+    )
     assert "| **dpo-1** | 69.0 | 10.2 | 0.0 |" in text
     assert "| reverse | 82.0 |" in text
     assert "No evaluation" in the_card(chain, report=None)
@@ -155,16 +188,26 @@ def test_card_tells_lineage_data_and_configuration(chain: Chain) -> None:
     assert "| ppo | prompts | prompts.jsonl | train | 100 |" in text
     block = text.split("<details><summary>ppo")[1].split("```yaml\n")[1].split("```")[0]
     config = yaml.safe_load(block)
-    assert config["actor_learning_rate"] == 1e-6 and config["seed"] == 7 and config["metrics"] == {"loss": 0.123457}
+    assert (
+        config["actor_learning_rate"] == 1e-6
+        and config["seed"] == 7
+        and config["metrics"] == {"loss": 0.123457}
+    )
     assert config["prompts"]["sources"][0]["path"] == "prompts.jsonl"
 
 
 def test_card_holds_no_path_of_the_machine(chain: Chain) -> None:
     stage = lineage(chain.checkpoint)
-    secret = {"base_url": "http://10.0.0.5:8000/v1", "path": "https://me:word@host.example/d/x.jsonl?sig=1", "folder": "/srv/out"}
+    secret = {
+        "base_url": "http://10.0.0.5:8000/v1",
+        "path": "https://me:word@host.example/d/x.jsonl?sig=1",
+        "folder": "/srv/out",
+    }
     text = the_card(chain, lineage=replace(stage, config={**stage.config, "other": secret}), title="dpo-1-4")
     assert str(chain.root) not in text
-    assert not any(hidden in text for hidden in ("10.0.0.5", "word@", "sig=1", "/srv/out", "host.example", "base_url"))
+    assert not any(
+        hidden in text for hidden in ("10.0.0.5", "word@", "sig=1", "/srv/out", "host.example", "base_url")
+    )
     assert "path: x.jsonl" in text
 
 
@@ -181,7 +224,9 @@ def test_use_fits_the_model(chain: Chain) -> None:
 
 def test_a_template_with_slashes_is_a_text_not_a_place(chain: Chain) -> None:
     stage = lineage(chain.checkpoint)
-    text = the_card(chain, lineage=replace(stage, config={**stage.config, "data": {"template": "A/B: {}", "sources": []}}))
+    text = the_card(
+        chain, lineage=replace(stage, config={**stage.config, "data": {"template": "A/B: {}", "sources": []}})
+    )
     assert "A/B: {}" in text
 
 
@@ -208,13 +253,22 @@ def test_eval_results_only_for_questions_of_the_hub() -> None:
     assert entry == {
         "dataset": {"id": "owner/questions", "task_id": "win_rate"},
         "value": 72.0,
-        "notes": "against sft, judge rule, 68.0 to 77.0 %, won 198, lost 66 and tied 36 of 300 battles, ties as half",
+        "notes": (
+            "against sft, judge rule, 68.0 to 77.0 %, won 198, lost 66 and tied 36 of 300 battles, ties as"
+            " half"
+        ),
     }
 
 
 def test_sources_are_found_in_every_stage(chain: Chain) -> None:
     found = {(stage.name, field) for stage, field, _ in sources(lineage(chain.report))}
-    assert found == {("sft", "data"), ("reward_model", "data"), ("ppo", "prompts"), ("pairs-1", "prompts"), ("evaluation", "questions")}
+    assert found == {
+        ("sft", "data"),
+        ("reward_model", "data"),
+        ("ppo", "prompts"),
+        ("pairs-1", "prompts"),
+        ("evaluation", "questions"),
+    }
 
 
 def test_the_card_of_a_class_that_transformers_lacks_says_how_to_load_it(chain: Chain) -> None:

@@ -1,4 +1,5 @@
-"""The champion of a recipe: one always, on the Hub and in the record, whatever request fails; and a failed gate goes back by itself."""
+"""The champion of a recipe: one always, on the Hub and in the record, whatever request fails; and a failed
+gate goes back by itself."""
 
 from __future__ import annotations
 
@@ -17,7 +18,15 @@ from rlhf_core.recipe.plan import Plan, plan
 from rlhf_core.runs.run_dir import Outcome, RunDir
 from rlhf_core.runs.store import Store
 from rlhf_core.stages.publication import champion as module
-from rlhf_core.stages.publication.champion import BRANCH, FILE, LINK, champions_of, complete, promote, rollback
+from rlhf_core.stages.publication.champion import (
+    BRANCH,
+    FILE,
+    LINK,
+    champions_of,
+    complete,
+    promote,
+    rollback,
+)
 from tasks.decisions import champion as task
 from tests.support.hub_server import Blob, Hub, Repository
 from tests.support.publishing import ONCE, THREE, serving_hub
@@ -40,7 +49,13 @@ def folder(tmp_path: Path) -> Path:
 def publishing(folder: Path, number: int, hub: Hub | None = None, **config: Any) -> Plan:
     """A recipe that publishes round `number`."""
     stages: dict[str, Any] = {
-        "loop": {"stage": "iterative_dpo", "reward": "org/r", "policy": "base", "prompts": {"sources": "p.jsonl"}, "rounds": number},
+        "loop": {
+            "stage": "iterative_dpo",
+            "reward": "org/r",
+            "policy": "base",
+            "prompts": {"sources": "p.jsonl"},
+            "rounds": number,
+        },
         "publication": {"model": "loop", "champion": True, "repo_id": REPO if hub else None, **config},
     }
     return plan(Recipe(name=folder.name, base_model="org/base", artifacts=str(folder.parent), stages=stages))
@@ -56,7 +71,9 @@ def published(folder: Path, number: int, hub: Hub | None = None, **config: Any) 
     (run / "published" / "model.txt").write_text(str(number))
     outputs = {"published": "published"}
     if hub:
-        commit = hub.repositories[REPO].commit("main", f"round {number}", {"model.txt": Blob(str(number).encode(), False)})
+        commit = hub.repositories[REPO].commit(
+            "main", f"round {number}", {"model.txt": Blob(str(number).encode(), False)}
+        )
         (run / "hub.json").write_text(json.dumps({"repo_id": REPO, "commit": commit, "tag": "t", "url": "u"}))
         outputs["hub"] = "hub.json"
     run.finish(planned.request(node), Outcome({"files": 1.0}, outputs), 1.0)
@@ -75,13 +92,18 @@ def here(folder: Path) -> str:
 
 
 def test_a_promotion_moves_branch_link_and_record(folder: Path, hub: Hub) -> None:
-    first, second = published(folder, 1, hub), published(folder, 2, hub)
+    first = published(folder, 1, hub)
+    second = published(folder, 2, hub)
     promote(folder, first, "best so far", "ann")
     assert (on_hub(hub), here(folder)) == ("1", "1")
     promote(folder, second, "better", "ann")
     assert (on_hub(hub), here(folder)) == ("2", "2")
     record = champions_of(folder)
-    assert record.moving is None and record.now is not None and [reign.run for reign in record.reigns] == [first.name, second.name]
+    assert (
+        record.moving is None
+        and record.now is not None
+        and [reign.run for reign in record.reigns] == [first.name, second.name]
+    )
     assert record.now.commit == hub.repositories[REPO].branches["main"]
 
 
@@ -141,7 +163,9 @@ def test_there_is_one_champion_whatever_request_fails(folder: Path, hub: Hub, ho
 
 
 @pytest.mark.parametrize("step", ["_move_branch", "_link", "write_text"])
-def test_a_move_that_is_killed_is_completed(folder: Path, hub: Hub, monkeypatch: pytest.MonkeyPatch, step: str) -> None:
+def test_a_move_that_is_killed_is_completed(
+    folder: Path, hub: Hub, monkeypatch: pytest.MonkeyPatch, step: str
+) -> None:
     store = Store(str(folder.parent / "store"))
     runs = [published(folder, number, hub) for number in (1, 2)]
     promote(folder, runs[0], "first", store=store)
@@ -168,7 +192,9 @@ def test_a_lost_answer_is_asked_again(folder: Path, hub: Hub) -> None:
     assert on_hub(hub) == "1"
 
 
-def test_a_missing_token_is_told_before_anything_moves(folder: Path, hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_token_is_told_before_anything_moves(
+    folder: Path, hub: Hub, monkeypatch: pytest.MonkeyPatch
+) -> None:
     first = published(folder, 1, hub)
     monkeypatch.delenv("HF_TOKEN")
     with pytest.raises(ValueError, match="HF_TOKEN is empty: set it"):
@@ -184,7 +210,8 @@ def test_the_commands(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     other = published(folder.with_name("other"), 3)  # of another recipe, and newer
     assert flows.cli.main(["champion", str(folder)]) == 2 and "has no champion" in capsys.readouterr().err
     assert flows.cli.main(["promote", str(folder), runs[0].name, "--by", "ann"]) == 0
-    assert flows.cli.main(["promote", str(folder), "publication", "--reason", "polite", "--by", "bob"]) == 0  # the newest
+    # the newest
+    assert flows.cli.main(["promote", str(folder), "publication", "--reason", "polite", "--by", "bob"]) == 0
     assert here(folder) == "2" and other.name not in champions_of(folder).model_dump_json()
     assert flows.cli.main(["rollback", str(folder), "--reason", "rude", "--by", "ann"]) == 0
     assert flows.cli.main(["promote", str(folder), "nothing"]) == 2
@@ -196,7 +223,11 @@ def test_the_commands(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def failed(metric: str, stage: str = "evaluation") -> list[Verdict]:
-    return [Verdict.model_validate({"stage": stage, "gate": {"metric": metric, "min": 1.0}, "value": 0.0, "passed": False})]
+    return [
+        Verdict.model_validate(
+            {"stage": stage, "gate": {"metric": metric, "min": 1.0}, "value": 0.0, "passed": False}
+        )
+    ]
 
 
 class Logger:
@@ -205,17 +236,27 @@ class Logger:
     warning = info
 
 
-def test_a_gate_on_the_champion_goes_back_and_one_on_another_model_does_not(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gate_on_the_champion_goes_back_and_one_on_another_model_does_not(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(task, "get_run_logger", Logger)
     monkeypatch.setattr(task, "notify_champion", lambda *given: None)
 
     def night(rounds: int) -> Any:
         stages: dict[str, Any] = {
-            "loop": {"stage": "iterative_dpo", "reward": "org/r", "policy": "base", "prompts": {"sources": "p.jsonl"}, "rounds": rounds},
+            "loop": {
+                "stage": "iterative_dpo",
+                "reward": "org/r",
+                "policy": "base",
+                "prompts": {"sources": "p.jsonl"},
+                "rounds": rounds,
+            },
             "publication": {"model": "loop", "champion": True},
             "evaluation": {"models": ["loop"], "baseline": "base", "questions": {"path": "q.jsonl"}},
         }
-        return plan(Recipe(name=folder.name, base_model="org/base", artifacts=str(folder.parent), stages=stages))
+        return plan(
+            Recipe(name=folder.name, base_model="org/base", artifacts=str(folder.parent), stages=stages)
+        )
 
     for number in (1, 2):
         published(folder, number)
@@ -245,8 +286,11 @@ def test_a_move_that_the_hub_refuses_for_good_gives_way_to_the_next(folder: Path
     assert [reign.run for reign in champions_of(folder).reigns] == [runs[0].name, runs[2].name]
 
 
-def test_a_champion_that_came_meanwhile_stays_and_the_one_before_is_not_taken_again(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    runs, store = [published(folder, number) for number in (1, 2, 3)], Store(str(folder.parent / "store"))
+def test_a_champion_that_came_meanwhile_stays_and_the_one_before_is_not_taken_again(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runs = [published(folder, number) for number in (1, 2, 3)]
+    store = Store(str(folder.parent / "store"))
     promote(folder, runs[0], "first")
     promote(folder, runs[1], "second")
 
@@ -260,16 +304,23 @@ def test_a_champion_that_came_meanwhile_stays_and_the_one_before_is_not_taken_ag
     monkeypatch.setattr(task, "get_run_logger", Logger)
     monkeypatch.setattr(task, "notify_champion", lambda recipe, model, run, why: told.append(run))
     task.roll_back(publishing(folder, 2), failed("files", "publication"))
-    assert rollback(folder, "again", store=store, expected=runs[1].name).run == runs[2].name and told == [runs[2].name]
+    assert rollback(folder, "again", store=store, expected=runs[1].name).run == runs[2].name and told == [
+        runs[2].name
+    ]
     first, second, third = (reign.ended for reign in champions_of(folder).reigns)
     assert here(folder) == "3" and not first and "files is 0" in second and not third
-    assert module.Champions.model_validate_json(store.files.read("champions/night.json") or b"") == champions_of(folder)
+    assert module.Champions.model_validate_json(
+        store.files.read("champions/night.json") or b""
+    ) == champions_of(folder)
     rollback(folder, "slow")
     assert here(folder) == "1", "not the one with the failed gate"
 
 
 def test_the_folder_of_the_last_model_is_no_place_for_champions() -> None:
-    with pytest.raises(ValueError, match="folder holds only the last model, and a rollback needs those before it: leave folder out"):
+    with pytest.raises(
+        ValueError,
+        match="folder holds only the last model, and a rollback needs those before it: leave folder out",
+    ):
         Publication(model="loop", champion=True, folder="out")
 
 
@@ -278,4 +329,6 @@ def test_gc_keeps_the_champion_and_those_to_go_back_to(folder: Path) -> None:
     for run in runs[:2]:
         promote(folder, run, "better")
     used, garbage = survey(folder.parent)
-    assert {item.path.name for item in used} == {run.name for run in runs[:2]} and [item.path.name for item in garbage] == [runs[2].name]
+    assert {item.path.name for item in used} == {run.name for run in runs[:2]} and [
+        item.path.name for item in garbage
+    ] == [runs[2].name]

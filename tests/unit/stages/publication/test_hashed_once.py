@@ -1,4 +1,5 @@
-"""A checkpoint on its way from its stage to a store and the Hub: its weights are hashed once, and published without a copy."""
+"""A checkpoint on its way from its stage to a store and the Hub: its weights are hashed once, and published
+without a copy."""
 
 from __future__ import annotations
 
@@ -51,7 +52,15 @@ def trained(folder: Path) -> RunDir:
 def publish(trained: RunDir, root: Path, **config: Any) -> RunDir:
     run = RunDir(root / "publication-00bb")
     inputs = {"sft": str(trained / "checkpoint")}
-    run.prepare(StageRequest(name="publication", digest="00bb", config=Publication(model="sft", **config), inputs=inputs, seed=0))
+    run.prepare(
+        StageRequest(
+            name="publication",
+            digest="00bb",
+            config=Publication(model="sft", **config),
+            inputs=inputs,
+            seed=0,
+        )
+    )
     run_stage(run.path, publication.run)
     return run
 
@@ -62,13 +71,21 @@ def test_weights_are_hashed_once_and_linked(tmp_path: Path, hashed: Counter[int]
     store.put(sft)
     published = publish(sft, tmp_path)
     store.put(published)
-    weights, link = sft / "checkpoint" / "model.safetensors", published / "published" / "model.safetensors"
+    weights = sft / "checkpoint" / "model.safetensors"
+    link = published / "published" / "model.safetensors"
     assert link.samefile(weights) and hashed[weights.stat().st_ino] == 1
-    marker, result = read_marker(link.parent), published.result()
+    marker = read_marker(link.parent)
+    result = published.result()
     assert marker is not None and result is not None
     digest = hashlib.sha256(weights.read_bytes()).hexdigest()
-    assert marker.files["model.safetensors"].sha256 == result.files["published/model.safetensors"].sha256 == digest
-    assert not (link.parent / "config.json").samefile(sft / "checkpoint" / "config.json"), "its paths are removed from the copy"
+    assert (
+        marker.files["model.safetensors"].sha256
+        == result.files["published/model.safetensors"].sha256
+        == digest
+    )
+    assert not (link.parent / "config.json").samefile(sft / "checkpoint" / "config.json"), (
+        "its paths are removed from the copy"
+    )
 
 
 def test_a_folder_of_the_users_gets_copies(tmp_path: Path) -> None:
@@ -84,18 +101,23 @@ def test_weights_that_are_newer_than_their_record_are_hashed_again(tmp_path: Pat
     content[-1] ^= 1
     weights.write_bytes(content)
     marker = read_marker(publish(sft, tmp_path) / "published")
-    assert marker is not None and marker.files["model.safetensors"].sha256 == hashlib.sha256(content).hexdigest()
+    assert (
+        marker is not None and marker.files["model.safetensors"].sha256 == hashlib.sha256(content).hexdigest()
+    )
 
 
 def test_a_base_model_named_by_two_stages_is_hashed_once(tmp_path: Path, hashed: Counter[int]) -> None:
-    """Also by another process: a report reads the lineage of each family, a publication that of its checkpoint."""
+    """Also by another process: a report reads the lineage of each family, a publication that of its
+    checkpoint."""
     save_model(tmp_path / "base")
     weights = tmp_path / "base" / "model.safetensors"
     config = SFT.model_validate({"data": {"sources": "rows.jsonl"}})
     stages = tmp_path / "artifacts" / "stages"
     for name, inputs in {"one": {}, "two": {"one": str(stages / "one-00aa")}}.items():
         inputs = {"base": str(tmp_path / "base")} | inputs
-        RunDir(stages / f"{name}-00aa").prepare(StageRequest(name=name, digest="00aa", config=config, inputs=inputs, seed=0))
+        RunDir(stages / f"{name}-00aa").prepare(
+            StageRequest(name=name, digest="00aa", config=config, inputs=inputs, seed=0)
+        )
     os.utime(weights, (1.7e9, 1.7e9))
     found = []
     for _ in range(2):

@@ -1,4 +1,5 @@
-"""Publication to the Hub with the real huggingface_hub client against a stand-in of its write API (tests/support/hub_server.py).
+"""Publication to the Hub with the real huggingface_hub client against a stand-in of its write API
+(tests/support/hub_server.py).
 
 What happens while the Hub fails is in test_hub_failures.py.
 """
@@ -38,7 +39,9 @@ def chain(tmp_path_factory: pytest.TempPathFactory) -> Chain:
 @pytest.fixture(scope="module")
 def folder(chain: Chain, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("out") / "published"
-    assemble(chain.checkpoint, folder, {"README.md": "---\nlicense: mit\n---\n# tiny\n"}, "publication", "00aa")
+    assemble(
+        chain.checkpoint, folder, {"README.md": "---\nlicense: mit\n---\n# tiny\n"}, "publication", "00aa"
+    )
     return folder
 
 
@@ -69,7 +72,9 @@ def test_upload_again_changes_nothing(server: Hub, folder: Path) -> None:
     server.heal()
     assert upload(api(server), folder, REPO, True, TAG, THREE) == first
     check_published(server, folder)
-    assert [request for request in server.requests if not request.startswith("GET")] == ["POST /api/repos/create"]
+    assert [request for request in server.requests if not request.startswith("GET")] == [
+        "POST /api/repos/create"
+    ]
 
 
 def test_large_files_go_in_parts(folder: Path) -> None:
@@ -83,12 +88,17 @@ def test_what_was_published_can_be_downloaded_by_its_tag(server: Hub, folder: Pa
     commit = upload(api(server), folder, REPO, True, TAG, THREE)
     path = Path(api(server).snapshot_download(REPO, revision=TAG, cache_dir=tmp_path))
     assert path.name == commit.commit
-    assert all((path / file.name).read_bytes() == file.read_bytes() for file in folder.iterdir() if file.is_file())
+    assert all(
+        (path / file.name).read_bytes() == file.read_bytes() for file in folder.iterdir() if file.is_file()
+    )
 
 
-def test_a_broken_connection_inside_xet_is_tried_again(server: Hub, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_broken_connection_inside_xet_is_tried_again(
+    server: Hub, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     client = api(server)
-    send, failures = client.create_commit, [ConnectionError("Network error")]
+    send = client.create_commit
+    failures = [ConnectionError("Network error")]
 
     def fail_once(*arguments: Any, **named: Any) -> Any:
         if failures:
@@ -101,18 +111,28 @@ def test_a_broken_connection_inside_xet_is_tried_again(server: Hub, folder: Path
     assert not failures and server.repositories[REPO].tags == {TAG: commit.commit}
 
 
-def test_a_new_version_removes_stale_model_files_and_keeps_the_rest(server: Hub, chain: Chain, folder: Path, tmp_path: Path) -> None:
+def test_a_new_version_removes_stale_model_files_and_keeps_the_rest(
+    server: Hub, chain: Chain, folder: Path, tmp_path: Path
+) -> None:
     repository = server.repositories[REPO] = Repository(private=True)
-    others = {"logo.png": Blob(b"png", False), ".gitattributes": Blob(b"", False), "adapter/config.json": Blob(b"{}", False)}
+    others = {
+        "logo.png": Blob(b"png", False),
+        ".gitattributes": Blob(b"", False),
+        "adapter/config.json": Blob(b"{}", False),
+    }
     others |= {name: Blob(b"as the base's owner requires", False) for name in ("LICENSE", "NOTICE.txt")}
     stale = {"model-00001-of-00002.safetensors": Blob(b"0", True), "eval_results.json": Blob(b"{}", False)}
     repository.commit("main", "an earlier model", others | stale)
     upload(api(server), folder, REPO, True, TAG, THREE)
     files = set(repository.commits[repository.tags[TAG]].files)
-    assert files == set(others) | {file.relative_to(folder).as_posix() for file in folder.rglob("*") if file.is_file()}
+    assert files == set(others) | {
+        file.relative_to(folder).as_posix() for file in folder.rglob("*") if file.is_file()
+    }
 
 
-def test_a_commit_by_someone_else_meanwhile_is_detected(server: Hub, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_commit_by_someone_else_meanwhile_is_detected(
+    server: Hub, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     client = api(server)
     repository = server.repositories[REPO] = Repository(private=True)
     send = client.create_commit
@@ -139,7 +159,9 @@ def test_a_tag_that_holds_another_model_is_never_moved(server: Hub, folder: Path
 
 def test_a_public_repository_is_refused_unless_asked_for(server: Hub, folder: Path) -> None:
     repository = server.repositories[REPO] = Repository(private=False)
-    with pytest.raises(ValueError, match=f"the repository {REPO} is public: make it private, or set private: false"):
+    with pytest.raises(
+        ValueError, match=f"the repository {REPO} is public: make it private, or set private: false"
+    ):
         upload(api(server), folder, REPO, True, TAG, THREE)
     assert repository.history() == ["initial commit"]
     upload(api(server), folder, REPO, False, TAG, THREE)
@@ -149,13 +171,19 @@ def test_a_public_repository_is_refused_unless_asked_for(server: Hub, folder: Pa
 def test_a_wrong_token_is_one_sentence(server: Hub, folder: Path) -> None:
     with pytest.raises(ValueError) as caught:
         upload(api(server, "hf_WrongTokenThatMustNotShow"), folder, REPO, True, TAG, THREE)
-    assert str(caught.value) == f"the Hub does not accept the token in HF_TOKEN: set it to a valid token with write access to {REPO}"
+    assert (
+        str(caught.value)
+        == "the Hub does not accept the token in HF_TOKEN: set it to a valid token with write access to"
+        f" {REPO}"
+    )
     assert not server.repositories and caught.value.__suppress_context__
 
 
 def test_no_write_access_is_one_sentence(folder: Path) -> None:
     with serve(may_write=False) as server:
-        with pytest.raises(ValueError, match=r"does not let this token create the repository of someone/tiny .*rights"):
+        with pytest.raises(
+            ValueError, match=r"does not let this token create the repository of someone/tiny .*rights"
+        ):
             upload(api(server), folder, REPO, True, TAG, THREE)
 
 
@@ -198,7 +226,9 @@ def test_the_stage_publishes_to_the_hub_and_no_file_or_line_holds_the_token(
     server.break_at(weights, "refuse", times=2)
     run = stage(chain, tmp_path / "run", repo_id=REPO)
     result = run_stage(run.path, hub.run)
-    assert server.requests[weights].startswith("PUT /storage/"), "the address with a signature is the one that failed"
+    assert server.requests[weights].startswith("PUT /storage/"), (
+        "the address with a signature is the one that failed"
+    )
     check_published(server, run / "published")
     receipt = json.loads((run / result.outputs["hub"]).read_text())
     assert receipt["commit"] == server.repositories[REPO].tags[receipt["tag"]]
@@ -207,14 +237,20 @@ def test_the_stage_publishes_to_the_hub_and_no_file_or_line_holds_the_token(
     said = "".join(capfd.readouterr()) + caplog.text
     assert f"published to {server.url}/{REPO}/tree/{TAG}" in said
     sent = "".join(
-        blob.content.decode("latin-1") for commit in server.repositories[REPO].commits.values() for blob in commit.files.values()
+        blob.content.decode("latin-1")
+        for commit in server.repositories[REPO].commits.values()
+        for blob in commit.files.values()
     )
     for text in (texts(run.path), said, sent):
         assert TOKEN not in text and "SignedAddress" not in text
 
 
 def test_an_outage_of_the_hub_is_one_sentence_and_no_failure_to_try_again(
-    server: Hub, chain: Chain, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    server: Hub,
+    chain: Chain,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setenv("HF_ENDPOINT", server.url)
     monkeypatch.setenv("HF_TOKEN", TOKEN)
@@ -223,8 +259,10 @@ def test_an_outage_of_the_hub_is_one_sentence_and_no_failure_to_try_again(
     server.break_at(0, "refuse", times=10_000)
     assert main([str(run.path)]) == ENVIRONMENT
     told = capsys.readouterr().err.strip().splitlines()
-    assert told[-1] == (
-        "the Hub could not send the card of stand-in/base-1m in 3 attempts (HTTP 503): run this again later, nothing is lost or doubled"
+    assert (
+        told[-1]
+        == "the Hub could not send the card of stand-in/base-1m in 3 attempts (HTTP 503): run this again"
+        " later, nothing is lost or doubled"
     )
     server.heal()
     assert main([str(run.path)]) == 0 and server.repositories[REPO].tags

@@ -1,4 +1,5 @@
-"""What was trained is what a stranger loads: reward models and adapters, through the stand-in Hub, with transformers and peft alone."""
+"""What was trained is what a stranger loads: reward models and adapters, through the stand-in Hub, with
+transformers and peft alone."""
 
 from __future__ import annotations
 
@@ -31,11 +32,15 @@ REPO = "someone/tiny"
 
 @pytest.fixture(autouse=True)
 def server(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Hub]:
-    """A Hub of our own; whatever a test publishes, the token is in no file of the run and in none that was sent."""
+    """A Hub of our own; whatever a test publishes, the token is in no file of the run and in none that was
+    sent."""
     with serving_hub(monkeypatch) as running:
         yield running
         sent = [
-            blob.content for repo in running.repositories.values() for commit in repo.commits.values() for blob in commit.files.values()
+            blob.content
+            for repo in running.repositories.values()
+            for commit in repo.commits.values()
+            for blob in commit.files.values()
         ]
         written = [file.read_bytes() for file in tmp_path.rglob("*") if file.is_file()]
         assert written and not any(TOKEN.encode() in content for content in [*sent, *written])
@@ -45,17 +50,28 @@ def publish(checkpoint: Path, place: Path, **config: Any) -> RunDir:
     """The publication stage, to the stand-in."""
     publication = Publication(**{"model": "trained", "repo_id": REPO, **config})
     run = RunDir(place)
-    run.prepare(StageRequest(name="publication", digest="00aa", config=publication, inputs={"trained": str(checkpoint)}, seed=0))
+    run.prepare(
+        StageRequest(
+            name="publication", digest="00aa", config=publication, inputs={"trained": str(checkpoint)}, seed=0
+        )
+    )
     run_stage(run.path, hub.run)
     return run
 
 
 def download(server: Hub, cache: Path) -> Path:
-    return Path(HfApi(endpoint=server.url, token=TOKEN).snapshot_download(REPO, revision="publication-00aa", cache_dir=cache))
+    return Path(
+        HfApi(endpoint=server.url, token=TOKEN).snapshot_download(
+            REPO, revision="publication-00aa", cache_dir=cache
+        )
+    )
 
 
-def train_reward_model(material: Path, folder: Path, monkeypatch: pytest.MonkeyPatch, lora: Lora | None = None) -> Any:
-    """Trains for five steps and returns the model as it is in memory at the end; its checkpoint is in `folder`."""
+def train_reward_model(
+    material: Path, folder: Path, monkeypatch: pytest.MonkeyPatch, lora: Lora | None = None
+) -> Any:
+    """Trains for five steps and returns the model as it is in memory at the end; its checkpoint is in
+    `folder`."""
     trained = []
     export = rlhf_core.stages.reward_model.finish_training
 
@@ -65,9 +81,21 @@ def train_reward_model(material: Path, folder: Path, monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(rlhf_core.stages.reward_model, "finish_training", keep)
     data = Data(sources=str(material / "preferences.jsonl"), max_samples=40)
-    config = RewardModel(model="base", data=data, train_batch_size=8, micro_train_batch_size=4, max_len=96, learning_rate=1e-2, lora=lora)
+    config = RewardModel(
+        model="base",
+        data=data,
+        train_batch_size=8,
+        micro_train_batch_size=4,
+        max_len=96,
+        learning_rate=1e-2,
+        lora=lora,
+    )
     run = RunDir(folder)
-    run.prepare(StageRequest(name="reward_model", digest="0", config=config, inputs={"base": str(material / "base")}, seed=3))
+    run.prepare(
+        StageRequest(
+            name="reward_model", digest="0", config=config, inputs={"base": str(material / "base")}, seed=3
+        )
+    )
     run_stage(run.path, rlhf_core.stages.reward_model.run)
     return trained[0].eval()
 
@@ -78,7 +106,8 @@ def test_a_published_reward_model_scores_exactly_as_the_trained_one(
     trained = train_reward_model(material, tmp_path / "rm", monkeypatch)
     publish(tmp_path / "rm" / "checkpoint", tmp_path / "publication")
     folder = download(server, tmp_path / "cache")
-    loaded, tokenizer = AutoModelForSequenceClassification.from_pretrained(folder).eval(), AutoTokenizer.from_pretrained(folder)
+    loaded = AutoModelForSequenceClassification.from_pretrained(folder).eval()
+    tokenizer = AutoTokenizer.from_pretrained(folder)
     documents = [tokenizer(text).input_ids for text in texts_to_score(material)]
     batch = tokenizer.pad({"input_ids": documents}, return_tensors="pt")
     with torch.no_grad():
@@ -87,10 +116,13 @@ def test_a_published_reward_model_scores_exactly_as_the_trained_one(
         together = loaded(**batch).logits[:, 0]
         assert torch.equal(together, trained.model(**batch).logits[:, 0])
     assert together.dtype == torch.float32 and together.std() > 1e-2, "the scores are all equal"
-    # What the stages read with position ids, in packed rows, goes through another attention kernel: equal up to rounding.
+    # What the stages read with position ids, in packed rows, goes through another attention kernel: equal up
+    # to rounding.
     rows = [Document(document, [False] * len(document)) for document in documents]
     ours = score_documents(trained, rows, tokenizer.pad_token_id, 8)
-    assert ours == score_documents(load_scorer(str(folder), tokenizer.pad_token_id).eval(), rows, tokenizer.pad_token_id, 8)
+    assert ours == score_documents(
+        load_scorer(str(folder), tokenizer.pad_token_id).eval(), rows, tokenizer.pad_token_id, 8
+    )
     torch.testing.assert_close(torch.tensor(ours), together, rtol=1e-5, atol=1e-5)
 
 
@@ -107,9 +139,19 @@ ADAPTER = Lora(rank=4, alpha=8, export="adapter")
 
 def train_sft_adapter(material: Path, folder: Path) -> Path:
     data = Data(sources=str(material / "sft.jsonl"), max_samples=40)
-    config = SFT(model="base", data=data, train_batch_size=8, micro_train_batch_size=4, max_len=96, learning_rate=1e-2, lora=ADAPTER)
+    config = SFT(
+        model="base",
+        data=data,
+        train_batch_size=8,
+        micro_train_batch_size=4,
+        max_len=96,
+        learning_rate=1e-2,
+        lora=ADAPTER,
+    )
     run = RunDir(folder)
-    run.prepare(StageRequest(name="sft", digest="0", config=config, inputs={"base": str(material / "base")}, seed=3))
+    run.prepare(
+        StageRequest(name="sft", digest="0", config=config, inputs={"base": str(material / "base")}, seed=3)
+    )
     run_stage(run.path, rlhf_core.stages.sft.run)
     return folder / "checkpoint"
 
@@ -118,14 +160,25 @@ def header(folder: Path) -> dict[str, Any]:
     return yaml.safe_load((folder / "README.md").read_text().split("---\n")[1])
 
 
-def test_an_adapter_is_published_for_peft_and_names_its_base_on_the_hub(material: Path, tmp_path: Path, server: Hub) -> None:
+def test_an_adapter_is_published_for_peft_and_names_its_base_on_the_hub(
+    material: Path, tmp_path: Path, server: Hub
+) -> None:
     checkpoint = train_sft_adapter(material, tmp_path / "sft")
     publish(checkpoint, tmp_path / "publication", base_repo="someone/base")
     folder = download(server, tmp_path / "cache")
-    assert {"adapter_config.json", "adapter_model.safetensors", "tokenizer.json"} <= {file.name for file in folder.iterdir()}
+    assert {"adapter_config.json", "adapter_model.safetensors", "tokenizer.json"} <= {
+        file.name for file in folder.iterdir()
+    }
     assert not (folder / "config.json").exists() and not (folder / "model.safetensors").exists()
-    assert json.loads((folder / "adapter_config.json").read_text())["base_model_name_or_path"] == "someone/base"
-    wanted = {"library_name": "peft", "base_model": "someone/base", "base_model_relation": "adapter", "pipeline_tag": "text-generation"}
+    assert (
+        json.loads((folder / "adapter_config.json").read_text())["base_model_name_or_path"] == "someone/base"
+    )
+    wanted = {
+        "library_name": "peft",
+        "base_model": "someone/base",
+        "base_model_relation": "adapter",
+        "pipeline_tag": "text-generation",
+    }
     assert header(folder).items() >= wanted.items()
     card = (folder / "README.md").read_text()
     assert 'from_pretrained("someone/base")' in card and f'PeftModel.from_pretrained(model, "{REPO}")' in card
@@ -136,7 +189,11 @@ def test_an_adapter_is_published_for_peft_and_names_its_base_on_the_hub(material
     with torch.no_grad():
         plain = AutoModelForCausalLM.from_pretrained(material / "base")
         untouched = plain(tokens).logits
-        ours = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(material / "base"), checkpoint).eval()(tokens).logits
+        ours = (
+            PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(material / "base"), checkpoint)
+            .eval()(tokens)
+            .logits
+        )
         theirs = PeftModel.from_pretrained(plain, folder).eval()(tokens).logits
     assert torch.equal(theirs, ours) and (theirs - untouched).abs().max() > 1e-2
 
@@ -148,19 +205,32 @@ def test_the_adapter_of_a_reward_model_travels_with_its_head(
     publish(tmp_path / "rm" / "checkpoint", tmp_path / "publication", base_repo="someone/base")
     folder = download(server, tmp_path / "cache")
     assert header(folder)["pipeline_tag"] == "text-classification"
-    assert 'AutoModelForSequenceClassification.from_pretrained("someone/base", num_labels=1)' in (folder / "README.md").read_text()
+    assert (
+        'AutoModelForSequenceClassification.from_pretrained("someone/base", num_labels=1)'
+        in (folder / "README.md").read_text()
+    )
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    plain = AutoModelForSequenceClassification.from_pretrained(material / "base", num_labels=1, pad_token_id=tokenizer.pad_token_id)
+    plain = AutoModelForSequenceClassification.from_pretrained(
+        material / "base", num_labels=1, pad_token_id=tokenizer.pad_token_id
+    )
     loaded = PeftModel.from_pretrained(plain, folder).eval()
-    batch = tokenizer.pad({"input_ids": [tokenizer(text).input_ids for text in texts_to_score(material)]}, return_tensors="pt")
+    batch = tokenizer.pad(
+        {"input_ids": [tokenizer(text).input_ids for text in texts_to_score(material)]}, return_tensors="pt"
+    )
     with torch.no_grad():
         assert torch.equal(loaded(**batch).logits, trained.model(**batch).logits)
 
 
-def test_an_adapter_of_a_folder_is_refused_and_of_the_hub_names_it(material: Path, tmp_path: Path, server: Hub) -> None:
+def test_an_adapter_of_a_folder_is_refused_and_of_the_hub_names_it(
+    material: Path, tmp_path: Path, server: Hub
+) -> None:
     checkpoint = train_sft_adapter(material, tmp_path / "sft")
     with pytest.raises(
-        ValueError, match=r"belongs to base, which is not on the Hub: set lora\.export to merged to publish a whole model, or"
+        ValueError,
+        match=(
+            r"belongs to base, which is not on the Hub: set lora\.export to merged to publish a whole"
+            r" model, or"
+        ),
     ):
         publish(checkpoint, tmp_path / "local")
     assert not (tmp_path / "local" / "published").exists() and not server.requests
@@ -169,7 +239,11 @@ def test_an_adapter_of_a_folder_is_refused_and_of_the_hub_names_it(material: Pat
         ("stand-in/base-1m", None),
         (str(tmp_path / "models--stand-in--base-1m" / "snapshots" / ("ab" * 20)), "ab" * 20),
     ):
-        (checkpoint / "adapter_config.json").write_text(json.dumps(config | {"base_model_name_or_path": base}))
+        (checkpoint / "adapter_config.json").write_text(
+            json.dumps(config | {"base_model_name_or_path": base})
+        )
         assert adapter_base(checkpoint, None) == ("stand-in/base-1m", revision)
-    with pytest.raises(ValueError, match="base_repo is someone/base, and the model to publish is whole, not an adapter"):
+    with pytest.raises(
+        ValueError, match="base_repo is someone/base, and the model to publish is whole, not an adapter"
+    ):
         adapter_base(material / "base", "someone/base")

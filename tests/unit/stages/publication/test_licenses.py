@@ -41,10 +41,18 @@ def test_what_the_card_says(declared: str | None, upstream: dict[str, str], expe
 @pytest.mark.parametrize(
     ("declared", "upstream", "sentence"),
     [
-        ("apache-2.0", {"chats": "cc-by-nc-4.0"}, "license is apache-2.0, and chats is under cc-by-nc-4.0: set license to"),
+        (
+            "apache-2.0",
+            {"chats": "cc-by-nc-4.0"},
+            "license is apache-2.0, and chats is under cc-by-nc-4.0: set license to",
+        ),
         ("apache-2.0", {"base": "llama3.1"}, "license is apache-2.0, and base is under llama3.1"),
         ("mit", {"chats": "cc-by-sa-4.0"}, "license is mit, and chats is under cc-by-sa-4.0"),
-        (None, {"base": "llama3.1", "chats": "cc-by-nc-4.0"}, "chats is under cc-by-nc-4.0 and base under llama3.1, and one model cannot"),
+        (
+            None,
+            {"base": "llama3.1", "chats": "cc-by-nc-4.0"},
+            "chats is under cc-by-nc-4.0 and base under llama3.1, and one model cannot",
+        ),
         (None, {"chats": "cc-by-nd-4.0"}, "chats is under cc-by-nd-4.0, which allows no derived work"),
     ],
 )
@@ -60,7 +68,10 @@ def test_conflicts_are_one_sentence(declared: str | None, upstream: dict[str, st
         ("---\nlicense: mit\n---\n# x\n", "mit"),
         ("---\nlicense: other\nlicense_name: gemma\n---\n", "gemma"),
         ("---\nlicense: [mit, gpl-3.0]\n---\n", "mit"),
-        *((text, None) for text in ("# x\n", "---\n[\n---\n", "", "---\ntags: []\n---\n", "---\n- mit\n---\n")),
+        *(
+            (text, None)
+            for text in ("# x\n", "---\n[\n---\n", "", "---\ntags: []\n---\n", "---\n- mit\n---\n")
+        ),
     ],
 )
 def test_the_front_matter_of_a_card(card: str, license: str | None) -> None:
@@ -72,7 +83,9 @@ def test_licences_of_a_chain_come_from_cards_and_from_the_recipe(chain: Chain, t
     assert upstream_licenses(cards, {}) == {}
     named = {str(chain.root / "data" / "sloppy.jsonl"): "mit", BASE: "llama3.1"}
     assert upstream_licenses(cards, named) == {"sloppy.jsonl": "mit", BASE: "llama3.1"}
-    with pytest.raises(ValueError, match=r"licenses names other\.jsonl, which was not used: name one of stand-in/base-1m, "):
+    with pytest.raises(
+        ValueError, match=r"licenses names other\.jsonl, which was not used: name one of stand-in/base-1m, "
+    ):
         upstream_licenses(cards, {"other.jsonl": "mit"})
     save_model(tmp_path / "base")
     (tmp_path / "base" / "README.md").write_text("---\nlicense: gemma\n---\n")
@@ -84,9 +97,19 @@ def test_a_conflict_stops_the_stage_before_anything_is_written_or_sent(chain: Ch
     for license, place in (("apache-2.0", tmp_path / "stopped"), (None, tmp_path / "inherited")):
         run = RunDir(place)
         config = Publication(model="dpo-1", license=license, licenses=licenses)
-        run.prepare(StageRequest(name="publication", digest="0a", config=config, inputs={"dpo-1": str(chain.checkpoint)}, seed=0))
+        run.prepare(
+            StageRequest(
+                name="publication",
+                digest="0a",
+                config=config,
+                inputs={"dpo-1": str(chain.checkpoint)},
+                seed=0,
+            )
+        )
         if license:
-            with pytest.raises(ValueError, match=r"license is apache-2\.0, and sloppy\.jsonl is under cc-by-nc-4\.0"):
+            with pytest.raises(
+                ValueError, match=r"license is apache-2\.0, and sloppy\.jsonl is under cc-by-nc-4\.0"
+            ):
                 run_stage(run.path, hub.run)
             assert not (run / "published").exists()
         else:

@@ -1,4 +1,5 @@
-"""A recipe that goes on every night from what it published last: real stages, tiny, through the stand-in of the Hub, cut off on the way."""
+"""A recipe that goes on every night from what it published last: real stages, tiny, through the stand-in of
+the Hub, cut off on the way."""
 
 from __future__ import annotations
 
@@ -31,7 +32,8 @@ WORK = {"sft": rlhf_core.stages.sft.run, "publication": hub.run}
 
 @pytest.fixture(autouse=True)
 def server(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, material: Path) -> Iterator[Hub]:
-    """A Hub whose repository holds the model of the first night's beginning; the flow without Prefect's logs, artifacts and page."""
+    """A Hub whose repository holds the model of the first night's beginning; the flow without Prefect's logs,
+    artifacts and page."""
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub-cache"))
     monkeypatch.setattr(hub, "RETRIES", ONCE)
 
@@ -55,7 +57,13 @@ def server(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, material: Path) -> I
     monkeypatch.setattr(flows.alignment, "check_gates", gates_of)
     monkeypatch.setattr(flows.alignment, "reported", recorded)
     with serving_hub(monkeypatch) as running:
-        assemble(material / "base", tmp_path / "start", {"README.md": "---\nlicense: mit\n---\n"}, "publication", "0")
+        assemble(
+            material / "base",
+            tmp_path / "start",
+            {"README.md": "---\nlicense: mit\n---\n"},
+            "publication",
+            "0",
+        )
         upload(HfApi(endpoint=running.url, token=TOKEN), tmp_path / "start", REPO, True, "start", THREE)
         yield running
 
@@ -63,7 +71,13 @@ def server(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, material: Path) -> I
 def night(material: Path, place: Path, max_loss: float = 99.0) -> Plan:
     """What `alignflow run recipe.yaml --latest` does."""
     data = {"sources": str(material / "sft.jsonl"), "max_samples": 8}
-    sft: dict[str, Any] = {"model": "base", "data": data, "train_batch_size": 4, "micro_train_batch_size": 4, "max_len": 96}
+    sft: dict[str, Any] = {
+        "model": "base",
+        "data": data,
+        "train_batch_size": 4,
+        "micro_train_batch_size": 4,
+        "max_len": 96,
+    }
     sft |= {"gates": [{"metric": "loss", "max": max_loss}]}
     stages = {"sft": sft, "publication": {"model": "sft", "repo_id": REPO}}
     recipe = Recipe(name="nightly", base_model=f"{REPO}@main", artifacts=str(place), stages=stages)
@@ -91,14 +105,17 @@ def test_each_night_begins_at_the_last_nights_commit(material: Path, tmp_path: P
         "Publish start",
         "initial commit",
     ]
-    assert repository(server).tags == {"start": heads[0]} | {f"publication-{d}": h for d, h in zip(digests, heads[1:], strict=True)}
+    assert repository(server).tags == {"start": heads[0]} | {
+        f"publication-{d}": h for d, h in zip(digests, heads[1:], strict=True)
+    }
 
 
 @pytest.mark.parametrize("lost", ["create_commit", "create_tag", "the answer"])
 def test_a_night_that_was_cut_off_ends_in_one_commit_and_one_tag(
     material: Path, tmp_path: Path, server: Hub, monkeypatch: pytest.MonkeyPatch, lost: str
 ) -> None:
-    """Above all after the commit: main is another one then, and the night must not begin again from its own result."""
+    """Above all after the commit: main is another one then, and the night must not begin again from its own
+    result."""
     begin = repository(server).branches["main"]
     with monkeypatch.context() as broken:
 
@@ -109,7 +126,8 @@ def test_a_night_that_was_cut_off_ends_in_one_commit_and_one_tag(
 
         tag = HfApi.create_tag
         broken.setattr(HfApi, "create_commit" if lost == "create_commit" else "create_tag", fail)
-        for _ in range(1 if lost == "the answer" else 2):  # the tag that stands is found by the second attempt
+        # the tag that stands is found by the second attempt
+        for _ in range(1 if lost == "the answer" else 2):
             with pytest.raises(ConnectionError, match="nothing is lost or doubled"):
                 night(material, tmp_path / "artifacts")
     assert (repository(server).branches["main"] == begin) == (lost == "create_commit")
@@ -121,10 +139,15 @@ def test_a_night_that_was_cut_off_ends_in_one_commit_and_one_tag(
     assert len(list((tmp_path / "artifacts" / "stages").iterdir())) == 2, "nothing was trained twice"
 
 
-def test_a_night_whose_gate_fails_leaves_main_alone_and_the_next_does_not_move_on(material: Path, tmp_path: Path, server: Hub) -> None:
+def test_a_night_whose_gate_fails_leaves_main_alone_and_the_next_does_not_move_on(
+    material: Path, tmp_path: Path, server: Hub
+) -> None:
     begin = repository(server).branches["main"]
     for _ in range(2):
-        with pytest.raises(GateFailed, match=r"^stage sft: loss is [\d.]+, and the gate requires at most 0\.01: what depends on it"):
+        with pytest.raises(
+            GateFailed,
+            match=r"^stage sft: loss is [\d.]+, and the gate requires at most 0\.01: what depends on it",
+        ):
             night(material, tmp_path / "artifacts", max_loss=0.01)
     assert repository(server).branches["main"] == begin
     later = repository(server).commit("main", "somebody's", dict(repository(server).commits[begin].files))
@@ -132,4 +155,7 @@ def test_a_night_whose_gate_fails_leaves_main_alone_and_the_next_does_not_move_o
         night(material, tmp_path / "artifacts", max_loss=0.01)
     planned = night(material, tmp_path / "artifacts")
     assert planned["sft"].models == {"base": f"{REPO}@{begin}"}, "the night that was begun is ended"
-    assert night(material, tmp_path / "artifacts")["sft"].models["base"] not in (f"{REPO}@{begin}", f"{REPO}@{later}")
+    assert night(material, tmp_path / "artifacts")["sft"].models["base"] not in (
+        f"{REPO}@{begin}",
+        f"{REPO}@{later}",
+    )

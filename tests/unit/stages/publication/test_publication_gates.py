@@ -1,4 +1,5 @@
-"""Nothing is published past a failed gate, however the publication is started; gates that warn are on the card."""
+"""Nothing is published past a failed gate, however the publication is started; gates that warn are on the
+card."""
 
 from __future__ import annotations
 
@@ -49,7 +50,8 @@ def planned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Planned:
 
 @pytest.fixture
 def started(monkeypatch: pytest.MonkeyPatch) -> list[StageRequest]:
-    """What the flow starts; Prefect's logs and artifacts and the report are left out, the decisions are the flow's own."""
+    """What the flow starts; Prefect's logs and artifacts and the report are left out, the decisions are the
+    flow's own."""
     requests: list[StageRequest] = []
 
     def start(request: StageRequest, run_dir: Path, store: object) -> str:
@@ -80,14 +82,35 @@ def publish(planned: Plan, alone: bool) -> None:
 @pytest.mark.parametrize(
     ("gated", "metric", "sentence"),
     [
-        ("sft", "loss", r"^stage sft: loss is 1\.5, and the gate requires at most 0\.3: what depends on it was not started\."),
+        (
+            "sft",
+            "loss",
+            (
+                r"^stage sft: loss is 1\.5, and the gate requires at most 0\.3: what depends on it was not"
+                r" started\."
+            ),
+        ),
         ("reward_model", "loss", r"^stage reward_model: loss is 1\.5"),
-        ("ppo", "reward/mean", r"^stage ppo: its result has no metric reward/mean, and the gate requires at most 0\.3"),
-        ("evaluation", "ci_low/ppo", r"^stage evaluation: ci_low/ppo is 0\.35, and the gate requires at most 0\.3"),
+        (
+            "ppo",
+            "reward/mean",
+            r"^stage ppo: its result has no metric reward/mean, and the gate requires at most 0\.3",
+        ),
+        (
+            "evaluation",
+            "ci_low/ppo",
+            r"^stage evaluation: ci_low/ppo is 0\.35, and the gate requires at most 0\.3",
+        ),
     ],
 )
 def test_a_gate_added_after_its_stage_was_done_holds_the_publication_back(
-    planned: Planned, started: list[StageRequest], gated: str, metric: str, sentence: str, on_fail: str, alone: bool
+    planned: Planned,
+    started: list[StageRequest],
+    gated: str,
+    metric: str,
+    sentence: str,
+    on_fail: str,
+    alone: bool,
 ) -> None:
     publish(planned(f"{gated}.gates=[{{metric: {metric}, max: 9, on_fail: warn}}]"), alone)
     assert [request.name for request in started] == ["publication"]
@@ -106,18 +129,30 @@ def test_a_gate_of_a_stage_it_does_not_depend_on_holds_nothing_back_that_is_star
 
 
 @pytest.mark.parametrize("gone", ["sft", "reward_model"])
-def test_a_gate_that_cannot_be_checked_any_more_is_no_passed_one(planned: Planned, started: list[StageRequest], gone: str) -> None:
+def test_a_gate_that_cannot_be_checked_any_more_is_no_passed_one(
+    planned: Planned, started: list[StageRequest], gone: str
+) -> None:
     found = planned(f"{gone}.gates=[{{metric: loss, max: 2}}]")
     publish(found, alone=True)
     (found[gone].run_dir / "result.json").unlink()
-    with pytest.raises(ValueError, match=f"^stage publication depends on {gone}, whose gates cannot be checked because its result is gone"):
+    with pytest.raises(
+        ValueError,
+        match=(
+            f"^stage publication depends on {gone}, whose gates cannot be checked because its result is gone"
+        ),
+    ):
         publish(found, alone=True)
     publish(planned(), alone=True)
     assert len(started) == 2, "without gates nothing is missing"
 
 
-def test_the_publication_hears_all_verdicts_and_no_digest_changes(planned: Planned, started: list[StageRequest]) -> None:
-    gates = ("sft.gates=[{metric: loss, max: 1, on_fail: warn}]", "evaluation.gates=[{metric: win_rate/ppo, min: 0.3}]")
+def test_the_publication_hears_all_verdicts_and_no_digest_changes(
+    planned: Planned, started: list[StageRequest]
+) -> None:
+    gates = (
+        "sft.gates=[{metric: loss, max: 1, on_fail: warn}]",
+        "evaluation.gates=[{metric: win_rate/ppo, min: 0.3}]",
+    )
     found = planned(*gates, "other.gates=[{metric: loss, max: 1, on_fail: warn}]")
     publish(found, alone=False)
     assert [(v.stage, v.passed) for v in started[0].gates] == [("sft", False), ("evaluation", True)]
@@ -139,7 +174,10 @@ def test_cards_list_the_gates(tmp_path: Path) -> None:
     )
     rows = tmp_path / "pairs.jsonl"
     rows.write_text('{"chosen": "a"}\n')
-    cards = (the_card(chain, gates=verdicts), data_card(rows, {"data/pairs.jsonl": rows}, "pairs", "mit", gates=verdicts))
+    cards = (
+        the_card(chain, gates=verdicts),
+        data_card(rows, {"data/pairs.jsonl": rows}, "pairs", "mit", gates=verdicts),
+    )
     for card in cards:
         assert "| reward_model | eval/accuracy | 0.71 | at least 0.5 | passed |" in card
         assert "| ppo | kl/mean |  | at least 0.5 | **failed**: PPO left its reference. |" in card

@@ -1,4 +1,5 @@
-"""The rounds of a loop, each on its own branch of the Hub: the plan, one commit and one tag for each, and again after any failure."""
+"""The rounds of a loop, each on its own branch of the Hub: the plan, one commit and one tag for each, and
+again after any failure."""
 
 from __future__ import annotations
 
@@ -24,7 +25,11 @@ from tests.support.hub_server import TOKEN, Blob, Hub, Repository, serve
 from tests.support.publishing import ONCE, THREE, quiet
 
 REPO = "someone/tiny"
-ROUNDS = (("round-1", "publication.round1-aa"), ("round-2", "publication.round2-bb"), ("main", "publication-cc"))
+ROUNDS = (
+    ("round-1", "publication.round1-aa"),
+    ("round-2", "publication.round2-bb"),
+    ("main", "publication-cc"),
+)
 TEXT = """
 name: tiny
 base_model: base/model
@@ -52,7 +57,9 @@ def planned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Pl
     return lambda *overrides: plan(load_recipe("recipe.yaml", overrides))
 
 
-def test_every_round_is_published_right_after_it_and_the_last_one_to_main(planned: Callable[..., Plan]) -> None:
+def test_every_round_is_published_right_after_it_and_the_last_one_to_main(
+    planned: Callable[..., Plan],
+) -> None:
     found = planned()
     names = [node.name for node in found.nodes]
     assert names[2:] == [
@@ -65,13 +72,21 @@ def test_every_round_is_published_right_after_it_and_the_last_one_to_main(planne
         "evaluation",
         "publication",
     ]
-    places = {node.name: (node.config.branch, node.parents) for node in found.nodes if isinstance(node.config, Publication)}
+    places = {
+        node.name: (node.config.branch, node.parents)
+        for node in found.nodes
+        if isinstance(node.config, Publication)
+    }
     assert places == {
         "publication.round1": ("round-1", ("loop.round1.dpo",)),
         "publication.round2": ("round-2", ("loop.round2.dpo",)),
         "publication": ("main", ("loop.round2.dpo",)),
     }
-    assert [node.name for node in found.stages_of("publication")] == ["publication.round1", "publication.round2", "publication"]
+    assert [node.name for node in found.stages_of("publication")] == [
+        "publication.round1",
+        "publication.round2",
+        "publication",
+    ]
 
 
 def test_rounds_whose_cards_show_scores_wait_for_the_evaluation(planned: Callable[..., Plan]) -> None:
@@ -83,7 +98,8 @@ def test_more_rounds_publish_no_round_again(planned: Callable[..., Plan]) -> Non
     def digests(*overrides: str) -> dict[str, str]:
         return {node.name: node.digest for node in planned(*overrides).nodes}
 
-    two, three = digests(), digests("loop.rounds=3")
+    two = digests()
+    three = digests("loop.rounds=3")
     assert {name for name in two if two[name] != three[name]} == {"evaluation", "publication"}
     plain = digests("publication.round_branch=null")
     assert plain["publication"] == two["publication"] and "publication.round1" not in plain
@@ -92,13 +108,28 @@ def test_more_rounds_publish_no_round_again(planned: Callable[..., Plan]) -> Non
 @pytest.mark.parametrize(
     ("override", "sentence"),
     [
-        ("publication.model=sft", r"^stages\.publication\.round_branch: sft has no rounds: name loop as model$"),
-        ("publication.round_branch=rounds", r"stages\.publication: round_branch is for the model of a loop and holds \{\} once"),
+        (
+            "publication.model=sft",
+            r"^stages\.publication\.round_branch: sft has no rounds: name loop as model$",
+        ),
+        (
+            "publication.round_branch=rounds",
+            r"stages\.publication: round_branch is for the model of a loop and holds \{\} once",
+        ),
         ("publication.round_branch='{}-{}'", r"round_branch is for the model of a loop and holds \{\} once"),
-        ("publication.repo_id=null", r"stages\.publication: round_branch publishes several models to branches: set repo_id, and leave"),
+        (
+            "publication.repo_id=null",
+            r"stages\.publication: round_branch publishes several models to branches: set repo_id, and leave",
+        ),
         ("publication.folder=out", "round_branch publishes several models to branches"),
-        ("publication.branch=round-7", r"stages\.publication: branch round-7 is also the branch of a round: name another one"),
-        ("publication.branch=a/b", r"stages\.publication\.branch: 'a/b' is no name of a branch: use letters, digits"),
+        (
+            "publication.branch=round-7",
+            r"stages\.publication: branch round-7 is also the branch of a round: name another one",
+        ),
+        (
+            "publication.branch=a/b",
+            r"stages\.publication\.branch: 'a/b' is no name of a branch: use letters, digits",
+        ),
         ("publication.round_branch='../{}'", r"'\.\./\{\}' is no name of a branch"),
     ],
 )
@@ -119,12 +150,17 @@ def test_a_branch_is_never_named_like_a_commit() -> None:
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """One published folder for each branch; they differ in weights and card."""
-    root, found = tmp_path_factory.mktemp("rounds"), {}
+    root = tmp_path_factory.mktemp("rounds")
+    found = {}
     for number, (branch, _) in enumerate(ROUNDS):
         save_model(root / branch / "checkpoint")
-        (root / branch / "checkpoint" / "generation_config.json").write_text(json.dumps({"max_length": 20 + number}))
+        (root / branch / "checkpoint" / "generation_config.json").write_text(
+            json.dumps({"max_length": 20 + number})
+        )
         texts = {"README.md": f"---\nlicense: mit\n---\n# {branch}\n"}
-        assemble(root / branch / "checkpoint", root / branch / "published", texts, "publication", f"0{number}")
+        assemble(
+            root / branch / "checkpoint", root / branch / "published", texts, "publication", f"0{number}"
+        )
         found[branch] = root / branch / "published"
     return found
 
@@ -132,7 +168,16 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 def publish(server: Hub, folders: dict[str, Path], retries: Retries) -> None:
     """What a run of the recipe does: every round to its branch, the last model to main."""
     for branch, tag in ROUNDS:
-        upload(HfApi(endpoint=server.url, token=TOKEN), folders[branch], REPO, True, tag, retries, "model", branch)
+        upload(
+            HfApi(endpoint=server.url, token=TOKEN),
+            folders[branch],
+            REPO,
+            True,
+            tag,
+            retries,
+            "model",
+            branch,
+        )
 
 
 def refs(server: Hub) -> tuple[dict[str, str], dict[str, str]]:
@@ -145,9 +190,15 @@ def check(server: Hub, folders: dict[str, Path]) -> None:
     assert repository.tags == {tag: repository.branches[branch] for branch, tag in ROUNDS}
     for branch, tag in ROUNDS:
         assert repository.history(branch) == [f"Publish {tag}", "initial commit"]
-        files = {path: blob.content for path, blob in repository.commits[repository.branches[branch]].files.items()}
+        files = {
+            path: blob.content for path, blob in repository.commits[repository.branches[branch]].files.items()
+        }
         files.pop(".gitattributes")
-        assert files == {f.relative_to(folders[branch]).as_posix(): f.read_bytes() for f in folders[branch].rglob("*") if f.is_file()}
+        assert files == {
+            f.relative_to(folders[branch]).as_posix(): f.read_bytes()
+            for f in folders[branch].rglob("*")
+            if f.is_file()
+        }
 
 
 def test_each_round_has_its_branch_with_one_commit_and_one_tag(folders: dict[str, Path]) -> None:
@@ -158,14 +209,22 @@ def test_each_round_has_its_branch_with_one_commit_and_one_tag(folders: dict[str
         server.heal()
         publish(server, folders, THREE)
         assert refs(server) == before
-        assert {request for request in server.requests if not request.startswith("GET")} == {"POST /api/repos/create"}
+        assert {request for request in server.requests if not request.startswith("GET")} == {
+            "POST /api/repos/create"
+        }
 
 
-@pytest.mark.parametrize("how", ["cut", "lost", *(pytest.param(how, marks=pytest.mark.long) for how in ("refuse", "full", "expired"))])
-def test_cut_off_at_each_request_the_next_run_ends_in_the_same_commits(folders: dict[str, Path], how: str) -> None:
+@pytest.mark.parametrize(
+    "how",
+    ["cut", "lost", *(pytest.param(how, marks=pytest.mark.long) for how in ("refuse", "full", "expired"))],
+)
+def test_cut_off_at_each_request_the_next_run_ends_in_the_same_commits(
+    folders: dict[str, Path], how: str
+) -> None:
     with serve() as undisturbed:
         publish(undisturbed, folders, ONCE)
-        count, expected = len(undisturbed.requests), refs(undisturbed)
+        count = len(undisturbed.requests)
+        expected = refs(undisturbed)
     assert count > 30
     for request in range(count):
         with serve() as server:
@@ -181,7 +240,8 @@ def test_cut_off_at_each_request_the_next_run_ends_in_the_same_commits(folders: 
 def test_one_failure_at_each_request_is_survived(folders: dict[str, Path]) -> None:
     with serve() as undisturbed:
         publish(undisturbed, folders, ONCE)
-        count, expected = len(undisturbed.requests), refs(undisturbed)
+        count = len(undisturbed.requests)
+        expected = refs(undisturbed)
     for request in range(count):
         with serve() as server:
             server.break_at(request, "lost")
@@ -189,7 +249,9 @@ def test_one_failure_at_each_request_is_survived(folders: dict[str, Path]) -> No
             assert refs(server) == expected
 
 
-def test_a_commit_by_someone_else_on_the_branch_is_detected(folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_commit_by_someone_else_on_the_branch_is_detected(
+    folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
     with serve() as server:
         client = HfApi(endpoint=server.url, token=TOKEN)
         send = client.create_commit
@@ -202,7 +264,11 @@ def test_a_commit_by_someone_else_on_the_branch_is_detected(folders: dict[str, P
         with pytest.raises(ValueError, match=f"^someone else changed {REPO} while this was being published"):
             upload(client, folders["round-1"], REPO, True, "tag-1", THREE, "model", "round-1")
         repository = server.repositories[REPO]
-        assert repository.history("round-1")[0] == "theirs" and not repository.tags and repository.history() == ["initial commit"]
+        assert (
+            repository.history("round-1")[0] == "theirs"
+            and not repository.tags
+            and repository.history() == ["initial commit"]
+        )
 
 
 def test_the_next_night_goes_on_from_what_is_there_and_tags_of_both_stay(folders: dict[str, Path]) -> None:
@@ -212,11 +278,20 @@ def test_the_next_night_goes_on_from_what_is_there_and_tags_of_both_stay(folders
         client = HfApi(endpoint=server.url, token=TOKEN)
         upload(client, tonight["round-1"], REPO, True, "publication.round1-dd", THREE, "model", "round-1")
         repository = server.repositories[REPO]
-        assert repository.history("round-1") == ["Publish publication.round1-dd", "Publish publication.round1-aa", "initial commit"]
-        assert len(repository.tags) == 4 and repository.tags["publication.round1-dd"] == repository.branches["round-1"]
+        assert repository.history("round-1") == [
+            "Publish publication.round1-dd",
+            "Publish publication.round1-aa",
+            "initial commit",
+        ]
+        assert (
+            len(repository.tags) == 4
+            and repository.tags["publication.round1-dd"] == repository.branches["round-1"]
+        )
 
 
-def test_the_stage_publishes_to_its_branch_and_the_card_says_how_to_load_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_stage_publishes_to_its_branch_and_the_card_says_how_to_load_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     chain: Chain = build(tmp_path / "home")
     save_model(chain.checkpoint)
     monkeypatch.setattr(hub, "RETRIES", THREE)
@@ -227,10 +302,14 @@ def test_the_stage_publishes_to_its_branch_and_the_card_says_how_to_load_it(tmp_
         monkeypatch.setenv("HF_ENDPOINT", server.url)
         server.repositories[REPO] = Repository(private=True)
         run = RunDir(tmp_path / "run")
-        run.prepare(StageRequest(name="publication.round1", digest="aa", config=config, inputs=inputs, seed=0))
+        run.prepare(
+            StageRequest(name="publication.round1", digest="aa", config=config, inputs=inputs, seed=0)
+        )
         run_stage(run.path, hub.run)
         repository = server.repositories[REPO]
-        assert repository.history() == ["initial commit"] and list(repository.tags) == ["publication.round1-aa"]
+        assert repository.history() == ["initial commit"] and list(repository.tags) == [
+            "publication.round1-aa"
+        ]
         card = repository.commits[repository.branches["round-1"]].files["README.md"].content.decode()
     assert f'AutoModelForCausalLM.from_pretrained("{REPO}", revision="round-1")' in card
     assert "The published model is **dpo-1**" in card, "named as the evaluation names it"

@@ -1,4 +1,5 @@
-"""A model published to a folder: whole or not at all, replaced only where alignflow published, nothing of this machine in it."""
+"""A model published to a folder: whole or not at all, replaced only where alignflow published, nothing of
+this machine in it."""
 
 from __future__ import annotations
 
@@ -28,14 +29,31 @@ def test_the_stage_publishes_a_whole_model_to_its_run_directory(chain: Chain, tm
 
     result = run_stage(stage(chain, tmp_path / "run").path, hub.run)
     out = tmp_path / "run" / "published"
-    expected = {"model.safetensors", "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"}
-    expected |= {"chat_template.jinja", "README.md", "eval_results.json", ".eval_results/alignflow.yaml", MARKER}
+    expected = {
+        "model.safetensors",
+        "config.json",
+        "generation_config.json",
+        "tokenizer.json",
+        "tokenizer_config.json",
+    }
+    expected |= {
+        "chat_template.jinja",
+        "README.md",
+        "eval_results.json",
+        ".eval_results/alignflow.yaml",
+        MARKER,
+    }
     assert {file.relative_to(out).as_posix() for file in out.rglob("*") if file.is_file()} == expected
     assert result.outputs == {"published": "published"} and result.metrics["files"] == len(expected) - 1
     assert RunDir(tmp_path / "run").result() is not None
     assert "| **dpo-1** | sft | rule | 72.0" in (out / "README.md").read_text()
     assert AutoModelForCausalLM.from_pretrained(out).num_parameters() > 1000
-    assert AutoTokenizer.from_pretrained(out).apply_chat_template([{"role": "user", "content": "one two"}], tokenize=False) == "one two "
+    assert (
+        AutoTokenizer.from_pretrained(out).apply_chat_template(
+            [{"role": "user", "content": "one two"}], tokenize=False
+        )
+        == "one two "
+    )
 
 
 def test_a_folder_elsewhere_is_part_of_the_result(chain: Chain, tmp_path: Path) -> None:
@@ -64,7 +82,9 @@ def test_publishing_again_replaces_the_folder(chain: Chain, tmp_path: Path) -> N
 def test_a_foreign_folder_is_refused_and_untouched(chain: Chain, tmp_path: Path) -> None:
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.txt").write_text("years of work")
-    with pytest.raises(ValueError, match="mine holds files that were not published by alignflow: name another folder"):
+    with pytest.raises(
+        ValueError, match="mine holds files that were not published by alignflow: name another folder"
+    ):
         run_stage(stage(chain, tmp_path / "run", folder=str(tmp_path / "mine")).path, hub.run)
     assert texts(tmp_path / "mine") == "years of work"
     with pytest.raises(ValueError, match="not published by alignflow"):
@@ -73,11 +93,16 @@ def test_a_foreign_folder_is_refused_and_untouched(chain: Chain, tmp_path: Path)
     assemble(chain.checkpoint, tmp_path / "empty", {}, "publication", "1")
 
 
-def test_what_was_cut_off_leaves_the_old_folder_and_is_cleaned_up(chain: Chain, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_was_cut_off_leaves_the_old_folder_and_is_cleaned_up(
+    chain: Chain, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     out = tmp_path / "published"
     assemble(chain.checkpoint, out, {"README.md": "old"}, "publication", "1")
     with monkeypatch.context() as patch:
-        patch.setattr("rlhf_core.stages.publication.folder.check_loads", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt()))
+        patch.setattr(
+            "rlhf_core.stages.publication.folder.check_loads",
+            lambda *_: (_ for _ in ()).throw(KeyboardInterrupt()),
+        )
         with pytest.raises(KeyboardInterrupt):
             assemble(chain.checkpoint, out, {"README.md": "new"}, "publication", "1")
     assert (out / "README.md").read_text() == "old"
@@ -87,7 +112,11 @@ def test_what_was_cut_off_leaves_the_old_folder_and_is_cleaned_up(chain: Chain, 
 
 @pytest.mark.parametrize(
     ("missing", "sentence"),
-    [("config.json", "has no config.json"), ("model.safetensors", "has no safetensors weights"), ("tokenizer.json", "has no tokenizer")],
+    [
+        ("config.json", "has no config.json"),
+        ("model.safetensors", "has no safetensors weights"),
+        ("tokenizer.json", "has no tokenizer"),
+    ],
 )
 def test_half_a_model_is_refused(chain: Chain, tmp_path: Path, missing: str, sentence: str) -> None:
     shutil.copytree(chain.checkpoint, tmp_path / "half")
@@ -109,17 +138,23 @@ def test_damaged_weights_and_a_lying_index_are_refused(chain: Chain, tmp_path: P
         check_loads(model)
     weights = (model / "model.safetensors").read_bytes()
     (model / "model.safetensors").write_bytes(weights[:-8])
-    with pytest.raises(ValueError, match=r"the weights of the model to publish are damaged \(model\.safetensors has"):
+    with pytest.raises(
+        ValueError, match=r"the weights of the model to publish are damaged \(model\.safetensors has"
+    ):
         check_loads(model)
 
 
-def test_no_pickle_no_foreign_file_and_no_place_of_the_machine_is_published(chain: Chain, tmp_path: Path) -> None:
+def test_no_pickle_no_foreign_file_and_no_place_of_the_machine_is_published(
+    chain: Chain, tmp_path: Path
+) -> None:
     model = tmp_path / "model"
     shutil.copytree(chain.checkpoint, model)
     remember_place(model, str(chain.root / "secret-place"))
     for name in ("pytorch_model.bin", "optimizer.pt", "notes.txt", "code.py", "score_statistics.json"):
         (model / name).write_text("{}")
-    assert {file.name for file in model_files(model)}.isdisjoint({"pytorch_model.bin", "optimizer.pt", "notes.txt", "code.py"})
+    assert {file.name for file in model_files(model)}.isdisjoint(
+        {"pytorch_model.bin", "optimizer.pt", "notes.txt", "code.py"}
+    )
     assert "code.py" in {file.name for file in model_files(model, trust_remote_code=True)}
     assemble(model, tmp_path / "out", {}, "publication", "1")
     assert (tmp_path / "out" / "score_statistics.json").exists()
