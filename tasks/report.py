@@ -175,7 +175,7 @@ def write(plan: Plan, statuses: dict[str, Status], run: RunRecord | None = None,
     plan.folder.mkdir(parents=True, exist_ok=True)
     from evaluation.report.page import write_report  # imports matplotlib, which takes a second
 
-    page = write_report(plan.folder, plan.recipe.name, views)
+    page = write_report(plan.folder, plan.recipe.name, views, run.heading if run else _heading(plan.folder))
     if run:
         write_text(plan.folder / RUNS / f"{run.id}{PAGE}", page.read_text())
         record(plan, views, run, state, time.time())
@@ -207,7 +207,7 @@ def record(
         plan.folder / RUNS / f"{run.id}.json",
         json.dumps(entry | {"config": plan.recipe.model_dump(mode="json")}, indent=2) + "\n",
     )
-    write_text(plan.folder / RUN, json.dumps(entry, indent=2) + "\n")
+    write_text(plan.folder / RUN, json.dumps({"id": run.id} | entry, indent=2) + "\n")
 
 
 def rewrite(folder: Path) -> Path:
@@ -228,7 +228,7 @@ def rewrite(folder: Path) -> Path:
         ) from None
     from evaluation.report.page import write_report
 
-    page = write_report(folder, recipe, views)
+    page = write_report(folder, recipe, views, _heading(folder))
     write_index(artifacts)
     return page
 
@@ -246,9 +246,18 @@ def rewrite_run(file: Path) -> Path:
     from evaluation.report.page import render
 
     page = file.with_suffix(PAGE)
-    write_text(page, render(recipe, [read(view) for view in views]))
+    run = RunRecord.model_validate(read_json(file) | {"id": file.stem})
+    write_text(page, render(recipe, [read(view) for view in views], run.heading))
     write_index(artifacts)
     return page
+
+
+def _heading(folder: Path) -> str:
+    """Returns the heading of the last run of a recipe; "" where its record says none."""
+    try:
+        return RunRecord.model_validate(read_json(folder / RUN)).heading
+    except ValueError:
+        return ""
 
 
 def _recorded(file: Path, artifacts: Path) -> tuple[str, list[StageView]]:

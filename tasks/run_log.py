@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
+from typing import get_args
 
 import httpx
 
@@ -16,8 +17,12 @@ from rlhf_core.system.processes import raised_by_us
 TOLD = (
     StageFailed | GateFailed | ApprovalAwaited | SeveralFailed | StoreFault | MachineLacks | httpx.HTTPError
 )
-# Prefect's last line of a run that failed with a ValueError, which repeats the sentence before it.
-REPEATED = re.compile(r"Finished in state Failed\(['\"]Flow run encountered an exception: ValueError")
+# Prefect's last line of a run or stage that failed with one of these, which repeats the sentence before it.
+_KINDS = "|".join(("ValueError", *(kind.__name__ for kind in get_args(TOLD) if kind is not httpx.HTTPError)))
+REPEATED = re.compile(
+    rf"Finished in state Failed\(['\"](Flow|Task) run encountered an exception:? ({_KINDS})"
+)
+FLOWS = "prefect.flow_runs"
 # Two more that repeat it: all of one logger's, and a line in the log of a deployment's run.
 ENGINE = "prefect.engine"
 OF_ENGINE = "Engine execution exited"
@@ -25,13 +30,13 @@ OF_ENGINE = "Engine execution exited"
 
 def without_tracebacks() -> None:
     """Makes `shorten` a filter of the logs of this process's flows and tasks."""
-    for name in ("prefect.flow_runs", "prefect.task_runs", ENGINE):
+    for name in (FLOWS, "prefect.task_runs", ENGINE):
         logging.getLogger(name).addFilter(shorten)
 
 
 def shorten(record: logging.LogRecord) -> bool:
-    """Removes the traceback of failed stages, gates and servers, which have their own log or sentence; of
-    wrong input and a full disk nothing but their sentence stays.
+    """Leaves the sentence of failed stages and gates, wrong input and a full disk, without a traceback; also
+    of errors of servers the traceback is removed.
 
     Returns False, which drops the record, for Prefect's messages about our hooks below warnings, and where
     the sentence is known.
@@ -52,7 +57,16 @@ def shorten(record: logging.LogRecord) -> bool:
     elif isinstance(error, ValueError) and raised_by_us(error):
         record.msg = "%s"
         record.args = (str(error),)
-    elif not isinstance(error, TOLD):
+    elif isinstance(error, StageFailed):
+        record.msg = "%s"
+        record.args = (error.summary,)
+        repeats = repeats or record.name == FLOWS  # the stage's own line stands above
+    elif isinstance(error, httpx.HTTPError):
+        pass
+    elif isinstance(error, TOLD):
+        record.msg = "%s"
+        record.args = (str(error),)
+    else:
         return True
     record.exc_info = None
     return not repeats

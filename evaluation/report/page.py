@@ -31,17 +31,18 @@ from rlhf_core.runs.run_dir import LOG
 from rlhf_core.system.files import tail, write_text
 
 
-def write_report(out_dir: Path, recipe_name: str, stages: Sequence[StageView]) -> Path:
-    """Writes `summary.json` and `report.html` (each atomically) to `out_dir` and returns the page's path."""
+def write_report(out_dir: Path, recipe_name: str, stages: Sequence[StageView], run: str = "") -> Path:
+    """Writes `summary.json` and `report.html` (each atomically) to `out_dir` and returns the page's path.
+    `run`: `RunRecord.heading`."""
     evidence = [read(view) for view in stages]
     out_dir.mkdir(parents=True, exist_ok=True)
     write_text(out_dir / "summary.json", as_json(summary_of(recipe_name, evidence)))
-    write_text(out_dir / "report.html", render(recipe_name, evidence))
+    write_text(out_dir / "report.html", render(recipe_name, evidence, run))
     return out_dir / "report.html"
 
 
-def render(recipe_name: str, stages: Sequence[Evidence]) -> str:
-    """Returns the page as text."""
+def render(recipe_name: str, stages: Sequence[Evidence], run: str = "") -> str:
+    """Returns the page as text. `run`: as of `write_report`."""
     evaluated = read_evaluation(stages)
     chains = rounds(stages)
     reward_models = RewardReports.read(evaluated.folder / REWARD_MODELS) if evaluated else None
@@ -52,6 +53,7 @@ def render(recipe_name: str, stages: Sequence[Evidence]) -> str:
     return fill(
         "page.html.j2",
         recipe=recipe_name,
+        run=run,
         stages=stages,
         evaluated=evaluated,
         verdict=verdict(evaluated, stages),

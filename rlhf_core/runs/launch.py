@@ -45,6 +45,13 @@ class StageFailed(RuntimeError):
 
     def __str__(self) -> str:
         if self.code in (WRONG_INPUT, ENVIRONMENT):
+            return self.summary
+        return "\n  ".join([f"{self.summary}; the last lines of its log:", *self.tail])
+
+    @property
+    def summary(self) -> str:
+        """The message without the lines of the log."""
+        if self.code in (WRONG_INPUT, ENVIRONMENT):
             return (
                 f"stage {self.name}:"
                 f" {self.tail[-1] if self.tail else 'it refused to start and gave no reason'}"
@@ -54,7 +61,7 @@ class StageFailed(RuntimeError):
             how = f"ended by {ended_by}" + (
                 " (Linux sends SIGKILL when host memory is exhausted)" if ended_by == "SIGKILL" else ""
             )
-        return "\n  ".join([f"stage {self.name} failed ({how}); the last lines of its log:", *self.tail])
+        return f"stage {self.name} failed ({how})"
 
 
 class SeveralFailed(RuntimeError):

@@ -87,6 +87,14 @@ class RunRecord(BaseModel):
         """The run's name and id, for messages."""
         return f"{self.name} ({self.id})" if self.name else self.id
 
+    @property
+    def heading(self) -> str:
+        """What tells this run from others of its recipe, for its page: name, id and overrides."""
+        label = self.label
+        if not self.overrides:
+            return label
+        return f"{label}, with {' '.join(self.overrides)}".removeprefix(", ")
+
     def require_whole(self) -> RunRecord:
         """Returns this record. Raises ValueError when it is damaged."""
         if self.state == "damaged":

@@ -14,6 +14,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 from types import FrameType
 
@@ -21,7 +22,7 @@ from rich.console import Console
 from rich.live import Live
 
 from flows.cli.show import console
-from flows.cli.terminal.frame import RunMoment, frame
+from flows.cli.terminal.frame import RunMoment, StageLine, frame
 from rlhf_core.recipe.plan import Node, Plan
 from rlhf_core.runs.run_records import RUNS
 
@@ -147,10 +148,16 @@ class Picture:
             self._live.stop()
             self._screen.clear()
             self._live.start()
+        moment = self._moment(self._doing)
+        if self._doing == INTERRUPTED:
+            moment = replace(moment, lines=[_without_plans(line) for line in moment.lines])
         width, height = self._screen.size
-        self._live.update(
-            frame(self._moment(self._doing), width, height, self._screen.options.ascii_only), refresh=True
-        )
+        self._live.update(frame(moment, width, height, self._screen.options.ascii_only), refresh=True)
+
+
+def _without_plans(line: StageLine) -> StageLine:
+    """Returns the line of a stage in a run that ends: one that waits will not start."""
+    return line._replace(text="") if line.state == "waiting" else line
 
 
 @contextmanager

@@ -3,14 +3,17 @@ stage is live_run.py's."""
 
 from __future__ import annotations
 
+import io
 import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from flows.cli.terminal import live
+from flows.cli.terminal.frame import RunMoment, StageLine
 from tests.support.live_run import ROOT, allow
 from tests.support.screen import Terminal
 
@@ -90,6 +93,18 @@ def test_ctrl_c_is_told_and_leaves_a_clean_terminal(
     assert live.INTERRUPTED in shown.written
     assert shown.screen.cursor and shown.restored and "KeyboardInterrupt" in shown.screen.text()
     assert "KeyboardInterrupt" not in (tmp_path / LOG).read_text()
+
+
+def test_after_ctrl_c_no_stage_is_said_to_start() -> None:
+    screen = Console(file=io.StringIO(), width=80, force_terminal=True)
+    lines = [StageLine("sft", "running", text="loss 1"), StageLine("ppo", "waiting", text="starts soon")]
+    picture = live.Picture(screen, lambda doing: RunMoment("night", 1.0, doing, lines))
+    shown = []
+    for doing in ("", live.INTERRUPTED):
+        picture.say(doing)
+        picture._draw()
+        shown.append(str(picture._live.renderable))
+    assert "starts soon" in shown[0] and "starts soon" not in shown[1] and "loss 1" in shown[1]
 
 
 @pytest.mark.parametrize("name, value", [("CI", "true"), ("TERM", "dumb")])

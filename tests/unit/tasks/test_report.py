@@ -1,10 +1,11 @@
-"""Checks that a run stands when its page cannot be written, and that one sentence says so."""
+"""Checks pages of runs: what they say of the run, and that a run stands when its page cannot be written."""
 
 from __future__ import annotations
 
 import errno
 import json
 import logging
+import re
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ import pytest
 import evaluation.report.page
 from rlhf_core.config import Recipe
 from rlhf_core.recipe.plan import Plan, plan
+from rlhf_core.runs.run_records import Asked, asked
 from tasks import report
 from tasks.report import reported
 
@@ -65,3 +67,23 @@ def test_a_full_disk_under_the_page_of_a_failed_run_is_a_sentence_too(
         raise KeyError("the stage's")
     assert "its disk is full; free some space" in told(planned, caplog)
     assert json.loads((planned.folder / "run.json").read_text())["state"] == "failed"
+
+
+def test_pages_say_which_run_they_are_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(report, "create_link_artifact", lambda *_, **__: None)
+    made = plan(Recipe.model_validate(RECIPE | {"artifacts": str(tmp_path / "made")}))
+    for name, overrides in (("first", ()), ("second", ("sft.max_epochs=2", "note=<b>"))):
+        given = asked.set(Asked("recipe.yaml", overrides, name))
+        try:
+            with reported(made) as statuses:
+                statuses["sft"] = "done"
+        finally:
+            asked.reset(given)
+    newest = (made.folder / "report.html").read_text()
+    assert re.search(r"Run second \([\w-]+\), with sft.max_epochs=2 note=&lt;b&gt;<", newest)
+    assert report.rewrite(made.folder).read_text() == newest
+    first = next(file for file in (made.folder / "runs").glob("*.html") if "Run first (" in file.read_text())
+    assert ", with" not in re.search(r"Run first [^<]*", first.read_text())[0]  # type: ignore[index]
+    written = first.read_bytes()
+    assert report.rewrite_run(first.with_suffix(".json")).read_bytes() == written

@@ -14,6 +14,7 @@ from uuid import uuid4
 import pytest
 
 from flows.supervise import Failures
+from rlhf_core.runs.launch import StageFailed
 from rlhf_core.system.machine import MachineLacks
 from tasks.run_log import shorten, without_tracebacks
 from tasks.served import require_settings
@@ -57,7 +58,7 @@ def logged(
             fill_disk,
             "artifacts/t/report.html cannot be written to: its disk is full; free some space, then run again",
         ),
-        (lack, "Encountered exception during execution: MachineLacks('there is no GPU')"),
+        (lack, "there is no GPU"),
     ],
 )
 def test_errors_for_the_user_are_one_line(
@@ -91,9 +92,20 @@ def test_the_last_line_of_a_run_does_not_repeat_wrong_input() -> None:
     assert not shown(
         "Finished in state Failed('Flow run encountered an exception: ValueError: override seed.x: no')"
     )
-    assert shown("Finished in state Failed('Flow run encountered an exception: StageFailed: sft')") and shown(
-        "Finished in state Completed()"
-    )
+    assert not shown("Finished in state Failed('Task run encountered an exception StageFailed: stage sft')")
+    assert shown("Finished in state Failed('Flow run encountered an exception: KeyError: sft')")
+    assert shown("Finished in state Completed()")
+
+
+@pytest.mark.parametrize(("logger", "count"), [("prefect.task_runs", 1), ("prefect.flow_runs", 0)])
+def test_a_failed_stage_is_said_once_and_its_log_is_not_repeated(
+    logger: str, count: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail() -> None:
+        raise StageFailed("sft", 1, ("a line of its log",))
+
+    told = [record.getMessage() for record in logged(logger, fail, caplog)]
+    assert told == ["stage sft failed (exit code 1)"][:count]
 
 
 def test_all_logs_of_runs_have_the_filter() -> None:
