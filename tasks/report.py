@@ -121,13 +121,9 @@ def reported(plan: Plan) -> Iterator[dict[str, Status]]:
         try:
             yield statuses
         except BaseException as error:
-            state = (
-                "interrupted"
-                if not isinstance(error, Exception)
-                else "gate failed"
-                if isinstance(error, GateFailed)
-                else "failed"
-            )
+            state = "gate failed" if isinstance(error, GateFailed) else "failed"
+            if not isinstance(error, Exception):
+                state = "interrupted"
             try:
                 write_or_tell(plan, statuses, run, state)
             except Exception:  # must not replace the exception that ended the run

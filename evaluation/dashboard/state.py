@@ -220,7 +220,7 @@ def main_metric(config: Mapping[str, Any], metrics: Mapping[str, float]) -> str:
     """Returns the stage's main metric and its value, such as `eval/loss 0.434`; '' when it has none."""
     kind = KINDS.get(config.get("stage", ""))
     try:
-        names = () if kind is None else tuple(kind.main_of(config)) if kind.main_of else kind.main
+        names = () if kind is None else kind.main_metrics(config)
     except (LookupError, TypeError, ValueError):  # a config of another version
         names = ()
     return next((f"{name} {metrics[name]:.4g}" for name in names if name in metrics), "")

@@ -95,7 +95,10 @@ class RuleJudge:
             f"A is {'right' if a else 'wrong'}, B is {'right' if b else 'wrong'}; the answer is"
             f" {self.known(match.question)!r}."
         )
-        return Game(score="A=B" if a == b else "A>B" if a else "B>A", judgment={"answer": words})
+        score = "A=B"
+        if a != b:
+            score = "A>B" if a else "B>A"
+        return Game(score=score, judgment={"answer": words})
 
 
 @dataclass(frozen=True)

@@ -119,13 +119,9 @@ def application(assignment: Assignment) -> Starlette:
             return JSONResponse({"error": "there is nothing to undo", **_next(name)}, 409)
         again = assignment.next(name)
         assert again is not None and again.pair.key == taken.key, "a pair that was taken back comes next"
-        place = (
-            None
-            if taken.verdict is None
-            else taken.strength
-            if again.shown_first == "a"
-            else 4 - taken.strength
-        )
+        place = None
+        if taken.verdict is not None:
+            place = taken.strength if again.shown_first == "a" else 4 - taken.strength
         return JSONResponse({**_next(name), "before": {"choice": place, "note": taken.note}})
 
     def _next(annotator: str) -> dict[str, Any]:

@@ -55,7 +55,7 @@ def examples(evaluated: Evaluated) -> list[Group]:
             evaluated.report.baseline,
         )
         if ours and battle.score is not None and battle.uid in before and battle.uid in after:
-            battles["won" if battle.score > 0.5 else "lost" if battle.score < 0.5 else "tied"].append(battle)
+            battles[_outcome(battle.score)].append(battle)
     total = sum(map(len, battles.values()))
     groups = []
     for outcome, played in battles.items():
@@ -96,3 +96,9 @@ def _jsonl(folder: Path) -> Iterator[dict[str, Any]]:
                 continue
             if isinstance(row, dict):
                 yield row
+
+
+def _outcome(score: float) -> str:
+    if score == 0.5:
+        return "tied"
+    return "won" if score > 0.5 else "lost"

@@ -148,7 +148,9 @@ def _show_ppo(
             f", vLLM lacks {placement.lacking / GIB:.1f}" if placement.lacking > 0 else ""
         )
         held += f", {placement.beyond:g} GPUs too many" if placement.beyond > 0 else ""
-        mark = "[green]" if placement is chosen else "" if placement.fits(gpu) else "[red]"
+        mark = "" if placement.fits(gpu) else "[red]"
+        if placement is chosen:
+            mark = "[green]"
         table.add_row(
             f"{mark}{escape(placement.name)}", f"{mark}{held}", *seconds, f"{mark}{placement.total:.1f}"
         )

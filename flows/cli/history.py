@@ -198,10 +198,12 @@ def _found(folder: Path, record: Mapping[str, Any]) -> Found:
     result = RunDir(folder).result()
     config = record["config"]
     kind = KINDS.get(config["stage"])
-    names = () if kind is None else kind.main_of(config) if kind.main_of else kind.main
+    names = () if kind is None else kind.main_metrics(config)
     metrics = result.metrics if result else {}
     metric = next((f"{name} {metrics[name]:.4g}" for name in names if name in metrics), "")
-    state = "done" if result else "running" if is_locked(folder / LOCK) else "unfinished"
+    state = "running" if is_locked(folder / LOCK) else "unfinished"
+    if result:
+        state = "done"
     when = datetime.fromtimestamp((folder / (RESULT if result else REQUEST)).stat().st_mtime)
     return Found(
         folder,
@@ -277,7 +279,9 @@ def _claims(
     keep = keeping(runs)
     claims = []
     for run in runs:
-        what = ", pinned" if run.pinned else ", running" if run.state == "running" else ""
+        what = ", running" if run.state == "running" else ""
+        if run.pinned:
+            what = ", pinned"
         claims.append(
             (
                 f"run {run.label}{what}",

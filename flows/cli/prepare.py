@@ -87,7 +87,9 @@ def validate(recipe: RecipePlace, *overrides: Override, here: bool = False) -> i
             + f" and everything {'the others' if done else 'they'} need is here" * here
         )
         console.print(f"{recipe}: ok, {len(planned.nodes)} stages{need}", markup=False)
-    return WRONG_INPUT if inputs else ENVIRONMENT if machine else OK
+    if inputs:
+        return WRONG_INPUT
+    return ENVIRONMENT if machine else OK
 
 
 def forecast(

@@ -257,10 +257,11 @@ def show_garbage(
 ) -> None:
     """Prints what is kept and what can be removed, with sizes; `removed`: what was, None without --delete."""
     lines = [("keep", item) for item in kept]
-    lines += [
-        ("remove" if removed is None else "removed" if item.path in removed else "in use, stays", item)
-        for item in garbage
-    ]
+    for item in garbage:
+        if removed is None:
+            lines.append(("remove", item))
+        else:
+            lines.append(("removed" if item.path in removed else "in use, stays", item))
     for what, item in lines:
         console.print(
             f"{what:13} {item.size / 2**20:10.1f} MiB  {item.path}  ({item.why})",
@@ -268,7 +269,9 @@ def show_garbage(
             highlight=False,
         )
     whole = sum(item.size for item in garbage if removed is None or item.path in removed)
-    end = "" if not garbage else "; --delete removes them" if removed is None else " were removed"
+    end = "; --delete removes them" if removed is None else " were removed"
+    if not garbage:
+        end = ""
     count = len(garbage) if removed is None else len(removed)
     console.print(
         f"{len(kept)} stages are kept; {count} folders, {whole / 2**20:.1f} MiB{end}", highlight=False

@@ -91,9 +91,9 @@ def arrange(groups: Mapping[str, Wanted], together: Sequence[Sequence[str]] = ()
         check_together({name: groups[name] for name in names})
         count = processes(groups[names[0]])
         whole = 1.0 if len(names) > 1 else groups[names[0]].gpus
-        gpus = (
-            (int(10_000 / len(names)) / 10_000 if len(names) > 1 else whole) if groups[names[0]].gpus else 0.0
-        )
+        gpus = whole if len(names) == 1 else int(10_000 / len(names)) / 10_000
+        if not groups[names[0]].gpus:
+            gpus = 0.0
         # processes in a bundle
         each = span_of(groups[names[0]]) if len(names) == 1 and gpus == int(gpus) else 1
         for name in names:

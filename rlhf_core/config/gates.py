@@ -112,7 +112,9 @@ class Verdict(Frozen):
     @property
     def word(self) -> Literal["passed", "waits", "failed"]:
         """The result in a word."""
-        return "passed" if self.passed else "waits" if self.waits else "failed"
+        if self.passed:
+            return "passed"
+        return "waits" if self.waits else "failed"
 
     @property
     def summary(self) -> str:

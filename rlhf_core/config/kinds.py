@@ -55,6 +55,10 @@ class Kind(NamedTuple):
     def shown_as(self) -> str:
         return self.title or self.config.__name__
 
+    def main_metrics(self, config: Mapping[str, Any]) -> tuple[str, ...]:
+        """Returns the names of the main metrics of a stage with this configuration, as JSON."""
+        return self.main if self.main_of is None else tuple(self.main_of(config))
+
     @property
     def panels(self) -> tuple[Panel, ...]:
         return self.charts or tuple(Panel(metric, {metric: ""}) for metric in self.main)

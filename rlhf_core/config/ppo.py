@@ -463,7 +463,9 @@ class PPO(Optimised, Rewarded, Routed):
     @field_validator("adam_offload", "param_offload", mode="before")
     @classmethod
     def _both(cls, value: object) -> object:
-        return (("actor", "critic") if value else ()) if isinstance(value, bool) else value
+        if isinstance(value, bool):
+            return ("actor", "critic") if value else ()
+        return value
 
     @check
     def _check_family(self) -> Iterator[str]:

@@ -230,13 +230,11 @@ def _reward_source(value: Any) -> Any:
     if isinstance(value, str):
         if value in ("environment", "none"):
             return {"kind": value}
-        kind = (
-            "http"
-            if value.startswith(("http://", "https://"))
-            else "function"
-            if re.search(r"\.py:\w+$", value)
-            else "model"
-        )
+        kind = "model"
+        if value.startswith(("http://", "https://")):
+            kind = "http"
+        elif re.search(r"\.py:\w+$", value):
+            kind = "function"
         return {"kind": kind, REWARD_KINDS[kind]: value}
     if isinstance(value, dict) and "kind" not in value:
         return {

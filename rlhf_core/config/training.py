@@ -303,7 +303,8 @@ class Trainable(Optimised):
             )
 
     def offloaded(self, what: Literal["adam", "param"]) -> tuple[str, ...]:
-        return ("model",) if (self.adam_offload if what == "adam" else self.param_offload) else ()
+        offload = self.adam_offload if what == "adam" else self.param_offload
+        return ("model",) if offload else ()
 
     @property
     def trained_ranks(self) -> dict[str, Ranks]:

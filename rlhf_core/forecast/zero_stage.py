@@ -130,7 +130,9 @@ def starts_of_ppo(config: PPO, sizes: Mapping[str, Size]) -> list[tuple[list[str
     """The roles on each GPU that has models, and the bytes that they take there together: all load side by
     side, engines too. `sizes`: of the models that are known; others are left out."""
     held = starts(config, {role: size for role, size in sizes.items() if role in ("actor", "critic")})
-    weight = 0.0 if config.ref_reward_offload else 4.0 if config.dtype == "float32" else 2.0
+    weight = 4.0 if config.dtype == "float32" else 2.0
+    if config.ref_reward_offload:
+        weight = 0.0
     over = {role: ranks.world_size if config.ref_reward_shard else 1 for role, ranks in config.groups.items()}
     held |= {
         role: loaded(size, role == "reference", weight, over[role])

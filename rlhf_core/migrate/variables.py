@@ -37,7 +37,9 @@ class Variables(dict[str, list[str]]):
         if index in ("@", "*"):
             return " ".join(words)
         at = int(index or 0)
-        return words[at] if at < len(words) else None if index else ""
+        if at < len(words):
+            return words[at]
+        return None if index else ""
 
     def _default(self, text: str) -> str:
         """Expands `$A` and `${A...}` in the text of a default, without its quotes."""

@@ -397,16 +397,11 @@ def _load_scorer(
                 f"{path} has no weight {missing[0]} ({len(missing)} are missing): name a whole model"
             )
         mismatched = {name for name, *_ in info["mismatched_keys"]}
+        if mismatched == {"score.weight"}:
+            raise ValueError(several_labels(path) if new_head else no_reward_head(path))
         if mismatched:
-            unlike_config = (
-                f"{path}: {min(mismatched)} has another shape than its config.json says: name a whole model"
-            )
             raise ValueError(
-                unlike_config
-                if mismatched != {"score.weight"}
-                else several_labels(path)
-                if new_head
-                else no_reward_head(path)
+                f"{path}: {min(mismatched)} has another shape than its config.json says: name a whole model"
             )
         if any(name.startswith("score.") for name in info["missing_keys"]):
             if not new_head:

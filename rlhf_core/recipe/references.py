@@ -60,7 +60,7 @@ def references(config: StageConfig) -> Iterator[Reference]:
     for field, wanted in KINDS[config.stage].names.items():
         kinds = named(*wanted)
         value = getattr(config, field)
-        values = value if isinstance(value, tuple) else () if value is None else (value,)
+        values = value if isinstance(value, tuple) else (value,)  # None is no name
         for i, item in enumerate(values):
             if isinstance(item, str) and not (isinstance(config, Evaluation) and item in config.endpoints):
                 yield Reference(field, item, kinds)
@@ -231,14 +231,9 @@ def _files(value: Any, where: str) -> Iterator[tuple[str, str]]:
             yield from ((f"{where}.tasks", task) for task in value.tasks if is_path(task))
     if isinstance(value, BaseModel):
         value = {name: getattr(value, name) for name in type(value).model_fields}
-    parts = (
-        value.items()
-        if isinstance(value, dict)
-        else enumerate(value)
-        if isinstance(value, list | tuple)
-        else ()
-    )
-    for name, part in parts:
+    if isinstance(value, list | tuple):
+        value = dict(enumerate(value))
+    for name, part in value.items() if isinstance(value, dict) else ():
         yield from _files(part, f"{where}.{name}")
 
 

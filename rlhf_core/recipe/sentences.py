@@ -253,7 +253,10 @@ def _place(loc: tuple[int | str, ...]) -> list[int | str]:
 
 def _union_of(before: list[int | str]) -> int | str:
     """Returns the field that holds the union: `judges` of judges.0, and `judge`, which is no list."""
-    return before[-2] if isinstance(before[-1], int) else before[-1] if before[-1] == "judge" else ""
+    last = before[-1]
+    if isinstance(last, int):
+        return before[-2]
+    return last if last == "judge" else ""
 
 
 def _fields(names: list[int | str], raw: Any) -> dict[Any, Any]:

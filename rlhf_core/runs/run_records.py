@@ -222,6 +222,8 @@ def read(file: Path, held: Callable[[Path], bool] = is_locked) -> RunRecord:
         state = "running"
     elif run.state or statuses <= {"done", "skipped"}:
         state = run.state or "done"
+    elif run.ended is None:
+        state = "killed"
     else:
-        state = "killed" if run.ended is None else "failed" if "failed" in statuses else "unfinished"
+        state = "failed" if "failed" in statuses else "unfinished"
     return run.model_copy(update=own | {"state": state, "started": run.started or own["started"]})

@@ -14,5 +14,7 @@ def table(header: Iterable[object], rows: Iterable[Iterable[object]]) -> str:
 
 
 def _cell(value: object) -> str:
-    text = "" if value is None else f"{value:.6g}" if isinstance(value, float) else str(value)
+    if value is None:
+        return ""
+    text = f"{value:.6g}" if isinstance(value, float) else str(value)
     return text.replace("|", "\\|").replace("\n", " ")

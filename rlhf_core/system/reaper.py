@@ -54,7 +54,9 @@ def main(parent: int, grace_seconds: float, command: Sequence[str]) -> int:
         code = _reap(child.pid)
     ended = _end_all(child.pid, grace_seconds)
     code = ended if code is None else code
-    return 128 + signal.SIGTERM if code is None else code if code >= 0 else 128 - code
+    if code is None:
+        return 128 + signal.SIGTERM
+    return code if code >= 0 else 128 - code
 
 
 def descendants(root: int) -> list[int]:

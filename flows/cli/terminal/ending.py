@@ -91,8 +91,7 @@ def main_metrics(node: Node, found: Mapping[str, float]) -> list[str]:
     rate; else the main ones of the kind and those that gates are on."""
     if isinstance(node.config, Evaluation):
         return [name for name in (f"win_rate/{model}" for model in node.config.models) if name in found]
-    kind = KINDS[node.kind]
-    main = list(kind.main_of(node.config.model_dump(mode="json")) if kind.main_of else kind.main)
+    main = KINDS[node.kind].main_metrics(node.config.model_dump(mode="json"))
     gated = [gate.metric for gate in node.config.gates]
     present = [name for name in main if name in found]
     known = [name for name in dict.fromkeys((*present[:1], *gated, *present)) if name in found]

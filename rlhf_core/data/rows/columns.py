@@ -173,13 +173,9 @@ def _messages(value: Any, where: str, column: str) -> list[Message]:
     for number, message in enumerate(value, start=1):
         place = f"{where}: message {number} of column {column!r}"
         calls = message.get("tool_calls") if isinstance(message, dict) else None
-        content = (
-            (message.get("content") or "")
-            if calls
-            else message.get("content")
-            if isinstance(message, dict)
-            else None
-        )
+        content = message.get("content") if isinstance(message, dict) else None
+        if calls:
+            content = content or ""
         if (
             not isinstance(message, dict)
             or not isinstance(message.get("role"), str)

@@ -18,7 +18,7 @@ def with_stop_tokens(generation: GenerationConfig, tokenizer: PreTrainedTokenize
     except ValueError:  # no chat template
         return generation
     named = generation.eos_token_id
-    there = [] if named is None else [named] if isinstance(named, int) else list(named)
+    there = [named] if isinstance(named, int) else list(named or ())
     missing = [token for token in ends if token not in there]
     if not missing:
         return generation
