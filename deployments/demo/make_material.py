@@ -1,14 +1,12 @@
 """Makes everything the demo learns from: `python deployments/demo/make_material.py --out DIR [--seed 0]
 [--scale 1.0]`.
 
-    base/                        a random decoder of about a million parameters, its tokenizer and chat
-    template
-    sft.jsonl, sft_heldout.jsonl                    messages (one or two turns)
-    preferences.jsonl, preferences_heldout.jsonl    prompt, chosen, rejected
-    prompts.jsonl                                   prompt, for PPO and iterative DPO
-    questions.jsonl                                 uid, category, prompt, answer: the held-out test set
-    manifest.json                                   seed, scale, digests of this script and its phrases, sizes
-    and digests of the files
+    base/               a random decoder of about a million parameters, its tokenizer and chat template
+    sft.jsonl           messages (one or two turns); sft_heldout.jsonl likewise
+    preferences.jsonl   prompt, chosen, rejected; preferences_heldout.jsonl likewise
+    prompts.jsonl       prompt, for PPO and iterative DPO
+    questions.jsonl     uid, category, prompt, answer: the held-out test set
+    manifest.json       seed, scale, digests of this script and its phrases, sizes and digests of the files
 
 The tasks are plain English instructions with one right answer: copy, reverse or sort the digits of a number,
 name its first or last digit, count the digits, add two small numbers. Digits, because Qwen2's splitting rule

@@ -1,7 +1,9 @@
 """Renders the manifests of `templates/` for a cluster of a given size.
 
-python deployments/k8s/render.py --nodes 4 --gpus-per-node 8 --out build/k8s Values come from `values.yaml`
-(or --values FILE), then from the flags. Nothing is applied: look at the files, then `kubectl apply -f`.
+    python deployments/k8s/render.py --nodes 4 --gpus-per-node 8 --out build/k8s
+
+Values come from `values.yaml` (or --values FILE), then from the flags. Nothing is applied: look at the files,
+then `kubectl apply -f`.
 """
 
 from __future__ import annotations

@@ -7,19 +7,19 @@ sums over pairs.
 
 agreement           share of pairs with the same sign: a tie of one alone is a disagreement
 agreement_decided   the same over pairs that neither calls a tie (Zheng et al. 2023, arXiv:2306.05685, setup
-S2)
+                    S2)
 kappa               (p - e) / (1 - e): p is the agreement, e that of two who draw from their own shares of A,
-tie, B (Cohen 1960)
+                    tie, B (Cohen 1960)
 position_bias       share of games won by the answer shown first minus that shown second (Zheng et al. 2023,
-section 3.3)
+                    section 3.3)
 swap_consistency    share of pairs whose two games name the same winner
-length_bias         P(judge prefers the longer answer) - P(people do), pairs of different length, a tie counts
-one half
+length_bias         P(judge prefers the longer answer) - P(people do), pairs of different length, a tie
+                    counts one half
 length_error_gap    P(judge prefers the longer | people the shorter) - P(judge prefers the shorter | people
                     the longer), ties as above: 0 also of a judge that errs often, but either way alike
                     (equalized odds: Hardt et al. 2016, arXiv:1610.02413)
-markdown_bias, markdown_error_gap   the same of the answer with more headers, list items and bold text for its
-length
+markdown_bias       like length_bias, for the answer with more headers, list items and bold text for its
+                    length; markdown_error_gap: like length_error_gap
 human_agreement     share of two annotators of a pair who give the same sign, mean over pairs
 human_kappa         Fleiss' kappa (1971) of the annotators of pairs with several
 human_repeat        share of repeated labels with the sign that the annotator gave first

@@ -48,8 +48,9 @@ runs_app = App(name="runs", help="The runs in an artifacts folder.")
 def report(which: Annotated[str, Parameter(name="run")], *, artifacts: Artifacts = Path("artifacts")) -> int:
     """Write the page of a run again, and the page over all runs.
 
-    Args: which: a run's name or id, a recipe, the folder ARTIFACTS/NAME of one, or ARTIFACTS for the page
-        over all runs alone.
+    Args:
+        which: a run's name or id, a recipe, the folder ARTIFACTS/NAME of one, or ARTIFACTS for the page over
+            all runs alone.
     """
     from evaluation.report.index import write_index
     from tasks.report import found, rewrite, rewrite_run, write
@@ -113,8 +114,10 @@ def stages(artifacts: Artifacts = Path("artifacts")) -> int:
 def diff(before: str, after: str, *, artifacts: Artifacts = Path("artifacts")) -> int:
     """Show what changed between two runs: configuration, inputs, versions, metrics, win rates.
 
-    Args: before: a run's name or id, a recipe's folder ARTIFACTS/NAME (its last run), or a stage's directory
-        ARTIFACTS/stages/STAGE-DIGEST. after: another run, or another stage's directory.
+    Args:
+        before: a run's name or id, a recipe's folder ARTIFACTS/NAME (its last run), or a stage's directory
+            ARTIFACTS/stages/STAGE-DIGEST.
+        after: another run, or another stage's directory.
     """
     places = [named_runs.place_of(artifacts, given) for given in (before, after)]
     show_differences(console, history.differences(*places))
@@ -124,8 +127,10 @@ def diff(before: str, after: str, *, artifacts: Artifacts = Path("artifacts")) -
 def lineage(checkpoint: str, *, out: Path | None = None, artifacts: Artifacts = Path("artifacts")) -> int:
     """Show what a checkpoint was made from: its parents, their data and the versions they were made with.
 
-    Args: checkpoint: a checkpoint, a stage's directory, a Hub id, or a run's name or id, which means its last
-        checkpoint. out: also draw it, to this SVG file.
+    Args:
+        checkpoint: a checkpoint, a stage's directory, a Hub id, or a run's name or id, which means its last
+            checkpoint.
+        out: also draw it, to this SVG file.
     """
     checkpoint = named_runs.checkpoint_of(artifacts, checkpoint)
     found = history.lineage_of(checkpoint)
@@ -163,9 +168,11 @@ def gc(
     Without --keep-runs and --older-than every recorded run keeps its stages. Pinned runs and those in
     progress always do.
 
-    Args: keep_runs: the newest N runs of each recipe keep their stages; older ones do not, unless
-        --older-than says so. older_than: runs that began earlier than this ago do not keep their stages, such
-        as 12h, 30d or 8w. delete: remove what no run keeps; directories that a process works in stay.
+    Args:
+        keep_runs: the newest N runs of each recipe keep their stages; older ones do not, unless --older-than
+            says so.
+        older_than: runs that began earlier than this ago do not keep their stages, such as 12h, 30d or 8w.
+        delete: remove what no run keeps; directories that a process works in stay.
     """
     age = re.fullmatch(r"(\d{1,5})([hdw])", older_than or "0h", re.ASCII)
     if not age or (keep_runs or 0) < 0:
@@ -200,12 +207,16 @@ def serve_reward(
     """Serve a reward model over HTTP, for `reward: {url: "http://HOST:PORT", api_key_env:
     ALIGNFLOW_REWARD_KEY}`. Ends with Ctrl-C.
 
-    Args: checkpoint: folder or Hub id of a reward model. port: 0 takes a free one and prints it. host:
-        0.0.0.0 listens to other machines too. allow_host: more names of this machine that clients use, with
-        commas. home: folder of the key that requests need, in the file reward-key, unless
-        ALIGNFLOW_REWARD_KEY is set. without_key: answer all users of this machine. template: 'chat': the
-        tokenizer's chat template; else a plain one with one {} for the prompt. micro_batch_size: documents of
-        one forward pass.
+    Args:
+        checkpoint: folder or Hub id of a reward model.
+        port: 0 takes a free one and prints it.
+        host: 0.0.0.0 listens to other machines too.
+        allow_host: more names of this machine that clients use, with commas.
+        home: folder of the key that requests need, in the file reward-key, unless ALIGNFLOW_REWARD_KEY is
+            set.
+        without_key: answer all users of this machine.
+        template: 'chat': the tokenizer's chat template; else a plain one with one {} for the prompt.
+        micro_batch_size: documents of one forward pass.
     """
     if "{}" not in template and template != "chat":
         raise ValueError(f"template {template!r} must be 'chat' or hold exactly one {{}} for the prompt")
@@ -254,13 +265,18 @@ def leaderboard(
 ) -> int:
     """Score a folder of judgments, ours or published ones of Arena-Hard. Needs no model.
 
-    Args: folder: a benchmark with model_judgment/ and model_answer/, an evaluation's run directory or report,
-        or any folder of judgments. answers: folder of the answers, for style control; default: found from the
-        folder of judgments. control: styles to control for. category: only these categories. tokenizer:
-        counts the tokens of answers whose file has no length: gpt-4o (tiktoken, a download) or a model's
-        folder or Hub id. rounds: bootstrap resamples of the questions, for the intervals of style control.
-        seed: seed of the bootstraps. max_failed: share of games without a verdict above which there is no
-        score. json: file to write the boards to.
+    Args:
+        folder: a benchmark with model_judgment/ and model_answer/, an evaluation's run directory or report,
+            or any folder of judgments.
+        answers: folder of the answers, for style control; default: found from the folder of judgments.
+        control: styles to control for.
+        category: only these categories.
+        tokenizer: counts the tokens of answers whose file has no length: gpt-4o (tiktoken, a download) or a
+            model's folder or Hub id.
+        rounds: bootstrap resamples of the questions, for the intervals of style control.
+        seed: seed of the bootstraps.
+        max_failed: share of games without a verdict above which there is no score.
+        json: file to write the boards to.
     """
     from evaluation.scores.arena_files import folders, read_judgments, read_styles, token_counter
     from evaluation.scores.leaderboard import How, as_json, boards

@@ -23,10 +23,11 @@ def migrate(script: Path, *, out: Path | None = None, gpus: Whole = 8) -> int:
     """Turn a launch script of OpenRLHF (flat or dotted flags) or TRL (sft, dpo, kto, reward, grpo) into a
     recipe. Executes nothing of it.
 
-    Args: script: shell script, Kubernetes YAML with one inside, or a YAML config of TRL. out: recipe to
-        write; it must not exist yet. Default: recipe.yaml, or the first of recipe-2.yaml, recipe-3.yaml, ...
-        that does not exist. Its comments say what became of every flag. gpus: GPUs of one machine, for
-        launchers that take all there are.
+    Args:
+        script: shell script, Kubernetes YAML with one inside, or a YAML config of TRL.
+        out: recipe to write; it must not exist yet. Default: recipe.yaml, or the first of recipe-2.yaml,
+            recipe-3.yaml, ... that does not exist. Its comments say what became of every flag.
+        gpus: GPUs of one machine, for launchers that take all there are.
     """
     from rlhf_core.migrate.script import migrate as read
 
@@ -63,8 +64,9 @@ def validate(recipe: RecipePlace, *overrides: Override, here: bool = False) -> i
     """Check a recipe: keys, values, and that its stages fit together. Needs none of its files, and a network
     only to look up branches and tags of the Hub.
 
-    Args: here: also check files, columns, tokenizer, limits and this machine's resources, as run does before
-        any work.
+    Args:
+        here: also check files, columns, tokenizer, limits and this machine's resources, as run does before
+            any work.
     """
     try:
         planned = plan(load_recipe(recipe, overrides))
@@ -105,11 +107,15 @@ def forecast(
 ) -> int:
     """Estimate memory of each GPU and seconds of an iteration, and recommend a placement. Starts nothing.
 
-    Args: gpus: GPUs to place a PPO stage on; default: as many as the recipe needs. gpu: GPU type, for its
-        memory and rates; for another type give the next three. gpu_memory: GiB of a GPU. flops: TFLOP/s of
-        its bf16 matrix products, as measured. bandwidth: TB/s of its memory, as measured. nodes: nodes that
-        these GPUs are on, equally many on each; default: as the recipe says, else 8 GPUs on a node. network:
-        GB/s of a node to other nodes, as sold; default: 50.
+    Args:
+        gpus: GPUs to place a PPO stage on; default: as many as the recipe needs.
+        gpu: GPU type, for its memory and rates; for another type give the next three.
+        gpu_memory: GiB of a GPU.
+        flops: TFLOP/s of its bf16 matrix products, as measured.
+        bandwidth: TB/s of its memory, as measured.
+        nodes: nodes that these GPUs are on, equally many on each; default: as the recipe says, else 8 GPUs on
+            a node.
+        network: GB/s of a node to other nodes, as sold; default: 50.
     """
     from flows.cli.forecast import nodes_in, show_forecast
     from rlhf_core.forecast.hardware import GPUS, on_nodes

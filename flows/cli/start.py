@@ -143,14 +143,18 @@ def init(
     """Write a commented recipe to start from, recipe.yaml. Asks for what no flag gives; without a terminal
     every needed flag is required.
 
-    Args: folder: where the recipe goes; a recipe.yaml that is there stays, and is an error. kind: what to
-        train. sft; dpo: on preference pairs; ppo: with a reward model; loop: rounds of DPO on sampled
-        answers. base_model: local folder or Hub id of the model to start from. sft_data: chats to imitate, a
-        file or a Hub data set; optional for dpo, ppo and loop, which then start from the base model.
-        preference_data: rows with prompt, chosen and rejected; for dpo, ppo and loop. prompts: rows with
-        prompt; for ppo and loop. questions: held-out rows with prompt and answer; optional, adds an
-        evaluation. gpus: GPUs of one machine, 0 for none; default: those of this machine. name: name of the
-        recipe; default: that of the folder.
+    Args:
+        folder: where the recipe goes; a recipe.yaml that is there stays, and is an error.
+        kind: what to train. sft; dpo: on preference pairs; ppo: with a reward model; loop: rounds of DPO on
+            sampled answers.
+        base_model: local folder or Hub id of the model to start from.
+        sft_data: chats to imitate, a file or a Hub data set; optional for dpo, ppo and loop, which then start
+            from the base model.
+        preference_data: rows with prompt, chosen and rejected; for dpo, ppo and loop.
+        prompts: rows with prompt; for ppo and loop.
+        questions: held-out rows with prompt and answer; optional, adds an evaluation.
+        gpus: GPUs of one machine, 0 for none; default: those of this machine.
+        name: name of the recipe; default: that of the folder.
     """
     path = folder / "recipe.yaml"
     if path.exists():

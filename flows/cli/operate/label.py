@@ -39,17 +39,23 @@ def label(
     """Let people compare pairs of answers on a local page, blind and by keyboard, or show how far they agree.
     Ends with Ctrl-C.
 
-    Args: source: an evaluation (its directory, its name, or the name of a recipe), or a .jsonl of preferences
-        or of answer_a and answer_b. out: file that labels are appended to. agreement: a file of labels, as a
-        calibration reads; show how far its annotators agree, and serve nothing. sample: pairs to label, drawn
-        by the seed. seed: of the pairs, the side of each answer, and the pairs that come twice. per_item:
-        annotators for each pair. repeat: share of an annotator's pairs that come a second time, with the
-        sides swapped. models: two models of the evaluation, with a comma; without it, all pairs that its
-        judges compared. artifacts: folder in which names of evaluations and recipes are looked up. host:
-        0.0.0.0 listens to other machines too; the token passes the network as it is, without TLS. port: 0
-        takes a free one and prints it. allow_host: more names of this machine that annotators use, with
-        commas. home: folder of the token that the page asks for, in the file label-token, and of the secret
-        that hides sides, label-secret.
+    Args:
+        source: an evaluation (its directory, its name, or the name of a recipe), or a .jsonl of preferences
+            or of answer_a and answer_b.
+        out: file that labels are appended to.
+        agreement: a file of labels, as a calibration reads; show how far its annotators agree, and serve
+            nothing.
+        sample: pairs to label, drawn by the seed.
+        seed: of the pairs, the side of each answer, and the pairs that come twice.
+        per_item: annotators for each pair.
+        repeat: share of an annotator's pairs that come a second time, with the sides swapped.
+        models: two models of the evaluation, with a comma; without it, all pairs that its judges compared.
+        artifacts: folder in which names of evaluations and recipes are looked up.
+        host: 0.0.0.0 listens to other machines too; the token passes the network as it is, without TLS.
+        port: 0 takes a free one and prints it.
+        allow_host: more names of this machine that annotators use, with commas.
+        home: folder of the token that the page asks for, in the file label-token, and of the secret that
+            hides sides, label-secret.
     """
     if agreement is not None:
         from evaluation.labelling.agreement import agreement as measured

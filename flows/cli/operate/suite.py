@@ -28,11 +28,13 @@ def add(
     """Add questions that a model lost in an evaluation, or that people reported; those that the suite has are
     left out.
 
-    Args: source: the directory ARTIFACTS/stages/NAME-DIGEST of a finished evaluation, or a file of questions
-        with prompt and reason (.jsonl). model: of an evaluation: the model whose lost questions are added,
-        those that it lost in both games. lost_to: the model that it lost to; default: the evaluation's
-        baseline. judge: the judge that decides; default: the evaluation's first. reason: of questions in a
-        file that give none.
+    Args:
+        source: the directory ARTIFACTS/stages/NAME-DIGEST of a finished evaluation, or a file of questions
+            with prompt and reason (.jsonl).
+        model: of an evaluation: the model whose lost questions are added, those that it lost in both games.
+        lost_to: the model that it lost to; default: the evaluation's baseline.
+        judge: the judge that decides; default: the evaluation's first.
+        reason: of questions in a file that give none.
     """
     if source.is_dir():
         from evaluation.regression.lost import lost_questions
