@@ -1,4 +1,4 @@
-"""Attention inside each document of a packed row, on a GPU: a varlen kernel (`attention_kernels`) in
+"""Attention inside each document of a packed row, on a GPU: a varlen kernel (`choose.py`) in
 transformers' models.
 
 The kernel takes concatenated rows and the bounds of the documents: no padding, no mask. transformers' own
