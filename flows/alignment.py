@@ -30,9 +30,9 @@ from rlhf_core.recipe.gates import GateFailed, gates_behind, holding, uncheckabl
 from rlhf_core.recipe.plan import Node, Plan, plan
 from rlhf_core.runs.launch import SeveralFailed
 from rlhf_core.runs.prepared import prepared
+from rlhf_core.runs.remote.store import store_of
 from rlhf_core.runs.run_dir import StageRequest
 from rlhf_core.runs.run_records import asked
-from rlhf_core.runs.store import store_of
 from rlhf_core.system import orphan_watcher
 from tasks.decisions.approval import ask_about, await_approvals
 from tasks.decisions.champion import promote_published, roll_back

@@ -28,8 +28,8 @@ from rlhf_core.recipe.loop_record import (
     loop_state,
     refuse,
 )
-from rlhf_core.runs.remote_files import StoreFault
-from rlhf_core.runs.store import store_of
+from rlhf_core.runs.remote.remote_files import StoreFault
+from rlhf_core.runs.remote.store import store_of
 from rlhf_core.stages.publication.champion import champions_of, complete
 from tasks.decisions.approval import asked_by_this_run
 from tasks.keys import provided, variables

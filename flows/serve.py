@@ -24,8 +24,8 @@ from typing import Any
 from rlhf_core.preflight.inputs import MachineLacks
 from rlhf_core.system import orphan_watcher
 from rlhf_core.system.files import locked, read_json, write_text
+from rlhf_core.system.pages.secret_file import kept_secret, make_private
 from rlhf_core.system.processes import LISTENER, module_path
-from rlhf_core.system.secret_file import kept_secret, make_private
 from tasks import server_process
 from tasks.fresh_database import NAME as DATABASE
 from tasks.served import SERVED_ENV

@@ -10,7 +10,7 @@ import httpx
 
 from rlhf_core.recipe.gates import ApprovalAwaited, GateFailed
 from rlhf_core.runs.launch import SeveralFailed, StageFailed
-from rlhf_core.runs.remote_files import StoreFault
+from rlhf_core.runs.remote.remote_files import StoreFault
 from rlhf_core.system.machine import MachineLacks, disk_problem
 from rlhf_core.system.processes import raised_by_us
 

@@ -29,8 +29,8 @@ from rlhf_core.data.report import MARKDOWN as DATA_REPORT
 from rlhf_core.records import EvalReport, StageResult
 from rlhf_core.runs.allotment import check_stop, variables
 from rlhf_core.runs.launch import StageFailed, launch
+from rlhf_core.runs.remote.store import Store
 from rlhf_core.runs.run_dir import RunDir, StageRequest
-from rlhf_core.runs.store import Store
 from rlhf_core.system.files import Digests
 from rlhf_core.system.markdown_table import table
 from rlhf_core.system.processes import WRONG_INPUT

@@ -12,10 +12,10 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 from rlhf_core.recipe.plan import Node, Plan
-from rlhf_core.runs.remote_files import StoreFault
+from rlhf_core.runs.remote.remote_files import StoreFault
+from rlhf_core.runs.remote.store import COPYING, Store, store_of
 from rlhf_core.runs.resume_state import Resume, latest
 from rlhf_core.runs.run_dir import STATE, RunDir, StageRequest
-from rlhf_core.runs.store import COPYING, Store, store_of
 
 EVERY_SECONDS = 15.0  # between two checks for a new resume state
 WAIT_SECONDS = 20.0  # for a copy in progress when the stage ends or is cancelled

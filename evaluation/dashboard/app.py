@@ -1,9 +1,9 @@
 """Serves the dashboard: pages, their script and style, and a stream of the parts that changed. It only
 answers GET, and writes nothing.
 
-Put `Protected` (rlhf_core/system/page_server.py) in front: this application itself asks for no token. An open
-page has one stream of server-sent events: each second a look at sizes and times of its files, and only where
-these changed its parts are made anew and sent.
+Put `Protected` (rlhf_core/system/pages/page_server.py) in front: this application itself asks for no
+token. An open page has one stream of server-sent events: each second a look at sizes and times of its files,
+and only where these changed its parts are made anew and sent.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@ source, or which answer is chosen.
 
 Pages are small HTML files; label.js asks for one pair at a time. Requests are handled one after the other in
 the event loop, the write of a label included, so that no two of them see the same state. Who may ask is
-decided by `rlhf_core/system/page_server.py`.
+decided by `rlhf_core/system/pages/page_server.py`.
 """
 
 from __future__ import annotations

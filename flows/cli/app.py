@@ -32,7 +32,7 @@ from flows.cli.show import FAILED, INTERRUPTED, OK, WAITS, errors
 from rlhf_core.preflight.inputs import MachineLacks
 from rlhf_core.recipe.gates import ApprovalAwaited, GateFailed
 from rlhf_core.runs.launch import SeveralFailed, StageFailed
-from rlhf_core.runs.remote_files import StoreFault
+from rlhf_core.runs.remote.remote_files import StoreFault
 from rlhf_core.system.machine import Unreachable, disk_problem
 from rlhf_core.system.processes import ENVIRONMENT, WRONG_INPUT, raised_by_us
 

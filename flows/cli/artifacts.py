@@ -33,7 +33,7 @@ from rlhf_core.runs.lineage import data_of, stage_of
 from rlhf_core.runs.run_dir import RunDir
 from rlhf_core.runs.run_records import RUN, RUNS, kept, pin, records
 from rlhf_core.system.files import write_text
-from rlhf_core.system.secret_file import kept_secret
+from rlhf_core.system.pages.secret_file import kept_secret
 
 REWARD_KEY = "ALIGNFLOW_REWARD_KEY"  # the variable of `serve-reward` and of its clients
 

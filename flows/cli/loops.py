@@ -21,7 +21,7 @@ from rlhf_core.recipe.load import load_recipe
 from rlhf_core.recipe.loop_record import LOCK, LoopState, folder_of, loop_of, loop_state
 from rlhf_core.system.files import is_locked
 from rlhf_core.system.machine import MachineLacks
-from rlhf_core.system.secret_file import kept_secret
+from rlhf_core.system.pages.secret_file import kept_secret
 
 loop_app = App(
     name="loop", help="A recipe's loop (iterative_dpo, iterative, iterative_feedback), one round at a time."

@@ -1,5 +1,5 @@
 """Starts runs on requests: POST /trigger/FLOW/NAME for the deployment FLOW/NAME, with a bearer token
-(rlhf_core/system/page_server.py).
+(rlhf_core/system/pages/page_server.py).
 
 202: a run was started; 200: one is there already, which is named; 429: too many were started in the last
 hour, or too many requests wait; 503: Prefect's server did not answer. A request's body and query are ignored:
@@ -24,7 +24,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from flows.triggers.runs import Asked
-from rlhf_core.system.page_server import Protected
+from rlhf_core.system.pages.page_server import Protected
 
 MOST_WAITING = 20  # requests for one deployment
 LATER = {"retry-after": "60"}

@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 import psutil
 
 from rlhf_core.cluster import LOOPBACK
-from rlhf_core.system.secret_file import private_folder
+from rlhf_core.system.pages.secret_file import private_folder
 
 if TYPE_CHECKING:
     from torch.distributed import Store  # type: ignore[attr-defined]

@@ -21,7 +21,7 @@ from rlhf_core.cluster.ray_internals import SafePathJob, report_missing
 from rlhf_core.cluster.reach import Place, answering, head, lost, place_of, reach
 from rlhf_core.runs.launch import SECRET_NAME
 from rlhf_core.system.machine import NodeLost, num_gpus
-from rlhf_core.system.secret_file import private_folder
+from rlhf_core.system.pages.secret_file import private_folder
 
 # Settings of the libraries, by how their names begin.
 KEPT = tuple(

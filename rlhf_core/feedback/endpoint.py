@@ -1,5 +1,5 @@
 """Takes feedback over HTTP: POST /feedback/NAME for the inbox NAME.inbox, with a bearer token
-(system/page_server.py).
+(system/pages/page_server.py).
 
 The body is a JSON object, a list of them, or lines of JSON. Rows are on disk when the answer comes, and a
 request that is sent again adds nothing twice. The answer counts what became of the rows; 400: the body is no
@@ -25,7 +25,7 @@ from rlhf_core.feedback.inbox import SUFFIX, Inbox
 from rlhf_core.feedback.leaks import Questions
 from rlhf_core.feedback.receive import Given, receive
 from rlhf_core.system.machine import disk_problem
-from rlhf_core.system.page_server import Protected
+from rlhf_core.system.pages.page_server import Protected
 
 LARGEST_REQUEST = 16 << 20
 MOST_ROWS = 10_000  # bytes and rows of a request

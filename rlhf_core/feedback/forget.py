@@ -18,8 +18,8 @@ from typing import Any, NamedTuple
 from rlhf_core.feedback.inbox import Inbox
 from rlhf_core.feedback.take import FOLDER
 from rlhf_core.records import FileInfo, StageResult
+from rlhf_core.runs.remote.store import Store
 from rlhf_core.runs.run_dir import LOCK, METRICS, REQUEST, RESULT, STATE, RunDir
-from rlhf_core.runs.store import Store
 from rlhf_core.system.files import file_digest, is_locked, read_json, write_text
 
 ALL_KINDS = ("thumb", "edit", "ranking")

@@ -34,7 +34,7 @@ from rlhf_core.data.documents import check_limit
 from rlhf_core.data.rows.columns import Kind
 from rlhf_core.data.rows.mixture import check_columns
 from rlhf_core.environments.sandbox import available
-from rlhf_core.preflight.family import family_problems, option_problems
+from rlhf_core.preflight.families.family import family_problems, option_problems
 from rlhf_core.preflight.frames import frames_of, rendered
 from rlhf_core.preflight.lengths import length_problems
 from rlhf_core.preflight.models import (
@@ -54,8 +54,8 @@ from rlhf_core.recipe.plan import Node, Plan
 from rlhf_core.recipe.plan import plan as plan_of
 from rlhf_core.recipe.sentences import ANYTHING, WrongRecipe
 from rlhf_core.rollout.patches.table import installed_release, untested
-from rlhf_core.runs.remote_files import StoreFault
-from rlhf_core.runs.store import Store
+from rlhf_core.runs.remote.remote_files import StoreFault
+from rlhf_core.runs.remote.store import Store
 from rlhf_core.runs.wandb_mirror import KEY_ENV, MODE_ENV
 from rlhf_core.stages.publication.folder import refuse_foreign
 from rlhf_core.system.machine import MachineLacks as MachineLacks  # for those who check

@@ -10,8 +10,8 @@ from pydantic import ValidationError
 from rlhf_core.recipe.gates import gates_of
 from rlhf_core.recipe.plan import Node, Plan
 from rlhf_core.runs.differences import changes
+from rlhf_core.runs.remote.store import store_of
 from rlhf_core.runs.run_dir import REQUEST, RESULT, RunDir, StageRequest
-from rlhf_core.runs.store import store_of
 
 MOST_CHANGES = 4  # named in one line
 

@@ -29,7 +29,7 @@ from rlhf_core.system import progress
 from rlhf_core.system.files import digest, write_bytes
 from rlhf_core.training.engine import Engine
 from rlhf_core.training.train_loop import passes_of_rank
-from rlhf_core.training.zero_shards import FrozenZero
+from rlhf_core.training.zero.zero_shards import FrozenZero
 
 Model = Policy | FrozenZero | Engine  # what computes log-probs
 

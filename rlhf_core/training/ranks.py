@@ -53,10 +53,10 @@ from rlhf_core.system import progress
 from rlhf_core.system.machine import disk_problem, free_memory
 from rlhf_core.training.engine import AdamW, Engine, TorchEngine, finite, on_cpu
 from rlhf_core.training.train_loop import layout_of
-from rlhf_core.training.zero_options import options_of
+from rlhf_core.training.zero.zero_options import options_of
 
 if TYPE_CHECKING:
-    from rlhf_core.training.zero_shards import FrozenZero
+    from rlhf_core.training.zero.zero_shards import FrozenZero
 
 Rank = Callable[[StageRequest, RunDir], Outcome]
 BESIDE = "adapter"  # folder of a merged checkpoint with its adapter
@@ -147,7 +147,7 @@ def shards_of(config: Optimised, role: str = "model") -> Shards | None:
     quantised = any(config.deepspeed.get(ZERO, {}).get(name) for name in QUANTISED)
     if config.zero_stage != 3 or copies(config, _ranks_of(config, role)) > 1 or quantised:
         return None
-    from rlhf_core.training.zero_shards import ZeroShards
+    from rlhf_core.training.zero.zero_shards import ZeroShards
 
     return ZeroShards(config.dtype, on_host=role in config.offloaded("param"))
 
@@ -163,7 +163,7 @@ def open_frozen(
     collective."""
     if config.zero_stage != 3:
         return load_policy(path, config.dtype, trust_remote_code).to(device)
-    from rlhf_core.training.zero_shards import FrozenZero, ZeroShards
+    from rlhf_core.training.zero.zero_shards import FrozenZero, ZeroShards
 
     return FrozenZero(
         load_policy(path, config.dtype, trust_remote_code, shards=ZeroShards(config.dtype)), config.dtype
@@ -194,7 +194,7 @@ def make_engine(
     if config.zero_stage == "auto" or config.zero_stage == 0:
         engine = TorchEngine(module, adamw)
     else:
-        from rlhf_core.training.zero_engine import ZeroEngine
+        from rlhf_core.training.zero.zero_engine import ZeroEngine
 
         options = options_of(config, role, _ranks_of(config, role))
         engine = ZeroEngine(

@@ -16,8 +16,8 @@ from rlhf_core.config.gates import Verdict
 from rlhf_core.preflight.inputs import MachineLacks
 from rlhf_core.recipe.gates import gates_behind
 from rlhf_core.recipe.plan import Node, Plan
+from rlhf_core.runs.remote.store import store_of
 from rlhf_core.runs.run_dir import RunDir
-from rlhf_core.runs.store import store_of
 from rlhf_core.stages.publication.champion import champions_of, complete, promote, rollback
 from tasks.notify import notify_champion
 

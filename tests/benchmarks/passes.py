@@ -34,8 +34,8 @@ from rlhf_core.models.load import masked_logprobs, recompute, trained_policy
 from rlhf_core.models.lora import lora_layers
 from rlhf_core.objectives.collate import collate
 from rlhf_core.training.engine import AdamW, TorchEngine
-from rlhf_core.training.zero_engine import ZeroEngine
-from rlhf_core.training.zero_options import ZeroOptions
+from rlhf_core.training.zero.zero_engine import ZeroEngine
+from rlhf_core.training.zero.zero_options import ZeroOptions
 
 PASSES = 4
 STEPS = 4

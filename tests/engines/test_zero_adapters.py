@@ -21,7 +21,7 @@ from rlhf_core.config import SFT, Ranks
 from rlhf_core.models import shards
 from rlhf_core.models.load import trained_policy
 from rlhf_core.models.lora import lora_layers, without_adapters
-from rlhf_core.training import zero_engine
+from rlhf_core.training.zero import zero_engine
 from rlhf_core.training.ranks import make_engine, shards_of
 
 shards.SMALL = 500

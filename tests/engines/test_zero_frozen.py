@@ -48,7 +48,7 @@ from rlhf_core.data.documents import Document
 from rlhf_core.models import shards
 from rlhf_core.stages.ppo.roles.passes import ModelSpec
 from rlhf_core.stages.ppo.roles.read_only import Reference, Reward
-from rlhf_core.training import zero_shards
+from rlhf_core.training.zero import zero_shards
 
 shards.SMALL, prepared = 500, zero_shards.prepared
 zero_shards.prepared = lambda *model, **how: prepared(*model, **how) | {"stage3_param_persistence_threshold": 0}

@@ -17,7 +17,7 @@ logging.disable(logging.WARNING)
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
-from rlhf_core.training import zero_engine
+from rlhf_core.training.zero import zero_engine
 from rlhf_core.training.engine import AdamW
 
 scored, zero_engine.KEPT = int(sys.argv[1]), float(sys.argv[2])

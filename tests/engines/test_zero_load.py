@@ -26,7 +26,7 @@ import json, logging, sys
 from pathlib import Path
 logging.disable(logging.WARNING)
 from rlhf_core.models.load import trained_policy
-from rlhf_core.training.zero_shards import ZeroShards
+from rlhf_core.training.zero.zero_shards import ZeroShards
 
 def peak():
     return int(Path("/proc/self/status").read_text().split("VmHWM:")[1].split()[0]) * 1024
@@ -49,8 +49,8 @@ from rlhf_core.models import shards, weight_reader
 from rlhf_core.models.load import trained_policy, trained_scorer
 from rlhf_core.training.engine import AdamW
 from rlhf_core.training.ranks import export
-from rlhf_core.training.zero_engine import ZeroEngine
-from rlhf_core.training.zero_shards import ZeroShards
+from rlhf_core.training.zero.zero_engine import ZeroEngine
+from rlhf_core.training.zero.zero_shards import ZeroShards
 
 shards.SMALL, weight_reader.LARGE = 500, 2000
 for name, case in json.loads(sys.argv[1]).items():
@@ -71,8 +71,8 @@ logging.disable(logging.WARNING)
 import torch
 from rlhf_core.models.load import trained_policy
 from rlhf_core.training.engine import AdamW
-from rlhf_core.training.zero_engine import ZeroEngine
-from rlhf_core.training.zero_shards import ZeroShards
+from rlhf_core.training.zero.zero_engine import ZeroEngine
+from rlhf_core.training.zero.zero_shards import ZeroShards
 
 def peak():
     return int(Path("/proc/self/status").read_text().split("VmHWM:")[1].split()[0]) * 1024

@@ -19,7 +19,7 @@ import sys
 import torch
 from torch import nn
 from rlhf_core.training.engine import AdamW
-from rlhf_core.training.zero_engine import ZeroEngine
+from rlhf_core.training.zero.zero_engine import ZeroEngine
 
 class Model(nn.Module):
     def __init__(self):

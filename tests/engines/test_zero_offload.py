@@ -24,8 +24,8 @@ from pathlib import Path
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 from rlhf_core.training.engine import AdamW
-from rlhf_core.training.zero_engine import ZeroEngine
-from rlhf_core.training.zero_options import ZeroOptions
+from rlhf_core.training.zero.zero_engine import ZeroEngine
+from rlhf_core.training.zero.zero_options import ZeroOptions
 
 options, folder = json.loads(sys.argv[1]), Path(sys.argv[2])
 resumed = Path(options.pop("resumed", folder))  # a state of other options

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from rlhf_core.cluster.rank_environment import PATIENCE
 from rlhf_core.training.engine import AdamW
-from rlhf_core.training.zero_engine import ZeroEngine
+from rlhf_core.training.zero.zero_engine import ZeroEngine
 
 def engine(micro):
     torch.manual_seed(0)

@@ -18,9 +18,9 @@ from torch import nn
 from rlhf_core.objectives.losses import Loss
 from rlhf_core.training.engine import AdamW
 from rlhf_core.training.train_loop import accumulate
-from rlhf_core.training.zero_engine import ZeroEngine
-from rlhf_core.training.zero_options import ZeroOptions
-from rlhf_core.training.zero_parts import zero_parts
+from rlhf_core.training.zero.zero_engine import ZeroEngine
+from rlhf_core.training.zero.zero_options import ZeroOptions
+from rlhf_core.training.zero.zero_parts import zero_parts
 
 class Model(nn.Module):
     def __init__(self):

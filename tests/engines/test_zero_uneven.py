@@ -44,8 +44,8 @@ import json, logging, os
 logging.disable(logging.WARNING)
 import torch
 from torch import nn
-from rlhf_core.training.zero_engine import join_group
-from rlhf_core.training.zero_shards import FrozenZero
+from rlhf_core.training.zero.zero_engine import join_group
+from rlhf_core.training.zero.zero_shards import FrozenZero
 
 class Block(nn.Module):
     def __init__(self):

@@ -105,7 +105,7 @@ def classes() -> dict[str, Any]:
         MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
     )
 
-    from rlhf_core.preflight.family_trial import Use, try_family
+    from rlhf_core.preflight.families.family_trial import Use, try_family
 
     result: dict[str, Any] = {}
     for use in get_args(Use):

@@ -14,7 +14,7 @@ from flows.loops import loop
 from flows.parts import evaluate
 from rlhf_core.config import Recipe
 from rlhf_core.recipe.plan import plan
-from rlhf_core.runs.remote_files import RemoteFiles, StoreFault
+from rlhf_core.runs.remote.remote_files import RemoteFiles, StoreFault
 from rlhf_core.runs.run_dir import RunDir
 from tests.support.s3_server import s3
 from tests.support.writing_stages import ORDER, attempts, fault

@@ -16,8 +16,8 @@ from typing import Any
 from evaluation.labelling.assignment import Assignment, Rules
 from evaluation.labelling.records import ComparedPair, HumanLabel
 from evaluation.labelling.store import LabelFile
+from rlhf_core.system.pages.secret_file import kept_secret
 from rlhf_core.system.processes import ROOT
-from rlhf_core.system.secret_file import kept_secret
 
 SECRET = "a secret of the tests"
 

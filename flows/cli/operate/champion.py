@@ -15,8 +15,8 @@ from flows.cli.artifacts import Artifacts
 from flows.cli.named_runs import place_of, recipe_folder
 from flows.cli.show import OK, console, require_folder, table_of
 from rlhf_core.preflight.inputs import MachineLacks
+from rlhf_core.runs.remote.store import Store
 from rlhf_core.runs.run_records import RUN, RUNS
-from rlhf_core.runs.store import Store
 from rlhf_core.system.files import read_json
 
 RecipeOrRun = Annotated[str, Parameter(name="folder")]

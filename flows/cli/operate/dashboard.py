@@ -11,7 +11,7 @@ from rich.console import Console
 from flows.cli.artifacts import Artifacts
 from flows.cli.show import OK, Whole
 from flows.page_server import host_names, server_config, token_shown
-from rlhf_core.system.secret_file import kept_secret
+from rlhf_core.system.pages.secret_file import kept_secret
 
 TOKEN = "dashboard-token"  # noqa: S105 (the name of the file in the home folder)
 
@@ -43,7 +43,7 @@ def dashboard(
 
     from evaluation.dashboard.app import dashboard as application
     from flows.serve import EVERYWHERE, listen
-    from rlhf_core.system.page_server import LOOPBACK, Protected
+    from rlhf_core.system.pages.page_server import LOOPBACK, Protected
 
     file = home.absolute() / TOKEN
     with listen(host, port) as listener:

@@ -17,7 +17,7 @@ from rlhf_core.feedback.leaks import Questions
 from rlhf_core.feedback.receive import Receipt, receive, rows_of
 from rlhf_core.recipe.inboxes import evaluation_texts, inboxes_of
 from rlhf_core.recipe.load import load_recipe
-from rlhf_core.runs.store import store_of
+from rlhf_core.runs.remote.store import store_of
 from rlhf_core.system.machine import MachineLacks
 from rlhf_core.system.redaction import public_address
 
@@ -197,7 +197,7 @@ def serve(
     from flows.serve import EVERYWHERE, FEEDBACK_TOKEN, listen
     from rlhf_core.feedback.endpoint import application, by_name
     from rlhf_core.feedback.personal_data import masked
-    from rlhf_core.system.secret_file import kept_secret
+    from rlhf_core.system.pages.secret_file import kept_secret
 
     hosts = host_names(host, allow_host)
     loaded = [load_recipe(recipe, []) for recipe in recipes]

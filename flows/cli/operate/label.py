@@ -12,8 +12,8 @@ from rich.markup import escape
 
 from flows.cli.show import OK, Whole, console, table_of
 from flows.page_server import host_names, server_config, token_shown
+from rlhf_core.system.pages.secret_file import kept_secret
 from rlhf_core.system.redaction import plain
-from rlhf_core.system.secret_file import kept_secret
 
 if TYPE_CHECKING:  # imports scipy, which most commands do not need
     from evaluation.labelling.agreement import Agreement
@@ -84,7 +84,7 @@ def label(
     from evaluation.labelling.items import draw
     from evaluation.labelling.store import opened
     from flows.serve import EVERYWHERE, listen
-    from rlhf_core.system.page_server import Protected
+    from rlhf_core.system.pages.page_server import Protected
 
     drawn = draw(source, sample, seed, artifacts, pair)
     with listen(host, port) as listener, opened(out) as file:

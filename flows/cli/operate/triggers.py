@@ -45,7 +45,7 @@ def serve_triggers(
     from flows.serve import EVERYWHERE, TRIGGER_TOKEN, listen
     from flows.triggers.endpoint import application
     from flows.triggers.runs import ask
-    from rlhf_core.system.secret_file import kept_secret
+    from rlhf_core.system.pages.secret_file import kept_secret
 
     if not os.environ.get("PREFECT_API_URL"):
         raise ValueError(

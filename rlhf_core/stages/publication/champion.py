@@ -23,8 +23,8 @@ from rlhf_core.config import Publication
 from rlhf_core.hub.api import RETRIES, Retries, client_options, with_retries, write_refusal
 from rlhf_core.records import Frozen
 from rlhf_core.runs.lineage import stage_of
+from rlhf_core.runs.remote.store import Store
 from rlhf_core.runs.run_dir import RunDir
-from rlhf_core.runs.store import Store
 from rlhf_core.stages.publication.run import read_token
 from rlhf_core.stages.publication.upload import RECEIPT
 from rlhf_core.system.files import locked, read_json, write_text

@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 import pytest
 
 from rlhf_core.cluster.rank_environment import open_store, store_address
-from rlhf_core.system.secret_file import private_folder
+from rlhf_core.system.pages.secret_file import private_folder
 from tests.support.strangers import as_nobody, as_root
 
 OTHER_INTERFACE = "127.0.0.2"  # an address of this machine that is not the default loopback address

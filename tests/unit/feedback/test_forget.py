@@ -15,9 +15,9 @@ from rlhf_core.feedback.forget import Forgotten, forget
 from rlhf_core.feedback.inbox import Inbox
 from rlhf_core.feedback.parse import feedback_of
 from rlhf_core.recipe.plan import plan
-from rlhf_core.runs.remote_files import StoreFault
+from rlhf_core.runs.remote.remote_files import StoreFault
+from rlhf_core.runs.remote.store import Store
 from rlhf_core.runs.run_dir import Outcome, RunDir
-from rlhf_core.runs.store import Store
 from rlhf_core.system.files import locked
 
 SECRET = "the secret of ann"

@@ -24,7 +24,7 @@ from rlhf_core.stages.ppo.roles.passes import ModelSpec
 from rlhf_core.stages.ppo.roles.trained import Critic, Update
 from rlhf_core.stages.ppo.sampling.validation import REWARD
 from rlhf_core.training.engine import AdamW
-from rlhf_core.training.zero_options import engine_config, options_of
+from rlhf_core.training.zero.zero_options import engine_config, options_of
 from tests.unit.fields.change import World
 from tests.unit.stages.ppo.test_ppo_sampling import PROMPTS, Fleet
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 _TEXT = """
 Recipe.name rlhf_core/recipe/plan.py self.recipe.name
 Recipe.artifacts rlhf_core/recipe/plan.py self.recipe.artifacts
-Recipe.store rlhf_core/runs/store.py recipe.store
+Recipe.store rlhf_core/runs/remote/store.py recipe.store
 Recipe.seed rlhf_core/recipe/plan.py seed=self.recipe.seed
 Recipe.trust_remote_code rlhf_core/recipe/plan.py self.recipe.trust_remote_code
 Recipe.wandb rlhf_core/recipe/plan.py self.recipe.wandb

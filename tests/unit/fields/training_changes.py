@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from rlhf_core.config import KINDS
 from rlhf_core.runs.run_dir import RunDir, StageRequest
 from rlhf_core.training.engine import AdamW
-from rlhf_core.training.zero_options import engine_config, options_of
+from rlhf_core.training.zero.zero_options import engine_config, options_of
 from tests.unit.fields.change import Change, World
 
 SIZES: dict[str, Any] = {

@@ -13,7 +13,7 @@ from rich.console import Console
 
 from flows.cli.app import main
 from flows.cli.operate.dashboard import show_address
-from rlhf_core.system.secret_file import kept_secret
+from rlhf_core.system.pages.secret_file import kept_secret
 
 
 @pytest.mark.parametrize(

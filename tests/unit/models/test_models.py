@@ -33,7 +33,7 @@ from rlhf_core.models import token_logprobs
 from rlhf_core.models.load import Policy, load_policy, load_scorer, trained_scorer
 from rlhf_core.objectives.collate import collate
 from rlhf_core.objectives.masked import gather_last
-from rlhf_core.training.zero_engine import _layers
+from rlhf_core.training.zero.zero_engine import _layers
 
 SHAPE = {
     "vocab_size": 97,

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from transformers import CONFIG_MAPPING
 
-from rlhf_core.preflight import family
-from rlhf_core.preflight.family import family_problems, option_problems
+from rlhf_core.preflight.families import family
+from rlhf_core.preflight.families.family import family_problems, option_problems
 from rlhf_core.preflight.models import sampling_problems, unfit_models
 from rlhf_core.recipe.load import load_recipe
 from rlhf_core.recipe.plan import Node, plan

@@ -15,8 +15,8 @@ from transformers.models.auto.modeling_auto import (
 )
 
 from rlhf_core.hub.model_config import TESTED
-from rlhf_core.preflight.family_trial import USES, Trial, Use, try_family
-from rlhf_core.preflight.small_copy import small_copies
+from rlhf_core.preflight.families.family_trial import USES, Trial, Use, try_family
+from rlhf_core.preflight.families.small_copy import small_copies
 from tests.support.families import FAMILIES, config_class
 
 ALL = sorted({*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES})
@@ -74,7 +74,7 @@ def test_a_library_error_is_a_sentence_with_its_place(monkeypatch: pytest.Monkey
 
 
 def test_an_export_that_loses_a_weight_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rlhf_core.preflight.family_trial.checkpoint_weights", lambda *_: [])
+    monkeypatch.setattr("rlhf_core.preflight.families.family_trial.checkpoint_weights", lambda *_: [])
     assert "would not be exported as it was" in try_family(CONFIG_MAPPING["llama"](), "it", "policy").problem
 
 
@@ -87,7 +87,7 @@ def test_a_number_of_layers_takes_no_memory() -> None:
 
 
 def test_a_copy_that_is_not_small_is_not_tried(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rlhf_core.preflight.family_trial.MOST_PARAMETERS", 1000)
+    monkeypatch.setattr("rlhf_core.preflight.families.family_trial.MOST_PARAMETERS", 1000)
     assert try_family(transformers.LlamaConfig(), "it", "policy") == Trial(False)
 
 

@@ -16,7 +16,7 @@ from filelock import FileLock
 from rlhf_core.config import SFT
 from rlhf_core.runs.allotment import Allotment, Stopped, allotment, check_stop, variables
 from rlhf_core.runs.launch import launch
-from rlhf_core.runs.remote_files import RemoteFiles
+from rlhf_core.runs.remote.remote_files import RemoteFiles
 from rlhf_core.runs.run_dir import LOCK, RunDir, StageRequest
 from tests.support.micro import wait_until
 

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from rlhf_core.runs import resume_state
-from rlhf_core.runs.remote_files import RemoteFiles, StoreFault
+from rlhf_core.runs.remote.remote_files import RemoteFiles, StoreFault
+from rlhf_core.runs.remote.store import Store
 from rlhf_core.runs.run_dir import RunDir
-from rlhf_core.runs.store import Store
 from tasks.store import states_uploaded
 
 

@@ -13,7 +13,7 @@ from starlette.responses import PlainTextResponse
 from starlette.routing import Route
 from starlette.testclient import TestClient
 
-from rlhf_core.system.page_server import Protected
+from rlhf_core.system.pages.page_server import Protected
 
 TOKEN = "a-token-of-thirty-two-characters"
 BEARER = {"authorization": f"Bearer {TOKEN}"}

@@ -10,8 +10,8 @@ import pytest
 
 from rlhf_core.config import SFT, Data
 from rlhf_core.runs import resume_state
+from rlhf_core.runs.remote.store import Store
 from rlhf_core.runs.run_dir import RESULT, STATE, Outcome, RunDir, StageRequest
-from rlhf_core.runs.store import Store
 from rlhf_core.system.files import sync_to_disk
 
 

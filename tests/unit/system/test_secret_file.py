@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from flows.serve import only_one
-from rlhf_core.system.secret_file import kept_secret, make_private
+from rlhf_core.system.pages.secret_file import kept_secret, make_private
 from tests.support.strangers import NOBODY, as_root
 
 

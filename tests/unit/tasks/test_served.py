@@ -19,7 +19,7 @@ from rlhf_core.config import Recipe
 from rlhf_core.recipe.load import load_recipe
 from rlhf_core.recipe.sentences import models_in
 from rlhf_core.records import RECIPE_ONLY
-from rlhf_core.system.secret_file import kept_secret
+from rlhf_core.system.pages.secret_file import kept_secret
 from tasks.served import SERVED_ENV, _is_plain, own_recipe, require_settings
 from tasks.server_process import refusal
 

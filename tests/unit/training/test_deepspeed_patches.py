@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from rlhf_core.training.deepspeed_patches import forget_order, patch_library, reduce_beside_host
+from rlhf_core.training.zero.deepspeed_patches import forget_order, patch_library, reduce_beside_host
 
 
 def library(version: str) -> Any:
@@ -41,7 +41,7 @@ def test_the_patched_parts_exist_in_the_installed_release() -> None:
     """A release in MADE_FOR without them would fail at start."""
     import inspect
 
-    from rlhf_core.training.zero_engine import library
+    from rlhf_core.training.zero.zero_engine import library
 
     deepspeed = library()
     from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
@@ -49,13 +49,13 @@ def test_the_patched_parts_exist_in_the_installed_release() -> None:
 
     assert (
         deepspeed.runtime.zero.partitioned_param_coordinator.get_all_parameters.__module__
-        == "rlhf_core.training.deepspeed_patches"
+        == "rlhf_core.training.zero.deepspeed_patches"
     )
     from deepspeed.runtime.zero.config import ZERO_OPTIMIZATION
 
     choose = deepspeed.runtime.engine.DeepSpeedEngine._do_optimizer_sanity_check
     assert (
-        choose.__module__ == "rlhf_core.training.deepspeed_patches"
+        choose.__module__ == "rlhf_core.training.zero.deepspeed_patches"
         and choose(None, None) == ZERO_OPTIMIZATION
     )
     assert {"is_invalid_trace", "_invalidate_trace"} <= set(dir(PartitionedParameterCoordinator))

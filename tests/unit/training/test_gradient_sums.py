@@ -13,7 +13,7 @@ from rlhf_core.forecast.passes import sums_in_fp32
 from rlhf_core.models import token_logprobs as head_module
 from rlhf_core.models.token_logprobs import token_logprobs
 from rlhf_core.training.engine import AdamW, TorchEngine
-from rlhf_core.training.zero_options import ZeroOptions, engine_config, options_of
+from rlhf_core.training.zero.zero_options import ZeroOptions, engine_config, options_of
 from tests.support.measured import LARGE_MODEL
 
 ADAMW = AdamW((0.9, 0.95), 0.0, 1e9)  # nothing is clipped

@@ -9,8 +9,8 @@ import pytest
 
 from rlhf_core.config import SFT, Ranks
 from rlhf_core.training.engine import AdamW
-from rlhf_core.training.zero_engine import library, unknown
-from rlhf_core.training.zero_options import ZeroOptions, engine_config, options_of, require_known
+from rlhf_core.training.zero.zero_engine import library, unknown
+from rlhf_core.training.zero.zero_options import ZeroOptions, engine_config, options_of, require_known
 
 ADAMW = AdamW((0.9, 0.95), 0.0, 1.0)
 FETCHING = {"stage3_prefetch_bucket_size": 7}

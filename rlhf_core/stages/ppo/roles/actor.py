@@ -37,7 +37,7 @@ from rlhf_core.stages.ppo.roofline import Ceilings, measure_ceilings
 from rlhf_core.stages.ppo.rounding import noise_of, noisy
 from rlhf_core.training.ranks import export, shards_of, try_export
 from rlhf_core.training.train_loop import accumulate
-from rlhf_core.training.zero_engine import library
+from rlhf_core.training.zero.zero_engine import library
 
 
 def prepare(deepspeed: bool) -> None:

@@ -22,7 +22,7 @@ from rlhf_core.stages.ppo.roles.passes import ModelSpec, Scored, score_share
 from rlhf_core.stages.ppo.roofline import Shape, shape_of
 from rlhf_core.system.gpu_allocator import move_to_pinned
 from rlhf_core.training.process_group import join_ranks
-from rlhf_core.training.zero_shards import FrozenZero, ZeroShards
+from rlhf_core.training.zero.zero_shards import FrozenZero, ZeroShards
 
 
 class ModelRole:

@@ -29,7 +29,7 @@ from evaluation.report import iterations
 from evaluation.report.iterations import rollouts
 from rlhf_core.runs.approval import ask
 from rlhf_core.runs.run_dir import LOCK, LOG, METRICS, REQUEST, RESULT, ROLLOUTS
-from rlhf_core.system.page_server import Protected
+from rlhf_core.system.pages.page_server import Protected
 from tests.support.finished_run import DIGESTS
 from tests.unit.evaluation.dashboard.conftest import STARTED, Artifacts
 

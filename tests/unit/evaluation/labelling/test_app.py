@@ -17,7 +17,7 @@ from evaluation.labelling.app import LARGEST_REQUEST, application
 from evaluation.labelling.assignment import Assignment
 from evaluation.labelling.records import ComparedPair
 from evaluation.labelling.store import LabelFile, read_labels
-from rlhf_core.system.page_server import Protected
+from rlhf_core.system.pages.page_server import Protected
 from tests.support.labelling import SECRET, assignment, pairs
 
 TOKEN = "a token of the tests"

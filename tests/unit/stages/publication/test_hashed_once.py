@@ -13,8 +13,8 @@ import pytest
 
 from rlhf_core.config import SFT, Publication
 from rlhf_core.runs.lineage import lineage
+from rlhf_core.runs.remote.store import Store
 from rlhf_core.runs.run_dir import Outcome, RunDir, StageRequest, run_stage
-from rlhf_core.runs.store import Store
 from rlhf_core.stages.publication import run as publication
 from rlhf_core.stages.publication.folder import read_marker
 from rlhf_core.system import files

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from rlhf_core.training.zero_engine import join_group, library, prepared, rank_device, set_leaves
+from rlhf_core.training.zero.zero_engine import join_group, library, prepared, rank_device, set_leaves
 
 
 class ZeroShards:

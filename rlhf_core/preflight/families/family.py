@@ -117,7 +117,8 @@ def _changed(place: str) -> int:
 def _ask(asked: tuple[tuple[str, str, int], ...], trust_remote_code: bool) -> tuple[str, ...]:
     """Returns what the process of `main` says of each, "" for no problem; nothing of those after one at which
     it ended."""
-    command = [sys.executable, "-P", "-m", "rlhf_core.preflight.family", *["trust"] * trust_remote_code]
+    module = "rlhf_core.preflight.families.family"
+    command = [sys.executable, "-P", "-m", module, *["trust"] * trust_remote_code]
     environment = child_environment() | ENVIRONMENT | {"CUDA_VISIBLE_DEVICES": ""}
     with contextlib.suppress(subprocess.TimeoutExpired, ValueError):
         done = subprocess.run(
@@ -135,7 +136,7 @@ def _problem(place: str, use: str, trust_remote_code: bool) -> str:
 
         return unknown_option(json.loads(place))
     if use == DEEPSPEED:
-        from rlhf_core.training.zero_engine import unknown
+        from rlhf_core.training.zero.zero_engine import unknown
 
         return "\n".join(unknown(json.loads(place)))
     from transformers import AutoConfig
@@ -148,7 +149,7 @@ def _problem(place: str, use: str, trust_remote_code: bool) -> str:
         from rlhf_core.rollout.environment import no_class_for
 
         return f"{place}: {told}" if (told := no_class_for((config.architectures or [""])[0])) else ""
-    from rlhf_core.preflight.family_trial import try_family
+    from rlhf_core.preflight.families.family_trial import try_family
 
     return try_family(config, place, use, trust_remote_code).problem  # type: ignore[arg-type]
 

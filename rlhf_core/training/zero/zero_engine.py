@@ -21,13 +21,13 @@ from rlhf_core.cluster.rank_environment import PATIENCE
 from rlhf_core.forecast.memory import KEPT
 from rlhf_core.models.kernels.feed_forward import is_split
 from rlhf_core.system.gc_pause import uncollected
-from rlhf_core.training.deepspeed_patches import forget_order, patch_library, reduce_beside_host
 from rlhf_core.training.engine import AdamW, adamw_optimizer, check_finite, elements
 from rlhf_core.training.process_group import backend, join_ranks
 from rlhf_core.training.state_files import read_parts, stored_steps
 from rlhf_core.training.state_writer import StateWriter
-from rlhf_core.training.zero_options import ZeroOptions, engine_config, require_known, unknown_options
-from rlhf_core.training.zero_parts import drop_gradients, make_state, steps_of, to_weights, zero_parts
+from rlhf_core.training.zero.deepspeed_patches import forget_order, patch_library, reduce_beside_host
+from rlhf_core.training.zero.zero_options import ZeroOptions, engine_config, require_known, unknown_options
+from rlhf_core.training.zero.zero_parts import drop_gradients, make_state, steps_of, to_weights, zero_parts
 
 
 def library() -> Any:

@@ -20,7 +20,7 @@ from starlette.requests import cookie_parser
 from starlette.responses import JSONResponse, RedirectResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from rlhf_core.system.token_page import asks_for_page, is_form, read_form, token_page
+from rlhf_core.system.pages.token_page import asks_for_page, is_form, read_form, token_page
 
 LOOPBACK = "127.0.0.1"
 READS = ("GET", "HEAD")
