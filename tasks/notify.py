@@ -33,7 +33,7 @@ from rlhf_core.runs.run_dir import RunDir
 from rlhf_core.system.proxies import proxy_of
 from tasks.served import recipe_of_run
 
-ATTEMPTS = 3
+ATTEMPTS = 3  # for each message
 PAUSE = 1.0  # seconds before the second attempt at a message, doubled for the third
 WAIT_AT_EXIT = 0.8  # seconds that an ending process waits for unsent messages
 MAX_WAITING = 1000  # messages; bounds the memory when a receiver hangs for days

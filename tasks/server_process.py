@@ -88,7 +88,7 @@ class ServerProcess:
         else can take the port and receive the auth string. Raises OSError when no port is available."""
         if not self._port:
             atexit.register(self.stop)
-        # those of an earlier start
+        # set by an earlier start of this process
         kept = {name: value for name, value in os.environ.items() if name not in ("PREFECT_API_URL", AUTH)}
         with socket.create_server((LOOPBACK, self._port)) as listener:
             self._port = listener.getsockname()[1]

@@ -54,7 +54,7 @@ def start_server() -> None:
     lay_database()
     with contextlib.suppress(OSError):  # tried once more below
         ours.begin()
-    # Takes two seconds to import, which every run's end needs; the server needs that time here.
+    # Every run imports it at its end, which takes two seconds; the server needs that time to start.
     from evaluation.report import page  # noqa: F401
 
     try:

@@ -86,7 +86,7 @@ def compare(baseline: ModelScores, model: ModelScores, resamples: int, seed: int
 
 
 def loss_of(baseline: Score, model: Score, resamples: int, seed: int) -> Loss:
-    """Returns baseline minus model (model minus baseline where less is better), with a 95 % interval."""
+    """Returns baseline minus model (model minus baseline if lower is better), with a 95 % interval."""
     sign = 1.0 if model.higher_is_better else -1.0
     lost = sign * (baseline.value - model.value)
     if (
@@ -106,8 +106,8 @@ def loss_of(baseline: Score, model: Score, resamples: int, seed: int) -> Loss:
 
 
 def tax_metrics(report: TaxReport) -> dict[str, float]:
-    """Returns `tax/<task>/<model>`, its interval, `score/<task>/<model>`; `tax/<task>` and `tax_low/<task>`
-    are the maximum over models."""
+    """Returns `tax/<task>/<model>` with its interval and `score/<task>/<model>`; `tax/<task>` and
+    `tax_low/<task>` are maxima over models."""
     found: dict[str, float] = {}
     for row in report.main:
         about = {"tax": row.tax, "tax_low": row.ci_low, "tax_high": row.ci_high, "score": row.value}

@@ -88,7 +88,7 @@ def overlays(folder: Folder, one: Side, other: Side) -> list[Overlay]:
 
 
 def drawable(folder: Folder, run_dir: str, label: str = "") -> charts.Run:
-    """Returns the curves of a stage for charts.py."""
+    """Returns the curves of a stage in the form that charts.py draws."""
     found = folder.curves(folder.path / STAGES / run_dir)
     return charts.Run(label, found.points, found.not_finite)
 

@@ -38,7 +38,7 @@ Reader = TypeVar("Reader", bound=Growing[Any])
 
 
 class Missing(LookupError):
-    """There is no such run or stage."""
+    """Raised when there is no such run or stage."""
 
 
 class Folder:

@@ -348,7 +348,7 @@ def _counts(folder: Folder, run: RunRecord) -> tuple[int, int]:
 
 
 def _text(run: RunRecord, champion: str) -> str:
-    """Returns the text of a run that the words of the filter are looked for in."""
+    """Returns the text about a run that the filter searches for its words."""
     texts = [recipe_of(run), run.file.stem, run.recipe, run.label, run.state, run.why]
     if run.pinned:
         texts.append("pinned")

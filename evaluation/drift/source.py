@@ -41,7 +41,7 @@ class Judged:
 
     @property
     def judge(self) -> str:
-        """The name of the judge that decides."""
+        """The name of the deciding judge."""
         return next(iter(judge_names(self.config.judges)))
 
     def judgments(self, judge: str) -> list[Judgment]:

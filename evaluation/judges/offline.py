@@ -29,7 +29,7 @@ class Match:
 
 
 class Judge(Protocol):
-    """A judge has a name and returns one game for each match, in order."""
+    """Has a name and returns one game for each match, in order."""
 
     @property
     def name(self) -> str: ...

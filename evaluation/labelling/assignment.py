@@ -95,7 +95,7 @@ class Assignment:
 
     @property
     def annotators(self) -> list[str]:
-        """The names in the file and of open pages, sorted."""
+        """The names in the file and on open pages, sorted."""
         return sorted({*(label.annotator for label in self.file.labels), *self._holds})
 
     @property

@@ -32,7 +32,7 @@ from rlhf_core.system.files import tail, write_text
 
 
 def write_report(out_dir: Path, recipe_name: str, stages: Sequence[StageView], run: str = "") -> Path:
-    """Writes `summary.json` and `report.html` (each atomically) to `out_dir` and returns the page's path.
+    """Writes `summary.json` and `report.html` (each atomically) to `out_dir`. Returns the page's path.
     `run`: `RunRecord.heading`."""
     evidence = [read(view) for view in stages]
     out_dir.mkdir(parents=True, exist_ok=True)

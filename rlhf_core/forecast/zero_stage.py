@@ -55,8 +55,8 @@ def layout_of(config: PPO) -> dict[str, int | str]:
 
 
 def uses_deepspeed(config: PPO) -> bool:
-    """Returns whether actor and critic need DeepSpeed. If the recipe does not set it: when one of them has
-    several ranks, or Adam on the host, or no GPUs."""
+    """Returns whether actor and critic use DeepSpeed: as `zero_stage` sets it; under `auto`, when one of
+    them has several ranks or no GPUs, or the recipe offloads them to the host or has DeepSpeed options."""
     if config.zero_stage != "auto":
         return config.zero_stage > 0
     return config.needs_deepspeed or any(

@@ -53,7 +53,7 @@ def stage_chart(name: str, kind: str, runs: Sequence[Run]) -> str | None:
     grid = figure.add_gridspec(rows, columns, **_margins(columns, rows))
     for i, panel in enumerate(panels):
         _draw(figure.add_subplot(grid[i // columns, i % columns]), panel, runs, KINDS[kind].counts)
-    if phases:  # last; takes the rest of its row
+    if phases:  # last, taking the rest of its row
         _stack(
             figure.add_subplot(grid[len(panels) // columns, len(panels) % columns :]),
             phases,
@@ -90,7 +90,7 @@ def _margins(columns: int, rows: int) -> dict[str, float]:
     left = 0.45
     right = 0.1
     top = 0.3
-    bottom = 0.45  # inches
+    bottom = 0.45  # all in inches
     beside = 0.5
     below = 0.68  # between panels
     panel = (WIDTH - left - right - beside * (columns - 1)) / columns

@@ -64,7 +64,7 @@ def chosen(lines: Sequence[StageLine], most: int) -> tuple[list[StageLine], list
     failed, and as many of the next waiting ones as fit."""
     if len(lines) <= most:
         return list(lines), []
-    # a stable sort: the first of each sort come first
+    # a stable sort keeps the order among equals
     ranked = sorted(lines, key=lambda line: (line.state not in ALWAYS, line.state != "waiting"))
     kept = {line.name for line in ranked[: most - 1]}
     return [line for line in lines if line.name in kept], [line for line in lines if line.name not in kept]
