@@ -128,7 +128,7 @@ class Folder:
         return self._growing_file(run_dir / LOG, Attempts).look()
 
     def tail(self, file: Path, lines: int = 1) -> str:
-        """Returns the last lines of a text file, at most 20,000 bytes; '' when it is missing or a link."""
+        """Returns the last lines of a text file, at most 20,000 bytes; '' unless it is a regular file."""
         return tail(file, lines) if _is(file, stat.S_ISREG) else ""
 
     def held(self, run_dir: Path) -> bool:

@@ -255,7 +255,7 @@ def sharing(layout: Layout) -> dict[str, list[str]]:
 
 
 def gpu_peaks(config: PPO, layout: Layout, held: Mapping[str, Held]) -> dict[str, tuple[list[str], float]]:
-    """Returns the peak bytes of each kind of GPU, with the groups on it."""
+    """Returns for each kind of GPU, such as `GPU 0`, the groups on it and its peak bytes."""
     return {
         place: (names, peak([held[name] for name in names], config.vllm.sleep, config.colocate_all))
         for place, names in sharing(layout).items()
