@@ -1,5 +1,5 @@
-"""Runs a stage of this package, such as an evaluation: `python -m evaluation RUN_DIR`. Exit codes are those
-of `python -m rlhf_core`."""
+"""Runs a stage of this package, such as an evaluation: `python -m evaluation RUN_DIR`. Exit codes match
+`python -m rlhf_core`."""
 
 from __future__ import annotations
 

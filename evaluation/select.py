@@ -1,5 +1,5 @@
-"""Runs a select stage: takes the best of several models by the judgments of a finished evaluation, and links
-its checkpoint.
+"""Runs a select stage: chooses the best of several models from the judgments of a finished evaluation, and
+links its checkpoint.
 
 Writes `checkpoint` (hard links to the chosen model's files) and `choice.json` with all differences.
 """
@@ -54,8 +54,9 @@ def run(request: StageRequest, run: RunDir) -> Outcome:
 
 
 def link(checkpoint: Path, target: Path) -> None:
-    """Links the files of a checkpoint into a new folder; copies them where the file system has no links."""
+    """Links the files of a checkpoint into a new folder, or copies them if the file system does not support
+    links."""
     made = stage_of(str(checkpoint))
     if made:
-        RunDir(made[0]).remember_digests()  # links have the digests of their files
+        RunDir(made[0]).remember_digests()  # links have the same digests as their files
     link_tree(checkpoint, target)

@@ -1,9 +1,9 @@
 """Runs the evaluation stage: collects every model's answers, has every judge compare them with the
 baseline's, and writes the report.
 
-`report/eval.json` is the report of the first judge, `report/second_opinions.json` the list of the others'
-(same record); `report/answers/<model>.jsonl` and `report/judgments/<judge>.jsonl` are in Arena-Hard's
-formats. `report/reward_models.json` is written when reward models are evaluated on pairs,
+`report/eval.json` is the report of the first judge; `report/second_opinions.json` lists the other judges'
+reports (same record). `report/answers/<model>.jsonl` and `report/judgments/<judge>.jsonl` are in
+Arena-Hard's formats. `report/reward_models.json` is written when reward models are evaluated on pairs,
 `report/over_optimisation.json` when there is a proxy.
 """
 
@@ -57,9 +57,10 @@ REMOTE = "remote_answers"
 
 
 def run(request: StageRequest, run: RunDir) -> Outcome:
-    """Evaluates all models of the config. Reuses finished answers and verdicts of an earlier, killed attempt.
+    """Evaluates all models of the config. Reuses finished answers and verdicts of an earlier, killed
+    attempt.
 
-    Raises ValueError for wrong questions or answers, and when too many answers or verdicts fail.
+    Raises ValueError for invalid questions or answers, and when too many answers or verdicts fail.
     """
     config = request.config
     assert isinstance(config, configs.Evaluation), f"evaluation got the config of a {config.stage} stage"
@@ -147,8 +148,8 @@ def run(request: StageRequest, run: RunDir) -> Outcome:
 
 
 def sides(config: configs.Evaluation) -> list[tuple[str, str]]:
-    """Returns the (model, opponent) pairs: every model against the baseline, then against its parent if that
-    is not the baseline."""
+    """Returns the (model, opponent) pairs: every model against the baseline, then against its parent if
+    that is not the baseline."""
     parents = {
         model: parent
         for model, parent in (config.parents or {}).items()
@@ -163,18 +164,18 @@ def sides(config: configs.Evaluation) -> list[tuple[str, str]]:
 def answer_all(
     request: StageRequest, config: configs.Evaluation, run: RunDir, questions: Sequence[Question]
 ) -> tuple[dict[str, list[ModelAnswer]], dict[str, Answering]]:
-    """Returns the answers of the baseline and each model, by name, and the requests and costs of the remote
-    ones.
+    """Returns the answers of the baseline and each model, by name, and the requests and costs of remote
+    models.
 
     Reads complete files of an earlier attempt. A remote model's settings are part of the run directory's
-    digest, so its file is valid too.
+    digest, so its file is also valid.
     """
     max_len = config.prompt_max_len + config.generate_max_len
     trust = request.trust_remote_code
 
     def open_sampler(path: str) -> Sampler:
         print(f"starting vLLM with {path}", flush=True)
-        # imports vLLM, which takes seconds, so only when there is something to generate
+        # imports vLLM, which takes seconds, so only when needed
         from rlhf_core.rollout.engine import Sampler
 
         dtype = stored_dtype(model_config(path, max_len, trust)) if config.dtype == "auto" else config.dtype
@@ -228,7 +229,7 @@ def over_optimisation_of(
 ) -> over_optimisation.OverOptimisation:
     """Returns the proxy's scores and the KL of every judged model's answers, with the first judge's win
     rates."""
-    # imports torch's model code, so only when there is something to measure
+    # imports torch's model code, so only when needed
     from evaluation.answers.kl import log_ratios
 
     assert config.proxy is not None
@@ -264,7 +265,8 @@ def over_optimisation_of(
 def evaluate_reward_models(
     request: StageRequest, config: configs.Evaluation, wanted: configs.RewardEvaluation
 ) -> reward_accuracy.RewardReports:
-    """Evaluates every reward model on the same held-out pairs. Texts are cut as for a reward judge.
+    """Evaluates every reward model on the same held-out pairs. Prompts and answers are cut as for a reward
+    judge.
 
     Raises ValueError when no pair has two different answers.
     """
@@ -293,7 +295,7 @@ def evaluate_reward_models(
             documents += [document.cut(len(prompt) + config.generate_max_len) for document in whole]
         scores = np.array(scorer.score(documents)).reshape(-1, 2)
         differences[name] = scores[:, 0] - scores[:, 1]
-        if pairs is None:  # lengths by the first model's tokenizer
+        if pairs is None:  # lengths according to the first model's tokenizer
             tokens = np.array([sum(document.mask) for document in documents]).reshape(-1, 2)
             prompts = [digest(list(pair.prompt)) for _, pair in found]
             subsets = [str(row.get(wanted.subset_key) or "all") for row, _ in found]

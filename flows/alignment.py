@@ -1,9 +1,9 @@
 """Defines the flows `alignment` (a whole recipe) and `stage` (one of its stages). Read this first; then
 loops.py and parts.py.
 
-Each stage runs in its own process, in a directory named by the digest of its configuration and inputs. A
-finished stage is skipped. Stages that do not need each other run side by side where the machine allows it:
-schedule.py says which, running.py runs them.
+Each stage runs in its own process, in a directory named after the digest of its configuration and inputs. A
+finished stage is skipped. Stages that do not depend on each other run side by side if the machine allows
+it: schedule.py selects them, running.py runs them.
 """
 
 from __future__ import annotations
@@ -45,15 +45,15 @@ from tasks.stages import run_stage
 from tasks.store import fetch_parents
 from tasks.temporary_server import OwnServerFlow
 
-MAX_RECIPE_NAME = 36  # characters of a run's name, of which there are at most 64
+MAX_RECIPE_NAME = 36  # characters of a run's name taken by the recipe; the name has at most 64
 
-# The plan that the command line has made and checked before it calls a flow, which then does neither again.
+# The plan that the command line has already built and checked, so that a flow does neither again.
 checked_plan: ContextVar[Plan | None] = ContextVar("checked_plan", default=None)
 
 
 def run_name() -> str:
-    """Returns the name of a flow run: the one asked for, else that of its recipe (or of the recipe's file)
-    and two random words."""
+    """Returns the name of a flow run: the requested name, otherwise the name of its recipe (or the recipe's
+    file) and two random words."""
     given = asked.get()
     if given is not None and given.name:
         return given.name
@@ -70,8 +70,8 @@ def _recipe_name() -> str:
     return recipe.name if isinstance(recipe, Recipe) else Path(str(recipe)).stem
 
 
-# Makes a flow. The hooks send a run's states to the recipe's webhook, and record a run that fails before it
-# has stages; `recipe_of_run` checks parameters, with shorter messages.
+# Creates a flow. The hooks send a run's states to the recipe's webhook, and record a run that fails before
+# it has stages. `recipe_of_run` checks parameters, with shorter messages than Prefect's.
 HOOKS: dict[str, Any] = {
     hook: [notify_state]
     for hook in ("on_running", "on_completion", "on_failure", "on_crashed", "on_cancellation")
@@ -97,7 +97,7 @@ def alignment(recipe: Recipe | str, overrides: tuple[str, ...] = (), latest: boo
 
 @flow
 def stage(recipe: Recipe | str, name: str, overrides: tuple[str, ...] = ()) -> None:
-    """Runs one stage of a recipe (or the stages of one loop or round) and no other."""
+    """Runs one stage of a recipe (or the stages of one loop or round) and no others."""
     loaded = recipe_of_run(recipe, overrides, runtime.flow_run.id, runtime.deployment.id)
     require_type("name", name, str)
     with provided(variables(loaded)):
@@ -109,38 +109,39 @@ def stage(recipe: Recipe | str, name: str, overrides: tuple[str, ...] = ()) -> N
 
 
 def plan_of(recipe: Recipe) -> Plan:
-    """Returns the command line's plan of this recipe, or else plans it. Raises ValueError as `plan`."""
+    """Returns the command line's plan if it is for this recipe; otherwise plans the recipe. Raises
+    ValueError like `plan`."""
     planned = checked_plan.get()
     return planned if planned is not None and planned.recipe == recipe else plan(recipe)
 
 
 def require_type(name: str, value: object, *kinds: type | None) -> None:
-    """Raises ValueError when a flow's parameter is of none of these types (None: it may be left out)."""
+    """Raises ValueError when a flow's parameter has none of these types (None: it may be left out)."""
     if not (value is None and None in kinds) and type(value) not in kinds:
         wanted = " or ".join("nothing" if kind is None else kind.__name__ for kind in kinds)
         raise ValueError(f"parameter {name}: give {wanted}, not {str(value)[:60]!r}")
 
 
 def refresh_hub_revisions(recipe: Recipe) -> None:
-    """Removes the saved commits of the recipe's Hub branches and tags, unless its last run is unfinished:
-    that one resumes with them."""
+    """Removes the saved commits of the recipe's Hub branches and tags, unless its last run is unfinished
+    and will resume with them."""
     folder = Path(recipe.artifacts).absolute() / recipe.name
     if all(status in ("done", "skipped") for status in statuses_of(folder).values()):
         forget(folder)
 
 
 def run_all(planned: Plan, nodes: tuple[Node, ...]) -> None:
-    """Runs stages, each when its parents are done and their gates passed; `flows/schedule.py` says which run
-    side by side.
+    """Runs stages, each when its parents are done and their gates passed. `flows/schedule.py` decides which
+    run side by side.
 
     Raises ValueError or MachineLacks before any work, StageFailed when a stage fails, GateFailed when a
-    failed gate stopped other stages, SeveralFailed for more than one of these. After a failure nothing is
-    started; stages that run beside the failed one finish first. Raises ApprovalAwaited, or suspends the run,
-    when all that is left waits for a person (tasks/decisions/approval.py).
+    failed gate stopped other stages, and SeveralFailed for more than one of these. After a failure no stage
+    starts; stages that run beside the failed one finish first. Raises ApprovalAwaited, or suspends the run,
+    when everything left waits for a person (tasks/decisions/approval.py).
     """
     if planned is not checked_plan.get():
         require_here(planned, nodes)
-    # a worker started this process: a run of its own does not outlive it
+    # a worker started this process, whose run must not outlive the worker
     if "PREFECT__FLOW_RUN_ID" in os.environ:
         orphan_watcher.end_with_parent(signal.SIGTERM)
     while waiting := _run_open(planned, nodes):
@@ -148,9 +149,9 @@ def run_all(planned: Plan, nodes: tuple[Node, ...]) -> None:
 
 
 def _run_open(planned: Plan, nodes: tuple[Node, ...]) -> list[Verdict]:
-    """Runs the stages that need no decision of a person, and returns the gates that wait for one."""
+    """Runs the stages that need no decision by a person, and returns the gates that wait for one."""
     schedule = schedule_of(planned, nodes, machine_here())
-    failures: list[Exception] = []  # nothing is started after one
+    failures: list[Exception] = []  # after one, no stage starts
     failed_gates: list[Verdict] = []  # gates whose dependent stages do not start
     waiting: list[Verdict] = []  # approvals, whose dependent stages do not start yet
     begun: set[str] = set()
@@ -173,7 +174,7 @@ def _run_open(planned: Plan, nodes: tuple[Node, ...]) -> list[Verdict]:
             statuses[node.name] = result()
         except BaseException as error:
             statuses[node.name] = found(node.run_dir)
-            if statuses[node.name] != "running":  # else another run works on it
+            if statuses[node.name] != "running":  # otherwise another run works on it
                 statuses[node.name] = "failed" if isinstance(error, Exception) else interrupted(node)
             raise
         if statuses[node.name] == "done":
@@ -185,7 +186,7 @@ def _run_open(planned: Plan, nodes: tuple[Node, ...]) -> list[Verdict]:
         return call(request_of(planned, node), node.run_dir, store_of(planned.recipe))
 
     with reported(planned) as statuses:
-        for ancestor in planned.ancestors(nodes):  # finished in an earlier run; their gates also apply now
+        for ancestor in planned.ancestors(nodes):  # finished in an earlier run; their gates still apply
             if goes_on():
                 pass_gates(ancestor)
         stages = (
@@ -208,7 +209,7 @@ def _run_open(planned: Plan, nodes: tuple[Node, ...]) -> list[Verdict]:
                         end(planned[name], result)
                     except Exception as error:
                         failures.append(error)
-        except BaseException:  # a signal: `end` raises what stages raise
+        except BaseException:  # a signal: `end` re-raises the exceptions of stages
             statuses |= {name: interrupted(planned[name]) for name in stages.starts}
             raise
         finally:
@@ -216,7 +217,7 @@ def _run_open(planned: Plan, nodes: tuple[Node, ...]) -> list[Verdict]:
         order = [node.name for node in planned.nodes]
         roll_back(planned, failed_gates)
         if waiting and not failures and goes_on():
-            ask_about(planned, waiting)  # also where a failed branch ends the run
+            ask_about(planned, waiting)  # even if a failed branch ends the run
         failures += (
             [GateFailed(sorted(failed_gates, key=lambda verdict: order.index(verdict.stage)))]
             if failed_gates
@@ -228,14 +229,14 @@ def _run_open(planned: Plan, nodes: tuple[Node, ...]) -> list[Verdict]:
 
 
 def interrupted(node: Node) -> Status:
-    """Returns the status of a stage that ended with its run, as by a signal."""
+    """Returns the status of a stage that ended together with its run, for example by a signal."""
     status = found(node.run_dir)
     return "interrupted" if status == "failed" else status
 
 
 def request_of(planned: Plan, node: Node) -> StageRequest:
-    """Returns the request for a stage's process; a publication's also has the verdicts of the gates behind
-    it, for the model card."""
+    """Returns the request for a stage's process. A publication's request also has the verdicts of the gates
+    behind it, for the model card."""
     request = planned.request(node)
     return (
         request.model_copy(update={"gates": gates_behind(planned, node)})
@@ -245,8 +246,8 @@ def request_of(planned: Plan, node: Node) -> StageRequest:
 
 
 def require_parents(planned: Plan, nodes: tuple[Node, ...]) -> None:
-    """Raises ValueError when a parent of the stages is neither done nor among them, or the gates behind a
-    publication cannot be checked."""
+    """Raises ValueError when a parent of the stages is neither done nor one of them, or when the gates
+    behind a publication cannot be checked."""
     here = {node.name for node in nodes}
     parents = dict.fromkeys(parent for node in nodes for parent in node.parents if parent not in here)
     missing = [name for name in parents if not planned[name].done]

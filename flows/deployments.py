@@ -1,8 +1,8 @@
-"""Creates what `alignflow serve` needs on a Prefect server: pool, queues, slot, automation for silent runs,
-and deployments.
+"""Creates the objects that `alignflow serve` needs on a Prefect server: pool, queues, slot, automation for
+silent runs, and deployments.
 
-Manual runs have a queue of higher priority than scheduled runs, and start before them, also when many of
-those are late.
+Manual runs have a queue with higher priority than scheduled runs, and start before them, even when many
+scheduled runs are late.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from rlhf_core.recipe.loop_record import check_judged, loop_of
 from rlhf_core.recipe.plan import plan
 
 ASKED = "asked"
-SCHEDULED = "scheduled"  # queues
+SCHEDULED = "scheduled"  # names of the queues
 LONGEST = 366 * 86400.0  # seconds between two runs of a schedule
 SILENT_SECONDS = 540  # three heartbeats at Prefect's default of 180 s
 UNFINISHED = [StateType.RUNNING, StateType.PENDING, StateType.CANCELLING]
@@ -51,7 +51,7 @@ UNFINISHED = [StateType.RUNNING, StateType.PENDING, StateType.CANCELLING]
 
 class Served(NamedTuple):
     """A recipe with deployments: the path or URI that each run reads, the overrides of its deployments, and
-    the recipe as read."""
+    the loaded recipe."""
 
     path: str
     overrides: tuple[str, ...]
@@ -59,7 +59,7 @@ class Served(NamedTuple):
 
     @property
     def parameters(self) -> dict[str, Any]:
-        """Parameters of its deployments."""
+        """Parameters of the recipe's deployments."""
         return {"recipe": self.path, "overrides": list(self.overrides)}
 
 
@@ -68,7 +68,7 @@ def served(
 ) -> list[Served]:
     """Reads and plans the recipes. `ends`: `max_rounds` and `min_gain` of their loops.
 
-    Raises ValueError for mistakes, for two recipes of the same name, and for `ends` of a recipe without a
+    Raises ValueError for mistakes, for two recipes with the same name, and for `ends` of a recipe without a
     loop.
     """
     found = [Served(path, tuple(overrides), load_recipe(path, overrides)) for path in paths]
@@ -112,17 +112,17 @@ def schedule_of(every: float | None, cron: str, timezone: str) -> Schedule:
 
 
 def prepare(client: SyncPrefectClient) -> None:
-    """Creates or updates pool, queues, slot and automation; ends unfinished runs of an earlier `serve` and
+    """Creates or updates pool, queues, slot and automation. Ends unfinished runs of an earlier `serve` and
     frees their slots."""
     command = shlex.join([sys.executable, *SAFELY, "prefect.engine"])
-    template = job_template(command=command, working_dir=str(Path.cwd()))  # of `artifacts` and overrides
+    template = job_template(command=command, working_dir=str(Path.cwd()))  # for `artifacts` and overrides
     try:
         client.create_work_pool(WorkPoolCreate(name=POOL, type="process", base_job_template=template))
     except ObjectAlreadyExists:
         client.update_work_pool(POOL, WorkPoolUpdate(base_job_template=template))
-    # Scheduled runs have their own queue, which starts one at a time. A concurrency limit of their deployment
-    # would cancel many late runs at once: the server's SQLite refuses most of so many writes, and clients
-    # wait up to a minute before they retry.
+    # Scheduled runs have their own queue, which starts one at a time. A concurrency limit on their
+    # deployment would cancel many late runs at once. The server's SQLite refuses most of so many writes,
+    # and clients wait up to a minute before they retry.
     for priority, (name, limit) in enumerate(((ASKED, None), (SCHEDULED, 1)), start=1):
         try:
             queue = client.read_work_queue_by_name(name, work_pool_name=POOL)
@@ -138,17 +138,17 @@ def prepare(client: SyncPrefectClient) -> None:
 
 def job_template(**fixed: str) -> dict[str, Any]:
     """Returns the base job template of a process pool. `fixed`: fields that runs and deployments cannot
-    change, as it has no variables.
+    change, because the template has no variables.
 
-    Runs start with the worker's environment. There is no `env` here because Prefect would merge that of runs
-    into it, often unchecked.
+    Runs start with the worker's environment. There is no `env` here because Prefect would merge the runs'
+    `env` into it, often unchecked.
     """
     variables = {"type": "object", "properties": {}, "additionalProperties": False}
     return {"variables": variables, "job_configuration": {"stream_output": True, **fixed}}
 
 
 def watch_silent_runs(client: SyncPrefectClient) -> None:
-    """Creates the automation for silent runs, or updates that of an earlier version."""
+    """Creates the automation for silent runs, or updates one from an earlier version."""
     there = client.read_automations_by_name(SILENT.name)
     if there:
         client.update_automation(there[0].id, SILENT)
@@ -157,17 +157,17 @@ def watch_silent_runs(client: SyncPrefectClient) -> None:
 
 
 def sweep(client: SyncPrefectClient, at_start: bool = False) -> int:
-    """Marks runs of deployments whose process on this machine is gone as crashed, or as cancelled when they
+    """Marks runs of deployments whose process on this machine is gone as crashed, or as cancelled if they
     were being cancelled.
 
-    `at_start`: also runs that never had a process. Returns how many.
+    `at_start`: also marks runs that never had a process. Returns the number of marked runs.
     """
     found = client.read_flow_runs(
         flow_run_filter=FlowRunFilter.model_validate({"state": {"type": {"any_": UNFINISHED}}}), limit=200
     )
     ours = [run for run in found if run.deployment_id and (run.infrastructure_pid or at_start)]
     gone = [run for run in ours if not (run.infrastructure_pid and _is_alive(run))]
-    gone = [client.read_flow_run(run.id) for run in gone]  # again: it may have ended after the list was read
+    gone = [client.read_flow_run(run.id) for run in gone]  # it may have ended since the list was read
     gone = [run for run in gone if run.state_type in UNFINISHED]
     for run in gone:
         ended = Cancelled if run.state_type == StateType.CANCELLING else Crashed
@@ -186,8 +186,8 @@ def deploy(
 ) -> dict[str, UUID]:
     """Creates a recipe's deployments and returns their ids by name.
 
-    `schedule`: of its loop, or of the whole recipe when it has no single loop. `ends`: more parameters of its
-    loop. `feedback`: its loop has a deployment for runs that new feedback starts.
+    `schedule`: for its loop, or for the whole recipe if it does not have exactly one loop. `ends`: more
+    parameters of its loop. `feedback`: creates a deployment of its loop for runs that new feedback starts.
     """
     made = {KINDS[config.stage].makes for config in one.recipe.stages.values()}
     loops = [config for config in one.recipe.stages.values() if isinstance(config, Loop)]
@@ -219,7 +219,7 @@ def deploy(
 
 
 def feedback_name(recipe: str) -> str:
-    """Returns the name of the deployment whose runs new feedback starts."""
+    """Returns the name of the deployment whose runs are started by new feedback."""
     return f"{recipe}-feedback"
 
 
@@ -227,7 +227,8 @@ def _is_alive(run: FlowRun) -> bool:
     """Returns whether a run's process (Prefect: HOST:PID or PID) is alive; True for a process on another
     machine.
 
-    The environment is compared because a zombie has none, and the PID can belong to a later process.
+    The environment is compared because a zombie has none, and because the PID can belong to a later
+    process.
     """
     host, _, pid = (run.infrastructure_pid or "").rpartition(":")
     if host and host != socket.gethostname():
@@ -240,7 +241,7 @@ def _is_alive(run: FlowRun) -> bool:
         return False
 
 
-# A run whose heartbeats stop is marked as crashed: its process was killed with -9 where no worker watched it.
+# Marks a run whose heartbeats stop as crashed: its process was killed with -9 and no worker watched it.
 SILENT = AutomationCore(
     name="alignflow: crashed runs",
     description=f"A flow run without a heartbeat for {SILENT_SECONDS} s is marked as crashed.",

@@ -1,7 +1,7 @@
-"""Defines the flow `loop`: it trains the next round of a loop and ends, for a schedule.
+"""Defines the flow `loop`, which trains the next round of a loop and ends. Meant for a schedule.
 
-The loop's record on disk (rlhf_core/recipe/loop_record.py) has the finished rounds and the next one, also of
-other and of killed runs.
+The loop's record on disk (rlhf_core/recipe/loop_record.py) has the finished rounds and the next one,
+including those of other and of killed runs.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def loop(
     """Trains, evaluates and publishes the next round of a recipe's loop. A run without work to do completes
     with the reason as its message.
 
-    Fetches rounds that only the recipe's store has first. `stage`: which loop, when a recipe has several. The
+    First fetches rounds that only the recipe's store has. `stage`: which loop, if a recipe has several. The
     loop ends after `max_rounds` rounds, or when the win rate of its last round is not more than `min_gain`
     above the round before it (needs an evaluation of the loop).
     """
@@ -97,17 +97,17 @@ def loop(
                 refuse(loaded, state, why)
                 return _completed(f"{name} of {loaded.name}: round {found.number} is left out: {why}")
             done = finish(found)
-            if not fetched:  # on an empty disk rounds of the store come first
+            if not fetched:  # on an empty disk, rounds in the store come first
                 rate = "" if done.win_rate is None else f", win rate {done.win_rate:.3f}"
                 return _completed(f"{name} of {loaded.name}: round {found.number} is done{rate}")
 
 
 def _from_champion(recipe: Recipe, found: LoopState) -> LoopState:
-    """Returns the state of a loop that goes on from the recipe's champion, also where a person has rolled
-    back or promoted one. Completes a move of the champion that was cut off."""
+    """Returns the state of a loop that continues from the recipe's champion, even if a person has rolled
+    back or promoted one. Completes an interrupted move of the champion."""
     folder = found.plan.folder
     try:
-        with suppress(ValueError):  # a move that the Hub refused for good: the next one takes its place
+        with suppress(ValueError):  # a move that the Hub refused for good; the next one replaces it
             complete(folder, store_of(recipe))
     except (ConnectionError, StoreFault) as error:
         get_run_logger().warning("the champion's move is not completed yet: %s", error)

@@ -1,4 +1,4 @@
-"""What the commands that serve pages have in common: names of the machine, the token in their output, and
+"""Shared parts of the commands that serve pages: names of the machine, the token in their output, and
 limits of the server."""
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ HEADER_SECONDS = 10.0
 
 
 def host_names(host: str, allow_host: str) -> list[str]:
-    """Returns the names of this machine that requests may have. `allow_host`: more names, with commas. Raises
-    ValueError for other text."""
+    """Returns the names of this machine that requests may use. `allow_host`: more names, separated by
+    commas. Raises ValueError if it has other characters."""
     if not re.fullmatch(r"[A-Za-z0-9.,_-]*", allow_host):
         raise ValueError(
             f"--allow-host {allow_host}: give names or addresses of hosts, without ports, separated by commas"
@@ -36,15 +36,15 @@ def host_names(host: str, allow_host: str) -> list[str]:
 
 
 def token_shown(console: Console, token: str, file: Path) -> str:
-    """Returns the token for a terminal, and elsewhere, where a service manager keeps a log, only the file
-    that holds it."""
+    """Returns the token for a terminal. Elsewhere, such as for a service manager's log, returns only the
+    file that holds it."""
     return token if console.is_terminal else f"... (the token: what is in {file})"
 
 
 def server_config(app: Callable[..., Any], **options: Any) -> uvicorn.Config:
-    """Returns uvicorn's configuration. h11 reads at most 64 KiB of headers; uvicorn's other parser keeps all
-    of them in memory. A connection that does not send the headers of a request within HEADER_SECONDS is
-    closed: beside MOST_CONNECTIONS of them nobody could connect."""
+    """Returns uvicorn's configuration. h11 reads at most 64 KiB of headers; uvicorn's other parser keeps
+    all of them in memory. A connection that does not send a request's headers within HEADER_SECONDS is
+    closed; otherwise MOST_CONNECTIONS of them would lock everybody else out."""
     import uvicorn
     from uvicorn.protocols.http.h11_impl import H11Protocol
 

@@ -1,4 +1,4 @@
-"""Defines the flows `evaluate` and `publish`, for parts of a recipe. The parent stages must be done; these
+"""Defines the flows `evaluate` and `publish` for parts of a recipe. The parent stages must be done; these
 flows train nothing."""
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""`python -P -m flows.prefect_process MODULE ARGUMENTS...`: runs a module of Prefect as `python -m`, after
-importing the flows.
+"""Runs a Prefect module like `python -m`, after importing the flows: `python -P -m flows.prefect_process
+MODULE ARGUMENTS...`.
 
 Prefect puts the working directory first on the module path while it imports a flow by name
-(`prefect.utilities.importtools.load_module` of Prefect 3.7), so a folder there could replace a package that
+(`prefect.utilities.importtools.load_module` in Prefect 3.7), so a folder there could replace a package that
 the flow imports. Python does not search for modules that are already imported.
 """
 

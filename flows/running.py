@@ -1,7 +1,7 @@
 """Runs started stages: one in the main thread, or several in the threads of the flow's task runner.
-flows/schedule.py says which.
+flows/schedule.py decides which.
 
-A signal reaches the main thread alone. It ends a stage there; those in threads end at a sign
+Only the main thread receives a signal, which ends a stage there. Stages in threads end when a flag is set
 (rlhf_core/runs/allotment.py).
 """
 
@@ -25,16 +25,16 @@ POLL_SECONDS = 0.5
 
 
 class Ended(NamedTuple):
-    """A stage that ended. `result` returns its status or raises what ended it; of `OneByOne` it runs the
-    stage."""
+    """A stage that ended. `result` returns its status or raises the error that ended it; for `OneByOne`, it
+    runs the stage."""
 
     name: str
     result: Callable[[], Status]
 
 
 def prepare_next(nodes: Sequence[Node], begun: Collection[str]) -> None:
-    """Lets the process of the stage after those that have begun, and that is not done, import its libraries
-    while the last of these works (rlhf_core/runs/prepared.py)."""
+    """Lets the process of the first stage that has not begun and is not done import its libraries while the
+    last begun stage works (rlhf_core/runs/prepared.py)."""
     for node in nodes:
         if node.name not in begun and not node.done:
             prepared.plan(KINDS[node.kind].package, node.kind)
@@ -65,12 +65,11 @@ class OneByOne:
         return self
 
     def __exit__(self, *error: object) -> None:
-        """Does nothing: the exception that ends the run has ended the stage."""
+        """Does nothing: the exception that ends the run has already ended the stage."""
 
 
 class Threads:
-    """Runs stages side by side. `submit` hands a stage to the task runner and returns Prefect's future of
-    it."""
+    """Runs stages side by side. `submit` hands a stage to the task runner and returns its Prefect future."""
 
     def __init__(self, submit: Callable[[Node], Any]):
         self._submit = submit
@@ -84,7 +83,7 @@ class Threads:
         return self
 
     def __exit__(self, *error: object) -> None:
-        """Ends the stages that run, after an exception, and waits until their processes have ended; ignores
+        """Ends the running stages after an exception, and waits until their processes have ended. Ignores
         further Ctrl-C meanwhile."""
         self._stop.set()
         while not self._over.issuperset(self._futures):
@@ -93,7 +92,7 @@ class Threads:
                 self._one_is_over.clear()
 
     def begin(self, node: Node, start: Start, variables: dict[str, str]) -> None:
-        """Starts a stage in a thread, whose process gets these variables."""
+        """Starts a stage in a thread; its process gets these variables."""
         token = allotment.set(Allotment(variables, self._stop))  # the thread gets a copy of this context
         try:
             future = self._submit(node)
@@ -102,7 +101,7 @@ class Threads:
             future.set_exception(error)
         finally:
             allotment.reset(token)
-        # first: `__exit__` waits for this of each future
+        # first, because `__exit__` waits for this on each future
         future.add_done_callback(lambda _: self._end(node.name))
         self._futures[node.name] = future
         self.starts[node.name] = start

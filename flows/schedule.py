@@ -1,10 +1,10 @@
-"""Decides which stages of a plan run side by side, and on which GPUs: pure functions of the plan and of what
-the machine has.
+"""Decides which stages of a plan run side by side, and on which GPUs. Pure functions of the plan and of the
+machine's resources.
 
-Two stages that run at once share no GPU and together ask for no more CPUs than there are. Of the stages that
-may start, the one that the longest chain of other stages waits for is first; one that does not fit lets those
-after it pass. Memory is left out: on a machine without GPUs stages run one after the other unless the recipe
-says otherwise (`side_by_side`).
+Two stages that run at once share no GPU and together request no more CPUs than there are. Of the stages
+that may start, the one with the longest chain of waiting stages comes first; a stage that does not fit lets
+later ones pass. Memory is not considered: on a machine without GPUs, stages run one after the other unless
+the recipe says otherwise (`side_by_side`).
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from rlhf_core.system.machine import gpu_names, num_cpus
 
 
 class Machine(NamedTuple):
-    """What stages share. `gpus` by name; `cluster`: they run on a Ray cluster, which one stage has at a
-    time."""
+    """The resources that stages share. `gpus` by name; `cluster`: stages run on a Ray cluster, one stage at
+    a time."""
 
     cpus: int
     gpus: tuple[str, ...] = ()
@@ -34,7 +34,7 @@ class Machine(NamedTuple):
 
 
 class Cost(NamedTuple):
-    """What a stage takes while it runs."""
+    """The resources that a stage occupies while it runs."""
 
     cpus: float
     gpus: int
@@ -57,25 +57,25 @@ class Span(NamedTuple):
 
 
 def machine_here() -> Machine:
-    """Returns what this process may use of this machine, or that it has a cluster."""
+    """Returns what this process may use of this machine, and whether stages run on a cluster."""
     return Machine(num_cpus(), gpu_names(), bool(os.environ.get("RAY_ADDRESS")))
 
 
 def cost_of(config: StageConfig, machine: Machine) -> Cost:
-    """Returns what a stage takes of a machine; the whole of it on a cluster. A stage without processes of a
-    model takes nothing."""
+    """Returns what a stage occupies on a machine; on a cluster, all of it. A stage without model processes
+    occupies nothing."""
     need = needs(config)
     if not need.cpus:
         return Cost(0, 0)
     if machine.cluster:
         return Cost(machine.cpus, len(machine.gpus))
-    # A process of a model uses a GPU where there is one, also with `gpus: 0`.
+    # A model process uses a GPU if there is one, even with `gpus: 0`.
     gpus = max([1, *(_whole_gpus(arrange(groups, config.together)) for groups in config.turns)])
     return Cost(min(need.cpus, machine.cpus), min(gpus, len(machine.gpus)))
 
 
 def _whole_gpus(layout: Layout) -> int:
-    """Returns how many GPUs the bundles of a layout fill; parts of a GPU are put together in order."""
+    """Returns how many GPUs the bundles of a layout fill; fractions of a GPU are combined in order."""
     whole = sum(math.ceil(bundle["GPU"]) for bundle in layout.bundles if bundle.get("GPU", 0.0) >= 1)
     return whole + len(
         {place for places in layout.gpus().values() for place in places if place.startswith("shared")}
@@ -84,8 +84,8 @@ def _whole_gpus(layout: Layout) -> int:
 
 @dataclass(frozen=True)
 class Schedule:
-    """The stages of a run, parents first, what each takes, and how many may run at once. `skipped`: those
-    that are done, which take nothing."""
+    """The stages of a run, parents first, with their costs, and how many may run at once. `skipped`: stages
+    that are done and occupy nothing."""
 
     machine: Machine
     at_most: int
@@ -96,8 +96,8 @@ class Schedule:
     def starts(
         self, done: Iterable[str], running: Mapping[str, Start], held: Iterable[str] = ()
     ) -> list[Start]:
-        """Returns the stages to start. `done`: finished ones of the plan, whose dependents may start; `held`:
-        those that do not start."""
+        """Returns the stages to start. `done`: finished stages of the plan, whose dependents may start;
+        `held`: stages that must not start."""
         finished = set(done)
         found = dict(running)
         out = {*finished, *running, *held}
@@ -111,7 +111,7 @@ class Schedule:
         return [start for name, start in found.items() if name not in running]
 
     def _place(self, name: str, running: Mapping[str, Start]) -> Start | None:
-        """Returns where a stage runs beside others; None when it does not fit."""
+        """Returns where a stage runs beside others, or None when it does not fit."""
         cost = self._cost(name)
         taken = {gpu for start in running.values() for gpu in start.gpus}
         cpus = sum(self._cost(other).cpus for other in running)
@@ -129,8 +129,8 @@ class Schedule:
 
     @cached_property
     def _order(self) -> list[str]:
-        """The stages by the length of the longest chain that waits for each, then as in the recipe; as in the
-        recipe alone for one at a time."""
+        """The stages by decreasing length of the longest chain that waits for each, then as in the recipe;
+        only as in the recipe if they run one at a time."""
         if self.at_most == 1:
             return list(self.costs)
         chains = dict.fromkeys(self.costs, 0)
@@ -140,7 +140,7 @@ class Schedule:
         return sorted(self.costs, key=lambda name: -chains[name])
 
     def spans(self, seconds: Mapping[str, float], done: Iterable[str] = ()) -> list[Span]:
-        """Returns when each stage would run if it took so many seconds and none failed."""
+        """Returns when each stage would run if it took the given seconds and none failed."""
         finished = set(done)
         running = dict[str, Start]()
         now = 0.0
@@ -160,7 +160,7 @@ class Schedule:
 
     @cached_property
     def peak(self) -> int:
-        """The most stages at once if none was done and all took as long as each other."""
+        """The most stages that run at once if none was done and all took equally long."""
         outside = {
             parent for parents in self.parents.values() for parent in parents if parent not in self.costs
         }
@@ -168,9 +168,9 @@ class Schedule:
         return max((sum(other.start == span.start for other in spans) for span in spans), default=1)
 
     def variables(self, start: Start) -> dict[str, str]:
-        """Returns the environment of a stage's process beside others: its GPUs, or without GPUs its share of
-        the cores, which is the same for all stages of the plan, whatever runs beside them. A value of
-        OMP_NUM_THREADS that the user has set is kept."""
+        """Returns the environment for a stage's process beside others: its GPUs, or without GPUs its share
+        of the cores, which is the same for all stages of the plan. A value of OMP_NUM_THREADS set by the
+        user is kept."""
         if self.machine.gpus:
             return {} if self.machine.cluster else {"CUDA_VISIBLE_DEVICES": ",".join(start.gpus)}
         cores = str(max(1, self.machine.cpus // self.peak))
@@ -178,7 +178,7 @@ class Schedule:
 
 
 def schedule_of(planned: Plan, nodes: Sequence[Node], machine: Machine) -> Schedule:
-    """Returns the schedule of stages of a plan on a machine: `side_by_side` of the recipe says how many run
+    """Returns the schedule of a plan's stages on a machine. The recipe's `side_by_side` sets how many run
     at once."""
     wanted = planned.recipe.side_by_side
     several = bool(machine.gpus) if wanted is None else wanted

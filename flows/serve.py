@@ -1,9 +1,9 @@
 """Runs the processes of `alignflow serve`: a Prefect server and a process worker on this machine, for one
 home folder.
 
-A file lock allows one `serve` for each home. Server, worker, flows and stages end with it in any case
-(rlhf_core/system/orphan_watcher.py). The server's password (Prefect's auth string) is in a file that only its
-owner can read and in these processes' environment, in no log.
+A file lock allows one `serve` per home. Server, worker, flows and stages end with it in any case
+(rlhf_core/system/orphan_watcher.py). The server's password (Prefect's auth string) is in a file that only
+its owner can read and in the environment of these processes, but in no log.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from tasks.slots import LIMIT_ENV
 
 POOL = "alignflow-process"
 LIMIT = "alignflow-machine"
-# Python's arguments before those of a module of Prefect's that imports flows
+# Python's arguments, before those for a Prefect module that imports flows
 SAFELY = ("-P", "-m", "flows.prefect_process")
 START_SECONDS = 120.0
 STOP_SECONDS = 20.0
@@ -47,7 +47,7 @@ TRIGGER_TOKEN = "trigger-token"  # noqa: S105
 ENDPOINTS = {"feedback": "the endpoint for feedback", "triggers": "the endpoint for triggers"}
 EVERYWHERE = "0.0.0.0"
 PAGE = "live page of"
-# on SQLite Prefect 3.7 logs a traceback at each poll of a worker, ten megabytes an hour
+# on SQLite, Prefect 3.7 logs a traceback at each poll of a worker: ten megabytes an hour
 LOG_BYTES = 20_000_000
 
 
@@ -71,11 +71,12 @@ def only_one(home: Path) -> Iterator[None]:
 
 
 class Services:
-    """Prefect's server and worker in their own sessions: Ctrl-C in the terminal reaches only `serve`, which
+    """Prefect's server and worker in their own sessions. Ctrl-C in the terminal reaches only `serve`, which
     ends them in order."""
 
     def __init__(self, home: Path, host: str, port: int, allowed: Sequence[str] = ()):
-        """`allowed`: further names of this machine, accepted in the Host header of requests."""
+        """Prepares the services. `allowed`: further names of this machine, accepted in the Host header of
+        requests."""
         self.home = home
         self.ui = f"http://{server_process.LOOPBACK if host == EVERYWHERE else host}:{port}"
         self.api = f"{self.ui}/api"
@@ -85,10 +86,10 @@ class Services:
         self._running: dict[str, subprocess.Popen[bytes]] = {}
 
     def start_server(self) -> None:
-        """Starts the server and waits until it answers. Raises MachineLacks when the port is taken or it does
-        not answer."""
+        """Starts the server and waits until it answers. Raises MachineLacks when the port is taken or the
+        server does not answer."""
         host, port = self._address
-        # the server inherits it: no other process can answer at this port and get the auth string
+        # inherited by the server, so no other process can answer at this port and receive the auth string
         with listen(host, port) as listener:
             orphan_watcher.start()
             own = {"PREFECT__SERVER_FINAL": "1", "PREFECT_UI_API_URL": "/api"} | server_process.protected(
@@ -122,15 +123,15 @@ class Services:
         self._start("worker", command, self.environment())
 
     def start_feedback(self, recipes: Sequence[str], inboxes: Sequence[Path], port: int) -> str:
-        """Starts the endpoint that takes feedback for inboxes, beside the server's address. Returns its
-        address."""
+        """Starts the endpoint that accepts feedback for inboxes, on the server's host.
+        Returns its address."""
         places = [part for inbox in inboxes for part in ("--inbox", str(inbox))]
         command = ["feedback", "serve", *recipes, *places, "--allow-host", ",".join(self._hosts)]
         return self._start_endpoint("feedback", command, port) + "/feedback"
 
     def start_triggers(self, deployments: Sequence[str], port: int, starts_an_hour: int) -> str:
-        """Starts the endpoint that starts runs of deployments on requests, beside the server's address.
-        Returns its address."""
+        """Starts the endpoint that starts runs of deployments on request, on the server's host. Returns its
+        address."""
         command = [
             "serve-triggers",
             *deployments,
@@ -143,7 +144,7 @@ class Services:
 
     def _start_endpoint(self, name: str, command: list[str], port: int) -> str:
         host = self._address[0]
-        # it inherits it, as the server does: a browser sends its token to no other process
+        # inherited, like the server's: a browser sends its token to no other process
         with listen(host, port) as listener:
             port = listener.getsockname()[1]
             place = ["--home", str(self.home), "--host", host, "--port", str(port)]
@@ -157,8 +158,8 @@ class Services:
         return f"{self.ui.rpartition(':')[0]}:{port}"
 
     def start_dashboard(self, artifacts: Path, port: int) -> str:
-        """Starts the live page of an artifacts folder, beside the server's address. Returns its address. When
-        it ends, `serve` goes on."""
+        """Starts the live page of an artifacts folder, on the server's host. Returns its address. If the
+        page ends, `serve` continues."""
         artifacts.mkdir(parents=True, exist_ok=True)
         command = ["dashboard", str(artifacts), "--allow-host", ",".join(self._hosts)]
         return self._start_endpoint(f"{PAGE} {artifacts}", command, port) + "/"
@@ -171,7 +172,7 @@ class Services:
         write_text(self.home / SERVED, json.dumps(known, indent=1) + "\n")
 
     def check(self) -> None:
-        """Raises MachineLacks when one of them has ended."""
+        """Raises MachineLacks when one of the processes has ended."""
         for name, process in self._running.items():
             if process.poll() is not None and not name.startswith(PAGE):
                 whose = ENDPOINTS.get(name, f"Prefect's {name}")
@@ -181,20 +182,20 @@ class Services:
                 )
 
     def bound_log(self) -> None:
-        """Empties a log above LOG_BYTES and keeps one copy. Server and worker append, so they can have it
-        open meanwhile."""
+        """Empties a log larger than LOG_BYTES and keeps one copy. Server and worker append, so they can
+        keep it open."""
         log = self.home / LOG
         if log.stat().st_size > LOG_BYTES:
             shutil.copyfile(log, self.home / f"{LOG}.1")
             os.truncate(log, 0)
 
     def stop(self) -> None:
-        """Ends the worker, then the flows and their stages, and last the server, which records how they
+        """Ends the worker, then the flows and their stages, and finally the server, which records how they
         ended."""
         server = self._running.pop("server", None)
         for process in self._running.values():
             process.terminate()
-        # 0 sends nothing: flows end with their worker; the rest gets a signal
+        # 0 sends nothing: flows end with their worker; the remaining processes get a signal
         for number in (0, signal.SIGTERM, signal.SIGKILL):
             for pid in self._others(server):
                 orphan_watcher.send(pid, number)
@@ -209,9 +210,9 @@ class Services:
                 server.kill()
 
     def _others(self, server: subprocess.Popen[bytes] | None) -> list[int]:
-        """Returns the PIDs of all processes started from here that are alive, without the server's."""
+        """Returns the PIDs of all living processes started from here, except the server's."""
         for process in self._running.values():
-            process.poll()  # a process that ended counts as alive until its code is read
+            process.poll()  # an ended process counts as alive until its exit code is read
         return [
             pid
             for pid in orphan_watcher.marked(os.environ.get(orphan_watcher.MARK, "-"))
@@ -230,7 +231,7 @@ class Services:
                 stderr=log,
                 start_new_session=True,
                 pass_fds=descriptors,
-                umask=0o077 if name == "server" else -1,  # of its database
+                umask=0o077 if name == "server" else -1,  # for its database
             )
         return self._running[name]
 
@@ -243,8 +244,8 @@ class Services:
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """Returns a listening socket: that which `serve` has given this process, else a new one; port 0 takes a
-    free one. Raises MachineLacks when there is none."""
+    """Returns a listening socket: the one that `serve` passed to this process, otherwise a new one. Port 0
+    takes a free one. Raises MachineLacks when none is available."""
     given = os.environ.pop(LISTENER, "")
     if given:
         os.set_inheritable(int(given), False)

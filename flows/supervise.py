@@ -1,5 +1,5 @@
-"""Looks after what `alignflow serve` has started: its processes, runs whose process is gone, and inboxes with
-rows for a round."""
+"""Supervises what `alignflow serve` has started: its processes, runs whose process is gone, and inboxes
+with enough rows for a round."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ SWEEP_SECONDS = 15.0
 
 
 class Failures:
-    """The failed runs of deployments, each told once."""
+    """The failed runs of deployments, each reported once."""
 
     def __init__(self, since: datetime):
-        """`since`: runs that failed earlier are not told."""
+        """Starts with no reported run. Runs that failed before `since` are not reported."""
         self._since = since
         self._told = set[UUID]()
 
@@ -49,7 +49,7 @@ class Failures:
 
 
 def reason_of(run: FlowRun) -> str:
-    """Returns the first line of what a failed run says, without Prefect's words before it."""
+    """Returns the first line of a failed run's message, without Prefect's introduction."""
     said = (run.state.message if run.state else None) or ""
     error = said.partition("encountered an exception: ")[2] or said
     sentence = re.sub(r"^\w+: ", "", error.strip())  # the exception's class
@@ -59,14 +59,14 @@ def reason_of(run: FlowRun) -> str:
 def supervise(
     console: Console, client: SyncPrefectClient, services: Services, triggers: Sequence[FeedbackTrigger]
 ) -> Never:
-    """Does so until Ctrl-C. Raises MachineLacks when one of the processes ends."""
+    """Supervises all this until Ctrl-C. Raises MachineLacks when one of the processes ends."""
     faults: set[str] = set()
 
     @contextmanager
     def told(what: str) -> Iterator[None]:
         try:
             yield
-        except (PrefectException, HTTPError) as error:  # the server was busy, or a run was deleted meanwhile
+        except (PrefectException, HTTPError) as error:  # server busy, or a run deleted meanwhile
             console.print(f"{what} ({type(error).__name__}), again soon", markup=False, highlight=False)
         except ValueError as error:
             if str(error) not in faults:

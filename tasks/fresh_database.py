@@ -1,8 +1,9 @@
-"""Makes an empty Prefect database once and copies it for new users: Prefect's own way, over a hundred
+"""Creates an empty Prefect database once and copies it for new users. Prefect's own way, over a hundred
 migrations, takes seconds.
 
-`python -m tasks.fresh_database` makes the one of this environment, with Prefect's empty tables; `make setup`
-runs it. When it is missing, or Prefect's database is not `prefect.db` in its home, Prefect makes its own.
+`python -m tasks.fresh_database` creates the database for this environment, with Prefect's empty tables;
+`make setup` runs it. If it is missing, or Prefect's database is not `prefect.db` in its home, Prefect
+creates its own.
 """
 
 from __future__ import annotations
@@ -28,8 +29,8 @@ def template() -> Path:
 
 
 def make(path: Path) -> None:
-    """Makes an empty database with Prefect's own command. Raises RuntimeError with its output when it
-    fails."""
+    """Creates an empty database with Prefect's own command. Raises RuntimeError with the command's output
+    on failure."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=path.parent) as folder:
         made = Path(folder) / NAME
@@ -52,9 +53,9 @@ def make(path: Path) -> None:
 
 
 def lay_database() -> None:
-    """Copies the empty database to Prefect's home. An existing database, or any of its files, is not
-    changed."""
-    # Imported here, since `make` needs no settings and setup waits for it.
+    """Copies the empty database to Prefect's home. Does not change an existing database or any of its
+    files."""
+    # Imported here because `make` needs no settings and setup waits for it.
     from prefect.settings import PREFECT_API_DATABASE_CONNECTION_URL, PREFECT_HOME
 
     home = PREFECT_HOME.value()
@@ -65,9 +66,9 @@ def lay_database() -> None:
     try:
         home.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(template(), part)
-        part.chmod(0o600)  # it gets the names and parameters of runs
-        os.link(part, home / NAME)  # fails when another process has just made one
-    except OSError:  # Prefect makes its own
+        part.chmod(0o600)  # it will hold the names and parameters of runs
+        os.link(part, home / NAME)  # fails if another process has just created one
+    except OSError:  # Prefect creates its own
         return
     finally:
         with contextlib.suppress(OSError):

@@ -1,9 +1,9 @@
 """Reads keys and tokens from Prefect's secrets, for runs of a deployment whose worker has none in its
 environment.
 
-A secret block is named like the variable, in small letters with dashes: `hf-token` for HF_TOKEN. A variable
-that is set wins. Keys are put into the environment of the flow's process while it runs, which its stages
-inherit; no parameter, file or log has them (runs/launch.py masks them).
+A secret block is named after the variable, in lower case with dashes: `hf-token` for HF_TOKEN. A variable
+that is set takes precedence. Keys are in the environment of the flow's process while it runs, and its
+stages inherit them. They appear in no parameter, file or log (runs/launch.py masks them).
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ AWS_KEYS = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN")
 
 
 def variables(recipe: Recipe) -> tuple[str, ...]:
-    """Returns the environment variables that a recipe may need: the Hub's token, and keys of store, W&B,
-    judges, endpoints and rewards."""
+    """Returns the environment variables that a recipe may need: the Hub's token, and keys for the store,
+    W&B, judges, endpoints and rewards."""
     names = ["HF_TOKEN", *(AWS_KEYS if (recipe.store or "").startswith(("s3:", "s3a:")) else ())]
     names += ["WANDB_API_KEY"] if recipe.wandb else []
     names += [key.variable for config in recipe.stages.values() for key in config.needed_keys]
@@ -30,7 +30,7 @@ def variables(recipe: Recipe) -> tuple[str, ...]:
 
 @contextmanager
 def provided(names: Iterable[str]) -> Iterator[None]:
-    """Sets each unset variable from the secret of its name, if there is one, until the block ends."""
+    """Sets each unset variable from the secret of the same name, if there is one, until the block ends."""
     found = {name: value for name in names if not os.environ.get(name) and (value := _secret(name))}
     os.environ.update(found)
     try:
@@ -44,7 +44,7 @@ def _secret(variable: str) -> str | None:
     """Returns the value of a secret block; None when there is none."""
     try:
         block = Secret.load(variable.lower().replace("_", "-"))
-    except ValueError:  # raised by Prefect for an unknown block
+    except ValueError:  # Prefect raises it for an unknown block
         return None
     assert isinstance(block, Secret)  # not a coroutine, because no event loop runs here
     value = block.get()

@@ -1,9 +1,9 @@
 """Sends a webhook message (POST) for each state of a flow run, each finished stage and each gate. The run
 does not wait for the receiver.
 
-A thread sends the messages in order, with a few attempts each; the first lost one is logged, and later ones
-get one attempt. The URL comes from the environment and is never logged, nor is an exception that could
-contain it.
+A thread sends the messages in order, with a few attempts each. The first lost message is logged, and later
+ones get a single attempt. The URL comes from the environment and is never logged; neither is any exception
+that could contain it.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ from rlhf_core.runs.run_dir import RunDir
 from rlhf_core.system.proxies import proxy_of
 from tasks.served import recipe_of_run
 
-ATTEMPTS = 3
-PAUSE = 1.0  # attempts for one message; seconds before the second, doubled for the third
+ATTEMPTS = 3  # for each message
+PAUSE = 1.0  # seconds before the second attempt at a message, doubled for the third
 WAIT_AT_EXIT = 0.8  # seconds that an ending process waits for unsent messages
 MAX_WAITING = 1000  # messages; bounds the memory when a receiver hangs for days
-MAX_TEXT = 500  # characters
+MAX_TEXT = 500  # characters of a message's text
 EVENT_OF: dict[StateType, Event] = {
     StateType.RUNNING: "running",
     StateType.COMPLETED: "completed",
@@ -47,7 +47,7 @@ EVENT_OF: dict[StateType, Event] = {
     StateType.CANCELLED: "cancelled",
 }
 logger = logging.getLogger(__name__)
-logging.getLogger("httpx").setLevel(logging.WARNING)  # its INFO lines hold the URL
+logging.getLogger("httpx").setLevel(logging.WARNING)  # its INFO lines contain the URL
 
 
 class Sender:
@@ -66,12 +66,12 @@ class Sender:
         atexit.register(self._end)
 
     def put(self, message: dict[str, Any]) -> None:
-        """Queues a message and returns at once; drops it when MAX_WAITING are queued."""
+        """Queues a message and returns at once. Drops it if MAX_WAITING are queued."""
         with contextlib.suppress(queue.Full):
             self._waiting.put_nowait(json.dumps(message).encode())
 
     def flush(self, seconds: float) -> bool:
-        """Waits at most `seconds` until all messages are sent or given up; returns whether they are."""
+        """Waits at most `seconds` until all messages are sent or given up. Returns whether they are."""
         with self._waiting.all_tasks_done:
             return self._waiting.all_tasks_done.wait_for(lambda: self._waiting.unfinished_tasks == 0, seconds)
 
@@ -97,7 +97,7 @@ class Sender:
             self._waiting.task_done()
 
     def _send(self, body: bytes) -> str:
-        """Sends one message. Returns '' on success, else the reason without the URL."""
+        """Sends one message. Returns '' on success, otherwise the reason without the URL."""
         pauses = wait_exponential(multiplier=self._pause)
         try:
             Retrying(
@@ -128,7 +128,7 @@ _warned: set[str] = set()
 
 
 def sender_of(notify: Notify) -> Sender | None:
-    """Returns the sender of a webhook; None, with one warning, when its environment variable has no
+    """Returns the sender for a webhook; None, with one warning, when its environment variable holds no
     address."""
     url = notify.url
     if url is None:
@@ -145,8 +145,8 @@ def sender_of(notify: Notify) -> Sender | None:
 
 
 def send(recipe: Recipe, event: Event, text: str, more: dict[str, Any], at: datetime | None = None) -> None:
-    """Sends one message of a recipe's run if the recipe's `notify` has the event. `more` is added to the
-    body."""
+    """Sends one message about a recipe's run if the recipe's `notify` includes the event. `more` is added
+    to the body."""
     notify = recipe.notify
     if notify is None or event not in notify.events:
         return
@@ -198,7 +198,7 @@ def notify_approval(recipe: Recipe, question: Approval, page: Path) -> None:
 
 
 def notify_champion(recipe: Recipe, model: str, run: str, why: str) -> None:
-    """Sends the message that another published model is the champion."""
+    """Sends the message that another published model has become the champion."""
     send(
         recipe,
         "champion",
@@ -208,7 +208,7 @@ def notify_champion(recipe: Recipe, model: str, run: str, why: str) -> None:
 
 
 def notify_state(flow: Flow[..., Any], flow_run: FlowRun, state: State[Any]) -> None:
-    """Sends the state of a flow run; a hook of Prefect. Before `running` a scheduled run also sends
+    """Sends the state of a flow run, as a Prefect hook. Before `running`, a scheduled run also sends
     `scheduled`, with its time."""
     recipe = _notifying(flow_run)
     event = EVENT_OF.get(state.type)

@@ -1,9 +1,9 @@
-"""Writes the folder of a recipe, `<artifacts>/<recipe name>/`, with its report, at the end of every run, also
-of a failed one.
+"""Writes the folder of a recipe, `<artifacts>/<recipe name>/`, with its report, at the end of every run,
+even a failed one.
 
 `summary.json`, `recipe.yaml` (as it was run) and `run.json` describe the last run. `run.json` has the run
-directory, status and gate verdicts of each stage: from it the page can be written again after the recipe or
-its data changed. `runs/` has two files for each run: its `run.json` with the recipe, and its page.
+directory, status and gate verdicts of each stage, so that the page can be written again after the recipe or
+its data changed. `runs/` has two files per run: its `run.json` with the recipe, and its page.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ VIEWS = TypeAdapter(list[StageView])
 
 
 def this_run(recipe: str) -> RunRecord:
-    """Returns the record of a run that starts now, with what the command line, or the parameters of a
-    deployment's run, asked for."""
+    """Returns the record of a run that starts now, with the request from the command line or from the
+    parameters of a deployment's run."""
     started = time.time()
     parameters = runtime.flow_run.parameters or {}
     source = parameters.get("recipe")
@@ -66,17 +66,17 @@ def this_run(recipe: str) -> RunRecord:
 
 
 def _flow_run_name() -> str | None:
-    """Returns the name that Prefect has for this run; None outside of a run, and for a text that cannot name
-    a run."""
+    """Returns Prefect's name for this run; None outside a run, or if the name is not valid for a run of
+    ours."""
     name = runtime.flow_run.name
     return name if name and NAME.fullmatch(name) else None
 
 
 def record_failure(flow: Flow[..., Any], flow_run: FlowRun, state: State[Any]) -> None:
-    """Records a run of a flow that failed before its stages were known, with the reason: pages and `alignflow
-    runs` show it. A hook of Prefect; does nothing for runs that `reported` records, for runs without a
-    deployment where the recipe has no folder yet, and where the recipe cannot be read or nothing can be
-    written."""
+    """Records a flow run that failed before its stages were known, with the reason; pages and `alignflow
+    runs` show it. This is a Prefect hook. It does nothing for runs that `reported` records, for runs
+    without a deployment whose recipe has no folder yet, and when the recipe cannot be read or nothing can
+    be written."""
     began = flow_run.start_time.timestamp() if flow_run.start_time else time.time()
     given = flow_run.parameters or {}
     with suppress(ValueError, OSError):
@@ -106,7 +106,7 @@ def record_failure(flow: Flow[..., Any], flow_run: FlowRun, state: State[Any]) -
 
 @contextmanager
 def reported(plan: Plan) -> Iterator[dict[str, Status]]:
-    """Yields the status of every stage, which the block updates, and writes the report after the block, also
+    """Yields the status of every stage, which the block updates. Writes the report after the block, even
     when it raises."""
     statuses: dict[str, Status] = {node.name: found(node.run_dir) for node in plan.nodes}
     run = this_run(plan.recipe.name)
@@ -140,8 +140,8 @@ def reported(plan: Plan) -> Iterator[dict[str, Status]]:
 
 
 def write_or_tell(plan: Plan, statuses: dict[str, Status], run: RunRecord, state: str) -> Path | None:
-    """Writes the folder and the page as `write`. Returns None, and logs one sentence, when the disk takes no
-    more: the stages are done whether there is a page or not."""
+    """Writes the folder and the page like `write`. If the disk cannot be written to, logs one sentence and
+    returns None: the stages are done with or without a page."""
     try:
         return write(plan, statuses, run, state)
     except Exception as error:
@@ -162,7 +162,7 @@ def write_or_tell(plan: Plan, statuses: dict[str, Status], run: RunRecord, state
 def write(plan: Plan, statuses: dict[str, Status], run: RunRecord | None = None, state: str = "") -> Path:
     """Writes the recipe's folder, and the page over all runs. Returns the page's path.
 
-    `run`: the one that ends now, in `state`; None: writes the pages only and keeps `run.json`, which
+    `run`: the run that ends now, in `state`. With None, writes only the pages and keeps `run.json`, which
     `alignflow gc` reads.
     """
     views = views_of(plan, statuses)
@@ -180,7 +180,7 @@ def write(plan: Plan, statuses: dict[str, Status], run: RunRecord | None = None,
 
 
 def views_of(plan: Plan, statuses: dict[str, Status]) -> list[StageView]:
-    """Returns the stages of a plan as records of the report."""
+    """Returns the stages of a plan as records for the report."""
     return [
         StageView(node.name, node.kind, node.parents, node.run_dir, statuses[node.name], gates_of(node))
         for node in plan.nodes
@@ -207,7 +207,7 @@ def record(
 
 
 def rewrite(folder: Path) -> Path:
-    """Writes the page of a recipe's folder again from its stages' run directories. Returns its path.
+    """Rewrites the page of a recipe's folder from its stages' run directories. Returns its path.
 
     Raises ValueError when the folder has no readable `run.json`.
     """
@@ -230,7 +230,7 @@ def rewrite(folder: Path) -> Path:
 
 
 def rewrite_run(file: Path) -> Path:
-    """Writes the page of a run again, by its record in `runs/`. Returns its path. Raises ValueError when the
+    """Rewrites the page of a run from its record in `runs/`. Returns its path. Raises ValueError when the
     record is damaged."""
     artifacts = file.absolute().parents[2]
     try:
@@ -249,7 +249,7 @@ def rewrite_run(file: Path) -> Path:
 
 
 def _heading(folder: Path) -> str:
-    """Returns the heading of the last run of a recipe; "" where its record says none."""
+    """Returns the heading of a recipe's last run; "" if its record has none."""
     try:
         return RunRecord.model_validate(read_json(folder / RUN)).heading
     except ValueError:
@@ -257,7 +257,7 @@ def _heading(folder: Path) -> str:
 
 
 def _recorded(file: Path, artifacts: Path) -> tuple[str, list[StageView]]:
-    """Returns the recipe's name and the stages in the record of a run."""
+    """Returns the recipe's name and the stages in a run's record."""
     run = json.loads(file.read_text())
     return run["recipe"], [
         replace(view, run_dir=artifacts / view.run_dir) for view in VIEWS.validate_python(run["stages"])
@@ -265,7 +265,7 @@ def _recorded(file: Path, artifacts: Path) -> tuple[str, list[StageView]]:
 
 
 def statuses_of(folder: Path) -> dict[str, str]:
-    """Returns the status of each stage in the last run of a recipe; {} when there was none."""
+    """Returns the status of each stage in a recipe's last run; {} if there was none."""
     return {s["name"]: s["status"] for s in read_json(folder / RUN).get("stages", [])}
 
 

@@ -1,4 +1,4 @@
-"""Leaves tracebacks out of Prefect's logs of runs where the error is a sentence for the user."""
+"""Removes tracebacks from Prefect's run logs if the error is a sentence for the user."""
 
 from __future__ import annotations
 
@@ -17,29 +17,29 @@ from rlhf_core.system.processes import raised_by_us
 TOLD = (
     StageFailed | GateFailed | ApprovalAwaited | SeveralFailed | StoreFault | MachineLacks | httpx.HTTPError
 )
-# Prefect's last line of a run or stage that failed with one of these, which repeats the sentence before it.
+# Prefect's last line about a run or stage that failed with one of these; it repeats the previous sentence.
 _KINDS = "|".join(("ValueError", *(kind.__name__ for kind in get_args(TOLD) if kind is not httpx.HTTPError)))
 REPEATED = re.compile(
     rf"Finished in state Failed\(['\"](Flow|Task) run encountered an exception:? ({_KINDS})"
 )
 FLOWS = "prefect.flow_runs"
-# Two more that repeat it: all of one logger's, and a line in the log of a deployment's run.
+# Two more sources that repeat it: all messages of one logger, and a line in the log of a deployment's run.
 ENGINE = "prefect.engine"
 OF_ENGINE = "Engine execution exited"
 
 
 def without_tracebacks() -> None:
-    """Makes `shorten` a filter of the logs of this process's flows and tasks."""
+    """Adds `shorten` as a filter to the logs of this process's flows and tasks."""
     for name in (FLOWS, "prefect.task_runs", ENGINE):
         logging.getLogger(name).addFilter(shorten)
 
 
 def shorten(record: logging.LogRecord) -> bool:
-    """Leaves the sentence of failed stages and gates, wrong input and a full disk, without a traceback; also
-    of errors of servers the traceback is removed.
+    """Reduces records of failed stages and gates, wrong input and a full disk to the sentence, without a
+    traceback. Also removes the traceback from errors of servers.
 
-    Returns False, which drops the record, for Prefect's messages about our hooks below warnings, and where
-    the sentence is known.
+    Returns False, which drops the record, for Prefect's messages below warnings about our hooks, and if the
+    sentence is already known.
     """
     if "ook 'notify_state'" in record.getMessage():
         return record.levelno > logging.INFO
@@ -60,7 +60,7 @@ def shorten(record: logging.LogRecord) -> bool:
     elif isinstance(error, StageFailed):
         record.msg = "%s"
         record.args = (error.summary,)
-        repeats = repeats or record.name == FLOWS  # the stage's own line stands above
+        repeats = repeats or record.name == FLOWS  # the stage's own line has already been logged
     elif isinstance(error, httpx.HTTPError):
         pass
     elif isinstance(error, TOLD):

@@ -1,9 +1,9 @@
-"""Loads the recipe of a run, and checks that a run of a deployment has the deployment's recipe, and more
-overrides of settings only.
+"""Loads the recipe of a run, and checks that a run of a deployment uses the deployment's recipe and only
+adds overrides of settings.
 
-`alignflow serve` writes the deployments' parameters to a file and gives its path to their runs; no request to
-the API changes it. A worker of another Prefect server reads them from it: users who can change deployments
-there can run code, users who create runs cannot.
+`alignflow serve` writes the deployments' parameters to a file and gives its path to their runs; no request
+to the API changes it. A worker of another Prefect server reads them from that server: users who can change
+deployments there can run code, users who can create runs cannot.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _loaded: dict[str, Recipe] = {}  # by flow run
 def recipe_of_run(
     given: object, overrides: object, run: UUID | str | None, deployment: UUID | str | None
 ) -> Recipe:
-    """Returns the recipe of a flow run, as `own_recipe`. A process reads it once for each run."""
+    """Returns the recipe of a flow run, like `own_recipe`. A process reads it once for each run."""
     if str(run) not in _loaded:
         _loaded[str(run)] = own_recipe(given, overrides, deployment)
     return _loaded[str(run)]
@@ -44,8 +44,8 @@ def recipe_of_run(
 def own_recipe(given: object, overrides: object, deployment: UUID | str | None) -> Recipe:
     """Returns the recipe in a run's parameters. `deployment`: the run's, if it has one.
 
-    Raises ValueError for another recipe than the deployment's, before reading it, for an override of no
-    setting, and as `given_recipe`.
+    Raises ValueError for a recipe other than the deployment's, before reading it, for an override of a
+    field that is not a setting, and like `given_recipe`.
     """
     if deployment is None:
         return given_recipe(given, overrides)
@@ -62,7 +62,7 @@ def own_recipe(given: object, overrides: object, deployment: UUID | str | None) 
     if more:
         require_settings(given_recipe(given, own[0].get("overrides") or ()), more)
     loaded = given_recipe(given, texts)
-    require_settings(loaded, more)  # again: the deployment's overrides can change which fields there are
+    require_settings(loaded, more)  # again, because the deployment's overrides can change which fields exist
     return loaded
 
 
@@ -83,7 +83,7 @@ def _own_parameters(deployment: str) -> Sequence[Mapping[str, Any]]:
 
 
 def require_settings(recipe: Recipe, overrides: Sequence[str]) -> None:
-    """Raises ValueError for an override of a field that is no setting, or is not in the recipe."""
+    """Raises ValueError for an override of a field that is not a setting, or is not in the recipe."""
     for override in overrides:
         top, nested = split_overrides([override])
         for keys in [[key] for key, _ in top] + [keys for keys, _ in nested]:
@@ -96,8 +96,8 @@ def require_settings(recipe: Recipe, overrides: Sequence[str]) -> None:
 
 
 def _is_setting(here: Any, keys: Sequence[str], where: str) -> bool:
-    """Whether the field that the keys lead to, the last one of a record on the way, holds nothing but plain
-    values."""
+    """Returns whether the field that the keys lead to can only hold plain values. The field is the last one
+    of a record along the way."""
     setting = False
     for key in keys:
         parts = _parts(here)
@@ -111,7 +111,7 @@ def _is_setting(here: Any, keys: Sequence[str], where: str) -> bool:
 
 
 def _parts(here: Any) -> dict[str, Any]:
-    """What a record, mapping or tuple of a recipe holds, by the keys of an override."""
+    """Returns the content of a recipe's record, mapping or tuple, by the keys of an override."""
     if isinstance(here, BaseModel):
         return {name: getattr(here, name) for name in type(here).model_fields}
     if isinstance(here, dict):
@@ -120,8 +120,8 @@ def _parts(here: Any) -> dict[str, Any]:
 
 
 def _is_plain(annotation: Any) -> bool:
-    """Whether a field's values are numbers, booleans, choices of a Literal or an Enum, None, or tuples of
-    such."""
+    """Returns whether a field's values are numbers, booleans, choices of a Literal or an Enum, None, or
+    tuples of these."""
     origin = typing.get_origin(annotation)
     parts = typing.get_args(annotation)
     if origin is typing.Literal:

@@ -1,12 +1,12 @@
-"""A Prefect server in a process of its own, run by this file: loaded while the command does other things, and
-told later to begin.
+"""Runs a Prefect server in its own process, with this file as the script. The process loads while the
+command does other things, and is told later to begin.
 
 Prefect's own class for such a server takes two seconds to import, since it imports the whole server;
-importing this file takes nothing of Prefect. Until the process is told to begin it has touched nothing, so it
-can be killed without harm, and it ends when the command does. It has a process group of its own, so Ctrl-C in
-a terminal does not reach it: the command ends it, after its own last words. The API asks for an auth string.
-A request for another host (DNS rebinding) or from another server's page is refused before Prefect has it.
-`alignflow serve` runs its server by this file too.
+importing this file imports nothing of Prefect. Until the process is told to begin it has changed nothing,
+so it can be killed without harm, and it ends when the command does. It has its own process group, so Ctrl-C
+in a terminal does not reach it: the command ends it after printing its own last messages. The API requires
+an auth string. A request for another host (DNS rebinding) or from another server's page is refused before
+it reaches Prefect. `alignflow serve` also runs its server with this file.
 """
 
 from __future__ import annotations
@@ -28,23 +28,23 @@ import httpx
 
 LOOPBACK = "127.0.0.1"
 MOST_CONNECTIONS = 1000
-STOP_SECONDS = 5.0  # between TERM and KILL, as Prefect has it
+STOP_SECONDS = 5.0  # between TERM and KILL, as in Prefect
 POLL_SECONDS = 0.05
 ANSWER_SECONDS = 5.0
-# as Prefect starts one
+# the settings with which Prefect starts one
 MODE = {"PREFECT_UI_ENABLED": "0", "PREFECT__SERVER_EPHEMERAL": "1", "PREFECT__SERVER_FINAL": "1"}
 AUTH = "PREFECT_API_AUTH_STRING"  # where Prefect's clients find it
 
 
 def command(descriptor: int, hosts: Sequence[str] = ()) -> list[str]:
-    """Of the process: `descriptor` is its bound socket, `hosts` names of this machine besides localhost and
-    the address of a connection."""
+    """Returns the command of the process. `descriptor` is its bound socket; `hosts` are names of this
+    machine besides localhost and the address of a connection."""
     return [sys.executable, "-P", __file__, str(descriptor), *hosts]
 
 
 def protected(auth: str, origin: str) -> dict[str, str]:
-    """The environment by which Prefect's server asks for an auth string and admits its own pages alone. No
-    command line shows it."""
+    """Returns the environment with which Prefect's server requires an auth string and admits only its own
+    pages. No command line shows it."""
     return {"PREFECT_SERVER_API_AUTH_STRING": auth, "PREFECT_SERVER_API_CORS_ALLOWED_ORIGINS": origin}
 
 
@@ -70,8 +70,8 @@ def answers(process: subprocess.Popen[bytes], api: str, seconds: float) -> bool:
 
 
 class ServerProcess:
-    """The process and its address. `running`: it was told to begin and has not been stopped; `begun`: it was
-    told so once."""
+    """The process and its address. `running`: it was told to begin and has not been stopped; `begun`: it
+    was told to begin at some time."""
 
     def __init__(self) -> None:
         self.server_process: subprocess.Popen[bytes] | None = None
@@ -84,11 +84,11 @@ class ServerProcess:
         return f"http://{LOOPBACK}:{self._port}/api"
 
     def prepare(self) -> None:
-        """Starts the process, which loads and waits. It inherits its socket, which listens: nobody else can
-        get the port, and with it the auth string. OSError when there is none."""
+        """Starts the process, which loads and waits. It inherits a socket that already listens, so nobody
+        else can take the port and receive the auth string. Raises OSError when no port is available."""
         if not self._port:
             atexit.register(self.stop)
-        # its own, when started again
+        # set by an earlier start of this process
         kept = {name: value for name, value in os.environ.items() if name not in ("PREFECT_API_URL", AUTH)}
         with socket.create_server((LOOPBACK, self._port)) as listener:
             self._port = listener.getsockname()[1]
@@ -102,7 +102,7 @@ class ServerProcess:
             )
 
     def begin(self) -> None:
-        """Lets the process open its database and serve: one that was prepared, else a new one."""
+        """Lets the process open its database and serve. Prepares a new one first if none is waiting."""
         if self.server_process is None or self.server_process.poll() is not None:
             self.prepare()
         assert self.server_process is not None
@@ -110,8 +110,8 @@ class ServerProcess:
         tell(self.server_process)
 
     def start(self, seconds: float) -> None:
-        """Begins, unless it has, and waits until it answers. RuntimeError when its process ends or does not
-        answer in time."""
+        """Begins, unless already begun, and waits until the process answers. Raises RuntimeError when it
+        ends or does not answer in time."""
         if not self.running:
             self.begin()
         assert self.server_process is not None
@@ -123,7 +123,7 @@ class ServerProcess:
             )
 
     def stop(self) -> None:
-        """Ends the process: at once while it has begun nothing, else as Prefect does."""
+        """Ends the process: at once if it has not begun, otherwise like Prefect."""
         process = self.server_process
         begun = self.running
         self.running = False
@@ -144,10 +144,10 @@ ours = ServerProcess()
 
 @contextlib.contextmanager
 def prepared() -> Iterator[None]:
-    """Prepares this process's temporary server, unless the environment names one. A block that did not start
-    it leaves none."""
+    """Prepares this process's temporary server, unless the environment names one. Stops it after the block
+    if the block did not start it."""
     if not os.environ.get("PREFECT_API_URL"):
-        with contextlib.suppress(OSError):  # Prefect says what is wrong when a flow needs one
+        with contextlib.suppress(OSError):  # Prefect reports the problem when a flow needs a server
             ours.prepare()
     try:
         yield
@@ -160,8 +160,8 @@ Application = Callable[[dict[str, Any], Any, Any], Awaitable[None]]
 
 
 def own_only(application: Application, hosts: Sequence[str]) -> Application:
-    """An ASGI application that refuses requests for other hosts (400), and those that a page of another
-    origin makes (403)."""
+    """Returns an ASGI application that refuses requests for other hosts (400) and requests from pages of
+    another origin (403)."""
     from starlette.responses import PlainTextResponse
 
     async def checked(scope: dict[str, Any], receive: Any, send: Any) -> None:
@@ -177,8 +177,8 @@ def own_only(application: Application, hosts: Sequence[str]) -> Application:
 
 
 def refusal(headers: Sequence[tuple[bytes, bytes]], hosts: Sequence[str]) -> tuple[int, str] | None:
-    """Status and sentence for a request that is not for one of `hosts`, or not from a page of the same host
-    and port; None for others."""
+    """Returns status and sentence for a request that is not for one of `hosts`, or comes from a page of
+    another host or port; None for other requests."""
     asked = [value.decode("latin-1").lower() for name, value in headers if name == b"host"]
     origins = [value.decode("latin-1").lower() for name, value in headers if name == b"origin"]
     if len(asked) != 1 or asked[0].partition(":")[0] not in {host.lower() for host in hosts}:
@@ -189,9 +189,9 @@ def refusal(headers: Sequence[tuple[bytes, bytes]], hosts: Sequence[str]) -> tup
 
 
 def main(descriptor: int, hosts: Sequence[str]) -> None:
-    """The process itself: loads, waits for a byte on its standard input, and serves on the socket it was
-    given. Without one it ends."""
-    gc.disable()  # while loading, which makes nothing but what stays: a fifth of its time
+    """Runs the process itself: loads, waits for a byte on standard input, and serves on the given socket.
+    Ends if no byte comes."""
+    gc.disable()  # while loading, which only creates objects that stay: saves a fifth of the time
     import uvicorn
     from prefect.server.api.server import create_app
 

@@ -1,10 +1,10 @@
-"""Lets the stages of one run at a time work on a machine: the run takes the machine's slot, the stages of
-other runs wait for it.
+"""Lets only one run's stages work on a machine at a time: the run takes the machine's slot, and the stages
+of other runs wait for it.
 
 The slot is a global concurrency limit of the Prefect server, named by ALIGNFLOW_LIMIT; `alignflow serve`
-makes it and sets the variable. Without the variable there is no limit. Stages of one run that work side by
-side share the slot: flows/schedule.py decides what fits on the machine. A slot is freed when the last of them
-ends, or a minute after its run was killed with -9.
+creates it and sets the variable. Without the variable there is no limit. Stages of one run that work side
+by side share the slot: flows/schedule.py decides what fits on the machine. A slot is freed when the last of
+them ends, or a minute after its run was killed with -9.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ END_SECONDS = 10.0
 
 
 class Slot:
-    """A slot of a limit, taken and freed by a thread of its own: a wait for the server in the stage's thread
-    could not be ended."""
+    """A slot of a limit, taken and freed by its own thread, because waiting for the server in the stage's
+    thread could not be interrupted."""
 
     def __init__(self, name: str):
         self._name = name
@@ -39,15 +39,15 @@ class Slot:
         self._thread.start()
 
     def wait(self) -> None:
-        """Waits until the slot is taken. Raises Stopped as `check_stop`, and what Prefect raises when there
-        is no such limit."""
+        """Waits until the slot is taken. Raises Stopped like `check_stop`, and Prefect's exception when
+        there is no such limit."""
         while not self._taken.wait(1.0):
             check_stop()
         if self._error:
             raise self._error[0]
 
     def free(self) -> None:
-        """Frees the slot, or has it freed as soon as it is taken."""
+        """Frees the slot, or lets it be freed as soon as it is taken."""
         self._given_back.set()
         if self._taken.is_set():
             self._thread.join(END_SECONDS)
@@ -65,7 +65,7 @@ class Slot:
 
 
 class SharedSlot:
-    """The slot of this process: taken for its first stage, freed after its last one."""
+    """The slot of this process, taken for its first stage and freed after its last one."""
 
     def __init__(self) -> None:
         self._turn = threading.Lock()
@@ -74,10 +74,10 @@ class SharedSlot:
 
     @contextmanager
     def held(self, name: str) -> Iterator[None]:
-        """Holds the slot until the block ends. When the server fails meanwhile, the stage continues. Raises
-        as `Slot.wait`."""
+        """Holds the slot until the block ends. If the server fails meanwhile, the stage continues. Raises
+        like `Slot.wait`."""
         while not self._turn.acquire(timeout=1.0):
-            check_stop()  # another stage of this run waits for the slot
+            check_stop()  # another stage of this run is waiting for the slot
         try:
             self._slot = self._slot or Slot(name)
             self._stages += 1
@@ -106,7 +106,7 @@ _shared = SharedSlot()
 
 @contextmanager
 def machine() -> Iterator[None]:
-    """Holds the machine's slot for a stage until the block ends, where there is a limit."""
+    """Holds the machine's slot for a stage until the block ends, if there is a limit."""
     name = os.environ.get(LIMIT_ENV)
     if name:
         with _shared.held(name):

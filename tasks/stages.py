@@ -1,10 +1,10 @@
 """Runs a stage as a Prefect task: in its own process, with its log forwarded and its results shown as
 artifacts.
 
-Called directly, or submitted to the flow's task runner, in whose threads stages run side by side. Only the
-main thread gets the signal that cancels a flow: what waits in another thread calls `check_stop`
-(rlhf_core/runs/allotment.py), and then ends the stage's processes. Prefect's result cache is off: a stage is
-done when its run directory has a complete `result.json`.
+It is called directly, or submitted to the flow's task runner, whose threads run stages side by side. Only
+the main thread gets the signal that cancels a flow. Code that waits in another thread calls `check_stop`
+(rlhf_core/runs/allotment.py), and then ends the stage's processes. Prefect's result cache is off: a stage
+is done when its run directory has a complete `result.json`.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ LINES_PER_SECOND = 20
 
 
 def can_retry(task: Any, task_run: Any, state: Any) -> bool:
-    """Returns whether Prefect should retry: after a crash, from which the stage resumes; not after wrong
-    input or a signal to stop."""
+    """Returns whether Prefect should retry: after a crash, from which the stage resumes, but not after
+    wrong input or a signal to stop."""
     error = state.result(raise_on_failure=False)
     return isinstance(error, StageFailed) and error.can_retry
 
@@ -60,13 +60,13 @@ def can_retry(task: Any, task_run: Any, state: Any) -> bool:
     persist_result=False,
 )
 def run_stage(request: StageRequest, run_dir: Path, store: Store | None = None) -> Literal["done", "skipped"]:
-    """Runs one stage unless it is done, here or in the store; copies its result to the store. Waits while
-    another run works on it.
+    """Runs one stage unless it is done, here or in the store, and copies its result to the store. Waits
+    while another run works on it.
 
-    Raises StageFailed when its process ends without a result or as `require_unchanged`, StoreFault when the
-    store cannot be used, MachineLacks as `RunDir.wait`, Stopped as `check_stop`.
+    Raises StageFailed when its process ends without a result or like `require_unchanged`, StoreFault when
+    the store cannot be used, MachineLacks like `RunDir.wait`, and Stopped like `check_stop`.
     """
-    check_stop()  # a retry begins here, seconds after the crash
+    check_stop()  # a retry starts here, seconds after the crash
     logger = get_run_logger()
     run = RunDir(run_dir)
     run.wait(request.name, logger.info)
@@ -83,7 +83,7 @@ def run_stage(request: StageRequest, run_dir: Path, store: Store | None = None) 
     logger.info("%s starts in %s%s", request.name, run.path, f" on GPU {gpus}" if gpus else "")
     with machine(), states_uploaded(store, run, logger.warning):
         result = launch(KINDS[request.config.stage].package, run.path, request.name, Throttle(logger.info))
-    keep_server()  # the next lines send requests to it
+    keep_server()  # the next lines send requests to the server
     logger.info("%s is done in %.0f s", request.name, result.seconds)
     show(result, run.path)
     if store:
@@ -92,9 +92,9 @@ def run_stage(request: StageRequest, run_dir: Path, store: Store | None = None) 
 
 
 def require_unchanged(request: StageRequest, digests: Digests) -> None:
-    """Raises StageFailed when a file that decides the result is not what it was when the run was planned, and
-    named its directory: the stage would go on from a resume state with other data, or be found done by
-    whoever has the old one."""
+    """Raises StageFailed when a file that determines the result has changed since the run was planned and
+    its directory was named. Otherwise the stage would continue from a resume state with other data, or
+    would look done to whoever has the old file."""
     changed = [path for path, content in request.contents.items() if digests.of(Path(path)) != content]
     if changed:
         told = (
@@ -131,7 +131,7 @@ class Throttle:
 
 
 def show(result: StageResult, run_dir: Path) -> None:
-    """Creates the artifacts of a finished stage: metrics, outputs, curves, data report, and the tables of
+    """Creates the artifacts of a finished stage: metrics, outputs, curves, data report, and tables of
     evaluations."""
     key = artifact_key(result.name)
     title = f"{result.name} ({result.stage}, {result.seconds:.0f} s)"
@@ -166,7 +166,7 @@ def show(result: StageResult, run_dir: Path) -> None:
 
 
 def curves(result: StageResult, run_dir: Path) -> str | None:
-    """Returns the stage's training curves as a data URL; None when it has none."""
+    """Returns the stage's training curves as a data URL; None if it has none."""
     if KINDS[result.stage].charts is None:
         return None
     from evaluation.report.drawing.charts import Run, stage_chart  # matplotlib takes a second to import
@@ -200,7 +200,7 @@ def tax_table(report: TaxReport) -> str:
 
 
 def artifact_key(name: str) -> str:
-    """Returns a valid artifact key of Prefect: small letters, digits and dashes."""
+    """Returns a valid key for a Prefect artifact: lower-case letters, digits and dashes."""
     return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
 
 

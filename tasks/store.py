@@ -1,6 +1,6 @@
 """Fetches stages from the store before they run, and copies results and resume states to it.
 
-A failed copy of a result ends the run with a sentence; the local result stays, and the next run copies it.
+If copying a result fails, the run ends with a sentence; the local result stays, and the next run copies it.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ from rlhf_core.runs.remote.store import COPYING, Store, store_of
 from rlhf_core.runs.resume_state import Resume, latest
 from rlhf_core.runs.run_dir import STATE, RunDir, StageRequest
 
-EVERY_SECONDS = 15.0  # between two checks for a new resume state
+EVERY_SECONDS = 15.0  # between checks for a new resume state
 WAIT_SECONDS = 20.0  # for a copy in progress when the stage ends or is cancelled
 
 
 def fetch_stage(store: Store, run: RunDir, request: StageRequest, log: Callable[..., None]) -> None:
-    """Fetches a stage that is not done here: its result, else, if there is no local one, its newest resume
-    state.
+    """Fetches a stage that is not done here: its result, or if the store has none and there is no local
+    resume state, its newest resume state.
 
-    Does nothing when another process holds the run directory's lock; the stage's own process waits for it.
-    Raises StoreFault.
+    Does nothing while another process holds the run directory's lock; the stage's own process waits for the
+    lock. Raises StoreFault.
     """
     try:
-        with run.locked(wait_seconds=1):  # whoever looks whether it is locked holds it for a moment
+        with run.locked(wait_seconds=1):  # whoever checks whether it is locked holds the lock for a moment
             if run.result() is not None:
                 return
             if store.fetch(run, request):
@@ -41,7 +41,7 @@ def fetch_stage(store: Store, run: RunDir, request: StageRequest, log: Callable[
 
 
 def fetch_parents(planned: Plan, nodes: Sequence[Node]) -> None:
-    """Fetches the missing results of the stages that `nodes` depend on, directly or not. Raises
+    """Fetches the missing results of the stages that `nodes` depend on, directly or indirectly. Raises
     StoreFault."""
     store = store_of(planned.recipe)
     for node in planned.ancestors(nodes) if store else ():
@@ -50,8 +50,8 @@ def fetch_parents(planned: Plan, nodes: Sequence[Node]) -> None:
 
 
 def upload_stage(store: Store, run: RunDir, log: Callable[..., None]) -> None:
-    """Copies a finished stage to the store, unless it is there, and removes its resume states there. Raises
-    StoreFault."""
+    """Copies a finished stage to the store, unless it is there, and removes the stage's resume states from
+    the store. Raises StoreFault."""
     if store.put(run):
         log("%s was copied to %s", run.path.name, store.files.url)
     store.put_approval(run)
@@ -63,12 +63,12 @@ def upload_stage(store: Store, run: RunDir, log: Callable[..., None]) -> None:
 def states_uploaded(
     store: Store | None, run: RunDir, warn: Callable[..., None], every: float = EVERY_SECONDS
 ) -> Iterator[None]:
-    """Copies the newest resume state again and again while the block runs, and the last one when the stage
+    """Copies the newest resume state repeatedly while the block runs, and the last one when the stage
     crashes.
 
-    A failed copy only gives a warning, and none the first time when the stage has a newer state by then.
+    A failed copy only gives a warning; the first failure gives none if the stage has a newer state by then.
     """
-    for left in (run / STATE).glob(f"{COPYING}*"):  # of a killed run
+    for left in (run / STATE).glob(f"{COPYING}*"):  # left by a killed run
         shutil.rmtree(left, ignore_errors=True)
     if store is None or not store.checkpoints:
         yield
@@ -110,12 +110,12 @@ def states_uploaded(
 
 
 def _is_needed(run: RunDir, state: Resume) -> bool:
-    """Returns whether a state is the newest of a stage without a result; one that is done removes its
+    """Returns whether a state is the newest of a stage without a result. A finished stage removes its
     states."""
     if run.result() is not None:
         return False
     try:
         newest = latest(run)
-    except OSError:  # removed while it was read
+    except OSError:  # removed while being read
         return False
     return newest is not None and newest.folder == state.folder

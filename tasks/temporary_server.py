@@ -1,8 +1,8 @@
-"""Prefect's temporary server, beside a flow that was given no other: started again when it ends before the
-flow.
+"""Runs a temporary Prefect server for a flow that was given no other, and restarts it when it ends before
+the flow.
 
-It only notes what happens, but a run without it tries for minutes to note its end, and then fails. It is one
-of our own (`server_process.py`), which asks for an auth string and is there sooner than Prefect's.
+The server only records what happens, but a run without it tries for minutes to record its end, and then
+fails. It is our own (`server_process.py`): it requires an auth string and starts faster than Prefect's.
 """
 
 from __future__ import annotations
@@ -34,27 +34,27 @@ POLL_SECONDS = 0.5
 RESTARTS = 3
 _turn = threading.Lock()
 _over = threading.Event()
-_ended: list[int] = []  # exit codes of servers that were replaced
+_ended: list[int] = []  # exit codes of servers that were restarted
 
 
 def start_server() -> None:
-    """Starts this process's own server and has Prefect use it; does nothing where a server is named.
+    """Starts this process's own server and makes Prefect use it. Does nothing if another server is named.
 
-    Raises MachineLacks when it does not start: Prefect would try its own for ever when, say, the database
+    Raises MachineLacks when it does not start. Prefect would try its own forever when, say, the database
     cannot be opened.
     """
     if ours.begun and os.environ.get("PREFECT_API_URL") == ours.api_url:  # a second flow of this process
         keep_server()
         return
     if determine_server_type() != ServerType.EPHEMERAL:
-        ours.stop()  # a profile of Prefect's names another: this one was prepared for nothing
+        ours.stop()  # a Prefect profile names another server, so this one is not needed
         return
     if orphan_watcher.MARK not in os.environ:
         orphan_watcher.start()
     lay_database()
-    with contextlib.suppress(OSError):  # it is tried once more below
+    with contextlib.suppress(OSError):  # tried once more below
         ours.begin()
-    # Two seconds to import, at the end of every run: here the server needs that time.
+    # Every run imports it at its end, which takes two seconds; the server needs that time to start.
     from evaluation.report import page  # noqa: F401
 
     try:
@@ -66,14 +66,14 @@ def start_server() -> None:
             " PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS; or start a server and set PREFECT_API_URL"
         ) from None
     os.environ.update({"PREFECT_API_URL": ours.api_url, AUTH: ours.auth})
-    os.environ.setdefault("PREFECT_UI_URL", "")  # it has no pages to link to
+    os.environ.setdefault("PREFECT_UI_URL", "")  # the server has no pages to link to
     refresh_global_settings_context()  # for all threads
-    atexit.register(_over.set)  # called before what ends the server
+    atexit.register(_over.set)  # runs before the handler that ends the server
     threading.Thread(target=_watch, name="temporary-server", daemon=True).start()
 
 
 class OwnServerFlow(Flow[..., Any]):
-    """A flow whose call starts this process's own server where none is named: the one that Prefect would
+    """A flow whose call starts this process's own server if none is named. The server that Prefect would
     start answers anybody."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -82,8 +82,8 @@ class OwnServerFlow(Flow[..., Any]):
 
 
 def without_heartbeats() -> AbstractContextManager[object]:
-    """Beside this process's own server, which nobody watches, a flow in the block sends none: at its end they
-    would cost half a second."""
+    """Disables heartbeats of flows in the block if this process's own server runs. Nobody watches that
+    server, and at the flow's end they would cost half a second."""
     return (
         temporary_settings({PREFECT_FLOWS_HEARTBEAT_FREQUENCY: None})
         if ours.running
@@ -97,8 +97,9 @@ def _watch() -> None:
 
 
 def keep_server() -> None:
-    """Starts this process's own server again, at its address and with its database, when it has ended; three
-    times at most. Returns when it answers: a client that is made while there is none would fail at once."""
+    """Restarts this process's own server when it has ended, at the same address and with the same database,
+    at most three times. Returns when it answers: a client created while there is no server would fail at
+    once."""
     with _turn:
         process = ours.server_process
         if (
@@ -119,5 +120,5 @@ def keep_server() -> None:
 
 
 def _start_seconds() -> int:
-    """Prefect's 20 s, after which it would try again, are few for the migrations of a large database."""
+    """Returns at least 60 s: Prefect's 20 s are too few for the migrations of a large database."""
     return max(60, int(PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS.value()))

@@ -1,20 +1,23 @@
-"""Makes everything the demo learns from: `python deployments/demo/make_material.py --out DIR [--seed 0]
-[--scale 1.0]`.
+"""Creates all training material of the demo:
+`python deployments/demo/make_material.py --out DIR [--seed 0] [--scale 1.0]`.
 
-    base/               a random decoder of about a million parameters, its tokenizer and chat template
-    sft.jsonl           messages (one or two turns); sft_heldout.jsonl likewise
-    preferences.jsonl   prompt, chosen, rejected; preferences_heldout.jsonl likewise
-    prompts.jsonl       prompt, for PPO and iterative DPO
-    questions.jsonl     uid, category, prompt, answer: the held-out test set
-    manifest.json       seed, scale, digests of this script and its phrases, sizes and digests of the files
+    base/                                           a random decoder of about a million parameters, its
+                                                    tokenizer and chat template
+    sft.jsonl, sft_heldout.jsonl                    messages (one or two turns)
+    preferences.jsonl, preferences_heldout.jsonl    prompt, chosen, rejected
+    prompts.jsonl                                   prompt, for PPO and iterative DPO
+    questions.jsonl                                 uid, category, prompt, answer: the held-out test set
+    manifest.json                                   seed, scale, digests of this script and its phrases, sizes
+                                                    and digests of the files
 
-The tasks are plain English instructions with one right answer: copy, reverse or sort the digits of a number,
-name its first or last digit, count the digits, add two small numbers. Digits, because Qwen2's splitting rule
-makes each of them one token. An answer is right when it equals `answer` after whitespace is normalised. A
-good assistant gives the bare answer. Most of the SFT answers are not like that: they guess and hedge, refuse,
-or wrap the answer in chatter. SFT imitates this mixture; the preferences say which part of it people want. No
-prompt of a held-out file occurs in any other file. The same seed and scale give the same bytes. There is no
-pretraining here: the base model is random, so that SFT in a minute of CPU time has to teach it everything.
+The tasks are plain English instructions with one right answer: copy, reverse or sort the digits of a
+number, name its first or last digit, count the digits, add two small numbers. They use digits because
+Qwen2's splitting rule makes each digit one token. An answer is right when it equals `answer` after
+whitespace is normalised. A good assistant gives the bare answer. Most SFT answers do not: they guess and
+hedge, refuse, or wrap the answer in chatter. SFT imitates this mixture; the preferences show which part of
+it people want. No prompt of a held-out file occurs in any other file. The same seed and scale give the same
+bytes. There is no pretraining here: the base model is random, so SFT has to teach it everything in a minute
+of CPU time.
 """
 
 from __future__ import annotations
@@ -35,12 +38,12 @@ import yaml
 
 PHRASES = Path(__file__).with_name("phrases.yaml")
 TEXTS: dict[str, Any] = yaml.safe_load(PHRASES.read_text(encoding="utf-8"))
-WORDINGS: dict[str, list[str]] = TEXTS.pop("wordings")  # by category; what is left: unwanted answers by mode
+WORDINGS: dict[str, list[str]] = TEXTS.pop("wordings")  # by category; the rest are unwanted answers by mode
 CATEGORIES = tuple(WORDINGS)
 
-# How often an SFT answer is of each kind. A miss is a bare answer that is wrong.
+# Probability of each kind of SFT answer. A miss is a bare answer that is wrong.
 SFT_MODES = {"good": 0.40, "hedge": 0.24, "chatter": 0.20, "lazy": 0.13, "miss": 0.03}
-# How often the rejected answer of a preference is of each kind.
+# Probability of each kind of rejected answer in a preference.
 REJECTED_MODES = {"hedge": 0.30, "chatter": 0.30, "lazy": 0.15, "miss": 0.25}
 TWO_TURNS = 0.1  # share of SFT conversations with a second question
 
@@ -78,7 +81,7 @@ class Exercise(NamedTuple):
 
 
 def draw(rng: random.Random, category: str) -> Exercise:
-    """A random exercise of a category."""
+    """Returns a random exercise of a category."""
     wording = rng.choice(WORDINGS[category])
     if category == "sum":
         a = rng.randint(1, 9)
@@ -93,7 +96,7 @@ def draw(rng: random.Random, category: str) -> Exercise:
 
 
 def solve(category: str, digits: str) -> str:
-    """The right answer for a string of digits."""
+    """Returns the right answer for a string of digits."""
     solutions = {
         "copy": digits,
         "reverse": digits[::-1],
@@ -106,8 +109,8 @@ def solve(category: str, digits: str) -> str:
 
 
 def _slip(rng: random.Random, category: str, digits: str, answer: str) -> str:
-    """A wrong answer as a careless person would give it: another digit, a miscount, two digits swapped, one
-    lost or replaced."""
+    """Returns a wrong answer that a careless person might give: another digit, a miscount, two digits
+    swapped, one lost or replaced."""
     if category in ("first", "last"):
         return rng.choice([digit for digit in digits if digit != answer])
     if category == "count":
@@ -125,7 +128,7 @@ def _slip(rng: random.Random, category: str, digits: str, answer: str) -> str:
 
 
 def respond(rng: random.Random, exercise: Exercise, modes: dict[str, float]) -> str:
-    """An answer to the exercise in one of the modes, drawn by their probabilities."""
+    """Returns an answer to the exercise in one of the modes, drawn with their probabilities."""
     mode = rng.choices(list(modes), list(modes.values()))[0]
     if mode == "good":
         return exercise.answer
@@ -136,7 +139,7 @@ def respond(rng: random.Random, exercise: Exercise, modes: dict[str, float]) -> 
 
 
 def fresh(rng: random.Random, taken: set[str]) -> Iterator[Exercise]:
-    """Exercises of all categories in turn whose prompt is not taken."""
+    """Yields exercises of all categories in turn whose prompt is not taken."""
     for category in itertools.cycle(CATEGORIES):
         exercise = draw(rng, category)
         if exercise.prompt not in taken:
@@ -144,7 +147,7 @@ def fresh(rng: random.Random, taken: set[str]) -> Iterator[Exercise]:
 
 
 def make_rows(seed: int, scale: float) -> dict[str, list[dict[str, Any]]]:
-    """The rows of every file. Held-out prompts are drawn first, each once, and never again."""
+    """Returns the rows of every file. Held-out prompts are drawn first, each once, and never again."""
     taken: set[str] = set()
     rows: dict[str, list[dict[str, Any]]] = {}
     for name, size in SIZES.items():
@@ -186,17 +189,17 @@ def _turn(rng: random.Random, exercise: Exercise) -> list[dict[str, str]]:
 
 
 def write_base(folder: Path, seed: int) -> None:
-    """The random base model with its tokenizer, as transformers saves them."""
-    # else DeepSpeed, which transformers imports, warns that it finds no GPU
+    """Writes the random base model with its tokenizer, in the layout that transformers saves."""
+    # otherwise DeepSpeed, which transformers imports, warns that it finds no GPU
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
-    # Imported here: material that is already complete is recognised without paying for these.
+    # Imported here so that complete material is recognised without these imports.
     import torch
     from safetensors.torch import save_file
     from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
     from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
     # transformers rebuilds a tokenizer found beside a Qwen2 config with Qwen2's splitting rule and its
-    # `<|endoftext|>`, so it is trained with that very rule, and that token is its padding, as in Qwen2.
+    # `<|endoftext|>`, so it is trained with that same rule, and that token is its padding, as in Qwen2.
     rule = (
         r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}|"
         r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -234,11 +237,11 @@ def write_base(folder: Path, seed: int) -> None:
         hidden_size=128,
         intermediate_size=448,
         num_hidden_layers=4,
-        num_attention_heads=4,  # heads of 32: the smallest that vLLM's CPU attention has
+        num_attention_heads=4,  # head size 32: the smallest that vLLM's CPU attention supports
         num_key_value_heads=4,
         max_position_embeddings=512,
-        # RoPE base 100, not 10000: these texts are short, and with faster angles positions are learned in
-        # fewer steps.
+        # RoPE base 100, not 10000: these texts are short, and with faster angles the model learns positions
+        # in fewer steps.
         rope_parameters={"rope_type": "default", "rope_theta": 100.0},
         tie_word_embeddings=True,
         initializer_range=0.05,
@@ -264,17 +267,18 @@ def write_base(folder: Path, seed: int) -> None:
 
 
 def _corpus() -> list[str]:
-    """The words of the tasks, often enough that each becomes one token."""
+    """Returns the words of the tasks, often enough that each becomes one token."""
     return [
         re.sub(r"\{.*?\}", "", phrase) for phrase in itertools.chain(*WORDINGS.values(), *TEXTS.values())
     ] * 2
 
 
 def make(out: Path, seed: int = 0, scale: float = 1.0) -> bool:
-    """Makes the material in `out`; False when it was there already. `out` appears whole or not at all.
+    """Creates the material in `out`. Returns False if it was there already. `out` appears either complete
+    or not at all.
 
-    Material of another seed, scale or version of this script is replaced.
-    Raises ValueError when `out` holds something else.
+    Replaces material from another seed, scale or version of this script. Raises ValueError when `out` holds
+    something else.
     """
     wanted = {"seed": seed, "scale": scale, "script": _sha256(Path(__file__)), "phrases": _sha256(PHRASES)}
     found = _manifest(out)
@@ -307,7 +311,7 @@ def make(out: Path, seed: int = 0, scale: float = 1.0) -> bool:
 
 
 def _manifest(out: Path) -> dict[str, Any] | None:
-    """The manifest of the material in `out`, whatever its seed; None when `out` is not material."""
+    """Returns the manifest of the material in `out`, whatever its seed; None when `out` is not material."""
     try:
         manifest = json.loads((out / "manifest.json").read_text())
     except (OSError, ValueError):
@@ -320,7 +324,7 @@ def _manifest(out: Path) -> dict[str, Any] | None:
 
 
 def _complete(out: Path, manifest: dict[str, Any]) -> bool:
-    """Whether every file of the manifest is there with its size."""
+    """Returns whether every file in the manifest exists with its size."""
     try:
         return all((out / name).stat().st_size == info["size"] for name, info in manifest["files"].items())
     except OSError:

@@ -1,4 +1,4 @@
-"""Builds the parts that manifests share: the pod of a node that trains, the Ray cluster of such pods, and
+"""Builds the parts that manifests share: the pod of a training node, the Ray cluster of such pods, and
 Prefect's job template."""
 
 from __future__ import annotations
@@ -7,12 +7,12 @@ from typing import Any
 
 from values import SecretKey, Values
 
-NODE = {"alignflow/part": "node"}  # label of pods that train; 60-network.yaml names it
+NODE = {"alignflow/part": "node"}  # label of training pods; 60-network.yaml refers to it
 
 
 def pod(v: Values, name: str, command: list[str] | None = None) -> dict[str, Any]:
-    """Returns a pod with all GPUs of a node, the shared volume at /artifacts, and /dev/shm in memory (Ray's
-    object store, NCCL)."""
+    """Returns a pod with all GPUs of a node, the shared volume at /artifacts, and /dev/shm in memory (for
+    Ray's object store and NCCL)."""
     size: dict[str, Any] = {
         "cpu": v.cpus_per_node,
         "memory": f"{v.memory_gib}Gi",
@@ -46,8 +46,8 @@ def pod(v: Values, name: str, command: list[str] | None = None) -> dict[str, Any
 
 
 def environment(v: Values) -> list[dict[str, Any]]:
-    """Returns the environment variables of a trainer; secrets by reference, and optional, so that a pod
-    starts without them."""
+    """Returns the environment variables of a trainer. Secrets are optional references, so that a pod starts
+    without them."""
     plain = {"HF_HOME": "/artifacts/hub", "RAY_USAGE_STATS_ENABLED": "0", "VLLM_NO_USAGE_STATS": "1", **v.env}
     secret = {
         name: {"secretKeyRef": {"name": source.secret, "key": source.key, "optional": True}}
@@ -64,7 +64,7 @@ def ray_cluster(v: Values) -> dict[str, Any]:
     labels = {"labels": NODE}
     head = {"metadata": labels, "spec": pod(v, "ray-head")}
     spec: dict[str, Any] = {
-        "authOptions": {"mode": "token"},  # KubeRay makes the token and gives it to the pods
+        "authOptions": {"mode": "token"},  # KubeRay creates the token and passes it to the pods
         "headGroupSpec": {"rayStartParams": {"dashboard-host": "0.0.0.0", **gpus}, "template": head},
     }
     if v.nodes > 1:
@@ -81,23 +81,22 @@ def ray_cluster(v: Values) -> dict[str, Any]:
 
 
 def numbered_pod(v: Values, service: str, job: str, command: list[str]) -> dict[str, Any]:
-    """Returns a pod of an Indexed Job with the number of nodes, the host of node 0 and Ray's token in its
-    environment, for ray-node.sh."""
+    """Returns a pod of an Indexed Job for ray-node.sh, with the number of nodes, the host of node 0 and
+    Ray's token in its environment."""
     ray = {"RAY_NODES": str(v.nodes), "RAY_HEAD_HOST": f"{job}-0.{service}"}
     token = {"RAY_AUTH_TOKEN": SecretKey(secret="alignflow-ray", key="token")}
     return pod(v.model_copy(update={"env": v.env | ray, "secrets": v.secrets | token}), "node", command)
 
 
 def work_pool(v: Values) -> dict[str, Any]:
-    """Returns the base job template of Prefect's Kubernetes pool: a flow run is a Job of one node, whose size
-    a deployment can change.
+    """Returns the base job template for Prefect's Kubernetes pool. A flow run is a Job on one node, whose
+    size a deployment can change.
 
     Image, command, environment and namespace are fixed, so that a run cannot choose its code.
     """
     spec = pod(v, "prefect-job")
     (container,) = spec["containers"]
-    # The flow resumes by running again, not by a pod that restarts under it. Prefect demands the two counts
-    # here.
+    # The flow resumes by running again, not by restarting its pod. Prefect requires the two counts here.
     spec |= {"restartPolicy": "Never", "parallelism": 1, "completions": 1}
     resources = dict(container["resources"]["limits"]) | {
         "cpu": "{{ cpus }}",

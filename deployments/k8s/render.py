@@ -2,8 +2,8 @@
 
     python deployments/k8s/render.py --nodes 4 --gpus-per-node 8 --out build/k8s
 
-Values come from `values.yaml` (or --values FILE), then from the flags. Nothing is applied: look at the files,
-then `kubectl apply -f`.
+Values come from `values.yaml` (or --values FILE), then from the flags. Nothing is applied: look at the
+files, then run `kubectl apply -f`.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ HERE = Path(__file__).parent
 
 
 def read_values(path: Path, **flags: object) -> Values:
-    """Reads the values of a file; flags override them. Raises ValueError: one sentence (a line) for each
-    mistake."""
+    """Reads the values from a file; flags override them. Raises ValueError with one sentence (a line) for
+    each mistake."""
     try:
         raw = yaml.safe_load(path.read_text()) or {}
     except (OSError, yaml.YAMLError) as error:
@@ -67,7 +67,7 @@ def render(values: Values) -> dict[str, str]:
 
 
 def block(value: Any, indent: int) -> str:
-    """Returns a value as YAML lines below a key, indented by `indent` spaces."""
+    """Returns a value as YAML lines to follow a key, indented by `indent` spaces."""
     text = yaml.safe_dump(value, sort_keys=False, default_flow_style=False, width=140)
     return "\n" + textwrap.indent(text.rstrip("\n"), " " * indent)
 

@@ -1,5 +1,5 @@
-"""Reward functions of the demo's recipes. A function names what it wants of prompts, responses, rows,
-finished and query."""
+"""Reward functions of the demo's recipes. A function's parameters name what it needs of prompts, responses,
+rows, finished and query."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from collections.abc import Sequence
 
 
 def bare(responses: Sequence[str], finished: Sequence[bool]) -> list[float]:
-    """1 for an answer that is nothing but digits, as every right answer of the demo is, else 0."""
+    """Returns 1 for a finished answer that contains only digits, like every right answer of the demo,
+    otherwise 0."""
     return [
         float(done and response.strip().isdigit()) for response, done in zip(responses, finished, strict=True)
     ]

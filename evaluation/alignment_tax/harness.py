@@ -1,8 +1,8 @@
 """Loads lm-eval's tasks, runs them against a local vLLM server, and converts the results to our records.
 
-lm-eval is imported only when there is something to measure. It sends token ids of the checkpoint's own
-tokenizer to the server's completions endpoint, so that prompts and log-probs are those of the model; BOS
-comes first if the tokenizer adds it.
+lm-eval is imported only when a model has to be measured. It sends token ids from the checkpoint's own
+tokenizer to the server's completions endpoint, so that prompts and log-probs match the model. BOS comes
+first if the tokenizer adds it.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from rlhf_core.data.chat import load_tokenizer
 from rlhf_core.recipe.sentences import unknown
 from rlhf_core.rollout.server import Server
 
-# tolerance: a metric that is the mean of its documents' values can be compared document by document
+# tolerance for treating a metric as the mean of its documents' values, which can be compared per document
 SAME_MEAN = 1e-6
 
 
 class Measured(NamedTuple):
-    """Scores of one model; `rows`: every document with the model's answer, for people."""
+    """The scores of one model. `rows` lists every document with the model's answer, for people to read."""
 
     scores: ModelScores
     rows: list[dict[str, Any]]
@@ -82,7 +82,7 @@ class Tasks:
             raise
         except (
             Exception
-        ) as error:  # of datasets, the Hub's client, the network, Jinja, ...: each becomes one sentence
+        ) as error:  # from datasets, the Hub's client, the network, Jinja, ...: each becomes one sentence
             why = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
             if is_path(task):
                 raise ValueError(f"tasks: {task} cannot be loaded ({why}): correct the file") from error
@@ -94,8 +94,8 @@ class Tasks:
 
 
 def close_templates() -> None:
-    """Makes lm-eval evaluate the Jinja templates of tasks in Jinja's sandbox: else one reaches all of
-    Python."""
+    """Makes lm-eval evaluate the Jinja templates of tasks in Jinja's sandbox. Otherwise a template could
+    reach all of Python."""
     from jinja2.sandbox import SandboxedEnvironment
     from lm_eval import utils
 
@@ -107,7 +107,7 @@ def close_templates() -> None:
 
 
 def _foreign_metrics(spec: Mapping[str, Any]) -> list[str]:
-    """Returns the metrics of a task for which lm-eval would take code from the Hub (`evaluate`)."""
+    """Returns the metrics of a task that lm-eval would load as code from the Hub (`evaluate`)."""
     import lm_eval.api.metrics  # noqa: F401 registers its own
     from lm_eval.api.registry import metric_registry
 
@@ -130,8 +130,8 @@ def measure(
 ) -> Measured:
     """Runs all tasks on the model that `server` serves.
 
-    Raises ValueError when the recipe sets chat_template and the tokenizer has none, ServerFailed when the
-    server has died.
+    Raises ValueError when the recipe sets chat_template and the tokenizer has none, and ServerFailed when
+    the server has died.
     """
     import lm_eval
     from lm_eval.models.openai_completions import LocalCompletionsAPI
@@ -149,7 +149,7 @@ def measure(
         tokenizer=served.path,
         tokenizer_backend="huggingface",
         header={"Authorization": f"Bearer {server.key}"},
-        add_bos_token=starts and not config.chat_template,  # a chat template writes its own
+        add_bos_token=starts and not config.chat_template,  # a chat template adds its own
         num_concurrent=config.concurrency,
         batch_size=config.batch_size,
         max_length=server.max_model_len,
@@ -185,8 +185,8 @@ def measure(
 
 
 def scores_of(found: Mapping[str, Any], leaves: Mapping[str, Sequence[str]]) -> dict[str, TaskScores]:
-    """Converts lm-eval's results, by task; a group has the metrics that all of its tasks have, averaged over
-    all documents."""
+    """Converts lm-eval's results, by task. A group has the metrics that all of its tasks share, averaged
+    over all documents."""
     scores = {}
     for task, names in leaves.items():
         parts = [_leaf(name, found) for name in names]
@@ -198,7 +198,7 @@ def scores_of(found: Mapping[str, Any], leaves: Mapping[str, Sequence[str]]) -> 
 
 
 def rows_of(samples: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[dict[str, Any]]:
-    """Returns one row for each document and filter: prompt, response, target, metrics."""
+    """Returns one row per document and filter: prompt, response, target and metrics."""
     rows = []
     for task, found in samples.items():
         for sample in found:
@@ -260,8 +260,8 @@ def _pooled(scores: Sequence[Score], sizes: Sequence[int]) -> Score:
 
 
 def _number(value: Any) -> float | None:
-    """Returns a finite number (lm-eval's numpy scalars and booleans count), None for 'N/A', lists and missing
-    values."""
+    """Returns `value` as a finite float (lm-eval's numpy scalars and booleans count), or None for 'N/A',
+    lists and missing values."""
     try:
         number = float(value)
     except (TypeError, ValueError):
@@ -270,6 +270,6 @@ def _number(value: Any) -> float | None:
 
 
 def _first(arguments: Any) -> str:
-    """Returns the prompt of a sample's first request, from both layouts that lm-eval uses for arguments."""
+    """Returns the prompt of a sample's first request, for both layouts of arguments that lm-eval uses."""
     first = next(iter(arguments.values())) if isinstance(arguments, dict) else arguments[0]
     return str(next(iter(first.values())) if isinstance(first, dict) else first[0])

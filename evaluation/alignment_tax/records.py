@@ -1,4 +1,4 @@
-"""Defines the records of lm-eval's results. Torch-free; does not import lm-eval."""
+"""Defines the records of lm-eval's results. Needs neither torch nor lm-eval."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from rlhf_core.records import Frozen
 
 
 class Score(Frozen):
-    """One metric of one task. `documents` maps each document to its value if `value` is their mean, else
-    None."""
+    """One metric of one task. `documents` maps each document to its value if `value` is their mean;
+    otherwise it is None."""
 
     value: float
     stderr: float | None
@@ -16,16 +16,16 @@ class Score(Frozen):
 
 
 class TaskScores(Frozen):
-    """A task or group: its metrics by `metric,filter` in lm-eval's order (the first is the main one), and its
-    number of documents."""
+    """A task or group. `metrics` are keyed by `metric,filter` in lm-eval's order (the first is the main
+    one); `documents` is their number."""
 
     metrics: dict[str, Score]
     documents: int
 
 
 class ModelScores(Frozen):
-    """All tasks of one model, by the recipe's name of the task. `identity`: digest of its files
-    (`served_models.identity_of`)."""
+    """All tasks of one model, keyed by the recipe's name for the task. `identity` is a digest of the
+    model's files (`served_models.identity_of`)."""
 
     model: str
     identity: str

@@ -1,4 +1,4 @@
-"""Computes each model's loss against the baseline on each task, with intervals. Torch-free; does not import
+"""Computes each model's loss against the baseline on each task, with intervals. Needs neither torch nor
 lm-eval."""
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ Z95 = 1.959964
 
 
 class Loss(Frozen):
-    """`tax`: what a model lost, baseline minus model, or model minus baseline where less is better. `paired`:
-    its 95 % interval is a bootstrap over the documents that both models answered; else it combines the two
-    standard errors as independent (None: lm-eval gave none)."""
+    """The loss of a model on one metric. `tax`: baseline minus model, or model minus baseline if lower is
+    better. `paired`: the 95 % interval is a bootstrap over the documents that both models answered;
+    otherwise it combines the two standard errors as independent (None: lm-eval gave none)."""
 
     tax: float
     ci_low: float | None
@@ -28,8 +28,8 @@ class Loss(Frozen):
 
 
 class TaxRow(Loss):
-    """One metric of one task on one model, and on the baseline. `main`: the task's first metric, which gates
-    and the chart use."""
+    """One metric of one task for one model and for the baseline. `main`: this is the task's first metric,
+    which gates and the chart use."""
 
     task: str
     metric: str
@@ -60,7 +60,7 @@ class TaxReport(Frozen):
 
 
 def compare(baseline: ModelScores, model: ModelScores, resamples: int, seed: int) -> list[TaxRow]:
-    """Returns a row for each metric that both models have. `resamples` and `seed` are of the bootstrap."""
+    """Returns a row for each metric that both models have. `resamples` and `seed` configure the bootstrap."""
     rows = []
     for task, scores in model.tasks.items():
         before = baseline.tasks[task]
@@ -86,7 +86,7 @@ def compare(baseline: ModelScores, model: ModelScores, resamples: int, seed: int
 
 
 def loss_of(baseline: Score, model: Score, resamples: int, seed: int) -> Loss:
-    """Returns baseline minus model (model minus baseline where less is better), with a 95 % interval."""
+    """Returns baseline minus model (model minus baseline if lower is better), with a 95 % interval."""
     sign = 1.0 if model.higher_is_better else -1.0
     lost = sign * (baseline.value - model.value)
     if (
@@ -106,8 +106,8 @@ def loss_of(baseline: Score, model: Score, resamples: int, seed: int) -> Loss:
 
 
 def tax_metrics(report: TaxReport) -> dict[str, float]:
-    """Returns `tax/<task>/<model>`, its interval, `score/<task>/<model>`; `tax/<task>` and `tax_low/<task>`
-    are the maximum over models."""
+    """Returns `tax/<task>/<model>` with its interval and `score/<task>/<model>`; `tax/<task>` and
+    `tax_low/<task>` are maxima over models."""
     found: dict[str, float] = {}
     for row in report.main:
         about = {"tax": row.tax, "tax_low": row.ci_low, "tax_high": row.ci_high, "score": row.value}

@@ -1,9 +1,10 @@
-"""Runs the alignment_tax stage: lm-eval's tasks on every model, served by a local vLLM server, compared with
-the baseline.
+"""Runs the alignment_tax stage: runs lm-eval's tasks on every model, served by a local vLLM server, and
+compares the results with the baseline.
 
-`report/tax.json` has the comparison; `report/scores/<model>.json` a model's scores, written when they are
-complete, so that a resumed stage does not measure it again; `report/documents/<model>.jsonl` every question
-with the model's answer; `servers/` the servers' logs. Models with the same files are measured once.
+`report/tax.json` holds the comparison. `report/scores/<model>.json` holds a model's scores; it is written
+once they are complete, so that a resumed stage does not measure the model again.
+`report/documents/<model>.jsonl` holds every question with the model's answer, and `servers/` the servers'
+logs. Models with the same files are measured once.
 """
 
 from __future__ import annotations
@@ -27,8 +28,8 @@ LOGS = "servers"
 
 
 def run(request: StageRequest, run: RunDir) -> Outcome:
-    """Measures the baseline and all models. Reuses scores of an earlier, killed attempt. Raises ValueError as
-    `Tasks` and `measure`."""
+    """Measures the baseline and all models. Reuses scores of an earlier, killed attempt. Raises ValueError
+    like `Tasks` and `measure`."""
     config = request.config
     assert isinstance(config, AlignmentTax), f"alignment_tax got the config of a {config.stage} stage"
     names = list(dict.fromkeys((config.baseline, *config.models)))
@@ -50,7 +51,7 @@ def run(request: StageRequest, run: RunDir) -> Outcome:
             documents = "".join(json.dumps(row, default=str) + "\n" for row in measured.rows)
             for file, text in (
                 (run / REPORT / "documents" / f"{file_name(name)}.jsonl", documents),
-                # last: it marks the model as finished
+                # written last: it marks the model as finished
                 (files[name], measured.scores.model_dump_json(indent=1)),
             ):
                 file.parent.mkdir(parents=True, exist_ok=True)

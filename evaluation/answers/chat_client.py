@@ -2,7 +2,7 @@
 
 Requests to a busy, failing or silent endpoint are retried with growing pauses. If an endpoint refuses
 `max_tokens` or a temperature, as endpoints of reasoning models do, requests use `max_completion_tokens`, or
-no temperature. The API key is passed to the client only: error texts of refused keys are not shown.
+no temperature. The API key is passed only to the client; error texts of refused keys are not shown.
 """
 
 from __future__ import annotations
@@ -46,18 +46,18 @@ Record = TypeVar("Record", bound=Frozen)
 
 
 class Unreadable(Exception):
-    """A reply with status 200 that is no chat completion."""
+    """A reply with status 200 that is not a chat completion."""
 
 
-# raised by `ask` after the retries
+# raised by `ask` once retries are exhausted
 NO_REPLY = (APIConnectionError, APIStatusError, APIResponseValidationError, Unreadable, TimeoutError)
 
 
 class Connection(NamedTuple):
-    """An endpoint. `hint`: what to check when it refuses, for messages; `check` raises when its server is
-    known to have ended.
+    """An endpoint. `hint` is added to messages and names what to check when the endpoint refuses; `check`
+    raises if its server is known to have ended.
 
-    Requests to a server of this machine (`local`) use no proxy.
+    Requests to a server on this machine (`local`) use no proxy.
     """
 
     url: str
@@ -68,8 +68,8 @@ class Connection(NamedTuple):
 
 
 class Reply(Frozen):
-    """A reply. Tokens as the endpoint counts them; `reasoning_tokens`: output tokens that are not in `text`;
-    `cut`: a limit ended it."""
+    """A reply. Token counts come from the endpoint. `reasoning_tokens`: output tokens that are not in
+    `text`; `cut`: a limit ended the reply."""
 
     text: str
     input_tokens: int
@@ -79,12 +79,12 @@ class Reply(Frozen):
 
 
 class Pace:
-    """Limits callers to `per_minute` a minute, evenly spaced; None: no limit. Time lost in a pause is not
-    made up for."""
+    """Limits callers to `per_minute` requests a minute, evenly spaced (None: no limit). Time lost in a
+    pause is not made up."""
 
     def __init__(self, per_minute: float | None):
         self.gap = 60 / per_minute if per_minute else 0.0
-        self.free = 0.0  # time of the next caller, on the monotonic clock
+        self.free = 0.0  # when the next caller may send, on the monotonic clock
 
     async def turn(self) -> None:
         """Waits until the caller may send."""
@@ -96,9 +96,10 @@ class Pace:
 class ChatClient:
     """Sends requests to `model` at an endpoint, within the config's limits.
 
-    `who` is the client's name in messages (`judge gpt`); `connect` is called when there is something to send,
-    and may start a server; `settings` are the request's further fields, `asked` those before the endpoint
-    refused any; `pause`: scale of the first pause, in seconds. `requests` counts those sent.
+    `who` is the client's name in messages (`judge gpt`). `connect` is called when there is something to
+    send, and may start a server. `settings` are the request's other fields; `asked` is their state before
+    the endpoint refused any. `pause` scales the first pause, in seconds. `requests` counts the requests
+    sent.
     """
 
     def __init__(
@@ -125,8 +126,8 @@ class ChatClient:
         work: Callable[[Item], Awaitable[Found]],
         done: Callable[[str, Found], None],
     ) -> None:
-        """Calls `work` for every item, and `done` with each key and result as it completes. An exception of
-        either ends all."""
+        """Calls `work` for every item, and `done` with each key and result as it completes. An exception in
+        either stops everything."""
         if items:
             self.connection = self.connect()
             asyncio.run(self._each(items, work, done))
@@ -142,7 +143,7 @@ class ChatClient:
             base_url=self.connection.url, api_key=self.connection.key, max_retries=0, http_client=http
         )
         waiting = iter(items.items())
-        finished = 0  # one queue for all workers
+        finished = 0  # all workers share one queue
 
         async def worker() -> None:
             nonlocal finished
@@ -162,7 +163,7 @@ class ChatClient:
             await self.api.close()
 
     async def ask(self, messages: Sequence[Mapping[str, str]]) -> Reply:
-        """Sends messages from inside `each` and returns the reply, with retries.
+        """Sends messages and returns the reply, with retries. Call it only from inside `each`.
 
         Raises one of NO_REPLY, or ValueError when no attempt can succeed.
         """
@@ -181,7 +182,7 @@ class ChatClient:
             raise
 
     def reason(self, error: Exception) -> str:
-        """Returns why there is no reply, in brackets."""
+        """Returns the reason why there is no reply, in parentheses."""
         # a remote endpoint's message may contain the key, so only a local one's is shown
         if isinstance(error, APIStatusError):
             return (
@@ -194,7 +195,7 @@ class ChatClient:
 
     @property
     def _proxy(self) -> str:
-        """The proxy of requests to the endpoint, as the end of a sentence."""
+        """A phrase naming the proxy used for the endpoint, to end a sentence with."""
         return "" if self.connection.local else proxy_of(self.connection.url)
 
     async def _once(self, messages: Any) -> Reply:
@@ -202,7 +203,7 @@ class ChatClient:
         self.requests += 1
         settings = self.settings
         try:
-            # the library's own timeout restarts with every byte
+            # the library's own timeout restarts with every byte received
             async with asyncio.timeout(self.limits.timeout):
                 completion = await self.api.chat.completions.create(
                     model=self.model,
@@ -234,10 +235,10 @@ class ChatClient:
             raise Unreadable("the reply is no chat completion") from None
 
     def _adapt(self, sent: dict[str, Any], complaint: str) -> bool:
-        """Changes the settings when the endpoint's error names one that was sent; returns whether to send the
+        """Changes the settings if the endpoint's error names one that was sent. Returns whether to send the
         request again."""
         if self.settings is not sent:
-            return True  # another request has changed the settings
+            return True  # another request has already changed the settings
         if "max_tokens" in sent and "max_tokens" in complaint and not self.connection.local:
             self.settings = {
                 "max_completion_tokens" if name == "max_tokens" else name: value
@@ -254,27 +255,27 @@ class ChatClient:
         return True
 
     def _pause(self, state: RetryCallState) -> float:
-        """Returns the seconds until the next attempt: the endpoint's `retry-after`, else random with
-        exponential growth."""
+        """Returns the seconds until the next attempt: the endpoint's `retry-after`, otherwise a random time
+        that grows exponentially."""
         error = state.outcome.exception() if state.outcome else None
         if isinstance(error, APIStatusError):
             try:
                 return min(float(error.response.headers["retry-after"]), LONGEST_PAUSE)
             except (KeyError, ValueError):
-                pass  # absent, or a date
+                pass  # no such header, or a date
         return self.backoff(state)
 
 
 def remote(config: configs.Remote) -> Connection:
-    """Returns the connection to an endpoint, with the key in an environment variable or "none", which servers
-    without keys accept."""
+    """Returns the connection to an endpoint. The key comes from an environment variable; otherwise it is
+    "none", which servers without keys accept."""
     hint = f", base_url and the key in the environment variable {config.api_key_env}"
     return Connection(config.base_url, os.environ.get(config.api_key_env) or "none", hint)
 
 
 @contextmanager
 def appending(path: Path) -> Iterator[TextIO]:
-    """Opens a file of lines to append to; ends a last line that was cut by a kill."""
+    """Opens a file of lines for appending. Ends the last line if a kill cut it."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a", encoding="utf-8") as file:
         if file.tell() and not path.read_bytes().endswith(b"\n"):
@@ -283,8 +284,8 @@ def appending(path: Path) -> Iterator[TextIO]:
 
 
 def records_of(path: Path, kind: type[Record]) -> Iterator[Record]:
-    """Yields the records in the complete lines of a file; one cut by a kill is left out. (`splitlines` would
-    also split at U+2028.)"""
+    """Yields the records in the complete lines of a file, and skips a line cut by a kill. (`splitlines`
+    would also split at U+2028.)"""
     for line in path.read_text(encoding="utf-8", errors="replace").split("\n") if path.is_file() else ():
         try:
             record = kind.model_validate_json(line)
@@ -294,8 +295,8 @@ def records_of(path: Path, kind: type[Record]) -> Iterator[Record]:
 
 
 def _as_arguments(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the arguments of the OpenAI client; fields that it does not have (a vLLM server's `top_k`) go
-    into `extra_body`."""
+    """Returns the settings as arguments for the OpenAI client. Fields that the client does not have (a vLLM
+    server's `top_k`) go into `extra_body`."""
     known = {
         name: value
         for name, value in settings.items()
@@ -313,7 +314,7 @@ def _passing(error: BaseException) -> bool:
 
 
 def cost_of(remote: configs.Remote, input_tokens: int, output_tokens: int) -> float | None:
-    """Returns the cost in US dollars; None when the prices are not known."""
+    """Returns the cost in US dollars, or None when the prices are not known."""
     if remote.input_price is None or remote.output_price is None:
         return None
     return (input_tokens * remote.input_price + output_tokens * remote.output_price) / 1e6

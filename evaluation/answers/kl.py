@@ -28,10 +28,10 @@ def log_ratios(
     trust_remote_code: bool = False,
 ) -> dict[str, Floats]:
     """Returns `log p(answer | model) - log p(answer | baseline)` summed over the answer's tokens, by model,
-    each (Q,); 0 for the baseline.
+    each (Q,). For the baseline it is 0.
 
-    Texts are tokenised as `config` says, `places` has each model's folder. One model is in memory at a time.
-    Raises ValueError when a model's tokenizer encodes an answer differently from the baseline's.
+    Texts are tokenised as `config` specifies. `places` has each model's folder. Only one model is in memory
+    at a time. Raises ValueError when a model's tokenizer encodes an answer differently from the baseline's.
     """
 
     def documents(texts: Sequence[str], place: str) -> list[Document]:
@@ -68,7 +68,7 @@ def _answer(document: Document) -> list[int]:
 def _logprobs(
     place: str, documents: Sequence[Document], config: Evaluation, trust_remote_code: bool
 ) -> Floats:
-    """Returns the log-probs of the answers, summed over tokens, (N,)."""
+    """Returns the log-probs of the answers, summed over their tokens, (N,)."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     policy: Policy = load_policy(place, config.dtype, trust_remote_code).eval().to(device)
     detect_document_leak(policy, policy, device, packed=False)

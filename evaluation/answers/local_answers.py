@@ -2,9 +2,9 @@
 
 One line: {uid, model, messages, metadata{token_len, header_count, list_count, bold_count}}; the last
 message's content is {"answer": text}, as in published files. `token_len` counts the model's own tokens
-without the one that ends the answer (arena-hard-auto counts with tiktoken's gpt-4o encoding, a download);
-markdown is counted outside code blocks. Our two flags, `prompt_truncated` and `answer_truncated`, are outside
-the metadata, because arena-hard-auto counts its columns. A file is written atomically, and one with all
+without the end token (arena-hard-auto counts with tiktoken's gpt-4o encoding, a download); markdown is
+counted outside code blocks. Our two flags, `prompt_truncated` and `answer_truncated`, are outside the
+metadata because arena-hard-auto counts its columns. Files are written atomically; a file that has all
 questions is not generated again.
 """
 
@@ -34,8 +34,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ModelAnswer:
-    """One answer. `tokens`: number of its tokens without the stop token; the flags: whether a limit cut the
-    prompt or the answer."""
+    """One answer. `tokens`: number of its tokens without the stop token. The flags say whether a limit cut
+    the prompt or the answer."""
 
     uid: str
     text: str
@@ -45,15 +45,15 @@ class ModelAnswer:
 
     @property
     def metadata(self) -> dict[str, Any]:
-        """Its length and its counts of markdown, under arena-hard-auto's names."""
+        """The length of the answer and its markdown counts, under arena-hard-auto's names."""
         return {"token_len": self.tokens, **markdown(self.text)}
 
 
 def generate(
     sampler: Sampler, renderer: Renderer, questions: Sequence[Question], config: Evaluation, seed: int
 ) -> list[ModelAnswer]:
-    """Generates one answer to each question, in order. Each has a seed made of `seed` and its uid, so the
-    order has no effect."""
+    """Generates one answer to each question, in order. Each answer's seed is derived from `seed` and the
+    question's uid, so the order has no effect."""
     from rlhf_core.rollout.engine import Sampling
 
     prompts = [renderer.prompt_within(question.messages, config.prompt_max_len) for question in questions]
@@ -77,8 +77,8 @@ def generate(
 
 
 class Engine:
-    """Keeps one vLLM engine: loads weights of checkpoint folders of the same kind into it, and starts a new
-    one for other models.
+    """Keeps one vLLM engine. Loads the weights of checkpoint folders of the same kind into it, and starts a
+    new engine for other models.
 
     `open_sampler(path)` starts an engine.
     """
@@ -89,8 +89,8 @@ class Engine:
         self._kind = ""
 
     def with_model(self, path: str, kind: str) -> Sampler:
-        """Returns the engine with the weights of `path`. Checkpoints of the same `kind` (see `model_kind`)
-        share an engine."""
+        """Returns the engine with the weights of `path` loaded. Checkpoints of the same `kind` (see
+        `model_kind`) share an engine."""
         if self._sampler is not None and kind == self._kind and Path(path).is_dir():
             self._sampler.load(path)
             return self._sampler
@@ -100,23 +100,23 @@ class Engine:
         return self._sampler
 
     def close(self) -> None:
-        """Ends the engine, if one runs."""
+        """Ends the engine if one is running."""
         if self._sampler is not None:
             self._sampler.close()
         self._sampler = None
 
 
 def model_config(path: str, max_len: int, trust_remote_code: bool) -> PretrainedConfig:
-    """Returns the model's config, of an adapter its base's. Raises ValueError when the model has fewer than
-    `max_len` positions."""
+    """Returns the model's config (for an adapter, its base's). Raises ValueError when the model has fewer
+    than `max_len` positions."""
     config = AutoConfig.from_pretrained(base_of(path) or path, trust_remote_code=trust_remote_code)
     require_positions(path, config.to_dict(), max_len)
     return config
 
 
 def model_kind(config: PretrainedConfig, renderer: Renderer) -> str:
-    """Returns a digest of the architecture and the vocabulary; checkpoints with the same digest can share an
-    engine."""
+    """Returns a digest of the architecture and the vocabulary. Checkpoints with the same digest can share
+    an engine."""
     settings = {
         name: value
         for name, value in config.to_dict().items()
@@ -148,8 +148,8 @@ def _row(model: str, question: Question, answer: ModelAnswer) -> dict[str, Any]:
 
 
 def read_answers(path: Path, questions: Sequence[Question]) -> list[ModelAnswer] | None:
-    """Returns the answers of a file to these questions, in their order; None when the file does not exist or
-    lacks one."""
+    """Returns the answers in a file to these questions, in the questions' order; None when the file does
+    not exist or an answer is missing."""
     if not path.is_file():
         return None
     found = {answer.uid: answer for answer in map(_answer, path.read_text(encoding="utf-8").split("\n")[:-1])}
@@ -173,7 +173,7 @@ def _answer(line: str) -> ModelAnswer:
 
 
 def file_name(name: str) -> str:
-    """Returns a file's stem for a model's or judge's name, which may be a path or Hub id; different names get
-    different stems."""
+    """Returns a file stem for the name of a model or judge, which may be a path or Hub id. Different names
+    get different stems."""
     safe = re.sub(r"[^A-Za-z0-9._-]+", "_", name).lstrip(".")
     return safe if safe == name else f"{safe}-{hashlib.sha256(name.encode()).hexdigest()[:8]}"

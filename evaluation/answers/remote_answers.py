@@ -1,7 +1,7 @@
-"""Gets answers of remote models from an OpenAI-compatible endpoint, and saves each when it arrives, so that
-none is requested twice.
+"""Gets answers of remote models from an OpenAI-compatible endpoint. Saves each answer as it arrives, so
+that none is requested twice.
 
-Prompts are not cut. A model's settings, tokens and cost become an `Answering` record of the report.
+Prompts are not cut. A model's settings, tokens and cost become an `Answering` record in the report.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Messages = tuple[dict[str, str], ...]
 
 
 class Given(Frozen):
-    """One line of the file of answers. `key`: digest of the request."""
+    """One line of the file of answers. `key` is a digest of the request."""
 
     key: str
     reply: Reply
@@ -34,12 +34,12 @@ def answer_remotely(
     count: Callable[[str], int] | None,
     pause: float = 1.0,
 ) -> tuple[list[ModelAnswer], Answering]:
-    """Returns one answer of the endpoint `name` to each question, in order, empty ones for failed requests,
-    and settings, tokens and cost.
+    """Returns one answer from the endpoint `name` to each question, in order (empty for failed requests),
+    and a record of settings, tokens and cost.
 
-    `file` keeps replies by a digest of the request. `count` counts the tokens of a text; None: the endpoint's
-    count, without reasoning. Raises ValueError when the endpoint refuses the model, or more than the share
-    `max_failed` of the questions has no answer.
+    `file` keeps replies, keyed by a digest of the request. `count` counts the tokens of an answer; None
+    uses the endpoint's count, without reasoning. Raises ValueError when the endpoint refuses the model, or
+    when the share of questions without an answer exceeds `max_failed`.
     """
     endpoint = config.endpoints[name]
     temperature = config.temperature if endpoint.temperature is None else endpoint.temperature
@@ -100,7 +100,7 @@ def answer_remotely(
 
 
 def answering_metrics(answering: dict[str, Answering]) -> dict[str, float]:
-    """Returns `answer_requests/<model>`, `answer_failed/<model>`, tokens, and the cost if prices are
+    """Returns `answer_requests/<model>`, `answer_failed/<model>`, the tokens, and the cost if prices are
     known."""
     found: dict[str, float] = {}
     for name, use in answering.items():

@@ -21,7 +21,8 @@ from rlhf_core.system.files import Digests, digest
 
 
 class LocalModel(NamedTuple):
-    """A checkpoint folder or Hub id to serve. `identity`: digest of its files, the same at every path."""
+    """A checkpoint folder or Hub id to serve. `identity` is a digest of its files, independent of their
+    path."""
 
     path: str
     dtype: str
@@ -32,11 +33,12 @@ class LocalModel(NamedTuple):
 def local_model(
     where: str, path: str, config: VllmJudge | AlignmentTax, run: RunDir, trust_remote_code: bool
 ) -> LocalModel:
-    """Returns the model to serve. `dtype` auto: as stored; `max_model_len` None: the model's own number of
-    positions.
+    """Returns the model to serve. With `dtype` auto it has the stored dtype; with `max_model_len` None it
+    has as many positions as the model.
 
-    The digests of its files are cached in the artifacts folder that the run directory is in.
-    Raises ValueError, beginning with `where`, when that number is not known or smaller than `max_model_len`.
+    Digests of the model's files are cached in the artifacts folder that contains the run directory. Raises
+    ValueError, starting with `where`, when the number of positions is unknown and `max_model_len` is not
+    set, or when it is smaller than `max_model_len`.
     """
     model_config = AutoConfig.from_pretrained(base_of(path) or path, trust_remote_code=trust_remote_code)
     positions = positions_of(model_config.to_dict())
@@ -58,7 +60,7 @@ def local_model(
 def served(
     model: LocalModel, name: str, log: Path, vllm: Vllm, seed: int, trust_remote_code: bool
 ) -> Iterator[Server]:
-    """Starts a server of `model` under `name`, and ends it after the block. `log`: its log file."""
+    """Starts a server of `model` under `name`, and ends it after the block. `log` is its log file."""
     _free_gpu()
     with serving(
         model.path,
@@ -74,10 +76,10 @@ def served(
 
 
 def identity_of(path: str, digests: Digests, commit: str | None = None) -> str:
-    """Returns a digest of a checkpoint's files (of an adapter and its base), from the manifest of the stage
-    that wrote it if there is one.
+    """Returns a digest of a checkpoint's files (for an adapter, with its base's), taken from the manifest
+    of the stage that wrote them if there is one.
 
-    Returns a Hub id unchanged, with the commit when it is known.
+    For a Hub id, returns the id, followed by the commit when it is known.
     """
     if not Path(path).is_dir():
         return f"{path}@{commit}" if commit else path
@@ -96,13 +98,13 @@ def _files(folder: Path, digests: Digests) -> str:
             if name.startswith(inside)
         }
         if known:
-            return digest(known)  # equal to `Digests.of` of the folder
+            return digest(known)  # the same value as `Digests.of` gives for the folder
     return digests.of(folder)
 
 
 def _free_gpu() -> None:
-    """Frees GPU memory of models that this process no longer uses, because the server reserves a share of the
-    whole GPU."""
+    """Frees GPU memory of models that this process no longer uses, because the server reserves a share of
+    the whole GPU."""
     import torch
 
     gc.collect()

@@ -1,28 +1,29 @@
-"""Measures how far a judge can be believed: agreement with people, and biases, with intervals. Pure functions
-of arrays and seeds.
+"""Measures how far a judge can be trusted: its agreement with people and its biases, with intervals. Pure
+functions of arrays and seeds.
 
-Signs are 1 (answer A is better), 0 (a tie) and -1 (B). A judge's sign of a pair is that of the mean of its
-two games, as in an evaluation: games that name different winners make a tie. Every measure is a function of
-sums over pairs.
+Signs are 1 (answer A is better), 0 (a tie) and -1 (B). A judge's sign for a pair is the sign of the mean of
+its two games, as in an evaluation: games that name different winners make a tie. Every measure is a
+function of sums over pairs.
 
-agreement           share of pairs with the same sign: a tie of one alone is a disagreement
-agreement_decided   the same over pairs that neither calls a tie (Zheng et al. 2023, arXiv:2306.05685, setup
-                    S2)
-kappa               (p - e) / (1 - e): p is the agreement, e that of two who draw from their own shares of A,
-                    tie, B (Cohen 1960)
+agreement           share of pairs with the same sign; a tie on one side only is a disagreement
+agreement_decided   the same over pairs that neither calls a tie (Zheng et al. 2023, arXiv:2306.05685,
+                    setup S2)
+kappa               (p - e) / (1 - e): p is the agreement; e is the agreement of two raters who draw A, tie
+                    and B at random with their own shares (Cohen 1960)
 position_bias       share of games won by the answer shown first minus that shown second (Zheng et al. 2023,
                     section 3.3)
 swap_consistency    share of pairs whose two games name the same winner
-length_bias         P(judge prefers the longer answer) - P(people do), pairs of different length, a tie
+length_bias         P(judge prefers the longer answer) - P(people do), over pairs of different length; a tie
                     counts one half
 length_error_gap    P(judge prefers the longer | people the shorter) - P(judge prefers the shorter | people
-                    the longer), ties as above: 0 also of a judge that errs often, but either way alike
-                    (equalized odds: Hardt et al. 2016, arXiv:1610.02413)
-markdown_bias       like length_bias, for the answer with more headers, list items and bold text for its
-                    length; markdown_error_gap: like length_error_gap
-human_agreement     share of two annotators of a pair who give the same sign, mean over pairs
-human_kappa         Fleiss' kappa (1971) of the annotators of pairs with several
-human_repeat        share of repeated labels with the sign that the annotator gave first
+                    the longer), ties as above; also 0 for a judge that errs often but equally in both
+                    directions (equalized odds: Hardt et al. 2016, arXiv:1610.02413)
+markdown_bias, markdown_error_gap   the same for the answer with more headers, list items and bold text for
+                    its length
+human_agreement     share of pairs of annotators who give the same sign to a pair of answers, averaged over
+                    pairs of answers
+human_kappa         Fleiss' kappa (1971) of the annotators, over pairs with several annotators
+human_repeat        share of repeated labels with the same sign that the annotator gave first
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ from rlhf_core.mean_interval import mean_interval
 
 Signs = NDArray[np.int64]
 STYLES = ("length", "markdown")
-OVER = {  # the term that counts the pairs which a measure that is no mean is about
+OVER = {  # for measures that are not means: the term that counts the pairs they are about
     "kappa": "judged",
     "length_error_gap": "length_pairs",
     "markdown_error_gap": "markdown_pairs",
@@ -48,8 +49,8 @@ OVER = {  # the term that counts the pairs which a measure that is no mean is ab
 
 
 class Mean(NamedTuple):
-    """A measure that is a mean: sums of values and their counts, (uids,) each, and the least possible
-    value."""
+    """A measure that is a mean: per uid the sums of values and their counts, (uids,) each, and the least
+    possible value."""
 
     sums: Floats
     counts: Floats
@@ -57,10 +58,10 @@ class Mean(NamedTuple):
 
 
 class Observed(NamedTuple):
-    """N pairs. `games` (N, 2): who won game 0 (A shown first) and 1 (B shown first), 1 the answer shown
-    first, -1 the second, 0 a tie, nan no verdict. `human`, `longer`, `marked` (N,): signs of people, of
-    length and of markdown. `votes` (N, 3): annotators who said A, tie, B. `repeats` (N, 2): repeated labels,
-    and those with the sign of the first."""
+    """N pairs. `games` (N, 2): who won game 0 (A shown first) and game 1 (B shown first): 1 the answer
+    shown first, -1 the second, 0 a tie, nan no verdict. `human`, `longer`, `marked` (N,): signs given by
+    people, by length and by markdown. `votes` (N, 3): numbers of annotators who chose A, tie, B. `repeats`
+    (N, 2): number of repeated labels, and of those with the same sign as the first label."""
 
     uids: Sequence[str]
     games: Floats
@@ -72,7 +73,7 @@ class Observed(NamedTuple):
 
 
 def judge_signs(games: Floats) -> Floats:
-    """Returns the judge's sign of each pair, (N,); nan where no game has a verdict."""
+    """Returns the judge's sign for each pair, (N,); nan if no game has a verdict."""
     of_a = games * (1, -1)
     played = np.isfinite(of_a)
     signs = np.sign(np.where(played, of_a, 0).sum(1))
@@ -80,7 +81,7 @@ def judge_signs(games: Floats) -> Floats:
 
 
 def confusion(observed: Observed) -> NDArray[np.int64]:
-    """Returns the (3, 3) counts of judged pairs: people's A, tie, B in rows, the judge's in columns."""
+    """Returns the (3, 3) counts of judged pairs: rows are people's A, tie, B; columns are the judge's."""
     judge = judge_signs(observed.games)
     held = np.isfinite(judge)
     cells = np.zeros((3, 3), np.int64)
@@ -89,7 +90,7 @@ def confusion(observed: Observed) -> NDArray[np.int64]:
 
 
 def measure(observed: Observed, resamples: int, seed: int) -> dict[str, Estimate]:
-    """Returns each measure with its 95 % interval over uids; without those that no pair defines."""
+    """Returns each measure with its 95 % interval over uids. Leaves out measures that no pair defines."""
     _, index = np.unique(np.array(observed.uids, dtype=object).astype(str), return_inverse=True)
     terms = _terms(observed)
     sums = np.zeros((int(index.max()) + 1, len(terms)))
@@ -100,7 +101,7 @@ def measure(observed: Observed, resamples: int, seed: int) -> dict[str, Estimate
 
 
 def _mean_estimate(mean: Mean) -> Estimate:
-    """Returns a mean with the interval of `rlhf_core.mean_interval`; values on [-1, 1] are moved to [0,
+    """Returns a mean with the interval from `rlhf_core.mean_interval`; values on [-1, 1] are mapped to [0,
     1]."""
     held = mean.counts > 0
     sums = mean.sums[held]
@@ -112,10 +113,10 @@ def _mean_estimate(mean: Mean) -> Estimate:
 
 
 def _resampled(names: Sequence[str], sums: Floats, resamples: int, seed: int) -> dict[str, Estimate]:
-    """Returns the measures of OVER with percentile bootstrap intervals over uids (Efron & Tibshirani 1993).
+    """Returns the measures in OVER with percentile bootstrap intervals over uids (Efron & Tibshirani 1993).
 
-    Where all resamples are equal the interval gets the half width of that of a share which is 0 or 1 of the
-    uids that the measure is about, so that a few equal verdicts are not taken as proof.
+    If all resamples are equal, the half width is that of the interval of a share that is 0 or 1, over the
+    number of uids that the measure is about, so that a few equal verdicts are not taken as proof.
     """
     count = len(sums)
     generator = np.random.default_rng(seed)
@@ -143,7 +144,7 @@ def _resampled(names: Sequence[str], sums: Floats, resamples: int, seed: int) ->
 
 
 def _terms(observed: Observed) -> dict[str, Floats]:
-    """Returns what each pair adds to the sums, by name, (N,) each."""
+    """Returns each pair's contribution to the sums, by name, (N,) each."""
     judge = judge_signs(observed.games)
     human = observed.human
     held = np.isfinite(judge)
@@ -180,7 +181,7 @@ def _terms(observed: Observed) -> dict[str, Floats]:
 
 
 def _means(of: Mapping[str, Floats]) -> dict[str, Mean]:
-    """Returns the measures that are means, of the terms of each uid."""
+    """Returns the measures that are means, from the terms of each uid."""
     same_winner = of["cell00"] + of["cell22"]
     gaps = {name: of[f"{name}_judge"] - of[f"{name}_human"] for name in STYLES}
     biases = {f"{name}_bias": Mean(gap, of[f"{name}_pairs"], -1.0) for name, gap in gaps.items()}
@@ -196,7 +197,7 @@ def _means(of: Mapping[str, Floats]) -> dict[str, Mean]:
 
 
 def _ratios(names: Sequence[str], sums: Floats) -> dict[str, Floats]:
-    """Returns the measures of OVER, of (R, K) sums, (R,) each; nan where nothing defines one."""
+    """Returns the measures in OVER from (R, K) sums, (R,) each; nan if a measure is undefined."""
     of = {name: sums[:, k] for k, name in enumerate(names)}
     cells = np.stack([of[f"cell{h}{j}"] for h in range(3) for j in range(3)], axis=1).reshape(-1, 3, 3)
     votes = np.stack([of[f"vote{k}"] for k in range(3)], axis=1)
@@ -214,6 +215,6 @@ def _ratios(names: Sequence[str], sums: Floats) -> dict[str, Floats]:
 
 
 def _beyond(agreement: Floats, chance: Floats) -> Floats:
-    """Returns the agreement beyond chance as a share of what is possible; nan where chance alone agrees
-    always."""
+    """Returns the agreement beyond chance as a share of what is possible; nan if chance alone always
+    agrees."""
     return np.where(chance < 1 - 1e-12, (agreement - chance) / (1 - chance), np.nan)

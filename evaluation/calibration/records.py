@@ -21,7 +21,7 @@ TITLES = {
     "human_kappa": "people: Fleiss' kappa",
     "human_repeat": "one person asked twice: same winner",
 }
-# Landis & Koch 1977, table on page 165: upper ends of the ranges and their names.
+# Landis & Koch 1977, table on page 165: upper ends of the ranges, with their names.
 STRENGTHS = ((0.2, "slight"), (0.4, "fair"), (0.6, "moderate"), (0.8, "substantial"), (1.0, "almost perfect"))
 
 
@@ -36,9 +36,9 @@ class Estimate(Frozen):
 class CalibrationReport(Frozen):
     """The content of `calibration.json`.
 
-    `judge`: its name; `identity`: what must be equal of a judge for this calibration to hold for it
-    (`judge_identity`). `unjudged`: pairs without a verdict, which no measure but the people's counts.
-    `confusion`: people's A, tie, B in rows, the judge's in columns.
+    `judge`: its name; `identity`: what a judge must have in common with this one for the calibration to
+    hold (`judge_identity`). `unjudged`: pairs without a verdict, which count only in the measures of
+    people. `confusion`: rows are people's A, tie, B; columns are the judge's.
     """
 
     judge: str
@@ -54,7 +54,7 @@ class CalibrationReport(Frozen):
 
     @property
     def strength(self) -> str:
-        """The name of the kappa's range; '' when there is no kappa."""
+        """The name of the range that kappa falls in; '' when there is no kappa."""
         kappa = self.measures.get("kappa")
         if kappa is None:
             return ""

@@ -1,9 +1,9 @@
-"""Runs the calibration stage: has a judge decide pairs that people have labelled, in both orders, and
-compares.
+"""Runs the calibration stage: a judge decides pairs that people have labelled, in both orders, and its
+verdicts are compared with theirs.
 
-`report/calibration.json` is the report, `report/calibration.md` its tables, `report/judgments/<judge>.jsonl`
-the judge's games in Arena-Hard's format with the models `a` and `b`. Verdicts of a chat judge are cached as
-they arrive, so a resumed stage asks for none twice.
+`report/calibration.json` is the report, `report/calibration.md` its tables.
+`report/judgments/<judge>.jsonl` has the judge's games in Arena-Hard's format, with the models `a` and `b`.
+Verdicts of a chat judge are cached as they arrive, so a resumed stage never asks for one twice.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ REPORT = "report"
 
 
 def run(request: StageRequest, run: RunDir) -> Outcome:
-    """Judges all pairs and writes the report. Raises ValueError for wrong labels, and when too many games
+    """Judges all pairs and writes the report. Raises ValueError for invalid labels, and when too many games
     have no verdict."""
     config = request.config
     assert isinstance(config, Calibration), f"calibration got the config of a {config.stage} stage"
@@ -74,8 +74,8 @@ def run(request: StageRequest, run: RunDir) -> Outcome:
 
 
 def observe(pairs: Sequence[LabelledPair], judged: Sequence[Judgment]) -> Observed:
-    """Returns what people and the judge said of each pair, and how its answers differ. Lengths are
-    characters."""
+    """Returns the signs that people and the judge gave each pair, and how the pair's answers differ.
+    Lengths are in characters."""
     votes = [[sum(sign == wanted for sign in pair.votes.values()) for wanted in (1, 0, -1)] for pair in pairs]
     repeats = [[len(pair.repeats), sum(one == other for one, other in pair.repeats)] for pair in pairs]
     styles = features([_style(pair.answer_a) for pair in pairs], [_style(pair.answer_b) for pair in pairs])
@@ -91,8 +91,8 @@ def observe(pairs: Sequence[LabelledPair], judged: Sequence[Judgment]) -> Observ
 
 
 def games_of(judged: Sequence[Judgment]) -> Floats:
-    """Returns who won each game, (N, 2): 1 the answer shown first, -1 the second, 0 a tie, nan without a
-    verdict."""
+    """Returns the winner of each game, (N, 2): 1 the answer shown first, -1 the second, 0 a tie, nan if
+    there is no verdict."""
     points = [
         [np.nan if game.score is None else 2 * POINTS[game.score] - 1 for game in judgment.games]
         for judgment in judged

@@ -1,9 +1,9 @@
 """Serves the dashboard: pages, their script and style, and a stream of the parts that changed. It only
-answers GET, and writes nothing.
+answers GET requests, and writes nothing.
 
-Put `Protected` (rlhf_core/system/pages/page_server.py) in front: this application itself asks for no
-token. An open page has one stream of server-sent events: each second a look at sizes and times of its files,
-and only where these changed its parts are made anew and sent.
+Put `Protected` (rlhf_core/system/pages/page_server.py) in front: this application does not check a token.
+An open page has one stream of server-sent events. Once a second, the stream checks the sizes and times of the
+page's files, and only if they changed are its parts rebuilt and sent.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from evaluation.dashboard.pages import digest, fill, page_of, whole
 STATIC = Path(__file__).parent / "templates"
 FILES = {"live.js": "text/javascript", "dashboard.css": "text/css"}
 LOOK_SECONDS = 1.0
-SLOW_SECONDS = 15.0  # between two looks at the files; between two makings of all parts
-GRACE_SECONDS = 2.0  # for streams to end with the server
+SLOW_SECONDS = 15.0  # between two checks of the files (LOOK_SECONDS); between two rebuilds of all parts
+GRACE_SECONDS = 2.0  # for streams to end when the server stops
 MAX_STREAMS = 64
-MAX_REPORT = 64 << 20  # open pages; bytes
+MAX_REPORT = 64 << 20  # open pages (MAX_STREAMS); bytes
 
 
 def dashboard(artifacts: Path) -> Starlette:
@@ -100,9 +100,9 @@ async def changes(
     streams: set[object],
     ended: anyio.Event,
 ) -> AsyncIterator[dict[str, str]]:
-    """Yields an event `parts`, {part: {digest, html}} as JSON, for the parts of a page that are not as in
-    `known` (digests by part), and then for each change; an event `gone` when there is no such page (any
-    more). Ends when `ended` is set."""
+    """Yields an event `parts`, {part: {digest, html}} as JSON, with the parts of a page that differ from
+    `known` (digests by part), and again after each change. Yields an event `gone` when the page does not
+    exist, or stops existing. Ends when `ended` is set."""
     this = object()
     before = None
     made = 0.0

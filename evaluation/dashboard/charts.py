@@ -1,8 +1,8 @@
-"""Draws curves as SVG: a small panel for each chart of the stage's kind, with one line for each run and
-metric. Without matplotlib.
+"""Draws curves as SVG, without matplotlib: a small panel per chart of the stage's kind, with one line per
+run and metric.
 
-A page that is open draws them at each new step, so a panel takes about a millisecond. Colours are those of
-the report.
+An open page redraws them at each new step, so a panel takes about a millisecond. Colours match the
+report's.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ LEFT = 46.0
 RIGHT = 8.0
 TOP = 8.0
 BOTTOM = 18.0
-MAX_OTHERS = 60  # panels of metrics that no chart of the kind has
+MAX_OTHERS = 60  # panels for metrics that no chart of the kind has
 Points = Sequence[tuple[float, float]]
 
 
 class Line(NamedTuple):
-    """`path`: SVG path data; `band`: of the area around it, '' for none; `dots`: (x, y) of the points of a
-    short line; `last`: its last value."""
+    """A line of a panel. `path`: SVG path data; `band`: path of the area around it, '' for none; `dots`:
+    (x, y) of the points if there are few; `last`: its last value."""
 
     label: str
     colour: str
@@ -46,8 +46,8 @@ class Mark(NamedTuple):
 
 
 class Drawn(NamedTuple):
-    """A panel. `level`: y of the dashed line that means "no difference"; `missing`: values that are not
-    finite."""
+    """A panel. `level`: y of the dashed line that means "no difference"; `missing`: number of values that
+    are not finite."""
 
     title: str
     lines: list[Line]
@@ -58,8 +58,8 @@ class Drawn(NamedTuple):
 
 
 class Run(NamedTuple):
-    """The curves of one stage; `label`: where several are compared; `bad`: values that are not finite, by
-    metric."""
+    """The curves of one stage. `label`: its label when several are compared; `bad`: number of values that
+    are not finite, by metric."""
 
     label: str
     curves: Mapping[str, Points]
@@ -67,13 +67,13 @@ class Run(NamedTuple):
 
 
 def main_panels(kind: str, runs: Sequence[Run]) -> list[Drawn]:
-    """Returns the panels of a kind of stage that have points, as the report has them."""
+    """Returns the panels for a kind of stage that have points, as in the report."""
     panels = KINDS[kind].panels if kind in KINDS else ()
     return [drawn for panel in panels if (drawn := draw(panel, runs))]
 
 
 def other_panels(kind: str, runs: Sequence[Run]) -> list[Drawn]:
-    """Returns a panel for each other metric of several steps, at most MAX_OTHERS."""
+    """Returns a panel for each other metric with more than one step, at most MAX_OTHERS."""
     shown = {metric for panel in (KINDS[kind].panels if kind in KINDS else ()) for metric in panel.lines}
     names = dict.fromkeys(
         name for run in runs for name in run.curves if name not in shown and len(run.curves[name]) > 1
@@ -83,7 +83,7 @@ def other_panels(kind: str, runs: Sequence[Run]) -> list[Drawn]:
 
 
 def draw(panel: Panel, runs: Sequence[Run]) -> Drawn | None:
-    """Lays a panel out. None when there are no points and no values that are not finite."""
+    """Lays out a panel. Returns None when there are neither points nor values that are not finite."""
     found = [
         (run, metric, label) for run in runs for metric, label in panel.lines.items() if metric in run.curves
     ]
@@ -146,7 +146,7 @@ def draw(panel: Panel, runs: Sequence[Run]) -> Drawn | None:
 
 
 def _band(panel: Panel, run: Run) -> list[tuple[float, float]]:
-    """Returns the outline of the area of the first line plus and minus `panel.band`; [] where it has none."""
+    """Returns the outline of the first line plus and minus `panel.band`; [] if it has none."""
     spread = dict(run.curves.get(panel.band or "", ()))
     middle = [(step, value) for step, value in run.curves.get(next(iter(panel.lines)), ()) if step in spread]
     upper, lower = ([(step, value + sign * spread[step]) for step, value in middle] for sign in (1, -1))

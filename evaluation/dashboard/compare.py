@@ -1,5 +1,5 @@
-"""Puts two stages, or two runs, beside each other: what differs in their configuration and results, and their
-curves in one panel."""
+"""Puts two stages, or two runs, side by side: the differences in their configurations and results, and
+their curves in one panel."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ MAX_TEXT = 300
 
 
 class Side(NamedTuple):
-    """One of the two. `title`: its name; `link`: its page; `stages`: run directories by the stage's name;
-    `run`: None of a stage."""
+    """One of the two. `title`: its name; `link`: its page; `stages`: run directories by stage name; `run`:
+    None for a stage."""
 
     title: str
     link: str
@@ -26,15 +26,16 @@ class Side(NamedTuple):
 
 
 class Overlay(NamedTuple):
-    """The curves of a stage that both have."""
+    """The curves of a stage that both sides have."""
 
     stage: str
     panels: list[charts.Drawn]
 
 
 def side(folder: Folder, given: str) -> Side:
-    """Returns what a text in the address names: a run directory, or RECIPE/RUN. Raises Missing when there is
-    none."""
+    """Returns the side for an address's run directory or RECIPE/RUN. Raises Missing when it
+    does not exist.
+    """
     recipe, _, identity = given.rpartition("/")
     if not recipe:
         name = folder.request(folder.stage(given)).get("name", given)
@@ -45,7 +46,7 @@ def side(folder: Folder, given: str) -> Side:
 
 
 def differences(folder: Folder, one: Side, other: Side) -> list[Difference]:
-    """Returns at most MAX_DIFFERENCES, with texts cut to MAX_TEXT characters."""
+    """Returns at most MAX_DIFFERENCES differences, with values cut to MAX_TEXT characters."""
     found: list[Difference] = []
     if one.run and other.run:
         tops = [folder.json(run.file).get("config") for run in (one.run, other.run)]
@@ -71,7 +72,7 @@ def differences(folder: Folder, one: Side, other: Side) -> list[Difference]:
 
 
 def overlays(folder: Folder, one: Side, other: Side) -> list[Overlay]:
-    """Returns the curves of all stages that both have, in the order of the first."""
+    """Returns the curves of all stages that both sides have, in the order of the first."""
     found = []
     for name, mine, theirs in _pairs(one, other):
         try:
@@ -87,7 +88,7 @@ def overlays(folder: Folder, one: Side, other: Side) -> list[Overlay]:
 
 
 def drawable(folder: Folder, run_dir: str, label: str = "") -> charts.Run:
-    """Returns the curves of a stage for charts.py."""
+    """Returns the curves of a stage in the form that charts.py draws."""
     found = folder.curves(folder.path / STAGES / run_dir)
     return charts.Run(label, found.points, found.not_finite)
 
@@ -97,8 +98,8 @@ def _short(text: str) -> str:
 
 
 def _pairs(one: Side, other: Side) -> list[tuple[str, str, str]]:
-    """Returns (stage, run directory of the first, of the second), '' where one has none; two single stages
-    are always a pair."""
+    """Returns (stage, run directory of the first side, of the second); '' if a side lacks the stage. Two
+    single stages always form a pair."""
     if not one.run and not other.run:
         (name, mine), (_, theirs) = *one.stages.items(), *other.stages.items()
         return [(name, mine, theirs)]

@@ -1,9 +1,9 @@
-"""Adds up GPU-hours and money of a run: the GPUs that its stages reserve times the time of their processes,
-and the fees of judges.
+"""Adds up the GPU-hours and money of a run: the GPUs that its stages reserve times the time of their
+processes, and the fees of judges.
 
-GPUs of a stage: as it reserves them in Ray, the most of its parts that run one after the other. An attempt
-whose starter was killed has no recorded end: its time is left out, so sums are then "at least". Stages that a
-run found finished cost it nothing.
+A stage's GPUs are counted as it reserves them in Ray; if its parts run one after the other, the largest
+counts. An attempt whose starter was killed has no recorded end: its time is left out, and the sums are then
+"at least". Stages that the run found finished cost it nothing.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from rlhf_core.runs.run_dir import RESULT
 from rlhf_core.runs.run_records import RunRecord
 
 CONFIG: TypeAdapter[StageConfig] = TypeAdapter(StageConfig)
-FEES = ("judge_cost", "answer_cost")  # US dollars, in results of evaluations and calibrations
+FEES = ("judge_cost", "answer_cost")  # US dollars, in the results of evaluations and calibrations
 
 
 class Line(NamedTuple):
-    """What one stage used in a run. `gpus` None: not known; `unended`: attempts without a recorded end, which
-    are not in `seconds`."""
+    """The usage of one stage in a run. `gpus` None: not known; `unended`: attempts without a recorded end,
+    which `seconds` leaves out."""
 
     stage: str
     attempts: int
@@ -45,7 +45,7 @@ class Line(NamedTuple):
 
 
 class Bill(NamedTuple):
-    """The sum of a run. `price`: of a GPU; None: the recipe gives none."""
+    """The total of a run. `price`: of a GPU-hour; None: the recipe gives none."""
 
     lines: list[Line]
     price: Cost | None
@@ -60,7 +60,7 @@ class Bill(NamedTuple):
 
     @property
     def at_least(self) -> bool:
-        """Whether something is not counted."""
+        """Whether something is missing from the sums."""
         return any(line.unended or line.gpus is None for line in self.lines)
 
     @property
@@ -75,16 +75,16 @@ class Bill(NamedTuple):
 
 
 def bill(folder: Folder, run: RunRecord, stages: Sequence[Stage]) -> Bill:
-    """Returns what a run used."""
+    """Returns the bill of a run."""
     lines = []
     for stage in stages:
-        with suppress(Missing):  # it has not begun, or was removed
+        with suppress(Missing):  # not begun, or removed
             lines.append(_line(folder, run, stage, folder.stage(stage.folder)))
     return Bill(lines, price_of(folder, run))
 
 
 def price_of(folder: Folder, run: RunRecord) -> Cost | None:
-    """Returns the price in the recipe as it was run; None when it has none, or cannot be read."""
+    """Returns the price in the recipe that was run; None when it has none or it cannot be read."""
     config = folder.json(run.file).get("config")
     try:
         return (
@@ -112,7 +112,8 @@ def _line(folder: Folder, run: RunRecord, stage: Stage, run_dir: Path) -> Line:
 
 
 def gpus_of(config: Mapping[str, Any]) -> float | None:
-    """Returns the GPUs that a stage reserves; None when its configuration is of another version."""
+    """Returns the number of GPUs that a stage reserves; None when its configuration is from another
+    version."""
     try:
         checked = CONFIG.validate_python(config)
         layouts = [arrange(groups, checked.together) for groups in checked.turns]

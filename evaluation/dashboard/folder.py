@@ -1,8 +1,8 @@
-"""Reads an artifacts folder for the dashboard: nothing is written, links are not followed, and damaged or
-huge files count as missing.
+"""Reads an artifacts folder for the dashboard. Writes nothing, does not follow links, and treats damaged or
+huge files as missing.
 
-What was read is kept in memory by path, inode, size and mtime, for a bounded number of files, so that a page
-that is open costs little while nothing changes.
+What was read is kept in memory by path, inode, size and mtime, for a bounded number of files, so that an
+open page costs little while nothing changes.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ from rlhf_core.system.files import tail
 FRESH = 180.0  # seconds
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,254}")
 STAGES = "stages"
-MAX_JSON = 16 << 20
+MAX_JSON = 16 << 20  # bytes of a file that is read whole
 MAX_FILES = 8192
-MAX_GROWING = 256  # bytes of a file that is read whole; files kept in memory
+MAX_GROWING = 256  # files that grow, kept in memory
 Identity = tuple[int, int, int]
 Found = TypeVar("Found")
 Reader = TypeVar("Reader", bound=Growing[Any])
 
 
 class Missing(LookupError):
-    """There is no such run or stage."""
+    """Raised when there is no such run or stage."""
 
 
 class Folder:
@@ -52,19 +52,19 @@ class Folder:
         self.locks = Locks()
 
     def look(self) -> None:
-        """Reads anew which locks are held. Call it before a page is made."""
+        """Reads again which locks are held. Call it before building a page."""
         self.locks = Locks()
 
     def stage(self, name: str) -> Path:
-        """Returns a run directory. Raises Missing when the name is none of a directory in `stages`."""
+        """Returns a run directory. Raises Missing when `stages` has no directory of this name."""
         path = self.path / STAGES / name
         if not NAME.fullmatch(name) or not _is(path, stat.S_ISDIR):
             raise Missing(name)
         return path
 
     def requests(self, without: Container[str] = ()) -> dict[str, dict[str, Any]]:
-        """Returns the requests of all run directories that have one, by the directory's name, but those of
-        `without`."""
+        """Returns the requests of all run directories that have one, by the directory's name, except those
+        in `without`."""
         try:
             names = sorted(
                 entry.name for entry in os.scandir(self.path / STAGES) if entry.is_dir(follow_symlinks=False)
@@ -79,7 +79,7 @@ class Folder:
         return {name: request for name, request in found if request}
 
     def request(self, run_dir: Path) -> dict[str, Any]:
-        """Returns a stage's `config.json`; {} when it is missing, damaged, or not one of a stage."""
+        """Returns a stage's `config.json`; {} when it is missing, damaged, or not the request of a stage."""
         found = self.json(run_dir / REQUEST)
         kinds = {"name": str, "digest": str, "config": dict, "inputs": dict}
         whole = all(isinstance(found.get(key), kind) for key, kind in kinds.items()) and isinstance(
@@ -101,8 +101,8 @@ class Folder:
         return found
 
     def report(self, recipe: str, identity: str = "") -> Path | None:
-        """Returns the report of a run; without an id that of the recipe's last run. None when there is
-        none."""
+        """Returns the report of a run, or without an id the report of the recipe's last run. Returns None
+        when there is none."""
         home = self.path / recipe
         if not NAME.fullmatch(recipe) or not _is(home, stat.S_ISDIR):
             return None
@@ -115,8 +115,8 @@ class Folder:
         return file if _is(file, stat.S_ISREG) else None
 
     def json(self, file: Path) -> dict[str, Any]:
-        """Returns the JSON object in a file; {} as `read_json`, and when it is a link or has more than
-        MAX_JSON bytes."""
+        """Returns the JSON object in a file; {} under the same conditions as `read_json`, and when the file
+        is a link or larger than MAX_JSON bytes."""
         return self._kept(file, ("json",), lambda: _object(file))
 
     def curves(self, run_dir: Path) -> Metrics:
@@ -128,11 +128,11 @@ class Folder:
         return self._growing_file(run_dir / LOG, Attempts).look()
 
     def tail(self, file: Path, lines: int = 1) -> str:
-        """Returns the last lines of a text file, at most 20,000 bytes; '' as `json`."""
+        """Returns the last lines of a text file, at most 20,000 bytes; '' unless it is a regular file."""
         return tail(file, lines) if _is(file, stat.S_ISREG) else ""
 
     def held(self, run_dir: Path) -> bool:
-        """Returns whether a process of this machine works on a stage."""
+        """Returns whether a process on this machine is working on a stage."""
         return self.locks.held(run_dir / LOCK)
 
     def changed(self, run_dir: Path) -> float | None:
@@ -155,7 +155,7 @@ class Folder:
         found = self._kept(file, ("run", running, pinned), lambda: read(file, lambda _: running))
         elsewhere = found.state == "killed" and found.host not in ("", socket.gethostname())
         if elsewhere and any(self.fresh(self.path / stage.run_dir) for stage in found.stages):
-            # by its files alone: no lock of that machine can be seen
+            # judged by its files alone: the other machine's locks cannot be seen from here
             return found.model_copy(update={"state": "running"})
         return found
 
@@ -186,18 +186,18 @@ class Folder:
 
 
 def key_of(run: RunRecord) -> str:
-    """Returns what names a run in an address: its id, or `last` for a recipe's `run.json`, which has none."""
+    """Returns the key of a run in an address: its id, or `last` for a recipe's `run.json`, which has none."""
     return run.file.stem if run.file.parent.name == "runs" else "last"
 
 
 def recipe_of(run: RunRecord) -> str:
-    """Returns the name of the recipe's folder that has the record."""
+    """Returns the name of the recipe folder that holds the record."""
     return (run.file.parents[1] if run.file.parent.name == "runs" else run.file.parent).name
 
 
 def identity_of(file: Path) -> Identity | None:
-    """Returns inode, size and mtime of a file; None when it is missing. They change when it is written to or
-    replaced."""
+    """Returns inode, size and mtime of a file; None when it is missing. They change when the file is
+    written to or replaced."""
     try:
         about = file.lstat()
     except (OSError, ValueError):
@@ -206,7 +206,7 @@ def identity_of(file: Path) -> Identity | None:
 
 
 def inside(folder: Path, pattern: str) -> Iterator[Path]:
-    """Yields the regular files of a folder by a pattern."""
+    """Yields the regular files in a folder that match a pattern."""
     yield from (file for file in sorted(folder.glob(pattern)) if _is(file, stat.S_ISREG))
 
 

@@ -18,7 +18,7 @@ MAX_NODES = 40
 
 
 class Box(NamedTuple):
-    """What a box of the graph shows. `link`: an address, '' for none."""
+    """The content of a box in the graph. `link`: an address, '' for none."""
 
     state: str
     note: str
@@ -26,22 +26,22 @@ class Box(NamedTuple):
 
 
 class Graph(NamedTuple):
-    """A drawing, and its boxes by name."""
+    """A drawing with its boxes by name."""
 
     drawing: Drawing
     boxes: dict[str, Box]
 
 
 class Source(NamedTuple):
-    """A data set of a stage: the field of its config that names it, and its path or Hub id."""
+    """A data set of a stage: the config field that names it, and its path or Hub id."""
 
     field: str
     name: str
 
 
 class Relatives(NamedTuple):
-    """Where a stage comes from and what was made from it. `models`: of outside; `parents`, `children`: names
-    of run directories."""
+    """The origins and descendants of a stage. `models`: input models that no stage here made; `parents`,
+    `children`: names of run directories."""
 
     graph: Graph
     parents: list[str]
@@ -51,15 +51,15 @@ class Relatives(NamedTuple):
 
 
 def of_run(stages: Sequence[Stage]) -> Graph:
-    """Returns the stages of a run with their states."""
+    """Returns the graph of a run's stages with their states."""
     drawing = draw(_topological({stage.name: stage.parents for stage in stages[:MAX_NODES]}))
     links = {stage.name: address(stage.folder) if stage.state != "not begun" else "" for stage in stages}
     return Graph(drawing, {stage.name: Box(stage.state, stage.state, links[stage.name]) for stage in stages})
 
 
 def of_stage(folder: Folder, name: str) -> Relatives:
-    """Returns ancestors and descendants of a stage (the nearest MAX_NODES of each), and its own models and
-    data."""
+    """Returns the ancestors and descendants of a stage (the nearest MAX_NODES of each), and its own models
+    and data."""
     requests = folder.requests()
     above = {one: _parents(one, request, requests) for one, request in requests.items()}
     below: dict[str, list[str]] = {}
@@ -87,12 +87,12 @@ def of_stage(folder: Folder, name: str) -> Relatives:
 
 
 def address(name: str) -> str:
-    """Returns the address of a stage's page; '' for a name that no run directory has."""
+    """Returns the address of a stage's page; '' for a name that no run directory can have."""
     return f"/stage/{quote(name)}" if NAME.fullmatch(name) else ""
 
 
 def _label(folder: Folder, name: str) -> str:
-    """Returns the stage's name and the beginning of its digest."""
+    """Returns the stage's name and the start of its digest."""
     request = folder.request(folder.path / STAGES / name)
     return f"{request['name']} {request['digest'][:8]}" if request else name
 
@@ -100,7 +100,7 @@ def _label(folder: Folder, name: str) -> str:
 def _data(stage: Ancestor) -> list[Source]:
     try:
         found = [Source(field, shown(str(source["path"]))) for _, field, source in sources(stage)]
-    except (LookupError, TypeError):  # a config of another version
+    except (LookupError, TypeError):  # a config from another version
         return []
     return list(dict.fromkeys(found))
 
@@ -113,8 +113,8 @@ def _parents(name: str, request: Mapping[str, Any], stages: Collection[str]) -> 
 
 
 def _stage_in(stages: Collection[str], place: str) -> str:
-    """Returns which of the run directories a path is in, also when the artifacts were moved or copied; ''
-    when in none."""
+    """Returns the name of the run directory that contains a path, even if the artifacts were moved or
+    copied; '' if none does."""
     return next(
         (name for before, name in pairwise(Path(place).parts) if before == STAGES and name in stages), ""
     )
@@ -136,8 +136,8 @@ def _reached(start: str, neighbours: Mapping[str, Sequence[str]]) -> list[str]:
 
 
 def _topological(parents: Mapping[str, Sequence[str]]) -> dict[str, list[str]]:
-    """Returns the nodes with their parents, parents first; edges that close a circle (of damaged records) are
-    left out."""
+    """Returns the nodes with their parents, parents first. Edges that close a cycle (in damaged records)
+    are left out."""
     ordered: dict[str, list[str]] = {}
 
     def visit(node: str, path: tuple[str, ...]) -> None:

@@ -1,8 +1,8 @@
-"""Reads files that grow: only what was appended since the last call, in bounded memory. A replaced or cut
-file is read from its start.
+"""Reads files that grow: reads only what was appended since the last call, in bounded memory. A replaced or
+truncated file is read from its start.
 
 `metrics.jsonl` is appended to while a stage runs and replaced when it resumes (runs/metrics_log.py);
-`log.txt` is only appended to (runs/launch.py). A last line without its end is left until it has one.
+`log.txt` is only appended to (runs/launch.py). A last line without a line end is left until it has one.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Generic, NamedTuple, TypeGuard, TypeVar
 CHUNK = 1 << 20
 MAX_LINE = 1 << 20
 MAX_LOG = 64 << 20  # bytes
-TAIL = 64  # bytes before the position, compared to notice a replaced file
+TAIL = 64  # bytes before the position that are compared to notice a replaced file
 MAX_POINTS = 600
 MAX_METRICS = 500
 MARK = re.compile(
@@ -29,7 +29,7 @@ MARK = re.compile(
     rb" (-?\d{1,5})$)?"
 )
 STEP = re.compile(rb"step (\d{1,12})/(\d{1,12})(?:\s|$)")
-# What stages without steps say of their work: answers that are sampled, scored, judged.
+# How stages without steps report progress: answers that are sampled, scored, judged.
 PARTS = re.compile(
     rb"(?:sampled answers to |scored |.{1,300} \(|.{1,300}: )(\d{1,12}) of (\d{1,12})"
     rb" (?:prompts,|answers$|models\)$|done$)"
@@ -40,13 +40,13 @@ Seen = TypeVar("Seen")
 
 
 class Growing(Generic[Seen]):
-    """A file whose complete lines go to `take` once each, after `restart` when it is another file than
-    before. Links are not followed.
+    """Passes each complete line of a file to `take` once. Calls `restart` first if the file is a different
+    one than before. Links are not followed.
 
-    `look` returns what `snapshot` makes of them; any thread may call it.
+    `look` returns the result of `snapshot`; any thread may call it.
     """
 
-    most: int | None = None  # bytes before the file's end that are read at first; None: all
+    most: int | None = None  # read only this many bytes before the end at first; None: all
 
     def __init__(self, path: Path):
         self._path = path
@@ -60,7 +60,8 @@ class Growing(Generic[Seen]):
         self.restart()
 
     def look(self) -> Seen:
-        """Reads what is new, and returns all that is known. Equal objects while nothing was added."""
+        """Reads what is new, and returns all that is known. Returns the same object while nothing was
+        added."""
         with self._guard:
             before = self._identity, self._offset
             self.update()
@@ -69,7 +70,7 @@ class Growing(Generic[Seen]):
             return self._seen
 
     def update(self) -> None:
-        """Reads what is new. A missing file, or one that cannot be read, counts as empty."""
+        """Reads what is new. A missing or unreadable file counts as empty."""
         try:
             descriptor = os.open(self._path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
         except OSError:
@@ -95,10 +96,10 @@ class Growing(Generic[Seen]):
         """Forgets all lines."""
 
     def take(self, line: bytes) -> None:
-        """Gets one line, without its end."""
+        """Receives one line, without its line end."""
 
     def snapshot(self) -> Seen:
-        """Returns what the lines say, in objects that do not change any more."""
+        """Returns the state after all lines, in objects that do not change later."""
         raise NotImplementedError
 
     def _forget(self) -> None:
@@ -121,7 +122,7 @@ class Growing(Generic[Seen]):
         self._last = (self._last + chunk)[-TAIL:]
         *lines, self._rest = (self._rest + chunk).split(b"\n")
         for line in lines:
-            if not self._cut:  # else this is the end of a line whose beginning was not kept
+            if not self._cut:  # otherwise this is the end of a line whose start was dropped
                 self.take(line)
             self._cut = False
         if len(self._rest) > MAX_LINE:
@@ -130,8 +131,8 @@ class Growing(Generic[Seen]):
 
 
 class Series:
-    """The points of one metric: at most MAX_POINTS, means of neighbours where there are more. Values that are
-    not finite are counted."""
+    """The points of one metric: at most MAX_POINTS; beyond that, neighbours are averaged. Values that are
+    not finite are only counted."""
 
     def __init__(self) -> None:
         self.not_finite = 0
@@ -155,7 +156,7 @@ class Series:
             self._group = 2 * self._group
 
     def points(self) -> list[tuple[float, float]]:
-        """Returns (step, value), steps rising."""
+        """Returns (step, value) points with increasing steps."""
         return [*self._points, *([_mean(self._pending)] if self._pending else [])]
 
 
@@ -166,8 +167,8 @@ def _mean(points: Iterable[tuple[float, float]]) -> tuple[float, float]:
 
 
 class Metrics(NamedTuple):
-    """The metrics of a stage: by name the points, how many values were not finite, and the last finite value.
-    `step`, `time`: of the last line; `pace`: seconds of a step, by the last lines."""
+    """The metrics of a stage: by name its points, the number of values that are not finite, and the last
+    finite value. `step`, `time`: from the last line; `pace`: seconds per step, from the last lines."""
 
     points: dict[str, list[tuple[float, float]]]
     not_finite: dict[str, int]
@@ -178,7 +179,7 @@ class Metrics(NamedTuple):
 
 
 class Curves(Growing[Metrics]):
-    """The metrics in `metrics.jsonl`."""
+    """Reads the metrics in `metrics.jsonl`."""
 
     def restart(self) -> None:
         self.series: dict[str, Series] = {}
@@ -224,8 +225,8 @@ def is_number(value: object) -> TypeGuard[float]:
 
 
 class Attempt(NamedTuple):
-    """A start of a stage's process. `seconds`, `code`: of its end; None while it runs, or when whoever
-    started it was killed."""
+    """A start of a stage's process. `seconds`, `code`: recorded at its end; None while it runs, or if
+    whoever started it was killed."""
 
     started: float
     seconds: float | None = None
@@ -233,15 +234,15 @@ class Attempt(NamedTuple):
 
 
 class Log(NamedTuple):
-    """The starts of a stage's process, and (done, all) of the last line `step X/Y`, or of `X of Y` as PARTS
-    has it."""
+    """The starts of a stage's process, and (done, all) from the last line `step X/Y`, or from `X of Y`
+    lines that match PARTS."""
 
     attempts: tuple[Attempt, ...]
     progress: tuple[int, int] | None
 
 
 class Attempts(Growing[Log]):
-    """The starts and ends in `log.txt`."""
+    """Reads the starts and ends in `log.txt`."""
 
     most = MAX_LOG
 
@@ -269,7 +270,7 @@ class Attempts(Growing[Log]):
 
 
 def _seconds(text: str) -> float:
-    """Returns a local time of a log as seconds since 1970; 0 when it is none."""
+    """Returns a log's local time as seconds since 1970; 0 when it cannot be parsed."""
     try:
         return time.mktime(time.strptime(text, "%Y-%m-%d %H:%M:%S"))
     except (ValueError, OverflowError):

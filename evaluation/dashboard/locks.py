@@ -1,8 +1,8 @@
-"""Finds which lock files are held, without touching them: Linux lists all locks in /proc/locks.
+"""Finds out which lock files are held without touching them: Linux lists all locks in /proc/locks.
 
-`is_locked` of system/files.py takes a lock for a moment and writes to its file: a page that did that each
-second could keep a stage from its own lock. Locks of processes in other containers and on other machines are
-not listed.
+`is_locked` in system/files.py takes a lock for a moment and writes to its file; a page that did so every
+second could keep a stage from getting its own lock. Locks of processes in other containers and on other
+machines are not listed.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import re
 from pathlib import Path
 
 LOCKS = Path("/proc/locks")
-# held ones; "-> " marks those that wait
+# held locks only; "-> " marks waiting ones
 HELD = re.compile(r"^\d+: FLOCK\s+\S+\s+WRITE (\d+) ([0-9a-f]+):([0-9a-f]+):(\d+) ", re.M)
 
 
@@ -28,7 +28,7 @@ class Locks:
         self._inodes = {inode for inode, _, _ in self._held}
 
     def held(self, file: Path) -> bool:
-        """Returns whether a process of this machine holds a lock file."""
+        """Returns whether a process on this machine holds a lock file."""
         if not self._held:
             return False
         try:
@@ -37,6 +37,6 @@ class Locks:
             return False
         major = os.major(about.st_dev)
         minor = os.minor(about.st_dev)
-        if major == 0:  # overlayfs and btrfs: the device of the listing is another one
+        if major == 0:  # on overlayfs and btrfs the listing has a different device
             return about.st_ino in self._inodes
         return (about.st_ino, major, minor) in self._held

@@ -1,8 +1,8 @@
-"""Makes the dashboard's pages of parts. Each part is HTML of its own template, so that an open page replaces
-only the parts that changed.
+"""Builds the dashboard's pages from parts. Each part is HTML from its own template, so that an open page
+replaces only the parts that changed.
 
-All texts of runs (names, answers, logs, configurations) are escaped by Jinja and lose their control
-characters.
+All strings from runs (names, answers, logs, configurations) are escaped by Jinja, and their control
+characters are removed.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ MAX_RUNS = 300
 MAX_CHOICES = 50
 MAX_CONFIG = 200_000
 MAX_PANELS = 3
-MAX_FILTER = 200  # characters of the words that filter the runs
+MAX_FILTER = 200  # characters of the filter text
 COLOURS = {
     "done": "#2e8b6f",
     "running": "#2563a8",
@@ -50,8 +50,8 @@ COLOURS = {
 
 
 class Page(NamedTuple):
-    """A page. `parts`: functions that return the HTML of each part; `slow`: those that an open page makes
-    anew only now and then; `watched` returns a value that is equal while nothing changes on disk."""
+    """A page. `parts`: functions that return the HTML of each part; `slow`: parts that an open page
+    rebuilds only now and then; `watched` returns a value that stays equal while nothing changes on disk."""
 
     title: str
     parts: dict[str, Callable[[], str]]
@@ -59,13 +59,13 @@ class Page(NamedTuple):
     watched: Callable[[], object]
 
     def make(self, name: str) -> str:
-        """Returns the HTML of a part; a sentence where what is on disk (of another version, or damaged)
+        """Returns the HTML of a part, or a sentence if the files on disk (damaged, or from another version)
         cannot be shown."""
         try:
             return self.parts[name]()
         except Exception as error:
             title = plain(self.title).replace("\n", " ")
-            told = plain(traceback.format_exc())  # a log is read on a terminal
+            told = plain(traceback.format_exc())  # a log is read in a terminal
             logging.getLogger(__name__).error(
                 "the part %s of the page %s could not be made\n%s", name, title, told
             )
@@ -88,7 +88,7 @@ def page_of(folder: Folder, path: str, query: dict[str, str]) -> Page:
 
 
 def overview(folder: Folder, wanted: str = "") -> Page:
-    """Returns the page of all runs, loops and stages. `wanted`: words that each of the shown runs has."""
+    """Returns the page of all runs, loops and stages. `wanted`: words that every listed run must contain."""
     wanted = plain(wanted[:MAX_FILTER])
 
     def now() -> str:
@@ -253,8 +253,8 @@ def stage_page(folder: Folder, name: str) -> Page:
 
 
 def compare_page(folder: Folder, a: str, b: str) -> Page:
-    """Returns two stages or two runs beside each other. Raises Missing when one is none, or they are of
-    different sorts."""
+    """Returns the page that shows two stages or two runs side by side. Raises Missing when one does not
+    exist, or when one is a stage and the other a run."""
     one = compare.side(folder, a)
     other = compare.side(folder, b)
     if (one.run is None) != (other.run is None):
@@ -275,7 +275,7 @@ def compare_page(folder: Folder, a: str, b: str) -> Page:
 
 
 def fill(part: str, **values: Any) -> str:
-    """Returns the HTML of a part, named TEMPLATE.BLOCK."""
+    """Returns the HTML of a part, which is named TEMPLATE.BLOCK."""
     name, _, block = part.partition(".")
     template = templates().get_template(f"{name}.html.j2")
     html = "".join(template.blocks[block](template.new_context(values)))
@@ -284,7 +284,7 @@ def fill(part: str, **values: Any) -> str:
 
 @cache
 def templates() -> jinja2.Environment:
-    """Returns what fills in the templates of this folder: that of the report, with more filters."""
+    """Returns the environment that fills in this folder's templates: the report's, with more filters."""
     made = environment(Path(__file__).parent / "templates")
     made.filters.update(plain=plain, moment=moment, quoted=quoted)
     made.globals.update(colours=COLOURS, address=graph.address)
@@ -307,17 +307,17 @@ def digest(html: str) -> str:
 
 
 def quoted(text: object) -> str:
-    """Returns a text as one word of a command that is to be copied into a shell."""
+    """Returns a string quoted as one word, to be copied into a shell command."""
     return shlex.quote(str(text))
 
 
 def moment(seconds: float | None) -> str:
-    """Formats seconds since 1970 as local date and time; – when they are missing."""
+    """Formats seconds since 1970 as local date and time; – when missing."""
     return "–" if not seconds else f"{datetime.fromtimestamp(seconds):%Y-%m-%d %H:%M:%S}"
 
 
 def link(run: RunRecord) -> str:
-    """Returns the address of a run's page; '' of a damaged record."""
+    """Returns the address of a run's page; '' for a damaged record."""
     return (
         ""
         if run.state == "damaged" and run.file.name != RUN
@@ -326,8 +326,8 @@ def link(run: RunRecord) -> str:
 
 
 class Row(NamedTuple):
-    """What the list of runs says of a run besides its record. `to`: address of its page; `done` of `stages`
-    are done; `rate`, `champion`: as in state.py."""
+    """What the list of runs shows besides a run's record. `to`: address of its page; `done` of `stages` are
+    done; `rate`, `champion`: as in state.py."""
 
     to: str
     done: int
@@ -348,7 +348,7 @@ def _counts(folder: Folder, run: RunRecord) -> tuple[int, int]:
 
 
 def _text(run: RunRecord, champion: str) -> str:
-    """Returns the text of a run that the words of the filter are looked for in."""
+    """Returns the text about a run that the filter searches for its words."""
     texts = [recipe_of(run), run.file.stem, run.recipe, run.label, run.state, run.why]
     if run.pinned:
         texts.append("pinned")

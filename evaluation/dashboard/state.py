@@ -1,9 +1,9 @@
-"""Says what goes on in a run directory and in a run: its state, why it waits or ended, its progress. By files
-and held locks alone.
+"""Determines what is happening in a run directory and in a run: its state, why it waits or ended, and its
+progress. Uses only files and held locks.
 
 States of a stage: done; running (a process holds its lock); failed; killed (its process is gone without an
-end); waiting (its run goes on); not begun. On another machine no lock can be seen: there a stage counts as
-running while its files are less than FRESH seconds old.
+end); waiting (its run is in progress); not begun. Locks on another machine cannot be seen; there, a stage
+counts as running while its files are less than FRESH seconds old.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from rlhf_core.runs.approval import Approval
 from rlhf_core.runs.run_dir import HOLDER, LOG, METRICS, REQUEST, RESULT, ROLLOUTS
 from rlhf_core.runs.run_records import RunRecord
 
-CHAMPION = "champion.json"  # which rlhf_core/stages/publication/champion.py keeps in a recipe's folder
-WIN_RATE = "win_rate/"  # with the name of a model
-PARENTS = "waits for "  # names of stages before it
+CHAMPION = "champion.json"  # rlhf_core/stages/publication/champion.py keeps it in a recipe's folder
+WIN_RATE = "win_rate/"  # followed by the name of a model
+PARENTS = "waits for "  # followed by the names of the stages before it
 HOST = re.compile(r" on (\S+) since ")
 STOPPED = {
     128 + number: signal.Signals(number).name for number in (signal.SIGINT, signal.SIGTERM, signal.SIGKILL)
@@ -38,12 +38,12 @@ STOPPED = {
 
 
 class Stage(NamedTuple):
-    """A stage at one moment. `folder`: the name of its run directory; `told`: why it is in its state, a
+    """A stage at one moment. `folder`: the name of its run directory; `told`: the reason for its state, a
     sentence or ''.
 
-    `steps`: (done, all) of a running one; `left`: seconds that it probably still takes; `seconds`: of the
+    `steps`: (done, all) while it runs; `left`: estimated seconds remaining; `seconds`: duration of the
     process that finished it; `changed`: when its files were last written, in seconds since 1970; `parents`:
-    names of stages; `gates`: those that it does not pass, in words.
+    names of stages; `gates`: the gates that it does not pass, in words.
     """
 
     folder: str
@@ -63,7 +63,7 @@ class Stage(NamedTuple):
 def stage_of(
     folder: Folder, run_dir: Path, name: str = "", kind: str = "", parents: tuple[str, ...] = ()
 ) -> Stage:
-    """Returns a stage's state by its run directory. `name`, `kind`: where it has no request yet."""
+    """Returns a stage's state from its run directory. `name`, `kind`: used if it has no request yet."""
     request = folder.request(run_dir)
     result = folder.json(run_dir / RESULT)
     config = request.get("config", {})
@@ -99,7 +99,7 @@ def stage_of(
 
 
 def _ended(holder: str, last: Attempt | None, elsewhere: bool) -> tuple[str, str]:
-    """Returns state and reason of a stage that nobody works on and that has no result."""
+    """Returns the state and its reason for a stage that nobody works on and that has no result."""
     goes_on = "the next run goes on from its last checkpoint"
     if elsewhere:
         return "killed", f"no news for {FRESH:.0f} s from {holder}"
@@ -113,7 +113,7 @@ def _ended(holder: str, last: Attempt | None, elsewhere: bool) -> tuple[str, str
 
 
 def run_stages(folder: Folder, run: RunRecord) -> list[Stage]:
-    """Returns the stages of a run: as recorded when it has ended, else as their run directories are."""
+    """Returns the stages of a run: as recorded if it has ended, otherwise from their run directories."""
     found: list[Stage] = []
     for recorded in run.stages:
         try:
@@ -134,12 +134,12 @@ def run_stages(folder: Folder, run: RunRecord) -> list[Stage]:
 
 
 def _waiting(run: RunRecord, stages: list[Stage]) -> list[Stage]:
-    """Says of the stages of a run in progress what they wait for."""
+    """Returns the stages of a run in progress with what each waits for."""
     done = {stage.name for stage in stages if stage.state == "done"}
     others = [stage.name for stage in stages if stage.state == "running"]
     told = []
     for stage in stages:
-        # others may still run beside it
+        # others may still be running beside it
         failed_now = stage.state == "failed" and (stage.changed or 0) >= run.started
         if stage.state == "done" or failed_now:
             told.append(stage)
@@ -165,8 +165,8 @@ def _waiting(run: RunRecord, stages: list[Stage]) -> list[Stage]:
 
 
 class Question(NamedTuple):
-    """A stage that waits for a person's approval. `recipe`: its folder in the artifacts, for `alignflow
-    approve`."""
+    """A stage that waits for a person's approval. `recipe`: the recipe's folder in the artifacts, for
+    `alignflow approve`."""
 
     folder: str
     recipe: str
@@ -174,7 +174,7 @@ class Question(NamedTuple):
 
 
 def questions(folder: Folder) -> list[Question]:
-    """Returns the stages that somebody may still approve or refuse, the oldest question first."""
+    """Returns the stages that somebody may still approve or refuse, oldest question first."""
     read = (
         (file.parent.name, approval_of(folder, file.parent))
         for file in inside(folder.path, f"{STAGES}/*/{APPROVAL}")
@@ -187,7 +187,7 @@ def questions(folder: Folder) -> list[Question]:
 
 
 def approval_of(folder: Folder, run_dir: Path) -> Approval | None:
-    """Returns the question to a person about a stage; None when there is none, or it is damaged."""
+    """Returns the question to a person about a stage; None if there is none or it is damaged."""
     try:
         return Approval.model_validate_json(json.dumps(folder.json(run_dir / APPROVAL)))
     except ValidationError:
@@ -195,8 +195,8 @@ def approval_of(folder: Folder, run_dir: Path) -> Approval | None:
 
 
 def open_gates(config: Mapping[str, Any], metrics: Mapping[str, float], asked: Approval | None) -> list[str]:
-    """Returns a part of a sentence for each gate of a finished stage that it does not pass. `asked`: the
-    question to a person, which is not asked while another gate stops what depends on the stage."""
+    """Returns part of a sentence for each gate that a finished stage does not pass. `asked`: the question
+    to a person; it is not asked while another gate stops the stages that depend on this one."""
     found: list[str] = []
     waits = held = False
     gates = config.get("gates")
@@ -221,13 +221,13 @@ def main_metric(config: Mapping[str, Any], metrics: Mapping[str, float]) -> str:
     kind = KINDS.get(config.get("stage", ""))
     try:
         names = () if kind is None else kind.main_metrics(config)
-    except (LookupError, TypeError, ValueError):  # a config of another version
+    except (LookupError, TypeError, ValueError):  # a config from another version
         names = ()
     return next((f"{name} {metrics[name]:.4g}" for name in names if name in metrics), "")
 
 
 def numbers(found: object) -> dict[str, float]:
-    """Returns the numbers of a JSON object by name."""
+    """Returns the numbers in a JSON object, by name."""
     return (
         {name: float(value) for name, value in found.items() if is_number(value)}
         if isinstance(found, dict)
@@ -236,14 +236,14 @@ def numbers(found: object) -> dict[str, float]:
 
 
 def watched(folder: Folder, run_dir: Path) -> tuple[object, ...]:
-    """Returns a value that is equal while nothing changes in a run directory."""
+    """Returns a value that stays equal while nothing changes in a run directory."""
     names = (REQUEST, METRICS, LOG, RESULT, HOLDER, ROLLOUTS, APPROVAL)
     return (folder.held(run_dir), *(identity_of(run_dir / name) for name in names))
 
 
 def win_rate(folder: Folder, run: RunRecord) -> str:
-    """Returns the win rate of the last model in a run's last finished evaluation with its 95 % interval, such
-    as `ppo 61.2 % (55.0–67.1 %)`; '' when there is none."""
+    """Returns the win rate of the last model in a run's last finished evaluation with its 95 % interval,
+    such as `ppo 61.2 % (55.0–67.1 %)`; '' if there is none."""
     for stage in reversed(run.stages):
         try:
             run_dir = folder.stage(stage.run_dir.partition("/")[2])
@@ -259,8 +259,8 @@ def win_rate(folder: Folder, run: RunRecord) -> str:
 
 
 def _win_rate_text(config: Mapping[str, Any], metrics: Mapping[str, float]) -> str:
-    """Returns the win rate of the last of an evaluation's models, or of the last judged one where the last is
-    the baseline."""
+    """Returns the win rate of an evaluation's last model, or of the last judged model if that one was not
+    judged (such as the baseline)."""
     judged = [name.removeprefix(WIN_RATE) for name in metrics if name.startswith(WIN_RATE)]
     if not judged:
         return ""
@@ -275,7 +275,7 @@ def _win_rate_text(config: Mapping[str, Any], metrics: Mapping[str, float]) -> s
 
 
 def champion(folder: Folder, run: RunRecord) -> str:
-    """Returns the model in use of a run's recipe where a publication of this run made it the champion; ''
+    """Returns the champion of a run's recipe if a publication of this run made it the champion; ''
     otherwise."""
     reigns = folder.json(folder.path / recipe_of(run) / CHAMPION).get("reigns")
     last = reigns[-1] if isinstance(reigns, list) and reigns else None

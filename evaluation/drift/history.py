@@ -1,7 +1,7 @@
 """Finds earlier results of a drift stage in the same artifacts folder. Torch-free.
 
-An earlier result is a finished run directory of the same stage with another digest, with the same reference.
-What is found depends on what has finished when the stage runs, and is not part of its digest.
+An earlier result is a finished run directory of the same stage with a different digest and the same
+reference. The result depends on what has finished when the stage runs, and is not part of its digest.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Found(NamedTuple):
 
 
 def earlier_results(request: StageRequest, config: Drift, run: RunDir) -> list[Found]:
-    """Returns the earlier results, oldest first; those that are damaged or unfinished are left out."""
+    """Returns the earlier results, oldest first, without damaged or unfinished ones."""
     found = []
     for folder in run.path.parent.glob(f"{request.name}-*"):
         other = RunDir(folder)
@@ -42,7 +42,7 @@ def earlier_results(request: StageRequest, config: Drift, run: RunDir) -> list[F
 
 
 def with_changes(signals: list[Signal], earlier: list[Found]) -> list[Signal]:
-    """Returns the signals with the change of each from the newest earlier result that has it."""
+    """Returns the signals with each one's change from the newest earlier result that has it."""
     before: dict[str, float] = {}
     for one in earlier:
         before |= one.report.values

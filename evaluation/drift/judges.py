@@ -1,5 +1,5 @@
-"""Measures drift of judges: agreement of the judge with the reward model, and verdicts that the judge gave in
-the past. Torch-free."""
+"""Measures judge drift: the judge's agreement with the reward model, and changes to verdicts that it gave
+in the past. Torch-free."""
 
 from __future__ import annotations
 
@@ -15,16 +15,17 @@ from evaluation.scores.scoring import difference_interval
 from rlhf_core.data.anchors import Pairs
 from rlhf_core.records import Judgment
 
-FEWEST = 8  # questions of a rank correlation
+FEWEST = 8  # fewest questions for a rank correlation
 
 
 def agreement(
     judged: Sequence[Judgment], rewarded: Sequence[Judgment], rounds: int, seed: int
 ) -> Signal | None:
-    """Returns `judge/reward_correlation`: Spearman's correlation, over questions, of the judge's score of the
-    model (0 to 1) with the difference of the reward model's scores of model and baseline.
+    """Returns `judge/reward_correlation`: Spearman's correlation, over questions, between the judge's score
+    of the model (0 to 1) and the difference of the reward model's scores of model and baseline.
 
-    None with fewer than FEWEST questions that both judged, or when one of them gives all questions the same.
+    Returns None when both judged fewer than FEWEST common questions, or when one gives all of them the same
+    score.
     """
     wins = {judgment.uid: judgment.score for judgment in judged if judgment.score is not None}
     gaps = {judgment.uid: gap for judgment in rewarded if (gap := score_gap(judgment.games[1])) is not None}
@@ -40,8 +41,8 @@ def agreement(
 
 
 def judge_anchors(judge: Judge, anchors: Pairs) -> list[Signal]:
-    """Returns `anchors/changed`, the share of anchors with another winner than in the past, and
-    `anchors/shift`, the change of answer B's win rate; its test is an exact sign test on the anchors whose
+    """Returns `anchors/changed`, the share of anchors with a different winner than in the past, and
+    `anchors/shift`, the change of answer B's win rate, tested with an exact sign test on the anchors whose
     points rose or fell. Raises ValueError when no game has a verdict."""
     judged = battles(judge, anchors.questions, anchors.answers, [("b", "a")])
     scores = np.array(

@@ -1,4 +1,4 @@
-"""Defines what a drift stage writes to `report/drift.json`. Torch-free."""
+"""Defines the content of `report/drift.json`, written by a drift stage. Torch-free."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ DRIFT = "drift.json"
 class Signal(Frozen):
     """One measure of drift over `count` prompts, questions or pairs, with its 95 % interval.
 
-    `p` is the p-value of the test against no drift, None where there is none. `change`: `value` less that of
-    the previous result.
+    `p` is the p-value of the test against no drift, or None if there is none. `change` is `value` minus the
+    value in the previous result.
     """
 
     name: str
@@ -26,8 +26,7 @@ class Signal(Frozen):
 
 
 class Earlier(Frozen):
-    """An earlier finished result of the same stage: when it was made, its digest and model, and the values of
-    its signals."""
+    """An earlier finished result of the same stage: its time, digest, model and signal values."""
 
     at: datetime
     digest: str
@@ -36,8 +35,8 @@ class Earlier(Frozen):
 
 
 class DriftReport(Frozen):
-    """The content of `drift.json`. `at`: when it was made (UTC). `anchors_at`: when the anchors were judged.
-    `history`: oldest first."""
+    """The content of `drift.json`. `at`: when it was written (UTC). `anchors_at`: when the anchors were
+    judged. `history`: oldest first."""
 
     at: datetime
     model: str
@@ -55,8 +54,7 @@ class DriftReport(Frozen):
 
 
 def metrics(report: DriftReport) -> dict[str, float]:
-    """Returns `<signal>`, `<signal>_low`, `<signal>_high`, and where there are such, `<signal>_p` and
-    `<signal>/change`."""
+    """Returns `<signal>`, `<signal>_low`, `<signal>_high`, and if present `<signal>_p`, `<signal>/change`."""
     found: dict[str, float] = {}
     for signal in report.signals:
         values = {

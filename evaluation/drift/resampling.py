@@ -30,7 +30,7 @@ def weights(rows: int, resamples: int, generator: np.random.Generator) -> Floats
 
 
 def ends(values: Floats) -> Interval:
-    """Returns the 2.5 % and 97.5 % quantiles, without resamples that have no value."""
+    """Returns the 2.5 % and 97.5 % quantiles, ignoring resamples without a value."""
     low, high = np.nanquantile(values, ENDS)
     return Interval(float(low), float(high))
 
@@ -54,8 +54,8 @@ def ratio(above: Floats, below: Floats, resamples: int, seed: int) -> Interval:
 
 
 def spearman(one: Floats, other: Floats) -> Floats:
-    """Returns Spearman's rank correlation of each row of two (R, N) arrays, (R,); nan where all values of a
-    row are the same."""
+    """Returns Spearman's rank correlation for each row of two (R, N) arrays, (R,); nan if all values in a
+    row are equal."""
     ranks = [rankdata(values, axis=1) for values in (one, other)]
     a, b = (rank - rank.mean(1, keepdims=True) for rank in ranks)
     scale = np.sqrt((a * a).sum(1) * (b * b).sum(1))

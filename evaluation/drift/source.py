@@ -1,4 +1,4 @@
-"""Reads from a finished evaluation what a drift stage compares. Torch-free."""
+"""Reads the data that a drift stage compares from a finished evaluation. Torch-free."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from rlhf_core.runs.run_dir import RunDir, StageRequest
 
 @dataclass(frozen=True)
 class Judged:
-    """The evaluation's request; the names that it gives the two models, and their answers, by name and in the
-    order of `questions`."""
+    """A finished evaluation: its request, its names for the two models, and their answers, by name and in
+    the order of `questions`."""
 
     request: StageRequest
     folder: Path
@@ -35,13 +35,13 @@ class Judged:
 
     @property
     def reward_judge(self) -> str | None:
-        """The name of the first second opinion that is a reward model."""
+        """The name of the first second-opinion judge that is a reward model."""
         named = list(judge_names(self.config.judges).items())[1:]
         return next((name for name, judge in named if isinstance(judge, configs.RewardJudge)), None)
 
     @property
     def judge(self) -> str:
-        """The name of the judge that decides."""
+        """The name of the deciding judge."""
         return next(iter(judge_names(self.config.judges)))
 
     def judgments(self, judge: str) -> list[Judgment]:
@@ -55,9 +55,9 @@ class Judged:
 
 
 def read_evaluation(report: Path, inputs: Mapping[str, str], model: str, reference: str) -> Judged:
-    """Reads the evaluation with this report folder. `inputs` has the places of the two models.
+    """Reads the evaluation with this report folder. `inputs` has the paths of the two models.
 
-    Raises ValueError when one of the models has no answers in it.
+    Raises ValueError when one of the models has no answers in the evaluation.
     """
     request = RunDir(report.parent).request()
     config = request.config
@@ -95,8 +95,8 @@ def read_evaluation(report: Path, inputs: Mapping[str, str], model: str, referen
 
 
 def place_of(place: str) -> str:
-    """Returns the last three parts of a model's path, which have its stage's digest, or its Hub id: the same
-    wherever artifacts are."""
+    """Returns the last three parts of a model's path, which include its stage's digest, or its Hub id. The
+    result is the same wherever the artifacts are."""
     return "/".join(PurePosixPath(place).parts[-3:])
 
 

@@ -1,8 +1,8 @@
-"""Runs the drift stage: compares prompts, answers and judges of the present with the past, and writes
+"""Runs the drift stage: compares present prompts, answers and judges with past ones, and writes
 `report/drift.json`.
 
-It reads the answers and judgments of a finished evaluation, asks no model, and loads one only for the KL
-(`kl`) and for a judge of anchors that needs one.
+It reads the answers and judgments of a finished evaluation. It generates no answers, and loads a model only
+for the KL (`kl`) and for a judge of anchors that needs one.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ REPORT = "report"
 
 
 class Anchored(NamedTuple):
-    """Signals of the anchors, a key of what was judged by what, and when (UTC)."""
+    """Signals of the anchors, a key of what was judged and by which judge, and when (UTC)."""
 
     signals: list[Signal]
     key: str
@@ -43,8 +43,8 @@ class Anchored(NamedTuple):
 
 
 def run(request: StageRequest, run: RunDir) -> Outcome:
-    """Computes all signals. Raises ValueError for wrong prompts or anchors, and when a model has no answers
-    in the evaluation."""
+    """Computes all signals. Raises ValueError for invalid prompts or anchors, and when a model has no
+    answers in the evaluation."""
     config = request.config
     assert isinstance(config, Drift), f"drift got the config of a {config.stage} stage"
     rounds = config.bootstrap_rounds
@@ -107,8 +107,8 @@ def run(request: StageRequest, run: RunDir) -> Outcome:
 
 
 def prompt_texts(config: Drift, seed: int) -> tuple[list[str], list[str]]:
-    """Returns the different prompts of present and past as texts, at most `max_prompts` each: the last ones
-    of the present, and some of the past, drawn by the seed. Raises ValueError as `load_rows` and
+    """Returns the distinct present and past prompts as strings, at most `max_prompts` each: the last ones
+    of the present, and a sample of the past drawn with the seed. Raises ValueError like `load_rows` and
     `prompt_of`."""
 
     def texts(name: str, data: Data) -> list[str]:
@@ -124,9 +124,9 @@ def prompt_texts(config: Drift, seed: int) -> tuple[list[str], list[str]]:
 
 
 def kl(config: Drift, judged: Judged, request: StageRequest) -> Signal:
-    """Returns `kl`: the mean over the model's answers of log p(answer | model) - log p(answer | reference),
+    """Returns `kl`: the mean of log p(answer | model) - log p(answer | reference) over the model's answers,
     in nats per answer."""
-    # imports torch's model code, so only when there is something to measure
+    # imports torch's model code, so only when needed
     from evaluation.answers.kl import log_ratios
 
     asked = judged.config.model_copy(update={"baseline": judged.reference})
@@ -140,8 +140,8 @@ def kl(config: Drift, judged: Judged, request: StageRequest) -> Signal:
 def anchors(
     config: Drift, judged: Judged, request: StageRequest, run: RunDir, earlier: Sequence[Found], now: datetime
 ) -> Anchored:
-    """Judges the anchors, or takes over the signals of an earlier result whose verdicts on them are younger
-    than `anchors.days`."""
+    """Judges the anchors, or reuses the signals of an earlier result if its verdicts on the same anchors
+    are younger than `anchors.days`."""
     if config.anchors is None:
         return Anchored([], "", None)
     pairs = load_anchors(config.anchors.pairs, request.seed)

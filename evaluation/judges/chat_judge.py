@@ -1,9 +1,9 @@
-"""Judges with a chat model at an OpenAI-compatible endpoint: remote, or a local vLLM server.
+"""Judges with a chat model at an OpenAI-compatible endpoint: a remote one, or a local vLLM server.
 
 Every verdict is cached when it arrives, keyed by (judge prompt, settings of the request, judge, prompt
-version), so a resumed stage requests none twice. A reply without a verdict, one that contradicts itself, or
-that the limit of its length cut, is followed by one reminder. Games that still fail are counted, not cached,
-and stop the stage above the share `max_failed`. Requests and retries: `answers/chat_client.py`.
+version), so a resumed stage requests none twice. If a reply has no verdict, contradicts itself, or was cut
+by the length limit, one reminder follows. Games that still fail are counted but not cached, and stop the
+stage when their share exceeds `max_failed`. Requests and retries: `answers/chat_client.py`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from rlhf_core.system.files import digest
 
 
 class Entry(Frozen):
-    """One line of the cache. Tokens as the endpoint counts them, with those of the reminder if there was
+    """One line of the cache. Token counts come from the endpoint and include the reminder, if there was
     one."""
 
     key: str
@@ -34,8 +34,9 @@ class Entry(Frozen):
 class OpenAIJudge:
     """Requests a verdict on each match.
 
-    `cache`: file of verdicts; `identity`: the judge in the cache's keys, a remote model's name or the digest
-    of a local one's files. `used`: all verdicts used, also cached ones; `games` and `failed` count them.
+    `cache`: file of verdicts; `identity`: identifies the judge in the cache's keys; a remote model's name,
+    or the digest of a local model's files. `used`: all verdicts used, including cached ones. `games` counts
+    the games, `failed` those without a verdict.
     """
 
     name: str
@@ -49,7 +50,7 @@ class OpenAIJudge:
 
     @property
     def tokens(self) -> tuple[int, int]:
-        """Input and output tokens of all verdicts used."""
+        """Numbers of input and output tokens of all verdicts used."""
         return sum(entry.input_tokens for entry in self.used.values()), sum(
             entry.output_tokens for entry in self.used.values()
         )
@@ -57,8 +58,8 @@ class OpenAIJudge:
     def judge(self, matches: Sequence[Match]) -> list[Game]:
         """Returns one game for each match, in order.
 
-        Raises ValueError when the endpoint refuses the request, or more than the share `max_failed` of all
-        games so far has no verdict.
+        Raises ValueError when the endpoint refuses the request, or when the share of all games so far
+        without a verdict exceeds `max_failed`.
         """
         keys = [self._key(match) for match in matches]
         known = {entry.key: entry for entry in records_of(self.cache, Entry)}

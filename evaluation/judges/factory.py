@@ -1,4 +1,4 @@
-"""Makes the judges of an evaluation's config, and reports their requests and costs."""
+"""Creates the judges of an evaluation's config, and reports their requests and costs."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ if TYPE_CHECKING:
 
 CACHE = "judge_cache"
 LOGS = "servers"
-JudgingStage = configs.Evaluation | configs.Calibration  # the config of a stage that judges
+JudgingStage = configs.Evaluation | configs.Calibration  # the config of a stage with judges
 
 
 def judge_names(judges: Sequence[configs.Judge]) -> dict[str, configs.Judge]:
-    """Returns judges by name: `rule`, the reward model's name, the chat model's name; a second one of the
-    same name gets a number."""
+    """Returns judges by name: `rule`, the reward model's name, or the chat model's name. Later judges with
+    the same name get a number."""
     named: dict[str, configs.Judge] = {}
     for judge in judges:
         base = _name(judge)
@@ -55,8 +55,8 @@ def make_judge(
     run: RunDir,
     stack: ExitStack,
 ) -> Judge:
-    """Makes the judge of one judge config. A local server starts with the judge's first request and ends with
-    `stack`.
+    """Creates the judge for one judge config. A local server starts with the judge's first request and ends
+    with `stack`.
 
     Raises ValueError when a local judge's model is too short or has no chat template.
     """
@@ -93,7 +93,7 @@ def make_judge(
             return Connection(server.url, server.key, "", server.check, local=True)
 
         model_name = name
-    else:  # the cache is named by model and endpoint, so that recipes with other judge names share it
+    else:  # the cache is named after model and endpoint, so that recipes with other judge names share it
         cache_name = f"{file_name(judge.model)}-{digest(judge.base_url)[:8]}.jsonl"
         identity = judge.model
         model_name = judge.model
@@ -109,8 +109,8 @@ def make_judge(
 def load_reward_model(
     name: str, request: StageRequest, config: JudgingStage, template: str
 ) -> tuple[RewardScorer, Renderer]:
-    """Loads a reward model to the device, and returns it with the renderer of its texts."""
-    # imports torch's model code, so only when there is something to score
+    """Loads a reward model to the device. Returns it with the renderer for its inputs."""
+    # imports torch's model code, so only when needed
     from rlhf_core.models.scoring import RewardScorer
 
     path = request.inputs[name]
@@ -124,7 +124,7 @@ def load_reward_model(
 
 
 def judging(judged: Sequence[Judgment], judge: Judge, config: configs.Judge) -> Judging:
-    """Returns a judge's numbers of questions, games and requests, and its cost."""
+    """Returns a judge's counts of questions, games and requests, and its cost."""
     games = [game for judgment in judged for game in judgment.games]
     found = Judging(
         questions=len({judgment.uid for judgment in judged}),

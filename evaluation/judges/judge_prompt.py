@@ -1,7 +1,7 @@
 """Writes the prompt of an LLM judge: the structure of Arena-Hard v2.0, in our own words.
 
-For hard prompts the judge first writes its own answer, for creative writing it does not. The request has the
-user's prompt and both answers between markers. The verdict is one of five labels in double brackets
+For hard prompts the judge first writes its own answer; for creative writing it does not. The request has
+the user's prompt and both answers between markers. The verdict is one of five labels in double brackets
 (`judge_reply.py`).
 """
 
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from evaluation.judges.offline import Match
 
-# part of the cache key, as the prompt is: change it with the reminder and with how a verdict is parsed
+# part of the cache key, like the prompt; change it whenever the reminder or verdict parsing changes
 PROMPT_VERSION = "alignflow-2"
 
 _ROLE = (
@@ -39,7 +39,8 @@ REMINDER = "Finish now with exactly one of [[A>>B]], [[A>B]], [[A=B]], [[B>A]], 
 
 
 def reminder(problem: str) -> str:
-    """Returns the request for a verdict after a reply without one; `problem`: of `judge_reply.Verdict`."""
+    """Returns the message that asks for a verdict after a reply without one. `problem` comes from
+    `judge_reply.Verdict`."""
     return f"{problem[0].upper()}{problem[1:]}. {REMINDER}"
 
 

@@ -1,11 +1,12 @@
 """Reads the verdict in a judge's reply.
 
-A verdict is one of the five labels, or a mirrored form, in double brackets, single ones as a fallback; the
-last one counts, as in Arena-Hard. Blanks inside the brackets are allowed. `[A]` and `A>>>B` are no verdicts.
+A verdict is one of the five labels, or a mirrored form, in double brackets; single brackets are a fallback.
+The last one counts, as in Arena-Hard. Blanks inside the brackets are allowed. `[A]` and `A>>>B` are not
+verdicts.
 
-What the judge only quotes is not its verdict: text in ``` fences, in lines that begin with >, in double
-quotation marks, and text that occurs in one of the answers. A label alone also occurs in an answer that has
-planted it, so the text beside it decides: CONTEXT characters before or after it.
+Text that the judge only quotes is not its verdict: text in ``` fences, in lines that begin with >, in
+double quotation marks, and text that occurs in one of the answers. An answer may have planted a label, so a
+label alone proves nothing: the text beside it, CONTEXT characters before or after it, decides.
 """
 
 from __future__ import annotations
@@ -17,15 +18,15 @@ from typing import NamedTuple
 from evaluation.scores.arena_files import label_of
 from rlhf_core.records import Label
 
-CONTEXT = 12  # characters beside a label, with each run of white space as one blank
-NEAR = 200  # characters beside a label that are looked at
+CONTEXT = 12  # characters beside a label, with each run of white space reduced to one blank
+NEAR = 200  # characters beside a label that are inspected
 NO_VERDICT = "the reply holds no verdict of its own"
 CUT = "the reply was cut by the limit of its length"
 CONTRADICTION = "the reply holds verdicts that differ"
 
 _LABEL = re.compile(r"(\[\[?)([AB<>= \t]+)(\]\]?)", re.IGNORECASE)
 _QUOTED = re.compile(
-    r"```.*?(?:```|\Z)"  # a fence, to the end where it is not closed
+    r"```.*?(?:```|\Z)"  # a fence, up to the end if it is not closed
     r"|^[ \t]*>.*?$"  # a quoted line
     r'|"[^"\n]*"'
     r"|[\u201c\u201e][^\u201c\u201d\n]*[\u201c\u201d]",
@@ -34,14 +35,14 @@ _QUOTED = re.compile(
 
 
 class Verdict(NamedTuple):
-    """The label of a reply; None and the problem where there is none that counts."""
+    """The label of a reply; None and the problem if there is no valid one."""
 
     label: Label | None
     problem: str = ""
 
 
 class _Found(NamedTuple):
-    """A label in a text, the place of its brackets, and whether they are double."""
+    """A label in a text, the position of its brackets, and whether they are double."""
 
     label: Label
     start: int
@@ -50,11 +51,11 @@ class _Found(NamedTuple):
 
 
 def read_verdict(reply: str, answers: Sequence[str], cut: bool = False) -> Verdict:
-    """Returns the verdict of a judge on these answers. `cut`: the limit of the length ended the reply.
+    """Returns a judge's verdict on these answers. `cut`: the length limit ended the reply.
 
-    A reply contradicts itself when its last label is in single brackets and differs from the last in double
-    ones. Where an answer holds a label, one in the reply may be a mention of that: the reply must end with
-    its verdict, and have no other one.
+    A reply contradicts itself when its last label is in single brackets and differs from the last one in
+    double brackets. If an answer contains a label, a label in the reply may only mention it: the reply must
+    then end with its verdict and contain no different label.
     """
     if cut:
         return Verdict(None, CUT)
@@ -87,7 +88,7 @@ def _labels(text: str) -> Iterator[_Found]:
 
 
 def _occurs(reply: str, found: _Found, sources: Sequence[str]) -> bool:
-    """Returns whether the label and the text before it, or after it, occur in one of the answers."""
+    """Returns whether the label together with the text before or after it occurs in one of the answers."""
     label = reply[found.start : found.end]
     before = _flat(reply[max(0, found.start - NEAR) : found.start])
     after = _flat(reply[found.end : found.end + NEAR])
@@ -100,5 +101,5 @@ def _occurs(reply: str, found: _Found, sources: Sequence[str]) -> bool:
 
 
 def _flat(text: str) -> str:
-    """Returns a text in capitals with each run of white space as one blank."""
+    """Returns a text in capitals with each run of white space reduced to one blank."""
     return re.sub(r"\s+", " ", text).upper()

@@ -1,7 +1,7 @@
 """Judges offline, with a rule for known answers or a reward model, and runs the battles of any judge.
 
-A judge gets matches (a question and two answers, A and B) and returns one verdict each. Every battle is
-judged in both orders, by offline judges too: no verdict is derived from its mirror image.
+A judge receives matches (a question and two answers, A and B) and returns one verdict for each. Every
+battle is judged in both orders, even by offline judges: no verdict is derived from its mirror image.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from rlhf_core.data.documents import Document
 from rlhf_core.data.questions import Question
 from rlhf_core.records import Game, Judgment
 
-SCORES = "A scores {:.4f}, B scores {:.4f}."  # what a reward judge writes about a game
+SCORES = "A scores {:.4f}, B scores {:.4f}."  # the text of a reward judge's game
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class Match:
 
 
 class Judge(Protocol):
-    """A judge has a name and returns one game for each match, in order."""
+    """Has a name and returns one game for each match, in order."""
 
     @property
     def name(self) -> str: ...
@@ -45,8 +45,8 @@ def battles(
 ) -> list[Judgment]:
     """Judges each (model, baseline) of `sides` on every question, in two games.
 
-    `answers[model][i]` is the answer to `questions[i]`. In game 0 A is the baseline, in game 1 the model.
-    Returns the judgments in the order of `sides`, then of the questions.
+    `answers[model][i]` is the answer to `questions[i]`. A is the baseline in game 0 and the model in game
+    1. Returns the judgments in the order of `sides`, then of the questions.
     """
     matches = []
     for model, baseline in sides:
@@ -71,14 +71,14 @@ def battles(
 
 @dataclass(frozen=True)
 class RuleJudge:
-    """A right answer beats a wrong one; two right or two wrong answers tie. Right: equal to the known answer,
-    up to whitespace."""
+    """Lets a right answer beat a wrong one; two right or two wrong answers tie. Right means equal to the
+    known answer, up to whitespace."""
 
     name: str
     answer_key: str
 
     def known(self, question: Question) -> str:
-        """Returns the known answer of a question. Raises ValueError when it has none."""
+        """Returns the known answer to a question. Raises ValueError when there is none."""
         return question.known_answer(self.answer_key)
 
     def right(self, question: Question, answer: str) -> bool:
@@ -103,11 +103,11 @@ class RuleJudge:
 
 @dataclass(frozen=True)
 class RewardJudge:
-    """The higher score of a reward model wins; a difference of at most `tie` is a tie.
+    """Lets the answer with the higher reward-model score win; a difference of at most `tie` is a tie.
 
-    `score` maps documents to scores. Prompts are cut to `prompt_max_len` tokens as for the models that
-    answered; answers keep their first `answer_max_len` tokens, end of turn included, so that one cut at the
-    limit has no end of turn.
+    `score` maps documents to scores. Prompts are cut to `prompt_max_len` tokens, as for the models that
+    answered. Answers keep their first `answer_max_len` tokens, including the end of turn, so an answer cut
+    at the limit has no end of turn.
     """
 
     name: str
@@ -139,8 +139,8 @@ class RewardJudge:
 
 
 def score_gap(game: Game) -> float | None:
-    """Returns the score of A less that of B in a game of a reward judge; None for a game of another judge,
-    and when one is not finite."""
+    """Returns the score of A minus that of B in a reward judge's game; None for a game of another judge, or
+    when a score is not finite."""
     found = re.fullmatch(
         SCORES.replace(".", r"\.").replace(r"{:\.4f}", r"(-?\d+\.\d+)"), game.judgment.get("answer", "")
     )

@@ -1,8 +1,8 @@
 """Judges questions in random order until the interval of each win rate is narrow enough.
 
-A fixed-width sequential interval (Chow & Robbins 1965): the rule depends on the width only, not on which
-model leads, so stopping favours neither. The interval is that of the report, which a few equal verdicts leave
-wide.
+Uses a fixed-width sequential interval (Chow & Robbins 1965). The rule depends only on the width, not on
+which model leads, so stopping favours neither. The interval is the one in the report, which stays wide
+after a few equal verdicts.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ def battles_in_turns(
     step: int,
     seed: int,
 ) -> list[Judgment]:
-    """Runs `offline.battles` on `step` questions at a time; ends a side when the interval of its win rate is
-    at most `width` wide."""
+    """Runs `offline.battles` on `step` questions at a time. Drops a side when the interval of its win rate
+    is at most `width` wide."""
     order = list(range(len(questions)))
     random.Random(seed).shuffle(order)
     judged: dict[tuple[str, str], dict[str, Judgment]] = {side: {} for side in sides}
@@ -48,7 +48,8 @@ def battles_in_turns(
 
 
 def interval_width(scores: Sequence[float | None]) -> float:
-    """Returns the width of the 95 % interval of the mean of the scores that are not None; 1 without one."""
+    """Returns the width of the 95 % interval of the mean of the scores that are not None; 1 if there is
+    none."""
     given = np.array([score for score in scores if score is not None], dtype=np.float64)
     low, high = rate_interval(QuestionSums(given, np.ones(len(given))))
     return high - low

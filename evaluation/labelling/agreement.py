@@ -1,12 +1,12 @@
-"""Measures how far annotators agree, with each other and with themselves. Pure functions of labels and a
+"""Measures how far annotators agree with each other and with themselves. Pure functions of labels and a
 seed.
 
 Cohen's kappa of two annotators (Cohen 1960) and, with squared weights for the five degrees, weighted kappa
 (Cohen 1968); Krippendorff's alpha of all (Krippendorff 2011, "Computing Krippendorff's Alpha-Reliability"),
-nominal for the winner and ordinal for the degrees, which takes any number of annotators for each pair.
-Intervals are 95 % ones over pairs of answers: `rate_interval` for shares, percentile bootstraps for kappa and
-alpha. Annotators are not resampled, so the numbers are about these annotators. Where all agree, every
-resample is the same: the interval of a kappa then follows from that of the share of agreement.
+nominal for the winner and ordinal for the degrees, which allows any number of annotators per pair.
+Intervals are 95 % intervals over pairs of answers: `rate_interval` for shares, percentile bootstraps for
+kappa and alpha. Annotators are not resampled, so the numbers describe these annotators only. If all agree,
+every resample is the same, and a kappa's interval follows from that of the share of agreement.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ WINNERS = 3  # A, tie, B
 ROUNDS = 1000
 LEVEL = 0.95
 Metric = Literal["nominal", "ordinal"]
-Rated = HumanLabel | LabelLine  # of the labelling page; of a file that may come from elsewhere
+Rated = HumanLabel | LabelLine  # from the labelling page; from a file that may come from elsewhere
 Statistic = Callable[[Floats], Floats]  # of tables (R, C, C) -> (R,)
 
 
 class TwoAnnotators(NamedTuple):
-    """Agreement on the `pairs` that both labelled. `same`: share with the same winner; kappas are None where
-    they are not defined."""
+    """Agreement on the `pairs` that both labelled. `same`: share with the same winner. Kappas are None if
+    undefined."""
 
     one: str
     other: str
@@ -45,9 +45,9 @@ class TwoAnnotators(NamedTuple):
 
 
 class OneAnnotator(NamedTuple):
-    """`first_side`: share of verdicts with a winner that name the answer shown first, 0.5 without a bias.
-    `consistent`: share of the `repeats` pairs shown twice that got the same winner again. `seconds`: median
-    time of a verdict. None where the labels do not say it."""
+    """Statistics of one annotator. `first_side`: share of verdicts with a winner that name the answer shown
+    first, 0.5 without a bias. `consistent`: share of the `repeats` pairs shown twice that got the same
+    winner again. `seconds`: median time per verdict. None if the labels lack the data."""
 
     name: str
     labels: int
@@ -60,8 +60,8 @@ class OneAnnotator(NamedTuple):
 
 
 class Agreement(NamedTuple):
-    """`pairs`: with a verdict; `shared`: of two or more annotators. Alphas are None where they are not
-    defined."""
+    """Agreement of all annotators. `pairs`: number with a verdict; `shared`: number labelled by two or more
+    annotators. Alphas are None if undefined."""
 
     pairs: int
     shared: int
@@ -72,7 +72,7 @@ class Agreement(NamedTuple):
 
 
 def agreement(labels: Sequence[Rated], rounds: int = ROUNDS, seed: int = 0) -> Agreement:
-    """Returns the agreement in all lines of a labels file; labels that were taken back do not count."""
+    """Returns the agreement in all lines of a labels file. Labels that were taken back do not count."""
     rows = in_force(labels)
     given: dict[str, dict[str, Rated]] = defaultdict(dict)  # by key and annotator
     for row in rows:
@@ -105,11 +105,11 @@ def agreement(labels: Sequence[Rated], rounds: int = ROUNDS, seed: int = 0) -> A
 def cohen(
     ratings: Sequence[tuple[int, int]], count: int, metric: Metric, rounds: int = ROUNDS, seed: int = 0
 ) -> Estimate | None:
-    """Returns Cohen's kappa of two annotators' ratings, 0 to `count` - 1; `ordinal`: with weights of squared
-    distance.
+    """Returns Cohen's kappa of two annotators' ratings, 0 to `count` - 1; with `ordinal`, weighted by
+    squared distance.
 
-    None without ratings, or where chance alone gives full agreement: each of the two always gave the same
-    rating.
+    Returns None if there are no ratings, or if chance alone gives full agreement because both annotators
+    always gave the same rating.
     """
     places = np.arange(count, dtype=np.float64)
     distance = (places[:, None] != places) * 1.0 if metric == "nominal" else (places[:, None] - places) ** 2
@@ -128,12 +128,12 @@ def krippendorff(
     ratings: Sequence[Sequence[int]], count: int, metric: Metric, rounds: int = ROUNDS, seed: int = 0
 ) -> Estimate | None:
     """Returns Krippendorff's alpha of the ratings of each unit, 0 to `count` - 1, by any number of
-    annotators; units with one are left out.
+    annotators. Units with one rating are left out.
 
-    None without a unit, or where all ratings are the same.
+    Returns None if there are no units or all ratings are equal.
     """
     units = [unit for unit in ratings if len(unit) > 1]
-    # coincidences: each ordered pair of a unit's ratings, 1 / (ratings - 1)
+    # coincidences: each ordered pair of a unit's ratings, weighted by 1 / (ratings - 1)
     cells = np.zeros((len(units), count, count))
     for row, unit in enumerate(units):
         counts = np.bincount(unit, minlength=count).astype(np.float64)
@@ -149,8 +149,8 @@ def krippendorff(
 
 
 def _distances(totals: Floats, metric: Metric) -> Floats:
-    """Returns Krippendorff's squared differences of ratings (R, C, C). Ordinal: the ratings between two,
-    themselves by half, squared."""
+    """Returns Krippendorff's squared differences between ratings, (R, C, C). Ordinal: the number of ratings
+    between the two, counting the two themselves by half, squared."""
     count = totals.shape[1]
     if metric == "nominal":
         return np.broadcast_to(1 - np.eye(count), (len(totals), count, count))
@@ -159,13 +159,13 @@ def _distances(totals: Floats, metric: Metric) -> Floats:
 
 
 def _ratio(observed: Floats, expected: Floats) -> Floats:
-    """Returns observed / expected disagreement, NaN where none is expected."""
+    """Returns observed / expected disagreement, NaN if none is expected."""
     return np.divide(observed, expected, out=np.full_like(observed, np.nan), where=expected > 1e-12)
 
 
 def _estimate(cells: Floats, statistic: Statistic, rounds: int, seed: int) -> Estimate | None:
-    """Returns the statistic of the sum of `cells` (units, C, C) and its interval over resampled units; None
-    when it is not defined."""
+    """Returns the statistic of the sum of `cells` (units, C, C), with its interval over resampled units;
+    None when it is undefined."""
     if not len(cells):
         return None
     table = cells.sum(0)
@@ -182,7 +182,7 @@ def _estimate(cells: Floats, statistic: Statistic, rounds: int, seed: int) -> Es
     found = []
     step = max(1, CELLS // units)
     for start in range(0, rounds, step):
-        # of each unit, (R, units)
+        # how often each unit was drawn, (R, units)
         times = generator.multinomial(units, np.full(units, 1 / units), size=min(step, rounds - start))
         found.append(statistic((times @ flat).reshape(-1, *table.shape)))
     values = np.concatenate(found)
@@ -227,7 +227,7 @@ def _one_annotator(name: str, rows: Sequence[Rated]) -> OneAnnotator:
 
 
 def _share(rows: Sequence[tuple[str, bool]]) -> Estimate | None:
-    """Returns the share of true rows, and its interval over keys of pairs; None without a row."""
+    """Returns the share of true rows, with its interval over keys of pairs; None if there are no rows."""
     if not rows:
         return None
     sums = sums_of([(key, float(value), 1.0) for key, value in rows])

@@ -1,9 +1,9 @@
-"""Serves the labelling page: `alignflow label`. Browsers get texts and counts, never a model's name, a
-source, or which answer is chosen.
+"""Serves the labelling page: `alignflow label`. Browsers receive texts and counts, but never a model's
+name, a source, or which answer is chosen.
 
-Pages are small HTML files; label.js asks for one pair at a time. Requests are handled one after the other in
-the event loop, the write of a label included, so that no two of them see the same state. Who may ask is
-decided by `rlhf_core/system/pages/page_server.py`.
+Pages are small HTML files; label.js asks for one pair at a time. The event loop handles requests one after
+the other, including the writing of a label, so that no two of them see the same state.
+`rlhf_core/system/pages/page_server.py` controls access.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ from rlhf_core.system.machine import disk_problem
 TEMPLATES = Path(__file__).parent / "templates"
 STATIC = {"label.js": "text/javascript", "label.css": "text/css"}
 LARGEST_REQUEST = 1 << 17
-NOTE_LENGTH = 10_000  # bytes, characters
-SEND_SECONDS = 30.0  # for a browser to send its request
-LONGEST = 86_400.0  # seconds of one label
+NOTE_LENGTH = 10_000  # bytes (LARGEST_REQUEST); characters
+SEND_SECONDS = 30.0  # for a browser to send its request in
+LONGEST = 86_400.0  # seconds recorded for one label
 
 
 class Undo(Frozen):
@@ -49,7 +49,7 @@ class Undo(Frozen):
 
 
 class Given(Undo):
-    """A verdict as the page sends it. `choice`: 0 (the left answer is much better) to 4 (the right one is),
+    """A verdict sent by the page. `choice`: 0 (the left answer is much better) to 4 (the right one is);
     None: skipped."""
 
     task: str
@@ -59,7 +59,7 @@ class Given(Undo):
 
 
 class WrongRequest(Exception):
-    """A request that is refused: HTTP status and a sentence."""
+    """A request that is refused, with an HTTP status and a sentence."""
 
     def __init__(self, status: int, sentence: str):
         super().__init__(sentence)
@@ -70,7 +70,7 @@ Endpoint = Callable[[Request], Awaitable[Response]]
 
 
 def application(assignment: Assignment) -> Starlette:
-    """Returns the pages and their API over an open labels file."""
+    """Returns the application with the pages and their API, for an open labels file."""
 
     async def start(request: Request) -> Response:
         known = assignment.annotators
@@ -154,10 +154,10 @@ def _named(assignment: Assignment, text: str) -> str:
 
 
 async def _read(request: Request, kind: type[Any]) -> Any:
-    """Returns the record in a request's body. Raises WrongRequest when it is too large, late or something
-    else."""
+    """Returns the record in a request's body. Raises WrongRequest when the body is too large, late or
+    invalid."""
     length = request.headers.get("content-length", "")
-    # else chunks pass it
+    # otherwise a chunked request would pass the check
     if not length.isdigit() or int(length) > LARGEST_REQUEST or "transfer-encoding" in request.headers:
         raise WrongRequest(413, f"the request needs a content-length of at most {LARGEST_REQUEST} bytes")
     try:

@@ -1,9 +1,9 @@
-"""Gives pairs to annotators, and turns their choices into labels.
+"""Assigns pairs to annotators, and turns their choices into labels.
 
-A pair is given until `per_item` annotators have labelled it, before a new one begins. The answer shown on the
-left is drawn for each pair and annotator. A share of an annotator's pairs comes a second time, with the sides
-swapped, after GAP others. What was given follows from the labels, so that a server that was killed goes on;
-only reservations of what a page shows at the moment are lost.
+A pair is assigned until `per_item` annotators have labelled it; only then does a new one begin. The side of
+each answer is drawn for each pair and annotator. A share of an annotator's pairs comes a second time, with
+the sides swapped, after GAP others. Assignments follow from the labels, so a killed server can continue;
+only reservations of pairs that pages currently show are lost.
 """
 
 from __future__ import annotations
@@ -25,17 +25,18 @@ from evaluation.labelling.records import LABELS, ComparedPair, HumanLabel, Side,
 from evaluation.labelling.store import LabelFile
 
 GAP = 10  # labels of other pairs before a pair is shown again
-HOLD_SECONDS = 900.0  # for which a pair that a page shows is reserved
+HOLD_SECONDS = 900.0  # how long a pair that a page shows stays reserved
 NAME_LENGTH = 40
-MOST_HOLDS = 200  # names with a reserved pair: anybody with the page's address can ask under any name
+MOST_HOLDS = 200  # names with a reserved pair: anybody who has the page's address can ask under any name
 
 
 class Stale(Exception):
-    """A page shows a pair that its annotator has labelled already, or that this server did not give."""
+    """Raised when a page shows a pair that its annotator has labelled already, or that this server did not
+    assign."""
 
 
 class Task(NamedTuple):
-    """A pair as one annotator sees it. `id` tells a page nothing about the pair, its models or its sides."""
+    """A pair as one annotator sees it. `id` reveals nothing about the pair, its models or its sides."""
 
     id: str
     pair: ComparedPair
@@ -44,7 +45,7 @@ class Task(NamedTuple):
 
 
 class Progress(NamedTuple):
-    """Counts of one annotator's pairs; `left`: those that are still to be given."""
+    """Counts of one annotator's pairs. `left`: pairs still to be assigned."""
 
     labelled: int
     skipped: int
@@ -58,8 +59,8 @@ class _Hold(NamedTuple):
 
 @dataclass(frozen=True)
 class Rules:
-    """`per_item`: annotators for each pair; `repeat`: share of pairs shown to an annotator twice; `seed`: of
-    sides and repeats."""
+    """The rules of assignment. `per_item`: annotators per pair; `repeat`: share of pairs shown to an
+    annotator twice; `seed`: draws sides and repeats."""
 
     per_item: int = 2
     repeat: float = 0.05
@@ -67,7 +68,7 @@ class Rules:
 
 
 class Assignment:
-    """Knows who labelled what. Not for several threads: the server calls it from its event loop."""
+    """Tracks who labelled what. Not thread-safe: the server calls it from its event loop."""
 
     def __init__(
         self,
@@ -77,24 +78,24 @@ class Assignment:
         secret: str,
         clock: Callable[[], float] = time.monotonic,
     ):
-        """`secret`: keeps ids of tasks and sides from being computed from texts, names and the seed. No page
-        and no annotator knows it."""
+        """Prepares the assignment from the labels in `file`. `secret` keeps task ids and sides from being
+        computed from texts, names and the seed; no page and no annotator knows it."""
         self.pairs = {pair.key: pair for pair in pairs}
         self.file = file
         self.rules = rules
         self._secret = secret.encode()
         self._clock = clock
-        # by annotator and key, in the order of labels
+        # by annotator and key, in label order
         self._firsts: defaultdict[str, dict[str, HumanLabel]] = defaultdict(dict)
         self._repeats: defaultdict[str, dict[str, HumanLabel]] = defaultdict(dict)
-        self._decided: Counter[str] = Counter()  # by key: who gave a verdict
+        self._decided: Counter[str] = Counter()  # by key: number of annotators who gave a verdict
         self._holds: dict[str, _Hold] = {}
         for label in in_force(file.labels):
             self._count(label)
 
     @property
     def annotators(self) -> list[str]:
-        """The names in the file and of open pages, sorted."""
+        """The names in the file and on open pages, sorted."""
         return sorted({*(label.annotator for label in self.file.labels), *self._holds})
 
     @property
@@ -103,8 +104,8 @@ class Assignment:
         return sum(self._decided[key] >= self.rules.per_item for key in self.pairs)
 
     def known_name(self, text: str) -> str:
-        """Returns an annotator's name, in the spelling of earlier labels. Raises ValueError when it cannot be
-        one."""
+        """Returns an annotator's name, in the spelling of earlier labels. Raises ValueError when the name
+        is invalid."""
         name = " ".join(unicodedata.normalize("NFC", text).split())
         if not name or len(name) > NAME_LENGTH or not name.isprintable():
             raise ValueError(f"give a name of 1 to {NAME_LENGTH} letters")
@@ -116,8 +117,8 @@ class Assignment:
         return Progress(len(mine) - skipped, skipped, len(self._open(annotator)))
 
     def next(self, annotator: str) -> Task | None:
-        """Returns what an annotator should label next, and reserves it; None: nothing is left. Asked again,
-        returns the same."""
+        """Returns the next task for an annotator and reserves its pair; None if nothing is left. Returns
+        the same task when asked again."""
         held = self._holds.get(annotator)
         if (
             held is not None
@@ -133,7 +134,7 @@ class Assignment:
             self._holds.pop(annotator, None)
             return None
         others = self._held_by_others(annotator)
-        # the first of those with most labels
+        # the first of those with the most labels
         key = max(open_keys, key=lambda key: self._decided[key] + others[key])
         task = self._task(annotator, key)
         assert task is not None, "an open pair has no label of this annotator"
@@ -142,7 +143,7 @@ class Assignment:
     def label(
         self, annotator: str, task_id: str, choice: int | None, seconds: float, note: str | None = None
     ) -> HumanLabel:
-        """Writes the verdict on a task. `choice`: the place in LABELS with the left answer as A; None:
+        """Writes the verdict on a task. `choice`: its index in LABELS with the left answer as A; None:
         skipped.
 
         Raises Stale when the task is not open for this annotator, and OSError when the label cannot be
@@ -169,8 +170,8 @@ class Assignment:
         return label
 
     def undo(self, annotator: str) -> HumanLabel | None:
-        """Takes back an annotator's last label and reserves its pair, so that `next` gives it again; None:
-        there is no such label."""
+        """Takes back an annotator's last label and reserves its pair, so that `next` returns it again.
+        Returns None if there is no label."""
         mine = [
             label
             for table in (self._firsts, self._repeats)
@@ -203,7 +204,8 @@ class Assignment:
         return self._firsts if label.repeat_of is None else self._repeats
 
     def _open(self, annotator: str) -> list[str]:
-        """Returns the keys of pairs that this annotator may begin, in the order in which they were drawn."""
+        """Returns the keys of the pairs that this annotator may begin, in the order in which they were
+        drawn."""
         others = self._held_by_others(annotator)
         mine = self._firsts.get(annotator, {})
         return [
@@ -218,7 +220,7 @@ class Assignment:
         return Counter(hold.key for name, hold in holds.items() if hold.key not in self._firsts.get(name, {}))
 
     def _given(self, annotator: str, task: Task) -> Task:
-        self._holds.pop(annotator, None)  # the newest is the last
+        self._holds.pop(annotator, None)  # puts the newest last
         self._holds[annotator] = _Hold(task.pair.key, self._clock() + HOLD_SECONDS)
         while len(self._holds) > MOST_HOLDS:
             del self._holds[next(iter(self._holds))]
@@ -229,8 +231,8 @@ class Assignment:
         return decided and self._drawn("repeat", annotator, first.key) < self.rules.repeat
 
     def _task(self, annotator: str, key: str) -> Task | None:
-        """Returns the task of an annotator on a pair: the first, else the repeat where the pair comes again;
-        None when all is labelled."""
+        """Returns an annotator's task for a pair: the first, or the repeat if the pair comes again; None
+        when both are labelled."""
         first = self._firsts.get(annotator, {}).get(key)
         if first is None:
             side: Side = "a" if self._drawn("side", annotator, key) < 0.5 else "b"
@@ -242,7 +244,7 @@ class Assignment:
 
     def _by_id(self, annotator: str, task_id: str) -> Task | None:
         held = self._holds.get(annotator)
-        # the likely one first
+        # try the likely one first
         keys = [held.key, *self.pairs] if held is not None and held.key in self.pairs else list(self.pairs)
         tasks = (self._task(annotator, key) for key in keys)
         return next((task for task in tasks if task is not None and task.id == task_id), None)

@@ -1,7 +1,7 @@
 """Reads the pairs that annotators compare: answers of an evaluation's models, or rows of preferences.
 Torch-free.
 
-A file's row with half a character is refused, as in training; a model's answer gets U+FFFD in its place.
+A row of a file with half a character is refused, as in training; in a model's answer, U+FFFD replaces it.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ HALVES = re.compile("[\ud800-\udfff]")
 
 
 class Drawn(NamedTuple):
-    """The pairs to compare, in the order in which they are given. `found`: pairs of the source; `same`: with
-    equal answers, left out."""
+    """The pairs to compare, in the order in which they are assigned. `found`: number of pairs in the
+    source; `same`: number with equal answers, which are left out."""
 
     pairs: list[ComparedPair]
     found: int
@@ -36,12 +36,12 @@ class Drawn(NamedTuple):
 
 
 def draw(source: str, count: int, seed: int, artifacts: Path, models: Sequence[str] = ()) -> Drawn:
-    """Draws `count` pairs at random; a larger count draws the same and more. Memory is bounded by `count` for
-    a file of rows.
+    """Draws `count` pairs at random; a larger count draws the same pairs and more. For a file of rows,
+    memory is bounded by `count`.
 
-    `source`: a data file, an evaluation's directory, or the name of an evaluation or a recipe in `artifacts`.
-    `models`: two models of an evaluation to compare; without them all that its judges compared. Raises
-    ValueError for what cannot be read, or has nothing to compare.
+    `source`: a data file, an evaluation's directory, or the name of an evaluation or a recipe in
+    `artifacts`. `models`: two models of an evaluation to compare; without them, all that its judges
+    compared. Raises ValueError if the source cannot be read or has nothing to compare.
     """
     found = 0
     same = 0
@@ -51,7 +51,7 @@ def draw(source: str, count: int, seed: int, artifacts: Path, models: Sequence[s
         if pair.answer_a == pair.answer_b:
             same += 1
             continue
-        kept.setdefault(digest([seed, pair.key]), pair)  # once, where rows are repeated
+        kept.setdefault(digest([seed, pair.key]), pair)  # only once if rows are repeated
         if len(kept) > 2 * count + 1000:
             kept = dict(sorted(kept.items())[:count])
     if not kept:
@@ -81,8 +81,8 @@ def _pairs(source: str, seed: int, artifacts: Path, models: Sequence[str]) -> It
 
 
 def _evaluation(source: str, artifacts: Path) -> Path | None:
-    """Returns the directory of an evaluation by its path, or by the name of a stage (the newest) or a recipe
-    (of its last run)."""
+    """Returns the directory of an evaluation, found by its path, or by the name of a stage (the newest) or
+    a recipe (from its last run)."""
     for recipe in (Path(source), artifacts / source):
         stages = read_json(recipe / RUN).get("stages", [])
         last = [stage["run_dir"] for stage in stages if stage.get("kind") == "evaluation"]
@@ -100,7 +100,7 @@ def _is_evaluation(folder: Path) -> bool:
 
 
 def _battles(folder: Path, models: Sequence[str]) -> Iterator[ComparedPair]:
-    """Yields the battles of an evaluation. A is the baseline's answer, B the model's, as in game 0 of a
+    """Yields the battles of an evaluation. A is the baseline's answer and B the model's, as in game 0 of a
     judgment."""
     places = folders(folder)
     place = places.answers or next(
@@ -134,7 +134,7 @@ def _battles(folder: Path, models: Sequence[str]) -> Iterator[ComparedPair]:
                 f" {', '.join(sorted(answers))}"
             )
         sides = [(models[0], models[1])]
-    elif places.answers is None and len(answers) == 2:  # nobody has judged them yet
+    elif places.answers is None and len(answers) == 2:  # not judged yet
         first, second = sorted(answers)
         sides = [(first, second)]
     else:
@@ -204,5 +204,5 @@ def _pair(
 
 def whole(text: str) -> str:
     """Returns a text with U+FFFD in place of each half of a character (an unpaired surrogate), which UTF-8
-    cannot hold."""
+    cannot encode."""
     return HALVES.sub("\ufffd", text)

@@ -1,4 +1,4 @@
-"""Defines pairs of answers and the labels that annotators give them, one line of a file each
+"""Defines pairs of answers and the labels that annotators give them. Each is one line of a file
 (docs/reference/data-formats.md)."""
 
 from __future__ import annotations
@@ -11,15 +11,15 @@ from rlhf_core.data.labels import VERDICTS, LabelLine
 from rlhf_core.records import Frozen, Label
 from rlhf_core.system.files import digest
 
-Side = Literal["a", "b"]  # of the two answers
+Side = Literal["a", "b"]  # one of the two answers
 LABELS = VERDICTS
 
 
 class ComparedPair(Frozen):
-    """Two answers to one prompt. `uid`: of the question; `model_...`: who answered, None where unknown;
+    """Two answers to one prompt. `uid`: of the question; `model_...`: who answered, None if unknown;
     `source`: the file or run.
 
-    The texts hold no half of a character: what reads them from elsewhere puts U+FFFD in its place.
+    The texts contain no half characters: code that reads them from elsewhere puts U+FFFD in their place.
     """
 
     uid: str
@@ -32,17 +32,17 @@ class ComparedPair(Frozen):
 
     @cached_property
     def key(self) -> str:
-        """The same for all labels of this pair, whatever file it was read from."""
+        """A key that is the same for all labels of this pair, whatever file it was read from."""
         return digest([self.uid, list(self.prompt), self.answer_a, self.answer_b, self.model_a, self.model_b])
 
 
 class HumanLabel(ComparedPair):
-    """One annotator's verdict on a pair; None: skipped. `at`: ISO time, UTC; `seconds`: from its display to
-    the verdict.
+    """One annotator's verdict on a pair. None: skipped. `at`: ISO time, UTC; `seconds`: time from display
+    to verdict.
 
-    The verdict is about `answer_a` and `answer_b`, whichever of them was shown first (on the left).
-    `repeat_of`: the id of this annotator's first label of the pair. A line with `undone` takes back the label
-    of that id; its verdict is None.
+    The verdict is about `answer_a` and `answer_b`, whichever was shown first (on the left). `repeat_of`:
+    the id of this annotator's first label of the pair. A line with `undone` takes back the label with that
+    id; its own verdict is None.
     """
 
     id: str
@@ -57,8 +57,8 @@ class HumanLabel(ComparedPair):
 
     @property
     def strength(self) -> int:
-        """The place of the verdict in LABELS: 0 (A is much better) to 4 (B is). The label must not be a
-        skipped one."""
+        """The index of the verdict in LABELS: 0 (A is much better) to 4 (B is). The label must not be
+        skipped."""
         assert self.verdict is not None, "a skipped pair has no verdict"
         return LABELS.index(self.verdict)
 
@@ -72,7 +72,7 @@ AnyLabel = TypeVar("AnyLabel", bound=HumanLabel | LabelLine)
 
 
 def in_force(labels: Iterable[AnyLabel]) -> list[AnyLabel]:
-    """Returns the labels that were not taken back, in their order; also skipped ones."""
+    """Returns the labels that were not taken back, in their order, including skipped ones."""
     rows = list(labels)
     undone = {row.undone for row in rows}
     return [row for row in rows if row.undone is None and row.id not in undone]

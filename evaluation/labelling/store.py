@@ -1,8 +1,8 @@
-"""Appends labels to a JSONL file that survives a kill at any byte: a label that was acknowledged is on the
-disk, whole and once.
+"""Appends labels to a JSONL file that survives a kill at any byte: an acknowledged label is on disk,
+complete and exactly once.
 
-One process writes (file lock). A line is written and synced before `append` returns; a line cut by a kill has
-no end of line, was not acknowledged, and is removed at the next start.
+One process writes (file lock). A line is written and synced before `append` returns. A line cut by a kill
+has no line end, was not acknowledged, and is removed at the next start.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from evaluation.labelling.records import HumanLabel
 from rlhf_core.system.files import locked
 from rlhf_core.system.machine import MachineLacks
 
-START = b'{"uid":'  # of each line
+START = b'{"uid":'  # start of each line
 
 
 def read_labels(path: Path) -> list[HumanLabel]:
-    """Returns all lines of a labels file, also those of `undone`, without a last one that was cut.
+    """Returns all lines of a labels file, including `undone` ones, without a last line that was cut.
 
-    Raises ValueError for a missing file and for a line that is no label.
+    Raises ValueError for a missing file and for a line that is not a label.
     """
     if not path.is_file():
         raise ValueError(
@@ -34,11 +34,11 @@ def read_labels(path: Path) -> list[HumanLabel]:
 
 
 class LabelFile:
-    """An open labels file. `labels`: its lines, also those of `undone`."""
+    """An open labels file. `labels`: its lines, including `undone` ones."""
 
     def __init__(self, path: Path):
-        """Opens or makes the file, with mode 0600. Raises ValueError when it is no labels file; leaves such a
-        file as it is."""
+        """Opens or creates the file, with mode 0600. Raises ValueError when it is not a labels file, and
+        then leaves it unchanged."""
         self._path = path
         there = path.read_bytes() if path.exists() else b""
         self.labels = _parsed(path, there)
@@ -52,11 +52,10 @@ class LabelFile:
         os.close(folder)
 
     def append(self, label: HumanLabel) -> None:
-        """Writes a label to the disk. Raises OSError, and leaves the file as it was, when that is not
-        possible."""
+        """Writes a label to disk. Raises OSError and leaves the file unchanged if that fails."""
         if not os.path.exists(self._path) or not os.path.samestat(os.stat(self._path), os.fstat(self._file)):
             raise OSError(f"{self._path} was moved, removed or replaced: put it back, or start again")
-        os.ftruncate(self._file, self._size)  # removes a part that an earlier failure left
+        os.ftruncate(self._file, self._size)  # removes a partial line left by an earlier failure
         line = label.model_dump_json().encode() + b"\n"
         try:
             written = 0
@@ -76,8 +75,8 @@ class LabelFile:
 
 @contextmanager
 def opened(path: Path) -> Iterator[LabelFile]:
-    """Yields the labels file, which no other process can open meanwhile. Raises MachineLacks when one has it
-    open, ValueError when the folder does not exist or the file is no labels file."""
+    """Yields the labels file, which no other process can open meanwhile. Raises MachineLacks when another
+    process has it open, and ValueError when the folder does not exist or the file is not a labels file."""
     if not path.absolute().parent.is_dir():
         raise ValueError(
             f"{path}: there is no folder {path.absolute().parent}: make it, or give another --out"
@@ -85,7 +84,7 @@ def opened(path: Path) -> Iterator[LabelFile]:
     if path.exists() and not path.is_file():
         raise ValueError(f"{path}: is no file: give another --out")
     if path.exists():
-        read_labels(path)  # leaves nothing beside a file of something else, such as a lock
+        read_labels(path)  # fails before a lock is left beside a file of another kind
     path = path.absolute()
     with locked(path.with_name(f".{path.name}.lock")) as ours:
         if not ours:

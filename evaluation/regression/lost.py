@@ -19,10 +19,11 @@ from rlhf_core.runs.run_dir import RunDir, StageRequest
 def lost_questions(
     folder: Path, model: str, lost_to: str | None = None, judge: str | None = None
 ) -> list[SuiteQuestion]:
-    """Returns the questions that `model` lost to `lost_to` (None: the baseline) in both games by `judge`
-    (None: the first), with the other model's answer as reference, and the known answer where a rule judges.
+    """Returns the questions that `model` lost to `lost_to` (None: the baseline) in both games according to
+    `judge` (None: the first). Each has the other model's answer as reference, and the known answer if a
+    rule judges.
 
-    Raises ValueError when the directory is of no finished evaluation or lacks what is named.
+    Raises ValueError when the directory does not hold a finished evaluation or lacks what is named.
     """
     run = RunDir(folder)
     try:
@@ -64,7 +65,7 @@ def _question(
 
 
 def _answers(folder: Path, model: str) -> dict[str, dict[str, Any]]:
-    """Returns the rows of a model's answers by uid. Its file is found by the model's name in its rows."""
+    """Returns the rows of a model's answers by uid. The file is found by the model's name in its rows."""
     for file in sorted((folder / "report" / "answers").glob("*.jsonl")):
         rows = [json.loads(line) for line in file.read_text(encoding="utf-8").split("\n") if line.strip()]
         if rows and rows[0]["model"] == model:
@@ -73,8 +74,8 @@ def _answers(folder: Path, model: str) -> dict[str, dict[str, Any]]:
 
 
 def _known(request: StageRequest) -> dict[str, str]:
-    """Returns the known answers by uid where the evaluation has a rule. Raises ValueError when its questions
-    are not there any more."""
+    """Returns the known answers by uid if the evaluation has a rule judge. Raises ValueError when its
+    questions cannot be loaded."""
     config = request.config
     rule = (
         next((one for one in config.judges if isinstance(one, RuleJudge)), None)

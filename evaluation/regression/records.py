@@ -16,7 +16,7 @@ QuestionOutcome = Literal["passed", "failed", "no verdict"]
 
 
 class QuestionResult(Frozen):
-    """A question of the suite, why it is there, and what became of it, by model."""
+    """A question of the suite, why it is in the suite, and its outcome by model."""
 
     uid: str
     prompt: str
@@ -26,8 +26,9 @@ class QuestionResult(Frozen):
 
 
 class Band(Frozen):
-    """What earlier results of their final models on the same questions let one expect. `deviation`: of the
-    final model's share from `mean`, in units of `spread`; `low`, `high`: the ends of the band."""
+    """The range that earlier results of their final models on the same questions predict. `deviation`:
+    distance of the final model's share from `mean`, in units of `spread`; `low`, `high`: the ends of the
+    band."""
 
     results: int
     questions: int
@@ -43,9 +44,9 @@ class Band(Frozen):
 class RegressionReport(Frozen):
     """The content of `regression.json`.
 
-    `final`: the last model of the config; `judge`: identity of the judge that decided
-    (config/judging/calibration.py); `before`: the outcomes of the last trusted result's final model, by uid;
-    `band` None: there is no such result.
+    `final`: the last model of the config; `judge`: identity of the deciding judge
+    (config/judging/calibration.py); `before`: outcomes of the final model in the last trusted result, by
+    uid; `band` None: there is no such result.
     """
 
     baseline: str
@@ -62,7 +63,7 @@ class RegressionReport(Frozen):
         return {question.uid: question.outcomes[self.final] for question in self.questions}
 
     def newly_failed(self, model: str) -> list[str]:
-        """The uids of questions that the last trusted result passed and the model does not."""
+        """The uids of questions that passed in the last trusted result and that the model does not pass."""
         return [
             q.uid
             for q in self.questions
@@ -70,7 +71,7 @@ class RegressionReport(Frozen):
         ]
 
     def recovered(self, model: str) -> list[str]:
-        """The uids of questions that the last trusted result did not pass and the model does."""
+        """The uids of questions that did not pass in the last trusted result and that the model passes."""
         return [
             q.uid
             for q in self.questions
@@ -79,8 +80,8 @@ class RegressionReport(Frozen):
 
     @property
     def rows(self) -> list[tuple[str, QuestionResult]]:
-        """What changed for the final model (newly failed, recovered or nothing) and the question; first those
-        that it does not pass."""
+        """Each question with its change for the final model (newly failed, recovered or nothing), those
+        that it does not pass first."""
         changed = dict.fromkeys(self.newly_failed(self.final), "newly failed") | dict.fromkeys(
             self.recovered(self.final), "recovered"
         )
@@ -91,13 +92,13 @@ class RegressionReport(Frozen):
 def band_of(
     now: Mapping[str, QuestionOutcome], earlier: Sequence[Mapping[str, QuestionOutcome]], width: float
 ) -> Band | None:
-    """Compares the share of passed questions with earlier results, over the questions that all of them have;
-    None when there is none.
+    """Compares the share of passed questions with earlier results, over the questions that all of them
+    have. Returns None if there are no earlier results or no shared questions.
 
-    A control chart (Shewhart 1931): mean -+ `width` standard deviations. The standard deviation is that of
-    the earlier shares, at least that of a binomial share, sqrt(p (1 - p) / n) with two passed and two failed
-    questions added to p (Agresti & Coull 1998), so that equal results make no band of width 0; times sqrt(1 +
-    1 / results), because the mean is estimated too.
+    Uses a control chart (Shewhart 1931): mean -+ `width` standard deviations. The standard deviation is
+    that of the earlier shares, but at least that of a binomial share, sqrt(p (1 - p) / n) with two passed
+    and two failed questions added to p (Agresti & Coull 1998), so that equal results do not give a band of
+    width 0. It is multiplied by sqrt(1 + 1 / results), because the mean is also estimated.
     """
     shared = [uid for uid in now if all(uid in one for one in earlier)]
     if not earlier or not shared:
@@ -124,8 +125,8 @@ def band_of(
 
 
 def metrics(report: RegressionReport) -> dict[str, float]:
-    """Returns `passed/MODEL`, `newly_failed/MODEL`, ..., and of the final model `deviation` and
-    `out_of_band`; 0 where there is no band."""
+    """Returns `passed/MODEL`, `newly_failed/MODEL`, ..., and for the final model `deviation` and
+    `out_of_band`, which are 0 if there is no band."""
     found: dict[str, float] = {"history": float(report.band.results) if report.band else 0.0}
     for model in report.models:
         outcomes = [question.outcomes[model] for question in report.questions]
@@ -138,7 +139,8 @@ def metrics(report: RegressionReport) -> dict[str, float]:
 
 
 def regression_table(report: RegressionReport) -> str:
-    """Returns each question's outcome as a markdown table, those that the final model does not pass first."""
+    """Returns each question's outcome as a markdown table, questions that the final model does not pass
+    first."""
     rows = [
         (q.uid, *(q.outcomes[model] for model in report.models), change, q.reason, q.source)
         for change, q in report.rows

@@ -1,9 +1,10 @@
-"""Runs the regression stage: an evaluation of the suite's questions, then which of them each model passes,
-and the band of earlier results.
+"""Runs the regression stage: evaluates the suite's questions, then determines which of them each model
+passes and the band of earlier results.
 
-A question is passed when the model does not lose it: the mean of its two games is at least a tie. With a rule
-as the first judge it is passed when the answer is right, whatever the baseline's is. A question without a
-verdict is not passed. `report/regression.json` has every question; the rest of `report/` is an evaluation's.
+A question is passed when the model does not lose it: the mean of its two games is at least a tie. If the
+first judge is a rule, it is passed when the answer is right, whatever the baseline's answer is. A question
+without a verdict is not passed. `report/regression.json` has every question; the rest of `report/` is as in
+an evaluation.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from rlhf_core.system.files import write_text
 
 
 def run(request: StageRequest, run: RunDir) -> Outcome:
-    """Evaluates, and writes the report of the suite. Raises ValueError as `evaluation.stage.run`."""
+    """Evaluates, and writes the report of the suite. Raises ValueError like `evaluation.stage.run`."""
     config = request.config
     assert isinstance(config, configs.Regression), f"regression got the config of a {config.stage} stage"
     evaluated = evaluate(request, run)
@@ -85,7 +86,7 @@ def run(request: StageRequest, run: RunDir) -> Outcome:
 def outcomes_of(
     run: RunDir, config: configs.Regression, model: str, questions: Sequence[Question]
 ) -> Mapping[str, QuestionOutcome]:
-    """Returns what became of each question by the first judge, by uid."""
+    """Returns the outcome of each question according to the first judge, by uid."""
     name, first = next(iter(judge_names(config.judges).items()))
     if isinstance(first, configs.RuleJudge):
         rule = RuleJudge(name, first.answer_key)
@@ -105,8 +106,8 @@ def outcomes_of(
 
 
 def trusted_history(run: RunDir, request: StageRequest, judge: str) -> list[RegressionReport]:
-    """Returns the reports of earlier finished stages of the same name, baseline and judge whose gates all
-    passed, the oldest first."""
+    """Returns the reports of earlier finished stages with the same name, baseline and judge, whose gates
+    all passed, oldest first."""
     found: list[tuple[float, RegressionReport]] = []
     assert isinstance(request.config, configs.Regression)
     for folder in run.path.parent.glob(f"{request.name}-*") if run.artifacts else ():

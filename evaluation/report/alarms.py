@@ -1,5 +1,5 @@
-"""Finds what makes a run's other numbers worthless, for the top of its page: cut answers, rewards and
-gradients without a signal."""
+"""Finds problems that make a run's other numbers worthless, for the top of its page: cut answers, and
+rewards or gradients without a signal."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Alarm(NamedTuple):
 
 
 def alarms(stages: Sequence[Evidence], evaluated: Evaluated | None) -> list[Alarm]:
-    """Returns the alarms of all stages, and of the evaluation's models."""
+    """Returns the alarms of all stages and of the evaluation's models."""
     found = [alarm for stage in stages for alarm in _of_stage(stage)]
     cut = evaluated.report.truncated if evaluated else {}
     for model, share in cut.items():

@@ -1,4 +1,4 @@
-"""Collects the report's part about calibrations: how far the judges can be believed, and which have none."""
+"""Collects the report's section on calibrations: how far the judges can be trusted, and which have none."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ def calibrations(stages: Sequence[Evidence]) -> list[Calibrated]:
 
 
 def judge_belief(evaluated: Evaluated | None, stages: Sequence[Evidence]) -> str:
-    """Returns a sentence: how the judge that decides agrees with people, by the last calibration of the run
-    that is of the same judge, or that it has none; '' for a rule, which needs none. A run has results of its
-    present recipe only, so a calibration of an earlier checkpoint of the judge is of another judge.
+    """Returns a sentence on how the deciding judge agrees with people, from the run's last calibration of
+    the same judge, or on the lack of one; '' for a rule, which needs none. A run only has results of its
+    present recipe, so a calibration of an earlier checkpoint of the judge counts as one of another judge.
     """
     request = evaluated.stage.request if evaluated else None
     if evaluated is None or request is None or not isinstance(request.config, Evaluation):

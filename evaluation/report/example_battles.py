@@ -1,5 +1,5 @@
 """Selects example battles for the report: won, lost and tied ones from all categories, with the judge's
-text."""
+explanation."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ EXAMPLES = {"won": 5, "lost": 3, "tied": 3}
 
 
 class Example(NamedTuple):
-    """One battle; `before` and `after`: answers of the baseline and the final model."""
+    """One battle. `before` and `after`: answers of the baseline and the final model."""
 
     battle: Judgment
     prompt: str
@@ -27,7 +27,7 @@ class Example(NamedTuple):
 
 
 class Group(NamedTuple):
-    """Battles of one outcome: `played` of `total`, and some of them."""
+    """Battles of one outcome: there are `played` out of `total`; `examples` are some of them."""
 
     outcome: str
     played: int
@@ -36,8 +36,8 @@ class Group(NamedTuple):
 
 
 def examples(evaluated: Evaluated) -> list[Group]:
-    """Reads the report's answers and judgments, and returns a group for each outcome; empty when there is no
-    battle to show."""
+    """Reads the report's answers and judgments, and returns a group for each outcome; an empty list when
+    there is no battle to show."""
     answers: dict[str, dict[str, tuple[str, str]]] = defaultdict(dict)
     for row in _jsonl(evaluated.folder / "answers"):
         answers[str(row.get("model"))][str(row.get("uid"))] = _conversation(row.get("messages"))
@@ -78,7 +78,7 @@ def _by_turns(battles: Sequence[Judgment], limit: int) -> list[Judgment]:
 
 
 def _conversation(messages: Any) -> tuple[str, str]:
-    """Returns (prompt, answer) of Arena-Hard's messages; an assistant's content may be a string or
+    """Returns (prompt, answer) from Arena-Hard's messages. An assistant's content may be a string or
     `{"answer": ...}`."""
     texts = []
     for message in messages if isinstance(messages, list) else []:

@@ -1,5 +1,5 @@
 """Writes `<artifacts>/index.html`: a table of every recipe's last run, from `run.json` and `summary.json`,
-and one of the newest runs of all recipes, both with links to their pages.
+and a table of the newest runs of all recipes, both with links to the runs' pages.
 
 A folder whose records are missing or damaged gets a row with the state `damaged`; the other rows are not
 affected.
@@ -27,7 +27,7 @@ MAX_RUNS = 200  # in the table of all runs
 
 class Line(NamedTuple):
     """A recipe's run. `state`: done, failed, stopped at a gate, unfinished or damaged; `gates`: the failed
-    ones as text."""
+    gates as text."""
 
     name: str
     page: str
@@ -41,7 +41,7 @@ class Line(NamedTuple):
 
 
 class RunLine(NamedTuple):
-    """A run in the table of all runs. `page`: address of its own page, '' where it has none."""
+    """A run in the table of all runs. `page`: address of its own page, '' if it has none."""
 
     recipe: str
     label: str
@@ -63,8 +63,7 @@ def write_index(artifacts: Path) -> Path:
 
 
 def run_lines(artifacts: Path) -> list[RunLine]:
-    """Returns the newest runs of all recipes that have a record of their own, at most MAX_RUNS, the newest
-    first."""
+    """Returns the newest runs of all recipes that have their own record, at most MAX_RUNS, newest first."""
     found = [run for run in records(artifacts) if run.file.name != RUN]
     lines = []
     for run in found[:MAX_RUNS]:
@@ -75,7 +74,7 @@ def run_lines(artifacts: Path) -> list[RunLine]:
 
 
 def line_of(folder: Path) -> Line:
-    """Returns a folder's row. Accepts any content of the records; an unexpected one gives the state
+    """Returns a folder's row. Accepts any content in the records; unexpected content gives the state
     `damaged`."""
     when = datetime.fromtimestamp((folder / RUN).stat().st_mtime if (folder / RUN).exists() else 0)
     page = f"{quote(folder.name)}/{REPORT}" if (folder / REPORT).is_file() else ""

@@ -1,5 +1,5 @@
-"""Reads what PPO records of its iterations: sampled answers, and the seconds of each phase beside their
-floors. Imports no matplotlib."""
+"""Reads PPO's records of its iterations: sampled answers, and the seconds of each phase next to their
+floors. Does not import matplotlib."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from typing import Any, NamedTuple
 from rlhf_core.data.rows.columns import written
 from rlhf_core.runs.run_dir import ROLLOUTS
 
-SHOWN_ROLLOUTS = 4  # of each iteration
-MAX_LINE = 4 << 20  # bytes of a rollout that is shown
+SHOWN_ROLLOUTS = 4  # per iteration
+MAX_LINE = 4 << 20  # bytes of a rollout to show
 
 
 class Rollout(NamedTuple):
     """A sampled answer or episode: its messages as (role, text), its rewards by source (None: failed), and
-    why it has none."""
+    why a reward is missing."""
 
     messages: list[tuple[str, str]]
     rewards: dict[str, float | None]
@@ -25,8 +25,8 @@ class Rollout(NamedTuple):
 
 
 def rollouts(run_dir: Path) -> list[tuple[int, list[Rollout]]]:
-    """Returns a few rollouts of PPO's first and last logged iteration; none of other stages, or where they
-    cannot be read."""
+    """Returns a few rollouts from PPO's first and last logged iterations; an empty list for other stages.
+    Leaves out iterations that cannot be read."""
     named = {
         file.stem.removeprefix("iteration"): file
         for file in (run_dir / ROLLOUTS).glob("iteration*.jsonl")
@@ -37,7 +37,7 @@ def rollouts(run_dir: Path) -> list[tuple[int, list[Rollout]]]:
     for iteration in sorted({min(files), max(files)}) if files else ():
         try:
             with files[iteration].open("rb") as file:
-                # a longer one is no JSON
+                # a longer line is cut, and then is not valid JSON
                 rows = [json.loads(line) for _ in range(SHOWN_ROLLOUTS) if (line := file.readline(MAX_LINE))]
             found.append((iteration, [_rollout(row) for row in rows]))
         except (OSError, ValueError, KeyError, TypeError, AttributeError):
@@ -60,8 +60,8 @@ WAIT = "wait/"
 
 
 class Phase(NamedTuple):
-    """Seconds of one phase, and its floor: the time of its operations and bytes at the rates measured on the
-    GPU; None if unknown."""
+    """Seconds of one phase, and its floor: the time for its operations and bytes at the rates measured on
+    the GPU; None if unknown."""
 
     name: str
     seconds: float
@@ -70,12 +70,12 @@ class Phase(NamedTuple):
 
     @property
     def times(self) -> float | None:
-        """Seconds divided by the floor; None without a floor."""
+        """Seconds divided by the floor; None if there is no floor."""
         return self.seconds / self.floor if self.floor else None
 
 
 def phases_of(metrics: Mapping[str, float]) -> list[Phase]:
-    """Returns the phases of an iteration, the longest first."""
+    """Returns the phases of an iteration, longest first."""
     seconds = {name.removeprefix(PHASE): value for name, value in metrics.items() if name.startswith(PHASE)}
     whole = sum(seconds.values()) or 1.0
     phases = [Phase(name, value, value / whole, metrics.get(FLOOR + name)) for name, value in seconds.items()]

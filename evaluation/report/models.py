@@ -1,5 +1,5 @@
-"""Collects the report's tables and charts of models: win rates, judges, alignment tax, regression suites,
-rounds of loops."""
+"""Collects the report's tables and charts about models: win rates, judges, alignment tax, regression
+suites, rounds of loops."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ JUDGE_DESCRIPTIONS = {
     "reward": "A reward model prefers the answer that it scores higher.",
     "openai": "A chat model compares the answers with Arena-Hard's prompt, twice for each question.",
 }
-SHOWN_QUESTIONS = 200  # questions on the page; the stage's regression.md has all
+SHOWN_QUESTIONS = 200  # questions shown on the page; the stage's regression.md has all
 
 
 class Tax(NamedTuple):
@@ -33,8 +33,8 @@ class Tax(NamedTuple):
 
 
 class Suite(NamedTuple):
-    """A finished regression stage. `rows`: what changed and the question, first those that the final model
-    does not pass."""
+    """A finished regression stage. `rows`: each question with its change, those that the final model does
+    not pass first."""
 
     name: str
     report: RegressionReport
@@ -43,7 +43,7 @@ class Suite(NamedTuple):
 
 
 def judge_descriptions(evaluated: Evaluated | None) -> str:
-    """Returns a sentence for each kind of judge of the evaluation."""
+    """Returns a sentence for each kind of judge in the evaluation."""
     config = evaluated.stage.request.config if evaluated and evaluated.stage.request else None
     kinds = dict.fromkeys(judge.kind for judge in config.judges) if isinstance(config, Evaluation) else ()
     return " ".join(JUDGE_DESCRIPTIONS[kind] for kind in kinds if kind in JUDGE_DESCRIPTIONS)
@@ -71,8 +71,8 @@ def suites(stages: Sequence[Evidence]) -> list[Suite]:
 
 
 class Drifted(NamedTuple):
-    """A drift stage: its report, the results in its history and itself, newest first, and the curves of its
-    signals (None: no history)."""
+    """A drift stage: its report, the results in its history and its own, newest first, and the curves of
+    its signals (None: no history)."""
 
     name: str
     report: DriftReport
@@ -93,7 +93,7 @@ def drifts(stages: Sequence[Evidence]) -> list[Drifted]:
 
 
 def rounds(stages: Sequence[Evidence]) -> list[list[Evidence]]:
-    """Returns the chains of training stages of loops: each stage trains on a preferences stage and starts
+    """Returns the chains of training stages in loops. Each stage trains on a preferences stage and starts
     from the stage before it."""
     pairs = {stage.view.name for stage in stages if KINDS[stage.view.kind].makes == "pairs"}
     chains: list[list[Evidence]] = []
@@ -111,7 +111,7 @@ def rounds(stages: Sequence[Evidence]) -> list[list[Evidence]]:
 def rounds_svg(
     chains: Sequence[Sequence[Evidence]], evaluated: Evaluated | None, stages: Sequence[Evidence]
 ) -> Markup | None:
-    """Draws the win rates over the rounds; None when fewer than two of a chain were evaluated."""
+    """Draws the win rates over the rounds. Returns None when no chain has two evaluated models."""
     if evaluated is None:
         return None
     # by stage, not by alias

@@ -1,9 +1,9 @@
 """Writes the report of a run, `report.html`: one HTML page with the verdict, the DAG, charts, example
 battles, lineage and configuration.
 
-The page is self-contained: inline CSS, inline SVG, no script, no external resources. Jinja2 escapes all text;
-only our own charts are marked safe. A missing part (no evaluation, a failed stage, no metrics) is replaced by
-a sentence.
+The page is self-contained: inline CSS, inline SVG, no script, no external resources. Jinja2 escapes all
+text; only our own charts are marked safe. A sentence replaces a missing part (no evaluation, a failed
+stage, no metrics).
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from rlhf_core.system.files import tail, write_text
 
 
 def write_report(out_dir: Path, recipe_name: str, stages: Sequence[StageView], run: str = "") -> Path:
-    """Writes `summary.json` and `report.html` (each atomically) to `out_dir` and returns the page's path.
+    """Writes `summary.json` and `report.html` (each atomically) to `out_dir`. Returns the page's path.
     `run`: `RunRecord.heading`."""
     evidence = [read(view) for view in stages]
     out_dir.mkdir(parents=True, exist_ok=True)
@@ -42,7 +42,7 @@ def write_report(out_dir: Path, recipe_name: str, stages: Sequence[StageView], r
 
 
 def render(recipe_name: str, stages: Sequence[Evidence], run: str = "") -> str:
-    """Returns the page as text. `run`: as of `write_report`."""
+    """Returns the page as text. `run`: as in `write_report`."""
     evaluated = read_evaluation(stages)
     chains = rounds(stages)
     reward_models = RewardReports.read(evaluated.folder / REWARD_MODELS) if evaluated else None

@@ -1,5 +1,5 @@
 """Collects the report's parts about stages: charts, data, origins, lineage, versions, configuration,
-publications, time per phase."""
+publications and the time per phase."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from rlhf_core.system.redaction import without_passwords
 
 
 class Chart(NamedTuple):
-    """The curves of one stage or loop, what has one value in place of a curve (`values`), and its result's
-    metrics (`notes`) at `when`; for PPO also phases, and the share of an iteration in which each role waits
-    for others."""
+    """The chart of one stage or loop: its curves, the metrics that have one value instead of a curve
+    (`values`), and its result's metrics (`notes`) at `when`. For PPO also its phases, and the share of an
+    iteration during which each role waits for others."""
 
     title: str
     seconds: float | None
@@ -66,7 +66,7 @@ def charts(stages: Sequence[Evidence], chains: Sequence[Sequence[Evidence]]) -> 
 
 
 def data(stages: Sequence[Evidence]) -> tuple[list[str], dict[str, dict[str, float]]]:
-    """Returns the columns of the data table, and per stage its `data/...` metrics without the prefix."""
+    """Returns the columns of the data table, and each stage's `data/...` metrics without the prefix."""
     rows = {}
     for stage in stages:
         metrics = stage.result.metrics if stage.result else {}
@@ -79,7 +79,7 @@ def data(stages: Sequence[Evidence]) -> tuple[list[str], dict[str, dict[str, flo
 
 
 def data_warnings(stage: Evidence) -> list[str]:
-    """Returns the warnings of the stage's data report; paths in other run directories are relative to
+    """Returns the warnings of the stage's data report. Paths in other run directories are relative to
     `stages/`."""
     run_dir = stage.view.run_dir
     return [sentence.replace(f"{run_dir.parent.resolve()}/", "") for sentence in stored_warnings(run_dir)]
@@ -98,7 +98,7 @@ def origins(stage: Evidence, stages: Sequence[Evidence]) -> list[str]:
 
 
 def families(stages: Sequence[Evidence]) -> list[tuple[str, Markup]]:
-    """The lineage of every trained model that no other stage was trained from, drawn."""
+    """Returns a drawing of the lineage of every trained model that no other stage was trained from."""
     models = [stage for stage in stages if stage.result and "checkpoint" in stage.result.outputs]
     used = {parent for stage in models for parent in stage.view.parents}
     found = []
@@ -110,7 +110,7 @@ def families(stages: Sequence[Evidence]) -> list[tuple[str, Markup]]:
 
 
 def published(stages: Sequence[Evidence]) -> list[tuple[Evidence, str]]:
-    """Returns every finished publication, and where it is: on the Hub with branch, commit and tag, or in a
+    """Returns every finished publication and its location: on the Hub with branch, commit and tag, or in a
     folder."""
     rows = []
     for stage in stages:
@@ -140,7 +140,7 @@ def environments(stages: Sequence[Evidence]) -> list[tuple[str, list[str]]]:
 
 
 def config_text(stage: Evidence) -> str | None:
-    """Returns the stage's configuration as JSON without passwords in URLs; None when it has no readable
+    """Returns the stage's configuration as JSON without passwords in URLs; None if it has no readable
     `config.json`."""
     if stage.request is None:
         return None

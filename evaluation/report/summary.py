@@ -1,7 +1,8 @@
 """Reads the results of a recipe's run from its run directories, for `summary.json` and `report.html`.
 
 Torch-free and Prefect-free. Nothing is cached: the same directories give the same summary in every process.
-Missing parts (a failed stage, no evaluation, a file cut by a kill) are None or empty, not an exception.
+Missing parts (a failed stage, no evaluation, a file cut by a kill) become None or empty values, not
+exceptions.
 """
 
 from __future__ import annotations
@@ -28,8 +29,8 @@ Curve = list[tuple[float, float]]  # (step, value), steps rising
 
 @dataclass(frozen=True)
 class StageView:
-    """One node of the plan, for the report. `parents`: names of other nodes; `status`: what happened to it in
-    this run; `gates`: verdicts on its result."""
+    """One node of the plan, for the report. `parents`: names of other nodes; `status`: its outcome in this
+    run; `gates`: verdicts on its result."""
 
     name: str
     kind: str
@@ -50,25 +51,25 @@ class Evidence:
 
     @property
     def digest(self) -> str:
-        """The stage's digest; before it ran, from the directory's name, `<stage name>-<digest>`."""
+        """The stage's digest; before it ran, taken from the directory's name, `<stage name>-<digest>`."""
         return self.result.digest if self.result else self.view.run_dir.name.rpartition("-")[2]
 
     @property
     def report(self) -> Path | None:
-        """The folder of reports of a finished evaluation or alignment tax; None for other stages."""
+        """The report folder of a finished evaluation or alignment tax; None for other stages."""
         output = self.result.outputs.get("report") if self.result else None
         return self.view.run_dir / output if output else None
 
     @property
     def checkpoint(self) -> str | None:
-        """The model folder, relative to the artifacts folder (`stages/<name>-<digest>/...`); None when there
+        """The model folder, relative to the artifacts folder (`stages/<name>-<digest>/...`); None if there
         is none."""
         output = self.result.outputs.get("checkpoint") if self.result else None
         return f"{self.view.run_dir.parent.name}/{self.view.run_dir.name}/{output}" if output else None
 
     def stage_of(self, name: str, stages: Sequence[Evidence]) -> str:
-        """Returns the stage that `name` of this stage's config means (a loop's name means its last round);
-        else `name`."""
+        """Returns the stage that `name` in this stage's config refers to (a loop's name refers to its last
+        round), or `name` if no stage is found."""
         folder = self.request.inputs.get(name) if self.request else None
         if folder is None or any(stage.view.name == name for stage in stages):
             return name
@@ -80,7 +81,7 @@ class Evidence:
 
 @dataclass(frozen=True)
 class Evaluated:
-    """A finished evaluation: its stage, the judges' reports, of which the first decides, and the final model
+    """A finished evaluation: its stage, the judges' reports (the first judge decides), and the final model
     (the config's last)."""
 
     stage: Evidence
@@ -90,12 +91,12 @@ class Evaluated:
 
     @property
     def report(self) -> EvalReport:
-        """The report of the judge that decides."""
+        """The report of the deciding judge."""
         return self.reports[0]
 
     @property
     def models(self) -> list[str]:
-        """The judged models, with the baseline first unless it was judged itself."""
+        """The judged models; the baseline comes first unless it was judged itself."""
         return list(
             dict.fromkeys(
                 [*(() if self.report.baseline in self.decided else [self.report.baseline]), *self.decided]
@@ -104,22 +105,22 @@ class Evaluated:
 
     @property
     def opinions(self) -> list[WinRate]:
-        """Win rates by the other judges."""
+        """Win rates according to the other judges."""
         return [rate for other in self.reports[1:] for rate in other.win_rates]
 
     @property
     def against_parent(self) -> dict[str, WinRate]:
-        """Win rates of models against the model each was trained from, where that is not the baseline."""
+        """Win rates of models against the model that each was trained from, if that is not the baseline."""
         return {rate.model: rate for rate in self.report.against_parent}
 
     @property
     def decided(self) -> dict[str, WinRate]:
-        """Win rates by the first judge, by model."""
+        """Win rates according to the first judge, by model."""
         return {rate.model: rate for rate in self.report.win_rates if rate.judge == self.report.judge}
 
 
 def read(view: StageView) -> Evidence:
-    """Reads one run directory; never raises for missing or damaged files."""
+    """Reads one run directory. Does not raise for missing or damaged files."""
     run = RunDir(view.run_dir)
     try:
         request = run.request()
@@ -146,10 +147,10 @@ def read_evaluation(stages: Sequence[Evidence]) -> Evaluated | None:
 
 
 def summary_of(recipe_name: str, stages: Sequence[Evidence]) -> dict[str, Any]:
-    """Returns the content of `summary.json`: per stage its name, kind, status, seconds, checkpoint, digest,
-    final metrics and gates, and the win rate of its model against the baseline with a 95 % interval (all in
-    [0, 1]). `evaluation` has the final model's, and every model's under `models`; None when no evaluation
-    finished.
+    """Returns the content of `summary.json`. Each stage has its name, kind, status, seconds, checkpoint,
+    digest, final metrics and gates, and the win rate of its model against the baseline with a 95 % interval
+    (all in [0, 1]). `evaluation` has the final model's win rate, and every model's under `models`; it is
+    None when no evaluation finished.
     """
     evaluated = read_evaluation(stages)
     summary: dict[str, Any] = {
@@ -188,12 +189,12 @@ def summary_of(recipe_name: str, stages: Sequence[Evidence]) -> dict[str, Any]:
 
 
 def as_json(summary: dict[str, Any]) -> str:
-    """Returns strict JSON: numbers that are not finite become null."""
+    """Returns strict JSON, in which numbers that are not finite become null."""
     return json.dumps(_finite(summary), indent=2, allow_nan=False, ensure_ascii=False) + "\n"
 
 
 class Trend(NamedTuple):
-    """Means of the first and the last fifth of a curve; `errors`: their difference in standard errors (None
+    """Means of the first and last fifth of a curve. `errors`: their difference in standard errors (None
     when the error is 0)."""
 
     first: float
@@ -202,7 +203,7 @@ class Trend(NamedTuple):
 
 
 def trend(curve: Curve) -> Trend | None:
-    """Compares the ends of a noisy curve. None below ten points, where a fifth is a single value."""
+    """Compares the ends of a noisy curve. Returns None below ten points, when a fifth is a single value."""
     values = [value for _, value in curve if math.isfinite(value)]
     fifth = len(values) // 5
     if fifth < 2:

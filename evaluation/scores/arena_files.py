@@ -1,11 +1,11 @@
 """Reads files of judgments and answers in Arena-Hard's formats, v2.0 and v0.1, and writes judgments in
 v2.0's. Torch-free.
 
-Judgments, a line each: v2.0 {uid, category, judge, model, baseline, games[2]{score, judgment, prompt}}, v0.1
-{question_id, model, judge, games[2]{user_prompt, judgment, score}}. Answers: v2.0 {uid, model, messages,
-metadata}, v0.1 {question_id, model_id, choices, conv_metadata}. Scores that the original's regex accepts by
-mistake (`[A]`, `A>>>B`) and failed ones (null) are games without a verdict. Our files are v2.0's; extra
-fields are outside `metadata`, whose columns the original counts.
+Judgments, one per line: v2.0 {uid, category, judge, model, baseline, games[2]{score, judgment, prompt}},
+v0.1 {question_id, model, judge, games[2]{user_prompt, judgment, score}}. Answers: v2.0 {uid, model,
+messages, metadata}, v0.1 {question_id, model_id, choices, conv_metadata}. Scores that the original's regex
+accepts by mistake (`[A]`, `A>>>B`) and failed ones (null) count as games without a verdict. Our files
+follow v2.0; extra fields are outside `metadata`, because the original counts its columns.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ TokenCount = Callable[[str], int]
 
 
 class Folders(NamedTuple):
-    """The folders of judgments and of answers (None: there are none)."""
+    """The folders of judgments and answers (None: there are no answers)."""
 
     judgments: Path
     answers: Path | None
@@ -36,8 +36,8 @@ class Folders(NamedTuple):
 
 def folders(folder: Path) -> Folders:
     """Finds the two folders of a benchmark (`model_judgment/`, `model_answer/`), of an evaluation's report
-    (`judgments/`, `answers/`), or of an evaluation's run directory; else takes the folder as one of
-    judgments. Raises ValueError when it is no folder."""
+    (`judgments/`, `answers/`), or of an evaluation's run directory. Any other folder counts as one of
+    judgments. Raises ValueError when it is not a folder."""
     if not folder.is_dir():
         raise ValueError(
             f"{folder} is no folder: give one with judgments (model_judgment/<judge>/<model>.jsonl, or a"
@@ -47,18 +47,18 @@ def folders(folder: Path) -> Folders:
         judged = next((root / name for name in JUDGMENTS if (root / name).is_dir()), None)
         if judged:
             return Folders(judged, next((root / name for name in ANSWERS if (root / name).is_dir()), None))
-    # of model_judgment/ or a judge's
+    # beside model_judgment/, or beside the parent of a judge's folder
     siblings = (place / name for place in (folder.parent, folder.parent.parent) for name in ANSWERS)
     named = folder.name in JUDGMENTS or folder.parent.name in JUDGMENTS
     return Folders(folder, next((place for place in siblings if place.is_dir()), None) if named else None)
 
 
 def read_judgments(folder: Path) -> list[Judgment]:
-    """Reads all judgments of a folder and its subfolders, sorted by judge, model, baseline and question,
+    """Reads all judgments in a folder and its subfolders, sorted by judge, model, baseline and question,
     without duplicates.
 
-    Raises ValueError for a line that is no judgment, for two different judgments of one battle by one judge,
-    and when there is none.
+    Raises ValueError for a line that is not a judgment, for two different judgments of one battle by one
+    judge, and when there are none.
     """
     found: dict[tuple[str, ...], Judgment] = {}
     for where, row in rows_of(folder):
@@ -81,7 +81,7 @@ def read_judgments(folder: Path) -> list[Judgment]:
 
 
 def to_judgment(row: dict[str, Any]) -> Judgment:
-    """Converts one published line. Raises KeyError, TypeError or ValueError when it is no judgment."""
+    """Converts one published line. Raises KeyError, TypeError or ValueError when it is not a judgment."""
     old = "question_id" in row
     first, second = row["games"]
     return Judgment(
@@ -95,8 +95,7 @@ def to_judgment(row: dict[str, Any]) -> Judgment:
 
 
 def label_of(score: Any) -> Label | None:
-    """Returns one of the five labels, also for its mirrored form or in lower case; None for everything
-    else."""
+    """Returns one of the five labels, also for mirrored or lower-case forms; None for anything else."""
     label = MIRRORED.get(score.upper(), score.upper()) if isinstance(score, str) else None
     return cast(Label, label) if label in POINTS else None
 
@@ -105,8 +104,8 @@ def read_styles(folder: Path, count_tokens: TokenCount | None = None) -> dict[tu
     """Returns the style of every answer in a folder, by (model, uid), with counts from the metadata or from
     the text.
 
-    Raises ValueError for a line that is no answer, and when a length is missing and there is no
-    `count_tokens`.
+    Raises ValueError for a line that is not an answer, and when a length is missing and `count_tokens` is
+    None.
     """
     styles: dict[tuple[str, str], Style] = {}
     for where, row in rows_of(folder):
@@ -136,8 +135,8 @@ def read_styles(folder: Path, count_tokens: TokenCount | None = None) -> dict[tu
 
 
 def token_counter(name: str) -> TokenCount:
-    """Returns a function that counts tokens: with "gpt-4o" as arena-hard-auto does (tiktoken, which downloads
-    the encoding once), else with a model's tokenizer."""
+    """Returns a function that counts tokens: with "gpt-4o" like arena-hard-auto (tiktoken, which downloads
+    the encoding once), otherwise with a model's tokenizer."""
     if name == "gpt-4o":
         import tiktoken
 
@@ -150,7 +149,7 @@ def token_counter(name: str) -> TokenCount:
 
 
 def judgment_lines(judgments: Sequence[Judgment]) -> str:
-    """Returns the content of a file of judgments, which arena-hard-auto can read."""
+    """Returns the content of a judgments file that arena-hard-auto can read."""
     return "".join(judgment.model_dump_json() + "\n" for judgment in judgments)
 
 
@@ -170,8 +169,8 @@ def _game(game: Any) -> Game:
 
 
 def rows_of(folder: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yields the rows of all .jsonl files below a folder, each with its place. Raises ValueError for a line
-    that is none."""
+    """Yields the rows of all .jsonl files below a folder, each with its location. Raises ValueError for an
+    invalid line."""
     for file in sorted(folder.rglob("*.jsonl")):
         try:
             text = file.read_text(encoding="utf-8")

@@ -1,9 +1,9 @@
 """Computes style-controlled scores of Arena-Hard's battles. Pure functions of judgments and seeds.
 
-Fits Bradley-Terry with style features as arena-hard-auto does (`show_result.py`, 2025-06), with two
+Fits Bradley-Terry with style features like arena-hard-auto (`show_result.py`, 2025-06), with two
 differences. The bootstrap resamples questions (all their games and models together), not rows. Features are
-not centred, so that answers of the same style are compared, also with one model. Functions with style control
-need rows with styles.
+not centred, so that answers of the same style are compared even with a single model. Functions with style
+control need rows with styles.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Estimate(NamedTuple):
 
 class Rows(NamedTuple):
     """N rows: outcomes in [0, 1] for the model and weights, (N,), each row's question and model, and style
-    features when known."""
+    features if known."""
 
     uids: list[str]
     models: list[str]
@@ -42,17 +42,17 @@ class Rows(NamedTuple):
 
 
 class Controlled(NamedTuple):
-    """Style-controlled scores by model, and the effect of each feature: the change of the log-odds by a
-    difference of its typical size (root mean square)."""
+    """Style-controlled scores by model, and the effect of each feature: how much the log-odds change for a
+    difference of typical size (root mean square)."""
 
     scores: dict[str, Estimate]
     effects: dict[str, Estimate]
 
 
 def question_rows(judgments: Sequence[Judgment], styles: Styles | None, arena: bool) -> Rows:
-    """Returns one row for each battle with a verdict. With `arena` each game has weight 1, a strong one 3;
-    else the battle has weight 1 and its outcome is the mean of its games, as in `scoring.plain_sums`. Raises
-    ValueError when no game has a verdict or an answer's style is missing."""
+    """Returns one row for each battle with a verdict. With `arena`, each game has weight 1, or 3 if its
+    verdict is strong; otherwise the battle has weight 1 and its outcome is the mean of its games, as in
+    `scoring.plain_sums`. Raises ValueError when no game has a verdict or an answer's style is missing."""
     found = [judgment for judgment in judgments if judgment.score is not None]
     if not found:
         raise ValueError("no game has a verdict, so there is no score: look at the judgments for the reason")
@@ -69,16 +69,16 @@ def question_rows(judgments: Sequence[Judgment], styles: Styles | None, arena: b
 
 
 def controlled(rows: Rows, controls: Sequence[Control], resamples: int, seed: int) -> Controlled:
-    """Computes our style control: each model's score against the baseline for answers of the same style, with
+    """Computes style control: each model's score against the baseline for answers of the same style, with
     95 % intervals.
 
-    `rows` are those of `question_rows`. All models share the effects of style; each of the `resamples` draws
+    `rows` come from `question_rows`. All models share the effects of style; each of the `resamples` draws
     questions with all their rows.
     """
     assert rows.features is not None, "style control needs the styles of the answers"
     values = scaled(rows.features[:, columns(controls)])
     uids, index = np.unique(rows.uids, return_inverse=True)
-    order = np.lexsort((rows.models, rows.uids))  # sums do not depend on the order of the files
+    order = np.lexsort((rows.models, rows.uids))  # makes sums independent of the order of the files
     sorted_rows = Rows(
         [rows.uids[i] for i in order],
         [rows.models[i] for i in order],
@@ -104,7 +104,8 @@ def controlled(rows: Rows, controls: Sequence[Control], resamples: int, seed: in
 
 
 def _estimate(values: Floats) -> Estimate:
-    """Returns the first value with the 2.5 % and 97.5 % quantiles of the others, which are its bootstraps."""
+    """Returns the first value with the 2.5 % and 97.5 % quantiles of the others, which are its bootstrap
+    values."""
     low, high = np.quantile(values[1:], [0.025, 0.975])
     return Estimate(float(values[0]), float(low), float(high))
 

@@ -1,9 +1,9 @@
 """Fits Bradley-Terry strengths with covariates (Bradley & Terry 1952) by logistic regression, for many
 weightings of the same rows.
 
-arena-hard-auto minimises the same convex loss with L-BFGS; Newton's method reaches the same minimum, and fits
-all resamples together. A ridge penalty keeps strengths finite when a model wins everything; the loss is a
-mean, so repeating all rows has no effect.
+arena-hard-auto minimises the same convex loss with L-BFGS. Newton's method reaches the same minimum, and
+fits all resamples together. A ridge penalty keeps strengths finite when a model wins everything. The loss
+is a mean, so repeating all rows has no effect.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from scipy.special import expit
 Floats = NDArray[np.float64]
 
 RIDGE = 1e-5  # limits a model that always wins to about 99.99 %
-# on features of size one; wins of a model that always has the same style count for its strength
+# on features of size one: if a model always has the same style, its wins count towards its strength
 STYLE_RIDGE = 1e-3
 STEPS = 100
 HALVINGS = 30
@@ -26,8 +26,8 @@ CELLS = 1 << 22  # most weights in memory at once: 32 MB
 
 
 def one_hot(names: Sequence[str]) -> tuple[Floats, list[str]]:
-    """Returns the (N, M) indicators of each row's model, and the M names, sorted. The baseline of all rows
-    has strength 0."""
+    """Returns the (N, M) indicators of each row's model, and the M names, sorted. The baseline has strength
+    0 in all rows."""
     unique, index = np.unique(np.array(names, dtype=object).astype(str), return_inverse=True)
     return np.eye(len(unique))[index], [str(name) for name in unique]
 
@@ -75,7 +75,7 @@ def _fit(design: Floats, outcomes: Floats, weights: Floats, ridge: Floats) -> Fl
 
 
 def _loss(coefficients: Floats, design: Floats, outcomes: Floats, weights: Floats, ridge: Floats) -> Floats:
-    """Returns the loss of each round, (R,)."""
+    """Returns the loss for each row of weights, (R,)."""
     logits = coefficients @ design.T
     losses: Floats = (weights * (np.logaddexp(0, logits) - outcomes * logits)).sum(
         1

@@ -1,7 +1,7 @@
 """Computes the leaderboard of a folder of judgments, without any model, for `alignflow leaderboard FOLDER`.
 
-One board for each judge, category and baseline: arena score with our interval (over questions), the
-style-controlled score if the answers are known. Torch-free.
+There is one board for each judge, category and baseline. It has the arena score with our interval (over
+questions), and the style-controlled score if the answers are known. Torch-free.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from rlhf_core.records import Judgment
 
 
 class Standing(NamedTuple):
-    """One model. All scores in [0, 1] against the board's baseline; `tokens` is the mean length of its
+    """One model. All scores are in [0, 1] against the board's baseline; `tokens` is the mean length of its
     answers."""
 
     model: str
@@ -30,8 +30,8 @@ class Standing(NamedTuple):
 
 
 class Board(NamedTuple):
-    """Models, best first. `effects`: change of the log-odds of winning by a style difference of typical
-    size."""
+    """Models, best first. `effects`: how much the log-odds of winning change for a style difference of
+    typical size."""
 
     judge: str
     category: str
@@ -41,8 +41,8 @@ class Board(NamedTuple):
 
 
 class How(NamedTuple):
-    """How boards are computed. `controls`: styles to control for; `resamples` of the questions give the 95 %
-    intervals of style control; `max_failed`: share of a board's games without a verdict."""
+    """Settings for computing boards. `controls`: styles to control for; `resamples` of the questions give
+    the 95 % intervals of style control; `max_failed`: largest share of a board's games without a verdict."""
 
     controls: Sequence[Control] = ()
     resamples: int = 1000
@@ -51,8 +51,8 @@ class How(NamedTuple):
 
 
 def boards(judgments: Sequence[Judgment], styles: Styles | None, how: How) -> list[Board]:
-    """Returns all boards. `styles` None: no style control. Raises ValueError when too many games of a board
-    have no verdict."""
+    """Returns all boards. With `styles` None there is no style control. Raises ValueError when too many
+    games of a board have no verdict."""
     groups: dict[tuple[str, str, str], list[Judgment]] = {}
     for judgment in judgments:
         groups.setdefault((judgment.judge, judgment.category, judgment.baseline), []).append(judgment)

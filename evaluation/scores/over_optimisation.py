@@ -1,12 +1,12 @@
-"""Detects over-optimisation of a reward model: scores of the model used for training (the proxy) and win
-rates, over the KL.
+"""Detects over-optimisation of a reward model: compares the scores of the model used for training (the
+proxy) and the win rates over the KL.
 
-The curve is that of Gao, Schulman & Hilton 2022 (arXiv:2210.10760, figure 1; they draw over the square root
-of the KL). KL is from the model that training started from. All three are measured on the same questions and
-answers, sampled at temperature 1. The KL is the mean over answers of `log p(answer | model) - log p(answer |
-baseline)`, in nats per answer, unbiased on the model's own samples. Limit: answers are stored as texts and
-tokenised again, which may give other tokens than those sampled. A point is suspicious when the proxy scores
-it higher, and the judge lower, than the best earlier point of its chain.
+The curve is the one of Gao, Schulman & Hilton 2022 (arXiv:2210.10760, figure 1; they draw over the square
+root of the KL). KL is from the model that training started from. All three are measured on the same
+questions and answers, sampled at temperature 1. The KL is the mean over answers of `log p(answer | model) -
+log p(answer | baseline)`, in nats per answer, which is unbiased on the model's own samples. Limit: answers
+are stored as text and tokenised again, which may give other tokens than those sampled. A point is
+suspicious when the proxy scores it higher, and the judge lower, than the best earlier point of its chain.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from evaluation.scores.scoring import QuestionSums, difference_interval, interva
 from rlhf_core.records import Frozen, Judgment, WinRate
 
 FILE = "over_optimisation.json"
-IN_CHAIN = re.compile(r"(.+)\.(?:round|iteration)[0-9]+")  # a round of a loop, a checkpoint of a PPO stage
+IN_CHAIN = re.compile(r"(.+)\.(?:round|iteration)[0-9]+")  # a round of a loop, or a checkpoint of a PPO stage
 Floats = NDArray[np.float64]
 Suspicion = Literal["none", "possible", "sure"]
 
 
 class Point(Frozen):
     """One model: KL from the baseline (nats per answer) and the proxy's mean score, each with its standard
-    error, and the judge's win rate with its 95 % interval. `suspicion`: whether the proxy's score rose and
-    the win rate fell from the model `since`: `possible` by the means, `sure` when both 95 % intervals of the
-    differences, over the same questions, exclude zero."""
+    error, and the judge's win rate with its 95 % interval. `suspicion`: whether, compared with the model
+    `since`, the proxy's score rose and the win rate fell: `possible` according to the means, `sure` when
+    the intervals of both differences, over the same questions, exclude zero (95 %, Bonferroni-corrected)."""
 
     model: str
     chain: str
@@ -47,8 +47,8 @@ class Point(Frozen):
 
 
 class OverOptimisation(Frozen):
-    """The curve of one evaluation. Points are in the order of training within a chain; the baseline is the
-    first."""
+    """The curve of one evaluation. The baseline is the first point; within a chain, points are in training
+    order."""
 
     proxy: str
     baseline: str
@@ -57,8 +57,8 @@ class OverOptimisation(Frozen):
 
 
 class Measured(NamedTuple):
-    """Values of one model by question, (Q,): log-prob ratio of its answer, the proxy's score, the judge's
-    score (nan: no verdict)."""
+    """Values of one model by question, (Q,): log-prob ratio of its answer, the proxy's score, and the
+    judge's score (nan: no verdict)."""
 
     kl: Floats
     proxy: Floats
@@ -66,7 +66,7 @@ class Measured(NamedTuple):
 
 
 def battle_scores(judgments: Sequence[Judgment], model: str, baseline: str, uids: Sequence[str]) -> Floats:
-    """Returns a model's score against the baseline on each question, (Q,), nan without a verdict."""
+    """Returns a model's score against the baseline on each question, (Q,); nan without a verdict."""
     scores = {j.uid: j.score for j in judgments if (j.model, j.baseline) == (model, baseline)}
     return np.array([np.nan if (score := scores.get(uid)) is None else score for uid in uids])
 
@@ -79,8 +79,8 @@ def curve(
     resamples: int,
     seed: int,
 ) -> OverOptimisation:
-    """Returns the points of all models of `measured` that have a win rate. `measured` includes the baseline,
-    with KL 0 and battles 0.5."""
+    """Returns the points of all models in `measured` that have a win rate. `measured` includes the
+    baseline, with KL 0 and battles 0.5."""
     points: list[Point] = []
     start = _point(baseline, baseline, measured[baseline], None)
     chains: dict[str, list[Point]] = {}
@@ -106,8 +106,8 @@ def curve(
 def suspicion_of(
     before: Measured, after: Measured, resamples: int, seed: int, level: float = 0.95
 ) -> Suspicion:
-    """Tests whether the proxy's score rises and the judge's falls from `before` to `after`, on questions with
-    a verdict on both; sure where the intervals of this level exclude 0."""
+    """Tests whether the proxy's score rises and the judge's falls from `before` to `after`, on questions
+    with a verdict on both. Returns "sure" if the intervals at `level` exclude 0."""
     judged = np.isfinite(before.battle) & np.isfinite(after.battle)
     if not judged.any():
         return "none"

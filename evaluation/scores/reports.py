@@ -1,4 +1,4 @@
-"""Makes the report of each judge and the stage's metrics from judgments and answers. Pure functions."""
+"""Computes the report of each judge and the stage's metrics from judgments and answers. Pure functions."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def make_reports(
 ) -> list[EvalReport]:
     """Returns one report per judge, in the order of `judgments`.
 
-    `about` has the shares and means of the answers by model (right, mean_tokens, truncated), `use` each
+    `about` has the shares and means of each model's answers (right, mean_tokens, truncated); `use` has each
     judge's counts and costs. Raises ValueError when a judge gave no verdict.
     """
     main = {judge: [j for j in judged if j.baseline == baseline] for judge, judged in judgments.items()}
@@ -57,7 +57,7 @@ def make_reports(
 
 
 def rate_of(judged: Sequence[Judgment], styles: Styles, resamples: int, seed: int) -> WinRate:
-    """Returns the win rate of one side, raw and length-controlled (a fit of `arena_hard.controlled` to this
+    """Returns the win rate of one side, raw and length-controlled (`arena_hard.controlled` fitted to this
     side alone)."""
     rate = win_rate(judged)
     held = controlled(question_rows(judged, styles, arena=False), ("length",), resamples, seed).scores[
@@ -67,7 +67,7 @@ def rate_of(judged: Sequence[Judgment], styles: Styles, resamples: int, seed: in
 
 
 def report_metrics(report: EvalReport) -> dict[str, float]:
-    """Returns `win_rate/<model>`, `right/<model>`, ... of a judge; `judge_agreement` is the mean over the
+    """Returns a judge's `win_rate/<model>`, `right/<model>`, ...; `judge_agreement` is the mean over the
     other judges.
 
     Rates against a parent are `win_rate_vs_parent/<model>`, `ci_low_vs_parent/<model>`, ...

@@ -1,8 +1,8 @@
 """Evaluates reward models on held-out preference pairs: accuracy, calibration, length bias, subsets,
 agreement. Torch-free.
 
-A model prefers the answer it scores higher; equal scores are half right. Its predicted probability is the
-sigmoid of the difference.
+A model prefers the answer that it scores higher; equal scores count as half right. Its predicted
+probability is the sigmoid of the difference.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ REWARD_MODELS = "reward_models.json"
 
 
 class Pairs(NamedTuple):
-    """N held-out pairs. Intervals are over `prompts`; lengths are tokens of the answers."""
+    """N held-out pairs. Intervals are over `prompts`; lengths are the answers' tokens."""
 
     prompts: list[str]
     subsets: list[str]
@@ -31,8 +31,8 @@ class Pairs(NamedTuple):
 
 
 class Bin(Frozen):
-    """Pairs whose predicted probability (of the preferred answer, so at least one half) is in the bin; means
-    over them."""
+    """A bin of pairs by predicted probability (of the preferred answer, so at least one half), with means
+    over its pairs."""
 
     pairs: int
     confidence: float
@@ -51,10 +51,10 @@ class Accuracy(Frozen):
 class RewardReport(Frozen):
     """One reward model.
 
-    `calibration_error` is the expected calibration error (Guo et al. 2017, eq. 3) over `calibration`. Length
-    bias, over pairs of different length: `longer_preferred` by the model against `longer_chosen` by the data,
-    accuracy where the chosen answer is the longer and where it is the shorter one (None: no such pair), and
-    Spearman's correlation of the differences in score and in length.
+    `calibration_error` is the expected calibration error (Guo et al. 2017, eq. 3) over `calibration`.
+    Length bias is measured over pairs of different length: `longer_preferred` by the model against
+    `longer_chosen` in the data, accuracy when the chosen answer is the longer and when it is the shorter
+    one (None: no such pair), and Spearman's correlation between the differences in score and in length.
     """
 
     model: str
@@ -70,8 +70,8 @@ class RewardReport(Frozen):
 
 
 class Agreement(Frozen):
-    """Two reward models on the same pairs: share with the same preference, Spearman's correlation of their
-    score differences."""
+    """Two reward models on the same pairs: share with the same preference, and Spearman's correlation of
+    their score differences."""
 
     first: str
     second: str
@@ -87,8 +87,8 @@ class RewardReports(Frozen):
 
 
 def evaluate(pairs: Pairs, differences: Mapping[str, Floats], bins: int) -> RewardReports:
-    """Evaluates all models; `differences[model]` (N,) is its score of the chosen minus that of the rejected
-    answer."""
+    """Evaluates all models. `differences[model]` (N,) is the model's score of the chosen answer minus that
+    of the rejected one."""
     reports = tuple(_report(model, pairs, difference, bins) for model, difference in differences.items())
     agreements = tuple(
         Agreement(
@@ -120,12 +120,12 @@ def metrics(reports: RewardReports) -> dict[str, float]:
 
 
 def right(differences: Floats) -> Floats:
-    """Returns 1 where the chosen answer scores higher, 0.5 for equal scores, else 0; (N,)."""
+    """Returns 1 if the chosen answer scores higher, 0.5 for equal scores, otherwise 0; (N,)."""
     return (np.sign(differences) + 1) / 2
 
 
 def calibration(differences: Floats, bins: int) -> list[Bin]:
-    """Returns the bins of [0.5, 1] that have a pair, by rising confidence."""
+    """Returns the bins of [0.5, 1] that have pairs, by increasing confidence."""
     confidence = expit(np.abs(differences))
     correct = right(differences)
     index = np.minimum(((confidence - 0.5) * 2 * bins).astype(int), bins - 1)

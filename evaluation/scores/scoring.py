@@ -1,11 +1,12 @@
-"""Computes win rates, their intervals, consistency and agreement from judgments. Pure functions of judgments.
+"""Computes win rates, their intervals, consistency and agreement from judgments. Pure functions of
+judgments.
 
 A `Judgment` (a battle) is one question judged in two games with the answers swapped. A game gives the model
-0, 0.5 or 1, or no verdict. A question's score is the mean of its games, the win rate is the mean over
-questions. Intervals are over *questions* (both games together): games taken as independent, as
-arena-hard-auto takes its rows, understate the standard deviation by about a third. Every interval of a rate,
-or of a mean of scores from 0 to 1, is `rate_interval`; `interval` is a bootstrap, for means of other values.
-Style control and Bradley-Terry scores are in `arena_hard`.
+0, 0.5 or 1, or has no verdict. A question's score is the mean of its games; the win rate is the mean over
+questions. Intervals are over *questions* (both games together). Treating games as independent, as
+arena-hard-auto treats its rows, understates the standard deviation by about a third. Every interval of a
+rate, or of a mean of scores from 0 to 1, is `rate_interval`; `interval` is a bootstrap, for means of other
+values. Style control and Bradley-Terry scores are in `arena_hard`.
 """
 
 from __future__ import annotations
@@ -20,15 +21,15 @@ from rlhf_core.mean_interval import mean_interval
 from rlhf_core.records import Judgment, WinRate
 
 STRONG_ROWS = 3  # Arena-Hard counts a strong win or loss as three rows
-GAMES = 2  # of a question
+GAMES = 2  # per question
 CELLS = 1 << 22  # most resampled indices in memory at once: 32 MB
 
 Floats = NDArray[np.float64]
 
 
 class QuestionSums(NamedTuple):
-    """Holds per question the weighted score sum (`total`) and the weight sum (`weight`), each (Q,), sorted by
-    question id. `heaviest`: the largest weight that a question can have."""
+    """Holds the weighted score sum (`total`) and the weight sum (`weight`) per question, each (Q,), sorted
+    by question id. `heaviest`: the largest weight that a question can have."""
 
     total: Floats
     weight: Floats
@@ -41,25 +42,26 @@ class QuestionSums(NamedTuple):
 
 
 def plain_sums(judgments: Sequence[Judgment]) -> QuestionSums:
-    """Sums battles of weight 1, scored by the mean of their games. Leaves out battles without any verdict."""
+    """Sums battles with weight 1, scored by the mean of their games. Leaves out battles without any
+    verdict."""
     return sums_of([(j.uid, j.score, 1.0) for j in judgments if j.score is not None])
 
 
 def arena_sums(judgments: Sequence[Judgment]) -> QuestionSums:
-    """Sums games of weight 1, those with a strong verdict of weight 3 (arena-hard-auto, `show_result.py`)."""
+    """Sums games with weight 1, or 3 for strong verdicts (arena-hard-auto, `show_result.py`)."""
     rows = [
         (judgment.uid, score, STRONG_ROWS if game.score in ("A>>B", "B>>A") else 1.0)
         for judgment in judgments
         for game, score in zip(judgment.games, judgment.scores, strict=True)
         if score is not None
     ]
-    # Not the largest weight seen: a strong win that becomes a weak one would lower that, and might raise the
-    # interval.
+    # Not the largest weight seen: if a strong win became a weak one, that weight would fall, and the
+    # interval might rise.
     return sums_of(rows)._replace(heaviest=float(GAMES * STRONG_ROWS))
 
 
 def sums_of(rows: Sequence[tuple[str, float, float]]) -> QuestionSums:
-    """Sums rows of (question id, score, weight) by question. Raises ValueError when there is no row."""
+    """Sums rows of (question id, score, weight) by question. Raises ValueError when there are none."""
     if not rows:
         raise ValueError("no game has a verdict, so there is no score: look at the judgments for the reason")
     uids, question_index = np.unique([uid for uid, _, _ in rows], return_inverse=True)
@@ -73,8 +75,8 @@ def sums_of(rows: Sequence[tuple[str, float, float]]) -> QuestionSums:
 
 
 def interval(sums: QuestionSums, resamples: int, seed: int, level: float = 0.95) -> tuple[float, float]:
-    """Returns the percentile bootstrap interval of `sums.score` (Efron & Tibshirani 1993, ch. 13); resamples
-    questions."""
+    """Returns the percentile bootstrap interval of `sums.score` (Efron & Tibshirani 1993, ch. 13),
+    resampling questions."""
     count = len(sums.total)
     generator = np.random.default_rng(seed)
     scores: list[Floats] = []
@@ -92,13 +94,14 @@ def rate_interval(sums: QuestionSums, level: float = 0.95) -> tuple[float, float
 
 
 def difference_interval(differences: Floats, level: float = 0.95) -> tuple[float, float]:
-    """Returns the interval of the mean of differences of scores, (Q,) from -1 to 1."""
+    """Returns the interval of the mean of score differences, (Q,) from -1 to 1."""
     low, high = mean_interval((differences + 1) / 2, np.ones(len(differences)), level=level)
     return 2 * low - 1, 2 * high - 1
 
 
 def win_rate(judgments: Sequence[Judgment]) -> WinRate:
-    """Returns the win rate of one model against one baseline by one judge, its interval and other statistics.
+    """Returns the win rate of one model against one baseline according to one judge, with its interval and
+    other statistics.
 
     Raises ValueError when no game has a verdict.
     """
@@ -130,7 +133,7 @@ def win_rate(judgments: Sequence[Judgment]) -> WinRate:
 
 def swap_consistency(judgments: Sequence[Judgment]) -> float:
     """Returns the share of questions whose two games name the same winner, among those with two verdicts (0
-    when there is none)."""
+    if there are none)."""
     same = [
         first == second
         for first, second in (j.scores for j in judgments)
@@ -147,8 +150,8 @@ def by_category(judgments: Sequence[Judgment]) -> dict[str, float]:
 
 
 def agreement(ours: Sequence[Judgment], theirs: Sequence[Judgment]) -> float | None:
-    """Returns the share of battles (same question and models) in which two judges name the same winner; None
-    without a common battle."""
+    """Returns the share of battles (same question and models) in which two judges name the same winner;
+    None if there is no common battle."""
     others = {(j.uid, j.model, j.baseline): j.score for j in theirs}
     pairs = [(j.score, others.get((j.uid, j.model, j.baseline))) for j in ours]
     same = [

@@ -1,7 +1,7 @@
-"""Chooses the best of several models by the questions of one evaluation. Pure functions of scores.
+"""Chooses the best of several models on the questions of one evaluation. Pure functions of scores.
 
-The difference of two models is compared on the same questions: its interval is that of the mean of the
-questions' differences, at a level of 1 - 0.05 / (models - 1), as the best is compared with each other model
+Two models are compared on the same questions. The interval is that of the mean of the questions'
+differences, at a level of 1 - 0.05 / (models - 1), because the best is compared with each other model
 (Bonferroni).
 """
 
@@ -14,7 +14,7 @@ import numpy as np
 from evaluation.scores.scoring import difference_interval
 from rlhf_core.records import Frozen
 
-ERROR_RATE = 0.05  # of any of the comparisons with the best
+ERROR_RATE = 0.05  # of any of the comparisons with the best model
 
 
 class Difference(Frozen):
@@ -28,9 +28,9 @@ class Difference(Frozen):
 
 
 class Choice(Frozen):
-    """The chosen model. `clear`: the best is better than each other model; else the first in order of `equal`
-    was chosen, which are the best and those that are not shown to be worse. `questions`: those that all
-    models have a verdict on."""
+    """The chosen model. `clear`: the best is better than each other model. Otherwise the first of `equal`
+    is chosen, which lists the best model and those not shown to be worse. `questions`: number of questions
+    on which all models have a verdict."""
 
     chosen: str
     best: str
@@ -60,8 +60,8 @@ class Choice(Frozen):
 
 
 def choose(scores: Mapping[str, Mapping[str, float]], order: Sequence[str]) -> Choice:
-    """Returns the best of the models in `order`, or the first of those that are not shown to be worse.
-    `scores`: model -> question -> 0 to 1. Raises ValueError when no question has a verdict on all of them."""
+    """Returns the best of the models in `order`, or the first one that is not shown to be worse. `scores`:
+    model -> question -> 0 to 1. Raises ValueError when no question has a verdict on all of them."""
     common = sorted(set.intersection(*(set(scores[model]) for model in order)))
     if not common:
         raise ValueError(
@@ -70,7 +70,7 @@ def choose(scores: Mapping[str, Mapping[str, float]], order: Sequence[str]) -> C
         )
     table = np.array([[scores[model][uid] for model in order] for uid in common])  # (Q, M)
     rates = table.mean(0)
-    best = int(rates.argmax())  # the first of equals
+    best = int(rates.argmax())  # the first among equals
     leads = table[:, [best]] - table  # (Q, M)
     level = 1 - ERROR_RATE / max(1, len(order) - 1)
     ends = [(0.0, 0.0) if i == best else difference_interval(leads[:, i], level) for i in range(len(order))]

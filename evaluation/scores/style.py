@@ -1,10 +1,10 @@
-"""Measures the style of answers as arena-hard-auto does: length, and markdown outside code blocks. Pure
+"""Measures the style of answers like arena-hard-auto: length, and markdown outside code blocks. Pure
 functions, torch-free.
 
-A battle's features compare the model's answer (m) with the baseline's (b), `show_result.py` and
-`add_markdown_info.py`: length (Lm - Lb) / (Lm + Lb) in tokens; for headers, lists and bold the densities d =
-count / (tokens + 1), (dm - db) / (dm + db + 1). Two empty answers differ by 0 in length, where the original
-divides by zero.
+A battle's features compare the model's answer (m) with the baseline's (b), as in `show_result.py` and
+`add_markdown_info.py`: the length (Lm - Lb) / (Lm + Lb) in tokens; for headers, lists and bold the
+densities d = count / (tokens + 1), (dm - db) / (dm + db + 1). Two empty answers differ by 0 in length; the
+original divides by zero.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ def columns(controls: Sequence[Control]) -> list[int]:
 
 
 def style_of(metadata: Mapping[str, Any]) -> Style:
-    """Returns the style from an answer's metadata, whose counts are numbers or mappings of numbers. Raises
+    """Returns the style from an answer's metadata, whose counts are numbers or mappings to numbers. Raises
     KeyError when one is missing."""
     counts = (metadata[name] for name in ("token_len", "header_count", "list_count", "bold_count"))
     return Style(*(float(sum(count.values()) if isinstance(count, Mapping) else count) for count in counts))
 
 
 def features(models: Sequence[Style], baselines: Sequence[Style]) -> Floats:
-    """Returns (N, 4) features of N battles, in the order of FEATURES, each in [-1, 1] and 0 for the same
+    """Returns (N, 4) features of N battles, in the order of FEATURES, each in [-1, 1]; 0 means the same
     style."""
     ours, theirs = (np.array(styles, np.float64).reshape(-1, len(FEATURES)) for styles in (models, baselines))
     length = (ours[:, :1] - theirs[:, :1]) / np.maximum(ours[:, :1] + theirs[:, :1], 1)
@@ -55,11 +55,11 @@ def features(models: Sequence[Style], baselines: Sequence[Style]) -> Floats:
 
 
 def scaled(values: Floats) -> Floats:
-    """Returns values divided by each column's root mean square, not centred: 0 still means the same style. A
-    column of zeros stays one.
+    """Returns values divided by each column's root mean square, not centred: 0 still means the same style.
+    A column of zeros stays unchanged.
 
-    The original subtracts the mean over all rows: with one model the strength then applies to its own average
-    style, and nothing is controlled for.
+    The original subtracts the mean over all rows. With one model, the strength then applies to its own
+    average style, and nothing is controlled for.
     """
     size = np.sqrt((values**2).mean(0))
     return values / np.where(size > 1e-12, size, 1)

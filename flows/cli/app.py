@@ -1,9 +1,9 @@
 """Runs the command `alignflow`: maps names to commands and exceptions to exit codes.
 
-Exit codes: 0 ok; 1 a stage or a gate failed; 2 wrong input (recipe, overrides, files, data); 3 the machine or
-environment is not enough (CPUs, GPUs, keys, packages, a folder that cannot be written to); 4 a person must
-approve a stage; 130 interrupted; 143 terminated. Commands import flows when they run them: `validate` and
-`--dry-run` do not import Prefect.
+Exit codes: 0 ok; 1 a stage or a gate failed; 2 wrong input (recipe, overrides, files, data); 3 the machine
+or environment is not sufficient (CPUs, GPUs, keys, packages, a folder that cannot be written to); 4 a
+person must approve a stage; 130 interrupted; 143 terminated. Commands import flows only when they run them,
+so `validate` and `--dry-run` do not import Prefect.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ COMMANDS: dict[str, Callable[..., int]] = {
 }
 
 
-# errors whose sentence is for the user
+# errors whose message is written for the user
 TOLD = (MachineLacks, StoreFault, StageFailed, GateFailed, ApprovalAwaited)
 
 
@@ -85,7 +85,7 @@ app = App(
         " environment is not enough, 4 a person must approve a stage, 130 interrupted, 143 terminated."
     ),
     version=installed_version,
-    suppress_keyboard_interrupt=False,  # `main` says how to go on
+    suppress_keyboard_interrupt=False,  # `main` explains how to continue
 )
 app.command(cli_loops.loop_app)
 app.command(cli_artifacts.runs_app)
@@ -96,7 +96,7 @@ for name, command in COMMANDS.items():
 
 
 def code_of(error: Exception) -> int:
-    """Returns the exit code of an error in TOLD; of several errors that of the first."""
+    """Returns the exit code for an error in TOLD; for several errors, the code of the first."""
     if isinstance(error, SeveralFailed):
         return code_of(error.errors[0])
     if isinstance(error, StageFailed):
@@ -107,8 +107,8 @@ def code_of(error: Exception) -> int:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command, prints an error as one sentence, and returns the exit code. Other exceptions are
-    raised with their traceback."""
+    """Runs the command, prints an error as one sentence, and returns the exit code. Other exceptions
+    propagate with their traceback."""
     try:
         result: Any = app(
             sys.argv[1:] if argv is None else argv,

@@ -35,7 +35,7 @@ from rlhf_core.runs.run_records import RUN, RUNS, kept, pin, records
 from rlhf_core.system.files import write_text
 from rlhf_core.system.pages.secret_file import kept_secret
 
-REWARD_KEY = "ALIGNFLOW_REWARD_KEY"  # the variable of `serve-reward` and of its clients
+REWARD_KEY = "ALIGNFLOW_REWARD_KEY"  # the variable that `serve-reward` and its clients use
 
 Artifacts = Annotated[Path, Parameter(help="The `artifacts` folder of recipes.")]
 RunName = Annotated[

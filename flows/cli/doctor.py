@@ -1,4 +1,4 @@
-"""Checks this machine and environment for `alignflow doctor`. Imports no heavy package."""
+"""Checks this machine and environment for `alignflow doctor`. Imports no large package."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ STAGES_NEED = (
     "tensorboard",
 )
 KEYS = ("HF_TOKEN", "OPENAI_API_KEY", "WANDB_API_KEY")
-# Their builds on the package index need CUDA, and with a CPU torch they break `import transformers`.
+# Their builds on the package index need CUDA; with a CPU torch they break `import transformers`.
 CUDA_ONLY = ("torchvision", "torchaudio", "torchcodec")
 
 
@@ -172,7 +172,7 @@ def _packages(gpus: int) -> list[Finding]:
 
 
 def _vllm_patches(release: str | None) -> list[Finding]:
-    """Lists the changes to private parts of the installed vLLM; one finding where none are known for this
+    """Lists the changes to private parts of the installed vLLM, or one finding if none are known for this
     release."""
     problem = untested(release)
     if problem:
@@ -184,8 +184,8 @@ def _vllm_patches(release: str | None) -> list[Finding]:
 
 
 def _compiled() -> list[Finding]:
-    """Finds libraries without compiled files, where PYTHONDONTWRITEBYTECODE is set: every process compiles
-    them again."""
+    """Finds libraries without compiled files if PYTHONDONTWRITEBYTECODE is set: every process compiles them
+    again."""
     found = (
         [importlib.util.find_spec(name) for name in ("torch", "transformers", "vllm", "ray")]
         if sys.dont_write_bytecode

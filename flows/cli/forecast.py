@@ -1,4 +1,4 @@
-"""Prints estimates for `alignflow plan`: memory of each GPU and seconds of an iteration."""
+"""Prints estimates for `alignflow plan`: memory per GPU and seconds per iteration."""
 
 from __future__ import annotations
 
@@ -83,8 +83,8 @@ def show_forecast(console: Console, planned: Plan, count: int, gpu: Gpu) -> None
 
 
 def on_cpus(planned: Plan) -> str:
-    """Says which of the stages in a forecast run on CPUs, for which it holds only once they are on GPUs; ""
-    where none does."""
+    """Returns a sentence that names the forecast stages that run on CPUs, for which the figures hold only
+    once they are on GPUs; "" if there are none."""
     trained = [node for node in planned.nodes if isinstance(node.config, PPO | Trainable)]
     without = [node.name for node in trained if not needs(node.config).gpus]
     if not without:
@@ -100,8 +100,8 @@ def on_cpus(planned: Plan) -> str:
 
 
 def nodes_in(planned: Plan, count: int) -> int | None:
-    """Returns the nodes that `count` GPUs are on where groups of the recipe have several nodes; None where it
-    does not say."""
+    """Returns the number of nodes that `count` GPUs are on if groups of the recipe span several nodes; None
+    if the recipe does not determine it."""
     groups = [wanted for node in planned.nodes for turn in node.config.turns for wanted in turn.values()]
     on_each = max(
         (ranks.num_ranks_per_node for ranks in groups if isinstance(ranks, Ranks) and ranks.num_nodes > 1),
@@ -111,7 +111,7 @@ def nodes_in(planned: Plan, count: int) -> int | None:
 
 
 def sizes_of(planned: Plan, node: Node, config: PPO) -> dict[str, Size]:
-    """Returns the size of each role's model. Raises ValueError as `model_size`."""
+    """Returns the size of each role's model. Raises ValueError like `model_size`."""
     names = {"actor": config.actor} | (
         {"reference": config.reference or config.actor} if "reference" in config.groups else {}
     )
@@ -122,8 +122,8 @@ def sizes_of(planned: Plan, node: Node, config: PPO) -> dict[str, Size]:
 
 
 def model_size(planned: Plan, node: Node, name: str) -> Size:
-    """Returns the size of the model that a stage names: of its folder, or of the model that the stage making
-    it starts from.
+    """Returns the size of the model that a stage names: the size of its folder, or of the model that the
+    stage producing it starts from.
 
     Raises ValueError when the folder's config.json has no sizes.
     """
@@ -189,7 +189,7 @@ def _show_ppo(
 def _show_details(
     console: Console, name: str, config: PPO, placement: Placement, gpu: Gpu, sizes: Mapping[str, Size]
 ) -> None:
-    """Prints a placement phase by phase: seconds at the best and the worst of the measured rates, memory of
+    """Prints a placement phase by phase: seconds at the best and the worst measured rates, and memory of
     GPU and host."""
     (fast, typical, slow), memory = details(config, placement, sizes, gpu)
     numbers = ("seconds", "range", "GiB, fullest GPU", "GiB, host of a node")
@@ -213,7 +213,7 @@ def _show_details(
 
 
 def _to_write(config: PPO, chosen: Placement) -> dict[str, Any]:
-    """Returns the fields of a placement that differ from the recipe's, without defaults inside of groups."""
+    """Returns the fields of a placement that differ from the recipe's, without defaults inside groups."""
     fields = chosen.fields | {"dtype": BF16}  # the estimates are for bf16
     changed = with_fields(config, chosen._replace(fields=fields))
     given = config.model_dump(mode="json")
@@ -231,9 +231,9 @@ def _source(source: RewardSource) -> dict[str, Any]:
 
 
 def _what_fits(config: Trainable, size: Size, stage: int, gpu: Gpu) -> str:
-    """Returns the recipe fields of the fastest passes that fit, with ZeRO stage 3 if none fits with the
+    """Returns the recipe fields of the fastest passes that fit; tries ZeRO stage 3 if none fits with the
     stage's own."""
-    whole = config.lora is None or config.lora.quantize == "none"  # 4-bit weights are not cut into shards
+    whole = config.lora is None or config.lora.quantize == "none"  # 4-bit weights are not sharded
     for tried in dict.fromkeys((stage, 3 if config.ranks.world_size > 1 and whole else stage)):
         peaks = {
             each: peak_of_training(config, size, tried, gpu.memory, each) for each in alternatives(config)
@@ -255,7 +255,8 @@ def _what_fits(config: Trainable, size: Size, stage: int, gpu: Gpu) -> str:
 
 
 def _to_try(config: Optimised, more: str) -> str:
-    """Returns what takes less memory and is not in the recipe yet, besides `more` ranks or GPUs."""
+    """Returns the options that take less memory and are not in the recipe yet, including `more` ranks or
+    GPUs."""
     whole = config.lora is not None and config.lora.quantize != "none"  # 4-bit weights stay whole on each GPU
     frozen = (
         isinstance(config, PPO)
@@ -278,8 +279,7 @@ def _to_try(config: Optimised, more: str) -> str:
 
 
 def _too_large(told: str, needed: float, gpu: Gpu) -> str:
-    """Returns `told`, and what to do about models that a GPU cannot even load; "" where the `needed` bytes
-    fit."""
+    """Returns `told` with advice on models that a GPU cannot even load; "" if the `needed` bytes fit."""
     if needed <= USABLE * gpu.memory:
         return ""
     return f"{told}: more ranks with zero_stage 3, GPUs with more memory, or a smaller model"

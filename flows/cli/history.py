@@ -1,7 +1,7 @@
-"""Reads an artifacts folder: its stages, the differences of two runs, and what no recipe refers to.
+"""Reads an artifacts folder: its stages, the differences between two runs, and what no recipe refers to.
 Torch-free.
 
-Records are read as plain JSON, not with the config classes, so that those of other versions can be read.
+Records are read as plain JSON, not with the config classes, so that records of other versions can be read.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ class Found(NamedTuple):
 
 
 class Item(NamedTuple):
-    """What `gc` may remove: a run directory, its resume states, or the page of a run. `size` in bytes; `why`:
-    who keeps it, or no longer does."""
+    """Something that `gc` may remove: a run directory, its resume states, or the page of a run. `size` is
+    in bytes; `why`: who keeps it or stopped keeping it."""
 
     path: Path
     size: int
@@ -56,7 +56,7 @@ Keeping = Callable[[Sequence[RunRecord]], set[str]]  # returns the ids of runs t
 
 
 def stages(artifacts: Path) -> list[Found]:
-    """Returns the stages of an artifacts folder, the oldest first. Raises ValueError when it has no `stages`
+    """Returns the stages in an artifacts folder, oldest first. Raises ValueError when it has no `stages`
     folder."""
     return sorted(
         (_found(folder, record) for folder, record in _stages(artifacts)), key=lambda found: found.when
@@ -64,8 +64,9 @@ def stages(artifacts: Path) -> list[Found]:
 
 
 def differences(before: Path, after: Path) -> list[Difference]:
-    """Returns the differences of two run directories (or checkpoints), or of two runs: their records, or
-    recipe folders, which mean the last run. Raises ValueError when they are neither."""
+    """Returns the differences between two run directories (or checkpoints), or between two runs, given by
+    their records or by recipe folders, which stand for the last run. Raises ValueError when they are
+    neither."""
     recipes = [(place / RUN).is_file() or is_record(place) for place in (before, after)]
     if all(recipes):
         return list(_recipe_differences(before, after))
@@ -95,8 +96,8 @@ def _why_no_stage(folder: Path) -> str:
 
 
 def lineage_of(place: str) -> Ancestor:
-    """Returns the lineage of a checkpoint (`runs.lineage`). Raises ValueError when it is neither a local path
-    nor a Hub id."""
+    """Returns the lineage of a checkpoint (`runs.lineage`). Raises ValueError when `place` is neither a
+    local path nor a Hub id."""
     ancestor = lineage(place)
     if ancestor.kind == "unknown":
         raise ValueError(
@@ -107,9 +108,9 @@ def lineage_of(place: str) -> Ancestor:
 
 def survey(artifacts: Path, keeping: Keeping = kept) -> tuple[list[Item], list[Item]]:
     """Returns what is kept and what can be removed: stages that no kept run refers to, directly or through
-    parents, and resume states of stages that are done.
+    parents, and resume states of finished stages.
 
-    Stages that a process works on or a loop needs, and their ancestors, are kept. Raises ValueError when a
+    Keeps stages that a process works on or a loop needs, and their ancestors. Raises ValueError when a
     record cannot be read.
     """
     keepers, former = _claims(artifacts, keeping)
@@ -147,8 +148,8 @@ def survey(artifacts: Path, keeping: Keeping = kept) -> tuple[list[Item], list[I
 
 
 def remove(item: Item, keeping: Keeping = kept) -> bool:
-    """Removes a folder unless a process works there or a run now keeps it, or the page of a run that is not
-    kept. Returns whether it was removed."""
+    """Removes a folder unless a process works there or a run keeps it by now, or the page of a run that is
+    not kept. Returns whether it was removed."""
     if item.path.suffix == PAGE:
         return _remove_page(item.path, keeping)
     folder = item.path.parent if item.path.name == STATE else item.path
@@ -172,20 +173,20 @@ def _remove_page(page: Path, keeping: Keeping) -> bool:
 
 
 def stores(artifacts: Path) -> list[str]:
-    """Returns the stores that the recipes of an artifacts folder name. `stages` and `survey` do not read
+    """Returns the stores named by the recipes in an artifacts folder. `stages` and `survey` do not read
     them."""
     found = (_top(file.parent).get("store") for file in sorted(artifacts.glob(f"*/{RECIPE}")))
     return list(dict.fromkeys(str(store) for store in found if store))
 
 
 def size_of(folder: Path) -> int:
-    """Returns the bytes of all files below a folder."""
+    """Returns the total size in bytes of all files below a folder."""
     return sum(file.lstat().st_size for file in folder.rglob("*") if file.is_file() or file.is_symlink())
 
 
 def _stages(artifacts: Path) -> Iterator[tuple[Path, dict[str, Any]]]:
-    """Yields the run directories with their `config.json`; other folders are ignored. Raises ValueError
-    without a `stages` folder."""
+    """Yields the run directories with their `config.json`; other folders are ignored. Raises ValueError if
+    there is no `stages` folder."""
     if not (artifacts / STAGES).is_dir():
         raise ValueError(f"{artifacts} has no folder {STAGES}: give the `artifacts` folder of a recipe")
     for folder in sorted((artifacts / STAGES).resolve().iterdir()):
@@ -237,8 +238,8 @@ def _recipe_differences(before: Path, after: Path) -> Iterator[Difference]:
 
 
 def _record_of(place: Path) -> Path:
-    """Returns the record of a run: the one given, or that of a recipe folder's last run, in `runs/` where it
-    is there."""
+    """Returns the record of a run: the given one, or the record of a recipe folder's last run, from `runs/`
+    if it is there."""
     if is_record(place):
         return place
     last = read(place / RUN)
@@ -247,8 +248,8 @@ def _record_of(place: Path) -> Path:
 
 
 def _recipe_of_run(record: Path) -> dict[str, Any]:
-    """Returns a recipe's top-level fields as a run had them, without its stages; those of the last run where
-    the record has none."""
+    """Returns a recipe's top-level fields as used by a run, without its stages; if the record has none,
+    those of the last run."""
     config = read_json(record).get("config")
     if not isinstance(config, dict):
         return _top(recipe_folder(record))
@@ -256,7 +257,7 @@ def _recipe_of_run(record: Path) -> dict[str, Any]:
 
 
 def _win_rates(name: str, before: Path, after: Path) -> Iterator[Difference]:
-    """Yields the win rates of two evaluations that differ, with their 95 % intervals."""
+    """Yields the win rates that differ between two evaluations, with their 95 % intervals."""
     for model, *texts in changed(*map(_win_rate_texts, (before, after))):
         yield Difference(name, "win rate", model, *texts)
 
@@ -272,8 +273,8 @@ def _win_rate_texts(run_dir: Path) -> dict[str, str]:
 def _claims(
     artifacts: Path, keeping: Keeping, locks: bool = True
 ) -> tuple[dict[Path, list[str]], dict[Path, list[str]]]:
-    """Returns by run directory who keeps it, and which runs no longer do. `locks`: also processes that work
-    in it."""
+    """Returns by run directory who keeps it, and which runs stopped keeping it. `locks`: counts processes
+    that work in it as keepers."""
     runs = [run.require_whole() for run in records(artifacts)]
     parents = cache(_parents)
     keep = keeping(runs)
@@ -316,7 +317,7 @@ def _few(labels: list[str]) -> str:
 
 
 def _closure(folders: list[Path], parents: Callable[[Path], list[Path]]) -> set[Path]:
-    """Returns run directories with those of all their ancestors."""
+    """Returns the run directories together with those of all their ancestors."""
     kept: set[Path] = set()
     while folders:
         folder = folders.pop()

@@ -1,4 +1,4 @@
-"""Commands `alignflow serve` and `alignflow loop ...`. They import Prefect when they run."""
+"""Commands `alignflow serve` and `alignflow loop ...`. They import Prefect only when they run."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ def serve(
         services = Services(home.absolute(), host, port, [name for name in allow_host.split(",") if name])
         ours = temporary_settings({PREFECT_API_URL: services.api, PREFECT_API_AUTH_STRING: services.auth})
         signal.signal(signal.SIGTERM, signal.default_int_handler)
-        # a shell ignores SIGINT for commands in the background
+        # a shell ignores SIGINT for background commands
         signal.signal(signal.SIGINT, signal.default_int_handler)
         try:
             console.print("starting Prefect's server, a worker and the deployments", highlight=False)
@@ -186,7 +186,7 @@ def serve(
 
 
 def show_auth(console: Console, api: str, auth: str, file: Path) -> None:
-    """Prints the auth string of a server on a terminal, and elsewhere, where a service manager keeps a log,
+    """Prints a server's auth string on a terminal. Elsewhere, such as in a service manager's log, prints
     only the file that holds it."""
     shown = auth if console.is_terminal else f"what is in {file}"
     console.print(f"its pages ask once for the auth string: {shown}", markup=False, highlight=False)
@@ -208,7 +208,7 @@ def status(recipe: RecipePlace, *overrides: Override, stage: str | None = None) 
 
 
 def show(console: Console, found: LoopState, running: bool) -> None:
-    """Prints the rounds as a table, and a sentence about the next one."""
+    """Prints the rounds as a table, followed by a sentence about the next one."""
     record = found.record
     table = table_of(
         "round", "ended (UTC)", "win rate", "result", title=f"{record.loop} of {found.plan.recipe.name}"
@@ -228,7 +228,7 @@ def show(console: Console, found: LoopState, running: bool) -> None:
 
 
 def next_of(found: LoopState, running: bool) -> str:
-    """Returns a sentence about the next round: its state, and why it does not run now."""
+    """Returns a sentence about the next round: its state, and why it is not running."""
     part = f"of its stages done: {', '.join(found.done()) or 'none'}"
     if running:
         return f"Round {found.number} is being trained; {part}."

@@ -1,5 +1,5 @@
-"""Finds what the argument of a command names: a run by its id or name, a recipe's folder, a stage's
-directory. Torch-free."""
+"""Resolves a command's argument: a run by its id or name, a recipe's folder, or a stage's directory.
+Torch-free."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from pathlib import Path
 from rlhf_core.runs.run_dir import RunDir
 from rlhf_core.runs.run_records import RUN, RUNS, find_run, read, records
 
-RUN_ID_BEGINS = re.compile(r"\d{4,8}(-[0-9a-f-]*)?$")  # as no Hub id of a model does
+RUN_ID_BEGINS = re.compile(r"\d{4,8}(-[0-9a-f-]*)?$")  # no Hub id of a model starts like this
 
 
 def place_of(artifacts: Path, given: str) -> Path:
-    """Returns what a text names: a path that exists, else the folder of a recipe by its name, else the record
-    of a run by its id or name.
+    """Returns the path that an argument refers to: an existing path, otherwise a recipe's folder by the
+    recipe's name, otherwise the record of a run by its id or name.
 
-    Other texts with a slash are returned as paths, and any text where there is no folder of artifacts. Raises
-    ValueError as `find_run`.
+    Returns other arguments with a slash as paths, and any argument if there is no artifacts folder. Raises
+    ValueError like `find_run`.
     """
     if Path(given).exists() or not artifacts.is_dir():
         return Path(given)
@@ -29,17 +29,17 @@ def place_of(artifacts: Path, given: str) -> Path:
 
 
 def recipe_folder(place: Path) -> Path:
-    """Returns the recipe's folder of a run's record; other paths as they are."""
+    """Returns the recipe's folder for a run's record, and other paths unchanged."""
     if not is_record(place):
         return place
     return place.parent if place.name == RUN else place.parents[1]
 
 
 def checkpoint_of(artifacts: Path, given: str) -> str:
-    """Returns the directory of the last checkpoint of a run that a text names; the text itself where it is a
-    path or may be a Hub id.
+    """Returns the directory of the last checkpoint of the run that an argument names, or the argument
+    itself if it is a path or may be a Hub id.
 
-    Raises ValueError as `find_run` and `made_by`.
+    Raises ValueError like `find_run` and `made_by`.
     """
     named = any(given in (run.id, run.name) for run in records(artifacts))
     if Path(given).exists() or (not named and not RUN_ID_BEGINS.match(given)):
@@ -48,8 +48,8 @@ def checkpoint_of(artifacts: Path, given: str) -> str:
 
 
 def made_by(record: Path) -> Path:
-    """Returns the run directory of the last stage of a run that made a checkpoint. Raises ValueError when
-    none did."""
+    """Returns the run directory of a run's last stage that produced a checkpoint. Raises ValueError when
+    there is none."""
     artifacts = recipe_folder(record).parent
     run = read(record).require_whole()
     for stage in reversed(run.stages):
@@ -62,5 +62,5 @@ def made_by(record: Path) -> Path:
 
 
 def is_record(place: Path) -> bool:
-    """Whether a path is a run's record."""
+    """Returns whether a path is a run's record."""
     return place.is_file() and (place.name == RUN or (place.suffix == ".json" and place.parent.name == RUNS))

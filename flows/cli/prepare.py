@@ -47,7 +47,7 @@ def migrate(script: Path, *, out: Path | None = None, gpus: Whole = 8) -> int:
 
 
 def _free(path: Path) -> Path:
-    """Returns `path`, or when it exists, the first of `<stem>-2`, `<stem>-3`, ... that does not."""
+    """Returns `path`, or if it exists, the first of `<stem>-2`, `<stem>-3`, ... that does not exist."""
     numbered = (path.with_stem(f"{path.stem}-{number}") for number in counted(2))
     return next(each for each in chain([path], numbered) if not each.exists())
 

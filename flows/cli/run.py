@@ -1,4 +1,5 @@
-"""Commands that run stages: `alignflow run` and `alignflow stage`. They import Prefect when they need it."""
+"""Commands that run stages: `alignflow run` and `alignflow stage`. They import Prefect only when they need
+it."""
 
 from __future__ import annotations
 
@@ -115,7 +116,8 @@ def _run(
     check: Callable[[], None],
     flow: Callable[[], None],
 ) -> int:
-    """Shows how a flow goes on, and how it ended. `check` comes before it, and raises for what is missing."""
+    """Shows the progress of a flow and how it ended. `check` runs first, and raises if something is
+    missing."""
     given = given._replace(id=new_id(time.time()))
     begun = False
     try:
@@ -137,7 +139,7 @@ def _run(
 
 
 def _flow(planned: Plan, given: Asked, flow: Callable[[], None], say: Say) -> None:
-    """Runs a flow with its Prefect server. Raises MachineLacks when that does not answer."""
+    """Runs a flow with its Prefect server. Raises MachineLacks when the server does not answer."""
     from flows.alignment import checked_plan
     from tasks.temporary_server import start_server, without_heartbeats
 
@@ -178,7 +180,7 @@ def _flow(planned: Plan, given: Asked, flow: Callable[[], None], say: Say) -> No
 
 
 def _proxy() -> str:
-    """Returns the proxy of requests to Prefect's API, as the end of a sentence."""
+    """Returns a phrase naming the proxy of requests to Prefect's API, to end a sentence with."""
     from prefect.settings import PREFECT_API_URL
 
     return proxy_of(PREFECT_API_URL.value() or "")

@@ -29,7 +29,7 @@ from rlhf_core.runs.lineage import Ancestor, Dataset, stages, tree
 from rlhf_core.runs.run_records import RunRecord
 from rlhf_core.system.markdown_table import table
 
-if TYPE_CHECKING:  # imports scipy, which most commands do not need
+if TYPE_CHECKING:  # scipy is imported by these, and most commands do not need it
     from evaluation.scores.arena_hard import Estimate
     from evaluation.scores.leaderboard import Board
     from rlhf_core.migrate.script import Migrated
@@ -38,7 +38,7 @@ OK = 0
 FAILED = 1
 WAITS = 4
 INTERRUPTED = 130
-TERMINATED = 143  # WRONG_INPUT and ENVIRONMENT, 2 and 3, are also those of a stage's process
+TERMINATED = 143  # a stage's process also uses WRONG_INPUT and ENVIRONMENT, 2 and 3
 RecipePlace = Annotated[
     str, Parameter(help="YAML file, or its URI (https://, or what fsspec knows, such as s3://).")
 ]
@@ -57,7 +57,7 @@ errors = Console(stderr=True, soft_wrap=True, highlight=False)
 
 
 def require_folder(folder: Path) -> None:
-    """Raises ValueError when the folder of a recipe's report is not there."""
+    """Raises ValueError when the folder of a recipe's report does not exist."""
     if not folder.is_dir():
         raise ValueError(
             f"{folder}: there is no such folder: give that of the recipe's report, ARTIFACTS/NAME"
@@ -67,7 +67,7 @@ def require_folder(folder: Path) -> None:
 def table_of(
     *columns: str, title: str | None = None, whole: Sequence[str] = (), right: Sequence[str] = ()
 ) -> Table:
-    """Returns an empty table. `whole`: columns whose cells are never broken; `right`: columns of numbers."""
+    """Returns an empty table. `whole`: columns whose cells never wrap; `right`: columns of numbers."""
     table = Table(title=title, title_justify="left", box=None, pad_edge=False)
     for column in columns:
         table.add_column(
@@ -77,7 +77,7 @@ def table_of(
 
 
 def show_pins(planned: Plan) -> None:
-    """Prints the branches and tags of the Hub that a recipe names, with their commits."""
+    """Prints the Hub branches and tags that a recipe names, with their commits."""
     for pin in planned.pins:
         console.print(
             f"{pin.reference} is commit {pin.commit}, kept in {planned.folder / PINS}",
@@ -150,7 +150,7 @@ def _estimate(estimate: Estimate | None) -> tuple[str, str]:
 
 
 def show_runs(console: Console, runs: Sequence[RunRecord], stages: Sequence[Found], as_json: bool) -> None:
-    """Prints the runs of an artifacts folder as a table or JSON. `stages`: those of the folder."""
+    """Prints the runs of an artifacts folder as a table or JSON. `stages` are the stages in the folder."""
     known = {f"stages/{stage.path.name}": stage for stage in stages}
     lines = []
     for run in runs:
@@ -224,7 +224,7 @@ def show_stores(console: Console, stores: Sequence[str]) -> None:
 
 
 def show_differences(console: Console, found: Sequence[Difference]) -> None:
-    """Prints the differences of two runs as a table."""
+    """Prints the differences between two runs as a table."""
     if not found:
         console.print("no difference")
         return
@@ -235,7 +235,7 @@ def show_differences(console: Console, found: Sequence[Difference]) -> None:
 
 
 def show_lineage(console: Console, ancestor: Ancestor, data: Sequence[Dataset]) -> None:
-    """Prints the tree of ancestors, the data of its stages, and the versions they ran with."""
+    """Prints the tree of ancestors, the data of their stages, and the versions they ran with."""
     console.print(tree(ancestor), markup=False, highlight=False)
     if data:
         console.print("\ndata, with the digest of its content today:")
@@ -255,7 +255,8 @@ def show_lineage(console: Console, ancestor: Ancestor, data: Sequence[Dataset]) 
 def show_garbage(
     console: Console, kept: Sequence[Item], garbage: Sequence[Item], removed: set[Path] | None
 ) -> None:
-    """Prints what is kept and what can be removed, with sizes; `removed`: what was, None without --delete."""
+    """Prints what is kept and what can be removed, with sizes. `removed`: the removed paths; None without
+    --delete."""
     lines = [("keep", item) for item in kept]
     for item in garbage:
         if removed is None:
@@ -279,7 +280,7 @@ def show_garbage(
 
 
 def show_migration(console: Console, out: Path, found: Migrated) -> None:
-    """Prints the translation of every flag of a launch script, and the next command."""
+    """Prints how every flag of a launch script was translated, and the next command."""
     table = table_of("stage", "flag", "became", "line", whole=["stage"])
     colours = {"translated": "green", "approximated": "yellow", "dropped": "red"}
     for what, colour in colours.items():
@@ -303,8 +304,8 @@ def show_migration(console: Console, out: Path, found: Migrated) -> None:
 
 
 def config_docs() -> str:
-    """Returns every field of a recipe as markdown: name, type, default, meaning. A field of several classes
-    is listed once."""
+    """Returns every field of a recipe as markdown: name, type, default, meaning. A field shared by several
+    classes is listed once."""
     parts: dict[str, type[BaseModel]] = {}
     pages = [_section("Recipe", Recipe, parts)]
     pages += [_section(f"Stage `{name}`", kind.config, parts) for name, kind in KINDS.items()]
@@ -323,7 +324,7 @@ def config_docs() -> str:
 def _section(title: str, model: type[BaseModel], parts: dict[str, type[BaseModel]]) -> str:
     about = [_text(model.__doc__), ""] if model.__doc__ else []
     bases = [base for base in model.__bases__ if issubclass(base, BaseModel) and base.model_fields]
-    stages = {kind.config: name for name, kind in KINDS.items()}  # they have sections of their own
+    stages = {kind.config: name for name, kind in KINDS.items()}  # they have their own sections
     for base in bases:
         if base not in stages:
             parts.setdefault(base.__name__, base)
@@ -346,7 +347,7 @@ def _section(title: str, model: type[BaseModel], parts: dict[str, type[BaseModel
 
 
 def _type_text(annotation: Any) -> str:
-    """Returns a type as text for recipe authors: without modules, constraints and typing's names."""
+    """Returns a type as text for recipe authors, without modules, constraints and typing's names."""
     origin = get_origin(annotation)
     arguments = get_args(annotation)
     if annotation is Ellipsis:
@@ -377,7 +378,7 @@ def _text(text: str) -> str:
 
 
 def whole_number(text: str) -> int:
-    """Reads the value of an option. Raises ValueError for 1.5, which the parser would round."""
+    """Parses the value of an option. Raises ValueError for 1.5, which the parser would round."""
     try:
         return int(text)
     except ValueError:

@@ -44,13 +44,13 @@ MEANING = {
     "gpus": "GPUs",
     "name": "Name of the recipe",
 }
-FINAL = {"loop": "iterative_dpo"}  # the stage whose model is the result, when its name is not the kind's
+FINAL = {"loop": "iterative_dpo"}  # the stage whose model is the result, if its name differs from the kind's
 MATERIAL = "demo/material"
-# in which the script of the material finds that nothing is to do, or something is in the way
+# enough for the material script to find that nothing needs doing, or that something is in the way
 AT_ONCE_SECONDS = 1.0
 BATCH = 128
-MICRO_BATCH = 8  # documents of an optimiser step, at least; of a forward pass
-LENGTH = 1024  # tokens of a prompt, and of an answer, at most
+MICRO_BATCH = 8  # documents: at least BATCH in an optimiser step, MICRO_BATCH in a forward pass
+LENGTH = 1024  # most tokens of a prompt, and of an answer
 PLAIN = re.compile(r"[A-Za-z./~_][\w./@~-]*")
 
 
@@ -78,7 +78,7 @@ def demo(*, folder: Path = Path("."), plain: bool = False) -> int:
     os.chdir(folder)  # artifacts go there
     with working("making the demo's model and data", plain):
         _make_material(shipped / "demo" / "make_material.py")
-    recipe = Path("demo/tiny-cpu.yaml")  # beside the material: paths in a recipe are relative to its file
+    recipe = Path("demo/tiny-cpu.yaml")  # next to the material: paths in a recipe are relative to its file
     write_text(
         recipe, (shipped / "recipes" / "tiny-cpu.yaml").read_text().replace("../../demo/material", "material")
     )
@@ -86,8 +86,8 @@ def demo(*, folder: Path = Path("."), plain: bool = False) -> int:
 
 
 def _shipped() -> Path:
-    """Returns the folder that holds demo/, recipes/ and tasks/: flows/shipped/ of a wheel (setup.py),
-    deployments/ of a checkout."""
+    """Returns the folder that contains demo/, recipes/ and tasks/: flows/shipped/ in a wheel (setup.py),
+    deployments/ in a checkout."""
     flows = Path(__file__).resolve().parents[1]
     return flows / "shipped" if (flows / "shipped").is_dir() else flows.parent / "deployments"
 
@@ -100,7 +100,7 @@ def _make_folder(folder: Path) -> None:
 
 
 def _make_material(script: Path) -> None:
-    """Makes the demo's base model and data if they are missing. Raises ValueError when the folder holds
+    """Creates the demo's base model and data if they are missing. Raises ValueError when the folder holds
     something else."""
     command = [sys.executable, "-P", str(script), "--out", MATERIAL]
     with subprocess.Popen(
@@ -118,8 +118,8 @@ def _make_material(script: Path) -> None:
 
 
 def _errors_of(process: subprocess.Popen[str]) -> str:
-    """Waits for a process and returns what it wrote to stderr. Unless it ends at once, meanwhile imports the
-    flow, which takes seconds."""
+    """Waits for a process and returns what it wrote to stderr. Unless the process ends at once, imports the
+    flow meanwhile, which takes seconds."""
     try:
         return process.communicate(timeout=AT_ONCE_SECONDS)[1]
     except subprocess.TimeoutExpired:
@@ -193,8 +193,8 @@ def init(
 
 
 def recipe_text(given: dict[str, str | None], gpus: int, name: str, path: Path) -> str:
-    """Returns a commented recipe as YAML. `given`: values of `init`'s flags; `path`: of the recipe, for its
-    comments.
+    """Returns a commented recipe as YAML. `given`: values of `init`'s flags; `path`: the recipe's path, for
+    its comments.
 
     Raises ValueError for a name or value that a recipe does not accept.
     """
@@ -208,7 +208,7 @@ def recipe_text(given: dict[str, str | None], gpus: int, name: str, path: Path) 
         "gpus": gpus,
         "name": name,
         "batch": -(-BATCH // per_step) * per_step,
-        "share": max(1, min(10, num_cpus() * 10 // 5)) / 10,  # of a CPU, for each of PPO's five groups
+        "share": max(1, min(10, num_cpus() * 10 // 5)) / 10,  # a share of a CPU for each of PPO's five groups
         "length": min(LENGTH, (positions_of(stored_config(given["base_model"] or "")) or 2 * LENGTH) // 2),
         "start": start,
         "final": FINAL.get(kind, kind),
@@ -229,7 +229,7 @@ def recipe_text(given: dict[str, str | None], gpus: int, name: str, path: Path) 
 
 
 def _beside(name: str, value: str | None, recipe: Path) -> str | None:
-    """Returns a path of the command line as the recipe's file must name it."""
+    """Returns a path from the command line in the form that the recipe's file must use."""
     local = (
         name != "kind"
         and value
@@ -269,6 +269,6 @@ def _flags(fields: list[str]) -> str:
 
 
 def _quoted(value: str) -> str:
-    """Returns a text as YAML, in quotes if YAML would read it as something else."""
+    """Returns a text as YAML, quoted if YAML would otherwise read it as something else."""
     plain = PLAIN.fullmatch(value) and parse(f"[{value}]", "value") == [value]
     return value if plain else '"' + value.replace("\\", "\\\\").replace('"', '\\"') + '"'

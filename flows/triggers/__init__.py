@@ -1,1 +1,1 @@
-"""Start runs of deployments on new feedback and on requests over HTTP."""
+"""Starts runs of deployments on new feedback and on requests over HTTP."""

@@ -1,10 +1,10 @@
-"""Starts runs on requests: POST /trigger/FLOW/NAME for the deployment FLOW/NAME, with a bearer token
+"""Starts runs on request: POST /trigger/FLOW/NAME for the deployment FLOW/NAME, with a bearer token
 (rlhf_core/system/pages/page_server.py).
 
-202: a run was started; 200: one is there already, which is named; 429: too many were started in the last
-hour, or too many requests wait; 503: Prefect's server did not answer. A request's body and query are ignored:
-a run has its deployment's own parameters. The Hub's webhooks send their secret in `X-Webhook-Secret`, which
-counts as the token.
+202: a run was started; 200: a run exists already and is named; 429: too many were started in the last hour,
+or too many requests are waiting; 503: Prefect's server did not answer. A request's body and query are
+ignored: a run has its deployment's own parameters. The Hub's webhooks send their secret in
+`X-Webhook-Secret`, which counts as the token.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ HUB_SECRET = b"x-webhook-secret"
 def application(
     ask: Callable[[str], Asked], deployments: Collection[str], token: str, hosts: tuple[str, ...] = ()
 ) -> ASGIApp:
-    """Returns the application. `ask` starts a run of one of the deployments (FLOW/NAME), or finds one that is
-    there."""
+    """Returns the application. `ask` starts a run of one of the deployments (FLOW/NAME), or finds an
+    existing one."""
     locks = {name: asyncio.Lock() for name in deployments}
     waiting: Counter[str] = Counter()
 
@@ -51,7 +51,7 @@ def application(
             )
         waiting[name] += 1
         try:
-            async with locks[name]:  # two requests at once would both find no run
+            async with locks[name]:  # otherwise two simultaneous requests would both find no run
                 asked = await run_in_threadpool(ask, name)
         except ObjectNotFound:
             return JSONResponse(
@@ -74,14 +74,14 @@ def application(
 
 
 def told(asked: Asked) -> dict[str, Any]:
-    """Returns the answer about a run."""
+    """Returns the JSON answer about a run."""
     assert asked.run is not None
     state = asked.run.state.name if asked.run.state else None
     return {"run": str(asked.run.id), "name": asked.run.name, "state": state, "started": asked.new}
 
 
 class HubSecret:
-    """An ASGI application that takes the secret of a Hub webhook as the bearer token of a request that has
+    """An ASGI application that uses the secret of a Hub webhook as the bearer token of a request that has
     none."""
 
     def __init__(self, app: ASGIApp):

@@ -1,8 +1,8 @@
-"""Tells a Prefect server of new feedback by the event `alignflow.feedback.new`, on which a deployment may
-start.
+"""Notifies a Prefect server of new feedback with the event `alignflow.feedback.new`, which can start a
+deployment.
 
-Best effort: an event that cannot be sent is one warning, and never stops an import. The server is that of
-PREFECT_API_URL.
+Best effort: an event that cannot be sent causes one warning and never stops an import. The server is the
+one in PREFECT_API_URL.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ logger = logging.getLogger(__name__)
 
 
 def names_a_server() -> bool:
-    """Whether to tell a server: the environment names one, and it is not that of `alignflow serve`, which
-    looks at inboxes itself."""
+    """Returns whether to notify a server: the environment names one, and it is not the server of `alignflow
+    serve`, which checks inboxes itself."""
     return bool(os.environ.get("PREFECT_API_URL")) and SERVED_ENV not in os.environ
 
 
 def tell(inboxes: Sequence[Path]) -> bool:
     """Sends the event for each inbox, with the resource `alignflow.inbox.NAME`. Returns whether the server
-    took it."""
+    accepted it."""
     events = [
         Event(
             event=NEW,
@@ -57,14 +57,14 @@ def tell(inboxes: Sequence[Path]) -> bool:
 
 
 class Teller:
-    """Tells the server when a loop has rows for a round; an event that it did not take is sent again."""
+    """Notifies the server when a loop has rows for a round. Sends an event again if it was not accepted."""
 
     def __init__(self, watches: Sequence[Watch]):
         self._watches = watches
         self._warned = set[str]()
 
     def start(self) -> None:
-        """Looks every few seconds, in a thread that ends with the process."""
+        """Checks every few seconds, in a thread that ends with the process."""
         threading.Thread(target=self._keep_looking, name="feedback events", daemon=True).start()
 
     def look(self) -> None:

@@ -1,7 +1,7 @@
-"""Decides when the feedback in an inbox is enough for the next round of a loop. Without Prefect.
+"""Decides when the feedback in an inbox suffices for the next round of a loop. Without Prefect.
 
-It reads `loop.json` and counts rows, so nothing is lost with a process: rows that came while nothing watched
-are found at the start.
+It reads `loop.json` and counts rows, so nothing is lost if the process ends: rows that arrived while
+nothing was watching are found at the start.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from rlhf_core.recipe.inboxes import ends_of, new_rows
 from rlhf_core.recipe.loop_record import LOCK, folder_of, loop_of, read
 from rlhf_core.system.files import is_locked
 
-LOOK_SECONDS = 5.0  # between two looks at an inbox
+LOOK_SECONDS = 5.0  # between two checks of an inbox
 SHORTEST_PAUSE = 60.0
 LONGEST_PAUSE = 3600.0  # seconds between starts that finish no round
 
 
 class Watch:
-    """Watches the inboxes of a recipe's loop. Raises ValueError when the recipe has no single loop on
-    feedback."""
+    """Watches the inboxes of a recipe's loop. Raises ValueError when the recipe does not have exactly one
+    loop, or the loop takes no feedback."""
 
     def __init__(self, recipe: Recipe, clock: Callable[[], float] = time.monotonic):
         self.recipe = recipe
@@ -40,9 +40,9 @@ class Watch:
         self._earliest = 0.0
 
     def due(self) -> bool:
-        """Whether to start a run: `min_new_rows` rows came that no round has and that were not there at the
-        last start; or a round is unfinished and this object has started none. False while a run works on the
-        loop, and in pauses.
+        """Returns whether to start a run: at least `min_new_rows` rows came that no round has and that were
+        not there at the last start; or a round is unfinished and this object has started none. Returns
+        False while a run works on the loop, and during pauses.
 
         Raises ValueError when `loop.json` or an inbox cannot be read.
         """
@@ -61,8 +61,8 @@ class Watch:
         return new_rows(self._config, seen) >= self._config.min_new_rows
 
     def started(self) -> None:
-        """Notes that a run was started. Starts that finish no round are a minute apart, then two, and so on
-        up to an hour."""
+        """Records that a run was started. Starts that finish no round are a minute apart, then two, and so
+        on up to an hour."""
         self._tried = ends_of(self._config)
         rounds = len(read(folder_of(self.recipe), self.loop).rounds)
         self._pause = (
@@ -71,10 +71,10 @@ class Watch:
         self._rounds, self._earliest = rounds, self._clock() + self._pause
 
     def again(self) -> None:
-        """Notes that the run that was started crashed: its round is due again."""
+        """Records that the started run crashed, so that its round is due again."""
         self._tried = None
 
 
 def takes_feedback(recipe: Recipe) -> bool:
-    """Whether the recipe has a loop on feedback."""
+    """Returns whether the recipe has a loop on feedback."""
     return any(isinstance(config, IterativeFeedback) for config in recipe.stages.values())

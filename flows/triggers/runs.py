@@ -1,4 +1,4 @@
-"""Starts a run of a deployment unless one is there already: a thousand requests are one run."""
+"""Starts a run of a deployment unless one exists already: a thousand requests lead to one run."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from prefect.states import Scheduled
 from flows.triggers.feedback import Watch
 
 HERE = ["SCHEDULED", "PENDING", "RUNNING", "CANCELLING", "PAUSED"]
-SOON = timedelta(seconds=60)  # a run that is scheduled for later is not there yet
+SOON = timedelta(seconds=60)  # a run that is scheduled for later does not count as existing
 MOST_DEPLOYMENTS = 200
 
 
 class Asked(NamedTuple):
-    """What became of a request: the run, and whether the request started it. No run: too many were started in
-    the last hour."""
+    """The outcome of a request: the run, and whether the request started it. `run` is None if too many were
+    started in the last hour."""
 
     run: FlowRun | None
     new: bool
@@ -33,8 +33,8 @@ def ask(client: SyncPrefectClient, name: str, tag: str, an_hour: int | None = No
     """Starts a run of the deployment FLOW/NAME with the deployment's own parameters, unless it, or another
     deployment of this flow and recipe, has a run that works, waits, or is due.
 
-    `tag` of the run says what started it; at most `an_hour` runs with it are started in an hour. One caller
-    for a deployment at a time. Raises ObjectNotFound when there is no such deployment.
+    The run's `tag` names what started it; at most `an_hour` runs with the tag are started per hour. Allows
+    one caller per deployment at a time. Raises ObjectNotFound when there is no such deployment.
     """
     own, alike = _deployments(client, name)
     now = datetime.now(UTC)
@@ -47,7 +47,7 @@ def ask(client: SyncPrefectClient, name: str, tag: str, an_hour: int | None = No
         recent = {"tags": {"all_": [tag]}, "expected_start_time": {"after_": now - timedelta(hours=1)}}
         if len(_runs(client, [own.id], recent, an_hour)) >= an_hour:
             return Asked(None, False)
-    once = str(uuid4())  # the client repeats a request that the server was too busy to answer
+    once = str(uuid4())  # because the client repeats a request that the server was too busy to answer
     state: State[Any] = Scheduled(scheduled_time=now)
     return Asked(
         client.create_flow_run_from_deployment(own.id, state=state, tags=[tag], idempotency_key=once), True
@@ -81,7 +81,7 @@ def _runs(
 
 
 class FeedbackTrigger:
-    """Starts a run of a loop's deployment when its inbox has the rows for a round."""
+    """Starts a run of a loop's deployment when its inbox has enough rows for a round."""
 
     def __init__(self, client: SyncPrefectClient, name: str, watch: Watch):
         self._client = client
@@ -90,8 +90,8 @@ class FeedbackTrigger:
         self._run: UUID | None = None
 
     def look(self) -> FlowRun | None:
-        """Returns the run that it started, if it did. Raises ValueError as `Watch.due`, and Prefect's and
-        httpx's errors."""
+        """Returns the run that it started, if any. Raises ValueError like `Watch.due`, and the errors of
+        Prefect and httpx."""
         if self._run is not None:
             last = self._client.read_flow_run(self._run)
             if last.state is not None and not last.state.is_final():

@@ -1,4 +1,5 @@
-"""Memory of the fullest GPU, and of a node's host, in each phase of a PPO or a training stage. Torch-free."""
+"""Estimates the memory of the fullest GPU, and of a node's host, in each phase of PPO or of a training
+stage. Torch-free."""
 
 from __future__ import annotations
 
@@ -25,23 +26,24 @@ from rlhf_core.runs.resume_state import STATE_BYTES
 from rlhf_core.system.gpu_allocator import pinned_bytes
 
 PROCESS = 2 * GIB  # host memory of a process with its libraries (assumed)
-# of weights that are pinned one by one, each block rounded up to a power of two: 1 to 2, as their shapes are
+# for weights pinned one by one, each block rounded up to a power of two: 1 to 2, depending on their shapes
 ROUNDED = 1.5
-SUBGROUP = 1e9  # parameters whose fp32 gradients ZeRO-3 holds in a block of pinned memory
-DIRECT = 1 / 3  # of a GPU: models below it are loaded there without a copy in host memory (models/load.py)
+SUBGROUP = 1e9  # parameters whose fp32 gradients ZeRO-3 holds in one block of pinned memory
+DIRECT = 1 / 3  # of a GPU: smaller models are loaded there without a copy in host memory (models/load.py)
 
 
 class Phase(NamedTuple):
-    """Bytes of the fullest GPU, and of the host of a node whose GPUs are all like the one that asks most of
-    it."""
+    """Bytes of the fullest GPU, and of the host of a node if all its GPUs need as much host memory as the
+    most demanding one."""
 
     gpu: float
     host: float
 
 
 class _Host(NamedTuple):
-    """Bytes of host memory of one process: always, and besides while it loads, saves, and loads a reference
-    that scores once; of its optimiser, which is made once the model is loaded."""
+    """Bytes of host memory of one process: always (`still`); in addition while it loads, while it saves,
+    and while it loads a reference that scores once; and of its optimiser, which is created once the model
+    is loaded."""
 
     still: float
     loading: float = 0.0
@@ -51,9 +53,9 @@ class _Host(NamedTuple):
 
 
 def by_phase(config: PPO, layout: Layout, sizes: Mapping[str, Size], gpu: Gpu) -> dict[str, Phase]:
-    """Peaks of start-up (libraries and CUDA's contexts), load, generate, score, train (the optimiser's step
-    among it), gather, sync, export and save. Phases in which memory is not given back (without `vllm.sleep`)
-    keep what an earlier one took, as in `memory.peak`."""
+    """Returns the peaks of start-up (libraries and CUDA contexts), load, generate, score, train (including
+    the optimiser's step), gather, sync, export and save. Phases in which memory is not released (without
+    `vllm.sleep`) keep what an earlier phase took, as in `memory.peak`."""
     held = roles(config, sizes, gpu.memory)
     on = sharing(layout)
     hosts = _hosts(config, sizes, gpu)
@@ -72,8 +74,8 @@ def by_phase(config: PPO, layout: Layout, sizes: Mapping[str, Size], gpu: Gpu) -
 
 
 def training_by_phase(config: Trainable, size: Size, zero_stage: int, gpu: Gpu) -> dict[str, Phase]:
-    """Peaks of a training stage: start-up, load, the reference's scores where there is one, step, gather,
-    export and save. The host is that of a node with as many ranks as the recipe says."""
+    """Returns the peaks of a training stage: start-up, load, the reference's scores if there is one, step,
+    gather, export and save. The host is that of a node with as many ranks as the recipe sets."""
     how = training_of(config, zero_stage, gpu.memory)
     ranks = config.ranks.num_ranks_per_node
     host = _trained_on_host(size, how, KINDS[config.stage].has_vocabulary, gpu)
@@ -84,9 +86,9 @@ def training_by_phase(config: Trainable, size: Size, zero_stage: int, gpu: Gpu) 
 
 
 def training_host_doubt(phases: Mapping[str, Phase], free: float) -> str:
-    """A line for the log where a node of a training stage has less free host memory than is estimated for it,
-    besides its processes, which have started. Empty where it has not. The save of a state is left out: where
-    memory is short it is written without a copy."""
+    """Returns a line for the log if a node of a training stage has less free host memory than its estimate,
+    not counting its processes, which have already started; otherwise ''. The save of a state is left out:
+    if memory is short, it is written without a copy."""
     return _host_doubt(
         max(each.host for phase, each in phases.items() if phase != "save") - phases["start-up"].host, free
     )
@@ -99,8 +101,8 @@ def host_doubts(
     nodes: Mapping[str, Sequence[str]],
     free: Mapping[str, float],
 ) -> str:
-    """As `training_host_doubt`, a line for each node of PPO whose `free` bytes are known. `nodes`: the node
-    of each rank of a role."""
+    """Like `training_host_doubt`, but with a line for each node of PPO whose `free` bytes are known.
+    `nodes`: the node of each rank of a role."""
     hosts = _hosts(config, sizes, gpu)
     needed = dict.fromkeys(free, 0.0)
     for name, places in nodes.items():
@@ -118,7 +120,7 @@ def _host_doubt(needed: float, free: float) -> str:
 
 
 def _phases(on_gpu: Mapping[str, float], processes: list[_Host]) -> dict[str, Phase]:
-    """The phases of a GPU with these processes."""
+    """Returns the phases of a GPU with these processes."""
     count = len(processes)
     still = sum(each.still + each.adam for each in processes)
     besides = {
@@ -131,13 +133,13 @@ def _phases(on_gpu: Mapping[str, float], processes: list[_Host]) -> dict[str, Ph
 
 
 def _exported(phases: dict[str, Phase], size: Size) -> dict[str, Phase]:
-    """With the weights that rank 0 alone has in host memory while it writes the model."""
+    """Returns the phases with the weights that only rank 0 holds in host memory while it writes the model."""
     export = phases["export"]
     return phases | {"export": export._replace(host=export.host + group_bytes(size))}
 
 
 def _hosts(config: PPO, sizes: Mapping[str, Size], gpu: Gpu) -> dict[str, _Host]:
-    # weights of an engine to which no sync sends them again
+    # weights of an engine that are never synced again
     asleep = 2 * sizes["actor"].parameters / config.vllm.processes
     engine = _Host(PROCESS + (asleep if config.vllm.sleep and config.vllm.adapters == "alone" else 0.0))
     return {name: _host(config, name, sizes, gpu) for name in config.groups} | {"sampler": engine}
@@ -167,19 +169,20 @@ def _trained_on_host(size: Size, how: Training, head: bool, gpu: Gpu) -> _Host:
 
 
 def _adam(size: Size, share: float, how: Training) -> float:
-    """Bytes on the host of DeepSpeed's Adam for `share` parameters. Not pinned are two fp32 moments and,
-    under ZeRO-3, fp32 weights; pinned are fp32 gradients, those that passes add up in bf16, or under ZeRO-3
-    in fp32, and under ZeRO-1 and 2 fp32 weights, their bf16 form, and the largest weight."""
+    """Returns the bytes that DeepSpeed's Adam takes on the host for `share` parameters. Not pinned are two
+    fp32 moments and, under ZeRO-3, fp32 weights. Pinned are fp32 gradients; the gradients that passes add
+    up, in bf16 or under ZeRO-3 also in fp32; and under ZeRO-1 and 2 fp32 weights, their bf16 form, and the
+    largest weight."""
     if how.zero_stage == 3:
         added = (4 if how.sums_in_fp32 else 2) * share
         return 12 * share + pinned_bytes(added) + share / SUBGROUP * pinned_bytes(4 * SUBGROUP)
     flat = 2 * pinned_bytes(4 * share) + pinned_bytes(2 * share)
-    added = 0.0 if how.sums_in_fp32 else ROUNDED * 2 * share  # those in fp32 are on the GPU
+    added = 0.0 if how.sums_in_fp32 else ROUNDED * 2 * share  # fp32 sums are on the GPU
     return 8 * share + flat + added + pinned_bytes(2 * size.vocabulary * size.hidden)
 
 
 def _loaded(size: Size, count: float, shares: int, gpu: Gpu) -> float:
-    """Bytes of a model on its way through host memory."""
+    """Returns the bytes of a model on its way through host memory."""
     if 2 * count < DIRECT * gpu.memory:
         return 0.0
     return 2 * (count if shares == 1 else min(count, count / shares + 2 * largest_layer(size)))

@@ -1,4 +1,5 @@
-"""GPUs and their links: what their makers publish, and the share of it that was measured. Torch-free."""
+"""Describes GPUs and their links: the published figures, and the share of them that was measured.
+Torch-free."""
 
 from __future__ import annotations
 
@@ -6,16 +7,17 @@ import math
 from typing import NamedTuple
 
 GIB = 2**30
-# Of the published peaks, as measured at the start of runs on H200s and H100s (stages/ppo/roofline.py): a
-# large bf16 matrix product (770 of 989 TFLOP/s) and a large copy (4.3 of 4.8 TB/s, 3.0 of 3.35).
+# Shares of the published peaks, as measured at the start of runs on H200s and H100s
+# (stages/ppo/roofline.py): a large bf16 matrix product (770 of 989 TFLOP/s) and a large copy (4.3 of 4.8
+# TB/s, 3.0 of 3.35).
 MATRIX = 0.778
 COPY = 0.896
-LINK = 0.8  # of NVLink and of the network in a large collective: assumed, no record measures it
+LINK = 0.8  # of NVLink and the network in a large collective: assumed, not measured by any record
 
 
 class Published(NamedTuple):
-    """From the maker's data sheet: GiB that a process finds, dense bf16 FLOP/s, bytes/s of memory, of NVLink
-    (PCIe where there is none) in one direction, and of the link to the host."""
+    """Figures from the maker's data sheet: GiB available to a process, dense bf16 FLOP/s, bytes/s of
+    memory, of NVLink (PCIe if there is none) in one direction, and of the link to the host."""
 
     memory: float
     flops: float
@@ -24,7 +26,7 @@ class Published(NamedTuple):
     host: float
 
 
-# NVIDIA's data sheets of the SXM modules. A800 and H800 are A100 and H100 with less NVLink.
+# NVIDIA's data sheets for the SXM modules. A800 and H800 are A100 and H100 with less NVLink.
 PUBLISHED = {
     "a100": Published(79.2, 312e12, 2.04e12, 300e9, 32e9),
     "a800": Published(79.2, 312e12, 2.04e12, 200e9, 32e9),
@@ -35,9 +37,9 @@ PUBLISHED = {
 
 
 class Gpu(NamedTuple):
-    """Memory in bytes, FLOP/s of bf16 matrix products and bytes/s of memory, as measured rather than as sold;
-    bytes/s in one direction of a GPU's links to others of its node (`link`) and to the host, and of a node to
-    other nodes (`network`); GPUs of a node."""
+    """A GPU: memory in bytes, FLOP/s of bf16 matrix products and bytes/s of memory, as measured rather than
+    as sold; bytes/s in one direction of its links to other GPUs in the node (`link`) and to the host, and
+    from a node to other nodes (`network`); number of GPUs per node."""
 
     memory: float = 139.8 * GIB
     flops: float = 770e12
@@ -66,10 +68,10 @@ GPUS = {name: _of(sold) for name, sold in PUBLISHED.items()}
 
 
 def on_nodes(gpu: Gpu, gpus: int, nodes: int | None, network: float | None) -> Gpu:
-    """Returns the GPU in nodes of `gpus / nodes` each, which are connected by `network` bytes/s a node, as
-    published.
+    """Returns the GPU in nodes of `gpus / nodes` each, which are connected with `network` bytes/s per node,
+    as published.
 
-    Raises ValueError when the GPUs do not divide by the nodes.
+    Raises ValueError when the number of GPUs is not divisible by the number of nodes.
     """
     if nodes is not None and gpus % nodes:
         raise ValueError(
@@ -80,11 +82,12 @@ def on_nodes(gpu: Gpu, gpus: int, nodes: int | None, network: float | None) -> G
 
 
 def gather_seconds(count_bytes: float, ranks: int, gpu: Gpu) -> float:
-    """Seconds in which each of `ranks` GPUs gets `count_bytes` that are shared out over all, or in which as
-    many are reduced to shares.
+    """Returns the seconds in which each of `ranks` GPUs receives `count_bytes` that are split across all of
+    them, or in which as many are reduced to shares.
 
-    A ring sends (n - 1) / n of the bytes over each link (Thakur et al. 2005, section 4.1). A ring over nodes
-    enters and leaves each node once, so that the whole node's link carries them too; the slower link decides.
+    A ring sends (n - 1) / n of the bytes over each link (Thakur et al. 2005, section 4.1). A ring across
+    nodes enters and leaves each node once, so the link of the whole node carries them too; the slower link
+    decides.
     """
     if ranks < 2:
         return 0.0
@@ -93,5 +96,5 @@ def gather_seconds(count_bytes: float, ranks: int, gpu: Gpu) -> float:
 
 
 def nodes_of(ranks: int, gpu: Gpu) -> int:
-    """Nodes that so many ranks with a GPU each are on."""
+    """Returns the number of nodes for this many ranks with one GPU each."""
     return math.ceil(ranks / gpu.per_node)

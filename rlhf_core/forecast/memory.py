@@ -1,10 +1,11 @@
-"""Memory of each GPU in each phase of PPO, and of a training stage, before anything starts. Torch-free.
+"""Estimates the memory of each GPU in each phase of PPO, and of a training stage, before anything starts.
+Torch-free.
 
-Bytes a parameter that is trained in bf16 (Rajbhandari et al. 2020, section 3.1): weights 2, fp32 copy and
-Adam's two moments 12, gradients 2, and their fp32 form during the step 4; where a step has several passes,
-gradients 4 from the first pass on. As much again stays with PyTorch's allocator from step to step: seen on
-H200s, fitted to their peaks, its cause not looked into. ZeRO-1 and 2 keep the weights whole on each rank,
-ZeRO-3 cuts everything, weights as they are read.
+Bytes per parameter trained in bf16 (Rajbhandari et al. 2020, section 3.1): weights 2, fp32 copy and Adam's
+two moments 12, gradients 2, and their fp32 form during the step 4; if a step has several passes, gradients
+4 from the first pass on. PyTorch's allocator keeps the same amount again from step to step: this was seen
+on H200s and fitted to their peaks; the cause was not investigated. ZeRO-1 and 2 keep whole weights on each
+rank; ZeRO-3 shards everything, including weights that are only read.
 """
 
 from __future__ import annotations
@@ -19,20 +20,20 @@ from rlhf_core.forecast.passes import Pass, fields_of, on_rank, recipe_pass, sum
 from rlhf_core.hub.model_config import Size
 
 CONTEXT = 0.6 * GIB  # CUDA's own memory in each process
-FETCHED = 4e9  # bytes of weights that ZeRO-3 holds whole at once while it computes, and its buckets
-# of a GPU: weights that take less stay whole from forward pass to backward pass, which would fetch them again
+FETCHED = 4e9  # bytes of whole weights that ZeRO-3 holds at once while it computes, and its buckets
+# of a GPU: smaller weights stay whole between forward and backward pass, which would fetch them again
 KEPT = 1 / 16
-USABLE = 0.95  # of a GPU; the rest is lost to fragmentation
+USABLE = 0.95  # of a GPU; fragmentation takes the rest
 GROUP = GIB / 8
-# weights gathered at once, but whole layers, and sent at once (models/checkpoint/weights.py, rollout/)
+# weights gathered at once (but whole layers), and sent at once (models/checkpoint/weights.py, rollout/)
 BUCKET = GIB / 2
-CHUNK = 2048  # positions whose logits exist at once where they are not kept (models/token_logprobs.py)
+CHUNK = 2048  # positions whose logits exist at once if logits are not kept (models/token_logprobs.py)
 
 
 class Held(NamedTuple):
-    """Bytes of one process: always (`still`), besides while it scores, while it trains; engines besides while
-    they generate; `starting`: besides while it starts, when ZeRO-3 cuts weights; `gathering`: whole weights
-    on their way to the engines or into a file; `bucket`: those that a sync sends at once."""
+    """Bytes of one process: always (`still`); in addition while it scores, while it trains, and for engines
+    while they generate. `starting`: in addition while it starts and ZeRO-3 shards weights; `gathering`:
+    whole weights on their way to the engines or into a file; `bucket`: weights that a sync sends at once."""
 
     still: float
     scoring: float = 0.0
@@ -44,9 +45,9 @@ class Held(NamedTuple):
 
 
 class Training(NamedTuple):
-    """What decides the memory of a trained model: ranks, ZeRO stage, share of layers recomputed, tokens of a
-    pass, Adam on the host, and whether only adapters are trained, whose own few bytes are left out, the bytes
-    of a GPU, and those of a weight (QLoRA: NF4)."""
+    """Settings that determine the memory of a trained model: ranks, ZeRO stage, share of layers recomputed,
+    tokens per pass, Adam on the host, whether only adapters are trained (their own few bytes are left out),
+    bytes of a GPU, and bytes per weight (QLoRA: NF4)."""
 
     ranks: int
     zero_stage: int
@@ -57,19 +58,19 @@ class Training(NamedTuple):
     gpu_bytes: float = 0.0
     weight: float = 2.0
     on_host: bool = False  # the shards of the weights, between two fetches
-    copies: int = 1  # ranks that share a second copy of the weights (hpZ); 1: there is none
+    copies: int = 1  # ranks that share a second copy of the weights (hpZ); 1: no such copy
     sums_in_fp32: bool = False  # of the gradients of a step's passes
 
     @property
     def cut(self) -> bool:
-        """Whether weights are cut over the ranks while they are loaded. hpZ's second copy is made of whole
-        ones (training/ranks.py)."""
+        """Whether weights are sharded over the ranks while they are loaded. hpZ builds its second copy from
+        whole weights (training/ranks.py)."""
         return self.zero_stage == 3 and self.copies == 1
 
 
 def trained(size: Size, how: Training, head: bool, scoring_tokens: int) -> Held:
-    """A model with its optimiser. `head`: it has the vocabulary as its output (a policy), or one number (a
-    critic)."""
+    """Returns the bytes of a model with its optimiser. `head`: its output is the vocabulary (a policy), not
+    one number (a critic)."""
     count = size.parameters - (0 if head else size.head)
     per_rank = count / how.ranks
     weights = how.weight * (per_rank if how.zero_stage == 3 else count)
@@ -84,21 +85,21 @@ def trained(size: Size, how: Training, head: bool, scoring_tokens: int) -> Held:
         )
     state, gradients = _state_and_gradients(size, how, count)
     if not (how.adapters or how.offload or how.zero_stage == 0):
-        state += 4 * per_rank  # what the allocator keeps
+        state += 4 * per_rank  # memory that the allocator keeps
     kept = size.layers * (how.recomputed * 2 * size.hidden + (1 - how.recomputed) * size.kept) + size.kept
     positions = CHUNK if how.recomputed else how.tokens
     logits = max(CHUNK * 10, positions * 2) * size.vocabulary if head else 0
-    # the head's gradient: fp32, over chunks, and in bf16
+    # the head's gradient: in fp32, over chunks, and in bf16
     if head and how.recomputed and how.sums_in_fp32 and not how.adapters:
         logits += (4 + 2) * size.vocabulary * size.hidden
     if how.zero_stage == 3 and not how.adapters:
-        # those of a layer wait for its last
+        # gradients of a layer wait for the layer's last one
         gradients += 2 * (count - (size.head if head else 0)) / size.layers
     step = 4 * count if how.zero_stage == 0 and not how.adapters else 0.0
     scoring = read(size, scoring_tokens, head).scoring
     training = max(gradients + how.tokens * kept + logits, step)
     whole = how.weight * count
-    # Adam's state is made after the cut
+    # Adam's state is created after sharding
     starting = min(FETCHED, whole) if how.cut else max(0.0, whole - weights - state)
     gathering = group_bytes(size) if how.zero_stage == 3 else 0.0
     return Held(
@@ -111,37 +112,39 @@ def trained(size: Size, how: Training, head: bool, scoring_tokens: int) -> Held:
 
 
 def _state_and_gradients(size: Size, how: Training, count: float) -> tuple[float, float]:
-    """Bytes of the optimiser's state, which stays, and of the gradients of `count` parameters, at most."""
+    """Returns the bytes of the optimiser's state, which stays, and of the gradients of `count` parameters,
+    at most."""
     per_rank = count / how.ranks
     if how.adapters:
         return 0.0, 0.0
-    # plain torch, whose fp32 gradients take the place of the bf16 ones when the pass is over
+    # plain torch, whose fp32 gradients replace the bf16 ones after the pass
     if how.zero_stage == 0:
         return 12 * count, (4 if how.sums_in_fp32 else 2) * count
     sums = 0.0
-    # fp32 sums of this rank's share, and under ZeRO-1 of all before, in buckets of fp32; else buckets of bf16
+    # fp32 sums of this rank's share, and under ZeRO-1 of everything before, in fp32 buckets; otherwise bf16
+    # buckets
     buckets = 2e9
     if how.sums_in_fp32:
         sums = 4 * per_rank
     if how.sums_in_fp32 and how.zero_stage == 1:
         sums = sums + 4 * count
         buckets = 4e9
-    # besides: the largest weight's gradient, its place for a copy, and in fp64 for the norm
+    # in addition: the largest weight's gradient, space for its copy, and its fp64 form for the norm
     if how.offload and how.zero_stage < 3:
         embeddings = size.vocabulary * size.hidden
         return 2 * embeddings, buckets + (2 + 8) * embeddings + sums
     if how.offload:
         return 0.0, 1e9
-    if how.zero_stage == 3:  # whose gradients have a place of their own from the start
+    if how.zero_stage == 3:  # its gradients have their own space from the start
         return (12 + (4 if how.sums_in_fp32 else 2)) * per_rank, 4 * per_rank
-    if how.sums_in_fp32:  # which the step uses as they are
+    if how.sums_in_fp32:  # the step uses the sums directly
         return 12 * per_rank, buckets + sums
     return 12 * per_rank, (2 * count if how.zero_stage == 1 else 2 * per_rank) + 4 * per_rank
 
 
 def loaded(size: Size, head: bool, weight: float, ranks: int = 1, on_host: bool = False) -> float:
-    """Bytes that a process must find on its GPU while it loads a model: all of it, or under ZeRO-3 its share
-    over `ranks` (`on_host`: in host memory), and weights that are still whole."""
+    """Returns the bytes that a process needs on its GPU while it loads a model: the whole model, or under
+    ZeRO-3 its share over `ranks` (with `on_host` in host memory), and weights that are still whole."""
     count = weight * (size.parameters - (0 if head else size.head))
     return (
         CONTEXT + (0.0 if on_host else count / ranks) + (min(FETCHED, count) if ranks > 1 or on_host else 0.0)
@@ -149,20 +152,20 @@ def loaded(size: Size, head: bool, weight: float, ranks: int = 1, on_host: bool 
 
 
 def largest_layer(size: Size) -> float:
-    """Parameters of a layer, or of the embeddings where these are more."""
+    """Returns the number of parameters of a layer, or of the embeddings if those are more."""
     embeddings = size.vocabulary * size.hidden
     return max(embeddings, (size.parameters - embeddings - size.head) / size.layers)
 
 
 def group_bytes(size: Size) -> float:
-    """Bytes of the weights of a checkpoint that exist whole at once, in bf16, while they are sent to engines
-    or written to a file."""
+    """Returns the bytes of checkpoint weights in bf16 that exist whole at once while they are sent to
+    engines or written to a file."""
     return min(2 * size.parameters, GROUP + 2 * largest_layer(size))
 
 
 def read(size: Size, tokens: int, head: bool, offload: bool = False, ranks: int = 1) -> Held:
-    """A model that is only read; with `offload` its weights are there only while it scores. `ranks`: over
-    which it is cut."""
+    """Returns the bytes of a model that is only read. With `offload`, its weights are on the GPU only while
+    it scores. `ranks`: number of ranks over which it is sharded."""
     whole = 2 * (size.parameters - (0 if head else size.head))
     weights = whole / ranks
     fetched = min(FETCHED, whole) if ranks > 1 else 0.0
@@ -171,19 +174,19 @@ def read(size: Size, tokens: int, head: bool, offload: bool = False, ranks: int 
 
 
 def bytes_of_weights(lora: Lora | None) -> float:
-    """Of a weight that is trained or is below adapters: 4 bits and the constants of their blocks (Dettmers et
-    al. 2023), or bf16."""
+    """Returns the bytes of a weight that is trained or is below adapters: 4 bits and the constants of their
+    blocks (Dettmers et al. 2023), or bf16."""
     return 2.0 if lora is None or lora.quantize == "none" else 0.52
 
 
 def engine_needs(size: Size, over: int) -> float:
-    """Bytes on each of `over` GPUs without which an engine does not start: its weights, and what
-    `rollout/patches/worker.py` sets aside with its largest batch."""
+    """Returns the bytes that an engine needs on each of `over` GPUs to start: its weights, and the memory
+    that `rollout/patches/worker.py` sets aside with its largest batch."""
     return 2 * size.parameters / over + 3 * GIB
 
 
 def roles(config: PPO, sizes: Mapping[str, Size], gpu_bytes: float) -> dict[str, Held]:
-    """What each process of each group holds. `sizes` gives the model of each group of models."""
+    """Returns what each process of each group holds. `sizes` has the model of each group of models."""
     a_pass = config.micro_rollout_tokens or config.micro_rollout_batch_size * config.longest
     held: dict[str, Held] = {}
     for name, ranks in config.groups.items():
@@ -196,19 +199,20 @@ def roles(config: PPO, sizes: Mapping[str, Size], gpu_bytes: float) -> dict[str,
             over = ranks.world_size if config.ref_reward_shard else 1
             held[name] = read(sizes[name], scoring, head, config.ref_reward_offload, over)
     awake = config.vllm.gpu_memory_utilization * gpu_bytes
-    # a larger weight is a bucket of its own
+    # a larger weight has its own bucket
     bucket = max(BUCKET, 2 * sizes["actor"].vocabulary * sizes["actor"].hidden)
     engine = Held(1.0 * GIB, generating=awake) if config.vllm.sleep else Held(CONTEXT + awake)
     return held | {"sampler": engine._replace(bucket=bucket)}
 
 
 def copies(config: Optimised, ranks: Ranks) -> int:
-    """Ranks that share a second copy of the weights (`zero_hpz`); 1: there is none."""
+    """Returns the number of ranks that share a second copy of the weights (`zero_hpz`); 1: no such copy."""
     return ranks.num_ranks_per_node if config.zero_hpz and ranks.num_nodes > 1 else 1
 
 
 def training_of_role(config: PPO, role: str, gpu_bytes: float) -> Training:
-    """What decides the memory of PPO's actor or critic. The ZeRO stage must be decided (zero_stage.py)."""
+    """Returns what determines the memory of PPO's actor or critic. The ZeRO stage must already be chosen
+    (zero_stage.py)."""
     assert config.zero_stage != "auto"
     ranks = config.groups[role]
     tokens, recomputed = recipe_pass(config, ranks.world_size)
@@ -217,7 +221,7 @@ def training_of_role(config: PPO, role: str, gpu_bytes: float) -> Training:
 
 
 def training_of(config: Trainable, zero_stage: int, gpu_bytes: float, what: Pass | None = None) -> Training:
-    """What decides the memory of a training stage, with passes as the recipe has them or others."""
+    """Returns what determines the memory of a training stage, with the recipe's passes or with `what`."""
     passes = what or recipe_pass(config, config.ranks.world_size)
     as_recipe = config if what is None else config.model_copy(update=fields_of(what, config))
     found = _training(config, "model", config.ranks, zero_stage, gpu_bytes, passes)
@@ -242,7 +246,7 @@ def _training(
 
 
 def sharing(layout: Layout) -> dict[str, list[str]]:
-    """The groups on each GPU. Groups with less than a whole GPU share some."""
+    """Returns the groups on each GPU. Groups that need less than a whole GPU share GPUs."""
     on: dict[str, list[str]] = {}
     for name, places in layout.gpus().items():
         for place in places:
@@ -251,7 +255,7 @@ def sharing(layout: Layout) -> dict[str, list[str]]:
 
 
 def gpu_peaks(config: PPO, layout: Layout, held: Mapping[str, Held]) -> dict[str, tuple[list[str], float]]:
-    """Peak bytes of each kind of GPU: `GPU 0` of the groups on it."""
+    """Returns for each kind of GPU, such as `GPU 0`, the groups on it and its peak bytes."""
     return {
         place: (names, peak([held[name] for name in names], config.vllm.sleep, config.colocate_all))
         for place, names in sharing(layout).items()
@@ -259,14 +263,14 @@ def gpu_peaks(config: PPO, layout: Layout, held: Mapping[str, Held]) -> dict[str
 
 
 def peak(processes: list[Held], released: bool, in_turn: bool = False) -> float:
-    """Bytes of the fullest phase of a GPU (`gpu_phases`)."""
+    """Returns the bytes of a GPU's fullest phase (`gpu_phases`)."""
     return max(gpu_phases(processes, released, in_turn).values())
 
 
 def gpu_phases(processes: list[Held], released: bool, in_turn: bool = False) -> dict[str, float]:
-    """Bytes of a GPU with these processes, by phase. With `released` memory goes from phase to phase, and
-    `in_turn` from one that trains to the next; else each process keeps what its largest phase took. All start
-    side by side, with engines awake."""
+    """Returns the bytes of a GPU with these processes, by phase. With `released`, memory passes from phase
+    to phase, and with `in_turn` from one training process to the next; otherwise each process keeps what
+    its largest phase took. All processes start at the same time, with engines awake."""
     still, scoring, generating, starting, gathering, bucket = (
         sum(getattr(process, name) for process in processes)
         for name in ("still", "scoring", "generating", "starting", "gathering", "bucket")
@@ -294,10 +298,10 @@ def gpu_phases(processes: list[Held], released: bool, in_turn: bool = False) -> 
 def training_phases(
     config: Trainable, size: Size, zero_stage: int, gpu_bytes: float, what: Pass | None = None
 ) -> dict[str, float]:
-    """Bytes of a GPU of a training stage, by phase, with passes as the recipe has them or others.
+    """Returns the bytes of a training stage's GPU, by phase, with the recipe's passes or with `what`.
 
-    The reference of DPO and KTO scores before the first step: the model itself, or a second one (taken to be
-    of the same size), which under ZeRO-3 is cut over the ranks too (training/ranks.py).
+    The reference of DPO and KTO scores before the first step. It is the model itself, or a second one
+    (assumed to have the same size), which under ZeRO-3 is also sharded over the ranks (training/ranks.py).
     """
     head = KINDS[config.stage].has_vocabulary
     how = training_of(config, zero_stage, gpu_bytes, what)

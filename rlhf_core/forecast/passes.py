@@ -1,5 +1,5 @@
-"""Training passes that fit into the memory of a GPU: how many tokens they have, and how many layers are
-computed again. Torch-free."""
+"""Finds training passes that fit into a GPU's memory: the number of their tokens, and of recomputed layers.
+Torch-free."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from rlhf_core.config import Optimised
 
 
 class Pass(NamedTuple):
-    """Tokens of a training pass, which `sequence_parallel_size` ranks compute together, and the share of the
-    layers whose activations are computed again in its backward half."""
+    """Tokens of a training pass, which `sequence_parallel_size` ranks compute together, and the share of
+    layers whose activations are recomputed in its backward half."""
 
     tokens: int
     recomputed: float
@@ -25,15 +25,15 @@ class Pass(NamedTuple):
 
 
 def recipe_pass(config: Optimised, ranks: int) -> Pass:
-    """The passes of a recipe on each of `ranks`, of documents of full length; none is longer than an
+    """Returns the recipe's passes on each of `ranks`, for documents of full length; none is longer than an
     optimiser step."""
     tokens = config.micro_train_tokens or config.micro_train_batch_size * config.longest
     return Pass(max(config.longest, min(tokens, _most(config, ranks))), config.gradient_checkpointing)
 
 
 def as_laid(config: Optimised, ranks: int) -> tuple[Pass, int]:
-    """The passes of an optimiser step on each of `ranks` as whole documents of full length fill them, with
-    its own tokens, and how many."""
+    """Returns an optimiser step's passes on each of `ranks`, filled with whole documents of full length,
+    with the tokens per rank, and the number of passes."""
     configured = recipe_pass(config, ranks)
     documents = _documents(config, ranks)
     passes = math.ceil(documents / (configured.tokens // config.longest))
@@ -46,15 +46,16 @@ def as_laid(config: Optimised, ranks: int) -> tuple[Pass, int]:
 
 
 def sums_in_fp32(config: Optimised, ranks: int) -> bool:
-    """Whether the bf16 gradients of passes are added in fp32: a step may have several passes on one of
-    `ranks`, and the recipe's options of DeepSpeed do not ask for sums in bf16."""
+    """Returns whether the bf16 gradients of passes are added in fp32: a step may have several passes on one
+    of `ranks`, and the recipe's DeepSpeed options do not request sums in bf16."""
     types = config.deepspeed.get("data_types")
     asked = types.get("grad_accum_dtype", "fp32") if isinstance(types, Mapping) else "fp32"
     return several_passes(config, ranks) and asked == "fp32"
 
 
 def several_passes(config: Optimised, ranks: int) -> bool:
-    """Whether an optimiser step of documents of full length may have several passes on one of `ranks`."""
+    """Returns whether an optimiser step with documents of full length may have several passes on one of
+    `ranks`."""
     documents = config.micro_train_batch_size
     if config.micro_train_tokens is not None:
         documents = max(1, config.micro_train_tokens // config.longest)
@@ -62,13 +63,13 @@ def several_passes(config: Optimised, ranks: int) -> bool:
 
 
 def on_rank(tokens: int, sharing: int) -> int:
-    """Tokens of a pass on each of the ranks that compute it together."""
+    """Returns the tokens of a pass on each of the ranks that compute it together."""
     return math.ceil(tokens / sharing)
 
 
 def alternatives(config: Optimised) -> list[Pass]:
-    """The recipe's passes first, then others: longer and shorter ones, with fewer and with more layers
-    recomputed."""
+    """Returns the recipe's passes first, then others: longer and shorter ones, with fewer and with more
+    layers recomputed."""
     ranks = min(_ranks(config))
     least = config.longest
     configured = recipe_pass(config, ranks)
@@ -84,8 +85,8 @@ def alternatives(config: Optimised) -> list[Pass]:
 
 
 def fields_of(what: Pass, config: Optimised) -> dict[str, Any]:
-    """How a recipe says them: by documents where this one counts those, and they divide its optimiser step,
-    else by tokens."""
+    """Returns the passes as recipe fields: in documents if this recipe counts documents and they divide its
+    optimiser step, otherwise in tokens."""
     documents, rest = divmod(what.tokens, config.longest)
     counted = config.micro_train_tokens is None and not rest
     sharing = config.sequence_parallel_size
@@ -101,7 +102,7 @@ def _ranks(config: Optimised) -> list[int]:
 
 
 def _most(config: Optimised, ranks: int) -> int:
-    """Tokens of an optimiser step on one rank, or on those that compute passes together."""
+    """Returns the tokens of an optimiser step on one rank, or on the ranks that compute passes together."""
     return _documents(config, ranks) * config.longest
 
 

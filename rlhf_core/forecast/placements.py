@@ -1,4 +1,4 @@
-"""Placements of a PPO stage on a number of GPUs, each with its memory and seconds, and the one to choose.
+"""Finds placements of a PPO stage on a number of GPUs, each with its memory and seconds, and chooses one.
 Torch-free."""
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from rlhf_core.forecast.seconds import Range, phases, phases_as_range, shares_of
 from rlhf_core.forecast.zero_stage import stage_of_ppo
 from rlhf_core.hub.model_config import Size
 
-MOST_OF_ENGINE = 0.45  # of a GPU that models share
+MOST_OF_ENGINE = 0.45  # of a GPU shared with models
 RANKS = ("actor_ranks", "critic_ranks", "reference_ranks", "reward_ranks")
 
 
 class Placement(NamedTuple):
-    """One way to place the stage: the fields that make it, bytes of its fullest GPU, all GPUs with their
+    """One way to place the stage: the fields that produce it, bytes of its fullest GPU, all GPUs with their
     groups, seconds by phase, the bytes that an engine's share of a GPU lacks for its weights (0 or less:
-    none), and the GPUs that it needs beyond those there are."""
+    none), and the number of GPUs that it needs beyond the available ones."""
 
     name: str
     fields: dict[str, Any]
@@ -64,19 +64,19 @@ def forecast(
 
 
 class Details(NamedTuple):
-    """Of one placement: seconds by phase as a range, and memory by phase."""
+    """Details of one placement: seconds by phase as a range, and memory by phase."""
 
     seconds: Range
     memory: dict[str, Phase]
 
 
 def with_fields(config: PPO, placement: Placement) -> PPO:
-    """Returns the recipe's stage placed as one of `placements` says."""
+    """Returns the recipe's stage with the fields of one of `placements`."""
     return PPO.model_validate(config.model_dump() | placement.fields)
 
 
 def details(config: PPO, placement: Placement, sizes: Mapping[str, Size], gpu: Gpu) -> Details:
-    """Simulates a placement of `placements` phase by phase."""
+    """Simulates one of `placements` phase by phase."""
     changed = with_fields(config, placement)
     changed = changed.model_copy(update={"zero_stage": stage_of_ppo(changed, sizes, gpu.memory).stage})
     layout = arrange(changed.placed, changed.together)
@@ -84,8 +84,8 @@ def details(config: PPO, placement: Placement, sizes: Mapping[str, Size], gpu: G
 
 
 def placements(config: PPO, count: int, sizes: Mapping[str, Size], gpu: Gpu) -> list[Placement]:
-    """The recipe's own placement first, with other passes where those fit or are faster, then what could be
-    had on `count` GPUs."""
+    """Returns the recipe's own placement first, with other passes if those fit or are faster, then the
+    alternatives on `count` GPUs."""
     found = []
     if config.actor_ranks.gpus:
         taken = (
@@ -102,12 +102,12 @@ def placements(config: PPO, count: int, sizes: Mapping[str, Size], gpu: Gpu) -> 
             changed = PPO.model_validate(config.model_dump() | fields)
         except (
             ValidationError
-        ):  # the batch sizes do not fit so many ranks, or the engines are to work beside the models
+        ):  # batch sizes that do not fit so many ranks, or engines that must work beside the models
             continue
         if _gpu_count(changed) > count:
             continue
         if changed.param_offload and any(placement.fits(gpu) for placement in found):
-            continue  # its seconds are not measured: where nothing else fits
+            continue  # its seconds are not measured, so only if nothing else fits
         tried = []
         for share in shares_of_engine(changed, sizes["actor"], gpu) if changed.colocate_all else [0.9]:
             changed = changed.model_copy(
@@ -121,8 +121,8 @@ def placements(config: PPO, count: int, sizes: Mapping[str, Size], gpu: Gpu) -> 
 
 
 def on_fewest(config: PPO, count: int, sizes: Mapping[str, Size], gpu: Gpu) -> tuple[int, list[Placement]]:
-    """Returns a number of GPUs and the placements on them: `count`, or a half of it, a quarter, ... where the
-    best of these is as fast (within 5 %)."""
+    """Returns a number of GPUs and the placements on them: `count`, or a half, a quarter, ... of it if the
+    best placement on these is as fast (within 5 %)."""
     fewest = count
     found = placements(config, count, sizes, gpu)
     fastest = choose(found, gpu)
@@ -142,7 +142,7 @@ def _gpu_count(config: PPO) -> float:
 def _with_other_passes(
     name: str, config: PPO, fields: dict[str, Any], sizes: Mapping[str, Size], gpu: Gpu
 ) -> list[Placement]:
-    """A placement with the recipe's passes, and with each of the others."""
+    """Returns a placement with the recipe's passes, and with each of the alternatives."""
     found = [forecast(name, config, fields, sizes, gpu)]
     for other in alternatives(config)[1:]:
         passes = fields_of(other, config)
@@ -153,8 +153,8 @@ def _with_other_passes(
 
 
 def _best(found: list[Placement], gpu: Gpu) -> Placement:
-    """The fastest that fits, the first of equals (within 1 %); where none fits, the one that needs the least
-    memory."""
+    """Returns the fastest placement that fits, the first among equals (within 1 %); if none fits, the one
+    that needs the least memory."""
     fastest = min((placement.total for placement in found if placement.fits(gpu)), default=0.0)
     least = min(found, key=lambda placement: placement.peak)
     return next(
@@ -163,8 +163,9 @@ def _best(found: list[Placement], gpu: Gpu) -> Placement:
 
 
 def choose(found: list[Placement], gpu: Gpu) -> Placement | None:
-    """The fastest that fits; among equals (within 5 %) the recipe's own, or the one that leaves most memory,
-    where that makes a difference (5 % of a GPU). None when none fits."""
+    """Returns the fastest placement that fits. Among equals (within 5 %) this is the recipe's own, or the
+    one that leaves the most memory, if that makes a difference (5 % of a GPU). Returns None when none fits.
+    """
     fitting = [placement for placement in found if placement.fits(gpu)]
     fastest = min((placement.total for placement in fitting), default=0.0)
     equals = [placement for placement in fitting if placement.total <= 1.05 * fastest]
@@ -176,7 +177,7 @@ def choose(found: list[Placement], gpu: Gpu) -> Placement | None:
 
 
 def options_on(config: PPO, count: int, size: Size, gpu: Gpu) -> dict[str, dict[str, Any]]:
-    """Fields that make each placement."""
+    """Returns the fields for each placement, by its name."""
 
     def ranks(number: int) -> dict[str, Any]:
         nodes = number // gpu.per_node if number > gpu.per_node and number % gpu.per_node == 0 else 1
@@ -206,9 +207,9 @@ def options_on(config: PPO, count: int, size: Size, gpu: Gpu) -> dict[str, dict[
         apart["reward"] = [source.model_dump() for source in rewards]
 
     def engines(gpus: int, alone: bool) -> dict[str, Any]:
-        """As many as fit `gpus`, each over as many as the recipe says where they divide, or over more of a
-        node where its weights would take more than `MOST_OF_ENGINE` of each, or, past a node, in pipeline
-        stages; alone on their GPUs, or beside models."""
+        """Returns as many engines as fit on `gpus`. Each uses the recipe's number of GPUs if it divides
+        them, or more GPUs of a node if its weights would take more than `MOST_OF_ENGINE` of each, or beyond
+        a node, pipeline stages. Engines are alone on their GPUs, or beside models."""
         over = config.vllm.tensor_parallel_size if gpus % config.vllm.tensor_parallel_size == 0 else 1
         most = (0.9 if alone else MOST_OF_ENGINE) * gpu.memory
         stages = 1
@@ -229,11 +230,11 @@ def options_on(config: PPO, count: int, size: Size, gpu: Gpu) -> dict[str, dict[
         "vllm": engines(count, alone=False),
     }
     offloaded = ["actor", "critic"] if config.has_critic else ["actor"]
-    # 4-bit weights are not cut into shards
+    # 4-bit weights are not sharded
     most = 2 if config.lora is not None and config.lora.quantize != "none" else 3
-    shards = f", ZeRO-{most}" if count > 1 else ""  # one GPU has nothing to share out
+    shards = f", ZeRO-{most}" if count > 1 else ""  # one GPU has nothing to shard
     zero_stage = most if shards else 0
-    least = 1 if config.deepspeed else 0  # options of DeepSpeed are not for plain torch
+    least = 1 if config.deepspeed else 0  # DeepSpeed's options do not apply to plain torch
     on_host = {"ref_reward_offload": True, "adam_offload": offloaded, "zero_stage": most if shards else 2}
     in_shares = {"ref_reward_shard": True, "zero_stage": zero_stage}
     options = {
@@ -257,7 +258,7 @@ def options_on(config: PPO, count: int, size: Size, gpu: Gpu) -> dict[str, dict[
     judges = ["critic"] * config.has_critic + ["reward"] * bool(config.reward_models)
     actor = count // 2
     each = max(1, count // 4)
-    # without a critic reward models share no GPUs
+    # without a critic, reward models do not share GPUs
     judging = each * (1 if config.has_critic else len(config.reward_models))
     left = count - actor - judging
     if left >= 1 and count >= 3:

@@ -1,4 +1,4 @@
-"""How much of a GPU's measured rates the phases of a run reach. Written by `python -m
+"""Records which share of a GPU's measured rates the phases of a run reach. Written by `python -m
 tests.benchmarks.calibrate --write`."""
 
 from __future__ import annotations
@@ -7,10 +7,10 @@ from typing import NamedTuple
 
 
 class Rates(NamedTuple):
-    """`scoring`, `training`, `sharded`: share of the matrix rate in passes without gradients, of training,
-    and of training under ZeRO-3; `decode_step`: seconds of a step of vLLM besides reading weights, keys and
-    values; `exposed`: share of the shorter of computing and sending between nodes that does not happen beside
-    the longer (assumed)."""
+    """`scoring`, `training`, `sharded`: share of the matrix rate reached in passes without gradients, in
+    training, and in training under ZeRO-3; `decode_step`: seconds of a vLLM step besides reading weights,
+    keys and values; `exposed`: share of the shorter of computing and sending between nodes that does not
+    overlap with the longer (assumed)."""
 
     scoring: float
     training: float

@@ -1,10 +1,10 @@
-"""Simulates the phases of a PPO iteration before anything starts: seconds as operations and bytes over rates.
-Torch-free.
+"""Simulates the phases of a PPO iteration before anything starts: seconds are operations and bytes divided
+by rates. Torch-free.
 
-Operations: 2N a token for a forward pass of N parameters without embeddings, 6N for training (Kaplan et al.
-2020, section 2.1), and 2 x layers x hidden x length for causal attention's products in a forward pass (of a
-token at the mean distance). Bytes: weights, keys and values that decoding reads; weights and gradients that
-ZeRO sends (Rajbhandari et al. 2020, section 7). The rates are those of rates.py.
+Operations: 2N per token for a forward pass of N parameters without embeddings, 6N for training (Kaplan et
+al. 2020, section 2.1), and 2 x layers x hidden x length for causal attention's products in a forward pass
+(of a token at the mean distance). Bytes: weights, keys and values that decoding reads; weights and
+gradients that ZeRO sends (Rajbhandari et al. 2020, section 7). The rates are in rates.py.
 """
 
 from __future__ import annotations
@@ -21,24 +21,24 @@ from rlhf_core.forecast.passes import Pass, as_laid
 from rlhf_core.forecast.rates import FAST, SLOW, TYPICAL, Rates
 from rlhf_core.hub.model_config import Size
 
-# Seen on H200s with 1.5B and 7.6B models, in runs without a record.
-# seconds a layer in which the host launches a pass, forward and backward
+# Seen on H200s with 1.5B and 7.6B models, in runs without a record: seconds per layer in which the host
+# launches a pass, forward and backward
 LAUNCH = {0: 0.0034, 1: 0.0068, 2: 0.0068, 3: 0.0092}
 HOST_ADAM = 1.5e9
-# parameters a second of an optimiser step on the host, by a rank; by all ranks of a node (assumed)
+# parameters per second of an optimiser step on the host, for one rank; for all ranks of a node (assumed)
 NODE_ADAM = 6e9
-SYNC = 40e9  # bytes a second into the engines
-ALL_REDUCE = 15e-6  # seconds of one between the GPUs of an engine, of which a layer has two (assumed)
-SEQUENCES = 1024.0  # answers that an engine of vLLM works on at once, where their keys and values fit
-# of an engine beside models, so that it starts also where its largest batch takes more than `engine_needs`
-# knows
+SYNC = 40e9  # bytes per second into the engines
+ALL_REDUCE = 15e-6  # seconds of one between the GPUs of an engine; a layer has two (assumed)
+SEQUENCES = 1024.0  # answers that a vLLM engine works on at once, if their keys and values fit
+# for an engine beside models, so that it starts even if its largest batch takes more than `engine_needs`
+# counts
 SPARE = 2 * GIB
-SLEEP = 20e9  # bytes a second of weights that an engine drops and takes again, to sleep and to wake
+SLEEP = 20e9  # bytes per second of weights that an engine drops and restores, to sleep and to wake
 
 
 class Sending(NamedTuple):
-    """Seconds in which weights and gradients are sent: of a pass without gradients, of a training pass, of an
-    optimiser step, of all scoring of an iteration."""
+    """Seconds for sending weights and gradients: in a pass without gradients, in a training pass, in an
+    optimiser step, and in all scoring of an iteration."""
 
     scoring: float = 0.0
     training: float = 0.0
@@ -61,8 +61,8 @@ def phases_as_range(config: PPO, layout: Layout, sizes: Mapping[str, Size], gpu:
 def phases(
     config: PPO, layout: Layout, sizes: Mapping[str, Size], gpu: Gpu, rates: Rates = TYPICAL
 ) -> dict[str, float]:
-    """Seconds by phase for full-length answers: an upper bound where answers end early. Of generation that
-    runs beside scoring and training, what those do not cover."""
+    """Returns the seconds by phase for full-length answers, which is an upper bound if answers end early.
+    Generation that overlaps with scoring and training only counts with the remainder."""
     answers = config.rollout_batch_size * config.n_samples_per_prompt
     tokens = answers * config.longest
     assert config.zero_stage != "auto", "decided before (zero_stage.py)"
@@ -74,7 +74,7 @@ def phases(
         head = name in ("actor", "reference")
         ranks = group.world_size
         sent = sending(config, name, size, gpu)
-        # within a node the measured rates contain it
+        # within a node, the measured rates include it
         spread = rates.exposed if nodes_of(ranks, gpu) > 1 else 0.0
         times = config.scorings[name]
         if times:
@@ -103,7 +103,7 @@ def phases(
             host.append(steps * stored / ranks / by_rank if name in config.adam_offload else 0.0)
     engine = sizes["actor"]
     gpus = layout.gpus()
-    # adapters take no time beside it
+    # adapters take no time in comparison
     sent_whole = 0 if config.vllm.adapters == "alone" else 2 * engine.parameters
     gathered = (
         gather_seconds(sent_whole, config.actor_ranks.world_size, gpu) if config.zero_stage == 3 else 0.0
@@ -121,8 +121,8 @@ def phases(
 
 
 def forward_operations(size: Size, head: bool, length: int) -> float:
-    """Operations of a forward pass for one token of a document of `length` tokens. Embeddings are looked up,
-    which takes none; `head`: the output is the vocabulary."""
+    """Returns the operations of a forward pass for one token of a document of `length` tokens. Embeddings
+    are looked up, which takes none. `head`: the output is the vocabulary."""
     embeddings = size.vocabulary * size.hidden
     layers = size.active - size.head - embeddings
     return 2 * (layers + (embeddings if head else 0)) + 2 * size.layers * size.hidden * length
@@ -131,9 +131,9 @@ def forward_operations(size: Size, head: bool, length: int) -> float:
 def seconds_of_pass(
     size: Size, what: Pass, zero_stage: int, head: bool, gpu: Gpu, length: int = 0, rates: Rates = TYPICAL
 ) -> float:
-    """Its operations, or what the host takes to launch them where that is longer. `head`: as in
-    `memory.trained`."""
-    again = 1 + what.recomputed / 3  # of 3 parts, forward and twice as much backward, the first is done again
+    """Returns the time of the pass's operations, or the time that the host needs to launch them if that is
+    longer. `head`: as in `memory.trained`."""
+    again = 1 + what.recomputed / 3  # of 3 parts, one forward and two backward, the first is recomputed
     share = rates.sharded if zero_stage == 3 else rates.training
     return again * max(
         3 * forward_operations(size, head, length) * what.tokens / share / gpu.flops,
@@ -142,16 +142,18 @@ def seconds_of_pass(
 
 
 def beside(computed: float, sent: float, exposed: float) -> float:
-    """Seconds of computing and sending at once: the longer, and the share `exposed` of the shorter."""
+    """Returns the seconds of computing and sending at once: the longer, plus the share `exposed` of the
+    shorter."""
     return max(computed, sent) + exposed * min(computed, sent)
 
 
 def sending(config: PPO, role: str, size: Size, gpu: Gpu) -> Sending:
-    """What is sent for a role, in bf16. ZeRO-3 gathers weights for each pass, and again for its backward half
-    unless they are kept (of hpZ from the same node), and reduces gradients; stages 1 and 2 reduce them and
-    gather weights once a step (2: reduce for each pass). Adapters have hardly any gradients. With weights in
-    host memory each fetch reads the rank's shard over the link to the host; frozen models with
-    `ref_reward_offload` are read whole, once, and with `ref_reward_shard` gathered for each pass."""
+    """Returns the seconds in which a role's data is sent, in bf16. ZeRO-3 gathers weights for each pass,
+    and again for its backward half unless they are kept (with hpZ from the same node), and reduces
+    gradients. Stages 1 and 2 reduce gradients and gather weights once a step (2: reduce for each pass).
+    Adapters have hardly any gradients. With weights in host memory, each fetch reads the rank's shard over
+    the link to the host. Frozen models with `ref_reward_offload` are read whole, once; with
+    `ref_reward_shard` they are gathered for each pass."""
     ranks = config.groups[role].world_size
     weights = 2 * (size.parameters - (0 if role in ("actor", "reference") else size.head))
     whole = gather_seconds(weights, ranks, gpu)
@@ -175,8 +177,8 @@ def sending(config: PPO, role: str, size: Size, gpu: Gpu) -> Sending:
 
 
 def shares_of_engine(config: PPO, size: Size, gpu: Gpu) -> list[float]:
-    """Shares of a GPU for an engine beside models: its weights, and keys and values of all its answers, or of
-    a half, or of fewer at a time, the largest first."""
+    """Returns shares of a GPU for an engine beside models, largest first: for its weights, and the keys and
+    values of all its answers, of a half, or of fewer at a time."""
     over = config.vllm.processes
     answers = min(
         SEQUENCES,
@@ -190,8 +192,8 @@ def shares_of_engine(config: PPO, size: Size, gpu: Gpu) -> list[float]:
 
 
 def busiest(work: Mapping[str, float], gpus: Mapping[str, Sequence[str]]) -> float:
-    """The largest sum of work on one GPU: each role spreads its work evenly over its `gpus`, and GPUs work
-    side by side."""
+    """Returns the largest sum of work on one GPU. Each role spreads its work evenly over its `gpus`, and
+    GPUs work in parallel."""
     load: dict[str, float] = {}
     for role, total in work.items():
         for gpu in gpus[role]:
@@ -205,10 +207,10 @@ def _generate(config: PPO, size: Size, processes: int, gpu: Gpu, rates: Rates) -
     prompt = config.prompt_max_len
     said = config.generate_max_len
     space = over * (config.vllm.gpu_memory_utilization * gpu.memory - engine_needs(size, over))
-    # answers in an engine
+    # answers in an engine at once
     at_once = min(SEQUENCES, max(1.0, space // (size.kv * config.longest))) if space > 0 else SEQUENCES
     steps = said * math.ceil(answers * over / processes / at_once)
-    # as many batches are under way, each of which reads the weights of all stages
+    # this many batches are in progress, each of which reads the weights of all stages
     stages = over // config.vllm.tensor_parallel_size
     weights = steps * stages * 2 * size.parameters / over
     keys = answers * said * (prompt + said / 2) * size.kv / processes

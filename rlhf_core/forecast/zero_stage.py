@@ -1,8 +1,8 @@
 """Chooses the ZeRO stage for `zero_stage: auto`: the lowest that fits. A higher one saves memory and sends
-more between GPUs. Torch-free.
+more data between GPUs. Torch-free.
 
-The estimates are for bfloat16. Without a GPU, or for a model of unknown size, it is the highest stage, which
-needs the least memory.
+The estimates are for bfloat16. Without a GPU, or for a model of unknown size, the highest stage is chosen,
+because it needs the least memory.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ T = TypeVar("T")
 
 
 class Chosen(NamedTuple):
-    """A ZeRO stage and, in words, why it was taken."""
+    """A ZeRO stage and the reason for choosing it, in words."""
 
     stage: int
     why: str
@@ -47,7 +47,7 @@ class Chosen(NamedTuple):
 
 
 def layout_of(config: PPO) -> dict[str, int | str]:
-    """The ranks of the roles that are trained, and their ZeRO stage, which a resume state names."""
+    """Returns the ranks of the trained roles and their ZeRO stage, which a resume state records."""
     return {
         **{name: ranks.world_size for name, ranks in config.trained_ranks.items()},
         "zero_stage": config.zero_stage,
@@ -55,8 +55,8 @@ def layout_of(config: PPO) -> dict[str, int | str]:
 
 
 def uses_deepspeed(config: PPO) -> bool:
-    """Whether actor and critic need it, where the recipe does not say: several ranks of one, or Adam on the
-    host. Without GPUs always."""
+    """Returns whether actor and critic use DeepSpeed: as `zero_stage` sets it; under `auto`, when one of
+    them has several ranks or no GPUs, or the recipe offloads them to the host or has DeepSpeed options."""
     if config.zero_stage != "auto":
         return config.zero_stage > 0
     return config.needs_deepspeed or any(
@@ -65,8 +65,8 @@ def uses_deepspeed(config: PPO) -> bool:
 
 
 def stage_of_ppo(config: PPO, sizes: Mapping[str, Size] | None, gpu_bytes: float) -> Chosen:
-    """For actor and critic, beside all that shares their GPUs. `sizes`: of each group's model, None if
-    unknown; `gpu_bytes`: 0: no GPU."""
+    """Returns the stage for actor and critic, beside everything that shares their GPUs. `sizes`: of each
+    group's model, None if unknown; `gpu_bytes`: 0: no GPU."""
     alone = bool(gpu_bytes) and not uses_deepspeed(config)
     return _choose(
         config, alone, sizes, lambda known, stage: peak_of_ppo(config, known, stage, gpu_bytes), gpu_bytes
@@ -74,7 +74,7 @@ def stage_of_ppo(config: PPO, sizes: Mapping[str, Size] | None, gpu_bytes: float
 
 
 def stage_of_state(config: Optimised, kept: int) -> Chosen:
-    """The ZeRO stage of a resume state, and which fields of the recipe do nothing under it."""
+    """Returns the ZeRO stage of a resume state, and which fields of the recipe have no effect under it."""
     wanted = (
         ("adam_offload", config.offloaded("adam"), 1),
         ("param_offload", config.offloaded("param"), 3),
@@ -90,14 +90,15 @@ def stage_of_state(config: Optimised, kept: int) -> Chosen:
 
 
 def peak_of_ppo(config: PPO, sizes: Mapping[str, Size], stage: int, gpu_bytes: float) -> float:
-    """Bytes of the fullest GPU of actor and critic under a ZeRO stage, with all that shares it."""
+    """Returns the bytes of the fullest GPU of actor and critic under a ZeRO stage, with everything that
+    shares it."""
     held = roles(config.model_copy(update={"zero_stage": stage}), sizes, gpu_bytes)
     found = gpu_peaks(config, arrange(config.placed, config.together), held)
     return max(held for names, held in found.values() if {"actor", "critic"} & set(names))
 
 
 def stage_of_training(config: Trainable, size: Size | None, gpu_bytes: float) -> Chosen:
-    """As `stage_of_ppo`, for a training stage."""
+    """Like `stage_of_ppo`, but for a training stage."""
     alone = config.ranks.world_size == 1 and not config.needs_deepspeed
     return _choose(
         config, alone, size, lambda known, stage: peak_of_training(config, known, stage, gpu_bytes), gpu_bytes
@@ -107,13 +108,14 @@ def stage_of_training(config: Trainable, size: Size | None, gpu_bytes: float) ->
 def peak_of_training(
     config: Trainable, size: Size, stage: int, gpu_bytes: float, what: Pass | None = None
 ) -> float:
-    """Bytes of a GPU of a training stage under a ZeRO stage, with passes as the recipe has them or others."""
+    """Returns the bytes of a training stage's GPU under a ZeRO stage, with the recipe's passes or with
+    `what`."""
     return max(training_phases(config, size, stage, gpu_bytes, what).values())
 
 
 def starts(config: Optimised, sizes: Mapping[str, Size]) -> dict[str, float]:
-    """Bytes that each of `sizes`, the models that are trained by their roles, takes on every GPU of its ranks
-    while it is loaded; under `auto` with the ZeRO stage that takes the least."""
+    """Returns the bytes that each of the trained models in `sizes`, by role, takes on every GPU of its
+    ranks while it is loaded; under `auto`, with the ZeRO stage that takes the least."""
     quantized = config.lora is not None and config.lora.quantize != "none"
     weight = 4.0 if config.dtype == "float32" and not quantized else bytes_of_weights(config.lora)
     found = {}
@@ -127,8 +129,8 @@ def starts(config: Optimised, sizes: Mapping[str, Size]) -> dict[str, float]:
 
 
 def starts_of_ppo(config: PPO, sizes: Mapping[str, Size]) -> list[tuple[list[str], float]]:
-    """The roles on each GPU that has models, and the bytes that they take there together: all load side by
-    side, engines too. `sizes`: of the models that are known; others are left out."""
+    """Returns the roles on each GPU that has models, and the bytes that they take there together: all of
+    them load at the same time, including engines. `sizes`: of the known models; others are left out."""
     held = starts(config, {role: size for role, size in sizes.items() if role in ("actor", "critic")})
     weight = 4.0 if config.dtype == "float32" else 2.0
     if config.ref_reward_offload:
@@ -150,8 +152,8 @@ def starts_of_ppo(config: PPO, sizes: Mapping[str, Size]) -> list[tuple[list[str
 
 
 def require_start(names: Sequence[str], needed: float, gpu_bytes: float) -> None:
-    """Raises MachineLacks when a GPU of `gpu_bytes` (0: none is there) cannot hold the `needed` bytes of the
-    models that these roles load onto it (`starts`), before any is loaded."""
+    """Raises MachineLacks, before any model is loaded, when a GPU with `gpu_bytes` (0: there is none)
+    cannot hold the `needed` bytes of the models that these roles load onto it (`starts`)."""
     if 0 < gpu_bytes < needed:
         told = at_start(needed)
         instead = "use more ranks with zero_stage 3, GPUs with more memory or a smaller model"
@@ -168,8 +170,8 @@ def at_start(needed: float) -> str:
 
 
 def doubt(held: float, gpu_bytes: float) -> str:
-    """A line for the log where a GPU has less than what is estimated for it; estimates were up to 15 % off.
-    Empty where it has not."""
+    """Returns a line for the log if a GPU has less memory than estimated; otherwise ''. Estimates were up
+    to 15 % off."""
     if held <= gpu_bytes:
         return ""
     memory = f"{gpu_bytes / GIB:.1f}"
@@ -180,7 +182,7 @@ def doubt(held: float, gpu_bytes: float) -> str:
 
 
 def size_at(place: str) -> Size | None:
-    """As `size_of_folder`; None when its config.json has no sizes or cannot be read."""
+    """Like `size_of_folder`, but returns None when the model's config.json has no sizes or cannot be read."""
     try:
         return size_of_folder(place)
     except (ValueError, OSError):
@@ -188,8 +190,8 @@ def size_at(place: str) -> Size | None:
 
 
 def size_of_folder(place: str) -> Size:
-    """The size of a model in a folder or on the Hub, of an adapter's base. Raises ValueError when its
-    config.json has no sizes."""
+    """Returns the size of a model in a folder or on the Hub; for an adapter, of its base. Raises ValueError
+    when its config.json has no sizes."""
     if (adapter := Path(place) / ADAPTER_CONFIG).is_file():
         place = pinned_base(Path(place)) or str(
             json.loads(adapter.read_text()).get("base_model_name_or_path")
@@ -200,8 +202,8 @@ def size_of_folder(place: str) -> Size:
 def _choose(
     config: Optimised, alone: bool, known: T | None, peak: Callable[[T, int], float], gpu_bytes: float
 ) -> Chosen:
-    """The recipe's stage; 0 for one rank (`alone`); else the lowest whose `peak` (bytes, of the `known`
-    sizes) fits, of those that do what the recipe asks for."""
+    """Returns the recipe's stage; 0 for one rank (`alone`); otherwise the lowest stage whose `peak` (bytes,
+    from the `known` sizes) fits, among the stages that support what the recipe requires."""
     if config.zero_stage != "auto":
         return Chosen(config.zero_stage, "as the recipe says")
     if alone:
@@ -213,9 +215,9 @@ def _choose(
     ]
     if sharded:
         return Chosen(3, f"{sharded[0]} is for weights that are sharded")
-    # What Adam on the host leaves on the GPU is known of stages 2 and 3.
+    # The memory left on the GPU with Adam on the host is only known for stages 2 and 3.
     stages = (2, 3) if config.offloaded("adam") else (1, 2, 3)
-    # 4-bit weights are not cut into shards
+    # 4-bit weights are not sharded
     quantized = config.lora is not None and config.lora.quantize != "none"
     if known is None or not gpu_bytes or config.dtype != "bfloat16":
         unknown = "a model's config.json has no sizes" if known is None else "it is not bfloat16"

@@ -1,5 +1,4 @@
-"""Keeps the state of a stage's translation: flags not read yet, fields of the recipe, and a note about each
-flag."""
+"""Keeps the state of a stage's translation: flags not read yet, recipe fields, and a note about each flag."""
 
 from __future__ import annotations
 
@@ -23,8 +22,8 @@ What = Literal["translated", "approximated", "dropped"]
 
 
 class Note(NamedTuple):
-    """The translation of a flag. `text`: the field, with the difference if it is approximated; or why it was
-    dropped. `line`: in the script."""
+    """The translation of a flag. `text`: the field, with the difference if it is approximated, or the
+    reason why it was dropped. `line`: line in the script."""
 
     what: What
     stage: str
@@ -34,7 +33,7 @@ class Note(NamedTuple):
 
 
 class Flag(NamedTuple):
-    """A flag as notes show it, without secrets, and the words of its value."""
+    """A flag as shown in notes, without secrets, and the words of its value."""
 
     shown: str
     words: Words
@@ -47,7 +46,7 @@ class Flag(NamedTuple):
 
 @dataclass
 class Draft:
-    """A stage of kind `kind`; `left` has the flags that are not read yet, by their flat names."""
+    """A stage of kind `kind`. `left` has the flags that are not read yet, by their flat names."""
 
     name: str
     kind: str
@@ -58,25 +57,25 @@ class Draft:
     notes: list[Note] = field(default_factory=list)
 
     def take(self, flag: str) -> Flag | None:
-        """Removes a flag from `left` and returns it; None when the script does not have it."""
+        """Removes a flag from `left` and returns it; None if the script does not have it."""
         return self.left.pop(flag, None)
 
     def note(self, what: What, flag: Flag | str | None, text: str) -> None:
-        """Appends a note about a flag, or about what a text names; nothing for None."""
+        """Appends a note about a flag, or about a flag named by a string; does nothing for None."""
         if flag is not None:
             self.notes.append(
                 Note(what, self.name, flag.shown if isinstance(flag, Flag) else flag, text, self.line)
             )
 
     def has(self, name: str) -> bool:
-        """Whether stages of this kind have a field (`vllm.sleep` is a nested one)."""
+        """Returns whether stages of this kind have a field (`vllm.sleep` is a nested one)."""
         return find_field(KINDS[self.kind].config, name) is not None
 
     def default(self, name: str) -> Any:
         return find_field(KINDS[self.kind].config, name)
 
     def put(self, name: str, value: Any) -> None:
-        """Sets a field, also a nested one."""
+        """Sets a field, which may be nested."""
         *outer, last = name.split(".")
         place = self.fields
         for part in outer:
@@ -91,8 +90,8 @@ class Draft:
         return self.default(name) if place is None else place
 
     def read(self, flag: Flag | None, reader: Callable[[Words], T], otherwise: str = "") -> T | None:
-        """Returns a flag's value; None when it is None, or, with a note, when its words do not fit.
-        `otherwise`: what is used instead."""
+        """Returns a flag's value. Returns None when the flag is None, or, with a note, when its words do
+        not fit. `otherwise`: what is used instead."""
         try:
             return reader(flag.words) if flag else None
         except ValueError as error:
@@ -100,12 +99,12 @@ class Draft:
             return None
 
     def translate(self, flag: Flag | None, name: str, value: Any, how: str = "") -> None:
-        """Sets a field and notes it; `how`: the difference, when the translation is an approximation."""
+        """Sets a field and notes it. `how`: the difference, if the translation is an approximation."""
         self.put(name, value)
         self.note("approximated" if how else "translated", flag, f"{name}: {how}" if how else name)
 
     def read_fields(self, only: Collection[str] = FIELDS, table: Mapping[str, Field] = FIELDS) -> None:
-        """Translates every flag in a table, or those of `only`."""
+        """Translates every flag in a table, or only those in `only`."""
         for flag in [name for name in self.left if name in table and name in only]:
             rule = table[flag]
             given = self.left.pop(flag)
@@ -117,8 +116,8 @@ class Draft:
                 self.translate(given, rule.name, value, rule.how)
 
     def drop_rest(self, reason_of: Callable[[str], str] | None = None) -> None:
-        """Drops every flag that is left, with a note of the reason. `reason_of`: of a flag of another
-        tool."""
+        """Drops every remaining flag, with a note of the reason. `reason_of`: gives the reason for another
+        tool's flag."""
         for name, given in self.left.items():
             if reason_of is not None:
                 reason = reason_of(name)
@@ -150,8 +149,8 @@ def draft_of(launch: Launch, name: str) -> Draft:
 
 
 def find_field(model: type[BaseModel], name: str) -> Any:
-    """Returns the default of a field (`vllm.sleep` is a nested one); `...` when it is required or None, None
-    for an unknown field."""
+    """Returns the default of a field (`vllm.sleep` is a nested one); `...` when it is required or its
+    default is None; None for an unknown field."""
     first, _, rest = name.partition(".")
     info = model.model_fields.get(first)
     if info is None:

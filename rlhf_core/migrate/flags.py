@@ -1,6 +1,6 @@
 """Maps the flags of both dialects to recipe fields.
 
-RENAMED maps dotted names to flat ones. FIELDS maps a flat flag to a field of a stage; a flag whose field the
+RENAMED maps dotted names to flat ones. FIELDS maps a flat flag to a stage field; a flag whose field the
 stage's config does not have is reported as dropped. DROPPED has the flags without a counterpart, with the
 reason.
 """
@@ -27,15 +27,15 @@ Dialect = Literal["flat", "dotted"]
 
 
 class Field(NamedTuple):
-    """The field of a flag. `name`: in the stage (`vllm.sleep` is nested); `read`: words to value; `how`:
-    difference, if approximated."""
+    """The field for a flag. `name`: in the stage (`vllm.sleep` is nested); `read`: converts words to the
+    value; `how`: the difference, if approximated."""
 
     name: str
     read: Callable[[Words], Any]
     how: str = ""
 
 
-# Dotted flags whose flat name is neither their end nor all their parts joined by _.
+# Dotted flags whose flat name is neither their ending nor all their parts joined by _.
 RENAMED: dict[str, str] = {
     "model.model_name_or_path": "pretrain",
     "actor.model_name_or_path": "pretrain",
@@ -99,7 +99,7 @@ ESTIMATORS = {
     "dr_grpo": "dr_grpo",
 }
 
-SAME_NAME: dict[Callable[[Words], Any], str] = {  # flags that have the name of their field
+SAME_NAME: dict[Callable[[Words], Any], str] = {  # flags with the same name as their field
     count: (
         "max_len train_batch_size micro_train_batch_size max_epochs logging_steps rollout_batch_size"
         " micro_rollout_batch_size n_samples_per_prompt num_episodes prompt_max_len generate_max_len"
@@ -157,7 +157,7 @@ FIELDS: dict[str, Field] = {
     "vllm_enable_sleep": Field("vllm.sleep", true),
 }
 
-PPO_ONLY = {"gamma", "lambd"}  # a dpo stage has fields of these names for SimPO and ORPO
+PPO_ONLY = {"gamma", "lambd"}  # a dpo stage has fields with these names for SimPO and ORPO
 
 REASONS: dict[str, str] = {
     "not needed: alignflow chooses this itself": (
@@ -210,7 +210,7 @@ DROPPED: dict[str, str] = {
     "vllm_tensor_parallel_size": "a vLLM engine has one GPU here",
 }
 
-# Flags that other modules read, with those of the tables: a dotted flag is one of these.
+# Flags that other modules read. Every known dotted flag is one of these or is in the tables.
 ELSEWHERE = (
     "lora_rank lora_alpha target_modules reward_clip_range is_correction_threshold is_correction_type"
     " rollout_max_tokens_per_gpu eval_n_samples_per_prompt train_max_tokens_per_gpu reward_offload"

@@ -1,5 +1,5 @@
-"""Translates the GPUs of a stage: PPO's worker groups and engines, the ranks of other stages, and batch sizes
-that fit them."""
+"""Translates the GPUs of a stage: PPO's worker groups and engines, the ranks of other stages, and batch
+sizes that fit them."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ GROUPS = {
 
 
 def read_groups(draft: Draft) -> None:
-    """Reads PPO's GPU groups. `--num_nodes` and `--num_gpus_per_node` are for all groups; models that share
-    GPUs get groups of one size."""
+    """Reads PPO's GPU groups. `--num_nodes` and `--num_gpus_per_node` apply to all groups; models that
+    share GPUs get groups of the same size."""
     nodes = _count(draft, "num_nodes")
     per_node = _count(draft, "num_gpus_per_node")
     scored = any(map(is_model, rewards_of(draft)))
@@ -54,7 +54,7 @@ def read_groups(draft: Draft) -> None:
 
 
 def read_async(draft: Draft) -> None:
-    """Reads --async_train, if the stage's other settings, which must be read before, allow it."""
+    """Reads --async_train, if the stage's other settings allow it. Those must be read before."""
     flag = draft.take("async_train")
     if flag is None:
         return
@@ -90,7 +90,7 @@ def _leaders(draft: Draft, here: list[str]) -> dict[str, str]:
 
 
 def _engines(draft: Draft, gpus: int, shared: bool, one_group: bool) -> None:
-    """Sets vLLM's number of engines; when they share the models' GPUs, one for each `tensor_parallel_size`
+    """Sets vLLM's number of engines. If they share the models' GPUs, this is one per `tensor_parallel_size`
     GPUs."""
     parallel = max(1, _whole_or(draft.left.get("vllm_tensor_parallel_size"), 1))
     draft.put("vllm.gpus", 1.0)
@@ -132,8 +132,8 @@ def _count(draft: Draft, name: str) -> int | None:
 
 
 def read_ranks(draft: Draft, given: tuple[int | None, int | None], gpus: int) -> None:
-    """Sets the ranks of a stage that torchrun or deepspeed starts. `given`: nodes and GPUs per node; `gpus`:
-    default of the latter."""
+    """Sets the ranks of a stage that torchrun or deepspeed starts. `given`: nodes and GPUs per node;
+    `gpus`: default for the latter."""
     nodes = given[0] or 1
     per_node = given[1] or gpus
     draft.put("ranks", {"num_nodes": nodes, "num_ranks_per_node": per_node, "gpus": 1.0})

@@ -1,4 +1,5 @@
-"""Translates the models and data of a stage, from other stages of the same script or from outside."""
+"""Translates the models and data of a stage, which come from other stages of the same script or from
+outside."""
 
 from __future__ import annotations
 
@@ -16,13 +17,13 @@ MODEL_FIELD = {"sft": "model", "reward_model": "model", "dpo": "policy", "kto": 
 
 @dataclass
 class Chain:
-    """The stages so far by the output paths of their models. `base`: the recipe's base model."""
+    """The stages so far, by the output paths of their models. `base`: the recipe's base model."""
 
     base: str | None = None
     models: dict[str, str] = field(default_factory=dict)
 
     def model(self, path: str) -> str:
-        """Returns the name of a model in the recipe: a stage, `base`, or the path itself. The first outside
+        """Returns a model's name in the recipe: a stage, `base`, or the path itself. The first outside
         model becomes the base."""
         if plain(path) in self.models:
             return self.models[plain(path)]
@@ -36,7 +37,8 @@ class Chain:
 
 
 def outside(path: str) -> str:
-    """Returns a folder or Hub id with a slash in it, because a name without one is a stage's."""
+    """Returns a folder or Hub id so that it contains a slash, because a name without one
+    refers to a stage."""
     return path if "/" in path else f"./{path}"
 
 
@@ -48,17 +50,17 @@ def plain(path: str) -> str:
 
 
 def is_unknown(text: str) -> bool:
-    """Returns whether a text has a variable or command substitution whose value is not known."""
+    """Returns whether a text contains a variable or command substitution whose value is unknown."""
     return "$" in text or "`" in text
 
 
 def is_model(source: str) -> bool:
-    """Returns whether a source of rewards is a model, not a URL or a function."""
+    """Returns whether a reward source is a model, not a URL or a function."""
     return not source.startswith(("http://", "https://")) and ".py:" not in source
 
 
 def rewards_of(draft: Draft) -> list[str]:
-    """Returns the names of the sources of a PPO stage's rewards: models, functions, URLs."""
+    """Returns the names of a PPO stage's reward sources: models, functions, URLs."""
     sources = draft.fields["reward"]
     listed_sources = sources if isinstance(sources, list) else [sources]
     return [
@@ -67,7 +69,7 @@ def rewards_of(draft: Draft) -> list[str]:
 
 
 def required(draft: Draft, flag: Flag | None, what: str) -> Flag:
-    """Returns a flag that a command must have. Raises ValueError when it is not given or empty."""
+    """Returns a flag that a command must have. Raises ValueError when it is missing or empty."""
     if flag is None or not listed(flag.words):
         raise ValueError(f"line {draft.line} of the script: the command names no {what}; add it")
     return flag
@@ -89,8 +91,8 @@ def model_of(draft: Draft, flag: Flag, name: str, chain: Chain) -> str:
 
 
 def read_models(draft: Draft, chain: Chain) -> None:
-    """Reads the model to train, its reference, and PPO's critic and rewards. Raises ValueError when there is
-    no model or reward."""
+    """Reads the model to train, its reference, and PPO's critic and rewards. Raises ValueError when there
+    is no model or reward."""
     flag = required(draft, draft.take("pretrain"), "model (--pretrain, --model.model_name_or_path)")
     start = model_of(draft, flag, MODEL_FIELD[draft.kind], chain)
     reference = draft.take("ref_pretrain")
@@ -170,8 +172,7 @@ def _read_critic(draft: Draft, chain: Chain, start: str) -> None:
 
 
 def read_data(draft: Draft) -> None:
-    """Reads the training data and the held-out data of a stage. Raises ValueError when the command names no
-    data."""
+    """Reads a stage's training data and held-out data. Raises ValueError when the command names no data."""
     ppo = draft.kind == "ppo"
     flag = (draft.take("prompt_data") if ppo else None) or draft.take("dataset")
     flag = required(draft, flag, f"data (--{'prompt_data' if ppo else 'dataset'})")
@@ -315,8 +316,8 @@ def _held_out(draft: Draft, columns: dict[str, str], template: str) -> None:
 
 
 def _validation(draft: Draft) -> None:
-    """Translates how often prompts are answered while PPO trains, how many answers each gets, and how they
-    are sampled."""
+    """Translates how often prompts are answered during PPO training, how many answers each gets, and how
+    they are sampled."""
     temperature = draft.take("eval_temperature")
     if "eval_prompts" not in draft.fields:
         draft.note("dropped", temperature, "there are no eval_prompts")

@@ -1,7 +1,7 @@
-"""Finds the training commands of a script or of Kubernetes YAML, with their stage kind, flags and GPUs.
+"""Finds the training commands in a script or in Kubernetes YAML, with their stage kind, flags and GPUs.
 
-Scripts in YAML are those of ConfigMaps, of containers of any resource, and the entrypoint of a RayJob.
-Commands are also found inside of `python -m`, `torchrun`, `torch.distributed.launch`, `deepspeed`, `ray job
+Scripts in YAML are those in ConfigMaps, in containers of any resource, and in the entrypoint of a RayJob.
+Commands are also found inside `python -m`, `torchrun`, `torch.distributed.launch`, `deepspeed`, `ray job
 submit`, `srun`, `bash -c` and `eval`.
 """
 
@@ -19,7 +19,7 @@ from rlhf_core.migrate.trl_commands import KINDS as TRL_KINDS
 from rlhf_core.migrate.trl_commands import TrlProgram, trl_launch, trl_program
 from rlhf_core.migrate.variables import Variables
 
-# The module or file that a command starts, and the stage kind it trains.
+# The module or file that a command starts, and the stage kind that it trains.
 PROGRAMS = {
     "train_sft": "sft",
     "train_rm": "reward_model",
@@ -46,7 +46,7 @@ MAX_DEPTH = 4  # of scripts inside scripts
 
 
 class Launch(NamedTuple):
-    """One training command of a tool. `flags`: words by flag; `gpus`: (nodes, GPUs per node) of the launcher,
+    """A training command of a tool. `flags`: words by flag; `gpus`: (nodes, GPUs per node) of the launcher,
     None if not given."""
 
     kind: str
@@ -64,9 +64,9 @@ class Found(NamedTuple):
 
 
 def launches_of(text: str, folder: Path = Path()) -> Found:
-    """Returns the training commands of a file, in order. `folder`: of configs that commands name.
+    """Returns the training commands in a file, in order. `folder`: contains the configs that commands name.
 
-    Raises ValueError for wrong YAML, an unclosed quote or bracket, or a config of TRL that cannot be read.
+    Raises ValueError for invalid YAML, an unclosed quote or bracket, or a TRL config that cannot be read.
     """
     variables = Variables()
     scripts = scripts_of(text, variables) if is_manifest(text) else [read_script(text, variables)]
@@ -78,7 +78,7 @@ def launches_of(text: str, folder: Path = Path()) -> Found:
 
 
 def launches_in(script: Script, variables: Variables, folder: Path = Path(), depth: int = 0) -> Found:
-    """Returns the training commands of a script, in order. `depth`: of scripts inside scripts."""
+    """Returns the training commands in a script, in order. `depth`: nesting of scripts inside scripts."""
     found = Found([], list(script.remarks))
     for words, line in script.commands:
         inner = _inner_script(words) if depth < MAX_DEPTH else None
@@ -106,7 +106,7 @@ def launches_in(script: Script, variables: Variables, folder: Path = Path(), dep
 
 
 def _add_trl(found: Found, words: tuple[str, ...], program: TrlProgram, line: int, folder: Path) -> None:
-    """Adds a command of TRL to the launches, or a remark that it is left out."""
+    """Adds a TRL command to the launches, or a remark that it is left out."""
     if program.name not in TRL_KINDS:
         found.remarks.append(
             Remark(line, f"trl {program.name} has no counterpart here: the command is left out")
@@ -120,7 +120,7 @@ def _add_trl(found: Found, words: tuple[str, ...], program: TrlProgram, line: in
 
 
 def flags_of(words: tuple[str, ...]) -> dict[str, tuple[str, ...]]:
-    """Parses `--flag value`, `--flag=value`, `--flag` and `--flag one two`. A flag given twice has its last
+    """Parses `--flag value`, `--flag=value`, `--flag` and `--flag one two`. A repeated flag keeps its last
     values; -1 is a value."""
     flags: dict[str, tuple[str, ...]] = {}
     name = ""
@@ -137,7 +137,7 @@ def flags_of(words: tuple[str, ...]) -> dict[str, tuple[str, ...]]:
 
 
 def _inner_script(words: tuple[str, ...]) -> str | None:
-    """Returns the text that `bash -c TEXT` or `eval TEXT` runs; None for other commands."""
+    """Returns the script that `bash -c TEXT` or `eval TEXT` runs; None for other commands."""
     if words[0] == "eval":
         return " ".join(words[1:])
     for at, word in enumerate(words):
@@ -168,8 +168,8 @@ def _program(words: tuple[str, ...]) -> int | None:
 
 
 def _gpus(words: tuple[str, ...]) -> tuple[int | None, int | None]:
-    """Returns nodes and GPUs per node from the flags of torchrun, torch.distributed.launch or deepspeed; None
-    if not given."""
+    """Returns nodes and GPUs per node from the flags of torchrun, torch.distributed.launch or deepspeed;
+    None if not given."""
     flags = flags_of(words)
 
     def number(*names: str) -> int | None:
@@ -184,7 +184,7 @@ def _gpus(words: tuple[str, ...]) -> tuple[int | None, int | None]:
 
 
 def is_manifest(text: str) -> bool:
-    """Returns whether a file is Kubernetes YAML, not a shell script, which may contain some in a heredoc."""
+    """Returns whether a file is Kubernetes YAML, not a shell script, which may contain YAML in a heredoc."""
     first = next(
         (line for line in text.splitlines() if line.strip() and not line.lstrip().startswith(("#", "---"))),
         "",
@@ -196,8 +196,8 @@ def is_manifest(text: str) -> bool:
 
 
 def scripts_of(text: str, variables: Variables) -> list[Script]:
-    """Returns the scripts of a manifest, and sets the plain `env` of its containers in `variables`. Raises
-    ValueError for wrong YAML."""
+    """Returns the scripts in a manifest, and sets the plain `env` of its containers in `variables`. Raises
+    ValueError for invalid YAML."""
     try:
         documents = [document for document in yaml.safe_load_all(text) if isinstance(document, dict)]
     except (yaml.YAMLError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
@@ -222,7 +222,7 @@ def _scripts_in(document: dict[str, Any], text: str, variables: Variables) -> It
     spec = document.get("spec")
     entrypoint = spec.get("entrypoint") if isinstance(spec, dict) else None
     if isinstance(entrypoint, str):
-        # written over several lines, with or without backslashes
+        # may be written over several lines, with or without backslashes
         joined = re.sub(r"[ \t]*\\?\n[ \t]*(?=--)", " ", entrypoint)
         yield read_script(joined, variables, _line(text, entrypoint))
     for container in _containers(document):
@@ -252,7 +252,7 @@ def _listed(value: Any) -> list[Any]:
 
 
 def _line(text: str, body: str) -> int:
-    """Returns the line of the manifest on which a text in it begins."""
+    """Returns the line of the manifest on which a string in it begins."""
     first = next((line.strip() for line in body.splitlines() if line.strip()), "")
     at = text.find(first)
     return text.count("\n", 0, at) + 1 if at >= 0 and first else 1

@@ -1,4 +1,4 @@
-"""Converts a launch script, Kubernetes YAML with one inside, or a config of TRL to a recipe with comments
+"""Converts a launch script, Kubernetes YAML that contains one, or a TRL config to a recipe with comments
 about every flag."""
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ class Migrated(NamedTuple):
 
 
 def migrate(path: Path, gpus: int = 8) -> Migrated:
-    """Converts a script to a recipe; executes nothing of it.
+    """Converts a script to a recipe without executing any of it.
 
-    `gpus`: number of GPUs of one machine, for launchers that take all. Raises ValueError, one sentence, when
-    it is no text file, a quote is not closed, it has no training command, a command has no model or data, or
-    a recipe refuses a value.
+    `gpus`: number of GPUs of one machine, for launchers that take all. Raises ValueError with one sentence
+    when the file is not text, a quote is not closed, there is no training command, a command has no model
+    or data, or a recipe refuses a value.
     """
     try:
         text = path.read_text()
@@ -69,7 +69,7 @@ def migrate(path: Path, gpus: int = 8) -> Migrated:
 
 
 def _found_in(text: str, path: Path) -> Found:
-    """Returns the training commands of a script or a manifest, or the one of a YAML config of TRL."""
+    """Returns the training commands in a script or a manifest, or the single command of a TRL YAML config."""
     config = (
         trl_config(text, path.stem) if path.suffix in (".yaml", ".yml") and not is_manifest(text) else None
     )

@@ -1,5 +1,5 @@
-"""Translates settings of several flags or fields: precision, adapters, schedule, PPO's variants; and sets the
-dialects' defaults."""
+"""Translates settings that span several flags or fields: precision, adapters, schedule, PPO's variants.
+Also sets the dialects' defaults."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from rlhf_core.migrate.draft import Draft, Flag
 from rlhf_core.migrate.values import count, listed, number, pair, whole
 
 # The dialects' defaults; those that differ from ours are written to the recipe. The dotted dialect changed
-# some.
+# some of them.
 DEFAULTS: dict[str, dict[str, float]] = {
     "sft": {"zero_stage": 2, "learning_rate": 1e-5, "max_len": 512},
     "reward_model": {"zero_stage": 2, "learning_rate": 9e-6, "max_len": 512},
@@ -71,7 +71,7 @@ def read_adapters(draft: Draft) -> None:
 
 
 def put_lora(draft: Draft, lora: dict[str, Any], four: Flag | None) -> None:
-    """Sets adapters; `four`: the flag that asks for 4-bit base weights."""
+    """Sets adapters. `four`: the flag that requests 4-bit base weights."""
     if four:
         lora["quantize"] = "nf4"
         draft.note("translated", four, "lora.quantize: nf4")
@@ -82,7 +82,7 @@ def put_lora(draft: Draft, lora: dict[str, Any], four: Flag | None) -> None:
 
 
 def read_schedule(draft: Draft) -> None:
-    """Reads --lr_scheduler; ours is a linear warm-up and a cosine to min_lr_ratio."""
+    """Reads --lr_scheduler. Ours is a linear warm-up and a cosine to min_lr_ratio."""
     flag = draft.take("lr_scheduler")
     if flag:
         ratio = SCHEDULES.get(flag.first)
@@ -95,7 +95,7 @@ def read_schedule(draft: Draft) -> None:
 
 
 def read_token_limits(draft: Draft) -> None:
-    """Reads limits of passes in tokens instead of rows."""
+    """Reads limits of passes given in tokens instead of rows."""
     dynamic = draft.take("use_dynamic_batch")
     draft.note("translated", dynamic, "micro_train_tokens")
     for name, default in (

@@ -1,9 +1,9 @@
 """Parses a shell script into its commands, with quotes, continuations, comments, heredocs and variables.
 
 Nothing is executed and no condition is evaluated: the commands of all branches are listed. An assignment
-inside a condition or a loop is used only when its variable has no value yet; `Script.remarks` lists such
-places and others that could not be followed. What only a shell can compute (`$(...)`, `$((...))`, `${A%.*}`)
-stays as it is written, so that the caller can report it.
+inside a condition or a loop is used only if its variable has no value yet; `Script.remarks` lists these
+places and others that could not be followed. Expressions that only a shell can compute (`$(...)`,
+`$((...))`, `${A%.*}`) stay as written, so that the caller can report them.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from typing import NamedTuple
 from rlhf_core.migrate.variables import Variables
 
 ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(\+?)=")
-BLANKS = re.compile(r"(?:[ \t\r]|\\\n)*(?:#[^\n]*)?")  # with the comment after them
+BLANKS = re.compile(r"(?:[ \t\r]|\\\n)*(?:#[^\n]*)?")  # including the comment after them
 HEREDOC = re.compile(r"\d*<<(-?)[ \t]*(['\"\\]?)(\w+)['\"]?")  # dash, quote, delimiter
 REDIRECTION = re.compile(r"\d*(?:<<<|&>>?|[<>]&|>\||>>?|<)[ \t]*")
 OPERATOR = re.compile(r"&&|\|\||[;&|()\n]")
 ARITHMETIC = re.compile(r"\(\((?:[^()]|\([^()]*\))*\)\)")
 VARIABLE = r"\$(?:\{(?P<braces>(?:[^{}]|\{[^{}]*\})*)\}|(?P<name>[A-Za-z_]\w*|[\d@*#?$!-]))"
-# a command or arithmetic; may have brackets in its brackets
+# a command or arithmetic; its brackets may contain brackets
 COMPUTED = r"\$\((?:[^()]|\((?:[^()]|\([^()]*\))*\))*\)|`[^`]*`"
 # A word is a sequence of these. An escaped newline continues the line.
 PIECE = re.compile(
@@ -47,7 +47,7 @@ BORDER = "\0"  # between the words of an expansion
 
 
 class Command(NamedTuple):
-    """The words of a simple command, expanded, and the line it begins on."""
+    """The expanded words of a simple command, and the line on which it begins."""
 
     words: tuple[str, ...]
     line: int
@@ -69,8 +69,8 @@ class Script:
 
 
 def read_script(text: str, variables: Variables | None = None, line: int = 1) -> Script:
-    """Parses a script that begins on `line`, and sets its variables in `variables`. Raises ValueError for an
-    unclosed quote or bracket."""
+    """Parses a script that begins on `line`, and sets its variables in `variables`. Raises ValueError for
+    an unclosed quote or bracket."""
     reader = _Reader(text.replace("\r\n", "\n"), variables if variables is not None else Variables(), line)
     reader.read()
     return reader.script
@@ -86,7 +86,7 @@ class _Reader:
         self.guarded = False
         self.words: list[str] = []
         self.start = 0
-        self.pending: list[re.Match[str]] = []  # heredocs whose text comes after this line
+        self.pending: list[re.Match[str]] = []  # heredocs whose body comes after this line
         self.script = Script()
 
     def line(self, at: int) -> int:
@@ -96,7 +96,7 @@ class _Reader:
         return ValueError(f"line {self.line(at)} of the script: {what}; correct the script")
 
     def take(self, pattern: re.Pattern[str]) -> re.Match[str] | None:
-        """Matches a pattern at the current place and moves behind it."""
+        """Matches a pattern at the current position and moves past it."""
         match = pattern.match(self.text, self.at)
         self.at = match.end() if match else self.at
         return match
@@ -154,8 +154,8 @@ class _Reader:
         self.script.commands.append(Command(tuple(words), self.line(self.start)))
 
     def assign(self, name: str, plus: str, words: list[str], guarded: bool, text: bool = False) -> None:
-        """Sets a variable. `text`: words are one text, which `+=` appends to the one that is there, not an
-        array's."""
+        """Sets a variable. `text`: `words` is a single string, which `+=` appends to the existing one, not
+        an array's words."""
         known = self.variables.get(name, [])
         if guarded and name in self.variables:
             if known != words:
@@ -169,7 +169,7 @@ class _Reader:
         self.script.remarks.append(Remark(self.line(self.start), text))
 
     def heredocs(self) -> str:
-        """Reads the heredocs of the line that has ended; returns the text of the last one, expanded when its
+        """Reads the heredocs of the line that has ended. Returns the body of the last one, expanded if its
         delimiter has no quotes."""
         text = ""
         for match in self.pending:
@@ -184,7 +184,7 @@ class _Reader:
         return text
 
     def word(self) -> list[str]:
-        """Reads one word of the script; an expansion without quotes may turn it into none or several."""
+        """Reads one word of the script. An expansion without quotes may turn it into none or several."""
         begin = self.at
         text = ""
         quoted = False
@@ -243,7 +243,7 @@ class _Reader:
         raise self.fail("the bracket ( is never closed", begin)
 
     def in_quotes(self, text: str) -> str:
-        """Expands the variables of a text as between double quotes."""
+        """Expands the variables in a text as between double quotes."""
         return IN_QUOTES.sub(
             lambda m: (
                 m["escaped"].strip("\n") if m["escaped"] else self.variables.expand(m["braces"] or m["name"])

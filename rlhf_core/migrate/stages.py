@@ -1,4 +1,4 @@
-"""Translates the launches of a script to the stages of a recipe, linked where one reads another's output."""
+"""Translates the launches of a script to recipe stages, linked if one reads another's output."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from rlhf_core.migrate.values import off_or_number
 
 
 class Stages(NamedTuple):
-    """A recipe's content besides its name: `base_model`, `stages` and, when the script sets it, `seed`; and
+    """A recipe's content besides its name (`base_model`, `stages` and, if the script sets it, `seed`), and
     the notes about all flags."""
 
     raw: dict[str, Any]
@@ -30,7 +30,7 @@ class Stages(NamedTuple):
 
 
 def stages_of(launches: Sequence[Launch], gpus: int) -> Stages:
-    """Translates launches, in order. `gpus`: GPUs of one machine, for launchers that take all.
+    """Translates launches, in order. `gpus`: number of GPUs of one machine, for launchers that take all.
 
     Raises ValueError when a command has no model, data or reward.
     """
@@ -61,8 +61,8 @@ def _name(kind: str, stages: dict[str, Any]) -> str:
 
 
 def _read_training(draft: Draft, launch: Launch, chain: Chain, gpus: int) -> None:
-    """Reads a training command. The order matters: rewards need the estimator, groups the rewards, adapters
-    zero_stage, sizes the ranks."""
+    """Reads a training command. The order matters: rewards depend on the estimator, groups on the rewards,
+    adapters on zero_stage, and sizes on the ranks."""
     output = draft.take("save_path")
     read_precision(draft)
     read_schedule(draft)

@@ -1,7 +1,7 @@
-"""Finds TRL's commands among the words of a script, and joins their options with those of a YAML config
+"""Finds TRL's commands among the words of a script, and joins their options with those in a YAML config
 (`--config`).
 
-Left out: TRL's trainers in Python, and its commands that train what no stage does.
+Leaves out TRL's trainers in Python, and its commands that train what no stage does.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ NO_STAGE = {
 SCRIPT = re.compile(r"(?:.*[/.])?scripts[/.]([\w-]+?)(?:\.py)?")
 LAUNCHERS = re.compile(r"(?:.*/)?(?:accelerate|torchrun|deepspeed|trl)")
 ZERO = re.compile(r"zero_?([123])")
-COUNTS = {  # options of launchers -> what accelerate calls it
+COUNTS = {  # options of launchers -> accelerate's names for them
     "num_machines": "num_machines",
     "nnodes": "num_machines",
     "num_processes": "num_processes",
@@ -60,16 +60,15 @@ SIGNS = {  # options that only one command has
 
 
 class TrlProgram(NamedTuple):
-    """A command among the words of a line. `at`: the index of its last word, after which its options
-    begin."""
+    """A command among the words of a line. `at`: the index of its last word; its options begin after it."""
 
     name: str
     at: int
 
 
 class TrlLaunch(NamedTuple):
-    """What a command's launcher says. `gpus`: nodes and processes per node, None if not given; `zero_stage`:
-    of its config."""
+    """The settings of a command's launcher. `gpus`: nodes and processes per node, None if not given;
+    `zero_stage`: from its config."""
 
     options: Options
     gpus: tuple[int | None, int | None]
@@ -77,8 +76,8 @@ class TrlLaunch(NamedTuple):
 
 
 def trl_program(words: tuple[str, ...]) -> TrlProgram | None:
-    """Returns the command of TRL that a line starts: `trl NAME`, or a script of TRL by python or a launcher;
-    else None."""
+    """Returns the TRL command that a line starts: `trl NAME`, or a TRL script run by python or a launcher.
+    Otherwise returns None."""
     started = False
     for at, word in enumerate(words):
         following = words[at + 1] if at + 1 < len(words) else ""
@@ -101,7 +100,7 @@ def trl_program(words: tuple[str, ...]) -> TrlProgram | None:
 def trl_launch(
     words: tuple[str, ...], program: TrlProgram, given: Options, launcher: Options, folder: Path, line: int
 ) -> TrlLaunch:
-    """Joins the options of a command (`given`) with its config's, which they override, and reads its
+    """Joins the options of a command (`given`) with those in its config, which they override, and reads its
     launcher's options and config.
 
     Raises ValueError for a config that cannot be read.
@@ -137,14 +136,14 @@ def trl_launch(
 
 
 def options_of(config: dict[str, Any]) -> Options:
-    """Returns the options of a YAML config as words of a command line."""
+    """Returns the options in a YAML config as words of a command line."""
     return {str(name): _words(value) for name, value in config.items()}
 
 
 def trl_config(text: str, name: str) -> tuple[str, Options] | None:
-    """Returns the command that a YAML file of TRL is for, and its options; None for another file.
+    """Returns the command that a TRL YAML file is for, and its options; None for any other file.
 
-    Raises ValueError where the options suit several commands and `name`, that of the file, names none.
+    Raises ValueError if the options suit several commands and the file's `name` does not name one.
     """
     try:
         content = yaml.safe_load(text)
@@ -198,8 +197,8 @@ def _mapping(folder: Path, name: str, what: str) -> dict[str, Any]:
 
 
 def _accelerate(folder: Path, name: str, remarks: list[str]) -> dict[str, Any]:
-    """Returns processes, machines and ZeRO stage of accelerate's config, or what its name says where it is
-    not there."""
+    """Returns processes, machines and ZeRO stage from accelerate's config, or if the file is missing, what
+    its name reveals."""
     try:
         content = _mapping(folder, name, "the config")
     except ValueError:
@@ -220,8 +219,8 @@ def _accelerate(folder: Path, name: str, remarks: list[str]) -> dict[str, Any]:
 
 
 def _gpus(launched: dict[str, Any], alone: bool, per_node: bool) -> tuple[int | None, int | None]:
-    """Returns nodes and processes per node. accelerate counts those of all machines, torchrun (`per_node`)
-    those of one."""
+    """Returns nodes and processes per node. accelerate counts the processes of all machines, torchrun
+    (`per_node`) those of one."""
 
     def number(name: str) -> int | None:
         value = str(launched.get(name, ""))

@@ -1,4 +1,4 @@
-"""Reads the words of a flag as a value. Every reader raises ValueError, with the reason, when the words do
+"""Reads the words of a flag as a value. Every reader raises ValueError, with the reason, if the words do
 not fit."""
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def number(words: Words) -> float:
 
 
 def whole(words: Words) -> int:
-    """Reads a whole number, also as 1e8, which the dialects allow."""
+    """Reads a whole number, including forms like 1e8, which the dialects allow."""
     value = number(words)
     if value != int(value):
         raise ValueError("this is not a whole number")
@@ -40,7 +40,7 @@ def off_or_number(words: Words) -> int:
 
 
 def within(read: Callable[[Words], T], low: float, high: float, error: str) -> Callable[[Words], T]:
-    """Returns `read` with limits: a value outside of [low, high] raises ValueError with `error`."""
+    """Returns `read` with limits: a value outside [low, high] raises ValueError with `error`."""
 
     def limited(words: Words) -> T:
         value = read(words)

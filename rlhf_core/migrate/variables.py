@@ -1,7 +1,7 @@
 """Expands shell variables: `$A`, `${A:-default}`, `${A[1]}`, `${A[@]}`. Executes nothing.
 
-Variables that the script does not set, and all other expansions, stay in the text as `$A` or `${...}`, so
-that the caller can report them.
+Variables that the script does not set, and all other expansions, stay as `$A` or `${...}`, so that the
+caller can report them.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ PARAMETER = re.compile(r"(\w+|[@*#?$!-])(?:\[(\d+|[@*])\])?(?:(:?)([-=])(.*))?",
 
 
 class Variables(dict[str, list[str]]):
-    """The words of the variables that a script has set, by name; more than one word is an array."""
+    """The words of the variables that a script has set, by name. Several words form an array."""
 
     def expand(self, body: str) -> str:
-        """Returns the value of `${body}`, of an array its first word; `${body}` itself, or `$body`, when it
-        is not known."""
+        """Returns the value of `${body}`, which for an array is its first word; `${body}` itself, or
+        `$body`, if unknown."""
         match = PARAMETER.fullmatch(body)
         if match:
             name, index, colon, mark, default = match.groups()
@@ -42,6 +42,6 @@ class Variables(dict[str, list[str]]):
         return None if index else ""
 
     def _default(self, text: str) -> str:
-        """Expands `$A` and `${A...}` in the text of a default, without its quotes."""
+        """Expands `$A` and `${A...}` in a default, without its quotes."""
         text = re.sub(r"^(['\"])(.*)\1$", r"\2", text, flags=re.S)
         return re.sub(r"\$(?:\{([^{}]*)\}|(\w+))", lambda m: self.expand(m[1] or m[2] or ""), text)

@@ -1,8 +1,8 @@
-"""Asks a person about a stage whose gate wants an approval.
+"""Asks a person about a stage whose gate requires an approval.
 
-A run of a deployment is suspended: its process ends, Prefect's page of the run has a form, and the decision
-starts it again. Any other run ends with ApprovalAwaited and goes on when it is run again, after `alignflow
-approve`.
+A run of a deployment is suspended: its process ends, Prefect's page of the run shows a form, and the
+decision starts the run again. Any other run ends with ApprovalAwaited and continues when it is run again
+after `alignflow approve`.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ class Decision(RunInput):
 
 
 def asked_by_this_run(run_dir: Path) -> bool:
-    """Whether this run of a deployment has asked about a stage: its form may have been answered before the
-    time was over."""
+    """Returns whether this run of a deployment has asked about a stage. Its form may have been answered
+    before the deadline."""
     question = Approval.read(run_dir / FILE)
     return bool(
         runtime.deployment.id
@@ -44,8 +44,8 @@ def asked_by_this_run(run_dir: Path) -> bool:
 
 
 def ask_about(planned: Plan, verdicts: Sequence[Verdict]) -> list[tuple[Path, Approval]]:
-    """Asks about the stages of these verdicts, once each, and sends a message; returns run directories and
-    questions."""
+    """Asks about the stages of these verdicts, once each, and sends a message. Returns the run directories
+    and questions."""
     ours = str(runtime.flow_run.id) if runtime.deployment.id else None
     asked = []
     for verdict in verdicts:
@@ -60,11 +60,11 @@ def ask_about(planned: Plan, verdicts: Sequence[Verdict]) -> list[tuple[Path, Ap
 
 
 def await_approvals(planned: Plan, verdicts: Sequence[Verdict]) -> None:
-    """Asks about the stages of these verdicts, which wait. Returns when a person has decided about one of
-    them in this run.
+    """Asks about the stages of these verdicts, which are waiting. Returns when a person has decided about
+    one of them in this run.
 
-    Raises Prefect's signal that suspends a run of a deployment; ApprovalAwaited in other runs, and where
-    another run has asked.
+    In a run of a deployment, raises Prefect's signal that suspends it. Raises ApprovalAwaited in other
+    runs, and if another run has asked.
     """
     ours = str(runtime.flow_run.id) if runtime.deployment.id else None
     asked = ask_about(planned, verdicts)
@@ -82,7 +82,7 @@ def await_approvals(planned: Plan, verdicts: Sequence[Verdict]) -> None:
 
 
 def _suspended(question: Approval, key: str, page: str) -> Decision:
-    """Suspends this run; in the run that goes on, returns what the person decided."""
+    """Suspends this run. In the continued run, returns the person's decision."""
     about = f"Publish what depends on **{question.stage}**? Its report: {page}"
     form = Decision.with_initial_data(description=about, approve=False)
     seconds = max(1, int((question.until - datetime.now(UTC)).total_seconds()))

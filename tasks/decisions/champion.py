@@ -1,5 +1,5 @@
-"""Makes a published model the champion of its recipe, and goes back to the one before when a gate on it
-fails.
+"""Makes a published model the champion of its recipe, and rolls back to the previous champion when a gate
+on it fails.
 
 rlhf_core/stages/publication/champion.py keeps the record and moves the branch on the Hub.
 """
@@ -23,10 +23,11 @@ from tasks.notify import notify_champion
 
 
 def promote_published(planned: Plan, node: Node) -> None:
-    """Makes the model of a finished publication the champion, if its recipe says so and it never was.
+    """Makes the model of a finished publication the champion, if its recipe says so and it has never been
+    champion.
 
-    Raises ValueError when the Hub refuses, MachineLacks when it cannot be reached; the next run completes the
-    move.
+    Raises ValueError when the Hub refuses, and MachineLacks when it cannot be reached; the next run
+    completes the move.
     """
     config = node.config
     if (
@@ -38,7 +39,7 @@ def promote_published(planned: Plan, node: Node) -> None:
         return
     store = store_of(planned.recipe)
     try:
-        with suppress(ValueError):  # a move that the Hub refused for good: the next one takes its place
+        with suppress(ValueError):  # a move that the Hub refused for good; the next one replaces it
             complete(planned.folder, store)
         if node.run_dir.name in {reign.run for reign in champions_of(planned.folder).reigns}:
             return
@@ -53,8 +54,8 @@ def promote_published(planned: Plan, node: Node) -> None:
 
 
 def roll_back(planned: Plan, failed: Sequence[Verdict]) -> None:
-    """Goes back to the champion before when a failed gate is about the model of the present one. Logs it when
-    there is none. A champion that took its place meanwhile stays."""
+    """Rolls back to the previous champion when a failed gate is about the model of the current one. Only
+    logs if there is no previous one. A champion promoted in the meantime stays."""
     now = champions_of(planned.folder).now
     ours = [node for node in planned.nodes if now is not None and node.run_dir.name == now.run]
     if now is None or not ours:
@@ -72,7 +73,7 @@ def roll_back(planned: Plan, failed: Sequence[Verdict]) -> None:
         then = rollback(planned.folder, why, "its run", store_of(planned.recipe), expected=now.run)
     except ConnectionError as error:
         raise MachineLacks(str(error)) from None
-    except ValueError as error:  # there is none before; a token is missing
+    except ValueError as error:  # there is no previous one, or a token is missing
         get_run_logger().warning("the champion %s is not rolled back: %s", now.model, error)
         return
     get_run_logger().warning(
@@ -82,8 +83,8 @@ def roll_back(planned: Plan, failed: Sequence[Verdict]) -> None:
 
 
 def subjects(planned: Plan, verdict: Verdict) -> set[str]:
-    """Returns the stages whose models a gate is about: the model that its metric names; without one the last
-    model of an evaluation, else all models that its stage uses."""
+    """Returns the stages whose models a gate is about: the model that its metric names; otherwise the last
+    model of an evaluation; otherwise all models that its stage uses."""
     node = planned[verdict.stage]
     named = verdict.gate.metric.partition("/")[2]
     if named in planned.aliases or named in {other.name for other in planned.nodes}:

@@ -1,4 +1,4 @@
-"""Checks the gates of a stage that is done, and shows the verdicts in the log and as an artifact.
+"""Checks the gates of a finished stage, and shows the verdicts in the log and as an artifact.
 
 `run_all` in flows/alignment.py stops the run, or the dependent stages, when a gate fails.
 """
@@ -17,9 +17,9 @@ from tasks.stages import artifact_key
 
 
 def check_gates(node: Node) -> tuple[Verdict, ...]:
-    """Returns the verdicts on a stage, and shows them; empty when it is not done or has no gates."""
+    """Shows and returns the verdicts on a stage; empty when it is not done or has no gates."""
     verdicts = gates_of(node)
-    if asked_by_this_run(node.run_dir):  # its form is read before the time counts
+    if asked_by_this_run(node.run_dir):  # the form is read before the deadline applies
         verdicts = tuple(
             v.model_copy(update={"waits": True}) if v.gate.approve and not v.passed else v for v in verdicts
         )

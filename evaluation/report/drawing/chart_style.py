@@ -1,7 +1,7 @@
 """Sets the style of the report's charts, and renders a matplotlib figure as inline SVG text.
 
 The `<svg>` element has no size (the report's CSS sets the width), its text is kept as text, and its ids are
-salted by the chart's name, so that one HTML file can contain many. Does not use pyplot, which has global
+salted with the chart's name, so that one HTML file can contain many charts. Avoids pyplot, which has global
 state, so any thread may draw.
 """
 
@@ -18,8 +18,8 @@ from matplotlib.figure import Figure
 COLOURS = ("#2563a8", "#d9822b", "#2e8b6f", "#a8437a", "#6f5bb0", "#7a8794", "#b8a11f", "#3aa0b8")
 INK = "#3c4650"
 RED = "#c0392b"
-WIDTH = 10.95  # inches: a figure of the page's whole width
-# marks "no difference"
+WIDTH = 10.95  # inches: a figure as wide as the page
+# for lines that mean "no difference"
 DASHED: dict[str, Any] = {"color": "#8a949e", "linewidth": 0.9, "linestyle": (0, (4, 3))}
 STYLE: dict[Any, Any] = {  # matplotlib types its keys as one long Literal
     "svg.fonttype": "none",
@@ -67,6 +67,6 @@ def svg(figure: Figure, name: str) -> str:
     text = file.getvalue()
     text = text[text.index("<svg") :]
     text = re.sub(r' (width|height)="[\d.]+pt"', "", text, count=2)
-    text = re.sub(r'<g id="[^"]*"', "<g", text)  # these ids are the same in every chart and not used
+    text = re.sub(r'<g id="[^"]*"', "<g", text)  # these ids are the same in every chart and are not used
     text = re.sub(r"font: ([^;\"']*?px) [^;\"]*", r"font: \1 system-ui, sans-serif", text)
     return text.replace("<svg ", f'<svg role="img" aria-label="{html.escape(name)}" ', 1)

@@ -1,4 +1,4 @@
-"""Draws the report's charts: of training (panels from a stage's metrics) and of models (win rates,
+"""Draws the report's charts of training (panels from a stage's metrics) and of models (win rates,
 over-optimisation, reward models' calibration, alignment tax, rounds of loops)."""
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from rlhf_core.config.metrics import Panel
 from rlhf_core.records import WinRate
 
 MAX_POINTS = 300
-ROW = 2.15  # inches: one row of panels
+ROW = 2.15  # inches: height of a row of panels
 PHASES = "phase/"
 X_LABEL: dict[str, Any] = {"fontsize": 7.5, "labelpad": 1.5}
 
@@ -35,8 +35,8 @@ class Run(NamedTuple):
 
 @matplotlib.rc_context(STYLE)
 def stage_chart(name: str, kind: str, runs: Sequence[Run]) -> str | None:
-    """Small multiples of one stage, or of the rounds of one loop. None when there is nothing to draw: a line
-    needs two points."""
+    """Draws the curves of one stage, or of the rounds of one loop, as small panels. Returns None when there
+    is nothing to draw: a line needs two points."""
     panels = [panel for panel in KINDS[kind].panels if _longest(panel, runs) > 1]
     every = (
         {name: _points(curve) for name, curve in runs[0].curves.items() if name.startswith(PHASES)}
@@ -53,7 +53,7 @@ def stage_chart(name: str, kind: str, runs: Sequence[Run]) -> str | None:
     grid = figure.add_gridspec(rows, columns, **_margins(columns, rows))
     for i, panel in enumerate(panels):
         _draw(figure.add_subplot(grid[i // columns, i % columns]), panel, runs, KINDS[kind].counts)
-    if phases:  # last; takes the rest of its row
+    if phases:  # last, taking the rest of its row
         _stack(
             figure.add_subplot(grid[len(panels) // columns, len(panels) % columns :]),
             phases,
@@ -63,8 +63,8 @@ def stage_chart(name: str, kind: str, runs: Sequence[Run]) -> str | None:
 
 
 def single_values(kind: str, runs: Sequence[Run]) -> dict[str, float]:
-    """Returns the values of the panels that `stage_chart` leaves out since no line has two points, by their
-    titles and labels."""
+    """Returns the values of the panels that `stage_chart` leaves out because no line has two points, keyed
+    by panel title and label."""
     values = {}
     for panel in KINDS[kind].panels:
         if _longest(panel, runs) != 1:
@@ -78,19 +78,19 @@ def single_values(kind: str, runs: Sequence[Run]) -> dict[str, float]:
 
 
 def _longest(panel: Panel, runs: Sequence[Run]) -> int:
-    """Returns how many points the longest line of a panel has."""
+    """Returns the number of points of a panel's longest line."""
     return max(
         (len(_points(run.curves.get(metric, []))) for run in runs for metric in panel.lines), default=0
     )
 
 
 def _margins(columns: int, rows: int) -> dict[str, float]:
-    """Returns gridspec's margins with fixed space for titles and labels: matplotlib's layout engines draw
-    everything twice."""
+    """Returns gridspec margins that leave fixed space for titles and labels. matplotlib's layout engines
+    would draw everything twice."""
     left = 0.45
     right = 0.1
     top = 0.3
-    bottom = 0.45  # inches
+    bottom = 0.45  # all in inches
     beside = 0.5
     below = 0.68  # between panels
     panel = (WIDTH - left - right - beside * (columns - 1)) / columns
@@ -128,7 +128,7 @@ def _draw(ax: Axes, panel: Panel, runs: Sequence[Run], counts: str) -> None:
             dashes = "--" if nth and len(runs) > 1 else "-"
             marker = "o" if len(points) < 8 else None
             window = len(points) // 20
-            if window > 1:  # draw a noisy line faintly, and its running mean over it
+            if window > 1:  # draws a noisy line faintly under its running mean
                 ax.plot(steps, values, color=colour, alpha=0.3, linewidth=0.7)
                 values = tuple(_smooth(values, window))
             ax.plot(
@@ -146,7 +146,7 @@ def _draw(ax: Axes, panel: Panel, runs: Sequence[Run], counts: str) -> None:
     ax.set_xlabel(counts, **X_LABEL)
     ax.margins(x=0.02)
     ax.locator_params(nbins=5)
-    # the default puts a common factor over the title
+    # by default, matplotlib puts a common factor above the title
     ax.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
     if labels > 1:
         ax.legend(loc="best", handlelength=1.4)
@@ -174,7 +174,7 @@ def _stack(ax: Axes, phases: dict[str, Curve], counts: str) -> None:
 
 
 def _points(curve: Curve) -> Curve:
-    """Returns the finite points, at most MAX_POINTS by averaging neighbours."""
+    """Returns the finite points, reduced to at most MAX_POINTS by averaging neighbours."""
     finite = [(step, value) for step, value in curve if math.isfinite(value)]
     group = math.ceil(len(finite) / MAX_POINTS)
     if group < 2:
@@ -193,7 +193,8 @@ def _smooth(values: Sequence[float], window: int) -> list[float]:
 
 
 class Mark(NamedTuple):
-    """A win rate in the chart. `label`: opponent and kind of rate; `filled`: raw, else length-controlled."""
+    """A win rate in the chart. `label`: opponent and kind of rate; `filled`: a raw rate, not
+    length-controlled."""
 
     label: str
     colour: str
@@ -205,10 +206,10 @@ class Mark(NamedTuple):
 
 @matplotlib.rc_context(STYLE)
 def win_rate_chart(rates: Sequence[WinRate], final: str, parents: Mapping[str, WinRate] | None = None) -> str:
-    """Draws win rates of every model with their 95 % intervals as SVG; the dashed line is 50 %.
+    """Draws every model's win rates with their 95 % intervals as SVG; the dashed line is 50 %.
 
-    Rates are against the baseline and, if in `parents`, against the model it was trained from; raw (filled)
-    and length-controlled (hollow).
+    Rates are against the baseline and, if in `parents`, against the model it was trained from; they are raw
+    (filled) and length-controlled (hollow).
     """
     rows = {rate.model: _marks(rate, (parents or {}).get(rate.model)) for rate in rates}
     marks = [mark for row in rows.values() for mark in row]
@@ -274,8 +275,8 @@ def _marks(rate: WinRate, parent: WinRate | None) -> list[Mark]:
 
 @matplotlib.rc_context(STYLE)
 def calibration_chart(reports: RewardReports) -> str:
-    """Draws reward models' calibration as SVG; the dashed line is a calibrated model, larger points are of
-    more pairs."""
+    """Draws reward models' calibration as SVG. The dashed line marks perfect calibration; larger points
+    have more pairs."""
     figure = Figure(figsize=(5.5, 3.2), layout="constrained")
     ax = figure.add_subplot()
     ax.plot([50, 100], [50, 100], **DASHED)
@@ -299,8 +300,8 @@ def calibration_chart(reports: RewardReports) -> str:
 
 @matplotlib.rc_context(STYLE)
 def tax_chart(report: TaxReport) -> str:
-    """Draws losses against the baseline by task as SVG, a colour for each model; right of the dashed line the
-    model is worse."""
+    """Draws losses against the baseline by task as SVG, with a colour per model. To the right of the dashed
+    line the model is worse."""
     tasks = list(dict.fromkeys(row.task for row in report.main))
     models = list(dict.fromkeys(row.model for row in report.main))
     shares = all(0 <= value <= 1 for row in report.main for value in (row.value, row.baseline_value))
@@ -336,9 +337,9 @@ def tax_chart(report: TaxReport) -> str:
 
 @matplotlib.rc_context(STYLE)
 def over_optimisation_chart(found: OverOptimisation) -> str:
-    """Draws proxy reward and win rate over the square root of the KL from the baseline, as Gao et al. (2022),
-    as SVG. A ring marks points of suspicion (see `over_optimisation.Point`), a thick one those that are
-    sure."""
+    """Draws proxy reward and win rate over the square root of the KL from the baseline, like Gao et al.
+    (2022), as SVG. A ring marks suspicious points (see `over_optimisation.Point`), a thick ring the certain
+    ones."""
     start, *points = found.points
     chains = {
         name: [start, *(p for p in points if p.chain == name)]
@@ -349,7 +350,7 @@ def over_optimisation_chart(found: OverOptimisation) -> str:
     right.axhline(50, **DASHED)
     for colour, (name, chain) in zip(COLOURS * len(chains), chains.items(), strict=False):
         chain = sorted(chain, key=lambda point: point.kl)
-        # an estimate of a KL near zero may be negative
+        # the estimate of a KL near zero may be negative
         x = [math.sqrt(max(point.kl, 0.0)) for point in chain]
         won = [(100 * p.ci_low, 100 * p.win_rate, 100 * p.ci_high) for p in chain]
         liked = [(p.proxy - 1.96 * p.proxy_error, p.proxy, p.proxy + 1.96 * p.proxy_error) for p in chain]

@@ -1,8 +1,9 @@
 """Draws a graph of stages, or a lineage, as SVG: nodes in layers from left to right, edges around nodes.
 
-A small form of the layered drawing of Sugiyama, Tagawa and Toda (1981): a node's layer is its longest path
-from a root; an edge that spans several layers passes through one waypoint in each (edges from the same node
-share them); barycentre sweeps order each layer. Left out: minimal crossings; recipes have tens of stages.
+Uses a small form of the layered drawing of Sugiyama, Tagawa and Toda (1981). A node's layer is its longest
+path from a root. An edge that spans several layers passes through one waypoint in each (edges from the same
+node share them). Barycentre sweeps order each layer. Crossings are not minimised, since recipes have only
+tens of stages.
 """
 
 from __future__ import annotations
@@ -22,18 +23,18 @@ GAP_Y = 20.0
 WAYPOINT = 6.0  # height of a waypoint
 SWEEPS = 16
 LINE = 14
-MAX_LINES = 3  # most characters of a line in a box, most lines
+MAX_LINES = 3  # most characters per line (LINE), most lines
 COLOURS = {
     "data": "#b7791f",
     "hub": "#6b46c1",
     "folder": "#6b46c1",
     "file": "#b7791f",
     "unknown": "#c0392b",
-}  # of a lineage; others: stages
+}  # in a lineage; stages have another colour
 
 
 class Box(NamedTuple):
-    """A node; (x, y) is its upper left corner. `lines` is the name in pieces."""
+    """A node. (x, y) is its upper left corner; `lines` is the name, split into lines."""
 
     name: str
     lines: tuple[str, ...]
@@ -42,7 +43,7 @@ class Box(NamedTuple):
 
 
 class Edge(NamedTuple):
-    """SVG path data; `arrow` when it ends at a node."""
+    """SVG path data. `arrow`: the edge ends at a node."""
 
     path: str
     arrow: bool
@@ -65,7 +66,7 @@ class Slot(NamedTuple):
 
 
 def draw(parents: Mapping[str, Sequence[str]]) -> Drawing:
-    """Lays out a graph. `parents` maps each node to its parents, in topological order; parents that are no
+    """Lays out a graph. `parents` maps each node to its parents, in topological order. Parents that are not
     nodes are left out."""
     layer: dict[str, int] = {}
     for name, above in parents.items():
@@ -102,8 +103,8 @@ def draw(parents: Mapping[str, Sequence[str]]) -> Drawing:
 
 
 def _links(parents: Mapping[str, Sequence[str]], layer: Mapping[str, int]) -> list[tuple[Slot, Slot]]:
-    """Returns edges between neighbouring layers: each node's path to its farthest child, and the branches off
-    it."""
+    """Returns edges between neighbouring layers: each node's path to its farthest child, and the branches
+    from it."""
     links: dict[tuple[Slot, Slot], None] = {}
     for child, above in parents.items():
         for parent in above:
@@ -117,8 +118,8 @@ def _links(parents: Mapping[str, Sequence[str]], layer: Mapping[str, int]) -> li
 def _place(
     columns: list[list[Slot]], links: Sequence[tuple[Slot, Slot]], heights: Mapping[Slot, float]
 ) -> dict[Slot, float]:
-    """Returns the vertical middle of every slot. A sweep moves each slot towards the mean of its neighbours,
-    with gaps within a column."""
+    """Returns the vertical middle of every slot. A sweep moves each slot towards the mean of its
+    neighbours, keeping gaps within a column."""
     near: dict[Slot, list[Slot]] = {slot: [] for column in columns for slot in column}
     for start, end in links:
         near[start].append(end)
@@ -144,7 +145,7 @@ def _place(
 
 
 def _wrap(name: str) -> tuple[str, ...]:
-    """Splits a name into lines after separators; what does not fit becomes an ellipsis."""
+    """Splits a name into lines after separators; an ellipsis replaces what does not fit."""
     lines = [""]
     for part in re.findall(r"[^-_./ ]*[-_./ ]?", name):
         if lines[-1] and len(lines[-1] + part) > LINE:
@@ -156,8 +157,8 @@ def _wrap(name: str) -> tuple[str, ...]:
 
 
 def family_svg(ancestor: Ancestor, data: list[Dataset]) -> str:
-    """Draws a lineage as an SVG document, origins on the left, the checkpoint on the right. `data`: result of
-    `lineage.data_of`."""
+    """Draws a lineage as an SVG document, with the origins on the left and the checkpoint on the right.
+    `data` is the result of `lineage.data_of`."""
     keys: dict[int, str] = {}
     notes: dict[str, tuple[str, str]] = {}  # by key: kind, digest
     parents: dict[str, list[str]] = {}

@@ -1,4 +1,4 @@
-"""Draws the signals of a drift stage over its results as SVG text."""
+"""Draws the signals of a drift stage over its successive results as SVG."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from evaluation.drift.records import DriftReport, Earlier
 from evaluation.report.drawing.chart_style import COLOURS, DASHED, STYLE, WIDTH, short, svg
 
 COLUMNS = 3
-RATIOS = ("prompts/length", "answers/length")  # 1 is no drift; of the other signals 0
+RATIOS = ("prompts/length", "answers/length")  # for these, 1 means no drift; for the other signals, 0
 
 
 @matplotlib.rc_context(STYLE)
 def drift_chart(report: DriftReport, results: Sequence[Earlier]) -> str:
     """Draws one panel for each signal of `report`: its value in each of `results`, oldest first, and the
-    newest one's interval."""
+    newest value's interval."""
     rows = math.ceil(len(report.signals) / COLUMNS)
     figure = Figure(figsize=(WIDTH, 1.7 * rows), layout="constrained")
     for number, signal in enumerate(report.signals):

@@ -1,2 +1,2 @@
-"""Commands that operate a loop: feedback, labels, approval, the champion, regression suites, the live page,
-triggers."""
+"""Commands for operating a loop: feedback, labels, approval, the champion, regression suites, the live
+page, triggers."""

@@ -53,7 +53,7 @@ def approve(
 
 
 def _going_on(made: Approval) -> str:
-    """Lets the suspended run go on where a server knows it; returns what happens next."""
+    """Resumes the suspended run if a server knows it. Returns a sentence on what happens next."""
     if made.run is None or "PREFECT_API_URL" not in os.environ:
         return (
             "run the recipe again to go on"

@@ -119,8 +119,8 @@ def rollback(
 
 
 def _results(folder: Path, stage: str) -> Iterator[Path]:
-    """Yields the results of a stage of this recipe; the artifacts folder may have a stage of the same name of
-    another one."""
+    """Yields the results of a stage of this recipe. The artifacts folder may have a stage with the same
+    name from another recipe."""
     runs = [read_json(file) for file in [folder / RUN, *(folder / RUNS).glob("*.json")]]
     ours = {
         Path(entry.get("run_dir", "")).name
@@ -142,7 +142,7 @@ def _store(folder: Path) -> Store | None:
 
 @contextmanager
 def _reached() -> Iterator[None]:
-    """Turns a Hub that cannot be reached into MachineLacks, whose sentence the command prints."""
+    """Converts the error for an unreachable Hub to MachineLacks, whose message the command prints."""
     try:
         yield
     except ConnectionError as error:

@@ -60,8 +60,8 @@ def dashboard(
 
 
 def show_address(console: Console, artifacts: Path, address: str, token: str, file: Path) -> None:
-    """Prints the address with its token on a terminal, and elsewhere, where a service manager keeps a log,
-    only the file that holds it."""
+    """Prints the address with its token on a terminal. Elsewhere, such as in a service manager's log,
+    prints only the file that holds the token."""
     console.print(
         f"{artifacts} is shown at {address}?token={token_shown(console, token, file)}",
         markup=False,

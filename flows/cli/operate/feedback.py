@@ -1,4 +1,4 @@
-"""Commands `alignflow feedback ...`: what people say of a model's answers, for training."""
+"""Commands `alignflow feedback ...`: people's opinions on a model's answers, for training."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def _tell_server(box: Inbox) -> None:
 
 
 def tell(file: str, done: Receipt) -> None:
-    """Prints what became of the rows of a file."""
+    """Prints what happened to the rows of a file."""
     parts = [f"{done.new:,} new", f"{done.duplicate:,} duplicates"]
     parts += [f"{done.leaked:,} refused: they meet questions of an evaluation"] if done.leaked else []
     parts += [f"{count:,} left out: {reason}" for reason, count in done.unusable.most_common()]
@@ -211,7 +211,7 @@ def serve(
             "give inboxes, or recipes that use some: alignflow feedback serve --inbox NAME.inbox"
         )
     questions = Questions(text for one in loaded for text in evaluation_texts(one))
-    masked(["a@example.org"])  # loads presidio, or says that it is missing
+    masked(["a@example.org"])  # loads presidio, or raises if it is missing
     token = kept_secret(home.absolute() / FEEDBACK_TOKEN)
     named = by_name(folders, lambda: questions)
     if os.environ.get("PREFECT_API_URL"):
@@ -239,7 +239,7 @@ def serve(
 
 
 def _opened(inbox: Path | None, recipe: str | None) -> tuple[Inbox, Questions]:
-    """Returns the inbox that a command is about, and the questions of the recipe's evaluations."""
+    """Returns the inbox that a command refers to, and the questions of the recipe's evaluations."""
     loaded = load_recipe(recipe, []) if recipe else None
     own = inboxes_of(loaded) if loaded else []
     if inbox is None and len(own) != 1:

@@ -15,7 +15,7 @@ from flows.page_server import host_names, server_config, token_shown
 from rlhf_core.system.pages.secret_file import kept_secret
 from rlhf_core.system.redaction import plain
 
-if TYPE_CHECKING:  # imports scipy, which most commands do not need
+if TYPE_CHECKING:  # scipy is imported by these, and most commands do not need it
     from evaluation.labelling.agreement import Agreement
     from evaluation.scores.arena_hard import Estimate
 
@@ -104,14 +104,14 @@ def label(
         show_addresses(console, address, token, place)
         app = Protected(application(assignment), token, names, command="alignflow label")
         config = server_config(app, log_level="error", lifespan="off")
-        # a shell ignores SIGINT for commands in the background
+        # a shell ignores SIGINT for background commands
         signal.signal(signal.SIGINT, signal.default_int_handler)
         uvicorn.Server(config).run([listener])
     return OK
 
 
 def show_addresses(console: Console, address: str, token: str, file: Path) -> None:
-    """Prints the addresses of the page, with the token on a terminal alone."""
+    """Prints the addresses of the page, with the token only on a terminal."""
     shown = token_shown(console, token, file)
     console.print(f"all annotators: {address}/?token={shown}", markup=False, highlight=False, soft_wrap=True)
     console.print(

@@ -1,4 +1,4 @@
-"""Command `alignflow serve-triggers`. It imports Prefect when it runs."""
+"""Command `alignflow serve-triggers`. It imports Prefect only when it runs."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from flows.cli.show import OK, Whole
 from flows.page_server import server_config
 from rlhf_core.system.machine import MachineLacks
 
-STOP_SECONDS = 5  # for requests that are being answered
+STOP_SECONDS = 5  # for requests still being answered
 console = Console(soft_wrap=True)
 
 
@@ -93,7 +93,7 @@ def serve_triggers(
 
 
 def check_names(deployments: tuple[str, ...], allow_host: str, starts_an_hour: int) -> None:
-    """Raises ValueError for wrong arguments."""
+    """Raises ValueError for invalid arguments."""
     wrong = [name for name in deployments if not re.fullmatch(r"[^/]+/[^/]+", name)]
     if wrong or not deployments:
         raise ValueError(

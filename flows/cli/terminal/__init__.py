@@ -1,1 +1,1 @@
-"""What `run`, `stage` and `demo` show on a terminal while they run, and at their end."""
+"""The output of `run`, `stage` and `demo` on a terminal, during the run and at its end."""

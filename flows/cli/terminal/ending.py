@@ -1,6 +1,7 @@
 """Prints the end of a run: the verdict, a table of its stages, and the page's path.
 
-Gates that stopped something are not listed: the error that ends the command names each with what it means.
+Gates that stopped something are not listed: the error that ends the command names each gate and its
+meaning.
 """
 
 from __future__ import annotations
@@ -21,24 +22,24 @@ from rlhf_core.recipe.plan import Node, Plan
 from rlhf_core.runs.run_dir import RunDir
 from tasks.report import views_of
 
-SHOWN = 4  # metrics of a stage that judges no models
+SHOWN = 4  # metrics shown for a stage other than an evaluation
 
 
 def show_end(console: Console, plan: Plan, statuses: Mapping[str, str]) -> None:
-    """Prints how a run ended. `statuses`: what it did with each stage, as in `run.json`; stages without one
+    """Prints how a run ended. `statuses`: the outcome of each stage, as in `run.json`; stages without one
     were not run."""
     known: dict[str, Status] = {node.name: statuses.get(node.name, "not run") for node in plan.nodes}  # type: ignore[misc]
     evidence = [read(view) for view in views_of(plan, known)]
     evaluated = read_evaluation(evidence)
     if evaluated is not None:
         told = f"\n{verdict(evaluated, evidence)}\n"
-        wrapped = console.is_terminal  # between words
+        wrapped = console.is_terminal  # breaks lines between words
         console.print(told, style="bold", markup=False, highlight=False, soft_wrap=not wrapped)
     table = stages_table(plan.nodes, known)
-    if console.is_terminal:  # a line for each stage, however narrow it is
+    if console.is_terminal:  # one row per stage, however narrow the terminal is
         table.expand = True
         metrics = table.columns[-1]
-        metrics.ratio = 1  # what the others leave
+        metrics.ratio = 1  # gets the width that the other columns leave
         metrics.no_wrap = True
         metrics.overflow = "ellipsis"
     console.print(table)
@@ -56,8 +57,8 @@ def show_end(console: Console, plan: Plan, statuses: Mapping[str, str]) -> None:
 
 
 def stages_table(nodes: Sequence[Node], statuses: Mapping[str, str]) -> Table:
-    """Returns a table with a line for each stage: status, seconds, its gates in a word, and the metrics that
-    matter for its kind."""
+    """Returns a table with a row for each stage: status, seconds, a summary of its gates, and the metrics
+    that matter for its kind."""
     table = table_of(
         "stage",
         "status",
@@ -87,8 +88,8 @@ def stages_table(nodes: Sequence[Node], statuses: Mapping[str, str]) -> Table:
 
 
 def main_metrics(node: Node, found: Mapping[str, float]) -> list[str]:
-    """Returns the names of the metrics to show, those that the stage has: of an evaluation each model's win
-    rate; else the main ones of the kind and those that gates are on."""
+    """Returns the names of the metrics to show, if the stage has them: each model's win rate for an
+    evaluation; otherwise the main ones of the kind and those that have gates."""
     if isinstance(node.config, Evaluation):
         return [name for name in (f"win_rate/{model}" for model in node.config.models) if name in found]
     main = KINDS[node.kind].main_metrics(node.config.model_dump(mode="json"))
@@ -99,8 +100,8 @@ def main_metrics(node: Node, found: Mapping[str, float]) -> list[str]:
 
 
 def gates_in_words(verdicts: Sequence[Verdict]) -> str:
-    """Returns how many gates of a stage failed and wait, such as `1 failed`, else how many passed, as markup;
-    "" without gates."""
+    """Returns how many of a stage's gates failed or wait, such as `1 failed`, otherwise how many passed, as
+    markup; "" without gates."""
     colours = {"failed": "red", "waits": "yellow"}
     counts = {word: sum(verdict.word == word for verdict in verdicts) for word in colours}
     told = ", ".join(f"[{colours[word]}]{count} {word}[/]" for word, count in counts.items() if count)

@@ -1,7 +1,6 @@
-"""Draws one moment of a run for a terminal: a line for each stage, each exactly one row high, whatever the
-width.
+"""Draws one moment of a run for a terminal: a line for each stage, each exactly one row high at any width.
 
-Reads nothing and knows no clock: watch.py says what is to be drawn, live.py when.
+Reads nothing and has no clock: watch.py determines what to draw, live.py when.
 """
 
 from __future__ import annotations
@@ -13,16 +12,17 @@ from typing import NamedTuple
 from rich.text import Text
 
 BAR = 20
-NARROW = 64  # cells of a bar; columns of a terminal that has no room for one
+NARROW = 64  # cells of a bar (BAR); columns of a terminal too narrow for one
 MARKS = {"done": "✓", "skipped": "✓", "failed": "✗", "running": "▶", "waiting": "·"}
 PLAIN_MARKS = {"done": "+", "skipped": "+", "failed": "x", "running": ">", "waiting": "."}
 COLOURS = {"done": "green", "skipped": "green", "failed": "red", "running": "cyan", "waiting": "dim"}
-ALWAYS = ("running", "failed")  # states of stages that are never left out
+ALWAYS = ("running", "failed")  # states of stages that are always shown
 
 
 class StageLine(NamedTuple):
-    """A stage. `state`: a key of MARKS. `seconds`: that it runs, or took; `steps`: (done, all); `left`:
-    seconds until all are done, by the pace so far; `text`: what it does or says, waits for, or ended with."""
+    """A stage. `state`: a key of MARKS. `seconds`: time it has run or took; `steps`: (done, all); `left`:
+    seconds until all are done at the pace so far; `text`: its activity or last message, what it waits for,
+    or its result."""
 
     name: str
     state: str
@@ -34,8 +34,8 @@ class StageLine(NamedTuple):
 
 @dataclass(frozen=True)
 class RunMoment:
-    """A run at one moment. `doing`: what the run itself does, beside its stages; "" when that is nothing but
-    to wait for them."""
+    """A run at one moment. `doing`: what the run itself does beside its stages; "" if it only waits for
+    them."""
 
     title: str
     seconds: float
@@ -44,7 +44,7 @@ class RunMoment:
 
 
 def frame(moment: RunMoment, width: int, height: int, ascii_only: bool = False) -> Text:
-    """Returns the rows of a terminal of this size, which has one row to spare for its prompt."""
+    """Returns the rows for a terminal of this size, leaving one row for its prompt."""
     done = sum(line.state in ("done", "skipped") for line in moment.lines)
     parts = [moment.title, duration(moment.seconds)]
     parts += [f"{done} of {len(moment.lines)} stages done"] if moment.lines else []
@@ -60,11 +60,11 @@ def frame(moment: RunMoment, width: int, height: int, ascii_only: bool = False) 
 
 
 def chosen(lines: Sequence[StageLine], most: int) -> tuple[list[StageLine], list[StageLine]]:
-    """Returns the stages to draw, in their order, and the others: where not all fit, those that run or failed
-    are drawn, and as many of those that wait next as there is room for."""
+    """Returns the stages to draw, in their order, and the rest. If not all fit, draws those that run or
+    failed, and as many of the next waiting ones as fit."""
     if len(lines) <= most:
         return list(lines), []
-    # stable: of each sort the first
+    # a stable sort keeps the order among equals
     ranked = sorted(lines, key=lambda line: (line.state not in ALWAYS, line.state != "waiting"))
     kept = {line.name for line in ranked[: most - 1]}
     return [line for line in lines if line.name in kept], [line for line in lines if line.name not in kept]
@@ -89,7 +89,7 @@ def duration(seconds: float) -> str:
 def _row(line: StageLine, names: int, width: int, ascii_only: bool) -> Text:
     mark = (PLAIN_MARKS if ascii_only else MARKS)[line.state]
     cut = ".." if ascii_only else "…"
-    # its end tells rounds apart
+    # the end of a name tells rounds apart
     name = line.name if len(line.name) <= names else cut + line.name[len(line.name) - names + len(cut) :]
     row = Text.assemble((f"{mark} {name:{names}}", COLOURS[line.state]), "  ")
     if line.steps is not None and line.state == "running":
@@ -117,5 +117,5 @@ def _add_steps(row: Text, line: StageLine, width: int, ascii_only: bool) -> None
 
 
 def rate(seconds: float) -> str:
-    """Returns the pace of steps of so many seconds, such as `12.5/s` or `3.1 s each`."""
+    """Returns the pace of steps that take `seconds` each, such as `12.5/s` or `3.1 s each`."""
     return f"{1 / seconds:.1f}/s" if 0 < seconds < 1 else f"{seconds:.1f} s each"

@@ -1,8 +1,8 @@
-"""Shows a run on the terminal while it goes on, and sends what it prints to a log.
+"""Shows a run on the terminal while it is in progress, and redirects its output to a log.
 
-What this process, its threads, libraries and children write to a terminal's standard output or error goes to
-the log meanwhile, since the file descriptors are redirected. On every way out of the block the lines are
-removed, the cursor is shown and the descriptors are as they were.
+Everything that this process, its threads, libraries and children write to standard output or error on a
+terminal goes to the log meanwhile, because the file descriptors are redirected. However the block ends, the
+lines are removed, the cursor is shown and the descriptors are restored.
 """
 
 from __future__ import annotations
@@ -26,21 +26,21 @@ from flows.cli.terminal.frame import RunMoment, StageLine, frame
 from rlhf_core.recipe.plan import Node, Plan
 from rlhf_core.runs.run_records import RUNS
 
-SECONDS = 0.25  # between two pictures
+SECONDS = 0.25  # between two frames
 INTERRUPTED = "interrupted: the stages that run are ended"
 Say = Callable[[str], None]
 
 
 def is_watched(plain: bool) -> bool:
-    """Returns whether to show live lines: the output is a terminal that can move its cursor, nobody asked for
-    plain lines, and this is not a CI job, whose logs keep every line."""
+    """Returns whether to show live lines: the output is a terminal that can move its cursor, plain lines
+    were not requested, and this is not a CI job, whose logs keep every line."""
     in_ci = os.environ.get("CI", "").lower() not in ("", "0", "false")
     return not plain and not in_ci and sys.stdout.isatty() and os.environ.get("TERM", "dumb") != "dumb"
 
 
 @contextmanager
 def working(told: str, plain: bool) -> Iterator[None]:
-    """Says what is done in the block: with a spinner on a terminal, else nothing."""
+    """Shows on a terminal, with a spinner, what the block is doing. Elsewhere shows nothing."""
     if not is_watched(plain):
         yield
         return
@@ -50,7 +50,7 @@ def working(told: str, plain: bool) -> Iterator[None]:
 
 @contextmanager
 def live_view(planned: Plan, nodes: tuple[Node, ...], identity: str, plain: bool) -> Iterator[Say]:
-    """Shows the run with this id in the block, where `is_watched`. Yields a function that sets the text of
+    """Shows the run with this id during the block if `is_watched`. Yields a function that sets the text for
     what the run does beside its stages."""
     if not is_watched(plain):
         yield lambda doing: None
@@ -72,8 +72,8 @@ def live_view(planned: Plan, nodes: tuple[Node, ...], identity: str, plain: bool
 
 @contextmanager
 def redirected(log: Path) -> Iterator[None]:
-    """Within the block, what goes to a terminal by the standard output and error goes to a file, which is
-    removed if it stays empty."""
+    """Redirects standard output and error, if they go to a terminal, to a file during the block. Removes
+    the file if it stays empty."""
     log.parent.mkdir(parents=True, exist_ok=True)
     streams = [stream for stream in (sys.stdout, sys.stderr) if stream.isatty()]
     kept = [(stream, stream.fileno(), os.dup(stream.fileno())) for stream in streams]
@@ -96,7 +96,7 @@ def redirected(log: Path) -> Iterator[None]:
 
 
 class Picture:
-    """Draws a run again and again in a thread of its own."""
+    """Draws a run repeatedly in its own thread."""
 
     def __init__(self, screen: Console, moment: Callable[[str], RunMoment]):
         self._screen = screen
@@ -114,12 +114,12 @@ class Picture:
         )
 
     def say(self, doing: str) -> None:
-        """Sets what the run does beside its stages."""
+        """Sets the text for what the run does beside its stages."""
         self._doing = doing
 
     @contextmanager
     def shown(self) -> Iterator[None]:
-        """Draws within the block, and removes what it drew."""
+        """Draws during the block, then removes what it drew."""
         thread = threading.Thread(target=self._draw_on, name="terminal", daemon=True)
         self._live.start()
         thread.start()
@@ -133,16 +133,16 @@ class Picture:
     def _draw_on(self) -> None:
         told = over = False
         while not over:
-            over = self._over.wait(SECONDS)  # once more then, so that the end is seen
+            over = self._over.wait(SECONDS)  # draws once more after that, so that the end is visible
             try:
                 self._draw()
-            except Exception:  # an error in a picture must not fail the run
+            except Exception:  # a drawing error must not fail the run
                 if not told:
                     logging.getLogger(__name__).exception("the terminal's lines could not be drawn")
                 told = True
 
     def _draw(self) -> None:
-        # the terminal has wrapped the old lines: nobody knows where they are now
+        # the terminal has wrapped the old lines, so their position is unknown
         if self._screen.width != self._width:
             self._width = self._screen.width
             self._live.stop()
@@ -156,13 +156,14 @@ class Picture:
 
 
 def _without_plans(line: StageLine) -> StageLine:
-    """Returns the line of a stage in a run that ends: one that waits will not start."""
+    """Returns a stage's line for a run that is ending: a waiting stage will not start."""
     return line._replace(text="") if line.state == "waiting" else line
 
 
 @contextmanager
 def _interrupts_told(say: Say) -> Iterator[None]:
-    """Tells at Ctrl-C that stages are ended, which may take seconds. What was to happen then happens."""
+    """Reports at Ctrl-C that stages are being ended, which may take seconds. Then calls the previous
+    handler."""
     before = signal.getsignal(signal.SIGINT)
     if not callable(before):
         yield

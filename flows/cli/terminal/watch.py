@@ -1,4 +1,5 @@
-"""Says what the stages of a run do now, by the files that they write, with the readers of the dashboard."""
+"""Describes what a run's stages are doing, from the files that they write, with the readers of the
+dashboard."""
 
 from __future__ import annotations
 
@@ -16,15 +17,15 @@ from rlhf_core.runs.run_dir import LOG
 from rlhf_core.runs.run_records import RUNS, RunRecord, read
 
 STEP = re.compile(r"step \d+/\d+\s+")
-LAST_LINES = 20  # of a log, of which the last one that is no noise is shown
+LAST_LINES = 20  # of a log; the last one that is not noise is shown
 SHOWN_TEXT = 200  # characters
-# of the dashboard; others wait
+# from the dashboard; any other state counts as waiting
 STATES = {"done": "done", "running": "running", "failed": "failed", "killed": "failed"}
 
 
 @dataclass(frozen=True)
 class FirstSeen:
-    """When a stage's progress was first seen, and what it was."""
+    """When a stage's progress was first seen, and its value."""
 
     since: float
     done: int
@@ -32,7 +33,7 @@ class FirstSeen:
 
 
 class RunWatch:
-    """Looks at the stages of one run. `nodes`: those that it runs; `identity`: the id of its record."""
+    """Watches the stages of one run. `nodes`: those that it runs; `identity`: the id of its record."""
 
     def __init__(self, planned: Plan, nodes: Sequence[Node], identity: str):
         self._planned = planned
@@ -45,7 +46,7 @@ class RunWatch:
         self._began = time.monotonic()
 
     def moment(self, doing: str) -> RunMoment:
-        """Returns the run as it is now. `doing`: as in `RunMoment`."""
+        """Returns the run's current state. `doing`: as in `RunMoment`."""
         seconds = time.monotonic() - self._began
         return RunMoment(self._planned.recipe.name, seconds, doing, self._lines())
 
@@ -60,7 +61,7 @@ class RunWatch:
         return [self._line(stages[node.name], stages) for node in self._nodes if node.name in stages]
 
     def _planned_line(self, node: Node) -> StageLine:
-        """Returns a stage before the run has begun."""
+        """Returns a stage's line before the run has begun."""
         if node.name in self._before:
             return StageLine(node.name, "skipped")
         parents = [name for name in node.parents if name not in self._before]
@@ -87,8 +88,8 @@ class RunWatch:
         return StageLine(stage.name, "running", seconds, steps, left, self._says(stage))
 
     def _left(self, name: str, steps: tuple[int, int] | None) -> float | None:
-        """Returns the seconds of the steps that are left, by what was seen of the others; None before there
-        is anything to go by."""
+        """Returns the estimated seconds for the remaining steps, from the pace seen so far; None until a
+        pace is known."""
         if steps is None:
             return None
         done, whole = steps
@@ -101,7 +102,7 @@ class RunWatch:
         return (time.monotonic() - pace.since) / (done - pace.done) * (whole - done)
 
     def _says(self, stage: Stage) -> str:
-        """Returns the last thing that a stage said; of a training step its metrics."""
+        """Returns the last message of a stage; for a training step, its metrics."""
         lines = self._folder.tail(self._folder.path / "stages" / stage.folder / LOG, LAST_LINES).splitlines()
         said = [line for line in map(plain, lines) if not is_noise(line)]
         if not said or said[-1].startswith(("--- ", "+++ ")):
@@ -110,7 +111,7 @@ class RunWatch:
 
 
 def _held_by(stage: Stage, stages: dict[str, Stage]) -> str:
-    """Says which gate of a stage before it keeps a stage from starting; "" where none does."""
+    """Returns which gate of a parent stage keeps a stage from starting; "" if there is none."""
     for name in stage.parents:
         gates = stages[name].gates if name in stages else ()
         holding = [gate for gate in gates if not gate.endswith("(warn)")]

@@ -1,4 +1,4 @@
-"""Translates the data of a command of TRL: data sets and their splits, held-out data, and which tokens are
+"""Translates the data of a TRL command: data sets and their splits, held-out data, and which tokens are
 trained on."""
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ COLUMNS = {"sft": {"response_key": "completion"}, "kto": {"response_key": "compl
 
 
 def read_data(draft: Draft) -> None:
-    """Reads the data sets: `datasets` of a config, or dataset_name; and the held-out split, where the command
-    evaluates."""
+    """Reads the data sets, from `datasets` in a config or from dataset_name, and the held-out split if the
+    command evaluates."""
     name = draft.take("dataset_name")
     mixture = draft.take("datasets")
     split = draft.take("dataset_train_split")
@@ -60,7 +60,7 @@ def read_data(draft: Draft) -> None:
 
 
 def _source(draft: Draft, entry: dict[str, Any]) -> dict[str, Any]:
-    """Returns the source of an entry of `datasets`."""
+    """Returns the source for an entry of `datasets`."""
     path = entry.pop("path", "")
     files = entry.pop("data_files", None)
     source: dict[str, Any] = {"path": files if isinstance(files, str) else path}
@@ -82,7 +82,7 @@ def _source(draft: Draft, entry: dict[str, Any]) -> dict[str, Any]:
 
 
 def _read_loss_mask(draft: Draft) -> None:
-    """Says where TRL trains on other tokens than the answers."""
+    """Notes whether TRL trains on tokens other than the answers'."""
     answers = draft.take("assistant_only_loss")
     completion = draft.take("completion_only_loss")
     if answers and true(answers.words):

@@ -1,5 +1,5 @@
-"""Translates what grpo has beside the other commands: rewards, objective, rollouts and the GPUs of models and
-engines."""
+"""Translates the parts that only grpo has: rewards, objective, rollouts and the GPUs of
+models and engines."""
 
 from __future__ import annotations
 
@@ -140,8 +140,8 @@ def read_rewards(draft: Draft, chain: Chain) -> None:
 
 
 def read_placement(draft: Draft, given: tuple[int | None, int | None], gpus: int) -> int:
-    """Puts the processes and the engines of grpo into `left`, as flags of groups; returns the processes of a
-    node."""
+    """Adds the processes and engines of grpo to `left`, as flags of groups. Returns the number of processes
+    per node."""
     use = draft.take("use_vllm")
     mode = draft.take("vllm_mode")
     is_apart = use is not None and true(use.words) and mode is not None and mode.first == "server"
@@ -171,8 +171,8 @@ def read_placement(draft: Draft, given: tuple[int | None, int | None], gpus: int
 
 
 def put_rollout(draft: Draft, rows: int, times: int, world: int) -> int:
-    """Sets the prompts of an iteration from the answers that TRL samples at once; returns TRL's optimiser
-    steps of an iteration."""
+    """Sets the prompts per iteration from the number of answers that TRL samples at once. Returns TRL's
+    optimiser steps per iteration."""
     sampled = draft.take("generation_batch_size")
     per_rollout = draft.take("steps_per_generation")
     group = draft.left.get("num_generations")

@@ -1,5 +1,5 @@
-"""Translates a command of TRL to a stage: model, loss, batches, schedule, precision, adapters. Data is read
-by `data.py`, what grpo has beside the others by `sampling.py`."""
+"""Translates a TRL command to a stage: model, loss, batches, schedule, precision, adapters. `data.py` reads
+the data, `sampling.py` the parts that only grpo has."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ PEFT_TARGETS = ["q_proj", "v_proj"]
 
 
 def read_trl(draft: Draft, launch: Launch, chain: Chain, gpus: int) -> None:
-    """Reads a command of TRL. `gpus`: of one machine, for launchers that take all. Raises ValueError without
-    model, data or reward."""
+    """Reads a TRL command. `gpus`: number of GPUs of one machine, for launchers that take all. Raises
+    ValueError if there is no model, data or reward."""
     _turn_off(draft)
     output = draft.take("output_dir")
     _read_model(draft, chain)
@@ -64,7 +64,7 @@ def read_trl(draft: Draft, launch: Launch, chain: Chain, gpus: int) -> None:
 
 
 def reason_of(name: str) -> str:
-    """Returns why an option without a counterpart is left out."""
+    """Returns the reason why an option without a counterpart is left out."""
     if name in DROPPED:
         return DROPPED[name]
     if name.startswith("hub_"):
@@ -75,7 +75,7 @@ def reason_of(name: str) -> str:
 
 
 def _turn_off(draft: Draft) -> None:
-    """Reads `--no_packing` as `--packing False`; leaves out options that are None."""
+    """Converts `--no_packing` to `--packing False`, and leaves out options that are None."""
     for name in list(draft.left):
         flag = draft.left[name]
         if flag.words == ("None",):
@@ -91,7 +91,7 @@ def _read_model(draft: Draft, chain: Chain) -> None:
 
 
 def _read_loss(draft: Draft) -> None:
-    """Reads loss_type of SFT, DPO and KTO."""
+    """Reads loss_type for SFT, DPO and KTO."""
     flag = draft.take("loss_type")
     weights = draft.take("loss_weights")
     names = [name for word in flag.words for name in word.split(",")] if flag else []
@@ -128,7 +128,8 @@ def _read_loss(draft: Draft) -> None:
 
 
 def _read_batches(draft: Draft, world: int) -> int | None:
-    """Reads rows of a step and steps; returns the number of optimiser steps when the command says it."""
+    """Reads rows per step and the number of steps. Returns the number of optimiser steps if the command
+    sets it."""
     per_device = draft.take("per_device_train_batch_size")
     accumulation = draft.take("gradient_accumulation_steps")
     rows = draft.read(per_device, count, "8 is used") or 8
@@ -223,7 +224,7 @@ def _min_lr_ratio(extra: Flag | None) -> float | None:
 
 
 def _read_precision(draft: Draft) -> None:
-    """Reads bf16, fp16 and dtype; TRL computes in bfloat16 unless the command says otherwise."""
+    """Reads bf16, fp16 and dtype. TRL computes in bfloat16 unless the command says otherwise."""
     bf16 = draft.take("bf16")
     fp16 = draft.take("fp16")
     stored = draft.take("dtype") or draft.take("torch_dtype")
@@ -242,7 +243,7 @@ def _read_precision(draft: Draft) -> None:
 
 
 def _read_adapters(draft: Draft) -> None:
-    """Reads LoRA's options, which hold with --use_peft alone, and 4-bit base weights."""
+    """Reads LoRA's options, which only apply with --use_peft, and 4-bit base weights."""
     use = draft.take("use_peft")
     rank, alpha, targets, four = (
         draft.take(name) for name in ("lora_r", "lora_alpha", "lora_target_modules", "load_in_4bit")
@@ -272,8 +273,8 @@ def _read_adapters(draft: Draft) -> None:
 
 
 def _put_defaults(draft: Draft) -> None:
-    """Sets TRL's defaults that differ from ours for fields that the command does not set, with AdamW's
-    betas."""
+    """Sets those of TRL's defaults that differ from ours, for fields that the command does not set, and
+    AdamW's betas."""
     first = draft.take("adam_beta1")
     second = draft.take("adam_beta2")
     betas = [draft.read(first, number) or 0.9, draft.read(second, number) or 0.999]
