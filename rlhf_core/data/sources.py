@@ -78,9 +78,9 @@ def preference_pairs(
 ) -> Loaded[Pair]:
     """Builds pairs of documents of at most `max_len` tokens with the same prompt tokens.
 
-    If a pair is longer, the prompt is cut on the left, down to half of `max_len`; then the answers are cut on
-    the right. Both count as truncated. Rows without a preference and pairs whose answers are (or become)
-    equal are dropped and counted. Folder and errors as in `sft_documents`.
+    If a pair is longer, the prompt is cut first, down to half of `max_len`, and keeps its end; then the
+    answers are cut on the right. Both count as truncated. Rows without a preference and pairs whose answers
+    are (or become) equal are dropped and counted. Folder and errors as in `sft_documents`.
     """
 
     make = maker_of("preference", renderer, max_len)
@@ -246,9 +246,9 @@ def answers_within(
     """Builds documents of at most `max_len` tokens, with the same prompt tokens, from answers to one prompt.
 
     Returns the documents, the lengths in tokens of the prompt and the answers before cutting, and whether
-    anything was cut. The prompt is cut on the left, down to half of `max_len`; then the answers are cut on
-    the right. `cut`: which answers were ended by the length limit of sampling; they get no end-of-turn token.
-    `tools`: described in the prompt.
+    anything was cut. The prompt is cut first, down to half of `max_len`, and keeps its end; then the answers
+    are cut on the right. `cut`: which answers were ended by the length limit of sampling; they get no
+    end-of-turn token. `tools`: described in the prompt.
     """
     prompt = at(where, renderer.prompt, messages, tools)
     answers = [at(where, renderer.response_tokens, messages, text, tools) for text in texts]

@@ -69,7 +69,7 @@ def _write(file: Path, inbox: Inbox, rows: Rows, after: int, until: int, asked: 
             os.fsync(out.fileno())
         os.replace(temporary, file)
     except OSError as error:
-        raise OSError(error.errno, error.strerror, str(file)) from error  # a full disk's has no name
+        raise OSError(error.errno, error.strerror, str(file)) from error  # no file name if the disk is full
     finally:
         temporary.unlink(missing_ok=True)
 

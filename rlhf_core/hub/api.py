@@ -92,7 +92,7 @@ def with_retries(what: str, repo_id: str, call: Callable[[], T], retries: Retrie
 
 
 def write_refusal(error: HfHubHTTPError, what: str, repo_id: str) -> str:
-    """Returns the sentence for a refusal to write `what` to a repository."""
+    """Returns the sentence for a refused write request. `what` names the request, as in `with_retries`."""
     said = f" ({error.server_message})" if error.server_message else ""
     full = f"the Hub has no space left to {what} of {repo_id}{said}"
     match error.response.status_code:

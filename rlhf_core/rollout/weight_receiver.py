@@ -72,7 +72,7 @@ class WeightReceiver:
 
     def keep_plain_head(self) -> None:
         """Excludes the head from the layers that can have adapters. Our adapters never include the head, and
-        vLLM's head with adapters has no room for log-probs of prompts. Raises ValueError if vLLM runs the
+        vLLM's head with adapters does not support log-probs of prompts. Raises ValueError if vLLM runs the
         whole of a multimodal model, whose layers have other names."""
         config = self.model_runner.model_config
         if config.hf_config is not config.hf_text_config:

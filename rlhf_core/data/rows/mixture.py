@@ -38,7 +38,7 @@ class Mixture(NamedTuple):
 
     `places[s][r]` is the place of row r of source s, -1 if it is unused; `rows` is the number of used rows.
     `ended_by` is the source whose rows ran out and ended the mixture, None if `max_samples` ended it. `left`
-    is the number of unused rows when a source ran out, else 0.
+    is the number of unused rows of the other sources if a source ran out, else 0.
     """
 
     places: list[array[int]]
