@@ -1,4 +1,4 @@
-"""Loads anchors: pairs of answers with verdicts of the past, which a judge gives again. Torch-free."""
+"""Loads anchors: pairs of answers with past verdicts, which a judge judges again. Torch-free."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from rlhf_core.config import Data, Source
 from rlhf_core.data.questions import Question, to_question
 from rlhf_core.data.rows.mixture import load_rows
 
-POINTS = {"A": 0.0, "tie": 0.5, "B": 1.0}  # of answer B
+POINTS = {"A": 0.0, "tie": 0.5, "B": 1.0}  # points of answer B
 
 
 class Pairs(NamedTuple):
-    """Anchors: N questions, two answers to each, and the points of answer B by the past verdict, (N,)."""
+    """Holds anchors: N questions, two answers to each, and answer B's points in the past verdicts, (N,)."""
 
     questions: list[Question]
     answers: dict[str, list[str]]
@@ -24,7 +24,7 @@ class Pairs(NamedTuple):
 
 
 def load_anchors(source: Source, seed: int) -> Pairs:
-    """Reads anchors. Raises ValueError that names the row without a prompt, an answer or a verdict."""
+    """Reads anchors. Raises ValueError, naming the row, if a prompt, answer or verdict is missing."""
     rows = load_rows(Data(sources=(source,)), seed)
     questions = [
         to_question({**row, "uid": f"anchor {number}"}, source, number) for number, row in enumerate(rows, 1)

@@ -1,15 +1,15 @@
-"""Renders messages to tokens with the tokenizer's chat template, or a plain one, and masks the answers of the
-assistant.
+"""Renders messages to tokens with the tokenizer's chat template or a plain one, and masks the assistant's
+answers.
 
-A text is split where an answer begins and ends, and the parts are encoded one by one, so that no token
-crosses the border: the tokens of `prompt(messages[:i])`, from which a sampler continues, are exactly the
+The rendered string is split where an answer begins and ends, and the parts are encoded separately, so that no
+token crosses a border: the tokens of `prompt(messages[:i])`, which a sampler continues, are exactly the
 beginning of `conversation(messages)`, which is trained on.
 
 A control token typed inside a message (`<|im_end|>`) stays text: a placeholder replaces it in the template,
-and it is encoded with `split_special_tokens`. This covers every added token marked special, in all roles;
-added tokens not marked special (such as `<think>`) are encoded as the tokenizer does. `tools` are JSON
-schemas of functions, which the template describes at the beginning; messages may have `tool_calls`. Left out:
-images, and content that is not a string.
+and it is encoded with `split_special_tokens`. This covers all added tokens marked special, in all roles. The
+tokenizer encodes other added tokens (such as `<think>`) as usual. `tools` are JSON schemas of functions,
+which the template describes at the beginning; messages may have `tool_calls`. Not supported: images, and
+content that is not a string.
 """
 
 from __future__ import annotations
@@ -32,23 +32,23 @@ from rlhf_core.hub.ids import is_remote
 from rlhf_core.hub.model_files import VOCABULARIES
 from rlhf_core.hub.vocabulary import tokenizer_place
 
-# Unicode noncharacters, which texts should not contain; OPEN in a text is itself replaced by a placeholder.
+# Unicode noncharacters, which text should not contain. OPEN in a text is itself replaced by a placeholder.
 OPEN = "\ufdd0"
 CLOSE = "\ufdd1"
 PLACEHOLDER = re.compile(f"{OPEN}([0-9]+){CLOSE}")
 GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 Span = tuple[int, int]
 Tools = Sequence[dict[str, Any]]
-MARK = "\ufdd2"  # in place of an answer, to find where it ends
+MARK = "\ufdd2"  # replaces an answer to find where it ends
 
 
 def load_tokenizer(path: str, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
-    """Loads the tokenizer of a model folder or Hub id, also at a commit (`owner/name@COMMIT`); of an adapter
-    without one, its base's.
+    """Loads the tokenizer of a model folder or Hub id, optionally at a commit (`owner/name@COMMIT`). For an
+    adapter without one, loads its base's.
 
-    A tokenizer without a pad token of its own gets one of its special tokens (`with_pad_token`). Raises
-    ValueError when it cannot be loaded, encodes text to nothing, has no end-of-sequence token, or no token to
-    pad with.
+    A tokenizer without its own pad token gets one of its special tokens (`with_pad_token`). Raises ValueError
+    when the tokenizer cannot be loaded, encodes text to nothing, or lacks an end-of-sequence token or a
+    possible pad token.
     """
     folder = tokenizer_place(path)
     if not is_remote(folder) and not Path(folder).is_dir():
@@ -61,7 +61,7 @@ def load_tokenizer(path: str, trust_remote_code: bool = False) -> PreTrainedToke
         KeyError,
         TypeError,
         AttributeError,
-    ) as error:  # the last two: of JSON that is no object
+    ) as error:  # the last two: for JSON that is not an object
         lacks = Path(folder).is_dir() and not any(
             True for pattern in VOCABULARIES for _ in Path(folder).glob(pattern)
         )
@@ -100,13 +100,12 @@ class Renderer:
     plain one with one {}).
 
     `stop_token_ids` are the tokens that end an answer: end-of-sequence, and the template's end-of-turn token
-    when it is another one. `end_token_id` is the one that training puts after an answer. `frame_len` is the
+    if it differs. `end_token_id` is the token that training puts after an answer. `frame_len` is the
     template's own length in tokens. A plain template puts system messages before the next user message, and
     the end-of-sequence token after each answer. `prompt_suffix` is appended to the last message of every
     prompt (`rlhf_core.data.documents`), not to conversations. `verbatim`: the data's answers were sampled, so
-    they already contain what the template puts before an answer's text (a space, an empty thought), and
-    `response_tokens` adds nothing. The constructor raises ValueError when the template cannot be used with
-    this tokenizer.
+    they already contain the template's prefix of an answer (a space, an empty thought), and `response_tokens`
+    does not add it. The constructor raises ValueError when the template cannot be used with this tokenizer.
     """
 
     def __init__(
@@ -125,7 +124,7 @@ class Renderer:
             key=len,
             reverse=True,
         )
-        # as typed in a text
+        # control tokens as plain text
         self.control_tokens = re.compile("|".join(re.escape(text) for text in special) or "(?!)")
         self._hidden = [OPEN, MARK, *special]
         self._hidden_pattern = re.compile("|".join(re.escape(text) for text in self._hidden))
@@ -139,7 +138,7 @@ class Renderer:
             if tokenizer.bos_token is not None and first == tokenizer.bos_token_id
             else ""
         )
-        self._writes_calls: bool | None = None  # of tools; found when a message has some
+        self._writes_calls: bool | None = None  # tool calls; determined at the first message with some
         self._chat_template = self._find_chat_template() if template == "chat" else ""
         end_of_turn = self._find_end_of_turn() if template == "chat" else tokenizer.eos_token_id
         self._end_of_turn = None if end_of_turn is None else str(tokenizer.convert_ids_to_tokens(end_of_turn))
@@ -160,17 +159,17 @@ class Renderer:
         return list(self._encode(text, spans).tokens)
 
     def text(self, messages: Sequence[Message], generation_prompt: bool, tools: Tools = ()) -> str:
-        """Returns what the template writes; control tokens typed in messages are placeholders."""
+        """Returns the rendered template, with placeholders for control tokens typed in messages."""
         return self._text(messages, generation_prompt, tools)[0]
 
     def follow(
         self, messages: Sequence[Message], new: Sequence[Message], ended: bool, tools: Tools = ()
     ) -> list[int]:
-        """Returns the tokens between the last answer of `messages` and the answer to `new` messages. `ended`:
-        the tokens of the last answer hold its end of turn already. The answers themselves are not rendered:
-        what was sampled stays as it was sampled.
+        """Returns the tokens between the last answer in `messages` and the answer to the `new` messages.
+        `ended`: the tokens of the last answer already include its end-of-turn token. The answers themselves
+        are not rendered: sampled tokens stay unchanged.
 
-        Raises ValueError when the template refuses the messages, or does not show where the answer ends.
+        Raises ValueError when the template rejects the messages or does not show where the answer ends.
         """
         if messages[-1]["role"] != "assistant" or not new or new[-1]["role"] == "assistant":
             raise ValueError(
@@ -196,8 +195,8 @@ class Renderer:
     def _after_answer(
         self, before: list[Message], answer: Message, new: list[Message], tools: Tools
     ) -> str | None:
-        """Returns what the template writes after an answer, up to the next one; None when it does not show
-        where the answer ends."""
+        """Returns the template's text between an answer and the next one; None if it does not show where the
+        answer ends."""
         if self.template != "chat":
             text = self._plain([*before, answer, *new])[0]
         else:
@@ -205,26 +204,26 @@ class Renderer:
                 text = self._render([*before, answer, *new], True, tools)[0]
             except ValueError:
                 if answer["content"] == MARK and any(message["role"] == "tool" for message in new):
-                    return None  # perhaps results must follow calls
+                    return None  # the template may require results to follow calls
                 raise
         if answer["content"] == MARK:
             _, found, after = text.rpartition(MARK)
             return after if found else None
-        through = self._render([*before, answer], False, tools)[0].rstrip()  # ends with the end of the turn
+        through = self._render([*before, answer], False, tools)[0].rstrip()  # ends with the end-of-turn token
         return (self._end_of_turn or "") + text[len(through) :] if text.startswith(through) else None
 
     def frame_of(self, tools: Tools) -> int:
-        """Returns the template's own length in tokens, with its description of the tools."""
+        """Returns the template's own length in tokens, including its description of the tools."""
         return len(self.prompt([{"role": "user", "content": ""}], tools)) if tools else self.frame_len
 
     def prompt_within(
         self, messages: Sequence[Message], limit: int, tools: Tools = ()
     ) -> tuple[list[int], bool]:
-        """Returns at most `limit` tokens of a prompt, and whether something was cut.
+        """Returns at most `limit` tokens of a prompt, and whether the prompt was cut.
 
-        The template's own tokens and the end of the prompt stay: first the oldest turns are dropped, then the
-        beginning of the last message; system messages only when they and the template fill the limit. Raises
-        ValueError as `check_limit`.
+        Keeps the template's own tokens and the end of the prompt. Drops the oldest turns first, then the
+        beginning of the last message, and system messages only if they and the template fill the limit.
+        Raises ValueError like `check_limit`.
         """
         frame_len = self.frame_of(tools)
         check_limit(limit, frame_len)
@@ -248,14 +247,14 @@ class Renderer:
         words = self._encode(self._hide(last["content"]), []).tokens
         cut = max(len(words) - (limit - shell), 0)
         while True:
-            # A cut inside a character leaves replacement characters in front.
+            # A cut inside a character leaves replacement characters at the beginning.
             content = str(self.tokenizer.decode(words[cut:], clean_up_tokenization_spaces=False)).lstrip(
                 "\ufffd"
             )
             tokens = self.prompt([*system, {**last, "content": content}], tools)
             if len(tokens) <= limit:
                 return tokens, True
-            if not content:  # check_limit lets the user's empty prompt fit
+            if not content:  # check_limit only ensures that an empty user message fits
                 raise ValueError(
                     f"the role {last['role'][:40]!r} and the template take {len(tokens)} tokens, and the"
                     f" limit is {limit}"
@@ -263,11 +262,10 @@ class Renderer:
             cut += len(tokens) - limit
 
     def conversation(self, messages: Sequence[Message], tools: Tools = ()) -> Document:
-        """Returns the messages as a document, with the mask on all answers and their end-of-turn tokens, but
-        for those of weight 0.
+        """Returns the messages as a document, with the mask on all answers and their end-of-turn tokens,
+        except answers of weight 0.
 
-        Tokens after the last answer are left out, as they are not trained on. Without an answer the mask is
-        all False.
+        Tokens after the last trained answer are left out. Without such an answer the mask is all False.
         """
         text, spans = self._text(without_weights(messages), False, tools)
         document = self._encode(text, spans, untrained=_untrained(messages, spans))
@@ -285,22 +283,23 @@ class Renderer:
         return document
 
     def answer(self, prompt_messages: Sequence[Message], response: str) -> Document:
-        """Returns `prompt(...)`, the response and the end-of-turn token, with the mask on the last two: the
-        tokens a sampler produces."""
+        """Returns the prompt's tokens, the response and the end-of-turn token, with the mask on the last two,
+        as a sampler produces them."""
         return self.answer_tokens(self.prompt(prompt_messages), response)
 
     def answer_tokens(self, prompt_tokens: list[int], response: str) -> Document:
-        """As `answer`, after given prompt tokens, which may be cut."""
+        """Like `answer`, but for given prompt tokens, which may be cut."""
         return answered(prompt_tokens, self._sampled(response))
 
     def response_tokens(
         self, prompt_messages: Sequence[Message], response: str | Message, tools: Tools = ()
     ) -> list[int]:
-        """Returns the tokens of an answer, a text or a message that calls tools, as in `conversation`: with
-        what the template puts before its text, and its end-of-turn token.
+        """Returns the tokens of an answer (a string or a message that calls tools) as in `conversation`, with
+        the template's prefix and the end-of-turn token.
 
-        For `verbatim` answers, and where the answer cannot be found in the template's text, only the response
-        and the end-of-turn token. Raises ValueError where the calls of an answer cannot be found.
+        For `verbatim` answers, and for answers that cannot be found in the rendered template, returns only
+        the response and the end-of-turn token. Raises ValueError when an answer with tool calls cannot be
+        found.
         """
         message = {"role": "assistant", "content": response} if isinstance(response, str) else response
         calls = bool(message.get("tool_calls"))
@@ -327,7 +326,7 @@ class Renderer:
     def _text(
         self, messages: Sequence[Message], generation_prompt: bool, tools: Tools = ()
     ) -> tuple[str, list[Span]]:
-        """Returns the text with placeholders, and the character spans of its answers."""
+        """Returns the rendered text with placeholders, and the character spans of its answers."""
         self._require_calls(messages)
         hidden = self._hidden_messages(messages)
         if self.template != "chat":
@@ -348,7 +347,8 @@ class Renderer:
         return text, spans
 
     def _require_calls(self, messages: Sequence[Message]) -> None:
-        """Raises ValueError where messages call tools and the template leaves that out, or is a plain one."""
+        """Raises ValueError when messages call tools and the template leaves the calls out or is a plain
+        one."""
         if not any(message.get("tool_calls") for message in messages):
             return
         if self._writes_calls is None:
@@ -366,8 +366,8 @@ class Renderer:
             )
 
     def _answer_in(self, text: str, hidden: list[Message], index: int, tools: Tools = ()) -> Span | None:
-        """Returns the span of the answer `hidden[index]` in `text`; None when the template renders the
-        messages before it differently."""
+        """Returns the span of the answer `hidden[index]` in `text`; None if the template renders the messages
+        before it differently."""
         before, _ = self._render(hidden[:index], True, tools)
         if not text.startswith(before):
             return None
@@ -390,7 +390,7 @@ class Renderer:
                 add_generation_prompt=generation_prompt,
                 **self.tokenizer.special_tokens_map,
             )
-        except Exception as error:  # a template is a program: whatever it does wrong is raised
+        except Exception as error:  # a template is a program and can raise anything
             roles = ", ".join(message["role"] for message in messages)
             what = (
                 _first_line(error)
@@ -425,8 +425,8 @@ class Renderer:
     def _encode(
         self, text: str, spans: list[Span], first: bool = True, untrained: Collection[int] = ()
     ) -> Document:
-        """Encodes a text part by part; in each span the mask ends with the first stop token, inside it or
-        right after it. `untrained`: numbers of the spans that the mask leaves out."""
+        """Encodes a text part by part. In each span the mask ends with the first stop token, which is in the
+        span or right after it. `untrained`: indices of the spans that the mask leaves out."""
         tokens: list[int] = []
         mask: list[bool] = []
         unended = False
@@ -467,7 +467,7 @@ class Renderer:
         return str(self.tokenizer.decode(list(tokens), skip_special_tokens=skip_special_tokens))
 
     def _ids(self, text: str, split_special_tokens: bool = False) -> list[int]:
-        # verbose=False: no warning about texts over the model's length, which are cut later.
+        # verbose=False: no warning about texts over the model's maximum length, which are cut later.
         encoded = self.tokenizer(
             text, add_special_tokens=False, split_special_tokens=split_special_tokens, verbose=False
         )
@@ -482,7 +482,7 @@ class Renderer:
         return [self._hidden_values(message) for message in messages]
 
     def _hidden_values(self, value: Any) -> Any:
-        """Hides the control tokens of all texts in a message or a tool."""
+        """Hides the control tokens in all strings of a message or a tool."""
         if isinstance(value, dict):
             return {name: self._hidden_values(inner) for name, inner in value.items()}
         if isinstance(value, list):
@@ -512,7 +512,7 @@ class Renderer:
             ) from error
 
     def _find_end_of_turn(self) -> int | None:
-        """Returns the first special token that the template puts after an answer; None when there is none."""
+        """Returns the first special token that the template puts after an answer; None if there is none."""
         word = "answer-to-find"
         text, _ = self._render(
             [{"role": "user", "content": "a"}, {"role": "assistant", "content": word}], False
@@ -527,8 +527,8 @@ class Renderer:
 
 
 def _untrained(messages: Sequence[Message], spans: Sequence[Span]) -> set[int]:
-    """Returns the numbers of the spans whose answers have weight 0. Raises ValueError when spans are not one
-    for each answer."""
+    """Returns the indices of the spans whose answers have weight 0. Raises ValueError if there are such
+    answers and the number of spans differs from the number of answers."""
     answers = [message for message in messages if message["role"] == "assistant"]
     found = {number for number, message in enumerate(answers) if "weight" in message}
     if found and len(spans) != len(answers):

@@ -1,9 +1,9 @@
-"""Stores documents in memory-mapped files, so that a data set may be larger than memory. Torch-free.
+"""Stores documents in memory-mapped files, so that a data set can be larger than memory. Torch-free.
 
-One pass over the rows writes flat files; a training step maps them and reads the documents it needs, so only
-these are in memory. A token and its mask bit share one int32. The files are in `state/` of the run directory
-until the stage is done: a resumed stage does not tokenise again, and the ranks of a stage tokenise once. A
-folder gets its final name only when it is complete.
+One pass over the rows writes flat files. A training step maps them and reads only the documents it needs. A
+token and its mask bit share one int32. The files stay in `state/` of the run directory until the stage is
+done, so a resumed stage does not tokenise again, and the ranks of a stage tokenise once. A folder gets its
+final name only when it is complete.
 """
 
 from __future__ import annotations
@@ -33,14 +33,15 @@ WAIT_SECONDS = 24 * 3600
 
 
 class Shape(NamedTuple):
-    """How an item is stored: `width` documents and one number; `restore` makes the item from them."""
+    """Describes how an item is stored: `width` documents and one number, from which `restore` builds the
+    item."""
 
     width: int
     restore: Callable[[Sequence[Document], float], Any]
 
 
 class Writer:
-    """Appends items to the files of a folder. `items` and `tokens` count those written."""
+    """Appends items to the files in a folder. `items` and `tokens` count the written ones."""
 
     def __init__(self, folder: Path):
         self._folder = folder
@@ -72,11 +73,10 @@ class Writer:
 
 
 def stored(folder: Path | None, key: str, shape: Shape, build: Callable[[Writer], DataReport]) -> Loaded[Any]:
-    """Returns the items stored under `key` in a folder; `build` writes them if they are not there. Without a
-    folder uses a temporary one.
+    """Returns the items stored under `key` in a folder; `build` writes them if they are missing. Without a
+    folder, uses a temporary one.
 
-    Of several processes that call this one builds, and the others wait. Raises TimeoutError when that takes a
-    day.
+    If several processes call this, one builds and the others wait. Raises TimeoutError when that takes a day.
     """
     if folder is None:
         with tempfile.TemporaryDirectory(prefix="alignflow-data-") as temporary:
@@ -87,7 +87,7 @@ def stored(folder: Path | None, key: str, shape: Shape, build: Callable[[Writer]
             raise TimeoutError(
                 f"another process has been reading the data into {folder} for {WAIT_SECONDS} s"
             )
-        with suppress(OSError, ValueError, EOFError):  # missing, or not complete
+        with suppress(OSError, ValueError, EOFError):  # missing or incomplete
             return _opened(folder / key, shape)
         return _opened(_built(folder / key, build, sync_to_disk), shape)
 
@@ -107,8 +107,8 @@ def _built(
 
 
 def _opened(folder: Path, shape: Shape) -> Loaded[Any]:
-    """Returns the items in a folder. Raises OSError, ValueError or EOFError when a file is missing or cut
-    off."""
+    """Returns the items in a folder. Raises OSError, ValueError or EOFError when a file is missing or
+    truncated."""
     tokens, ends, values, order = (
         # a plain array of the mapped memory: faster to slice
         np.memmap(folder / name, dtype=kind, mode="r").view(np.ndarray)

@@ -1,9 +1,9 @@
-"""Defines the items that data becomes: documents (tokens with a mask), pairs, labelled answers, prompts, lazy
-sequences. Torch-free.
+"""Defines data items: documents (tokens with a mask), pairs, labelled answers, prompts, lazy sequences.
+Torch-free.
 
-Conditional SFT appends the reward of an answer to its prompt, ` <rm_score>: 0.73`, standardised over the data
-of the stage, so that a prompt can request a reward: sampling appends the suffix of the best answer, which the
-checkpoint keeps. A model of a later stage, trained on prompts without rewards, has no such file.
+Conditional SFT appends an answer's reward to its prompt, ` <rm_score>: 0.73`, standardised over the stage's
+data, so that a prompt can request a reward. Sampling appends the suffix of the best answer, which the
+checkpoint stores. A model of a later stage, trained on prompts without rewards, has no such file.
 """
 
 from __future__ import annotations
@@ -23,36 +23,36 @@ from rlhf_core.system.files import write_text
 
 Item = TypeVar("Item")
 Other = TypeVar("Other")
-Message = dict[str, Any]  # role, content; of tools also tool_calls, tool_call_id, name
-# Conditional SFT: the reward of an answer, appended to its prompt, and the file of a checkpoint with the
-# suffix of its best answer.
+Message = dict[str, Any]  # role, content; with tools also tool_calls, tool_call_id, name
+# Conditional SFT: an answer's reward, appended to its prompt, and the checkpoint file with the best answer's
+# suffix.
 SUFFIX = " <rm_score>: {:.2f}"
 SUFFIX_FILE = "prompt_suffix.json"
 
 
-Tokens: TypeAlias = "list[int] | array[int] | memoryview[int]"  # of format i (int32), but for lists
-Mask: TypeAlias = "list[bool] | array[int] | memoryview[int]"  # of format b, 0 or 1
+Tokens: TypeAlias = "list[int] | array[int] | memoryview[int]"  # arrays and memoryviews have format i (int32)
+Mask: TypeAlias = "list[bool] | array[int] | memoryview[int]"  # arrays and memoryviews have format b, 0 or 1
 
 
 def to_send(values: Sequence[Any]) -> Any:
-    """Returns an array or a memoryview as what pickle does not copy, so that processes of a node read it
-    where Ray stores it."""
+    """Returns an array or a memoryview in a form that pickle does not copy, so that the processes of a node
+    read it in Ray's store."""
     return np.asarray(values) if isinstance(values, array | memoryview) else values
 
 
 def received(values: Any) -> Any:
-    """Returns what `to_send` was given; arrays as memoryviews, which cannot be written to where several
-    processes read them."""
+    """Reverses `to_send`. Arrays become memoryviews, which are read-only if several processes share them."""
     return values.data if isinstance(values, np.ndarray) else values
 
 
 @dataclass(frozen=True)
 class Document:
-    """One sequence. `mask[t]` is true when `tokens[t]` is in the loss: answers and their end-of-turn token.
+    """Holds one sequence. `mask[t]` is true when `tokens[t]` is in the loss: answers and their end-of-turn
+    token.
 
-    `shared`: number of first tokens that are not put into the row again, because they equal those of the last
-    document before it with `shared` 0. `experts` (T - 1, layers, k): experts that a sampler chose for each
-    token but the last, if known.
+    `shared`: number of leading tokens that are not repeated in the row, because they equal those of the last
+    document before it with `shared` 0. `experts` (T - 1, layers, k): the experts that the sampler chose for
+    each token but the last, if known.
     """
 
     tokens: Tokens
@@ -81,26 +81,26 @@ class Document:
 
     @property
     def token_array(self) -> np.ndarray:
-        """The tokens, (T,)."""
+        """Returns the tokens, (T,)."""
         return np.asarray(self.tokens)
 
     @property
     def mask_array(self) -> np.ndarray:
-        """The mask, (T,) bool; not a copy but of a list."""
+        """Returns the mask, (T,) bool; a copy only if it is a list."""
         mask = np.asarray(self.mask)
         return mask.view(bool) if mask.itemsize == 1 else mask.astype(bool)
 
     @property
     def answer_start(self) -> int:
-        """Index of the first token under the mask; the length when there is none."""
+        """Returns the index of the first token under the mask; the length if there is none."""
         return indexOf(self.mask, True) if True in self.mask else len(self)
 
     def after(self, trunk: Document) -> Document:
-        """Returns the document with its prompt shared with `trunk`, if both have the same prompt; without an
-        answer or prompt unchanged.
+        """Returns the document with its prompt shared with `trunk`, if both have the same prompt and the
+        document has an answer; else unchanged.
 
-        It then starts at a position that `trunk` and the documents after it have already passed, so positions
-        show where it starts.
+        The shared document starts at a position that `trunk` and the documents after it have already passed,
+        so positions show where it starts.
         """
         prompt = self.answer_start
         same = (
@@ -121,7 +121,7 @@ def _document(tokens: Any, mask: Any, shared: int, experts: np.ndarray | None) -
 
 @dataclass(frozen=True)
 class Pair:
-    """Two answers to the same prompt tokens. `margin` is 0.0 when the data has none."""
+    """Holds two answers to the same prompt tokens. `margin` is 0.0 if the data has none."""
 
     chosen: Document
     rejected: Document
@@ -133,7 +133,7 @@ class Pair:
 
 @dataclass(frozen=True)
 class Labelled:
-    """One answer of unpaired data; the mask is True from the answer's first token to the end."""
+    """Holds one answer of unpaired data. The mask is True from the answer's first token to the end."""
 
     document: Document
     desirable: bool
@@ -141,8 +141,8 @@ class Labelled:
 
 @dataclass(frozen=True)
 class Prompt:
-    """A prompt for sampling. `messages`: the whole prompt as in the data; `tokens`: cut to the limit; `row`:
-    all columns of its row."""
+    """Holds a prompt for sampling. `messages`: the whole prompt as in the data. `tokens`: cut to the limit.
+    `row`: all columns of its row."""
 
     messages: tuple[Message, ...]
     tokens: list[int]
@@ -151,8 +151,8 @@ class Prompt:
 
 
 class Lazy(Sequence[Item]):
-    """A sequence of `count` items, each made by `get(index)` on access; a slice is a list. Equal when all
-    items are equal."""
+    """A sequence of `count` items, each computed by `get(index)` on access; a slice is a list. Two are equal
+    if all items are equal."""
 
     def __init__(self, count: int, get: Callable[[int], Item]):
         self._count = count
@@ -197,12 +197,12 @@ def joined(first: Sequence[Item], second: Sequence[Item]) -> Sequence[Item]:
 
 
 def answered(prompt: list[int], response: list[int]) -> Document:
-    """Returns the document of a prompt and a response, with the mask on the response."""
+    """Returns prompt and response as a document, with the mask on the response."""
     return Document(prompt + response, [False] * len(prompt) + [True] * len(response))
 
 
 def compact(prompt: Sequence[int], response: Sequence[int], experts: np.ndarray | None = None) -> Document:
-    """Returns `answered` in 5 bytes a token, which travel between processes as they are."""
+    """Like `answered`, but stores 5 bytes per token, which are sent between processes without conversion."""
     start = len(prompt)
     tokens = np.empty(start + len(response), np.int32)
     mask = np.zeros(start + len(response), np.int8)
@@ -223,10 +223,10 @@ def check_limit(limit: int, frame_len: int) -> None:
 
 
 def reward_suffix(rewards: Sequence[float]) -> Callable[[float], str]:
-    """Returns the function from an answer's reward to its prompt's suffix: the reward standardised by mean
-    and deviation of `rewards`.
+    """Returns the function from an answer's reward to its prompt's suffix: the reward standardised with the
+    mean and standard deviation of `rewards`.
 
-    Raises ValueError when they are all the same.
+    Raises ValueError when all rewards are equal.
     """
     mean = statistics.fmean(rewards)
     std = statistics.pstdev(rewards)
@@ -239,7 +239,8 @@ def reward_suffix(rewards: Sequence[float]) -> Callable[[float], str]:
 
 
 def as_text(messages: Sequence[Message]) -> str:
-    """Returns messages as one text, for judges and digests; several begin with their role."""
+    """Returns messages as one string, for judges and digests. Several messages are each prefixed with their
+    role."""
     return (
         str(messages[0]["content"])
         if len(messages) == 1

@@ -1,11 +1,11 @@
-"""Reads labels that people gave to pairs of answers: a JSON object a line. Torch-free.
+"""Reads labels that people gave to pairs of answers, one JSON object per line. Torch-free.
 
 {"id", "uid", "prompt": [messages], "answer_a", "answer_b", "verdict": "A>>B" | "A>B" | "A=B" | "B>A" | "B>>A"
-| null (skipped), "annotator", "repeat_of": id | null, "undone": id | null} and, where they are known,
-"shown_first": "a" | "b" and "seconds"; further keys are ignored. A verdict is about `answer_a` and
-`answer_b`, however they were shown. A line with `undone` takes back the label of that id and needs nothing
-else. `repeat_of` asks an annotator once more about a pair: it measures whether people agree with themselves,
-and is no second vote.
+| null (skipped), "annotator", "repeat_of": id | null, "undone": id | null} and, if known, "shown_first": "a"
+| "b" and "seconds"; further keys are ignored. A verdict refers to `answer_a` and `answer_b`, regardless of
+the order in which they were shown. A line with `undone` withdraws the label with that id and needs no other
+keys. A label with `repeat_of` repeats a pair for the same annotator. It measures whether people agree with
+themselves, and is not a second vote.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from rlhf_core.records import POINTS, Frozen, Label
 from rlhf_core.system.files import digest
 
 VERDICTS: tuple[Label, ...] = ("A>>B", "A>B", "A=B", "B>A", "B>>A")
-SHOWN_FAULTS = 20  # of one file in one message
+SHOWN_FAULTS = 20  # faults of a file shown in one message
 
 
 class LabelLine(Frozen):
-    """One label. `sign`: 1 where answer A is better, -1 where B is, 0 for a tie; `shown_first`, `seconds`:
-    None where a file has none."""
+    """Holds one label. `sign`: 1 if answer A is better, -1 if B is, 0 for a tie. `shown_first`, `seconds`:
+    None if the file has none."""
 
     model_config = ConfigDict(frozen=True, extra="ignore")
 
@@ -48,7 +48,7 @@ class LabelLine(Frozen):
 
     @cached_property
     def key(self) -> str:
-        """The same for all labels of a pair, whichever of its answers is A."""
+        """Returns a key shared by all labels of a pair, whichever of its answers is A."""
         return digest([self.uid, list(self.prompt), *sorted((self.answer_a, self.answer_b))])
 
     @property
@@ -58,18 +58,18 @@ class LabelLine(Frozen):
 
     @property
     def strength(self) -> int:
-        """The place of the verdict in VERDICTS: 0 (A is much better) to 4 (B is). The label must not be a
-        skipped one."""
+        """Returns the verdict's index in VERDICTS: 0 (A is much better) to 4 (B is). The label must not be
+        skipped."""
         assert self.verdict is not None, "a skipped pair has no verdict"
         return VERDICTS.index(self.verdict)
 
     @property
     def winner(self) -> int:
-        """0 for A, 1 for a tie, 2 for B."""
+        """Returns 0 for A, 1 for a tie, 2 for B."""
         return 1 - self.sign
 
     def turned(self) -> LabelLine:
-        """Returns the same label with the answers the other way round."""
+        """Returns the same label with the answers swapped."""
         sides: dict[str | None, Literal["a", "b"] | None] = {"a": "b", "b": "a", None: None}
         changes: dict[str, Any] = {
             "answer_a": self.answer_b,
@@ -82,9 +82,9 @@ class LabelLine(Frozen):
 
 
 class LabelledPair(NamedTuple):
-    """A pair of answers with the sign (1: A is better, 0: a tie, -1: B) that each annotator gave. `uid`: of
-    its question, shared by other pairs of the same question; `key`: of the pair alone; `repeats`: (first,
-    second) sign where an annotator was asked twice."""
+    """Holds a pair of answers with each annotator's sign (1: A is better, 0: a tie, -1: B). `uid`: the
+    question's, shared by all pairs of that question. `key`: unique to the pair. `repeats`: (first, second)
+    sign for each time an annotator was asked again."""
 
     uid: str
     key: str
@@ -96,17 +96,17 @@ class LabelledPair(NamedTuple):
 
     @property
     def sign(self) -> int:
-        """The sign that most annotators gave; 0, a tie, when no sign has most."""
+        """Returns the sign that most annotators gave; 0, a tie, if no sign has the most votes."""
         (first, most), *others = Counter(self.votes.values()).most_common()
         return first if not others or others[0][1] < most else 0
 
 
 def load_labels(path: str | Path, max_labels: int | None = None) -> list[LabelledPair]:
-    """Returns the pairs of a file that somebody decided, in the order of their last labels; the last
-    `max_labels` of them (None: all).
+    """Returns the pairs in a file that have a verdict, in the order of their last labels, limited to the last
+    `max_labels` (None: all).
 
-    An annotator's later label of a pair replaces the earlier one. Raises ValueError as `read_label_file`, and
-    when the file has no label that counts.
+    An annotator's later label of a pair replaces the earlier one. Raises ValueError like `read_label_file`,
+    and when the file has no label that counts.
     """
     pairs = _pairs({label.id: label for label in read_label_file(path) if label.verdict is not None})
     if not pairs:
@@ -117,11 +117,12 @@ def load_labels(path: str | Path, max_labels: int | None = None) -> list[Labelle
 
 
 def read_label_file(path: str | Path) -> list[LabelLine]:
-    """Returns the labels of a file that were not taken back, also skipped ones, in the order of the file. All
-    labels of a pair have its answers as the first of them, also where a line has them the other way round.
+    """Returns the labels in a file that were not withdrawn, including skipped ones, in the order of the file.
+    All labels of a pair get the answer order of its first label, even if their lines have the answers
+    swapped.
 
-    A last line without an end that is no JSON was cut by a crash and is left out. Raises ValueError with the
-    faults of the file, each with its line.
+    A last line without a newline that is not JSON was cut off by a crash and is left out. Raises ValueError
+    with the file's faults, each with its line.
     """
     faults: list[str] = []
     labels: dict[str, LabelLine] = {}
@@ -139,7 +140,7 @@ def read_label_file(path: str | Path) -> list[LabelLine]:
                 )
             labels[label.id] = label
             lines[label.id] = number
-    if not faults:  # else ids of faulty lines would look missing
+    if not faults:  # otherwise ids of faulty lines would seem missing
         faults += [
             f"line {n}: takes back the label {target!r}, which is not here"
             for target, n in undone.items()
@@ -174,7 +175,7 @@ def _rows(path: Path, faults: list[str]) -> Iterator[tuple[int, dict[str, Any]]]
             continue
         try:
             row = json.loads(line.decode())
-            # refuses half of a surrogate pair, which no request can carry
+            # rejects lone surrogates, which no request can carry
             json.dumps(row, ensure_ascii=False).encode()
         except (ValueError, RecursionError) as error:
             faults.append(f"line {number}: is not JSON in UTF-8 ({str(error)[:100]})")
@@ -186,7 +187,7 @@ def _rows(path: Path, faults: list[str]) -> Iterator[tuple[int, dict[str, Any]]]
 
 
 def _was_cut(line: bytes) -> bool:
-    """Returns whether the last line of a file, which has no end, is no whole JSON."""
+    """Returns whether a file's last line, which has no newline, is incomplete JSON."""
     try:
         json.loads(line)
     except (ValueError, RecursionError):
@@ -219,9 +220,9 @@ def _wrong(field: str, given: object) -> str:
 
 
 def _pairs(labels: Mapping[str, LabelLine]) -> list[LabelledPair]:
-    """Collects the labels of each pair, with one vote of each annotator.
+    """Collects the labels of each pair, with one vote per annotator.
 
-    A repetition of a label that does not count is a vote.
+    A repetition counts as a vote if the label that it repeats does not count.
     """
     votes: dict[str, dict[str, int]] = {}
     repeats: dict[str, list[tuple[int, int]]] = {}
@@ -232,7 +233,7 @@ def _pairs(labels: Mapping[str, LabelLine]) -> list[LabelledPair]:
         if before is not None:
             repeats.setdefault(label.key, []).append((before.sign, label.sign))
             continue
-        # and put back as the last one: pairs are in the order of their last labels
+        # reinserted at the end: pairs are in the order of their last labels
         given = votes.pop(label.key, {})
         votes[label.key] = given | {label.annotator: label.sign}
     uids = Counter(about[key].uid for key in votes)

@@ -1,7 +1,7 @@
 """Packs documents into rows and forward passes: best-fit-decreasing bin packing (Johnson 1974; Ding et al.
 2024). Torch-free.
 
-Documents are never split. Rows with the longest documents come first: shuffle them before training.
+Documents are never split. Rows with the longest documents come first, so shuffle the rows before training.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ from typing import NamedTuple, TypeVar
 from rlhf_core.data.documents import Document, Lazy, Pair
 
 Item = TypeVar("Item")
-# most keys and values that a pass gathers per token of its own, which keeps their memory a small part of the
-# pass's
+# maximum number of keys and values that a pass gathers per own token, which keeps their memory a small part
+# of the pass's
 KEYS = 3
 
 
 def best_fit(lengths: Sequence[int], capacity: int) -> list[list[int]]:
-    """Returns bins of indices into `lengths` (tokens), no bin over `capacity` tokens, every index in exactly
-    one bin.
+    """Returns bins of indices into `lengths` (tokens): no bin exceeds `capacity` tokens, and every index is
+    in exactly one bin.
 
-    Each document, the longest first, goes into the bin where it leaves the least space, or into a new one.
-    Deterministic; about n log n. Raises ValueError for a length under 1 or over `capacity`.
+    Each document, longest first, goes into the bin where it leaves the least space, or into a new one.
+    Deterministic, in about n log n. Raises ValueError for a length under 1 or over `capacity`.
     """
     for index, length in enumerate(lengths):
         if not 1 <= length <= capacity:
@@ -33,7 +33,7 @@ def best_fit(lengths: Sequence[int], capacity: int) -> list[list[int]]:
                 f"document {index} has {length} tokens: packing takes 1 to {capacity}, cut or drop it before"
             )
     bins: list[list[int]] = []
-    with_space: dict[int, list[int]] = {}  # free tokens -> bins with exactly so many
+    with_space: dict[int, list[int]] = {}  # free tokens -> bins with exactly that many
     spaces: list[int] = []  # keys of with_space, sorted: at most `capacity` of them
     for index in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
         at = bisect_left(spaces, lengths[index])
@@ -57,15 +57,15 @@ def best_fit(lengths: Sequence[int], capacity: int) -> list[list[int]]:
 
 
 def evenly(lengths: Sequence[int], budget: int, multiple: int) -> list[list[int]]:
-    """Splits indices into as few parts of at most `budget` tokens as possible, with about equally many tokens
-    in each.
+    """Splits indices into as few parts of at most `budget` tokens as possible, with about equal numbers of
+    tokens.
 
-    The number of parts is a multiple of `multiple`, or that of `lengths` if that is smaller. Puts each index,
-    the longest first, into the part with the fewest tokens (LPT; Graham 1969), or uses best fit where that
+    The number of parts is a multiple of `multiple`, or the number of lengths if that is smaller. Puts each
+    index, longest first, into the part with the fewest tokens (LPT; Graham 1969), or uses best fit if that
     needs fewer parts. A length over the budget raises the budget. Deterministic.
     """
     budget = max(budget, *lengths)
-    # Lower bounds: of lengths over budget / k at most k - 1 fit into one part.
+    # Lower bounds: at most k - 1 lengths over budget / k fit into one part.
     fewest = (-(-sum(length * k > budget for length in lengths) // (k - 1)) for k in range(2, 9))
     count = max(-(-sum(lengths) // budget), *fewest)
     tight = None
@@ -86,7 +86,8 @@ def evenly(lengths: Sequence[int], budget: int, multiple: int) -> list[list[int]
 
 
 class Parts(Lazy[list[Item]]):
-    """Consecutive parts of `items`, each read on access; `starts` has the index of the first item of each."""
+    """A sequence of consecutive parts of `items`, each read on access. `starts`: the index of each part's
+    first item."""
 
     def __init__(self, items: Sequence[Item], starts: Sequence[int]):
         self.starts = starts
@@ -96,13 +97,13 @@ class Parts(Lazy[list[Item]]):
 
 
 class Passes(NamedTuple):
-    """How documents are grouped into forward passes: `rows` documents, padded; or, with `tokens`, one row of
-    at most so many tokens.
+    """Describes how documents are grouped into forward passes: `rows` padded documents or, with `tokens`, one
+    row of at most `tokens` tokens.
 
-    `ranks`: with `tokens`, passes are a multiple of it where there are enough documents, so that no rank
-    waits for another. `share`: with `tokens`, a prompt that a document has in common with one before it is
-    stored once (`Document.shared`). `apart`: with `tokens`, each document has a row of its own, and a pass at
-    most so many tokens with the padding.
+    The other fields apply with `tokens`. `ranks`: the number of passes is a multiple of it if there are
+    enough documents, so that no rank waits for another. `share`: a prompt that a document shares with an
+    earlier one is stored once (`Document.shared`). `apart`: each document has its own row, and a pass has at
+    most `tokens` tokens including padding.
     """
 
     rows: int
@@ -112,8 +113,8 @@ class Passes(NamedTuple):
     apart: bool = False
 
     def split(self, items: Sequence[Item], length: Callable[[Item], int]) -> list[list[Item]]:
-        """The items of each pass; `length` gives an item's tokens. With `rows` in order, `apart` the longest
-        first."""
+        """Returns the items of each pass. `length` returns an item's tokens. With `rows` the items stay in
+        order, with `apart` the longest come first."""
         if self.tokens is None:
             return [list(items[i : i + self.rows]) for i in range(0, len(items), self.rows)]
         if not items:
@@ -126,8 +127,8 @@ class Passes(NamedTuple):
         ]
 
     def in_order(self, items: Sequence[Item], length: Callable[[Item], int]) -> Parts[Item]:
-        """Returns consecutive items of each pass, read on access; with `tokens` as many as fit, at least
-        one."""
+        """Returns passes of consecutive items, read on access. With `tokens`, a pass has as many items as
+        fit, at least one."""
         if self.tokens is None:
             return Parts(items, array("q", range(0, len(items), self.rows)))
         starts = array("q")
@@ -149,8 +150,8 @@ class Passes(NamedTuple):
         return [self.branched(documents)]
 
     def branched(self, documents: Sequence[Document]) -> list[Document]:
-        """Returns the documents of one row; with `share` a document with the same prompt as the one before it
-        shares it."""
+        """Returns the documents of one row. With `share`, a document shares its prompt with the last unshared
+        document before it if they are equal."""
         if not self.share or self.tokens is None:
             return list(documents)
         row: list[Document] = []
@@ -161,7 +162,7 @@ class Passes(NamedTuple):
         return row
 
     def row_tokens(self, pair: Pair) -> int:
-        """Returns the tokens of a pair in one row, or in two padded rows."""
+        """Returns the number of tokens of a pair in one row, or in two padded rows."""
         if self.apart:
             return 2 * max(len(pair.chosen), len(pair.rejected))
         return sum(
@@ -169,8 +170,8 @@ class Passes(NamedTuple):
         )
 
     def together(self, documents: Sequence[Document]) -> list[list[int]]:
-        """Groups the indices of documents that share a prompt, the longest first; without `share` each index
-        alone.
+        """Groups the indices of documents that share a prompt, longest first; without `share`, each index is
+        a group.
 
         With several ranks a group has at most half of a rank's tokens, so that all ranks get equal parts. A
         group attends to at most `KEYS` times its own tokens.
@@ -183,7 +184,7 @@ class Passes(NamedTuple):
             len(document) - document.answer_start for document in documents
         )
         limit = self.tokens if self.ranks == 1 else min(self.tokens, -(-total // (2 * self.ranks)))
-        # prompt -> its open group, its tokens, those it attends to
+        # prompt -> its open group, the group's tokens, the tokens it attends to
         newest: dict[tuple[int, ...], tuple[list[int], int, int]] = {}
         groups: list[list[int]] = []
         for i in order:

@@ -1,5 +1,5 @@
-"""Loads the questions of an evaluation: our rows, Arena-Hard v2.0's {uid, category, prompt} and v0.1's
-{question_id, category, turns}."""
+"""Loads the questions of an evaluation: rows in this project's format, Arena-Hard v2.0's {uid, category,
+prompt} and v0.1's {question_id, category, turns}."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from rlhf_core.system.files import digest
 
 @dataclass(frozen=True)
 class Question:
-    """A prompt as chat messages. `row` is the whole row, in which a rule judge finds the known answer;
+    """Holds a prompt as chat messages. `row`: the whole row, in which a rule judge finds the known answer.
     `where`: its file and number."""
 
     uid: str
@@ -28,11 +28,11 @@ class Question:
 
     @property
     def prompt(self) -> str:
-        """The prompt as one text, for the judge."""
+        """Returns the prompt as one string, for the judge."""
         return as_text(self.messages)
 
     def known_answer(self, key: str) -> str:
-        """Returns the text of the column `key`. Raises ValueError when there is none, or only whitespace."""
+        """Returns the column `key` as a string. Raises ValueError if it is missing, null or blank."""
         value = self.row.get(key)
         if value is not None and str(value).strip():
             return str(value)
@@ -44,7 +44,7 @@ class Question:
                 " drop the row"
             )
         prompt = self.row.get("prompt", self.row)
-        # the prompt is there under both its names
+        # the prompt is in the row under both its names
         others = [name for name, other in self.row.items() if other is not prompt]
         raise ValueError(
             f"{where}: there is no column {key!r}, which the rule judge compares answers with; "
@@ -56,7 +56,8 @@ class Question:
 def load_questions(source: Source, max_questions: int | None, seed: int) -> list[Question]:
     """Returns the first `max_questions` questions of a file or Hub data set (None: all).
 
-    Raises ValueError when there is none, when a row has no prompt, and when two questions have the same uid.
+    Raises ValueError when there are no questions, when a row has no prompt, or when two questions have the
+    same uid.
     """
     rows = load_rows(Data(sources=(source,), max_samples=max_questions), seed)
     questions = [to_question(row, source, number) for number, row in enumerate(rows, 1)]
@@ -74,7 +75,7 @@ def load_questions(source: Source, max_questions: int | None, seed: int) -> list
 def to_question(row: Mapping[str, Any], source: Source, number: int) -> Question:
     """Converts a row of `load_rows` to a question; a digest of the prompt replaces a missing uid.
 
-    `number` (from 1) is for messages. Raises ValueError when there is no prompt or it is empty.
+    `number` (from 1) is for error messages. Raises ValueError when the prompt is missing or empty.
     """
     where = f"{source.path}, row {number}"
     value = row.get("prompt")

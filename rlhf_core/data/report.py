@@ -1,4 +1,4 @@
-"""Writes the data report of a stage before it trains: `data_report.json`, `.md` for people, `.svg` of the
+"""Writes the data report of a stage before it trains: `data_report.json`, `.md` for readers, `.svg` with the
 lengths. Torch-free."""
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ NUMBERS = ("margin ", "reward ")  # prefixes of facts that are not shares
 
 
 def write_data_report(run: RunDir, name: str, **parts: DataReport | None) -> None:
-    """Writes the three files for the data sets of a stage, by config field, and prints their warnings."""
+    """Writes the three files for a stage's data sets, which are given by config field, and prints their
+    warnings."""
     surveys = surveys_of(parts)
     run.path.mkdir(parents=True, exist_ok=True)
     write_text(run / CHART, chart(surveys))
@@ -35,8 +36,8 @@ def write_data_report(run: RunDir, name: str, **parts: DataReport | None) -> Non
 
 
 def surveys_of(parts: Mapping[str, DataReport | None]) -> dict[str, Survey]:
-    """Returns the surveys by field; that of `eval_data` or `eval_prompts` also has the share of its prompts
-    that are trained on."""
+    """Returns the surveys by field. The survey of `eval_data` or `eval_prompts` also has the share of its
+    prompts that are trained on."""
     reports = {field: report for field, report in parts.items() if report is not None}
     surveys = {field: report.survey for field, report in reports.items()}
     for trained, held_out in (("data", "eval_data"), ("prompts", "eval_prompts")):
@@ -51,7 +52,7 @@ def surveys_of(parts: Mapping[str, DataReport | None]) -> dict[str, Survey]:
 
 
 def warnings(surveys: Mapping[str, Survey]) -> list[str]:
-    """Returns one sentence for each finding: field, problem, and an example row."""
+    """Returns one sentence per finding: field, problem, and an example row."""
     return [
         f"{field}: {finding.sentence}{f' (for instance {finding.example})' if finding.example else ''}"
         for field, survey in surveys.items()
@@ -60,7 +61,7 @@ def warnings(surveys: Mapping[str, Survey]) -> list[str]:
 
 
 def stored_warnings(run_dir: Path) -> list[str]:
-    """Returns the warnings of a run directory's report; empty when there is no report."""
+    """Returns the warnings in a run directory's report; empty without a readable report."""
     try:
         content = json.loads((run_dir / JSON).read_text())
         return warnings({field: Survey.model_validate(survey) for field, survey in content.items()})

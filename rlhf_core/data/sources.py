@@ -1,8 +1,8 @@
-"""Makes documents, pairs and prompts from rows, with a survey of the data. Torch-free.
+"""Builds documents, pairs and prompts from rows, with a survey of the data. Torch-free.
 
 Rows are read one at a time, in the order of the files. Documents and pairs are written to disk
-(document_files.py) and read from there one by one, in the order of the mixture; prompts, which contain their
-row, stay in memory.
+(document_files.py) and read back one by one, in the order of the mixture. Prompts, which contain their row,
+stay in memory.
 """
 
 from __future__ import annotations
@@ -60,12 +60,12 @@ SAME_CUT = "chosen and rejected are the same within the token limit"
 def sft_documents(
     data: Data, renderer: Renderer, max_len: int, seed: int, folder: Path | None = None
 ) -> Loaded[Document]:
-    """Makes documents of at most `max_len` tokens from conversations (`messages`, or `prompt` and
+    """Builds documents of at most `max_len` tokens from conversations (`messages`, or `prompt` and
     `response`).
 
-    A longer one is cut on the right and counted, without an added end-of-turn token; one with no answer
-    within the limit is dropped and counted. `folder` keeps the documents for a resumed stage. Raises
-    ValueError as `load_rows`, for missing columns and wrong types, and when no row is left.
+    A longer document is cut on the right and counted, without an added end-of-turn token. A document without
+    an answer within the limit is dropped and counted. `folder` keeps the documents for a resumed stage.
+    Raises ValueError like `load_rows`, for missing columns and wrong types, and when no row is left.
     """
 
     make = maker_of("sft", renderer, max_len)
@@ -76,11 +76,11 @@ def sft_documents(
 def preference_pairs(
     data: Data, renderer: Renderer, max_len: int, seed: int, folder: Path | None = None
 ) -> Loaded[Pair]:
-    """Makes pairs of documents of at most `max_len` tokens with the same prompt tokens.
+    """Builds pairs of documents of at most `max_len` tokens with the same prompt tokens.
 
-    When a pair is longer the prompt keeps its end, down to half of `max_len`; then the answers are cut on the
-    right. Both count as truncated. Rows without a preference and pairs whose answers are (or become) the same
-    are dropped and counted. Folder and errors as in `sft_documents`.
+    If a pair is longer, the prompt is cut first, down to half of `max_len`, and keeps its end; then the
+    answers are cut on the right. Both count as truncated. Rows without a preference and pairs whose answers
+    are (or become) equal are dropped and counted. Folder and errors as in `sft_documents`.
     """
 
     make = maker_of("preference", renderer, max_len)
@@ -89,10 +89,11 @@ def preference_pairs(
 
 
 def maker_of(kind: Kind, renderer: Renderer, limit: int, suffix_of: SuffixOf | None = None) -> Maker:
-    """Returns the function from a row to what a stage makes of it within `limit` tokens. `suffix_of`: of a
-    reward, for scored rows.
+    """Returns the function from a row to a stage's items within `limit` tokens. `suffix_of`: maps a reward to
+    a prompt suffix, for scored rows.
 
-    It raises ValueError, with the row's place, for a row of a wrong type or one that the template refuses.
+    The function raises ValueError, with the row's place, for wrong types and for rows that the template
+    rejects.
     """
     if kind == "sft":
         return partial(_conversation_within, renderer, limit)
@@ -163,14 +164,14 @@ def _answer_within(renderer: Renderer, limit: int, suffix_of: SuffixOf | None, l
 
 
 def _prompt_within(renderer: Renderer, limit: int, located: Located) -> Made:
-    """The item has no document: prompts are kept in memory with their rows."""
+    """Returns an item without a document: prompts are kept in memory with their rows."""
     tokens, cut = at(located.where, renderer.prompt_within, prompt_of(located), limit, tools_of(located))
     return Made([((), 0.0)], cut, 1, "", len(tokens))
 
 
 def prompts(data: Data, renderer: Renderer, prompt_max_len: int, seed: int) -> Loaded[Prompt]:
-    """Makes prompts of at most `prompt_max_len` tokens; a longer one keeps its end (`Renderer.prompt_within`)
-    and is counted.
+    """Builds prompts of at most `prompt_max_len` tokens. A longer one keeps its end
+    (`Renderer.prompt_within`) and is counted.
 
     Errors as in `sft_documents`.
     """
@@ -242,12 +243,12 @@ def answers_within(
     cut: Sequence[bool] = (),
     tools: Sequence[dict[str, Any]] = (),
 ) -> tuple[list[Document], tuple[int, list[int]], bool]:
-    """Makes documents of at most `max_len` tokens, with the same prompt tokens, from answers to one prompt.
+    """Builds documents of at most `max_len` tokens, with the same prompt tokens, from answers to one prompt.
 
     Returns the documents, the lengths in tokens of the prompt and the answers before cutting, and whether
-    something was cut. The prompt keeps its end, down to half of `max_len`; then the answers are cut on the
-    right. `cut`: answers that the length limit of sampling ended; they get no end-of-turn token. `tools`:
-    those that the prompt describes.
+    anything was cut. The prompt is cut first, down to half of `max_len`, and keeps its end; then the answers
+    are cut on the right. `cut`: which answers were ended by the length limit of sampling; they get no
+    end-of-turn token. `tools`: described in the prompt.
     """
     prompt = at(where, renderer.prompt, messages, tools)
     answers = [at(where, renderer.response_tokens, messages, text, tools) for text in texts]
@@ -267,7 +268,7 @@ def answers_within(
 
 
 def at(where: str, render: Any, *values: Any) -> Any:
-    """Calls the renderer, and adds the row's place to its ValueErrors."""
+    """Calls the renderer and adds the row's place to its ValueErrors."""
     try:
         return render(*values)
     except ValueError as error:
@@ -275,7 +276,8 @@ def at(where: str, render: Any, *values: Any) -> Any:
 
 
 def _key(data: Data, renderer: Renderer, kind: Kind, limit: int, seed: int) -> str:
-    """Returns a digest of everything that decides the documents; local files count by size and mtime."""
+    """Returns a digest of everything that determines the documents. Local files are represented by size and
+    mtime."""
     files = [Path(source.path) for source in data.sources]
     states = [[file.stat().st_size, file.stat().st_mtime_ns] if file.is_file() else [] for file in files]
     tokenizer = renderer.tokenizer
@@ -293,8 +295,8 @@ def _key(data: Data, renderer: Renderer, kind: Kind, limit: int, seed: int) -> s
 
 
 class AnswerDocuments(NamedTuple):
-    """Documents to train on. With a reward condition: `suffix_of` maps a reward to its prompt's suffix,
-    `best_suffix` is the highest's."""
+    """Holds documents to train on. With a reward condition, `suffix_of` maps a reward to its prompt's suffix,
+    and `best_suffix` belongs to the highest reward."""
 
     documents: Loaded[Document]
     best_suffix: str = ""
@@ -304,10 +306,10 @@ class AnswerDocuments(NamedTuple):
 def labelled_answers(
     data: Data, renderer: Renderer, max_len: int, seed: int, folder: Path | None = None
 ) -> Loaded[Labelled]:
-    """Makes labelled answers of at most `max_len` tokens, cut as pairs are; a preference pair gives a
-    desirable and an undesirable one.
+    """Builds labelled answers of at most `max_len` tokens, cut like pairs. A preference pair gives a
+    desirable and an undesirable answer.
 
-    The report counts answers: a pair is two rows. Folder and errors as in `sft_documents`.
+    The report counts answers, so a pair counts as two rows. Folder and errors as in `sft_documents`.
     """
 
     make = maker_of("labelled", renderer, max_len)
@@ -333,12 +335,12 @@ def answer_documents(
     folder: Path | None = None,
     suffix_of: SuffixOf | None = None,
 ) -> AnswerDocuments:
-    """Makes documents of at most `max_len` tokens from prompts and responses, cut as pairs are; the mask is
-    on the response alone.
+    """Builds documents of at most `max_len` tokens from prompts and responses, cut like pairs, with the mask
+    only on the response.
 
-    condition `reward`: each prompt ends with `suffix_of` of its response's reward; without `suffix_of` (pass
-    that of the training data for held-out data) the rewards are standardised over all rows, which reads the
-    data once more. Folder and errors as in `sft_documents`.
+    With condition `reward`, each prompt ends with `suffix_of` of its response's reward. For held-out data,
+    pass the training data's `suffix_of`. Without it the rewards are standardised over all rows, which reads
+    the data once more. Folder and errors as in `sft_documents`.
     """
     kind: Literal["scored", "answer"] = "scored" if condition == "reward" else "answer"
     best_suffix = ""

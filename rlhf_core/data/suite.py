@@ -1,7 +1,7 @@
-"""A regression suite: questions that a model lost or a person reported, a JSON object a line, to which lines
-are only added. Torch-free.
+"""Reads and extends a regression suite: questions that a model lost or a person reported, one JSON object per
+line. Lines are only added. Torch-free.
 
-{"uid", "prompt": text or [messages], "reason", "added": ISO time, "source", "category", and where known
+{"uid", "prompt": text or [messages], "reason", "added": ISO time, "source", "category", and, if known,
 "answer" (the right answer, for a rule judge) and "reference" (a good answer, for people)}.
 """
 
@@ -24,7 +24,7 @@ WAIT_SECONDS = 30.0  # for another process that adds questions
 
 
 class SuiteQuestion(Frozen):
-    """A question of a suite and why it is there."""
+    """Holds a question of a suite and the reason for it."""
 
     model_config = ConfigDict(frozen=True, extra="ignore")
 
@@ -50,15 +50,15 @@ class SuiteQuestion(Frozen):
 
     @property
     def text(self) -> str:
-        """The prompt as one text."""
+        """Returns the prompt as one string."""
         return as_text(self.messages)
 
 
 def read_suite(file: Path, reason: str = "") -> list[SuiteQuestion]:
-    """Returns the questions of a file; one without a uid gets the digest of its prompt. `reason`: of those
-    that have none.
+    """Returns the questions in a file. A question without a uid gets the digest of its prompt. `reason`: for
+    questions without one.
 
-    Raises ValueError with all faults, each with its line; for a file that is not there too.
+    Raises ValueError for a missing file, or with all faults of the file, each with its line.
     """
     if not file.is_file():
         raise ValueError(f"{file}: there is no such file: give a file of questions (.jsonl)")
@@ -74,7 +74,7 @@ def read_suite(file: Path, reason: str = "") -> list[SuiteQuestion]:
             given = {name: value for name, value in row.items() if value is not None}
             question = SuiteQuestion.model_validate(({"reason": reason} if reason else {}) | given)
             uid = question.uid or digest(list(question.messages))
-            json.dumps(row, ensure_ascii=False).encode()  # refuses half of a surrogate pair
+            json.dumps(row, ensure_ascii=False).encode()  # rejects lone surrogates
             questions.append(question.model_copy(update={"uid": uid}))
         except ValidationError as error:
             faults.append(
@@ -89,11 +89,11 @@ def read_suite(file: Path, reason: str = "") -> list[SuiteQuestion]:
 
 
 def add_to_suite(suite: Path, questions: Iterable[SuiteQuestion]) -> list[SuiteQuestion]:
-    """Adds the questions whose prompt the suite has not, with the present time, and returns them. One with
-    the uid of another prompt gets a longer uid.
+    """Adds the questions whose prompt is not in the suite, with the current time, and returns them. A
+    question whose uid is taken by another prompt gets a longer uid.
 
-    The file is replaced as a whole, with its earlier lines as they were. Raises ValueError for a wrong suite,
-    and TimeoutError when another process holds it for 30 seconds.
+    Replaces the whole file, keeping its earlier lines unchanged. Raises ValueError for an invalid suite, and
+    TimeoutError when another process holds it for 30 seconds.
     """
     suite.parent.mkdir(parents=True, exist_ok=True)
     with locked(suite.with_name(f".{suite.name}.lock"), WAIT_SECONDS) as ours:
@@ -125,5 +125,5 @@ def add_to_suite(suite: Path, questions: Iterable[SuiteQuestion]) -> list[SuiteQ
 
 
 def lines(questions: Sequence[SuiteQuestion]) -> str:
-    """Returns the lines of questions."""
+    """Returns questions as JSON lines."""
     return "".join(question.model_dump_json(exclude_none=True) + "\n" for question in questions)

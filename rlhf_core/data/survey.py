@@ -1,8 +1,8 @@
-"""Counts lengths, duplicates, empty and damaged texts of a data set while its rows are read, before training.
-Torch-free.
+"""Counts lengths, duplicates, and empty and damaged texts while the rows of a data set are read, before
+training. Torch-free.
 
 Memory per row is a few dozen bytes: digests of its text and its prompt, its source and number, its lengths in
-tokens. A finding is a fact beyond its limit in LIMITS or BALANCE, as a sentence with an example row.
+tokens. A finding describes a fact beyond its limit in LIMITS or BALANCE, in a sentence with an example row.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from rlhf_core.records import Frozen
 DAMAGE = re.compile("[\ufffd\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f]|[\u00c2\u00c3][\x80-\xbf]|\u00e2\u20ac")
 PERCENTILES = {"p5": 5, "p50": 50, "p95": 95, "max": 100}
 BINS = 24
-# Facts of the rows: the share above which one becomes a finding, and its sentence.
+# Facts about the rows: the share above which a fact becomes a finding, and its sentence.
 FACTS = {
     "duplicate rows": (0.01, "rows that equal another one"),
     "duplicate prompts": (0.2, "prompts that repeat an earlier one"),
@@ -57,23 +57,23 @@ FACTS = {
     "shared with data": (0.0, "held-out prompts that are also trained on"),
 }
 LIMITS = {name: limit for name, (limit, _) in FACTS.items()}
-# shares outside are findings, from FEWEST values on
+# with at least FEWEST values, shares outside these bounds are findings
 BALANCE = {"desirable": (0.2, 0.8), "chosen longer": (0.3, 0.7)}
 UNBALANCED = {
     "desirable": "the labels are out of balance, desirable answers",
     "chosen longer": "length predicts which answer was chosen, chosen ones that are longer",
 }
 FEWEST = 20
-# kinds whose prompts are expected once; sampled answers come several to a prompt
+# kinds whose prompts should not repeat; sampled answers have several per prompt
 REPEATS = ("sft", "prompt", "preference")
 ANSWER_CUT = "no answer within the token limit"
 
 
 class Made(NamedTuple):
-    """The items made from a row, each documents and a number.
+    """Holds the items built from a row, each a tuple of documents and a number.
 
-    `cut`: how many were cut; `rows`: how many items the row should give; `dropped`: why there are fewer.
-    Lengths are in tokens before cutting; None and empty when nothing was tokenised.
+    `cut`: how many were cut. `rows`: how many items the row should give. `dropped`: why there are fewer.
+    Lengths are in tokens before cutting; None or empty if nothing was tokenised.
     """
 
     items: Sequence[tuple[Sequence[Document], float]]
@@ -85,7 +85,7 @@ class Made(NamedTuple):
 
 
 class Finding(Frozen):
-    """A fact beyond its limit."""
+    """Describes a fact beyond its limit."""
 
     name: str
     sentence: str
@@ -93,7 +93,8 @@ class Finding(Frozen):
 
 
 class SourceUse(Frozen):
-    """A source of the mixture: its share in the recipe (`asked`), and how many of its rows were used."""
+    """Describes a source of the mixture: its share in the recipe (`asked`), and how many of its rows were
+    used."""
 
     path: str
     asked: float
@@ -101,11 +102,12 @@ class SourceUse(Frozen):
 
 
 class Survey(Frozen):
-    """Facts of one data set. `rows`: those used of the files; `items`: expected from them; `kept`: made;
-    `truncated`: those of these that were cut; `tokens`: of those kept (of both documents of a pair). `facts`
-    are shares of the rows, but for statistics of margins and rewards.
+    """Holds facts about one data set. `rows`: used from the files. `items`: expected from these rows. `kept`:
+    items built. `truncated`: kept items that were cut. `tokens`: in kept items (for a pair, in both
+    documents). `facts` are shares of the rows, except statistics of margins and rewards.
 
-    `histogram` has counts of lengths in equal bins from 0 to its last number, the upper edge in tokens.
+    `histogram` has counts of lengths in equal bins, followed by the upper edge of the last bin in tokens; the
+    first bin starts at 0.
     """
 
     kind: str
@@ -125,16 +127,15 @@ class Survey(Frozen):
 
 @dataclass(frozen=True)
 class DataReport:
-    """A survey, and the digests of all prompts: (N, 3) uint64 with digest, number of the source, number of
-    the row."""
+    """Holds a survey and the digests of all prompts: (N, 3) uint64 with digest, source index, row number."""
 
     survey: Survey
     prompts: np.ndarray = field(compare=False, repr=False)
 
     @property
     def counts(self) -> dict[str, int]:
-        """Items expected from the rows, items kept, those of them that were cut, items dropped, and the
-        tokens of those kept."""
+        """Returns the number of items expected from the rows, of items kept, truncated (among the kept) and
+        dropped, and of tokens in kept items."""
         found = self.survey
         dropped = found.items - found.kept
         return {
@@ -173,7 +174,7 @@ class Surveyor:
         ) = 0
 
     def see(self, placed: Placed, made: Made) -> None:
-        """Counts a row and the items made from it."""
+        """Counts a row and the items built from it."""
         located = placed.located
         self._items += made.rows
         self._kept += len(made.items)
@@ -189,7 +190,7 @@ class Surveyor:
         answers: list[str] = []
         later: list[str] = []
         if unusable(located, self._kind):
-            prompt = located.where  # unique, so that the row is no duplicate of another
+            prompt = located.where  # unique, so that the row does not count as a duplicate
         else:
             prompt, answers, later = self._texts(located)
         self._mark(
@@ -206,8 +207,7 @@ class Surveyor:
         self._numbers.append(placed.number)
 
     def finish(self, mixture: Mixture | None, tokens: int) -> DataReport:
-        """Returns the report on the rows seen. `mixture`: the one they were read with; `tokens`: of the items
-        kept."""
+        """Returns the report on the rows seen. `mixture`: used to read them. `tokens`: in the items kept."""
         rows = len(self._rows)
         columns = ((self._prompts, np.uint64), (self._sources, np.uint16), (self._numbers, np.uint64))
         numbers = np.stack(
@@ -267,7 +267,7 @@ class Surveyor:
         return DataReport(survey, numbers)
 
     def _texts(self, located: Located) -> tuple[str, list[str], list[str]]:
-        """Returns the prompt, the answers, and messages between answers as texts; also counts labels,
+        """Returns the prompt, the answers, and the messages between answers as strings. Also counts labels,
         margins, rewards and comparisons."""
         if self._kind == "sft":
             messages = conversation_of(located)
@@ -344,7 +344,7 @@ class Surveyor:
 
 
 def shared_prompts(train: DataReport, held_out: DataReport) -> tuple[float, Finding | None]:
-    """Returns the share of held-out prompts that the training data has too, and a finding when it is above
+    """Returns the share of held-out prompts that are also in the training data, and a finding if it is above
     the limit."""
     same = np.flatnonzero(np.isin(held_out.prompts[:, 0], train.prompts[:, 0]))
     share = len(same) / len(held_out.prompts)
@@ -388,7 +388,7 @@ def _histogram(lengths: dict[str, array[int]]) -> dict[str, list[int]]:
 
 
 class Loaded(NamedTuple, Generic[Item]):
-    """Items in the order of the data, and their report."""
+    """Holds items in the order of the data, and their report."""
 
     items: Sequence[Item]
     report: DataReport

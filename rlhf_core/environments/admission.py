@@ -1,5 +1,5 @@
-"""Decides how many episodes a process of an environment runs at once, so that episodes that end their process
-do not stop all others."""
+"""Decides how many episodes an environment process runs at once, so that episodes that end their process do
+not stop all others."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ import asyncio
 
 
 class Admission:
-    """Lets at most `most` episodes run at once; fewer for some time after the process has died under them.
+    """Lets at most `most` episodes run at once, and fewer for some time after the process has died.
 
-    Additive increase and multiplicative decrease, as of TCP's window (Chiu & Jain 1989): a death halves the
-    number, down to one episode, which no other can end; every finished attempt adds one.
+    Additive increase and multiplicative decrease, like TCP's window (Chiu & Jain 1989): a death halves the
+    limit, down to one episode, which no other can end; every finished attempt adds one.
     """
 
     def __init__(self, most: int):

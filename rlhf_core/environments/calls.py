@@ -1,4 +1,4 @@
-"""Reads calls of tools from answers, in the format that the model's chat template writes.
+"""Parses tool calls in answers, in the format that the model's chat template writes.
 
 The format is found by rendering one call: JSON (Hermes, Qwen 2.5 and 3, Llama 3, Mistral), a name before JSON
 (newer Mistral, DeepSeek), or tags for each argument (Qwen3-Coder, Qwen3.5).
@@ -32,9 +32,9 @@ DECODER = json.JSONDecoder()
 
 
 class CallFormat(NamedTuple):
-    """Holds the texts around the parts of a call. `begin`: before it ("": the whole answer is a call).
-    `between`: after the name, before the arguments; None where one JSON object has both. `tags`: of arguments
-    in tags, before the name, before the value, after the value."""
+    """Holds the strings around the parts of a call. `begin`: before the call ("": the whole answer is a
+    call). `between`: after the name, before the arguments; None if one JSON object has both. `tags`: for
+    arguments in tags, the strings before the argument's name, before its value and after its value."""
 
     begin: str
     between: str | None = None
@@ -62,7 +62,7 @@ class CallFormat(NamedTuple):
 
 
 def call_format(renderer: Renderer) -> CallFormat:
-    """Finds how the template writes calls. Raises ValueError for one that does not know tools."""
+    """Returns the template's call format. Raises ValueError for a template without tool support."""
     asked = [{"role": "user", "content": "a"}]
     call = {"type": "function", "id": "call00000", "function": {"name": NAME, "arguments": {ARGUMENT: VALUE}}}
     wrong = (
@@ -112,8 +112,8 @@ def _decoded(text: str) -> Any:
 
 
 def _of_json(text: str, whole: bool) -> list[Call]:
-    """Reads an object or a list of objects at the beginning of a text; `whole`: text that is none is no
-    call."""
+    """Parses an object or a list of objects at the beginning of a text. With `whole`, values that are not
+    calls are skipped instead of returned as wrong calls."""
     value = _decoded(text)
     objects = value if isinstance(value, list) else [value]
     calls = []
@@ -138,7 +138,7 @@ def _call(name: str, arguments: Any) -> Call:
 
 
 def _value(text: str) -> Any:
-    """Reads the value of an argument in tags: JSON where it is some, else text."""
+    """Parses the value of an argument in tags as JSON if possible, else as text."""
     stripped = text.strip()
     value = _decoded(stripped)
     return (

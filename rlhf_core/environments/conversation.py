@@ -1,9 +1,9 @@
-"""What a user's environment talks to: one conversation with the model. Standard library only; runs in an
-environment process.
+"""Gives a user's environment one conversation with the model. Runs in an environment process. Standard
+library only.
 
 An environment is a class with `async def rollout(self, task, model)`: `task` has all columns of a row of the
-prompts, `model` is a `Conversation` that begins with the row's prompt. It returns the reward at the end, a
-number, or None where `model.reward` gave all rewards.
+prompts, `model` is a `Conversation` that begins with the row's prompt. It returns the final reward as a
+number, or None if `model.reward` gave all rewards.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ Message = dict[str, Any]
 
 
 class LimitReached(Exception):
-    """Says that the conversation has used up its turns or its tokens. A rollout that does not catch it ends
+    """Reports that the conversation has used up its turns or tokens. A rollout that does not catch it ends
     with the rewards so far."""
 
 
 @dataclass(frozen=True)
 class Call:
-    """A call of a tool in an answer. `arguments` is empty and `wrong` says why, where they cannot be read.
-    `id` is for `tool_call_id`."""
+    """Describes a tool call in an answer. If its arguments cannot be parsed, `arguments` is empty and `wrong`
+    has the reason. `id` is for `tool_call_id`."""
 
     name: str
     arguments: dict[str, Any]
@@ -34,8 +34,8 @@ class Call:
 
 @dataclass(frozen=True)
 class Answer:
-    """An answer of the model. `text`: without calls and control tokens. `finished`: False when a limit of
-    tokens cut it."""
+    """Holds an answer of the model. `text`: without calls and control tokens. `finished`: False if a token
+    limit cut it."""
 
     text: str
     finished: bool
@@ -43,11 +43,11 @@ class Answer:
 
 
 class Conversation:
-    """A conversation with the model. `messages`: all messages so far, `turns`: the number of answers among
-    them since the prompt.
+    """Represents a conversation with the model. `messages`: all messages so far. `turns`: the number of
+    answers since the prompt.
 
-    `random` is seeded by the run, the iteration and the prompt: the same for all answers to one prompt, which
-    are compared.
+    `random` is seeded from the run, the iteration and the prompt. It is the same for all answers to one
+    prompt, since these are compared.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class Conversation:
         self._lost = False
 
     async def answer(self, *new: str | Message) -> Answer:
-        """Adds messages (a text is one of the user) and returns the model's answer. Raises LimitReached."""
+        """Adds messages (a string is a user message) and returns the model's answer. Raises LimitReached."""
         if self.turns and not new:
             raise ValueError("model.answer() without a message, after an answer: say something to it")
         added = [
@@ -78,7 +78,7 @@ class Conversation:
                     "model.answer() takes texts, or messages with a role and a content that are texts, not"
                     f" {message!r:.80}"
                 )
-            # without halves of characters
+            # replaces lone surrogates
             message["content"] = message["content"].encode(errors="replace").decode()
         if self._lost:
             raise RuntimeError(

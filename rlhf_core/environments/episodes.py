@@ -1,8 +1,8 @@
 """Runs episodes: conversations between a user's environment and the engines, many at once.
 
-An attempt that fails (the environment raises, hangs, returns no number, or ends its process) is begun anew,
-with other random numbers. An episode whose attempts are used up has no reward, which is counted; it is never
-0. The same error of the environment's code in all episodes ends the work.
+An attempt that fails (the environment raises, hangs, returns no number, or ends its process) is restarted
+with other random numbers. An episode that has used up its attempts has no reward (never 0) and is counted. If
+all episodes fail with the same error in the environment's code, the work ends.
 """
 
 from __future__ import annotations
@@ -28,18 +28,17 @@ from rlhf_core.rollout.dispatch import Background
 from rlhf_core.rollout.engine import Answer, Sampling
 
 R = TypeVar("R")
-Mail = dict[str, Any] | Failed  # a line of the environment's process, or its end
-ENOUGH = 4  # episodes that fail by the same error, and no other, that show it to meet all
-# of processes, by episodes that are not known to be guilty, before an attempt of such an episode counts as
-# failed
+Mail = dict[str, Any] | Failed  # a line from the environment's process, or its end
+ENOUGH = 4  # number of failing episodes, all with the same error, after which it is taken to affect all
+# process deaths that an episode not known to be guilty survives before they count as failed attempts
 DEATHS = 10
 
 
 @dataclass(frozen=True)
 class Episode:
-    """A finished conversation. `rewards`: of each answer, empty where all attempts failed, and then `failure`
-    says how the last one did. `attempts`: how many there were; `seconds`: of the environment's own, in the
-    last."""
+    """Holds a finished conversation. `rewards`: one per answer, empty if all attempts failed; `failure` then
+    has the reason for the last failure. `attempts`: their number. `seconds`: the environment's own time in
+    the last attempt."""
 
     trajectory: Trajectory
     rewards: list[float]
@@ -49,8 +48,8 @@ class Episode:
 
 
 class Asked(NamedTuple):
-    """An episode to run: the prompt, the seed of its answers, and the seed that all answers to this prompt
-    share."""
+    """Describes an episode to run: the prompt, the seed of its answers, and the seed shared by all answers to
+    this prompt."""
 
     prompt: Prompt
     seed: int
@@ -58,7 +57,7 @@ class Asked(NamedTuple):
 
 
 class Answering(Protocol):
-    """The interface of engines that answer one request at a time (`rlhf_core.rollout.dispatch.Engines`)."""
+    """Defines the interface of engines that answer single requests (`rlhf_core.rollout.dispatch.Engines`)."""
 
     def reserve(self) -> int: ...
 
@@ -68,10 +67,10 @@ class Answering(Protocol):
 
 
 class Episodes:
-    """Runs an environment's episodes in processes of their own.
+    """Runs an environment's episodes in separate processes.
 
-    Raises ValueError when the environment cannot be made, or the model's chat template knows no tools and the
-    environment has some.
+    Raises ValueError when the environment cannot be created, or when it has tools that the model's chat
+    template does not support.
     """
 
     def __init__(
@@ -92,9 +91,9 @@ class Episodes:
         self._starting = [asyncio.Lock() for _ in self._processes]
         self._asked = 0
         self._started = itertools.count()
-        self._finished = False  # an attempt has
+        self._finished = False  # an attempt has finished
         self._failing = set[int]()  # episodes with a failed attempt
-        self._raised = set[str]()  # the places of the errors by which attempts failed
+        self._raised = set[str]()  # the places of the errors that made attempts fail
         self._admissions = [Admission(config.concurrency) for _ in self._processes]
         try:
             self._tools = background.run(self._process(0)).tools
@@ -104,9 +103,8 @@ class Episodes:
             raise
 
     async def run(self, asked: Sequence[Asked], sampling: Sampling) -> list[Episode]:
-        """Runs episodes; returns them in the order in which they were asked for. Raises RoleFailed when an
-        engine fails or makes no progress; one that died is started anew and asked again. ValueError as
-        `_check`."""
+        """Runs episodes and returns them in the order of `asked`. Raises RoleFailed when an engine fails or
+        makes no progress; a dead engine is restarted and asked again. Raises ValueError like `_check`."""
         self._asked += len(asked)
         tasks = [asyncio.create_task(self._episode(one, sampling)) for one in asked]
         try:
@@ -159,8 +157,8 @@ class Episodes:
         await asyncio.wait_for(attempt, seconds)
 
     def _check(self, episode: int, failed: Failed) -> None:
-        """Notes a failed attempt. Raises ValueError when all episodes so far have failed, each by the same
-        error of the environment's code."""
+        """Records a failed attempt. Raises ValueError when all episodes so far have failed with the same
+        error in the environment's code."""
         self._failing.add(episode)
         self._raised.add(failed.place)
         same = len(self._raised) == 1 and "" not in self._raised
@@ -180,8 +178,8 @@ class Episodes:
         clock: Clock,
         engines: Answering,
     ) -> list[float]:
-        """Runs one attempt; returns the reward of each answer. Raises Failed. The engine answers no further
-        when the environment does not wait for it."""
+        """Runs one attempt and returns the reward of each answer. Raises Failed. The engine stops answering
+        if the environment stops waiting for it."""
         which = number % len(self._processes)
         process = await self._process(which)
         engine = engines.reserve()
@@ -197,7 +195,7 @@ class Episodes:
                     told = await clock.wait(mailbox.get()) if early is None else early
                     early = None
                 except TimeoutError:
-                    if process.held() or process.ended:  # the mailbox will tell whose fault it is
+                    if process.held() or process.ended:  # the mailbox will report whose fault it is
                         clock.extend(2 * LOOK_SECONDS)
                         continue
                     raise Failed(f"took more than {self._config.timeout:g} s (timeout)", late=True) from None
@@ -241,7 +239,7 @@ class Episodes:
                 process.send(cancel=number)
 
     async def _process(self, which: int) -> Process:
-        """Returns a process, which is started where there is none."""
+        """Returns a process, after starting it if it is not running."""
         async with self._starting[which]:
             process = self._processes[which]
             if process is None or process.ended:
@@ -269,8 +267,8 @@ class Episodes:
 async def first_of(
     work: Coroutine[Any, Any, R], mailbox: asyncio.Queue[Mail]
 ) -> tuple[R | None, Mail | None]:
-    """Waits for work or a line in the mailbox. Returns the result of the work, None where the line came
-    before it, which cancels the work; and the line, None where there is none."""
+    """Waits for work or a line in the mailbox. Returns the result of the work and the line, None for either
+    that has not come. If the line comes first, the work is cancelled."""
     working = asyncio.create_task(work)
     hearing = asyncio.create_task(mailbox.get())
     try:
@@ -283,7 +281,7 @@ async def first_of(
 
 
 class Clock:
-    """Counts the seconds of waits, which may be `limit` in all."""
+    """Limits the total time of several waits to `limit` seconds."""
 
     def __init__(self, limit: float):
         self._limit = limit
@@ -293,7 +291,7 @@ class Clock:
         self._limit += seconds
 
     async def wait(self, work: Coroutine[Any, Any, R]) -> R:
-        """Waits. Raises TimeoutError when the limit is reached."""
+        """Waits for work. Raises TimeoutError when the limit is reached."""
         start = time.monotonic()
         try:
             return await asyncio.wait_for(work, max(0.01, self._limit - self.spent))

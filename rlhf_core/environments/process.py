@@ -1,4 +1,4 @@
-"""Starts the process of an environment (`worker.py`), and tells which episode ended it or kept it from all
+"""Starts the process of an environment (`worker.py`), and detects which episode ended it or blocked all
 others."""
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ ENDING_SECONDS = 5.0  # how long a process that has closed its output may take t
 
 
 class Failed(Exception):
-    """Says why an attempt at an episode failed. `guilty`: by what the episode itself did, as far as is known;
-    `late`: its time was over; `place`, `certain`: as of `UsersError`."""
+    """Reports why an attempt at an episode failed. `guilty`: the episode itself caused it, as far as is
+    known. `late`: its time was up. `place`, `certain`: as in `UsersError`."""
 
     def __init__(
         self, reason: str, guilty: bool = True, late: bool = False, place: str = "", certain: bool = False
@@ -37,10 +37,11 @@ class Failed(Exception):
 
 
 class Process:
-    """One process of an environment. `seconds`: how long one step of an episode may keep it from all others.
+    """Represents one process of an environment. `seconds`: how long one step of an episode may block the
+    others.
 
-    `tools`: JSON schemas of the environment's tools. Made by `start`; `episodes` has the mailbox of each
-    running episode, `episodes_at_end` counts those that ran when the process ended.
+    Created by `start`. `tools`: JSON schemas of the environment's tools. `episodes`: the mailbox of each
+    running episode. `episodes_at_end`: the number of episodes running when the process ended.
     """
 
     def __init__(
@@ -58,14 +59,14 @@ class Process:
         self.ended = False
         self.episodes_at_end = 0
         self._blocked = False
-        self._held = (-1, 0.0)  # the episode whose step goes on, and since when
+        self._held = (-1, 0.0)  # the episode whose step is running, and since when
         self._work = [asyncio.create_task(self._read()), asyncio.create_task(self._look())]
 
     @classmethod
     async def start(
         cls, file: str, name: str, options: dict[str, Any], seconds: float, sandbox: str
     ) -> Process:
-        """Starts a process. Raises ValueError when the environment cannot be made in it."""
+        """Starts a process. Raises ValueError when it cannot create the environment."""
         descriptor = os.memfd_create("alignflow-episode")
         try:
             os.ftruncate(descriptor, PAGE.size)
@@ -119,7 +120,7 @@ class Process:
             self._process.stdin.write(json.dumps(line, default=str).encode() + b"\n")
 
     def _running(self) -> tuple[int, int]:
-        """Returns the episode whose step runs now (-1: none), and the counter of steps."""
+        """Returns the episode whose step is running (-1: none), and the step counter."""
         episode, steps = PAGE.unpack_from(self._page, 0)
         return episode - 1, steps
 
@@ -129,7 +130,7 @@ class Process:
             try:
                 line = await self._process.stdout.readline()
                 told = json.loads(line) if line.endswith(b"\n") else None
-            except ValueError:  # an endless line, or no JSON: somebody else writes to the descriptor
+            except ValueError:  # an endless line, or not JSON: something else writes to the descriptor
                 told = None
             if told is None:
                 break
@@ -146,8 +147,8 @@ class Process:
             mailbox.put_nowait(Failed(reason, own or guilty < 0, late=own and self._blocked))
 
     async def _ending(self) -> str:
-        """Waits for the end of a process that writes no more, ends what it has started, and says how it
-        ended."""
+        """Waits for the end of a process that has stopped writing, kills what it has started, and returns a
+        description of how it ended."""
         try:
             ending = how_ended(await asyncio.wait_for(self._process.wait(), ENDING_SECONDS))
         except TimeoutError:
@@ -157,13 +158,13 @@ class Process:
         return ending
 
     def held(self) -> bool:
-        """Returns whether one step has kept the process for some time, so that no episode gets on; `_look`
-        ends that."""
+        """Returns whether one step has blocked all episodes for more than LOOK_SECONDS. `_look` enforces the
+        limit."""
         episode, since = self._held
         return episode >= 0 and time.monotonic() - since > LOOK_SECONDS
 
     async def _look(self) -> None:
-        """Ends the process when one step takes longer than its limit."""
+        """Kills the process when one step takes longer than its limit."""
         last = (-1, 0)
         since = time.monotonic()
         while not self.ended:

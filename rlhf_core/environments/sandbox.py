@@ -1,8 +1,8 @@
-"""Runs a program closed in by bubblewrap (Debian's package `bubblewrap`): no network, a read-only system, an
-empty home, no environment.
+"""Runs a program in a bubblewrap sandbox (Debian package `bubblewrap`): no network, a read-only system, an
+empty home, no environment variables.
 
-Its time, memory and output are limited, and it can start no other process: a system call filter refuses. It
-dies with its parent. Standard library only; environments may use it for tools of their own.
+Its time, memory and output are limited, and a system call filter prevents it from starting processes. It dies
+with its parent. Standard library only; environments may use it for their own tools.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ from functools import cache
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
-MODE = "ALIGNFLOW_SANDBOX"  # variable: bubblewrap or none, as the recipe says
+MODE = "ALIGNFLOW_SANDBOX"  # environment variable: bubblewrap or none, from the recipe
 ROOTS = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64")
 SECONDS = 10.0
 MEMORY_MIB = 512
 OUTPUT_BYTES = 16384
 
-# By architecture: audit number, clone, clone3, and calls that are refused outright: fork, vfork, those that
-# get memory beside the limit (memfd_create, shmget), and those that give rights in a namespace of its own,
-# and with them the kernel's memory (unshare, setns).
+# By architecture: audit number, clone, clone3, and the calls that are always refused: fork, vfork, those that
+# allocate memory outside the limit (memfd_create, shmget), and those that give rights in a new namespace and
+# thereby kernel memory (unshare, setns).
 CALLS = {
     "x86_64": (0xC000003E, 56, 435, (57, 58, 319, 29, 272, 308)),
     "aarch64": (0xC00000B7, 220, 435, (279, 194, 97, 268)),
 }
-X32 = 0x40000000  # numbers from here on are calls of another interface of x86-64
+X32 = 0x40000000  # from this number on, calls belong to x86-64's x32 interface
 OPEN_FILES = 64
 CLONE_THREAD = 0x10000
 LOAD = 0x20
@@ -54,8 +54,7 @@ _turns: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = WeakKe
 
 
 class Output(NamedTuple):
-    """What a program wrote, cut to the limit, and how it ended: its exit code; None where the time limit
-    ended it."""
+    """Holds a program's output, cut to the limit, and its exit code; None if the time limit ended it."""
 
     text: str
     code: int | None
@@ -63,8 +62,8 @@ class Output(NamedTuple):
 
 @cache
 def available() -> bool:
-    """Returns whether bubblewrap is installed and works here, tried once; user namespaces may be forbidden in
-    a container."""
+    """Returns whether bubblewrap is installed and works here; tested once. Containers may forbid user
+    namespaces."""
     if shutil.which("bwrap") is None or platform.machine() not in CALLS:
         return False
     with tempfile.TemporaryFile() as rules:
@@ -81,7 +80,7 @@ def available() -> bool:
 
 
 def asked() -> bool:
-    """Returns whether the recipe asks for programs to be closed in."""
+    """Returns whether the recipe asks for the sandbox."""
     return os.environ.get(MODE, "bubblewrap") != "none"
 
 
@@ -92,8 +91,8 @@ async def run(
     memory_mib: int = MEMORY_MIB,
     output_bytes: int = OUTPUT_BYTES,
 ) -> Output:
-    """Runs a command and returns what it wrote to stdout and stderr; as many at once as there are CPUs.
-    Raises RuntimeError where there is no sandbox and the recipe asks for one."""
+    """Runs a command and returns its output on stdout and stderr. Runs at most max(2, CPUs) commands at once.
+    Raises RuntimeError if the recipe asks for a sandbox and none is available."""
     if asked() and not available():
         raise RuntimeError(
             "no bubblewrap (bwrap) works here: apt-get install bubblewrap, or set environment.sandbox to none"
@@ -117,7 +116,7 @@ async def _run(
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.STDOUT,
             pass_fds=(rules.fileno(),) if closed else (),
-            start_new_session=closed,  # else it is of this process's group, and ends with it
+            start_new_session=closed,  # else it stays in this process's group and ends with it
             preexec_fn=lambda: _limit(seconds, memory_mib),
         )
     assert process.stdout is not None
@@ -130,7 +129,7 @@ async def _run(
     finally:
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL) if closed else process.kill()
-        # asyncio does not tell the end of a process whose output is not read
+        # asyncio does not report the end of a process while its output is unread
         while await process.stdout.read(65536):
             pass
         code = await process.wait()
@@ -138,7 +137,7 @@ async def _run(
 
 
 async def _talk(process: asyncio.subprocess.Process, stdin: bytes, written: bytearray, most: int) -> None:
-    """Writes stdin and reads the output, until it ends or has more than `most` bytes."""
+    """Writes stdin and reads the output until it ends or exceeds `most` bytes."""
     assert process.stdin is not None and process.stdout is not None
     with suppress(ConnectionError):
         process.stdin.write(stdin)
@@ -151,11 +150,11 @@ async def _talk(process: asyncio.subprocess.Process, stdin: bytes, written: byte
 
 
 def closed_in(command: Sequence[str], rules: int, memory_mib: int = MEMORY_MIB) -> list[str]:
-    """Returns the command that runs `command` closed in. `rules`: the descriptor of the system call
+    """Returns the command that runs `command` in the sandbox. `rules`: the descriptor of the system call
     filter."""
     bound = [part for root in ROOTS if os.path.exists(root) for part in ("--ro-bind", root, root)]
     base = os.path.realpath(sys.base_prefix)
-    if not base.startswith("/usr"):  # an interpreter of its own place
+    if not base.startswith("/usr"):  # an interpreter outside the system's folders
         bound += ["--ro-bind", base, base]
     return [
         *("bwrap", "--unshare-all", "--die-with-parent", "--new-session", "--cap-drop", "ALL", "--clearenv"),
@@ -169,7 +168,8 @@ def closed_in(command: Sequence[str], rules: int, memory_mib: int = MEMORY_MIB) 
 
 
 def _limit(seconds: float, memory_mib: int) -> None:
-    """Limits the process to be, before it begins: address space, CPU seconds, file sizes, no core dump."""
+    """Limits the new process before its program starts: address space, CPU seconds, file sizes, open files,
+    no core dump."""
     memory = memory_mib << 20
     limits = {
         resource.RLIMIT_AS: memory,
@@ -183,14 +183,14 @@ def _limit(seconds: float, memory_mib: int) -> None:
 
 
 def _filter(machine: str) -> bytes:
-    """Returns the filter of system calls as bubblewrap reads it, a classic BPF program: threads may be made,
-    processes may not."""
+    """Returns the system call filter for bubblewrap, a classic BPF program that allows new threads but no new
+    processes."""
     audit, clone, clone3, refused = CALLS[machine]
     program: list[Any] = [(LOAD, 0, 0, 4), (EQUAL, 1, 0, audit), (RETURN, 0, 0, KILL), (LOAD, 0, 0, 0)]
     program += [(AT_LEAST, 0, 1, X32), (RETURN, 0, 0, REFUSE)]
     for number in refused:
         program += [(EQUAL, 0, 1, number), (RETURN, 0, 0, REFUSE)]
-    # its flags are behind a pointer; libraries then use clone
+    # its flags are behind a pointer; libraries fall back to clone
     program += [(EQUAL, 0, 1, clone3), (RETURN, 0, 0, UNKNOWN)]
     program += [
         (EQUAL, 0, 3, clone),
@@ -203,5 +203,5 @@ def _filter(machine: str) -> bytes:
 
 
 def python() -> list[str]:
-    """Returns the command that runs the Python program on its stdin, with the standard library alone."""
+    """Returns the command that runs a Python program from stdin with only the standard library."""
     return [os.path.realpath(sys.executable), "-I", "-S", "-"]

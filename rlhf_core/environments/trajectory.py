@@ -1,6 +1,6 @@
-"""Keeps the tokens of a conversation as they were sampled: nothing is tokenised a second time.
+"""Keeps the tokens of a conversation as they were sampled, without tokenising them again.
 
-What the environment says is rendered by the chat template between the answers, and masked.
+The environment's messages between the answers are rendered by the chat template and masked.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from rlhf_core.rollout.engine import Answer as Sampled
 
 
 class Full(Exception):
-    """Says that a conversation has no turn or no token left."""
+    """Reports that a conversation has no turns or tokens left."""
 
 
 class Limits(NamedTuple):
-    """Limits of a conversation: answers, tokens of the prompt, tokens after it, tokens of one answer."""
+    """Limits a conversation: answers, tokens of the prompt, tokens after it, tokens of one answer."""
 
     turns: int
     prompt_tokens: int
@@ -33,8 +33,8 @@ class Limits(NamedTuple):
 
 
 class Trajectory:
-    """Holds one conversation in tokens. `prompt`: all messages before the first answer, once it is asked
-    for."""
+    """Holds the tokens of one conversation. `prompt`: all messages before the first answer, once that is
+    requested."""
 
     def __init__(
         self,
@@ -54,7 +54,7 @@ class Trajectory:
         self._mask = list[bool]()
         self._logprobs = list[float]()
         self._ends = list[int]()  # index of the last token of each answer
-        self._finished = True  # the last answer has its end
+        self._finished = True  # the last answer is complete
         self._cut = False  # a limit ended the conversation after the last answer
         self._versions = list[tuple[int, int]]()
         self._called = 0
@@ -62,8 +62,8 @@ class Trajectory:
 
     def ask(self, new: Sequence[Message]) -> tuple[list[int], int]:
         """Adds messages. Returns all tokens, and how many the next answer may have. Raises Full, or
-        ValueError for messages that the template refuses; nothing is added then. After Full the conversation
-        is not `finished`, unless another answer follows."""
+        ValueError for messages that the template rejects; adds nothing then. After Full the conversation is
+        not `finished`, unless another answer follows."""
         if not self._ends:
             self._open(new)
             return self._tokens, self._room(0)
@@ -82,7 +82,7 @@ class Trajectory:
         return self._tokens, room
 
     def cut(self) -> None:
-        """Notes that a limit ended the conversation: it is not `finished`."""
+        """Records that a limit ended the conversation, which is then not `finished`."""
         self._cut = True
 
     def _open(self, new: Sequence[Message]) -> None:
@@ -98,7 +98,7 @@ class Trajectory:
         return left if self._limits.answer_tokens is None else min(left, self._limits.answer_tokens)
 
     def take(self, answer: Sampled) -> tuple[Answer, Message]:
-        """Adds the model's answer; returns it as the environment sees it, and as a message."""
+        """Adds the model's answer. Returns it in the environment's form and as a message."""
         self._versions += [(len(self._tokens) + first, version) for first, version in answer.versions]
         self._tokens += answer.tokens
         self._mask += [True] * len(answer.tokens)
@@ -109,7 +109,7 @@ class Trajectory:
         self._cut = False
         text = self._renderer.decoded(answer.tokens, True)
         calls = list[Call]()
-        if self._calls:  # which special tokens may begin
+        if self._calls:  # special tokens may begin a call
             before, calls = self._calls.read(
                 self._renderer.decoded(answer.tokens[: len(answer.tokens) - answer.finished], False)
             )
@@ -127,7 +127,7 @@ class Trajectory:
 
     @property
     def document(self) -> Document:
-        """The whole conversation up to the last answer; before the first answer the prompt."""
+        """Returns the whole conversation up to the last answer; before the first answer, the prompt."""
         end = self._ends[-1] + 1 if self._ends else len(self._tokens)
         if not end:
             return compact(self.prompt.tokens, ())
@@ -135,35 +135,35 @@ class Trajectory:
 
     @property
     def logprobs(self) -> np.ndarray:
-        """The sampler's log-probs (T,), 0 off the mask."""
+        """Returns the sampler's log-probs (T,), 0 off the mask."""
         return np.array(
             (self._logprobs or [0.0] * len(self.prompt.tokens))[: len(self.document)], dtype=np.float32
         )
 
     @property
     def versions(self) -> list[tuple[int, int]]:
-        """Pairs (first token, version of the weights that sampled from there on)."""
+        """Returns pairs (first token, version of the weights that sampled from there on)."""
         return self._versions
 
     @property
     def turns(self) -> int:
-        """The number of answers."""
+        """Returns the number of answers."""
         return len(self._ends)
 
     @property
     def finished(self) -> bool:
-        """False when a limit ended the conversation: of tokens or turns, before the environment was done or
-        within the last answer, or of time (`cut`)."""
+        """Returns False if a limit ended the conversation: on tokens or turns, within the last answer or
+        before the environment was done, or on time (`cut`)."""
         return self._finished and not self._cut
 
     @property
     def ended(self) -> bool:
-        """Whether the last answer has its end, also where the conversation was cut after it."""
+        """Returns whether the last answer is complete, even if the conversation was cut after it."""
         return self._finished
 
     def early(self, rewards: Sequence[float]) -> np.ndarray | None:
-        """Returns the rewards (T,) of all answers but the last, each at its answer's last token; None where
-        there are none."""
+        """Returns the rewards (T,) of all answers but the last, each at its answer's last token; None if they
+        are all 0."""
         if not any(rewards[:-1]):
             return None
         placed = np.zeros(len(self.document), np.float32)

@@ -1,7 +1,8 @@
 """Runs one episode of an environment with made-up answers, so that a bug in it is reported before any engine
 starts.
 
-As of reward functions (`rlhf_core.rewards.trial`), only an error that every episode meets ends the stage.
+As for reward functions (`rlhf_core.rewards.trial`), only an error that occurs in every episode ends the
+stage.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from rlhf_core.rollout.engine import Answer, Sampling, answer_of
 
 
 class MadeUpAnswers:
-    """Stands for engines: gives the same answer to every request."""
+    """Replaces the engines: returns the same answer to every request."""
 
     def __init__(self, renderer: Renderer, text: str):
         self._tokens = list(renderer.answer_tokens([], text).tokens)
@@ -35,8 +36,8 @@ class MadeUpAnswers:
 def try_environment(
     config: Environment, episodes: Episodes, background: Background, prompt: Prompt, renderer: Renderer
 ) -> None:
-    """Runs one episode. Prints a warning. Raises ValueError where the environment's code is wrong for every
-    answer."""
+    """Runs one episode. Prints a warning if it fails or takes too long. Raises ValueError if the
+    environment's code fails for every answer."""
     answers = MadeUpAnswers(renderer, made_up_answer(prompt.row))
     sampling = Sampling(n=1, temperature=1.0, max_new_tokens=1, stop_token_ids=())
     try:

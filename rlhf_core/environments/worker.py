@@ -1,14 +1,19 @@
 """`python -m rlhf_core.environments.worker FILE CLASS OPTIONS MARK`: runs a user's environment, many episodes
 at once.
 
-Lines of JSON both ways. The first of ours says that the class is loaded, with its tools, or why it is not.
-    Then come, for each episode: in   {"start": ID, "task": {...}, "messages": [...], "seed": N}
-    {"answer": ID, ...}     {"cancel": ID} out  {"id": ID, "ask": [messages]}     {"id": ID, "rewards": [...]}
-    {"id": ID, "error": "...", "place": "...", "certain": ...}, as `UsersError`
-MARK is the descriptor of a shared page: before each step of an episode its ID and a counter are written
-there, so that the parent knows
-which episode ended the process or keeps it from all others. What the environment prints goes to stderr.
-Standard library only.
+Both sides write lines of JSON. The worker's first line reports that the class is loaded, with its tools, or
+why it is not. Then, for each episode:
+
+    in   {"start": ID, "task": {...}, "messages": [...], "seed": N}
+         {"answer": ID, ...}
+         {"cancel": ID}
+    out  {"id": ID, "ask": [messages]}
+         {"id": ID, "rewards": [...]}
+         {"id": ID, "error": "...", "place": "...", "certain": ...}, like `UsersError`
+
+MARK is the descriptor of a shared page. Before each step of an episode the worker writes the episode's ID and
+a counter there, so that the parent knows which episode ended the process or blocks all others. The
+environment's output goes to stderr. Standard library only.
 """
 
 from __future__ import annotations
@@ -32,20 +37,20 @@ from typing import Any
 from rlhf_core.environments.conversation import Conversation, LimitReached
 from rlhf_core.system.processes import users_error, users_module
 
-PAGE = struct.Struct("<QQ")  # the episode that is being stepped, plus 1 (0: none), and a counter of steps
+PAGE = struct.Struct("<QQ")  # the ID of the episode being stepped, plus 1 (0: none), and a step counter
 WORKER = os.getpid()
 episode_now: contextvars.ContextVar[int] = contextvars.ContextVar("episode_now", default=-1)
 
 
 def end_if_forked() -> None:
-    """Ends a process that the environment's code forked: the worker alone goes on with episodes and speaks to
-    the parent."""
+    """Ends a process forked by the environment's code: only the worker continues episodes and writes to the
+    parent."""
     if os.getpid() != WORKER:
         os._exit(0)
 
 
 class Marked(Coroutine[Any, Any, Any]):
-    """Runs a coroutine, and says on the shared page which episode each of its steps belongs to."""
+    """Runs a coroutine and records on the shared page which episode each step belongs to."""
 
     steps = 0
 
@@ -77,8 +82,8 @@ class Marked(Coroutine[Any, Any, Any]):
 
 
 def load(file: Path, name: str, options: dict[str, Any]) -> Any:
-    """Makes the environment. Modules beside its file can be imported by it. Raises ValueError when there is
-    none."""
+    """Creates the environment, which can import modules beside its file. Raises ValueError when this
+    fails."""
     kind = getattr(users_module(file, "environment"), name, None)
     if not inspect.isclass(kind) or not inspect.iscoroutinefunction(getattr(kind, "rollout", None)):
         raise ValueError(
@@ -146,7 +151,7 @@ class Episodes:
             Exception,
             SystemExit,
             KeyboardInterrupt,
-        ) as error:  # one failed attempt, whatever the user's code raised
+        ) as error:  # any error of the user's code is one failed attempt
             told = users_error(error, self._file, self._environment.rollout)
             self.say(id=number, error=shortened(told.text), place=told.place, certain=told.certain)
         finally:
@@ -155,13 +160,13 @@ class Episodes:
 
 
 def shortened(text: str) -> str:
-    """Returns a text of at most 500 characters; the end, where the line of an error stands, is kept."""
+    """Shortens a text to at most 500 characters. Keeps the end, which has the line of an error."""
     return text if len(text) <= 500 else f"{text[:250]} ... {text[-245:]}"
 
 
 def rewards_of(model: Conversation, final: Any, whole: bool) -> list[float]:
-    """Returns the reward of each answer, the last with what `rollout` returned. `whole`: no limit ended it.
-    Raises ValueError where there is no reward."""
+    """Returns the reward of each answer; the last one includes the return value of `rollout`. `whole`: no
+    limit ended the rollout. Raises ValueError if there is no valid reward."""
     if not model.turns:
         raise ValueError("rollout() ended without an answer of the model")
     if whole and final is None and not model.rewarded:
@@ -202,12 +207,12 @@ async def main(file: str, name: str, options: str, mark: int) -> None:
         return
     while line := await lines.readline():
         episodes.hear(json.loads(line))
-    os.killpg(0, signal.SIGKILL)  # with what the environment has started, and without a wait for its threads
+    os.killpg(0, signal.SIGKILL)  # includes what the environment has started; does not wait for its threads
 
 
 def end_group_with(parent: int) -> None:
-    """Ends this process and what it has started once its parent is gone, also while a step blocks the event
-    loop."""
+    """Ends this process and everything it has started once its parent is gone, even while a step blocks the
+    event loop."""
     while os.getppid() == parent:
         time.sleep(1)
     os.killpg(0, signal.SIGKILL)

@@ -1,9 +1,10 @@
-"""Takes feedback over HTTP: POST /feedback/NAME for the inbox NAME.inbox, with a bearer token
+"""Accepts feedback over HTTP: POST /feedback/NAME for the inbox NAME.inbox, with a bearer token
 (system/pages/page_server.py).
 
-The body is a JSON object, a list of them, or lines of JSON. Rows are on disk when the answer comes, and a
-request that is sent again adds nothing twice. The answer counts what became of the rows; 400: the body is no
-JSON; 413: it is too large or has too many rows; 422: no row of it holds feedback; 507: the disk is full.
+The body is a JSON object, a list of objects, or JSON lines. Rows are on disk before the response is sent, and
+a repeated request adds nothing twice. The response counts the outcomes of the rows. Errors: 400: the body is
+not JSON; 408: it was not sent in time; 413: it is too large or has too many rows; 422: no row holds feedback;
+507: the disk is full.
 """
 
 from __future__ import annotations
@@ -28,15 +29,15 @@ from rlhf_core.system.machine import disk_problem
 from rlhf_core.system.pages.page_server import Protected
 
 LARGEST_REQUEST = 16 << 20
-MOST_ROWS = 10_000  # bytes and rows of a request
-SEND_SECONDS = 60.0  # for a client to send its request
-FIELDS = ("source", "annotator")  # of all rows of a request, as query parameters
+MOST_ROWS = 10_000  # maximum bytes and rows in a request
+SEND_SECONDS = 60.0  # time limit for a client to send its request
+FIELDS = ("source", "annotator")  # query parameters that apply to all rows of a request
 
 
 def application(
     inboxes: Mapping[str, tuple[Inbox, Callable[[], Questions]]], token: str, hosts: tuple[str, ...] = ()
 ) -> ASGIApp:
-    """Returns the application. `inboxes`: by name, with the questions that their rows must not meet."""
+    """Returns the application. `inboxes`: by name, with the questions that their rows must not match."""
 
     async def post(request: Request) -> Response:
         name = request.path_params["name"]
@@ -94,7 +95,7 @@ def application(
 
 
 async def _body(request: Request) -> bytes | None:
-    """Returns the body; None when it is too large."""
+    """Returns the body; None if it is too large."""
     body = bytearray()
     async for part in request.stream():
         body += part
@@ -104,7 +105,7 @@ async def _body(request: Request) -> bytes | None:
 
 
 def rows_of_body(body: bytes) -> list[Any] | None:
-    """Returns the rows of a request; None when it is no JSON."""
+    """Returns the rows of a request; None if the body is not JSON."""
     try:
         text = body.decode()
         try:
@@ -113,7 +114,7 @@ def rows_of_body(body: bytes) -> list[Any] | None:
         except ValueError:
             # `splitlines` would also split at U+2028
             rows = [json.loads(line) for line in text.split("\n") if line.strip()]
-        json.dumps(rows, ensure_ascii=False).encode()  # refuses half of a surrogate pair
+        json.dumps(rows, ensure_ascii=False).encode()  # rejects lone surrogates
     except (ValueError, RecursionError):
         return None
     return rows
@@ -122,7 +123,7 @@ def rows_of_body(body: bytes) -> list[Any] | None:
 def by_name(
     folders: list[Path], questions: Callable[[], Questions]
 ) -> dict[str, tuple[Inbox, Callable[[], Questions]]]:
-    """Returns the inboxes of some folders by their names. Raises ValueError when two have the same one."""
+    """Returns the inboxes of some folders by name. Raises ValueError when two have the same name."""
     named = {folder.name.removesuffix(SUFFIX): (Inbox(folder), questions) for folder in folders}
     if len(named) < len(folders):
         raise ValueError(

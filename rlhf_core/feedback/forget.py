@@ -1,8 +1,8 @@
-"""Deletes one person's feedback: from the inbox, from the files that stages read, from run directories and
-from their copies in a store.
+"""Deletes one person's feedback from the inbox, the files that stages read, run directories and their copies
+in stores.
 
-The inbox is last: a deletion that is killed is done again from the start. A checkpoint that was trained on a
-row cannot forget it, so such models are listed. Torch-free.
+The inbox comes last, so that a killed deletion can be repeated from the start. A checkpoint that was trained
+on a row cannot forget it, so the affected stages are listed. Torch-free.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ ALL_KINDS = ("thumb", "edit", "ranking")
 
 
 class Forgotten(NamedTuple):
-    """What a deletion found. `rows`: in the inbox; `files`: changed files with copies of rows; `trained`:
-    stages that read the rows, and those that were trained from their models."""
+    """Reports the results of a deletion. `rows`: number of rows in the inbox. `files`: changed files with
+    copies of rows. `trained`: stages that read the rows, and stages that used their outputs."""
 
     rows: int
     files: list[str]
@@ -37,8 +37,8 @@ class Forgotten(NamedTuple):
 def forget(
     inbox: Inbox, annotator: str, artifacts: Sequence[Path] = (), stores: Sequence[Store] = ()
 ) -> Forgotten:
-    """Deletes the rows of one person. Raises ValueError while a stage that reads them runs; StoreFault when a
-    store cannot be used."""
+    """Deletes one person's rows. Raises ValueError while a stage that reads them is running or another
+    process holds the inbox, StoreFault when a store cannot be used."""
     with inbox.changing() if inbox.exists else nullcontext(True) as ours:  # no stage takes rows meanwhile
         if not ours:
             raise ValueError(
@@ -51,7 +51,7 @@ def _forget(inbox: Inbox, annotator: str, artifacts: Sequence[Path], stores: Seq
     rows = [stored for stored in inbox.rows(ALL_KINDS) if stored.row.annotator == annotator]
     gone = {stored.seq for stored in rows}
     texts = {json.dumps([message["content"] for message in stored.row.prompt]) for stored in rows}
-    for cut_off in (inbox.folder / FOLDER).glob(".*"):  # of a `take` that was killed
+    for cut_off in (inbox.folder / FOLDER).glob(".*"):  # left by a killed `take`
         cut_off.unlink(missing_ok=True)
     taken = [file for file in sorted((inbox.folder / FOLDER).glob("*.jsonl")) if _holds(file, gone)]
     runs = [
@@ -85,7 +85,7 @@ def _holds(file: Path, gone: Collection[int]) -> bool:
 
 
 def _descendants(readers: Sequence[RunDir], runs: Sequence[RunDir]) -> list[RunDir]:
-    """Returns the stages that read rows with all stages that use an output of them, directly or not."""
+    """Returns the stages that read the rows, and all stages that use their outputs directly or indirectly."""
     found = list(readers)
     for run in found:
         inside = f"{run.path}{os.sep}"
@@ -98,11 +98,12 @@ def _descendants(readers: Sequence[RunDir], runs: Sequence[RunDir]) -> list[RunD
 
 
 def _clean(run: RunDir, prompts: Collection[str], stores: Sequence[Store], reader: bool) -> Iterator[Path]:
-    """Removes rows with these prompts from the JSON lines of a run directory, and tokenised rows of an
-    unfinished stage; yields changed files. The manifest in its result, and the copies in stores, follow."""
+    """Removes rows with these prompts from a run directory's JSON lines, and the tokenised rows of an
+    unfinished stage. Yields changed files. Then updates the manifest in the stage's result and the copies in
+    stores."""
     result = StageResult.read(run / RESULT)
     if result is None and reader and (run / STATE).is_dir():
-        shutil.rmtree(run / STATE)  # it begins anew: its state has seen the rows
+        shutil.rmtree(run / STATE)  # the stage restarts: its state has seen the rows
         yield run / STATE
     for file in sorted(run.path.rglob("*.jsonl")):
         if file.name != METRICS and _filter(file, lambda line: _prompt_of(line) not in prompts):
@@ -112,7 +113,7 @@ def _clean(run: RunDir, prompts: Collection[str], stores: Sequence[Store], reade
         if result
         else {}
     )
-    if result is not None and changed:  # also where a deletion was cut off before
+    if result is not None and changed:  # also after an interrupted deletion
         write_text(
             run / RESULT,
             result.model_copy(update={"files": {**result.files, **changed}}).model_dump_json(indent=2),
@@ -158,7 +159,7 @@ def _lines(file: Path) -> Iterator[str]:
 
 
 def _filter(file: Path, keep: Callable[[str], bool]) -> bool:
-    """Removes the lines of a file that are not to be kept; returns whether there were any."""
+    """Removes the lines of a file that `keep` rejects. Returns whether there were any."""
     if all(keep(line) for line in _lines(file)):
         return False
     temporary = file.with_name(f".{file.name}.{os.getpid()}")

@@ -1,8 +1,8 @@
-"""Stores feedback in a folder `NAME.inbox`: an SQLite database to which rows are added and in which no row is
-changed. Torch-free.
+"""Stores feedback in a folder `NAME.inbox`: an SQLite database in which rows are added but not changed.
+Torch-free.
 
-A row is deleted by a tombstone, which keeps its number and identity, so that the same row is not imported
-again. Several processes may add rows; each row is on disk before `add` returns.
+Deletion replaces a row with a tombstone, which keeps its number and identity, so that the same row is not
+imported again. Several processes may add rows. Each row is on disk before `add` returns.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from rlhf_core.system.files import locked
 SUFFIX = ".inbox"
 FILE = "feedback.sqlite"
 LOCK = ".lock"
-WAIT_SECONDS = 60.0  # for another process that writes
+WAIT_SECONDS = 60.0  # how long to wait for another writer
 TABLES = """
 CREATE TABLE rows (
     seq INTEGER PRIMARY KEY AUTOINCREMENT, identity TEXT NOT NULL UNIQUE,
@@ -37,24 +37,24 @@ CREATE TABLE about (id TEXT NOT NULL);
 
 
 class Added(NamedTuple):
-    """How many of the rows given to `add` are new, and how many are there already or were deleted."""
+    """Counts the rows given to `add`: new ones, and ones already present or deleted."""
 
     new: int
     duplicate: int
 
 
 class Stored(NamedTuple):
-    """A row and its number; numbers only rise."""
+    """Holds a row and its number. Numbers only increase."""
 
     seq: int
     row: Feedback
 
 
 class Inbox:
-    """The rows in one folder, which is made with the first row, for its owner alone. Raises ValueError when
-    the database cannot be read.
+    """Manages the rows in one folder, which is created with the first row and accessible only to its owner.
+    Raises ValueError when the database cannot be read.
 
-    `folder` is the real path, which is the same from every working directory.
+    `folder` is the real path, which does not depend on the working directory.
     """
 
     def __init__(self, folder: Path):
@@ -72,19 +72,19 @@ class Inbox:
 
     @cached_property
     def id(self) -> str:
-        """16 hex digits, made with the inbox: another one in its place has another id, and its numbers begin
-        anew."""
+        """Returns 16 hex digits generated with the inbox. A new inbox in the same place has another id, and
+        its row numbers start again."""
         with closing(self._open()) as database:
             return str(database.execute("SELECT id FROM about").fetchone()[0])
 
     def changing(self) -> AbstractContextManager[bool]:
-        """Holds the lock of those who write or delete copies of rows; yields whether it was had within
+        """Holds the lock for writing or deleting copies of rows. Yields whether it was acquired within
         WAIT_SECONDS."""
         return locked(self.folder / LOCK, WAIT_SECONDS)
 
     def add(self, rows: Sequence[Feedback]) -> Added:
-        """Adds rows in one transaction; those whose identity is there are left out. Raises OSError when the
-        disk is full: none is added."""
+        """Adds rows in one transaction, leaving out rows whose identity is already there. Raises OSError,
+        without adding any, when the disk is full."""
         self._make()
         values = [
             (row.identity(), row.about(), row.opinion(), row.kind, row.annotator, row.model_dump_json())
@@ -106,8 +106,8 @@ class Inbox:
         return Added(new, len(rows) - new)
 
     def rows(self, kinds: Iterable[str], after: int = 0, until: int | None = None) -> Iterator[Stored]:
-        """Yields the rows of these kinds numbered above `after` and not above `until`, in their order,
-        without deleted ones."""
+        """Yields the rows of these kinds with numbers above `after` and at most `until`, in order, without
+        deleted ones."""
         if not self.exists:
             return
         wanted = tuple(kinds)
@@ -120,7 +120,7 @@ class Inbox:
                 yield Stored(seq, Feedback.model_validate_json(body))
 
     def count(self, kinds: Iterable[str], after: int = 0) -> int:
-        """Returns the number of rows of these kinds numbered above `after`, without deleted ones."""
+        """Returns how many rows of these kinds have numbers above `after`, without deleted ones."""
         if not self.exists:
             return 0
         wanted = tuple(kinds)
@@ -129,7 +129,7 @@ class Inbox:
             return int(database.execute(query, (after, *wanted)).fetchone()[0])
 
     def end(self) -> int:
-        """Returns the number of the newest row; 0 for none."""
+        """Returns the number of the newest row; 0 if there is none."""
         if not self.exists:
             return 0
         with closing(self._open()) as database:
@@ -145,7 +145,8 @@ class Inbox:
             )
 
     def contradictions(self) -> int:
-        """Returns about how many answers, or sets of answers, rows hold opinions that differ."""
+        """Returns for how many answers, or sets of answers, the rows hold differing opinions. Edits are not
+        counted."""
         if not self.exists:
             return 0
         differing = (
@@ -156,8 +157,8 @@ class Inbox:
             return int(database.execute(f"SELECT count(*) FROM ({differing})").fetchone()[0])  # noqa: S608
 
     def delete(self, annotator: str) -> list[int]:
-        """Turns the rows of one person into tombstones and returns their numbers. Their bytes are overwritten
-        in the file."""
+        """Turns one person's rows into tombstones and returns their numbers. Their bytes are overwritten in
+        the file."""
         if not self.exists:
             return []
         with closing(self._open()) as database:
@@ -179,7 +180,7 @@ class Inbox:
         return gone
 
     def _make(self) -> None:
-        """Makes the database. It gets its name when it is complete, so no other process sees a part of
+        """Creates the database. It gets its name when it is complete, so no other process sees a partial
         one."""
         if self.exists:
             return

@@ -1,8 +1,8 @@
-"""Finds prompts that meet evaluation questions: the same text up to case and punctuation, or 13 words in a
+"""Finds prompts that match evaluation questions: the same text up to case and punctuation, or 13 words in a
 row. Torch-free.
 
-13 words as in Brown et al. 2020, appendix C. A question of 5 to 12 words is met by a prompt that holds it
-whole; a shorter one by the same text alone, since such words occur everywhere.
+The 13 words follow Brown et al. 2020, appendix C. A question of 5 to 12 words matches a prompt that contains
+all of it; a shorter question matches only the same text, since such words occur everywhere.
 """
 
 from __future__ import annotations
@@ -18,12 +18,13 @@ WORD = re.compile(r"\w+")
 
 
 def words_of(text: str) -> list[str]:
-    """Returns the words of a text in one form: compatible characters, no case, no punctuation."""
+    """Returns the normalised words of a text: compatibility characters (NFKC), case-folded, no
+    punctuation."""
     return WORD.findall(unicodedata.normalize("NFKC", text).casefold())
 
 
 class Questions:
-    """Texts of evaluation questions, indexed by runs of words."""
+    """Indexes texts of evaluation questions by runs of words."""
 
     def __init__(self, texts: Iterable[str]):
         self._whole: set[str] = set()
@@ -39,7 +40,7 @@ class Questions:
         self._whole.discard("")
 
     def met_by(self, text: str) -> bool:
-        """Whether a prompt meets a question."""
+        """Returns whether a prompt matches a question."""
         if not self._whole:
             return False
         words = words_of(text)

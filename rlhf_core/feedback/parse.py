@@ -1,5 +1,5 @@
-"""Reads one JSON object as feedback: own rows, preference rows, labels of the labelling page, OpenAI's logs.
-Torch-free."""
+"""Parses one JSON object as feedback: rows in this project's format, preference rows, labels from the
+labelling page, OpenAI's logs. Torch-free."""
 
 from __future__ import annotations
 
@@ -25,22 +25,22 @@ UP = {
 }
 ROLES = ("system", "developer", "user", "assistant", "tool")
 VERDICTS = {"A>>B": (0, 1), "A>B": (0, 1), "B>A": (1, 0), "B>>A": (1, 0)}
-LARGEST = 1_000_000  # characters of one answer, and of all messages of a prompt
-MOST_RANKED = 16  # answers, which are up to 120 pairs
+LARGEST = 1_000_000  # maximum characters in one answer, and in all messages of a prompt
+MOST_RANKED = 16  # maximum number of ranked answers, which give up to 120 pairs
 NAME_LENGTH = 200
 TIMES = ("at", "created")
 THUMBS = ("thumb", "label", "rating")
 
 
 class Unusable(ValueError):
-    """A row that holds no feedback, with the reason: it is counted and left out."""
+    """Reports why a row holds no feedback. Such rows are counted and left out."""
 
 
 def feedback_of(row: Any, source: str = "", annotator: str | None = None) -> Feedback:
-    """Returns the feedback in a row. `source`, `annotator`: of rows that name none.
+    """Returns the feedback in a row. `source`, `annotator`: defaults for rows that name none.
 
-    Raises Unusable for a row that judges nothing (a tie, a skipped label), and ValueError for a malformed
-    one.
+    Raises Unusable for a row without a judgement (a tie, a skipped label), and ValueError for a malformed
+    row.
     """
     if not isinstance(row, Mapping):
         raise ValueError(f"a row must be a JSON object, found {type(row).__name__}")
@@ -65,7 +65,7 @@ def feedback_of(row: Any, source: str = "", annotator: str | None = None) -> Fee
 
 
 def _judged(row: Mapping[str, Any]) -> tuple[Kind, tuple[str, ...], tuple[int, ...]]:
-    """Returns kind, answers and ranks of a row, by the columns that it has."""
+    """Returns kind, answers and ranks of a row, depending on its columns."""
     if "verdict" in row:
         if row["verdict"] in (None, "A=B"):
             raise Unusable("a tie or a skipped label")
@@ -91,7 +91,7 @@ def _judged(row: Mapping[str, Any]) -> tuple[Kind, tuple[str, ...], tuple[int, .
 
 
 def _ranking(row: Mapping[str, Any]) -> tuple[Kind, tuple[str, ...], tuple[int, ...]]:
-    """Reads `ranking`: answers, best first, where a list in the list holds ties."""
+    """Reads `ranking`: a list of answers, best first, in which a nested list holds ties."""
     given = row["ranking"] if isinstance(row["ranking"], list) else []
     groups = [group if isinstance(group, list) else [group] for group in given if group != []]
     answers = tuple(answer for group in groups for answer in group)
@@ -114,8 +114,8 @@ def _ranking(row: Mapping[str, Any]) -> tuple[Kind, tuple[str, ...], tuple[int, 
 
 def _from_log(row: Mapping[str, Any]) -> dict[str, Any]:
     """Converts a logged chat completion: {request: {messages, model}, response: {choices, model, created},
-    feedback: {...}}, or a response with its request's messages in one object. The feedback may also be beside
-    them."""
+    feedback: {...}}, or a response and its request's messages in one object. The feedback may also be at the
+    top level."""
     request = row.get("request") or row.get("body") or row
     response = row.get("response") or row
     response = response.get("body") or response if isinstance(response, Mapping) else {}
@@ -160,7 +160,7 @@ def _read_messages(prompt: Any) -> tuple[dict[str, Any], ...]:
         role, content = (
             (message.get("role"), message.get("content")) if isinstance(message, Mapping) else (None, None)
         )
-        if isinstance(content, list):  # content in parts: text alone
+        if isinstance(content, list):  # content in parts: only text parts are accepted
             parts = [
                 part.get("text")
                 for part in content
@@ -200,13 +200,13 @@ def _different(first: str, second: str) -> tuple[str, str]:
 
 
 def _first(row: Mapping[str, Any], columns: Sequence[str]) -> Any:
-    """Returns the first value that is not null; None when all are."""
+    """Returns the first value that is not null; None if all are."""
     return next((row[column] for column in columns if row.get(column) is not None), None)
 
 
 def _annotator(row: Mapping[str, Any], otherwise: str | None) -> str | None:
-    """Returns the name of who judged, whole: rows of a cut name would not be found when they are to be
-    deleted."""
+    """Returns the annotator's full name. With a shortened name, that person's rows would not be found for
+    deletion."""
     column = "annotator" if row.get("annotator") not in (None, "") else "user"
     value = row.get(column)
     name = otherwise if value in (None, "") else value
@@ -225,7 +225,7 @@ def _text(row: Mapping[str, Any], column: str, otherwise: str | None) -> str | N
 
 
 def _time(value: Any) -> datetime | None:
-    """Reads a time in ISO 8601 or seconds since 1970; without a zone it is UTC."""
+    """Parses a time in ISO 8601 or seconds since 1970. Without a zone it is UTC."""
     if value is None or value == "":
         return None
     try:

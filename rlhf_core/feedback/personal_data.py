@@ -1,9 +1,9 @@
-"""Replaces mail addresses, phone numbers, card numbers and IBANs in texts, by presidio's pattern recognisers.
-Torch-free.
+"""Replaces mail addresses, phone numbers, card numbers and IBANs in texts, using presidio's pattern
+recognisers. Torch-free.
 
-Names and addresses of people are not found: that takes a language model. Presidio and what it imports take
-seconds to load, so that is left until a text has the characters of such data. Digits alone are a phone number
-only with a leading 0 or +: else they are arithmetic.
+Names and addresses of people are not found, which would need a language model. Presidio and its imports take
+seconds to load, so they are loaded only when a text contains the characters of such data. Digits alone count
+as a phone number only with a leading 0 or +; otherwise they are arithmetic.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 from rlhf_core.system.machine import MachineLacks
 
-SUSPECTS = {  # what a text must hold for a recogniser to find something
+SUSPECTS = {  # patterns that a text must contain for a recogniser to find something
     "EMAIL_ADDRESS": re.compile(r"@\b"),
     "CREDIT_CARD": re.compile(r"(?:\d[ -]?){11,}\d"),
     "IBAN_CODE": re.compile(r"\b[A-Za-z]{2}[ -]?\d{2}(?:[ -]?[A-Za-z0-9]){9}"),
@@ -27,29 +27,29 @@ SUSPECTS = {  # what a text must hold for a recogniser to find something
 
 
 LOCAL = 64
-DOMAIN = 255  # the most characters before and after the @ of a mail address (RFC 5321, 4.5.3.1)
-BEFORE = re.compile(r"[^\s@\"(),:;<>\[\]\\]+\Z")  # characters that may be before and after the @
+DOMAIN = 255  # maximum characters before and after the @ of a mail address (RFC 5321, 4.5.3.1)
+BEFORE = re.compile(r"[^\s@\"(),:;<>\[\]\\]+\Z")  # characters allowed before and after the @
 AFTER = re.compile(r"[^\s@!-,/:-?\[-^`{-~]*")
 MARGIN = 64
-PIECE = 2048  # characters around what looks like a number; the most that a recogniser gets at once
+PIECE = 2048  # characters around a suspected number; the most that a recogniser gets at once
 
 
 class Masked(NamedTuple):
-    """Texts without personal data, and how many pieces of each kind were replaced."""
+    """Holds texts without personal data, and how many pieces of each kind were replaced."""
 
     texts: list[str]
     found: Counter[str]
 
 
 def masked(texts: list[str]) -> Masked:
-    """Replaces each piece of personal data by its kind, as `<EMAIL_ADDRESS>`. Raises MachineLacks when
+    """Replaces each piece of personal data with its kind, such as `<EMAIL_ADDRESS>`. Raises MachineLacks when
     presidio is needed and absent."""
     found: Counter[str] = Counter()
     return Masked([_masked(text, found) for text in texts], found)
 
 
 class _Span(NamedTuple):
-    """A piece of personal data: its place in the text, and the recogniser's certainty."""
+    """Describes a piece of personal data: its place in the text, and the recogniser's confidence."""
 
     start: int
     end: int
@@ -59,8 +59,8 @@ class _Span(NamedTuple):
 
 def _masked(text: str, found: Counter[str]) -> str:
     spans = [span for kind in SUSPECTS for span in _spans(kind, text)]
-    kept: list[_Span] = []  # sorted by their places
-    # of two that overlap the more certain one
+    kept: list[_Span] = []  # sorted by place
+    # if two overlap, the more certain one is kept
     for span in sorted(spans, key=lambda span: (-span.score, span.start)):
         place = bisect(kept, span.start, key=lambda other: other.start)
         if (not place or kept[place - 1].end <= span.start) and (
@@ -77,8 +77,8 @@ def _masked(text: str, found: Counter[str]) -> str:
 
 
 def _spans(kind: str, text: str) -> Iterator[_Span]:
-    """Yields what the recogniser of a kind finds. It gets small pieces: its patterns take quadratic time, or
-    more, on long texts."""
+    """Yields the findings of a kind's recogniser. It gets small pieces, since its patterns take quadratic
+    time or more on long texts."""
     for start, end, first, last in (
         _mail_windows(text) if kind == "EMAIL_ADDRESS" else _pieces(SUSPECTS[kind], text)
     ):
@@ -91,7 +91,7 @@ def _spans(kind: str, text: str) -> Iterator[_Span]:
 
 
 class _Window(NamedTuple):
-    """A part of a text that a recogniser gets. Spans count that begin from `first` to before `last`."""
+    """Describes a part of a text given to a recogniser. Only spans that start in [`first`, `last`) count."""
 
     start: int
     end: int
@@ -100,8 +100,8 @@ class _Window(NamedTuple):
 
 
 def _mail_windows(text: str) -> Iterator[_Window]:
-    """Yields the characters around each @ that can be of its mail address; a character is in two windows at
-    most."""
+    """Yields the characters around each @ that can belong to its mail address. A character is in at most two
+    windows."""
     for match in SUSPECTS["EMAIL_ADDRESS"].finditer(text):
         at = match.start()
         before = BEFORE.search(text[max(0, at - LOCAL) : at])
@@ -112,7 +112,8 @@ def _mail_windows(text: str) -> Iterator[_Window]:
 
 
 def _pieces(suspect: re.Pattern[str], text: str) -> Iterator[_Window]:
-    """Yields the parts of a text with a suspect and MARGIN around, in pieces that overlap by two margins."""
+    """Yields the parts of a text with a suspect, extended by MARGIN on both sides, in pieces that overlap by
+    two margins."""
     parts: list[list[int]] = []
     for match in suspect.finditer(text):
         start = max(0, match.start() - MARGIN)
@@ -130,8 +131,8 @@ def _pieces(suspect: re.Pattern[str], text: str) -> Iterator[_Window]:
 
 
 def _is_phone(text: str, start: int, end: int) -> bool:
-    """Whether a number that presidio found is written as a phone number, and is no part of a longer or a
-    decimal one."""
+    """Returns whether a number found by presidio is written like a phone number and is not part of a longer
+    or decimal number."""
     number = text[start:end]
     before = text[max(0, start - 2) : start]
     after = text[end : end + 2]
@@ -150,7 +151,7 @@ def _recognisers() -> dict[str, Any]:
             "personal data is found by the package presidio-analyzer, which is not installed: pip install"
             " alignflow[feedback]"
         ) from None
-    domains = TLDExtract(suffix_list_urls=())  # the list in the package: presidio's own call downloads one
+    domains = TLDExtract(suffix_list_urls=())  # uses the packaged list: presidio's own call downloads one
 
     class Email(presidio.EmailRecognizer):
         def validate_result(self, pattern_text: str) -> bool:

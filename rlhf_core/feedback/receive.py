@@ -1,5 +1,5 @@
-"""Takes rows into an inbox: reads, masks personal data, refuses evaluation questions, counts. Memory does not
-grow with the rows."""
+"""Imports rows into an inbox: parses them, masks personal data, rejects evaluation questions, and counts.
+Memory does not grow with the number of rows."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from rlhf_core.feedback.records import Feedback
 from rlhf_core.system.redaction import public_address
 
 BATCH = 2000
-BATCH_BYTES = 32 << 20  # rows of one transaction, and bytes of their lines
+BATCH_BYTES = 32 << 20  # maximum rows in one transaction, and bytes of their lines
 EXAMPLES = 5
 LARGEST_LINE = 16 << 20  # bytes
 
 
 class Given(NamedTuple):
-    """A row as it came, with its place for messages. `fault`: why it cannot be read, or ''; `size`: bytes of
-    its line."""
+    """Holds a row as received, with its place for messages. `fault`: why it cannot be read, or ''. `size`:
+    bytes of its line."""
 
     where: str
     row: Any
@@ -37,8 +37,8 @@ class Given(NamedTuple):
 
 @dataclass
 class Receipt:
-    """What became of rows. `wrong`: malformed rows, `faults`: the first sentences about them; `unusable`:
-    rows that judge nothing."""
+    """Counts the outcomes of rows. `wrong`: malformed rows. `faults`: the first messages about them.
+    `unusable`: rows without a judgement, by reason."""
 
     read: int = 0
     new: int = 0
@@ -58,11 +58,11 @@ def receive(
     annotator: str | None = None,
     shown: Callable[[Receipt], None] = lambda receipt: None,
 ) -> Receipt:
-    """Adds the feedback in rows to an inbox. Killed at any time, it has added whole batches, and the same
-    rows given again are duplicates.
+    """Adds the feedback in rows to an inbox. If killed at any time, it has added whole batches, and importing
+    the same rows again only yields duplicates.
 
-    `source`, `annotator`: of rows that name none. `shown` is called after each batch.
-    Raises ValueError as `Inbox`, MachineLacks when personal data must be looked for and presidio is absent.
+    `source`, `annotator`: defaults for rows that name none. `shown` is called after each batch. Raises
+    ValueError like `Inbox`, MachineLacks when presidio is needed and absent.
     """
     receipt = Receipt()
     rows = iter(given)
@@ -81,7 +81,7 @@ def receive(
 
 
 def _batch(rows: Iterator[Given]) -> Iterator[Given]:
-    """Yields the next rows, until they are BATCH or their lines BATCH_BYTES."""
+    """Yields the next rows, until there are BATCH or their lines have BATCH_BYTES."""
     size = 0
     for item in islice(rows, BATCH):
         yield item
@@ -93,8 +93,8 @@ def _batch(rows: Iterator[Given]) -> Iterator[Given]:
 def _read(
     item: Given, receipt: Receipt, questions: Questions, source: str, annotator: str | None
 ) -> Feedback | None:
-    """Returns the feedback in a row without personal data; None, counted, when it has none or meets an
-    evaluation question."""
+    """Returns the feedback in a row without personal data. If the row has no feedback or matches an
+    evaluation question, counts it and returns None."""
     try:
         if item.fault:
             raise ValueError(item.fault)
@@ -123,10 +123,10 @@ def _read(
 
 
 def rows_of(place: str) -> Iterator[Given]:
-    """Yields the rows of a JSONL file or of a URL that fsspec reads; one that ends with .gz is unpacked.
-    Labels taken back are left out.
+    """Yields the rows of a JSONL file or of a URL that fsspec reads. Files that end with .gz are unpacked.
+    Withdrawn labels are left out.
 
-    Raises ValueError when it cannot be opened.
+    Raises ValueError when the file or URL cannot be read.
     """
     undone: set[str] | None = None
     for number, line in enumerate(_lines(place), start=1):
@@ -138,7 +138,7 @@ def rows_of(place: str) -> Iterator[Given]:
             continue
         try:
             row = json.loads(line)
-            json.dumps(row, ensure_ascii=False).encode()  # refuses half of a surrogate pair
+            json.dumps(row, ensure_ascii=False).encode()  # rejects lone surrogates
         except (ValueError, RecursionError):
             yield Given(where, None, "is no JSON in UTF-8")
             continue
@@ -150,7 +150,7 @@ def rows_of(place: str) -> Iterator[Given]:
 
 
 def _undone(place: str) -> set[str]:
-    """Returns the ids of labels that a later line of the labelling page's file takes back."""
+    """Returns the ids of labels that lines in the labelling page's file withdraw."""
     found: set[str] = set()
     for line in _lines(place):
         if b'"undone"' in line:
@@ -168,7 +168,7 @@ def _lines(place: str) -> Iterator[bytes]:
         with fsspec.open(place, "rb", compression="infer") as file:
             while line := file.readline(LARGEST_LINE + 1):
                 yield line
-                # the rest of a line that is too long
+                # skips the rest of a line that is too long
                 while len(line) > LARGEST_LINE and not line.endswith(b"\n"):
                     line = file.readline(LARGEST_LINE + 1)
     except (OSError, ValueError, ImportError) as error:

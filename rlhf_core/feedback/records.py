@@ -1,4 +1,4 @@
-"""Defines a row of feedback: what one person said of answers of a model. Torch-free."""
+"""Defines a row of feedback: one person's judgement of a model's answers. Torch-free."""
 
 from __future__ import annotations
 
@@ -12,11 +12,12 @@ Kind = Literal["thumb", "edit", "ranking"]
 
 
 class Feedback(Frozen):
-    """One row. `answers`: thumb: the answer; edit: the answer, then the person's text; ranking: best first.
+    """Holds one row. `answers`: thumb: the answer; edit: the answer, then the person's text; ranking: best
+    first.
 
-    `ranks`: thumb: (1,) for up and (0,) for down; edit: (1, 0); ranking: one rank for each answer, 0 is the
-    best, equal ones are ties. `model`: digest or name of the model that answered. `annotator`: who gave it,
-    for counting contradictions and for deletion.
+    `ranks`: thumb: (1,) for up and (0,) for down; edit: (1, 0); ranking: one rank per answer, 0 is the best,
+    equal ranks are ties. `model`: digest or name of the model that answered. `annotator`: who gave the
+    feedback, for detecting duplicates and for deletion.
     """
 
     kind: Kind
@@ -30,23 +31,23 @@ class Feedback(Frozen):
 
     @property
     def texts(self) -> list[str]:
-        """All texts of the row: messages, then answers."""
+        """Returns all texts of the row: messages, then answers."""
         return [str(message["content"]) for message in self.prompt] + list(self.answers)
 
     def about(self) -> str:
-        """Returns a digest of what the row judges, without the judgement: rows with equal ones may contradict
-        each other."""
+        """Returns a digest of what the row judges, without the judgement. Rows with equal digests may
+        contradict each other."""
         judged = self.answers[:1] if self.kind == "edit" else sorted(self.answers)
         return digest([self.kind, self.prompt, judged])
 
     def opinion(self) -> str:
-        """Returns the judgement in a form that is equal for rows that agree."""
+        """Returns a digest of the judgement, equal for rows that agree."""
         if self.kind == "edit":
             return digest(self.answers[1])
         return digest(sorted(zip(self.answers, self.ranks, strict=True)))
 
     def identity(self) -> str:
-        """Returns a digest of content and annotator (of none: time): a row with the same one is a
-        duplicate."""
+        """Returns a digest of content and annotator (without one: time). Rows with equal digests are
+        duplicates."""
         given = self.annotator if self.annotator is not None or self.at is None else self.at.isoformat()
         return digest([self.about(), self.opinion(), given])

@@ -1,6 +1,7 @@
-"""Retries requests to the Hub on temporary errors, and turns lasting errors into one sentence. Torch-free.
+"""Retries requests to the Hub on temporary errors, and turns permanent errors into one sentence. Torch-free.
 
-The token is read from HF_TOKEN and passed to the client; it is in no command-line argument, file or message.
+The token is read from HF_TOKEN and passed to the client. It never appears in a command-line argument, file or
+message.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from rlhf_core.system.machine import Unreachable
 from rlhf_core.system.proxies import proxy_of
 
 TOKEN_ENV = "HF_TOKEN"
-# in the Hub's message of a 403 when an account is full
+# words in the Hub's 403 message when an account is full
 QUOTA = re.compile(r"quota|storage|space left|too large", re.I)
 LONGEST_WAIT = 300.0  # seconds; the Hub's rate limits are per five minutes
 
@@ -34,7 +35,8 @@ Refusal = Callable[[HfHubHTTPError, str, str], str]
 
 
 class Retries(NamedTuple):
-    """How often a request is sent, and the seconds before the second attempt; the wait doubles each time."""
+    """Sets the maximum number of attempts, and the seconds before the second attempt; the wait doubles each
+    time."""
 
     attempts: int = 6
     wait: float = 1.0
@@ -44,18 +46,18 @@ RETRIES = Retries()
 
 
 def client_options() -> dict[str, Any]:
-    """Returns the arguments of every call of the Hub's client. Without a token it sends none, also not one
-    stored by `hf auth login`."""
+    """Returns the common arguments of all calls to the Hub's client. Without HF_TOKEN no token is sent, not
+    even one stored by `hf auth login`."""
     token = os.environ.get(TOKEN_ENV, "").strip() or False
     return {"endpoint": os.environ.get("HF_ENDPOINT"), "token": token, "library_name": "alignflow"}
 
 
 def with_retries(what: str, repo_id: str, call: Callable[[], T], retries: Retries, refusal: Refusal) -> T:
-    """Calls the Hub until it succeeds or fails with a lasting error, and returns the call's result.
+    """Calls the Hub until the call succeeds or fails with a permanent error. Returns the call's result.
 
     `what` names the request in messages ("find the model"). Raises Unreachable when temporary errors outlast
-    the retries, ValueError with the sentence of `refusal` when the Hub refuses. The original error is dropped
-    on purpose: it quotes URLs, and those of uploads contain signatures.
+    the retries, ValueError with the sentence from `refusal` when the Hub refuses. The original error is
+    dropped on purpose: it quotes URLs, and upload URLs contain signatures.
     """
 
     def wait(state: RetryCallState) -> float:
@@ -90,7 +92,7 @@ def with_retries(what: str, repo_id: str, call: Callable[[], T], retries: Retrie
 
 
 def write_refusal(error: HfHubHTTPError, what: str, repo_id: str) -> str:
-    """Returns the sentence for a refusal to write `what` to a repository."""
+    """Returns the sentence for a refused write request. `what` names the request, as in `with_retries`."""
     said = f" ({error.server_message})" if error.server_message else ""
     full = f"the Hub has no space left to {what} of {repo_id}{said}"
     match error.response.status_code:
@@ -117,7 +119,7 @@ def write_refusal(error: HfHubHTTPError, what: str, repo_id: str) -> str:
 
 
 def read_refusal(revision: str, kind: str = "model") -> Refusal:
-    """Returns the function that makes the sentence for a refusal to read a repository (`kind`: model or data
+    """Returns the function that builds the sentence for a refusal to read a repository (`kind`: model or data
     set) at a revision."""
 
     def sentence(error: HfHubHTTPError, what: str, repo_id: str) -> str:
@@ -136,8 +138,8 @@ def read_refusal(revision: str, kind: str = "model") -> Refusal:
 
 
 def _passes(error: BaseException) -> bool:
-    """Returns whether a later attempt may succeed: HTTP 408, 429 and 5xx but 507, a lost connection (xet
-    raises Python's own classes), a proxy's page instead of JSON."""
+    """Returns whether a later attempt may succeed: after HTTP 408, 429 or 5xx except 507, a lost connection
+    (xet raises Python's own classes), or a proxy's page instead of JSON."""
     if isinstance(error, OfflineModeIsEnabled):
         return False
     cause = _http_error(error)

@@ -14,8 +14,8 @@ DATA_SUFFIXES = (".jsonl", ".json", ".parquet", ".csv", ".txt", ".gz", ".zst", "
 
 
 def shown(place: str) -> str:
-    """Returns a file, folder, URL or Hub id for public pages: a Hub id unchanged, else the last path
-    component without a query."""
+    """Returns a file, folder, URL or Hub id in the form for public pages: a Hub id unchanged, else the last
+    path component without a query."""
     if is_hub_id(place):
         return place
     return (
@@ -35,7 +35,8 @@ def is_hub_id(place: str) -> bool:
 
 
 def is_remote(place: str) -> bool:
-    """Returns whether this is a Hub id, also one of one word (`gpt2`); an existing file or folder is not."""
+    """Returns whether this is a Hub id, including ids without an owner (`gpt2`). An existing file or folder
+    is not one."""
     return is_hub_id(place) or (
         "/" not in place and not place.endswith(DATA_SUFFIXES) and not os.path.exists(place)
     )

@@ -1,5 +1,5 @@
-"""Reads a model's size from its config.json and the headers of its weights, its experts and its recurrent
-layers. Torch-free."""
+"""Reads a model's size from its config.json and weight headers, and describes experts, recurrent layers and
+quantisation. Torch-free."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from rlhf_core.hub.model_files import tensors_of
 
 BF16 = 2  # bytes
-# keys of the number of experts, by model family
+# config keys for the number of experts, by model family
 EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
 
 TIED = ("gemma", "cohere")  # families whose embeddings and head are tied by default
@@ -51,12 +51,13 @@ TESTED = {
 
 
 class Size(NamedTuple):
-    """Number of parameters of a decoder, its shape, and bytes per token.
+    """Describes a decoder: number of parameters, shape, and bytes per token.
 
-    `active`: parameters used for one token, fewer than `parameters` with experts. `head`: those of the output
-    layer, part of `parameters`; 0 when tied. `kept`: bytes of activations per layer and token that training
-    keeps, in bf16, with FlashAttention and fused norms and activations. `passing`: bytes per layer and token
-    that a pass without gradients holds at once. `kv`: bytes of keys and values per token, over all layers.
+    `active`: parameters used for one token, fewer than `parameters` with experts. `head`: parameters of the
+    output layer, included in `parameters`; 0 when tied. `kept`: bytes of activations per layer and token that
+    training keeps, in bf16, with FlashAttention and fused norms and activations. `passing`: bytes per layer
+    and token that a pass without gradients holds at once. `kv`: bytes of keys and values per token, over all
+    layers.
     """
 
     parameters: float
@@ -93,16 +94,16 @@ def size_of(folder: str) -> Size:
         AttributeError,
         ZeroDivisionError,
         OverflowError,
-    ):  # lists, nulls and zeros in place of sizes
+    ):  # lists, nulls and zeros instead of sizes
         raise ValueError(
             f"{file} has no sizes as numbers: `alignflow plan` knows decoder models of equal layers only"
         ) from None
 
 
 def _stored(folder: Path) -> float:
-    """Parameters in the safetensors files of a folder, infinity where there are none that can be read, or
-    some packed into integers. A family whose feed-forward has no gate has fewer than its config.json
-    tells."""
+    """Returns the number of parameters in a folder's safetensors files; infinity if there are none, one
+    cannot be read, or some are packed into integers. Families whose feed-forward has no gate have fewer than
+    computed from config.json."""
     count = 0
     try:
         for file in folder.glob("*.safetensors"):
@@ -116,13 +117,14 @@ def _stored(folder: Path) -> float:
 
 
 def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Returns of a config.json what describes the language model: a part of a multimodal one's."""
+    """Returns the part of a config.json that describes the language model: `text_config` if present, else all
+    of it."""
     part = config.get("text_config")
     return part if isinstance(part, Mapping) else config
 
 
 def experts_of_config(config: Mapping[str, Any]) -> int:
-    """Returns the number of experts of each layer from a config.json; 0 when the model has none."""
+    """Returns the number of experts per layer from a config.json; 0 if the model has none."""
     return next((int(config[name]) for name in EXPERTS if config.get(name)), 0)
 
 
@@ -130,7 +132,7 @@ def size_of_config(config: dict[str, Any]) -> Size:
     """Computes the size of a decoder like Llama: gated feed-forward, grouped-query attention, possibly
     experts.
 
-    Raises KeyError for a missing number, and TypeError or the like for values that are no numbers.
+    Raises KeyError for a missing number, and TypeError or similar for values that are not numbers.
     """
     hidden = config["hidden_size"]
     layers = config["num_hidden_layers"]
@@ -164,11 +166,12 @@ def size_of_config(config: dict[str, Any]) -> Size:
     )
 
 
-# `layer_types` whose state passes from one document of a row into the next: convolutions, recurrent states.
+# `layer_types` whose state carries over from one document of a row into the next: convolutions, recurrent
+# states.
 STATEFUL_LAYERS = {"linear_attention", "mamba", "conv", "hybrid", "hybrid_sliding"}
 
 
-# What the part that reads text is called in the config.json of a model with several parts.
+# Keys of the text part in the config.json of a model with several parts.
 TEXT_PARTS = (
     "text_config",
     "llm_config",
@@ -181,7 +184,7 @@ TEXT_PARTS = (
 
 
 def more_than_text(place: str, named: str) -> str:
-    """Why the model at `place`, of the class `named`, is refused."""
+    """Returns the message for rejecting the model at `place`, of the class `named`."""
     return (
         f"{place} is {named}, which reads more than text: name a text model, or a checkpoint of its language"
         " part alone"
@@ -189,12 +192,12 @@ def more_than_text(place: str, named: str) -> str:
 
 
 def wraps_text_by_config(config: Mapping[str, Any]) -> bool:
-    """Whether a config.json is of a model that has its language model as a part, beside what reads images or
-    sound."""
+    """Returns whether a config.json describes a model whose language model is one part, beside parts for
+    images or sound."""
     return any(isinstance(config.get(part), Mapping) for part in TEXT_PARTS)
 
 
-# Families whose experts vLLM loads at its start alone: it drops weights that come later.
+# Families whose experts vLLM loads only at its start: it drops later weights.
 FIXED_EXPERTS = {"gpt_oss"}
 
 
@@ -202,14 +205,14 @@ LOADED_WHOLE = ("mxfp4", "fp8")  # formats of quantised weights that training tu
 
 
 def quantised_by(config: Mapping[str, Any]) -> str | None:
-    """Returns the format in which a config.json says that weights are quantised; None where it does not."""
+    """Returns the quantisation format of the weights according to a config.json; None if it names none."""
     about = config.get("quantization_config") or text_config(config).get("quantization_config")
     return str(about.get("quant_method")) if isinstance(about, Mapping) else None
 
 
 def cannot_train_quantised(place: str, config: Mapping[str, Any]) -> str | None:
-    """Why the quantised weights of the model at `place` cannot be trained; None where they can, or are not
-    quantised."""
+    """Returns why the quantised weights of the model at `place` cannot be trained; None if they can, or are
+    not quantised."""
     method = quantised_by(config)
     parts = " of a model with several parts" * wraps_text_by_config(config)
     if method is None or (method in LOADED_WHOLE and not parts):
@@ -221,7 +224,7 @@ def cannot_train_quantised(place: str, config: Mapping[str, Any]) -> str | None:
 
 
 def keeps_experts(place: str) -> str:
-    """Why vLLM cannot take new weights of the model at `place`."""
+    """Returns the message that vLLM cannot load new weights into the model at `place`."""
     return (
         f"{place}: vLLM takes no new weights for this family's experts, so it cannot sample while they train:"
         " use SFT, DPO or KTO"
@@ -229,5 +232,5 @@ def keeps_experts(place: str) -> str:
 
 
 def num_experts(config: object) -> int:
-    """Returns the number of experts of each layer from a transformers config; 0 when the model has none."""
+    """Returns the number of experts per layer from a transformers config; 0 if the model has none."""
     return experts_of_config({name: getattr(config, name, None) for name in EXPERTS})

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 WEIGHTS = ("*.safetensors", "*.safetensors.index.json")
-HEADER_BYTES = 100_000_000  # the longest header that safetensors reads
-VOCABULARIES = ("tokenizer.json", "*.model", "vocab.*")  # any of them makes a tokenizer
+HEADER_BYTES = 100_000_000  # maximum header size that safetensors reads
+VOCABULARIES = ("tokenizer.json", "*.model", "vocab.*")  # a tokenizer needs one of these
 TOKENIZER = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -19,7 +19,7 @@ TOKENIZER = (
     "merges.txt",
     "*.model",
 )
-# of what reads more than text
+# for inputs other than text
 PROCESSOR = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
 OTHERS = (
     "config.json",
@@ -64,7 +64,7 @@ def is_adapter(checkpoint: Path) -> bool:
 def tensors_of(file: Path) -> dict[str, dict[str, Any]]:
     """Reads the header of a safetensors file: `dtype`, `shape` and `data_offsets` of each tensor, by name.
 
-    Raises OSError, or ValueError when the file is none, or has not the length that its header says.
+    Raises OSError, or ValueError when the file is not safetensors or its size contradicts its header.
     """
     with file.open("rb") as opened:
         length = int.from_bytes(opened.read(8), "little")
@@ -81,11 +81,11 @@ def tensors_of(file: Path) -> dict[str, dict[str, Any]]:
 
 
 def layout_fault(folder: Path) -> str | None:
-    """Returns why the weight files of a model folder would not be loaded whole, or by one library only; None
-    where they are.
+    """Returns why a model folder's weight files would not be loaded completely, or only by one library; None
+    if they load.
 
-    transformers loads `model.safetensors` before an index, and without either nothing; vLLM loads what the
-    index lists.
+    transformers prefers `model.safetensors` to an index, and loads nothing without either. vLLM loads the
+    files that the index lists.
     """
     if is_adapter(folder):
         return None
@@ -109,8 +109,8 @@ def layout_fault(folder: Path) -> str | None:
 
 
 def _listed(index: Path) -> set[str]:
-    """Returns the names of the files that an index lists; none of one that cannot be read, which
-    `stored_tensors` refuses."""
+    """Returns the names of the files that an index lists; empty if it cannot be read, which `stored_tensors`
+    rejects."""
     try:
         return {str(name) for name in json.loads(index.read_text())["weight_map"].values()}
     except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
@@ -118,9 +118,10 @@ def _listed(index: Path) -> set[str]:
 
 
 def stored_tensors(folder: Path) -> dict[str, dict[str, dict[str, Any]]]:
-    """Reads the headers of all weight files of a folder, by file name.
+    """Reads the headers of all weight files in a folder, by file name.
 
-    Raises OSError, or ValueError as `tensors_of`, and when an index names a file or tensor that is not there.
+    Raises OSError or ValueError like `tensors_of`, and ValueError when an index is invalid or names a missing
+    file or tensor.
     """
     found = {file.name: tensors_of(file) for file in sorted(folder.glob(WEIGHTS[0]))}
     for index in folder.glob(WEIGHTS[1]):
@@ -137,10 +138,10 @@ def stored_tensors(folder: Path) -> dict[str, dict[str, dict[str, Any]]]:
 
 
 def check_loads(folder: Path, trust_remote_code: bool = False) -> None:
-    """Reads the configuration and the header of every weight file, not the weights.
+    """Reads the configuration and the header of every weight file, but not the weights.
 
     Raises ValueError when transformers (peft for an adapter) cannot read the configuration, a weight file is
-    cut, or the index names a missing tensor.
+    truncated, there are no tensors, or the index names a missing one.
     """
     if is_adapter(folder):
         from peft import PeftConfig

@@ -1,4 +1,4 @@
-"""Reads from a model's config.json how many tokens it takes, as vLLM counts them. Torch-free."""
+"""Reads a model's maximum number of tokens from its config.json, as vLLM computes it. Torch-free."""
 
 from __future__ import annotations
 
@@ -20,22 +20,22 @@ LIMITS = (
     "max_seq_length",
     "seq_len",
 )
-# Types of RoPE scaling whose factor the number of positions has in it already.
+# RoPE scaling types whose factor is already included in the number of positions.
 COUNTED = ("su", "longrope", "llama3", "yarn", "deepseek_yarn", "deepseek_llama_scaling")
 
 
 def positions_of(config: Mapping[str, Any]) -> int | None:
-    """Returns the longest prompt and answer together, in tokens, that a config.json allows; None when it does
-    not say."""
+    """Returns the maximum length of prompt plus answer, in tokens, that a config.json allows; None if it does
+    not specify one."""
     text = text_config(config)
     longest = text.get("model_max_length") or min(
         (text[name] for name in LIMITS if isinstance(text.get(name), int)), default=None
     )
-    # gemma3: the factor is in the number
+    # gemma3: the number includes the factor
     if not isinstance(longest, int) or "gemma3" in str(text.get("model_type")):
         return longest if isinstance(longest, int) else None
     rope = text.get("rope_parameters") or text.get("rope_scaling") or {}
-    for scaling in (rope, *rope.values()):  # one for all layers, or one for each type of layer
+    for scaling in (rope, *rope.values()):  # one for all layers, or one per layer type
         if (
             isinstance(scaling, Mapping)
             and scaling.get("rope_type", scaling.get("type")) not in COUNTED
@@ -46,8 +46,8 @@ def positions_of(config: Mapping[str, Any]) -> int | None:
 
 
 def stored_config(place: str) -> dict[str, Any]:
-    """Returns the config.json of a model folder, of an adapter its base's; {} for a Hub id, and where there
-    is none that can be read."""
+    """Returns the config.json of a model folder, or of its base for an adapter; {} for a Hub id, or if it is
+    missing or unreadable."""
     try:
         folder = Path(place)
         if (folder / ADAPTER_CONFIG).is_file() and not (folder / "config.json").is_file():
@@ -62,8 +62,8 @@ def stored_config(place: str) -> dict[str, Any]:
 def require_positions(
     place: str, config: Mapping[str, Any], tokens: int, what: str = "prompt_max_len + generate_max_len"
 ) -> None:
-    """Raises ValueError when the model at `place`, which has this config.json, has fewer than `tokens`
-    positions; `what` asks for them."""
+    """Raises ValueError when the model at `place`, with this config.json, has fewer than `tokens` positions.
+    `what` names the settings that need them."""
     positions = positions_of(config)
     if positions is not None and positions < tokens:
         raise ValueError(

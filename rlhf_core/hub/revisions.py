@@ -1,9 +1,9 @@
-"""Resolves `owner/name@REVISION` of a model or data set in a recipe to a commit of the Hub. Torch-free.
+"""Resolves `owner/name@REVISION` of a model or data set in a recipe to a commit on the Hub. Torch-free.
 
 A commit (40 hex digits) needs no request. A branch or tag is looked up when a recipe is planned, on the Hub
-or, when that cannot be reached, in this machine's cache, and the commit is kept in
-`<artifacts>/<recipe>/pins.json`: every later command of this recipe uses the same commit, until `forget`. A
-Hub id without @ is not resolved: its default branch is loaded when it is used.
+or, if that cannot be reached, in this machine's cache. The commit is stored in
+`<artifacts>/<recipe>/pins.json`, and every later command of this recipe uses it, until `forget`. A Hub id
+without @ is not resolved: its default branch is loaded when it is used.
 """
 
 from __future__ import annotations
@@ -30,15 +30,16 @@ Config = TypeVar("Config", bound=BaseModel)
 
 
 class Pin(NamedTuple):
-    """A reference of a recipe, `owner/name@REVISION`, and its commit; or an inbox, and its newest row that is
-    used."""
+    """Holds a reference in a recipe, `owner/name@REVISION`, and its commit; or an inbox and the newest row
+    used from it."""
 
     reference: str
     commit: str
 
 
 class Pins:
-    """The commits of the references of one recipe, stored in `folder`. `used`: those of this plan."""
+    """Holds the commits of one recipe's references, stored in `folder`. `used`: the commits used by this
+    plan."""
 
     def __init__(self, folder: Path):
         self._file = folder / PINS
@@ -57,8 +58,8 @@ class Pins:
         return f"{repo_id}@{commit}"
 
     def kept(self, what: str, shown: str, newest: Callable[[], int | None]) -> int | None:
-        """Returns the number stored for `what`, or else the one that `newest` returns (None: none yet), which
-        is then stored."""
+        """Returns the number stored for `what`. If there is none, stores and returns the result of `newest`
+        (None: no number yet)."""
         if what not in self._known and (number := newest()) is not None:
             self._known[what] = str(number)
         if what not in self._known:
@@ -67,8 +68,8 @@ class Pins:
         return int(self._known[what])
 
     def save(self) -> None:
-        """Writes the commits if any were used. A folder that cannot be written to is no error here: a run
-        reports it."""
+        """Writes the commits if any were used. Ignores a folder that cannot be written to, which a run
+        reports."""
         if self.used:
             with suppress(OSError):
                 self._file.parent.mkdir(parents=True, exist_ok=True)
@@ -81,8 +82,8 @@ def forget(folder: Path) -> None:
 
 
 def pinned_sources(config: Config, pins: Pins) -> Config:
-    """Returns the config with every data source at a branch or tag replaced by its commit. Raises ValueError
-    as `Pins.pinned`."""
+    """Returns the config with the branch or tag of every data source replaced by its commit. Raises
+    ValueError like `Pins.pinned`."""
     changed = {
         name: new
         for name in type(config).model_fields

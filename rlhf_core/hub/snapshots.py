@@ -1,9 +1,9 @@
-"""Fetches models that a stage names at a commit (`owner/name@COMMIT`) to the Hub client's cache, before the
+"""Fetches models that a stage names at a commit (`owner/name@COMMIT`) into the Hub client's cache before the
 stage loads them. Torch-free.
 
 Fetches safetensors, configuration and tokenizer, never pickles; code only with `trust_remote_code`. An
 adapter's base is fetched too, at the commit that the adapter names. Complete files in the cache are not
-fetched again, and suffice without a network.
+fetched again, and suffice when offline.
 """
 
 from __future__ import annotations
@@ -43,7 +43,8 @@ def snapshot(place: str, trust_remote_code: bool = False) -> Path:
     """Returns the folder of `owner/name@REVISION` in the cache, with the complete model. An adapter's base is
     fetched too.
 
-    Raises ValueError when the Hub refuses it or it has no safetensors, ConnectionError when the Hub fails.
+    Raises ValueError when the Hub refuses the request or the model has no safetensors, ConnectionError when
+    the Hub fails.
     """
     code = ("*.py",) if trust_remote_code else ()
     folder = _download(place, (*MODEL_FILES, *code, "README.md"))
@@ -64,8 +65,7 @@ def described(place: str) -> Path:
 
 
 def pinned_base(folder: Path) -> str | None:
-    """Returns `owner/name@REVISION` of an adapter's base when the adapter names a revision; None for
-    everything else."""
+    """Returns `owner/name@REVISION` of an adapter's base if the adapter names a revision; else None."""
     if not (folder / ADAPTER_CONFIG).is_file():
         return None
     config = json.loads((folder / ADAPTER_CONFIG).read_text())
@@ -75,8 +75,7 @@ def pinned_base(folder: Path) -> str | None:
 
 
 def cached(place: str) -> Path:
-    """Returns the folder of `owner/name@REVISION` without a request if it is in the cache, as after
-    `fetched`; else as `snapshot`."""
+    """Like `snapshot`, but makes no request if the model is in the cache, as after `fetched`."""
     repo_id, revision = parted(place)
     with suppress(LocalEntryNotFoundError):  # not in the cache of this node of a cluster
         folder = Path(snapshot_download(repo_id, revision=revision, local_files_only=True))

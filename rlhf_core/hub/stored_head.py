@@ -1,5 +1,5 @@
-"""Looks for the scalar head of a reward model in safetensors files: their headers, and the weights of the
-head alone. Torch-free."""
+"""Looks for the scalar head of a reward model in safetensors files. Reads only headers and the head's
+weights. Torch-free."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from pathlib import Path
 
 import numpy as np
 
-HEADS = ("score.weight", "base_model.model.score.weight")  # of a model, of an adapter
+HEADS = ("score.weight", "base_model.model.score.weight")  # in a model, in an adapter
 
 
 def no_reward_head(place: str) -> str:
-    """Returns the message for a model at `place` that is no reward model."""
+    """Returns the error message for a model at `place` that is not a reward model."""
     return (
         f"{place} has no trained head for one score (a tensor score.weight of shape [1, hidden size], not all"
         " zeros), so its rewards would mean nothing: name a reward model, as a reward_model stage makes it"
@@ -21,8 +21,7 @@ def no_reward_head(place: str) -> str:
 
 
 def several_labels(place: str) -> str:
-    """Returns the message for a classifier at `place` from which a reward model or critic is to be
-    trained."""
+    """Returns the error message for training a reward model or critic from a classifier at `place`."""
     return (
         f"{place} is a classifier of several labels (score.weight has a row for each), and a reward model or"
         " critic has one score: start from a language model or a reward model"
@@ -30,9 +29,9 @@ def several_labels(place: str) -> str:
 
 
 def has_trained_head(folder: Path) -> bool:
-    """Whether the folder's safetensors hold a head for one score with a weight that is not 0. Raises OSError
-    or ValueError for files that cannot be read."""
-    # A weight ends with its sign, which -0 has too.
+    """Returns whether the folder's safetensors have a head for one score with a nonzero weight. Raises
+    OSError or ValueError for files that cannot be read."""
+    # The last byte of a weight has its sign bit, which is also set in -0.
     return any(
         len(head) == 1 and bool(head[..., :-1].any() or (head[..., -1] & 0x7F).any())
         for head in _heads(folder)
@@ -40,12 +39,13 @@ def has_trained_head(folder: Path) -> bool:
 
 
 def has_several_labels(folder: Path) -> bool:
-    """Whether the folder's safetensors hold a head for several labels. Raises as `has_trained_head`."""
+    """Returns whether the folder's safetensors have a head for several labels. Raises like
+    `has_trained_head`."""
     return any(len(head) > 1 for head in _heads(folder))
 
 
 def _heads(folder: Path) -> Iterator[np.ndarray]:
-    """Yields the weights of each head, (labels, hidden size, bytes of a weight)."""
+    """Yields the weights of each head as bytes, (labels, hidden size, bytes per weight)."""
     for file in folder.glob("*.safetensors"):
         with file.open("rb") as opened:
             size = int.from_bytes(opened.read(8), "little")

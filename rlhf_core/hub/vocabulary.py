@@ -1,4 +1,4 @@
-"""Reads vocabularies and compares them: models that get another model's token ids need its vocabulary.
+"""Reads and compares vocabularies: a model that gets another model's token ids needs its vocabulary.
 Torch-free for local folders."""
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ Vocabulary = dict[str, int]
 
 
 def tokenizer_place(path: str, of: tuple[str, ...] = ()) -> str:
-    """Returns the place of a model's tokenizer; fetches it when the path names a commit of the Hub.
+    """Returns the place of a model's tokenizer, fetching it when the path names a commit on the Hub.
 
-    `of`: the adapters that have the model as base. Raises ValueError when it is one of these.
+    `of`: the adapters that led to this base model. Raises ValueError when the path is one of them.
     """
     if path in of:
         raise ValueError(
@@ -42,8 +42,8 @@ def tokenizer_place(path: str, of: tuple[str, ...] = ()) -> str:
 
 
 def stored_vocabulary(path: str) -> Vocabulary | None:
-    """That of a model folder's tokenizer.json, without transformers; None where there is none that can be
-    read."""
+    """Returns the vocabulary in a model folder's tokenizer.json, without transformers; None if it is missing
+    or unreadable."""
     try:
         file = Path(tokenizer_place(path)) / "tokenizer.json"
         return _read(file, file.stat().st_mtime_ns)
@@ -52,11 +52,10 @@ def stored_vocabulary(path: str) -> Vocabulary | None:
 
 
 def known_rows(path: str, rows: int) -> int | None:
-    """Returns how many of a model's `rows` of embeddings reach to the last token of its tokenizer; None when
-    all do, and for Hub ids.
+    """Returns how many of a model's `rows` of embeddings belong to the tokenizer, up to its last token; None
+    if all do, and for Hub ids.
 
-    Further rows pad the vocabulary and are no token: sampled, they would be an answer that no tokenizer can
-    read.
+    Further rows pad the vocabulary and are not tokens: if sampled, no tokenizer could decode the answer.
     """
     tokens = None if is_remote(path) else stored_vocabulary(path)
     known = max(tokens.values(), default=-1) + 1 if tokens else rows
@@ -64,8 +63,8 @@ def known_rows(path: str, rows: int) -> int | None:
 
 
 def require_same_vocabulary(own: str, others: Iterable[str], trust_remote_code: bool = False) -> None:
-    """Raises ValueError when one of the models `others`, which are given token ids of the model `own`, reads
-    other tokens in them."""
+    """Raises ValueError when one of the models `others` maps the token ids of the model `own` to other
+    tokens."""
     for other in dict.fromkeys(others):
         told = compared(own, other, trust_remote_code)
         if told:
@@ -73,8 +72,9 @@ def require_same_vocabulary(own: str, others: Iterable[str], trust_remote_code: 
 
 
 def compared(own: str, other: str, trust_remote_code: bool = False) -> str | None:
-    """Why the model `other` cannot be given token ids of the model `own`; None where it can. A folder without
-    a tokenizer cannot be compared: a line says so. Raises ValueError for a tokenizer that cannot be read."""
+    """Returns why the model `other` cannot use token ids of the model `own`; None if it can. A folder without
+    a tokenizer cannot be compared: prints this and returns None. Raises ValueError for an unreadable
+    tokenizer."""
     if other == own:
         return None
     if (
@@ -88,8 +88,9 @@ def compared(own: str, other: str, trust_remote_code: bool = False) -> str | Non
 
 
 def difference(own: str, tokens: Vocabulary, other: str, known: Vocabulary) -> str | None:
-    """Why the model `other`, whose vocabulary is `known`, cannot be given token ids of the model `own`: the
-    first that it reads otherwise. Tokens that it has beside them are never sent."""
+    """Returns why the model `other`, with vocabulary `known`, cannot use token ids of the model `own`, naming
+    the first id that differs; None if all agree. Further tokens of `other` do not matter, since they are
+    never sent."""
     unlike = [token for token, number in tokens.items() if known.get(token) != number]
     if not unlike:
         return None
@@ -113,7 +114,7 @@ def _vocabulary(path: str, trust_remote_code: bool) -> Vocabulary:
         found: Vocabulary = AutoTokenizer.from_pretrained(
             place, trust_remote_code=trust_remote_code
         ).get_vocab()
-    except Exception as error:  # of many types for damaged files
+    except Exception as error:  # damaged files raise errors of many types
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         raise ValueError(f"{path}: no tokenizer can be loaded from here ({reason})") from error
     return found

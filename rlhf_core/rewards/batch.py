@@ -1,8 +1,8 @@
-"""Scores one batch of answers in this process: reward models one after another, functions and servers at the
-same time.
+"""Scores one batch of answers in this process: reward models one after another, functions and servers in
+parallel.
 
-For stages that score once. PPO's reward models run on the Ray cluster. `Client._batch` in clients.py splits a
-batch to find an answer that hangs.
+Used by stages that score once. PPO's reward models run on the Ray cluster. `Client._batch` in clients.py
+splits a batch to find an answer that hangs.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ def reward_batch(
     scores: Callable[[str, Sequence[Document]], list[float]] | None = None,
     own_tokens: Mapping[str, OwnTokens] = MappingProxyType({}),
 ) -> Combined:
-    """The weighed sum over all sources, (N,) for N answers given as documents (to models) and as samples (to
-    functions and servers).
+    """Returns the weighted sum over all sources, (N,) for N answers, which are given as documents (for
+    models) and as samples (for functions and servers).
 
-    `dtype`: of the reward models; auto: the dtype of each checkpoint. `scores`: those of a model in another
-    place than this process; `own_tokens`: of reward models with another tokenizer than the documents', by
-    title. `running` normalisation is by the mean and standard deviation of this batch. RewardsFailed when a
-    source left more than the share `max_failed` of the answers without a reward; ValueError when no answer
-    has a reward of every source.
+    `dtype`: of the reward models; auto: each checkpoint's dtype. `scores`: scores documents with a model
+    outside this process. `own_tokens`: by title, for reward models whose tokenizer differs from the
+    documents'. `running` normalisation uses the mean and standard deviation of this batch. Raises
+    RewardsFailed when a source left more than the share `max_failed` of the answers without a reward,
+    ValueError when no answer has a reward from every source.
     """
     allowed = int(max_failed * len(documents))
     models = [source for source in sources if isinstance(source, ModelReward)]
@@ -62,7 +62,8 @@ def reward_batch(
 
 
 def terms_of(sources: Sequence[RewardSource], paths: Mapping[str, str]) -> list[Term]:
-    """The parts of the sum. ValueError when requested statistics are not stored with their model."""
+    """Returns the terms of the sum. Raises ValueError when requested statistics are not stored with their
+    model."""
     return [
         term_of(source, paths[source.model] if isinstance(source, ModelReward) else None)
         for source in sources

@@ -1,9 +1,9 @@
-"""Requests rewards from functions and servers while models score. `Client._batch` splits a batch to find an
-answer that hangs.
+"""Requests rewards from functions and servers while reward models score. `Client._batch` splits a batch to
+find an answer that hangs.
 
-Requests run in threads and are repeated with growing pauses. A reward that no attempt gave is nan and
-counted. Once a source has left more than `allowed` answers without a reward, no more requests are sent and
-the run stops with the source's name and its last error.
+Requests run in threads and are retried with growing pauses. If all attempts fail, the reward is nan and
+counted as failed. Once a source has left more than `allowed` answers without a reward, no more requests are
+sent and the run stops with the source's name and its last error.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ if TYPE_CHECKING:
     from rlhf_core.cluster.ray_cluster import Node
 
 LONGEST_PAUSE = 30.0  # seconds between two requests
-# of a request that failed: an answer that hangs costs the larger of max_attempts and log4(batch) + 1 time
-# limits
+# number of parts a failed request is split into: an answer that hangs costs the larger of max_attempts and
+# log4(batch) + 1 time limits
 PARTS = 4
 
 
 class Source(Protocol):
-    """One attempt. RewardError: this attempt failed; ValueError: every one would. `wanted`: the lists of the
-    contract that it reads."""
+    """Makes one attempt to get rewards. Raises RewardError if this attempt failed, ValueError if every
+    attempt would. `wanted`: the lists of the contract that the source reads."""
 
     @property
     def wanted(self) -> Collection[str]: ...
@@ -49,8 +49,8 @@ class Source(Protocol):
 
 @dataclass(frozen=True)
 class Rewards:
-    """What the sources say of N answers: (N,) each, nan where a source failed; each failing source's last
-    error; and, by source and index, the steps of answers."""
+    """Holds the sources' rewards for N answers: (N,) per source, nan where it failed; the last error of each
+    failing source; and the steps of answers by source and index."""
 
     by_source: dict[str, np.ndarray]
     errors: dict[str, str]
@@ -76,7 +76,7 @@ class Rewards:
 
 
 def join(parts: Sequence[Rewards]) -> Rewards:
-    """The answers of all parts, in order."""
+    """Returns the rewards of all parts, in order."""
     names = parts[0].by_source
     errors = {name: error for part in parts for name, error in part.errors.items()}
     steps: dict[str, dict[int, Steps]] = {}
@@ -90,8 +90,8 @@ def join(parts: Sequence[Rewards]) -> Rewards:
 
 
 class Given(NamedTuple):
-    """Holds what a source said of N answers: rewards (N,), nan where one failed, the last error, and the
-    steps of answers by index."""
+    """Holds one source's rewards for N answers: (N,), nan for failed ones; the last error; and the steps of
+    answers by index."""
 
     rewards: np.ndarray
     error: str
@@ -104,10 +104,10 @@ def collect(
     allowed: int,
     failures: Mapping[str, str] = MappingProxyType({}),
 ) -> Rewards:
-    """What reward models scored, (title, (N,)) each, and pending requests to sources outside; a score that is
-    not finite has failed, as `failures` says, by title.
+    """Collects the scores of reward models, (title, (N,)) each, and the results of pending requests to other
+    sources. A score that is not finite has failed; `failures` has the reason by title.
 
-    RewardsFailed when a source left more than `allowed` answers without a reward.
+    Raises RewardsFailed when a source left more than `allowed` answers without a reward.
     """
     by_source: dict[str, np.ndarray] = {}
     errors: dict[str, str] = {}
@@ -125,8 +125,8 @@ def collect(
 
 
 class Client:
-    """Sends requests to one function or server. `pause` seconds is the scale of the first pause between two
-    attempts."""
+    """Sends requests to one function or server. `pause`: upper bound of the first pause between two attempts,
+    in seconds."""
 
     def __init__(
         self,
@@ -144,14 +144,14 @@ class Client:
         self._max_attempts = max_attempts
         self._pause = pause
         self._given_up = Event()
-        self._rewarded = False  # a request has had a reward
-        # the places of errors of the user's code that requests without rewards met; "": another failure
+        self._rewarded = False  # some request got a reward
+        # places of errors in the user's code, for requests without rewards; "": another failure
         self._raised = set[str]()
         self.wanted = source.wanted
 
     def score(self, samples: Sequence[Sample], allowed: int) -> Given:
-        """Rewards of all answers. When more than `allowed` have none it raises RewardsFailed, or ValueError
-        where every request so far raised the same error of the user's code."""
+        """Returns the rewards of all answers. Raises RewardsFailed when more than `allowed` have none, or
+        ValueError if every request so far raised the same error in the user's code."""
         batches = [samples[i : i + self._batch_size] for i in range(0, len(samples), self._batch_size)]
         rewards = []
         last_error = ""
@@ -183,13 +183,13 @@ class Client:
         return not self._rewarded and len(self._raised) == 1 and "" not in self._raised
 
     def _batch(self, samples: Sequence[Sample]) -> Given:
-        """Rewards of a batch.
+        """Returns the rewards of a batch.
 
-        A request that fails as a whole is followed by one for each quarter of its answers, so that an answer
-        which the source cannot take is found and lost alone. An answer that is requested again without a cut
-        was in `max_attempts` requests at most. A search for one answer by halves takes log2(batch) + 1
-        requests: after `max_attempts` more than that in a row without a reward, the source is taken to be
-        dead and the rest of the batch is given up.
+        If a whole request fails, each quarter of its answers is requested separately, so that an answer which
+        breaks the source is isolated and only its reward is lost. A request that is repeated unsplit has at
+        most `max_attempts` attempts per answer. A binary search for one answer takes log2(batch) + 1
+        requests: after `max_attempts` more than that in a row without a reward, the source is considered dead
+        and the rest of the batch is given up.
         """
         rewards = np.full(len(samples), np.nan)
         attempts = np.zeros(len(samples), int)
@@ -229,20 +229,20 @@ class Client:
                 self._rewarded = True
             if missing.any():
                 error = problem
-                if waiting and in_a_row < limit and not place:  # time does not mend the user's code
+                if waiting and in_a_row < limit and not place:  # waiting does not fix the user's code
                     growing = self._pause * 2 ** min(max(0, in_a_row - 1), 10)
                     self._given_up.wait(random.uniform(0, min(LONGEST_PAUSE, growing)))
         return Given(rewards, error if np.isnan(rewards).any() else "", steps)
 
     def close(self) -> None:
-        """Ends open requests too: their answers have no reward."""
+        """Ends all requests, including open ones, whose answers get no reward."""
         self._given_up.set()
         self._source.close()
 
 
 def client_of(source: RewardSource, others: Sequence[Node] = ()) -> Client:
-    """A function or server of a recipe, ready to score. `others`: nodes besides this one on which a function
-    runs. ValueError when its key is not set."""
+    """Returns a client for a function or server of a recipe. `others`: further nodes on which a function
+    runs. Raises ValueError when the server's key is not set."""
     assert isinstance(source, FunctionReward | HttpReward), "a reward model is a group of the cluster"
     ready: Source
     if isinstance(source, FunctionReward):
@@ -274,7 +274,7 @@ def check_failures(title: str, failed: int, allowed: int, requested: int, error:
 
 
 class Clients:
-    """All functions and servers of a stage, which work side by side."""
+    """Queries all functions and servers of a stage in parallel."""
 
     def __init__(self, clients: Sequence[Client]):
         self._clients = clients
@@ -285,11 +285,11 @@ class Clients:
 
     @property
     def wanted(self) -> set[str]:
-        """The lists of the contract that any of them reads."""
+        """Returns the lists of the contract that any of them reads."""
         return {name for client in self._clients for name in client.wanted}
 
     def start(self, samples: Sequence[Sample], allowed: int) -> dict[str, Future[Given]]:
-        """Starts the requests; the results by source."""
+        """Starts the requests. Returns the futures of their results by source."""
         return {client.title: self._pool.submit(client.score, samples, allowed) for client in self._clients}
 
     def close(self) -> None:

@@ -1,7 +1,7 @@
-"""Combines the rewards of several sources into one: standardises each source separately, then sums them by
-weight. Calls no source.
+"""Combines the rewards of several sources into one: standardises each source separately, then computes the
+weighted sum. Calls no source.
 
-An answer without a reward from every source gets no reward: a sum without one part is not comparable.
+An answer that lacks the reward of any source gets no reward, since an incomplete sum is not comparable.
 """
 
 from __future__ import annotations
@@ -21,14 +21,15 @@ from rlhf_core.rewards.contract import bounded
 
 
 class Running(NamedTuple):
-    """Number, mean and sum of squared deviations of all values so far."""
+    """Holds number, mean and sum of squared deviations of all values so far."""
 
     number: int = 0
     mean: float = 0.0
     squares: float = 0.0
 
     def update(self, values: Tensor) -> Running:
-        """With more values, as if all had come at once (Chan, Golub and LeVeque 1979)."""
+        """Returns the statistics with more values added, as if all had come at once (Chan, Golub and LeVeque
+        1979)."""
         n = values.numel()
         if n == 0:
             return self
@@ -42,13 +43,13 @@ class Running(NamedTuple):
 
     @property
     def std(self) -> float:
-        """Population standard deviation; 1 while all values were equal, so that dividing by it changes
-        nothing."""
+        """Returns the population standard deviation; 1 while all values are equal, so that dividing by it
+        changes nothing."""
         return math.sqrt(self.squares / self.number) if self.squares > 0 else 1.0
 
 
 class Term(NamedTuple):
-    """A source in the sum. `stored`: mean and std kept with the reward model."""
+    """Describes a source in the sum. `stored`: mean and std stored with the reward model."""
 
     title: str
     weight: float
@@ -57,10 +58,10 @@ class Term(NamedTuple):
 
 
 def term_of(source: RewardSource, path: str | None, default: Literal["none", "stored"] = "none") -> Term:
-    """A source's part of the sum; `path` of a reward model. `default` is the normalisation of models whose
-    recipe names none.
+    """Returns a source's term in the sum. `path`: of a reward model. `default`: the normalisation of models
+    whose recipe names none.
 
-    ValueError when the requested statistics are not stored with the model.
+    Raises ValueError when the requested statistics are not stored with the model.
     """
     if not isinstance(source, ModelReward):
         return Term(source.title, source.weight, source.normalize, None)
@@ -72,7 +73,7 @@ def term_of(source: RewardSource, path: str | None, default: Literal["none", "st
 
 
 class Combined(NamedTuple):
-    """The summed rewards (N,), 0 where `scored` (N,) is False; metrics."""
+    """Holds the summed rewards (N,), 0 where `scored` (N,) is False, and metrics."""
 
     rewards: Tensor
     scored: Tensor
@@ -82,8 +83,8 @@ class Combined(NamedTuple):
 def with_answers(
     statistics: Mapping[str, Running], by_source: Mapping[str, np.ndarray], terms: Sequence[Term]
 ) -> dict[str, Running]:
-    """Returns the running statistics with more answers, of the sources that are standardised by them; failed
-    answers do not count."""
+    """Returns the running statistics with more answers added, for the sources standardised with them. Failed
+    rewards do not count."""
     updated = dict(statistics)
     for term in terms:
         if term.normalize == "running":
@@ -100,11 +101,11 @@ def _narrowed(rewards: np.ndarray) -> Tensor:
 def combine(
     by_source: Mapping[str, np.ndarray], terms: Sequence[Term], statistics: Mapping[str, Running]
 ) -> Combined:
-    """`sum of weight * (reward - mean) / std` over the sources; `by_source` (N,) each, nan where one failed.
-    `statistics`: as `with_answers`, these answers included.
+    """Computes the sum of `weight * (reward - mean) / std` over the sources. `by_source`: (N,) each, nan for
+    failed rewards. `statistics`: from `with_answers`, including these answers.
 
-    ValueError when no answer has a reward of every source. `reward/mean` and `reward/std` are of the weighed
-    sum before any standardisation, so that they are of one scale over the run.
+    Raises ValueError when no answer has a reward from every source. `reward/mean` and `reward/std` describe
+    the weighted sum before any standardisation, so that their scale stays the same over the run.
     """
     raw = {term.title: _narrowed(by_source[term.title]) for term in terms}
     scored = torch.stack([values.isfinite() for values in raw.values()]).all(0)
@@ -139,6 +140,6 @@ def combine(
 
 
 def plain_sum(by_source: Mapping[str, np.ndarray], terms: Sequence[Term]) -> np.ndarray:
-    """The weighed sum before any standardisation, (N,), nan where a source failed: of one scale over the
-    run."""
+    """Returns the weighted sum before any standardisation, (N,), nan where a source failed. Its scale stays
+    the same over the run."""
     return np.sum([term.weight * bounded(by_source[term.title]) for term in terms], axis=0)

@@ -1,14 +1,14 @@
 """Defines requests to a reward source and their replies: one contract for functions and servers. Torch-free.
 
-A request has lists of equal length, one entry for each answer: `prompts` (chat messages), `responses` (text),
-`rows` (all columns of the prompt's row), `finished` (False: a limit of tokens, of an episode also of turns,
-cut it), `query` (prompt and answer as one text, template included). The reply has one finite number for each
-answer, `{"rewards": [...]}` from a server. In place of a number an entry may list the steps of an answer,
-`[[end, reward], ...]`: the characters of the response up to the step's end, and the step's reward; their sum
-is the answer's, 0 without a step. An entry that is null, nan, infinite or nothing of these is a failed
-reward, and so is every entry of a reply that cannot be read or has another length. A failed reward is never
-0. A finite reward beyond +-1e30 (`LARGEST`) counts as +-1e30, also of a step and of an environment: sums of
-such rewards are finite in float32, in which training computes.
+A request has lists of equal length, one entry per answer: `prompts` (chat messages), `responses` (text),
+`rows` (all columns of the prompt's row), `finished` (False: cut by a token limit or, in an episode, a turn
+limit), `query` (prompt and answer as one string, including the template). The reply has one finite number per
+answer; a server sends `{"rewards": [...]}`. Instead of a number, an entry may list the steps of an answer as
+`[[end, reward], ...]`: the number of characters of the response up to the step's end, and the step's reward.
+The answer's reward is their sum, 0 without steps. An entry that is null, nan, infinite or of another type is
+a failed reward. If a reply cannot be read or has another length, all its rewards have failed. A failed reward
+is never 0. Finite rewards, including those of steps and environments, are clipped to +-1e30 (`LARGEST`), so
+that their sums are finite in float32, in which training computes.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from numpy.typing import ArrayLike
 
 
 class Sample(NamedTuple):
-    """One answer to be rewarded."""
+    """Holds one answer to be rewarded."""
 
     prompt: Sequence[dict[str, str]]
     response: str
@@ -36,25 +36,25 @@ Steps = Sequence[tuple[int, float]]  # (characters of the response up to the ste
 
 
 class Reply(NamedTuple):
-    """Holds (N,) rewards, nan where one failed, and the steps of answers whose steps were rewarded, by their
-    index."""
+    """Holds (N,) rewards, nan for failed ones, and, by answer index, the steps of answers with rewarded
+    steps."""
 
     rewards: np.ndarray
     steps: Mapping[int, Steps]
 
 
 class RewardError(Exception):
-    """One request went wrong; the next may not."""
+    """Reports that one request failed. The next may succeed."""
 
 
 class WrongReply(RewardError):
-    """A reply that does not fit its request. It might fit a smaller request by chance: the same one is sent
-    again."""
+    """Reports a reply that does not fit its request. The same request is sent again, since the reply might
+    fit a smaller one by chance."""
 
 
 class CodeError(RewardError):
-    """The user's code raised an error that is its own, such as a NameError. `place`: type, file and line, the
-    same for every answer; `certain`: as of `UsersError`."""
+    """Reports a bug in the user's code, such as a NameError. `place`: type, file and line, identical for
+    every answer. `certain`: as in `UsersError`."""
 
     def __init__(self, message: str, place: str, certain: bool = False):
         super().__init__(message, place, certain)
@@ -66,22 +66,23 @@ class CodeError(RewardError):
 
 
 class RewardsFailed(RuntimeError):
-    """A source left more answers without a reward than the recipe allows; the message names it."""
+    """Reports that a source left more answers without a reward than the recipe allows. The message names the
+    source."""
 
 
-LARGEST = 1e30  # of a reward: sums of them are finite in float32
+LARGEST = 1e30  # absolute reward; sums of such rewards are finite in float32
 LISTS = frozenset(("prompts", "responses", "rows", "finished", "query"))
 
 
 def bounded(rewards: ArrayLike) -> np.ndarray:
-    """Returns rewards as float64, finite ones clipped to +-LARGEST; infinite ones and nan, which are failed
-    rewards, stay what they are."""
+    """Returns rewards as float64, with finite ones clipped to +-LARGEST. Failed rewards (infinite or nan)
+    stay unchanged."""
     values = np.asarray(rewards, dtype=np.float64)
     return np.where(np.isfinite(values), np.clip(values, -LARGEST, LARGEST), values)
 
 
 def question(samples: Sequence[Sample], wanted: Collection[str] = LISTS) -> dict[str, list[Any]]:
-    """The lists of the contract, or some of them."""
+    """Returns the contract's lists named in `wanted`."""
     lists: dict[str, list[Any]] = {
         "prompts": [list(sample.prompt) for sample in samples],
         "responses": [sample.response for sample in samples],
@@ -93,12 +94,12 @@ def question(samples: Sequence[Sample], wanted: Collection[str] = LISTS) -> dict
 
 
 def question_json(samples: Sequence[Sample], wanted: Collection[str] = LISTS) -> str:
-    """The question as JSON; what JSON does not know (dates of a parquet file) becomes text."""
+    """Returns the question as JSON. Types that JSON lacks (dates in a parquet file) become text."""
     return json.dumps(question(samples, wanted), default=str, ensure_ascii=False)
 
 
 def read_reply(text: str | bytes, count: int) -> Reply:
-    """The rewards of a JSON reply. WrongReply when the reply as a whole is no answer."""
+    """Returns the rewards in a JSON reply. Raises WrongReply when the reply as a whole is invalid."""
     try:
         reply = json.loads(text)
     except (ValueError, RecursionError):
@@ -109,8 +110,8 @@ def read_reply(text: str | bytes, count: int) -> Reply:
 
 
 def read_rewards(rewards: Any, count: int) -> Reply:
-    """A list of numbers or steps as (count,) float64, `bounded`, nan where one has no finite number.
-    WrongReply for another type or length."""
+    """Converts a list of numbers or steps to `bounded` float64 rewards (count,), nan for entries without a
+    finite number. Raises WrongReply for another type or length."""
     if not isinstance(rewards, list | tuple):
         raise WrongReply(f"its rewards are no list but {type(rewards).__name__}")
     if len(rewards) != count:
@@ -124,7 +125,8 @@ def read_rewards(rewards: Any, count: int) -> Reply:
 
 
 def _steps(value: Any) -> Steps | None:
-    """Returns steps in order, or None for what is no list of pairs of a whole number and a finite one."""
+    """Returns the sorted steps, or None if `value` is not a list of pairs of a non-negative integer and a
+    finite number."""
     if not isinstance(value, list | tuple) or any(
         not isinstance(step, list | tuple) or len(step) != 2 for step in value
     ):

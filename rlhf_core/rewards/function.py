@@ -1,9 +1,9 @@
 """Runs a user's Python reward function in separate processes (`function_worker.py`): one JSON line in, one
 JSON line out.
 
-A function that hangs is stopped after the time limit. One that crashes does not stop the stage. What it
-prints is not read as a reward. The next request starts a stopped process again. `Client._batch` in clients.py
-splits a batch to find the answer that hangs.
+A function that hangs is stopped after the time limit. A crash does not stop the stage. Printed output is not
+read as a reward. The next request restarts a stopped process. `Client._batch` in clients.py splits a batch to
+find the answer that hangs.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ ENDING_SECONDS = 5.0  # how long a process that has closed its output may take t
 
 
 def wanted_by(file: Path, name: str) -> Collection[str]:
-    """Returns the lists of the contract that the signature of a function names, without running its file; all
-    where that does not tell."""
+    """Returns the lists of the contract that a function's signature names, without running its file; all if
+    this cannot be determined."""
     try:
         tree = ast.parse(file.read_text())
-    except (OSError, SyntaxError, ValueError):  # the worker will say what is wrong
+    except (OSError, SyntaxError, ValueError):  # the worker reports the reason
         return LISTS
     found = [node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == name]
     bound = [node for node in ast.walk(tree) if name in _bound(node)]
@@ -46,7 +46,7 @@ def wanted_by(file: Path, name: str) -> Collection[str]:
 
 
 def _bound(node: ast.AST) -> list[str]:
-    """Returns the names that a node of a file binds."""
+    """Returns the names that a syntax node binds."""
     if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
         return [node.name]
     if isinstance(node, ast.Import | ast.ImportFrom):
@@ -55,8 +55,8 @@ def _bound(node: ast.AST) -> list[str]:
 
 
 class Function:
-    """Calls `name` of `file` in up to `processes` processes. `timeout` seconds a request; the first also
-    waits for the imports."""
+    """Calls `name` from `file` in up to `processes` processes. `timeout`: seconds per request, and for the
+    imports at the start of a process."""
 
     def __init__(self, file: Path, name: str, timeout: float, processes: int):
         self.timeout = timeout
@@ -71,8 +71,8 @@ class Function:
             self._idle.put(None)
 
     def score(self, samples: Sequence[Sample]) -> Reply:
-        """Returns the function's rewards. RewardError when the call failed, CodeError by an error of the
-        code; ValueError when the function cannot be loaded."""
+        """Returns the function's rewards. Raises RewardError when the call failed, CodeError for a bug in the
+        function's code, ValueError when the function cannot be loaded."""
         process = self._idle.get()
         try:
             if process is None:
@@ -92,8 +92,8 @@ class Function:
         return read_reply(json.dumps(reply), len(samples))
 
     def _ask(self, process: subprocess.Popen[bytes], samples: Sequence[Sample]) -> dict[str, Any]:
-        """Sends a request; returns its reply. Raises RewardError for a line that is not the reply to this
-        very request."""
+        """Sends a request and returns its reply. Raises RewardError for a line that is not the reply to this
+        request."""
         number = next(self._numbers)
         line = f'{{"number": {number}, "question": {question_json(samples, self.wanted)}}}'
         reply = self._exchange(process, line.encode())
@@ -102,8 +102,8 @@ class Function:
         return reply
 
     def _start(self) -> subprocess.Popen[bytes]:
-        # The worker's own path is safe by -P. Scripts that the function starts find the modules beside them,
-        # as anywhere.
+        # -P makes the worker's own path safe. Scripts that the function starts find the modules beside them,
+        # as usual.
         environment = {name: value for name, value in child_environment().items() if name != "PYTHONSAFEPATH"}
         with self._lock:
             if self._closed:
@@ -127,8 +127,8 @@ class Function:
         return process
 
     def _exchange(self, process: subprocess.Popen[bytes], line: bytes) -> dict[str, Any]:
-        """Writes a line (if any) and reads one, a JSON object; the process is ended when that takes longer
-        than the limit."""
+        """Writes a line (if any) and reads one, a JSON object. Kills the process when this takes longer than
+        the limit."""
         assert process.stdin is not None and process.stdout is not None
         timer = Timer(self.timeout, kill_group, [process.pid])
         timer.start()
@@ -153,12 +153,12 @@ class Function:
         return found
 
     def _ending(self, process: subprocess.Popen[bytes]) -> str:
-        """Ends a process that writes no more, and says how it ended by itself."""
+        """Ends a process that has stopped writing, and returns a description of how it ended."""
         if self._closed:
             return "it gets no more requests"
         deadline = time.monotonic() + ENDING_SECONDS
-        # WNOWAIT: until `_end` has it no longer among those that run, `close` may kill it, so its number must
-        # stay its own.
+        # WNOWAIT: until `_end` removes the process from the running ones, `close` may kill it, so its id must
+        # not be reused.
         while not (by_itself := os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT | os.WNOHANG)):
             if time.monotonic() > deadline:
                 break
@@ -169,7 +169,7 @@ class Function:
         )
 
     def close(self) -> None:
-        """Ends all processes; a caller that waits for one of them gets an error."""
+        """Ends all processes. A caller that waits for one of them gets an error."""
         with self._lock:
             self._closed = True
             for running in self._running:
@@ -188,7 +188,7 @@ class Function:
             if process in self._running:
                 kill_group(process.pid)
                 process.wait()
-                self._running.discard(process)  # before another process may get its number
+                self._running.discard(process)  # before another process can get its id
         for pipe in (process.stdin, process.stdout):
             if pipe is not None:
                 with suppress(OSError):  # unwritten data for a process that is gone

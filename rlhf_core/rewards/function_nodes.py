@@ -1,4 +1,4 @@
-"""Runs a user's reward function on all nodes of a stage: each has its part of the function's processes
+"""Runs a user's reward function on all nodes of a stage. Each node runs a share of the function's processes
 (`function.py`)."""
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from rlhf_core.rewards.function import Function
 
 
 class SpreadFunction:
-    """Calls a function in up to `processes` processes, dealt to this node and `others` in turn. A node that
-    has no file of that name is named in the error."""
+    """Calls a function in up to `processes` processes, distributed over this node and `others` in turn.
+    Errors name the node, for example one that lacks the file."""
 
     def __init__(self, file: Path, name: str, timeout: float, processes: int, others: Sequence[Node]):
         self._here = Function(file, name, timeout, -(-processes // (1 + len(others))))
@@ -36,7 +36,7 @@ class SpreadFunction:
             print(f"the reward function {name} runs here and on {addresses}", flush=True)
 
     def score(self, samples: Sequence[Sample]) -> Reply:
-        """Returns the function's rewards, as `Function.score`. Raises NodeLost too."""
+        """Like `Function.score`, but also raises NodeLost."""
         helper = self._free.get()
         try:
             if helper is None:
@@ -44,7 +44,7 @@ class SpreadFunction:
             reply: Reply = helper.call("score", samples)
             return reply
         except HelperDied as died:
-            helper = None  # from then on this node does its part
+            helper = None  # from here on this node does the lost node's share
             raise RewardError(str(died)) from None
         except ValueError as error:
             raise ValueError(

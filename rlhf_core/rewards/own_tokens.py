@@ -1,5 +1,5 @@
-"""Answers as tokens of the model that scores them: written anew in the chat template of a reward model with
-another tokenizer."""
+"""Tokenises answers for a reward model with another tokenizer than the policy's, using the reward model's
+chat template."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from rlhf_core.hub.vocabulary import compared
 
 
 class Answered(Protocol):
-    """A prompt and its answer. `finished`: not cut by the length limit."""
+    """Defines a prompt and its answer. `finished`: not cut by the length limit."""
 
     @property
     def prompt(self) -> Sequence[Message]: ...
@@ -25,8 +25,8 @@ class Answered(Protocol):
 
 
 def document(renderer: Renderer, answer: Answered) -> Document:
-    """Prompt and answer as a sampler would have made them: an answer cut by length has no end token. Calls of
-    tools and their results are texts here, which every template can write."""
+    """Returns prompt and answer as a sampler would have produced them: an answer cut by length has no end
+    token. Tool calls and their results become plain text, which every template can render."""
     plain = [
         {"role": "user" if m["role"] == "tool" else m["role"], "content": written(m)} for m in answer.prompt
     ]
@@ -35,8 +35,7 @@ def document(renderer: Renderer, answer: Answered) -> Document:
 
 
 class OwnTokens(NamedTuple):
-    """Writes answers for the reward model at `path`, of at most `longest` tokens: the first tokens are left
-    out."""
+    """Tokenises answers for the reward model at `path`, keeping the last `longest` tokens."""
 
     path: str
     renderer: Renderer
@@ -57,10 +56,10 @@ class OwnTokens(NamedTuple):
 def writers(
     policy: str, reward_models: Mapping[str, str], trust_remote_code: bool = False
 ) -> dict[str, OwnTokens]:
-    """Returns one for each reward model, by the keys of `reward_models`, that reads other tokens in the
-    policy's token ids.
+    """Returns, by the keys of `reward_models`, an `OwnTokens` for each reward model that maps token ids to
+    other tokens than the policy.
 
-    Raises ValueError where such a model has no chat template.
+    Raises ValueError if such a model has no chat template.
     """
     found = {}
     for title, path in reward_models.items():

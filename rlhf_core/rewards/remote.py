@@ -1,4 +1,4 @@
-"""Gets rewards from a server: one POST for each request, with a time limit on the whole exchange."""
+"""Gets rewards from a server: one POST per request, with a time limit on the whole exchange."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ LARGEST_REPLY = 64 << 20  # bytes
 
 
 class Server:
-    """Sends requests to the server at `url`. `timeout` seconds for a whole request: a server that drips bytes
-    does not hold the run.
+    """Sends requests to the server at `url`. `timeout`: seconds for a whole request, so that a server that
+    drips bytes does not block the run.
 
-    The key is sent as a bearer token; neither it nor the query of the address appears in a message.
+    The key is sent as a bearer token. Messages contain neither the key nor the query of the URL.
     """
 
     def __init__(self, url: str, timeout: float, api_key_env: str | None):
@@ -35,8 +35,8 @@ class Server:
         self._open = dict[asyncio.Task[Any], asyncio.AbstractEventLoop]()
 
     def score(self, samples: Sequence[Sample]) -> Reply:
-        """Returns the server's rewards. RewardError when the request did; ValueError when none can
-        succeed."""
+        """Returns the server's rewards. Raises RewardError when the request failed, ValueError when no
+        request can succeed."""
         try:
             status, body = asyncio.run(self._post(question_json(samples)))
         except TimeoutError:
@@ -57,7 +57,7 @@ class Server:
         return read_reply(body, len(samples))
 
     async def _post(self, text: str) -> tuple[int, bytes]:
-        """Status and body of the reply. CancelledError after `close`."""
+        """Returns status and body of the reply. Raises CancelledError after `close`."""
         headers = {"content-type": "application/json"}
         if self.api_key_env:
             headers["authorization"] = f"Bearer {os.environ.get(self.api_key_env, '')}"
@@ -66,7 +66,7 @@ class Server:
         assert task is not None
         self._open[task] = asyncio.get_running_loop()
         try:
-            if self._closed:  # checked when `close` can see the task
+            if self._closed:  # checked after `close` can see the task
                 raise asyncio.CancelledError
             async with (
                 asyncio.timeout(self.timeout),
@@ -82,7 +82,7 @@ class Server:
             del self._open[task]
 
     def close(self) -> None:
-        """Cancels open requests; nothing else is kept open."""
+        """Cancels open requests and prevents new ones."""
         self._closed = True
         for task, loop in list(self._open.items()):
             with suppress(RuntimeError):  # the loop has ended meanwhile

@@ -1,10 +1,10 @@
-"""Serves a reward model over HTTP, by the contract of `rewards/contract.py`: `alignflow serve-reward
-CHECKPOINT --port PORT`.
+"""Serves a reward model over HTTP according to `rewards/contract.py`: `alignflow serve-reward CHECKPOINT
+--port PORT`.
 
-POST (any path) takes `prompts`, `responses` and, optional, `finished`; other lists are ignored. GET returns
-what is served. One request is scored at a time. Wrong input gets 400 with an error message, a failure of the
-model 500, which clients retry. With a key, each request needs it as a bearer token, else it gets 401. There
-is no TLS: put a proxy in front.
+POST (any path) accepts `prompts`, `responses` and, optionally, `finished`; other lists are ignored. GET
+returns what is served. One request is scored at a time. Invalid input gets 400 with an error message; a
+failure of the model gets 500, which clients retry. If a key is set, requests without it as a bearer token get
+401. There is no TLS: put a proxy in front.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ SEND_SECONDS = 60.0  # for a client to send its request
 
 
 class AnswerToScore(NamedTuple):
-    """One answer to score."""
+    """Holds one answer to score."""
 
     prompt: list[Message]
     response: str
@@ -43,7 +43,7 @@ class AnswerToScore(NamedTuple):
 
 
 def read_request(text: bytes) -> list[AnswerToScore]:
-    """The answers of a request. ValueError says what is wrong with it."""
+    """Returns the answers in a request. Raises ValueError, with the reason, for an invalid request."""
     try:
         body = json.loads(text)
     except (ValueError, RecursionError):
@@ -70,8 +70,8 @@ def read_request(text: bytes) -> list[AnswerToScore]:
 def reward_application(
     checkpoint: str, template: str = "chat", micro_batch_size: int = 8, key: str | None = None
 ) -> Starlette:
-    """Returns the application that serves a reward model. ValueError when the checkpoint or its tokenizer
-    cannot be used."""
+    """Returns the application that serves a reward model. Raises ValueError when the checkpoint or its
+    tokenizer cannot be used."""
     renderer = Renderer(load_tokenizer(checkpoint, trust_remote_code=False), template)
     scorer = RewardScorer(checkpoint, "auto", micro_batch_size, trust_remote_code=False)
     lock = Lock()
@@ -86,8 +86,8 @@ def reward_application(
 def application(
     score: Callable[[Sequence[AnswerToScore]], list[float]], about: dict[str, Any], key: str | None = None
 ) -> Starlette:
-    """Returns the HTTP side of a scoring function, which is called in a thread. `key`: what requests need as
-    a bearer token."""
+    """Returns the HTTP application around a scoring function, which is called in a thread. `key`: the bearer
+    token that requests need."""
 
     async def reply(request: Request) -> JSONResponse:
         given = request.headers.get("authorization", "").encode("latin-1")
@@ -100,7 +100,7 @@ def application(
         if request.method != "POST":
             return JSONResponse(about)
         length = request.headers.get("content-length", "")
-        # else chunks pass it
+        # chunked bodies would bypass the limit
         if not length.isdigit() or int(length) > LARGEST_REQUEST or "transfer-encoding" in request.headers:
             return _error(
                 413,

@@ -11,10 +11,10 @@ from rlhf_core.rewards.contract import Steps
 
 
 def on_tokens(steps: Steps, lengths: Sequence[int]) -> np.ndarray:
-    """Returns the reward of each of an answer's tokens, (T,): a step's is at the token that completes its
-    last character, or at the last.
+    """Returns the reward of each token of an answer, (T,). A step's reward is at the token that completes the
+    step's last character, or at the last token.
 
-    `lengths` (T,): the whole characters of the answer after each token.
+    `lengths` (T,): the number of complete characters of the answer after each token.
     """
     rewards = np.zeros(len(lengths), np.float32)
     for end, reward in steps:

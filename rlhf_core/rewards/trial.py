@@ -1,10 +1,10 @@
-"""Calls each reward function once with made-up answers, a right and a wrong one where the data know the right
-one, so that a bug in it is reported before any work (rlhf_core/preflight/reward_functions.py), and before any
-engine starts.
+"""Calls each reward function once with made-up answers, a right one (if the data have it) and a wrong one, so
+that a bug in it is reported before any work (rlhf_core/preflight/reward_functions.py) and before any engine
+starts.
 
-Only an error that every call meets (`UsersError.certain`) ends the stage. Others may come from the answer,
-which no model has given: they are warnings. A reward server is not asked for a reward, which may cost money:
-only whether its address answers is looked at.
+Only an error that occurs in every call (`UsersError.certain`) ends the stage. Other errors may be due to the
+made-up answer and are warnings. A reward server is not asked for a reward, which may cost money; only whether
+its address answers is checked.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from rlhf_core.system.proxies import proxy_of
 if TYPE_CHECKING:  # chat imports transformers
     from rlhf_core.data.chat import Renderer
 
-SECONDS = 30.0  # of the imports of a function, and of its call
+SECONDS = 30.0  # for the imports of a function, and for its call
 REACH_SECONDS = 5.0
 ANSWER = "This is an answer."
 
 
 def made_up_answer(row: dict[str, Any]) -> str:
-    """Returns the right answer of a row, where a column of a usual name has one, else a sentence."""
+    """Returns the right answer of a row if a column with a usual name has one, else a fixed sentence."""
     for column in ("answer", *USUAL["answer"]):
         value = row.get(column)
         if isinstance(value, str | int | float) and str(value).strip():
@@ -40,8 +40,8 @@ def made_up_answer(row: dict[str, Any]) -> str:
 
 
 def try_rewards(sources: Sequence[RewardSource], prompt: Prompt, renderer: Renderer) -> None:
-    """Tries all functions and servers of a stage; reward models are left out. Prints warnings. Raises
-    ValueError for a function that cannot be loaded, or whose code is wrong for every answer."""
+    """Tries all functions and servers of a stage, but no reward models. Prints warnings. Raises ValueError
+    for a function that cannot be loaded, or whose code fails for every answer."""
     for source in sources:
         if isinstance(source, FunctionReward):
             samples = [sample_of(prompt, text, renderer) for text in made_up_answers(prompt.row)]
@@ -53,19 +53,19 @@ def try_rewards(sources: Sequence[RewardSource], prompt: Prompt, renderer: Rende
 
 
 def made_up_answers(row: dict[str, Any]) -> list[str]:
-    """Returns the right answer of a row, if it is known, and a sentence."""
+    """Returns the right answer of a row, if it is known, and a fixed sentence."""
     return list(dict.fromkeys([made_up_answer(row), ANSWER]))
 
 
 def sample_of(prompt: Prompt, text: str, renderer: Renderer) -> Sample:
-    """Returns an answer to a prompt, as a reward source gets it."""
+    """Returns an answer to a prompt in the form that reward sources get."""
     document = renderer.answer_tokens(prompt.tokens, text)
     return Sample(prompt.messages, text, prompt.row, True, renderer.decoded(document.tokens, False))
 
 
 def call_once(source: FunctionReward, samples: Sequence[Sample], seconds: float) -> str:
-    """Calls a function with made-up answers, and returns what failed that may come from these answers, or "".
-    Raises ValueError for a function that cannot be loaded, or whose code is wrong for every answer."""
+    """Calls a function with made-up answers. Returns a failure that these answers may have caused, or "".
+    Raises ValueError for a function that cannot be loaded, or whose code fails for every answer."""
     function = Function(source.file, source.function_name, min(source.timeout, seconds), 1)
     try:
         function.score(samples)

@@ -1,8 +1,7 @@
-"""Gives requests to running engines one by one, each to the engine with the least to do, and answers them in
-the order they are finished.
+"""Dispatches requests to running engines one by one, each to the least-loaded engine, and returns answers in
+the order they finish.
 
-Each engine always has a second call waiting while it works on the first, so that it never waits for this
-process.
+Each engine has a second call queued while it works on the first, so it never waits for this process.
 """
 
 from __future__ import annotations
@@ -21,12 +20,13 @@ from rlhf_core.rollout.engine import Answer, Request, Sampling
 from rlhf_core.rollout.sampler_role import SamplerRole
 
 R = TypeVar("R")
-SLICE_SECONDS = 0.05  # of one call: how long a finished answer or a new request waits at most
+SLICE_SECONDS = 0.05  # duration of one call: the longest that a finished answer or a new request waits
 CALLS = 2  # per engine
 
 
 class Background:
-    """An event loop in a thread of its own, which works while this one waits for something else."""
+    """Runs an event loop in a separate thread, which works while the calling thread waits for something
+    else."""
 
     def __init__(self) -> None:
         self._loop = asyncio.new_event_loop()
@@ -34,20 +34,20 @@ class Background:
         self._thread.start()
 
     def start(self, work: Coroutine[Any, Any, R]) -> Future[R]:
-        """Starts work in the loop, and does not wait for it."""
+        """Starts work in the loop without waiting for it."""
         return asyncio.run_coroutine_threadsafe(work, self._loop)
 
     def run(self, work: Coroutine[Any, Any, R]) -> R:
-        """Runs work in the loop, and waits for it."""
+        """Runs work in the loop and waits for its result."""
         return self.start(work).result()
 
     def end_work(self) -> None:
-        """Cancels all work; the loop goes on."""
+        """Cancels all work and keeps the loop running."""
 
         async def end() -> None:
             while tasks := asyncio.all_tasks() - {asyncio.current_task()}:
                 for task in tasks:
-                    task.cancel()  # again where it was lost: `wait_for` of Python 3.11 can do that
+                    task.cancel()  # repeated: `wait_for` of Python 3.11 can lose a cancellation
                 await asyncio.wait(tasks, timeout=0.1)
 
         self.run(end())
@@ -57,7 +57,7 @@ class Background:
         return self._loop.is_closed()
 
     def close(self) -> None:
-        """Ends all work."""
+        """Cancels all work and ends the loop."""
 
         if not self.closed:
             self.end_work()
@@ -67,8 +67,8 @@ class Background:
 
 
 class Engines:
-    """Gives requests to the engines of a group; used in one event loop. `timeout`: seconds that an engine may
-    make no progress."""
+    """Dispatches requests to the engines of a group, within one event loop. `timeout`: how long an engine may
+    make no progress, in seconds."""
 
     def __init__(self, group: WorkerGroup, timeout: float):
         self._group = group
@@ -80,14 +80,15 @@ class Engines:
         self._asked: list[dict[int, asyncio.Future[Answer]]] = [{} for _ in range(group.world_size)]
         self._serving: list[asyncio.Task[None] | None] = [None] * group.world_size
         self._reserved = [0] * group.world_size
-        self.version = 0  # of the weights that engines have
-        self.revivals = 0  # how often engines that had died came back
+        self.version = 0  # of the engines' weights
+        self.revivals = 0  # number of times that dead engines came back
         self.dead: set[int] = set()
         self.died = asyncio.Event()
         self._back = asyncio.Event()
 
     def reserve(self, requests: int = 1) -> int:
-        """Chooses the engine with the least reserved, for this number of requests until `release`."""
+        """Returns the engine with the fewest reserved requests, and reserves this number on it until
+        `release`."""
         engine = self._least()
         self._reserved[engine] += requests
         return engine
@@ -100,9 +101,9 @@ class Engines:
         return min(living or range(len(self._asked)), key=lambda engine: self._reserved[engine])
 
     async def ask(self, engine: int, tokens: Sequence[int], seed: int, sampling: Sampling) -> Answer:
-        """Asks an engine for one answer; where it dies, another one, or itself once it is back (`revived`).
-        Raises RoleFailed when an engine fails otherwise, or makes no progress. The engine aborts the request
-        when this is cancelled."""
+        """Asks an engine for one answer. If it dies, asks another, or the same one once it is back
+        (`revived`). Raises RoleFailed when an engine fails in another way or makes no progress. Cancelling
+        this call makes the engine abort the request."""
         while True:
             try:
                 return await self._ask(engine, tokens, seed, sampling)
@@ -128,7 +129,7 @@ class Engines:
             raise
 
     def _give_up(self, engine: int, key: int) -> None:
-        """Takes a request back: it is not sent, or aborted by the engine's next call."""
+        """Withdraws a request: drops it if unsent, else has the engine's next call abort it."""
         if self._asked[engine].pop(key, None) is None:
             return  # it was answered, or the engine died
         waiting = [request for request in self._new[engine] if request.key != key]
@@ -137,7 +138,7 @@ class Engines:
         self._new[engine] = waiting
 
     async def _serve(self, engine: int) -> None:
-        """Calls the engine as long as it has requests."""
+        """Calls the engine while it has requests."""
         asked = self._asked[engine]
         calls = deque[Pending[list[tuple[int, Answer]]]]()
         try:
@@ -154,9 +155,9 @@ class Engines:
                     )
                 for key, answer in (await self._wait(calls.popleft()))[0]:
                     future = asked.pop(key, None)
-                    if future is not None and not future.done():  # else who asked is gone
+                    if future is not None and not future.done():  # else the asker is gone
                         future.set_result(answer)
-                await asyncio.sleep(0)  # those who got an answer may ask again
+                await asyncio.sleep(0)  # lets askers that got an answer ask again
         except Exception as error:
             if isinstance(error, RankDied):
                 print(f"engine {engine} died; its {len(asked)} requests are asked again: {error}", flush=True)
@@ -169,13 +170,13 @@ class Engines:
             asked.clear()
 
     async def lost(self, engine: int) -> None:
-        """Notes that an engine is dead: it gets no requests until `revived`."""
+        """Marks an engine as dead: it gets no requests until `revived`."""
         self.dead.add(engine)
         self._back.clear()
         self.died.set()
 
     async def revived(self) -> None:
-        """Notes that dead engines are back."""
+        """Marks all dead engines as back."""
         self.revivals += 1
         self.dead.clear()
         self.died.clear()
@@ -197,6 +198,6 @@ class Engines:
             with suppress(RuntimeError):  # the loop is closed
                 loop.call_soon_threadsafe(settle, *outcome)
 
-        # nobody waits for it at the end of this process
+        # a daemon: it does not delay the end of this process
         Thread(target=wait, name="engine", daemon=True).start()
         return await done

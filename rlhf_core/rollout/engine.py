@@ -1,8 +1,8 @@
 """Runs one vLLM engine in this process: token ids in, token ids and log-probs out.
 
-Texts are made only to find stop texts. Each answer has a seed of its own, a function of the run, the step and
-the prompt, so that a resumed run samples what the undisturbed one samples. Weights come in as (name, tensor)
-pairs under checkpoint names.
+Tokens are decoded only to find stop texts. Each answer has its own seed, a function of the run, the step and
+the prompt, so a resumed run samples the same answers as an uninterrupted one. Weights arrive as (name,
+tensor) pairs under checkpoint names.
 """
 
 from __future__ import annotations
@@ -44,19 +44,19 @@ from rlhf_core.rollout.weight_transfer import Rendezvous, Route
 from rlhf_core.system import progress
 from rlhf_core.system.gc_pause import uncollected
 
-ASKED = "asked-"  # begins the ids of requests of `advance`
-COUNTERS = ("vllm:generation_tokens", "vllm:spec_decode_num_accepted_tokens")  # of vLLM's public metrics
+ASKED = "asked-"  # prefix of the ids of `advance`'s requests
+COUNTERS = ("vllm:generation_tokens", "vllm:spec_decode_num_accepted_tokens")  # names of public vLLM metrics
 
 
 @dataclass(frozen=True)
 class Answer:
     """Holds a sampled answer (`answer_of`). `logprobs[i]` is the sampler's log-prob of `tokens[i]` under the
-    distribution it sampled from. `versions`: pairs (first token, version of the weights from there on), of
-    answers to a `Request`.
+    distribution it sampled from. `versions`: for answers to a `Request`, pairs (first token, version of the
+    weights from there on).
 
-    `finished` is False when the length limit cut it; else the last token is a stop token, or ends a stop
-    text. `experts` (T - 1, layers, k): the experts of the tokens of prompt and answer; the last token was
-    sent to none. Only from engines with `routing_replay`.
+    `finished` is False when the length limit cut the answer; else its last token is a stop token or ends a
+    stop text. `experts` (T - 1, layers, k): the experts of the tokens of prompt and answer; the last token
+    was routed to none. Only engines with `routing_replay` return them.
     """
 
     tokens: Sequence[int]
@@ -82,17 +82,17 @@ def _received(tokens: Any, logprobs: Any, *others: Any) -> Answer:
 def answer_of(
     tokens: Sequence[int], logprobs: Sequence[float], finished: bool, experts: np.ndarray | None = None
 ) -> Answer:
-    """Returns an answer of int32 tokens and fp32 log-probs, which processes of a node read where one has
-    stored them."""
+    """Returns an answer of int32 tokens and fp32 log-probs, which the processes of a node can share without
+    copying."""
     return Answer(array("i", tokens), array("f", logprobs), finished, experts)
 
 
 class Sampling(NamedTuple):
-    """Says how answers are sampled: `n` to each prompt; without `logprobs` they have none. Texts of `stop`
-    end an answer, which keeps them.
+    """Describes how answers are sampled: `n` per prompt, with log-probs if `logprobs`. A text in `stop` ends
+    an answer and stays in it.
 
-    With `seed_whole` one stream of random numbers, seeded by all seeds, serves all answers: vLLM then draws
-    for the whole batch at once, in place of answer by answer, and an answer depends on those beside it.
+    With `seed_whole` all answers share one stream of random numbers, seeded from all seeds. vLLM then draws
+    for the whole batch at once instead of per answer, and an answer depends on the rest of its batch.
     """
 
     n: int
@@ -107,14 +107,14 @@ class Sampling(NamedTuple):
 
     @classmethod
     def of(cls, config: Rewarded, n: int, stop_token_ids: Sequence[int], logprobs: bool = True) -> Sampling:
-        """Returns how a stage samples."""
+        """Returns a stage's sampling settings."""
         sizes = (n, config.temperature, config.generate_max_len, list(stop_token_ids))
         return cls(*sizes, False, logprobs, config.top_p, config.top_k, config.stop)
 
 
 class Request(NamedTuple):
-    """Asks for one answer (`sampling.n` does not count) beside others that the engine works on. `key`: a
-    number of the one who asks."""
+    """Asks for one answer (`sampling.n` is ignored) alongside others that the engine works on. `key`: a
+    number chosen by the caller."""
 
     key: int
     tokens: list[int]
@@ -123,15 +123,15 @@ class Request(NamedTuple):
 
 
 class Begun(NamedTuple):
-    """Holds the engine's own name of a request, and its pairs (first token, version of the weights from there
-    on)."""
+    """Holds the engine's own name for a request, and the request's pairs (first token, version of the weights
+    from there on)."""
 
     own: str
     versions: list[tuple[int, int]]
 
 
 def library(kv_cache_gib: float) -> Any:
-    """Imports vLLM with its engine, after its environment is set: it reads that when it is first imported."""
+    """Imports vLLM with its engine, after setting the environment that vLLM reads at its first import."""
     set_vllm_environment(kv_cache_gib)
     with uncollected():
         import vllm
@@ -142,10 +142,10 @@ def library(kv_cache_gib: float) -> Any:
 
 
 class Sampler:
-    """Starts a vLLM engine and loads a model, one in a process; `close` ends it. `first`: the number of
-    processes of engines before it; `adapter_rank`: that of adapters, which are then all that it receives.
-    `stage`: in the process of another pipeline stage than the first, the engine's worker processes are
-    started alone, and `stay` waits for their end."""
+    """Starts a vLLM engine and loads a model, one per process; `close` ends it. `first`: the number of
+    processes of the engines before it. `adapter_rank`: the rank of the adapters; if set, the engine receives
+    only adapters. `stage`: in the process of a pipeline stage after the first, only the engine's worker
+    processes are started, and `stay` waits for their end."""
 
     first = 0
 
@@ -192,8 +192,8 @@ class Sampler:
             trust_remote_code=trust_remote_code,
             enable_prefix_caching=on_gpu or not self._has_state(model, max_model_len),
             # A prompt prefilled in parts makes vLLM rewind its seeded generator, which CPU generators cannot
-            # do: whole prompts there. vLLM caches the states of Mamba layers by prefix only where prompts are
-            # prefilled in parts.
+            # do, so CPUs prefill whole prompts. vLLM caches the states of Mamba layers by prefix only if
+            # prompts are prefilled in parts.
             enable_chunked_prefill=on_gpu,
             max_num_batched_tokens=None if on_gpu else max(max_model_len, CPU_BATCHED_TOKENS),
             logprobs_mode="processed_logprobs",
@@ -207,7 +207,7 @@ class Sampler:
             enable_sleep_mode=can_sleep,
             tensor_parallel_size=vllm.tensor_parallel_size,
             **adapter_options(adapter_rank),
-            # Processes of this one, which end with it.
+            # Child processes of this one, which end with it.
             distributed_executor_backend="mp" if vllm.tensor_parallel_size > 1 else None,
         )
         options |= stage.options() | vllm.engine
@@ -220,16 +220,16 @@ class Sampler:
         self.llm.collective_rpc("prepare_runner", args=(known,))
         if adapter_rank:
             self.llm.collective_rpc("keep_plain_head")
-        self._counted = (0, 0)  # what `sampled` has told
+        self._counted = (0, 0)  # the totals at the last `sampled`
         self.tied = bool(self.llm.llm_engine.model_config.hf_text_config.tie_word_embeddings)
         self._adapter_rank = adapter_rank
-        self._adapter: Any = None  # what requests name, once adapters are there
+        self._adapter: Any = None  # named by requests, once adapters are loaded
         self.version = 0
-        self._loads = 0  # of the weights: as the trainer counts, and how often they were loaded
+        self._loads = 0  # `version` is the trainer's count, `_loads` how often weights were loaded
         self._begun = dict[str, Begun]()  # unfinished requests of `advance`
-        # requests of `advance` that were finished in another call
+        # answers to requests of `advance` that finished since it last returned
         self._finished = list[tuple[int, Answer]]()
-        merged.close()  # now, since Ray ends its processes without letting them clean up
+        merged.close()  # here, since Ray ends its processes without letting them clean up
 
     def generate(
         self, prompts: Sequence[Sequence[int]], seeds: Sequence[int], sampling: Sampling
@@ -243,8 +243,8 @@ class Sampler:
     def stream(
         self, prompts: Sequence[Sequence[int]], seeds: Sequence[int], sampling: Sampling
     ) -> Iterator[tuple[int, list[Answer]]]:
-        """Yields the answers of `generate`, prompt by prompt as they are finished: the prompt's index and its
-        `n` answers."""
+        """Like `generate`, but yields each prompt as its answers finish: the prompt's index and its `n`
+        answers."""
         n = sampling.n
         found = dict[int, dict[int, Answer]]()
         for i, params in enumerate(self._params(seeds, sampling)):
@@ -260,13 +260,14 @@ class Sampler:
                     yield prompt, [answer for _, answer in sorted(found.pop(prompt).items())]
 
     def _add(self, key: str, tokens: Sequence[int], params: Any) -> str:
-        """Adds a request; returns the engine's own name of it."""
-        # What the cache holds of other weights has another salt; it cannot be cleared while requests use it.
+        """Adds a request and returns the engine's own name for it."""
+        # Cache entries from other weights have another salt; the cache cannot be cleared while requests use
+        # it.
         prompt = {"prompt_token_ids": list(tokens), "cache_salt": str(self._loads)}
         return self.llm.llm_engine.add_request(key, prompt, params, lora_request=self._adapter) or key
 
     def _step(self) -> list[Any]:
-        """Makes a step of the engine; returns what it finished, but keeps answers to requests of
+        """Runs one engine step. Returns the outputs that finished, but keeps the answers to requests of
         `advance`."""
         outputs = [output for output in self.llm.llm_engine.step() if output.finished]
         progress.made()
@@ -287,9 +288,9 @@ class Sampler:
     def advance(
         self, requests: Sequence[Request], seconds: float, gone: Sequence[int] = ()
     ) -> list[tuple[int, Answer]]:
-        """Adds requests, aborts those with the keys `gone`, and works on all that are there for `seconds`, or
-        until none is left. Returns the answers that were finished, with the keys of their requests; the
-        others go on in the next call."""
+        """Adds requests, aborts those with the keys `gone`, and works on all open requests for `seconds`, or
+        until none is left. Returns the finished answers with the keys of their requests; the other requests
+        continue in the next call."""
         engine = self.llm.llm_engine
         until = time.monotonic() + seconds
         self._abort(gone)
@@ -308,8 +309,7 @@ class Sampler:
         return finished
 
     def _abort(self, keys: Sequence[int]) -> None:
-        """Makes the engine forget requests of `advance`, and free what they hold; those that are finished are
-        left alone."""
+        """Aborts unfinished requests of `advance` and frees their memory."""
         unfinished = [f"{ASKED}{key}" for key in keys if f"{ASKED}{key}" in self._begun]
         if unfinished:
             self.llm.llm_engine.abort_request(unfinished)
@@ -317,7 +317,7 @@ class Sampler:
             del self._begun[name]
 
     def _params(self, seeds: Sequence[int], sampling: Sampling) -> list[Any]:
-        """Returns vLLM's parameters of each answer; with `seed_whole` seeds the engine itself."""
+        """Returns vLLM's parameters for each answer; with `seed_whole`, also seeds the engine."""
         if sampling.seed_whole:
             self.llm.collective_rpc("seed", args=(random.Random(repr(list(seeds))).getrandbits(48),))
         return [self._parameters(seed + j, sampling) for seed in seeds for j in range(sampling.n)]
@@ -334,13 +334,13 @@ class Sampler:
             logprobs=0 if sampling.logprobs else None,
             flat_logprobs=True,
             detokenize=bool(sampling.stop),
-            skip_special_tokens=not sampling.stop,  # one may be a stop text
+            skip_special_tokens=not sampling.stop,  # a special token may be a stop text
             output_kind=self._library.sampling_params.RequestOutputKind.FINAL_ONLY,
         )
 
     def prompt_logprobs(self, documents: Sequence[Sequence[int]]) -> list[list[float]]:
-        """Returns the log-prob of every token of each document given those before it (0 for the first), to
-        check a weight sync."""
+        """Returns the log-prob of every token of each document given the tokens before it (0 for the first),
+        to check a weight sync."""
         params = self._library.SamplingParams(
             temperature=1.0, max_tokens=1, prompt_logprobs=0, detokenize=False
         )
@@ -361,8 +361,8 @@ class Sampler:
         self._loaded(self.version + 1)
 
     def _loaded(self, version: int) -> None:
-        """Notes that other weights are loaded, which running requests go on with: their keys and values stay
-        (Piché et al. 2025, "PipelineRL")."""
+        """Records that new weights are loaded. Running requests continue with them and keep their cached keys
+        and values (Piché et al. 2025, "PipelineRL")."""
         self.version = version
         self._loads = self._loads + 1
         known = self.llm.llm_engine.engine_core.engine_core.scheduler.requests
@@ -372,7 +372,7 @@ class Sampler:
             self.llm.reset_prefix_cache()
 
     def load(self, model: str) -> None:
-        """Swaps in another checkpoint of the same architecture from its safetensors files."""
+        """Loads another checkpoint of the same architecture from its safetensors files."""
         with whole_model(model, self._dtype, self._trust_remote_code) as whole:
             if not any(Path(whole).glob("*.safetensors")):
                 raise ValueError(
@@ -384,8 +384,8 @@ class Sampler:
         self._loaded(self.version + 1)
 
     def sampled(self) -> tuple[int, int]:
-        """Returns how many tokens an engine that drafts tokens sampled since the last call, and in how many
-        steps of answers: a step gives one token and the drafts that were accepted."""
+        """Returns, for an engine that drafts tokens, how many tokens it sampled since the last call and in
+        how many steps: each step of an answer gives one token plus the accepted drafts."""
         counters = {metric.name: metric.value for metric in self.llm.get_metrics() if metric.name in COUNTERS}
         tokens, accepted = (counters.get(name, 0) for name in COUNTERS)
         told = self._counted
@@ -401,8 +401,8 @@ class Sampler:
         self.llm.collective_rpc("open_channel", args=(route, rendezvous, self.first))
 
     def receive_weights(self, version: int = 0) -> None:
-        """Loads all weights, or of an engine with adapters these, from the trainer, which must send them at
-        the same time; `version`: as it counts them."""
+        """Loads all weights, or only the adapters if the engine has them, from the trainer, which must send
+        them at the same time. `version`: the trainer's count."""
         if self._adapter_rank:
             self.llm.collective_rpc("receive_adapters", args=(self._adapter_rank,))
             self._adapter = adapter_request()
@@ -414,7 +414,7 @@ class Sampler:
         """Frees the GPU until `wake`: drops the KV cache, and drops the weights or moves them to (pinned)
         host memory.
 
-        Weights that were not kept must be sent after `wake`, before anything is sampled.
+        Weights that were not kept must be sent again after `wake`, before sampling.
         """
         self.llm.sleep(level=1 if keep_weights else 2)
 
@@ -422,8 +422,8 @@ class Sampler:
         self.llm.wake_up()
 
     def _has_state(self, model: str, max_model_len: int) -> bool:
-        """Returns whether layers carry a state from token to token (Mamba and its relatives), by vLLM's
-        registry of models.
+        """Returns whether layers carry a state from token to token (Mamba and its relatives), according to
+        vLLM's model registry.
 
         Raises ValueError for a model that this vLLM cannot run.
         """
@@ -443,7 +443,8 @@ class Sampler:
             ) from error
 
     def stay(self) -> None:
-        """Returns, in the process of another pipeline stage than the first, when that has failed."""
+        """Blocks, in the process of a pipeline stage after the first, until one of its worker processes
+        ends."""
         self._followers.wait()
 
     def close(self) -> None:
@@ -454,7 +455,7 @@ class Sampler:
 
 
 def _known_rows(source: str, config: dict[str, Any]) -> int | None:
-    """Returns `known_rows` of the model at `source`, and says in the log when some rows are left out."""
+    """Returns `known_rows` of the model at `source`, and logs when some rows are left out."""
     rows = int(text_config(config).get("vocab_size") or 0)
     known = known_rows(source, rows)
     if known is not None:
@@ -467,7 +468,8 @@ def _known_rows(source: str, config: dict[str, Any]) -> int | None:
 
 
 def _answer(request: Any) -> Answer:
-    """Reads an answer. Raises RuntimeError when log-probs or experts are not those of its tokens."""
+    """Returns the answer in vLLM's output. Raises RuntimeError when its log-probs or experts do not match its
+    tokens."""
     output = request.outputs[0]
     tokens = list(output.token_ids)
     experts = output.routed_experts
@@ -483,7 +485,7 @@ def sampled_logprobs(logprobs: Any, tokens: list[int]) -> list[float]:
     """Returns the log-prob of each token of an answer from vLLM's FlatLogprobs, in which the sampled token
     comes first.
 
-    Raises RuntimeError when vLLM returned the log-probs of other tokens.
+    Raises RuntimeError when the log-probs belong to other tokens.
     """
     ids = [logprobs.token_ids[start] for start in logprobs.start_indices]
     if ids != tokens:

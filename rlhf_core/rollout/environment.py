@@ -1,4 +1,4 @@
-"""Sets what vLLM reads from the environment when it is first imported, and chooses how it runs a model."""
+"""Sets the environment variables that vLLM reads at its first import, and chooses how it runs a model."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ from rlhf_core.system.processes import child_environment
 CPU_BATCHED_TOKENS = 4096  # tokens of one engine step on CPU
 # Without torch.compile, the decoding steps recorded as CUDA graphs.
 UNCOMPILED = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
-# Sizes of batches that are recorded as CUDA graphs; a batch runs as the next larger one. vLLM's own list has
-# 51 of them to 512.
+# Batch sizes recorded as CUDA graphs; a batch runs as the next larger size. vLLM's own list has 51 sizes up
+# to 512.
 GRAPHS = (1, 2, 4, 8, *range(16, 129, 16), *range(160, 257, 32), *range(320, 513, 64))
 OF_GRAPHS = {
     "speculative_config",
@@ -44,10 +44,11 @@ OF_GRAPHS = {
 
 
 def compilation(model: str) -> dict[str, Any]:
-    """Returns vLLM's `compilation_config` for a checkpoint folder or Hub id on a GPU; empty: vLLM chooses.
+    """Returns vLLM's `compilation_config` for a checkpoint folder or Hub id on a GPU; if empty, vLLM chooses.
 
-    Models with experts are not compiled: from what vLLM 0.24 had compiled at the first start (PyTorch 2.11,
-    H200), the second one's log-probs of a small Mixtral were off by a nat. vllm#56900 is a like case.
+    Models with experts are not compiled: with the code that vLLM 0.24 compiled at its first start (PyTorch
+    2.11, H200), log-probs of a small Mixtral were off by a nat after the second start. vllm#56900 is a
+    similar case.
     """
     if not num_gpus():
         return {}
@@ -55,11 +56,11 @@ def compilation(model: str) -> dict[str, Any]:
 
 
 def graphs(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns vLLM's option for the sizes of CUDA graphs, on a GPU; none where `options` of a recipe have one
-    on them."""
+    """Returns vLLM's option for the sizes of CUDA graphs on a GPU; empty if the recipe's `options` set one
+    that affects them."""
     if not num_gpus() or OF_GRAPHS & options.keys():
         return {}
-    # as vLLM's own list: prompts are computed beside
+    # like vLLM's own limit: batches also include prompts
     most = 2 * int(options.get("max_num_seqs") or GRAPHS[-1])
     return {"cudagraph_capture_sizes": [size for size in GRAPHS if size <= most]}
 
@@ -78,8 +79,8 @@ def adapter_options(rank: int) -> dict[str, Any]:
 
 
 def delta_rule(model: str) -> dict[str, Any]:
-    """Returns vLLM's option for gated delta rules (Qwen3-Next, Qwen3.5) on a GPU: Triton's kernels, as in
-    training; FlashInfer's are compiled at the first start."""
+    """Returns vLLM's option for gated delta rules (Qwen3-Next, Qwen3.5) on a GPU: Triton kernels, as in
+    training. FlashInfer's would be compiled at the first start."""
     from vllm import EngineArgs
 
     kind = str(text_config(config_of(model)).get("model_type"))
@@ -92,8 +93,8 @@ def delta_rule(model: str) -> dict[str, Any]:
 
 
 def config_of(model: str) -> dict[str, Any]:
-    """Returns the config.json of a checkpoint folder or Hub id; empty where it cannot be read: vLLM will say
-    what is wrong with it."""
+    """Returns the config.json of a checkpoint folder or Hub id; empty if it cannot be read, since vLLM
+    reports the reason."""
     try:
         return dict(json.loads(_config_file(model).read_text()))
     except (OSError, EntryNotFoundError, ValueError):
@@ -129,8 +130,8 @@ def whole_model(model: str, dtype: str, trust_remote_code: bool) -> Iterator[str
 
 
 def runs_whole(config: Mapping[str, Any]) -> bool:
-    """Returns whether this vLLM runs a multimodal model as a whole, without what reads images: vLLM 0.24 has
-    no Qwen3.5 for text alone."""
+    """Returns whether this vLLM runs a multimodal model as a whole, without its image encoder: vLLM 0.24 has
+    no text-only Qwen3.5."""
     return (
         bool(num_gpus())
         and str(config.get("model_type")).startswith("qwen3_5")
@@ -139,8 +140,8 @@ def runs_whole(config: Mapping[str, Any]) -> bool:
 
 
 def no_class_for(architecture: str) -> str | None:
-    """Why vLLM cannot run a class of transformers; None where it can, is not installed, or `architecture` is
-    "". vLLM has classes of its own, and runs those of transformers that let it choose the attention."""
+    """Returns why vLLM cannot run a transformers class; None if it can, is not installed, or `architecture`
+    is "". vLLM has its own classes, and also runs transformers classes that let it choose the attention."""
     set_vllm_environment(1)
     try:
         from vllm import __version__
@@ -159,8 +160,8 @@ def no_class_for(architecture: str) -> str | None:
 
 
 def unknown_option(options: Mapping[str, object]) -> str:
-    """Says which option of `vllm.engine` the installed vLLM does not have; "" where it has all, or is not
-    installed."""
+    """Returns a message naming an option of `vllm.engine` that the installed vLLM lacks; "" if it has all or
+    is not installed."""
     if not options:
         return ""
     set_vllm_environment(1)
@@ -177,7 +178,7 @@ def unknown_option(options: Mapping[str, object]) -> str:
 
 
 def require_known_options(options: Mapping[str, object]) -> None:
-    """Raises ValueError as `unknown_option` says."""
+    """Raises ValueError with the message of `unknown_option`, if any."""
     told = unknown_option(options)
     if told:
         raise ValueError(f"vllm.engine: {told}")
@@ -198,25 +199,25 @@ def engine_flags(options: Mapping[str, object]) -> list[str]:
 
 
 def set_vllm_environment(kv_cache_gib: float) -> None:
-    """Sets: the engine in this process (not in a second one), no usage report, a KV cache on CPU that does
-    not take half the memory."""
+    """Sets vLLM's environment variables: the engine runs in this process (not in a second one), sends no
+    usage report, and its KV cache on CPU does not take half the memory."""
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
-    # vLLM 0.32 sets it in its own commands alone
+    # vLLM 0.32 sets it only in its own commands
     logging.getLogger("vllm").setLevel(os.environ["VLLM_LOGGING_LEVEL"].upper())
     os.environ.update(quiet(kv_cache_gib))
 
 
 def server_environment(kv_cache_gib: float) -> dict[str, str]:
-    """Returns the environment of a vLLM server, which has processes of its own: this one's without the
-    settings of our process group.
+    """Returns the environment of a vLLM server, which has its own processes: this process's environment
+    without the settings of our process group.
 
-    GPUs are those of this process (CUDA_VISIBLE_DEVICES is passed on); torch.distributed's variables would
-    make it wait for others.
+    The server uses this process's GPUs (CUDA_VISIBLE_DEVICES is passed on). torch.distributed's variables
+    would make it wait for others.
     """
     ours = ("VLLM_ENABLE_V1_MULTIPROCESSING", *RANK_VARIABLES)
     passed_on = {name: value for name, value in child_environment().items() if name not in ours}
-    # The engine of a server is a process anyway; on CPU this spares it a worker process of its own, ten
+    # A server's engine is a separate process anyway; on CPU this saves its extra worker process and ten
     # seconds of imports.
     lean = {} if num_gpus() else {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
     return passed_on | quiet(kv_cache_gib) | lean | {"VLLM_LOGGING_LEVEL": "INFO"}
@@ -233,9 +234,9 @@ def quiet(kv_cache_gib: float) -> dict[str, str]:
 
 def returns_routing() -> bool:
     """Returns whether vLLM returns the experts of each token on this machine's GPU, for models that
-    `experts.replayed` names.
+    `experts.replayed` accepts.
 
-    0.32 returns none. Blackwell's fused kernels choose experts themselves, and vLLM returns zeros
+    vLLM 0.32 returns none. On Blackwell, fused kernels choose the experts and vLLM returns zeros
     (vllm#44116).
     """
     import torch

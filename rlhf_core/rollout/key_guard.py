@@ -1,7 +1,7 @@
-"""Closes a local vLLM server to everyone without its key: vLLM asks for it at few paths, and listens long
-after it is started.
+"""Closes a local vLLM server to everyone without its key. vLLM itself checks the key on only some paths, and
+starts to listen long after its process starts.
 
-Free of vLLM and torch.
+Imports neither vLLM nor torch.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ Application = Callable[[dict[str, Any], Any, Any], Awaitable[None]]
 
 
 class KeyGuard:
-    """ASGI middleware (vLLM's --middleware) that answers 401 without the key in VLLM_API_KEY as a bearer
-    token, at every path, and 400 for another host than 127.0.0.1 (DNS rebinding)."""
+    """ASGI middleware (vLLM's --middleware) that on every path answers 401 to requests without the key in
+    VLLM_API_KEY as a bearer token, and 400 to requests for a host other than 127.0.0.1 (DNS rebinding)."""
 
     def __init__(self, app: Application):
         self._app = app
@@ -46,8 +46,8 @@ class KeyGuard:
 
 
 def answer_on_given_socket() -> None:
-    """Makes uvicorn answer on the socket that LISTENER names, in place of one that the server has made; does
-    nothing without it."""
+    """Makes uvicorn answer on the socket that LISTENER names instead of one that the server creates. Does
+    nothing without LISTENER."""
     given = os.environ.pop(LISTENER, "")
     if not given:
         return

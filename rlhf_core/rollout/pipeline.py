@@ -1,10 +1,10 @@
-"""Runs one engine over several nodes: vLLM's pipeline parallelism, with a process of ours for each of its
-stages.
+"""Runs one engine over several nodes with vLLM's pipeline parallelism, and one process of this project per
+stage.
 
-The first stage's process has the engine, which schedules. The others have only vLLM's worker processes, which
-wait for its steps. All of these processes find each other in a store of ours, which is a file on one machine
-and listens on the cluster's network on several: vLLM's own listens on all interfaces. Their sockets ask
-nobody for a password, like those of NCCL and gloo.
+The first stage's process runs the engine, which schedules. The others only have vLLM's worker processes,
+which wait for its steps. All these processes find each other through a store of this project: a file on one
+machine, or a store that listens on the cluster's network across several (vLLM's own listens on all
+interfaces). These sockets are unauthenticated, like those of NCCL and gloo.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from rlhf_core.cluster import LOOPBACK
 from rlhf_core.cluster.rank_environment import serve_store
 from rlhf_core.system.orphan_watcher import end_with_parent
 
-# environment variable of vLLM's worker processes: where those of all stages find each other
+# environment variable for vLLM's worker processes: the store in which those of all stages find each other
 STORE = "ALIGNFLOW_STAGES"
-SCHEME = "alignflow"  # of a store that listens, for torch.distributed
+SCHEME = "alignflow"  # URL scheme of a listening store, for torch.distributed
 
 
 class PipelineStage(NamedTuple):
-    """Names a pipeline stage of an engine: its number of `stages`, and the store of all of them
+    """Identifies a pipeline stage of an engine: its number out of `stages`, and their shared store
     (`rank_environment.store_address`)."""
 
     number: int = 0
@@ -35,7 +35,8 @@ class PipelineStage(NamedTuple):
     store: str = ""
 
     def options(self) -> dict[str, Any]:
-        """Returns vLLM's options for it. Each stage is a node to vLLM, also where several are on one host."""
+        """Returns vLLM's options for this stage. Each stage is a node to vLLM, even if several share a
+        host."""
         if self.stages == 1:
             return {}
         where = {
@@ -46,8 +47,8 @@ class PipelineStage(NamedTuple):
         return {"pipeline_parallel_size": self.stages, "distributed_executor_backend": "mp"} | where
 
     def open(self) -> Any:
-        """Lets the worker processes that this process will start find those of the other stages; keep what it
-        returns."""
+        """Lets the worker processes that this process starts find those of the other stages. The caller must
+        keep the return value alive."""
         if self.stages == 1:
             return None
         # a forked one would not import `join_stages`
@@ -55,31 +56,31 @@ class PipelineStage(NamedTuple):
         return None if self.number else serve_store(self.store)
 
 
-WHOLE = PipelineStage()  # an engine that is not cut
+WHOLE = PipelineStage()  # an engine with a single stage
 
 
 class Followers:
-    """Runs vLLM's worker processes of a pipeline stage that is not the first one. Returns when those of all
-    stages have loaded."""
+    """Runs vLLM's worker processes of a pipeline stage after the first. The constructor returns when those of
+    all stages have loaded."""
 
     def __init__(self, library: Any, options: Mapping[str, Any]):
         from vllm.usage.usage_lib import UsageContext
         from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 
-        # As in `LLM`: sizes of batches depend on the context.
+        # As in `LLM`: batch sizes depend on the context.
         config = library.EngineArgs(**options).create_engine_config(
             usage_context=UsageContext.LLM_CLASS, headless=True
         )
         self._executor = MultiprocExecutor(config, monitor_workers=False)
 
     def wait(self) -> None:
-        """Returns when one of the processes has ended, which ends the others."""
+        """Blocks until one of the processes ends, which ends the others."""
         self._executor.start_worker_monitor(inline=True)
 
 
 def join_stages() -> None:
-    """In a worker process of vLLM that belongs to a stage: makes it find the others in the store, and end
-    with the process that started it. Call it before vLLM connects the processes."""
+    """Makes a vLLM worker process of a stage find the others in the store, and end with the process that
+    started it. Does nothing in other processes. Call it before vLLM connects the processes."""
     address = os.environ.get(STORE)
     if not address or multiprocessing.parent_process() is None:
         return

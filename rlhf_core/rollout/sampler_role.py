@@ -16,23 +16,23 @@ from rlhf_core.system.gc_pause import uncollected
 
 
 def prepare(kv_cache_gib: float) -> None:
-    """Imports what the role needs that this module does not."""
+    """Imports the role's dependencies that this module does not import."""
     library(kv_cache_gib)
 
 
 class SamplerRole(Sampler):
-    """Runs an engine of a group. Engine r of R answers prompts r, r + R, ...; each has its own seed, so the
-    split changes nothing."""
+    """Runs one engine of a group. Engine r of R answers prompts r, r + R, ... Each prompt has its own seed,
+    so the split does not change the answers."""
 
     def __init__(self, model: str, *, vllm: Vllm, stage: tuple[Any, ...] = (), **options: Any):
-        """Starts the engine, or a stage of it; `options`: of `Sampler`."""
+        """Starts the engine or one of its stages. `options`: passed to `Sampler`."""
         self.rank = int(os.environ["RANK"])
         self.world_size = int(os.environ["WORLD_SIZE"])
-        # The engine is alone in this process: torch.distributed variables of the group would make it wait for
+        # The engine is alone in this process: the group's torch.distributed variables would make it wait for
         # others.
         for name in RANK_VARIABLES:
             os.environ.pop(name, None)
-        # Requests without a seed of their own draw from the engine's.
+        # Requests without a seed draw from the engine's.
         super().__init__(
             model, vllm=vllm, stage=PipelineStage(*stage), **options | {"seed": options["seed"] + self.rank}
         )
@@ -42,7 +42,7 @@ class SamplerRole(Sampler):
     def generate_share(
         self, prompts: Sequence[Sequence[int]], seeds: Sequence[int], sampling: Sampling
     ) -> list[tuple[int, list[Answer]]]:
-        """Returns the answers to this engine's share of the prompts, with their indices."""
+        """Returns the answers to this engine's share of the prompts, with the prompts' indices."""
         with uncollected():
             return list(self.stream_share(prompts, seeds, sampling))
 
@@ -58,7 +58,7 @@ class SamplerRole(Sampler):
     def stream_share(
         self, prompts: Sequence[Sequence[int]], seeds: Sequence[int], sampling: Sampling
     ) -> Iterator[tuple[int, list[Answer]]]:
-        """Yields what `generate_share` returns, prompt by prompt as their answers are finished."""
+        """Like `generate_share`, but yields each prompt as its answers finish."""
         mine = range(self.rank, len(prompts), self.world_size)
         sampling = sampling._replace(seed_whole=self._seed_whole)
         yield from (

@@ -1,7 +1,6 @@
-"""Runs vLLM's API server, as `python -m vllm.entrypoints.openai.api_server`, with the patches that concern a
-server.
+"""Runs vLLM's API server, like `python -m vllm.entrypoints.openai.api_server`, with this project's patches.
 
-The engine's own process imports this module again when it is spawned, so the patches are applied at import.
+The spawned engine process imports this module again, so the patches are applied at import.
 """
 
 from __future__ import annotations
@@ -15,5 +14,6 @@ apply_patches()
 
 if __name__ == "__main__":
     answer_on_given_socket()
-    # Not with alter_sys: a process that is spawned imports what `sys.modules` then calls the main module.
+    # Without alter_sys: a spawned process would import the module that `sys.modules` then has as the main
+    # module.
     runpy.run_module("vllm.entrypoints.openai.api_server", run_name="__main__")

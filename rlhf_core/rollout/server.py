@@ -1,11 +1,11 @@
-"""Starts a vLLM server with OpenAI's interface, waits until it is ready, and stops it at the end of a `with`
+"""Starts a vLLM server with the OpenAI API, waits until it is ready, and stops it at the end of a `with`
 block.
 
 It runs below `rlhf_core.system.reaper`, so it and its workers end with the block, with this process (also by
-kill -9), and on their own death. It answers on a socket that listens before it starts, on 127.0.0.1 alone,
-and requires a key made for this one server at every path: no other user of the machine can use it, take its
-port or get the key. It sees the GPUs that this process sees. A request decides how is sampled: of the model's
-own generation config only the end tokens count. Its output goes to `log`.
+kill -9), and on their own death. It answers on a socket that listens before the server starts, only on
+127.0.0.1, and requires a per-server key on every path, so no other user of the machine can use it, take its
+port or get the key. It sees this process's GPUs. Requests set all sampling parameters; only the end tokens of
+the model's own generation config are used. Its output goes to `log`.
 """
 
 from __future__ import annotations
@@ -47,13 +47,13 @@ NEUTRAL = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetiti
 
 
 class ServerFailed(RuntimeError):
-    """Says that the server did not start, or died. The message ends with the last lines of its log."""
+    """Reports that the server did not start or died. The message ends with the last lines of its log."""
 
 
 @dataclass(frozen=True)
 class Server:
-    """Describes a running server: `url` ends in /v1, `model` is its name in requests, `max_model_len` limits
-    prompt plus answer, tokens."""
+    """Describes a running server: `url` ends in /v1, `model` is the model's name in requests, `max_model_len`
+    limits prompt plus answer in tokens."""
 
     url: str
     model: str
@@ -63,7 +63,7 @@ class Server:
     log: Path
 
     def check(self) -> None:
-        """Raises ServerFailed when the server is no longer there."""
+        """Raises ServerFailed when the server has ended."""
         code = self.process.poll()
         if code is not None:
             raise ServerFailed(f"the local server of {self.model} died (exit code {code}){_tail(self.log)}")
@@ -84,7 +84,7 @@ def serving(
 ) -> Iterator[Server]:
     """Serves the checkpoint folder or Hub id `model` under `name`; an adapter is merged into its base first.
 
-    `max_model_len`: longest prompt and answer together, in tokens. Raises ServerFailed when the server ends
+    `max_model_len`: the longest prompt plus answer, in tokens. Raises ServerFailed when the server ends
     before it is ready, or is not ready after `vllm.start_timeout` seconds.
     """
     with contextlib.ExitStack() as stack:
@@ -111,7 +111,7 @@ def serving(
             arguments += ["--gpu-memory-utilization", str(vllm.gpu_memory_utilization)]
             arguments += ["--tensor-parallel-size", str(vllm.tensor_parallel_size)]
         else:
-            # Whole prompts: one prefilled in parts makes vLLM rewind its seeded generator, which CPU
+            # Whole prompts: a prompt prefilled in parts makes vLLM rewind its seeded generator, which CPU
             # generators cannot do.
             arguments += ["--enforce-eager", "--no-enable-chunked-prefill"]
             arguments += ["--max-num-batched-tokens", str(max(max_model_len, CPU_BATCHED_TOKENS))]
@@ -172,8 +172,8 @@ def _start(
 
 
 def _await(server: Server, deadline: float, timeout: float) -> int | None:
-    """Waits until the server is ready; returns its longest text in tokens, None when it ended instead. Raises
-    ServerFailed after `timeout` seconds."""
+    """Waits until the server is ready. Returns its maximum sequence length in tokens, or None if it ended
+    instead. Raises ServerFailed after `timeout` seconds."""
     health = f"{server.url.removesuffix('/v1')}/health"
     with httpx.Client(
         trust_env=False, timeout=5.0, headers={"Authorization": f"Bearer {server.key}"}
@@ -194,7 +194,7 @@ def _await(server: Server, deadline: float, timeout: float) -> int | None:
                     if served["id"] == server.model:
                         return int(served["max_model_len"])
             except (httpx.HTTPError, ValueError, KeyError, IndexError, TypeError):
-                pass  # not there yet
+                pass  # not ready yet
             time.sleep(POLL_SECONDS)
     return None
 

@@ -1,4 +1,4 @@
-"""Receives weights inside vLLM, which imports `WeightReceiver` into its workers by its name."""
+"""Receives weights inside vLLM, whose workers import `WeightReceiver` by name."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ class WeightReceiver:
         return gpu_uuid()
 
     def prepare_runner(self, known: int | None) -> None:
-        """Leaves rows of the vocabulary from number `known` on out of what is sampled, and makes the buffers
-        of a later stage that only a warm-up would make."""
+        """Excludes vocabulary rows from `known` on from sampling, and creates buffers of a later stage that
+        otherwise only a warm-up creates."""
         runner = self.model_runner
         if known is not None:
             leave_out_padding(runner.get_model(), known)
@@ -51,13 +51,13 @@ class WeightReceiver:
             runner.intermediate_tensors = runner.get_model().make_empty_intermediate_tensors(**shape)
 
     def seed(self, seed: int) -> None:
-        """Seeds the random numbers of answers without a seed of their own: vLLM's model runners use PyTorch's
-        or numpy's."""
+        """Seeds the random numbers for answers without their own seed. vLLM's model runners use PyTorch's or
+        numpy's generator."""
         torch.manual_seed(seed)
         np.random.seed(seed % 2**32)
 
     def open_channel(self, route: Route, rendezvous: Rendezvous, first: int) -> None:
-        """Connects to the trainer. `first`: the number of this engine's first worker among those of all
+        """Connects to the trainer. `first`: the index of this engine's first worker among the workers of all
         engines."""
         if route.kind == "gpus":
             gpu = gpu_uuid()
@@ -67,13 +67,13 @@ class WeightReceiver:
             self._channel = Broadcast(route.kind, 1 + first + self.rank, 1 + route.receivers, rendezvous)
 
     def receive_weights(self, tied: bool) -> None:
-        """Loads all weights under checkpoint names from the trainer, which sends them now."""
+        """Loads all weights, under checkpoint names, that the trainer sends at the same time."""
         self._reload(self._channel.receive(), tied)
 
     def keep_plain_head(self) -> None:
-        """Takes the head out of what may have adapters: ours have none there, and vLLM's would ask for its
-        part in log-probs of prompts, for which it has no place. Raises ValueError where vLLM runs the whole
-        of a multimodal model, whose layers have other names."""
+        """Excludes the head from the layers that can have adapters. Our adapters never include the head, and
+        vLLM's head with adapters does not support log-probs of prompts. Raises ValueError if vLLM runs the
+        whole of a multimodal model, whose layers have other names."""
         config = self.model_runner.model_config
         if config.hf_config is not config.hf_text_config:
             raise ValueError(
@@ -94,8 +94,8 @@ class WeightReceiver:
             del manager.modules[name]
 
     def receive_adapters(self, rank: int) -> None:
-        """Puts the adapters that the trainer sends now in the place of those before. Raises ValueError for a
-        layer for which vLLM has no adapters."""
+        """Replaces the adapters with those that the trainer sends at the same time. Raises ValueError for a
+        layer that vLLM has no adapters for."""
         replace_adapters(self.model_runner, dict(self._channel.receive()), rank)
         if torch.cuda.is_available():
             torch.cuda.synchronize()
@@ -105,8 +105,8 @@ class WeightReceiver:
         self._reload(named, tied)
 
     def load_checkpoint(self, folder: str, tied: bool) -> None:
-        """Loads the weights of the safetensors files in a folder, of a multimodal checkpoint those of its
-        language model."""
+        """Loads the weights from the safetensors files in a folder; for a multimodal checkpoint, only its
+        language model's."""
         from safetensors.torch import load_file
 
         names = self._names(stored_names(Path(folder)))
@@ -116,8 +116,8 @@ class WeightReceiver:
         self._reload(((name, weight) for name, weight in read if name in names), tied)
 
     def _names(self, stored: set[str]) -> dict[str, str]:
-        """Returns the names to load weights by, unless vLLM runs the whole of a multimodal model, which has
-        the checkpoint's own."""
+        """Returns, by stored name, the names to load weights under. If vLLM runs the whole of a multimodal
+        model, they are the stored names."""
         config = self.model_runner.model_config
         return (
             text_names(stored)
@@ -126,8 +126,8 @@ class WeightReceiver:
         )
 
     def _reload(self, weights: Iterable[tuple[str, Tensor]], tied: bool) -> None:
-        """Replaces the weights. `load_weights` alone fails once linear layers are repacked, as they are on
-        CPU after the start."""
+        """Replaces the weights. vLLM's `load_weights` alone fails once linear layers are repacked, which
+        happens at the start on CPU."""
         if (config := self.model_runner.model_config).hf_text_config.model_type in FIXED_EXPERTS:
             raise ValueError(keeps_experts(config.model))
         weights = ((name, weight) for sent, weight in weights for name in self._names({sent}).values())
@@ -142,14 +142,14 @@ class WeightReceiver:
 
 
 def adapter_request() -> Any:
-    """Returns what requests to vLLM name to be answered with the adapters that `replace_adapters` loaded."""
+    """Returns the LoRA request with which vLLM answers using the adapters from `replace_adapters`."""
     from vllm.lora.request import LoRARequest
 
-    return LoRARequest("actor", ADAPTER_ID, "sent by the actor")  # in place of a folder, which is not read
+    return LoRARequest("actor", ADAPTER_ID, "sent by the actor")  # the last: a path, which is not read
 
 
 def replace_adapters(model_runner: Any, named: dict[str, Tensor], rank: int) -> None:
-    """Loads adapters of peft's names and this `rank` as those of requests with `ADAPTER_ID`."""
+    """Loads adapters with peft's names and this `rank` for requests with `ADAPTER_ID`."""
     from vllm.lora.lora_model import LoRAModel
     from vllm.lora.peft_helper import PEFTHelper
 
@@ -164,9 +164,9 @@ def replace_adapters(model_runner: Any, named: dict[str, Tensor], rank: int) -> 
         dtype=outer.lora_config.lora_dtype,
         weights_mapper=mapper and getattr(mapper, "get_rename_mapper", lambda: mapper)(),
     )
-    # one layer of the trainer's, several of vLLM's
+    # one layer in the trainer, several in vLLM
     unknown = {name for name in loaded.loras if name in manager.packed_modules}
-    if model_runner.model_config.use_mla:  # decoding takes this weight apart, without its adapter
+    if model_runner.model_config.use_mla:  # decoding splits this weight and ignores its adapter
         unknown |= {name for name in loaded.loras if name.endswith(".kv_b_proj")}
     if not unknown:
         outer.remove_adapter(ADAPTER_ID)
@@ -182,8 +182,8 @@ def replace_adapters(model_runner: Any, named: dict[str, Tensor], rank: int) -> 
 
 
 def _with_head(weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-    """Adds the head to the weights of a model with tied embeddings: vLLM repacks it and would keep the old
-    one."""
+    """Adds the head to the weights of a model with tied embeddings: vLLM repacks the head and would keep the
+    old one."""
     embeddings = None
     sent = False
     for name, weight in weights:

@@ -1,11 +1,11 @@
-"""Sends weights from the trainer's ranks to the engines, in buckets, so that besides the two models only a
-bucket or two are in memory.
+"""Sends weights from the trainer's ranks to the engines in buckets, so that memory holds only a bucket or two
+besides the two models.
 
 Three routes. `gpus`: every engine process is on a GPU with a trainer rank, which shares each bucket with it
 through CUDA IPC. `nccl`: one trainer rank broadcasts over NCCL to engines on other GPUs (NCCL refuses two
 ranks on one GPU). `gloo`: the same broadcast through host memory, on machines without GPUs and for all other
-placements. The channel opens once and is used by every sync, at whose end both sides compare the checksums of
-what was sent and what arrived.
+placements. The channel opens once and serves every sync. At the end of a sync the checksums of the sent and
+the received weights are compared.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ from rlhf_core.system import progress
 from rlhf_core.system.gpu_allocator import shared_bytes, wants_segments
 
 BUCKET_BYTES = 512 << 20
-DEVICE_ARGUMENT = 6  # of PyTorch's `rebuild_cuda_tensor`: the index of the device to open the memory on
+DEVICE_ARGUMENT = 6  # index in `rebuild_cuda_tensor`'s arguments (PyTorch): the device to open the memory on
 ALIGNMENT = 16  # bytes: every weight of a bucket can be viewed in its own dtype
 
 Named = Iterator[tuple[str, Tensor]]
 
 
 class ChecksumMismatch(RuntimeError):
-    """Says that the weights that arrived are not those that were sent."""
+    """Reports that the received weights differ from the sent ones."""
 
 
 class Route(NamedTuple):
-    """Says how weights are sent. `source`: the trainer rank that is rank 0 of the channel and sends (with
-    `gpus` every rank sends); `receivers`: the number of engine processes."""
+    """Describes how weights are sent. `source`: the trainer rank that is rank 0 of the channel and sends
+    (with `gpus` every rank sends); `receivers`: the number of engine processes."""
 
     kind: Literal["gpus", "nccl", "gloo"]
     source: int
@@ -47,8 +47,8 @@ class Route(NamedTuple):
 
 
 class Rendezvous(NamedTuple):
-    """Says where the two sides connect: the address of the source's store; for `gpus`, the socket of the
-    trainer rank on each GPU, and a key."""
+    """Describes where the two sides connect: the address of the source's store and, for `gpus`, the socket of
+    the trainer rank on each GPU and a key."""
 
     address: str
     sockets: Mapping[str, str]
@@ -66,7 +66,8 @@ class Entry(NamedTuple):
 
 
 def gpu_uuid() -> str | None:
-    """Returns the id of the GPU this process computes on, the same in every process on it; None on CPU."""
+    """Returns the id of the GPU this process computes on, identical in all processes on that GPU; None on
+    CPU."""
     return (
         str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid)
         if torch.cuda.is_available()
@@ -75,7 +76,7 @@ def gpu_uuid() -> str | None:
 
 
 def choose_route(trainer: Sequence[str | None], engines: Sequence[str | None]) -> Route:
-    """Returns the fastest route between the GPUs of the trainer's ranks and those of the engines' processes
+    """Returns the fastest route from the GPUs of the trainer's ranks to the GPUs of the engines' processes
     (None: no GPU)."""
     if None in trainer or None in engines:
         return Route("gloo", 0, len(engines))
@@ -88,12 +89,12 @@ def choose_route(trainer: Sequence[str | None], engines: Sequence[str | None]) -
 
 
 class Broadcast:
-    """Sends by `nccl` or `gloo`: rank 0 of this channel sends, the others receive. A header precedes each
-    bucket; an empty one ends it."""
+    """Sends weights over `nccl` or `gloo`: rank 0 of this channel sends, the others receive. A header
+    precedes each bucket, and an empty header ends the sync."""
 
     def __init__(self, backend: Literal["nccl", "gloo"], rank: int, size: int, rendezvous: Rendezvous):
         patience = timedelta(seconds=rendezvous.timeout)
-        # A communicator of its own: it neither needs nor touches the process groups of trainer and engine.
+        # A separate communicator: it neither needs nor touches the process groups of trainer and engine.
         store = open_store(rendezvous.address, rank, size, patience)
         self._group: Any
         if backend == "nccl":
@@ -139,12 +140,12 @@ class Broadcast:
 
 
 class SameGpu:
-    """CUDA IPC (route `gpus`): shares each bucket with the engine processes on this GPU, which copy it before
-    the next overwrites it.
+    """Shares each bucket with the engine processes on this GPU through CUDA IPC (route `gpus`). They copy it
+    before the next bucket overwrites it.
 
-    A handle names its device by the sender's index, and each process numbers the GPUs that it sees: the
-    receiver, which computes on the same GPU, opens the memory on its own current device and waits for that
-    one.
+    A handle names its device by the sender's index, but each process numbers only the GPUs it sees. The
+    receiver computes on the same GPU, so it opens the memory on its own current device and synchronises that
+    device.
     """
 
     def __init__(self, connections: Sequence[Connection]):
@@ -183,14 +184,14 @@ Channel = Broadcast | SameGpu  # one side of an open route
 
 
 class Sums:
-    """Computes the checksum of the buckets of a sync: the sum of their bytes as 64-bit numbers (the rest as
-    bytes) modulo 2^64."""
+    """Computes the checksum of a sync's buckets: the sum modulo 2^64 of their bytes read as 64-bit numbers,
+    with trailing bytes added one by one."""
 
     def __init__(self) -> None:
         self._sums: list[Tensor] = []
 
     def add(self, data: Tensor) -> None:
-        if data.storage_offset() % 8:  # a weight larger than a bucket, which is not copied into one
+        if data.storage_offset() % 8:  # a weight larger than a bucket is not copied into one
             data = data.clone()
         whole = len(data) // 8 * 8
         self._sums += [data[:whole].view(torch.int64).sum(), data[whole:].sum()]
@@ -212,7 +213,7 @@ class Sums:
 def to_buckets(
     weights: Named, device: torch.device, bucket_bytes: int = BUCKET_BYTES
 ) -> Iterator[tuple[list[Entry], Tensor]]:
-    """Yields weights in buckets of at most `bucket_bytes` bytes, uint8 on `device`; a larger weight is a
+    """Yields weights in buckets of at most `bucket_bytes` bytes, uint8 on `device`. A larger weight gets a
     bucket of its own.
 
     A bucket is overwritten when the next one is requested.

@@ -1,7 +1,7 @@
-"""Removes what Arrow adds to calls of tools and to schemas: all structs of a column have the same fields,
-null where a row has none.
+"""Removes the nulls that Arrow adds to tool calls and schemas: all structs in a column have the same fields,
+which are null if a row lacks them.
 
-Only rows that Arrow read have it. In JSON, and in JSON that is a text in a column, a null is a value
+Only rows read by Arrow have this padding. In JSON, including JSON strings in a column, a null is a value
 (`"default": null`). Torch-free.
 """
 
@@ -13,8 +13,8 @@ MESSAGES = ("messages", "prompt", "chosen", "rejected")
 
 
 def without_padding(row: dict[str, Any]) -> dict[str, Any]:
-    """Returns a row of Arrow's without null fields inside `tools` and the `tool_calls` of its messages, also
-    those that were values."""
+    """Returns an Arrow row without null fields inside `tools` and the `tool_calls` of its messages, even if
+    they were values."""
     found = dict(row)
     for column in MESSAGES:
         if isinstance(row.get(column), list):

@@ -20,8 +20,8 @@ OTHER_NAMES = {"human": "user", **dict.fromkeys(("gpt", "chatgpt", "bot", "model
 
 
 class Located(NamedTuple):
-    """A row with standard column names, and its file and number for messages; `no_preference`: why it prefers
-    no answer, if so."""
+    """Holds a row with standard column names. `where`: its file and number, for error messages.
+    `no_preference`: why the row prefers no answer, if so."""
 
     where: str
     row: Row
@@ -29,8 +29,8 @@ class Located(NamedTuple):
 
 
 class Preference(NamedTuple):
-    """A prompt with two answers; one that calls tools is a message. `margin` is 0.0 when the data has none;
-    `cut`: whether the length limit ended (chosen, rejected)."""
+    """Holds a prompt with two answers; an answer that calls tools is a message. `margin` is 0.0 if the data
+    has none. `cut`: whether the length limit ended (chosen, rejected)."""
 
     prompt: list[Message]
     chosen: str | Message
@@ -58,8 +58,8 @@ def conversation_of(located: Located) -> list[Message]:
 
 
 def prompt_of(located: Located) -> list[Message]:
-    """Returns the messages of a prompt; a string is one user message. Weights are left out: no message of a
-    prompt is trained on."""
+    """Returns the messages of a prompt; a string is one user message. Weights are left out, since prompts are
+    not trained on."""
     messages = without_weights(_messages(located.row.get("prompt"), located.where, "prompt"))
     if messages[-1]["role"] == "assistant":
         raise ValueError(
@@ -71,8 +71,8 @@ def prompt_of(located: Located) -> list[Message]:
 def preference_of(located: Located) -> Preference:
     """Returns the prompt and the two answers of a preference row.
 
-    An answer is a string, a list with one assistant message, or a whole conversation, whose beginning is then
-    the prompt.
+    An answer is a string, a list with one assistant message, or a whole conversation that begins with the
+    prompt.
     """
     where = located.where
     row = located.row
@@ -113,8 +113,7 @@ def preference_of(located: Located) -> Preference:
 
 
 def _require_same_prompt(located: Located, start: list[Message]) -> None:
-    """Raises ValueError when the column `prompt` of a preference says something else than the messages before
-    its answers."""
+    """Raises ValueError when a preference's column `prompt` contradicts the messages before its answers."""
     given = located.row.get("prompt")
     if not given or not isinstance(given, str | list):
         return
@@ -139,7 +138,7 @@ def reward_of(located: Located) -> float:
 
 
 def labelled_of(located: Located) -> tuple[list[Message], list[tuple[str | Message, bool]]]:
-    """Returns the prompt and the responses with labels of a row: one, or the two of a preference."""
+    """Returns a row's prompt and its labelled responses: one, or the two of a preference."""
     if "label" not in located.row:
         preference = preference_of(located)
         return preference.prompt, [(preference.chosen, True), (preference.rejected, False)]
@@ -185,7 +184,7 @@ def _messages(value: Any, where: str, column: str) -> list[Message]:
         if message.get("function_call"):
             raise ValueError(f"{place} has a function_call, an old form: write it as tool_calls")
         role = message["role"]
-        meant = OTHER_NAMES.get(role.lower(), role.lower())  # templates render any role, also a misnamed one
+        meant = OTHER_NAMES.get(role.lower(), role.lower())  # templates render any role, even a misnamed one
         if meant != role and meant in USUAL_ROLES:
             raise ValueError(
                 f"{where}: message {number} of column {column!r} has the role {role!r}, which is no chat"
@@ -199,8 +198,8 @@ def _messages(value: Any, where: str, column: str) -> list[Message]:
 
 
 def _weight(message: Message, place: str) -> dict[str, int]:
-    """Reads `weight` of a message, as OpenAI's fine-tuning has it: {"weight": 0} for an answer that is not
-    trained on, else {}."""
+    """Reads a message's `weight`, as in OpenAI's fine-tuning format. Returns {"weight": 0} for an answer that
+    is not trained on, else {}."""
     weight = message.get("weight")
     if weight is None:
         return {}
@@ -214,20 +213,20 @@ def _weight(message: Message, place: str) -> dict[str, int]:
 
 
 def without_weights(messages: Sequence[Message]) -> list[Message]:
-    """Returns messages as templates get them."""
+    """Returns the messages without `weight`, as templates get them."""
     return [{key: value for key, value in message.items() if key != "weight"} for message in messages]
 
 
 def _calls(calls: Any, place: str, role: str) -> list[dict[str, Any]]:
-    """Reads `tool_calls` of a message: {"function": {"name", "arguments"}} each, as OpenAI writes them, or
-    its inner part alone."""
+    """Reads a message's `tool_calls`, each {"function": {"name", "arguments"}} as in OpenAI's format, or only
+    the inner object."""
     if role != "assistant" or not isinstance(calls, (list, tuple)):
         raise ValueError(f"{place}: tool_calls must be a list, and of an assistant message")
     read = []
     for call in calls:
         inner = call.get("function") or call if isinstance(call, dict) else {}
         arguments = inner.get("arguments", {}) if isinstance(inner, dict) else None
-        if isinstance(arguments, str):  # as OpenAI writes them
+        if isinstance(arguments, str):  # OpenAI's format
             arguments = _json(arguments)
         if (
             not isinstance(inner, dict)
@@ -243,7 +242,7 @@ def _calls(calls: Any, place: str, role: str) -> list[dict[str, Any]]:
 
 
 def written(answer: str | Message) -> str:
-    """Returns an answer as a text for readers, with its calls of tools as JSON."""
+    """Returns an answer as readable text, with its tool calls as JSON."""
     if isinstance(answer, str):
         return answer
     calls = [
@@ -253,8 +252,8 @@ def written(answer: str | Message) -> str:
 
 
 def tools_of(located: Located) -> list[dict[str, Any]]:
-    """Returns the tools of a row, column `tools`: a list of JSON schemas of functions, or that as text; none
-    without the column."""
+    """Returns the tools in a row's column `tools`: a list of JSON schemas of functions, or such a list as a
+    JSON string. Without the column the result is empty."""
     tools = located.row.get("tools")
     if isinstance(tools, str):
         tools = (_json(tools) or "no JSON") if tools.strip() else []
@@ -275,14 +274,15 @@ def _json(text: str) -> Any:
 
 
 def text_of(value: Any, where: str, column: str) -> str:
-    """Returns a text of a row. Raises ValueError for another type."""
+    """Returns a row's value if it is a string. Raises ValueError for another type."""
     if not isinstance(value, str):
         raise _wrong(value, where, column, "a string")
     return value
 
 
 def number_of(value: Any, where: str, column: str) -> float:
-    """Returns a finite number of a row, which may be text. Raises ValueError for another value."""
+    """Returns a row's value, a number or numeric text, as a float. Raises ValueError if it is not a finite
+    number."""
     try:
         number = float(value)
     except (TypeError, ValueError, OverflowError):

@@ -1,8 +1,7 @@
-"""Opens data files as text, also compressed ones (`.gz`, `.zst`), which are unpacked while they are read.
-Torch-free.
+"""Opens data files as text. Compressed files (`.gz`, `.zst`) are unpacked while they are read. Torch-free.
 
-A small compressed file can unpack to any size, so a row of one and a list that is read whole have a largest
-size. Left out: archives of several files.
+A small compressed file can unpack to any size, so its rows, and lists that are read whole, have a maximum
+size. Archives of several files are not supported.
 """
 
 from __future__ import annotations
@@ -18,19 +17,20 @@ from typing import IO
 from rlhf_core.system.machine import MachineLacks
 
 COMPRESSED = (".gz", ".zst")
-LARGEST_ROW = 16 << 20  # characters, of a compressed file
-LARGEST_LIST = 1 << 30  # characters, of a compressed .json file with one list
+LARGEST_ROW = 16 << 20  # characters in a compressed file
+LARGEST_LIST = 1 << 30  # characters in a compressed .json file with one list
 
 
 def data_suffix(path: str | Path) -> str:
-    """Returns the suffix that says what a file holds: `.jsonl` of rows.jsonl and of rows.jsonl.gz; "" when
-    there is none."""
+    """Returns the suffix for a file's content: `.jsonl` for rows.jsonl and for rows.jsonl.gz; "" if there is
+    none."""
     place = Path(path)
     return Path(place.stem).suffix if place.suffix in COMPRESSED else place.suffix
 
 
 def open_binary(path: str) -> IO[bytes] | gzip.GzipFile:
-    """Opens a file for reading, unpacked. Raises OSError as `open` does."""
+    """Opens a file for reading and unpacks it. Raises OSError like `open`, and MachineLacks for .zst without
+    pyarrow."""
     suffix = Path(path).suffix
     if suffix == ".gz":
         return gzip.open(path, "rb")
@@ -49,7 +49,7 @@ def open_binary(path: str) -> IO[bytes] | gzip.GzipFile:
 @contextmanager
 def opened_rows(path: str, newline: str | None = None) -> Iterator[RowLines]:
     """Yields a text file's lines, without a byte order mark. Raises ValueError for a file that cannot be
-    unpacked, OSError as `open` does, UnicodeDecodeError for one that is not UTF-8."""
+    unpacked, OSError like `open`, UnicodeDecodeError for a file that is not UTF-8."""
     packed = Path(path).suffix in COMPRESSED
     with open_binary(path) as file, io.TextIOWrapper(file, encoding="utf-8-sig", newline=newline) as text:
         try:
@@ -62,8 +62,8 @@ def opened_rows(path: str, newline: str | None = None) -> Iterator[RowLines]:
 
 
 class RowLines:
-    """The lines of a text file. Raises ValueError when more than `largest` characters come without `end_row`;
-    None: no limit."""
+    """Iterates over the lines of a text file. Raises ValueError when more than `largest` characters are read
+    without `end_row`; None: no limit."""
 
     def __init__(self, path: str, text: io.TextIOWrapper, largest: int | None):
         self._path = path
@@ -93,12 +93,12 @@ class RowLines:
         return line
 
     def end_row(self) -> None:
-        """Starts to count the characters of the next row."""
+        """Restarts the character count for the next row."""
         self._of_row = 0
 
     def whole(self) -> str:
-        """Returns all that is left. Raises ValueError for more than LARGEST_LIST characters of a compressed
-        file."""
+        """Returns the rest of the file. Raises ValueError for more than LARGEST_LIST characters in a
+        compressed file."""
         if self._largest is None:
             return self._text.read()
         text = self._text.read(LARGEST_LIST + 1)
@@ -110,7 +110,7 @@ class RowLines:
         return text
 
     def first_character(self) -> str:
-        """Returns the first character that is no white space, and what is before it is read; "" when there is
+        """Reads up to and including the first non-whitespace character and returns that; "" if there is
         none."""
         character = self._text.read(1)
         while character.isspace():

@@ -1,9 +1,9 @@
 """Reads the rows of files and Hub data sets, one at a time. Torch-free.
 
-JSON and CSV files are parsed by the standard library, which keeps texts unchanged: the readers of `datasets`
-guess types, and convert answers that look like dates, numbers or "None". Parquet, which has types, and Hub
-data sets (which are downloaded and read from disk) are read by `datasets`. Only a .json file with one list is
-read whole. JSON and CSV files may be compressed (`compressed.py`).
+The standard library parses JSON and CSV files, since it keeps text unchanged: the readers of `datasets` guess
+types, and convert answers that look like dates, numbers or "None". `datasets` reads parquet, which has types,
+and Hub data sets (downloaded and read from disk). Only a .json file with one list is read whole. JSON and CSV
+files may be compressed (`compressed.py`).
 """
 
 from __future__ import annotations
@@ -25,28 +25,28 @@ from rlhf_core.data.rows.compressed import COMPRESSED, RowLines, data_suffix, op
 from rlhf_core.hub.ids import parted
 
 TEXT_SUFFIXES = (".jsonl", ".json", ".csv")  # these may be compressed
-# JSON writes characters beyond \uffff as two of these, and cut texts end with one
+# JSON escapes characters beyond \uffff as two of these; a truncated text may end with one
 SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 
 
 def is_file(source: Source) -> bool:
-    """Returns whether a source is a local file, by its name."""
+    """Returns whether a source is a local file, according to its name."""
     return is_text(source.path) or Path(source.path).suffix == ".parquet"
 
 
 def is_text(path: str) -> bool:
-    """Returns whether a file's name says JSON or CSV, compressed or not."""
+    """Returns whether a file's suffix is JSON or CSV, compressed or not."""
     return data_suffix(path) in TEXT_SUFFIXES
 
 
 def is_arrow(source: Source) -> bool:
-    """Returns whether Arrow reads a source: parquet and Hub data sets."""
+    """Returns whether Arrow reads a source, which holds for parquet and Hub data sets."""
     return not is_text(source.path)
 
 
 def raw_rows(source: Source, first: int | None) -> Iterator[Row]:
-    """Yields the (first) rows of a source as they are. Raises ValueError for a file or Hub data set that
-    cannot be read."""
+    """Yields the (first) rows of a source unchanged. Raises ValueError for a file or Hub data set that cannot
+    be read."""
     path = Path(source.path)
     if source.is_inbox:
         raise ValueError(
@@ -74,7 +74,7 @@ def raw_rows(source: Source, first: int | None) -> Iterator[Row]:
 
 
 def _nearest_name(path: Path) -> str | None:
-    """Returns the name in the folder of `path` whose stem is most like that of `path`; None when none is."""
+    """Returns the file name in the folder of `path` with the most similar stem; None if none is similar."""
     try:
         names = {Path(name).stem: name for name in os.listdir(path.parent)}
     except OSError:
@@ -112,7 +112,7 @@ def _json(where: str, text: str) -> Any:
     try:
         value = json.loads(text)
         if SURROGATE.search(text):
-            json.dumps(value, ensure_ascii=False).encode()  # refuses half of a pair
+            json.dumps(value, ensure_ascii=False).encode()  # rejects a lone surrogate
         return value
     except UnicodeEncodeError as error:
         half = error.object[error.start]
@@ -131,13 +131,13 @@ def _json(where: str, text: str) -> Any:
             f"{where}: is not valid JSON: its brackets are nested too deeply to be read: correct or drop"
             " the row"
         ) from None
-    except ValueError as error:  # a number of too many digits
+    except ValueError as error:  # a number with too many digits
         raise ValueError(f"{where}: is not valid JSON: {error}: correct or drop the row") from error
 
 
 def _csv_rows(path: str) -> Iterator[Row]:
     """Yields the rows of a CSV file with a header; every value is text."""
-    csv.field_size_limit(2**31 - 1)  # the default refuses cells over 128 KiB
+    csv.field_size_limit(2**31 - 1)  # the default rejects cells over 128 KiB
     try:
         with opened_rows(path, newline="") as lines:
             for number, row in enumerate(csv.DictReader(lines, strict=True), start=1):
@@ -155,7 +155,7 @@ def _csv_rows(path: str) -> Iterator[Row]:
 
 
 def _not_utf8(path: str) -> ValueError:
-    """Returns the error of a file that is not UTF-8, with the first line that is not."""
+    """Returns the error for a file that is not UTF-8, naming the first invalid line."""
     with open_binary(path) as file:
         for number, line in enumerate(file, start=1):
             if number == 1 and line.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
@@ -169,8 +169,8 @@ def _not_utf8(path: str) -> ValueError:
 
 
 def _hub_rows(source: Source, streaming: bool) -> Any:
-    """Returns the split of a Hub data set. Raises ValueError where its card names files of this machine or of
-    another place."""
+    """Returns the split of a Hub data set. Raises ValueError if its card names files outside its repository,
+    such as files on this machine."""
     from datasets import load_dataset_builder
 
     repo_id, revision = parted(source.path)
@@ -200,7 +200,7 @@ def _dataset_rows(source: Source, first: int | None) -> Iterator[Row]:
         yield from islice(rows, first)
     except StopIteration:  # raised for an empty file
         return
-    except Exception as error:  # of many libraries; each means that this source cannot be read
+    except Exception as error:  # from many libraries; any error means that the source cannot be read
         kind = "parquet" if parquet else f"a Hub data set with the split {source.split!r}"
         cause = str(error.__cause__ or error).strip().split("\n")[0]
         raise ValueError(

@@ -1,11 +1,11 @@
 """Converts rows of published chat and preference formats to the standard columns, one function per format.
 Torch-free.
 
-`columns` is a table whose columns the recipe names. The others are UltraFeedback (raw, with `completions`,
-and binarized, with `score_chosen`), LMSYS arena battles, Anthropic's HH dialogues and ShareGPT's
-`conversations`. A row that prefers no answer (a tie, one completion, equal scores) has the reason in
-`no_preference`; stages that need a preference drop and count it. Every converter takes the row's place and
-the row, and raises ValueError when a column has the wrong type.
+`columns` is a table whose columns are named in the recipe. The others are UltraFeedback (raw, with
+`completions`, and binarized, with `score_chosen`), LMSYS arena battles, Anthropic's HH dialogues and
+ShareGPT's `conversations`. A row that prefers no answer (a tie, one completion, equal scores) has the reason
+in `no_preference`; stages that need a preference drop and count it. Every converter accepts the row's place
+and the row, and raises ValueError when a column has the wrong type.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ TIES = ("tie", "tie (bothbad)", "tie (both bad)", "bothbad")
 
 
 class Standard(NamedTuple):
-    """Standard columns that are added to a row; `no_preference`: why none of its answers is preferred, or
+    """Holds standard columns to add to a row. `no_preference`: why none of its answers is preferred, or
     ''."""
 
     columns: dict[str, Any]
@@ -32,7 +32,7 @@ class Standard(NamedTuple):
 
 
 def recognise(row: Row) -> str:
-    """Returns the format of a data set from its first row; `columns` unless it is clearly another."""
+    """Returns the format of a data set according to its first row: `columns` unless it is clearly another."""
     if {"conversation_a", "conversation_b", "winner"} <= row.keys():
         return "arena"
     if {"instruction", "completions"} <= row.keys() or {
@@ -82,11 +82,11 @@ def ultrafeedback(where: str, row: Row) -> Standard:
 
 
 def arena(where: str, row: Row) -> Standard:
-    """Converts a battle of LMSYS's arena (Zheng et al. 2023): two conversations with the same questions, and
-    the winner's name.
+    """Converts a battle from LMSYS's arena (Zheng et al. 2023): two conversations with the same questions,
+    and the winner's name.
 
-    The pair is the two last answers, so the conversations must be equal before them; battles of several turns
-    seldom are.
+    The pair is the two last answers, so the conversations must be equal before them, which is rare for
+    battles of several turns.
     """
     first, second = (_chat(row.get(name), where, name) for name in ("conversation_a", "conversation_b"))
     winner = str(row.get("winner"))
@@ -105,8 +105,8 @@ def arena(where: str, row: Row) -> Standard:
 
 
 def hh(where: str, row: Row) -> Standard:
-    """Converts Anthropic's helpful and harmless dialogues (Bai et al. 2022), texts of "\\n\\nHuman: ..." and
-    "\\n\\nAssistant: ..."."""
+    """Converts Anthropic's helpful and harmless dialogues (Bai et al. 2022), strings of "\\n\\nHuman: ..."
+    and "\\n\\nAssistant: ..."."""
     chosen, rejected = (_dialogue(row.get(name), where, name) for name in ("chosen", "rejected"))
     answered = chosen[-1]["role"] == rejected[-1]["role"] == "assistant"
     prompt = chosen[:-1] if chosen[-1]["role"] == "assistant" else chosen
@@ -158,7 +158,7 @@ def _preference(
 
 
 def _score(completion: Mapping[str, Any], where: str) -> float:
-    """Returns a completion's score; UltraFeedback's ratings are texts, some of them "N/A"."""
+    """Returns a completion's score. UltraFeedback's ratings are strings, some of them "N/A"."""
     if completion.get("overall_score") is not None:
         return number_of(completion["overall_score"], where, "overall_score")
     aspects = completion.get("annotations")

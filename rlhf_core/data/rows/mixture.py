@@ -1,7 +1,7 @@
 """Reads files and Hub data sets as rows with standard columns, one at a time, and mixes several sources.
 Torch-free.
 
-Left out: content in parts.
+Not supported: message content in parts.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from rlhf_core.data.rows.files import is_arrow, is_file, raw_rows
 from rlhf_core.data.rows.formats import FORMATS, recognise
 from rlhf_core.data.rows.required_columns import require_columns
 
-FIRST_ROWS = 8  # name the columns and the format
-CHECKED_ROWS = 20_000  # of a file, before any work; rows of a kilobyte take 0.3 seconds
+FIRST_ROWS = 8  # determine the columns and the format
+CHECKED_ROWS = 20_000  # checked in a file before any work; with rows of a kilobyte this takes 0.3 seconds
 
 
 class Placed(NamedTuple):
-    """A row of a mixture: its place in the mixture's order, its source's index, its number in that source
-    (from 1), and the row."""
+    """Holds a row of a mixture: its place in the mixture's order, its source's index, its number in that
+    source (from 1), and the row."""
 
     place: int
     source: int
@@ -34,11 +34,11 @@ class Placed(NamedTuple):
 
 
 class Mixture(NamedTuple):
-    """The rows of each source that a mixture uses, and their order.
+    """Describes which rows of each source a mixture uses, and their order.
 
-    `places[s][r]` is the place of row r of source s, -1 when it is not used; `rows` is their number.
-    `ended_by` is the source whose rows ran out and ended the mixture, None when `max_samples` ended it;
-    `left` is then the number of unused rows of the other sources.
+    `places[s][r]` is the place of row r of source s, -1 if it is unused; `rows` is the number of used rows.
+    `ended_by` is the source whose rows ran out and ended the mixture, None if `max_samples` ended it. `left`
+    is the number of unused rows of the other sources if a source ran out, else 0.
     """
 
     places: list[array[int]]
@@ -51,19 +51,18 @@ def load_rows(data: Data, seed: int, kind: Kind | None = None) -> list[Row]:
     """Returns all rows of a mixture, with their columns under the standard names (messages, prompt, response,
     chosen, rejected, margin).
 
-    One source keeps its order. Several are each shuffled by the seed; then the source furthest behind its
-    share gives the next row, until that source has none left (no row is used twice). So every beginning of
-    the list has the recipe's shares, also after `max_samples`, which is applied last. With a kind, rows it
-    cannot use (no preference) are left out. Raises ValueError for a missing or unreadable file and for one
-    without rows.
+    A single source keeps its order. Several are each shuffled with the seed; then the source furthest behind
+    its share gives the next row, until that source has none left (no row is used twice). So every prefix of
+    the list has the recipe's shares, even after `max_samples`, which is applied last. With a kind, rows it
+    cannot use (no preference) are left out. Raises ValueError for a missing, unreadable or empty file.
     """
     rows = sorted(placed_rows(data, seed, kind), key=lambda row: row.place)
     return [row.located.row for row in rows if not unusable(row.located, kind)]
 
 
 def check_columns(data: Data, kind: Kind) -> None:
-    """Reads the first rows of each source (`checked_rows`), and raises the ValueError that a stage would
-    raise for a missing file, no rows, a missing column or a wrong row."""
+    """Reads the first rows of each source (`checked_rows`), and raises ValueError like a stage for a missing
+    file, no rows, a missing column or an invalid row."""
     for located in checked_rows(data, kind):
         if not unusable(located, kind):
             READERS[kind](located)
@@ -71,9 +70,9 @@ def check_columns(data: Data, kind: Kind) -> None:
 
 
 def checked_rows(data: Data, kind: Kind) -> Iterator[Located]:
-    """Yields the rows that are checked before any work, also those that a stage of this kind leaves out:
+    """Yields the rows that are checked before any work, including rows that a stage of this kind leaves out:
     CHECKED_ROWS of a single file; FIRST_ROWS of a Hub data set, which is not downloaded, and of each source
-    of a mixture, which may leave out later ones."""
+    of a mixture, which may not use later rows."""
     alone = len(data.sources) == 1
     for source in data.sources:
         first = CHECKED_ROWS if alone and is_file(source) else FIRST_ROWS
@@ -81,8 +80,8 @@ def checked_rows(data: Data, kind: Kind) -> Iterator[Located]:
 
 
 def unusable(located: Located, kind: Kind | None) -> str:
-    """Returns why a stage of this kind leaves a row out (it prefers no answer and the stage needs that), or
-    ""."""
+    """Returns why a stage of this kind leaves a row out (it prefers no answer and the stage needs a
+    preference), or ""."""
     needed = kind in ("preference", "labelled") and "label" not in located.row
     no_answer = (
         kind in ("sft", "answer", "scored")
@@ -93,10 +92,10 @@ def unusable(located: Located, kind: Kind | None) -> str:
 
 
 def placed_rows(data: Data, seed: int, kind: Kind | None, mixture: Mixture | None = None) -> Iterator[Placed]:
-    """Yields the rows of `load_rows` one at a time in the order of the files, each with its place in the
-    order of the mixture.
+    """Yields the rows of the mixture one at a time in the order of the files, each with its place in the
+    mixture's order. Includes rows that `load_rows` leaves out as unusable.
 
-    `mixture` is the result of `mixture_of`, which is computed when it is not given.
+    `mixture`: the result of `mixture_of`, computed if not given.
     """
     mixture = mixture or mixture_of(data, seed)
     if mixture is None:
@@ -111,10 +110,10 @@ def placed_rows(data: Data, seed: int, kind: Kind | None, mixture: Mixture | Non
 
 
 def mixture_of(data: Data, seed: int) -> Mixture | None:
-    """Applies the mixture rule of `load_rows`; reads all files once to count rows. Returns None for one
-    source.
+    """Applies the mixture rule of `load_rows`, reading all files once to count rows. Returns None for a
+    single source.
 
-    Takes 8 bytes of memory per row. Raises ValueError when a source has no rows or the mixture would have
+    Uses 8 bytes per row for the result. Raises ValueError when a source has no rows or the mixture would have
     none.
     """
     if len(data.sources) == 1:
@@ -150,13 +149,13 @@ def mixture_of(data: Data, seed: int) -> Mixture | None:
 
 
 def names(data: Data) -> str:
-    """Returns the paths of all sources, for messages."""
+    """Returns the paths of all sources, for error messages."""
     return ", ".join(source.path for source in data.sources)
 
 
 def _read(source: Source, kind: Kind | None, first: int | None, most: int | None = None) -> Iterator[Located]:
-    """Yields the (first) rows of one source, at most `most`. Checks columns and recognises the format by the
-    first FIRST_ROWS."""
+    """Yields the (first) rows of one source, at most `most`. Checks columns in the first FIRST_ROWS and
+    recognises the format."""
     rows = raw_rows(source, first)
     head = list(islice(rows, FIRST_ROWS))
     if not head:

@@ -16,8 +16,8 @@ NUMBER = re.compile(r"\d+")
 
 
 class Guess:
-    """Numbers from 1 to `largest`, `guesses` of them allowed. The reward is 1 for the secret, else 0; an
-    answer without a number ends the episode."""
+    """Lets the model guess a number from 1 to `largest` in `guesses` attempts. The reward is 1 for the
+    secret, else 0. An answer without a number ends the episode."""
 
     def __init__(self, largest: int = 3, guesses: int = 2, higher: str = "higher", lower: str = "lower"):
         if largest < 2 or guesses < 1:

@@ -1,8 +1,8 @@
-"""`environment: tools`: the model answers a question, and may call a calculator and a Python interpreter
-before.
+"""`environment: tools`: the model answers a question and may first call a calculator and a Python
+interpreter.
 
-The reward is 1 when the last answer is the row's column `answer`, as a text or by its last number. Other
-rewards go into `reward`.
+The reward is 1 if the last answer equals the row's column `answer`, as text or in its last number. Configure
+other rewards in `reward`.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
 
 def calculate(expression: str) -> str:
     """Computes an arithmetic expression: numbers, + - * / // % **, sqrt, log, exp, abs, round. Returns the
-    result or what is wrong."""
+    result or an error message."""
     try:
         result = _value(ast.parse(expression[:1000].strip(), mode="eval").body)
         return str(int(result) if isinstance(result, float) and result.is_integer() else result)
@@ -96,10 +96,10 @@ SCHEMAS = {
 
 
 class Tools:
-    """`tools`: calculator, python, or both. `answer`: the column with the right answer; None: the
-    environment's reward is 0, for recipes whose `reward` names others. `seconds` and `memory_mib` limit one
-    Python program, `all_seconds` all of an episode, `calls` the calls of one answer; what is beyond is
-    answered with an error."""
+    """Answers the model's tool calls. `tools`: calculator, python, or both. `answer`: the column with the
+    right answer; None: the environment's reward is 0, for recipes with other rewards in `reward`. `seconds`
+    and `memory_mib` limit one Python program, `all_seconds` all programs of an episode, `calls` the calls in
+    one answer. Calls beyond a limit get an error."""
 
     def __init__(
         self,
@@ -164,7 +164,7 @@ class Tools:
 
 
 def is_right(said: str, answer: str) -> bool:
-    """Whether a text is the answer, or its last number is the answer's number."""
+    """Returns whether a text equals the answer, or its last number equals the answer's number."""
     if " ".join(said.split()) == " ".join(answer.split()):
         return True
     numbers = NUMBER.findall(said.replace(",", ""))

@@ -6,7 +6,7 @@ from typing import Any
 
 
 def apply() -> None:
-    """Gives vLLM's loader the names that vllm#41184 gave to the parameters of experts."""
+    """Makes vLLM's loader use the names that vllm#41184 gave to expert parameters."""
     from vllm.model_executor.models.gpt_oss import GptOssModel
 
     load = GptOssModel._load_weights_other

@@ -1,5 +1,4 @@
-"""Defines the class of vLLM's worker processes on a GPU that other roles share. vLLM imports it by its
-name."""
+"""Defines the class of vLLM's worker processes on a GPU shared with other roles. vLLM imports it by name."""
 
 from __future__ import annotations
 
@@ -16,7 +15,8 @@ BASE: Any = gpu_worker.Worker
 
 
 class Worker(BASE):
-    """Gives the KV cache what its own process has not used of its share of the GPU (`memory_for_cache`)."""
+    """Gives the KV cache the part of its share of the GPU that its own process has not used
+    (`memory_for_cache`)."""
 
     def __init__(self, *arguments: Any, **options: Any):
         if is_release("0.24."):
@@ -24,7 +24,7 @@ class Worker(BASE):
         super().__init__(*arguments, **options)
 
     def load_model(self, **options: Any) -> None:
-        """Loads the model; each weight that is read is progress."""
+        """Loads the model with the patches applied, so that each weight read counts as progress."""
         apply_patches()
         super().load_model(**options)
 

@@ -1,4 +1,4 @@
-"""Reads of a multimodal checkpoint the language model's weights."""
+"""Reads only the language model's weights from a multimodal checkpoint."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from rlhf_core.system import progress
 
 def apply() -> None:
     """Makes vLLM read a multimodal checkpoint's language model under the names of its own class
-    (`text_names`). Each weight that is read is progress of this process."""
+    (`text_names`). Each weight read counts as progress of this process."""
     from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 
     read = DefaultModelLoader.get_all_weights
@@ -32,8 +32,8 @@ def apply() -> None:
 
 
 def language_model_names(model_config: Any) -> dict[str, str] | None:
-    """Returns vLLM's name of each stored weight of the language model; None where vLLM runs the whole model,
-    or has no local folder."""
+    """Returns vLLM's name for each stored weight of the language model; None if vLLM runs the whole model, or
+    there is no local folder."""
     folder = Path(model_config.model)
     if model_config.hf_config is not model_config.hf_text_config or not folder.is_dir():
         return None

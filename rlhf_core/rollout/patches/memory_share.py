@@ -1,4 +1,4 @@
-"""Measures what an engine on a shared GPU has left for its KV cache."""
+"""Measures the memory that an engine on a shared GPU has left for its KV cache."""
 
 from __future__ import annotations
 
@@ -11,11 +11,12 @@ BESIDES = 2 * 2**30  # bytes besides PyTorch's: CUDA's own, NCCL's, graphs
 
 
 def memory_for_cache(worker: Any, run_largest_batch: Callable[[], object]) -> int:
-    """Returns the bytes for the KV cache: of the worker's share of the GPU what its own process has not used.
+    """Returns the bytes for the KV cache: the part of the worker's share of the GPU that its own process has
+    not used.
 
-    vLLM compares the GPU's free memory before and after a largest batch, and stops when more is free
-    afterwards, for example because another role has sharded its model meanwhile or moved it to the host.
-    Raises ValueError when nothing is left.
+    vLLM compares the GPU's free memory before and after a largest batch, and fails when more is free
+    afterwards, for example because another role meanwhile sharded its model or moved it to the host. Raises
+    ValueError when nothing is left.
     """
     weights = sum(weight.nbytes for weight in worker.model_runner.get_model().parameters())
     before = torch.cuda.memory_allocated()

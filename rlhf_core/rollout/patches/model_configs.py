@@ -1,4 +1,4 @@
-"""Completes configs that transformers writes otherwise than vLLM reads."""
+"""Completes configs that transformers writes differently from how vLLM reads them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from rlhf_core.rollout.patches.table import is_release
 
 
 def apply() -> None:
-    """Makes vLLM read configs with `completed`."""
+    """Makes vLLM apply `completed` to the configs it reads."""
     from vllm.config import model
 
     read = model.get_config
@@ -23,10 +23,10 @@ def apply() -> None:
 
 
 def completed(config: Any) -> None:
-    """Writes into a language model's config what vLLM reads in other places than transformers.
+    """Adds to a language model's config the fields that vLLM reads and transformers stores elsewhere.
 
-    YaRN's attention factor, which vLLM 0.24 computes without `mscale_all_dim`; the scale of queries by
-    position (Ministral 3).
+    These are YaRN's attention factor, which vLLM 0.24 computes without `mscale_all_dim`, and the
+    position-dependent scale of queries (Ministral 3).
     """
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
     from vllm.model_executor.layers.rotary_embedding.yarn_scaling_rope import YaRNScalingRotaryEmbedding
@@ -47,8 +47,8 @@ def completed(config: Any) -> None:
 
 
 def with_earlier_names(config: Any) -> None:
-    """Writes into a config of transformers 5.17 or later what vLLM 0.24 reads: how earlier ones said what
-    differs between layers."""
+    """Adds to a config of transformers 5.17 or later the fields that vLLM 0.24 reads: the earlier format for
+    what differs between layers."""
     if config.model_type == "gemma4_text":
         full = config.per_layer_config[config.layer_types.index("full_attention")]
         config.allow_global_per_layer_attribute_access = True

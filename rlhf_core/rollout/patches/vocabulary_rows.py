@@ -1,4 +1,4 @@
-"""Leaves out rows of the vocabulary that are no token of the tokenizer."""
+"""Excludes vocabulary rows that are not tokens of the tokenizer."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ from typing import Any
 
 import torch
 
-NEVER = -1e30  # a logit; finite, so that a row of nothing else has a softmax
+NEVER = -1e30  # a logit; finite, so that softmax works even if all logits have this value
 
 
 def leave_out_padding(model: Any, known: int) -> None:
-    """Makes a model of vLLM give every token from number `known` on a logit that has no probability, in
-    samples and in log-probs.
+    """Makes a vLLM model give every token from `known` on a logit with zero probability, in samples and in
+    log-probs.
 
-    A method of all of vLLM's models, which both of its model runners call, computes the logits; on some ranks
-    it returns None.
+    It wraps `compute_logits`, which all vLLM models have and both model runners call; on some ranks it
+    returns None.
     """
     as_before = model.compute_logits
 

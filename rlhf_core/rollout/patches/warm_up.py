@@ -16,8 +16,8 @@ from rlhf_core.rollout.patches.table import is_release
 
 @contextmanager
 def whole_distributions(sampler: Any) -> Iterator[None]:
-    """Within the block `sampler` ignores top-k and top-p, which vLLM's largest batch asks for: their kernel
-    takes ten seconds to compile at every start, and few runs use it. For these it is compiled at its first
+    """Makes `sampler` ignore top-k and top-p within the block. vLLM's largest batch asks for them, but their
+    kernel takes ten seconds to compile at every start and few runs use it. Those runs compile it at its first
     use."""
     if not hasattr(sampler, "topk_topp_sampler"):
         yield
@@ -36,9 +36,9 @@ def whole_distributions(sampler: Any) -> Iterator[None]:
 
 @contextmanager
 def without_requests_of_its_own() -> Iterator[None]:
-    """Within the block vLLM 0.24 asks its second model runner nothing at the end of its start, which takes 4
-    s (1.5B, H200): the first answers compile the kernels that they need in a part of that. vLLM would warn of
-    each."""
+    """Keeps vLLM 0.24 within the block from sending its second model runner warm-up requests, which take 4 s
+    (1.5B, H200). The first answers compile the kernels they need in less time; vLLM's warning about each is
+    silenced."""
     if not is_release("0.24."):
         yield
         return
