@@ -76,7 +76,7 @@ class Gate(Config, allow_inf_nan=True):
 
     @property
     def what(self) -> str:
-        """The metric, or `approval`, as shown in tables."""
+        """The metric or `approval`, for tables."""
         return "approval" if self.approve else self.metric
 
     @property
@@ -161,8 +161,7 @@ class Gated(Config):
 
     @property
     def turns(self) -> Sequence[Groups]:
-        """The turns of the stage, each with its groups of processes by name. Only the groups of one turn run
-        at once."""
+        """The turns of the stage: groups of processes by name. Only the groups of one turn run at once."""
         return [{}]
 
     @property

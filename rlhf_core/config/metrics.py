@@ -51,8 +51,8 @@ REWARD_MODEL = ("accuracy", "ci_low", "ci_high", "calibration_error", "longer_pr
 def trained(
     *steps: str, held_out: tuple[str, ...] = (), after: tuple[str, ...] = ()
 ) -> Callable[[Any], Iterator[str]]:
-    """Returns the metrics of a training stage, as a function of its config. `steps`: logged at each optimiser
-    step, and measured on eval_data unless `held_out` names others. `after`: measured at the end."""
+    """Returns a function that yields a training stage's metrics. `steps`: of each optimiser step, and on
+    eval_data unless `held_out` names others; `after`: at the end."""
 
     def names(config: Any) -> Iterator[str]:
         nll = ("nll",) if getattr(config, "nll_coef", 0) else ()
@@ -195,8 +195,8 @@ def calibrated(config: Calibration) -> Iterator[str]:
 
 
 def taxed(config: AlignmentTax) -> Iterator[str]:
-    """Yields the metrics of each task, computed from its main metric. `tax/TASK` is the largest loss of any
-    model, `tax_low/TASK` the largest lower bound of any model."""
+    """Yields the metrics computed from each task's main metric. `tax/TASK` is the largest loss of any model,
+    `tax_low/TASK` the largest lower bound."""
     tasks = [task_name(task) for task in config.tasks]
     models = list(dict.fromkeys(model for model in config.models if model != config.baseline))
     for task in tasks:
@@ -207,8 +207,8 @@ def taxed(config: AlignmentTax) -> Iterator[str]:
 
 
 def selected(config: Select) -> Iterator[str]:
-    """Yields the metrics of a selection. `clear` is 1 if the best model is better than every other, else 0.
-    `chosen` is the number of the chosen model, from 1."""
+    """Yields a selection's metrics. `clear` is 1 if the best model is better than every other, else 0;
+    `chosen` is the chosen model's number, from 1."""
     yield from ("win_rate", "clear", "chosen", "questions")
     yield from (
         f"{name}/{model}"

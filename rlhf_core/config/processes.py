@@ -165,7 +165,7 @@ class Vllm(Config):
 
 
 def only_in_ppo(vllm: Vllm) -> Iterator[str]:
-    """Yields a sentence if a stage other than ppo sets an engine option that only ppo supports."""
+    """Yields a sentence for each engine option that only ppo supports."""
     if vllm.adapters != "merged":
         yield "vllm.adapters is of ppo, which sends weights to its engines: leave it out"
 

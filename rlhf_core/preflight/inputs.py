@@ -71,8 +71,7 @@ class Needs(NamedTuple):
 
 
 def require_here(plan: Plan, nodes: Sequence[Node]) -> None:
-    """Raises ValueError for problems of the recipe or its files, else MachineLacks for what this machine
-    lacks."""
+    """Raises ValueError for problems of recipe or files, else MachineLacks for what this machine lacks."""
     problems = check_inputs(plan, nodes)
     if problems:
         raise ValueError("\n".join(problems))

@@ -31,8 +31,8 @@ UNREADABLE = (OSError, ValueError, LookupError, TypeError, AttributeError)
 
 
 def model_problem(where: str, place: str) -> dict[str, str]:
-    """Returns {folder: why it cannot be loaded}; {} when it can, or when it is on the Hub. `where` is its
-    place in the recipe."""
+    """Returns {folder: why it cannot be loaded}; {} when it can, or is on the Hub. `where` is its place in
+    the recipe."""
     folder = Path(place)
     if is_remote(place):
         return {}  # fetching its tokenizer reports a missing repository

@@ -146,8 +146,7 @@ def pin_of(inbox: Inbox, title: str) -> str:
 
 
 def pinned_ends(recipe: Recipe, loop: str, title: str, pins: Pins) -> dict[str, int]:
-    """Returns the last row of each inbox, by its id, that another command has planned for a round of a
-    loop."""
+    """Returns the last row, by inbox id, that another command has planned for a round of a loop."""
     found = {
         inbox.id: pins.kept(pin_of(inbox, title), "", lambda: None)
         for inbox, _ in _named(recipe.stages[loop])

@@ -329,7 +329,7 @@ def refuse(recipe: Recipe, state: LoopState, why: str) -> LoopState:
 def follow(recipe: Recipe, state: LoopState, champion: str, earlier: Mapping[str, str]) -> LoopState:
     """Makes the loop continue from the champion: records in `loop.json` that later rounds that were champions
     are left out, and that the champion's round is used again. Rounds trained from one that is left out are
-    left out too. A round in progress begins anew, and is left out if any of its stages is done.
+    left out too. A round in progress is left out too if any of its stages is done, and otherwise begins anew.
 
     `champion`: the stage that made the champion's model. `earlier`: the stages of previous champions, with
     the reason for the rollback, or ''. Returns the loop's state.

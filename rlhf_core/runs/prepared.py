@@ -62,8 +62,8 @@ class Prepared:
         self._planned = module, kind
 
     def start(self) -> None:
-        """Starts the process of the planned stage, replacing a waiting one. Does nothing outside Linux, on
-        machines with GPUs, or with little free memory."""
+        """Starts the planned stage's process, replacing a waiting one. Does nothing outside Linux, with GPUs,
+        or with little free memory."""
         planned = self._planned
         self._planned = None
         if planned is None or sys.platform != "linux" or num_gpus() or free_memory() < MEMORY:
@@ -150,7 +150,7 @@ def environment_of_stage() -> dict[str, str]:
 
 
 def end(reaper: subprocess.Popen[bytes], grace_seconds: float) -> None:
-    """Stops a reaper, which stops all its descendants. Ignores Ctrl-C while waiting."""
+    """Stops a reaper, which stops all its descendants. Ignores further Ctrl-C while waiting."""
     while reaper.poll() is None:
         reaper.terminate()
         try:

@@ -125,7 +125,7 @@ class RunDir:
 
     @contextmanager
     def locked(self, wait_seconds: float) -> Iterator[None]:
-        """Holds the directory's lock until the block ends. The system frees it when the process dies.
+        """Holds the directory's lock until the block ends; the system frees it when the process dies.
 
         Raises TimeoutError when another process held it for `wait_seconds`.
         """

@@ -118,7 +118,7 @@ def check_name(name: str | None) -> None:
 
 
 def records(artifacts: Path, read_one: Callable[[Path], RunRecord] | None = None) -> list[RunRecord]:
-    """Returns the recorded runs, newest first. `read_one` reads a record; default: `read`."""
+    """Returns the recorded runs, the newest first. `read_one`: reads a record; default: `read`."""
     read_one = read_one or read
     found = [read_one(file) for file in artifacts.glob(f"*/{RUNS}/*.json")]
     known = {(run.recipe, run.started) for run in found}

@@ -95,7 +95,7 @@ def is_locked(path: Path) -> bool:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Writes a file atomically: a reader sees the old or the new content, never a part."""
+    """Writes a file atomically: a reader sees the old content or the new, never a part."""
     write_bytes(path, text.encode())
 
 

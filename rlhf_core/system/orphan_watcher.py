@@ -1,6 +1,6 @@
 """Ends the processes of a run that was killed with -9, in case the reaper was killed too.
 
-The run puts a mark in its environment, which all its processes inherit. A watcher in another session waits
+The run puts a mark in its environment, which all of its processes inherit. A watcher in another session waits
 until the run has ended and then ends every process with the mark: Prefect's temporary server, and stages
 whose reaper was killed as well. Linux only; elsewhere nothing is started.
 """

@@ -92,8 +92,8 @@ class Protected:
         return response
 
     def _refusal(self, scope: Scope) -> Response | None:
-        """Returns the answer to a request that lacks the token or has it in its address; None for a valid
-        bearer token or cookie."""
+        """Returns the answer to a request without the token, or with it in the address; None if it may
+        pass."""
         headers = Headers(scope=scope)
         query = scope["query_string"].decode("latin-1")
         given = dict(parse_qsl(query, keep_blank_values=True)).get("token", "")

@@ -85,7 +85,7 @@ def located(data_files: Any, folder: Path) -> Any:
 
 
 def _merged(path: Path, seen: tuple[Path, ...]) -> tuple[dict[str, Any], tuple[Path, ...]]:
-    """Returns the content of a YAML merged with its includes, and the files read, the YAML itself first."""
+    """Returns a YAML's content merged with its includes, and the files, the YAML itself first."""
     if path in seen:
         raise ValueError(f"the task file {path} includes itself: remove the include")
     try:
