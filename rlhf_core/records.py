@@ -17,7 +17,7 @@ Rate = Annotated[float, Field(gt=0)]
 Momentum = Annotated[float, Field(ge=0, lt=1)]
 Off, No = (
     BeforeValidator(lambda value, word=word: word if value is False else value) for word in ("off", "no")
-)  # a mapping that was read as YAML 1.1, such as a deployment's parameter, has them as False
+)  # a mapping read as YAML 1.1, such as a deployment's parameter, has these words as False
 
 
 def _is_a_name(value: str) -> str:
@@ -29,15 +29,15 @@ def _is_a_name(value: str) -> str:
     return value
 
 
-Variable = Annotated[str, AfterValidator(_is_a_name)]  # of the environment
-# as `json_schema_extra`: a switch that no run of a deployment may turn
+Variable = Annotated[str, AfterValidator(_is_a_name)]  # the name of an environment variable
+# as `json_schema_extra`: marks a switch that a deployment's runs may not change
 RECIPE_ONLY: dict[str, Any] = {"recipe_only": True}
 
 
 class NotInDigest:
-    """Marks a config field, `Annotated[TYPE, NotInDigest]`, whose value leaves a stage's result equal up to
-    rounding and the random stream: it decides speed, memory, placement, patience or cadence. Another value
-    makes nothing anew, and a stage resumes with it."""
+    """Marks a config field, `Annotated[TYPE, NotInDigest]`, whose value changes a stage's result only by
+    rounding and the random stream: it decides speed, memory, placement, patience or cadence. A new value
+    recomputes nothing, and a stage resumes with it."""
 
 
 class Frozen(BaseModel):
@@ -58,7 +58,7 @@ Mistakes = TypeVar("Mistakes", bound=Callable[[Any], Iterator[str]])
 
 
 def check(mistakes: Mistakes) -> Mistakes:
-    """Marks a method of a config that yields a sentence for each mistake in its fields: all of them are told
+    """Marks a config method that yields a sentence for each mistake in its fields. All of them are reported
     at once."""
     mistakes.is_check = True  # type: ignore[attr-defined]
     return mistakes
@@ -66,7 +66,7 @@ def check(mistakes: Mistakes) -> Mistakes:
 
 @cache
 def _checks(kind: type) -> tuple[str, ...]:
-    """Returns the names of the methods that `check` marks, those of base classes first."""
+    """Returns the names of the methods that `check` marks, base classes first."""
     marked = (
         name
         for base in reversed(kind.__mro__)
@@ -77,20 +77,20 @@ def _checks(kind: type) -> tuple[str, ...]:
 
 
 class Config(Frozen):
-    """Base of everything a recipe may say. Infinity and NaN are no numbers here, and true is not 1, unless a
-    field reads it itself."""
+    """Base of everything a recipe may contain. Infinity and NaN are rejected, and true is not 1, unless a
+    field has its own validator for it."""
 
     model_config = ConfigDict(allow_inf_nan=False)
 
     @model_validator(mode="after")
     def _make_checks(self) -> Self:
-        """Raises one ValueError, with a line for each mistake, for all checks of the class; pydantic would
-        stop at the first validator."""
+        """Runs all checks of the class and raises one ValueError with a line for each mistake. Pydantic alone
+        would stop at the first validator."""
         found: list[str] = []
         for name in _checks(type(self)):
             try:
                 found.extend(getattr(self, name)())
-            except ValueError as error:  # of a check that others make too
+            except ValueError as error:  # from a check that raises, as other code also calls it
                 found.append(str(error))
         if found:
             raise ValueError("\n".join(dict.fromkeys(found)))
@@ -99,8 +99,8 @@ class Config(Frozen):
     @model_validator(mode="before")
     @classmethod
     def _no_switch_for_a_number(cls, given: Any) -> Any:
-        """Makes text of true and false where a number belongs: pydantic would read them as 1 and 0, and
-        refuses text at its place."""
+        """Turns true and false into text if a number belongs there. Pydantic would read them as 1 and 0, but
+        it rejects text."""
         if not isinstance(given, dict):
             return given
         fields = [
@@ -123,7 +123,7 @@ def _as_text(value: Any) -> Any:
 
 
 def _holds_numbers(annotation: Any) -> bool:
-    """Whether a type is a number, or a union, tuple or Literal of some, and none of them a switch."""
+    """Returns whether a type is a number, or a union, tuple or Literal of numbers without a switch."""
     parts = get_args(annotation)
     if get_origin(annotation) is Literal:
         return any(type(part) is int for part in parts)
@@ -131,7 +131,8 @@ def _holds_numbers(annotation: Any) -> bool:
 
 
 class Ranks(Config):
-    """Processes of one model and what each of them owns. On a CPU machine `gpus` is 0 and `cpus` counts."""
+    """The processes of one model and the resources of each. On a CPU machine `gpus` is 0 and `cpus`
+    counts."""
 
     num_nodes: Positive = Field(1, le=1000, description="nodes")
     num_ranks_per_node: Positive = Field(1, le=256, description="ranks on each node (one per GPU)")
@@ -170,8 +171,8 @@ class StageResult(Frozen):
 
 
 class PreferencePair(Frozen):
-    """One row of a `pairs.jsonl`; `..._cut`: the length limit ended the answer. Chat messages are `{"role":
-    ..., "content": ...}`."""
+    """One row of a `pairs.jsonl`; `..._cut` is true if the length limit ended the answer. Chat messages are
+    `{"role": ..., "content": ...}`."""
 
     prompt: tuple[dict[str, str], ...]
     chosen: str
@@ -183,7 +184,7 @@ class PreferencePair(Frozen):
 
 
 class ScoredAnswer(Frozen):
-    """One row of a preferences stage that makes no pairs: an answer and its reward, not normalised."""
+    """One row of a preferences stage that makes no pairs: an answer and its unnormalised reward."""
 
     prompt: tuple[dict[str, str], ...]
     response: str
@@ -197,12 +198,12 @@ class LabelledAnswer(ScoredAnswer):
 
 
 Label = Literal["A>>B", "A>B", "A=B", "B>A", "B>>A"]
-POINTS: dict[str, float] = {"A>>B": 1.0, "A>B": 1.0, "A=B": 0.5, "B>A": 0.0, "B>>A": 0.0}  # of A
+POINTS: dict[str, float] = {"A>>B": 1.0, "A>B": 1.0, "A=B": 0.5, "B>A": 0.0, "B>>A": 0.0}  # A's points
 
 
 class Game(Frozen):
-    """One verdict on two answers, in Arena-Hard's format. `score`: A and B in the order that the judge got;
-    None: no verdict."""
+    """One verdict on two answers, in Arena-Hard's format. `score` names A and B in the order in which the
+    judge saw them; None: no verdict."""
 
     score: Label | None
     judgment: dict[str, str]
@@ -221,7 +222,7 @@ class Judgment(Frozen):
 
     @property
     def scores(self) -> tuple[float | None, float | None]:
-        """The model's score in each game, 0, 0.5 or 1; None without a verdict."""
+        """The model's score in each game, 0, 0.5 or 1; None if there is no verdict."""
         first, second = (None if game.score is None else POINTS[game.score] for game in self.games)
         return None if first is None else 1 - first, second
 
@@ -235,12 +236,12 @@ class Judgment(Frozen):
 class WinRate(Frozen):
     """Win rate of one model against the baseline with its 95 % interval over questions (`mean_interval.py`).
 
-    `win_rate`: the mean over questions of the score of their games, a tied game counts as half. `num_won`,
-    `num_tied`, `num_lost`: questions with a score above, of and below one half (None: a report of an older
-    version). `num_failed`: games without a verdict. `swap_consistency`: share of questions whose two games
-    name the same winner. `arena_score`: win rate that counts each strong verdict three times, as Arena-Hard
-    does. `length_controlled`: predicted win rate of answers as long as the baseline's, from a Bradley-Terry
-    fit with the length difference as a covariate, with its 95 % interval.
+    `win_rate`: the mean score of the games over questions; a tied game counts as half. `num_won`, `num_tied`,
+    `num_lost`: questions with a score above, of and below one half (None: a report of an older version).
+    `num_failed`: games without a verdict. `swap_consistency`: share of questions whose two games name the
+    same winner. `arena_score`: win rate that counts each strong verdict three times, as Arena-Hard does.
+    `length_controlled`: predicted win rate of answers as long as the baseline's, from a Bradley-Terry fit
+    with the length difference as a covariate, with its 95 % interval.
     """
 
     model: str
@@ -263,7 +264,7 @@ class WinRate(Frozen):
 
     @property
     def counted(self) -> str:
-        """What was counted, such as "won 214, lost 4 and tied 202 of 420 battles"."""
+        """The counts in words, such as "won 214, lost 4 and tied 202 of 420 battles"."""
         if self.num_won is None:
             return f"played {self.num_questions} battles"
         return (
@@ -273,7 +274,7 @@ class WinRate(Frozen):
 
 
 class StyleEffect(Frozen):
-    """Change of the log-odds of winning by a typical (root mean square) difference in one style feature, with
+    """Change in the log-odds of winning per typical (root mean square) difference in one style feature, with
     a 95 % interval."""
 
     feature: str
@@ -283,10 +284,10 @@ class StyleEffect(Frozen):
 
 
 class Judging(Frozen):
-    """Numbers of questions, games and requests of a judge. `failed`: games without a verdict.
+    """Counts of a judge's questions, games and requests. `failed`: games without a verdict.
 
-    Tokens are those of all verdicts used, also cached ones; `requests` only those that the run sent. `cost`
-    is in US dollars, None when the prices are not known.
+    Tokens are counted for all verdicts used, including cached ones; `requests` counts only those that the run
+    sent. `cost` is in US dollars, None when the prices are not known.
     """
 
     questions: int
@@ -302,8 +303,9 @@ class Answering(Frozen):
     """How a remote model's answers were requested. `url`: the endpoint; `settings`: the sampling fields of
     each request.
 
-    Tokens are those of all answers used, also stored ones; `requests` only those that the run sent; `failed`
-    counts questions without an answer. `cost` is in US dollars, None when the prices are not known.
+    Tokens are counted for all answers used, including stored ones; `requests` counts only those that the run
+    sent; `failed` counts questions without an answer. `cost` is in US dollars, None when the prices are not
+    known.
     """
 
     model: str
@@ -322,8 +324,8 @@ class EvalReport(Frozen):
 
     `right`: share of correct answers per model, with a rule judge. `mean_tokens`: of the answers;
     `truncated`: share cut at the limit. `agreement`: share of battles in which another judge names the same
-    winner. `win_rates` are against the baseline, `against_parent` against the model each was trained from,
-    where that is not the baseline. `answering`: requests to each remote model.
+    winner. `win_rates` are against the baseline, `against_parent` against the model each was trained from, if
+    that is not the baseline. `answering`: requests to each remote model.
     """
 
     baseline: str
@@ -340,8 +342,8 @@ class EvalReport(Frozen):
 
 
 def keys_that_are_no_text(where: str, value: Any) -> Iterator[str]:
-    """Yields a sentence for each key inside the mapping `value`, at any depth, that is no text, such as true
-    and 1."""
+    """Yields a sentence for each key in the mapping `value`, at any depth, that is not text, such as true or
+    1."""
     for key, inner in value.items() if isinstance(value, Mapping) else ():
         if not isinstance(key, str):
             yield (

@@ -1,8 +1,8 @@
 """One frozen config per stage, and the recipe that joins them. Torch-free.
 
 `Field(description=...)` is the text of docs/reference/config.md. A value that names a model (`model`,
-`policy`, `actor`, `reward` ...) is `base`, the name of another stage of the recipe, or a local folder / Hub
-id of a model (`owner/name@REVISION`: at a commit, tag or branch).
+`policy`, `actor`, `reward` ...) is `base`, the name of another stage of the recipe, or a model's local folder
+or Hub id (`owner/name@REVISION` pins a commit, tag or branch).
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ class Notify(Config):
 
     @property
     def url(self) -> str | None:
-        """The webhook's URL; None where the variable holds no http(s) address."""
+        """The webhook's URL; None if the variable holds no http(s) address."""
         url = os.environ.get(self.url_env, "")
         try:
             place = urlsplit(url)
@@ -125,8 +125,8 @@ class Notify(Config):
 
 
 class Wandb(Config):
-    """A run in Weights & Biases for each stage that writes metrics; it gets the lines of `metrics.jsonl`
-    (docs/how-to/monitoring.md). The key is that of the environment variable WANDB_API_KEY."""
+    """A Weights & Biases run for each stage that writes metrics, filled from the lines of `metrics.jsonl`
+    (docs/how-to/monitoring.md). The API key comes from the environment variable WANDB_API_KEY."""
 
     project: str = Field(description="project of the runs", pattern=r"^[^/\\#?%:]{1,128}$")
     entity: str | None = Field(
@@ -138,7 +138,7 @@ class Wandb(Config):
 
 
 class Cost(Config):
-    """What a GPU costs, for the dashboard (docs/how-to/dashboard.md)."""
+    """The price of a GPU, for the dashboard (docs/how-to/dashboard.md)."""
 
     gpu_hour: Rate = Field(description="price of one GPU for an hour")
     currency: str = Field(

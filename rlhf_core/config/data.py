@@ -14,7 +14,7 @@ Rows = Literal["sft", "preference", "prompt", "answer", "labelled", "scored"]
 
 
 def template_mistakes(template: str) -> Iterator[str]:
-    """Yields a sentence when a template is neither 'chat' nor has one place for the prompt."""
+    """Yields a sentence if a template is not 'chat' and does not hold exactly one {} for the prompt."""
     if template != "chat" and template.count("{}") != 1:
         yield f"template {template!r} must be 'chat' or hold exactly one {{}} for the prompt"
 
@@ -57,7 +57,7 @@ class Source(Config):
 
     @property
     def is_inbox(self) -> bool:
-        """Whether its rows are feedback: rlhf_core/feedback."""
+        """Whether the source is an inbox, whose rows are feedback: rlhf_core/feedback."""
         return self.path.endswith(".inbox")
 
 
@@ -88,8 +88,8 @@ class Data(Config):
 
 
 class Text(NamedTuple):
-    """A data set of a stage: its config field, what its rows must hold (None: the stage checks it), and its
-    token limit."""
+    """A data set of a stage: its config field, what its rows must hold (None: the stage checks them itself),
+    and its token limit."""
 
     field: str
     data: Data

@@ -1,4 +1,5 @@
-"""The base of every stage's config, and what a stage must reach before those that depend on it start."""
+"""Defines the base of every stage's config, and the gates that a stage must pass before its dependents
+start."""
 
 from __future__ import annotations
 
@@ -39,8 +40,8 @@ class Approve(Config):
 
 
 class Gate(Config, allow_inf_nan=True):
-    """A bound on one metric of a stage's result, or a person's approval. A metric that is missing or not
-    finite fails it."""
+    """A bound on one metric of a stage's result, or a person's approval. A missing or non-finite metric fails
+    the gate."""
 
     metric: str = Field("", description="metric of the stage's result, such as eval/loss")
     approve: Approve | None = Field(
@@ -75,7 +76,7 @@ class Gate(Config, allow_inf_nan=True):
 
     @property
     def what(self) -> str:
-        """What it is about, for tables."""
+        """The metric or `approval`, for tables."""
         return "approval" if self.approve else self.metric
 
     @property
@@ -95,10 +96,10 @@ class Gate(Config, allow_inf_nan=True):
 
 
 class Verdict(Frozen):
-    """The result of a gate. `value` None: the result has no such metric. `meaning` is empty unless the gate
-    failed.
+    """The result of a gate. `value` is None when the result lacks the metric. `meaning` is empty unless the
+    gate failed.
 
-    Of an approval, `said` is the decision in words; `waits`: a person may still decide.
+    For an approval, `said` is the decision in words, and `waits` is true while a person may still decide.
     """
 
     stage: str
@@ -111,7 +112,7 @@ class Verdict(Frozen):
 
     @property
     def word(self) -> Literal["passed", "waits", "failed"]:
-        """The result in a word."""
+        """The result in one word."""
         if self.passed:
             return "passed"
         return "waits" if self.waits else "failed"
@@ -144,8 +145,8 @@ class Verdict(Frozen):
 
 
 class Key(NamedTuple):
-    """A key that a stage reads from the environment. `reader` needs it, for messages; not `required`: only if
-    it is set."""
+    """A key that a stage reads from the environment. Messages name `reader` as what needs it. A key that is
+    not `required` is used only if it is set."""
 
     reader: str
     variable: str
@@ -153,7 +154,7 @@ class Key(NamedTuple):
 
 
 class Gated(Config):
-    """A stage with gates. Gates change no result and are not in its digest."""
+    """A stage with gates. Gates do not affect the result and are not in the stage's digest."""
 
     stage: str = Field(description="kind of the stage")
     gates: Annotated[tuple[Gate, ...], NotInDigest] = Field(
@@ -162,7 +163,7 @@ class Gated(Config):
 
     @property
     def turns(self) -> Sequence[Groups]:
-        """Its groups of processes by name; only those of one turn run at the same time."""
+        """The turns of the stage: groups of processes by name. Only the groups of one turn run at once."""
         return [{}]
 
     @property
@@ -172,10 +173,10 @@ class Gated(Config):
 
     @property
     def texts(self) -> Sequence[Text]:
-        """The data sets that it reads from files."""
+        """The data sets that the stage reads from files."""
         return ()
 
     @property
     def needed_keys(self) -> Sequence[Key]:
-        """The keys that it reads from the environment."""
+        """The keys that the stage reads from the environment."""
         return ()

@@ -1,7 +1,7 @@
 """The table of stage kinds. Torch-free: only a stage's own process imports its module.
 
 A new kind is a config class, a module with `run(request, run)`, and an entry in `KINDS`: CONTRIBUTING.md.
-Kinds of other packages are added when `rlhf_core.config` is imported: outside_kinds.py.
+Kinds from other packages are added when `rlhf_core.config` is imported: outside_kinds.py.
 """
 
 from __future__ import annotations
@@ -28,26 +28,26 @@ class Kind(NamedTuple):
     """One kind of stage. Only `config` and `module` must be given."""
 
     config: type[Gated]  # its field `stage` has the kind's name as default
-    # has `run(request, run)`; started by the `__main__` of its package. "": a loop, which the plan replaces
-    # by stages
+    # has `run(request, run)`, called by the `__main__` of its package. "": a loop, which the plan replaces by
+    # stages
     module: str = ""
-    version: int = 3  # raise it when a change of code changes results: they are then computed again
-    # what other stages may use of it
+    version: int = 3  # raise it when a code change alters results, so that they are recomputed
+    # the output that other stages may use
     makes: Literal["policy", "reward", "pairs", "report", "published", ""] = ""
-    start: str = "model"  # the field that names the model it starts from; the stage has its tokenizer
-    # fields that name models or stages: allowed kinds, or what they make
+    start: str = "model"  # the field that names the start model, whose tokenizer is used
+    # fields that name models or stages, with the kinds or outputs that each allows
     names: Mapping[str, tuple[str, ...]] = MappingProxyType({})
-    scored: str = ""  # the field of the model that gets a head for one score where it has none
+    scored: str = ""  # the field of the model that gets a scalar score head if it lacks one
     given_tokens: tuple[str, ...] = ()  # fields of models that get the token ids of the start model
-    # of a preferences stage: what it must make of its answers for this stage to train on them
+    # post-processors that a preferences stage may use for this stage to train on its output
     takes: tuple[PostProcessor, ...] = ()
-    main: tuple[str, ...] = ()  # main metrics for lists of runs: the first one that the result has
-    # in place of `main`, by the configuration as JSON
+    main: tuple[str, ...] = ()  # for lists of runs: the first of these metrics that the result has
+    # replaces `main`; its argument is the configuration as JSON
     main_of: Callable[[Mapping[str, Any]], Iterable[str]] | None = None
-    # those that gates may name, by the configuration; default: `main`
+    # the metrics that gates may name for a configuration; default: `main`
     metrics: Callable[[Any], Iterable[str]] | None = None
     means: Mapping[str, str] = MappingProxyType({})  # what a failed gate on a metric usually means
-    charts: tuple[Panel, ...] | None = ()  # its curves on the page; (): those of `main`; None: no curves
+    charts: tuple[Panel, ...] | None = ()  # curves on the page; (): of `main`; None: none
     counts: str = "step"  # what the x axis of its curves counts
     title: str = ""  # on the page and on model cards; default: the name of its config class
 
@@ -65,18 +65,18 @@ class Kind(NamedTuple):
 
     @property
     def package(self) -> str:
-        """The package whose `__main__` runs it; that of `rlhf_core` runs kinds of other packages too."""
+        """The package whose `__main__` runs the stage. `rlhf_core` also runs kinds from other packages."""
         first = self.module.partition(".")[0]
         return first if first in ("", "evaluation") else "rlhf_core"
 
     @property
     def has_vocabulary(self) -> bool:
-        """Whether the model that it trains has the vocabulary as its output, not one score."""
+        """Whether the trained model outputs the vocabulary rather than one score."""
         return self.makes != "reward"
 
     @property
     def output(self) -> str:
-        """The output of its result that other stages read."""
+        """The output of the stage's result that other stages read."""
         return "checkpoint" if self.makes in ("policy", "reward") else self.makes
 
 
@@ -256,17 +256,17 @@ KINDS = {
 
 
 def named(*wanted: str) -> tuple[str, ...]:
-    """Returns the kinds with these names, and those that make these outputs."""
+    """Returns the kinds that have one of these names or make one of these outputs."""
     return tuple(name for name, kind in KINDS.items() if name in wanted or kind.makes in wanted)
 
 
 def metrics_of(config: Gated) -> tuple[str, ...]:
-    """Returns the names of metrics that the stage's result can have; `*` matches names known only after the
-    run."""
+    """Returns the names of the metrics that the stage's result can have. `*` matches names known only after
+    the run."""
     kind = KINDS[config.stage]
     return tuple(kind.metrics(config)) if kind.metrics else kind.main
 
 
 def has_metric(config: Gated, name: str) -> bool:
-    """Whether the stage's result can have this metric."""
+    """Returns whether the stage's result can have this metric."""
     return any(fnmatchcase(name, known) for known in metrics_of(config))

@@ -155,8 +155,8 @@ class Rounds(Rewarded):
 
 
 class Preferences(Rounds):
-    """Sample n answers a prompt, score them, and write a data set: pairs, labelled answers, the best, or all
-    with their rewards."""
+    """Samples n answers per prompt, scores them, and writes a data set: pairs, labelled answers, the best
+    answers, or all answers with their rewards."""
 
     stage: Literal["preferences"] = "preferences"
     dtype: Literal["auto", "float32", "bfloat16"] = Field(
@@ -170,7 +170,7 @@ class Preferences(Rounds):
 
 
 class Loop(Trainable, Routed):
-    """Rounds of training; round k starts from round k-1. Expands into stages of its own in the plan."""
+    """Rounds of training; round k starts from round k-1. The plan expands a loop into stages."""
 
     policy: str = Field("sft", description="model that the first round starts from")
     rounds: Positive = Field(2, le=1000, description="rounds, at most 1000")
@@ -186,7 +186,7 @@ class Loop(Trainable, Routed):
 
 
 class SampledLoop(Rounds, Loop):
-    """Rounds of sampling and of training on the answers."""
+    """Rounds of sampling answers and training on them."""
 
     max_len: int = Field(
         0, ge=0, description="longest sequence in training, in tokens; 0: prompt_max_len + generate_max_len"
@@ -202,7 +202,7 @@ class IterativeDPO(SampledLoop, PreferenceLoss):
 
 
 class Iterative(SampledLoop, PreferenceLoss, UnpairedLoss):
-    """Rounds of sampling and of the training that `post_processor` names: dpo, kto, or sft."""
+    """Rounds of sampling, then training as `post_processor` requires: dpo, kto, or sft."""
 
     stage: Literal["iterative"] = "iterative"
     post_processor: PostProcessor = Field(
@@ -214,7 +214,7 @@ class Iterative(SampledLoop, PreferenceLoss, UnpairedLoss):
 
     @check
     def _check_owners(self) -> Iterator[str]:
-        """A field that the chosen post-processor does not read would be a wish that nobody hears."""
+        """Rejects fields that the chosen post-processor does not read, and KTO batches of one answer."""
         if self.post_processor == "kto" and self.train_batch_size < 2:
             yield "post_processor 'kto' estimates its KL over train_batch_size answers: set it to 2 or more"
         for field, owners in POST_PROCESSOR_FIELDS.items():
@@ -229,7 +229,7 @@ class Iterative(SampledLoop, PreferenceLoss, UnpairedLoss):
 
 
 class IterativeFeedback(Loop, PreferenceLoss, UnpairedLoss):
-    """Rounds of training on what people say of answers: each round takes the rows that its inbox has anew."""
+    """Rounds of training on people's feedback: each round takes the new rows of its inbox."""
 
     stage: Literal["iterative_feedback"] = "iterative_feedback"
     method: Literal["dpo", "kto"] = Field(

@@ -1,7 +1,7 @@
-"""Which metrics the result of a stage has, by its configuration (the names that gates may use), their charts,
-and what a failed gate on one usually means. The table of kinds (kinds.py) names what is here.
+"""Lists the metrics that a stage's result has for a configuration (the names that gates may use), their
+charts, and what a failed gate on each usually means. The table of kinds (kinds.py) refers to these.
 
-Names end in `*` where the rest is known only after the run (a judge, a reason).
+A name ends in `*` if the rest is known only after the run (a judge, a reason).
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ PAIRS = ("loss", "accuracy", "margin", "rewards/chosen", "rewards/rejected")
 LABELLED = ("loss", "accuracy", "margin", "desirable", "kl", "rewards/desirable", "rewards/undesirable")
 REWARD_LOSS = ("loss", "accuracy", "margin", "scores/chosen", "scores/rejected")
 REWARD_HELD_OUT = ("loss", "accuracy", "confidence", "pairs")
-BALANCE = "router/balance"  # only of a mixture of experts
-# of adapters that are merged: the share of their update that is left when weights are rounded
+BALANCE = "router/balance"  # mixture-of-experts models only
+# for merged adapters: the share of their update that survives the rounding of the weights
 SURVIVES = "lora/survives"
 ANSWERS = ("response/length", "response/truncated", "prompt/truncated")
 POLICY_STEPS = ("loss", "clip_share", "ratio", "ratio_gap", "kl_old", "entropy", "grad_norm", "learning_rate")
@@ -51,8 +51,8 @@ REWARD_MODEL = ("accuracy", "ci_low", "ci_high", "calibration_error", "longer_pr
 def trained(
     *steps: str, held_out: tuple[str, ...] = (), after: tuple[str, ...] = ()
 ) -> Callable[[Any], Iterator[str]]:
-    """Of a training stage. `steps`: of each optimiser step, and of eval_data unless `held_out` names others;
-    `after`: of the end."""
+    """Returns a function that yields a training stage's metrics. `steps`: of each optimiser step, and on
+    eval_data unless `held_out` names others; `after`: at the end."""
 
     def names(config: Any) -> Iterator[str]:
         nll = ("nll",) if getattr(config, "nll_coef", 0) else ()
@@ -123,8 +123,8 @@ def reinforced(config: PPO) -> Iterator[str]:
 
 
 def _validated(config: PPO) -> Iterator[str]:
-    """Of the best iteration. `eval/*/...`: of one of several data sources. `selection/...`: what it was
-    chosen by."""
+    """Yields the metrics of the best iteration. `eval/*/...` is for one of several data sources.
+    `selection/...` is what it was chosen by."""
     assert config.eval_prompts is not None
     yield from (f"selection/reward/{name}" for name in ("mean", "ci_low", "ci_high"))
     yield from ("eval/best_iteration", "eval/response/length", "eval/response/truncated", "phase/validate")
@@ -145,7 +145,8 @@ def _rewarded(sources: RewardSources) -> Iterator[str]:
 
 
 def judged(config: Evaluation) -> Iterator[str]:
-    """Of a planned evaluation, in which loops stand for their rounds and the models' parents are known."""
+    """Yields the metrics of a planned evaluation, in which rounds replace loops and the models' parents are
+    known."""
     everyone = dict.fromkeys([*config.models, config.baseline, *(config.parents or {}).values()])
     yield "questions"
     yield from (f"{name}/{model}" for model in config.models for name in RATES)
@@ -176,7 +177,7 @@ def judged(config: Evaluation) -> Iterator[str]:
 
 
 def regressed(config: Regression) -> Iterator[str]:
-    """An evaluation's without its rates, and what became of the suite's questions."""
+    """Yields the metrics of an evaluation without its rates, and the outcomes of the suite's questions."""
     yield from (
         name for name in judged(config) if name.partition("/")[0].removesuffix("_vs_parent") not in RATES
     )
@@ -194,8 +195,8 @@ def calibrated(config: Calibration) -> Iterator[str]:
 
 
 def taxed(config: AlignmentTax) -> Iterator[str]:
-    """Of each task's main metric. `tax/TASK` is the largest loss of any model, `tax_low/TASK` the largest
-    lower bound of one."""
+    """Yields the metrics computed from each task's main metric. `tax/TASK` is the largest loss of any model,
+    `tax_low/TASK` the largest lower bound."""
     tasks = [task_name(task) for task in config.tasks]
     models = list(dict.fromkeys(model for model in config.models if model != config.baseline))
     for task in tasks:
@@ -206,8 +207,8 @@ def taxed(config: AlignmentTax) -> Iterator[str]:
 
 
 def selected(config: Select) -> Iterator[str]:
-    """`clear` is 1 when the best model is better than each other, else 0; `chosen` the number of the chosen
-    one, from 1."""
+    """Yields a selection's metrics. `clear` is 1 if the best model is better than every other, else 0;
+    `chosen` is the chosen model's number, from 1."""
     yield from ("win_rate", "clear", "chosen", "questions")
     yield from (
         f"{name}/{model}"
@@ -217,8 +218,8 @@ def selected(config: Select) -> Iterator[str]:
 
 
 def drifted(config: Drift) -> Iterator[str]:
-    """Each signal with its interval, the p-value of its test where it has one, and its change from the
-    previous result."""
+    """Yields each signal with its interval, its change from the previous result and, if it is tested, its
+    p-value."""
     tested = ["prompts/divergence", "prompts/length", "refusals/rise"]
     others = ["answers/length", "refusals/model", "refusals/reference", "judge/reward_correlation"]
     if config.kl:
@@ -286,7 +287,7 @@ PPO_CHARTS = (
     Panel("Log-prob gap, sampler to trainer", {"sampler/gap": ""}),
 )
 
-# Keys are a metric or its first part; the longer match is used.
+# Each key is a metric or its first part. The longer match is used.
 SFT_MEANS = {
     "loss": (
         "The SFT did not fit its data: learning rate, number of steps, or a chat template that does not"
@@ -553,4 +554,4 @@ ANY = {
     "router": "The experts are not evenly used: raise router_aux_coef.",
     "loss": "Training did not reach the bound: learning rate, number of steps, or the data.",
     "grad_norm": "Training is unstable: lower the learning rate.",
-}  # of every kind, where its own table has no entry
+}  # for every kind, if its own table has no entry

@@ -1,5 +1,5 @@
-"""Reads kinds of stages that other installed packages add, by entry points of the group `alignflow.stages`:
-docs/how-to/own-stages.md."""
+"""Reads the stage kinds that other installed packages add through entry points of the group
+`alignflow.stages`: docs/how-to/own-stages.md."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from rlhf_core.config.kinds import Kind
 
 GROUP = "alignflow.stages"
 
-UNUSABLE: dict[str, str] = {}  # by the name of a kind: why its entry point is left out
+UNUSABLE: dict[str, str] = {}  # kind name -> why its entry point is left out
 
 
 def kinds_of_packages(known: Collection[str]) -> dict[str, Kind]:
-    """Returns the kinds of installed packages by name. `known`: names that are taken.
+    """Returns the kinds from installed packages by name. `known`: names already taken.
 
-    An entry point that cannot be used is left out, so that other recipes still run; `UNUSABLE` says why, and
-    so do `alignflow doctor` and the check of a recipe that names it.
+    An unusable entry point is left out, so that other recipes still run. `UNUSABLE` holds the reason, which
+    `alignflow doctor` and the check of a recipe that names the kind report.
     """
     kinds: dict[str, Kind] = {}
     for point in sorted(entry_points(group=GROUP), key=lambda point: point.name):
@@ -33,7 +33,8 @@ def kinds_of_packages(known: Collection[str]) -> dict[str, Kind]:
 
 
 def _kind_of(point: EntryPoint, known: Collection[str]) -> Kind:
-    """Loads an entry point. Raises ValueError where it is no usable `Kind`, and what its module raises."""
+    """Loads an entry point. Raises ValueError if it is not a usable `Kind`, and any error that its module
+    raises."""
     if point.name in known:
         raise ValueError("there is a kind of this name; choose another")
     kind = point.load()

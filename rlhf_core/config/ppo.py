@@ -17,18 +17,19 @@ from rlhf_core.records import NotInDigest, Off, Positive, Ranks, Rate, Share, ch
 AdvantageEstimator = Literal["gae", "grpo", "dr_grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline"]
 Aggregation = Literal["token", "sequence", "constant"]
 AGGREGATIONS: dict[str, Aggregation] = {"grpo": "sequence", "dr_grpo": "constant"}  # the others: "token"
-# they compare the answers to one prompt
+# these compare the answers to one prompt
 GROUP_ESTIMATORS = ("grpo", "dr_grpo", "rloo", "reinforce_pp_baseline")
 
 
 def pass_sizes(samples: int) -> list[int]:
-    """Returns the k of which pass@k is reported, for so many answers to a prompt: 1, 2, 4, ... and all."""
+    """Returns each k for which pass@k is reported with `samples` answers per prompt: 1, 2, 4, ... and
+    `samples`."""
     return sorted({1 << power for power in range(samples.bit_length())} | {samples})
 
 
 class PPO(Optimised, Rewarded, Routed):
-    """Proximal policy optimisation (Schulman et al. 2017) and its critic-free relatives; each model on its
-    own Ray group, vLLM rollouts."""
+    """Proximal policy optimisation (Schulman et al. 2017) and its critic-free relatives. Each model runs on
+    its own Ray group; vLLM generates the rollouts."""
 
     stage: Literal["ppo"] = "ppo"
     actor: str = Field("sft", description="model to train")
@@ -352,7 +353,7 @@ class PPO(Optimised, Rewarded, Routed):
 
     @property
     def has_reference(self) -> bool:
-        """Whether a reference is loaded: one that the recipe names, or that a KL is taken to."""
+        """Whether a reference is loaded: the recipe names one, or a KL to it is measured."""
         return self.reference is not None or self.init_kl_coef > 0 or self.kl_target is not None
 
     @property
@@ -368,18 +369,18 @@ class PPO(Optimised, Rewarded, Routed):
 
     @property
     def replays_routing(self) -> bool:
-        """Whether vLLM says to which experts it sent tokens; its pipeline stages each know those of their own
-        layers."""
+        """Whether vLLM reports which experts it sent tokens to. With pipeline stages, each knows only those
+        of its own layers."""
         return self.routing_replay and self.vllm.pipeline_parallel_size == 1
 
     @property
     def continuous(self) -> bool:
-        """Whether engines answer without pause, over updates of the weights."""
+        """Whether engines answer without pause, across weight updates."""
         return self.max_staleness > 1
 
     @property
     def aggregation(self) -> Aggregation:
-        """The configured aggregation of the loss, or the one of the estimator's paper."""
+        """The configured aggregation of the loss, or the default for the ratio and estimator."""
         return self.loss_aggregation or (
             "sequence" if self.ratio == "sequence" else AGGREGATIONS.get(self.advantage_estimator, "token")
         )
@@ -391,8 +392,8 @@ class PPO(Optimised, Rewarded, Routed):
 
     @property
     def one_update(self) -> bool:
-        """Whether an iteration is one optimiser step on policy that needs no log-probs before it, for rewards
-        or for the tokens that it leaves out: these come from the training pass then."""
+        """Whether an iteration is one on-policy optimiser step that needs no log-probs beforehand, neither
+        for rewards nor for masking tokens. The log-probs then come from the training pass."""
         steps = self.max_epochs * (
             self.rollout_batch_size * self.n_samples_per_prompt // self.train_batch_size
         )
@@ -428,15 +429,15 @@ class PPO(Optimised, Rewarded, Routed):
         return trained | ({"reference": self.reference_ranks} if loaded else {}) | rewards
 
     def sharing_of(self, role: str) -> int:
-        """Returns how many ranks of a group compute each pass together: one where a model that is only read
-        has other numbers of ranks."""
+        """Returns how many ranks of a group compute each pass together: 1 for a read-only model whose number
+        of ranks `sequence_parallel_size` does not divide."""
         return (
             1 if self.groups[role].world_size % self.sequence_parallel_size else self.sequence_parallel_size
         )
 
     @property
     def placed(self) -> dict[str, Wanted]:
-        """All groups, the engines among them as `sampler`."""
+        """All groups, including the engines as `sampler`."""
         return {**self.groups, "sampler": self.vllm}
 
     @property
@@ -694,8 +695,8 @@ class PPO(Optimised, Rewarded, Routed):
             )
 
     def iterations(self, num_prompts: int) -> int:
-        """Returns the iterations of a run over `num_prompts`. Raises ValueError for none, or for `export_at`
-        past the last."""
+        """Returns the number of iterations over `num_prompts` prompts. Raises ValueError if there is none, or
+        if `export_at` is past the last."""
         if num_prompts < self.rollout_batch_size:
             raise ValueError(
                 f"ppo needs rollout_batch_size={self.rollout_batch_size} prompts, the data has {num_prompts}:"

@@ -9,7 +9,7 @@ from pydantic import Field
 
 from rlhf_core.records import Config, NotInDigest, Positive, Ranks, Rate, check, keys_that_are_no_text
 
-# Options of vLLM's engine that are not for `vllm.engine`, and why.
+# vLLM engine options that `vllm.engine` refuses, and why.
 NOT_FOR_ENGINE = {
     **dict.fromkeys(
         ("model", "tokenizer", "revision", "tokenizer_revision", "hf_config_path"),
@@ -42,7 +42,7 @@ NOT_FOR_ENGINE = {
     "hf_token": "recipes and cards would show it (HF_TOKEN is read in its place)",
 }
 
-# Options of vLLM's engine that only decide speed or memory: they are in no digest.
+# vLLM engine options that only decide speed or memory. They are in no digest.
 SPEED_ONLY = frozenset(
     "max_num_seqs max_num_batched_tokens long_prefill_token_threshold enable_chunked_prefill"
     " enable_prefix_caching block_size num_gpu_blocks_override kv_cache_memory_bytes cpu_offload_gb"
@@ -123,7 +123,7 @@ class Vllm(Config):
 
     @property
     def drafts(self) -> Any:
-        """How tokens are drafted (vLLM's `speculative_config`), None where they are not."""
+        """How tokens are drafted (vLLM's `speculative_config`); None if they are not."""
         return self.engine.get("speculative_config")
 
     @check
@@ -165,13 +165,13 @@ class Vllm(Config):
 
 
 def only_in_ppo(vllm: Vllm) -> Iterator[str]:
-    """Yields what is wrong with the engines of a stage that is not ppo."""
+    """Yields a sentence for each engine option that only ppo supports."""
     if vllm.adapters != "merged":
         yield "vllm.adapters is of ppo, which sends weights to its engines: leave it out"
 
 
 def without_pipeline(vllm: Vllm) -> Iterator[str]:
-    """Yields what is wrong with an engine that runs without Ray."""
+    """Yields a sentence if an engine that runs without Ray has pipeline stages."""
     if vllm.pipeline_parallel_size > 1:
         yield (
             "vllm.pipeline_parallel_size is for the engines of ppo and preferences: leave it out"
@@ -209,7 +209,8 @@ def processes(wanted: Wanted) -> int:
 
 
 def check_together(groups: Groups) -> None:
-    """Raises ValueError unless groups on the same GPUs have one process on each of them."""
+    """Raises ValueError unless groups that share GPUs have equally many processes, and all or none of them
+    use GPUs."""
     counts = {name: processes(wanted) for name, wanted in groups.items()}
     if len(set(counts.values())) > 1:
         found = ", ".join(f"{name} {count}" for name, count in counts.items())

@@ -1,5 +1,5 @@
-"""Where rewards come from: reward models, Python functions, HTTP servers. Torch-free; also parses the
-shorthands of a recipe.
+"""Configures where rewards come from: reward models, Python functions, HTTP servers. Torch-free. Also parses
+a recipe's shorthands:
 
 reward: reward_model                          one reward model: a stage, a folder or a Hub id
 reward: [reward_model, checks.py:short, "http://localhost:8000"]
@@ -23,7 +23,7 @@ from rlhf_core.records import RECIPE_ONLY, Config, NotInDigest, Positive, Ranks,
 
 
 class WeighedReward(Config):
-    """Fields that all sources of rewards share."""
+    """Fields that all reward sources share."""
 
     name: str | None = Field(
         None, description="name in metrics; default: of the model, function or host", pattern=r"^[\w.:-]+$"
@@ -32,7 +32,7 @@ class WeighedReward(Config):
 
 
 class RequestedReward(WeighedReward):
-    """Fields that functions and servers share: requests are retried with growing pauses, up to a limit."""
+    """Fields that functions and servers share. Requests are retried with growing pauses, up to a limit."""
 
     normalize: Literal["none", "running"] = Field(
         "none",
@@ -74,8 +74,8 @@ class ModelReward(WeighedReward):
 
 
 class FunctionReward(RequestedReward):
-    """A Python function in processes of its own: its parameters are any of `prompts`, `responses`, `rows`,
-    `finished`, `query`."""
+    """A Python function that runs in its own processes. Its parameters are any of `prompts`, `responses`,
+    `rows`, `finished`, `query`."""
 
     kind: Literal["function"] = "function"
     function: str = Field(description="path.py:function", pattern=r"\.py:[A-Za-z_]\w*$")
@@ -94,8 +94,8 @@ class FunctionReward(RequestedReward):
 
 
 class HttpReward(RequestedReward):
-    """A reward server: POST of the same lists as JSON, `{"rewards": [...]}` back. `alignflow serve-reward` is
-    one."""
+    """A reward server: it receives the same lists as JSON by POST and returns `{"rewards": [...]}`.
+    `alignflow serve-reward` is one."""
 
     kind: Literal["http"] = "http"
     url: str = Field(description="address", pattern=r"^https?://[^/]")
@@ -119,7 +119,7 @@ class HttpReward(RequestedReward):
 
 
 class EnvironmentReward(WeighedReward):
-    """The reward that the environment of ppo gives: the sum of those of all answers of an episode."""
+    """The reward from ppo's environment, summed over all answers of an episode."""
 
     kind: Literal["environment"] = "environment"
     normalize: Literal["none", "running"] = Field(
@@ -132,8 +132,7 @@ class EnvironmentReward(WeighedReward):
 
 
 class NoReward(WeighedReward):
-    """No reward: the KL to a teacher, which ppo names as its reference, is all that the policy learns
-    from."""
+    """No reward: the policy learns only from the KL to a teacher, which ppo names as its reference."""
 
     kind: Literal["none"] = "none"
     normalize: Literal["none"] = "none"
@@ -143,12 +142,12 @@ class NoReward(WeighedReward):
         return self.name or "none"
 
 
-SHIPPED = {"guess": "Guess", "tools": "Tools"}  # environments of alignflow: class of shipped/NAME.py
+SHIPPED = {"guess": "Guess", "tools": "Tools"}  # alignflow's environments and their class in shipped/NAME.py
 
 
 class Environment(Config):
-    """What the policy talks to in several turns. The short form `environment: path.py:Class` is `{path:
-    path.py:Class}`."""
+    """The environment that the policy talks to over several turns. The short form `environment:
+    path.py:Class` means `{path: path.py:Class}`."""
 
     path: str = Field(description="path.py:Class of your own, or guess or tools")
     options: dict[str, Any] = Field({}, description="arguments of the class")
@@ -199,7 +198,7 @@ class Environment(Config):
 
     @property
     def own(self) -> bool:
-        """Whether it is a file of the user."""
+        """Whether the environment is the user's own file."""
         return self.path not in SHIPPED
 
     @property
@@ -217,11 +216,12 @@ def _environment(value: Any) -> Any:
 
 
 ShortEnvironment = Annotated[Environment, BeforeValidator(_environment)]
-REWARD_KINDS = {"model": "model", "function": "function", "http": "url"}  # and the field that names each
+REWARD_KINDS = {"model": "model", "function": "function", "http": "url"}  # with the field that names each
 
 
 def _reward_sources(value: Any) -> Any:
-    """`reward_model`, `path.py:function` and `http://...` as sources, and one source as a list."""
+    """Expands `reward_model`, `path.py:function` and `http://...` into sources, and one source into a
+    tuple."""
     values = value if isinstance(value, list | tuple) else [value]
     return tuple(_reward_source(v) for v in values)
 
@@ -250,7 +250,7 @@ RewardSource = Annotated[
 
 
 def _named_apart(sources: tuple[RewardSource, ...]) -> tuple[RewardSource, ...]:
-    """Raises ValueError when two sources have the same name in the metrics."""
+    """Returns the sources. Raises ValueError if two have the same name in the metrics."""
     repeated = [title for title, count in Counter(source.title for source in sources).items() if count > 1]
     if repeated:
         raise ValueError(f"two reward sources are called {repeated[0]!r}: give one of them another `name`")

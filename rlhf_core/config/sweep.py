@@ -1,5 +1,5 @@
-"""Variants of a stage: one for each combination of the values that its `sweep` lists, and the stage that
-selects one of them."""
+"""Builds the variants of a stage, one for each combination of the values that its `sweep` lists, and
+configures the stage that selects one of them."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from pydantic.fields import FieldInfo
 from rlhf_core.config.gates import Gated
 from rlhf_core.records import NotInDigest
 
-MOST = 64  # variants of one stage
+MOST = 64  # at most this many variants of one stage
 Value = bool | int | float | str
 Stage = TypeVar("Stage", bound=Gated)
 
 
 class Select(Gated):
-    """Takes the best of several models by an evaluation that judged them, or the simplest of those that are
-    not shown to be worse."""
+    """Selects the best of several models according to an evaluation, or the simplest one not shown to be
+    worse."""
 
     stage: Literal["select"] = "select"
     of: typing.Annotated[
@@ -43,8 +43,8 @@ class Select(Gated):
 
 
 def variants(config: Stage, sweep: dict[str, tuple[Value, ...]]) -> dict[str, Stage]:
-    """Returns a stage's variants by the end of their names, such as `beta=0.1` or `beta=0.1,loss=ipo`, in the
-    order of the lists.
+    """Returns a stage's variants by name suffix, such as `beta=0.1` or `beta=0.1,loss=ipo`, in the order of
+    the lists.
 
     Raises ValidationError when a value does not fit its field.
     """
@@ -92,7 +92,7 @@ def _can_vary(field: FieldInfo) -> bool:
 
 
 def _is_plain(annotation: Any) -> bool:
-    """Whether a field holds one number, switch or choice, or nothing."""
+    """Returns whether a field holds a single number, switch or choice, or None."""
     origin = typing.get_origin(annotation)
     parts = typing.get_args(annotation)
     if origin is typing.Annotated:

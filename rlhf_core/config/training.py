@@ -20,8 +20,8 @@ Recomputed = Annotated[
     Share, BeforeValidator(lambda value: float(value) if isinstance(value, bool) else value)
 ]
 
-FEW_STEPS = 10  # fewer optimiser steps than these train almost nothing
-# for which vLLM has kernels; an adapter takes the next larger one
+FEW_STEPS = 10  # fewer optimiser steps than this train almost nothing
+# ranks for which vLLM has kernels; an adapter uses the next larger one
 ADAPTER_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 
 
@@ -52,8 +52,8 @@ class Lora(Config):
 
 
 def adapter_mistakes(vllm: Vllm, lora: Lora | None, dtype: str) -> Iterator[str]:
-    """Yields what is wrong with `vllm.adapters: alone`. On GPUs vLLM's kernels of adapters take 16 bits
-    alone."""
+    """Yields a sentence for each mistake with `vllm.adapters: alone`. On GPUs, vLLM's adapter kernels accept
+    only 16-bit types."""
     if vllm.adapters == "merged":
         return
     if lora is None:
@@ -154,26 +154,26 @@ class Optimised(Gated, ZeroFields):
 
     @property
     def trained_ranks(self) -> dict[str, Ranks]:
-        """The processes of each trained model, by their field."""
+        """The ranks of each trained model, by config field or role."""
         raise NotImplementedError
 
     def offloaded(self, what: Literal["adam", "param"]) -> tuple[str, ...]:
-        """The trained models whose optimiser (adam) or weights (param) are in host memory: of ppo its roles,
-        else `model`."""
+        """Returns the trained models whose optimiser (adam) or weights (param) are in host memory: roles for
+        ppo, else `model`."""
         raise NotImplementedError
 
     @property
     def needs_deepspeed(self) -> bool:
-        """Whether plain torch, which trains on one rank, lacks something that the recipe asks for."""
+        """Whether the recipe asks for something that plain torch, which trains on one rank, lacks."""
         return bool(self.offloaded("adam") or self.offloaded("param") or self.deepspeed)
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest document, or pair of them: no pass is shorter."""
+        """The number of tokens of the longest document, or pair of documents, which one pass must hold."""
         raise NotImplementedError
 
     def batch_mistakes(self) -> Iterator[str]:
-        """Yields a sentence for each model whose ranks do not make the same number of full passes."""
+        """Yields a sentence for each model whose ranks would not all make the same number of full passes."""
         for ranks in self.trained_ranks.values():
             at_once = max(1, ranks.world_size // self.sequence_parallel_size)
             micro = self.micro_train_batch_size
@@ -246,7 +246,7 @@ class Optimised(Gated, ZeroFields):
 
 
 class Routed(Config):
-    """Loss of stages that train a policy with a mixture of experts."""
+    """The router loss of stages that train a policy, for mixture-of-experts models."""
 
     router_aux_coef: float = Field(
         0.0,
@@ -495,8 +495,8 @@ class DPO(Anchored, PreferenceLoss):
 
 
 class KTO(Anchored, UnpairedLoss):
-    """Kahneman-Tversky optimisation (Ethayarajh et al. 2024): answers that are desirable or not, in no
-    pairs."""
+    """Kahneman-Tversky optimisation (Ethayarajh et al. 2024): trains on unpaired answers, each desirable or
+    not."""
 
     rows = "labelled"
     stage: Literal["kto"] = "kto"

@@ -1,4 +1,4 @@
-"""Options of DeepSpeed in a recipe, beside the ZeRO stage. Torch-free."""
+"""Configures DeepSpeed beyond the ZeRO stage. Torch-free."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pydantic import Field
 from rlhf_core.records import Config, NotInDigest, check, keys_that_are_no_text
 
 ZERO = "zero_optimization"
-# Options that are not for `deepspeed`, and why; those of its block zero_optimization behind a dot.
+# Options that `deepspeed` refuses, and why. A dot marks those in its zero_optimization block.
 NOT_FOR_DEEPSPEED = {
     **dict.fromkeys(
         (
@@ -57,7 +57,7 @@ NOT_FOR_DEEPSPEED = {
     f"{ZERO}.leaf_module": "alignflow sets which modules are fetched whole",
     f"{ZERO}.elastic_checkpoint": "alignflow writes the resume states",
 }
-# Options that only decide speed, memory or what is printed: they are in no digest.
+# Options that only decide speed, memory or what is printed. They are in no digest.
 SPEED_ONLY = frozenset(
     [
         *"wall_clock_breakdown memory_breakdown comms_logger flops_profiler dump_state".split(),
@@ -79,7 +79,7 @@ SPEED_ONLY = frozenset(
 
 
 class ZeroFields(Config):
-    """Options of DeepSpeed beside the ZeRO stage."""
+    """DeepSpeed options beyond the ZeRO stage."""
 
     zero_hpz: Annotated[bool, NotInDigest] = Field(
         False,
@@ -110,7 +110,7 @@ class ZeroFields(Config):
 
 
 def deciding_options(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the options of `deepspeed` that decide a result."""
+    """Returns the options of `deepspeed` that decide a stage's result."""
     zero = {
         name: value for name, value in options.get(ZERO, {}).items() if f"{ZERO}.{name}" not in SPEED_ONLY
     }

@@ -1,4 +1,4 @@
-"""Makes the data reports of a recipe's stages without training; needs the data files and tokenizers, no
+"""Builds the data reports of a recipe's stages without training. Needs the data files and tokenizers, but no
 GPU."""
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from rlhf_core.recipe.plan import Node, Plan
 
 
 def examine(plan: Plan) -> Iterator[tuple[str, dict[str, Survey], list[str]]]:
-    """Yields each stage that reads data files, the surveys of its data sets, and a sentence for each that the
-    stage would refuse; rounds of a loop that read the same data come once.
+    """Yields each stage that reads data files, with the surveys of its data sets and a sentence for each data
+    set that it would refuse. Rounds of a loop that read the same data are yielded once.
 
-    Data made by other stages (pairs, answers) and evaluations are left out.
+    Evaluations, and data made by other stages (pairs, answers), are left out.
     """
     seen: set[str] = set()
     for node in plan.nodes:

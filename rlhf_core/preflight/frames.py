@@ -1,5 +1,5 @@
-"""Finds what the chat templates of a plan's stages take by themselves, and what they make of the stages'
-rows: in a process without torch where possible (`template_length.py`), else in this one."""
+"""Measures the tokens that the chat templates of a plan's stages take by themselves, and renders the stages'
+rows with them: in a process without torch if possible (`template_length.py`), else in this one."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from rlhf_core.preflight.rows.template_rows import Rendered
 from rlhf_core.preflight.template_length import Measured, Pair, Rows, measure, measured
 from rlhf_core.recipe.plan import Node, Plan
 
-Frames = dict[Pair, Measured | str]  # a string: why tokenizer or template cannot be used
+Frames = dict[Pair, Measured | str]  # a string: why the tokenizer or template cannot be used
 
 
 def frames_of(
     plan: Plan, nodes: Sequence[Node], start_of: Callable[[Node], str | None], broken: Collection[str]
 ) -> Frames:
-    """Maps (tokenizer, template) of the stages to the template's own length in tokens and what it makes of
-    the stages' rows.
+    """Maps each (tokenizer, template) of the stages to the template's own length in tokens and the results of
+    rendering the stages' rows.
 
-    `start_of`: the folder or Hub id of a stage's tokenizer; those in `broken` are left out.
+    `start_of`: the folder or Hub id of a stage's tokenizer; tokenizers in `broken` are left out.
     """
     starts = {
         node.name: start for node in nodes if (start := start_of(node)) is not None and start not in broken
@@ -42,19 +42,20 @@ def frames_of(
 
 
 def rendered(frame: Measured, text: Text) -> Rendered:
-    """Returns what the template of a frame makes of the rows of a data set of a stage."""
+    """Returns the results of rendering the rows of a stage's data set with the template of a frame."""
     return frame.rendered[_rows_of(text)] if text.rows else Rendered()
 
 
 def _rows_of(text: Text) -> Rows:
     assert text.rows is not None, "the stage checks it"
-    # Other limits hold for a part of the row alone: those of the prompt of an evaluation's pairs.
+    # Other limits hold only for a part of the row, such as the prompt of an evaluation's pairs.
     is_whole_row = text.limit_field == "max_len" or text.rows == "prompt"
     return Rows(text.data.model_dump_json(), text.rows, text.limit_field, text.limit if is_whole_row else 0)
 
 
 def _frames_apart(pairs: Mapping[Pair, Iterable[Rows]], trust_remote_code: bool) -> Frames:
-    """As `frames_of`, of those that a process without torch can read; fetches tokenizers from the Hub."""
+    """Like `frames_of`, but only for pairs that a process without torch can read. Fetches tokenizers from the
+    Hub."""
     found: Frames = {}
     folders = {}
     for place, template in pairs:

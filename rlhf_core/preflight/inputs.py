@@ -1,9 +1,9 @@
-"""Checks before any work whether a recipe can run on this machine: one sentence for each problem, with its
+"""Checks before any work whether a recipe can run on this machine. Reports one sentence per problem, with its
 place and what to do.
 
 Checks only stages that are not done. Reads data and tokenizers with the stages' code, tokenizers in a second
-process where possible (`template_length.py`); without transformers (on a machine that only orchestrates)
-tokenizers are left to the stages. Left out: memory.
+process if possible (`template_length.py`). Without transformers (on a machine that only orchestrates), the
+stages check their tokenizers. Memory is not checked.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ from rlhf_core.runs.remote.remote_files import StoreFault
 from rlhf_core.runs.remote.store import Store
 from rlhf_core.runs.wandb_mirror import KEY_ENV, MODE_ENV
 from rlhf_core.stages.publication.folder import refuse_foreign
-from rlhf_core.system.machine import MachineLacks as MachineLacks  # for those who check
+from rlhf_core.system.machine import MachineLacks as MachineLacks  # re-exported for callers of the checks
 from rlhf_core.system.machine import num_cpus, num_gpus
 
 
@@ -81,7 +81,7 @@ def require_here(plan: Plan, nodes: Sequence[Node]) -> None:
 
 
 def check_inputs(plan: Plan, nodes: Sequence[Node]) -> list[str]:
-    """Lists problems of the inputs: missing files, unsuitable data, incomplete models, limits below the
+    """Returns the problems of the inputs: missing files, unsuitable data, incomplete models, limits below the
     template's own length."""
     todo = [node for node in nodes if not node.done]
     broken: dict[str, str] = {}
@@ -104,7 +104,7 @@ def check_inputs(plan: Plan, nodes: Sequence[Node]) -> list[str]:
         if importlib.util.find_spec("transformers") is not None
         else {}
     )
-    # told with the data
+    # reported with the data
     unread = {*broken, *(place for (place, _), frame in frames.items() if isinstance(frame, str))}
 
     @cache
@@ -154,14 +154,14 @@ def check_inputs(plan: Plan, nodes: Sequence[Node]) -> list[str]:
 
 
 def input_warnings(plan: Plan, nodes: Sequence[Node]) -> list[str]:
-    """Lists what is odd in the rows that `check_inputs` renders, and where they make few batches; refuses no
-    stage."""
+    """Returns warnings about odd rows among those that `check_inputs` renders, and about data with few
+    batches. Refuses no stage."""
     if importlib.util.find_spec("transformers") is None:
         return []
     todo = [node for node in nodes if not node.done]
     frames = frames_of(plan, todo, partial(tokenizer_of, plan), ())
     warned = []
-    made: dict[str, int] = {}  # rows of preferences stages, at most
+    made: dict[str, int] = {}  # most rows that each preferences stage makes
     for node in todo:
         for text in node.config.texts:
             frame = frames.get((tokenizer_of(plan, node) or "", text.data.template))
@@ -180,8 +180,7 @@ def input_warnings(plan: Plan, nodes: Sequence[Node]) -> list[str]:
 
 
 def further_problems(error: WrongRecipe) -> list[str]:
-    """Lists problems of the inputs of what is right in a wrong recipe, as `check_inputs`; none of stages with
-    a missing value."""
+    """Like `check_inputs`, but for the correct part of a wrong recipe, without stages that lack a value."""
     if error.rest is None or error.rest.base_model == ANYTHING:
         return []
     try:
@@ -196,7 +195,7 @@ def further_problems(error: WrongRecipe) -> list[str]:
 
 
 def check_machine(plan: Plan, nodes: Sequence[Node]) -> list[str]:
-    """Lists what this machine lacks: CPUs, GPUs, packages, keys, access to the store and the artifacts
+    """Returns what this machine lacks: CPUs, GPUs, packages, keys, access to the store and the artifacts
     folder."""
     problems = (
         _folder_problem(plan.artifacts) + _webhook_problem(plan) + _store_problem(plan) + _wandb_problem(plan)
@@ -280,7 +279,7 @@ def _webhook_problem(plan: Plan) -> list[str]:
 
 
 def _quantisation_problem(node: Node, gpus: float) -> list[str]:
-    """Checks that QLoRA's 4-bit weights have a GPU and the package bitsandbytes."""
+    """Returns a sentence if QLoRA's 4-bit weights lack a GPU or the package bitsandbytes."""
     lora = getattr(node.config, "lora", None)
     if lora is None or lora.quantize == "none":
         return []
@@ -296,7 +295,7 @@ def _quantisation_problem(node: Node, gpus: float) -> list[str]:
 
 
 def _sandbox_problem(node: Node) -> list[str]:
-    """Checks that programs of the environment `tools` can be closed in."""
+    """Returns a sentence if programs of the environment `tools` cannot be sandboxed."""
     environment = node.config.environment if isinstance(node.config, PPO) else None
     if environment is None or environment.own or environment.sandbox == "none" or available():
         return []
@@ -310,7 +309,7 @@ def _sandbox_problem(node: Node) -> list[str]:
 
 
 def needs(config: StageConfig) -> Needs:
-    """Returns what a stage uses at once: PPO all its roles and engines, the others their ranks or engines."""
+    """Returns what a stage uses at once: all roles and engines for PPO, ranks or engines for other stages."""
     layouts = [arrange(groups, config.together) for groups in config.turns]
     sums = [
         {resource: sum(b.get(resource, 0.0) for b in layout.bundles) for resource in ("CPU", "GPU")}
@@ -325,8 +324,8 @@ def needs(config: StageConfig) -> Needs:
 
 
 def tokenizer_of(plan: Plan, node: Node) -> str | None:
-    """The folder or Hub id that a stage's chain of models starts from: its tokenizer is the stage's. None:
-    all its models are remote."""
+    """Returns the folder or Hub id that a stage's chain of models starts from, whose tokenizer the stage
+    uses. None: the stage has no such model, as when all are remote."""
     data_set = node.config.dataset if isinstance(node.config, Publication) else None
     name = data_set or getattr(node.config, KINDS[node.kind].start, None)
     if isinstance(node.config, Calibration):
@@ -342,7 +341,7 @@ def tokenizer_of(plan: Plan, node: Node) -> str | None:
 
 
 def _start_of(plan: Plan, node: Node, name: str) -> str | None:
-    """As `tokenizer_of`, of a name in the stage's config."""
+    """Like `tokenizer_of`, but for a name in the stage's config."""
     return tokenizer_of(plan, plan[node.stages[name]]) if name in node.stages else node.models[name]
 
 

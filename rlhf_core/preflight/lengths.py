@@ -1,4 +1,5 @@
-"""Lengths that the models of a stage have no positions for. Torch-free; Hub ids are left to the stage."""
+"""Finds lengths that the models of a stage have no positions for. Torch-free. The stage itself checks Hub
+ids."""
 
 from __future__ import annotations
 
@@ -20,13 +21,14 @@ from rlhf_core.recipe.plan import Node
 
 
 def length_problems(node: Node, start_of: Callable[[str], str | None]) -> list[str]:
-    """Says which models would be asked for more tokens than they have positions: those that train, answer,
-    and that vLLM serves.
+    """Returns a sentence for each model that would get more tokens than it has positions, when it trains,
+    answers, scores for a calibration, or is served by vLLM.
 
-    `start_of`: the folder or Hub id that a name's chain of models starts from; training changes no positions.
+    `start_of`: the folder or Hub id that a name's chain of models starts from; training does not change
+    positions.
     """
     config = node.config
-    asked = dict[tuple[str, str], tuple[int, str]]()  # (field, model): tokens, what asks for them
+    asked = dict[tuple[str, str], tuple[int, str]]()  # (field, model): tokens, the fields that set them
     if isinstance(config, PPO | Preferences | Evaluation):
         both = config.prompt_max_len + config.generate_max_len, "prompt_max_len + generate_max_len"
         names = [getattr(config, KINDS[node.kind].start)]
@@ -48,16 +50,14 @@ def length_problems(node: Node, start_of: Callable[[str], str | None]) -> list[s
         elif isinstance(config.judge, RewardJudge):
             both = config.prompt_max_len + config.generate_max_len, "prompt_max_len + generate_max_len"
             asked = {("", config.judge.reward): both}
-    elif (
-        isinstance(config, Trainable) and config.texts
-    ):  # sampled answers have the length that their sampler has positions for
+    elif isinstance(config, Trainable) and config.texts:  # sampled answers fit the positions of their sampler
         asked = {("", getattr(config, KINDS[node.kind].start)): (config.max_len, "max_len")}
     elif isinstance(config, AlignmentTax) and config.max_model_len:
         asked = {
             ("", name): (config.max_model_len, "max_model_len") for name in (config.baseline, *config.models)
         }
     stage = node.name.partition(".")[0]
-    problems = []  # the stage as the recipe has it, once for all rounds of a loop
+    problems = []  # named by the recipe's stage, so once for all rounds of a loop
     for (field, name), (tokens, what) in asked.items():
         place = start_of(name) or ""
         try:

@@ -1,5 +1,5 @@
-"""Model folders as `check` sees them: whether they can be loaded, are what a stage needs, and may have packed
-rows."""
+"""Checks model folders: whether they can be loaded, fit their stage, share a vocabulary, and can be sampled
+from by vLLM."""
 
 from __future__ import annotations
 
@@ -50,8 +50,7 @@ def model_problem(where: str, place: str) -> dict[str, str]:
 
 
 def unfit_models(node: Node) -> dict[tuple[str, str], str]:
-    """Why models that the stage names and loads for training or scoring are not what it needs, by place and
-    fault."""
+    """Returns why models that a stage names do not fit it, by place and fault."""
     problems = {}
     for reference in references(node.config):
         place = node.models.get(reference.name)
@@ -76,8 +75,8 @@ def unfit_models(node: Node) -> dict[tuple[str, str], str]:
 
 
 def _lacks_head(folder: Path) -> bool:
-    """Whether neither the folder's weights nor, of an adapter, its base's are a reward model's; not where
-    they cannot be read here."""
+    """Returns whether neither the folder's weights nor, for an adapter, its base's are a reward model's.
+    False if they cannot be read here."""
     try:
         if has_trained_head(folder) or not any(folder.glob("*.safetensors")):
             return False
@@ -89,8 +88,8 @@ def _lacks_head(folder: Path) -> bool:
 
 
 def _several_labels(folder: Path) -> bool:
-    """Whether the folder's model is a classifier of several labels; not where its files cannot be read
-    here."""
+    """Returns whether the folder's model is a classifier with several labels. False if its files cannot be
+    read here."""
     try:
         return has_several_labels(folder)
     except UNREADABLE:
@@ -98,8 +97,8 @@ def _several_labels(folder: Path) -> bool:
 
 
 def _loads(config: StageConfig, reference: Reference) -> bool:
-    """Whether the stage has the model in PyTorch. Elsewhere vLLM alone answers with it, or its files are
-    published."""
+    """Returns whether the stage loads the model in PyTorch. If not, only vLLM answers with it, or its files
+    are published."""
     if reference.kinds == REWARD or isinstance(config, Optimised):
         return True
     return (
@@ -110,8 +109,8 @@ def _loads(config: StageConfig, reference: Reference) -> bool:
 
 
 def _has_language_model(config: dict[str, Any]) -> bool:
-    """Whether transformers has a class for the language model that a multimodal model has as a part; True
-    without transformers."""
+    """Returns whether transformers has a class for the language model inside a multimodal model. True without
+    transformers."""
     if importlib.util.find_spec("transformers") is None:
         return True
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES  # takes seconds
@@ -120,7 +119,7 @@ def _has_language_model(config: dict[str, Any]) -> bool:
 
 
 def _config(place: str) -> dict[str, Any]:
-    """A folder's config.json; nothing where it has none that can be read, which others say."""
+    """Returns a folder's config.json; {} if there is none that can be read, which other checks report."""
     try:
         config = json.loads((Path(place) / "config.json").read_text())
     except (OSError, ValueError):
@@ -131,11 +130,11 @@ def _config(place: str) -> dict[str, Any]:
 def vocabulary_problems(
     node: Node, start_of: Callable[[str], str | None], unlike: Callable[[str, str], str | None]
 ) -> list[str]:
-    """Models that would read other tokens in the policy's token ids, and reward models with another tokenizer
-    without a chat template.
+    """Returns a sentence for each model that would read the policy's token ids as other tokens, and for each
+    reward model with another tokenizer whose chat template cannot be used.
 
     `start_of`: the folder or Hub id that a name's chain of models starts from, which has its tokenizer;
-    `unlike`: why the second of two places cannot be given the first one's token ids.
+    `unlike`: returns why the second of two places cannot be given the first one's token ids.
     """
     kind = KINDS[node.kind]
     config = node.config
@@ -157,7 +156,8 @@ def vocabulary_problems(
 
 
 def not_writable(place: str) -> str | None:
-    """Why answers cannot be written in the chat template of the model at `place`."""
+    """Returns why answers cannot be written in the chat template of the model at `place`; None if they
+    can."""
     from rlhf_core.data.chat import Renderer, load_tokenizer
 
     try:
@@ -168,7 +168,8 @@ def not_writable(place: str) -> str | None:
 
 
 def sampling_problems(node: Node, start_of: Callable[[str], str | None]) -> list[str]:
-    """Why vLLM cannot sample from the model while PPO trains it. `start_of`: as of `vocabulary_problems`."""
+    """Returns why vLLM cannot sample from the model while PPO trains it. `start_of`: as in
+    `vocabulary_problems`."""
     if not isinstance(node.config, PPO):
         return []
     direct = node.models.get(node.config.actor)
@@ -184,8 +185,8 @@ def sampling_problems(node: Node, start_of: Callable[[str], str | None]) -> list
 
 
 def unlike_vocabulary(own: str, other: str, trust_remote_code: bool = False) -> str | None:
-    """Why the model `other` cannot be given token ids of the model `own`, as who loads them says it; without
-    transformers only they do."""
+    """Returns why the model `other` cannot be given token ids of the model `own`, as the stages report it.
+    None if it can; also without transformers, when only the stages check."""
     try:
         return compared(own, other, trust_remote_code)
     except ValueError as error:

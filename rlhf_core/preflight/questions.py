@@ -1,5 +1,5 @@
-"""Whether stages can use their questions, labels and anchors. Torch-free; of Hub data sets only first rows
-are read."""
+"""Checks whether stages can use their questions, labels and anchors. Torch-free. Only the first rows of Hub
+data sets are read."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from rlhf_core.recipe.plan import Node, Plan
 
 
 def question_problems(node: Node, seed: int) -> list[str]:
-    """Says when questions lack a prompt or repeat an id, as the stage does, or have no known answer for a
-    rule judge."""
+    """Returns sentences about questions that lack a prompt, repeat an id, or have no known answer for a rule
+    judge, as the stage would report them."""
     config = node.config
     if isinstance(config, Calibration):
         return _refused_labels(config, f"stages.{node.name}.labels")
@@ -52,8 +52,8 @@ def _refused_labels(config: Calibration, where: str) -> list[str]:
 
 
 def shared_questions(plan: Plan) -> list[str]:
-    """Says where PPO's `eval_prompts` are questions of an evaluation: the best iteration would be chosen by
-    what judges it. Of Hub data sets nothing is read."""
+    """Returns sentences about PPO's `eval_prompts` that are questions of an evaluation: the best iteration
+    would be chosen by the questions that judge it. Hub data sets are not read."""
     judged = {
         node.name: _asked(node.config, plan.recipe.seed)
         for node in plan.nodes
@@ -67,7 +67,7 @@ def shared_questions(plan: Plan) -> list[str]:
         try:
             rows = [placed.located for placed in placed_rows(held_out, plan.recipe.seed, "prompt")]
             asked = [_plain(as_text(prompt_of(located))) for located in rows]
-        except (OSError, ValueError):  # told elsewhere
+        except (OSError, ValueError):  # reported elsewhere
             continue
         for name, questions in judged.items():
             shared = sum(text in questions for text in asked)
@@ -81,8 +81,8 @@ def shared_questions(plan: Plan) -> list[str]:
 
 
 def selecting_questions(plan: Plan) -> list[str]:
-    """Says where an evaluation asks a selected model what it was selected by: its win rate would be that of
-    the luckiest one. Of Hub data sets nothing is read."""
+    """Returns sentences about evaluations that ask a selected model the questions it was selected by: its win
+    rate would be that of the luckiest model. Hub data sets are not read."""
     judged = {node.name: node.config for node in plan.nodes if isinstance(node.config, Evaluation)}
     problems = []
     for node in plan.nodes:
@@ -101,7 +101,8 @@ def selecting_questions(plan: Plan) -> list[str]:
 
 
 def _anchor_problems(name: str, config: Drift, seed: int) -> list[str]:
-    """Says when anchors lack a prompt, an answer or a verdict, or have no known answer for a rule judge."""
+    """Returns a sentence if anchors lack a prompt, an answer or a verdict, or have no known answer for a rule
+    judge."""
     if config.anchors is None or is_remote(config.anchors.pairs.path):
         return []
     where = f"stages.{name}.anchors.pairs"
@@ -115,8 +116,8 @@ def _anchor_problems(name: str, config: Drift, seed: int) -> list[str]:
 
 
 def _asked(config: Evaluation, seed: int) -> set[str]:
-    """Returns the questions of an evaluation, without differences of letter case and whitespace; none where
-    they cannot be read here."""
+    """Returns the questions of an evaluation, without differences of letter case and whitespace; none if they
+    cannot be read here."""
     try:
         if is_remote(config.questions.path):
             return set()
@@ -133,7 +134,7 @@ def _plain(text: str) -> str:
 
 
 def _without_answer(questions: Sequence[Question], key: str) -> str:
-    """Says what the first question without a known answer lacks; "" when all have one."""
+    """Returns what the first question without a known answer lacks; "" when all have one."""
     try:
         for question in questions:
             question.known_answer(key)

@@ -1,8 +1,8 @@
 """Checks the files of reward functions and environments, and calls each reward function once with made-up
 answers. Torch-free.
 
-The call finds in a second what the stage would find after its engines have their cluster. Warnings are left
-to the stage, whose prompts are rendered by the model's own template.
+The call finds in a second what the stage would find only after its engines have started. Warnings are left to
+the stage, whose prompts are rendered by the model's own template.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from rlhf_core.recipe.sentences import unknown
 from rlhf_core.rewards.contract import Sample
 from rlhf_core.rewards.trial import call_once, made_up_answers
 
-SECONDS = 10.0  # of the imports of a function, and of its call
-# by source and mtime of its file: a run checks twice, before its flow and in it
+SECONDS = 10.0  # for a function's imports and its call
+# keyed by source and mtime of its file, because a run checks twice: before its flow and in it
 _known: dict[tuple[FunctionReward, int], str] = {}
 
 
 def code_problems(node: Node) -> list[str]:
-    """Lists what is wrong with the code of a stage's reward functions and environment, each with its place in
+    """Returns the mistakes in the code of a stage's reward functions and environment, each with its place in
     the recipe."""
     config = node.config
     where = f"stages.{node.name}"
@@ -50,7 +50,7 @@ def code_problems(node: Node) -> list[str]:
 
 
 def _file_problem(where: str, kind: str, file: Path, name: str) -> str:
-    """Says why a file has no such function or class; "" where it has. The file is parsed, not run."""
+    """Returns why a file has no such function or class; "" if it has. The file is parsed, not run."""
     try:
         code = ast.parse(file.read_text())
     except OSError as error:
@@ -71,14 +71,14 @@ def _file_problem(where: str, kind: str, file: Path, name: str) -> str:
 
 
 def _trial_problems(prompts: Data, functions: list[FunctionReward]) -> list[str]:
-    """Lists the functions whose code is wrong for every answer. Left out where torch is not installed: such a
-    machine only orchestrates, and may lack what the functions import."""
+    """Returns a sentence for each function whose code is wrong for every answer. Skipped if torch is not
+    installed: such a machine only orchestrates, and may lack what the functions import."""
     if not functions or importlib.util.find_spec("torch") is None:
         return []
     try:
         located = next(checked_rows(prompts, "prompt"), None)
         messages = prompt_of(located) if located is not None else []
-    except ValueError:  # told with the data
+    except ValueError:  # reported with the data
         return []
     if located is None:
         return []

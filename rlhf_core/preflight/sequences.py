@@ -1,5 +1,5 @@
-"""Models that the ranks of a stage with `sequence_parallel_size` cannot share. Torch-free; Hub ids, and what
-config.json does not say, are left to the stage, which refuses them before its first step
+"""Finds models that the ranks of a stage with `sequence_parallel_size` cannot share. Torch-free. Hub ids, and
+properties not in config.json, are left to the stage, which refuses such models before its first step
 (`models/kernels/attention.py`)."""
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from rlhf_core.recipe.plan import Node
 
 
 def sequence_problems(node: Node, start_of: Callable[[str], str | None]) -> list[str]:
-    """Says which models have layers, or a number of attention heads, that the ranks cannot share. `start_of`:
-    the folder or Hub id that a name's chain of models starts from."""
+    """Returns a sentence for each model with layers, or a number of attention heads, that the ranks cannot
+    share. `start_of`: the folder or Hub id that a name's chain of models starts from."""
     config = node.config
     problems = dict[str, None]()
     if not isinstance(config, Optimised) or config.sequence_parallel_size == 1:

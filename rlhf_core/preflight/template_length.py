@@ -1,9 +1,9 @@
 """Measures how many tokens a chat template takes by itself, and renders rows with it, in a process that
-cannot import torch, unless it runs code of models.
+cannot import torch unless it runs models' code.
 
-transformers imports torch if it can, which takes seconds, and reads most tokenizers without it. The caller
-reads the others again, with torch, as the stages do; only an error there refuses the recipe, and a template
-that loops, whose process the kernel ends.
+transformers imports torch if it can, which takes seconds, but reads most tokenizers without it. The caller
+reads the others again, with torch, as the stages do. Only an error there refuses the recipe, or a template
+that loops, whose process the kernel ends, or takes too much memory.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ if TYPE_CHECKING:  # chat imports transformers
 
 Pair = tuple[str, str]  # a model folder and a template
 SECONDS = 60.0
-CPU_SECONDS = 2.0  # of one template, which takes milliseconds
-ROW_CPU_SECONDS = 20.0  # of one row, which may be long
-MEMORY = 4 << 30  # bytes, beside those of the process
+CPU_SECONDS = 2.0  # for one template, which takes milliseconds
+ROW_CPU_SECONDS = 20.0  # for one row, which may be long
+MEMORY = 4 << 30  # bytes, beyond those of the process
 ENDLESS = (
     f"the chat template did not end within {CPU_SECONDS:.0f} s; correct it, or set the template of the data"
     " to a plain one"
@@ -47,8 +47,8 @@ ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error", "TOKENI
 
 
 class Rows(NamedTuple):
-    """A data set that a template is to render: a `Data` as JSON, its kind, and the field and tokens of its
-    limit (0: none)."""
+    """A data set for a template to render: a `Data` as JSON, its kind, and the field and tokens of its limit
+    (0: none)."""
 
     data: str
     kind: Kind
@@ -57,21 +57,22 @@ class Rows(NamedTuple):
 
 
 class Measured(NamedTuple):
-    """`Renderer.frame_len` in tokens, and what the rows of each data set show."""
+    """`Renderer.frame_len` in tokens, and the findings from the rows of each data set."""
 
     length: int
     rendered: dict[Rows, Rendered]
 
 
 Key = tuple[str, str, int, tuple[Rows, ...], tuple[int, ...]]
-# By folder, template, newest mtime in the folder, data sets and mtimes of their files. A run checks twice:
-# before its flow and in it.
+# Keyed by folder, template, newest mtime in the folder, data sets and mtimes of their files, because a run
+# checks twice: before its flow and in it.
 _known: dict[Key, Measured] = {}
 
 
 def frame_lengths(pairs: Iterable[Pair], trust_remote_code: bool = False) -> dict[Pair, int | str]:
-    """Returns `Renderer.frame_len`, in tokens, of each pair that can be read without torch and the Hub,
-    ENDLESS for one that loops, and TOO_LARGE for one that takes too much memory; others are left out."""
+    """Returns `Renderer.frame_len`, in tokens, for each pair that can be read without torch and the Hub,
+    ENDLESS for a template that loops, and TOO_LARGE for one that takes too much memory. Other pairs are left
+    out."""
     found = measured(dict.fromkeys(pairs, ()), trust_remote_code)
     return {pair: each if isinstance(each, str) else each.length for pair, each in found.items()}
 
@@ -79,7 +80,7 @@ def frame_lengths(pairs: Iterable[Pair], trust_remote_code: bool = False) -> dic
 def measured(
     pairs: Mapping[Pair, Sequence[Rows]], trust_remote_code: bool = False
 ) -> dict[Pair, Measured | str]:
-    """As `frame_lengths`, with what the rows of the data sets of each pair show."""
+    """Like `frame_lengths`, but with the findings from the rows of each pair's data sets."""
     keys = {pair: _key(pair, tuple(rows)) for pair, rows in pairs.items()}
     left = [pair for pair, key in keys.items() if key not in _known]
     refused: dict[Pair, Measured | str] = {}
@@ -97,7 +98,7 @@ def measured(
 
 
 def measure(place: str, template: str, rows: Sequence[Rows], trust_remote_code: bool) -> Measured:
-    """As `measured`, in this process and without limits of time. Raises ValueError for a tokenizer or
+    """Like `measured`, but in this process and without time limits. Raises ValueError for a tokenizer or
     template that cannot be used."""
     from rlhf_core.data.chat import Renderer, load_tokenizer
 
@@ -115,7 +116,7 @@ def _render(
 def _ask(
     asked: list[tuple[Pair, Sequence[Rows]]], trust_remote_code: bool
 ) -> tuple[list[Measured | str | None], int]:
-    """Returns what the process of `main` says of the first pairs, and its exit code."""
+    """Returns the answers of the `main` process for the first pairs, and its exit code."""
     command = [
         sys.executable,
         "-P",
@@ -161,8 +162,8 @@ def _changed(folder: Path) -> int:
 
 @contextlib.contextmanager
 def _limited(seconds: float) -> Iterator[None]:
-    """Ends this process when the block takes longer, inside a library's loop too; MemoryError is raised where
-    it takes more than MEMORY."""
+    """Ends this process if the block takes more than `seconds` of CPU time, even inside a library's loop.
+    MemoryError is raised if it takes more than MEMORY."""
     pages = int(Path("/proc/self/statm").read_text().split()[0])
     before, most = resource.getrlimit(resource.RLIMIT_AS)
     resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + MEMORY, most))
@@ -175,8 +176,8 @@ def _limited(seconds: float) -> Iterator[None]:
 
 
 def main() -> None:
-    """Reads pairs and their data sets from standard input as JSON, writes a line for each pair: its length
-    and what each data set shows, TOO_LARGE, or null for one that cannot be read."""
+    """Reads pairs and their data sets from standard input as JSON, and writes a line for each pair: its
+    length and the findings from each data set, TOO_LARGE, or null for one that cannot be read."""
     trust = sys.argv[1:] == ["trust"]
     if not trust:  # a model's code may need it
         sys.modules["torch"] = None  # type: ignore[assignment]  # makes `import torch` fail
@@ -187,7 +188,7 @@ def main() -> None:
         except Exception as error:
             if isinstance(error.__cause__, MemoryError):
                 answer = TOO_LARGE
-            # The caller's attempt with torch reports any other.
+            # The caller's attempt with torch reports other errors.
         print(json.dumps(answer), flush=True)
 
 
@@ -199,7 +200,7 @@ def _answer(place: str, template: str, rows: Sequence[Rows], trust_remote_code: 
     with _limited(CPU_SECONDS):
         renderer = Renderer(tokenizer, template)
         with contextlib.suppress(ValueError):  # a template that refuses it is reported with the data
-            renderer.conversation(SPOKEN)  # one may loop on text alone
+            renderer.conversation(SPOKEN)  # some templates loop only on text
     of_row = partial(_limited, ROW_CPU_SECONDS)
     rendered = [_render(renderer, each, of_row) for each in rows]
     return [renderer.frame_len, *rendered]

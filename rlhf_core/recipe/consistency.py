@@ -26,8 +26,8 @@ from rlhf_core.recipe.sentences import unknown
 
 
 def inconsistencies(recipe: Recipe, expanded: Expanded) -> list[str]:
-    """Lists what is wrong between the stages of a recipe and with their gates: one sentence each, naming
-    field and correction."""
+    """Returns one sentence for each inconsistency between a recipe's stages or in their gates, with the field
+    and the correction."""
     stages = expanded.stages
     rounds = expanded.rounds
     variants = expanded.variants
@@ -142,7 +142,7 @@ def _unjudged(name: str, config: Drift, expanded: Expanded) -> Iterator[str]:
     that it cannot measure."""
     evaluation = expanded.stages.get(config.evaluation)
     if not isinstance(evaluation, Evaluation):
-        return  # told as a wrong name
+        return  # reported as a wrong name
     answering = {
         expanded.aliases.get(model, model)
         for model in (evaluation.baseline, *evaluation.models)

@@ -1,8 +1,8 @@
 """Computes a stage's digest from everything that decides its result. Torch-free, offline.
 
-That is its configuration without the fields marked `NotInDigest`, the digests of its parents, of its local
-data and model folders, the seed, and its kind's version. Hub ids count by name: a repository that moves on is
-not noticed; `owner/name@REVISION` counts by its commit (revisions.py).
+That is its configuration without the fields marked `NotInDigest`, the digests of its parents and of its local
+data and model folders, the seed, and its kind's version. Hub ids count by name, so changes to a repository go
+unnoticed; `owner/name@REVISION` counts by its commit (revisions.py).
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ from rlhf_core.system.files import ABSENT, Digests, digest
 
 
 class Reading(Digests):
-    """Digests that keep in `contents` those of the files and folders which were there, by absolute path."""
+    """Digests that also records the digest of each existing file and folder in `contents`, by absolute
+    path."""
 
     def __init__(self, digests: Digests):
         self._digests = digests
@@ -71,8 +72,8 @@ def stage_digest(
 
 
 def deciding(value: Any, digests: Digests) -> Any:
-    """A config without its fields marked `NotInDigest`, and with the content of local files beside or in
-    place of their paths."""
+    """Returns a config without its fields marked `NotInDigest`, and with the digests of local files beside or
+    in place of their paths."""
     if isinstance(value, BaseModel):
         fields = [
             name for name, field in type(value).model_fields.items() if NotInDigest not in field.metadata

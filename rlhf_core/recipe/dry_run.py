@@ -13,7 +13,7 @@ from rlhf_core.runs.differences import changes
 from rlhf_core.runs.remote.store import store_of
 from rlhf_core.runs.run_dir import REQUEST, RESULT, RunDir, StageRequest
 
-MOST_CHANGES = 4  # named in one line
+MOST_CHANGES = 4  # at most this many are named in one line
 
 
 class Outlook(NamedTuple):

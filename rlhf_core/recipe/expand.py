@@ -2,13 +2,13 @@
 
 An `iterative_dpo` stage X becomes X.round1.preferences, X.round1.dpo, X.round2.preferences, ...; X.round1 is
 the name of that round's model and X of the last round's. An evaluation that names X judges the model of every
-round; a gate of it that names X checks the last one. An `iterative` stage does the same with the training
-stage of its post-processor: X.round1.kto, X.round1.sft. A publication P of X with `round_branch` also becomes
-P.round1, P.round2, ...; each depends on its round alone. P.iteration10 is the name of the actor of a `ppo`
+round; its gates that name X check the last round. An `iterative` stage does the same with the training stage
+of its post-processor: X.round1.kto, X.round1.sft. A publication P of X with `round_branch` also becomes
+P.round1, P.round2, ...; each depends only on its round. P.iteration10 is the name of the actor of a `ppo`
 stage P after iteration 10.
 
-A stage S with `sweep: {beta: [0.1, 0.3]}` becomes S.beta=0.1 and S.beta=0.3. An evaluation or a select stage
-that names S means all of them; no other stage may name S.
+A stage S with `sweep: {beta: [0.1, 0.3]}` becomes S.beta=0.1 and S.beta=0.3. In an evaluation or a select
+stage, S means all of them; no other stage may name S.
 """
 
 from __future__ import annotations
@@ -43,8 +43,7 @@ from rlhf_core.recipe.sentences import unknown
 
 class Expanded(NamedTuple):
     """The stages by name. `aliases` maps names of loops, rounds and iterations to the stage that makes their
-    model; `rounds` maps a loop to the names of its rounds, `variants` a swept stage to those of its
-    variants."""
+    model; `rounds` maps a loop to its rounds' names, `variants` a swept stage to its variants' names."""
 
     stages: dict[str, StageConfig]
     aliases: dict[str, str]
@@ -53,10 +52,10 @@ class Expanded(NamedTuple):
 
 
 def expand(recipe: Recipe, refused: Collection[str] = ()) -> Expanded:
-    """Returns the single stages of a recipe. `refused`: rounds (LOOP.roundK) that are left out: later rounds
-    start from the one before.
+    """Returns the single stages of a recipe. `refused`: rounds (LOOP.roundK) to leave out; later rounds start
+    from the one before.
 
-    Raises ValueError when `parents` of an evaluation names a model that it does not judge.
+    Raises ValueError if an evaluation's `parents` name a model that it does not judge.
     """
     expanded = _without_loops(recipe, refused)
     for name, config in expanded.stages.items():
@@ -74,7 +73,7 @@ def expand(recipe: Recipe, refused: Collection[str] = ()) -> Expanded:
 
 
 def _without(config: Evaluation, refused: Collection[str]) -> Evaluation:
-    """Returns the evaluation without the models of refused rounds, and without gates on them."""
+    """Returns the evaluation without the models of refused rounds and the gates on them."""
     models = tuple(model for model in config.models if model not in refused)
     gates = tuple(gate for gate in config.gates if gate.metric.partition("/")[2] not in refused)
     parents = {model: parent for model, parent in (config.parents or {}).items() if model not in refused}
@@ -120,7 +119,7 @@ def _without_loops(recipe: Recipe, refused: Collection[str]) -> Expanded:
                 stages |= _publications_of_round(recipe, name, k + 1)
                 continue
             assert isinstance(config, SampledLoop)
-            # each round has prompts of its own
+            # each round has its own prompts
             fresh = any(source.is_inbox for source in config.prompts.sources)
             slice_of_prompts = {
                 "first_prompt": 0 if fresh else k * config.prompts_per_round,
@@ -143,8 +142,8 @@ def _without_loops(recipe: Recipe, refused: Collection[str]) -> Expanded:
 
 
 def _rounds_used(loop: str, count: int, refused: Collection[str]) -> list[tuple[int, str]]:
-    """Returns number (from 0) and name of the first `count` rounds of a loop without refused ones; when all
-    are refused, the next one that is not: what depends on the loop needs a model."""
+    """Returns the number (from 0) and name of each of a loop's first `count` rounds that is not refused. If
+    all are refused, returns the next round that is not, because the loop's dependents need a model."""
     used = [(k, title) for k in range(count) if (title := f"{loop}.round{k + 1}") not in refused]
     return used or [
         next((k, title) for k in itertools.count(count) if (title := f"{loop}.round{k + 1}") not in refused)
@@ -152,14 +151,14 @@ def _rounds_used(loop: str, count: int, refused: Collection[str]) -> list[tuple[
 
 
 def _before(title: str, used: Sequence[str], policy: str) -> str:
-    """Returns the model that a refused round started from: that of the round before it which is used, else
+    """Returns the model that a refused round started from: the model of the last used round before it, else
     the loop's first policy."""
     number = int(title.rpartition("round")[2])
     return next((other for other in reversed(used) if int(other.rpartition("round")[2]) < number), policy)
 
 
 def _publications_of_round(recipe: Recipe, loop: str, number: int) -> dict[str, StageConfig]:
-    """Returns the publications of one round of a loop, each on the branch of that round."""
+    """Returns the publications of one round of a loop, each on that round's branch."""
     found: dict[str, StageConfig] = {}
     for name, config in recipe.stages.items():
         if isinstance(config, Publication) and config.round_branch and config.model == loop:
@@ -220,8 +219,8 @@ def _of_last_round(gate: Gate, rounds: Mapping[str, tuple[str, ...]]) -> Gate:
 
 
 def _against_baseline(gate: Gate, from_baseline: Collection[str]) -> Gate:
-    """Points a gate against a model's parent, `win_rate_vs_parent/MODEL`, at `win_rate/MODEL` where the
-    baseline is the parent, as for the first round of a loop."""
+    """Points a gate against a model's parent, `win_rate_vs_parent/MODEL`, at `win_rate/MODEL` if the baseline
+    is the parent, as for the first round of a loop."""
     first, _, model = gate.metric.partition("/")
     about = first.removesuffix("_vs_parent")
     return (
@@ -240,7 +239,7 @@ def _parents(
     found = {}
     for model in models:
         config = stages.get(aliases.get(model, model))
-        if isinstance(config, Select):  # all of its models were trained alike
+        if isinstance(config, Select):  # all of its models have the same kind of parent
             config = stages.get(config.simplest or "")
         if model != baseline and config is not None and KINDS[config.stage].makes == "policy":
             named = getattr(config, KINDS[config.stage].start)
@@ -251,7 +250,7 @@ def _parents(
 
 
 def _shared(config: BaseModel, kind: type[BaseModel]) -> dict[str, Any]:
-    """Returns the values of the fields that a loop shares with one of its stages; a field that is None keeps
+    """Returns the values of the fields that a loop shares with one of its stages. A field that is None keeps
     the stage's default."""
     fields = (field for field in kind.model_fields if field not in ("stage", "policy", "gates"))
     return {field: getattr(config, field) for field in fields if getattr(config, field, None) is not None}

@@ -1,7 +1,7 @@
-"""Checks the gates of a stage that is done, and explains what a failed one usually means. Pure functions of a
-result; torch-free.
+"""Checks the gates of a finished stage, and explains what a failed gate usually means. Pure functions of a
+result. Torch-free.
 
-`run_all` in flows/alignment.py stops the run, or the dependent stages, when a gate fails. No verdict is
+`run_all` in flows/alignment.py stops the run, or the dependent stages, when a gate fails. Verdicts are not
 stored: the same recipe and results give the same verdicts in every process, and a changed bound applies at
 once.
 """
@@ -21,8 +21,7 @@ from rlhf_core.runs.run_dir import RunDir
 
 
 class GateFailed(RuntimeError):
-    """Raised when stages that are done fail a gate, so that the stages that depend on them were not
-    started."""
+    """Raised when finished stages fail a gate, so that their dependents are not started."""
 
     def __init__(self, verdicts: Sequence[Verdict]):
         self.verdicts = tuple(verdicts)
@@ -36,7 +35,7 @@ class GateFailed(RuntimeError):
 
 
 class ApprovalAwaited(RuntimeError):
-    """Raised when stages wait for a person's approval, so that what depends on them was not started."""
+    """Raised when stages wait for a person's approval, so that their dependents are not started."""
 
     def __init__(self, verdicts: Sequence[Verdict], folder: str):
         self.verdicts = tuple(verdicts)
@@ -54,8 +53,8 @@ class ApprovalAwaited(RuntimeError):
 def check(
     name: str, config: StageConfig, result: StageResult, approval: Approval | None = None
 ) -> tuple[Verdict, ...]:
-    """Returns a verdict for each gate of a stage. A metric that is missing, nan or infinite does not pass;
-    without a question about the stage an approval waits."""
+    """Returns a verdict for each gate of a stage. A metric that is missing, nan or infinite does not pass.
+    Until a person is asked about the stage, an approval waits."""
     others_fail = any(
         not gate.passes(result.metrics.get(gate.metric))
         for gate in config.gates
@@ -79,7 +78,7 @@ def check(
 
 
 def gates_of(node: Node) -> tuple[Verdict, ...]:
-    """Returns the verdicts on a stage of a plan; empty when it is not done or has no gates."""
+    """Returns the verdicts on a planned stage; empty when it is not done or has no gates."""
     result = RunDir(node.run_dir).result() if node.config.gates else None
     return check(node.name, node.config, result, Approval.read(node.run_dir / APPROVAL)) if result else ()
 
@@ -90,8 +89,8 @@ def gates_behind(planned: Plan, node: Node) -> tuple[Verdict, ...]:
 
 
 def uncheckable(planned: Plan, nodes: Sequence[Node]) -> list[Node]:
-    """Returns the stages with gates that publications among `nodes` depend on and that have no result, so no
-    gate can be checked."""
+    """Returns the gated stages that publications among `nodes` depend on but whose gates cannot be checked,
+    because they have no result and are not among `nodes`."""
     here = {node.name for node in nodes}
     behind = planned.ancestors(
         [node for node in nodes if isinstance(node.config, Publication) and not node.done]
@@ -100,8 +99,8 @@ def uncheckable(planned: Plan, nodes: Sequence[Node]) -> list[Node]:
 
 
 def holding(verdicts: Sequence[Verdict]) -> list[Verdict]:
-    """Returns the failed gates that stop dependent stages (all but `on_fail: warn`), without approvals that
-    wait."""
+    """Returns the failed gates that stop dependent stages (all but `on_fail: warn`), without waiting
+    approvals."""
     return [
         verdict
         for verdict in verdicts
@@ -110,7 +109,7 @@ def holding(verdicts: Sequence[Verdict]) -> list[Verdict]:
 
 
 def meaning_of(kind: str, metric: str) -> str:
-    """Returns what a failed gate on this metric usually means, in a sentence or two; '' where no general
+    """Returns what a failed gate on this metric usually means, in a sentence or two; '' when no general
     reason is known."""
     first = metric.partition("/")[0]
     for name in (metric, first.removesuffix("_vs_parent"), first.partition("_")[0]):

@@ -1,7 +1,7 @@
-"""Says which fields that a recipe sets have no effect beside its other fields. Torch-free, offline.
+"""Reports fields that a recipe sets but that have no effect given its other fields. Torch-free, offline.
 
-Some combinations are refused where the config is read; those here are allowed, because a recipe may be run
-with overrides that make the field act. A value equal to the field's default is not told.
+Some combinations are refused when the config is read. The ones here are allowed, because a recipe may be run
+with overrides that give the field an effect. A value equal to the field's default is not reported.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ from rlhf_core.hub.ids import is_remote
 
 
 class Rule(NamedTuple):
-    """Fields of a config class that act only where `acts` is true of it. `where` says so: they act only
-    ..."""
+    """Fields of a config class that have an effect only if `acts` is true of it. `where` completes the
+    sentence "they act only ..."."""
 
     config: type[BaseModel]
     fields: str
@@ -44,7 +44,7 @@ class Rule(NamedTuple):
 
 
 def _steps(config: PPO) -> int:
-    """Returns the optimiser steps of an iteration."""
+    """Returns the number of optimiser steps per iteration."""
     return config.max_epochs * (
         config.rollout_batch_size * config.n_samples_per_prompt // config.train_batch_size
     )
@@ -190,7 +190,7 @@ RULES = (
     Rule(Source, "split", lambda c: is_remote(c.path), "on a data set of the Hub"),
     Rule(Recipe, "store_checkpoints", lambda c: c.store is not None, "with store"),
 )
-COLUMNS: dict[Rows, str] = {  # that are read of the rows of each kind
+COLUMNS: dict[Rows, str] = {  # columns that are read from the rows of each kind
     "sft": "messages prompt response",
     "preference": "prompt chosen rejected margin",
     "prompt": "prompt",
@@ -200,8 +200,8 @@ COLUMNS: dict[Rows, str] = {  # that are read of the rows of each kind
 
 
 def idle_fields(recipe: Recipe) -> list[str]:
-    """Returns a sentence for each field that the recipe sets and that has no effect; of a swept stage, in
-    none of its variants."""
+    """Returns a sentence for each field that the recipe sets and that has no effect; in a swept stage, no
+    effect in any variant."""
     told = list(_idle("", recipe))
     for name, config in recipe.stages.items():
         found: list[StageConfig] = [config]
@@ -226,7 +226,7 @@ def _idle_in_stage(where: str, config: StageConfig) -> Iterator[str]:
 
 
 def _idle_inside(where: str, value: Any) -> Iterator[str]:
-    """Yields the sentences of the records that a config holds, at any depth."""
+    """Yields the sentences for the records inside a config, at any depth."""
     if isinstance(value, BaseModel):
         for name in type(value).model_fields:
             yield from _idle_inside(f"{where}.{name}", getattr(value, name))
@@ -260,7 +260,7 @@ def _unread_columns(where: str, data: Data, rows: Rows) -> Iterator[str]:
 
 
 def _set(config: BaseModel, field: str) -> bool:
-    """Whether the recipe gives the field another value than its default."""
+    """Returns whether the recipe sets the field to a value other than its default."""
     return (
         field in config.model_fields_set
         and getattr(config, field) != type(config).model_fields[field].default

@@ -1,10 +1,9 @@
-"""Replaces inboxes in the data sources of stages by files with the rows that these stages train on.
+"""Replaces inboxes in the data sources of stages with files of the rows that these stages train on.
 Torch-free.
 
-A stage goes up to the row that was the newest when the recipe was first planned (pins.json; `--latest` moves
-on). Round k of a loop takes the rows after those of round k - 1. A round of a loop that has not begun is left
-open: its file is named and not written. The prompts that a drift stage takes for the present go up to the row
-that the newest round takes.
+A stage takes rows up to the newest one when the recipe was first planned (pins.json; `--latest` moves on).
+Round k of a loop takes the rows after those of round k - 1. A round that has not begun is left open: its file
+is named but not written. The present prompts of a drift stage go up to the last row of the newest round.
 """
 
 from __future__ import annotations
@@ -34,9 +33,9 @@ Value = TypeVar("Value")
 
 
 class Inboxes:
-    """The inboxes of a recipe's stages. `settled`: the rounds with inboxes whose rows are known. `taken`: of
-    rounds that have begun; with `pin` other rounds go up to the newest row, which is stored, else they are
-    left open."""
+    """The inboxes of a recipe's stages. `settled`: the rounds whose inbox rows are known. `taken`: the newest
+    rows of rounds that have begun. With `pin`, other rounds go up to the newest row, which is stored; without
+    it, they are left open."""
 
     def __init__(self, recipe: Recipe, pins: Pins, digests: Digests, taken: Taken, pin: bool):
         self._recipe = recipe
@@ -47,8 +46,8 @@ class Inboxes:
         self.settled: dict[str, dict[str, int]] = {}
 
     def with_files(self, name: str, config: StageConfig) -> StageConfig:
-        """Returns a stage's config with files in place of inboxes. Raises ValueError for a data set that an
-        inbox has no rows for."""
+        """Returns a stage's config with files in place of inboxes. Raises ValueError if an inbox has no rows
+        for a data set."""
         files: dict[Source, Source] = {}
         for text in config.texts:
             for source in text.data.sources:
@@ -78,8 +77,8 @@ class Inboxes:
         return Source(path=str(path), probability=source.probability)
 
     def _range(self, name: str, inbox: Inbox) -> tuple[int, int | None]:
-        """Returns the number after which, and up to which, a stage takes rows; None: its round has not
-        begun."""
+        """Returns the row numbers after which and up to which a stage takes rows; None as the latter if its
+        round has not begun."""
         title = ROUND.match(name)
         if title is None:
             return 0, self._end("", inbox, pin=True) or 0
@@ -97,7 +96,7 @@ class Inboxes:
 
     @cached_property
     def _asked(self) -> list[Evaluation]:
-        """The evaluations with questions in files."""
+        """The evaluations whose questions are in files."""
         evaluations = (config for config in self._recipe.stages.values() if isinstance(config, Evaluation))
         return [config for config in evaluations if not is_remote(config.questions.path)]
 
@@ -111,8 +110,8 @@ class Inboxes:
 
 
 def evaluation_texts(recipe: Recipe) -> list[str]:
-    """Returns the questions of a recipe's evaluations that are in files, as texts. Leaves out files that
-    cannot be read: the check of the evaluation reports them."""
+    """Returns the texts of the evaluation questions that a recipe keeps in files. Skips unreadable files,
+    which the check of the evaluation reports."""
     texts = []
     for config in recipe.stages.values():
         if isinstance(config, Evaluation) and not is_remote(config.questions.path):
@@ -130,24 +129,24 @@ def evaluation_texts(recipe: Recipe) -> list[str]:
 
 
 def inboxes_of(recipe: Recipe) -> list[Path]:
-    """Returns the folders of the inboxes that stages of a recipe name."""
+    """Returns the folders of the inboxes that a recipe's stages name."""
     return list(
         dict.fromkeys(inbox.folder for config in recipe.stages.values() for inbox, _ in _named(config))
     )
 
 
 def ends_of(config: StageConfig) -> dict[str, int]:
-    """Returns the newest row of each inbox in the data sources of a stage or loop, by the inbox's id."""
+    """Returns the number of the newest row of each inbox that a stage or loop reads, by the inbox's id."""
     return {inbox.id: inbox.end() for inbox, _ in _named(config) if inbox.exists}
 
 
 def pin_of(inbox: Inbox, title: str) -> str:
-    """Returns the key of the pin of an inbox in a round ("": outside of rounds)."""
+    """Returns the key of an inbox's pin for a round ("": outside of rounds)."""
     return f"inbox:{inbox.id}@{title}"
 
 
 def pinned_ends(recipe: Recipe, loop: str, title: str, pins: Pins) -> dict[str, int]:
-    """Returns up to which rows another command has planned a round of a loop."""
+    """Returns the last row, by inbox id, that another command has planned for a round of a loop."""
     found = {
         inbox.id: pins.kept(pin_of(inbox, title), "", lambda: None)
         for inbox, _ in _named(recipe.stages[loop])
@@ -157,7 +156,7 @@ def pinned_ends(recipe: Recipe, loop: str, title: str, pins: Pins) -> dict[str, 
 
 
 def rows_awaited(recipe: Recipe, loop: str, number: int, taken: Taken) -> str:
-    """Returns why round `number` of a loop cannot begin for want of new rows in its inboxes; '' when it
+    """Returns why round `number` of a loop cannot begin, if its inboxes have too few new rows; '' when it
     can."""
     config = recipe.stages[loop]
     named = _named(config)
@@ -181,7 +180,8 @@ def rows_awaited(recipe: Recipe, loop: str, number: int, taken: Taken) -> str:
 
 
 def _named(config: StageConfig) -> list[tuple[Inbox, Rows]]:
-    """Returns the inboxes in the data sources of a stage or loop, and what its rows must hold."""
+    """Returns the inboxes in the data sources of a stage or loop, each with the required content of its
+    rows."""
     texts = [(text.data.sources, text.rows) for text in config.texts if text.rows in VIEWS]
     return [
         (Inbox(Path(source.path)), rows)
@@ -193,14 +193,15 @@ def _named(config: StageConfig) -> list[tuple[Inbox, Rows]]:
 
 
 def new_rows(config: IterativeFeedback, after: Mapping[str, int]) -> int:
-    """Returns how many rows of a loop's method its inboxes have after these numbers (by the inbox's id)."""
+    """Returns how many rows for a loop's method its inboxes have after the row numbers in `after` (by the
+    inbox's id)."""
     return sum(
         inbox.count(VIEWS[rows], after.get(inbox.id, 0)) for inbox, rows in _named(config) if inbox.exists
     )
 
 
 def replaced(value: Value, files: Mapping[Source, Source]) -> Value:
-    """Returns a config with other sources in place of some."""
+    """Returns a config with the sources in `files` replaced."""
     new: Any = value
     if isinstance(value, Source):
         new = files.get(value, value)

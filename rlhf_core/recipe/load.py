@@ -1,9 +1,9 @@
-"""Loads a recipe from YAML and overrides (`ppo.actor_learning_rate=5e-7`), and reports each mistake in one
-sentence.
+"""Loads a recipe from YAML and overrides (`ppo.actor_learning_rate=5e-7`), and reports one sentence per
+mistake.
 
-Paths of inputs in a recipe's file are relative to its folder; `artifacts`, all paths on the command line, and
-those of a Recipe in Python, to the working directory. A mapping names absolute paths. `~` and `~user` at the
-start of a path are home folders.
+Input paths in a recipe file are relative to its folder. `artifacts`, paths on the command line, and paths of
+a Recipe in Python are relative to the working directory. A mapping names absolute paths. `~` and `~user` at
+the start of a path are home folders.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
     """Loads the recipe in the YAML file `path` (or at a URI: https://, or any scheme of fsspec, such as
     s3://) and applies `overrides`.
 
-    Raises ValueError: one sentence (a line) for each mistake.
+    Raises ValueError with one sentence (a line) for each mistake.
     """
     shown = _shown(path)
     raw = parse(_text_of(path, shown), f"recipe {shown}")
@@ -45,10 +45,9 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
 
 
 def given_recipe(given: object, overrides: object = (), stored: bool = False) -> Recipe:
-    """Returns the recipe that a flow's parameters give: a Recipe, a mapping, or a path or URI. `stored`: the
-    mapping may be what Prefect stores of a Recipe, with paths relative to the working directory. Raises
-    ValueError as `load_recipe`.
-    """
+    """Returns the recipe given by a flow's parameters: a Recipe, a mapping, or a path or URI. `stored`: the
+    mapping may be a Recipe as Prefect stores it, with paths relative to the working directory. Raises
+    ValueError like `load_recipe`."""
     texts = given_overrides(overrides)
     if isinstance(given, Recipe):
         return _overridden(given.model_dump(), texts) if texts else with_home(given)[0]
@@ -66,7 +65,7 @@ def given_recipe(given: object, overrides: object = (), stored: bool = False) ->
 
 
 def given_overrides(given: object) -> list[str]:
-    """The overrides that a flow's parameter holds. ValueError when it is no list of texts."""
+    """Returns the overrides in a flow's parameter. Raises ValueError if it is not a list of strings."""
     if isinstance(given, list | tuple) and all(isinstance(item, str) for item in given):
         return list(given)
     raise ValueError(
@@ -171,16 +170,16 @@ def _download(uri: str, shown: str) -> str:
 
 
 def _shown(path: str | Path) -> str:
-    """Returns a path or URI for messages, without a password or a signature."""
+    """Returns a path or URI for messages, without passwords and signatures."""
     text = str(path)
     return re.sub(r"://[^/@\s]+@", "://***@", text).partition("?")[0] if "://" in text else text
 
 
 def recipe_of(raw: object, folder: Path | None = None, given: Collection[str] = ()) -> Recipe:
-    """Validates the parsed YAML of a recipe. `folder`: that of the recipe's file, which paths but those in
-    the fields `given` are below.
+    """Validates the parsed YAML of a recipe. `folder`: the folder of the recipe's file; paths are relative to
+    it, except in the fields `given`.
 
-    Raises WrongRecipe: one sentence (a line) for each mistake.
+    Raises WrongRecipe with one sentence (a line) for each mistake.
     """
 
     def placed(recipe: Recipe) -> Recipe:
@@ -220,8 +219,8 @@ def dump_recipe(recipe: Recipe) -> str:
 
 
 def split_overrides(overrides: Sequence[str]) -> tuple[list[tuple[str, Any]], list[tuple[list[str], Any]]]:
-    """The recipe's own fields with their values, and what lies below `stages` as keys and value. ValueError
-    for what is no override."""
+    """Splits overrides into the recipe's own fields, as (key, value), and fields below `stages`, as (keys,
+    value). Raises ValueError for malformed overrides."""
     top: list[tuple[str, Any]] = []
     nested: list[tuple[list[str], Any]] = []
     wrong: list[str] = []

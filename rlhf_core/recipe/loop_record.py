@@ -2,10 +2,9 @@
 Prefect.
 
 `<artifacts>/<recipe>/loop.json` holds the finished rounds with the digests of their stages, and the round in
-progress. Finished rounds keep these digests in every later plan: an edited recipe applies to later rounds and
-repeats none. Rounds trained by another command (`alignflow run` with more `rounds`) are found by their run
-directories. `loop.lock` lets one process at a time work on a loop; the system frees it when that process
-dies.
+progress. Finished rounds keep these digests in every later plan, so an edited recipe applies to later rounds
+and repeats none. Rounds trained by another command (`alignflow run` with more `rounds`) are found by their
+run directories. `loop.lock` lets only one process work on a loop; the system frees it when that process dies.
 """
 
 from __future__ import annotations
@@ -31,15 +30,15 @@ from rlhf_core.system.files import locked, write_text
 
 FILE = "loop.json"
 LOCK = "loop.lock"
-ROLLED_BACK = "rolled back"  # how the reason begins of a round that was used
+ROLLED_BACK = "rolled back"  # how the reason for leaving out a used round begins
 
 
 class Round(Frozen):
     """A finished round.
 
     `stages`: the digest of each of its stages. `begun`: start of the attempt that finished it (None: another
-    command trained it). `win_rate`: against the baseline, None when no evaluation judged it. `before`: win
-    rate of the previous round in the same evaluation. `taken`: the newest row of each inbox (its folder) that
+    command trained it). `win_rate`: against the baseline; None when no evaluation judged it. `before`: the
+    previous round's win rate in the same evaluation. `taken`: the newest row of each inbox (by its id) that
     the round trained on. `refused`: why its model is not used, or ''.
     """
 
@@ -53,8 +52,8 @@ class Round(Frozen):
 
 
 class Begun(Frozen):
-    """The round in progress: the digests of its stages, when its last attempt began, and the newest row of
-    each inbox that it takes."""
+    """The round in progress: the digests of its stages, the start of its last attempt, and the newest row
+    that it takes from each inbox."""
 
     stages: dict[str, str]
     at: datetime
@@ -83,8 +82,8 @@ class Record(Frozen):
 
 @dataclass(frozen=True)
 class LoopState:
-    """The state of a loop: its record, the number of the next round, and the plan up to it. `failed`: gates
-    that stop that round. `waits`: what the next round waits for, in a sentence, or ''."""
+    """The state of a loop: its record, the number of the next round, and the plan up to that round. `failed`:
+    the gates that stop it. `waits`: a sentence on what the next round waits for, or ''."""
 
     record: Record
     number: int
@@ -94,8 +93,7 @@ class LoopState:
 
     @property
     def held(self) -> tuple[Verdict, ...]:
-        """The failed gates that are about the round in progress: of its stages, and of those that depend on
-        them."""
+        """The failed gates of the round in progress: on its stages and on their dependents."""
         ours = {node.name for node in self.plan.stages_of(f"{self.record.loop}.round{self.number}")}
         for node in self.plan.nodes:  # parents first
             if ours.intersection(node.parents):
@@ -114,7 +112,7 @@ class LoopState:
 
     @property
     def renewed(self) -> bool:
-        """Whether a gate failed in the round in progress, and its inboxes have rows for another one."""
+        """Whether a gate failed in the round in progress and its inboxes have rows for another round."""
         taken = self.record.begun.taken if self.record.begun else {}
         title = f"{self.record.loop}.round{self.number}"
         return bool(self.held and taken) and not rows_awaited(
@@ -122,7 +120,7 @@ class LoopState:
         )
 
     def done(self) -> tuple[str, ...]:
-        """Returns the names of stages of the next round that are done."""
+        """Returns the names of the next round's finished stages."""
         return tuple(
             node.name for node in self.plan.stages_of(f"{self.record.loop}.round{self.number}") if node.done
         )
@@ -130,11 +128,10 @@ class LoopState:
     def why_not(
         self, max_rounds: int | None = None, min_gain: float | None = None, due: datetime | None = None
     ) -> str:
-        """Returns why the next round should not begin, in a sentence; '' when it should.
+        """Returns a sentence on why the next round should not begin; '' when it should.
 
-        It should not after `max_rounds` rounds, when the last round raised the win rate by `min_gain` or
-        less, or when the last round began after `due`, the scheduled time of this run: that round replaces
-        it.
+        It should not begin after `max_rounds` rounds, if the last round raised the win rate by `min_gain` or
+        less, or if the last round began after `due`, this run's scheduled time, and so replaces this run.
         """
         rounds = self.record.rounds
         used = self.record.used
@@ -162,8 +159,8 @@ LOOPS = " or ".join(name for name, kind in KINDS.items() if issubclass(kind.conf
 
 
 def loop_of(recipe: Recipe, name: str | None = None) -> str:
-    """Returns the name of a recipe's loop stage. Raises ValueError when there is none of that name, none at
-    all, or several."""
+    """Returns the name of a recipe's loop stage. Raises ValueError if there is none of that name, none at
+    all, or several and no name."""
     loops = [stage for stage, config in recipe.stages.items() if isinstance(config, Loop)]
     if name is not None and name not in loops:
         raise ValueError(
@@ -180,7 +177,7 @@ def loop_of(recipe: Recipe, name: str | None = None) -> str:
 
 
 def check_judged(recipe: Recipe, loop: str) -> None:
-    """Raises ValueError when `min_gain` is used and no evaluation judges rounds of the loop."""
+    """Raises ValueError if no evaluation judges rounds of the loop, as `min_gain` needs."""
     judged = [
         model for config in recipe.stages.values() if type(config) is Evaluation for model in config.models
     ]
@@ -192,7 +189,7 @@ def check_judged(recipe: Recipe, loop: str) -> None:
 
 
 def with_rounds(recipe: Recipe, loop: str, rounds: int) -> Recipe:
-    """Returns the recipe with another number of rounds; digests of rounds that both have are equal."""
+    """Returns the recipe with another number of rounds. Rounds in both recipes keep their digests."""
     return recipe.model_copy(
         update={"stages": recipe.stages | {loop: recipe.stages[loop].model_copy(update={"rounds": rounds})}}
     )
@@ -204,8 +201,8 @@ def folder_of(recipe: Recipe) -> Path:
 
 
 def read(folder: Path, loop: str) -> Record:
-    """Reads the record of a loop; an empty one when there is no file. Raises ValueError when it is damaged or
-    of another loop."""
+    """Returns the record of a loop; an empty one when there is no file. Raises ValueError if it is damaged or
+    belongs to another loop."""
     try:
         text = (folder / FILE).read_text()
     except FileNotFoundError:
@@ -228,8 +225,8 @@ def read(folder: Path, loop: str) -> Record:
 def loop_state(recipe: Recipe, loop: str) -> LoopState:
     """Reads the state of a loop from its record and the run directories.
 
-    Raises ValueError when a finished round's run directory is missing or incomplete, or as `read` and `plan`
-    do.
+    Raises ValueError if a finished round's run directory is missing or incomplete, and like `read` and
+    `plan`.
     """
     folder = folder_of(recipe)
     record = read(folder, loop)
@@ -241,8 +238,8 @@ def loop_state(recipe: Recipe, loop: str) -> LoopState:
     taken |= {f"{loop}.round{number}": record.begun.taken} if record.begun and record.begun.taken else {}
     if begun and all(RunDir(_run_dir(recipe, name, digest)).result() for name, digest in begun.items()):
         held = _failed(plan(with_rounds(recipe, loop, number), kept | begun, taken, record.refused))
-        # Trained, but not yet evaluated or published: keep its digests. A round that failed a gate may be
-        # trained again.
+        # Keep the digests of a round that is trained but not yet evaluated or published. A round that failed
+        # a gate may be trained again.
         kept |= {} if held else begun
     taken |= _rows_of_done(recipe, record, number, kept, taken)
     planned = plan(with_rounds(recipe, loop, number), kept, taken, record.refused)
@@ -271,8 +268,8 @@ def _rows_of_done(
     kept: Mapping[str, str],
     taken: Mapping[str, Mapping[str, int]],
 ) -> dict[str, dict[str, int]]:
-    """Returns the rows of a round that another command has trained: those that it was planned with, when its
-    result is there."""
+    """Returns the inbox rows of a round that another command has trained: the rows that it was planned with,
+    if its result exists."""
     title = f"{record.loop}.round{number}"
     pinned = pinned_ends(recipe, record.loop, title, Pins(folder_of(recipe))) if title not in taken else {}
     if not pinned:
@@ -284,12 +281,12 @@ def _rows_of_done(
 
 
 def _is_fresh(planned: Plan, loop: str, number: int) -> bool:
-    """Whether nothing of a round has been started."""
+    """Returns whether no stage of a round has been started."""
     return not any(node.run_dir.exists() for node in planned.stages_of(f"{loop}.round{number}"))
 
 
 def stages_of_round(planned: Plan, loop: str, number: int) -> dict[str, str]:
-    """Returns the digests of a round's stages, and of the finished publications of that round alone."""
+    """Returns the digests of a round's stages, and of the finished publications of only that round."""
     ours = {node.name: node.digest for node in planned.stages_of(f"{loop}.round{number}")}
     published = {
         node.name: node.digest
@@ -300,8 +297,8 @@ def stages_of_round(planned: Plan, loop: str, number: int) -> dict[str, str]:
 
 
 def begin(recipe: Recipe, state: LoopState) -> LoopState:
-    """Records in `loop.json` that the next round is in progress, and up to which row of its inboxes it goes.
-    Returns the loop's state."""
+    """Records in `loop.json` that the next round is in progress, and the last row that it takes from each
+    inbox. Returns the loop's state."""
     loop = state.record.loop
     title = f"{loop}.round{state.number}"
     if _is_fresh(state.plan, loop, state.number) and (ends := ends_of(recipe.stages[loop])):
@@ -317,7 +314,7 @@ def begin(recipe: Recipe, state: LoopState) -> LoopState:
 
 
 def refuse(recipe: Recipe, state: LoopState, why: str) -> LoopState:
-    """Records in `loop.json` that the round in progress is refused: the next one starts from the model before
+    """Records in `loop.json` that the round in progress is refused. The next one starts from the model before
     it, with other rows and prompts. Returns the loop's state."""
     assert state.record.begun is not None
     begun = state.record.begun
@@ -330,19 +327,19 @@ def refuse(recipe: Recipe, state: LoopState, why: str) -> LoopState:
 
 
 def follow(recipe: Recipe, state: LoopState, champion: str, earlier: Mapping[str, str]) -> LoopState:
-    """Lets the loop go on from the champion: records in `loop.json` that later rounds, which were champions,
-    are left out, and that the champion's is used again. Rounds that were trained from one that is left out
-    are left out too; one that has only begun begins anew.
+    """Makes the loop continue from the champion: records in `loop.json` that later rounds that were champions
+    are left out, and that the champion's round is used again. Rounds trained from one that is left out are
+    left out too. A round in progress is left out too if any of its stages is done, and otherwise begins anew.
 
-    `champion`, `earlier`: the stage that made the champion's model, and those of champions before it, with
-    the reason why they were rolled back, or ''. Returns the loop's state.
+    `champion`: the stage that made the champion's model. `earlier`: the stages of previous champions, with
+    the reason for the rollback, or ''. Returns the loop's state.
     """
     record = state.record
     rounds = list(record.rounds)
     ours = next((number for number, done in enumerate(rounds) if champion in done.stages), None)
     if ours is None:
         return state
-    left_out = rounds[ours].refused.startswith(ROLLED_BACK)  # later rounds were trained without it
+    left_out = rounds[ours].refused.startswith(ROLLED_BACK)  # so later rounds were trained without it
     rounds[ours] = rounds[ours].model_copy(update={"refused": ""}) if left_out else rounds[ours]
     for number, done in enumerate(rounds[ours + 1 :], start=ours + 1):
         model = next((name for name in done.stages if name in earlier), None)
@@ -369,7 +366,7 @@ def follow(recipe: Recipe, state: LoopState, champion: str, earlier: Mapping[str
 
 
 def finish(state: LoopState) -> Round:
-    """Records in `loop.json` that the round that `begin` recorded is finished, and returns it."""
+    """Records in `loop.json` that the round recorded by `begin` is finished, and returns it."""
     planned = state.plan
     record = read(state.plan.folder, state.record.loop)
     assert record.begun is not None
@@ -381,16 +378,16 @@ def finish(state: LoopState) -> Round:
 
 
 def loop_lock(folder: Path, seconds: float = 1.0) -> AbstractContextManager[bool]:
-    """Locks the loop of a recipe's folder until the block ends; yields whether that succeeded.
+    """Locks the loop in a recipe's folder until the block ends, and yields whether that succeeded.
 
-    Waits `seconds` for the lock, because a process that only checks whether it is free holds it for an
+    Waits up to `seconds`, because a process that only checks whether the lock is free holds it for an
     instant.
     """
     return locked(folder / LOCK, seconds)
 
 
 def directories(folder: Path) -> list[str]:
-    """Returns the names of the run directories, `<stage>-<digest>`, that the loop of a recipe's folder needs;
+    """Returns the names of the run directories, `<stage>-<digest>`, that the loop in a recipe's folder needs;
     for `alignflow gc`.
 
     Raises ValueError when `loop.json` cannot be read.
@@ -399,7 +396,7 @@ def directories(folder: Path) -> list[str]:
         record = Record.model_validate_json((folder / FILE).read_text())
     except FileNotFoundError:
         return []
-    except ValueError:  # no JSON, or not of a loop
+    except ValueError:  # not JSON, or not a loop's record
         raise ValueError(
             f"{folder / FILE} cannot be read: restore it, or remove it if nothing needs the loop"
         ) from None

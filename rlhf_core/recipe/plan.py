@@ -1,7 +1,7 @@
 """Plans a recipe as a DAG: expands stages, resolves names, and computes order and digests before anything
 runs. Torch-free.
 
-Offline, but for branches and tags of the Hub that are not in the recipe's pins yet (hub/revisions.py).
+Offline, except for Hub branches and tags that are not yet in the recipe's pins (hub/revisions.py).
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from rlhf_core.recipe.sentences import unknown
 from rlhf_core.runs.run_dir import EXPORTS, RunDir, StageRequest
 from rlhf_core.system.files import Digests, read_json
 
-# The expected path of an output while its stage is not done, where it differs from the output's name.
+# The expected path of an output before its stage is done, if it differs from the output's name.
 OUTPUT_PATHS = {"pairs": "pairs.jsonl", "answers": "answers.jsonl"}
 
 
 @dataclass(frozen=True)
 class Node:
     """One stage. `stages` maps names in its config to stages, `models` maps the other names to a folder or
-    Hub id. `contents`: the digests of local files that its own was computed with."""
+    Hub id. `contents`: the digests of the local files that went into the stage's digest."""
 
     name: str
     config: StageConfig
@@ -53,15 +53,15 @@ class Node:
 
     @property
     def done(self) -> bool:
-        """Whether the run directory has a complete result; reads the disk."""
+        """Whether the run directory on disk has a complete result."""
         return RunDir(self.run_dir).result() is not None
 
 
 @dataclass(frozen=True)
 class Plan:
     """The stages of a recipe, parents first. `aliases` maps names of loops and rounds to the stage that makes
-    their model; `pins` are the branches and tags of the Hub that it names, with their commits; `taken` says
-    up to which row of an inbox each round goes."""
+    their model; `pins` maps the Hub branches and tags that it names to commits; `taken` holds the last row
+    that each round takes from an inbox."""
 
     recipe: Recipe
     nodes: tuple[Node, ...]
@@ -84,8 +84,8 @@ class Plan:
         return next(node for node in self.nodes if node.name == name)
 
     def stages_of(self, name: str) -> tuple[Node, ...]:
-        """Returns the stage called `name` with those expanded from it: all of a loop, of a round, of a sweep,
-        of a publication with rounds.
+        """Returns the stage called `name` and the stages expanded from it: those of a loop, a round, a sweep,
+        or a publication with rounds.
 
         Raises ValueError when there is none.
         """
@@ -136,13 +136,13 @@ def plan(
     taken: Taken | None = None,
     refused: Collection[str] | None = None,
 ) -> Plan:
-    """Expands, resolves, orders and digests all stages. Also saves the digests of local files and the pins.
+    """Expands, resolves, orders and digests all stages. Also saves the pins and the digests of local files.
 
     `kept` maps stages to digests that they keep although the recipe has changed (finished rounds of a loop).
-    `taken`: up to which row of an inbox the rounds of a loop go; a round that is not there has not begun, and
-    the rows of its inboxes are left open. None: as `loop.json` has it, and other rounds go up to the newest
-    row. `refused`: rounds that are left out; None: those of `loop.json`. Raises ValueError: one sentence (a
-    line) for each inconsistency.
+    `taken`: the last row that each round of a loop takes from an inbox. A round without an entry has not
+    begun, and its rows are left open. None: as in `loop.json`, with other rounds going up to the newest row.
+    `refused`: rounds to leave out; None: as in `loop.json`. Raises ValueError with one sentence (a line) for
+    each inconsistency.
     """
     recorded = _recorded(recipe)
     expanded = expand(recipe, recorded.refused if refused is None else refused)
@@ -194,8 +194,8 @@ class _Recorded(NamedTuple):
 
 
 def _recorded(recipe: Recipe) -> _Recorded:
-    """Returns what `loop.json` says of the rounds of a loop of this recipe: rows of inboxes, and which are
-    refused."""
+    """Returns what `loop.json` records about the rounds of this recipe's loop: their inbox rows, and which
+    are refused."""
     record = read_json(Path(recipe.artifacts).absolute() / recipe.name / "loop.json")
     loop = record.get("loop")
     rounds = record.get("rounds") or []
@@ -211,8 +211,8 @@ def _recorded(recipe: Recipe) -> _Recorded:
 
 
 def _ordered(parents: Mapping[str, Mapping[str, str]]) -> list[str]:
-    """Sorts stages, parents first, otherwise in the recipe's order. Raises ValueError when stages need each
-    other."""
+    """Returns the stages, parents first, otherwise in the recipe's order. Raises ValueError if stages need
+    each other."""
     ordered: list[str] = []
     path: list[str] = []
 
@@ -237,7 +237,7 @@ def _place(recipe: Recipe, name: str, pins: Pins) -> str:
 
 
 def _output(node: Node, name: str) -> Path:
-    """Returns the path of a stage's output: from its result when it is done, else the expected one."""
+    """Returns the path of a stage's output: from its result if it is done, else the expected path."""
     if isinstance(node.config, PPO) and name.startswith(f"{node.name}.iteration"):
         return node.run_dir / EXPORTS / name.removeprefix(f"{node.name}.")
     makes_answers = isinstance(node.config, Preferences) and node.config.post_processor != "dpo"

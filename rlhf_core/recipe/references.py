@@ -1,5 +1,5 @@
-"""Finds the names of models, stages and files in a stage's config, and the places of a recipe's files.
-Torch-free."""
+"""Finds the names of models, stages and files in a stage's config, and resolves the paths of a recipe's
+files. Torch-free."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from rlhf_core.config.kinds import KINDS, named
 from rlhf_core.config.rewards import Environment, FunctionReward, ModelReward
 from rlhf_core.hub.ids import is_remote, parted
 
-PLACES = {  # fields that name a model or a file, beside those of KINDS
+PLACES = {  # fields that name a model or a file, in addition to those in KINDS
     Source: ("path",),
     FunctionReward: ("function",),
     Environment: ("path",),
@@ -51,12 +51,12 @@ class Reference(NamedTuple):
 
     @property
     def decides(self) -> bool:
-        """Whether its result decides that of the stage; a calibration is only waited for."""
+        """Whether its result affects the stage's result; a calibration is only waited for."""
         return self.kinds != ("calibration",)
 
 
 def references(config: StageConfig) -> Iterator[Reference]:
-    """The names in a config that stand for models or other stages."""
+    """Yields the names in a config that stand for models or other stages."""
     for field, wanted in KINDS[config.stage].names.items():
         kinds = named(*wanted)
         value = getattr(config, field)
@@ -90,12 +90,12 @@ def _judge_model(place: str, judge: Judge) -> Iterator[Reference]:
 def beside(
     recipe: Recipe, folder: Path, given: Collection[str] = (), absolute: bool = False
 ) -> tuple[dict[str, Any], list[str]]:
-    """Returns the recipe as plain values, with absolute paths in place of inputs' relative ones, which are
-    below `folder`, that of the recipe's file; and a sentence for each path that is none there, but one of the
-    working directory, or close to another one.
+    """Returns the recipe as plain values, with the relative input paths resolved against `folder`, the folder
+    of the recipe's file. Also returns a sentence for each path that does not exist there but exists in the
+    working directory, or closely resembles an existing one.
 
-    `given`: fields that the command line gives; not `absolute`: what is the same from the working directory
-    stays.
+    `given`: fields given on the command line, left as they are. Unless `absolute`, paths that mean the same
+    in the working directory stay relative.
     """
     whole = recipe.model_dump()
     problems = list[str]()
@@ -111,9 +111,8 @@ def beside(
 
 
 def with_home(recipe: Recipe) -> tuple[Recipe, list[str]]:
-    """Returns the recipe with the user's home folder in place of `~`, and another user's of `~user`, at the
-    start of `artifacts`, `store` and the paths of inputs; and a sentence for each that names no user of this
-    machine."""
+    """Returns the recipe with `~` and `~user` expanded to home folders at the start of `artifacts`, `store`
+    and input paths, and a sentence for each path that names no user of this machine."""
     named_places = [("artifacts", recipe.artifacts), ("store", recipe.store or ""), *_inputs(recipe)]
     homes = dict[str, str]()
     problems = list[str]()
@@ -137,14 +136,14 @@ def with_home(recipe: Recipe) -> tuple[Recipe, list[str]]:
 
 
 def relative_paths(recipe: Recipe) -> list[str]:
-    """Returns the paths of inputs that are relative to the working directory."""
+    """Returns the input paths that are relative to the working directory."""
     paths = [name.rpartition(":")[0] if ".py:" in name else name for _, name in _inputs(recipe)]
     return [path for path in dict.fromkeys(paths) if _is_relative(path, Path.cwd())]
 
 
 def _is_relative(path: str, folder: Path) -> bool:
-    """Returns whether a name of a model or file is a path below `folder`, and no absolute one, URI or Hub
-    id."""
+    """Returns whether the name of a model or file is a path relative to `folder`, not an absolute path, URI
+    or Hub id."""
     elsewhere = Path(path).is_absolute() or path.startswith("~") or "://" in path
     return not (elsewhere or (is_remote(path) and not os.path.exists(folder / path)))
 
@@ -172,8 +171,8 @@ def _placed(where: str, name: str, folder: Path, problems: list[str], absolute: 
 
 
 def _nearly(place: Path) -> str | None:
-    """Returns what is beside a place that there is not, and has its name but for one letter more or less, or
-    letters in another order."""
+    """Returns the name of a sibling of a missing path that differs only by one letter more or less, or by the
+    order of letters."""
     try:
         others = os.listdir(place.parent)
     except OSError:
@@ -187,8 +186,7 @@ def _nearly(place: Path) -> str | None:
 
 
 def _placed_in(value: Any, names: Mapping[str, str], named_here: bool = False) -> Any:
-    """Returns a config as plain values, with other names in place of some in the fields that name models and
-    files."""
+    """Returns a config as plain values, with `names` replaced in the fields that name models and files."""
     match value:
         case BaseModel():
             fields = {
@@ -210,7 +208,8 @@ def _placed_in(value: Any, names: Mapping[str, str], named_here: bool = False) -
 
 
 def _inputs(recipe: Recipe) -> Iterator[tuple[str, str]]:
-    """Yields field and name of each model that is no stage, data file, function and task file of a recipe."""
+    """Yields the field and name of each data file, function and task file of a recipe, and of each model that
+    is not a stage."""
     yield "base_model", recipe.base_model
     for stage, config in recipe.stages.items():
         for reference in references(config):
@@ -238,7 +237,7 @@ def _files(value: Any, where: str) -> Iterator[tuple[str, str]]:
 
 
 def renamed(value: Any, names: Mapping[str, str]) -> Any:
-    """Returns plain values with other names in place of some, also where these are the keys of a mapping."""
+    """Returns plain values with `names` replaced, including in the keys of mappings."""
     if isinstance(value, dict):
         return {names.get(key, key): renamed(item, names) for key, item in value.items()}
     if isinstance(value, list | tuple):

@@ -1,5 +1,5 @@
-"""Says what is wrong with a recipe: one sentence for each mistake that pydantic finds, with its place and
-what to do."""
+"""Describes the mistakes that pydantic finds in a recipe: one sentence each, with the place and what to
+do."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from rlhf_core.config import KINDS, Data, FallibleJudge, Judge, Recipe, Source
 from rlhf_core.config.outside_kinds import UNUSABLE
 from rlhf_core.config.rewards import RewardSource
 
-ANYTHING = "placeholder"  # a value of a required field that is missing, for the checks behind it
+ANYTHING = "placeholder"  # stands for a missing required value, so that later checks can run
 
 
 def sentences(error: ValidationError, raw: object) -> list[str]:
-    """Returns one sentence for each error of pydantic: where, what, what to do. `raw` is the value that was
+    """Returns one sentence for each pydantic error: where, what, what to do. `raw` is the value that was
     validated."""
     found: list[str] = []
     for item in error.errors():
@@ -38,7 +38,7 @@ def sentences(error: ValidationError, raw: object) -> list[str]:
             case "too_short" if any(
                 other["loc"][: len(item["loc"])] == item["loc"] for other in error.errors() if other != item
             ):
-                continue  # its wrong items have sentences of their own
+                continue  # its wrong items have their own sentences
             case _ if item["type"] == "invalid_key" or names[-1:] == ["[key]"]:
                 holder = (
                     ".".join(str(part) for part in names[: -2 if names[-1] == "[key]" else -1]) or "recipe"
@@ -79,8 +79,9 @@ def sentences(error: ValidationError, raw: object) -> list[str]:
 
 
 class WrongRecipe(ValueError):
-    """Says what is wrong with a recipe, a sentence a line. `rest`: the recipe without that, for further
-    checks, if there is one; sentences of these that contain a word of `wrong` may be consequences."""
+    """Raised for a wrong recipe, with one sentence per line. `rest`: the recipe without the mistakes, for
+    further checks, or None. Sentences from these checks that contain a word of `wrong` may be
+    consequences."""
 
     def __init__(self, told: Iterable[str], rest: Recipe | None, wrong: Iterable[str] = ()):
         super().__init__("\n".join(told))
@@ -91,14 +92,14 @@ class WrongRecipe(ValueError):
         )
 
     def further(self, problems: Iterable[str]) -> list[str]:
-        """Returns the problems of `rest` that are no consequences."""
+        """Returns the problems of `rest` that are not consequences."""
         return [problem for problem in problems if not self._named.search(problem)]
 
 
 def everything_wrong(error: ValidationError, raw: object, check: Callable[[Recipe], Recipe]) -> WrongRecipe:
-    """Returns what `error` says, and what it keeps from being checked: later checks of the same records, and
-    `check`, which places the inputs of a valid recipe and raises ValueError for what is wrong between its
-    stages. To check these, wrong keys, wrong values and stages that stay wrong are removed, and missing
+    """Returns the mistakes in `error`, and those that it hides: from later checks of the same records, and
+    from `check`, which places the inputs of a valid recipe and raises ValueError for inconsistencies between
+    its stages. To find these, wrong keys, wrong values and stages that stay wrong are removed, and missing
     values are filled in."""
     told = sentences(error, raw)
     rest, wrong = _without_faults(error, raw)
@@ -137,8 +138,8 @@ def everything_wrong(error: ValidationError, raw: object, check: Callable[[Recip
 
 
 def _without_faults(error: ValidationError, raw: object) -> tuple[Any, set[str]]:
-    """Returns the recipe without wrong keys and values and with some value for missing ones, and the words
-    that stand for all these."""
+    """Returns the recipe without wrong keys and values and with placeholders for missing values, and the
+    words that stand for all of these."""
     rest = copy.deepcopy(raw)
     wrong = {ANYTHING}
     for item in error.errors():
@@ -166,8 +167,8 @@ def _without_faults(error: ValidationError, raw: object) -> tuple[Any, set[str]]
 
 
 def _inputs_alone(name: str, stage: dict[str, Any]) -> tuple[dict[str, Any], set[str]]:
-    """Returns a stage whose fields contradict each other with its data, models and required fields alone, and
-    the names of the others."""
+    """Returns a stage, whose fields contradict each other, with only its data, models and required fields,
+    and the names of its other fields."""
     kind = KINDS.get(str(stage.get("stage", name)))
     fields = kind.config.model_fields if kind else {}
     kept = {
@@ -181,13 +182,13 @@ def _inputs_alone(name: str, stage: dict[str, Any]) -> tuple[dict[str, Any], set
 
 
 def _is_input(annotation: Any) -> bool:
-    """Returns whether a field's type is that of data or of a model's name."""
+    """Returns whether a field's type is a data set or a model's name."""
     return annotation in (str, str | None) or Data in models_in(annotation)
 
 
 def _start_field(names: list[int | str], raw: Any) -> str | None:
-    """Returns what to write for the field that names the start model in another kind of stage, such as
-    `model` in a dpo stage."""
+    """Returns the correction if a key is another kind's field for the start model, such as `model` in a dpo
+    stage."""
     if (
         len(names) != 3
         or names[0] != "stages"
@@ -204,16 +205,16 @@ def _start_field(names: list[int | str], raw: Any) -> str | None:
 
 
 def field_of_recipe(key: str) -> str | None:
-    """Returns what to write for a field of the whole recipe, such as `seed`, that was given in a stage; None
-    for another key."""
+    """Returns the correction for a recipe field, such as `seed`, that was given in a stage; None for other
+    keys."""
     if key not in Recipe.model_fields:
         return None
     return f"{key} is a field of the whole recipe: write it at the top (override: {key}=...)"
 
 
 def unknown(name: str, valid: Iterable[str], what: str = "key") -> str:
-    """Returns `unknown key 'x'; did you mean y?`, or with all valid names when none is close. `what` replaces
-    "key"."""
+    """Returns `unknown key 'x'; did you mean y?`, or lists all valid names when none is close. `what`
+    replaces "key"."""
     valid = list(valid)
     near = difflib.get_close_matches(name, valid, n=3, cutoff=0.6) or [
         other for other in valid if other.lower() == name.lower()
@@ -224,13 +225,13 @@ def unknown(name: str, valid: Iterable[str], what: str = "key") -> str:
 
 
 def models_in(annotation: Any) -> list[type[BaseModel]]:
-    """Returns the pydantic models in an annotation, through unions, tuples and Annotated."""
+    """Returns the pydantic models in an annotation, looking through unions, tuples and Annotated."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return [annotation]
     return [model for part in typing.get_args(annotation) for model in models_in(part)]
 
 
-# Fields that hold a union of records, and the kinds of each.
+# Fields that hold a union of records, with the union of each.
 UNIONS = {"judges": Judge, "judge": FallibleJudge, "reward": RewardSource}
 TAGS = {
     field: tuple(model.model_fields["kind"].default for model in models_in(union))
@@ -252,7 +253,7 @@ def _place(loc: tuple[int | str, ...]) -> list[int | str]:
 
 
 def _union_of(before: list[int | str]) -> int | str:
-    """Returns the field that holds the union: `judges` of judges.0, and `judge`, which is no list."""
+    """Returns the field that holds the union: `judges` for judges.0, or `judge`, which is not a list."""
     last = before[-1]
     if isinstance(last, int):
         return before[-2]
@@ -271,7 +272,7 @@ def _fields(names: list[int | str], raw: Any) -> dict[Any, Any]:
             kind = raw.get("stage", name) if isinstance(raw, dict) else name
             models = [KINDS[str(kind)].config] if kind in KINDS else []
         elif keyed:
-            keyed = False  # `name` is a user's key in a mapping of records, whose value is the record
+            keyed = False  # `name` is a user's key, and its value is the record
         elif isinstance(name, str):
             annotation = (
                 models[0].model_fields[name].annotation if models and name in models[0].model_fields else None

@@ -1,9 +1,9 @@
-"""Reads and writes the YAML of recipes: scalars as YAML 1.2's core schema says
-(https://yaml.org/spec/1.2.2/#103-core-schema), and merge keys (`<<: *name`), whose explicit keys win.
+"""Reads and writes the YAML of recipes: scalars according to YAML 1.2's core schema
+(https://yaml.org/spec/1.2.2/#103-core-schema), and merge keys (`<<: *name`), which explicit keys override.
 
 PyYAML alone reads YAML 1.1, in which 12:30 is 750, 010 is 8, `no` is false, 2024-01-01 is a date and 5e-7 is
-text. A key that appears twice is an error, and aliases may not stand for more than MOST values, which would
-fill the memory.
+text. A duplicate key is an error. With aliases expanded, a text may hold at most MOST values, to bound its
+memory use.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ class _Loader(yaml.SafeLoader):
 
     def __init__(self, text: str):
         super().__init__(text)
-        self._checked: set[int] = set()  # ids of the mappings whose own keys were compared
+        self._checked: set[int] = set()  # ids of the mappings whose own keys were checked
 
     def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
         try:
             return super().construct_object(node, deep)
-        except (ValueError, LookupError, AttributeError):  # a number of too many digits, a tag on other text
+        except (ValueError, LookupError, AttributeError):  # a number with too many digits, a wrong tag
             text = repr(str(node.value)[:60])
             raise ConstructorError(
                 None, None, f"{text} cannot be read as the date or number it looks like", node.start_mark
@@ -58,7 +58,8 @@ class _Loader(yaml.SafeLoader):
         return str(self.construct_scalar(node))
 
     def flatten_mapping(self, node: yaml.MappingNode) -> None:
-        """Puts the mappings that `<<` names before the own keys of a mapping, which are compared first."""
+        """Puts the mappings that `<<` names before a mapping's own keys, after checking these for
+        duplicates."""
         if id(node) not in self._checked:
             self._checked.add(id(node))
             self._refuse_repeated(node)
@@ -78,7 +79,7 @@ class _Loader(yaml.SafeLoader):
 
 
 class _Dumper(yaml.SafeDumper):
-    """Quotes texts that YAML 1.1 or 1.2 would read as something else."""
+    """Quotes strings that YAML 1.1 or 1.2 would read as something else."""
 
 
 for _kind, _pattern, _first in SCALARS:
@@ -90,16 +91,16 @@ for _kind, _pattern, _first in SCALARS:
     _Loader.add_implicit_resolver(*_resolver)
     _Dumper.add_implicit_resolver(*_resolver)
 _Loader.add_constructor(TAG + "int", _Loader.construct_integer)
-_Loader.add_constructor(MERGE, _Loader.construct_text)  # where it is no key
+_Loader.add_constructor(MERGE, _Loader.construct_text)  # when it is not a key
 
 
 def dump(value: Any, **options: Any) -> str:
-    """Returns a value as YAML that `parse` reads back, in its own order of keys; options are PyYAML's."""
+    """Returns a value as YAML that `parse` reads back, with its order of keys. `options` are PyYAML's."""
     return str(yaml.dump(value, Dumper=_Dumper, sort_keys=False, allow_unicode=True, **options))
 
 
 def parse(text: str, where: str) -> Any:
-    """Returns the value of a YAML text. Raises ValueError: one sentence that begins with `where`."""
+    """Returns the value of a YAML text. Raises ValueError with one sentence that begins with `where`."""
     try:
         loader = _Loader(text)  # refuses control characters
         node = loader.get_single_node()
@@ -126,8 +127,8 @@ def parse(text: str, where: str) -> Any:
 
 
 def _size(node: yaml.Node, sizes: dict[int, float]) -> float:
-    """Returns the number of values in a node, each alias counted as what it stands for; infinity for one that
-    holds itself."""
+    """Returns the number of values in a node with aliases expanded; infinity for a node that contains
+    itself."""
     if id(node) not in sizes:
         sizes[id(node)] = float("inf")
         values = node.value if isinstance(node, yaml.CollectionNode) else ()

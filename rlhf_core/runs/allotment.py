@@ -1,7 +1,8 @@
-"""What a stage that runs beside others is given: variables of its process's environment, and the sign to end.
+"""Holds what a stage that runs beside others is given: environment variables for its process, and the signal
+to stop.
 
-A stage beside others runs in a thread. No signal reaches a thread: what waits in one calls `check_stop` at
-least each second.
+A stage beside others runs in a thread. Signals do not reach threads, so code that waits in one calls
+`check_stop` at least every second.
 """
 
 from __future__ import annotations
@@ -15,12 +16,14 @@ CORES_ENV = "ALIGNFLOW_CORES"  # CPU cores of a stage that shares the machine wi
 
 
 class Stopped(BaseException):
-    """Raised in a stage's thread when its run ends. Like KeyboardInterrupt it is no failure of the stage."""
+    """Raised in a stage's thread when its run ends. Like KeyboardInterrupt, it is not a failure of the
+    stage."""
 
 
 @dataclass(frozen=True)
 class Allotment:
-    """`variables`: of the stage's process, in place of the run's own; `stop`: set when the run ends."""
+    """`variables`: environment variables of the stage's process, which override the run's; `stop`: set when
+    the run ends."""
 
     variables: Mapping[str, str] = field(default_factory=dict)
     stop: threading.Event = field(default_factory=threading.Event)
@@ -30,7 +33,8 @@ allotment: ContextVar[Allotment | None] = ContextVar("allotment", default=None)
 
 
 def variables() -> Mapping[str, str]:
-    """Returns the variables of a process that this thread starts for its stage; none in the main thread."""
+    """Returns the environment variables for a process that this thread starts for its stage; none in the main
+    thread."""
     found = allotment.get()
     return found.variables if found else {}
 

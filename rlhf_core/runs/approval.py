@@ -1,7 +1,7 @@
 """Stores a person's decision on a finished stage: `approval.json` in its run directory. Torch-free.
 
-It is written when a run first asks, with the time until which a decision counts, and again with the decision.
-A stage that is made anew has another directory and is asked about anew.
+It is written when a run first asks, with the deadline for a decision, and again with the decision. A stage
+that is run anew has another directory, so a person is asked again.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ LOCK = ".approval.lock"
 
 class Approval(Frozen):
     """A question to a person. `recipe`: folder of the recipe's report; `run`: id of the flow run that asked
-    and is suspended, if any; `notified`: the webhook got the message."""
+    and is suspended, if any; `notified`: the webhook received the message."""
 
     stage: str
     recipe: str
@@ -33,13 +33,13 @@ class Approval(Frozen):
     at: datetime | None = None
 
     def state(self, now: datetime | None = None) -> Literal["approved", "refused", "late", "asked"]:
-        """Returns the decision; without one whether there is still time."""
+        """Returns the decision, or without one whether there is still time."""
         if self.decision is not None:
             return self.decision
         return "late" if (now or datetime.now(UTC)) > self.until else "asked"
 
     def told(self) -> str:
-        """Returns the state as a part of a sentence."""
+        """Returns the state as part of a sentence."""
         state = self.state()
         until = f"{self.until:%Y-%m-%d %H:%M} UTC"
         if self.decision is not None:
@@ -48,8 +48,8 @@ class Approval(Frozen):
 
 
 def ask(run_dir: Path, stage: str, recipe: Path, within: timedelta, run: str | None = None) -> Approval:
-    """Returns the question about a stage, which is asked now if it was not before. `run` replaces the run of
-    a question without one."""
+    """Returns the question about a stage, and asks it if it was not asked before. `run` is stored in a
+    question that has no run."""
     with locked(run_dir / LOCK, 60.0):
         found = Approval.read(run_dir / FILE)
         if found is not None and (run is None or found.run is not None or found.decision is not None):
@@ -62,7 +62,7 @@ def ask(run_dir: Path, stage: str, recipe: Path, within: timedelta, run: str | N
 
 
 def mark_notified(run_dir: Path) -> Approval:
-    """Stores that the message about a question was sent."""
+    """Records that the message about a question was sent."""
     with locked(run_dir / LOCK, 60.0):
         found = Approval.read(run_dir / FILE)
         assert found is not None
@@ -72,8 +72,8 @@ def mark_notified(run_dir: Path) -> Approval:
 
 
 def decide(run_dir: Path, approved: bool, by: str, reason: str = "", late: bool = False) -> Approval:
-    """Stores a decision. Raises ValueError when nobody asked, when another decision is there, or when it is
-    too late and not `late`."""
+    """Stores a decision. Raises ValueError when nobody asked, when a different decision exists, or when it is
+    too late and `late` is false."""
     with locked(run_dir / LOCK, 60.0):
         found = Approval.read(run_dir / FILE)
         if found is None:
@@ -94,13 +94,13 @@ def decide(run_dir: Path, approved: bool, by: str, reason: str = "", late: bool 
 
 
 def asked_in(recipe: Path) -> list[tuple[Path, Approval]]:
-    """Returns the run directories with questions of a recipe, given the folder of its report, the oldest
-    question first."""
+    """Returns the run directories of a recipe that have questions, oldest question first. `recipe`: the
+    folder of its report."""
     stages = recipe.parent / "stages"
     found = [
         (file.parent, read) for file in stages.glob(f"*/{FILE}") if (read := Approval.read(file)) is not None
     ]
-    # shared with another recipe
+    # stages of its last run may be shared with another recipe, which asked
     last = {Path(stage.get("run_dir", "")).name for stage in read_json(recipe / "run.json").get("stages", [])}
     ours = [
         (folder, read)

@@ -1,5 +1,5 @@
-"""Compares two run directories: configuration, inputs, versions, metrics. Reads plain JSON, so that of other
-versions can be read.
+"""Compares two run directories: configuration, inputs, versions, metrics. Reads plain JSON, so that
+directories of other versions can be read.
 
 Used by `alignflow diff` and the dashboard.
 """
@@ -18,7 +18,7 @@ from rlhf_core.system.redaction import without_passwords
 
 
 class Difference(NamedTuple):
-    """One difference of two runs. `part`: stages, recipe, configuration, inputs, versions, metrics or
+    """One difference between two runs. `part`: stages, recipe, configuration, inputs, versions, metrics or
     digest."""
 
     stage: str
@@ -31,8 +31,8 @@ class Difference(NamedTuple):
 def stage_differences(
     name: str, before: Path, after: Path, *, read: Callable[[Path], dict[str, Any]] = read_json
 ) -> Iterator[Difference]:
-    """Yields the differences of two run directories. `name`: what to call the stage; `read` gives the object
-    in a file, or {}."""
+    """Yields the differences between two run directories. `name`: the stage's name in the result. `read`
+    returns the object in a file, or {}."""
     old, new = (read(folder / REQUEST) for folder in (before, after))
     results = [read(folder / RESULT) for folder in (before, after)]
     parts = {
@@ -72,12 +72,12 @@ def stage_differences(
 
 
 def changed(old: object, new: object) -> Iterator[tuple[str, str, str]]:
-    """Yields (key, before, after) of all leaves that differ, as texts without passwords."""
+    """Yields (key, before, after) for all leaves that differ, as strings without passwords."""
     yield from ((key, _text(before), _text(after)) for key, before, after in changes(old, new))
 
 
 def changes(old: Any, new: Any, key: str = "") -> Iterator[tuple[str, Any, Any]]:
-    """Yields (key, before, after) of all leaves of two records that differ; '-' for a missing one."""
+    """Yields (key, before, after) for all leaves that differ between two records; '-' for a missing one."""
     if isinstance(old, list | tuple) and isinstance(new, list | tuple) and len(old) == len(new):
         old = dict(enumerate(old))
         new = dict(enumerate(new))
@@ -96,6 +96,7 @@ def _text(value: object) -> str:
 
 
 def _content(place: str) -> str:
-    """Returns an input for comparison: `<name>-<digest>` of a stage, else its path or Hub id."""
+    """Returns an input in comparable form: `<name>-<digest>` for a stage's output, else its path or Hub
+    id."""
     stage = stage_of(place)
     return f"{stage[1]['name']}-{stage[1]['digest']}" if stage else place

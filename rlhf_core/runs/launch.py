@@ -2,7 +2,7 @@
 descendants end with it.
 
 A stage is done if `result.json` exists and each file it lists has the recorded size. The exit code is
-ignored. Starts no process on other machines. A stage that needs a Ray cluster connects to it.
+ignored. No process is started on other machines; a stage that needs a Ray cluster connects to it.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ SECRET_NAME = re.compile(r"(TOKEN|APIKEY|(^|_)KEY|SECRET|PASSWORD|AUTH_STRING)(_
 
 
 class StageFailed(RuntimeError):
-    """A stage's process ended without a result. `code`: its exit code, -n when signal n ended it; `tail`: the
-    log's last lines."""
+    """A stage's process ended without a result. `code`: its exit code, or -n if signal n ended it; `tail`:
+    the log's last lines."""
 
     def __init__(self, name: str, code: int, tail: tuple[str, ...]):
         self.name = name
@@ -40,7 +40,7 @@ class StageFailed(RuntimeError):
 
     @property
     def can_retry(self) -> bool:
-        """True if a retry can succeed. False for wrong input, missing resources and a stop signal."""
+        """Whether a retry can succeed: not after wrong input, missing resources or a stop signal."""
         return self.code not in (WRONG_INPUT, ENVIRONMENT, -signal.SIGINT, 128 + signal.SIGTERM)
 
     def __str__(self) -> str:
@@ -50,7 +50,7 @@ class StageFailed(RuntimeError):
 
     @property
     def summary(self) -> str:
-        """The message without the lines of the log."""
+        """The message without the log's lines."""
         if self.code in (WRONG_INPUT, ENVIRONMENT):
             return (
                 f"stage {self.name}:"
@@ -65,8 +65,8 @@ class StageFailed(RuntimeError):
 
 
 class SeveralFailed(RuntimeError):
-    """Stages that ran side by side failed, or did not pass their gates. `errors`: what each raised, in the
-    order of time."""
+    """Stages that ran side by side failed, or did not pass their gates. `errors`: the error of each, in order
+    of time."""
 
     def __init__(self, errors: Sequence[Exception]):
         self.errors = tuple(errors)
@@ -83,14 +83,13 @@ def launch(
     on_line: Callable[[str], None],
     grace_seconds: float = GRACE_SECONDS,
 ) -> StageResult:
-    """Runs `python -m MODULE RUN_DIR`, or the process that was prepared for it, and returns its result.
-    `on_line` gets each line of its output that is not noise (noise.py), without codes of terminals; `log.txt`
-    has all.
+    """Runs `python -m MODULE RUN_DIR`, or the process prepared for it, and returns the result. `on_line`
+    receives each output line that is not noise (noise.py), without terminal codes; `log.txt` has all lines.
 
     Writes the start time to `log.txt`, and the end time unless an exception in this call ended the process.
-    Masks the values of the keys that the stage needs and of variables with names like those of keys. Raises
-    StageFailed when the process ends without a result, Stopped when the run of a stage beside others ends
-    (allotment.py). Any exception or signal that ends this call ends the process and its descendants too.
+    Masks the values of the keys that the stage needs and of variables named like keys. Raises StageFailed
+    when the process ends without a result, Stopped when the run of a side-by-side stage ends (allotment.py).
+    Any exception or signal that ends this call also ends the process and its descendants.
     """
     run = RunDir(run_dir)
     config = run.request().config
@@ -110,7 +109,7 @@ def launch(
         prepared.start()
         with (run / LOG).open("a") as log:
             log.write(f"--- {time.strftime('%Y-%m-%d %H:%M:%S')} {name}\n")
-            log.flush()  # so that a process that is killed before its first line is in the log too
+            log.flush()  # so that the log also shows a process killed before its first line
             for line in _lines(process):
                 for secret in secrets:
                     line = line.replace(secret, "***")
@@ -134,8 +133,8 @@ def launch(
 
 
 def _lines(process: subprocess.Popen[bytes]) -> Iterator[str]:
-    """Yields output lines until the process closes stdout or exits. Of a line overwritten with \\r (progress
-    bars) only the final text. Raises Stopped as `check_stop`."""
+    """Yields output lines until the process closes stdout or exits. For a line overwritten with \\r (progress
+    bars), yields only the final text. Raises Stopped like `check_stop`."""
     assert process.stdout is not None
     rest = b""
     with selectors.DefaultSelector() as selector:

@@ -1,9 +1,9 @@
 """Finds the models and stages that a checkpoint was made from, by reading run directories. Torch-free.
 
-A run directory's `config.json` names the folder or Hub id of each model the stage used; a folder inside
+A run directory's `config.json` names the folder or Hub id of each model that the stage used. A folder inside
 another run directory leads to that stage. The records are read as plain JSON, not with the config classes, so
-that run directories of other versions can be read. No path of the machine is kept: an ancestor has a name, a
-kind and a digest. Run directories moved together stay linked.
+that run directories of other versions can be read. An ancestor has a name, a kind and a digest, but no path
+on the machine. Run directories moved together stay linked.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ class Ancestor:
     """One node of a lineage.
 
     `kind` is the stage's kind, or `hub` (a Hub id; `digest` is the commit when it is known), `folder`, `file`
-    (`digest` over the content) or `unknown` (it is no longer there). Stages also carry their config, seed,
-    final metrics and the versions they ran with. `parents` are (name in the config, ancestor); one run
-    directory is one object, however many paths lead to it.
+    (`digest` over the content) or `unknown` (missing). Stages also have their config, seed, final metrics and
+    package versions. `parents` are (name in the config, ancestor). Each run directory is one object, however
+    many paths lead to it.
     """
 
     name: str
@@ -41,13 +41,13 @@ class Ancestor:
 
     @property
     def is_stage(self) -> bool:
-        """Whether this is a stage, not a Hub id, folder or file."""
+        """Whether this is a stage rather than a Hub id, folder or file."""
         return bool(self.config)
 
 
 class Dataset(NamedTuple):
-    """A data set of a stage. `field`: the config field that names it; `digest`: of its present content, ''
-    when it is not here."""
+    """A data set of a stage. `field`: the config field that names it; `digest`: of its current content; ''
+    when it is not on this machine."""
 
     stage: str
     field: str
@@ -59,8 +59,8 @@ def lineage(checkpoint: str | Path) -> Ancestor:
     """Returns the lineage of a checkpoint: a folder in a run directory, any other folder or file, or a Hub
     id.
 
-    The digests of models outside of run directories are kept in the `Digests` file of the checkpoint's
-    artifacts.
+    The digests of models outside run directories are cached in the `Digests` file of the checkpoint's
+    artifacts folder.
     """
     found = stage_of(checkpoint)
     digests = Digests(RunDir(found[0]).artifacts if found else None)
@@ -89,8 +89,8 @@ def nodes(ancestor: Ancestor) -> list[Ancestor]:
 
 
 def trained(ancestor: Ancestor) -> list[Ancestor]:
-    """Returns the chain of models each trained from the one before it, the base model first, without reward
-    models and judges."""
+    """Returns the chain of models, each trained from the one before, starting with the base model; reward
+    models and judges are left out."""
     chain = [ancestor]
     while kind := KINDS.get(chain[-1].config.get("stage", "")):
         key = chain[-1].config.get(kind.start)
@@ -102,7 +102,7 @@ def trained(ancestor: Ancestor) -> list[Ancestor]:
 
 
 def sources(ancestor: Ancestor) -> list[tuple[Ancestor, str, dict[str, Any]]]:
-    """Returns the data of every stage of a lineage as (stage, field of its config such as `data` or
+    """Returns the data sources of every stage of a lineage as (stage, config field such as `data` or
     `prompts`, source)."""
     found = []
     for stage in stages(ancestor):
@@ -115,8 +115,8 @@ def sources(ancestor: Ancestor) -> list[tuple[Ancestor, str, dict[str, Any]]]:
 
 
 def data_of(ancestor: Ancestor, memory: Path | None = None) -> list[Dataset]:
-    """Returns the data sets of every stage of a lineage. Known digests are read from the `Digests` file of
-    the folder `memory`."""
+    """Returns the data sets of every stage of a lineage. Known digests come from the `Digests` file of the
+    folder `memory`."""
     digests = Digests(memory)
     found = []
     for stage, name, source in sources(ancestor):
@@ -128,7 +128,7 @@ def data_of(ancestor: Ancestor, memory: Path | None = None) -> list[Dataset]:
 
 
 def tree(ancestor: Ancestor) -> str:
-    """Returns the lineage as an indented text tree; a stage drawn twice has its parents only the first
+    """Returns the lineage as an indented text tree; a node drawn twice shows its parents only the first
     time."""
     lines: list[str] = []
     drawn: set[int] = set()
@@ -171,7 +171,7 @@ def _ancestor(place: str, known: dict[str, Ancestor], digests: Digests) -> Ances
     key = str(folder.resolve())
     if key not in known:
         # A placeholder while the parents are read, so that a config that names its own directory does not
-        # recurse.
+        # cause endless recursion.
         known[key] = Ancestor(record["name"], record["config"]["stage"], record["digest"])
         result = read_json(folder / RESULT)
         known[key] = Ancestor(

@@ -16,7 +16,7 @@ from rlhf_core.system.files import write_text
 class Tracker:
     """Appends lines to `metrics.jsonl` and scalars to `tensorboard/`, and prints a short progress line.
 
-    After a resume at `first_step` later lines are dropped, so that each step has one line.
+    A resume at `first_step` drops later lines, so that each step has one line.
     """
 
     def __init__(self, run: RunDir, total_steps: int, first_step: int = 0):
@@ -32,7 +32,7 @@ class Tracker:
             self._copy(line)
 
     def log(self, step: int, metrics: Mapping[str, float], show: tuple[str, ...] = ()) -> None:
-        """Writes the metrics of one step; those named in `show` are printed."""
+        """Writes the metrics of one step, and prints those named in `show`."""
         self._file.write(json.dumps({"step": step, "time": time.time(), **metrics}) + "\n")
         self._file.flush()
         for name, value in metrics.items():
@@ -58,8 +58,8 @@ class Tracker:
 
 
 def read_metrics(run_dir: Path) -> list[dict[str, float]]:
-    """Returns all complete lines of a run's `metrics.jsonl`; a last line cut by a kill is left out, a missing
-    file is empty."""
+    """Returns all complete lines of a run's `metrics.jsonl`, without a last line cut by a kill; [] for a
+    missing file."""
     file = run_dir / METRICS
     if not file.is_file():
         return []

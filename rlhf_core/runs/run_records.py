@@ -1,9 +1,9 @@
 """Reads, finds and pins the records of runs, `<artifacts>/<recipe>/runs/<id>.json`, which tasks/report.py
 writes. Torch-free.
 
-A run in progress holds `<id>.lock`, which the system frees when its process dies; `<id>.pin` beside a record
-pins the run. They are separate files, so that only the run writes its record. `<id>.html` is the run's own
-page. A recipe's `run.json` counts as a record where `runs/` does not have it.
+A run in progress holds `<id>.lock`, which the system frees when its process dies. `<id>.pin` beside a record
+pins the run. They are separate files, so that only the run writes its record. `<id>.html` is the run's page.
+A recipe's `run.json` counts as a record if `runs/` lacks that run.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
 
 class Asked(NamedTuple):
-    """What a run was asked for. `source`: path or URI of the recipe; `name`, `id`: of the run; without an id
-    it gets one."""
+    """The request for a run. `source`: path or URI of the recipe; `name`, `id`: the run's; a run without an
+    id gets one."""
 
     source: str = ""
     overrides: tuple[str, ...] = ()
@@ -42,7 +42,7 @@ class Asked(NamedTuple):
 
 
 def new_id(started: float) -> str:
-    """Returns an id for a run that starts at this time, in seconds since 1970."""
+    """Returns an id for a run that starts at the time `started`, in seconds since 1970."""
     return f"{datetime.fromtimestamp(started, UTC):%Y%m%d-%H%M%S}-{secrets.token_hex(3)}"
 
 
@@ -51,8 +51,8 @@ asked: ContextVar[Asked | None] = ContextVar("asked", default=None)
 
 
 class RecordedStage(BaseModel):
-    """A stage of a recorded run. `run_dir` is relative to the artifacts; `status`: what the run did with it;
-    `parents`: other stages."""
+    """A stage of a recorded run. `run_dir` is relative to the artifacts folder; `status`: what the run did
+    with the stage; `parents`: the stages that it depends on."""
 
     name: str
     run_dir: str = Field(pattern=r"^stages/[^/\x00]+$")
@@ -62,10 +62,10 @@ class RecordedStage(BaseModel):
 
 
 class RunRecord(BaseModel):
-    """A recorded run. Earlier layouts lack fields. `state`: done, waits (for a person), failed, gate failed,
-    interrupted, running, killed (it wrote no end, and its process is gone), damaged (its record cannot be
-    read), or unfinished (of earlier layouts); times in seconds since 1970. `why`: of a run that failed before
-    it had any stage."""
+    """A recorded run. Earlier layouts lack some fields. `state`: done, waits (for a person), failed, gate
+    failed, interrupted, running, killed (its process is gone without recording an end), damaged (unreadable
+    record), or unfinished (from earlier layouts). Times are in seconds since 1970. `why`: the reason, for a
+    run that failed before it had any stage."""
 
     file: Path = Path()
     id: str = ""
@@ -89,7 +89,8 @@ class RunRecord(BaseModel):
 
     @property
     def heading(self) -> str:
-        """What tells this run from others of its recipe, for its page: name, id and overrides."""
+        """The heading of the run's page, which distinguishes it from other runs of the recipe: name, id and
+        overrides."""
         label = self.label
         if not self.overrides:
             return label
@@ -108,7 +109,7 @@ class RunRecord(BaseModel):
 
 
 def check_name(name: str | None) -> None:
-    """Raises ValueError for a text that cannot name a run."""
+    """Raises ValueError if a string cannot name a run."""
     if name is not None and not NAME.fullmatch(name):
         raise ValueError(
             f"--name {name[:80]!r}: give 1 to 64 letters, digits, dots, dashes or underscores, first a letter"
@@ -127,8 +128,8 @@ def records(artifacts: Path, read_one: Callable[[Path], RunRecord] | None = None
 
 
 def find_run(artifacts: Path, which: str) -> RunRecord:
-    """Returns a run by its id, by its name (of several runs of that name the newest), or by the beginning of
-    one id. Raises ValueError when there is none, with the nearest, and for the beginning of several ids."""
+    """Returns a run by its id, by its name (the newest run of that name), or by a unique prefix of its id.
+    Raises ValueError if there is none, naming the nearest, and for a prefix of several ids."""
     runs = records(artifacts)
     exact = [run for run in runs if run.id == which] or [run for run in runs if run.name == which]
     if exact:
@@ -147,7 +148,7 @@ def find_run(artifacts: Path, which: str) -> RunRecord:
 
 
 def pin(artifacts: Path, which: str, pinned: bool) -> RunRecord:
-    """Pins or unpins a run. Raises ValueError as `find_run`."""
+    """Pins or unpins a run. Raises ValueError like `find_run`."""
     found = find_run(artifacts, which)
     file = found.file.with_suffix(PIN)
     if pinned:
@@ -158,7 +159,7 @@ def pin(artifacts: Path, which: str, pinned: bool) -> RunRecord:
 
 
 def _nearest(runs: Sequence[RunRecord], which: str) -> list[RunRecord]:
-    """Returns at most MAX_NEAREST runs whose id or name resembles a text; the newest where none does."""
+    """Returns at most MAX_NEAREST runs whose id or name resembles `which`; the newest runs if none does."""
     by_text = {text: run for run in reversed(runs) for text in (run.id, run.name) if text}
     close = difflib.get_close_matches(which, by_text, MAX_NEAREST)
     unique = {by_text[text].id: by_text[text] for text in close}
@@ -173,10 +174,10 @@ def _listed(runs: Sequence[RunRecord]) -> str:
 def kept(
     runs: Sequence[RunRecord], keep_runs: int | None = None, not_before: float | None = None
 ) -> set[str]:
-    """Returns the ids of runs whose stages are kept; `runs` are the newest first.
+    """Returns the ids of the runs whose stages are kept. `runs` are sorted newest first.
 
-    They are the newest `keep_runs` of each recipe that had stages, those that began at `not_before` or later,
-    pinned ones, those in progress and those that wait for a person; all when neither is given.
+    Kept are each recipe's newest `keep_runs` runs that had stages, runs that began at `not_before` or later,
+    and runs that are pinned, in progress or waiting for a person. All are kept when neither limit is given.
     """
     if keep_runs is None and not_before is None:
         return {run.id for run in runs}
@@ -193,8 +194,8 @@ def kept(
 
 
 def _waits(run: RunRecord, runs: Sequence[RunRecord]) -> bool:
-    """Returns whether a run waits for a person and no later run has its stages: a resumed run has a record of
-    its own."""
+    """Returns whether a run waits for a person and no later run has its stages, as a resumed run has its own
+    record."""
     stages = {stage.run_dir for stage in run.stages}
     later = (other for other in runs if other.recipe == run.recipe and other.started > run.started)
     return run.state == "waits" and not any(
@@ -203,8 +204,8 @@ def _waits(run: RunRecord, runs: Sequence[RunRecord]) -> bool:
 
 
 def read(file: Path, held: Callable[[Path], bool] = is_locked) -> RunRecord:
-    """Reads a record, also `run.json`. One that cannot be read has the state `damaged`. `held`: whether a
-    process holds a lock file."""
+    """Reads a record, which may be `run.json`. An unreadable record has the state `damaged`. `held` returns
+    whether a process holds a lock file."""
     recipe, identity = (
         (file.parent.name, f"{file.parent.name}/{RUN}")
         if file.name == RUN
@@ -212,7 +213,7 @@ def read(file: Path, held: Callable[[Path], bool] = is_locked) -> RunRecord:
     )
     own = {"file": file, "id": identity, "recipe": recipe, "pinned": file.with_suffix(PIN).exists()}
     own["started"] = file.stat().st_mtime if file.exists() else 0.0
-    running = held(file.with_suffix(LOCK))  # looked at first: a run writes its end before it lets go
+    running = held(file.with_suffix(LOCK))  # checked first: a run records its end before it frees the lock
     try:
         run = RunRecord.model_validate_json(file.read_bytes())
     except (OSError, ValueError):

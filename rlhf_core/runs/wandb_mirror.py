@@ -1,8 +1,8 @@
 """Sends a stage's metrics to Weights & Biases through its client, whose own process uploads them.
 
 No failure of W&B ends a stage: an error becomes one line in the log, and waits end after START_SECONDS and
-FINISH_SECONDS. What a server did not take stays in the stage's `.wandb`, for `wandb sync`. A resumed stage
-continues its W&B run, and sends no step twice.
+FINISH_SECONDS. Data that a server did not accept stays in the stage's `.wandb`, for `wandb sync`. A resumed
+stage continues its W&B run and sends no step twice.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from rlhf_core.runs.run_dir import REQUEST, RunDir
 from rlhf_core.system.files import write_text
 from rlhf_core.system.redaction import without_passwords
 
-FOLDER = ".wandb"  # W&B's client uses it if it exists, else `wandb`; the store does not copy dotted names
+FOLDER = ".wandb"  # W&B's client uses it if it exists, else `wandb`; the store skips dotted names
 KEY_ENV = "WANDB_API_KEY"
 MODE_ENV = "WANDB_MODE"
 PROBE_SECONDS = 3.0
@@ -38,13 +38,13 @@ class Mirror:
             self._board = _started(run)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Sends the metrics of one step, unless W&B has it."""
+        """Sends the metrics of one step, unless W&B already has the step."""
         if self._board is not None and step >= self._board.step:
             with self._logged():
                 self._board.log(dict(metrics), step=step)
 
     def close(self) -> None:
-        """Waits at most FINISH_SECONDS for what is not sent yet."""
+        """Waits at most FINISH_SECONDS for unsent data."""
         if self._board is not None:
             with self._logged():
                 self._board.finish()
@@ -64,7 +64,7 @@ class Mirror:
 
 
 def mirror_of(run: RunDir) -> Mirror | None:
-    """Starts to mirror a stage's metrics when its `config.json` names a W&B project; else returns None."""
+    """Returns a mirror of a stage's metrics if its `config.json` names a W&B project, else None."""
     return Mirror(run) if (run / REQUEST).is_file() and run.request().wandb else None
 
 
@@ -119,8 +119,8 @@ def _answers(url: str) -> bool:
 
 
 def _identity(run: RunDir, digest: str) -> str:
-    """Returns the id of the W&B run: the same for each attempt in this directory, another for the same digest
-    in other directories."""
+    """Returns the id of the W&B run: the same for each attempt in this directory, but different for the same
+    digest in other directories."""
     file = run / FOLDER / "id"
     if not file.is_file():
         file.parent.mkdir(exist_ok=True)

@@ -1,7 +1,7 @@
 """Digests local files and folders with a cache, writes files atomically, and locks them.
 
 Digests are cached in `<artifacts>/.digests.json` by path, size and mtime. A file changed within the last two
-seconds is not cached, so that a second change in the same tick of the clock is seen. A missing path has the
+seconds is not cached, so that a second change in the same clock tick is noticed. A missing path has the
 digest `absent`, so that a recipe can be planned on a machine without its files.
 """
 
@@ -26,11 +26,11 @@ from rlhf_core.system import progress
 ABSENT = "absent"
 SETTLED_SECONDS = 2.0
 
-_hashed: dict[tuple[int, int, int, int], str] = {}  # of `file_digest`, by `_identity`
+_hashed: dict[tuple[int, int, int, int], str] = {}  # the results of `file_digest`, by `_identity`
 
 
 class Digests:
-    """SHA-256 digests of files, cached in `folder` when that is given, exists and can be written to."""
+    """SHA-256 digests of files, cached in `folder` if it is given, exists and is writable."""
 
     def __init__(self, folder: Path | None = None):
         self._store = (folder or Path(os.devnull)) / ".digests.json"
@@ -38,9 +38,9 @@ class Digests:
         self._before = dict(self._known)
 
     def of(self, path: Path) -> str:
-        """Returns the digest of a file, or of a folder's names and contents without hidden ones; `absent`
-        when there is neither."""
-        if os.path.isfile(path):  # False also for a name that no file system takes
+        """Returns the digest of a file, or of the names and contents of a folder's files without hidden ones;
+        `absent` if there is neither."""
+        if os.path.isfile(path):  # also False for a name that no file system accepts
             return self._file(path.resolve())
         if not os.path.isdir(path):
             return ABSENT
@@ -49,8 +49,8 @@ class Digests:
         return digest({name.as_posix(): self._file((path / name).resolve()) for name in names})
 
     def save(self) -> None:
-        """Writes new digests to the cache. A folder that is missing or read-only is no error: the cache only
-        saves time."""
+        """Writes new digests to the cache. A missing or read-only folder is not an error, because the cache
+        only saves time."""
         if self._known != self._before:
             with contextlib.suppress(OSError, ValueError):
                 write_text(self._store, json.dumps(self._known, indent=0))
@@ -68,8 +68,8 @@ class Digests:
 
 @contextlib.contextmanager
 def locked(path: Path, wait_seconds: float = 0.0) -> Iterator[bool]:
-    """Holds a lock file until the block ends; the system frees it when the process dies. Yields whether it
-    was had in `wait_seconds`."""
+    """Holds a lock file until the block ends; the system frees it when the process dies. Yields whether the
+    lock was acquired within `wait_seconds`."""
     path.parent.mkdir(parents=True, exist_ok=True)
     lock = FileLock(path, timeout=wait_seconds)
     try:
@@ -84,7 +84,7 @@ def locked(path: Path, wait_seconds: float = 0.0) -> Iterator[bool]:
 
 
 def is_locked(path: Path) -> bool:
-    """Returns whether a process holds a lock file, or it cannot be opened."""
+    """Returns whether a process holds a lock file, or the file cannot be opened."""
     if not path.exists():
         return False
     try:
@@ -109,8 +109,8 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def tail(path: Path, count: int = 1) -> str:
-    """Returns the last lines of a log that are not blank, at most 20,000 bytes, without colour codes; '' when
-    there is none."""
+    """Returns the last `count` non-blank lines in the last 20,000 bytes of a log, without colour codes; '' if
+    there are none."""
     try:
         with path.open("rb") as file:
             file.seek(max(0, path.stat().st_size - 20_000))
@@ -121,8 +121,8 @@ def tail(path: Path, count: int = 1) -> str:
 
 
 def write_bytes(path: Path, content: bytes) -> None:
-    """Writes a file atomically, as `write_text`. An OSError names the file, which Python's of a full disk
-    does not."""
+    """Writes a file atomically, like `write_text`. OSErrors name the file, unlike Python's for a full
+    disk."""
     # machines that share the folder may have equal process ids
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
     try:
@@ -139,9 +139,9 @@ def write_bytes(path: Path, content: bytes) -> None:
 
 
 def link_tree(source: Path, target: Path) -> None:
-    """Makes a new folder `target` of hard links to the files of another, or of copies where the file system
-    has no links."""
-    shutil.rmtree(target, ignore_errors=True)  # of an attempt that was killed
+    """Creates the folder `target` with hard links to the files of `source`, or copies if the file system has
+    no links."""
+    shutil.rmtree(target, ignore_errors=True)  # left by a killed attempt
     shutil.copytree(source, target, copy_function=_linked)
 
 
@@ -153,7 +153,7 @@ def _linked(source: str, target: str) -> None:
 
 
 def sync_to_disk(*places: Path) -> None:
-    """Calls fsync on files and folders, with all below them, so that their content survives a power
+    """Calls fsync on files and folders, and on everything below them, so that their content survives a power
     failure."""
     for place in places:
         for path in (place, *place.rglob("*")) if place.is_dir() else (place,):
@@ -172,9 +172,9 @@ def sync_to_disk(*places: Path) -> None:
 
 
 def file_digest(path: Path) -> str:
-    """Returns the SHA-256 of a file in hex. A process reads a file once, with all its hard links, until its
+    """Returns the SHA-256 of a file in hex. A process reads a file and its hard links only once, until its
     size or mtime changes."""
-    identity = _identity(path)  # before it is read: a file that is replaced meanwhile has another identity
+    identity = _identity(path)  # taken before the read: a file replaced meanwhile has another identity
     known = _hashed.get(identity)
     if known is not None:
         return known
@@ -186,7 +186,7 @@ def file_digest(path: Path) -> str:
 
 
 def remember_digest(path: Path, sha256: str) -> None:
-    """Makes `file_digest` return a digest that is known of a file, until the file's size or mtime changes."""
+    """Makes `file_digest` return a known digest for a file, until the file's size or mtime changes."""
     _hashed[_identity(path)] = sha256
 
 

@@ -1,7 +1,7 @@
 """Pauses Python's garbage collector during work that creates many long-lived objects.
 
-There the collector traverses many objects and frees almost none: a fifth of the time of importing a large
-library, and as much of an engine's step over thousands of requests.
+During such work the collector traverses many objects and frees almost none. It takes a fifth of the time of
+importing a large library, and as much of an engine's step over thousands of requests.
 """
 
 from __future__ import annotations

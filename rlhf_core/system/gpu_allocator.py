@@ -1,10 +1,10 @@
-"""Sets what PyTorch's allocators leave to the caller: expandable segments, which do not work everywhere, and
-the size of pinned blocks.
+"""Controls two aspects of PyTorch's allocators: expandable segments, which do not work everywhere, and the
+size of pinned blocks.
 
-PyTorch's allocator of GPU memory uses expandable segments, to avoid fragmentation, when the user sets
+PyTorch's GPU allocator uses expandable segments, to avoid fragmentation, when the user sets
 `expandable_segments:True` in PYTORCH_ALLOC_CONF (or PYTORCH_CUDA_ALLOC_CONF, its older name). Other processes
-cannot open such memory by a CUDA IPC handle, and vLLM's sleep mode uses a memory pool of its own that does
-not support them. Its allocator of pinned memory rounds each block up to a power of two.
+cannot open such memory through a CUDA IPC handle, and the memory pool of vLLM's sleep mode does not support
+such segments. PyTorch's pinned-memory allocator rounds each block up to a power of two.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ if TYPE_CHECKING:
 
 VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # PyTorch reads the first that is not empty
 SEGMENTS = "expandable_segments"
-BLOCK = 2**32  # bytes of a block of pinned memory that tensors share, at most
+BLOCK = 2**32  # most bytes of a block of pinned memory that tensors share
 
 
 def give_up_segments(environment: MutableMapping[str, str]) -> None:
-    """Removes the setting from an environment. Call it before the process allocates GPU memory."""
+    """Removes the setting from an environment. Must be called before the process allocates GPU memory."""
     for name in VARIABLES:
         if environment.get(name):
             environment[name] = _others(environment[name])
@@ -38,7 +38,7 @@ def wants_segments() -> bool:
 
 
 def shared_bytes(size: int, device: torch.device) -> torch.Tensor:
-    """Returns an uninitialised tensor of `size` bytes, uint8, in memory that other processes can open by a
+    """Returns an uninitialised uint8 tensor of `size` bytes in memory that other processes can open through a
     CUDA IPC handle."""
     import torch
 
@@ -57,15 +57,15 @@ def pinned_bytes(size: float) -> float:
 
 
 def move_to_pinned(tensors: Sequence[torch.Tensor]) -> None:
-    """Moves the data of tensors to pinned host memory, many in one block; without CUDA to ordinary memory.
-    The largest come first, each into the first block with room: little more is pinned than they hold, and the
-    host holds no more than a block twice."""
+    """Moves the data of tensors to pinned host memory, or to ordinary memory without CUDA, many tensors to a
+    block. The largest go first, each into the first block with room. So little more is pinned than the
+    tensors hold, and the host holds at most one block's data twice."""
     import torch
 
     def aligned(tensor: torch.Tensor) -> int:
         return -(-tensor.nbytes // 64) * 64
 
-    blocks: list[torch.Tensor] = []  # what is left of each
+    blocks: list[torch.Tensor] = []  # the free part of each
     left = sum(map(aligned, tensors))
     for tensor in sorted(tensors, key=aligned, reverse=True):
         size = aligned(tensor)
@@ -90,10 +90,10 @@ def _others(settings: str) -> str:
 
 
 def _apply(settings: str) -> None:
-    """Sets the allocator's settings, all of them: what `settings` leaves out goes back to its default.
+    """Replaces all settings of the allocator. Those not in `settings` return to their defaults.
 
-    A private function of PyTorch, made for 2.11 to 2.13. Without it the allocator stays as it is, and a line
-    in the log says so.
+    Uses a private function of PyTorch 2.11 to 2.13. Without it the allocator stays unchanged, and a line in
+    the log says so.
     """
     import torch
 

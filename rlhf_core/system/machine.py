@@ -1,4 +1,4 @@
-"""Counts this process's CPUs, GPUs and free memory, and explains errors of writing to a disk. Torch-free."""
+"""Counts this process's CPUs, GPUs and free memory, and explains disk write errors. Torch-free."""
 
 from __future__ import annotations
 
@@ -12,16 +12,18 @@ import psutil
 
 
 class MachineLacks(RuntimeError):
-    """The recipe is right, this machine is not enough for it. One sentence (a line) for each thing."""
+    """Raised when the recipe is right but this machine lacks something for it. The message has one sentence
+    (a line) per lack."""
 
 
 class NodeLost(RuntimeError):
-    """Says that a node of the Ray cluster, or its head, ended or cannot be reached. The stage can go on when
-    it is started again."""
+    """Raised when a node of the Ray cluster, or its head, has ended or cannot be reached. The stage can
+    continue when it is started again."""
 
 
 class Unreachable(ConnectionError):
-    """A service gave no answer in all attempts, or only that it is busy or down. One sentence."""
+    """Raised when a service did not answer in any attempt, or only that it is busy or down. The message is
+    one sentence."""
 
 
 def num_cpus() -> int:
@@ -51,8 +53,8 @@ def gpu_devices() -> int:
 
 
 def free_memory() -> int:
-    """Returns the bytes of host memory that can be had without swapping, limited by a container's (cgroup
-    v2)."""
+    """Returns the bytes of host memory available without swapping, limited by a container's memory limit
+    (cgroup v2)."""
     free = int(psutil.virtual_memory().available)
     group = Path("/sys/fs/cgroup")
     try:
@@ -66,9 +68,9 @@ def free_memory() -> int:
 
 
 def give_back_freed_memory() -> None:
-    """Makes the C library give memory back to the system as it is freed, blocks above 1 MiB at once; it keeps
-    hundreds of megabytes for later otherwise. Each later block costs a call of the system. Does nothing where
-    the C library is not glibc."""
+    """Makes the C library return freed memory to the system, blocks above 1 MiB at once; otherwise it keeps
+    hundreds of megabytes. Each later block costs a system call. Does nothing if the C library is not
+    glibc."""
     with suppress(OSError, AttributeError):
         libc = ctypes.CDLL(None)
         libc.mallopt(-3, 2**20)  # M_MMAP_THRESHOLD
@@ -77,8 +79,8 @@ def give_back_freed_memory() -> None:
 
 
 def gpu_names() -> tuple[str, ...]:
-    """Returns the GPUs this process can see, as CUDA_VISIBLE_DEVICES of a child names them: numbers, or the
-    names in this process's own."""
+    """Returns the GPUs this process can see, as a child's CUDA_VISIBLE_DEVICES names them: numbers, or the
+    names in this process's own variable."""
     visible = [
         device.strip()
         for device in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
@@ -96,8 +98,8 @@ DISK_PROBLEMS = {
 
 
 def disk_problem(error: BaseException) -> str | None:
-    """Returns why nothing more can be written, and what to do, when an error or one of its causes is of that
-    kind; else None.
+    """Returns why the disk cannot be written to, and what to do, if an error or one of its causes is such an
+    error; else None.
 
     Libraries written in other languages (safetensors) raise their own classes, with the errno in the text.
     """

@@ -26,14 +26,14 @@ GIVE_UP_SECONDS = 60.0
 
 
 def start() -> None:
-    """Marks this process's environment and starts its watcher: processes started later are ended when this
-    process has ended."""
+    """Marks this process's environment and starts its watcher, which ends the processes started later when
+    this process has ended."""
     if sys.platform != "linux":
         return
     unmarked = {key: value for key, value in os.environ.items() if key != MARK}
     os.environ[MARK] = uuid.uuid4().hex
     subprocess.Popen(
-        # by path: none of our packages is imported
+        # by path, so that none of our packages is imported
         [sys.executable, "-P", __file__, str(os.getpid()), os.environ[MARK]],
         env=unmarked,
         start_new_session=True,
@@ -44,8 +44,8 @@ def start() -> None:
 
 
 def end_with_parent(number: signal.Signals) -> None:
-    """Makes the kernel send this signal to this process when the thread that started it ends, also by kill
-    -9. Linux only, else nothing."""
+    """Makes the kernel send this signal to this process when the thread that started it ends, even by kill
+    -9. Does nothing outside Linux."""
     prctl(PR_SET_PDEATHSIG, number)
 
 
@@ -65,8 +65,8 @@ def marked(mark: str) -> list[int]:
 
 
 def main(parent: int, mark: str) -> None:
-    """Waits for the end of process `parent`, then ends marked processes: TERM, KILL after GRACE_SECONDS, for
-    GIVE_UP_SECONDS at most."""
+    """Waits until process `parent` ends, then ends marked processes: TERM first, KILL after GRACE_SECONDS,
+    for at most GIVE_UP_SECONDS."""
     while os.getppid() == parent:
         time.sleep(POLL_SECONDS)
     start = time.monotonic()

@@ -1,5 +1,5 @@
-"""Defines exit codes and environment of stage processes, distinguishes errors of our own code from those of
-libraries, ends processes and process groups, and imports the files of users."""
+"""Defines the exit codes and environment of stage processes, distinguishes errors of our code from those of
+libraries and users, ends processes and process groups, and imports users' files."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ from typing import Any, NamedTuple, NoReturn
 
 import psutil
 
-# variable: the descriptor of the listening socket that a process inherits to answer on
+# variable with the descriptor of the listening socket that a process inherits to answer on
 LISTENER = "ALIGNFLOW_LISTENER"
 FAILED = 1
 WRONG_INPUT = 2
-ENVIRONMENT = 3  # exit codes of a stage: it ended; the user's mistake; a package or device is lacking
+ENVIRONMENT = 3  # exit codes of a stage: it failed; the user's mistake; a missing package or device
 
 
 ROOT = Path(__file__).parents[2]
 
 
 OURS = ("flows", "tasks", "evaluation", "rlhf_core")
-LASTING = (  # errors of a program, which no later attempt is without
+LASTING = (  # programming errors, which every later attempt would repeat
     NameError,
     TypeError,
     AttributeError,
@@ -53,23 +53,23 @@ WRONG_CALL = re.compile(
 
 def raised_by_us(error: BaseException, packages: Collection[str] = OURS) -> bool:
     """Returns whether one of these packages raised an error, so that its message is for the user; a library's
-    needs its traceback."""
+    error needs its traceback."""
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     return bool(frames) and str(frames[-1].f_globals.get("__name__", "")).split(".")[0] in packages
 
 
 def module_path() -> dict[str, str]:
-    """Returns the variables of a child's module path. A checkout that is not installed is on it; the working
-    directory is not, in the child or in any process it starts (PYTHONSAFEPATH): a user's `tasks.py` there
-    would be imported in place of ours."""
+    """Returns the variables that set a child's module path. It includes a checkout that is not installed. It
+    excludes the working directory, in the child and in any process it starts (PYTHONSAFEPATH), because a
+    user's `tasks.py` there would be imported in place of ours."""
     ours = "" if ROOT.name in ("site-packages", "dist-packages") else str(ROOT)
     paths = list(filter(None, [os.environ.get("PYTHONPATH"), ours]))
     return {"PYTHONSAFEPATH": "1"} | ({"PYTHONPATH": os.pathsep.join(paths)} if paths else {})
 
 
 def child_environment() -> dict[str, str]:
-    """Returns the environment of a stage's process. The auth string of Prefect's API is left out: a stage
-    calls nothing of Prefect."""
+    """Returns the environment of a stage's process. The auth string of Prefect's API is left out, as stages
+    do not call Prefect."""
     kept = {name: value for name, value in os.environ.items() if not name.endswith("API_AUTH_STRING")}
     return kept | {"PYTHONUNBUFFERED": "1"} | module_path()
 
@@ -80,24 +80,25 @@ def age_of_this_process() -> float:
 
 
 def kill_group(leader: int) -> None:
-    """Kills a process that began a session, and what it has started."""
+    """Kills a process that leads a process group, and the processes in the group."""
     with suppress(ProcessLookupError):
         os.killpg(leader, signal.SIGKILL)
 
 
 def end_process(code: int) -> NoReturn:
-    """Ends this process as Python does, but without taking its modules apart, which takes seconds after large
-    libraries: waits for its threads, calls what was registered with `atexit`, writes what is buffered."""
+    """Ends this process as Python does, but without tearing down modules, which takes seconds with large
+    libraries: waits for threads, calls functions registered with `atexit`, and flushes buffered output."""
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):
-        with suppress(OSError, ValueError):  # nobody reads it, or it is closed
+        with suppress(OSError, ValueError):  # the stream has no reader, or is closed
             stream.flush()
     os._exit(code)
 
 
 def how_ended(code: int) -> str:
-    """Says how a process ended. `code`: as of `subprocess.Popen.returncode`, -n when signal n ended it."""
+    """Returns how a process ended, in words. `code`: like `subprocess.Popen.returncode`, -n if signal n ended
+    it."""
     if code >= 0:
         return f"exited with status {code}"
     try:
@@ -110,10 +111,10 @@ def how_ended(code: int) -> str:
 
 
 class UsersError(NamedTuple):
-    """Describes an error of a user's code. `text`: type, message, file and line. `place`: type, file and line
-    of an error that every attempt meets again, such as a NameError; "" for one that a later attempt may not
-    meet, such as one of the network. `certain`: what the code is called with makes no difference, as of a
-    NameError; False where another answer of a model might be no error."""
+    """Describes an error in a user's code. `text`: type, message, file and line. `place`: type, file and line
+    of an error that every attempt would repeat, such as a NameError; "" for one that a later attempt may
+    avoid, such as a network error. `certain`: whether the error occurs whatever the arguments, like a
+    NameError; False if another model answer might not cause it."""
 
     text: str
     place: str
@@ -121,8 +122,8 @@ class UsersError(NamedTuple):
 
 
 def users_error(error: BaseException, file: Path, called: Callable[..., Any] | None = None) -> UsersError:
-    """Describes what the code in `file`, or in modules beside it, raised. Without a line of theirs in the
-    traceback it names the line that defines `called`."""
+    """Describes an error raised by the code in `file` or in modules beside it. If the traceback has no line
+    of theirs, names the line that defines `called`."""
     line = _users_line(error, file)
     code = getattr(inspect.unwrap(called), "__code__", None) if called is not None else None
     if not line and code is not None:
@@ -137,13 +138,13 @@ def users_error(error: BaseException, file: Path, called: Callable[..., Any] | N
 
 
 def _meets_every_call(error: BaseException) -> bool:
-    """Returns whether an error is one of the code's text: a name or module that is nowhere, a call of a
-    function with other arguments than it takes. A local variable may have no value for some inputs, and
-    unpacked arguments (`f(*words)`) may be too many for some."""
+    """Returns whether an error occurs for all inputs: an undefined name or module, or a call with arguments
+    that the function does not accept. Local variables without a value and unpacked arguments (`f(*words)`) do
+    not count, as they may fail only for some inputs."""
     if isinstance(error, ImportError | SyntaxError):
         return True
     if isinstance(error, NameError):
-        return str(error).startswith("name ")  # else of a local variable, or one of an outer function
+        return str(error).startswith("name ")  # others concern a local variable or an outer function's
     if isinstance(error, AttributeError):
         return isinstance(error.obj, ModuleType)
     return isinstance(error, TypeError) and bool(WRONG_CALL.search(str(error))) and not _unpacks(error)
@@ -158,8 +159,7 @@ def _unpacks(error: BaseException) -> bool:
 
 
 def _users_line(error: BaseException, file: Path) -> str:
-    """Returns the innermost file and line of the user's code that a traceback names; "" where it names
-    none."""
+    """Returns the innermost file and line of the user's code in a traceback; "" if there is none."""
     if isinstance(error, SyntaxError) and error.filename:
         return f"{error.filename}, line {error.lineno}"
     found = ""
@@ -173,8 +173,8 @@ def _users_line(error: BaseException, file: Path) -> str:
 
 
 def users_module(file: Path, what: str) -> ModuleType:
-    """Imports a user's Python file; modules beside it can be imported by it. `what` it is, for messages.
-    Raises ValueError when there is none, or it raises."""
+    """Imports a user's Python file, which may import modules beside it. `what` describes it in messages.
+    Raises ValueError if there is no such file, or if its import raises."""
     spec = importlib.util.spec_from_file_location(file.stem, file)
     if spec is None or spec.loader is None or not file.is_file():
         raise ValueError(f"there is no Python file {file}; correct the path of the {what}")

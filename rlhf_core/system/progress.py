@@ -1,4 +1,4 @@
-"""The progress of this process, counted where work gets done, so that a waiting process can distinguish slow
+"""Counts the progress of this process where work gets done, so that a waiting process can distinguish slow
 work from none. Torch-free."""
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-# names the file to which the children of a process append a byte for each part of their work
+# names the file to which child processes append a byte for each part of their work
 CHILDREN = "ALIGNFLOW_PROGRESS"
 
 _steps = 0
@@ -16,7 +16,8 @@ _folders: list[Path] = []
 
 
 def made() -> None:
-    """A part of the work is done: a pass over a micro-batch, a step of an engine, a group of weights."""
+    """Records that a part of the work is done: a pass over a micro-batch, an engine step, a group of
+    weights."""
     global _steps
     place = os.environ.get(CHILDREN)
     if place:
@@ -27,15 +28,15 @@ def made() -> None:
 
 
 def count_children() -> None:
-    """From now on the progress of child processes is progress of this one. The file is in memory, and ends
+    """Makes the progress of child processes count as progress of this one. The file is in memory and ends
     with this process."""
     os.environ[CHILDREN] = f"/proc/{os.getpid()}/fd/{os.memfd_create('progress')}"
 
 
 @contextmanager
 def files(folder: Path) -> Iterator[None]:
-    """While open, bytes that appear in files of the folder, or that this process reads from them, are
-    progress too."""
+    """Within the block, counts bytes that appear in files of the folder, or that this process reads from
+    them, as progress."""
     _folders.append(folder)
     try:
         yield
@@ -44,7 +45,7 @@ def files(folder: Path) -> Iterator[None]:
 
 
 def seen() -> str:
-    """A text that is another one when there was progress."""
+    """Returns a string that changes whenever progress is made."""
     folders = list(_folders)
     written = [file for folder in folders for file in folder.rglob("*")]
     opened = Path("/proc/self/fd").glob("*") if folders else []
@@ -58,8 +59,8 @@ def seen() -> str:
 
 
 def between(pairs: Iterable[tuple[str, str]]) -> str:
-    """Returns in words what was done between two texts of `seen`, of one process each: parts of work
-    (`made`), and bytes written. A text may be empty: nothing was seen then."""
+    """Returns in words the work done between the two `seen` strings of each process: parts of work (`made`)
+    and bytes written. An empty string means that nothing was seen."""
     counted = [
         tuple([int(count) for count in (text or "0/0").split("/")[:2]] for text in pair) for pair in pairs
     ]
@@ -75,7 +76,7 @@ def _size(file: Path) -> int:
 
 
 def _position(descriptor: str) -> int:
-    """Bytes before the place at which an open file is read or written."""
+    """Returns the position in bytes at which an open file is read or written."""
     try:
         return int(Path(f"/proc/self/fdinfo/{descriptor}").read_text().split()[1])
     except OSError:  # closed meanwhile

@@ -3,9 +3,9 @@ GRACE_SECONDS COMMAND...`
 
 Runs as the parent of COMMAND, in its own session. It adopts every descendant whose parent dies (daemons that
 Ray detaches, for example) and ends them all, TERM first and KILL after the grace period, as soon as COMMAND
-ends, SIGTERM arrives, or PARENT_PID has ended, also by kill -9. Its exit code is COMMAND's (128 + n for
-signal n). This needs Linux (PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER). Elsewhere the parent is polled and
-COMMAND's process group is ended, but a daemon that leaves the group is not found.
+ends, SIGTERM arrives, or PARENT_PID ends, even by kill -9. Its exit code is COMMAND's (128 + n for signal n).
+This needs Linux (PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER). Elsewhere the parent is polled and COMMAND's
+process group is ended, but a daemon that leaves the group is not found.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ LINUX = sys.platform == "linux"
 
 
 def main(parent: int, grace_seconds: float, command: Sequence[str]) -> int:
-    """Runs `command` and ends its descendants; returns its exit code, 1 when process `parent` has already
+    """Runs `command`, ends its descendants, and returns its exit code; 1 if process `parent` has already
     ended."""
     stop = False
 
@@ -43,8 +43,8 @@ def main(parent: int, grace_seconds: float, command: Sequence[str]) -> int:
     prctl(PR_SET_CHILD_SUBREAPER, 1)
     if os.getppid() != parent:
         return 1  # the parent died before PR_SET_PDEATHSIG was set
-    # It inherits what this process was given to pass on (pass_fds): no other descriptor of a Python process
-    # is inheritable.
+    # The child inherits only the descriptors given to this process to pass on (pass_fds): no others are
+    # inheritable.
     child = subprocess.Popen(
         command, start_new_session=True, preexec_fn=_as_child, stdin=subprocess.DEVNULL, close_fds=False
     )
@@ -72,8 +72,8 @@ def _runs(process: psutil.Process) -> bool:
 
 
 def _end_all(child: int, grace_seconds: float) -> int | None:
-    """Sends TERM to all descendants, KILL after the grace period, until none is left. Returns the child's
-    exit code if it was running."""
+    """Sends TERM to all descendants, then KILL after the grace period, until none is left. Returns the
+    child's exit code if it was running."""
     code: int | None = None
     deadline = time.monotonic() + grace_seconds
     signalled: set[int] = set()

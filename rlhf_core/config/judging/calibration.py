@@ -1,4 +1,4 @@
-"""Comparison of a judge with people, and when two judges of a recipe are the same."""
+"""Configures the comparison of a judge with people, and identifies equal judges of a recipe."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from rlhf_core.config.processes import Groups
 from rlhf_core.records import NotInDigest, Positive, check
 from rlhf_core.system.files import digest
 
-STOPPING = ("interval_width", "sequential_questions")  # when a chat judge stops asking changes no verdict
-# a rule knows the answers
+STOPPING = ("interval_width", "sequential_questions")  # they decide when a chat judge stops, not its verdicts
+# without rule judges, which know the answers
 FallibleJudge = Annotated[RewardJudge | OpenAIJudge | VllmJudge, Field(discriminator="kind")]
 
 
 class Calibration(Gated):
-    """A judge on pairs that people have labelled, two games a pair with the answers swapped: agreement, kappa
-    and biases."""
+    """Runs a judge on pairs labelled by people, two games per pair with the answers swapped, and measures
+    agreement, kappa and biases."""
 
     stage: Literal["calibration"] = "calibration"
     judge: FallibleJudge = Field(
@@ -57,7 +57,7 @@ class Calibration(Gated):
 
     @property
     def local_judge(self) -> str | None:
-        """The name of the model that judges here; None of a judge behind an endpoint."""
+        """The name of the model of a local judge; None for a judge behind an endpoint."""
         match self.judge:
             case RewardJudge():
                 return self.judge.reward
@@ -83,9 +83,9 @@ class Calibration(Gated):
 
 
 def judge_identity(judge: Judge, inputs: Mapping[str, str]) -> str:
-    """Returns a digest of all that decides a judge's verdicts: its fields, and the place of its checkpoint,
-    which in a recipe is a folder named by the digest of its stage, a local folder, or a Hub id at a commit.
-    `inputs` maps names to these places, as in a request."""
+    """Returns a digest of everything that decides a judge's verdicts: its fields and the place of its
+    checkpoint. In a recipe this is a folder named after its stage's digest, a local folder, or a Hub id at a
+    commit. `inputs` maps names to these places, as in a request."""
     decides = [
         name
         for name, field in type(judge).model_fields.items()
@@ -102,8 +102,8 @@ def judge_identity(judge: Judge, inputs: Mapping[str, str]) -> str:
 
 
 def _place(name: str, inputs: Mapping[str, str]) -> str:
-    """Returns the place of a model, of a stage's output without the artifacts folder, which may be another
-    one on another machine."""
+    """Returns the place of a model. For a stage's output it omits the artifacts folder, which differs between
+    machines."""
     place = inputs.get(name, name)
     parts = PurePath(place).parts
     return "/".join(parts[parts.index("stages") + 1 :]) if "stages" in parts else place

@@ -1,4 +1,4 @@
-"""Drift of a loop: what is compared with what, and how often anchors are judged again."""
+"""Configures the drift check of a loop: what is compared, and how often anchors are judged again."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from rlhf_core.records import Config, NotInDigest, Positive, Rate, check
 
 
 class Anchors(Config):
-    """Pairs of answers with verdicts of the past, which a judge gives again (docs/how-to/drift.md)."""
+    """Pairs of answers with past verdicts, which a judge judges again (docs/how-to/drift.md)."""
 
     pairs: Source = Field(description="rows with prompt, answer_a, answer_b and verdict: A, B or tie")
     judge: Judge = Field(description="judge whose verdicts are compared with those of the rows")
@@ -39,8 +39,8 @@ class Anchors(Config):
 
 
 class Drift(Gated):
-    """Compares the present of a loop with a fixed past: prompts, answers, refusals, judge and reward model,
-    anchors, KL."""
+    """Compares the current state of a loop with a fixed past: prompts, answers, refusals, judge and reward
+    model, anchors, KL."""
 
     stage: Literal["drift"] = "drift"
     model: str = Field(description="model of the present; a loop: its last round")

@@ -19,14 +19,14 @@ from rlhf_core.records import RECIPE_ONLY, Config, No, NotInDigest, Positive, Ra
 
 
 class RuleJudge(Config):
-    """A right answer wins against a wrong one; each question has its known answer."""
+    """A right answer wins against a wrong one. Each question has a known answer."""
 
     kind: Literal["rule"] = "rule"
     answer_key: str = Field("answer", description="column of the questions with the known answer")
 
 
 class RewardJudge(Config):
-    """The higher score of a reward model wins; a difference below `tie` is a tie."""
+    """The answer with the higher reward model score wins. A difference below `tie` is a tie."""
 
     kind: Literal["reward"] = "reward"
     reward: str = Field("reward_model", description="reward model")
@@ -149,8 +149,8 @@ class Endpoint(Remote):
 
 
 class RewardEvaluation(Config):
-    """Reward models on held-out preference pairs: accuracy, calibration, length bias, agreement with each
-    other."""
+    """Evaluates reward models on held-out preference pairs: accuracy, calibration, length bias, agreement
+    with each other."""
 
     models: tuple[str, ...] = Field(("reward_model",), description="reward models", min_length=1)
     data: Data = Field(description="held-out rows with prompt, chosen and rejected")
@@ -159,7 +159,8 @@ class RewardEvaluation(Config):
 
 
 class Evaluation(Gated, Sampling):
-    """Pairwise battles of each model against the baseline, two games a question with the answers swapped."""
+    """Pairwise battles of each model against the baseline: two games per question, with the answers
+    swapped."""
 
     stage: Literal["evaluation"] = "evaluation"
     models: tuple[str, ...] = Field(
@@ -188,7 +189,7 @@ class Evaluation(Gated, Sampling):
             "model: the model it is also judged against; default: the stage each was trained from; {}: none"
         ),
     )
-    # the models that a plan puts in place of a loop are in the digest
+    # not in the digest itself: the plan replaces a loop by its judged rounds, which are
     last_rounds: Annotated[Positive | None, NotInDigest] = Field(
         None, description="of a loop in models, judge this many rounds, the last ones; default: all"
     )
@@ -295,8 +296,9 @@ class Evaluation(Gated, Sampling):
 
 
 class Regression(Evaluation):
-    """A suite of questions that models lost or people reported, judged as in an evaluation: which pass, newly
-    fail or recover, and whether the final model's share is within the band of earlier trusted results."""
+    """A suite of questions that models lost or people reported, judged as in an evaluation. Reports which
+    pass, newly fail or recover, and whether the final model's share is within the band of earlier trusted
+    results."""
 
     stage: Literal["regression"] = "regression"  # type: ignore[assignment]
     questions: Source = Field(
@@ -392,7 +394,7 @@ class Publication(Gated):
     @field_validator("branch", "round_branch")
     @classmethod
     def _is_a_branch(cls, value: str | None) -> str | None:
-        """Checks for a name that needs no escaping in a URL and does not look like a commit."""
+        """Raises ValueError for a name that needs escaping in a URL or looks like a commit."""
         if value is not None and not re.fullmatch(
             r"(?![0-9a-f]{40}$)[A-Za-z0-9](\.?[\w-])*", value.replace("{}", "1")
         ):
@@ -446,8 +448,8 @@ class Publication(Gated):
 
 
 class AlignmentTax(Gated, Served):
-    """Tasks of lm-eval (IFEval, GSM8K, MMLU, your own) on each model and on the baseline, on a vLLM server
-    that the stage starts."""
+    """Runs lm-eval tasks (IFEval, GSM8K, MMLU, your own) on each model and on the baseline, through a vLLM
+    server that the stage starts."""
 
     stage: Literal["alignment_tax"] = "alignment_tax"
     models: tuple[str, ...] = Field(description="models to measure, in order", min_length=1)

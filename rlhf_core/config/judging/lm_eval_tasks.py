@@ -1,5 +1,5 @@
-"""Tasks of lm-eval as a recipe names them: a name of its own, or the path of a task YAML. Torch-free, and
-free of lm-eval.
+"""Reads lm-eval tasks as recipes name them: by lm-eval's own name, or by the path of a task YAML. Imports
+neither torch nor lm-eval.
 
 A YAML is read without running its code, so that a recipe can be planned and checked.
 """
@@ -16,8 +16,8 @@ YAML = (".yaml", ".yml")
 
 
 class LocalTask(NamedTuple):
-    """A task YAML with its includes. `data_files` are its local data; `files` all it is made of, itself
-    first. Absolute paths."""
+    """A task YAML with its includes. `data_files` are its local data, `files` everything that it consists of,
+    the YAML itself first. All paths are absolute."""
 
     name: str
     data_files: tuple[Path, ...]
@@ -36,12 +36,12 @@ _Loader.add_constructor("!function", lambda loader, node: _Function(node.value))
 
 
 def is_path(task: str) -> bool:
-    """Whether a task is given by a file and not by its name in lm-eval."""
+    """Returns whether a task is given as a file rather than by its name in lm-eval."""
     return task.endswith(YAML)
 
 
 def task_name(task: str) -> str:
-    """Returns its name in metrics and on the page: that in lm-eval, or the file's."""
+    """Returns the task's name in metrics and on the page: its name in lm-eval, or the file's."""
     return Path(task).stem if is_path(task) else task
 
 
@@ -70,7 +70,7 @@ def read_task(path: str, trust_code: bool = True) -> LocalTask:
 
 
 def located(data_files: Any, folder: Path) -> Any:
-    """Returns `data_files` as absolute paths: relative to the task's folder, else to the working
+    """Returns `data_files` as absolute paths, resolved against the task's folder, else the working
     directory."""
     if isinstance(data_files, dict):
         return {split: located(files, folder) for split, files in data_files.items()}
@@ -85,7 +85,7 @@ def located(data_files: Any, folder: Path) -> Any:
 
 
 def _merged(path: Path, seen: tuple[Path, ...]) -> tuple[dict[str, Any], tuple[Path, ...]]:
-    """Returns a YAML merged with its includes, and its files, itself first."""
+    """Returns a YAML's content merged with its includes, and the files, the YAML itself first."""
     if path in seen:
         raise ValueError(f"the task file {path} includes itself: remove the include")
     try:
@@ -137,7 +137,7 @@ def _functions(value: Any) -> Iterator[str]:
 
 
 def _modules(content: dict[str, Any], files: tuple[Path, ...]) -> Iterator[Path]:
-    """The Python files beside the YAMLs that `!function` names."""
+    """Yields the Python files beside the YAMLs that `!function` names."""
     names = dict.fromkeys(name.rpartition(".")[0].replace(".", "/") + ".py" for name in _functions(content))
     folders = dict.fromkeys(file.parent for file in files)
     return (folder / name for folder in folders for name in names if (folder / name).is_file())

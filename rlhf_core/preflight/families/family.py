@@ -1,5 +1,5 @@
-"""Tries the class of a model that is of no tested family, in a process of its own: what would fail after
-hours is one sentence before."""
+"""Tries the class of a model from an untested family in a separate process, to report in one sentence what
+would fail after hours."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ ENVIRONMENT = {
 }
 SAMPLING = "sampling"
 OPTIONS = "options of the engine"
-DEEPSPEED = "options of DeepSpeed"  # in place of a model these are what is asked about
+DEEPSPEED = "options of DeepSpeed"  # asked about in place of a model
 MARK = "TRIAL "
 
 
@@ -36,7 +36,7 @@ StartOf = Callable[[Node, str], str | None]  # the folder or Hub id that a name'
 
 
 def family_problems(nodes: Sequence[Node], start_of: StartOf, trust_remote_code: bool = False) -> list[str]:
-    """Why models of untested families cannot be used as the stages use them, of those in folders here."""
+    """Returns why models of untested families in local folders cannot be used as the stages use them."""
     asked: dict[tuple[str, str], str] = {}
     for node in nodes:
         for field, name, use in _uses(node):
@@ -52,7 +52,7 @@ def family_problems(nodes: Sequence[Node], start_of: StartOf, trust_remote_code:
 
 
 def option_problems(nodes: Sequence[Node]) -> list[str]:
-    """Says which options of engines and of DeepSpeed the installed releases do not have."""
+    """Returns a sentence for each engine or DeepSpeed option that the installed release does not have."""
     asked: dict[tuple[str, str], str] = {}
     for node in nodes:
         for name, wanted in (
@@ -115,8 +115,8 @@ def _changed(place: str) -> int:
 
 @cache
 def _ask(asked: tuple[tuple[str, str, int], ...], trust_remote_code: bool) -> tuple[str, ...]:
-    """Returns what the process of `main` says of each, "" for no problem; nothing of those after one at which
-    it ended."""
+    """Returns the answers of the `main` process, "" for no problem. If it ended early, the rest have no
+    answer."""
     module = "rlhf_core.preflight.families.family"
     command = [sys.executable, "-P", "-m", module, *["trust"] * trust_remote_code]
     environment = child_environment() | ENVIRONMENT | {"CUDA_VISIBLE_DEVICES": ""}
@@ -143,7 +143,7 @@ def _problem(place: str, use: str, trust_remote_code: bool) -> str:
 
     try:
         config = AutoConfig.from_pretrained(place, trust_remote_code=trust_remote_code)
-    except Exception as error:  # an unknown family, or values that its class does not take
+    except Exception as error:  # an unknown family, or values that its class does not accept
         return f"{place}: {' '.join(str(error).split())[:200]}"
     if use == SAMPLING:
         from rlhf_core.rollout.environment import no_class_for
@@ -155,7 +155,8 @@ def _problem(place: str, use: str, trust_remote_code: bool) -> str:
 
 
 def main() -> None:
-    """Reads [place, use, ...] from standard input as JSON, writes a line for each: what is wrong, or ""."""
+    """Reads a JSON list of [place, use, ...] from standard input and writes a line for each: the problem, or
+    ""."""
     os.environ.update(ENVIRONMENT)
     for place, use, _ in json.load(sys.stdin):
         print(MARK + json.dumps(_problem(place, use, sys.argv[1:] == ["trust"])), flush=True)

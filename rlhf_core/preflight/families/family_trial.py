@@ -1,5 +1,5 @@
-"""Tries a model's class before training: a small random copy goes through what training does with it, on a
-CPU, in seconds."""
+"""Tries a model's class before training: runs the steps of training on a small random copy, on a CPU, in
+seconds."""
 
 from __future__ import annotations
 
@@ -25,22 +25,22 @@ from rlhf_core.system.processes import raised_by_us
 
 Use = Literal["policy", "reward model", "adapters"]
 USES: tuple[Use, ...] = get_args(Use)
-MOST_PARAMETERS = 100_000_000  # of a copy; more than that is not small
+MOST_PARAMETERS = 100_000_000  # of a copy; a larger one is not small
 LENGTHS = (9, 5)  # tokens of two documents
 CPU = torch.device("cpu")
 
 
 class Trial(NamedTuple):
-    """What came of it: `problem` is a sentence, "" where there is none. `tried` is False where no small copy
-    could be made, which says nothing about the model."""
+    """The result of a trial: `problem` is a sentence, or "" if there is none. `tried` is False if no small
+    copy could be built, which proves nothing about the model."""
 
     tried: bool
     problem: str = ""
 
 
 def try_family(config: PretrainedConfig, name: str, use: Use, trust_remote_code: bool = False) -> Trial:
-    """Tries the class of `config`, of a multimodal one its language model, for one use. `name` is what
-    sentences call the model."""
+    """Tries the class of `config`, or of its language model if multimodal, for one use. Sentences call the
+    model `name`."""
     config = config.get_text_config()
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING and not hasattr(config, "auto_map"):
         return Trial(True, f"{name}: transformers has no causal language model for {type(config).__name__}")
@@ -67,7 +67,8 @@ def try_family(config: PretrainedConfig, name: str, use: Use, trust_remote_code:
 
 
 def _small_model(config: PretrainedConfig, trust_remote_code: bool) -> PreTrainedModel | None:
-    """A random model that transformers itself runs; None for a class that takes no narrow layers."""
+    """Returns a small random model that transformers itself can run; None for a class that does not accept
+    narrow layers."""
     with suppress(Exception):
         for small in small_copies(config):
             with suppress(Exception):
@@ -84,7 +85,7 @@ def _small_model(config: PretrainedConfig, trust_remote_code: bool) -> PreTraine
 
 
 def _steps(folder: Path, use: Use, trust_remote_code: bool) -> Iterator[tuple[str, Callable[[], object]]]:
-    """What training does, in order, with words for a sentence."""
+    """Yields the steps of training in order, each with words for a sentence."""
     module: list[Policy | Scorer] = []
 
     def load() -> None:
@@ -104,7 +105,7 @@ def _steps(folder: Path, use: Use, trust_remote_code: bool) -> Iterator[tuple[st
 
 
 def _batch(changed: bool = False) -> Batch:
-    """Two documents; `changed`: with another last token."""
+    """Returns a batch of two documents; `changed`: with other last tokens."""
     generator = torch.Generator().manual_seed(0)
     documents = []
     for length in LENGTHS:

@@ -1,5 +1,5 @@
-"""Makes a small copy of a model's config: the same class and kinds of layers, with few layers and narrow
-ones. For tries on a CPU."""
+"""Builds a small copy of a model's config: the same class and kinds of layers, but few and narrow layers. For
+trials on a CPU."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ WORDS = 256
 WIDE = 64
 HEADS_LEFT = 4
 HEAD_SIZE = 16
-# Sizes in place of larger ones, by what the name of a value ends with or contains.
+# Sizes that replace larger ones, by what the name of a value ends with or contains.
 ENDS = {
     **{
         "head_dim": HEAD_SIZE,
@@ -77,7 +77,7 @@ ENDS = {
         "dense_replace": 1,
     },
 }
-# where it is null
+# values in place of null
 UNSAID = {
     "head_dim": HEAD_SIZE,
     "num_key_value_heads": HEADS_LEFT,
@@ -88,9 +88,9 @@ CONTAINS = {"intermediate": 128, "vocab_size": WORDS, "ffn_hidden": 128}
 
 
 def small_copies(config: PretrainedConfig) -> Iterator[PretrainedConfig]:
-    """Yields configs of the same class: one layer of each kind, at least two; then the first eight layers,
-    for families that say the kinds by a period. Raises ValueError without a number of layers, and as the
-    class for sizes that it does not take."""
+    """Yields configs of the same class: first with one layer of each kind, at least two; then with the first
+    eight layers, for families that define the kinds by a period. Raises ValueError if the config has no
+    number of layers, and any error of the class for sizes that it does not accept."""
     values = config.to_dict()
     listed = next((len(values[name]) for name in KINDS if isinstance(values.get(name), list)), None)
     layers = next((values[name] for name in LAYERS if isinstance(values.get(name), int)), listed)
@@ -107,8 +107,8 @@ def small_copies(config: PretrainedConfig) -> Iterator[PretrainedConfig]:
 
 
 def _kept(values: dict[str, Any], layers: int) -> list[int]:
-    """Indexes of the layers that stay: the first of each kind, by all lists that have an entry for each
-    layer."""
+    """Returns the indexes of the layers to keep: the first of each kind, according to all lists with an entry
+    per layer."""
     lists = [value for value in values.values() if isinstance(value, list) and len(value) == layers]
     kinds = list(zip(*([str(part) for part in value] for value in lists), strict=True))
     first = sorted({kind: i for i, kind in reversed(list(enumerate(kinds)))}.values())
@@ -116,7 +116,7 @@ def _kept(values: dict[str, Any], layers: int) -> list[int]:
 
 
 def _related(small: dict[str, Any], values: dict[str, Any]) -> dict[str, Any]:
-    """Values that must fit others: rotary embeddings, dimensions of latent attention, heads of Mamba
+    """Adjusts values that must fit others: rotary embeddings, dimensions of latent attention, heads of Mamba
     layers."""
     for key in ("rope_scaling", "rope_parameters"):
         if key in small:
@@ -166,8 +166,8 @@ def _small(key: str, value: Any, layers: int, kept: list[int], values: dict[str,
 
 
 def _plain_rope(value: Any) -> Any:
-    """Rotary embeddings without lists of factors, which have the length of a head; of each kind of layer
-    where they are named by it."""
+    """Returns rotary embeddings without lists of factors, whose length is a head's; for each kind of layer if
+    given per kind."""
     if not isinstance(value, dict):
         return value
     if any(isinstance(part, dict) for part in value.values()):

@@ -1,5 +1,4 @@
-"""Compares the rows of a data set with the batches of its stage. Torch-free; of Hub data sets nothing is
-read."""
+"""Compares the rows of a data set with the batches of its stage. Torch-free. Hub data sets are not read."""
 
 from __future__ import annotations
 
@@ -13,12 +12,12 @@ from rlhf_core.hub.ids import is_remote
 from rlhf_core.preflight.rows.sample import noun_of
 from rlhf_core.recipe.plan import Node
 
-LONG_PROMPT = 2**12  # bytes: files with more than this for each prompt of an iteration hold enough of them
+LONG_PROMPT = 2**12  # bytes: files with more than this per prompt of an iteration hold enough prompts
 
 
 def batch_warning(config: StageConfig, field: str, count: int) -> str:
-    """Says what `count` rows of the data set in a field make of the stage's batches, where that is little;
-    else returns ""."""
+    """Returns a warning if the `count` rows of the data set in a field make too few or incomplete batches;
+    else ""."""
     if isinstance(config, Trainable) and field == "data":
         return _few_steps(config, count)
     if isinstance(config, PPO) and field == "prompts":
@@ -34,14 +33,14 @@ def batch_warning(config: StageConfig, field: str, count: int) -> str:
 
 
 def rows_made(config: Preferences, prompts: int) -> int:
-    """Returns how many rows a preferences stage writes at most, when its data has `prompts` prompts."""
+    """Returns the most rows that a preferences stage can write when its data has `prompts` prompts."""
     used = min(config.num_prompts or prompts, prompts)
     is_one_each = config.post_processor in ("dpo", "rejection_sampling")
     return used if is_one_each else used * config.n_samples_per_prompt
 
 
 def made_rows_warning(config: StageConfig, count: int) -> str:
-    """As `batch_warning`, of a stage that trains on at most `count` rows that a preferences stage makes."""
+    """Like `batch_warning`, but for a stage that trains on at most `count` rows from a preferences stage."""
     if not isinstance(config, Trainable):
         return ""
     told = _few_steps(config, count)
@@ -76,8 +75,8 @@ def _left_prompts(config: PPO, count: int) -> str:
 
 
 def prompt_problem(node: Node, seed: int) -> str:
-    """Says that there are too few prompts for one iteration of PPO, or for the round of a loop; else returns
-    "". Large files are not counted for PPO."""
+    """Returns a sentence if there are too few prompts for one iteration of PPO or for the round of a loop;
+    else "". For PPO, large files are not counted."""
     config = node.config
     if not isinstance(config, Rewarded) or any(is_remote(source.path) for source in config.prompts.sources):
         return ""

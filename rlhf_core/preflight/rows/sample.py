@@ -1,5 +1,5 @@
-"""Counts what a stage would make of the first rows of a data set: how many its token limit would leave out,
-or cut. Torch-free."""
+"""Counts how many of the first rows of a data set a stage would leave out or cut because of its token limit.
+Torch-free."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ NOUNS = {"preference": "pairs", "labelled": "answers", "prompt": "prompts"}
 
 
 def noun_of(kind: str | None) -> str:
-    """Returns what a stage counts of rows of a kind."""
+    """Returns the noun for what a stage counts in rows of a kind."""
     return NOUNS.get(kind or "", "rows")
 
 
@@ -38,11 +38,11 @@ class RowSample:
 
     @property
     def is_full(self) -> bool:
-        """Whether no more rows should be made."""
+        """Whether no more rows should be counted."""
         return self.rows >= SAMPLED_ROWS or time.process_time() - self._begun > SAMPLE_SECONDS
 
     def see(self, where: str, made: Made) -> None:
-        """Counts what was made of the row at `where`."""
+        """Counts the result of the row at `where`."""
         self.rows += 1
         self.items += made.rows
         self.kept += len(made.items)
@@ -52,14 +52,15 @@ class RowSample:
             self.example = self.example or where
 
     def refusal(self, is_whole: bool) -> str:
-        """Says that the stage would leave out all rows, where these are all that there are (`is_whole`); else
-        returns ""."""
+        """Returns a sentence if the stage would leave out all rows and these are all rows of the data set
+        (`is_whole`); else ""."""
         if not is_whole or self.kept or not self.items:
             return ""
         return f"all {self.items} {self.noun} would be left out ({self._reasons()}): {self._advice()}"
 
     def warnings(self, is_whole: bool) -> list[str]:
-        """Returns a sentence where more than LIMITS would be left out, and one where more would be cut."""
+        """Returns a sentence if a larger share than LIMITS allows would be left out, and one if a larger
+        share would be cut."""
         among = f"{self.items} {self.noun}" if is_whole else f"the first {self.items} {self.noun}"
         lost = self.items - self.kept
         found = []

@@ -1,9 +1,9 @@
-"""Renders rows of a data set as its stage will, before any work: the first ones, to count what the token
-limit leaves of them, and one of each later shape, since a template refuses shapes, not texts.
+"""Renders rows of a data set as its stage will, before any work: the first ones, to count how many the token
+limit leaves, and one of each later shape, since a template refuses shapes, not texts.
 
 A shape is the roles of a row's messages, which of them are empty or call tools, and whether tools are
-described. Control tokens of the template that are typed in a text are looked for in all rows that are read
-(`checked_rows`). Torch-free; Hub data sets are left out.
+described. All rows that are read (`checked_rows`) are searched for control tokens of the template typed in a
+text. Torch-free; Hub data sets are left out.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ NO_LIMIT = 1 << 40  # tokens
 
 
 class Rendered(NamedTuple):
-    """What the rows of a data set show: why the stage would refuse one or all, and what is odd in them; ""
-    and empty where nothing is.
+    """The findings from the rows of a data set: why the stage would refuse one or all of them ("" if it would
+    not), and what is odd in them.
 
-    `items`: how many the stage would train on or sample from, at most; None where not all rows were read.
+    `items`: the most items that the stage would train on or sample from; None if not all rows were read.
     """
 
     refused: str = ""
@@ -61,8 +61,8 @@ def render_rows(
     """Renders the first rows and a row of each later shape within `limited()`, as the stage does within
     `limit` tokens (0: no limit).
 
-    Rows that cannot be read are left to `check_columns`, and a limit below the template's own length to
-    `check_limit`.
+    `check_columns` reports rows that cannot be read, and `check_limit` a limit below the template's own
+    length.
     """
     if not all(is_file(source) for source in data.sources):
         return Rendered()
@@ -71,7 +71,7 @@ def render_rows(
     sample = RowSample(limit_field, limit, noun_of(kind))
     shapes = set[Any]()
     control_token = ""
-    read = later = 0  # rows, and items of those that are not in the sample
+    read = later = 0  # rows read, and items in rows after the sample
     try:
         for located in checked_rows(data, kind):
             read += 1
@@ -119,7 +119,7 @@ def _told(*sentences: str) -> tuple[str, ...]:
 
 
 def _texts(kind: Kind, located: Located) -> tuple[list[Message], list[str | Message]]:
-    """Returns the messages of a row, and the answers to them that are not among these."""
+    """Returns the messages of a row, and the answers that are not among them."""
     if kind == "sft":
         return conversation_of(located), []
     if kind == "prompt":

@@ -1,8 +1,8 @@
-"""Reads and writes files below a URL through fsspec, retries, and reports each failure in one sentence.
+"""Reads and writes files below a URL through fsspec, with retries, and reports each failure in one sentence.
 Torch-free.
 
-Keys come from the environment, as the URL's client reads them (boto's variables and profiles for s3://), and
-are never shown.
+Keys come from the environment, where the URL's client reads them (boto's variables and profiles for s3://),
+and are never shown.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ NO_WAY = {
 
 
 class StoreFault(RuntimeError):
-    """Raised when the store cannot be used, or its copy of a stage is damaged. One sentence: what, why, what
-    to do. Local results stay."""
+    """Raised when the store cannot be used, or its copy of a stage is damaged. The message is one sentence:
+    what, why, what to do. Local results are kept."""
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ class RemoteFiles:
         self._try(f"{place} cannot be written", lambda: self._system.put_file(str(file), self._at(place)))
 
     def get(self, place: str, file: Path) -> None:
-        """Copies a file of the store to the local path `file`."""
+        """Copies a file from the store to the local path `file`."""
         file.parent.mkdir(parents=True, exist_ok=True)
         self._try(f"{place} cannot be fetched", lambda: self._system.get_file(self._at(place), str(file)))
 
@@ -114,8 +114,9 @@ class RemoteFiles:
         return f"{self._place[1]}/{place}"
 
     def _try(self, what: str, call: Callable[[], T], *missing: T) -> T:
-        """Calls until it succeeds or the attempts are used up; returns `missing`, if given, when there is no
-        such file. Raises Stopped as `check_stop`: a copy of many files ends after the one in progress."""
+        """Calls `call` until it succeeds or the attempts are used up. Returns `missing`, if given, when the
+        file does not exist. Raises Stopped like `check_stop`, so a copy of many files ends after the one in
+        progress."""
         check_stop()
         pauses = wait_exponential(multiplier=self.pause)
         try:
@@ -142,7 +143,7 @@ def _may_pass(error: BaseException) -> bool:
 
 
 def why(error: BaseException) -> str:
-    """Returns the reason of a failure and what to do, without keys."""
+    """Returns the reason for a failure and what to do, without keys."""
     if isinstance(error, ImportError):
         return "its client is not installed; for s3:// install alignflow's extra `s3`"
     if NO_KEYS & _names(error):
@@ -162,8 +163,8 @@ def why(error: BaseException) -> str:
 
 
 def _names(error: BaseException) -> set[str]:
-    """Returns the class names of an error and its causes: names, because the classes may be of a package that
-    is not installed."""
+    """Returns the class names of an error and its causes; not classes, because their package may not be
+    installed."""
     return {kind.__name__ for cause in _causes(error) for kind in type(cause).__mro__}
 
 

@@ -1,10 +1,10 @@
-"""Copies stages that are done to a recipe's store (a bucket or folder), and fetches missing ones from it.
+"""Copies finished stages to a recipe's store (a bucket or folder), and fetches missing ones from it.
 Torch-free.
 
 Stages work in the local artifacts folder; `<store>/stages/<stage>-<digest>/` is a copy of a run directory.
-Its `files.json` holds size and SHA-256 of every file; its `result.json` is written last and removed first,
-and a copy without it is ignored. Fetched files are checked against both lists before they are moved into the
-run directory. With `checkpoints` the newest resume state of a running stage is copied too, to
+Its `files.json` holds the size and SHA-256 of every file. Its `result.json` is written last and removed
+first, and a copy without it is ignored. Fetched files are checked against both lists before they are moved
+into the run directory. With `checkpoints`, the newest resume state of a running stage is also copied, to
 `<store>/states/<stage>-<digest>/step-<n>/`, with the state's `loop.json` last.
 """
 
@@ -41,18 +41,18 @@ from rlhf_core.system.files import file_digest, link_tree, sync_to_disk, write_b
 
 FILES = "files.json"
 FETCHING = ".fetching"
-# prefix of a folder beside the resume states, with the files of the one that is being copied
+# prefix of a folder beside the resume states, with the files of the state being copied
 COPYING = ".copying-"
 LISTING = TypeAdapter(dict[str, FileInfo])
 
 
 class Damaged(ValueError):
-    """Raised when a copy is not what was stored; says what differs."""
+    """Raised when a copy differs from what was stored. The message names the difference."""
 
 
 class Store:
-    """Copies of run directories at `url`; with `checkpoints` also of resume states. `attempts` are passed to
-    RemoteFiles.
+    """Copies of run directories at `url`; with `checkpoints`, also copies of resume states. `attempts` are
+    passed to RemoteFiles.
 
     Every method raises StoreFault when the store cannot be used.
     """
@@ -68,8 +68,8 @@ class Store:
     def put(self, run: RunDir) -> bool:
         """Copies the run directory of a finished stage to the store.
 
-        Returns False when the store has it, or when an output is outside of the directory
-        (`publication.folder`): another machine then runs that stage itself.
+        Returns False when the store has it, or when an output is outside the directory
+        (`publication.folder`), so that other machines run that stage themselves.
         """
         name = run.path.name
         result = run.result()
@@ -78,7 +78,7 @@ class Store:
         if self.has(name):
             return False
         inside = (file.relative_to(run.path) for file in run.path.rglob("*") if file.is_file())
-        own = (STATE, RESULT, APPROVAL)  # an approval is copied when it is decided
+        own = (STATE, RESULT, APPROVAL)  # an approval is copied once it is decided
         files = sorted(
             file.as_posix()
             for file in inside
@@ -88,7 +88,7 @@ class Store:
         return True
 
     def put_approval(self, run: RunDir) -> None:
-        """Copies a person's decision on a stage whose copy is complete."""
+        """Copies a person's decision on a stage, if the stage's copy is complete."""
         found = Approval.read(run / APPROVAL)
         place = f"stages/{run.path.name}/{APPROVAL}"
         if found is not None and found.decision is not None and self.has(run.path.name):
@@ -97,7 +97,7 @@ class Store:
                 self.files.write(content, place)
 
     def differs(self, run: RunDir) -> bool:
-        """Whether a copy of a run directory has files of other sizes than it."""
+        """Returns whether files in the copy of a run directory differ from it in size."""
         try:
             listing = LISTING.validate_json(self.files.read(f"stages/{run.path.name}/{FILES}") or b"")
         except ValidationError:
@@ -108,15 +108,15 @@ class Store:
         )
 
     def replace(self, run: RunDir) -> None:
-        """Copies a finished run directory, all of it, in the place of the copy that the store has."""
+        """Replaces the store's copy of a finished run directory with a new one."""
         self.files.remove(f"stages/{run.path.name}/{RESULT}")
         self.put(run)
 
     def fetch(self, run: RunDir, request: StageRequest) -> bool:
         """Fetches a finished run directory. Returns False when the store has no complete copy.
 
-        The inputs in its `config.json` are replaced by those of `request`, which are paths of this machine.
-        Raises StoreFault also when the copy is damaged.
+        The inputs in its `config.json` are replaced with those of `request`, which are paths on this machine.
+        Also raises StoreFault when the copy is damaged.
         """
         result = self._result(run.path.name)
         if result is None:
@@ -139,10 +139,10 @@ class Store:
         return True
 
     def put_state(self, run: RunDir, step: str) -> None:
-        """Copies the resume state `step-<n>` with metrics, exports, the answers of validations and the best
-        iteration that it names to the store, and removes the copies of other states.
+        """Copies the resume state `step-<n>` to the store, with metrics, exports, validation answers and the
+        best iteration that it names. Removes the copies of other states.
 
-        Sends files of a temporary folder, which the stage does not change. Raises OSError when the stage
+        Sends files from a temporary folder, which the stage does not change. Raises OSError if the stage
         removes the state before its files are in that folder.
         """
         last = f"{STATE}/{step}/{LOOP}"
@@ -158,10 +158,10 @@ class Store:
         self.drop_states(run, but=step)
 
     def fetch_state(self, run: RunDir) -> str | None:
-        """Fetches the newest resume state whose copy is complete into the run directory. Returns its name, or
+        """Fetches the newest resume state with a complete copy into the run directory. Returns its name, or
         None when there is none.
 
-        Prints a line about each damaged copy, and does not use it.
+        Skips damaged copies and prints a line about each.
         """
         for step in sorted(self._states(run.path.name), key=lambda step: -int(step.removeprefix("step-"))):
             place = f"states/{run.path.name}/{step}"
@@ -181,7 +181,7 @@ class Store:
         return None
 
     def drop_states(self, run: RunDir, but: str = "") -> None:
-        """Removes the copies of a stage's resume states, all or all but `but`."""
+        """Removes the copies of a stage's resume states, except `but`."""
         for step in self._states(run.path.name):
             if step != but:
                 self.files.remove(f"states/{run.path.name}/{step}/{STATE}/{step}/{LOOP}")
@@ -250,9 +250,9 @@ def store_of(recipe: Recipe) -> Store | None:
 
 
 def _collect(run: RunDir, step: str, folder: Path) -> None:
-    """Puts what a resume state needs at the same paths below `folder`: folders as hard links, files, to which
-    the stage may append, as copies. Exports and answers of later iterations may be incomplete, and a stage
-    that resumes makes them again: leaves them out."""
+    """Puts everything that a resume state needs at the same paths below `folder`: folders as hard links;
+    files as copies, because the stage may append to them. Leaves out exports and answers of later iterations,
+    which may be incomplete and which a resumed stage makes again."""
     link_tree(run / STATE / step, folder / STATE / step)
     best = json.loads((folder / STATE / step / LOOP).read_text()).get("best")
     if best:

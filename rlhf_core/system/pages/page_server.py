@@ -1,10 +1,10 @@
-"""Protects what this project serves (labelling, live page, endpoints for feedback and triggers): a token for
-each request, known hosts, own origin.
+"""Protects the project's servers (labelling, live page, endpoints for feedback and triggers): requires a
+token for each request, known hosts, and the server's own origin.
 
 A browser gives the token once, as `/?token=...` or in the form of token_page.py, and gets a cookie; programs
-send it as a bearer token. Browsers send cookies of a host to all its ports, so the cookie is a keyed digest:
-who gets it does not know the token, and an open page survives a restart. A request for another host (DNS
-rebinding) and a write from another server's page are refused. There is no TLS: put a proxy in front.
+send it as a bearer token. Browsers send a host's cookies to all its ports, so the cookie is a keyed digest:
+it does not reveal the token, and an open page survives a restart. A request for another host (DNS rebinding)
+and a write from another server's page are refused. There is no TLS; put a proxy in front.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from rlhf_core.system.pages.token_page import asks_for_page, is_form, read_form,
 LOOPBACK = "127.0.0.1"
 READS = ("GET", "HEAD")
 HOST = re.compile(r"(?P<name>[A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\])(?::[0-9]{1,5})?")
-# pages load nothing from elsewhere and are in no frame; addresses with tokens reach no other server
+# pages load nothing from elsewhere and cannot be framed; addresses with tokens reach no other server
 HEADERS = {
     b"content-security-policy": (
         b"default-src 'self'; style-src 'self' 'unsafe-inline'; img-src 'self' data:; frame-ancestors 'none'"
@@ -39,9 +39,9 @@ HEADERS = {
 class Protected:
     """An ASGI application in front of another one.
 
-    `hosts`: names of this machine in requests, besides localhost and 127.0.0.1. `command`: what serves pages
-    for browsers and prints their address, such as `alignflow dashboard`; a browser without the token is then
-    shown a page that asks for it.
+    `hosts`: names of this machine in requests, besides localhost and 127.0.0.1. `command`: the command that
+    serves pages for browsers and prints their address, such as `alignflow dashboard`. If it is given, a
+    browser without the token is shown a page that asks for it.
     """
 
     def __init__(self, app: ASGIApp, token: str, hosts: Collection[str] = (), command: str = ""):
@@ -64,7 +64,8 @@ class Protected:
         await (refusal or self._app)(scope, receive, _with_headers(send))
 
     def _foreign(self, scope: Scope) -> Response | None:
-        """Returns the answer to a request for another host, or for a write from another server's page."""
+        """Returns the answer to a request for another host or a write from another server's page; None for
+        others."""
         headers = Headers(scope=scope)
         host = headers.get("host", "")
         named = HOST.fullmatch(host)
@@ -84,14 +85,15 @@ class Protected:
         return self._opened(scope, then)
 
     def _opened(self, scope: Scope, then: str) -> Response:
-        """Returns the answer to a browser that gave the token: the cookie, and a redirect to an address on
-        this server."""
+        """Returns the answer to a browser that gave the token: a redirect to an address on this server, with
+        the cookie."""
         response = RedirectResponse(then, 303)
         response.set_cookie(_cookie(scope), self._session, httponly=True, samesite="strict")
         return response
 
     def _refusal(self, scope: Scope) -> Response | None:
-        """Returns the answer to a request without the token, or that brings it in its address."""
+        """Returns the answer to a request without the token, or with it in the address; None if it may
+        pass."""
         headers = Headers(scope=scope)
         query = scope["query_string"].decode("latin-1")
         given = dict(parse_qsl(query, keep_blank_values=True)).get("token", "")
@@ -110,7 +112,8 @@ class Protected:
 
 
 def _cookie(scope: Scope) -> str:
-    """Returns the cookie's name, which has the port: browsers share cookies between the ports of a host."""
+    """Returns the cookie's name, which contains the port because browsers share cookies between a host's
+    ports."""
     return f"alignflow-{scope['server'][1] if scope.get('server') else 0}"
 
 
@@ -127,13 +130,13 @@ def _same(given: str, secret: str) -> bool:
 
 
 def _plain(name: str) -> str:
-    """Returns a host's name in lower case, without the brackets of an IPv6 address and the dot of a full
-    name."""
+    """Returns a host's name in lower case, without the brackets of an IPv6 address or the trailing dot of a
+    full name."""
     return name.lower().strip("[]").removesuffix(".")
 
 
 def _is_of(origin: str, host: str) -> bool:
-    """Whether a page comes from this server, `host` as in the request."""
+    """Returns whether a page comes from this server. `host`: as in the request."""
     return origin.lower() in (f"http://{host.lower()}", f"https://{host.lower()}")
 
 
