@@ -39,9 +39,9 @@ class Held:
 
 class Helper:
     """Creates an object on a node with `factory(**options)`, in a process that gets this process's
-    environment variables except those that the node already sets. The variables are sent with a call,
-    because Ray logs the ones that are passed to an actor at its start. `threads`: maximum number of
-    concurrent calls."""
+    environment variables, except node-specific ones (`OWN`) and those that the node sets. The variables are
+    sent with a call, because Ray logs the ones that are passed to an actor at its start. `threads`: maximum
+    number of concurrent calls."""
 
     def __init__(self, node: Node, threads: int, factory: Callable[..., Any], **options: Any):
         self.node = node

@@ -167,7 +167,7 @@ def passed_environment() -> dict[str, str]:
     keep NVLink multicast off.
 
     Keys and tokens are left out, because Ray writes these variables to its logs: they must be set on the
-    nodes. RAY_ADDRESS tells our package that the process belongs to a cluster of several machines.
+    nodes. RAY_ADDRESS tells our package not to restrict the process to a single-machine cluster.
     """
     kept = {
         name: value

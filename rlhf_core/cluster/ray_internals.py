@@ -33,7 +33,7 @@ class SafePathJob(JobConfig):
 
 
 def report_missing() -> None:
-    """Prints which of these parts the installed Ray lacks, and the effect."""
+    """Prints which parts the installed Ray lacks."""
     if not hasattr(JobConfig, "_runtime_env_has_working_dir"):
         print(
             f"Ray {ray.__version__} may import modules of the working directory in place of ours: install Ray"

@@ -181,7 +181,7 @@ class WorkerGroup:
 
     An engine over several GPUs is one rank: `span` processes in `pipeline_stages` stages of vLLM's pipeline.
     One process of each stage works (`Worker.follow`); the processes on its other GPUs only reserve them.
-    `at_once`: number of roles that work at the same time and share the cores of a node.
+    `at_once`: number of roles that work at the same time; their ranks share the cores of a node.
     `expandable_segments`: whether PyTorch may use them, if the user turns them on
     (`rlhf_core.system.gpu_allocator`). `together`: the ranks wait for each other in collectives, so the
     progress of one counts for all.

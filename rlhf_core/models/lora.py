@@ -208,8 +208,7 @@ def merge_adapter(model: PreTrainedModel, path: str, shards: Shards | None = Non
 
 
 def _merge_layer(name: str, layer: Any) -> None:
-    """Merges an adapter into the layer's weight, with unbiased rounding if it consists of low-rank matrices
-    of that weight."""
+    """Merges an adapter into its layer, plain low-rank matrices with unbiased rounding."""
     weight = getattr(layer.get_base_layer(), "weight", None)
     if (
         not adapts(layer, "weight")

@@ -15,8 +15,8 @@ def backend() -> str:
 
 
 def join_ranks() -> None:
-    """Joins, unless this process has already. RANK and WORLD_SIZE must be set. Without a store's address, as
-    under torchrun, it leaves this to the next caller, who joins in another way."""
+    """Joins once. RANK and WORLD_SIZE must be set. Does nothing without a store's address, as under torchrun,
+    where the caller joins in another way."""
     address = os.environ.get(STORE)
     rank = int(os.environ["RANK"])
     size = int(os.environ["WORLD_SIZE"])

@@ -122,9 +122,8 @@ def floors(
 
 
 def _generate(rollouts: Sequence[Rollout], machine: Machine) -> float:
-    """Returns the minimum seconds of generation: the prompts' products, plus one step per token of the
-    longest answer, each of which reads the weights. All keys and values are read too, and decoding takes at
-    least the time of its products."""
+    """Returns the minimum seconds of generation: the prompts' products, then decoding, limited by its
+    products or by reading all keys and values and, per token of the longest answer, the weights."""
     shape, gpus, (flops, bandwidth) = (
         machine.shapes["sampler"],
         len(machine.gpus["sampler"]),
