@@ -1,5 +1,5 @@
-"""Runs an object on another node of the stage, beside its ranks: without CPUs or GPUs of its own, in several
-threads."""
+"""Runs an object in a process on another node of the stage, beside its ranks. The process reserves no CPUs or
+GPUs and has several threads."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from rlhf_core.cluster.ray_cluster import Node, passed_environment
 from rlhf_core.cluster.reach import end_when_alone, fetched, head, own_node
 
-OWN = ("RAY_", "CUDA_", "NVIDIA_", "GLOO_", "VLLM_HOST_IP")  # beginnings of variables that are a node's own
+OWN = ("RAY_", "CUDA_", "NVIDIA_", "GLOO_", "VLLM_HOST_IP")  # prefixes of node-specific variables
 CLOSING_SECONDS = 5.0
 
 
 class HelperDied(RuntimeError):
-    """Says that the process of a helper ended."""
+    """Raised when a helper's process has ended."""
 
 
 class Held:
@@ -38,9 +38,10 @@ class Held:
 
 
 class Helper:
-    """Makes an object on a node: `factory(**options)`, with the variables of this process where the node has
-    none of that name. They are sent with a call, since Ray writes those of an actor to its logs. `threads`:
-    calls at once."""
+    """Creates an object on a node with `factory(**options)`, in a process that gets this process's
+    environment variables, except node-specific ones (`OWN`) and those that the node sets. The variables are
+    sent with a call, because Ray logs the ones that are passed to an actor at its start. `threads`: maximum
+    number of concurrent calls."""
 
     def __init__(self, node: Node, threads: int, factory: Callable[..., Any], **options: Any):
         self.node = node
@@ -56,8 +57,8 @@ class Helper:
         self._made = self._process.make.remote(factory, options, variables)
 
     def call(self, method: str, *args: Any) -> Any:
-        """Calls a method of the object. Raises what it raises, HelperDied when its process ended, NodeLost
-        when its node is lost."""
+        """Calls a method of the object. Raises what the method raises, HelperDied when the process has ended,
+        and NodeLost when the node is lost."""
         try:
             fetched(self._made)
             return fetched(self._process.call.remote(method, *args))
@@ -67,7 +68,7 @@ class Helper:
             raise error.cause from None
 
     def close(self, method: str) -> None:
-        """Calls a last method, and ends the process."""
+        """Calls one last method, then ends the process."""
         with suppress(ray.exceptions.RayError):
             ray.get(self._process.call.remote(method), timeout=CLOSING_SECONDS)
         ray.kill(self._process)

@@ -1,8 +1,8 @@
 """Assigns each process of each group to a bundle of resources. Imports neither Ray nor torch.
 
 A bundle is what Ray reserves on one node, usually a GPU and some CPUs. Groups that are `together` share their
-bundles: process i of each runs on the same GPU. An engine over several GPUs of its own, or a stage of it, is
-one bundle, so that Ray finds a node with room for all of that.
+bundles: process i of each runs on the same GPU. An engine over several GPUs, or one of its pipeline stages,
+is one bundle, so that Ray finds a node with room for all of it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from rlhf_core.config.processes import Wanted, check_together, processes
 
 
 class Slot(NamedTuple):
-    """Places one process: its bundle, and how much of that it takes."""
+    """Places one process: its bundle, and the share of the bundle it takes."""
 
     bundle: int
     cpus: float
@@ -26,18 +26,18 @@ class Slot(NamedTuple):
 
 @dataclass(frozen=True)
 class Layout:
-    """Holds the bundles and the slots of each group in them. An engine over several GPUs has a slot on each;
-    `spans`: how many slots in a row have to be on one node."""
+    """Holds the bundles and each group's slots in them. An engine over several GPUs has one slot per GPU.
+    `spans`: how many consecutive slots must be on one node."""
 
     bundles: Sequence[Mapping[str, float]]
     slots: Mapping[str, Sequence[Slot]]
     spans: Mapping[str, int]
 
     def gpus(self) -> dict[str, list[str]]:
-        """Returns the GPU of each process, by group: `GPU 0` for a whole one, else `shared`, `shared 2`, ...,
-        which are filled in turn."""
+        """Returns the GPU of each process, by group: `GPU 0` for a whole one, otherwise `shared`, `shared 2`,
+        ..., filled in turn."""
         filled: list[float] = []
-        names: list[list[str]] = []  # of each bundle, as many as one group has processes in it
+        names: list[list[str]] = []  # per bundle, as many as one group has processes in it
         held = [Counter(slot.bundle for slot in slots) for slots in self.slots.values()]
         for i, bundle in enumerate(self.bundles):
             part = bundle.get("GPU", 0.0)
@@ -63,7 +63,7 @@ class Layout:
 
 
 def _numbered(slots: Sequence[Slot]) -> Iterator[tuple[Slot, int]]:
-    """Yields the slots of a group, each with the number of those before it in its bundle."""
+    """Yields the slots of a group, each with the number of earlier slots in the same bundle."""
     before = Counter[int]()
     for slot in slots:
         yield slot, before[slot.bundle]
@@ -71,18 +71,18 @@ def _numbered(slots: Sequence[Slot]) -> Iterator[tuple[Slot, int]]:
 
 
 def span_of(wanted: Wanted) -> int:
-    """Returns the number of processes that have to be on one node: those of an engine, or of a stage of
-    it."""
+    """Returns the number of processes that must be on one node: those of an engine or of one pipeline
+    stage."""
     return wanted.tensor_parallel_size if isinstance(wanted, Vllm) else 1
 
 
 def arrange(groups: Mapping[str, Wanted], together: Sequence[Sequence[str]] = ()) -> Layout:
-    """Makes a bundle for each process, for each engine, or for each set of processes that share a GPU; in Ray
-    each of those takes an equal part of it.
+    """Creates a bundle for each process, for each engine, or for each set of processes that share a GPU; Ray
+    gives each process an equal part of its bundle.
 
-    Processes that share GPUs have a bundle for each GPU also where an engine is among them, and so have
-    engines on parts of GPUs: Ray would put several of such processes on one GPU of a larger bundle. Raises
-    ValueError when groups that share GPUs differ in their number of processes or only some of them have GPUs.
+    Processes that share GPUs get one bundle per GPU, even if an engine is among them, and so do engines on
+    fractions of GPUs: in a larger bundle, Ray would put several such processes on one GPU. Raises ValueError
+    when groups that share GPUs differ in their number of processes or only some of them have GPUs.
     """
     bundles: list[dict[str, float]] = []
     slots: dict[str, list[Slot]] = {}
@@ -94,7 +94,7 @@ def arrange(groups: Mapping[str, Wanted], together: Sequence[Sequence[str]] = ()
         gpus = whole if len(names) == 1 else int(10_000 / len(names)) / 10_000
         if not groups[names[0]].gpus:
             gpus = 0.0
-        # processes in a bundle
+        # processes per bundle
         each = span_of(groups[names[0]]) if len(names) == 1 and gpus == int(gpus) else 1
         for name in names:
             slots[name] = [Slot(len(bundles) + i // each, groups[name].cpus, gpus) for i in range(count)]
@@ -110,7 +110,7 @@ def arrange(groups: Mapping[str, Wanted], together: Sequence[Sequence[str]] = ()
 def by_node(layout: Layout, node_of: Mapping[int, str]) -> dict[str, list[Slot]]:
     """Returns the slots of each group, sorted by node, so that neighbouring ranks are on one node.
 
-    Raises ValueError when the GPUs of one engine, or of a stage of it, would be on two nodes.
+    Raises ValueError when the GPUs of one engine or pipeline stage would be on two nodes.
     """
     nodes = list(dict.fromkeys(node_of[bundle] for bundle in sorted(node_of)))
     ordered = {
@@ -129,7 +129,7 @@ def by_node(layout: Layout, node_of: Mapping[int, str]) -> dict[str, list[Slot]]
 
 
 def too_large(layout: Layout, nodes: Sequence[Mapping[str, float]]) -> str:
-    """Returns in words which bundle no node could hold even if it were empty; empty when there is none."""
+    """Describes the first bundle that no node could hold even if it were empty; "" when there is none."""
     for bundle in layout.bundles:
         if not any(
             all(node.get(resource, 0.0) + 1e-6 >= amount for resource, amount in bundle.items())
@@ -145,7 +145,7 @@ def too_large(layout: Layout, nodes: Sequence[Mapping[str, float]]) -> str:
 
 
 def shortage(bundles: Sequence[Mapping[str, float]], there: Mapping[str, float]) -> str:
-    """Returns in words what the cluster does not have at all; empty when everything fits."""
+    """Describes which resources the cluster lacks in total; "" when everything fits."""
     parts = []
     for resource in ("CPU", "GPU"):
         requested = sum(bundle.get(resource, 0.0) for bundle in bundles)

@@ -1,8 +1,8 @@
-"""Checks which ranks make progress: each reports its own (`rlhf_core.system.progress`), and the process that
-waits reads the reports.
+"""Checks which ranks make progress: each rank reports its own (`rlhf_core.system.progress`), and the waiting
+process reads the reports.
 
-A rank that works cannot answer a call, so a thread of its process puts the report into the cluster's
-key-value store. Ray's concurrency groups would answer calls beside the work, but move the work off the main
+A busy rank cannot answer a call, so a thread of its process puts the report into the cluster's key-value
+store. Ray's concurrency groups would answer calls during the work, but they move the work off the main
 thread, where libraries set their signal handlers.
 """
 
@@ -23,14 +23,14 @@ from rlhf_core.system import progress
 from rlhf_core.system.machine import NodeLost
 
 REPORT_SECONDS = 0.5
-LOOKS = 10  # in the time that a rank may be silent
+LOOKS = 10  # within the time that a rank may be silent
 LONGEST_PAUSE = 15.0  # seconds between two looks
-SHOWN_SECONDS = 60.0  # of a wait, until the log says what was done
-NOTICE_SECONDS = 30.0  # without progress, until the log says so
+SHOWN_SECONDS = 60.0  # of waiting, until the log reports what was done
+NOTICE_SECONDS = 30.0  # without progress, until the log reports it
 
 
 def report(key: str) -> None:
-    """From now on the progress of this process and its children is in the cluster's store under `key`."""
+    """Starts to report the progress of this process and its children to the cluster's store under `key`."""
     progress.count_children()
     Thread(target=_report, args=(key,), name="progress", daemon=True).start()
 
@@ -38,7 +38,7 @@ def report(key: str) -> None:
 def _report(key: str) -> None:
     reported = ""
     while True:
-        # a folder was removed while it was looked at, for example; the next round tries again
+        # for example, a folder was removed during the look at it; the next round tries again
         with suppress(RpcError, OSError):
             now = progress.seen()
             if now != reported:
@@ -48,7 +48,7 @@ def _report(key: str) -> None:
 
 
 class Silent(Exception):
-    """Says that ranks made no progress for too long; `refs` are the references of their work."""
+    """Raised when ranks made no progress for too long; `refs` are the references of their work."""
 
     def __init__(self, refs: Sequence[Any]):
         super().__init__(refs)
@@ -56,11 +56,13 @@ class Silent(Exception):
 
 
 class Watch:
-    """The wait for the work of several ranks, none of which may go without progress for `timeout` seconds.
-    `keys`: what each rank reports under, by the reference of its work; ranks with one key are silent when
-    none of them makes progress. `notice` gets the references of ranks without progress for NOTICE_SECONDS,
-    once, before the timeout is over. `show` gets what was done, after SHOWN_SECONDS, and then each time after
-    twice as long."""
+    """Waits for the work of several ranks, none of which may go without progress for `timeout` seconds.
+
+    `keys`: the key under which each rank reports, by the reference of its work; ranks that share a key are
+    silent only when none of them makes progress. `notice` is called once with the references of ranks that
+    made no progress for NOTICE_SECONDS. `show` is called with what was done, first after SHOWN_SECONDS and
+    then at doubling intervals.
+    """
 
     def __init__(
         self,
@@ -73,9 +75,9 @@ class Watch:
         self._timeout = timeout
         self._notice = notice
         self._show = show
-        self._first: dict[str, bytes | None] = {}  # what each rank reported at the first look
+        self._first: dict[str, bytes | None] = {}  # each rank's report at the first look
         self._noticed: set[Any] = set()
-        # what each rank reported when it was last looked at; others may watch it, too
+        # each rank's report at the last look; other processes may watch the same ranks
         self._last: dict[str, bytes | None] = {}
         self._pause = min(timeout / LOOKS, LONGEST_PAUSE)
         now = time.monotonic()
@@ -83,12 +85,12 @@ class Watch:
         self._next_look = now + self._pause
         self._begun = now
         self._shown = now
-        self._unread: float | None = None  # since when no report can be read
+        self._unread: float | None = None  # since when no report could be read
 
     def next(self, waiting: Sequence[Any], failing: Sequence[Any] = ()) -> tuple[Any, list[Any]]:
-        """Returns the reference that is ready first, and the others of `waiting`. `failing`: references that
-        are ready when what `waiting` needs has failed; they report no progress. Raises Silent, and
-        NodeLost."""
+        """Returns the first reference that is ready, and the rest of `waiting`. `failing`: references that
+        become ready only when something that `waiting` needs has failed; they report no progress. Raises
+        Silent and NodeLost."""
         while True:
             pause = min(CHECK_SECONDS, max(0.0, self._next_look - time.monotonic()))
             ready, others = ray.wait([*waiting, *failing], num_returns=1, timeout=pause, fetch_local=False)
@@ -107,7 +109,7 @@ class Watch:
         self._next_look = now + self._pause
         try:
             reports = {key: get(key) for key in {self._keys[ref] for ref in working}}
-        except RpcError:  # the head is gone or cannot be reached, which `reach` finds out, or it is slow
+        except RpcError:  # the head is gone or unreachable, which `reach` detects, or it is slow
             self._unread = self._unread or now
             if now - self._unread >= self._timeout:
                 raise NodeLost(

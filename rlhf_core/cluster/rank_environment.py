@@ -1,4 +1,4 @@
-"""Connects the ranks of a group: their environment, and the store in which they find each other."""
+"""Connects the ranks of a group: sets their environment and opens the store in which they find each other."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ if TYPE_CHECKING:
     from torch.distributed import Store  # type: ignore[attr-defined]
 
 STORE = "ALIGNFLOW_STORE"  # environment variable: address of the store of this rank's group
-# of collectives: a rank may read or write for long; their wait ends when no rank makes progress
+# Timeout of collectives: a rank may read or write for long. The wait ends when no rank makes progress.
 PATIENCE = timedelta(days=1)
 RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", STORE)
 
-# What helps a role or a stage whose GPU has no memory left.
+# Advice when a role's or a stage's GPU runs out of memory.
 LESS_MEMORY = (
     "lower micro_train_tokens or micro_train_batch_size (in PPO also those of rollouts, and"
     " vllm.gpu_memory_utilization), or set gradient_checkpointing, adam_offload or param_offload (in PPO also"
@@ -33,17 +33,17 @@ LESS_MEMORY = (
 )
 
 
-_listening: dict[str, socket.socket] = {}  # by address: sockets of stores that this process will open
+_listening: dict[str, socket.socket] = {}  # by address: listening sockets of stores to open in this process
 
 
 def set_rank_environment(rank: int, world_size: int, store: str, local_rank: int = 0) -> None:
-    """Sets what DeepSpeed and our engines read from the environment."""
+    """Sets the variables that DeepSpeed and our engines read."""
     os.environ |= dict(zip(RANK_VARIABLES, (str(rank), str(world_size), str(local_rank), store), strict=True))
 
 
 def use_card_of(address: str) -> None:
-    """Makes gloo and vLLM use the network card with this address, unless the environment says which. By
-    themselves they take the address that the host's name has, which on many machines is one of loopback."""
+    """Makes gloo and vLLM use the network card with this address, unless the environment names one. By
+    default they use the address of the host's name, which on many machines is a loopback address."""
     os.environ.setdefault("VLLM_HOST_IP", address)
     for card, found in psutil.net_if_addrs().items():
         if any(each.address == address for each in found):
@@ -54,8 +54,8 @@ def store_address(host: str = LOOPBACK) -> str:
     """Returns the address of a new store on this machine: a file of this user on a single node, a port of
     `host` on several.
 
-    PyTorch's TCP store asks nobody for a password and listens on all interfaces by itself: this one listens
-    on `host` alone.
+    PyTorch's TCP store is unauthenticated and by default listens on all interfaces; this one listens only on
+    `host`.
     """
     if host == LOOPBACK:
         return f"file://{private_folder(Path(tempfile.gettempdir()))}/ranks-{uuid.uuid4().hex}"
@@ -66,8 +66,8 @@ def store_address(host: str = LOOPBACK) -> str:
 
 
 def open_store(address: str, rank: int, world_size: int, timeout: timedelta) -> Store:
-    """Opens the store at an address of `store_address`; for a port, rank 0 must be the process that made the
-    address."""
+    """Opens the store at an address from `store_address`. For a port, rank 0 must be the process that created
+    the address."""
     import torch.distributed as dist
 
     place = urlsplit(address)
@@ -82,8 +82,8 @@ def open_store(address: str, rank: int, world_size: int, timeout: timedelta) -> 
 
 
 def serve_store(address: str) -> Store | None:
-    """Opens the store at an address of `store_address`, which this process must have made, for others to
-    join; does not wait for them. Returns None for a file, which nobody has to open first."""
+    """Opens the store at an address that `store_address` created in this process, for others to join, without
+    waiting for them. Returns None for a file, which needs no server."""
     import torch.distributed as dist
 
     place = urlsplit(address)
@@ -96,7 +96,7 @@ def serve_store(address: str) -> Store | None:
 
 
 def free_port(host: str = "") -> int:
-    """Returns a TCP port of an address of this machine that was free a moment ago."""
+    """Returns a TCP port of this machine that was free a moment ago."""
     with socket.socket() as probe:
         probe.bind((host, 0))
         return int(probe.getsockname()[1])

@@ -23,7 +23,7 @@ from rlhf_core.runs.launch import SECRET_NAME
 from rlhf_core.system.machine import NodeLost, num_gpus
 from rlhf_core.system.pages.secret_file import private_folder
 
-# Settings of the libraries, by how their names begin.
+# Environment variables that configure libraries, by prefix.
 KEPT = tuple(
     "NCCL_ TORCH_ NVSHMEM_ CUDA_ VLLM_ HF_ DS_ GLOO_ GOMP_ PYTHON PYTORCH_ RAY_ TRANSFORMERS_ TOKENIZERS_"
     " TQDM_ TRITON_ TORCHINDUCTOR_".split()
@@ -31,14 +31,14 @@ KEPT = tuple(
 # Set explicitly: some hosts show less memory than they have.
 OBJECT_STORE_BYTES = 512 << 20
 GPU_OBJECT_STORE_BYTES = 8 << 30
-KEPT_DAYS = 30  # files of groups and clusters that were killed; a run is shorter
-GIVEN_UP_SECONDS = 150.0  # Ray gives up a node that does not answer after up to 75
+KEPT_DAYS = 30  # files of killed groups and clusters; a run is shorter
+GIVEN_UP_SECONDS = 150.0  # Ray takes up to 75 s to give up a node that does not answer
 _used: frozenset[str] = frozenset()  # nodes of the last reservation
 _started = ""  # address of the cluster that `connect` started last
 
 
 class Reservation(NamedTuple):
-    """Holds what `reserve` has reserved: `slots[name]` are those of a group's processes, node by node;
+    """Describes what `reserve` has reserved. `slots[name]`: the slots of a group's processes, node by node.
     `nodes`: the node of each bundle."""
 
     group: PlacementGroup
@@ -59,7 +59,7 @@ def connect() -> None:
         return
     report_missing()
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    os.environ.setdefault("RAY_worker_niceness", "0")  # Ray would give them a lower priority
+    os.environ.setdefault("RAY_worker_niceness", "0")  # Ray would lower the priority of its workers
     if os.environ.get("RAY_ADDRESS"):
         if os.environ.get("RAY_AUTH_MODE") != "token":
             print(
@@ -72,11 +72,11 @@ def connect() -> None:
     folder = private_folder(Path("/tmp"))  # noqa: S108  short: paths of sockets have a limit
     remove_leftovers(folder)
     os.environ.setdefault("RAY_memory_monitor_refresh_ms", "0")
-    # Ranks have variables of their own: Ray would start a worker for each core of the machine, and use none.
+    # Ranks have their own variables: Ray would start a worker for each core of the machine and use none.
     os.environ.setdefault("RAY_prestart_worker_first_driver", "0")
     store = GPU_OBJECT_STORE_BYTES if num_gpus() else OBJECT_STORE_BYTES
-    # "local": without it Ray would join whatever cluster was started last on this machine, somebody else's
-    # perhaps.
+    # "local": otherwise Ray would join the cluster that was last started on this machine, perhaps another
+    # user's.
     ray.init(
         "local",
         num_cpus=os.cpu_count(),
@@ -91,8 +91,8 @@ def connect() -> None:
 
 
 def remove_leftovers(folder: Path) -> None:
-    """Removes stores of ranks and sessions of Ray that are older than KEPT_DAYS and whose process, the last
-    part of a session's name, has ended."""
+    """Removes rank stores and Ray sessions that are older than KEPT_DAYS and whose process has ended. The
+    last part of a session's name is its process id."""
     for place in [*folder.glob("ranks-*"), *folder.glob("ray/session_2*")]:
         process = place.name.rpartition("_")[2]
         with suppress(OSError):
@@ -103,16 +103,16 @@ def remove_leftovers(folder: Path) -> None:
 
 
 def leave() -> None:
-    """Ends the cluster if `connect` started it, else leaves it. Nothing that its processes print is shown
-    after that. Where the head of another cluster is gone, Ray would wait for it: there the end of this
-    process is the end of the connection."""
+    """Ends the cluster if `connect` started it, otherwise disconnects. Output of its processes is not shown
+    afterwards. When the head of another cluster is gone, the connection stays open until this process ends,
+    because Ray would wait for the head."""
     if not ray.is_initialized() or is_ours() or answering([head()]):
         ray.shutdown()
         reach.watch([])
 
 
 def _nodes(identities: Collection[str] | None = None) -> list[Place]:
-    """Returns the living nodes of the cluster, all or these."""
+    """Returns the living nodes of the cluster, or those of them in `identities`."""
     living = [
         node for node in ray.nodes() if node["Alive"] and (identities is None or node["NodeID"] in identities)
     ]
@@ -120,7 +120,7 @@ def _nodes(identities: Collection[str] | None = None) -> list[Place]:
 
 
 def _wait_for_nodes() -> None:
-    """Waits until every node answers, or Ray has given up those that do not: until then it would reserve
+    """Waits until every node answers or Ray has given up the ones that do not; until then Ray would reserve
     them. Raises NodeLost."""
     deadline = time.monotonic() + GIVEN_UP_SECONDS
     told = ""
@@ -139,7 +139,8 @@ def _wait_for_nodes() -> None:
 
 
 def other_nodes() -> list[Node]:
-    """Returns the nodes with processes of the stage but the one of this process; none without a cluster."""
+    """Returns the nodes that run processes of the stage, except this process's node; empty without a
+    cluster."""
     if not ray.is_initialized():
         return []
     own = ray.get_runtime_context().get_node_id()
@@ -152,7 +153,7 @@ def other_nodes() -> list[Node]:
 
 
 def dead_nodes() -> list[str]:
-    """Returns the addresses of nodes of the cluster that have ended."""
+    """Returns the addresses of the cluster's nodes that have ended."""
     return sorted({str(node["NodeManagerAddress"]) for node in ray.nodes() if not node["Alive"]})
 
 
@@ -162,11 +163,11 @@ def is_ours() -> bool:
 
 
 def passed_environment() -> dict[str, str]:
-    """Returns the variables that workers of another cluster get: libraries' settings, among them those that
+    """Returns the variables that workers of another cluster get: settings of libraries, including those that
     keep NVLink multicast off.
 
-    Keys and tokens are left out, since Ray writes these variables to its logs: they must be set on the nodes.
-    RAY_ADDRESS tells our package that the process is not on a cluster of one machine alone.
+    Keys and tokens are left out, because Ray writes these variables to its logs: they must be set on the
+    nodes. RAY_ADDRESS tells our package not to restrict the process to a single-machine cluster.
     """
     kept = {
         name: value
@@ -179,11 +180,11 @@ def passed_environment() -> dict[str, str]:
 
 
 def reserve(layout: Layout, timeout: float) -> Reservation:
-    """Reserves the bundles of a layout, nodes filled one after the other. From then on the nodes are watched
+    """Reserves the bundles of a layout, filling one node after the other. From then on the nodes are watched
     (`reach`).
 
     Raises ValueError when the cluster can never hold the layout, TimeoutError when its resources are not free
-    within `timeout` seconds, NodeLost when a node does not answer.
+    within `timeout` seconds, and NodeLost when a node does not answer.
     """
     if not is_ours():
         _wait_for_nodes()

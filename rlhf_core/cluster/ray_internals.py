@@ -1,11 +1,10 @@
-"""Uses private parts of Ray, made for Ray 2.60. Where a release lacks one, Ray is left as it is, and a line
-in the log says so.
+"""Uses private parts of Ray 2.60. If a release lacks one, Ray stays unpatched and a log line reports it.
 
 - `SafePathJob` keeps the working directory off the workers' module path, unless it is on this process's own.
   Ray puts it before everything else there, so that a `tasks.py` in it hides our package;
-  `ray._private.worker.connect` does so where the job's method says False.
-- `put` and `get` reach the cluster's key-value store. Without it every look finds progress, so that no rank
-is taken to be silent.
+  `ray._private.worker.connect` leaves it out when the job's method returns False.
+- `put` and `get` access the cluster's key-value store. Without it every look finds progress, so no rank is
+  ever considered silent.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ except ImportError:
     _internal_kv_get = _internal_kv_put = None
 
 NAMESPACE = "alignflow-progress"
-STORE_SECONDS = 5  # until a look gives up: the cluster's head may be gone
+STORE_SECONDS = 5  # timeout of a look: the cluster's head may be gone
 
 
 class SafePathJob(JobConfig):
@@ -34,7 +33,7 @@ class SafePathJob(JobConfig):
 
 
 def report_missing() -> None:
-    """Prints what the installed Ray lacks."""
+    """Prints which parts the installed Ray lacks."""
     if not hasattr(JobConfig, "_runtime_env_has_working_dir"):
         print(
             f"Ray {ray.__version__} may import modules of the working directory in place of ours: install Ray"
@@ -56,12 +55,11 @@ def put(key: str, value: str) -> None:
 
 
 def get(key: str) -> bytes | None:
-    """Returns the stored report; None when there is none. Raises ray.exceptions.RpcError when the store
-    cannot be reached."""
+    """Returns the stored report, or None. Raises ray.exceptions.RpcError when the store cannot be reached."""
     if _internal_kv_get is None:
         return str(time.monotonic_ns()).encode()
     client = internal_kv_get_gcs_client()
-    if client is None:  # behind ray://
+    if client is None:  # connected through ray://
         found: bytes | None = _internal_kv_get(key, namespace=NAMESPACE)
     else:
         found = client.internal_kv_get(key.encode(), NAMESPACE.encode(), timeout=STORE_SECONDS)

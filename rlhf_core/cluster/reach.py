@@ -1,10 +1,10 @@
-"""Checks that the nodes of a stage and the head of its cluster can be reached, by opening a connection to
-each every few seconds.
+"""Checks that the nodes of a stage and the head of its cluster are reachable by connecting to each every few
+seconds.
 
-Ray needs more than a minute to find that a node's cable is cut, and ends the waiting process without a reason
-where its head is gone. The kernel answers for a process that is stopped or busy, so no answer means that the
-node, its network or its raylet is gone. A place that has never answered is not watched: from outside, a
-cluster behind `ray://` shows one port only.
+Ray needs more than a minute to notice a node whose cable is cut, and ends the waiting process without a
+reason when its head is gone. The kernel accepts connections for a stopped or busy process, so no answer means
+that the node, its network or its raylet is gone. A place that has never answered is not watched: from
+outside, a cluster behind `ray://` exposes only one port.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ import ray
 from rlhf_core.system.machine import NodeLost
 
 CHECK_SECONDS = 2.0
-ANSWER_SECONDS = 2.0  # between two checks; of one
-NOTICE_SECONDS = 3.0  # without an answer, until the log says so
-# without an answer, until the stage ends: longer than a cable that is put back takes, shorter than a minute
+ANSWER_SECONDS = 2.0  # timeout of one check
+NOTICE_SECONDS = 3.0  # without an answer, until the log reports it
+# without an answer, until the stage ends: longer than it takes to replug a cable, shorter than a minute
 LOST_SECONDS = 30.0
-# after that this process is ended: it still waits for something of Ray that never returns
+# after that this process ends itself: it still waits for a Ray call that never returns
 EXIT_SECONDS = 10.0
-# without an answer of the head or the raylet, until a rank ends itself: nothing else may tell it of its
-# stage's end
+# without an answer from the head or the raylet, until a rank ends itself: nothing else may report the end of
+# its stage
 ALONE_SECONDS = 45.0
 
 
 class Place(NamedTuple):
-    """Names something that answers at a port: `the Ray node 10.0.0.2`."""
+    """Names something that answers at a port, for example `the Ray node 10.0.0.2`."""
 
     name: str
     host: str
@@ -49,18 +49,17 @@ def head() -> Place:
 
 
 class Reach:
-    """Watches the places of the one cluster that this process uses, in a thread of its own, from `watch`
-    on."""
+    """Watches places of the one cluster that this process uses. `watch` starts the thread."""
 
     def __init__(self) -> None:
         self._places: Sequence[Place] = ()
-        self._since: dict[Place, float] = {}  # the first check without an answer
+        self._since: dict[Place, float] = {}  # time of the first check without an answer
         self._noticed: set[Place] = set()
         self._lost = ""
         self._thread: Thread | None = None
 
     def watch(self, places: Sequence[Place]) -> None:
-        """Watches those of the places that answer, in place of the ones so far."""
+        """Watches the places that answer, instead of the previous ones."""
         self._places = answering(places)
         self._since = {}
         self._noticed = set()
@@ -75,19 +74,20 @@ class Reach:
             raise NodeLost(self._lost)
 
     def gone(self) -> str:
-        """Returns in words what does not answer at this moment; "" when all places do."""
+        """Describes which places do not answer at this moment; "" when all do."""
         answer = answering(self._places)
         return " and ".join(place.name for place in self._places if place not in answer)
 
     def _watch(self) -> None:
         while True:
             time.sleep(CHECK_SECONDS)
-            # none once this process has left the cluster
+            # empty once this process has left the cluster
             places = self._places if ray.is_initialized() else ()
             self.note(places, answering(places), time.monotonic())
 
     def note(self, places: Sequence[Place], answer: Collection[Place], now: float) -> None:
-        """Takes in which of the places answer, at a moment in seconds."""
+        """Records which of the places answer at `now`, a time in seconds. Ends this process when a place has
+        not answered for LOST_SECONDS + EXIT_SECONDS."""
         for place in places:
             if place in answer:
                 since = self._since.pop(place, now)
@@ -109,14 +109,14 @@ class Reach:
 
 
 def own_node() -> Place:
-    """Returns the Ray process (raylet) of the node of this process."""
+    """Returns the Ray process (raylet) of this process's node."""
     own = ray.get_runtime_context().get_node_id()
     (node,) = [node for node in ray.nodes() if node["NodeID"] == own]
     return place_of(node)
 
 
 def place_of(node: Mapping[str, Any]) -> Place:
-    """Returns where the Ray process of an entry of `ray.nodes()` answers."""
+    """Returns the place at which the Ray process of an entry of `ray.nodes()` answers."""
     return Place(
         f"the Ray node {node['NodeManagerAddress']}", node["NodeManagerAddress"], node["NodeManagerPort"]
     )
@@ -124,8 +124,8 @@ def place_of(node: Mapping[str, Any]) -> Place:
 
 def end_when_alone(places: Sequence[Place]) -> None:
     """Starts a thread that ends this process, which works for a stage, once one of the places has not
-    answered for ALONE_SECONDS: the head, which would tell of the stage's end, or the raylet, with which a
-    process of Ray does not always end."""
+    answered for ALONE_SECONDS. The places are the head, which would report the stage's end, and the raylet,
+    whose death does not always end its processes."""
     since: dict[Place, float] = {}
 
     def watch() -> None:
@@ -148,7 +148,7 @@ def end_when_alone(places: Sequence[Place]) -> None:
 
 
 def lost(names: str, when: str) -> str:
-    """Returns the sentence of nodes that are lost."""
+    """Returns the error message for lost nodes."""
     return (
         f"{names} gave no answer {when}: power, network or the Ray process is gone; run again when it is"
         " back, or on the nodes that are left: a stage resumes from its last checkpoint"
@@ -156,8 +156,8 @@ def lost(names: str, when: str) -> str:
 
 
 def fetched(ref: Any) -> Any:
-    """Waits for the small value of a reference. Raises NodeLost where a node is lost meanwhile, and what the
-    work raised. Ray may begin the transfer of a large value anew after each time limit."""
+    """Waits for the small value of a reference and returns it. Raises NodeLost when a node is lost meanwhile,
+    and whatever the work raised. With a large value, Ray may restart the transfer after each time limit."""
     while True:
         try:
             return ray.get(ref, timeout=CHECK_SECONDS)
@@ -166,7 +166,7 @@ def fetched(ref: Any) -> Any:
 
 
 def answering(places: Sequence[Place]) -> list[Place]:
-    """Returns the places that accept a connection within ANSWER_SECONDS; all are tried at once."""
+    """Returns the places that accept a connection within ANSWER_SECONDS. All are tried at once."""
     deadline = time.monotonic() + ANSWER_SECONDS
     found = set[Place]()
     with ExitStack() as stack, selectors.DefaultSelector() as selector:
@@ -177,7 +177,7 @@ def answering(places: Sequence[Place]) -> list[Place]:
             probe.setblocking(False)
             try:
                 probe.connect_ex((place.host, place.port))
-            except OSError:  # a name that cannot be found
+            except OSError:  # a name that cannot be resolved
                 continue
             selector.register(probe, selectors.EVENT_WRITE, place)
         while selector.get_map() and (left := deadline - time.monotonic()) > 0:

@@ -1,4 +1,4 @@
-"""Starts the ranks of a role on a Ray cluster for one job of a stage, and ends them with the job."""
+"""Starts the ranks of a role on a Ray cluster for one job of a stage, and ends them when the job ends."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ def temporary_group(
     pipeline_stages: int = 1,
     **options: Any,
 ) -> Iterator[WorkerGroup]:
-    """Starts the processes of `wanted`, and makes the role's object on each rank (`WorkerGroup.prepare`,
-    `WorkerGroup.build`). `span` and `pipeline_stages`: as of `WorkerGroup`.
+    """Starts the processes of `wanted` and creates the role's object on each rank (`WorkerGroup.prepare`,
+    `WorkerGroup.build`). `span` and `pipeline_stages`: see `WorkerGroup`.
 
-    Raises ValueError and TimeoutError as `reserve`. At the end leaves the cluster; if `connect` started it,
-    waits until its processes have ended, because another stage needs their GPUs.
+    Raises ValueError and TimeoutError like `reserve`. At the end it leaves the cluster. If `connect` started
+    the cluster, it waits until the processes have ended, because another stage needs their GPUs.
     """
     connect()
     ours = is_ours()
@@ -50,7 +50,7 @@ def temporary_group(
 
 
 def _working() -> list[psutil.Process]:
-    """Returns the processes of ranks of this process's own cluster, and those that they started."""
+    """Returns the rank processes of this process's own cluster and their descendants."""
     found: list[psutil.Process] = []
     with suppress(psutil.Error):  # one of them ended meanwhile
         for raylet in [child for child in psutil.Process().children() if child.name() == "raylet"]:

@@ -1,5 +1,4 @@
-"""Runs one rank of a worker group in a process of its own: makes the object of its role and calls its
-methods."""
+"""Runs one rank of a worker group in its own process: creates the role's object and calls its methods."""
 
 from __future__ import annotations
 
@@ -26,19 +25,18 @@ from rlhf_core.system.processes import raised_by_us
 
 
 def cpu_threads(side_by_side: int) -> int:
-    """Returns how many threads one of `side_by_side` processes gets: its part of the stage's cores, or of
-    those of this node (of this container, where that has a quota)."""
+    """Returns the number of threads for one of `side_by_side` processes: its share of the stage's cores, or
+    of this node's cores (of the container's, if it has a quota)."""
     return max(1, int(os.environ.get(CORES_ENV) or num_cpus()) // side_by_side)
 
 
 class LibraryError(RuntimeError):
-    """Stands for a ValueError that a library raised. Unlike one of ours it does not say what the user must
-    change."""
+    """Wraps a ValueError from a library. Unlike our own, its message does not tell users what to change."""
 
 
 @contextmanager
 def mark_library_errors() -> Iterator[None]:
-    """Raises LibraryError in place of a ValueError that is not ours."""
+    """Raises LibraryError instead of a ValueError that is not ours."""
     try:
         yield
     except ValueError as error:
@@ -48,8 +46,7 @@ def mark_library_errors() -> Iterator[None]:
 
 
 class RankReady(NamedTuple):
-    """Says that a rank is ready: the id of its process, and the seconds that its imports and its loading
-    took."""
+    """Reports that a rank is ready: its process id, and how many seconds its imports and its loading took."""
 
     process: int
     imports: float
@@ -57,14 +54,15 @@ class RankReady(NamedTuple):
 
 
 class Worker:
-    """Runs one rank: `build` makes the role's object, `call` runs one of its methods. `side_by_side`:
-    processes that share the cores of this node; `key`: under which the rank reports progress."""
+    """Runs one rank: `build` creates the role's object, `call` runs one of its methods. `side_by_side`:
+    number of processes that share the cores of this node. `key`: the key under which the rank reports
+    progress."""
 
     def __init__(self, name: str, side_by_side: int, expandable_segments: bool, key: str):
         self._name = name
         self._unprepared: Exception | None = None
         self._imports = 0.0
-        # before anything is imported that reads it
+        # before the import of anything that reads it
         os.environ["OMP_NUM_THREADS"] = str(cpu_threads(side_by_side))
         if not expandable_segments:
             give_up_segments(os.environ)
@@ -76,39 +74,40 @@ class Worker:
         return self._name
 
     def prepare(self, function: str, *args: Any) -> None:
-        """Calls `module:function`, whose module need not be imported in the calling process."""
+        """Calls `module:function`. The calling process need not have imported the module. `build` raises its
+        errors."""
         module, _, name = function.partition(":")
         start = time.monotonic()
         try:
             with uncollected():
                 getattr(importlib.import_module(module), name)(*args)
-            gc.freeze()  # engines run full collections while they start, which need not scan the libraries
-            atexit.register(gc.unfreeze)  # some of these count what is left of them at the end
-        except Exception as error:  # for `build` to raise, which somebody waits for
+            gc.freeze()  # full collections while engines start need not scan the libraries
+            atexit.register(gc.unfreeze)  # some libraries count what is left of them at exit
+        except Exception as error:  # `build` raises it, because somebody waits for that
             self._unprepared = error
         self._imports = time.monotonic() - start
 
     def store_address(self) -> str:
-        """Address of a store for the ranks of a group of which this one is the first."""
+        """Returns the address of a store for the ranks of a group whose first rank is this one."""
         return store_address(ray.util.get_node_ip_address())
 
     def gpu_ids(self) -> list[str]:
-        """Returns the GPUs of this process, as its node counts them."""
+        """Returns the GPUs of this process, numbered as on its node."""
         return [str(gpu) for gpu in ray.get_gpu_ids()]
 
     def gpu_bytes(self) -> int:
-        """Returns the bytes of this process's GPU; 0 without one."""
+        """Returns the memory of this process's GPU in bytes; 0 without one."""
         import torch
 
         return int(torch.cuda.get_device_properties(0).total_memory) if torch.cuda.is_available() else 0
 
     def host_bytes(self) -> int:
-        """Returns the bytes of host memory that are free on this process's node."""
+        """Returns the free host memory of this process's node in bytes."""
         return free_memory()
 
     def follow(self, *built: Any) -> None:
-        """Makes the role's object as `build` does, and ends this process when the object's `stay` returns: it
-        has failed."""
+        """Creates the role's object like `build`, and ends this process when the object's `stay` returns,
+        which means that it has failed."""
         self.build(*built)
         self.role.stay()
         print(
@@ -129,9 +128,12 @@ class Worker:
         address: str = "",
         *gpus: list[str],
     ) -> RankReady:
-        """Makes the role's object. `store`: address of the store in which the ranks find each other. `gpus`:
-        for an engine over several GPUs, the ids of its GPUs, by slot. `stage`: of an engine of several
-        stages, its number and how many there are; `address`: that of their store."""
+        """Creates the role's object.
+
+        `store`: address of the store in which the ranks find each other. `gpus`: for an engine over several
+        GPUs, the ids of its GPUs, by slot. `stage`: for an engine with several pipeline stages, the stage's
+        number and their count. `address`: the address of the stages' store.
+        """
         start = time.monotonic()
         if gpus:
             os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(gpu for place in gpus for gpu in place)
@@ -152,11 +154,11 @@ class Worker:
         return result, time.monotonic() - start
 
     def call_after(self, method: str, count: int, *args: Any, **kwargs: Any) -> tuple[Any, float]:
-        """Does `call` without the first `count` arguments, which Ray waited for."""
+        """Like `call`, but drops the first `count` arguments, which Ray waited for."""
         return self.call(method, *args[count:], **kwargs)
 
     def stream(self, method: str, *args: Any, **kwargs: Any) -> Iterator[tuple[Any, float]]:
-        """Yields what the method yields, each with the seconds since its start."""
+        """Yields what the method yields, each item with the seconds since the start."""
         start = time.monotonic()
         with mark_library_errors():
             for item in getattr(self.role, method)(*args, **kwargs):

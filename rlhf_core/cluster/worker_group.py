@@ -1,9 +1,9 @@
 """Starts and calls worker groups, the ranks of one role. Each rank is a Ray actor that holds one Python
 object.
 
-A call goes to every rank and returns at once. The wait for it ends with an error, which names role and phase,
+A call goes to every rank and returns at once. Waiting for it raises an error, which names role and phase,
 when a rank makes no progress for a time. Arguments may be references from `put_on_nodes`, so that a batch is
-sent to each node once.
+sent to each node only once.
 """
 
 from __future__ import annotations
@@ -38,25 +38,26 @@ from rlhf_core.system.machine import NodeLost
 P = ParamSpec("P")
 R = TypeVar("R")
 NODE_DIED = re.compile(r"node has (crashed|died)")  # in Ray's errors
-# until Ray tells of a dead rank; others that were connected with it raise errors of their own before
+# until Ray reports a dead rank; ranks that were connected with it raise their own errors earlier
 DEATH_SECONDS = 3.0
-SILENT_SECONDS = 3600  # longer than any work of a training stage that counts no progress
+SILENT_SECONDS = 3600  # longer than any step of a training stage that counts no progress
 
 
 class RoleFailed(RuntimeError):
-    """Says that a rank died, raised an error or made no progress; the message names role and phase."""
+    """Raised when a rank died, raised an error or made no progress. The message names role and phase."""
 
 
 class RankDied(RoleFailed):
-    """Says that the process of a rank ended."""
+    """Raised when the process of a rank ended."""
 
 
 class Pending(NamedTuple, Generic[R]):
     """Holds the references of work that ranks of a group are doing.
 
-    `keys`: where each rank reports progress. `spent`: dict to which the slowest rank's seconds are added,
-    under the name of the phase. `other_stages`: references of the other pipeline stages of engines, which are
-    ready only when these have failed."""
+    `keys`: the key under which each rank reports progress. `spent`: dict to which the slowest rank's seconds
+    are added under the name of the phase. `other_stages`: references of the engines' other pipeline stages,
+    which become ready only when these have failed.
+    """
 
     role: str
     phase: str
@@ -66,7 +67,7 @@ class Pending(NamedTuple, Generic[R]):
     other_stages: Sequence[Any] = ()
 
     def wait(self, timeout: float) -> list[R]:
-        """Waits; returns the results by rank. Raises RoleFailed as soon as one rank failed, or made no
+        """Waits and returns the results by rank. Raises RoleFailed as soon as a rank failed, or made no
         progress for `timeout` seconds."""
         return wait_all([self], timeout)[0]
 
@@ -110,8 +111,8 @@ class Pending(NamedTuple, Generic[R]):
 
 
 def wait_all(pending: Sequence[Pending[Any]], timeout: float) -> list[list[Any]]:
-    """Waits for groups that work at once; returns the results by group and rank. Raises RoleFailed as soon as
-    any rank failed, or made no progress for `timeout` seconds, NodeLost when a node was lost."""
+    """Waits for groups that work concurrently and returns the results by group and rank. Raises RoleFailed as
+    soon as any rank failed or made no progress for `timeout` seconds, and NodeLost when a node was lost."""
     owner = {ref: work for work in pending for ref in (*work.refs, *work.other_stages)}
     stages = [ref for work in pending for ref in work.other_stages]
     keys = {ref: key for work in pending for ref, key in zip(work.refs, work.keys, strict=True)}
@@ -122,7 +123,7 @@ def wait_all(pending: Sequence[Pending[Any]], timeout: float) -> list[list[Any]]
             ready, waiting = watch.next(waiting, stages)
         except Silent as silent:
             raise _silent(pending, silent, timeout) from None
-        if waiting:  # the others may be waiting for a rank that failed
+        if waiting:  # other ranks may be waiting for a rank that failed
             try:
                 owner[ready].get(ready)
             except RoleFailed as failed:
@@ -133,7 +134,7 @@ def wait_all(pending: Sequence[Pending[Any]], timeout: float) -> list[list[Any]]
 def _cause(
     failed: RoleFailed, owner: Mapping[Any, Pending[Any]], waiting: list[Any]
 ) -> RoleFailed | NodeLost:
-    """Returns the death of another rank or of a node where there is one, else `failed`."""
+    """Returns the death of another rank or of a node if there is one, otherwise `failed`."""
     deadline = time.monotonic() + DEATH_SECONDS
     while not isinstance(failed, RankDied) and waiting and (left := deadline - time.monotonic()) > 0:
         done, waiting = ray.wait(waiting, timeout=left)
@@ -176,12 +177,15 @@ def _without_progress(pending: Sequence[Pending[Any]], refs: Sequence[Any]) -> s
 
 
 class WorkerGroup:
-    """Starts all ranks of one role. An engine over several GPUs is one rank: `span` processes, in
-    `pipeline_stages` stages of vLLM's pipeline, each with a process that works (`Worker.follow`); the
-    processes on its other GPUs only reserve these. `at_once`: roles that work at the same time, between which
-    and whose ranks the cores of a node are divided. `expandable_segments`: whether PyTorch may use them,
-    where the user turns them on (`rlhf_core.system.gpu_allocator`). `together`: the ranks wait for each other
-    in collectives, so that the progress of one is that of all."""
+    """Starts all ranks of one role.
+
+    An engine over several GPUs is one rank: `span` processes in `pipeline_stages` stages of vLLM's pipeline.
+    One process of each stage works (`Worker.follow`); the processes on its other GPUs only reserve them.
+    `at_once`: number of roles that work at the same time; their ranks share the cores of a node.
+    `expandable_segments`: whether PyTorch may use them, if the user turns them on
+    (`rlhf_core.system.gpu_allocator`). `together`: the ranks wait for each other in collectives, so the
+    progress of one counts for all.
+    """
 
     def __init__(
         self,
@@ -198,10 +202,10 @@ class WorkerGroup:
         self.world_size = len(slots) // span
         key = uuid.uuid4().hex
         nodes = [reservation.nodes[slot.bundle] for slot in slots]
-        self.nodes = nodes[::span]  # of each rank
+        self.nodes = nodes[::span]  # per rank
         keys = [key if together else f"{key}-{i}" for i in range(len(slots))]
-        # Processes of a cluster of our own have our environment anyway, and start at once where Ray need not
-        # make one for them.
+        # Processes of our own cluster have our environment anyway, and they start at once if Ray need not
+        # create one for them.
         environment = None if is_ours() else {"env_vars": passed_environment()}
 
         def process(i: int) -> Any:
@@ -230,26 +234,26 @@ class WorkerGroup:
         self._stages = pipeline_stages
         self._following = dict[int, list[Any]]()  # by rank: references of its other stages
         self._spent: dict[str, float] = {}
-        self._spent_alone: list[dict[str, float]] = [{} for _ in self._workers]  # by `call_rank`
+        self._spent_alone: list[dict[str, float]] = [{} for _ in self._workers]  # from `call_rank`
 
     def prepare(self, function: str, *args: Any) -> None:
-        """Lets every rank call `module:function`, to import what it will need, and does not wait. An engine
-        over several GPUs does not: what it imports may look for GPUs before `build` sets which it sees."""
+        """Makes every rank call `module:function`, to import what it will need, without waiting for it.
+        Engines over several GPUs skip this: an import may look for GPUs before `build` sets which are
+        visible."""
         if self._span == 1:
             for worker in self._workers:
                 worker.prepare.remote(function, *args)
 
     def build(self, factory: Callable[..., Any], **options: Any) -> Pending[RankReady]:
-        """Makes the role's object on every rank; ranks find each other in the first one's store. The results
-        are `RankReady`."""
+        """Creates the role's object on every rank. The ranks find each other in the first rank's store."""
         self._made = factory, options
-        # Ray passes the result of a reference, so this does not wait
+        # Ray resolves the reference before it passes it on, so this does not wait
         store = self._workers[0].store_address.remote()
         refs = [self._build(rank, store) for rank in range(self.world_size)]
         return Pending(self.name, "load", refs, self._keys, other_stages=self._others(range(self.world_size)))
 
     def _build(self, rank: int, store: Any) -> Any:
-        # Ray shows each worker only its own GPUs, so the device index is always 0 there.
+        # Ray shows each worker only its own GPUs, so its device index is always 0.
         local_rank = 0 if ray.cluster_resources().get("GPU") else rank
         own = self._processes[rank * self._span : (rank + 1) * self._span]
         size = self._span // self._stages
@@ -271,8 +275,8 @@ class WorkerGroup:
         return [ref for rank in ranks for ref in self._following.get(rank, ())]
 
     def build_again(self, ranks: Sequence[int]) -> Pending[RankReady]:
-        """Starts ranks anew whose process died, and makes their role's object as `build` did. For ranks that
-        do not know each other."""
+        """Restarts ranks whose process died, and creates their role's object like `build`. Only for ranks
+        that do not communicate with each other."""
         for rank in ranks:
             for i in range(rank * self._span, (rank + 1) * self._span):
                 ray.kill(self._processes[i])
@@ -290,7 +294,7 @@ class WorkerGroup:
         ).wait(timeout)[0]
 
     def gpu_bytes(self, timeout: float) -> int:
-        """Returns the bytes of the smallest GPU of the group; 0 without GPUs."""
+        """Returns the memory of the group's smallest GPU in bytes; 0 without GPUs."""
         return min(
             Pending[int](
                 self.name, "start", [worker.gpu_bytes.remote() for worker in self._workers], self._keys
@@ -298,7 +302,7 @@ class WorkerGroup:
         )
 
     def free_hosts(self, timeout: float) -> dict[str, int]:
-        """Returns the bytes of host memory that are free on each node of the group."""
+        """Returns the free host memory of each node of the group in bytes."""
         free = Pending[int](
             self.name, "start", [worker.host_bytes.remote() for worker in self._workers], self._keys
         ).wait(timeout)
@@ -307,8 +311,8 @@ class WorkerGroup:
     def call(
         self, phase: str, method: Callable[Concatenate[Any, P], R], *args: P.args, **kwargs: P.kwargs
     ) -> Pending[R]:
-        """Starts a method of the role's class on every rank's object; of a subclass its own method of that
-        name."""
+        """Starts a method of the role's class on every rank's object. An object of a subclass runs its own
+        override."""
         refs = [worker.call.remote(method.__name__, *args, **kwargs) for worker in self._workers]
         return Pending(self.name, phase, refs, self._keys, self._spent, self._others(range(self.world_size)))
 
@@ -328,7 +332,8 @@ class WorkerGroup:
         return Pending(self.name, phase, refs, self._keys, self._spent, self._others(range(self.world_size)))
 
     def after_work(self) -> list[Any]:
-        """Returns references that are ready when each rank has ended the calls so far, however they ended."""
+        """Returns references that become ready when each rank has finished all calls so far, successfully or
+        not."""
         return [worker.gpu_ids.remote() for worker in self._workers]
 
     def call_rank(
@@ -339,7 +344,7 @@ class WorkerGroup:
         *args: P.args,
         **kwargs: P.kwargs,
     ) -> Pending[R]:
-        """Starts a method as `call` does, on one rank alone."""
+        """Like `call`, but starts the method on one rank only."""
         ref = self._workers[rank].call.remote(method.__name__, *args, **kwargs)
         return Pending(
             self.name,
@@ -358,8 +363,8 @@ class WorkerGroup:
         *args: P.args,
         **kwargs: P.kwargs,
     ) -> Iterator[R]:
-        """Yields what the method, as for `call`, yields on the ranks, in the order in which it arrives.
-        Raises RoleFailed as `wait_all`."""
+        """Yields what the method yields on the ranks, in order of arrival. Raises RoleFailed like
+        `wait_all`."""
         working = [
             worker.stream.options(num_returns="streaming").remote(method.__name__, *args, **kwargs)
             for worker in self._workers
@@ -391,8 +396,8 @@ class WorkerGroup:
         self._spent[phase] = self._spent.get(phase, 0.0) + slowest
 
     def take_seconds(self) -> dict[str, float]:
-        """Returns the seconds of work by phase, and starts to count anew: those of the slowest rank, without
-        waits for other groups."""
+        """Returns the seconds of work by phase since the last call, and resets them. They are the slowest
+        rank's seconds, without waits for other groups."""
         spent = dict(self._spent)
         self._spent.clear()
         for alone in self._spent_alone:
@@ -402,8 +407,8 @@ class WorkerGroup:
 
 
 class Turns:
-    """Starts work of groups: at once, or each when the work before it is done (`in_turn`). Wait for it in the
-    order of `start`."""
+    """Starts work of groups: at once, or one after the other (`in_turn`). Wait for it in the order of
+    `start`."""
 
     def __init__(self, in_turn: bool):
         self._in_turn = in_turn
@@ -454,9 +459,9 @@ def run_on_group(
     ranks: Ranks,
     resolve: Callable[[int, int], StageRequest],
 ) -> Outcome:
-    """Runs `work` on every rank of a worker group called `name` and returns rank 0's outcome. `resolve` gives
-    the request, from the bytes of the group's smallest GPU (0: there is none) and the free host memory of a
-    node."""
+    """Runs `work` on every rank of a worker group called `name` and returns rank 0's outcome. `resolve`
+    returns the request, given the memory of the group's smallest GPU in bytes (0: there is none) and the
+    least free host memory of a node."""
     connect()
     group = WorkerGroup(name, reserve(arrange({name: ranks}), timeout=600), 1, together=True)
     request = resolve(group.gpu_bytes(600), min(group.free_hosts(600).values()))

@@ -1,10 +1,10 @@
-"""Tests whether documents of a packed row attend to each other, with the attention and on the device of
+"""Tests whether documents of a packed row attend to each other, with the attention and on the device used in
 training.
 
 Called by training/ranks.py, stages/reference_logprobs.py and stages/ppo/roles/. Some families (AFMoE, Falcon,
-OPT) ignore position ids in their mask, so a document attends to those before it, without an error. Layers
-that carry state along a row (convolutions, recurrent states) read over the border too, but for those of
-`kernels/state_layers.py`. Such models get each document in a row of its own.
+OPT) ignore position ids in their mask, so a document silently attends to earlier ones. Layers that carry
+state along a row (convolutions, recurrent states) also read across the border, except those in
+`kernels/state_layers.py`. Such models get one document per row.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from rlhf_core.models.load import Policy, Scorer
 from rlhf_core.models.token_logprobs import backbone_of
 
 BEFORE = 12
-AFTER = 4  # tokens of the two documents: with a leak most keys of the second are those of the first
-# relative to the effect inside one document: a leak is about 1, rounding under 0.01 in bf16 and 0 in fp32
+AFTER = 4  # tokens of the two documents: with a leak most keys of the second belong to the first
+# relative to the effect inside one document: a leak is about 1, rounding is under 0.01 in bf16 and 0 in fp32
 LEAK = 0.1
 
 
@@ -31,10 +31,10 @@ def detect_document_leak(
     packed: bool,
     all_reduce: Callable[[Tensor], Tensor] = lambda values: values,
 ) -> None:
-    """Sets `module.document_leak`, once. `forward` runs the module or an engine around it; a collective if
-    that is one.
+    """Sets `module.document_leak`, once. `forward` runs the module or an engine around it; with an engine
+    that is a collective, so is this.
 
-    Skipped where no row has two documents: neither `packed` nor concatenated by the attention. `all_reduce`
+    Skipped when no row has two documents: neither `packed` nor concatenated by the attention. `all_reduce`
     sums over the ranks, so that all take the same decision.
     """
     model = module.model
@@ -48,7 +48,7 @@ def detect_document_leak(
         )
         if not module.document_leak:
             return
-        if model.config._attn_implementation == VARLEN:  # takes only one row
+        if model.config._attn_implementation == VARLEN:  # accepts only one row
             model.set_attn_implementation("sdpa")
     module.document_leak = True
     print(f"{type(model).__name__} {why}: one document a row", flush=True)
@@ -56,11 +56,11 @@ def detect_document_leak(
 
 @torch.no_grad()
 def leaks(forward: Callable[..., object], module: Policy | Scorer, device: torch.device) -> bool:
-    """Whether the tokens of a document change the hidden states of the one after it.
+    """Returns whether the tokens of a document change the hidden states of the next one.
 
-    Two rows differ in their first `BEFORE` tokens, which are a document of their own, or the beginning of the
-    only one. The test compares how much the last `AFTER` states differ in both cases, which makes it
-    independent of the size of the weights and of rounding.
+    Two rows differ in their first `BEFORE` tokens. In one case these are a document of their own, in the
+    other the beginning of the only document. The test compares how much the last `AFTER` states differ in
+    both cases, which makes it independent of the weights' scale and of rounding.
     """
     vocabulary = module.model.config.get_text_config().vocab_size
     drawn = torch.randint(vocabulary, (2 * BEFORE + AFTER,), generator=torch.Generator().manual_seed(0))
@@ -85,8 +85,8 @@ def hidden_states(
     positions: Tensor,
     documents: Tensor,
 ) -> Tensor:
-    """Returns what the backbone made of (B, T) tokens in a forward pass of the module or an engine around it,
-    in evaluation mode."""
+    """Returns the backbone's last hidden states for (B, T) tokens, from a forward pass of the module or an
+    engine around it in evaluation mode."""
     states: list[Tensor] = []
     hook = backbone_of(module.model).register_forward_hook(
         lambda _module, _inputs, output: states.append(output.last_hidden_state)

@@ -3,9 +3,9 @@
 The balance loss is computed per document and averaged over the documents of an optimiser step (the
 sequence-wise form of DeepSeek-V3, section 2.1.2), so it is the same for any split into micro-batches, packed
 or padded. With replayed routing (R3; Ma et al. 2025, arXiv:2510.11370) the policy routes each token to the
-experts that the sampler chose. Engine and trainer round differently, so a token near the decision boundary of
-two experts may get different ones, and log-probs differ. The weights of the chosen experts are computed by
-the policy's router, with gradient.
+experts that the sampler chose. Otherwise, because engine and trainer round differently, a token near the
+decision boundary between two experts may get different ones, and log-probs differ. The policy's router
+computes the weights of the chosen experts, with gradient.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ def balance_loss(router_logits: Sequence[Tensor], documents: Tensor, top_k: int)
     """Returns the sum over documents of `E * sum_i f_i P_i`, averaged over layers (Fedus et al. 2021, eq. 4
     to 6, on each document alone).
 
-    router_logits: of each layer, (B * T, E). documents: (B, T), -1 on pads. f_i: times expert i was among a
-    token's `top_k`, over the document's tokens; P_i: mean probability of expert i. Evenly used experts give
-    `top_k` a document.
+    router_logits: per layer, (B * T, E). documents: (B, T), -1 on pads. f_i: how often expert i was among a
+    token's `top_k`, averaged over the document's tokens. P_i: mean probability of expert i. Evenly used
+    experts give `top_k` per document.
     """
     inside = documents.flatten() >= 0
     index = documents.flatten()[inside]
@@ -50,8 +50,8 @@ def balance_loss(router_logits: Sequence[Tensor], documents: Tensor, top_k: int)
 
 
 def replayed(config: Mapping[str, Any]) -> bool:
-    """Whether the routing of a language model with this config.json can be replayed. vLLM stores experts by
-    the KV slots of full attention, which some layer must have."""
+    """Returns whether the routing of a language model with this config.json can be replayed. vLLM stores
+    experts by the KV slots of full attention, so some layer must have it."""
     windowed = config.get("sliding_window") and config.get("use_sliding_window", True)
     return config.get("model_type") in REPLAYED and (
         not windowed or "full_attention" in (config.get("layer_types") or ())
@@ -59,8 +59,8 @@ def replayed(config: Mapping[str, Any]) -> bool:
 
 
 class Replay:
-    """Overrides a model's routers by `table`: experts of each token and layer, (tokens, layers, k); -1: the
-    router's choice."""
+    """Overrides a model's routers with `table`: experts of each token and layer, (tokens, layers, k). -1
+    keeps the router's choice."""
 
     def __init__(self, model: nn.Module):
         self.table: Tensor | None = None
@@ -81,8 +81,8 @@ class Replay:
         logits, weights, own = output
         wanted = self.table[:, layer].long()
         chosen = torch.where(wanted >= 0, wanted, own)
-        # A router with a bias is DeepSeek-V3's (section 2.1.2): it weighs experts by a sigmoid, and the bias
-        # only chooses.
+        # A router with a bias is DeepSeek-V3's (section 2.1.2): it weights experts with a sigmoid, and the
+        # bias affects only the choice.
         sigmoid = hasattr(router, "e_score_correction_bias")
         scores = (torch.sigmoid(logits.float()) if sigmoid else torch.softmax(logits.float(), -1)).gather(
             -1, chosen

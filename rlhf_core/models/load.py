@@ -1,9 +1,9 @@
-"""Models from a folder or the Hub, wrapped so that a forward pass returns log-probs or scores.
+"""Loads models from a folder or the Hub, wrapped so that a forward pass returns log-probs or scores.
 
-`Policy` returns token log-probs and entropies, `Scorer` one number per position. Both take packed rows:
-position ids that restart keep attention inside each document and its shared prompt (a block-diagonal mask, or
-a varlen kernel: `attention`). With `sequence` several ranks compute a pass together
-(`kernels/sequence_ranks.py`), and each gets all of the result. The wrapped transformers model is `.model`;
+`Policy` returns token log-probs and entropies, `Scorer` one number per position. Both accept packed rows:
+restarting position ids keep attention inside each document and its shared prompt (a block-diagonal mask, or a
+varlen kernel: `attention`). With `sequence`, several ranks compute a pass together
+(`kernels/sequence_ranks.py`), and each gets the whole result. The wrapped transformers model is `.model`;
 checkpoints hold that model, never the wrapper.
 """
 
@@ -70,7 +70,7 @@ class TokenLogprobs(NamedTuple):
     t = 0 and off the mask.
 
     `entropy` is 0 everywhere unless requested. `balance` is the experts' balance loss summed over documents,
-    with `Policy.balanced`.
+    if `Policy.balanced`.
     """
 
     logprobs: Tensor
@@ -79,17 +79,17 @@ class TokenLogprobs(NamedTuple):
 
 
 class Policy(nn.Module):
-    """A causal language model that returns log-probs. In training logits are kept like other activations, not
-    with checkpointing.
+    """A causal language model that returns log-probs. In training, logits are kept like other activations,
+    except with checkpointing.
 
     Raises ValueError for a model whose logits are more than a multiple of its head's outputs, capped or not,
     or that reads more than text.
     """
 
-    # whether each document needs a row of its own (`document_leak`); None: not tried
+    # whether each document needs its own row (`document_leak`); None: not tested
     document_leak: bool | None = None
     sequence: SequenceRanks = ALONE  # the ranks that compute each pass together
-    # of the vocabulary's rows the first ones, which distributions are over; None: all
+    # distributions are over the first `known` rows of the vocabulary; None: all
     known: int | None = None
 
     def __init__(self, model: PreTrainedModel, balanced: bool = False):
@@ -103,13 +103,13 @@ class Policy(nn.Module):
         self._replay: Replay | None = None
 
     def replay_routing(self) -> None:
-        """Routes tokens by `experts` from now on, in families whose routing can be replayed."""
+        """Makes forward passes route tokens by `experts`, in families whose routing can be replayed."""
         if replayed(self.model.config.to_dict()):
             self._replay = Replay(self.model)
 
     def leave_out_padding(self, path: str) -> None:
-        """Takes distributions over the tokens of the tokenizer at `path`, as engines sample; padding of the
-        vocabulary is no token."""
+        """Restricts distributions to the tokens of the tokenizer at `path`, as in the engines' sampling: the
+        vocabulary's padding is no token."""
         self.known = known_rows(path, self.model.config.vocab_size)
 
     @property
@@ -127,15 +127,15 @@ class Policy(nn.Module):
         experts: Tensor | None = None,
         top: Truncation = WHOLE,
     ) -> TokenLogprobs:
-        """Computes all tokens, or those of `mask` (B, T) and 0 elsewhere, which saves the head's work on
-        prompts.
+        """Computes log-probs of all tokens, or only of those in `mask` (B, T) and 0 elsewhere, which saves
+        the head's work on prompts.
 
         `positions` and `mask` may be in host memory (`Batch.host`), so that the host does not wait for the
-        GPU. After `replay_routing` `experts` (B, T, layers, k) are the experts of each token. `top` truncates
-        the distributions (`token_logprobs`).
+        GPU. After `replay_routing`, `experts` (B, T, layers, k) are the experts of each token. `top`
+        truncates the distributions (`token_logprobs`).
         """
         ranks = self.sequence
-        # until the next pass: layers may be computed again for the backward pass
+        # kept until the next pass: layers may be recomputed for the backward pass
         if self._replay is not None:
             self._replay.table = None if experts is None else ranks.own(experts.flatten(0, 1))
         hidden, router_logits = _hidden(self, tokens, positions, self.balanced)
@@ -169,8 +169,8 @@ def masked_logprobs(
     entropy: Entropy = "no",
     top: Truncation = WHOLE,
 ) -> TokenLogprobs:
-    """Runs `Policy.forward`, or an engine around it, for the tokens of the batch's loss mask, without a wait
-    of the host."""
+    """Runs `Policy.forward`, or an engine around it, for the tokens of the batch's loss mask. The host does
+    not wait for the GPU."""
     return policy(
         batch.tokens,
         batch.host.positions,
@@ -187,14 +187,14 @@ class Scorer(nn.Module):
     """A sequence-classification model with one label and an output at every position: reward model and
     critic.
 
-    `forward` returns (B, T) fp32 where position t depends on tokens <= t. The reward of a document is the
-    value at its last token; the critic's `V(tokens[<t])` is `before` of this. The head computes in fp32: a
-    score of 8 in bf16 has steps of 1/32.
+    `forward` returns (B, T) fp32, where position t depends on tokens <= t. The reward of a document is the
+    value at its last token; the critic's `V(tokens[<t])` is `before` of this. The head computes in fp32: in
+    bf16 a score of 8 has steps of 1/32.
     """
 
-    document_leak: bool | None = None  # as `Policy.document_leak`
-    new_head: bool = False  # it had none and got one of zeros
-    sequence: SequenceRanks = ALONE  # as `Policy.sequence`
+    document_leak: bool | None = None  # see `Policy.document_leak`
+    new_head: bool = False  # the model had none and got one of zeros
+    sequence: SequenceRanks = ALONE  # see `Policy.sequence`
 
     def __init__(self, model: PreTrainedModel):
         super().__init__()
@@ -202,7 +202,7 @@ class Scorer(nn.Module):
 
     def forward(self, tokens: Tensor, positions: Tensor) -> Tensor:
         hidden, _ = _hidden(self, tokens, positions)
-        # ZeRO-3 gathers its weights
+        # through the module's call, in which ZeRO-3 gathers the head's weights
         with replaced_forward(self.model.score, partial(_scores, self.model.score)):
             scores = self.model.score(hidden).squeeze(-1)
         return self.sequence.whole(scores, tokens.numel()).unflatten(0, tokens.shape)
@@ -217,10 +217,10 @@ def _scores(head: nn.Module, hidden: Tensor) -> Tensor:
 def _hidden(
     module: Policy | Scorer, tokens: Tensor, positions: Tensor, routed: bool = False
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """Last hidden states (B * T, H), and if `routed` the router logits of each layer, (B * T, E); both of
-    this rank's part of the tokens.
+    """Returns the last hidden states (B * T, H) and, if `routed`, the router logits of each layer, (B * T,
+    E), both for this rank's part of the tokens.
 
-    Raises ValueError for packed rows of a model that carries state over their borders.
+    Raises ValueError for packed rows of a model that carries state across their documents' borders.
     """
     model = module.model
     ranks = module.sequence
@@ -262,8 +262,8 @@ def load_policy(
     shards: Shards | None = None,
 ) -> Policy:
     """Loads a causal language model from a folder or Hub id, safetensors only; an adapter is merged into its
-    base. `on_host`: load into host memory. For models that are offloaded later: transformers allocates
-    weights on a GPU as one block, freed as a whole."""
+    base. `on_host`: load into host memory, for models that are offloaded later: on a GPU transformers
+    allocates all weights as one block, which can only be freed as a whole."""
     return _policy(path, _options(dtype, trust_remote_code, on_host=on_host), shards)
 
 
@@ -277,8 +277,8 @@ def load_scorer(
 ) -> Scorer:
     """Loads a reward model for scoring. Raises ValueError for a model without a trained head for one score.
 
-    `AutoModelForSequenceClassification` reads the score at the last token that is not `pad_token_id`, so that
-    id is stored in the config and must be one that never ends a document.
+    `AutoModelForSequenceClassification` reads the score at the last token that is not `pad_token_id`, so this
+    id is stored in the config and must never end a document.
     """
     scorer = _load_scorer(
         path,
@@ -302,10 +302,10 @@ def trained_policy(
     shards: Shards | None = None,
 ) -> Policy:
     """Loads a policy to train: all weights, or with `lora` only adapters, on 4-bit weights if configured.
-    `shards`: cuts it while it is read.
+    `shards` cuts weights while they are read.
 
-    Raises ValueError when experts are to be balanced and the model has none, RuntimeError without the GPU or
-    package for 4-bit weights.
+    Raises ValueError when experts are to be balanced and the model has none, and RuntimeError without the GPU
+    or package for 4-bit weights.
     """
     policy = _policy(path, _options(dtype, trust_remote_code, lora), shards, balanced=router_aux_coef > 0)
     if policy.balanced and not num_experts(policy.model.config):
@@ -324,8 +324,8 @@ def trained_scorer(
     seed: int,
     shards: Shards | None = None,
 ) -> Scorer:
-    """Loads a reward model or critic to train, like `trained_policy`; all of its head is trained. A plain
-    language model gets a head of zeros (`Scorer.new_head`), a reward model keeps its own."""
+    """Loads a reward model or critic to train, like `trained_policy`. Its head is always trained fully. A
+    plain language model gets a head of zeros (`Scorer.new_head`), a reward model keeps its own."""
     scorer = _load_scorer(path, pad_token_id, _options(dtype, trust_remote_code, lora), True, shards)
     if lora is not None:
         add_lora(scorer.model, lora, seed)
@@ -335,14 +335,14 @@ def trained_scorer(
 Wrapped = TypeVar("Wrapped", bound=nn.Module)
 # attributes that are read in each pass
 NOISE = ("attention_dropout", "attn_dropout", "dropout", "input_jitter_noise", "jitter_noise")
-# draws experts at random while it trains (SparseMixer-v2; Liu et al. 2024, arXiv:2409.12136)
+# samples experts during training (SparseMixer-v2; Liu et al. 2024, arXiv:2409.12136)
 DRAWS = "PhimoeTopKRouter"
 
 
 def without_dropout(module: Wrapped) -> Wrapped:
-    """Sets dropout, and noise before routers, to 0, and makes PhiMoE's routers, which draw experts in
-    training, take the best: the loss would depend on the split of a step, and PPO's first ratio would not be
-    1. The config is unchanged."""
+    """Sets dropout, and noise before routers, to 0, and makes PhiMoE's routers, which sample experts in
+    training, take the best. Otherwise the loss would depend on the split of a step, and PPO's first ratio
+    would not be 1. The config is unchanged."""
     for part in module.modules():
         if isinstance(part, nn.Dropout):
             part.p = 0.0
@@ -356,14 +356,14 @@ def without_dropout(module: Wrapped) -> Wrapped:
 
 
 def _stay_in_eval(part: nn.Module, mode: bool = True) -> nn.Module:
-    """Takes the place of `part.train`."""
+    """Replaces `part.train`."""
     return nn.Module.train(part, False)
 
 
 def _policy(path: str, options: dict[str, Any], shards: Shards | None, balanced: bool = False) -> Policy:
     model = _merged(AutoModelForCausalLM.from_pretrained, path, options, shards)
     head = model.get_output_embeddings()
-    # its outputs are compared with the model's
+    # `Policy` compares its outputs with the model's
     with gathered(shards, [] if head is None else list(head.parameters())):
         return Policy(model, balanced)
 
@@ -371,8 +371,8 @@ def _policy(path: str, options: dict[str, Any], shards: Shards | None, balanced:
 def _load_scorer(
     path: str, pad_token_id: int, options: dict[str, Any], new_head: bool, shards: Shards | None
 ) -> Scorer:
-    """`new_head`: a model (or the base of an adapter) without a head gets one of zeros; else it is
-    refused."""
+    """Loads a scorer. `new_head`: a model (or the base of an adapter) without a head gets one of zeros;
+    otherwise it is refused."""
     auto = AutoModelForSequenceClassification
     added = False
 
@@ -389,7 +389,7 @@ def _load_scorer(
         model, info = auto.from_pretrained(
             source, config=config, output_loading_info=True, ignore_mismatched_sizes=True, **options
         )
-        if "key_mapping" in options:  # it is saved as a text model of its own
+        if "key_mapping" in options:  # it is saved as a text model
             del model._weight_conversions
         missing = sorted(name for name in info["missing_keys"] if not name.startswith("score."))
         if missing:
@@ -418,7 +418,7 @@ def _load_scorer(
 
 
 def _adapter_has_head(path: str) -> bool:
-    """Whether the adapter at `path`, or one that it builds on, contains the head."""
+    """Returns whether the adapter at `path`, or one that it builds on, contains the head."""
     base = base_of(path)
     return base is not None and (has_trained_head(Path(path)) or _adapter_has_head(base))
 
@@ -426,8 +426,9 @@ def _adapter_has_head(path: str) -> bool:
 def _merged(
     load: Callable[..., PreTrainedModel], path: str, options: dict[str, Any], shards: Shards | None
 ) -> PreTrainedModel:
-    """Loads the model at `path`, of a multimodal one its language model; an adapter is merged into its base.
-    Raises ValueError as `language_model`, and for weight files that do not say which belong together."""
+    """Loads the model at `path`, or the language model of a multimodal one; an adapter is merged into its
+    base. Raises ValueError like `language_model`, and for weight files that do not determine which of them
+    belong together."""
     base = base_of(path)
     if base is None:
         if Path(path).is_dir() and (fault := layout_fault(Path(path))) is not None:
@@ -443,7 +444,7 @@ def _merged(
         if shards is not None:
             options = options | {"device_map": None}  # each weight goes to the GPU when it is cut
             config = options.get("config", config)
-            # transformers compares them: cut ones look alike
+            # transformers compares the two weights, and cut ones look alike
             if config.tie_word_embeddings and head_of_its_own(folder_of(path)):
                 config.tie_word_embeddings = False
                 options = options | {"config": config}
@@ -472,13 +473,13 @@ def _options(
         "use_safetensors": True,
     }
     if on_host:
-        options["device_map"] = None  # not that of `_gpu_device_map`
+        options["device_map"] = None  # not the map from `_gpu_device_map`
     return options | (_nf4(dtype) if lora is not None and lora.quantize == "nf4" else {})
 
 
 def _gpu_device_map(path: str, options: dict[str, Any]) -> dict[str, Any]:
-    """Loads models below a third of free GPU memory directly onto the GPU, without a copy in host memory per
-    rank."""
+    """Returns options that load models below a third of free GPU memory directly onto the GPU, without a copy
+    in host memory per rank."""
     if (
         not torch.cuda.is_available()
         or "device_map" in options
@@ -494,7 +495,8 @@ def _gpu_device_map(path: str, options: dict[str, Any]) -> dict[str, Any]:
 
 
 def _nf4(dtype: str) -> dict[str, Any]:
-    """Weights in 4-bit NormalFloat with double quantisation (Dettmers et al. 2023, section 3)."""
+    """Returns options that load weights in 4-bit NormalFloat with double quantisation (Dettmers et al. 2023,
+    section 3)."""
     if not torch.cuda.is_available():
         raise RuntimeError(
             "lora.quantize=nf4 (QLoRA) needs an NVIDIA GPU, and there is none: set lora.quantize to none"

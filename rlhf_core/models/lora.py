@@ -2,7 +2,7 @@
 format.
 
 The transformers model is changed in place; its linear layers compute `W x + (alpha / rank) B A x`, W frozen.
-Without dropout, which would make the loss depend on the split of a step.
+There is no dropout, which would make the loss depend on the split of a step.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ ADAPTER_WEIGHTS = "adapter_model.safetensors"
 
 
 def add_lora(model: PreTrainedModel, lora: Lora, seed: int) -> None:
-    """Freezes `model` and adds adapters to its linear layers, but for the outputs of Mamba layers, routers
-    and grouped products; a scalar head is trained in full. A is random by `seed`, B is zero.
+    """Freezes `model` and adds adapters to its linear layers, except the outputs of Mamba layers, routers and
+    grouped products. A scalar head is trained in full. A is random (`seed`), B is zero.
 
     Raises ValueError when the model has none of the layers that `lora.targets` names.
     """
@@ -74,8 +74,9 @@ def _forward(layer: Any, hidden: Tensor) -> Tensor:
 
 
 def _not_plain(model: PreTrainedModel) -> list[str]:
-    """Layers to which no product can be added: the outputs of Mamba layers (with parameters A and D), whose
-    weights a kernel reads itself; linear layers that return experts, or a product for each group."""
+    """Returns the names of layers to which no product can be added: the outputs of Mamba layers (with
+    parameters A and D), whose weights a kernel reads itself, and linear layers that return experts or one
+    product per group."""
     outputs = [
         f"{name}.out_proj"
         for name, part in model.named_modules()
@@ -102,8 +103,8 @@ def lora_layers(model: PreTrainedModel) -> dict[str, Any]:
 
 
 def require_linear(model: PreTrainedModel) -> None:
-    """Raises ValueError when an adapter is not one of a linear layer, as those of experts that are stored as
-    one tensor."""
+    """Raises ValueError when an adapter does not belong to a linear layer, for example with experts that are
+    stored as one tensor."""
     others = [name for name, layer in lora_layers(model).items() if not adapts(layer, "weight")]
     if others:
         raise ValueError(
@@ -114,7 +115,7 @@ def require_linear(model: PreTrainedModel) -> None:
 
 @contextmanager
 def without_adapters(model: PreTrainedModel) -> Iterator[None]:
-    """While open, the model computes with its frozen weights alone."""
+    """Makes the model compute with only its frozen weights while the context is open."""
     layers = lora_layers(model).values()
     for layer in layers:
         layer.enable_adapters(False)
@@ -126,16 +127,16 @@ def without_adapters(model: PreTrainedModel) -> Iterator[None]:
 
 
 def adapts(layer: Any, parameter: str) -> bool:
-    """Whether a layer of `lora_layers` changes the parameter of this name: a linear layer's weight, or the
-    one tensor it was made for."""
+    """Returns whether a layer of `lora_layers` changes the parameter of this name: a linear layer's weight,
+    or the one tensor that it adapts."""
     return bool(getattr(layer, "parameter_name", "weight") == parameter)
 
 
 def merged_weight(
     parameter: Tensor, adapters: Sequence[Any], name: str, survival: Survival | None = None
 ) -> Tensor:
-    """Returns `W + (alpha / rank) B A` of all adapters of W, added in fp32 and rounded without bias to the
-    dtype of W. `name`: of W in the model; `survival` counts what rounding leaves."""
+    """Returns `W + (alpha / rank) B A` with all adapters of W, added in fp32 and rounded without bias to the
+    dtype of W. `name`: the name of W in the model. `survival` counts how much survives rounding."""
     weight = dequantised(parameter)
     if not adapters:
         return weight
@@ -149,7 +150,7 @@ def merged_weight(
 
 
 def dequantised(parameter: Tensor) -> Tensor:
-    """Returns a 4-bit weight in its compute dtype, any other unchanged."""
+    """Returns a 4-bit weight in its compute dtype, and any other weight unchanged."""
     state = getattr(parameter, "quant_state", None)
     if state is None:
         return parameter.detach()
@@ -160,7 +161,7 @@ def dequantised(parameter: Tensor) -> Tensor:
 
 def base_of(path: str) -> str | None:
     """Returns the base of the adapter in folder `path`: a folder, or a Hub id if the adapter names no
-    revision; None without adapter."""
+    revision. Returns None without an adapter. Raises ValueError if the adapter names no base."""
     if not (Path(path) / ADAPTER_CONFIG).is_file():
         return None
     from peft import PeftConfig
@@ -173,8 +174,8 @@ def base_of(path: str) -> str | None:
 
 
 def merges_in_parts(path: str) -> bool:
-    """Whether the adapter of folder `path` is of low-rank matrices alone, perhaps with a head for scores:
-    others copy whole weights."""
+    """Returns whether the adapter in folder `path` consists only of low-rank matrices, perhaps with a head
+    for scores. Other adapters copy whole weights."""
     from peft import PeftConfig
 
     config = PeftConfig.from_pretrained(path)
@@ -190,13 +191,13 @@ def merges_in_parts(path: str) -> bool:
 
 
 def merge_adapter(model: PreTrainedModel, path: str, shards: Shards | None = None) -> PreTrainedModel:
-    """Returns `model` with the adapter of folder `path` merged into its weights, all trainable again; also an
-    adapter of a language model into one with a head for scores. `shards`: layer by layer."""
+    """Returns `model` with the adapter in folder `path` merged into its weights, all trainable again. An
+    adapter of a language model also fits a model with a head for scores. `shards`: merge layer by layer."""
     from peft import PeftConfig, PeftModel
 
     config = PeftConfig.from_pretrained(path)
     if has_head(model) and config.task_type == "CAUSAL_LM":
-        config.task_type = None  # peft's class for it would ask the model to generate
+        config.task_type = None  # peft's class for it would require the model to generate
     adapted = PeftModel.from_pretrained(model, path, config=config)
     if not merges_in_parts(path):
         return adapted.merge_and_unload().requires_grad_(True)
@@ -207,7 +208,7 @@ def merge_adapter(model: PreTrainedModel, path: str, shards: Shards | None = Non
 
 
 def _merge_layer(name: str, layer: Any) -> None:
-    """Merges an adapter of low-rank matrices into the layer's weight."""
+    """Merges an adapter into its layer, plain low-rank matrices with unbiased rounding."""
     weight = getattr(layer.get_base_layer(), "weight", None)
     if (
         not adapts(layer, "weight")

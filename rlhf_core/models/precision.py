@@ -1,8 +1,8 @@
-"""Reads the precision that a checkpoint is stored in, and loads quantised weights (MXFP4, FP8 in blocks) in
-the dtype of training.
+"""Reads the precision in which a checkpoint is stored, and loads quantised weights (MXFP4, FP8 in blocks) in
+the training dtype.
 
-`scale_ragged_blocks` changes a private part of transformers, for the releases in MADE_FOR; with another one
-FP8 is refused.
+`scale_ragged_blocks` patches a private part of transformers, for the releases in MADE_FOR. With any other
+release FP8 is refused.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ FORMATS = {"mxfp4": Mxfp4Config, "fp8": FineGrainedFP8Config}
 
 
 def stored_dtype(config: PretrainedConfig) -> str:
-    """Returns the dtype in a checkpoint's config; float32 when it has none."""
+    """Returns the dtype in a checkpoint's config; float32 if there is none."""
     return str(config.dtype or "float32").removeprefix("torch.")
 
 
 def dtype_of(path: str, dtype: str, trust_remote_code: bool = False) -> str:
-    """Returns `dtype`; for auto that of the checkpoint, for an adapter that of its base."""
+    """Returns `dtype`, or for auto the dtype of the checkpoint, for an adapter that of its base."""
     if dtype != "auto":
         return dtype
     return stored_dtype(
@@ -38,10 +38,10 @@ def dtype_of(path: str, dtype: str, trust_remote_code: bool = False) -> str:
 
 
 def unquantised(path: str, config: PretrainedConfig, asked: object = None) -> dict[str, Any]:
-    """Returns the options with which transformers loads quantised weights as others; {} for a checkpoint that
-    has none.
+    """Returns the options with which transformers dequantises quantised weights as it loads them; {} for a
+    checkpoint without quantised weights.
 
-    Raises ValueError for a format or a multimodal checkpoint that cannot be trained so, or where 4-bit
+    Raises ValueError for a format or a multimodal checkpoint that cannot be trained this way, or if 4-bit
     weights are `asked` for.
     """
     values = config.to_dict()
@@ -61,8 +61,8 @@ def unquantised(path: str, config: PretrainedConfig, asked: object = None) -> di
 
 
 def as_if_stored(model: PreTrainedModel, dtype: torch.dtype) -> None:
-    """Makes a model that was loaded with `unquantised` like one of a checkpoint in `dtype`: transformers
-    leaves some weights in bfloat16, and would give exports the names of quantised ones."""
+    """Makes a model that was loaded with `unquantised` look like one from a checkpoint in `dtype`:
+    transformers leaves some weights in bfloat16, and would export names of quantised weights."""
     for parameter in model.parameters():
         if parameter.dtype == torch.bfloat16:  # others are in `dtype`, or kept in fp32 by their family
             parameter.data = parameter.data.to(dtype)
@@ -70,9 +70,9 @@ def as_if_stored(model: PreTrainedModel, dtype: torch.dtype) -> None:
 
 
 def scale_ragged_blocks(path: str) -> None:
-    """Makes transformers multiply the blocks of FP8 weights by their scales where the last block of a side is
-    smaller (DeepSeek-V3's 576 rows in blocks of 128): it takes all blocks for equally large. Raises
-    ValueError with another release than MADE_FOR."""
+    """Makes transformers scale the blocks of FP8 weights correctly if the last block of a side is smaller
+    (DeepSeek-V3's 576 rows in blocks of 128); on its own it assumes equally large blocks. Raises ValueError
+    for releases other than MADE_FOR."""
     own = finegrained_fp8.Fp8Dequantize._dequantize_one
     if not transformers.__version__.startswith(MADE_FOR):
         raise ValueError(

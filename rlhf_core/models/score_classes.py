@@ -1,4 +1,4 @@
-"""Makes transformers' class with a scalar head for model families that have none (Granite, GLM-4 MoE,
+"""Adds a transformers class with a scalar head for model families that have none (Granite, GLM-4 MoE,
 Nemotron-H, LFM2, ...)."""
 
 from __future__ import annotations
@@ -13,10 +13,9 @@ from transformers.modeling_layers import GenericForSequenceClassification
 
 
 def add_score_class(config: PretrainedConfig) -> None:
-    """Registers a class for `AutoModelForSequenceClassification`, where transformers has none for the family
-    of `config`: its backbone, under the name that the family's checkpoints have, and a linear layer `score`.
-    A family that transformers does not know is left alone.
-    """
+    """Registers a class for `AutoModelForSequenceClassification` if transformers has none for the family of
+    `config`: the family's backbone, under the name that its checkpoints use, and a linear layer `score`.
+    Skips families that transformers does not know."""
     kind = type(config)
     if kind in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING or kind not in MODEL_MAPPING:
         return
@@ -29,7 +28,7 @@ def add_score_class(config: PretrainedConfig) -> None:
         "base_model_prefix": family.base_model_prefix or backbone.base_model_prefix,
     }
     made = type(name, (GenericForSequenceClassification, family), own)
-    # without it nothing is registered for a family of transformers
+    # without exist_ok nothing is registered for a family of transformers
     AutoModelForSequenceClassification.register(kind, made, exist_ok=True)
-    # transformers before 5.19 leaves its own families out anyway
+    # transformers before 5.19 skips its own families anyway
     MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING._extra_content[kind] = made

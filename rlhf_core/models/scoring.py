@@ -1,4 +1,4 @@
-"""Scores of documents by a reward model in this process."""
+"""Scores documents with a reward model in this process."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ STATISTICS = "score_statistics.json"
 def score_documents(
     scorer: Scorer, documents: Sequence[Document], pad_token_id: int, micro_batch_size: int
 ) -> list[float]:
-    """Returns the score at the last token of each document, in order. Batches are sorted by length, so that
-    padding is small."""
+    """Returns the score at the last token of each document, in order. Batches are sorted by length to keep
+    padding small."""
     device = next(scorer.parameters()).device
     order = sorted(range(len(documents)), key=lambda i: len(documents[i].tokens))
     scores = [0.0] * len(documents)
@@ -38,7 +38,7 @@ def score_documents(
 
 
 class RewardScorer:
-    """A reward model checkpoint that scores documents. `dtype` auto: that of the checkpoint."""
+    """A reward model checkpoint that scores documents. `dtype` auto: the checkpoint's dtype."""
 
     def __init__(self, path: str, dtype: str, micro_batch_size: int, trust_remote_code: bool = False):
         self.pad_token_id = load_tokenizer(path, trust_remote_code).pad_token_id
@@ -55,7 +55,7 @@ class RewardScorer:
 
 
 def stored_statistics(path: str) -> tuple[float, float]:
-    """Returns mean and standard deviation of the scores, as stored by the reward model stage. Raises
+    """Returns the mean and standard deviation of the scores that the reward model stage stored. Raises
     ValueError when there are none."""
     file = Path(path) / STATISTICS
     if not file.is_file():

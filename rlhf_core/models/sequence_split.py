@@ -1,5 +1,5 @@
-"""Lets ranks compute passes of a model together (`kernels/sequence_ranks.py`), after a test that it then
-computes the same.
+"""Lets ranks compute passes of a model together (`kernels/sequence_ranks.py`), after testing that the results
+stay the same.
 
 Called by training/ranks.py, stages/reference_logprobs.py and stages/ppo/roles/.
 """
@@ -16,8 +16,8 @@ from rlhf_core.models.kernels.sequence_ranks import ALONE, SequenceRanks
 from rlhf_core.models.load import Policy, Scorer
 
 PART = 16
-# tokens of each rank, and of the last document: most tokens of each part have others of theirs in earlier
-# ones
+# tokens of the last document; most tokens of each part (PART per rank) have other tokens of their document in
+# earlier parts
 LAST = 4
 DIFFERENT = 0.1  # of a state, relative to its size: rounding is about 0.01 in bf16
 
@@ -30,11 +30,11 @@ def split_sequences(
     all_reduce: Callable[[Tensor], Tensor],
 ) -> None:
     """Sets `module.sequence` to `ranks`, once. `forward` runs the module or an engine around it; `all_reduce`
-    sums over all ranks, so that all take the same decision. The model's attention must have been prepared
-    (`split_attention`), and its leak tested (`document_leak`).
+    sums over all ranks, so that all take the same decision. The model's attention must already be prepared
+    (`split_attention`) and tested for leaks (`document_leak`).
 
-    Raises ValueError when the model computes something else from a part of the tokens, as layers do that look
-    at neighbouring tokens.
+    Raises ValueError when the model needs one document per row, or computes different states from a part of
+    the tokens, as layers that look at neighbouring tokens do.
     """
     if ranks.size == 1 or module.sequence.size > 1:
         return
@@ -55,7 +55,7 @@ def split_sequences(
 def _differs(
     forward: Callable[..., object], module: Policy | Scorer, ranks: SequenceRanks, device: torch.device
 ) -> bool:
-    """Whether most states of this rank's tokens differ from those that it computes alone."""
+    """Returns whether most states of this rank's tokens differ from those that it computes alone."""
     count = PART * ranks.size
     vocabulary = module.model.config.get_text_config().vocab_size
     tokens = torch.randint(vocabulary, (1, count), generator=torch.Generator().manual_seed(0))

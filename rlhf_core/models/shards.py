@@ -1,13 +1,13 @@
 """Cuts the weights of a model over its ranks while it is read (ZeRO-3), so that no rank ever holds the whole
 model.
 
-transformers builds a model without weights and puts them in place one after the other. Each large one goes to
-`Shards.cut` at that moment, which keeps this rank's part. transformers' own loading for ZeRO-3 is not used:
-it merges the experts of all layers on every rank, and reports neither missing weights nor those of another
-shape.
+transformers builds a model without weights, then puts them in place one after the other. Each large one goes
+to `Shards.cut` at that moment, which keeps this rank's part. transformers' own loading for ZeRO-3 is not
+used: it merges the experts of all layers on every rank, and reports neither missing weights nor weights of
+another shape.
 
-`one_by_one` changes a private name of transformers, for the releases in MADE_FOR; with another one files stay
-mapped into memory, and results are the same.
+`one_by_one` patches a private name of transformers, for the releases in MADE_FOR. With other releases files
+stay mapped into memory, and results are the same.
 """
 
 from __future__ import annotations
@@ -27,41 +27,42 @@ from rlhf_core.system import progress
 from rlhf_core.system.machine import give_back_freed_memory
 
 MADE_FOR = ("5.17.", "5.18.", "5.19.")
-# elements: DeepSpeed keeps smaller weights whole on each rank, and so a new head is initialised as usual
+# elements: DeepSpeed keeps smaller weights whole on each rank; a new head is therefore initialised as usual
 SMALL = 100_000
-# environment variable: transformers reads a weight when it is put in place, not all ahead
+# environment variable: makes transformers read each weight when it is put in place, not all ahead
 SYNCHRONOUS = "HF_DEACTIVATE_ASYNC_LOAD"
 
 
 class Shards(Protocol):
-    """The ranks over which a model is cut; every method is a collective, called for the same weights in the
-    same order. `reads`: whether the data of this rank is what all ranks keep their parts of."""
+    """The ranks over which a model is cut. Every method is a collective, called for the same weights in the
+    same order. `reads`: whether the other ranks get their parts from this rank's data."""
 
     reads: bool
 
     def cut(self, weight: nn.Parameter) -> None:
-        """Leaves this rank's part of a weight in place of it."""
+        """Replaces a weight with this rank's part of it."""
 
     def gathered(
         self, weights: Sequence[nn.Parameter], changed: bool = False
     ) -> AbstractContextManager[object]:
-        """Makes weights whole while the context is open. `changed`: keeps what rank 0 made of them."""
+        """Makes weights whole while the context is open. `changed`: keeps rank 0's changes to them."""
 
 
 def gathered(
     shards: Shards | None, weights: Sequence[nn.Parameter], changed: bool = False
 ) -> AbstractContextManager[object]:
-    """As `Shards.gathered`; does nothing for a model that is whole."""
+    """Like `Shards.gathered`, but does nothing for a model that is whole."""
     return nullcontext() if shards is None else shards.gathered(weights, changed)
 
 
 @contextmanager
 def as_they_come(shards: Shards | None) -> Iterator[None]:
-    """While open, each weight that transformers has read is progress, and large ones are cut."""
+    """Counts each weight that transformers has read as progress and cuts large ones, while the context is
+    open."""
 
     def placed(_module: nn.Module, _name: str, weight: nn.Parameter) -> None:
         progress.made()
-        # Weights that are not in the checkpoint are initialised first; tied ones come a second time.
+        # Weights that are not in the checkpoint are initialised first; tied weights come a second time.
         if (
             shards
             and getattr(weight, "_is_hf_initialized", False)
@@ -78,8 +79,8 @@ def as_they_come(shards: Shards | None) -> Iterator[None]:
 
 
 def require_data(model: nn.Module, shards: Shards | None) -> None:
-    """Raises RuntimeError for a weight of a rank that does not read which was to get its data when it was
-    cut, and was not cut."""
+    """Raises RuntimeError if, on a rank that does not read, a weight still has no data because it was not
+    cut."""
     if shards is not None and not shards.reads:
         for name, weight in (*model.named_parameters(), *model.named_buffers()):
             if weight.is_floating_point() and not weight.is_meta and bool(weight.isnan().any()):
@@ -91,9 +92,9 @@ def require_data(model: nn.Module, shards: Shards | None) -> None:
 
 @contextmanager
 def one_by_one(reads: bool = True) -> Iterator[None]:
-    """While open, transformers reads one weight at a time, into memory of its own: pages of a mapped file
-    stay with the process. Without `reads` it reads no large ones (`WeightFile`). From here on what is freed
-    goes back to the system."""
+    """Makes transformers read one weight at a time, into its own memory, while the context is open: pages of
+    a mapped file stay with the process. Without `reads` it reads no large weights (`WeightFile`). From then
+    on freed memory goes back to the system."""
     give_back_freed_memory()
     opened: Callable[..., Any] | None = getattr(modeling_utils, "safe_open", None)
     before = os.environ.get(SYNCHRONOUS)

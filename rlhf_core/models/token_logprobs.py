@@ -1,7 +1,7 @@
-"""Log-probs of single tokens from hidden states, without a tensor of probabilities.
+"""Computes log-probs of single tokens from hidden states, without a tensor of probabilities.
 
-Head and log-softmax are one autograd function, called once a pass as the head's forward, for any number of
-chunks: under ZeRO-3 every rank must gather the head's weights equally often.
+Head and log-softmax are one autograd function. It is called once per pass as the head's forward, for any
+number of chunks: under ZeRO-3 every rank must gather the head's weights equally often.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ Entropy = Literal["no", "value", "gradient"]  # a metric, or part of the loss
 
 
 class Truncation(NamedTuple):
-    """Keeps the `top_k` most probable tokens (0: all), and of these the most probable ones that have the
-    probability `top_p` together."""
+    """Keeps the `top_k` most probable tokens (0: all), and of these the most probable ones that together have
+    the probability `top_p`."""
 
     top_p: float = 1.0
     top_k: int = 0
 
 
 WHOLE = Truncation()
-# positions whose logits exist at once, where they are not kept: 2048 x 150k vocabulary x 2 bytes = 0.6 GB
+# positions whose logits exist at once if they are not kept: 2048 x 150k vocabulary x 2 bytes = 0.6 GB
 LOGITS_CHUNK = 2048
 
 
@@ -44,15 +44,15 @@ def token_logprobs(
     top: Truncation = WHOLE,
     known: int | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """(N, H) hidden states, (N,) tokens -> their log-probs and the entropies of their distributions, (N,)
-    fp32.
+    """Returns the log-probs of tokens and the entropies of their distributions, (N,) fp32. hidden: (N, H).
+    targets: (N,).
 
-    `top` truncates the distributions, never above the tokens themselves; which tokens are kept has no
-    gradient. `known`: the distributions are over the first `known` rows of the head alone; None: over all.
+    `top` truncates the distributions, but always keeps the target tokens; which tokens are kept has no
+    gradient. `known`: the distributions are over the first `known` rows of the head only; None: over all.
 
-    `keep`: the logits stay in memory for the backward pass, N x V in the model's dtype; otherwise chunks of
-    them are computed again, as they always are with a `cap`, which makes x into `cap * tanh(x / cap)` (Gemma
-    2, section 2). The entropies are 0 with "no", and carry no gradient with "value".
+    `keep`: the logits stay in memory for the backward pass, N x V in the model's dtype. Otherwise they are
+    recomputed in chunks, as they always are with a `cap`, which turns x into `cap * tanh(x / cap)` (Gemma 2,
+    section 2). The entropies are 0 with "no", and carry no gradient with "value".
     """
     scale = 1 / temperature if temperature else 1.0
     if type(head) is not nn.Linear:  # a head with adapters, for example
@@ -81,8 +81,8 @@ def _through(
     top: Truncation,
     known: int | None,
 ) -> tuple[Tensor, Tensor]:
-    """Runs any head in chunks, in training each with checkpointing; in one call where ZeRO-3 has sharded it,
-    which counts calls."""
+    """Runs any head in chunks, each with checkpointing in training. A head that ZeRO-3 has sharded runs in
+    one call, because ZeRO-3 counts calls."""
 
     def read(rows: Tensor, wanted: Tensor) -> tuple[Tensor, Tensor]:
         logits = _capped(head(rows)[:, :known].contiguous(), cap)
@@ -120,8 +120,7 @@ def replaced_forward(module: nn.Module, function: Callable[..., Any]) -> Iterato
 
 
 class _HeadLogprobs(torch.autograd.Function):
-    """The gradient `g (onehot - p) - g_H p (log p + H)` of the logits overwrites kept logits, in their
-    dtype."""
+    """Overwrites kept logits with their gradient `g (onehot - p) - g_H p (log p + H)`, in their dtype."""
 
     @staticmethod
     def forward(
@@ -183,7 +182,7 @@ class _HeadLogprobs(torch.autograd.Function):
         for start in range(0, max(1, len(hidden)), ctx.size):
             part = slice(start, start + ctx.size)
             logits = _capped(F.linear(hidden[part], weight, bias), ctx.cap) if kept is None else kept
-            # the cap's derivative; before it is overwritten
+            # the cap's derivative; computed before `logits` is overwritten
             slope = None if ctx.cap is None else 1 - (logits / ctx.cap).square()
             more = None if entropy_grads is None else entropy_grads[part]
             least = None if floors is None else floors[part]
@@ -209,15 +208,15 @@ class _HeadLogprobs(torch.autograd.Function):
 
 
 def _with_unknown_rows(grad: Tensor, rows: int) -> Tensor:
-    """Returns a gradient (K, ...) with zeros for the rows from K on that take no part, (`rows`, ...)."""
+    """Returns a gradient (K, ...) extended with zeros for the unused rows from K on, (`rows`, ...)."""
     if len(grad) == rows:
         return grad
     return torch.cat([grad, grad.new_zeros(rows - len(grad), *grad.shape[1:])])
 
 
 def _with_product(total: Tensor | None, logits_grad: Tensor, hidden: Tensor, alone: bool) -> Tensor:
-    """Adds a chunk's gradient of the weight, (N, V) x (N, H) -> (V, H), to the `total` of the chunks before,
-    in fp32 at least: bf16 would lose what is below 2^-8 of the total. `alone`: there is one chunk, whose
+    """Adds a chunk's gradient of the weight, (N, V) x (N, H) -> (V, H), to the `total` of the earlier chunks,
+    at least in fp32: bf16 would lose parts below 2^-8 of the total. `alone`: there is only one chunk, whose
     product is the whole sum."""
     if total is not None and total.dtype == logits_grad.dtype:
         return total.addmm_(logits_grad.t(), hidden)
@@ -228,8 +227,8 @@ def _with_product(total: Tensor | None, logits_grad: Tensor, hidden: Tensor, alo
 
 
 def _functions(logits: Tensor) -> tuple[Callable[..., Any], Callable[..., Any], Callable[..., Any]]:
-    """Returns what finds floors, reads and differentiates logits where these are: kernels on a GPU, else
-    PyTorch."""
+    """Returns the functions that find floors, read and differentiate logits on their device: kernels on a
+    GPU, otherwise PyTorch."""
     if logits.is_cuda:
         from rlhf_core.models.kernels import logprobs
 
@@ -239,7 +238,7 @@ def _functions(logits: Tensor) -> tuple[Callable[..., Any], Callable[..., Any], 
 
 def _floors(logits: Tensor, targets: Tensor, scale: float, top: Truncation) -> Tensor | None:
     """Returns the lowest scaled logit of each row's truncated distribution (N,) fp32, at most that of its
-    target; None when it is whole."""
+    target; None if it is not truncated."""
     return None if top == WHOLE else _functions(logits)[0](logits, targets, scale, *top)
 
 
@@ -251,7 +250,7 @@ def _floors_with_torch(logits: Tensor, targets: Tensor, scale: float, top_p: flo
     lowest = order[:, -1:]
     if top_p < 1:
         p = order.softmax(-1)
-        # tokens above have less than top_p together
+        # earlier tokens have less than top_p together
         lowest = order.gather(-1, (p.cumsum(-1) - p < top_p).sum(-1, keepdim=True) - 1)
     return torch.minimum(lowest, scaled.gather(-1, targets[:, None])).squeeze(-1)
 
@@ -282,8 +281,8 @@ def _differentiate_with_torch(
 def _read_with_torch(
     logits: Tensor, targets: Tensor, scale: float, entropy: bool, floors: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns log-probs of the targets (N,), each row's maximum and log-sum-exp below it (N, 2), entropies
-    (N,); differentiable, fp32.
+    """Returns log-probs of the targets (N,), each row's maximum and its log-sum-exp relative to the maximum
+    (N, 2), and entropies (N,), all differentiable and fp32.
 
     Maximum and log-sum-exp are separate, because their sum would lose the digits of 1 - p near p = 1.
     """
@@ -293,7 +292,7 @@ def _read_with_torch(
     logs = below.exp().sum(-1, keepdim=True).log()
     table = below - logs
     logprobs = table.gather(-1, targets[:, None]).squeeze(-1)
-    # times a probability of 0
+    # -inf times a probability of 0 would be NaN
     finite = table if floors is None else table.masked_fill(table == float("-inf"), 0)
     entropies = -(table.exp() * finite).sum(-1) if entropy else torch.zeros_like(logprobs)
     return logprobs, torch.cat([maxima, logs], -1), entropies
@@ -307,7 +306,7 @@ LARGE = 100.0  # scale of hidden states at which a cap on the logits has an effe
 
 
 class _LastHiddenState(MoeModelOutputWithPast):
-    """Has None for everything else that a family's backbone returns."""
+    """Returns None for every other attribute of a family's backbone output."""
 
     def __getattr__(self, name: str) -> None:
         if name.startswith("__"):
@@ -315,22 +314,23 @@ class _LastHiddenState(MoeModelOutputWithPast):
 
 
 def backbone_of(model: PreTrainedModel) -> nn.Module:
-    """Returns the part that makes hidden states of tokens. Llama 4 names it otherwise than its class says."""
+    """Returns the part that computes hidden states from tokens. Llama 4 uses another name for it than its
+    class declares."""
     return model.base_model if model.base_model is not model else model.model
 
 
 def logit_cap(model: PreTrainedModel) -> float | None:
-    """Returns the cap of the model's logits (Gemma 2 and 4); None where there is none."""
+    """Returns the cap of the model's logits (Gemma 2 and 4), or None."""
     cap = getattr(model.config, "final_logit_softcapping", None)
     return None if cap is None else float(cap)
 
 
 @torch.no_grad()
 def logit_scale(model: PreTrainedModel) -> float:
-    """Measures the factor of the model's logits over its head's outputs, capped by `logit_cap` (not 1 for
+    """Measures the factor between the model's logits and its head's outputs, capped by `logit_cap` (not 1 for
     Granite and Cohere), on random hidden states.
 
-    Raises ValueError when the logits are no multiple of these: log-probs would be wrong.
+    Raises ValueError when the logits are no multiple of the outputs: log-probs would be wrong.
     """
     head = model.get_output_embeddings()
     backbone = backbone_of(model)

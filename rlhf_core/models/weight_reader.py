@@ -1,8 +1,7 @@
 """Reads the weights of a safetensors file for a model that is cut over its ranks while it loads.
 
-Rank 0 reads large weights, and all ranks get their data from it when they are cut. Memory is used again from
-weight to weight: the system takes longer to give new pages than to fill them from a file that it has read
-before.
+Rank 0 reads large weights, and all ranks get their data from it when they are cut. Memory is reused from
+weight to weight: the system takes longer to provide new pages than to fill them from a cached file.
 """
 
 from __future__ import annotations
@@ -20,25 +19,25 @@ from torch import Tensor
 from rlhf_core.hub.model_files import stored_tensors, tensors_of
 
 DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
-# elements of a weight; each part of it is cut, too, where transformers splits it into up to 64
+# elements of a weight; if transformers splits it, into up to 64 parts, each part must be cut too
 LARGE = 6_400_000
 
 
 EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "embed_in.weight")
-PIECE = 2**26  # bytes that are compared at a time
-# references to a part that no tensor refers to: the list's, the loop's and the argument's, in CPython to 3.13
+PIECE = 2**26  # bytes compared at a time
+# references to an otherwise unused part: from the list, the loop and the argument, in CPython to 3.13
 FREE = 3
 SPARE = 2  # parts that are kept besides the one that is taken
 
 
 class Buffers:
-    """Keeps memory for weights. A part is taken again when no tensor refers to it."""
+    """Keeps memory for weights. A part is reused once no tensor refers to it."""
 
     def __init__(self) -> None:
         self._kept: list[np.ndarray] = []
 
     def take(self, size: int) -> np.ndarray:
-        """Returns `size` bytes that nobody uses; gives back smaller parts before it makes a larger one."""
+        """Returns `size` unused bytes. Frees smaller parts before allocating a larger one."""
         free = [buffer for buffer in self._kept if sys.getrefcount(buffer) <= FREE]
         chosen = min((buffer for buffer in free if len(buffer) >= size), key=len, default=None)
         given_up = free if chosen is None else [buffer for buffer in free if buffer is not chosen][SPARE:]
@@ -51,8 +50,8 @@ class Buffers:
 
 
 class WeightFile:
-    """Stands for an opened file of safetensors (`opened`), as transformers uses it. `reads`: False on ranks
-    that get large weights from rank 0; these are nan there until they are cut."""
+    """Wraps an opened safetensors file (`opened`) as transformers uses it. `reads`: False on ranks that get
+    large weights from rank 0; there they are nan until they are cut."""
 
     def __init__(self, opened: Any, path: str, reads: bool, buffers: Buffers):
         self._opened = opened
@@ -79,7 +78,7 @@ class WeightFile:
         return _Large(self, name, about)
 
     def whole(self, name: str) -> Tensor:
-        """Returns a large weight."""
+        """Returns a large weight; nan without `reads`."""
         about = self._tensors[name]
         if not self._reads:
             return torch.full((), math.nan, dtype=DTYPES[about["dtype"]]).expand(about["shape"])
@@ -100,8 +99,8 @@ class WeightFile:
 
 
 def head_of_its_own(folder: Path) -> bool:
-    """Returns whether a checkpoint stores a head that is not its embedding, whatever its config says of
-    them."""
+    """Returns whether a checkpoint stores a head that differs from its embedding, whatever its config
+    says."""
     found = {
         name: (folder / file, about)
         for file, tensors in stored_tensors(folder).items()
@@ -128,7 +127,7 @@ def _bytes_of(file: Path, about: dict[str, Any]) -> np.ndarray:
 
 
 class _Large:
-    """Stands for the slice of a large weight."""
+    """Stands in for the slice of a large weight."""
 
     def __init__(self, file: WeightFile, name: str, about: dict[str, Any]):
         self._file = file

@@ -1,9 +1,9 @@
-"""Trains and samples the language model of a multimodal checkpoint alone: the other parts stay as they are,
+"""Trains and samples only the language model of a multimodal checkpoint: the other parts stay unchanged,
 under the checkpoint's names.
 
-transformers loads the language model by its own class from the names in the whole checkpoint, and turns them
-back at export. vLLM is given a folder that has the same weights and the language model's config, and reads
-them by `text_names`.
+transformers loads the language model with its own class from the names in the whole checkpoint, and the
+export restores these names. vLLM is given a folder with the same weights and the language model's config, and
+maps names with `text_names`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from rlhf_core.hub.model_config import more_than_text
 from rlhf_core.hub.model_files import TOKENIZER, WEIGHTS, stored_tensors
 from rlhf_core.hub.snapshots import cached
 
-# Names in checkpoints, and those in the class of the language model, by how the former begin.
+# Names in checkpoints and in the language model's class, by the prefix of the former.
 RENAMED = {
     "model.language_model.": {r"^model\.language_model\.": "model."},
     "language_model.model.": {
@@ -32,7 +32,7 @@ RENAMED = {
 
 
 def is_wrapper(config: PretrainedConfig) -> bool:
-    """Returns whether a config is of a model that has its language model as a part."""
+    """Returns whether a config describes a model that contains its language model as a part."""
     return config.get_text_config() is not config
 
 
@@ -40,13 +40,13 @@ def language_model(path: str, config: PretrainedConfig) -> dict[str, Any]:
     """Returns the options with which `from_pretrained` loads the language model of the multimodal checkpoint
     at `path`.
 
-    Raises ValueError where transformers has no class for it, or the checkpoint other names.
+    Raises ValueError if transformers has no class for it, or the checkpoint uses other names.
     """
     text = config.get_text_config()
     prefix = _prefix(stored_names(folder_of(path)))
     if type(text) not in MODEL_FOR_CAUSAL_LM_MAPPING or prefix is None:
         raise ValueError(more_than_text(path, (config.architectures or [type(config).__name__])[0]))
-    text.tie_word_embeddings = config.tie_word_embeddings  # some say it of the whole alone
+    text.tie_word_embeddings = config.tie_word_embeddings  # some configs set it only for the whole
     return {"config": text, "key_mapping": RENAMED[prefix]}
 
 
@@ -56,14 +56,13 @@ def stored_names(folder: Path) -> set[str]:
 
 
 def _prefix(names: Iterable[str]) -> str | None:
-    """Returns how the language model's names begin in a multimodal checkpoint; None where none of them
-    does."""
+    """Returns the prefix of the language model's names in a multimodal checkpoint, or None."""
     return next((prefix for prefix in RENAMED if any(name.startswith(prefix) for name in names)), None)
 
 
 def text_names(names: set[str]) -> dict[str, str]:
-    """Maps the names of a language model's weights in a checkpoint to those in its own class; in a text
-    model's they are the same."""
+    """Maps the names of a language model's weights in a checkpoint to the names in its own class. For a text
+    model these are the same."""
     prefix = _prefix(names)
     if prefix is None:
         return {name: name for name in names}
@@ -76,11 +75,11 @@ def text_names(names: set[str]) -> dict[str, str]:
 
 
 def link_language_model(path: str, folder: Path, trust_remote_code: bool) -> bool:
-    """Fills `folder` with links to the files of the multimodal checkpoint at `path` and the config of its
-    language model.
+    """Fills `folder` with links to the files of the multimodal checkpoint at `path`, and with the config of
+    its language model.
 
-    Returns False for a checkpoint whose language model cannot be loaded alone (`language_model`); vLLM says
-    what is wrong with it.
+    Returns False for a checkpoint whose language model cannot be loaded alone (`language_model`); vLLM
+    reports what is wrong with it.
     """
     try:
         whole = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
@@ -97,13 +96,13 @@ def link_language_model(path: str, folder: Path, trust_remote_code: bool) -> boo
 
 
 def folder_of(path: str) -> Path:
-    """Returns the folder of a model, of one on the Hub in the Hub client's cache."""
+    """Returns the folder of a model; for a model on the Hub, the one in the Hub client's cache."""
     return cached(path) if is_remote(path) else Path(path)
 
 
 def require_stored(weights: Collection[str], base: Path) -> None:
-    """Raises ValueError for one of the `weights` that is not in the checkpoint at `base`, in which they will
-    be replaced (`fill`)."""
+    """Raises ValueError if one of the `weights` is not in the checkpoint at `base`, in which they will be
+    replaced (`fill`)."""
     unknown = sorted(set(weights) - stored_names(base))
     if unknown:
         raise ValueError(
@@ -113,7 +112,7 @@ def require_stored(weights: Collection[str], base: Path) -> None:
 
 
 def copy_files(base: Path, folder: Path, patterns: Iterable[str]) -> None:
-    """Copies the files of the checkpoint at `base` that fit one of the patterns."""
+    """Copies the files of the checkpoint at `base` that match one of the patterns."""
     for pattern in patterns:
         for file in base.glob(pattern):
             shutil.copyfile(file, folder / file.name)

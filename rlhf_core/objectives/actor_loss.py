@@ -23,8 +23,8 @@ class Counted(NamedTuple):
 
 
 class PerToken(NamedTuple):
-    """A micro-batch, all (B, T): log-probs and entropy of the policy, log-probs before the update and of the
-    reference, advantages, importance weights, mask of the tokens to train on, document index."""
+    """A micro-batch, all (B, T): log-probs and entropy of the policy, log-probs before the update and under
+    the reference, advantages, importance weights, mask of the tokens to train on, document index."""
 
     logprobs: Tensor
     entropy: Tensor
@@ -37,8 +37,8 @@ class PerToken(NamedTuple):
 
 
 def count(masks: Sequence[np.ndarray]) -> Counted:
-    """Counts the tokens and answers that an optimiser step trains on: `masks` (T,) of its documents. An
-    answer without any token is not counted; a step without any counts as one, so that its loss is 0."""
+    """Counts the tokens and answers that an optimiser step trains on. `masks`: (T,), one per document. An
+    answer without tokens is not counted; an empty step counts as one, so that its loss is 0."""
     lengths = [np.count_nonzero(mask) for mask in masks]
     return Counted(max(float(sum(lengths)), 1.0), max(float(np.count_nonzero(lengths)), 1.0))
 

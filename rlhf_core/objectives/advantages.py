@@ -1,13 +1,13 @@
 """Computes advantages from scores: KL estimates, token rewards, GAE, group estimators. No gradients.
 
-Layout: the last dimension is time and a row is one document, so every function takes one sample, (T,), or
-padded samples, (B, T), not packed rows. `mask` is True on response tokens and may have holes (text of a tool
-or a user between them). Tokens off the mask are skipped, not zeroed: the token before a hole is followed by
-the token after it, with one discount between them. Order: normalise, clip, estimate, whiten (`masked.whiten`,
-over the whole rollout). Only the task's rewards are divided by a deviation; the KL is subtracted from
-advantages after that, so that answers of equal reward learn no more than coefficient x KL. GAE alone whitens
-both, since its critic predicts both. Group estimators take `scores` (G, n), n answers to each of G prompts,
-and return one advantage per answer, (G, n). They raise ValueError for n < 2.
+Layout: the last dimension is time and a row is one document, so every function accepts one sample, (T,), or
+padded samples, (B, T), but not packed rows. `mask` is True on response tokens and may have holes (text from a
+tool or a user between them). Tokens off the mask are skipped, not zeroed: the token before a hole is followed
+by the token after it, with one discount between them. Order: normalise, clip, estimate, whiten
+(`masked.whiten`, over the whole rollout). Only the task's rewards are divided by a deviation. The KL is
+subtracted from advantages afterwards, so that answers of equal reward learn no more than coefficient x KL.
+GAE alone whitens both, since its critic predicts both. Group estimators take `scores` (G, n), n answers to
+each of G prompts, and return one advantage per answer, (G, n). They raise ValueError for n < 2.
 """
 
 from __future__ import annotations
@@ -76,8 +76,8 @@ def token_rewards(
     token), (..., T); 0 off the mask.
 
     `kl` and `mask` (..., T), `scores` (...). With `every_token` each response token gets `score / |answer|`
-    in place of the last one's score. A row without a response token gets 0. `early` (..., T): what tokens
-    before the last get of the score in its place.
+    instead. A row without a response token gets 0. `early` (..., T): the parts of the score that go to tokens
+    before the last; the last token gets the rest.
     """
     response_left = mask.flip(-1).cumsum(-1).flip(-1)
     is_last = mask & (response_left == 1)
@@ -104,13 +104,13 @@ def gae(
 
     `A_t = delta_t + gamma lambd A_next`, `delta_t = r_t + gamma V_next - V_t`, where next is the next
     response token and both are 0 after the last one. Returns are `A + V`, before whitening. `after` (...): V
-    after the last response token, in place of 0 (Pardo et al. 2018, "Time limits in reinforcement learning",
+    after the last response token, instead of 0 (Pardo et al. 2018, "Time limits in reinforcement learning",
     eq. 6: an answer that a limit cut).
     """
     rows, places = np.nonzero(mask.reshape(-1, mask.shape[-1]).numpy())
     counts = np.bincount(rows, minlength=1)
     nth = np.arange(len(rows)) - np.repeat(counts.cumsum() - counts, counts)
-    # (response tokens, rows): one row after the other in memory for each token.
+    # (response tokens, rows): for each token, the rows are contiguous in memory.
     reward, value, advantage = (
         np.zeros((counts.max() + 1, len(counts)), values.numpy().dtype) for _ in range(3)
     )
@@ -170,30 +170,30 @@ def rloo(scores: Tensor) -> Tensor:
 
 # by the name that a recipe gives as advantage_estimator
 GROUPED = {"grpo": grpo, "dr_grpo": dr_grpo, "rloo": rloo}
-# What the KL of answers is compared by: nothing divides it. An answer's own KL in the mean, as in dr_grpo,
-# would weaken it by 1 - 1 / n.
+# Estimators for the KL of answers: nothing divides it. If the mean contained the answer's own KL, as in
+# dr_grpo, it would weaken it by 1 - 1 / n.
 UNSCALED = GROUPED | {"grpo": rloo}
 
 
 class InGroups(NamedTuple):
-    """Holds one advantage per answer (N,), and whether the answer was compared with another one (N,)."""
+    """Holds one advantage per answer (N,), and whether the answer was compared with another (N,)."""
 
     advantages: Tensor
     compared: Tensor
 
 
 def in_groups(estimator: Callable[[Tensor], Tensor], scores: Tensor, scored: Tensor, n: int) -> InGroups:
-    """Applies a group estimator to `scores` (N,), `n` consecutive answers per prompt, without answers that
+    """Applies a group estimator to `scores` (N,), `n` consecutive answers per prompt, skipping answers that
     are not `scored`.
 
-    An answer whose group has no other scored one gets 0 and is not `compared`.
+    An answer whose group has no other scored answer gets 0 and is not `compared`.
     """
     advantages = torch.zeros_like(scores)
     compared = torch.zeros_like(scored)
     for start in range(0, len(scores), n):
         members = start + scored[start : start + n].nonzero().flatten()
         if len(members) >= 2:
-            # In float64 the mean of equal numbers is that number: in float32 it may be off, and its error is
+            # In float64 the mean of equal numbers is exact; in float32 it may be off, and its error would be
             # divided by a tiny deviation.
             advantages[members] = estimator(scores[members].double()).to(scores.dtype)
             compared[members] = True
@@ -204,9 +204,9 @@ def reinforce_pp(
     rewards: Tensor, kl_costs: Tensor, mask: Tensor, gamma: float, whitened: bool = True
 ) -> Tensor:
     """Computes REINFORCE++ (Hu 2025): discounted returns of the task's token rewards, whitened over the whole
-    rollout, less those of `kl_costs`, coefficient x KL; all (..., T).
+    rollout, minus the returns of `kl_costs`, coefficient x KL; all (..., T).
 
-    The paper whitens the sum: where all rewards are equal that divides the KL by its own deviation. Here the
+    The paper whitens the sum, which divides the KL by its own deviation when all rewards are equal. Here the
     KL's returns are only centred, and without whitening not even that.
     """
     returns = discounted_returns(rewards, mask, gamma)

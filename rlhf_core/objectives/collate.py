@@ -1,7 +1,7 @@
 """Collates rows of documents into tensors. A padded row is a packed row with one document.
 
-Left out: an attention mask. Positions restart with each document, and the attention code finds document
-bounds from them.
+There is no attention mask: positions restart with each document, and the attention code finds document bounds
+from them.
 """
 
 from __future__ import annotations
@@ -20,12 +20,11 @@ class Batch:
     """Tensors of shape (B, T).
 
     tokens: int64, the pad token on padding. positions: int64, 0, 1, ... in each document; every pad has
-    position 0, so that attention treats it as a document of its own. A document with a shared prompt begins
-    at a later position: it attends to the first tokens of the last document that began at 0. documents:
-    int64, index of the document in the flattened rows, -1 on pads. mask: bool, True for tokens in the loss.
-    experts: int16, (B, T, layers, k), the experts that a sampler chose for each token, -1 where unknown; None
-    when not requested or no document has them. on_host: the same batch in host memory, when this one is on a
-    GPU.
+    position 0, so that attention treats it as its own document. A document with a shared prompt begins at a
+    later position: it attends to the first tokens of the last document that began at 0. documents: int64,
+    index of the document in the flattened rows, -1 on pads. mask: bool, True for tokens in the loss. experts:
+    int16, (B, T, layers, k), the experts that a sampler chose for each token, -1 if unknown; None if not
+    requested or no document has them. on_host: the same batch in host memory, if this one is on a GPU.
     """
 
     tokens: torch.Tensor
@@ -37,12 +36,13 @@ class Batch:
 
     @property
     def host(self) -> Batch:
-        """The batch in host memory. Reading values from it does not make the host wait for the GPU."""
+        """Returns the batch in host memory. Reading values from it does not make the host wait for the
+        GPU."""
         return self.on_host or self
 
     @property
     def real(self) -> np.ndarray:
-        """False on padding, (B, T). Selects elements by numpy, without PyTorch's threads
+        """Returns (B, T), False on padding. Selects elements with numpy, without PyTorch's threads
         (`masked.next_token_pairs`)."""
         return np.asarray(self.host.documents.numpy() >= 0)
 
@@ -68,7 +68,7 @@ def sent(values: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 
 def rounded(count: int) -> int:
-    """Rounds `count` up to a multiple of 8 and to one of few sizes, by about a 32nd of it at most above 256.
+    """Rounds `count` up to a multiple of 8 and to one of few sizes, above 256 by at most about a 32nd.
 
     cuBLAS takes milliseconds to choose kernels for each new matrix size.
     """
@@ -79,8 +79,8 @@ def rounded(count: int) -> int:
 def collate(rows: Sequence[Sequence[Document]], pad_token_id: int, experts: bool = False) -> Batch:
     """Returns one batch (B, T) from B rows of documents; T is the length of the longest row, `rounded`.
 
-    With `experts` the batch has the documents' experts. Raises ValueError when there is no row or a document
-    is empty.
+    With `experts` the batch contains the documents' experts. Raises ValueError when there is no row or a
+    document is empty.
     """
     if not rows or any(len(document) == 0 for row in rows for document in row):
         raise ValueError("collate needs at least one row, and at least one token in each document")

@@ -8,8 +8,8 @@ the denominator is not positive.
 
 Shapes: per-token tensors (B, T), where index t is for token t, `mask` True on response tokens; per-document
 tensors (N,). Inputs are fp32 for any dtype of the model. Values off the mask, even inf or nan, affect neither
-the loss nor a gradient. Left out: the model's forward pass, the reduction over documents (`masked`), the
-choice of an algorithm.
+the loss nor a gradient. Other modules run the model's forward pass, reduce over documents (`masked`) and
+choose the algorithm.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ class Loss(NamedTuple):
 
 
 def _total(x: Tensor, denominator: float) -> Tensor:
-    """Returns the sum of `x` divided by the denominator. Raises ValueError when that is not positive."""
+    """Returns the sum of `x` divided by the denominator. Raises ValueError when the denominator is not
+    positive."""
     if not denominator > 0:
         raise ValueError(
             f"the loss's denominator is {denominator}: this optimiser step has no token or document to learn"
@@ -93,8 +94,8 @@ def reward_loss(
     )
 
 
-NO_SPREAD = 1e-6  # a standard deviation below this share of the largest number is rounding, in fp32
-# these losses average log-probs over an answer's tokens, the others sum them
+NO_SPREAD = 1e-6  # relative to the largest number: a standard deviation below this share is fp32 rounding
+# these losses average log-probs over an answer's tokens; the other losses sum them
 MEAN_LOGPROBS = ("ipo", "simpo", "orpo")
 
 
@@ -106,7 +107,7 @@ def preference_loss(
     ref_rejected: Tensor,
     denominator: float,
 ) -> Loss:
-    """The loss that `config.loss` names, on log-probs of responses (N,). Denominator: pairs."""
+    """Computes the loss that `config.loss` names from log-probs of responses (N,). Denominator: pairs."""
     beta = config.beta or 0.1
     smoothing = config.label_smoothing
     match config.loss:
@@ -247,7 +248,7 @@ def policy_loss(
 
     rho = exp(logprobs - old_logprobs), both from the trainer; w = `is_weights` (see `sampler_weights.py`;
     ones when off). `dual_clip` c > 1: the objective of a token with A < 0 is at least c A (Ye et al. 2020).
-    `cispo`: the objective is `sg(clip(rho)) A logprobs`, so that no token is without gradient (MiniMax-M1,
+    `cispo`: the objective is `sg(clip(rho)) A logprobs`, so that every token has a gradient (MiniMax-M1,
     2025, eq. 4 and 5; its clip_low is 1). Denominator: response tokens. GRPO's mean per answer: `weights`
     1/|answer| on its tokens, denominator answers. Dr. GRPO: denominator answers x a constant length, which
     also divides the metrics. clip_share: tokens without gradient because of a clip; ratio_gap: |rho - 1|;
@@ -290,9 +291,8 @@ def gspo_logprobs(
     all tokens of an answer, and whose gradient is that of each token's own log-prob.
 
     `policy_loss` with them as `logprobs`, and with `weights` 1/|answer|, is GSPO-token (Zheng et al. 2025,
-    eq. 13 to 17). Where all tokens of an answer have one advantage, its value and gradient are those of GSPO
-    (eq. 5 and 7); with a gradient through the mean, advantages that differ within an answer would be
-    averaged.
+    eq. 13 to 17). If all tokens of an answer have one advantage, its value and gradient are those of GSPO
+    (eq. 5 and 7). A gradient through the mean would average advantages that differ within an answer.
     """
     log_ratio = document_mean(logprobs - old_logprobs, mask, documents, num_documents).detach()
     own = logprobs - logprobs.detach()
@@ -312,11 +312,11 @@ def kl_loss(
     """Computes the reverse KL to the reference as a loss from (B, T) inputs; all but `ref_logprobs` as in
     `policy_loss`.
 
-    The tokens are those of the sampler, so each estimate is weighed by `is_weights` times rho = exp(logprobs
-    - old_logprobs). The gradient is then that of KL(policy || reference), in expectation: of k2 with rho as a
-    constant, of k3 with a gradient through rho too (Tang and Munos 2025, "On a few pitfalls in KL divergence
-    gradient estimation for RL"; DeepSeek-V3.2 2025, eq. 7). Unweighted k3 has that of the forward KL. Raises
-    ValueError for k1: its expected gradient is zero.
+    The tokens come from the sampler, so each estimate is weighted by `is_weights` times rho = exp(logprobs -
+    old_logprobs). The gradient is then that of KL(policy || reference), in expectation: for k2 with rho as a
+    constant, for k3 with a gradient through rho too (Tang and Munos 2025, "On a few pitfalls in KL divergence
+    gradient estimation for RL"; DeepSeek-V3.2 2025, eq. 7). Unweighted k3 has the gradient of the forward KL.
+    Raises ValueError for k1: its expected gradient is zero.
     """
     if estimator not in ("k2", "k3"):
         raise ValueError(
@@ -344,12 +344,12 @@ def entropy_loss(entropy: Tensor, mask: Tensor, denominator: float, weights: Ten
 
 
 def value_clip_range(returns: Tensor, values: Tensor, mask: Tensor, clip: float) -> float:
-    """Returns `clip` times the scale of the returns under the mask, all (B, T): the range of `value_loss`.
-    The scale is their standard deviation, or the root mean square of their distance to the `values` of the
-    critic where that is larger: a critic that starts far from returns that are all alike must move.
+    """Returns the range of `value_loss`: `clip` times the scale of the returns under the mask, all (B, T).
+    The scale is their standard deviation, or the root mean square of their distance to the critic's `values`
+    if that is larger: a critic that starts far from nearly equal returns must be able to move.
 
     Pass the whole rollout of all ranks: the scale of one rank or one micro-batch differs. Returns `clip`
-    itself where there is no scale beyond rounding.
+    itself if there is no scale beyond rounding.
     """
     known = returns[mask].double()
     if not known.numel():
@@ -363,11 +363,11 @@ def value_clip_range(returns: Tensor, values: Tensor, mask: Tensor, clip: float)
 def value_loss(
     values: Tensor, old_values: Tensor, returns: Tensor, mask: Tensor, clip: float | None, denominator: float
 ) -> Loss:
-    """Computes `0.5 max((V - R)^2, (clip(V, V_old - clip, V_old + clip) - R)^2)`, all (B, T), as OpenAI's
+    """Computes `0.5 max((V - R)^2, (clip(V, V_old - clip, V_old + clip) - R)^2)`, all (B, T), like OpenAI's
     PPO2; without a clip `0.5 (V - R)^2`.
 
-    Denominator: response tokens. clip_share: tokens whose clipped error is the larger one, so that they have
-    no gradient.
+    Denominator: response tokens. clip_share: tokens whose clipped error is larger, so that they have no
+    gradient.
     """
     values, old_values, returns = (torch.where(mask, x, 0) for x in (values, old_values, returns))
     error = (values - returns).square()

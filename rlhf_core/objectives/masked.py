@@ -1,10 +1,10 @@
 """Sums and averages over masked tokens and packed documents, and finds the position that predicts each token.
 
 Per-token tensors have the shape of `tokens`, (B, T); `x[t]` is for token t. `mask` is True on the tokens that
-count and may have holes. `documents` (B, T) int64 has the index of each token's document within the batch, -1
-on padding; a document is in one row, without gaps, so the same functions work for padded and packed batches.
-Values at other positions have no effect, even inf or nan: `torch.where` replaces them, they are not
-multiplied by zero. Inputs are fp32 (fp64 in tests). Left out: reductions over ranks. Sums over tokens can be
+count and may have holes. `documents` (B, T) int64 contains the index of each token's document within the
+batch, -1 on padding; a document is in one row, without gaps, so the same functions work for padded and packed
+batches. Values at other positions have no effect, even inf or nan: `torch.where` replaces them, they are not
+multiplied by zero. Inputs are fp32 (fp64 in tests). Nothing here reduces over ranks: sums over tokens can be
 added over ranks, means cannot.
 """
 
@@ -32,7 +32,7 @@ def whiten(x: Tensor, mask: Tensor, eps: float = 1e-8) -> Tensor:
     elsewhere.
 
     Pass the whole rollout of all ranks: statistics of one rank or one micro-batch differ. Sums are in
-    float64: the mean of equal numbers is that number then.
+    float64, so that the mean of equal numbers is exact.
     """
     count = mask.sum().clamp(min=1)
     mean = (torch.where(mask, x, 0).sum(dtype=torch.float64) / count).to(x.dtype)
@@ -43,9 +43,9 @@ def whiten(x: Tensor, mask: Tensor, eps: float = 1e-8) -> Tensor:
 
 def document_sum(x: Tensor, mask: Tensor, documents: Tensor, num_documents: int) -> Tensor:
     """Returns the sum of `x` (B, T) over the tokens of each document under the mask, (N,); 0 for a document
-    without any."""
+    without such tokens."""
     counted = mask & (documents >= 0)
-    # All other tokens go to one more entry: selecting tokens by the mask would make the host wait for the
+    # All other tokens go to an extra entry: selecting tokens with the mask would make the host wait for the
     # GPU.
     into = torch.where(counted, documents, num_documents)
     return x.new_zeros(num_documents + 1).index_add(0, into.flatten(), torch.where(counted, x, 0).flatten())[
@@ -55,7 +55,7 @@ def document_sum(x: Tensor, mask: Tensor, documents: Tensor, num_documents: int)
 
 def document_mean(x: Tensor, mask: Tensor, documents: Tensor, num_documents: int) -> Tensor:
     """Returns the mean of `x` (B, T) over the tokens of each document under the mask, (N,); 0 for a document
-    without any."""
+    without such tokens."""
     counts = document_sum(torch.ones_like(x), mask, documents, num_documents)
     return document_sum(x, mask, documents, num_documents) / counts.clamp(min=1)
 
@@ -63,8 +63,8 @@ def document_mean(x: Tensor, mask: Tensor, documents: Tensor, num_documents: int
 def last_token_index(documents: Tensor, num_documents: int) -> Tensor:
     """Returns the index of each document's last token in the flattened batch, (N,) int64.
 
-    Raises ValueError when a document has no token, but not for tensors on a GPU, because the host would have
-    to wait for the check; `collate` makes no such batch.
+    Raises ValueError when a document has no token, except for tensors on a GPU, because the host would have
+    to wait for the check; `collate` creates no such batch.
     """
     flat = documents.flatten()
     into = torch.where(flat >= 0, flat, num_documents)
@@ -80,18 +80,18 @@ def last_token_index(documents: Tensor, num_documents: int) -> Tensor:
 
 
 def gather_last(x: Tensor, documents: Tensor, num_documents: int) -> Tensor:
-    """Returns the value of `x` (B, T) at the last token of each document, response or not, (N,)."""
+    """Returns the value of `x` (B, T) at the last token of each document, whether response or not, (N,)."""
     return x.flatten()[last_token_index(documents, num_documents)]
 
 
 def next_token_pairs(positions: Tensor, mask: Tensor | None = None) -> Tensor:
-    """Returns flat indices (2, N): of each token under `mask` (B, T) in row 1, and of the token before it in
-    its document in row 0.
+    """Returns flat indices (2, N): row 1 has each token under `mask` (B, T), row 0 the preceding token in its
+    document.
 
-    The model's output at the first predicts the second. A document's first token is left out. The first token
-    after a shared prompt follows that prompt's last token. The result is in host memory, and computed by
-    numpy: PyTorch selects elements with all threads of the process, for whose start a pass of few tokens
-    waits longer than for its kernels.
+    The model's output at the token in row 0 predicts the token in row 1. A document's first token is left
+    out. The first token after a shared prompt follows that prompt's last token. The result is in host memory
+    and computed with numpy: PyTorch selects elements with all threads of the process, and in a pass of few
+    tokens starting these takes longer than the kernels.
     """
     width = positions.shape[1]
     flat = positions.cpu().numpy().ravel()

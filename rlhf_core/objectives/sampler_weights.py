@@ -1,8 +1,8 @@
-"""Corrects for the difference between trainer and sampler: importance weights, the tokens that they leave,
-and how far both are apart.
+"""Corrects for the difference between trainer and sampler: computes importance weights, the tokens that they
+keep, and how far apart the two are.
 
-The two have other kernels and precision, and the sampler may have older weights. A weight belongs to a token,
-or to a whole answer, whose tokens then share it (`sampler_is_level`).
+Trainer and sampler use different kernels and precision, and the sampler may have older weights. An importance
+weight belongs to a token, or to a whole answer, whose tokens then share it (`sampler_is_level`).
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from rlhf_core.config import PPO
 from rlhf_core.objectives.masked import document_mean, document_sum
 
 WeightLevel = Literal["token", "sequence", "geometric"]
-SOME = 1_000_000  # tokens that a percentile is of, at most: every k-th
-# of a weight that a metric reports, e^69 = 1e30: a product over a long answer may be infinite
+SOME = 1_000_000  # maximum number of tokens for a percentile, taken as every k-th
+# of a weight that a metric reports, e^69 = 1e30: a product over a long answer may overflow
 LARGEST_LOG = 69.0
 
 
@@ -35,23 +35,23 @@ def importance_weights(
     """Returns importance weights `exp(old - sampler)` within [low, high], (B, T), 0 off the mask, without
     gradient.
 
-    Beyond the bounds they are clamped (Yao et al. 2025, "TIS": low 0), or with `masked` 0 ("IcePop", Ling
-    team 2025). The weight of an answer is the product of those of its tokens (sequence) or their geometric
-    mean (geometric, as the ratio of GSPO, Zheng et al. 2025); these need `documents` (B, T), the index of
-    each token's document.
+    Weights beyond the bounds are clamped (Yao et al. 2025, "TIS": low 0), or set to 0 with `masked`
+    ("IcePop", Ling team 2025). The weight of an answer is the product of its tokens' weights (sequence) or
+    their geometric mean (geometric, like the ratio of GSPO, Zheng et al. 2025); both need `documents` (B, T),
+    the index of each token's document.
     """
     log_weights = torch.where(mask, old_logprobs - sampler_logprobs, 0).detach()
     if level != "token":
         assert documents is not None, "weights of answers need the documents of the tokens"
         reduce = document_sum if level == "sequence" else document_mean
-        # there are fewer of them than tokens
+        # an upper bound: there are fewer documents than tokens
         of_documents = reduce(log_weights, mask, documents, documents.numel())
         log_weights = of_documents[documents.clamp(min=0)]
     return torch.where(mask, bounded(log_weights.exp(), low, high, masked), 0)
 
 
 def bounded(weights: Tensor, low: float, high: float, masked: bool) -> Tensor:
-    """Returns weights within [low, high]: others are clamped, or 0 with `masked`."""
+    """Returns weights within [low, high]. Others are clamped, or set to 0 with `masked`."""
     if masked:
         return torch.where((weights >= low) & (weights <= high), weights, 0)
     return weights.clamp(low, high)
@@ -60,8 +60,8 @@ def bounded(weights: Tensor, low: float, high: float, masked: bool) -> Tensor:
 def sampler_weights(
     old: Tensor, sampler: Tensor | None, mask: Tensor, documents: Tensor, config: PPO
 ) -> Tensor:
-    """Returns the importance weights that the recipe asks for, as `importance_weights`; 1 on the mask where
-    it asks for none, which alone needs no `sampler`."""
+    """Returns the importance weights that the recipe asks for, as in `importance_weights`. If it asks for
+    none, they are 1 on the mask and `sampler` is not needed."""
     if config.sampler_is == "off":
         return mask.to(old.dtype)
     assert sampler is not None, "the recipe asks for importance weights"
@@ -71,8 +71,8 @@ def sampler_weights(
 
 
 def kept_tokens(old: np.ndarray, sampler: np.ndarray, mask: np.ndarray, config: PPO) -> np.ndarray:
-    """Returns the tokens of one document that weights do not leave out, all (T,): those of `mask`, but for
-    `sampler_is: mask` those of a weight within its bounds."""
+    """Returns the tokens of one document that weights keep; all arrays are (T,). These are the tokens of
+    `mask`, with `sampler_is: mask` only those whose weight is within the bounds."""
     if config.sampler_is != "mask":
         return mask
     one_document = torch.zeros(1, len(mask), dtype=torch.int64)
@@ -82,13 +82,13 @@ def kept_tokens(old: np.ndarray, sampler: np.ndarray, mask: np.ndarray, config: 
 
 
 def sampler_metrics(gaps: Tensor, lengths: Tensor, config: PPO) -> dict[str, float]:
-    """Measures the distance of trainer and sampler. `gaps` (N,): log-prob of the trainer less that of the
-    sampler, in nats, of the response tokens of all answers in turn; `lengths`: tokens of each answer.
+    """Measures the distance between trainer and sampler. `gaps` (N,): log-prob of the trainer minus that of
+    the sampler, in nats, for the response tokens of all answers in turn; `lengths`: tokens of each answer.
 
-    gap: mean |gap|; ratio_gap: mean |exp(gap) - 1|; gap_p99: 99th percentile of |gap|. Of the weights that
-    the loss has, one a token or one an answer (`sampler_is_level`): capped: share that the bounds cut or left
-    out; weight_mean; ess: effective sample size `(sum w)^2 / (n sum w^2)` (Kish 1965), 1 where all are equal.
-    weight_max is before the bounds.
+    gap: mean |gap|; ratio_gap: mean |exp(gap) - 1|; gap_p99: 99th percentile of |gap|. The other metrics
+    describe the loss's weights, one per token or per answer (`sampler_is_level`): capped: share that the
+    bounds clamped or set to 0; weight_mean; ess: effective sample size `(sum w)^2 / (n sum w^2)` (Kish 1965),
+    1 if all are equal. weight_max is taken before the bounds apply.
     """
     distances = gaps.abs()
     metrics = {
@@ -112,7 +112,7 @@ def sampler_metrics(gaps: Tensor, lengths: Tensor, config: PPO) -> dict[str, flo
 
 
 def _of_level(gaps: Tensor, lengths: Tensor, level: WeightLevel) -> Tensor:
-    """Returns the log-weights of all tokens, or of all answers."""
+    """Returns the log-weights of all tokens, or of all answers, according to `level`."""
     if level == "token":
         return gaps
     reduction = "sum" if level == "sequence" else "mean"

@@ -1,4 +1,4 @@
-"""Trains by direct preference optimisation and its variants. Reference log-probs are computed once, before
+"""Trains with direct preference optimisation and its variants. Reference log-probs are computed once, before
 training.
 
 SimPO and ORPO load no reference model.
@@ -43,8 +43,8 @@ from rlhf_core.training.train_loop import Task, fit, held_out_metrics, replicas
 
 
 class Anchored(NamedTuple):
-    """A pair with the reference's log-probs of its two responses: sums, or means for IPO; 0 where a loss has
-    no reference."""
+    """A pair with the reference's log-probs of its two responses: sums, or means for IPO; 0 if a loss has no
+    reference."""
 
     pair: Pair
     ref_chosen: float
@@ -52,8 +52,8 @@ class Anchored(NamedTuple):
 
 
 class PairLogprobs(NamedTuple):
-    """Log-probs of responses, (2, N): chosen, rejected; what the NLL term reads, (B, T); the experts' balance
-    over all documents."""
+    """Log-probs of responses, (2, N): chosen, rejected; the inputs of the NLL term, (B, T); the experts'
+    balance over all documents."""
 
     responses: torch.Tensor
     tokens: torch.Tensor
@@ -75,7 +75,7 @@ def run(request: StageRequest, run: RunDir) -> Outcome:
 
 
 def train(request: StageRequest, run: RunDir) -> Outcome:
-    """One rank of the stage."""
+    """Runs one rank of the stage."""
     config = cast(DPO, request.config)
     source = request.inputs[config.policy]
     reference = request.inputs[config.reference or config.policy]
@@ -168,8 +168,8 @@ def count(items: Sequence[Anchored]) -> Denominator:
 def load_pairs(
     request: StageRequest, config: DPO, tokenizer: PreTrainedTokenizerBase, data: Data | None, folder: Path
 ) -> Loaded[Pair]:
-    """The pairs of a file mixture; without one (no `data`) those a preferences stage made, which are always
-    chat messages."""
+    """Loads the pairs of a file mixture. Without one (no `data`), loads the pairs of a preferences stage,
+    which are always chat messages."""
     own = data or Data(
         sources=(Source(path=request.inputs[config.pairs or ""], margin_key=None),), template=config.template
     )
@@ -178,12 +178,14 @@ def load_pairs(
 
 
 def both(pairs: Sequence[Pair]) -> list[Document]:
-    """Each chosen document and after it the rejected one: a micro-batch is one forward pass over all."""
+    """Returns each chosen document followed by its rejected one: a micro-batch is one forward pass over
+    all."""
     return [document for pair in pairs for document in (pair.chosen, pair.rejected)]
 
 
 def anchored(pairs: Sequence[Pair], refs: Sequence[float], start: int) -> Sequence[Anchored]:
-    """Pairs with their reference log-probs, which begin at `start`, in the order of `both`; 0 without any."""
+    """Returns pairs with their reference log-probs, which begin at `start`, in the order of `both`; 0 if
+    `refs` is empty."""
 
     def get(index: int) -> Anchored:
         chosen = start + 2 * index
@@ -199,7 +201,8 @@ def anchored(pairs: Sequence[Pair], refs: Sequence[float], start: int) -> Sequen
 def pair_logprobs(
     policy: Engine, pairs: Sequence[Pair], pad_token_id: int, mean: bool, passes: Passes
 ) -> PairLogprobs:
-    """Log-probs of both responses of each pair, in one forward pass; summed over tokens, or averaged."""
+    """Returns log-probs of both responses of each pair, in one forward pass; summed over tokens, or
+    averaged."""
     documents = both(pairs)
     batch = collate(passes.rows_of(documents), pad_token_id).to(policy.device)
     out = masked_logprobs(policy, batch)

@@ -1,10 +1,10 @@
-"""Trains by Kahneman-Tversky optimisation on unpaired answers (Ethayarajh et al. 2024).
+"""Trains with Kahneman-Tversky optimisation on unpaired answers (Ethayarajh et al. 2024).
 
 The loss compares each answer's implicit reward with a KL that is one number for the whole optimiser step: the
-mean of log pi - log ref over mismatched pairs, each prompt of the step with the answer of the item before it.
-A pass without gradient computes it over the whole step and all ranks, before the first micro-batch, so the
-split into micro-batches and ranks does not change it. Reference log-probs, also those of all mismatched pairs
-of all epochs, are computed once.
+mean of log pi - log ref over mismatched pairs, which combine each prompt of the step with the previous item's
+answer. A pass without gradient computes it over the whole step and all ranks, before the first micro-batch,
+so the split into micro-batches and ranks does not change it. Reference log-probs, including those of all
+mismatched pairs of all epochs, are computed once.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ Mismatch = tuple[int, int]  # indices of the items that give the prompt and the 
 
 
 class Item(NamedTuple):
-    """An answer, its place in the data (held-out ones are counted on from the last), and the reference's
+    """An answer, its place in the data (held-out answers follow the training data), and the reference's
     log-prob of it."""
 
     place: int
@@ -60,12 +60,12 @@ class Item(NamedTuple):
 
 
 def length(item: Item) -> int:
-    """Tokens."""
+    """Returns the number of tokens."""
     return len(item.answer.document)
 
 
 class Step(NamedTuple):
-    """What a loss needs to know of a whole optimiser step: its counts, and the KL to the reference (0 or
+    """The values of a whole optimiser step that a loss needs: its counts, and the KL to the reference (0 or
     more)."""
 
     answers: float
@@ -80,7 +80,7 @@ def run(request: StageRequest, run: RunDir) -> Outcome:
 
 
 def train(request: StageRequest, run: RunDir) -> Outcome:
-    """One rank of the stage."""
+    """Runs one rank of the stage."""
     config = cast(KTO, request.config)
     source = request.inputs[config.policy]
     reference = request.inputs[config.reference or config.policy]
@@ -90,7 +90,7 @@ def train(request: StageRequest, run: RunDir) -> Outcome:
     micro = config.micro_train_batch_size
 
     def load(data: Data | None) -> Loaded[Labelled]:
-        """Of a file mixture; without one the answers of a preferences stage."""
+        """Loads the answers of a file mixture; without one, those of a preferences stage."""
         own = data or Data(
             sources=(Source(path=request.inputs[config.answers or ""]),), template=config.template
         )
@@ -207,30 +207,30 @@ def train(request: StageRequest, run: RunDir) -> Outcome:
 
 
 def mismatches_of(indices: Sequence[int]) -> list[Mismatch]:
-    """Each item's prompt with the answer of the item before it, around the end; none when there is only one
-    item."""
+    """Pairs each item's prompt with the previous item's answer, and the first with the last. Returns none
+    when there is only one item."""
     return [(index, indices[i - 1]) for i, index in enumerate(indices)] if len(indices) > 1 else []
 
 
 class Mismatches(Lazy[Mismatch]):
-    """Mismatched pairs, each once, in the order in which they first came; about 24 bytes a pair."""
+    """Mismatched pairs, each once, in order of first appearance; about 24 bytes per pair."""
 
     def __init__(self, steps: Iterable[Sequence[int]], count: int):
         codes = array("q", (a * count + b for step in steps for a, b in mismatches_of(step)))
         self._sorted, first = np.unique(np.frombuffer(codes, dtype=np.int64), return_index=True)
-        self._place = np.argsort(np.argsort(first))  # of each sorted pair in the order of the pairs
+        self._place = np.argsort(np.argsort(first))  # place of each sorted pair in the order of the pairs
         order = self._sorted[np.argsort(first)]
         self._items = count
         super().__init__(len(order), lambda index: divmod(int(order[index]), count))
 
     def index(self, pair: Mismatch, *_: int) -> int:
-        """The place of a pair that is one of them."""
+        """Returns the place of a pair, which must be one of them."""
         return int(self._place[np.searchsorted(self._sorted, pair[0] * self._items + pair[1])])
 
 
 def all_mismatches(count: int, held_out: int, batch: int, epochs: int, seed: int) -> Mismatches:
-    """The mismatched pairs of every optimiser step, which the seed decides, and of the held-out items; each
-    once."""
+    """Returns the mismatched pairs of every optimiser step, which the seed determines, and of the held-out
+    items; each once."""
     steps_per_epoch = -(-count // batch)
     steps = (
         items_of_step(range(count), step, steps_per_epoch, batch, seed)
@@ -240,7 +240,7 @@ def all_mismatches(count: int, held_out: int, batch: int, epochs: int, seed: int
 
 
 def mismatch(prompt_of: Document, answer_of: Document, max_len: int) -> Document:
-    """The prompt of one document with the answer of another, at most `max_len` tokens."""
+    """Joins the prompt of one document with the answer of another, at most `max_len` tokens."""
     prompt = list(prompt_of.tokens[: prompt_of.answer_start])
     answer = list(answer_of.tokens[answer_of.answer_start :])
     return answered(prompt, answer).cut(max_len)

@@ -1,9 +1,9 @@
-"""Computes log-probs of answers under a frozen reference once before training, so that training holds one
-model in memory.
+"""Computes log-probs of answers under a frozen reference once before training, so that training holds only
+one model in memory.
 
-They are in `state/` of the run directory until the stage is done, so that a resumed run neither computes them
-again nor loads the reference. The file's name holds a digest of the reference, of every token and mask, and
-of the batches, so an outdated file is not read.
+They are stored in `state/` of the run directory until the stage is done, so that a resumed run neither
+recomputes them nor loads the reference. The file's name contains a digest of the reference, of every token
+and mask, and of the batches, so an outdated file is not read.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from rlhf_core.training.engine import Engine
 from rlhf_core.training.train_loop import passes_of_rank
 from rlhf_core.training.zero.zero_shards import FrozenZero
 
-Model = Policy | FrozenZero | Engine  # what computes log-probs
+Model = Policy | FrozenZero | Engine  # computes log-probs
 
 
 def reference_logprobs(
@@ -44,13 +44,13 @@ def reference_logprobs(
     pad_token_id: int,
     mean: bool,
 ) -> array[float]:
-    """The log-prob of each document's answer, summed over its tokens or averaged, in order.
+    """Returns the log-prob of each document's answer, summed over its tokens or averaged, in order.
 
-    `open_reference` gives the reference, which `source` names: the engine itself before its first step, or
+    `open_reference` returns the reference, which `source` names: the engine itself before its first step, or
     another model. The micro-batches are dealt to the ranks; every rank gets all results.
     """
     file = run / STATE / f"reference-{_key(source, micro_batches, mean)}.f64"
-    # All ranks take the same way: a file that only some of them see would leave the others waiting.
+    # All ranks decide alike: if only some of them saw the file, the others would wait forever.
     seen = engine.all_reduce(torch.tensor(float(file.is_file()), device=engine.device))
     if int(seen) == engine.world_size:
         return array("d", file.read_bytes())
@@ -73,13 +73,13 @@ def dealt_logprobs(
     pad_token_id: int,
     mean: bool,
 ) -> torch.Tensor:
-    """Log-probs of all documents in order, (N,) fp64, without gradient: each rank computes its share, every
-    rank gets all.
+    """Returns log-probs of all documents in order, (N,) fp64, without gradient: each rank computes its share,
+    every rank gets all.
 
-    `passes` says how a micro-batch is laid out.
+    `passes` defines how a micro-batch is laid out.
     """
     module = cast(Policy, policy if isinstance(policy, Policy) else policy.module)
-    if policy is not engine:  # which was tested when it was made
+    if policy is not engine:  # the engine was tested when it was created
         if engine.sharing > 1:
             split_attention(module.model, engine.sharing)
         detect_document_leak(policy, module, engine.device, passes.tokens is not None, engine.all_reduce)
@@ -109,8 +109,8 @@ def dealt_logprobs(
 def answer_logprobs(
     policy: Model, documents: Sequence[Document], pad_token_id: int, mean: bool, device: torch.device
 ) -> torch.Tensor:
-    """Log-probs of the answers, (N,), in one forward pass; summed over the tokens under the mask, or
-    averaged."""
+    """Returns log-probs of the answers, (N,), from one forward pass; summed over the tokens under the mask,
+    or averaged."""
     return answer_logprobs_and_balance(policy, documents, pad_token_id, mean, device, Passes(len(documents)))[
         0
     ]
@@ -124,7 +124,7 @@ def answer_logprobs_and_balance(
     device: torch.device,
     passes: Passes,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """`answer_logprobs`, and the balance of the experts of a policy that computes it."""
+    """Returns `answer_logprobs`, and the balance of the experts if the policy computes it."""
     batch = collate(passes.rows_of(documents), pad_token_id).to(device)
     out = masked_logprobs(policy, batch)  # log-probs (B, T)
     reduce = document_mean if mean else document_sum
@@ -141,6 +141,6 @@ def _key(source: str, micro_batches: Sequence[Sequence[Document]], mean: bool) -
 
 
 def _identity(source: str) -> list[object]:
-    """A Hub id, or a folder with what identifies its weights without reading them all."""
+    """Returns a Hub id, or a folder with properties that identify its weights without reading all of them."""
     files = sorted(Path(source).glob("*.safetensors")) if Path(source).is_dir() else []
     return [source, *([file.name, file.stat().st_size, file.stat().st_mtime_ns] for file in files)]

@@ -1,5 +1,5 @@
 """Trains a reward model: Bradley-Terry on pairs, score at the last token. Stores the mean and std of its
-scores with it."""
+scores in the checkpoint."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from rlhf_core.training.ranks import (
 )
 from rlhf_core.training.train_loop import Task, fit, passes_of_rank, replicas
 
-# pairs of the training data the statistics come from when there is no evaluation split
+# number of training pairs for the statistics when there is no evaluation split
 STATISTICS_PAIRS = 512
 
 
@@ -47,7 +47,7 @@ def run(request: StageRequest, run: RunDir) -> Outcome:
 
 
 def train(request: StageRequest, run: RunDir) -> Outcome:
-    """One rank of the stage."""
+    """Runs one rank of the stage."""
     config = cast(RewardModel, request.config)
     source = request.inputs[config.model]
     tokenizer = load_tokenizer(source, request.trust_remote_code)
@@ -87,7 +87,7 @@ def train(request: StageRequest, run: RunDir) -> Outcome:
         margins = sent(torch.tensor([pair.margin for pair in pairs]), engine.device)
         return reward_loss(scores[0], scores[1], margins, config.centering, denominator)
 
-    # scores of the held-out pairs at the last evaluation, which is the one at the end
+    # scores of the held-out pairs at the last evaluation, which is at the end of training
     last: list[np.ndarray] = []
 
     def evaluate(engine: Engine) -> dict[str, float]:
@@ -116,7 +116,7 @@ def train(request: StageRequest, run: RunDir) -> Outcome:
 
 
 def pair_scores(engine: Engine, pairs: Sequence[Pair], pad_token_id: int, passes: Passes) -> torch.Tensor:
-    """Scores of a micro-batch in one forward pass: (2, N), chosen then rejected."""
+    """Returns the scores of a micro-batch from one forward pass: (2, N), chosen then rejected."""
     documents = [document for pair in pairs for document in (pair.chosen, pair.rejected)]
     batch = collate(passes.rows_of(documents), pad_token_id).to(engine.device)
     return (
@@ -127,7 +127,8 @@ def pair_scores(engine: Engine, pairs: Sequence[Pair], pad_token_id: int, passes
 
 
 def score_all(engine: Engine, pairs: Sequence[Pair], pad_token_id: int, passes: Passes) -> np.ndarray:
-    """Scores of many pairs without gradient: (2, N). Each rank computes its share, every rank gets all."""
+    """Returns the scores of many pairs without gradient: (2, N). Each rank computes its share, every rank
+    gets all."""
     parts = passes.in_order(pairs, passes.row_tokens)
     scores = torch.zeros(2, len(pairs), device=engine.device)
     engine.module.eval()
@@ -143,8 +144,8 @@ def score_all(engine: Engine, pairs: Sequence[Pair], pad_token_id: int, passes: 
 
 
 def held_out_metrics(chosen: np.ndarray, rejected: np.ndarray) -> dict[str, float]:
-    """Held-out Bradley-Terry loss (no margin), accuracy, and the mean of the predicted probability
-    (calibration in the large)."""
+    """Returns the held-out Bradley-Terry loss (no margin), accuracy, the mean probability of the predicted
+    winner (calibration in the large), and the number of pairs."""
     difference = (chosen - rejected).astype(np.float64)
     return {
         "eval/loss": float(np.logaddexp(0, -difference).mean()),

@@ -40,7 +40,7 @@ Row = list[Document]
 
 
 class Counted(NamedTuple):
-    """Of a whole optimiser step: tokens of the loss, documents."""
+    """Counts over a whole optimiser step: tokens of the loss, documents."""
 
     tokens: float
     documents: float
@@ -52,7 +52,7 @@ def run(request: StageRequest, run: RunDir) -> Outcome:
 
 
 def train(request: StageRequest, run: RunDir) -> Outcome:
-    """One rank of the stage."""
+    """Runs one rank of the stage."""
     config = cast(SFT, request.config)
     source = request.inputs[config.model]
     tokenizer = load_tokenizer(source, request.trust_remote_code)
@@ -131,8 +131,9 @@ def load_documents(
     folder: Path,
     suffix_of: SuffixOf | None = None,
 ) -> AnswerDocuments:
-    """Conversations of a file mixture, or answers with the mask on them alone: a preferences stage's (no
-    `data`), or scored ones, of which held-out ones are conditioned as those trained on (`suffix_of`)."""
+    """Loads conversations of a file mixture, or answers with the mask on them alone: a preferences stage's
+    (no `data`), or scored ones. Held-out scored answers are conditioned like those trained on
+    (`suffix_of`)."""
     own = data or Data(sources=(Source(path=request.inputs[config.answers or ""]),), template=config.template)
     renderer = Renderer(tokenizer, own.template, verbatim=data is None)
     if data is None or config.condition == "reward":
@@ -143,8 +144,8 @@ def load_documents(
 
 
 def rows_to_micro_batches(documents: Sequence[Document], capacity: int, micro: int) -> list[list[Row]]:
-    """Rows of at most `capacity` tokens (best fit; one document a row when 0), `micro` rows a batch, long
-    rows first."""
+    """Returns micro-batches of `micro` rows, long rows first. Rows have at most `capacity` tokens (best fit);
+    with 0 each row has one document."""
     if capacity:
         rows = [[documents[i] for i in row] for row in best_fit([len(d.tokens) for d in documents], capacity)]
     else:
@@ -154,7 +155,8 @@ def rows_to_micro_batches(documents: Sequence[Document], capacity: int, micro: i
 
 
 def count(documents: Sequence[Document]) -> Counted:
-    """A document's first token has no log-prob, so it never counts."""
+    """Counts tokens of the loss and documents. A document's first token has no log-prob, so it never
+    counts."""
     return Counted(
         float(max(1, sum(sum(document.mask[1:]) for document in documents))), float(len(documents))
     )

@@ -1,6 +1,6 @@
 """The interface of a training engine, and the plain-torch engine of a single rank.
 
-`ZeroEngine` in `zero_engine.py` is the DeepSpeed one. Both take losses that are already divided by a
+`ZeroEngine` in `zero_engine.py` is the DeepSpeed one. Both expect losses that are already divided by a
 denominator counted over the whole optimiser step and all ranks, so gradients are summed over micro-batches
 and ranks and never averaged again.
 """
@@ -40,44 +40,45 @@ class Engine(Protocol):
     def __call__(self, *inputs: Any) -> Any: ...
 
     def backward(self, loss: Tensor, last: bool) -> None:
-        """Accumulates the gradient, in fp32 where a step has several micro-batches; `last` marks the last one
-        of an optimiser step."""
+        """Accumulates the gradient, in fp32 if a step has several micro-batches; `last` marks the last one of
+        an optimiser step."""
 
     def step(self, learning_rate: float) -> float:
-        """One optimiser step; returns the gradient norm before clipping. Raises FloatingPointError when it is
-        not finite: then the weights and the optimiser are as before, and the gradient is dropped."""
+        """Takes one optimiser step and returns the gradient norm before clipping. Raises FloatingPointError
+        when the norm is not finite: then the weights and the optimiser are unchanged, and the gradient is
+        dropped."""
 
     def all_reduce(self, values: Tensor) -> Tensor:
-        """The sum of `values` over all ranks."""
+        """Returns the sum of `values` over all ranks."""
 
     def gathered(self, parameters: Sequence[nn.Parameter]) -> AbstractContextManager[object]:
-        """Gathers these parameters on every rank while the context is open; a collective."""
+        """Gathers these parameters on every rank while the context is open. Is a collective."""
 
     def release(self) -> None:
         """Frees cached memory of the allocator."""
 
     def save_state(self, folder: Path) -> None:
-        """Copies what this rank trains, and has it written beside the next steps (`state_writer`); `step` and
-        `finish_saving` raise what fails."""
+        """Copies what this rank trains, and writes it during the next steps (`state_writer`); `step` and
+        `finish_saving` raise errors of the write."""
 
     def finish_saving(self) -> None:
         """Waits until the last state is written."""
 
     def load_state(self, folder: Path) -> None:
-        """Reads what any number of ranks have written; a collective. Raises ValueError for the state of
-        another model."""
+        """Reads a state that any number of ranks have written. Is a collective. Raises ValueError for the
+        state of another model."""
 
     def barrier(self) -> None:
         """Waits for all ranks."""
 
 
 class TorchEngine:
-    """One process, one device, AdamW, with fp32 master weights of bf16 weights (Micikevicius et al. 2018,
-    section 3.1).
+    """Trains on one process and one device with AdamW, with fp32 master weights for bf16 weights
+    (Micikevicius et al. 2018, section 3.1).
 
-    A usual step is smaller than the distance of neighbouring bf16 numbers and would be lost in bf16. So would
-    the gradient of a pass be in the sum of many: the gradients of bf16 weights are added to the fp32
-    gradients of the master weights, and freed.
+    A usual step is smaller than the distance between neighbouring bf16 numbers and would be lost in bf16. The
+    gradient of one pass would likewise be lost in a sum over many, so the gradients of bf16 weights are added
+    to the fp32 gradients of the master weights, and freed.
     """
 
     def __init__(self, module: nn.Module, adamw: AdamW):
@@ -95,7 +96,7 @@ class TorchEngine:
         self._in_bf16 = [
             name for name, weight in self._weights.items() if weight is not self._optimised[name]
         ]
-        self._several_passes = False  # of the step whose gradients are being accumulated
+        self._several_passes = False  # in the step whose gradients are being accumulated
         for name in self._in_bf16:
             self._weights[name].register_post_accumulate_grad_hook(self._hand_over_of(name))
         self._writer = StateWriter(0, 1)
@@ -108,7 +109,7 @@ class TorchEngine:
         loss.backward()
 
     def _hand_over_of(self, name: str) -> Callable[[Tensor], None]:
-        """Returns the hook that autograd calls with a bf16 weight whose gradient of a pass is complete."""
+        """Returns the hook that autograd calls with a bf16 weight whose gradient from a pass is complete."""
 
         def hand_over(_: Tensor) -> None:
             if self._several_passes:
@@ -131,7 +132,7 @@ class TorchEngine:
     def step(self, learning_rate: float) -> float:
         self._writer.check()
         for name in self._in_bf16:
-            self._hand_over(name)  # of a step with one pass; others have handed theirs over
+            self._hand_over(name)  # for a step with one pass; in other steps the hooks did this
         self._several_passes = False
         norm = float(nn.utils.clip_grad_norm_(self._optimised.values(), self._adamw.max_norm))
         if not math.isfinite(norm):
@@ -157,7 +158,7 @@ class TorchEngine:
         torch.cuda.empty_cache()
 
     def save_state(self, folder: Path) -> None:
-        # none: an actor that is frozen yet
+        # empty for an actor that is still frozen
         steps = max((float(state["step"]) for state in self._optimizer.state.values()), default=0.0)
         self._make_state(0.0)
         self._writer.start(folder, steps, self._parts())
@@ -174,7 +175,7 @@ class TorchEngine:
                 weight.copy_(self._optimised[name])
 
     def _make_state(self, steps: float) -> None:
-        """Gives weights that no step has changed a state of zeros."""
+        """Creates a state of zeros for weights that no step has changed."""
         for weight in self._optimised.values():
             if weight not in self._optimizer.state:
                 step = torch.tensor(
@@ -203,7 +204,7 @@ def adamw_optimizer(trained: Iterable[Tensor], adamw: AdamW) -> torch.optim.Adam
     """Returns fused AdamW, without weight decay for vectors (norms, biases)."""
     groups: dict[bool, list[Tensor]] = {True: [], False: []}
     for weight in trained:
-        # ZeRO-3's weights may be cut before
+        # ZeRO-3's weights may already be cut
         groups[len(getattr(weight, "ds_shape", weight.shape)) >= 2].append(weight)
     decays = [
         {"params": groups[True], "weight_decay": adamw.weight_decay},
@@ -215,7 +216,7 @@ def adamw_optimizer(trained: Iterable[Tensor], adamw: AdamW) -> torch.optim.Adam
 
 
 def elements(weight: nn.Parameter) -> int:
-    """Counts the elements of a whole weight, of which ZeRO-3 may hold a part."""
+    """Counts the elements of a whole weight, of which ZeRO-3 may hold only a part."""
     return int(getattr(weight, "ds_numel", weight.numel()))
 
 
@@ -230,7 +231,7 @@ def check_finite(value: float, what: str) -> None:
 
 @contextmanager
 def at(step: str) -> Iterator[None]:
-    """Adds the step to a FloatingPointError of the block."""
+    """Adds the step to the message of a FloatingPointError in the block."""
     try:
         yield
     except FloatingPointError as error:
@@ -238,8 +239,8 @@ def at(step: str) -> Iterator[None]:
 
 
 def learning_rate(step: int, total: int, peak: float, warmup_ratio: float, min_ratio: float) -> float:
-    """Returns a linear warm-up, then a cosine from `peak` to `min_ratio * peak`. `step` counts from 0; the
-    first step is not 0."""
+    """Returns the learning rate of a step: a linear warm-up, then a cosine from `peak` to `min_ratio * peak`.
+    `step` counts from 0; the first step's rate is not 0."""
     warmup = math.ceil(total * warmup_ratio)
     if step < warmup:
         return peak * (step + 1) / warmup
@@ -256,7 +257,7 @@ def sum_metrics(engine: Engine, sums: Mapping[str, Tensor]) -> dict[str, float]:
 
 
 def on_cpu(engine: Engine, weights: Iterator[tuple[str, Tensor]]) -> dict[str, Tensor]:
-    """Copies `weights` (`models.checkpoint.weights`) to rank 0's host memory; a collective. Raises
+    """Copies `weights` (`models.checkpoint.weights`) to rank 0's host memory. Is a collective. Raises
     FloatingPointError when one is not finite."""
     return {
         name: weight.to("cpu", copy=True).contiguous() for name, weight in finite(weights) if engine.rank == 0
@@ -264,8 +265,8 @@ def on_cpu(engine: Engine, weights: Iterator[tuple[str, Tensor]]) -> dict[str, T
 
 
 def finite(weights: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-    """Yields `weights`. After the last, which other ranks help to gather, raises FloatingPointError when one
-    is not finite."""
+    """Yields `weights`. After the last one, so that other ranks are not left waiting in a gather, raises
+    FloatingPointError when one is not finite."""
     largest: dict[str, float] = {}
     for name, weight in weights:
         if weight.is_floating_point() and weight.itemsize > 1 and weight.numel():

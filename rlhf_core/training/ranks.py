@@ -72,10 +72,10 @@ def tell_load(source: str) -> None:
 
 
 def on_ranks(rank: Rank, request: StageRequest, run: RunDir) -> Outcome:
-    """Runs `rank` in this process when the stage has one rank, else on a Ray worker group; returns rank 0's
-    outcome.
+    """Runs `rank` in this process when the stage has one rank, otherwise on a Ray worker group; returns rank
+    0's outcome.
 
-    On a group `zero_stage: auto` is resolved after its start.
+    On a group, `zero_stage: auto` is resolved after the group has started.
     """
     config = request.config
     assert isinstance(config, Trainable)
@@ -104,9 +104,9 @@ def on_ranks(rank: Rank, request: StageRequest, run: RunDir) -> Outcome:
 def with_zero_stage(
     request: StageRequest, run: RunDir, config: Trainable, gpu_bytes: int, host_bytes: int
 ) -> StageRequest:
-    """Resolves `zero_stage: auto`: that of a resume state of as many ranks, else by `gpu_bytes`, the memory
-    of a GPU (0: none). Doubts whether that and `host_bytes`, free on a node, will do. Raises MachineLacks
-    when such a GPU cannot hold what is loaded onto it."""
+    """Resolves `zero_stage: auto`: to that of a resume state from as many ranks, otherwise according to
+    `gpu_bytes`, the memory of a GPU (0: none). Warns if that or `host_bytes`, the free memory of a node, may
+    not suffice. Raises MachineLacks when the GPU cannot hold what is loaded onto it."""
     if config.zero_stage == "auto":
         kept = resume_state.kept_zero_stage(run, layout_of(config))
         chosen = (
@@ -125,8 +125,8 @@ def _size(request: StageRequest, config: Trainable) -> Size | None:
 
 
 def _doubt(request: StageRequest, config: Trainable, gpu_bytes: int, host_bytes: int) -> None:
-    """Prints a warning where training may not fit the GPU's memory or the host's. Raises MachineLacks where
-    the model does not fit the GPU's."""
+    """Prints a warning if training may not fit the GPU's or the host's memory. Raises MachineLacks if the
+    model does not fit the GPU's."""
     if not gpu_bytes or (size := _size(request, config)) is None:
         return
     require_start([request.name], starts(config, {request.name: size})[request.name], gpu_bytes)
@@ -141,9 +141,9 @@ def _doubt(request: StageRequest, config: Trainable, gpu_bytes: int, host_bytes:
 
 
 def shards_of(config: Optimised, role: str = "model") -> Shards | None:
-    """Returns what cuts a model over the ranks while it is loaded, under ZeRO-3; None for engines that hold
-    it whole, and with a second copy on each node (hpZ) or quantised weights (qwZ), which DeepSpeed makes of
-    whole weights alone. `role`: as in `Optimised.offloaded`."""
+    """Returns the object that cuts a model over the ranks while it is loaded, under ZeRO-3. Returns None for
+    engines that hold the model whole, and with a second copy on each node (hpZ) or quantised weights (qwZ),
+    which DeepSpeed can create only from whole weights. `role`: as in `Optimised.offloaded`."""
     quantised = any(config.deepspeed.get(ZERO, {}).get(name) for name in QUANTISED)
     if config.zero_stage != 3 or copies(config, _ranks_of(config, role)) > 1 or quantised:
         return None
@@ -159,8 +159,8 @@ def _ranks_of(config: Optimised, role: str) -> Ranks:
 def open_frozen(
     path: str, config: Trainable, trust_remote_code: bool, device: torch.device
 ) -> Policy | FrozenZero:
-    """Loads a policy that is not trained: whole on each rank, under ZeRO-3 cut over the ranks; a
-    collective."""
+    """Loads a policy that is not trained: whole on each rank, or cut over the ranks under ZeRO-3. Is a
+    collective then."""
     if config.zero_stage != 3:
         return load_policy(path, config.dtype, trust_remote_code).to(device)
     from rlhf_core.training.zero.zero_shards import FrozenZero, ZeroShards
@@ -173,11 +173,11 @@ def open_frozen(
 def make_engine(
     module: Policy | Scorer, config: Optimised, packed: bool = False, role: str = "model"
 ) -> Engine:
-    """The engine of one rank: plain torch for `zero_stage` 0 (and for auto on one rank), DeepSpeed otherwise.
-    Tests `packed` rows.
+    """Returns the engine of one rank: plain torch for `zero_stage` 0 (and for auto on one rank), DeepSpeed
+    otherwise. Tests the model for leaks between documents if rows are `packed`.
 
-    `role`: as in `Optimised.offloaded`. Raises ValueError for a model whose sequences cannot be split as the
-    config says.
+    `role`: as in `Optimised.offloaded`. Raises ValueError for a model whose sequences cannot be split as
+    configured.
     """
     assert config.zero_stage != "auto" or all(
         ranks.world_size == 1 for ranks in config.trained_ranks.values()
@@ -210,8 +210,8 @@ def make_engine(
 
 
 def try_export(engine: Engine, folder: Path, source: str, lora: Lora | None, trust_remote_code: bool) -> None:
-    """Writes what `export` will write, but for the weights, to `folder` on rank 0, and removes it: to be
-    called before training. Raises ValueError where the model cannot be exported. Prints which values its
+    """Writes everything that `export` will write, except the weights, to `folder` on rank 0, and removes it;
+    call it before training. Raises ValueError if the model cannot be exported. Prints which values its
     generation config will not have."""
     if engine.rank != 0:
         return
@@ -270,9 +270,9 @@ def finish_training(
 def export(
     engine: Engine, folder: Path, source: str, lora: Lora | None, trust_remote_code: bool
 ) -> float | None:
-    """Writes the model to `folder` on rank 0, with adapters merged and also alone in its folder `adapter`,
-    or, as `lora.export` says, the adapter alone; a collective. `source`: the start model of training. Returns
-    the share of the update that merged weights have."""
+    """Writes the model to `folder` on rank 0, with adapters merged and also separately in its folder
+    `adapter`, or only the adapter if `lora.export` says so. Is a collective. `source`: the start model of
+    training. Returns the share of the update that survives in merged weights."""
     with progress.files(folder):
         if _exports_adapter(lora):
             _export_adapter(engine, folder, source)

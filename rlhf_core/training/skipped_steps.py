@@ -1,4 +1,4 @@
-"""The optimiser steps that a stage leaves out because their loss or gradient norm is not finite, up to
+"""Records the optimiser steps that a stage skips because their loss or gradient norm is not finite, up to
 `skip_nonfinite_steps`."""
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ class StepRow(NamedTuple):
 
 
 class SkippedSteps:
-    """Counts the steps that were left out. `count` is kept in resume states, so that a resumed run has no
-    larger budget."""
+    """Counts the skipped steps. `count` is kept in resume states, so that a resumed run has no larger
+    budget."""
 
     def __init__(self, run: RunDir, allowed: int, count: int, first_step: int, writes: bool):
-        """`first_step`: the steps done before, of which the file keeps its lines; `writes`: this rank writes
-        the file."""
+        """Removes lines after step `first_step`, the steps done so far, from the file. `writes`: this rank
+        writes the file."""
         self.allowed = allowed
         self.count = count
         self._file = run / NONFINITE_STEPS
@@ -41,7 +41,7 @@ class SkippedSteps:
     def add(self, step: int, error: FloatingPointError, rows: Sequence[StepRow]) -> None:
         """Counts a step, and writes its rows to the run directory. Raises FloatingPointError with the rows
         when the budget is spent."""
-        what = str(error).partition(",")[0]  # such as: the loss is nan
+        what = str(error).partition(",")[0]  # for example: the loss is nan
         if self._writes:
             told = [{"row": row.place, "text": row.text[:TEXT]} for row in rows]
             with self._file.open("a") as file:

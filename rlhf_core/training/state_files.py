@@ -1,9 +1,9 @@
 """The files of a training state: each rank writes its parts of the trained weights and of Adam's moments, in
 fp32 and by name.
 
-Any number of ranks reads them, under any ZeRO stage: a rank reads the elements that it holds, from the files
-of those that held them. A rank's file (`rank_file`) has tensors called KIND/FIRST/NAME: elements of a
-weight's KINDS from FIRST on, the weight flattened.
+Any number of ranks can read them, under any ZeRO stage: a rank reads the elements that it holds, from the
+files of the ranks that held them. A rank's file (`rank_file`) contains tensors called KIND/FIRST/NAME:
+elements of a weight's KINDS from FIRST on, with the weight flattened.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from rlhf_core.runs.resume_state import rank_file
 from rlhf_core.system import progress
 
 KINDS = ("weight", "exp_avg", "exp_avg_sq")
-STEPS = "steps"  # the number of optimiser steps, a tensor of its own
+STEPS = "steps"  # key of the number of optimiser steps, a separate tensor
 
 
 class Part(NamedTuple):
-    """What a rank holds of one trained weight: elements from `start` on, of each of KINDS, as views of what
-    is trained."""
+    """A rank's part of one trained weight: elements from `start` on, of each of KINDS, as views of the
+    trained tensors."""
 
     name: str
     start: int
@@ -47,7 +47,7 @@ class Stored(NamedTuple):
 
 
 def by_key(parts: Iterable[Part]) -> dict[str, Tensor]:
-    """Returns the tensors of parts, flat, by their names in the file."""
+    """Returns the flattened tensors of parts, by their names in the file."""
     return {
         f"{kind}/{part.start}/{part.name}": tensor.detach().reshape(-1)
         for part in parts
@@ -56,8 +56,8 @@ def by_key(parts: Iterable[Part]) -> dict[str, Tensor]:
 
 
 def write_tensors(folder: Path, rank: int, steps: float, tensors: Mapping[str, Sequence[Tensor]]) -> None:
-    """Writes the file of one rank, tensor by tensor. `tensors`: of `by_key`, each in pieces. The file has its
-    name once it is complete."""
+    """Writes the file of one rank, tensor by tensor. `tensors`: from `by_key`, each in pieces. The file gets
+    its name once it is complete."""
     file = folder / rank_file(rank)
     begun = file.with_name(f".{file.name}")
     shapes = {key: meta((sum(map(len, pieces)),), torch.float32) for key, pieces in tensors.items()}
@@ -70,16 +70,16 @@ def write_tensors(folder: Path, rank: int, steps: float, tensors: Mapping[str, S
 
 
 def stored_steps(folder: Path) -> float:
-    """Returns the optimiser steps of the state in `folder`. Raises ValueError when there is none that this
-    release reads."""
+    """Returns the number of optimiser steps of the state in `folder`. Raises ValueError when there is no
+    state that this release reads."""
     with safe_open(_files(folder)[0], framework="pt") as file:
         return float(file.get_tensor(STEPS))
 
 
 @torch.no_grad()
 def read_parts(folder: Path, parts: Iterable[Part], names: Collection[str]) -> None:
-    """Reads what ranks have written into `parts`. `names`: of all trained weights. Raises ValueError for the
-    state of another model."""
+    """Reads the ranks' files into `parts`. `names`: the names of all trained weights. Raises ValueError for
+    the state of another model."""
     stored: dict[tuple[str, str], list[Stored]] = {}
     for file in _files(folder):
         for key, about in tensors_of(file).items():
@@ -120,7 +120,7 @@ def read_parts(folder: Path, parts: Iterable[Part], names: Collection[str]) -> N
 
 
 def _within(stored: Sequence[Stored], first: int, end: int) -> list[Stored]:
-    """The elements `first` to `end`, by file."""
+    """Returns the elements `first` to `end`, by file."""
     found = [part._replace(first=max(part.first, first), end=min(part.end, end)) for part in stored]
     return [part for part in found if part.first < part.end]
 

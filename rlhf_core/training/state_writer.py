@@ -1,4 +1,4 @@
-"""Copies a rank's training state to host memory, and writes it on a thread beside the next steps (as
+"""Copies a rank's training state to host memory, and writes it on a thread during the next steps (like
 CheckFreq, Mohan et al. 2021)."""
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from rlhf_core.system.machine import free_memory, gpu_devices
 from rlhf_core.training.state_files import Part, by_key, write_tensors
 
 CHUNK = 2**26  # fp32 elements of one piece of host memory: pinned memory is rounded up to a power of two
-SHARE = 0.4  # of the free memory that the copies of all ranks of a node may take: two models may save at once
+SHARE = 0.4  # share of free memory for the copies of all ranks of a node: two models may save at once
 
 
 class StateWriter:
@@ -29,8 +29,8 @@ class StateWriter:
         self._used = 0
 
     def start(self, folder: Path, steps: float, parts: Iterable[Part]) -> None:
-        """Returns once everything is copied, so that it may change; where host memory is short, once it is
-        written. Raises as `finish`."""
+        """Returns once everything is copied and may change; if host memory is short, once it is written.
+        Raises like `finish`."""
         self.finish()
         tensors = by_key(parts)
         needed = sum(tensor.nbytes for tensor in tensors.values())
@@ -52,20 +52,20 @@ class StateWriter:
         self._thread.start()
 
     def check(self) -> None:
-        """Raises the error, such as OSError of a full disk, that ended the last write."""
+        """Raises the error that ended the last write, such as OSError from a full disk."""
         if self._error is not None:
             error = self._error
             self._error = None
             raise error
 
     def finish(self) -> None:
-        """Waits until the last state is written. Raises as `check`."""
+        """Waits until the last state is written. Raises like `check`."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None
             self._used = 0
             if not torch.cuda.is_available():
-                self._chunks.clear()  # pinned memory is kept: it takes seconds to get
+                self._chunks.clear()  # pinned memory is kept: allocating it takes seconds
         self.check()
 
     def _copy(self, tensor: Tensor) -> list[Tensor]:

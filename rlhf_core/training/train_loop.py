@@ -2,7 +2,7 @@
 
 A stage supplies items (documents, pairs), micro-batches, a denominator and a loss; the loop supplies order,
 schedule, metrics and resume. The items of step k depend only on the seed and k, so a resumed run trains on
-the same ones.
+the same items.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ LAST_STEPS = 4  # final metrics average at least this many steps: the last one m
 
 
 class Task(NamedTuple):
-    """What a stage trains on. `loss(engine, micro_batch, denominator)` returns sums divided by the global
-    denominator; `text` that of an item, for messages."""
+    """A stage's training task. `loss(engine, micro_batch, denominator)` returns sums divided by the global
+    denominator; `text` returns an item's text, for messages."""
 
     items: Sequence[Any]
     micro_batches: Callable[[Sequence[Any]], list[Any]]
@@ -43,10 +43,10 @@ class Task(NamedTuple):
 
 
 def fit(engine: Engine, run: RunDir, task: Task, config: Trainable, seed: int) -> dict[str, float]:
-    """Trains to the end of the schedule; returns the mean metrics of the last tenth of the steps by their
-    items, and the evaluation's.
+    """Trains to the end of the schedule. Returns the mean metrics of the last tenth of the steps, weighted by
+    their items, and the evaluation's metrics.
 
-    Raises ValueError when there is nothing to train on, RuntimeError when no step had a gradient,
+    Raises ValueError when there is nothing to train on, RuntimeError when no step had a gradient, and
     FloatingPointError when a loss or a gradient norm is not finite in more steps than may be skipped: on all
     ranks at the same step.
     """
@@ -111,7 +111,7 @@ def fit(engine: Engine, run: RunDir, task: Task, config: Trainable, seed: int) -
         tracker.close()
     if not trained:
         raise RuntimeError(f"none of the {total} steps had a gradient: nothing was trained")
-    # A metric is averaged over the steps that have it.
+    # A metric is averaged over the steps that report it.
     values = {
         name: [(count, m[name]) for count, m in recent if name in m]
         for name in dict.fromkeys(n for _, m in recent for n in m)
@@ -126,11 +126,11 @@ def fit(engine: Engine, run: RunDir, task: Task, config: Trainable, seed: int) -
 def take_step(
     engine: Engine, task: Task, places: Sequence[int], rate: float, skipped: SkippedSteps, number: int
 ) -> dict[str, float]:
-    """Takes optimiser step `number` on the items at `places`; returns its metrics, of a step that is skipped
-    the learning rate alone.
+    """Takes optimiser step `number` on the items at `places` and returns its metrics; for a skipped step only
+    the learning rate.
 
     Raises FloatingPointError, which names the rows, when the loss or the gradient norm is not finite and no
-    step may be skipped any more.
+    more steps may be skipped.
     """
     items = [task.items[place] for place in places]
     try:
@@ -144,7 +144,7 @@ def take_step(
 
 
 def _stepped(engine: Engine, rate: float, metrics: Mapping[str, float]) -> float:
-    """Takes the engine's step; returns the gradient norm. Of a loss and a norm that are not finite the error
+    """Takes the engine's step and returns the gradient norm. If neither loss nor norm is finite, the error
     names the loss."""
     try:
         norm = engine.step(rate)
@@ -160,7 +160,8 @@ def _stepped(engine: Engine, rate: float, metrics: Mapping[str, float]) -> float
 def optimiser_step_gradients(
     engine: Engine, task: Task, items: Sequence[Any], tainted: bool = False
 ) -> dict[str, float]:
-    """Accumulates the gradient of one optimiser step; returns its metrics. `tainted`: as in `accumulate`."""
+    """Accumulates the gradient of one optimiser step and returns its metrics. `tainted`: as in
+    `accumulate`."""
     denominator = task.denominator(items)
     return accumulate(
         engine, task.micro_batches(items), lambda micro: task.loss(engine, micro, denominator), tainted
@@ -173,8 +174,8 @@ def items_of_step(items: Sequence[Any], step: int, steps_per_epoch: int, batch: 
 
 
 def places_of_step(count: int, step: int, steps_per_epoch: int, batch: int, seed: int) -> Sequence[int]:
-    """Returns which of `count` items an optimiser step has: each epoch is one seeded shuffle, cut into
-    batches; the last may be smaller."""
+    """Returns the indices, out of `count` items, of an optimiser step: each epoch is one seeded shuffle, cut
+    into batches; the last may be smaller."""
     epoch, position = divmod(step, steps_per_epoch)
     return order_of_epoch(count, epoch, seed)[position * batch : (position + 1) * batch]
 
@@ -188,8 +189,8 @@ def order_of_epoch(count: int, epoch: int, seed: int) -> array[int]:
 
 
 def layout_of(config: Trainable) -> dict[str, int | str]:
-    """Returns the ranks and the ZeRO stage that a resume state names. `zero_stage` of several ranks may still
-    be `auto`."""
+    """Returns the number of ranks and the ZeRO stage for a resume state. With several ranks, `zero_stage` may
+    still be `auto`."""
     alone = config.ranks.world_size == 1 and not config.needs_deepspeed
     return {
         "ranks": config.ranks.world_size,
@@ -200,9 +201,10 @@ def layout_of(config: Trainable) -> dict[str, int | str]:
 def accumulate(
     engine: Engine, micro_batches: Sequence[Any], loss: Callable[[Any], Loss], tainted: bool = False
 ) -> dict[str, float]:
-    """Forward and backward over the micro-batches of one optimiser step; returns its metrics, summed over all
-    ranks. Raises FloatingPointError on every rank when the loss, which is one of them, is not finite; with
-    `tainted` the gradient is NaN instead, on all ranks, so that the engine's step refuses it and drops it.
+    """Runs forward and backward over the micro-batches of one optimiser step and returns its metrics, summed
+    over all ranks. Raises FloatingPointError on every rank when the loss among them is not finite. With
+    `tainted` the gradient becomes NaN instead, on all ranks, so that the engine's step refuses it and drops
+    it.
 
     Micro-batches go to the ranks round-robin. In an incomplete last turn a rank repeats the last micro-batch
     with weight 0, so that every rank runs the same collectives of ZeRO-3. Ranks that compute a pass together
@@ -230,7 +232,7 @@ def accumulate(
 
 
 def losses_of(metrics: Mapping[str, float]) -> list[str]:
-    """Returns the names of losses."""
+    """Returns the names of the metrics that are losses."""
     return [name for name in metrics if name.rpartition("/")[2] == "loss"]
 
 
@@ -241,7 +243,7 @@ def check_losses(metrics: Mapping[str, float]) -> None:
 
 
 class RankPass(NamedTuple):
-    """A pass of this rank: the place of its micro-batch, its weight in the loss, and in what is summed over
+    """A pass of this rank: the place of its micro-batch, its weight in the loss, and its weight in sums over
     all ranks."""
 
     place: int
@@ -250,7 +252,7 @@ class RankPass(NamedTuple):
 
 
 class Holder(Protocol):
-    """One of the ranks of a model: an engine, or a model that is only read."""
+    """One of the ranks of a model: an engine, or a model that is not trained."""
 
     rank: int
     world_size: int
@@ -258,8 +260,8 @@ class Holder(Protocol):
 
 
 def passes_of_rank(count: int, holder: Holder) -> list[RankPass]:
-    """Returns the passes of this rank over `count` micro-batches. The ranks that compute passes together have
-    the same ones; the first counts their results."""
+    """Returns the passes of this rank over `count` micro-batches. Ranks that compute passes together have the
+    same passes; the first of them counts the results."""
     first = holder.rank % holder.sharing == 0
     dealt = deal(count, holder.rank // holder.sharing, replicas(holder))
     return [RankPass(index, weight, weight * first) for index, weight in dealt]
@@ -271,15 +273,15 @@ def replicas(holder: Holder) -> int:
 
 
 def deal(count: int, rank: int, world_size: int) -> list[tuple[int, float]]:
-    """Returns this rank's (index, weight) of `count` items, equally many on every rank; surplus ones have
-    weight 0."""
+    """Returns this rank's (index, weight) pairs out of `count` items, equally many on every rank; surplus
+    ones have weight 0."""
     turns = -(-count // world_size)
     indices = [turn * world_size + rank for turn in range(turns)]
     return [(index, 1.0) if index < count else (count - 1, 0.0) for index in indices]
 
 
 def due(engine: Engine, cadence: resume_state.Cadence, done: int) -> bool:
-    """Whether all ranks save now, by rank 0's clock."""
+    """Returns whether it is time for all ranks to save, according to rank 0's clock."""
     if not cadence.by_clock or engine.world_size == 1:
         return cadence.due(done)
     here = engine.rank == 0 and cadence.due(done)
@@ -306,8 +308,8 @@ def held_out_metrics(
 
 
 class Saving:
-    """Saves the states of a training stage beside its steps; on every rank. Rank 0 publishes a state once all
-    have written their part."""
+    """Saves the states of a training stage during its steps, on every rank. Rank 0 publishes a state once all
+    ranks have written their parts."""
 
     def __init__(self, engine: Engine, run: RunDir, keep: int):
         self._engine = engine
@@ -316,8 +318,8 @@ class Saving:
         self._commit: resume_state.Commit | None = None
 
     def begin(self, step: int, loop: dict[str, Any]) -> None:
-        """Returns when every rank has copied its part; a collective. Raises what the state before failed
-        with, such as OSError."""
+        """Returns when every rank has copied its part. Is a collective. Raises the errors of the previous
+        state's write, such as OSError."""
         self.finish()
         engine = self._engine
         run = self._run

@@ -1,4 +1,4 @@
-"""Makes the generation config of an export from that of the model it was trained from."""
+"""Derives the generation config of an export from that of the model it was trained from."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from rlhf_core.data.chat import Renderer
 
 
 def with_stop_tokens(generation: GenerationConfig, tokenizer: PreTrainedTokenizerBase) -> GenerationConfig:
-    """Adds the chat template's end-of-turn token to the stop tokens: the generation config of a base model
-    names another token, and samples of the trained chat model would never stop."""
+    """Adds the chat template's end-of-turn token to the stop tokens. A base model's generation config names
+    another token, so samples of the trained chat model would never stop."""
     try:
         ends = Renderer(tokenizer, "chat").stop_token_ids
     except ValueError:  # no chat template
@@ -29,7 +29,7 @@ def with_stop_tokens(generation: GenerationConfig, tokenizer: PreTrainedTokenize
 
 def used_values(generation: GenerationConfig) -> GenerationConfig:
     """Returns the generation config without its `ignored_values`. transformers generates the same with it,
-    and writes it."""
+    and agrees to write it."""
     used = copy.deepcopy(generation)
     for name in ignored_values(generation):
         setattr(used, name, None)
@@ -37,14 +37,14 @@ def used_values(generation: GenerationConfig) -> GenerationConfig:
 
 
 def ignored_values(generation: GenerationConfig) -> list[str]:
-    """Returns the names of values with which transformers refuses to write a generation config, because
+    """Returns the names of values that make transformers refuse to write a generation config, because
     `generate` ignores them.
 
-    These are values of sampling where `do_sample` is not true, of beams where there is one, a negative
-    padding token.
+    These are sampling values without `do_sample`, beam values with a single beam, and a negative padding
+    token.
     """
     try:
         generation.validate(strict=True)
-    except ValueError as error:  # its message has a line for each of them
+    except ValueError as error:  # its message has a line for each value
         return re.findall(r"^- `(\w+)`:", str(error), re.MULTILINE)
     return []

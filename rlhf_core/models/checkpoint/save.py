@@ -29,7 +29,7 @@ from rlhf_core.models.lora import ADAPTER, ADAPTER_WEIGHTS, has_head
 from rlhf_core.models.wrapper import copy_files, folder_of, require_stored
 from rlhf_core.system.files import read_json, write_text
 
-# the file of each stored weight, and what its header says of it
+# each stored weight's file and safetensors header entry
 Stored = dict[str, tuple[Path, dict[str, Any]]]
 # keys of config.json
 OF_WEIGHTS = ("architectures", "dtype", "transformers_version", "id2label", "label2id", "pad_token_id")
@@ -42,8 +42,8 @@ def save_model(
     folder: Path,
     trust_remote_code: bool = False,
 ) -> None:
-    """Writes safetensors, config, generation config and tokenizer files to `folder`. `weights`:
-    `checkpoint_weights`, which are written one by one."""
+    """Writes safetensors, config, generation config and tokenizer files to `folder`. `weights` come from
+    `checkpoint_weights` and are written one by one."""
     save_description(model, tokenizer_source, folder, trust_remote_code)
     planned, left = plan_weights(model)
     whole = getattr(model, "whole", None)
@@ -58,7 +58,7 @@ def save_model(
 def save_description(
     model: PreTrainedModel, tokenizer_source: str, folder: Path, trust_remote_code: bool
 ) -> None:
-    """Writes all files of an export but those of its weights."""
+    """Writes all files of an export except the weights."""
     folder.mkdir(parents=True, exist_ok=True)
     whole = getattr(model, "whole", None)
     if whole:
@@ -71,8 +71,8 @@ def save_description(
 
 
 def plan_weights(model: PreTrainedModel) -> tuple[dict[str, Tensor], Stored]:
-    """Returns the weights that an export has, as tensors without memory (`meta`), and those of them that
-    `not_loaded` finds.
+    """Returns the weights of an export as tensors without memory (`meta`), and the subset that `not_loaded`
+    finds.
 
     Raises ValueError for a weight of a language model that is not in its multimodal checkpoint.
     """
@@ -86,9 +86,9 @@ def plan_weights(model: PreTrainedModel) -> tuple[dict[str, Tensor], Stored]:
 
 
 def save_config(model: PreTrainedModel, folder: Path) -> None:
-    """Writes config.json: that of the checkpoint the model was loaded from, but for what describes these
-    weights. transformers alone would write values as its own release calls them, which other tools may not
-    read."""
+    """Writes config.json: the one of the checkpoint that the model was loaded from, except for the values
+    that describe these weights. transformers alone would use its own release's names for values, which other
+    tools may not read."""
     config = copy.deepcopy(model.config)
     config.architectures = [type(model).__name__]
     config.dtype = model.dtype
@@ -97,7 +97,7 @@ def save_config(model: PreTrainedModel, folder: Path) -> None:
     config.save_pretrained(folder)
     written = read_json(folder / "config.json")
     base = read_json(_base(model) / "config.json")
-    # code of its own is named by what is written
+    # a config with its own code needs the `auto_map` that transformers writes
     if base.get("model_type") == written["model_type"] and "auto_map" not in base:
         kept = {
             key: value for key, value in base.items() if key not in ("torch_dtype", "quantization_config")
@@ -107,11 +107,11 @@ def save_config(model: PreTrainedModel, folder: Path) -> None:
 
 
 def not_loaded(model: PreTrainedModel, exported: Set[str]) -> Stored:
-    """Finds the weights in a policy's checkpoint that transformers leaves out on purpose, but for those of
-    the names `exported`: each one's file and header.
+    """Finds the weights in a policy's checkpoint that transformers skips on purpose, and that are not in
+    `exported`: each one's file and header entry.
 
-    Heads that predict further tokens, keys of layers that use another layer's. Nothing where they are
-    quantised, have other names, or are gone.
+    These are heads that predict further tokens, and keys of layers that reuse another layer's. Returns an
+    empty dict when the weights are quantised, have other names, or are gone.
     """
     patterns = model._keys_to_ignore_on_load_unexpected or ()
     base = _base(model)
@@ -124,7 +124,7 @@ def not_loaded(model: PreTrainedModel, exported: Set[str]) -> Stored:
         for key, about in tensors.items()
         if key not in exported
     }
-    # some are exported under names that the checkpoint does not have
+    # some weights are exported under names that the checkpoint does not have
     if len(exported) + len(left) > sum(map(len, files.values())):
         return {}
     return {key: found for key, found in left.items() if any(re.search(pattern, key) for pattern in patterns)}
@@ -137,12 +137,13 @@ def _read(stored: Stored) -> Iterator[tuple[str, Tensor]]:
 
 
 def _base(model: PreTrainedModel) -> Path:
-    """The folder that a model was loaded from, of one on the Hub in the Hub client's cache."""
+    """Returns the folder that a model was loaded from; for a model on the Hub, the one in the Hub client's
+    cache."""
     return folder_of(model.name_or_path) if model.name_or_path else Path(os.devnull)
 
 
 def save_adapter(model: PreTrainedModel, state: dict[str, Tensor], base: str, folder: Path) -> None:
-    """Writes the adapter alone, as peft reads it: its weights (`trained_weights`) and a config that names
+    """Writes the adapter alone, in peft's format: its weights (`trained_weights`) and a config that names
     `base`."""
     folder.mkdir(parents=True, exist_ok=True)
     config = copy.copy(model.peft_config[ADAPTER])
@@ -155,7 +156,7 @@ def save_adapter(model: PreTrainedModel, state: dict[str, Tensor], base: str, fo
 
 
 def save_tokenizer(source: str, folder: Path, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
-    """Writes the tokenizer of a model, with the pad token that it is trained with."""
+    """Writes the tokenizer of a model, with the pad token used in training, and returns it."""
     tokenizer = with_pad_token(
         AutoTokenizer.from_pretrained(tokenizer_place(source), trust_remote_code=trust_remote_code)
     )
@@ -164,7 +165,7 @@ def save_tokenizer(source: str, folder: Path, trust_remote_code: bool = False) -
 
 
 def save_merged(adapter: str, folder: Path, dtype: str, trust_remote_code: bool = False) -> None:
-    """Writes the base with the adapter of folder `adapter` merged into it."""
+    """Writes the base model with the adapter in the folder `adapter` merged into it."""
     model = load_policy(adapter, dtype, trust_remote_code).model
     save_model(
         model, checkpoint_weights(model, lambda parameters: nullcontext()), adapter, folder, trust_remote_code

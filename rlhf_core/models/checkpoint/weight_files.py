@@ -1,8 +1,7 @@
-"""Writes the safetensors files of a checkpoint weight by weight, so that no more than one weight is in
-memory.
+"""Writes the safetensors files of a checkpoint weight by weight, so that at most one weight is in memory.
 
-The files are made first, with their headers, and each weight is written to its place. Names, split and
-headers are those of `huggingface_hub.save_torch_state_dict`.
+The files are created first, with their headers, and each weight is written to its place. Names, split and
+headers match those of `huggingface_hub.save_torch_state_dict`.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from rlhf_core.hub.model_files import tensors_of
 from rlhf_core.system import progress
 from rlhf_core.system.files import write_text
 
-# Names of dtypes in safetensors, in the order in which it stores them.
+# Names of dtypes in safetensors, in its storage order.
 DTYPES = {
     "I64": torch.int64,
     "F64": torch.float64,
@@ -41,13 +40,13 @@ ORDER = {dtype: place for place, dtype in enumerate(NAMES)}
 
 
 def meta(shape: Iterable[int], dtype: torch.dtype | str) -> Tensor:
-    """Returns a tensor that has a shape and a dtype (or its name in safetensors), and no memory."""
+    """Returns a tensor with a shape and a dtype (or its name in safetensors), but no memory."""
     return torch.empty(tuple(shape), dtype=DTYPES[dtype] if isinstance(dtype, str) else dtype, device="meta")
 
 
 def lay_out(weights: Mapping[str, Tensor], folder: Path, shard_bytes: int | str = "5GB") -> None:
-    """Makes the files, and an index of several, for weights of these shapes and dtypes (`meta`); their
-    contents are undefined."""
+    """Creates the files for weights of these shapes and dtypes (`meta`), and an index if there are several
+    files. Their contents are undefined."""
     split = split_torch_state_dict_into_shards(dict(weights), max_shard_size=shard_bytes)
     for name, keys in split.filename_to_tensors.items():
         make_file(folder / name, {key: weights[key] for key in keys})
@@ -57,7 +56,8 @@ def lay_out(weights: Mapping[str, Tensor], folder: Path, shard_bytes: int | str 
 
 
 def make_file(file: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Makes a safetensors file for tensors of these shapes and dtypes; their contents are undefined."""
+    """Creates a safetensors file for tensors of these shapes and dtypes. The tensors' contents are
+    undefined."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
     for key in sorted(tensors, key=lambda key: (ORDER[tensors[key].dtype], key)):
@@ -76,8 +76,8 @@ def make_file(file: Path, tensors: Mapping[str, Tensor]) -> None:
 
 
 def fill(files: Iterable[Path], weights: Iterable[tuple[str, Tensor]], expected: Iterable[str]) -> None:
-    """Writes weights to their places in `files`, in the dtypes that these have. Raises ValueError for one
-    that has no place there, or is of another shape, and where one of the `expected` names does not come."""
+    """Writes weights to their places in `files`, in the files' dtypes. Raises ValueError for a weight that
+    has no place there or another shape, and when one of the `expected` names is missing."""
     missing = set(expected)
     with ExitStack() as stack:
         places: dict[str, tuple[Any, int, dict[str, Any]]] = {}

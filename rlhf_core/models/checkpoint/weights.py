@@ -1,8 +1,9 @@
 """Exports a model's weights in checkpoint form: adapters merged, 4-bit weights dequantised, experts under
 their own names.
 
-In training LoRA is separate from frozen layers, the experts of a layer are one tensor, and ZeRO-3 shards
-weights. They are gathered in groups of whole layers, so that only one group is in memory at a time.
+During training LoRA weights are separate from frozen layers, the experts of a layer are one tensor, and
+ZeRO-3 shards weights. They are gathered in groups of whole layers, so that only one group is in memory at a
+time.
 """
 
 from __future__ import annotations
@@ -22,14 +23,15 @@ from rlhf_core.models.lora import ADAPTER, adapts, lora_layers, merged_weight
 from rlhf_core.models.unbiased_rounding import Survival
 from rlhf_core.system import progress
 
-# weights are gathered in groups of about this size, but whole layers: an export may merge their weights
+# approximate size of a group of gathered weights; groups hold whole layers, since an export may merge a
+# layer's weights
 GROUP_BYTES = 1 << 27
 Gathered = Callable[[Sequence[nn.Parameter]], AbstractContextManager[object]]
 
 
 class Unit(NamedTuple):
-    """One weight of the checkpoint: its name in the model, the parameters to gather for it, and its
-    function."""
+    """One weight of the checkpoint: its name in the model, the parameters to gather for it, and the function
+    that computes it."""
 
     name: str
     parameters: list[nn.Parameter]
@@ -39,10 +41,11 @@ class Unit(NamedTuple):
 def checkpoint_weights(
     model: PreTrainedModel, gathered: Gathered, survival: Survival | None = None
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yields all gathered weights under the names of a transformers checkpoint; a collective on every rank.
+    """Yields all gathered weights under the names of a transformers checkpoint. Is a collective on every
+    rank.
 
     `gathered(parameters)` is a context that gathers sharded parameters. A weight is valid only until the next
-    one is requested. `survival` counts what rounding leaves of adapters.
+    one is requested. `survival` counts how much of the adapters survives rounding.
     """
     for group in _groups(_units(model, survival)):
         with gathered([parameter for unit in group for parameter in unit.parameters]):
@@ -52,12 +55,13 @@ def checkpoint_weights(
 
 
 def planned_weights(model: PreTrainedModel) -> dict[str, Tensor]:
-    """Returns what `checkpoint_weights` will yield, as tensors without memory (`meta`); no collective."""
+    """Returns the weights that `checkpoint_weights` will yield, as tensors without memory (`meta`). Is not a
+    collective."""
     state = {}
     for unit in _units(model):
         if unit.parameters:
             whole = unit.parameters[0]
-            # of a 4-bit weight, which is exported in another shape and dtype
+            # set for a 4-bit weight, which is exported in another shape and dtype
             quantised = getattr(whole, "quant_state", None)
             known = (
                 (quantised.shape, quantised.dtype)
@@ -68,12 +72,12 @@ def planned_weights(model: PreTrainedModel) -> dict[str, Tensor]:
             known = ((buffer := unit.value()).shape, buffer.dtype)
         state[unit.name] = meta(*known)
     state = state if is_quantised(model) else revert_weight_conversion(model, state)
-    # not views of each other
+    # without views of each other
     return {name: meta(weight.shape, weight.dtype) for name, weight in state.items()}
 
 
 def trained_weights(model: PreTrainedModel, gathered: Gathered) -> Iterator[tuple[str, Tensor]]:
-    """Yields the weights that LoRA trains, under the names of peft's adapter files; a collective on every
+    """Yields the weights that LoRA trains, under the names in peft's adapter files. Is a collective on every
     rank."""
     trained = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
     with gathered([parameter for _, parameter in trained]):
@@ -82,8 +86,8 @@ def trained_weights(model: PreTrainedModel, gathered: Gathered) -> Iterator[tupl
 
 
 def scaled_adapters(model: PreTrainedModel, gathered: Gathered) -> Iterator[tuple[str, Tensor]]:
-    """Yields the adapters of linear layers, `alpha / rank` multiplied into B, in the dtype of the model's
-    weights and under the names of `trained_weights`; a collective on every rank."""
+    """Yields the adapters of linear layers, with B multiplied by `alpha / rank`, in the dtype of the model's
+    weights and under the names of `trained_weights`. Is a collective on every rank."""
     scales = {
         f"base_model.model.{name}": layer.scaling[ADAPTER] for name, layer in lora_layers(model).items()
     }
@@ -106,7 +110,7 @@ def _units(model: PreTrainedModel, survival: Survival | None = None) -> Iterator
         while owner.endswith(".base_layer"):  # adapters of an expert tensor are nested
             owner = owner.removesuffix(".base_layer")
             adapters += [layers[owner]] if adapts(layers[owner], leaf) else []
-        owner = owner.replace(".base_layer.", ".")  # a part of an adapted layer
+        owner = owner.replace(".base_layer.", ".")  # part of an adapted layer
         beside = [matrix[ADAPTER].weight for layer in adapters for matrix in (layer.lora_A, layer.lora_B)]
         whole = f"{owner}.{leaf}" if owner else leaf
         yield Unit(whole, [parameter, *beside], partial(merged_weight, parameter, adapters, whole, survival))
@@ -118,7 +122,7 @@ def _units(model: PreTrainedModel, survival: Survival | None = None) -> Iterator
 
 
 def _groups(units: Iterator[Unit]) -> Iterator[list[Unit]]:
-    """Consecutive groups of about GROUP_BYTES that end where a layer ends; the same on every rank."""
+    """Yields consecutive groups of about GROUP_BYTES that end where a layer ends; the same on every rank."""
     group: list[Unit] = []
     size = 0
     layer = ""

@@ -1,10 +1,10 @@
-"""Attention inside each document of a packed row, on a GPU: a varlen kernel (`choose.py`) in
-transformers' models.
+"""Attention inside each document of a packed row, on a GPU: runs a varlen kernel (`choose`) in transformers'
+models.
 
-The kernel takes concatenated rows and the bounds of the documents: no padding, no mask. transformers' own
-flash-attn path is not used, because it reads from the GPU once a pass whether rows are packed, and the host
-would wait. Without a GPU or in fp32 transformers' `sdpa` runs with a block-diagonal mask; with sequence
-parallelism `PLAIN`, which takes the same bounds as the kernel.
+The kernel accepts concatenated rows and the bounds of the documents: no padding, no mask. transformers' own
+flash-attn path is not used, because in each pass it reads from the GPU whether rows are packed, which makes
+the host wait. Without a GPU or in fp32, transformers' `sdpa` runs with a block-diagonal mask; with sequence
+parallelism `PLAIN` runs, which accepts the same bounds as the kernel.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ FLASH = "flash_attention_2"
 VARLEN = "varlen"
 PLAIN = "varlen_plain"
 WITHIN_DOCUMENTS = {"full_attention", "sliding_attention"}
-LARGEST_HEAD = 256  # of all kernels
-MEASURED = ("dynamic", "longrope")  # of `rope_type`
+LARGEST_HEAD = 256  # limit of all kernels
+MEASURED = ("dynamic", "longrope")  # values of `rope_type`
 
 
 def attention_for(dtype: torch.dtype | str, config: PretrainedConfig) -> str:
-    """Returns the `attn_implementation` to load a model of this `dtype` and config with."""
+    """Returns the `attn_implementation` with which to load a model of this `dtype` and config."""
     if type(config) in MODEL_MAPPING and not MODEL_MAPPING[type(config)]._supports_sdpa:
         return "eager"
     return (
@@ -45,8 +45,8 @@ def attention_for(dtype: torch.dtype | str, config: PretrainedConfig) -> str:
 
 
 def can_share(model: PreTrainedModel, device: torch.device) -> bool:
-    """Whether documents may continue the prompt of another (`collate.Batch`); needs a kernel that aligns
-    queries with the last keys."""
+    """Returns whether documents may continue another document's prompt (`collate.Batch`), which needs a
+    kernel that aligns queries with the last keys."""
     windows = getattr(model.config.get_text_config(), "sliding_window", None) is not None
     loaded = model.config._attn_implementation
     return loaded == PLAIN or (
@@ -66,7 +66,7 @@ def _heads(model: PreTrainedModel) -> Heads:
 
 
 class _Gathered(torch.autograd.Function):
-    """Selects rows by `index`, with repeats; adds up their gradients in fp32."""
+    """Selects rows by `index`, with repeats, and sums their gradients in fp32."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, index: Tensor) -> Tensor:
@@ -82,8 +82,8 @@ class _Gathered(torch.autograd.Function):
 
 
 def set_attention(model: PreTrainedModel) -> PreTrainedModel:
-    """Sets the loaded model to `varlen_attention` where that runs, or to `eager` where `sdpa` would ignore a
-    cap of the logits."""
+    """Sets the loaded model to `varlen_attention` if it runs here, or to `eager` if `sdpa` would ignore a cap
+    on the logits."""
     state_layers.set_state_layers(model)
     config = model.config.get_text_config()
     loaded = model.config._attn_implementation
@@ -99,7 +99,7 @@ def set_attention(model: PreTrainedModel) -> PreTrainedModel:
 
 def split_attention(model: PreTrainedModel, ranks: int) -> None:
     """Prepares the loaded model for sequence parallelism over `ranks` (`sequence_ranks.py`). Raises
-    ValueError where that is impossible."""
+    ValueError if that is impossible."""
     told = _cannot_be_split(model, ranks)
     if told:
         raise ValueError(f"{type(model).__name__} {told}")
@@ -111,7 +111,7 @@ def _cannot_be_split(model: PreTrainedModel, ranks: int) -> str | None:
     config = model.config.get_text_config()
     alone = "set sequence_parallel_size to 1"
     rope = getattr(config, "rope_parameters", None) or {}
-    # one for all layers, or one for each type of layer
+    # one for all layers, or one per type of layer
     ropes = [rope, *(part for part in rope.values() if isinstance(part, dict))]
     if is_stateful(model):
         return f"has layers that carry state along a row, which cannot be split over ranks: {alone}"
@@ -138,8 +138,8 @@ def _has_kernel() -> bool:
 
 
 def _fits(model: PreTrainedModel) -> bool:
-    """Whether the model's attention mask depends only on documents, causality and a window."""
-    packs = state_layers.takes_edges(model)  # of attention that takes others, though it does not say so
+    """Returns whether the model's attention mask depends only on documents, causality and a window."""
+    packs = state_layers.takes_edges(model)  # accepts other attention, though undeclared
     plain = (
         packs
         if is_stateful(model)
@@ -168,22 +168,24 @@ def _kinds(model: PreTrainedModel) -> set[str]:
 
 
 def is_stateful(model: PreTrainedModel) -> bool:
-    """Whether a layer keeps state across documents of a row: a convolution, a recurrent state."""
+    """Returns whether a layer carries state across documents of a row, such as a convolution or a recurrent
+    state."""
     return bool(model._is_stateful or _kinds(model) & STATEFUL_LAYERS)
 
 
 def takes_varlen(model: PreTrainedModel) -> bool:
-    """Whether it takes one row and the bounds of documents instead of a mask; of models that keep state those
-    that `_fits` lets do so."""
+    """Returns whether the model accepts one row and the bounds of documents instead of a mask. Among stateful
+    models, only those that `_fits` accepts do."""
     return model.config._attn_implementation in ((VARLEN,) if is_stateful(model) else (FLASH, VARLEN, PLAIN))
 
 
 def document_bounds(positions: Tensor, device: torch.device) -> dict[str, Any]:
-    """Returns the bounds of the documents of concatenated rows, once a pass instead of once a layer.
+    """Returns the bounds of the documents of concatenated rows, computed once per pass instead of once per
+    layer.
 
-    `positions` (any shape) restart at 0 with each document; a document that continues a shared prompt
-    (`collate.Batch`) starts above 0, and `keys` has the rows that queries attend to. Positions on the host
-    are read without waiting for `device`, and without PyTorch's threads (`next_token_pairs`).
+    `positions` (any shape) restart at 0 with each document. A document that continues a shared prompt
+    (`collate.Batch`) starts above 0, and `keys` contains the rows that queries attend to. Positions on the
+    host are read without waiting for `device`, and without PyTorch's threads (`next_token_pairs`).
     """
     at = positions.flatten().cpu().numpy()
     starts = np.concatenate([[0], np.flatnonzero(np.diff(at) != 1) + 1])
@@ -196,7 +198,7 @@ def document_bounds(positions: Tensor, device: torch.device) -> dict[str, Any]:
         "max_length_q": longest,
         "max_length_k": longest,
     }
-    # Tokens of the shared prompt before each document.
+    # Number of tokens of the shared prompt before each document.
     before = at[starts]
     if not before.any():
         return found
@@ -242,19 +244,19 @@ def varlen_attention(
     """Computes causal attention: `query` (1, heads, T, D), `key` and `value` (1, kv heads, T, D) -> (1, T,
     heads, D).
 
-    A window counts the token itself: token t attends to tokens > t - `sliding_window`. fp32 inputs (of
-    adapters) are cast to the model's dtype. `keys` are the rows of `key` and `value` to use; a document then
-    has more keys than queries, which are the last. Heads are padded with zeros to a multiple of 8, and to one
-    size where values have another (MLA). `sequence`: of the ranks that compute the pass together this one has
-    T tokens, and bounds and `keys` are those of the whole pass. `kernel`: in place of the fastest on this
-    GPU.
+    A window counts the token itself: token t attends to tokens > t - `sliding_window`. fp32 inputs (from
+    adapters) are cast to the model's dtype. `keys`: the rows of `key` and `value` to use; a document then has
+    more keys than queries, and its queries are the last ones. Heads are padded with zeros to a multiple of 8,
+    and to a common size if values have another (MLA). `sequence`: the ranks that compute the pass together;
+    this rank has T tokens, and bounds and `keys` cover the whole pass. `kernel`: used instead of the fastest
+    kernel on this GPU.
     """
     if softcap is not None or s_aux is not None:
         raise ValueError(
             f"attention of {type(module).__name__} has a cap or sinks, which are not computed here: take"
             " dtype float32"
         )
-    if cu_seq_lens_q is None:  # the model passes on positions only
+    if cu_seq_lens_q is None:  # the model passes on only positions
         found = document_bounds(cast(Tensor, position_ids), query.device)
         cu_seq_lens_q = found["cu_seq_lens_q"]
         cu_seq_lens_k = found["cu_seq_lens_k"]
@@ -267,7 +269,7 @@ def varlen_attention(
         query, key, value = sequence.with_all_tokens(query, key, value)
     wide = max(query.shape[-1], value.shape[-1])
     size = value.shape[-1]
-    # Not part[0], whose gradient would be copied into zeros of another layout.
+    # Not part[0]: its gradient would be copied into zeros of another layout.
     q, k, v = (_filled(part.squeeze(0).transpose(0, 1), -(-wide // 8) * 8) for part in (query, key, value))
     window = -1 if sliding_window is None else sliding_window - 1
     if keys is not None:

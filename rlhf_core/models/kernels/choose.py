@@ -1,10 +1,10 @@
-"""Kernels of causal attention inside the documents of packed rows, on GPUs. A kernel is used where its
-self-test passes.
+"""Chooses a kernel of causal attention inside the documents of packed rows, on GPUs. A kernel is used only if
+it passes its self-test.
 
-FlashAttention-4 (package flash-attn-4, whose kernels for Hopper and Blackwell are compiled when they are
-first called), FlashAttention-2 (flash-attn; Dao 2023) or PyTorch's own: the first that is installed. Some
-builds silently ignore what they lack (windows, sizes of heads, gradients), so each is tested first
-(`self_test.py`). `attend_each` has their signature and runs anywhere.
+The candidates are FlashAttention-4 (package flash-attn-4, whose kernels for Hopper and Blackwell are compiled
+on first call), FlashAttention-2 (flash-attn; Dao 2023) and PyTorch's own. The first installed one that passes
+is used. Some builds silently ignore features they lack (windows, head sizes, gradients), so each is tested
+first (`self_test.py`). `attend_each` has their signature and runs anywhere.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ LONG = 256  # tokens; longer than a block of a kernel
 
 @cache
 def flash_kernel() -> Kernel | None:
-    """Returns flash-attn's kernel; None where the package is missing, or was built for another PyTorch."""
+    """Returns flash-attn's kernel; None if the package is missing or was built for another PyTorch."""
     if importlib.util.find_spec("flash_attn") is None:
         return None
     try:
@@ -46,21 +46,21 @@ def flash_kernel() -> Kernel | None:
 
 @cache
 def flash4_kernel() -> Kernel | None:
-    """Returns flash-attn-4's kernel; None where the package is missing or cannot be imported. Compiled
-    kernels are cached on disk."""
+    """Returns flash-attn-4's kernel; None if the package is missing or cannot be imported. Compiled kernels
+    are cached on disk."""
     try:
-        importlib.metadata.version("flash-attn-4")  # flash-attn 2 has an early form of its folder
+        importlib.metadata.version("flash-attn-4")  # flash-attn 2 contains an early form of its folder
     except importlib.metadata.PackageNotFoundError:
         return None
     try:
-        major, minor = torch.cuda.get_device_capability()  # its cache has no key for it
+        major, minor = torch.cuda.get_device_capability()  # not part of its cache keys
         caches = (
             Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
             / "flash-attn-4"
             / f"sm{major}{minor}"
         )
         os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")
-        # its default is /tmp, which other users can write
+        # its default is /tmp, where other users can write
         os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_DIR", str(caches))
         from flash_attn.cute import flash_attn_varlen_func
     except Exception as problem:  # other releases of its dependencies fail in many ways
@@ -85,11 +85,11 @@ def _flash4(
     scale: float,
     window: int,
 ) -> Tensor:
-    # Longer than a block: for shorter documents it would compile other kernels.
+    # Longer than a block: shorter documents would compile other kernels.
     bounds = {"max_seqlen_q": max(longest, LONG), "max_seqlen_k": max(longest_key, LONG)}
     edges = {"cu_seqlens_q": starts, "cu_seqlens_k": key_starts, **bounds}
     size = (None, None) if window < 0 else (window, 0)
-    # With return_lse the kernel is the same with gradients and without.
+    # With return_lse the kernel is the same with and without gradients.
     attended: Any = kernel(
         q, k, v, **edges, softmax_scale=scale, causal=window < 0, window_size=size, return_lse=True
     )
@@ -108,9 +108,9 @@ _CALLS: dict[str, Kernel] = {"flash-attn-4": _flash4, "flash-attn": _flash, "PyT
 
 
 def kernel_for(kind: Kind, device: torch.device) -> Kernel:
-    """Returns a kernel of queries, keys, values (T, heads, size), their edges and largest lengths, `scale`
-    and `window`: how many tokens before it a token attends to (-1: all). Raises RuntimeError where no kernel
-    computes that."""
+    """Returns a kernel of queries, keys, values (T, heads, size), their edges and largest lengths, `scale`,
+    and `window`: how many earlier tokens a token attends to (-1: all). Raises RuntimeError if no kernel
+    computes this."""
     for name, kernel in _installed(device):
         tried = _tried(name, kernel, kind, device)
         if tried:
@@ -121,14 +121,14 @@ def kernel_for(kind: Kind, device: torch.device) -> Kernel:
 
 
 def can_share(heads: Heads, windows: bool, device: torch.device) -> bool:
-    """Whether `kernel_for` has one for shared prompts, without a window and, if there are `windows`, with
-    one."""
+    """Returns whether `kernel_for` finds a kernel for shared prompts, both without a window and, if there are
+    `windows`, with one."""
     kinds = [Kind(heads, windowed, shared=True) for windowed in {False, windows}]
     return all(any(_tried(*kernel, kind, device) for kernel in _installed(device)) for kind in kinds)
 
 
 def _installed(device: torch.device) -> Iterator[tuple[str, Kernel]]:
-    """Yields the installed kernels, the fastest first."""
+    """Yields the installed kernels, fastest first."""
     if _at_least_hopper(device) and (flash4 := flash4_kernel()):
         yield "flash-attn-4", flash4
     flash = flash_kernel()
@@ -143,7 +143,7 @@ def _at_least_hopper(device: torch.device) -> bool:
 
 @cache
 def _tried(name: str, kernel: Kernel, kind: Kind, device: torch.device) -> Kernel | None:
-    """Returns the kernel, if values and gradients are those of plain attention."""
+    """Returns the kernel if its values and gradients match those of plain attention."""
     call = partial(_CALLS[name], kernel)
     try:
         found = rejection_reason(call, kind, device, must_be_deterministic=name == "flash-attn-4")
@@ -168,10 +168,13 @@ def attend_each(
     scale: float,
     window: int,
 ) -> Tensor:
-    """Computes causal attention of queries (T, heads, D), keys and values (S, kv heads, D) -> (T, heads, D);
-    the queries of a document are the last of its keys. `window`: how many tokens before it a token attends to
-    (-1: all). By PyTorch's `scaled_dot_product_attention`: on any device, in any dtype: what runs where those
-    above do not and there is no mask (sequence parallelism in fp32 or without a GPU)."""
+    """Computes causal attention of queries (T, heads, D), keys and values (S, kv heads, D) -> (T, heads, D).
+    The queries of a document correspond to its last keys. `window`: how many earlier tokens a token attends
+    to (-1: all).
+
+    Uses PyTorch's `scaled_dot_product_attention`, on any device and in any dtype. Runs where the kernels
+    above do not and there is no mask (sequence parallelism in fp32 or without a GPU).
+    """
     attended = []
     for (start, end), (first, last) in zip(
         pairwise(starts.tolist()), pairwise(key_starts.tolist()), strict=True

@@ -1,9 +1,9 @@
 """Feed-forward blocks that compute a part of the tokens at a time, for long passes.
 
-A block's inner activations are several times as wide as the hidden states, and all of them exist at once
-where a layer is computed again for the backward pass. Here those of one part exist at a time, each computed
-again for its own gradient (as tiled MLPs in Bekman et al. 2025, "Arctic Long Sequence Training"). Experts are
-left as they are: a product over all tokens is theirs.
+A block's inner activations are several times as wide as the hidden states, and all of them exist at once when
+a layer is recomputed for the backward pass. Here only one part's activations exist at a time, each recomputed
+for its own gradient (like the tiled MLPs of Bekman et al. 2025, "Arctic Long Sequence Training"). Experts
+stay unchanged, because they compute a product over all tokens.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 
 
 def split_feed_forward(model: PreTrainedModel, tokens: int) -> None:
-    """Lets the model's dense feed-forward blocks compute at most `tokens` of each row at a time. Raises
+    """Makes the model's dense feed-forward blocks compute at most `tokens` of each row at a time. Raises
     ValueError when it has none."""
     dense = [
         part
@@ -32,8 +32,8 @@ def split_feed_forward(model: PreTrainedModel, tokens: int) -> None:
             f"{type(model).__name__} has no feed-forward block that could be computed in parts: leave"
             " mlp_tokens out"
         )
-    # The engine may reduce the gradients of a block's adapters with that of its input, which frozen
-    # embeddings would give none.
+    # The engine may reduce the gradients of a block's adapters together with its input's, and with frozen
+    # embeddings the input would have none.
     model.enable_input_require_grads()
     for block in blocks:
         block.forward = partial(_in_parts, block.forward, tokens)
@@ -44,12 +44,12 @@ def _inputs(block: nn.Module) -> int:
 
 
 def is_split(block: nn.Module) -> bool:
-    """Whether the block computes its tokens in parts, of which other ranks may have more or fewer."""
+    """Returns whether the block computes its tokens in parts, whose number may differ between ranks."""
     return getattr(vars(block).get("forward"), "func", None) is _in_parts
 
 
 def _in_parts(forward: Callable[[Tensor], Tensor], tokens: int, hidden: Tensor) -> Tensor:
-    """Computes (..., T, H) -> (..., T, H)."""
+    """Computes (..., T, H) -> (..., T, H), at most `tokens` at a time."""
     if hidden.shape[-2] <= tokens:
         return forward(hidden)
     parts = hidden.split(tokens, -2)

@@ -1,10 +1,11 @@
-"""Products of linear layers in FP8 (e4m3; Micikevicius et al. 2022, arXiv:2209.05433), each row of a factor
-scaled by its largest value.
+"""Products of linear layers in FP8 (e4m3; Micikevicius et al. 2022, arXiv:2209.05433), with each row of a
+factor scaled by its largest value.
 
 Outputs and the gradients of inputs are products of FP8 numbers, which Hopper GPUs sum with 14 bits; the
-gradients of weights stay in the dtype of training, as in torchao's recipe `rowwise_with_gw_hp`. The weights'
-scales go to the gradient before it is rounded, so that both passes have the same rounded weights. torchao's
-own modules need `torch.compile` and keep ZeRO-3's gathered weights until the backward pass.
+gradients of weights stay in the training dtype, as in torchao's recipe `rowwise_with_gw_hp`. The weights'
+scales are multiplied into the gradient before it is rounded, so that both passes use the same rounded
+weights. torchao's own modules need `torch.compile` and keep ZeRO-3's gathered weights until the backward
+pass.
 """
 
 from __future__ import annotations
@@ -19,15 +20,15 @@ from transformers import PreTrainedModel
 
 FP8 = torch.float8_e4m3fn
 LARGEST = torch.finfo(FP8).max
-SINCE = (8, 9)  # compute capability
+SINCE = (8, 9)  # minimum compute capability
 MULTIPLE = 16  # sides of a product's matrices, in elements
-# N K / (N + K) of a layer: products gain what N K says, rounding reads and writes N + K for each token
+# N K / (N + K) of a layer: FP8 saves time in proportion to N K, and rounding reads and writes N + K per token
 PAYS_FROM = 1024
 
 
 def use_float8(model: PreTrainedModel) -> int:
-    """Lets the model's large linear layers, without the head, multiply in FP8; returns their number. Raises
-    ValueError when it has none, RuntimeError on a GPU that cannot."""
+    """Makes the model's large linear layers, except the head, multiply in FP8; returns their number. Raises
+    ValueError when it has none, RuntimeError on a GPU without FP8."""
     if torch.cuda.is_available() and torch.cuda.get_device_capability() < SINCE:
         found = ".".join(map(str, torch.cuda.get_device_capability()))
         raise RuntimeError(
@@ -53,12 +54,12 @@ def use_float8(model: PreTrainedModel) -> int:
 
 
 def pays(outputs: int, inputs: int) -> bool:
-    """Whether a layer's products in FP8 save more time than rounding takes."""
+    """Returns whether a layer's FP8 products save more time than rounding takes."""
     return outputs % MULTIPLE == inputs % MULTIPLE == 0 and outputs * inputs >= PAYS_FROM * (outputs + inputs)
 
 
 def _shape(weight: Tensor) -> tuple[int, int]:
-    outputs, inputs = getattr(weight, "ds_shape", weight.shape)  # ZeRO-3's weights are cut
+    outputs, inputs = getattr(weight, "ds_shape", weight.shape)  # ZeRO-3's weights are sharded
     return outputs, inputs
 
 
@@ -70,7 +71,7 @@ def _forward(layer: nn.Linear, hidden: Tensor) -> Tensor:
 
 
 class _Product(torch.autograd.Function):
-    """(T, K), weight (N, K) -> (T, N)."""
+    """Computes (T, K), weight (N, K) -> (T, N)."""
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: nn.Parameter) -> Tensor:
@@ -90,7 +91,8 @@ class _Product(torch.autograd.Function):
 
 
 def rounded_rows(matrix: Tensor, columns: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Rounds (T, K), each column times its factor in `columns` (K,), to FP8 (T, K) times fp32 scales (T,)."""
+    """Multiplies each column of (T, K) by its factor in `columns` (K,), and rounds to FP8 (T, K) times fp32
+    scales (T,)."""
     if matrix.is_cuda:
         from rlhf_core.models.kernels.round_rows import round_rows
 
@@ -112,7 +114,7 @@ def transposed(matrix: Tensor) -> Tensor:
 def multiply(
     left: Tensor, left_scales: Tensor, right: Tensor, right_scales: Tensor, dtype: torch.dtype
 ) -> Tensor:
-    """Multiplies FP8 (T, K) and (N, K), rows times their scales, to (T, N) of `dtype`. Without a GPU sums are
+    """Multiplies FP8 (T, K) and (N, K), rows times their scales, to (T, N) of `dtype`. Without a GPU it sums
     in fp32."""
     if left.is_cuda:
         scales = left_scales[:, None], right_scales[None]

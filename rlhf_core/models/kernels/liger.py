@@ -22,13 +22,13 @@ PARTS = {
     "cross_entropy": False,
     "fused_linear_cross_entropy": False,
 }
-# For these activations Liger autotunes kernels of its own for experts: over a hundred compilations.
-# transformers has one product for all.
+# For these activations Liger autotunes its own kernels for experts: over a hundred compilations. transformers
+# computes one product for all experts.
 WITH_EXPERTS = {"swiglu": False, "geglu": False}
 
 
 def fuse(model: PreTrainedModel) -> PreTrainedModel:
-    """Patches a bf16 model on a GPU with Liger Kernel (Hsu et al. 2024, arXiv:2410.10989), where the package
+    """Patches a bf16 model on a GPU with Liger Kernel (Hsu et al. 2024, arXiv:2410.10989), if the package
     supports its type."""
     if (
         not torch.cuda.is_available()
@@ -36,11 +36,11 @@ def fuse(model: PreTrainedModel) -> PreTrainedModel:
         or importlib.util.find_spec("liger_kernel") is None
     ):
         return model
-    # Without its warnings about back ends for other hardware.
+    # Silence warnings about back ends for other hardware.
     logging.getLogger("liger_kernel").setLevel(logging.ERROR)
     from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN as known
 
-    with suppress(ImportError):  # earlier releases have no choice
+    with suppress(ImportError):  # earlier releases have no choice of back end
         from liger_kernel.backends import set_impl
 
         # With nvidia-cutlass-dsl (a dependency of vLLM) installed, Liger 0.8.5 uses another rotary kernel for
@@ -54,9 +54,9 @@ def fuse(model: PreTrainedModel) -> PreTrainedModel:
         try:
             try:
                 apply(**wanted, model=model)
-            except NotImplementedError:  # Qwen3.5 and Qwen3-Next rotate a part of each head
+            except NotImplementedError:  # Qwen3.5 and Qwen3-Next rotate only a part of each head
                 apply(**wanted | {"rope": False}, model=model)
-        except TypeError as error:  # some take policies alone
+        except TypeError as error:  # some functions accept only policies
             print(
                 f"Liger Kernel does not take {type(model).__name__} ({error}): its layers stay"
                 " transformers' own",

@@ -1,8 +1,8 @@
 """Log-probs of single tokens from logits on a GPU: one read in the forward pass, one read and one write in
 the backward pass.
 
-The softmax is never stored; in PyTorch it takes an fp32 tensor, twice the size of the logits, in each pass.
-`token_logprobs.py` does the same with PyTorch where there is no GPU.
+The softmax is never stored; PyTorch stores it as an fp32 tensor, twice the size of the logits, in each pass.
+`token_logprobs.py` does the same with PyTorch when there is no GPU.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-BLOCK = 4096  # logits of one row that a program holds at once
+BLOCK = 4096  # logits of one row that a program processes at once
 
 
 @triton.jit
@@ -29,8 +29,8 @@ def _read(  # type: ignore[no-untyped-def]
     CUT: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """One program per row: the running maximum and sum of exponentials of Milakov & Gimelshein 2018
-    (arXiv:1805.02867). `CUT`: of the scaled logits from the row's floor on."""
+    """Runs one program per row: the running maximum and sum of exponentials of Milakov & Gimelshein 2018
+    (arXiv:1805.02867). `CUT`: use only scaled logits at or above the row's floor."""
     row = tl.program_id(0).to(tl.int64)
     floor = tl.load(floors + row) if CUT else 0.0
     logits += row * columns
@@ -48,7 +48,7 @@ def _read(  # type: ignore[no-untyped-def]
         if CUT:  # a block may have nothing above the floor
             shares = tl.where(x >= floor, shares, 0.0)
             earlier = tl.where(total > 0, earlier, 0.0)
-        if ENTROPY:  # of the distances to the maximum: an entropy near 0 keeps its digits
+        if ENTROPY:  # uses distances to the maximum, so that an entropy near 0 keeps its digits
             weighted += tl.where(total > 0, total * (maximum - highest), 0.0)
             weighted = weighted * earlier + tl.sum(tl.where(shares > 0, shares * (x - highest), 0.0), 0)
         total = total * earlier + tl.sum(shares, 0)
@@ -76,8 +76,8 @@ def _differentiate(  # type: ignore[no-untyped-def]
     CUT: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """One program per block of a row: `g (onehot - p) - g_H p (log p + H)`, in place of the logits. p is 0
-    below the row's floor."""
+    """Runs one program per block of a row: overwrites the logits with `g (onehot - p) - g_H p (log p + H)`. p
+    is 0 below the row's floor."""
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     logits += row * columns + at
@@ -96,8 +96,8 @@ def _differentiate(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _floors(logits, targets, floors, columns, scale, top_p, top_k, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    """One program per row: halves an interval below the maximum for the k-th largest logit, and then for the
-    mass of `top_p`."""
+    """Runs one program per row: bisects an interval below the maximum, first for the k-th largest logit, then
+    for the mass of `top_p`."""
     row = tl.program_id(0).to(tl.int64)
     logits += row * columns
     maximum = float("-inf")
@@ -105,10 +105,10 @@ def _floors(logits, targets, floors, columns, scale, top_p, top_k, BLOCK: tl.con
         at = start + tl.arange(0, BLOCK)
         x = tl.load(logits + at, mask=at < columns, other=float("-inf")).to(tl.float32) * scale
         maximum = tl.maximum(maximum, tl.max(x, 0))
-    lowest = maximum - 64.0  # a token below has no probability in fp32
+    lowest = maximum - 64.0  # a token below it has no probability in fp32
     if top_k > 0:
         low = lowest
-        high = maximum  # at least `top_k` logits from `low` on, or it is the lowest
+        high = maximum  # at least `top_k` logits are at or above `low`, or `low` is the lowest
         for _ in range(28):
             middle = (low + high) / 2
             count = 0
@@ -126,7 +126,7 @@ def _floors(logits, targets, floors, columns, scale, top_p, top_k, BLOCK: tl.con
             x = tl.load(logits + at, mask=at < columns, other=float("-inf")).to(tl.float32) * scale
             total += tl.sum(tl.where(x >= lowest, tl.exp(x - maximum), 0.0), 0)
         low = lowest
-        high = maximum  # `top_p` of the mass from `low` on
+        high = maximum  # `top_p` of the mass is at or above `low`
         for _ in range(28):
             middle = (low + high) / 2
             mass = 0.0
@@ -142,8 +142,8 @@ def _floors(logits, targets, floors, columns, scale, top_p, top_k, BLOCK: tl.con
 
 
 def floors(logits: Tensor, targets: Tensor, scale: float, top_p: float, top_k: int) -> Tensor:
-    """(N, V) logits, (N,) -> the lowest scaled logit that each row's distribution keeps, at most that of its
-    target; (N,) fp32."""
+    """Returns the lowest scaled logit that each row's distribution keeps, at most that of its target, (N,)
+    fp32. logits: (N, V). targets: (N,)."""
     rows, columns = logits.shape
     found = logits.new_empty(rows, dtype=torch.float32)
     if rows:
@@ -156,8 +156,9 @@ def floors(logits: Tensor, targets: Tensor, scale: float, top_p: float, top_k: i
 def read(
     logits: Tensor, targets: Tensor, scale: float, entropy: bool, floors: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(N, V) logits in any float dtype, (N,) -> log-probs of the targets (N,), what `differentiate` needs (N,
-    2), entropies (N,); fp32. `floors` (N,): the lowest scaled logit that a row's distribution keeps."""
+    """Reads (N, V) logits in any float dtype and (N,) targets. Returns log-probs of the targets (N,), values
+    for `differentiate` (N, 2), and entropies (N,), all fp32. `floors` (N,): the lowest scaled logit that a
+    row's distribution keeps."""
     rows, columns = logits.shape
     logprobs = logits.new_empty(rows, dtype=torch.float32)
     sums = logits.new_empty((rows, 2), dtype=torch.float32)

@@ -1,5 +1,4 @@
-"""Rounds the rows of a matrix to FP8 on a GPU, and transposes what was rounded: one read and one write
-each."""
+"""Rounds the rows of a matrix to FP8 on a GPU, and transposes the result: one read and one write each."""
 
 from __future__ import annotations
 
@@ -8,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-LARGEST_BLOCK = 65536  # elements of a row, which one program holds as a whole
+LARGEST_BLOCK = 65536  # elements of a row; one program holds the whole row
 TILE = 64
 
 
@@ -16,14 +15,14 @@ TILE = 64
 def _round(  # type: ignore[no-untyped-def]
     matrix, factors, rounded, scales, stride, columns, largest, WEIGHTED: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """One program per row."""
+    """Runs one program per row."""
     row = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, BLOCK)
     x = tl.load(matrix + row * stride + at, mask=at < columns, other=0.0).to(tl.float32)
     if WEIGHTED:
         x *= tl.load(factors + at, mask=at < columns, other=0.0)
     scale = tl.maximum(tl.max(tl.abs(x), 0), 1e-35) / largest
-    # else the conversion would make a number of it
+    # a row with a NaN gets the scale NaN: the conversion would turn the NaN into a number
     scale = tl.where(tl.sum((x != x).to(tl.int32), 0) > 0, float("nan"), scale)
     tl.store(scales + row, scale)
     x = tl.minimum(tl.maximum(x / scale, -largest), largest)
@@ -40,8 +39,8 @@ def _transpose(matrix, copy, rows, columns, TILE: tl.constexpr):  # type: ignore
 
 
 def round_rows(matrix: Tensor, factors: Tensor | None, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Rounds (T, K), each column times its factor (K,), to `dtype` (T, K) times fp32 scales (T,), NaN for
-    rows with one. Raises ValueError for rows above LARGEST_BLOCK."""
+    """Multiplies each column of (T, K) by its factor (K,), and rounds to `dtype` (T, K) times fp32 scales
+    (T,). The scale is NaN for rows that contain one. Raises ValueError for rows above LARGEST_BLOCK."""
     matrix = matrix if matrix.stride(1) == 1 else matrix.contiguous()
     rows, columns = matrix.shape
     rounded = torch.empty(rows, columns, dtype=dtype, device=matrix.device)
@@ -68,7 +67,7 @@ def round_rows(matrix: Tensor, factors: Tensor | None, dtype: torch.dtype) -> tu
 
 
 def transpose(matrix: Tensor) -> Tensor:
-    """Copies (N, K), one byte an element, to (K, N)."""
+    """Copies (N, K), one byte per element, to (K, N)."""
     rows, columns = matrix.shape
     copy = matrix.new_empty(columns, rows, dtype=torch.uint8)
     _transpose[triton.cdiv(rows, TILE), triton.cdiv(columns, TILE)](

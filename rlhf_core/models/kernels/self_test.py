@@ -11,25 +11,25 @@ from torch import Tensor
 
 Kernel = Callable[..., Tensor]
 Documents = tuple[tuple[int, int], ...]
-# Queries and keys of the test's documents: longer than a block of a kernel; answers that continue a shared
-# prompt; above 256 documents, where FlashAttention-4 finds them differently.
+# Queries and keys of the test's documents: longer than a kernel's block; answers that continue a shared
+# prompt; more than 256 documents, for which FlashAttention-4 finds documents differently.
 WHOLE = ((5, 5), (301, 301))
 SHARED = ((3, 8), (140, 301))
 MANY = 256
-CLOSE = 0.02  # mean difference over mean size; bf16 takes 0.002 to 0.004
-NEAR = 0.25  # largest difference of a number, over its own and the mean size
+CLOSE = 0.02  # mean difference over mean size; bf16 gives 0.002 to 0.004
+NEAR = 0.25  # largest difference of a number, over its own size plus the mean size
 
 
 class Heads(NamedTuple):
-    """Query heads per key head, and the size of a head."""
+    """Counts the query heads per key head, and gives the size of a head."""
 
     group: int
     size: int
 
 
 class Kind(NamedTuple):
-    """A kind of attention: with windows, with more keys than queries (the last) in a document, with more
-    documents than `MANY`."""
+    """Describes a kind of attention: with windows, with documents that have more keys than queries (`shared`;
+    the queries are the last), with more documents than `MANY`."""
 
     heads: Heads
     windowed: bool = False
@@ -66,7 +66,7 @@ def rejection_reason(
 
 
 def is_deterministic(kernel: Kernel, heads: Heads, window: int, device: torch.device) -> bool:
-    """Whether documents have the same values, to the last bit, without gradients and in another order."""
+    """Returns whether documents get bitwise the same values without gradients and in another order."""
     counts = [301, 5, 140]
     dice = torch.Generator().manual_seed(0)
     rows = [
@@ -107,9 +107,9 @@ def is_deterministic(kernel: Kernel, heads: Heads, window: int, device: torch.de
 def difference(
     kernel: Kernel, heads: Heads, window: int, documents: Documents, device: torch.device
 ) -> tuple[float, float]:
-    """Compares with plain attention. Returns the largest over outputs and gradients (queries, keys, values)
-    of the mean difference over the mean size, and the largest difference of a number over its own and the
-    mean size."""
+    """Compares the kernel with plain attention. Returns two numbers, each the largest over outputs and
+    gradients (queries, keys, values): the mean difference over the mean size, and the largest difference of a
+    number over its own size plus the mean size."""
     scale = heads.size**-0.5
     dice = torch.Generator().manual_seed(0)
     queries, keys = (torch.tensor([0, *counts]).cumsum(0) for counts in zip(*documents, strict=True))

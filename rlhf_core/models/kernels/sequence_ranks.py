@@ -1,11 +1,11 @@
 """Sequence parallelism: N ranks compute each pass together (Ulysses; Jacobs et al. 2023, section 3).
 
 Rank i computes the i-th part of the tokens everywhere but in attention. There an all-to-all gives it all
-tokens for an N-th of the heads, so that kernels, document bounds and shared prompts are those of one rank;
-another all-to-all gives its own tokens back. All ranks know the tokens of the whole pass. What a pass returns
-for each token is summed over the ranks, of which one computed it, so every rank computes the same loss, and
-differentiates it by its own tokens: the gradients of the N ranks add up to that of the pass, as those of
-other passes do.
+tokens for an N-th of the heads, so that kernels, document bounds and shared prompts are the same as on one
+rank; another all-to-all returns its own tokens. All ranks know the tokens of the whole pass. A pass's result
+for each token is summed over the ranks, only one of which computed it. So every rank computes the same loss
+and differentiates it with respect to its own tokens: the gradients of the N ranks add up to that of the pass,
+like those of other passes.
 """
 
 from __future__ import annotations
@@ -21,27 +21,28 @@ from rlhf_core.cluster.rank_environment import PATIENCE
 
 
 class SequenceRanks(NamedTuple):
-    """The ranks that compute passes together: how many, which of them this is, and their process group (None:
-    this rank alone)."""
+    """The ranks that compute passes together: their number, the index of this one, and their process group
+    (None: this rank alone)."""
 
     size: int = 1
     rank: int = 0
     group: dist.ProcessGroup | None = None
 
     def filled(self, rows: Tensor) -> Tensor:
-        """Adds zeros after `rows` (T, ...) up to a multiple of the ranks."""
+        """Pads `rows` (T, ...) with zeros to a multiple of the ranks."""
         return (
             rows if self.size == 1 else F.pad(rows, (0, 0) * (rows.dim() - 1) + (0, -len(rows) % self.size))
         )
 
     def own(self, rows: Tensor) -> Tensor:
-        """Returns this rank's part of `rows` (T, ...), zeros after their end; all of them on a rank alone."""
+        """Returns this rank's part of `rows` (T, ...), padded with zeros at the end; all rows if the rank is
+        alone."""
         return self.filled(rows).chunk(self.size)[self.rank]
 
     def own_pairs(self, pairs: Tensor, count: int) -> Tensor:
-        """Returns those of `pairs` (2, n) of a pass of `count` tokens (`next_token_pairs`) whose source this
-        rank has. Sources are then counted from the start of its part; a target may be in another part. All
-        are in host memory, for numpy (`next_token_pairs`)."""
+        """Returns the `pairs` (2, n) whose source this rank has, from those of a pass of `count` tokens
+        (`next_token_pairs`). Sources are then counted from the start of its part; a target may be in another
+        part. Pairs are in host memory, for numpy."""
         if self.size == 1:
             return pairs
         length = -(-count // self.size)
@@ -50,8 +51,8 @@ class SequenceRanks(NamedTuple):
         return torch.from_numpy(here - [[self.rank * length], [0]])
 
     def whole(self, own: Tensor, count: int) -> Tensor:
-        """Returns the rows of all ranks (`count`, ...) from this rank's part (t, ...); the gradient is that
-        of this rank's rows."""
+        """Returns the rows of all ranks (`count`, ...) from this rank's part (t, ...). Its gradient is the
+        gradient of this rank's rows."""
         if self.size == 1:
             return own
         before = self.rank * len(own)
@@ -59,7 +60,7 @@ class SequenceRanks(NamedTuple):
         return self.summed(F.pad(own, (0, 0) * (own.dim() - 1) + (before, after)))[:count]
 
     def summed(self, values: Tensor) -> Tensor:
-        """Sums over the ranks; the gradient of this rank's values is that of the sum, which every rank
+        """Sums over the ranks. The gradient of this rank's values is that of the sum, which every rank
         computes."""
         return values if self.size == 1 else cast(Tensor, _Summed.apply(values, self.group))
 
@@ -67,7 +68,8 @@ class SequenceRanks(NamedTuple):
         """Exchanges queries, keys and values, each (1, heads, t, D) of this rank's tokens, for (1, heads / N,
         T, D) of all tokens.
 
-        Key heads that N does not divide are repeated first, so that each rank has those of its query heads.
+        If N does not divide the number of key heads, they are repeated first, so that each rank has those of
+        its query heads.
         """
         queries = states[0].shape[1]
         rows = []
@@ -76,7 +78,7 @@ class SequenceRanks(NamedTuple):
             heads = self._heads(queries, state.shape[1], state.device)
             state = state if heads is None else state.index_select(1, heads)
             rows.append(state.squeeze(0).unflatten(0, (self.size, -1)).transpose(1, 2).flatten(2))
-        # of all tokens: the first dimension was the sender
+        # all tokens: the first dimension was the sender
         received = _Exchanged.apply(torch.cat(rows, -1), self.group).flatten(0, 1)
         parts = received.split([row.shape[-1] for row in rows], -1)
         return [
@@ -85,13 +87,13 @@ class SequenceRanks(NamedTuple):
         ]
 
     def with_all_heads(self, attended: Tensor) -> Tensor:
-        """Exchanges (1, T, heads / N, D) of all tokens for (1, t, heads, D) of this rank's."""
+        """Exchanges (1, T, heads / N, D) of all tokens for (1, t, heads, D) of this rank's tokens."""
         # (N, t, heads / N, D)
         received = _Exchanged.apply(attended.squeeze(0).unflatten(0, (self.size, -1)), self.group)
         return received.transpose(0, 1).flatten(1, 2).unsqueeze(0)
 
     def _heads(self, queries: int, keys: int, device: torch.device) -> Tensor | None:
-        """Returns which of `keys` heads to send, in the order of the ranks; None: each once."""
+        """Returns the indices of the `keys` heads to send, in the order of the ranks; None: each once."""
         if keys % self.size == 0:
             return None
         if self.size % keys == 0:
@@ -103,13 +105,14 @@ ALONE = SequenceRanks()
 
 
 def sequence_ranks(size: int) -> SequenceRanks:
-    """Groups neighbouring ranks by `size`; a collective of all ranks, whose default process group is up."""
+    """Groups neighbouring ranks by `size`. Is a collective of all ranks, and needs the default process
+    group."""
     group, _ = dist.new_subgroups(size, timeout=PATIENCE)
     return SequenceRanks(size, dist.get_rank() % size, group)
 
 
 class _Summed(torch.autograd.Function):
-    """Adds up what ranks have; passes gradients on, which are equal on all ranks."""
+    """Sums the ranks' values. Passes gradients on, which are equal on all ranks."""
 
     @staticmethod
     def forward(ctx: Any, values: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -123,7 +126,8 @@ class _Summed(torch.autograd.Function):
 
 
 class _Exchanged(torch.autograd.Function):
-    """Sends `parts[i]` to rank i, and stacks what the ranks sent here; gradients go the same way back."""
+    """Sends `parts[i]` to rank i, and stacks the parts received from the ranks. Gradients go the same way
+    back."""
 
     @staticmethod
     def forward(ctx: Any, parts: Tensor, group: dist.ProcessGroup) -> Tensor:

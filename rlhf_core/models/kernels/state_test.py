@@ -1,4 +1,4 @@
-"""Compares a kernel of the gated delta rule with the rule itself, document by document, before it is used
+"""Compares a kernel of the gated delta rule with the rule itself, per document, before the kernel is used
 (`state_layers.py`)."""
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from torch.nn import functional as F
 DocumentsOf = Callable[..., tuple[Tensor, Tensor | None]]
 LENGTHS = (5, 70, 1, 130)  # shorter and longer than the 64 tokens of a kernel's chunk
 HEADS = 2
-CLOSE = 0.03  # mean difference over mean size; bf16 takes 0.01
+CLOSE = 0.03  # mean difference over mean size; bf16 gives 0.01
 
 
 def rejection_reason(kernel: DocumentsOf, key_size: int, value_size: int, device: torch.device) -> str | None:
-    """Returns why the kernel cannot be used, or None: outputs and all gradients of packed documents, against
-    `delta_rule` in fp32."""
+    """Returns why the kernel cannot be used, or None. Compares the outputs and all gradients of packed
+    documents with `delta_rule` in fp32."""
     try:
         with torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor):
             worst = difference(kernel, key_size, value_size, device)
@@ -29,7 +29,7 @@ def rejection_reason(kernel: DocumentsOf, key_size: int, value_size: int, device
 
 
 def difference(kernel: DocumentsOf, key_size: int, value_size: int, device: torch.device) -> float:
-    """Returns the largest over outputs and gradients of the mean difference over the mean size."""
+    """Returns the largest ratio of mean difference to mean size, over outputs and gradients."""
     dice = torch.Generator().manual_seed(0)
     tokens = sum(LENGTHS)
     edges = torch.tensor([0, *LENGTHS]).cumsum(0).int().to(device)
@@ -70,7 +70,8 @@ def difference(kernel: DocumentsOf, key_size: int, value_size: int, device: torc
 
 
 def delta_rule(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor) -> Tensor:
-    """The gated delta rule, token by token (Yang et al. 2024, eq. 10), with normalised queries and keys.
+    """Computes the gated delta rule, token by token (Yang et al. 2024, eq. 10), with normalised queries and
+    keys.
 
     q, k: (T, heads, K); v: (T, heads, V); decay (its logarithm), beta: (T, heads). Returns (T, heads, V).
     """

@@ -1,5 +1,5 @@
 """Turns scores into experience: sums and shapes rewards, computes advantages and importance weights. Runs on
-the driver; no model.
+the driver, without a model.
 
 Answers without a reward, and answers without another one to compare with, are masked out here: statistics and
 training do not use them.
@@ -43,7 +43,7 @@ from rlhf_core.stages.ppo.texts import Lengths
 
 class Credited(NamedTuple):
     """Holds the experience of all rollouts, the indices of those to train on, metrics, and how far the
-    critic's values may move in the loss (None: as far as they like)."""
+    critic's values may move in the loss (None: without limit)."""
 
     experience: list[Experience]
     usable: list[int]
@@ -69,10 +69,11 @@ def credit(
     lengths_of: Lengths | None = None,
 ) -> Credited:
     """Computes advantages and returns of a whole rollout, with statistics over all its usable response tokens
-    at once. `terms`: the sources of rewards, `statistics`: of those that are standardised by running ones,
-    these answers included; `lengths_of`: finds the tokens of steps that have rewards."""
+    at once. `terms`: the sources of rewards. `statistics`: running statistics of the sources that are
+    standardised with them, including these answers. `lengths_of`: finds the tokens of steps that have
+    rewards."""
     masks = [rollout.document.mask_array for rollout in rollouts]
-    # one number an answer, and T is 1: nothing is laid out by tokens
+    # one number per answer, and T is 1: nothing is laid out by tokens
     of_answers = config.advantage_estimator in GROUPED
     # (B, T)
     response = torch.ones(len(masks), 1, dtype=torch.bool) if of_answers else _pad(masks, torch.bool)
@@ -82,11 +83,11 @@ def credit(
 
     combined = combine(scores.rewards.by_source, terms, statistics)
     early = early_rewards(rollouts, scores.rewards, config, lengths_of)
-    if early is not None:  # in the proportion in which the sum was clipped
+    if early is not None:  # scale by the factor by which clipping changed the sum
         early *= (
             combined.rewards.clamp(-config.reward_clip, config.reward_clip) / combined.rewards
         ).nan_to_num(1.0)[:, None]
-    # A text without its end has no reward yet but that of its steps.
+    # A text without its end has no reward yet except that of its steps.
     shaped = shaped_rewards(rollouts, combined, config, 0.0 if early is None else early.sum(-1))
     rewards = shaped.rewards
     metrics = combined.metrics | shaped.metrics
@@ -106,14 +107,14 @@ def credit(
     (advantages, returns), usable = estimate(
         rewards, kl, coef, values, mask, combined.scored, config, early, after
     )
-    if config.mask_truncated:  # after the estimate: their rewards count in it
+    if config.mask_truncated:  # after the estimate, in which their rewards count
         usable = usable & ~cut
         returns = torch.where(usable[:, None], returns, 0)
     tokens = int(counts[usable].sum())
     if not tokens:
         raise ValueError(nothing_to_learn(len(rollouts), int(cut.sum()), config))
     metrics |= {
-        # 0 off the tokens that are learned from
+        # returns are 0 on tokens that are not learned from
         "return/mean": float((returns[:, 0].double() * counts if of_answers else returns).sum() / tokens),
         "response/length": float(counts.float().mean()),
         "response/truncated": float(cut.float().mean()),
@@ -126,7 +127,7 @@ def credit(
         metrics["value/explained_variance"] = float(
             explained_variance(values, returns, mask & usable[:, None]).nan_to_num(0.0)
         )
-    none = (None,) * len(rollouts)  # what no loss reads does not travel
+    none = (None,) * len(rollouts)  # fields that no loss reads are not sent
     sampler = none if config.sampler_is == "off" else [rollout.sampler_logprobs for rollout in rollouts]
     advantage = advantages[:, 0].tolist() if of_answers else _cut(advantages, masks)
     given = (sampler, advantage, _cut(returns, masks) if config.has_critic else none)
@@ -154,7 +155,7 @@ def divergence(
     places = [_response(rollout.document.mask_array) for rollout in rollouts]
 
     def flat(rows: Sequence[np.ndarray], chosen: Sequence[int]) -> Tensor:
-        """Returns the response tokens of the chosen rows, one after the other."""
+        """Returns the response tokens of the chosen rows, concatenated."""
         return torch.from_numpy(np.concatenate([rows[i][places[i]] for i in chosen]))
 
     kl = 0.0
@@ -173,7 +174,8 @@ def divergence(
 
 
 def nothing_to_learn(answers: int, cut: int, config: PPO) -> str:
-    """Says why no answer of a rollout can be learned from, `cut` of them by a limit."""
+    """Returns a message that explains why no answer of a rollout can be learned from; a limit cut `cut` of
+    them."""
     if config.mask_truncated and cut:
         why = f"a limit cut {cut}: raise generate_max_len, or leave out mask_truncated"
     else:
@@ -182,7 +184,7 @@ def nothing_to_learn(answers: int, cut: int, config: PPO) -> str:
 
 
 class Estimated(NamedTuple):
-    """Holds advantages and returns, (B, T), or (B, 1) of estimators on whole answers; and which answers have
+    """Holds advantages and returns, (B, T), or (B, 1) for estimators on whole answers, and which answers have
     them (B,)."""
 
     credit: Credit
@@ -192,10 +194,10 @@ class Estimated(NamedTuple):
 def early_rewards(
     rollouts: Sequence[Rollout], rewards: Rewards, config: PPO, lengths_of: Lengths | None
 ) -> Tensor | None:
-    """Returns what tokens before the last have of the reward, weighted as in the sum (B, T): those that end
-    the answers of an episode, or the steps of an answer. None where they have nothing, or the estimator has
-    no use for it. The rewards of a source that is standardised are the last token's: its mean is of whole
-    answers."""
+    """Returns the parts of the reward that go to tokens before the last, weighted as in the sum (B, T):
+    tokens that end the answers of an episode, or the steps of an answer. Returns None if there are none, or
+    the estimator does not use them. The rewards of a standardised source go to the last token, because its
+    mean is over whole answers."""
     if config.reward_at == "every_token" or config.advantage_estimator in GROUPED:
         return None
     early: dict[int, np.ndarray] = {}
@@ -222,8 +224,8 @@ def early_rewards(
 def _on_steps(
     rollout: Rollout, steps: Steps | None, lengths_of: Lengths | None, clip: float
 ) -> np.ndarray | None:
-    """Returns the clipped rewards of an answer's steps at its tokens (T,), 0 at the last one. Of an episode
-    there are none: several answers."""
+    """Returns the clipped rewards of an answer's steps at their tokens (T,), 0 at the last token. Returns
+    None for an episode, which has several answers."""
     if steps is None or lengths_of is None or rollout.own is not None:
         return None
     mask = rollout.document.mask_array
@@ -244,12 +246,12 @@ def estimate(
     early: Tensor | None = None,
     after: Tensor | None = None,
 ) -> Estimated:
-    """Computes advantages by the configured estimator: `rewards` and `scored` (B,), `kl`, `values` and `mask`
-    (B, T), `coef` of the KL. `early` (B, T): as `token_rewards`; estimators on whole answers have no use for
-    it. `after` (B,): as `gae`, for it alone.
+    """Computes advantages with the configured estimator: `rewards` and `scored` (B,), `kl`, `values` and
+    `mask` (B, T), `coef` of the KL. `early` (B, T): as in `token_rewards`; estimators on whole answers do not
+    use it. `after` (B,): as in `gae`, which alone uses it.
 
-    Where an estimator is defined on whole answers, the KL of all tokens is the answer's (Ahmadian et al.
-    2024, eq. 1), and is compared within the group like its reward, but not divided by a deviation.
+    For estimators on whole answers, the KL of all tokens is the answer's (Ahmadian et al. 2024, eq. 1). It is
+    compared within the group like the reward, but not divided by a deviation.
     """
     gamma = config.gamma
     n = config.n_samples_per_prompt
@@ -272,7 +274,7 @@ def estimate(
             centred, compared = in_groups(dr_grpo, rewards, scored, n)
             advantages = reinforce_pp(per_token(centred), coef * kl, mask & compared[:, None], gamma)
             return Estimated(Credit(advantages, advantages), compared)
-        case grouped:  # the rest compare the answers to one prompt
+        case grouped:  # the other estimators compare the answers to one prompt
             of_answers, compared = in_groups(GROUPED[grouped], rewards, scored, n)
             if coef:
                 of_answers = (
@@ -287,10 +289,10 @@ def _kl_of_answers(
     masks: Sequence[np.ndarray],
     estimator: KLEstimator,
 ) -> Tensor:
-    """Returns the sum of each answer's KL (B,). Row by row: arrays of all answers would not fit the
-    processor's caches."""
+    """Returns the sum of each answer's KL (B,). Works row by row, because arrays of all answers would not fit
+    the processor's caches."""
     rows = [(_response(mask), own, ref) for mask, own, ref in zip(masks, logprobs, ref_logprobs, strict=True)]
-    # Copies: arrays that came from other processes cannot be written to, of which PyTorch warns.
+    # Copies: arrays from other processes are read-only, about which PyTorch warns.
     return torch.stack(
         [kl_estimate(torch.tensor(own[at]), torch.tensor(ref[at]), estimator).sum() for at, own, ref in rows]
     )
@@ -305,12 +307,12 @@ def _pad(rows: Sequence[np.ndarray], dtype: torch.dtype = torch.float32) -> Tens
 
 
 def _response(mask: np.ndarray) -> slice | np.ndarray:
-    """Returns where a mask is true: a slice, which copies nothing, where it is so from one token to the
+    """Returns where a mask is true: a slice, which copies nothing, if it is true from one token to the
     end."""
     first = int(mask.argmax())
     return slice(first, None) if mask[first:].all() else mask
 
 
 def _cut(padded: Tensor, rows: Sequence[np.ndarray]) -> list[np.ndarray]:
-    """Returns the padded rows without their padding; `rows`: of the same lengths."""
+    """Returns the padded rows without their padding. `rows` have the same lengths."""
     return [found[: len(row)] for found, row in zip(padded.numpy(), rows, strict=True)]

@@ -1,4 +1,4 @@
-"""Calls the running roles of PPO: each method calls the ranks of one role or of several, wherever they are
+"""Calls the running roles of PPO: each method calls the ranks of one or several roles, wherever they are
 placed.
 
 Methods for several roles start all of them and wait once. Every wait has the recipe's `timeout` and names the
@@ -45,31 +45,31 @@ from rlhf_core.stages.ppo.texts import Decode, Lengths, samples, with_own_ends
 
 R = TypeVar("R")
 LOOK_SECONDS = 1.0  # between two looks for dead engines
-# |log-prob difference| of vLLM and trainer on the same weights that is always allowed
+# |log-prob difference| between vLLM and trainer on the same weights that is always allowed
 NOISE_FREE = {"float32": 1e-3, "bfloat16": 0.02}
-MARGIN = 4.0  # times what rounding moves the log-probs, beyond it
+MARGIN = 4.0  # beyond it, a multiple of the change that rounding causes in the log-probs
 
 
 class WeightsDiffer(RuntimeError):
-    """Says that the sampler's log-probs are not the trainer's after a weight sync."""
+    """Raised when the sampler's log-probs differ from the trainer's after a weight sync."""
 
 
 class EngineDiffers(RuntimeError):
-    """Says that the sampler's log-probs are not the trainer's on the same checkpoint, before any weight
+    """Raised when the sampler's log-probs differ from the trainer's on the same checkpoint, before any weight
     sync."""
 
 
 class Probe(NamedTuple):
-    """Holds the largest |difference| of log-probs between engines and trainer, for experts in bf16 of nine of
-    ten tokens; and its bound."""
+    """Holds the largest |difference| of log-probs between engines and trainer, and its bound. For experts in
+    bf16 it covers nine of ten tokens."""
 
     gap: float
     bound: float
 
 
 class Asking(NamedTuple):
-    """Holds what asks engines for single answers: `engines` take requests in the loop of `background`, also
-    from `episodes`."""
+    """Holds the objects that request single answers: `engines` accept requests in the loop of `background`,
+    also from `episodes`."""
 
     background: Background | None = None
     engines: Engines | None = None
@@ -78,19 +78,21 @@ class Asking(NamedTuple):
 
 @dataclass(frozen=True)
 class Fleet:
-    """Holds the groups of the running roles. `rewards`: the group of each reward model, by title;
-    `own_tokens`: of those with another tokenizer, what writes answers for them; `clients`: functions and
-    servers; `episodes`: of an environment, whose reward is a source called `environment`, if it is one;
-    `no_reward`: the name of a source without rewards; `engines` take requests one by one, in the loop of
-    `background`.
+    """Holds the groups of the running roles.
 
-    `adapters_alone`: engines get adapters alone. `drafts`: engines draft tokens. `pipeline_stages`: of each
+    `rewards`: the group of each reward model, by title. `own_tokens`: for reward models with another
+    tokenizer, the writers of answers for them. `clients`: functions and servers. `episodes`: the
+    environment's episodes. `environment`: the title of the reward source that is the environment, if there is
+    one. `no_reward`: the title of a source without rewards. `engines` accept requests one by one, in the loop
+    of `background`.
+
+    `adapters_alone`: engines get only adapters. `drafts`: engines draft tokens. `pipeline_stages`: stages per
     engine. `one_update`: the actor's training pass computes the log-probs that its scoring pass would.
     `reference_in_actor`: the reference is the actor without its adapters. `scorings`: how often each group
     scores an iteration's answers. `weighs_sampler`: training reads the sampler's log-probs. `bootstraps`: the
-    critic values the whole text of answers that a limit cut. `in_turn`: all models share their GPUs, and work
-    one after the other: actor and critic each have the memory for larger training passes, no collective of
-    one waits on a GPU that computes for another, and a GPU that scores does not switch between processes.
+    critic values the whole text of answers that a limit cut. `in_turn`: all models share their GPUs and work
+    one after the other. Then actor and critic each have the memory for larger training passes, no collective
+    waits on a GPU that computes for another model, and a scoring GPU does not switch between processes.
     """
 
     actor: WorkerGroup
@@ -124,12 +126,12 @@ class Fleet:
     synced: dict[str, float] = field(default_factory=dict)  # metrics of the last sync
 
     def decode(self, tokens: Sequence[int], skip: bool) -> str:
-        """Returns the text of tokens, perhaps without special ones."""
+        """Returns the text of tokens, without special ones if `skip`."""
         return self.decode_all([tokens], skip)[0]
 
     def close(self) -> None:
-        """Ends open requests for rewards and the processes of the environment, which this process would wait
-        for."""
+        """Ends open requests for rewards and the environment's processes, for which this process would
+        otherwise wait."""
         self.clients.close()
         if self.background is not None:
             self.background.end_work()
@@ -140,8 +142,8 @@ class Fleet:
     def start_sample(
         self, prompts: Sequence[Sequence[int]], seeds: Sequence[int], sampling: Sampling
     ) -> Callable[[], list[list[Answer]]]:
-        """Starts to sample answers to each prompt. Returns a function that waits for them, in the order of
-        the prompts."""
+        """Starts to sample answers to each prompt. Returns a function that waits for them and returns them in
+        the order of the prompts."""
         pending = self.sampler.call(
             "generate", SamplerRole.generate_share, put_on_nodes(list(prompts)), list(seeds), sampling
         )
@@ -150,8 +152,8 @@ class Fleet:
     def stream(
         self, prompts: Sequence[Sequence[int]], seeds: Sequence[int], sampling: Sampling
     ) -> Iterator[tuple[int, list[Answer]]]:
-        """Yields the answers of `start_sample`, prompt by prompt in the order in which they are finished,
-        with the prompt's index."""
+        """Yields the answers of `start_sample`, prompt by prompt in the order of completion, with the
+        prompt's index."""
         return self.sampler.stream(
             "generate",
             self.timeout,
@@ -164,8 +166,8 @@ class Fleet:
     def start_score(
         self, rollouts: Sequence[Rollout], rewards: Rewards | None, allowed_failures: int
     ) -> Callable[[], Scores]:
-        """Starts all models on the same documents, and, without `rewards`, the requests to other sources;
-        then sends what training will read. Returns a function that waits for the scores."""
+        """Starts all models on the same documents and, without `rewards`, the requests to other sources, then
+        sends the data that training will read. Returns a function that waits for the scores."""
         documents = put_on_nodes([rollout.document for rollout in rollouts])
         scoring = Turns(self.in_turn)
         pending = (
@@ -208,8 +210,8 @@ class Fleet:
         return wait
 
     def reward(self, rollouts: Sequence[Rollout], allowed_failures: int) -> Rewards:
-        """Returns the rewards of all sources. Raises RewardsFailed when one leaves more than
-        `allowed_failures` answers without."""
+        """Returns the rewards of all sources. Raises RewardsFailed when a source leaves more than
+        `allowed_failures` answers without a reward."""
         documents = put_on_nodes([rollout.document for rollout in rollouts])
         return self._start_reward(rollouts, documents, allowed_failures, Turns(self.in_turn))()
 
@@ -250,9 +252,9 @@ class Fleet:
         beside: Callable[[], None] = lambda: None,
         stored: Sequence[Part] = (),
     ) -> Steps:
-        """Trains the roles named in `updates`, side by side or in turn; calls `beside` while they work.
-        `stored`: as in `Scores`, what the nodes have and need not be sent again. Returns metrics of all of
-        them, and log-probs of all ranks."""
+        """Trains the roles named in `updates`, side by side or in turn, and calls `beside` while they work.
+        `stored`: as in `Scores`, data that the nodes have and that need not be sent again. Returns the
+        metrics of all roles and the log-probs of all ranks."""
         groups = [group for group in self.trained if group.name in updates]
         sent = by_reference(experience, stored, sum(group.world_size for group in groups))
         shared = put_on_nodes(sent.experience)
@@ -287,21 +289,21 @@ class Fleet:
 
     def sleep(self, keep_weights: bool) -> None:
         """Makes the engines free their GPUs for the models. `keep_weights` must be true unless `sync_weights`
-        follows on `wake`."""
+        follows `wake`."""
         self.sampler.call("sleep", SamplerRole.sleep, keep_weights or self.adapters_alone).wait(self.timeout)
 
     def wake(self) -> None:
-        """Makes the models free memory that they do not use, and the engines take up their GPUs again."""
+        """Makes the models free unused memory, and the engines take up their GPUs again."""
         self.release_memory()
         self.sampler.call("wake", SamplerRole.wake).wait(self.timeout)
 
     def release_memory(self) -> None:
-        """Frees memory that only the allocators of the models' processes hold, for other processes on their
-        GPUs."""
+        """Frees memory that is held only by the allocators of the models' processes, for other processes on
+        their GPUs."""
         wait_all([group.call("release memory", ModelRole.release) for group in self.models], self.timeout)
 
     def open_channel(self) -> None:
-        """Opens the route for weights, once: CUDA IPC where engines share the actor's GPUs, else NCCL or host
+        """Opens the route for weights: CUDA IPC if engines share the actor's GPUs, otherwise NCCL or host
         memory."""
         engines = [
             gpu
@@ -338,11 +340,11 @@ class Fleet:
         )
 
     def sync_weights(self, version: int = 0) -> None:
-        """Sends the actor's weights to every engine. `version`: what answers say of the tokens that these
-        will sample."""
+        """Sends the actor's weights to every engine. `version`: recorded in answers for the tokens sampled
+        with these weights."""
         if self.engines is not None and self.background is not None:
             self.engines.version = version
-            for rank in range(self.sampler.world_size):  # before a collective that would wait for it
+            for rank in range(self.sampler.world_size):  # before a collective that would wait for a dead rank
                 try:
                     self.sampler.call_rank(rank, "look", SamplerRole.gpu_uuids).wait(self.timeout)
                 except RankDied:
@@ -360,28 +362,28 @@ class Fleet:
             self.synced[SURVIVES] = survives
 
     def load_engines(self, checkpoint: Path) -> None:
-        """Loads a checkpoint of the actor into all engines, in place of the weights that they have."""
+        """Loads a checkpoint of the actor into all engines, replacing their weights."""
         if self.engines is not None:
             self.revive()
         self.sampler.call("load weights", SamplerRole.load, str(checkpoint)).wait(self.timeout)
 
     @property
     def revivals(self) -> int:
-        """How often engines that had died came back, with the actor's weights."""
+        """Returns how often engines that had died came back, with the actor's weights."""
         return 0 if self.engines is None else self.engines.revivals
 
     def waited(self, work: Future[R]) -> R:
-        """Waits for work that asks engines; starts those anew that die meanwhile."""
+        """Waits for work that sends requests to engines, and restarts engines that die meanwhile."""
         while True:
             try:
                 return work.result(timeout=LOOK_SECONDS)
             except TimeoutError:
-                if work.done():  # the work's own
+                if work.done():  # the work itself timed out
                     raise
                 self.revive()
 
     def revive(self) -> None:
-        """Starts engines anew that have died, sends all engines the weights, and lets them take requests
+        """Restarts engines that have died, sends all engines the weights, and lets them accept requests
         again."""
         assert self.engines is not None and self.background is not None
         dead = sorted(self.engines.dead)
@@ -396,13 +398,13 @@ class Fleet:
     def probe(self, documents: Sequence[Document], synced: bool = True) -> Probe:
         """Compares the log-probs of engines and trainer on fixed documents.
 
-        Raises WeightsDiffer beyond the bound; EngineDiffers where they still have the weights that each has
-        loaded (not `synced`). The bound is `MARGIN` times what rounding in the formats of both moves the
-        trainer's own log-probs (rounding.py).
+        Raises WeightsDiffer beyond the bound, or EngineDiffers if both still have the weights that they
+        loaded (not `synced`). The bound is `MARGIN` times the change that rounding in the formats of both
+        causes in the trainer's own log-probs (rounding.py).
 
         Experts are chosen by products that engine and trainer round in bf16 in different orders: a few tokens
-        go to another one, and their log-probs may differ by a nat. There a model with experts is held to the
-        bound at nine of ten tokens.
+        go to another expert, and their log-probs may differ by a nat. So a bf16 model with experts must meet
+        the bound at nine of ten tokens.
         """
         trainer = self.actor.call("probe", Actor.probe, list(documents))
         engines = self.sampler.call(
@@ -424,7 +426,7 @@ class Fleet:
 
     @property
     def models(self) -> list[WorkerGroup]:
-        """Returns the groups of all models; the sampler's is not one of them."""
+        """Returns the groups of all models, without the sampler's group."""
         return [
             group
             for group in (self.actor, self.reference, *self.rewards.values(), self.critic)
@@ -432,7 +434,7 @@ class Fleet:
         ]
 
     def survey(self) -> Machine:
-        """Returns sizes and GPUs of all roles, and measures the actor's GPU; call it when nothing else
+        """Returns sizes and GPUs of all roles, and measures the actor's GPU. Call it when nothing else
         runs."""
         shapes = {
             group.name: group.call("start", ModelRole.shape).wait(self.timeout)[0] for group in self.models
@@ -450,16 +452,16 @@ class Fleet:
         )
 
     def forget_seconds(self) -> None:
-        """Leaves the work so far out of the next `iteration_metrics`."""
+        """Excludes the work so far from the next `iteration_metrics`."""
         for group in (*self.models, self.sampler):
             group.take_seconds()
 
     def iteration_metrics(
         self, rollouts: Sequence[Rollout], trained: Sequence[str], passes: int, seconds: float
     ) -> dict[str, float]:
-        """Returns metrics of an iteration of `seconds`: floors of its phases; those of the last sync; for
-        each model the peak GiB allocated and reserved, and those reserved now; each role's seconds of work by
-        phase, and the share of time in which it waited."""
+        """Returns metrics of an iteration of `seconds`: floors of its phases; the metrics of the last sync;
+        for each model the peak GiB allocated and reserved, and the GiB still reserved; each role's seconds of
+        work by phase, and the share of time it waited."""
         metrics = (
             floors(rollouts, trained, passes, self.machine, self.scorings) if self.machine is not None else {}
         )
@@ -481,7 +483,7 @@ class Fleet:
         return metrics
 
     def save_state(self, folder: Path) -> None:
-        """Has the roles write their parts (`state_files`) beside the next iterations."""
+        """Makes the roles write their parts (`state_files`) during the next iterations."""
         for group in self.trained:
             (folder / group.name).mkdir()
         wait_all(
@@ -511,8 +513,8 @@ class Fleet:
 
 
 def without_failed(rewards: Rewards, rollouts: Sequence[Rollout], failure: str, allowed: int) -> Rewards:
-    """Returns the rewards without those of failed episodes, whatever other sources said of what there is of
-    these. Raises RewardsFailed when more than `allowed` are left without."""
+    """Returns the rewards without those of failed episodes, even if other sources rated parts of these.
+    Raises RewardsFailed when this leaves more than `allowed` without a reward."""
     failed = np.array([rollout.own is not None and bool(rollout.own.failure) for rollout in rollouts])
     kept = {title: np.where(failed, np.nan, values) for title, values in rewards.by_source.items()}
     found = Rewards(
@@ -523,15 +525,16 @@ def without_failed(rewards: Rewards, rollouts: Sequence[Rollout], failure: str, 
 
 
 def _gaps(found: Sequence[Any], expected: Sequence[np.ndarray]) -> np.ndarray:
-    """Returns |differences| of log-probs of all documents; a first token has none."""
+    """Returns |differences| of log-probs of all documents, without first tokens, which have none."""
     return np.concatenate(
         [np.abs(np.asarray(got) - want)[1:] for got, want in zip(found, expected, strict=True)]
     )
 
 
 def check_gap(gap: float, tolerance: float, most: bool = False, synced: bool = True) -> None:
-    """Raises an error when log-probs of engine and trainer differ by more than `tolerance` (or are nan);
-    `most`: at nine of ten tokens. WeightsDiffer after a weight sync (`synced`), EngineDiffers before any."""
+    """Raises an error when log-probs of engine and trainer differ by more than `tolerance` or are nan:
+    WeightsDiffer after a weight sync (`synced`), EngineDiffers before any. `most`: the gap covers nine of ten
+    tokens."""
     if gap <= tolerance:
         return
     differ = (

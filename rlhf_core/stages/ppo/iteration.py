@@ -1,5 +1,5 @@
-"""Runs one PPO iteration: samples, scores, credits, optimises, sends the weights to vLLM. `train.py` has the
-loop."""
+"""Runs one PPO iteration: samples, scores, credits, optimises, sends the weights to vLLM. `train.py` contains
+the loop."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from rlhf_core.stages.ppo.sampling.collector import Collector
 
 
 class Schedule(NamedTuple):
-    """The training schedule of one iteration: optimiser steps of one pass over the rollout, passes, and each
-    role's learning rates.
+    """The training schedule of one iteration: number of optimiser steps per pass over the rollout, number of
+    passes, and each role's learning rates.
 
     Roles that do not train in this iteration, or do not exist, have no entry in `rates`.
     """
@@ -36,8 +36,8 @@ class Schedule(NamedTuple):
 
 
 class Carried(NamedTuple):
-    """Holds what an iteration takes from the one before: the position in the order of prompts, the running
-    statistics of rewards, and its answers if they were sampled ahead."""
+    """Holds the state that one iteration passes to the next: the position in the order of prompts, the
+    running statistics of rewards, and the next answers if they were sampled ahead."""
 
     position: int
     statistics: Mapping[str, Running]
@@ -45,8 +45,8 @@ class Carried(NamedTuple):
 
 
 class Iteration(NamedTuple):
-    """Holds the metrics of an iteration, the mean KL per token (nats) of its rollout, what the next one takes
-    over, and its rollouts with their rewards."""
+    """Holds the metrics of an iteration, the mean KL per token (nats) of its rollout, the state for the next
+    iteration, and its rollouts with their rewards."""
 
     metrics: dict[str, float]
     kl: float
@@ -67,7 +67,7 @@ def ppo_iteration(
     """Samples answers (or takes them from the collector), scores them with all models and reward sources,
     credits each token, trains, and publishes the actor.
 
-    `last`: no iteration follows whose answers could be sampled ahead.
+    `last`: no iteration follows, so no answers are sampled ahead.
     """
     config = setup.config
     phases = dict[str, float]()
@@ -101,7 +101,7 @@ def ppo_iteration(
     with _phase(phases, "train"):
         batches = minibatches(credited.usable, schedule)
         updates = {
-            # Fewer answers: fewer batches.
+            # with fewer answers there are fewer batches
             role: [
                 Update(batch, rate, kl_coef, credited.value_clip)
                 for batch, rate in zip(batches, rates, strict=False)
@@ -141,15 +141,15 @@ def ppo_iteration(
 
 
 def step_means(steps: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Returns the mean of each metric over the optimiser steps that have it."""
+    """Returns the mean of each metric over the optimiser steps that report it."""
     names = dict.fromkeys(name for step in steps for name in step)
     values = {name: [step[name] for step in steps if name in step] for name in names}
     return {name: sum(found) / len(found) for name, found in values.items()}
 
 
 def actor_metrics(steps: Sequence[Mapping[str, float]], config: PPO) -> dict[str, float]:
-    """Returns the ratios at the actor's first step, none where no step had a token to train on; with
-    `sampler_is: mask` also how many steps had none."""
+    """Returns the ratios at the actor's first step that had a token to train on, none if no step had one;
+    with `sampler_is: mask` also the number of steps without one."""
     taken = [step for step in steps if "policy/ratio" in step]
     metrics = {
         f"policy/first_{name}": step[f"policy/{name}"]
@@ -173,14 +173,14 @@ def divergence_of(
 
 
 def taken(fleet: Fleet, collector: Collector) -> Sampled:
-    """Takes an iteration's answers from the collector; starts engines anew that die meanwhile."""
+    """Takes an iteration's answers from the collector, and restarts engines that die meanwhile."""
     while (sampled := collector.take()) is None:
         fleet.revive()
     return sampled
 
 
 def minibatches(usable: Sequence[int], schedule: Schedule) -> list[list[int]]:
-    """Shuffles the usable rollouts once per epoch, by a seed, and cuts each order into optimiser steps of
+    """Shuffles the usable rollouts once per epoch, with a seed, and cuts each order into optimiser steps of
     (nearly) equal size."""
     batches: list[list[int]] = []
     for epoch in range(schedule.max_epochs):
@@ -194,16 +194,17 @@ def minibatches(usable: Sequence[int], schedule: Schedule) -> list[list[int]]:
 
 @contextmanager
 def _phase(phases: dict[str, float], name: str) -> Iterator[None]:
-    """Adds the wall seconds of a phase. Each ends with a wait for its workers' results, so no work is counted
-    in the next. Sampling ahead and scoring that overlap other phases count only while they are waited for."""
+    """Adds the wall seconds of a phase. Each phase ends with a wait for its workers' results, so no work
+    counts in the next one. Sampling ahead and scoring that overlap other phases count only while something
+    waits for them."""
     start = time.monotonic()
     yield
     phases[name] = phases.get(name, 0.0) + time.monotonic() - start
 
 
 def episode_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
-    """Means over episodes of an environment: answers, attempts, seconds of the environment's own; none
-    without one."""
+    """Returns means over episodes of an environment: answers, attempts, the environment's own seconds; empty
+    without an environment."""
     own = [rollout.own for rollout in rollouts if rollout.own is not None]
     return {
         f"environment/{name}": sum(getattr(o, name) for o in own) / len(own)

@@ -1,4 +1,4 @@
-"""Defines the records of the PPO process: Rollout (one sampled answer) -> Scores (of all models) ->
+"""Defines the records of the PPO process: Rollout (one sampled answer) -> Scores (from all models) ->
 Experience (to train on).
 
 `stored` and `restored` are for resume states, `shown` is for readers.
@@ -18,10 +18,12 @@ from rlhf_core.rewards.clients import Rewards
 
 
 class Own(NamedTuple):
-    """What an environment says of an episode. `reward`: of all answers, nan where every attempt failed
-    (`failure`: how the last one did). `early` (T,): what the answers before the last have of it, each at its
-    last token; None where they have nothing. `ended`: whether the last answer has its end, also where a limit
-    cut the episode after it."""
+    """An environment's report on an episode.
+
+    `reward`: for all answers, nan if every attempt failed (`failure`: how the last one did). `early` (T,):
+    the parts of the reward that belong to answers before the last, each at the answer's last token; None if
+    there are none. `ended`: whether the last answer is complete, even if a limit cut the episode after it.
+    """
 
     reward: float
     early: np.ndarray | None
@@ -34,10 +36,13 @@ class Own(NamedTuple):
 
 @dataclass(frozen=True)
 class Rollout:
-    """Holds one answer, or one episode of an environment. `sampler_logprobs` (T,) is aligned with the
-    document's tokens, 0 off the mask; `finished`: no limit of tokens, turns or time cut it. `versions`: pairs
-    (first token, version of the weights from there on), where these changed while engines answered. Of an
-    episode `messages` has the whole conversation, and `own` what the environment says of it."""
+    """Holds one answer, or one episode of an environment.
+
+    `sampler_logprobs` (T,) is aligned with the document's tokens, 0 off the mask. `finished`: no limit of
+    tokens, turns or time cut it. `versions`: pairs (first token, version of the weights from there on), if
+    the weights may change during an answer. For an episode, `messages` is the whole conversation, and `own`
+    the environment's report.
+    """
 
     prompt: Prompt
     document: Document
@@ -49,11 +54,11 @@ class Rollout:
 
     @property
     def answer(self) -> list[int]:
-        """The sampled tokens."""
+        """Returns the sampled tokens."""
         return list(self.document.token_array[self.document.mask_array].tolist())
 
     def ages(self, version: int) -> np.ndarray:
-        """Returns for each sampled token how many updates its weights are behind `version`."""
+        """Returns for each sampled token by how many updates its weights are behind `version`."""
         starts = [start for start, _ in self.versions]
         sampled = np.flatnonzero(self.document.mask)
         which = np.searchsorted(starts, sampled, side="right") - 1
@@ -61,7 +66,7 @@ class Rollout:
 
 
 def stored(rollout: Rollout) -> dict[str, Any]:
-    """Returns a rollout as JSON, without its experts; log-probs of tokens under the mask alone."""
+    """Returns a rollout as JSON, without its experts; log-probs only for tokens under the mask."""
     mask = rollout.document.mask_array
     borders = np.flatnonzero(np.diff(mask, prepend=False, append=False))  # where answers begin and end
     row = {"tokens": list(rollout.document.tokens), "answers": borders.tolist(), "finished": rollout.finished}
@@ -79,7 +84,7 @@ def stored(rollout: Rollout) -> dict[str, Any]:
 
 
 def restored(row: Mapping[str, Any], prompt: Prompt, experts: np.ndarray | None) -> Rollout:
-    """Returns the rollout that `stored` wrote, bit for bit; `prompt`: as in the data."""
+    """Returns the rollout that `stored` wrote, bit for bit. `prompt`: as in the data."""
     mask = np.zeros(len(row["tokens"]), dtype=bool)
     for start, end in zip(row["answers"][::2], row["answers"][1::2], strict=True):
         mask[start:end] = True
@@ -116,9 +121,9 @@ def shown(
 
 
 class Part(NamedTuple):
-    """Holds references to what the nodes have of `size` rollouts, by field of Experience: in `lists` to a
-    list in their order, in `scored` to the results of the ranks of a group, which are pairs (index, array)
-    and the seconds of the work."""
+    """Holds references to the nodes' data for `size` rollouts, by field of Experience. A reference in `lists`
+    is to a list in the rollouts' order, one in `scored` to the result of a rank: pairs (index, array), and
+    the seconds of the work."""
 
     size: int
     lists: Mapping[str, Any]
@@ -128,10 +133,12 @@ class Part(NamedTuple):
 @dataclass(frozen=True)
 class Scores:
     """Holds what models and reward sources computed for each rollout: per-token (T,) arrays by document. None
-    without the model, and for the actor where the training pass computes its log-probs. `stored`: references
-    to what the nodes have of the rollouts, in parts that follow each other. `end_values` (N,): the critic's
-    value of each whole document that a limit cut, 0 of the others; None unless the recipe asks for them
-    (`bootstrap_truncated`)."""
+    without the model, and for the actor if the training pass computes its log-probs.
+
+    `stored`: references to the nodes' data for the rollouts, in consecutive parts. `end_values` (N,): the
+    critic's value of each whole document that a limit cut, 0 for the others; None unless the recipe asks for
+    them (`bootstrap_truncated`).
+    """
 
     logprobs: list[np.ndarray] | None
     ref_logprobs: list[np.ndarray] | None
@@ -143,10 +150,12 @@ class Scores:
 
 @dataclass(frozen=True)
 class Experience:
-    """Holds one rollout to train on; arrays (T,), aligned with the document's tokens. `advantages` may be one
-    number, that of all response tokens. Without `old_logprobs` these are those of the training pass itself;
-    without a critic `values` and `returns`, without a KL in the loss `ref_logprobs`, and without importance
-    weights `sampler_logprobs` are None."""
+    """Holds one rollout to train on; arrays (T,), aligned with the document's tokens.
+
+    `advantages` may be one number for all response tokens. Without `old_logprobs` the training pass computes
+    them. `values` and `returns` are None without a critic, `ref_logprobs` without a KL in the loss, and
+    `sampler_logprobs` without importance weights.
+    """
 
     document: Document
     old_logprobs: np.ndarray | None

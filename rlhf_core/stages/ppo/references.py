@@ -1,8 +1,8 @@
-"""Passes experience to the ranks that train: by reference what the nodes already have, so that nothing is
-sent to a node twice.
+"""Passes experience to the ranks that train. Data that the nodes already have is passed by reference, so that
+nothing is sent to a node twice.
 
-Documents and the sampler's log-probs are put on the nodes while models score. What models computed is where
-their ranks stored it.
+Documents and the sampler's log-probs are put on the nodes while models score. Results of models stay where
+their ranks stored them.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ READ = {  # fields of Experience, by the role that trains on them
     "actor": ("document", "old_logprobs", "sampler_logprobs", "ref_logprobs"),
     "critic": ("document", "values"),
 }
-MOST = 20_000  # references in the calls of all ranks, of which the driver passes some 20,000 a second
+MOST = 20_000  # references in the calls of all ranks; the driver passes about 20,000 per second
 
 
 class Place(NamedTuple):
-    """Says what a reference holds: a field of the rollouts from index `start` on, as in `scored` or as in
-    `lists` of `Part`."""
+    """Describes a reference's contents: a field of the rollouts from index `start` on, in the form of
+    `scored` or `lists` in `Part`."""
 
     field: str
     start: int
@@ -34,14 +34,14 @@ class Place(NamedTuple):
 
 
 class Sent(NamedTuple):
-    """Holds experience without what references hold, and these, with their places."""
+    """Holds experience without the data that references hold, and these references with their places."""
 
     experience: list[Experience]
     places: list[Place]
     references: list[Any]
 
     def read_by(self, role: str) -> tuple[list[Place], list[Any]]:
-        """Returns places and references of what a role trains on."""
+        """Returns places and references of the fields that a role trains on."""
         pairs = [
             pair for pair in zip(self.places, self.references, strict=True) if pair[0].field in READ[role]
         ]
@@ -49,9 +49,9 @@ class Sent(NamedTuple):
 
 
 def by_reference(experience: Sequence[Experience], parts: Sequence[Part], ranks: int) -> Sent:
-    """Takes out of experience what all of `parts`, which follow each other, have; what it does not have
-    itself stays away. Nothing where too many references would go to the `ranks`, as with hundreds of ranks
-    that score many parts."""
+    """Removes from experience the fields that all `parts` have; the parts are consecutive. Fields that are
+    None in the experience get no reference. Removes nothing if too many references would go to the `ranks`,
+    as with hundreds of ranks that score many parts."""
     assert not parts or sum(part.size for part in parts) == len(experience), (
         "parts are not those of the experience"
     )
@@ -81,8 +81,7 @@ def by_reference(experience: Sequence[Experience], parts: Sequence[Part], ranks:
 def joined(
     experience: Sequence[Experience], places: Sequence[Place], stored: Sequence[Any]
 ) -> list[Experience]:
-    """Puts what the references held back into experience, in place of nothing. Arrays are not copied: they
-    cannot be written to."""
+    """Puts the data of the references back into experience. Arrays are not copied and are read-only."""
     columns: dict[str, list[Any]] = {place.field: [None] * len(experience) for place in places}
     for place, found in zip(places, stored, strict=True):
         for i, value in found[0] if place.scored else enumerate(found):

@@ -1,7 +1,7 @@
-"""Computes the shortest possible time of an iteration: its floating-point operations and bytes over the
-ceilings of the GPUs.
+"""Computes the shortest possible time of an iteration: its floating-point operations and bytes, divided by
+the ceilings of the GPUs.
 
-2N operations a token for a forward pass of N parameters, 6N for training (Kaplan et al. 2020, section 2.1;
+A forward pass of N parameters takes 2N operations per token, training 6N (Kaplan et al. 2020, section 2.1;
 attention's own products and recomputation are left out). The ceilings are measured at start, on the actor's
 GPU: a large matrix product and a large copy.
 """
@@ -21,22 +21,22 @@ from rlhf_core.hub.model_config import num_experts
 from rlhf_core.stages.ppo.records import Rollout
 
 MATMUL = 8192
-COPY = 1 << 30  # on a GPU: rows of a square matrix; bytes
+COPY = 1 << 30  # on a GPU: MATMUL is the rows of a square matrix, COPY is bytes
 CPU_MATMUL = 512
 CPU_COPY = 1 << 24
 
 
 class Ceilings(NamedTuple):
-    """Holds what a GPU can do: FLOP/s of matrix products in the training dtype, bytes/s of its memory (read
-    and written both counted)."""
+    """Holds a GPU's limits: FLOP/s of matrix products in the training dtype, bytes/s of its memory (reads and
+    writes both counted)."""
 
     flops: float
     bandwidth: float
 
 
 class Shape(NamedTuple):
-    """Holds sizes of one model: parameters that compute a token (of experts only those it is sent to), bytes
-    of all weights, bytes of keys and values of one token, and whether it has experts."""
+    """Holds sizes of one model: parameters used per token (for experts only those that the token is sent to),
+    bytes of all weights, bytes of keys and values per token, and whether it has experts."""
 
     parameters: int
     weight_bytes: int
@@ -59,7 +59,7 @@ def shape_of(model: PreTrainedModel) -> Shape:
     parameters = [
         (name, getattr(p, "ds_numel", p.numel()), p.element_size()) for name, p in model.named_parameters()
     ]
-    # share of its experts that a token is sent to
+    # share of the experts that a token is sent to
     met = getattr(config, "num_experts_per_tok", experts) / experts if experts else 1.0
     idle = (1 - met) * sum(n for name, n, _ in parameters if ".experts." in name)
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
@@ -75,7 +75,7 @@ def shape_of(model: PreTrainedModel) -> Shape:
 
 
 def measure_ceilings(device: torch.device, dtype: torch.dtype) -> Ceilings:
-    """Measures the ceilings of a GPU, or of the CPU: the best of a few runs of each."""
+    """Measures the ceilings of a GPU, or of the CPU, as the best of a few runs each."""
     on_gpu = device.type == "cuda"
     rows, size = (MATMUL, COPY) if on_gpu else (CPU_MATMUL, CPU_COPY)
     matrix = torch.randn(rows, rows, device=device, dtype=dtype)
@@ -104,10 +104,10 @@ def floors(
     machine: Machine,
     scorings: Mapping[str, int],
 ) -> dict[str, float]:
-    """Returns the seconds that each phase takes at least, as `floor/<phase>`. `passes`: times each rollout is
-    trained on; `scorings`: how often each role scores it.
+    """Returns the minimum seconds of each phase, as `floor/<phase>`. `passes`: how often training uses each
+    rollout. `scorings`: how often each role scores it.
 
-    The prompt of several answers counts once.
+    A prompt with several answers counts once.
     """
     tokens = _prompt_tokens(rollouts) + sum(
         len(rollout.document) - rollout.document.answer_start for rollout in rollouts
@@ -122,8 +122,8 @@ def floors(
 
 
 def _generate(rollouts: Sequence[Rollout], machine: Machine) -> float:
-    """Adds up the prompts' products, and a step for each token of the longest answer, which reads the weights
-    and all keys and values."""
+    """Returns the minimum seconds of generation: the prompts' products, then decoding, limited by its
+    products or by reading all keys and values and, per token of the longest answer, the weights."""
     shape, gpus, (flops, bandwidth) = (
         machine.shapes["sampler"],
         len(machine.gpus["sampler"]),

@@ -1,10 +1,10 @@
-"""Measures how far rounding may move a model's log-probs: a pass with noise of the size of rounding errors
-beside one without.
+"""Measures how far rounding may move a model's log-probs, by comparing passes with and without noise of the
+size of rounding errors.
 
-Two programs that compute one model in other orders, or in other formats, round other sums. A rounding error
-is relative: its root mean square is about 0.4 of the format's unit roundoff (2^-8 for bf16, which has 8 bits
-of precision). Each decoder layer gets noise where its roundings are: in its branches, and in the sums of the
-residual stream.
+Two programs that compute one model in different orders or formats round different sums. A rounding error is
+relative: its root mean square is about 0.4 of the format's unit roundoff (2^-8 for bf16, which has 8 bits of
+precision). Each decoder layer gets noise where it rounds: in its branches, and in the sums of the residual
+stream.
 """
 
 from __future__ import annotations
@@ -19,24 +19,25 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 # unit roundoffs; fp8: e4m3
 UNIT = {"float32": 2.0**-24, "float16": 2.0**-11, "bfloat16": 2.0**-8, "fp8": 2.0**-4}
-MEAN = 6**-0.5  # root mean square of an error over the unit roundoff, for mantissas of all sizes
+MEAN = 6**-0.5  # root mean square of an error, relative to the unit roundoff, over mantissas of all sizes
 BRANCH = 10
-# roundings of a layer: norms, projections, rotations, attention, activations; the sums of its two branches
+# roundings of a layer: BRANCH for norms, projections, rotations, attention, activations; SUMS for its two
+# branches
 SUMS = 2
 FP8_WEIGHTS = 8
-FP8_CACHE = 2  # roundings that a format adds: weights and inputs of four projections; keys and values
+FP8_CACHE = 2  # roundings that FP8 adds: weights and inputs of four projections; keys and values
 
 
 class Noise(NamedTuple):
-    """Holds relative sizes of a layer's rounding errors: of what it adds to the residual stream, and of the
-    stream."""
+    """Holds relative sizes of a layer's rounding errors: of its contribution to the residual stream, and of
+    the stream."""
 
     branch: float
     stream: float
 
 
 def noise_of(dtype: str, engine: Mapping[str, Any]) -> Noise:
-    """Returns the noise between a trainer of `dtype` and an engine of this dtype, each with its own errors.
+    """Returns the noise between a trainer and an engine of the same `dtype`, each with its own errors.
     `engine`: vLLM's options, of which `quantization` and `kv_cache_dtype` may name FP8."""
     unit = MEAN * UNIT[dtype]
     fp8 = MEAN * UNIT["fp8"]
@@ -47,7 +48,7 @@ def noise_of(dtype: str, engine: Mapping[str, Any]) -> Noise:
 
 
 def layers_of(model: nn.Module) -> list[nn.Module]:
-    """Returns the decoder layers, of code that does not name them the longest list of modules."""
+    """Returns the decoder layers; if the code does not mark them, the longest list of modules."""
     named = [part for part in model.modules() if isinstance(part, GradientCheckpointingLayer)]
     lists = [list(part) for part in model.modules() if isinstance(part, nn.ModuleList)]
     return named or max(lists, key=len, default=[])
@@ -55,7 +56,7 @@ def layers_of(model: nn.Module) -> list[nn.Module]:
 
 @contextmanager
 def noisy(model: nn.Module, noise: Noise) -> Iterator[None]:
-    """Adds noise to each decoder layer's output while it is open, the same each time."""
+    """Adds noise, the same each time, to each decoder layer's output while the context is open."""
     generators: dict[torch.device, torch.Generator] = {}
 
     def add(layer: nn.Module, given: tuple[Any, ...], named: dict[str, Any], output: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Starts PPO: reserves the cluster and starts a process for each rank; they import libraries while this
+"""Starts PPO: reserves the cluster and starts a process for each rank. The ranks import libraries while this
 process does the same."""
 
 from __future__ import annotations
@@ -29,19 +29,19 @@ def run(request: StageRequest, run: RunDir) -> Outcome:
 
         return train(request, run, groups, begun)
     except Exception:
-        leave()  # so that what the roles still print does not come after the reason
+        leave()  # keeps late output of the roles from following the error
         raise
 
 
 def start_processes(config: PPO) -> dict[str, WorkerGroup]:
-    """Starts the processes of each role, each in its slot; they import their libraries."""
+    """Starts the processes of each role in their slots; they import their libraries."""
     connect()
     reservation = reserve(arrange(config.placed, config.together), config.timeout)
     processes = sum(len(slots) for slots in reservation.slots.values())
     print(
         f"starting {processes} processes, which import their libraries and then load their models", flush=True
     )
-    # Sampling has the machine to itself, unless it runs ahead; the others work two and two.
+    # Sampling runs alone, unless it runs ahead; other roles work in pairs.
     alone = () if config.max_staleness else ("sampler",)
     groups = {
         name: WorkerGroup(

@@ -1,5 +1,5 @@
-"""Turns the sum of all sources into the rewards that advantages are of: clips it, and adds penalties for
-length. `answers.py` filters groups by the same numbers."""
+"""Turns the sum of all sources into the rewards from which advantages are computed: clips it, and adds length
+penalties. `answers.py` filters groups with the same numbers."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from rlhf_core.stages.ppo.records import Rollout
 
 
 class Shaped(NamedTuple):
-    """Holds the rewards (B,), 0 where an answer has none, and metrics. `clipped` (B,): before penalties."""
+    """Holds the rewards (B,), 0 for an answer without one, and metrics. `clipped` (B,): before penalties."""
 
     rewards: Tensor
     clipped: Tensor
@@ -26,7 +26,7 @@ class Shaped(NamedTuple):
 def shaped_rewards(
     rollouts: Sequence[Rollout], combined: Combined, config: PPO, of_cut: Tensor | float = 0.0
 ) -> Shaped:
-    """Clips the sums to `reward_clip`, replaces those of truncated answers by `of_cut` with
+    """Clips the sums to `reward_clip`, replaces those of truncated answers with `of_cut` if
     `bootstrap_truncated`, and adds penalties."""
     limit = config.reward_clip
     clipped = combined.rewards.clamp(-limit, limit)
@@ -40,13 +40,13 @@ def shaped_rewards(
 
 
 def truncated(rollouts: Sequence[Rollout]) -> Tensor:
-    """Returns which answers or episodes a limit ended, (B,) bool."""
+    """Returns whether a limit ended each answer or episode, (B,) bool."""
     return torch.tensor([not rollout.finished for rollout in rollouts])
 
 
 def penalties_of(rollouts: Sequence[Rollout], cut: Tensor, config: PPO) -> dict[str, Tensor]:
-    """Returns what is added to rewards, (B,) each, by the name of its metric. `cut` (B,): a limit ended the
-    answer or episode."""
+    """Returns the penalties to add to rewards, (B,) each, by the name of their metric. `cut` (B,): a limit
+    ended the answer or episode."""
     found = dict[str, Tensor]()
     if config.overlong_buffer:
         used = torch.tensor([len(rollout.document) - rollout.document.answer_start for rollout in rollouts])

@@ -1,5 +1,5 @@
-"""Starts the roles in their processes: chooses the ZeRO stage of actor and critic, checks GPU memory, loads
-all models at the same time."""
+"""Starts the roles in their processes: chooses the ZeRO stage of actor and critic, checks GPU memory, and
+loads all models concurrently."""
 
 from __future__ import annotations
 
@@ -48,10 +48,12 @@ def start_fleet(
     own_tokens: Mapping[str, OwnTokens] = MappingProxyType({}),
     asking: Asking = Asking(),  # noqa: B008 it is a tuple
 ) -> Fleet:
-    """Starts all roles in their processes side by side and waits until each has loaded its model. `paths`
-    gives each role's model; `resumed_zero_stage`: the ZeRO stage of a resume state, used when the recipe says
-    `auto`; `own_tokens`: of reward models with another tokenizer, by title; `asking`: what asks engines for
-    single answers."""
+    """Starts all roles in their processes side by side and waits until each has loaded its model.
+
+    `paths`: each role's model. `resumed_zero_stage`: the ZeRO stage of a resume state, used when the recipe
+    says `auto`. `own_tokens`: the entries of reward models with another tokenizer, by title. `asking`: the
+    objects that request single answers from engines.
+    """
     rewards = {source.title: groups[f"reward:{source.title}"] for source in config.reward_models}
 
     def model(role: str) -> ModelSpec:
@@ -69,10 +71,10 @@ def start_fleet(
         spec = model(f"reward:{title}")
         return spec._replace(pad_token_id=own_tokens[title].pad_token_id) if title in own_tokens else spec
 
-    # before anything is loaded, which it may refuse
+    # before loading anything, because it may raise
     chosen = zero_stage_of(config, paths, groups, resumed_zero_stage)
     read_only = {"offload": config.ref_reward_offload, "shard": config.ref_reward_shard}
-    # a KL that begins at 0
+    # so that the KL begins at 0
     as_the_actor = config.replays_routing and paths.get("reference") == paths["actor"]
     loading: list[Pending[RankReady]] = [
         groups["sampler"].build(
@@ -110,7 +112,7 @@ def start_fleet(
     for pending in loading:
         print(f"waiting for {pending.role} to load {paths.get(pending.role, paths['actor'])}", flush=True)
         ranks = pending.wait(config.timeout)
-        imports = max(up.imports for up in ranks)  # 0 where they are part of the loading
+        imports = max(up.imports for up in ranks)  # 0 if they are part of the loading
         took = (
             f"imports {imports:.0f} s, " if imports else ""
         ) + f"loading {max(up.loading for up in ranks):.0f} s"
@@ -155,7 +157,7 @@ def start_fleet(
     )
     fleet.open_channel()
     fleet = replace(fleet, machine=fleet.survey())
-    if fleet.sleeps:  # the engines are awake, and loading took memory that the models do not hold
+    if fleet.sleeps:  # the engines are awake, and loading left memory that the models do not use
         fleet.release_memory()
     return fleet
 
@@ -163,8 +165,8 @@ def start_fleet(
 def zero_stage_of(
     config: PPO, paths: Mapping[str, str], groups: Mapping[str, WorkerGroup], resumed_zero_stage: int | None
 ) -> Chosen:
-    """Returns the ZeRO stage of actor and critic: the recipe's, else by the smallest of their GPUs. Prints
-    it, and doubts about memory.
+    """Returns the ZeRO stage of actor and critic: the recipe's or a resume state's, otherwise one that fits
+    the smallest of their GPUs. Prints it, and doubts about memory.
 
     Raises MachineLacks when a GPU cannot hold all that is loaded onto it.
     """
@@ -178,7 +180,7 @@ def zero_stage_of(
             groups[name].gpu_bytes(config.timeout) for name in ("actor", "critic") if name in groups
         )
         for names, needed in starts_of_ppo(config, known):
-            if needed > gpu_bytes:  # else no other group is asked
+            if needed > gpu_bytes:  # otherwise no other group is asked
                 require_start(names, needed, min(groups[name].gpu_bytes(config.timeout) for name in names))
     if config.zero_stage == "auto" and resumed_zero_stage is not None:
         chosen = stage_of_state(config, resumed_zero_stage)
@@ -188,7 +190,7 @@ def zero_stage_of(
     if sizes and gpu_bytes and config.dtype == "bfloat16":
         print(doubt(peak_of_ppo(config, sizes, chosen.stage, gpu_bytes), gpu_bytes), end="", flush=True)
         free: dict[str, int] = {}
-        for name in ("actor", "critic"):  # other processes may still import their libraries
+        for name in ("actor", "critic"):  # other processes may still be importing their libraries
             free |= groups[name].free_hosts(config.timeout) if name in groups else {}
         decided = config.model_copy(update={"zero_stage": chosen.stage})
         nodes = {name: group.nodes for name, group in groups.items()}

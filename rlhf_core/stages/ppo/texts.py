@@ -1,4 +1,4 @@
-"""Makes texts of sampled tokens, all at once and only those that a reward source reads."""
+"""Decodes sampled tokens to text, all at once and only the texts that a reward source reads."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from rlhf_core.rewards.contract import Sample
 from rlhf_core.stages.ppo.records import Rollout
 
 Lengths = Callable[[Sequence[int]], list[int]]
-# tokens of each text, whether special tokens are left out
+# arguments: tokens of each text, and whether to leave out special tokens
 Decode = Callable[[Sequence[Sequence[int]], bool], list[str]]
 
 
 def decoder(tokenizer: Any) -> Decode:
-    """Returns what decodes many texts, on all cores where the tokenizer can; the texts are those of
+    """Returns a function that decodes many texts, on all cores if the tokenizer can, with the same results as
     `tokenizer.decode`."""
     fast = getattr(tokenizer, "backend_tokenizer", None)
     if fast is None or getattr(tokenizer, "clean_up_tokenization_spaces", False):
@@ -26,7 +26,8 @@ def decoder(tokenizer: Any) -> Decode:
 
 
 def lengths_of(tokenizer: Any) -> Lengths:
-    """Returns what counts the whole characters of a text after each of its tokens, without special ones."""
+    """Returns a function that counts a text's whole characters after each of its tokens, without special
+    ones."""
     fast: Any = getattr(tokenizer, "backend_tokenizer", None)
 
     def count(tokens: Sequence[int]) -> list[int]:
@@ -43,15 +44,15 @@ def lengths_of(tokenizer: Any) -> Lengths:
 
 
 def with_own_ends(found: Sequence[Sample], rollouts: Sequence[Rollout]) -> list[Sample]:
-    """Returns `samples` that are finished where their text has its end, also of an episode that a limit cut
-    after it: what writes them anew puts an end token there, as the sampled tokens have."""
+    """Returns `samples` that are finished if their text is complete, even in an episode that a limit cut
+    afterwards. When these are re-tokenised, such texts get an end token, like the sampled tokens."""
     ended = [rollout.finished if rollout.own is None else rollout.own.ended for rollout in rollouts]
     return [sample._replace(finished=end) for sample, end in zip(found, ended, strict=True)]
 
 
 def samples(rollouts: Sequence[Rollout], decode: Decode, wanted: Collection[str]) -> list[Sample]:
-    """Returns rollouts as reward sources see them. Texts that are not in `wanted` (`responses`, `query`) are
-    empty."""
+    """Returns rollouts in the form for reward sources. Texts that are not in `wanted` (`responses`, `query`)
+    are empty."""
     nothing = [""] * len(rollouts)
     responses = (
         decode([[] if rollout.messages else rollout.answer for rollout in rollouts], True)

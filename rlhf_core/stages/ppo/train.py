@@ -60,7 +60,7 @@ from rlhf_core.training.ranks import EXPORT_TRIAL
 
 PROBE_DOCUMENTS = 4
 PROBE_TOKENS = 128
-KEPT_ROLLOUTS = 8  # of each iteration that is logged
+KEPT_ROLLOUTS = 8  # of each logged iteration
 SHOWN = (
     "reward/mean",
     "kl/mean",
@@ -76,7 +76,7 @@ def train(request: StageRequest, run: RunDir, groups: Mapping[str, WorkerGroup],
     """Trains the actor on its own samples; the output is `checkpoint`. A killed run continues after its last
     saved iteration.
 
-    `groups`: the processes of each role; `begun`: when the stage began, on the monotonic clock.
+    `groups`: the processes of each role. `begun`: when the stage began, on the monotonic clock.
     """
     config = cast(PPO, request.config)
     paths = model_paths(config, request.inputs)
@@ -103,7 +103,7 @@ def train(request: StageRequest, run: RunDir, groups: Mapping[str, WorkerGroup],
     )
     resume = resume_state.latest(run)
     resumed_zero_stage = resume_state.kept_zero_stage(run, layout_of(config))
-    # Before any model is loaded: functions and environment may be wrong.
+    # Before any model is loaded: functions and environment may be faulty.
     try_rewards(config.reward, data.items[0], renderer)
     asked = start_asking(config, renderer, groups, data.items[0])
     fleet = start_fleet(
@@ -125,7 +125,7 @@ def train(request: StageRequest, run: RunDir, groups: Mapping[str, WorkerGroup],
         kl = KLController(config.init_kl_coef, config.kl_target, config.kl_horizon)
         carried = Carried(0, {})
         best = None
-        # bests of the last two states
+        # best iterations of the last two states
         named = (resume.loop["best"][0],) if resume and resume.loop.get("best") else ()
         commit: resume_state.Commit | None = None
         found = fleet.probe(setup.probe, synced=False)  # before the first transfer; raises EngineDiffers
@@ -142,9 +142,9 @@ def train(request: StageRequest, run: RunDir, groups: Mapping[str, WorkerGroup],
             best = Best(*resume.loop["best"]) if resume.loop.get("best") else None
             print(f"resumed after iteration {first} of {iterations}", flush=True)
         elif config.vllm.adapters == "alone":
-            fleet.sync_weights()  # all answers are of engines with adapters, which change nothing yet
+            fleet.sync_weights()  # all answers come from engines with adapters; no effect yet
         if held_out and not resume:
-            shutil.rmtree(run / BEST, ignore_errors=True)  # of an attempt without a resume state
+            shutil.rmtree(run / BEST, ignore_errors=True)  # from an attempt without a resume state
             _, best = validated(fleet, held_out, run, 0, None)
         collector = (
             start_collector(fleet, setup, iterations, first, resume.folder if resume else None)
@@ -176,7 +176,7 @@ def train(request: StageRequest, run: RunDir, groups: Mapping[str, WorkerGroup],
                     run / ROLLOUTS / f"iteration{done}.jsonl",
                     islice(shown(rollouts, rewards, fleet.decode), KEPT_ROLLOUTS),
                 )
-            # first: a run that resumes after this iteration does not export again
+            # before saving the state: a run that resumes after this iteration does not export again
             if done in config.export_at:
                 export(fleet, run / EXPORTS / f"iteration{done}")
             if stopped:
@@ -203,7 +203,7 @@ def train(request: StageRequest, run: RunDir, groups: Mapping[str, WorkerGroup],
         finish_saving(fleet, commit)
         tracker.close()
         if collector:
-            collector.stop()  # after `stop_when` there are answers that nobody will train on
+            collector.stop()  # after `stop_when` there are answers on which nothing will train
         of_best = chosen(fleet, held_out, run, best, done) if held_out and best else {}
     if best:
         link_tree(run / BEST / f"iteration{best.iteration}", run / "checkpoint")
@@ -227,13 +227,13 @@ def validated(
     fleet: Fleet, held_out: Validation, run: RunDir, iteration: int, best: Best | None
 ) -> tuple[dict[str, float], Best]:
     """Validates the actor after an iteration, and exports it if it is the best so far. Returns metrics and
-    the best."""
+    the best iteration."""
     start = time.monotonic()
     metrics = validate(fleet, held_out, run, iteration)
     best = Best(iteration, metrics) if best is None else best.after(iteration, metrics)
     if best.iteration == iteration:
         export(fleet, run / BEST / f"iteration{iteration}")
-        if fleet.adapters_alone:  # such engines cannot load it later
+        if fleet.adapters_alone:  # engines that get only adapters cannot load it later
             best = best._replace(answered_again=answer_again(fleet, held_out, run))
     interval = f" ({metrics[LOW]:.4g} to {metrics[HIGH]:.4g})" if LOW in metrics else ""
     print(f"iteration {iteration}: mean reward {metrics[REWARD]:.4g}{interval} on eval_prompts", flush=True)
@@ -242,9 +242,9 @@ def validated(
 
 
 def chosen(fleet: Fleet, held_out: Validation, run: RunDir, best: Best, last: int) -> dict[str, float]:
-    """Returns the metrics of the best iteration: of its answers with fresh seeds as `eval/...`, and what it
-    was chosen by, which is the largest of all validations and so too good, as `selection/reward/...`. `last`:
-    the iteration whose weights engines have."""
+    """Returns the metrics of the best iteration: those of its answers with fresh seeds as `eval/...`, and
+    those it was chosen by as `selection/reward/...`, which are biased upwards because they are the largest of
+    all validations. `last`: the iteration whose weights the engines have."""
     if best.answered_again is not None:
         metrics = best.answered_again
     elif best.iteration == last:
@@ -269,7 +269,7 @@ def save_state(fleet: Fleet, carried: Carried, collector: Collector | None, fold
 
 
 def finish_saving(fleet: Fleet, commit: resume_state.Commit | None) -> None:
-    """Waits until the last state is complete. Raises what it failed with."""
+    """Waits until the last state is complete. Raises the error if saving failed."""
     if commit:
         fleet.finish_saving()
         commit.wait()
@@ -278,8 +278,8 @@ def finish_saving(fleet: Fleet, commit: resume_state.Commit | None) -> None:
 def start_asking(
     config: PPO, renderer: Renderer, groups: Mapping[str, WorkerGroup], prompt: Prompt
 ) -> Asking:
-    """Starts what asks engines for single answers, where that is needed, and the processes of the
-    environment, which is tried with `prompt`. Raises ValueError when it cannot be made, or its code is
+    """Starts the objects that request single answers from engines, if needed, and the processes of the
+    environment, which is tried with `prompt`. Raises ValueError when it cannot be created or its code is
     wrong."""
     if config.environment is None and not config.continuous:
         return Asking()
@@ -304,15 +304,15 @@ def updates_before(config: PPO, iteration: int) -> int:
 
 
 def adapted(kl: KLController, config: PPO, iteration: int, mean_kl: float) -> KLController:
-    """Returns the KL controller after an iteration. Before the actor's first update the KL is nothing that
-    training did, and changes nothing."""
+    """Returns the KL controller after an iteration. Before the actor's first update it is unchanged, because
+    training has not caused the KL."""
     if not updates_before(config, iteration):
         return kl
     return kl.update(mean_kl, config.rollout_batch_size * config.n_samples_per_prompt)
 
 
 def start_collector(fleet: Fleet, setup: Setup, iterations: int, first: int, state: Path | None) -> Collector:
-    """Starts to collect answers, for the iterations from `first` on; `state`: of a resumed run."""
+    """Starts to collect answers for the iterations from `first` on. `state`: the folder of a resume state."""
     assert fleet.background is not None and fleet.engines is not None
     known = read_collected(state, setup.order) if state else None
     updates = updates_before(setup.config, first)
@@ -332,16 +332,16 @@ def start_collector(fleet: Fleet, setup: Setup, iterations: int, first: int, sta
 
 
 def export(fleet: Fleet, folder: Path) -> None:
-    """Writes the actor as a model, to the disk: a resume state counts on it. Replaces what an interrupted
-    attempt left there."""
+    """Writes the actor as a model and syncs it to disk, because a resume state relies on it. Replaces
+    leftovers of an interrupted attempt."""
     shutil.rmtree(folder, ignore_errors=True)
     fleet.export_actor(folder)
     sync_to_disk(folder)
 
 
 def model_paths(config: PPO, inputs: Mapping[str, str]) -> dict[str, str]:
-    """Returns each role's model. Defaults: the critic starts from the first reward model, the reference is
-    the actor's starting model."""
+    """Returns the path of each role's model. By default the critic starts from the first reward model, and
+    the reference is the actor's starting model."""
     names = {"actor": config.actor} | (
         {"reference": config.reference or config.actor} if "reference" in config.groups else {}
     )
@@ -354,7 +354,7 @@ def model_paths(config: PPO, inputs: Mapping[str, str]) -> dict[str, str]:
 def setup_of(
     config: PPO, prompts: Sequence[Prompt], paths: Mapping[str, str], stop_token_ids: Sequence[int], seed: int
 ) -> Setup:
-    """Returns what stays the same over the iterations."""
+    """Returns the values that are fixed for all iterations."""
     n = config.n_samples_per_prompt
     normalize: Literal["none", "stored"] = "stored" if config.normalize_reward else "none"
     terms = [term_of(source, paths.get(f"reward:{source.title}"), normalize) for source in config.reward]
@@ -411,8 +411,8 @@ def restore(kl: KLController, loop: Mapping[str, Any]) -> tuple[KLController, Ca
 
 
 def final_metrics(lines: Sequence[dict[str, Any]]) -> dict[str, float]:
-    """Computes means over the last fifth of the iterations, of a metric over those that have it, and the
-    reward's rise from the first fifth with its standard error."""
+    """Computes each metric's mean over those of the last fifth of the iterations that report it, and the
+    reward's means in the first and last fifth with the standard error of the rise."""
     fifth = max(1, len(lines) // 5)
     last = lines[-fifth:]
     start = lines[:fifth]

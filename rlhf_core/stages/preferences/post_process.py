@@ -1,8 +1,8 @@
-"""Turns a round's sampled answers into rows by post-processor: pairs, labelled answers, the best, or all of
-them. Pure and torch-free.
+"""Turns a round's sampled answers into rows according to the post-processor: pairs, labelled answers, the
+best, or all of them. Pure and torch-free.
 
 A prompt that gives no row is dropped and counted. Answers whose reward failed (nan) are left out. Answers cut
-at the length limit are used in pairs only; the pair is marked, and training puts no end token after them.
+at the length limit are used only in pairs; the pair is marked, and training puts no end token after them.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class PromptGroup(NamedTuple):
 
 
 class Made(NamedTuple):
-    """Rows for training, and how many prompts gave none, by reason."""
+    """Rows for training, and the number of prompts that gave none, by reason."""
 
     rows: Sequence[PreferencePair | ScoredAnswer]
     dropped: dict[str, int]
@@ -49,11 +49,11 @@ def post_process(
     finished: Sequence[Sequence[bool]],
     min_reward: float | None,
 ) -> Made:
-    """The rows of one round. `finished` is False for a cut answer, `min_reward` rejection sampling's
-    threshold.
+    """Returns the rows of one round. `finished` is False for a cut answer; `min_reward` is rejection
+    sampling's threshold.
 
-    A prompt is dropped as `no_reward` when fewer of its answers have a reward than it takes: two where
-    answers are compared, else one.
+    A prompt is dropped as `no_reward` when too few of its answers have a reward: less than two if answers are
+    compared, otherwise none.
     """
     answers = [
         [Scored(*answer) for answer in zip(*group, strict=True)]
@@ -92,7 +92,7 @@ def post_process(
 
 
 def best_and_worst(groups: Sequence[PromptGroup]) -> Made:
-    """The best answer of each prompt against its worst; prompts without a difference in score and text are
+    """Pairs the best answer of each prompt with its worst. Prompts without a difference in score and text are
     dropped."""
     pairs: list[PreferencePair] = []
     dropped = {"equal_score": 0, "equal_text": 0}
@@ -111,10 +111,10 @@ def best_and_worst(groups: Sequence[PromptGroup]) -> Made:
 
 
 def labelled(groups: Sequence[PromptGroup]) -> Made:
-    """Every answer, desirable when it scores above the mean of the answers to its prompt, undesirable below
-    it.
+    """Labels every answer: desirable when it scores above the mean of the answers to its prompt, undesirable
+    below it.
 
-    A prompt's own mean, because some prompts are easier than others. Answers at the mean are left out;
+    The mean is per prompt, because some prompts are easier than others. Answers at the mean are left out;
     prompts whose answers all score the same are dropped.
     """
     rows: list[LabelledAnswer] = []
@@ -133,8 +133,8 @@ def labelled(groups: Sequence[PromptGroup]) -> Made:
 
 
 def best(groups: Sequence[PromptGroup], min_reward: float | None) -> Made:
-    """The best of n (the first of equals); a prompt whose best answer scores below `min_reward` is
-    dropped."""
+    """Returns the best of n answers (the first of equals). A prompt whose best answer scores below
+    `min_reward` is dropped."""
     tops = [(prompt, max(answers, key=REWARD)) for prompt, answers in groups]
     kept = [(prompt, top) for prompt, top in tops if min_reward is None or top.reward >= min_reward]
     rows = [ScoredAnswer(prompt=prompt, response=top.text, reward=top.reward) for prompt, top in kept]

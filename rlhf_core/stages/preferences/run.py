@@ -1,10 +1,10 @@
-"""Makes one round of training data: samples n answers for each prompt, scores them and turns them into rows
+"""Creates one round of training data: samples n answers for each prompt, scores them and turns them into rows
 (`post_processor`).
 
 A policy with rewards in its prompts (conditional SFT) gets the prompt for the best reward; rows and reward
 sources get plain prompts. Sampling and scoring run one after the other, so that each uses the whole device.
-Sampled answers are kept after a kill (sample_answers.py). The score of an answer is the weighted sum of its
-rewards; if any source fails, the answer is left out.
+Sampled answers survive a kill (sample_answers.py). The score of an answer is the weighted sum of its rewards;
+if any source fails, the answer is left out.
 """
 
 from __future__ import annotations
@@ -43,10 +43,10 @@ WHY_NONE = {
 
 
 def run(request: StageRequest, run: RunDir) -> Outcome:
-    """Writes `pairs.jsonl` for the post-processor dpo (`PreferencePair`), else `answers.jsonl`
+    """Writes `pairs.jsonl` for the post-processor dpo (`PreferencePair`), otherwise `answers.jsonl`
     (`ScoredAnswer`, `LabelledAnswer`)."""
     config = cast(Preferences, request.config)
-    terms_of(config.reward, request.inputs)  # what is missing is reported before any work
+    terms_of(config.reward, request.inputs)  # reports missing inputs before any work
     policy = request.inputs[config.policy]
     require_positions(policy, stored_config(policy), config.prompt_max_len + config.generate_max_len)
     tokenizer = load_tokenizer(policy, request.trust_remote_code)
@@ -138,16 +138,16 @@ def run(request: StageRequest, run: RunDir) -> Outcome:
 
 
 def slice_of_round(prompts: Sequence[Prompt], first: int, count: int | None, seed: int) -> list[Prompt]:
-    """`count` prompts from position `first` of one seeded shuffle; a round beyond the end starts again at the
-    front."""
+    """Returns `count` prompts from position `first` of one seeded shuffle. A round beyond the end wraps
+    around to the front."""
     order = list(range(len(prompts)))
     random.Random(seed).shuffle(order)
     return [prompts[order[(first + i) % len(order)]] for i in range(min(count or len(order), len(order)))]
 
 
 def reward_metrics(scores: Sequence[Sequence[float]]) -> dict[str, float]:
-    """What the weighed sums of each prompt's answers were, as they are compared and written; nan: no
-    reward."""
+    """Returns metrics of the weighted sums of each prompt's answers, in the form in which they are compared
+    and written; nan: no reward."""
     given = [[value for value in group if not math.isnan(value)] for group in scores]
     flat = [value for group in given for value in group]
     groups = [group for group in given if group]

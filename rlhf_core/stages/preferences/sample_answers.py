@@ -1,8 +1,7 @@
-"""Samples the answers of a round, by an engine in this process or by several on a Ray cluster, and writes
-each to disk at once.
+"""Samples the answers of a round, with an engine in this process or several on a Ray cluster, and writes each
+to disk at once.
 
-A stage that starts again samples only the missing ones: `state/answers.jsonl` has a line for each prompt that
-is answered.
+A restarted stage samples only the missing ones: `state/answers.jsonl` has a line for each answered prompt.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ def answers_of_round(
     request: StageRequest,
     run: RunDir,
 ) -> list[list[Answer]]:
-    """Returns `n_samples_per_prompt` answers to each prompt, without log-probs. Seeds are a function of run,
+    """Returns `n_samples_per_prompt` answers to each prompt, without log-probs. Seeds depend only on run,
     round and prompt."""
     file = run / STATE / "answers.jsonl"
     n = config.n_samples_per_prompt
@@ -113,7 +112,7 @@ def _sampled(
     seeds: Sequence[int],
     how: Sampling,
 ) -> Generator[Answered, None, None]:
-    """Yields the answers by one engine in this process, or by engines of a temporary Ray group, each on its
+    """Yields answers from one engine in this process, or from engines of a temporary Ray group, each on its
     own GPUs."""
     if config.vllm.num_engines == config.vllm.pipeline_parallel_size == 1:
         sampler = Sampler(policy, **settings)

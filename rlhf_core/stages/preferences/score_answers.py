@@ -1,4 +1,4 @@
-"""Scores a round's answers by a reward model on as many processes as there were engines."""
+"""Scores a round's answers with a reward model on as many processes as there were engines."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from rlhf_core.stages.ppo.roles.read_only import Reward
 
 SILENT_SECONDS = 3600.0  # longer than one part takes
 PROGRESS_SECONDS = 15.0
-PASSES = 16  # of each process between two looks
+PASSES = 16  # per process between two looks
 
 
 def scores_on_ranks(

@@ -15,13 +15,13 @@ from rlhf_core.runs.lineage import Ancestor, sources, stages
 from rlhf_core.system.markdown_table import table
 
 GATE_COLUMNS = ("stage", "metric", "value", "required", "verdict")
-PLAIN_KEYS = ("template",)  # a text with slashes in it, not a place
-HIDDEN_KEYS = ("base_url", "url", "folder")  # names of this machine and its network, of no use elsewhere
+PLAIN_KEYS = ("template",)  # text that contains slashes but is not a path
+HIDDEN_KEYS = ("base_url", "url", "folder")  # names of this machine and its network, useless elsewhere
 
 
 def public_names(names: Iterable[str]) -> dict[str, str]:
-    """What an evaluation calls its models and judges -> what anyone may read: a place of this machine by its
-    last component."""
+    """Maps an evaluation's names of models and judges to public ones: a path on this machine becomes its last
+    component, numbered if that is taken."""
     found = dict.fromkeys(names)
     taken = {name for name in found if not _is_place(name)}
     public = {name: name for name in taken}
@@ -35,8 +35,8 @@ def public_names(names: Iterable[str]) -> dict[str, str]:
 
 
 def gate_section(gates: Sequence[Verdict]) -> list[str]:
-    """The gates of the stages behind what is published; nothing where there are none. Only gates that warn
-    can have failed."""
+    """Returns the section on the gates of the stages behind the publication; empty if there are none. Only
+    gates that warn can have failed."""
     rows = [
         (
             verdict.stage,
@@ -59,7 +59,7 @@ def gate_section(gates: Sequence[Verdict]) -> list[str]:
 
 
 def data_sets(model: Ancestor) -> str:
-    """The table of the data of every stage of a lineage."""
+    """Returns the table of the data of every stage of a lineage."""
     rows = [
         (
             stage.name,
@@ -76,7 +76,7 @@ def data_sets(model: Ancestor) -> str:
 
 
 def configuration(model: Ancestor) -> str:
-    """Every stage's configuration, seed, versions and metrics, folded."""
+    """Returns every stage's configuration, seed, versions and metrics, folded."""
     parts = []
     for stage in stages(model):
         record = {"seed": stage.seed, **_public(stage.config)}
@@ -92,7 +92,7 @@ def configuration(model: Ancestor) -> str:
 
 
 def _public(value: Any, key: str = "") -> Any:
-    """A config without places of this machine: files by their last component, Hub ids as they are."""
+    """Returns a config without paths of this machine: files by their last component."""
     if isinstance(value, dict):
         return {name: _public(item, name) for name, item in value.items() if name not in HIDDEN_KEYS}
     if isinstance(value, (list, tuple)):
@@ -105,6 +105,6 @@ def _is_place(name: str) -> bool:
 
 
 def _metric(key: str) -> str:
-    """`win_rate/MODEL`, where a model is named by its folder, without that folder's place."""
+    """Returns the key, with the model in `win_rate/MODEL` without its path if it is named by its folder."""
     what, slash, name = key.partition("/")
     return f"{what}/{shown(name)}" if slash and Path(name).is_absolute() else key

@@ -1,10 +1,10 @@
-"""Keeps which published model of a recipe is in use, the champion: `champion.json` and the link `champion`
+"""Records which published model of a recipe is in use, the champion: `champion.json` and the link `champion`
 beside the recipe's report, the branch `champion` of its repository on the Hub, and a copy of the record in
 the store.
 
-A move is first written down, then made on the Hub and in the store, and last counted: what is cut off in
-between is completed by the next command or run. The Hub moves a branch in one request (a tag cannot be moved,
-only deleted and made again), so it has one champion always.
+A move is first written down, then made on the Hub and in the store, and counted last. If it is interrupted,
+the next command or run completes it. The Hub moves a branch in one request (a tag can only be deleted and
+recreated), so it always has exactly one champion.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ WAIT_SECONDS = 600.0  # for another process that moves the champion
 
 
 class Reign(Frozen):
-    """A model in use. `run`: name of the publication's run directory; `commit` of `repo_id` on the Hub, None
-    where it is only a folder. `ended`: why it was rolled back, or ''."""
+    """A model in use. `run`: name of the publication's run directory; `commit`: on the Hub in `repo_id`, None
+    if it is only a folder. `ended`: why it was rolled back, or ""."""
 
     run: str
     model: str
@@ -51,8 +51,8 @@ class Reign(Frozen):
 
 
 class Champions(Frozen):
-    """The content of `champion.json`: all champions, the newest last, the move not counted yet, and the
-    store's URL."""
+    """The content of `champion.json`: all champions, the newest last, the pending move, and the store's
+    URL."""
 
     reigns: tuple[Reign, ...] = ()
     moving: Reign | None = None
@@ -60,7 +60,7 @@ class Champions(Frozen):
 
     @property
     def now(self) -> Reign | None:
-        """The champion."""
+        """Returns the champion."""
         return self.reigns[-1] if self.reigns else None
 
 
@@ -84,9 +84,9 @@ def promote(
 ) -> Reign:
     """Makes a published model the champion.
 
-    Raises ValueError when the run directory has no finished publication of a model, when the Hub refuses or a
-    token is missing, and ConnectionError or StoreFault when Hub or store cannot be reached: the move is then
-    completed by the next call of this or `complete`.
+    Raises ValueError when the run directory has no finished publication of a model, the Hub refuses or a
+    token is missing. Raises ConnectionError or StoreFault when Hub or store cannot be reached; the next call
+    of this or `complete` then completes the move.
     """
     new = _reign(run_dir, why, by)
     with _moving(folder, store, retries):
@@ -116,13 +116,13 @@ def _reign(run_dir: Path, why: str, by: str) -> Reign:
 
 @contextmanager
 def _moving(folder: Path, store: Store | None, retries: Retries) -> Iterator[None]:
-    """Holds the lock of the record, after the move that was cut off is completed."""
+    """Holds the lock of the record, after completing an interrupted move."""
     with locked(folder / LOCK, WAIT_SECONDS) as ours:
         if not ours:
             raise ValueError(
                 f"another process moves the champion of {folder.name}: try again when it has ended"
             )
-        with suppress(ValueError):  # a move that the Hub refused for good: this one takes its place
+        with suppress(ValueError):  # a move that the Hub refused for good: this one replaces it
             _complete(folder, store, retries)
         yield
 
@@ -143,12 +143,11 @@ def rollback(
     retries: Retries = RETRIES,
     expected: str | None = None,
 ) -> Reign:
-    """Makes the last champion before the present one, which was not rolled back itself, the champion again.
-    Returns the champion.
+    """Makes the previous champion that was not rolled back itself the champion again. Returns the champion.
 
-    `expected`: run of the champion to roll back; if there is another champion, that one stays, and the record
-    says that `expected` was rolled back. Raises ValueError when there is none to go back to, and as
-    `promote`.
+    `expected`: the run of the champion to roll back. If another champion is in use, it stays, and the record
+    notes that `expected` was rolled back. Raises ValueError when there is none to go back to, and the errors
+    of `promote`.
     """
     with _moving(folder, store, retries):
         record = champions_of(folder)
@@ -172,8 +171,8 @@ def rollback(
 
 
 def _with_end(record: Champions, run: str, why: str) -> Champions:
-    """Returns the record after the last reign of a run was rolled back; one that was rolled back before keeps
-    its reason."""
+    """Returns the record with the last reign of a run marked as rolled back. A reign that was already rolled
+    back keeps its reason."""
     reigns = list(record.reigns)
     at = next((at for at in reversed(range(len(reigns))) if reigns[at].run == run), None)
     if at is not None and not reigns[at].ended:
@@ -182,15 +181,15 @@ def _with_end(record: Champions, run: str, why: str) -> Champions:
 
 
 def runs_kept(folder: Path) -> list[str]:
-    """Returns the names of the run directories that the record needs: of the champion, of those to go back
-    to, and of a move."""
+    """Returns the names of the run directories that the record needs: those of the champion, of earlier
+    champions that were not rolled back, and of a pending move."""
     record = champions_of(folder)
     kept = [reign.run for reign in record.reigns if not reign.ended or reign == record.now]
     return list(dict.fromkeys(kept + ([record.moving.run] if record.moving else [])))
 
 
 def complete(folder: Path, store: Store | None = None, retries: Retries = RETRIES) -> None:
-    """Completes a move that was cut off, if there is one. Errors as `promote`."""
+    """Completes an interrupted move, if there is one. Raises like `promote`."""
     if champions_of(folder).moving is not None:
         with locked(folder / LOCK, WAIT_SECONDS) as ours:
             if ours:
@@ -216,7 +215,7 @@ def _copy(folder: Path, record: Champions, store: Store | None) -> None:
 
 
 def _move_branch(repo_id: str, commit: str, retries: Retries) -> None:
-    """Points the branch `champion` at a commit, in one request; `overwrite` is a field of the Hub's API that
+    """Points the branch `champion` at a commit, in one request. `overwrite` is a field of the Hub's API that
     its Python client lacks."""
     api = HfApi(**client_options())
     url = f"{api.endpoint}/api/models/{repo_id}/branch/{BRANCH}"
@@ -234,7 +233,7 @@ def _move_branch(repo_id: str, commit: str, retries: Retries) -> None:
 
 
 def _link(folder: Path, run_dir: Path) -> None:
-    """Lets the link `champion` lead to the published folder."""
+    """Makes the link `champion` point to the published folder."""
     result = RunDir(run_dir).result()
     if result is not None:
         new = folder / f".{LINK}.{secrets.token_hex(8)}"

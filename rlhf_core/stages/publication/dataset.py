@@ -1,7 +1,7 @@
-"""Writes data sets that stages made as Hub repositories: a preferences stage's rows, an evaluation's
+"""Writes data sets that stages created as Hub repositories: a preferences stage's rows, an evaluation's
 judgments and answers.
 
-The files are JSONL as the stages write it. A card describes the columns and how the rows were made.
+The files are JSONL as the stages write it. A card describes the columns and how the rows were created.
 Torch-free.
 """
 
@@ -57,8 +57,8 @@ MADE = {
 
 
 def data_files(output: Path) -> dict[str, Path]:
-    """Path in the repository -> file, of a preferences stage's `pairs.jsonl` or `answers.jsonl` or of an
-    evaluation's report folder.
+    """Returns files by their path in the repository, from a preferences stage's `pairs.jsonl` or
+    `answers.jsonl` or an evaluation's report folder.
 
     Raises ValueError when there is nothing to publish.
     """
@@ -77,8 +77,8 @@ def data_files(output: Path) -> dict[str, Path]:
 
 
 def renamed(files: Mapping[str, Path]) -> dict[str, str]:
-    """Path -> text of the files in which a model or judge is named by its place on this machine, which is not
-    published."""
+    """Returns the changed text, by path, of files that name a model or judge by its path on this machine,
+    which is not published."""
     rows = {
         path: [json.loads(line) for line in file.read_text(encoding="utf-8").split("\n") if line.strip()]
         for path, file in files.items()
@@ -108,8 +108,8 @@ def data_card(
     branch: str = "main",
     gates: Sequence[Verdict] = (),
 ) -> str:
-    """README.md of a data set. `title`: the Hub id, or a name; `branch` and `gates` as for `card`. The same
-    inputs give the same card: no dates, no places of the machine."""
+    """Returns README.md of a data set. `title`: the Hub id, or a name. `branch` and `gates` as for `card`.
+    The same inputs give the same card: it contains no dates and no paths of this machine."""
     made_by = lineage(output)
     parts = list(dict.fromkeys(path.split("/")[0] for path in files))
     kind = output.stem if output.is_file() else "judgments"
@@ -166,7 +166,7 @@ def data_card(
 
 
 def _columns(part: str, files: Mapping[str, Path]) -> list[tuple[str, str, str, str]]:
-    """The columns of the first row of each file of a part, each once."""
+    """Returns the columns of the first row of each file of a part, each once."""
     columns: dict[str, str] = {}
     for path, file in files.items():
         if path.startswith(f"{part}/"):

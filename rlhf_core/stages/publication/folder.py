@@ -2,9 +2,9 @@
 
 It is written beside its destination, checked, marked, and renamed, so that a reader never sees an incomplete
 model. The marker (`alignflow.json`: who wrote it, from which stage, every file with size and SHA-256) allows
-the next publication to replace it; a folder without a marker belongs to somebody else and is not replaced.
-Only files that a model needs are copied, never pickles. An adapter (peft's format) is published as it is, and
-names the Hub repository of the model it belongs to.
+the next publication to replace the folder; a folder without a marker belongs to somebody else and is not
+replaced. Only files that a model needs are copied, never pickles. An adapter (peft's format) is published
+unchanged, and names the Hub repository of the model it belongs to.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from rlhf_core.runs.lineage import lineage, stage_of
 from rlhf_core.system.files import file_digest
 
 MARKER = "alignflow.json"
-PLACES = ("_name_or_path", "name_or_path")  # keys of a config that remember where it was loaded from
+PLACES = ("_name_or_path", "name_or_path")  # keys of a config that store its load path
 
 
 class AdapterBase(NamedTuple):
-    """The model on the Hub that an adapter belongs to, and its commit when that is known."""
+    """The model on the Hub that an adapter belongs to, and its commit if known."""
 
     repo_id: str
     revision: str | None
@@ -53,11 +53,11 @@ def assemble(
     trust_remote_code: bool = False,
     base: AdapterBase | None = None,
 ) -> Published:
-    """Publishes a checkpoint to a folder, together with `texts` (relative path -> content). `base`: of
+    """Publishes a checkpoint to a folder, together with `texts` (relative path -> content). `base` comes from
     `adapter_base`.
 
-    Raises ValueError when the checkpoint is not a whole model, or when `folder` holds something that was not
-    published by alignflow.
+    Raises ValueError when the checkpoint is not a whole model, or when `folder` contains something that was
+    not published by alignflow.
     """
     files = {
         file.relative_to(checkpoint).as_posix(): file for file in model_files(checkpoint, trust_remote_code)
@@ -81,16 +81,16 @@ def put(
     digest: str,
     finish: Callable[[Path], None],
 ) -> Published:
-    """Copies files (relative path -> file) and writes `texts` to `folder`, whole or not at all; `finish`
+    """Copies files (relative path -> file) and writes `texts` to `folder`, completely or not at all; `finish`
     checks it before it is in place.
 
-    In a run directory weights are hard links, which take no space; a folder of the user's gets copies, which
-    the user may change. Raises ValueError when `folder` holds something that was not published by alignflow.
+    In a run directory weights are hard links, which take no space; a user's folder gets copies, which the
+    user may change. Raises ValueError when `folder` contains something that was not published by alignflow.
     """
     refuse_foreign(folder)
     folder.parent.mkdir(parents=True, exist_ok=True)
     partial, old = (folder.with_name(f".{folder.name}.{digest}.{state}") for state in ("partial", "old"))
-    for leftover in (partial, old):  # of a publication that was cut off
+    for leftover in (partial, old):  # from an interrupted publication
         shutil.rmtree(leftover, ignore_errors=True)
     partial.mkdir()
     in_run = stage_of(folder) is not None
@@ -118,11 +118,11 @@ def _linked(file: Path, place: Path) -> bool:
 
 
 def adapter_base(checkpoint: Path, base_repo: str | None) -> AdapterBase | None:
-    """What a published adapter names as its base: `base_repo`, else the Hub repository it was trained on;
-    None for a whole model.
+    """Returns the base that a published adapter names: `base_repo`, otherwise the Hub repository it was
+    trained on; None for a whole model.
 
-    Raises ValueError when the base is a folder of this machine and no repository is named for it: a stranger
-    could load neither.
+    Raises ValueError when the base is a folder of this machine and `base_repo` is not set, since others could
+    not load it; also when `base_repo` is no Hub id or the model is whole.
     """
     if not is_adapter(checkpoint):
         if base_repo:
@@ -146,7 +146,7 @@ def adapter_base(checkpoint: Path, base_repo: str | None) -> AdapterBase | None:
 
 
 def refuse_foreign(folder: Path) -> None:
-    """ValueError unless `folder` is free: absent, empty, or published by alignflow before."""
+    """Raises ValueError unless `folder` is free: absent, empty, or published by alignflow before."""
     if (
         not folder.exists()
         or (folder.is_dir() and not any(folder.iterdir()))
@@ -174,8 +174,8 @@ def _manifest(folder: Path) -> dict[str, FileInfo]:
 
 
 def _rewrite(file: Path, base: AdapterBase | None = None) -> None:
-    """Drops the folder of this machine that a model or tokenizer was loaded from, unless it is a Hub id, and
-    names an adapter's base."""
+    """Removes the path on this machine that a model or tokenizer was loaded from, unless it is a Hub id, and
+    sets an adapter's base."""
     if not file.exists():
         return
     config = json.loads(file.read_text())

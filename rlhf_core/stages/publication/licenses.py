@@ -1,8 +1,8 @@
-"""Finds the licence of a publication from base models and data, and reports a conflict before anything is
-sent. Torch-free.
+"""Determines the licence of a publication from base models and data, and reports a conflict before anything
+is sent. Torch-free.
 
-It knows the licences that cards name (`upstream_cards`) and those that `publication.licenses` names. This
-compares names by a short table; it is no legal advice; an unknown licence does not stop a publication.
+It knows the licences that cards name (`upstream_cards`) and those in `publication.licenses`, and compares
+names with a short table. It is no legal advice, and an unknown licence does not stop a publication.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ Upstream = Mapping[str, str]  # name of a model or data set -> its licence
 
 
 def inherited(declared: str | None, upstream: Upstream) -> str:
-    """The licence for the card: `declared` if nothing upstream forbids it, else what upstream requires;
-    `unknown` when nobody says.
+    """Returns the licence for the card: `declared` if nothing upstream forbids it, otherwise what upstream
+    requires; `unknown` when no licence is known.
 
-    Permissive licences require nothing here; non-commercial ones for a non-commercial one; every other one
-    (share-alike, a model's own) for itself. Raises ValueError, one sentence, when `declared` gives less, or
-    when two of them cannot both be met.
+    Permissive licences require nothing here, non-commercial ones a non-commercial licence, and every other
+    one (share-alike, a model's own) itself. Raises ValueError, one sentence, when `declared` is too
+    permissive, when two licences cannot both be met, or when one forbids derived works.
     """
     known = {name: license.lower() for name, license in upstream.items() if license.lower() != UNKNOWN}
     for name, license in known.items():
@@ -65,10 +65,10 @@ def inherited(declared: str | None, upstream: Upstream) -> str:
 
 
 def upstream_licenses(cards: Cards, named: Mapping[str, str]) -> dict[str, str]:
-    """Licences of the base models and the data whose cards these are, as far as they are known. `named` (of
-    the recipe) goes first.
+    """Returns the known licences of the base models and data that these cards describe. `named` (from the
+    recipe) takes precedence.
 
-    ValueError when `named` names nothing that was used.
+    Raises ValueError when `named` names something that was not used.
     """
     given = {shown(parted(name)[0]): license for name, license in named.items()}
     strange = [name for name in given if name not in cards]
@@ -79,7 +79,8 @@ def upstream_licenses(cards: Cards, named: Mapping[str, str]) -> dict[str, str]:
 
 
 def license_of(header: Header) -> str | None:
-    """The licence that a card names; `license_name` when it is none of the Hub's list (`other`)."""
+    """Returns the licence that a card names, or its `license_name` if it is not on the Hub's list
+    (`other`)."""
     license = (header.get("license_name") if header.get("license") == "other" else None) or header.get(
         "license"
     )

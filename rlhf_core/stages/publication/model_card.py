@@ -1,10 +1,10 @@
 """Writes the model card (README.md) of a published model: content, origin, scores, intended use. Torch-free.
 
-Pure functions from records to text, so that the same inputs give the same card and a repeated publication
-changes nothing: no dates. Paths of the machine never appear; files are named by their last component, stages
-by name and digest. Left out: the legacy `model-index` of the front matter. Scores go to `.eval_results/`, the
-Hub's current format, when the questions are a data set of the Hub (that format has no other way to name
-them), and to `eval_results.json` always.
+These are pure functions from records to text without dates, so that the same inputs give the same card and a
+repeated publication changes nothing. Paths of this machine never appear; files are named by their last
+component, stages by name and digest. The front matter has no legacy `model-index`. Scores always go to
+`eval_results.json`, and also to `.eval_results/`, the Hub's current format, when the questions are a data set
+on the Hub (that format has no other way to name them).
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ CONDITIONED = (
     "The model was trained with the reward of each answer at the end of its prompt: put the text in"
     " `prompt_suffix.json` after your last message to ask for its best answers, as the scores below did.\n"
 )
-SAMPLING = ("max_tokens", "temperature", "top_p")  # of the settings of an endpoint, those that are published
+SAMPLING = ("max_tokens", "temperature", "top_p")  # the endpoint settings that are published
 
 
 class CardModel(NamedTuple):
-    """A model to publish: the lineage of its checkpoint, what the evaluation calls it, the card's heading (a
+    """A model to publish: the lineage of its checkpoint, its name in the evaluation, the card's heading (a
     Hub id, or a name), the Hub repository of the model that an adapter belongs to (None: a whole model), and
     the branch where it is published. `needs_score_class`: transformers lacks its class
-    (`models.score_classes`). `terms`: of its base model."""
+    (`models.score_classes`). `terms`: the terms of its base model."""
 
     lineage: Ancestor
     name: str
@@ -50,7 +50,7 @@ class CardModel(NamedTuple):
 
 
 def card(model: CardModel, report: EvalReport | None, gates: Sequence[Verdict] = ()) -> str:
-    """README.md of a model. `gates`: those of all stages it comes from."""
+    """Returns README.md of a model. `gates`: the gates of all stages that it comes from."""
     parts = [
         f"---\n{yaml.safe_dump(front_matter(model), sort_keys=False, allow_unicode=True)}---\n",
         f"# {model.title}\n",
@@ -78,7 +78,8 @@ def card(model: CardModel, report: EvalReport | None, gates: Sequence[Verdict] =
 
 
 def front_matter(model: CardModel) -> dict[str, Any]:
-    """The card's YAML header: what the Hub indexes. Only Hub ids are named as base model and data sets."""
+    """Returns the card's YAML header, which the Hub indexes. Only Hub ids are named as base model and data
+    sets."""
     kinds = [stage.kind.replace("_", "-") for stage in stages(model.lineage)]
     base = trained(model.lineage)[0]
     header: dict[str, Any] = {
@@ -105,8 +106,8 @@ def front_matter(model: CardModel) -> dict[str, Any]:
 
 
 def public_report(report: EvalReport) -> tuple[EvalReport, dict[str, str]]:
-    """An evaluation without places of this machine and its network, and without what endpoints were told
-    beside the question; and the public names, by those in `report`."""
+    """Returns an evaluation without paths and addresses of this machine, and without endpoint settings except
+    `SAMPLING`; also maps names in `report` to public ones."""
     rates = [*report.win_rates, *report.against_parent]
     names = [
         report.baseline,
@@ -134,11 +135,11 @@ def public_report(report: EvalReport) -> tuple[EvalReport, dict[str, str]]:
 
 
 def eval_results(report: EvalReport, name: str, questions: str) -> str | None:
-    """`.eval_results/*.yaml` (Hub docs: eval-results): the win rate of the model in percent, by the judge
-    that decides.
+    """Returns `.eval_results/*.yaml` (Hub docs: eval-results): the win rate of the model in percent,
+    according to the judge that decides.
 
-    None unless the questions are on the Hub. The format wants one file per variant, so second opinions stay
-    in `eval_results.json`.
+    Returns None unless the questions are on the Hub. The format requires one file per variant, so second
+    opinions stay in `eval_results.json`.
     """
     if not is_hub_id(questions):
         return None

@@ -1,4 +1,4 @@
-"""Publishes a checkpoint with card and scores, or a data set that a stage made: to a folder and, given a
+"""Publishes a checkpoint with card and scores, or a data set from a stage: to a folder and, given a
 repository id and a token, to the Hub (`upload.py`).
 
 The tag, named like the stage's run directory, is set last: it marks a complete model. A loop's rounds have
@@ -33,10 +33,10 @@ from rlhf_core.system.files import read_json, write_text
 
 
 def run(request: StageRequest, run: RunDir) -> Outcome:
-    """The publication stage. Outputs: `published` (the folder) and, after an upload, `hub` (`hub.json`:
+    """Runs the publication stage. Outputs: `published` (the folder) and, after an upload, `hub` (`hub.json`:
     repository, commit, tag).
 
-    A dry run makes the same folder, always in the run directory, prints what would be sent and sends no
+    A dry run creates the same folder, always in the run directory, prints what would be sent, and sends no
     request to the Hub.
     """
     config = request.config
@@ -93,8 +93,9 @@ def run(request: StageRequest, run: RunDir) -> Outcome:
 
 
 def _card(api: HfApi, repo_id: str, repo_type: str) -> str | None:
-    """README.md of a repository, for its licence; None when there is none that this token may read. Out of
-    reach is ConnectionError: the card, and with it the commit, must be the same at each attempt."""
+    """Returns README.md of a repository, for its licence; None when there is none that this token may read.
+    Raises ConnectionError when the Hub cannot be reached: the card, and with it the commit, must be the same
+    at each attempt."""
 
     def fetch() -> str | None:
         try:
@@ -108,8 +109,8 @@ def _card(api: HfApi, repo_id: str, repo_type: str) -> str | None:
 
 
 def read_token(repo_id: str | None, dry_run: bool = False) -> str | None:
-    """Returns the token when something goes to the Hub. Raises ValueError, before any work, when it is
-    missing."""
+    """Returns the token if something goes to the Hub. Raises ValueError, before any work, when the token is
+    missing or HF_HUB_OFFLINE is set."""
     if repo_id is None or dry_run:
         return None
     token = os.environ.get(TOKEN_ENV, "").strip()
@@ -129,7 +130,7 @@ def read_token(repo_id: str | None, dry_run: bool = False) -> str | None:
 def card_files(
     request: StageRequest, config: Publication, base: AdapterBase | None, license: str, terms: Terms
 ) -> dict[str, str]:
-    """The card and the evaluation's results, as relative path -> content."""
+    """Returns the card and the evaluation's results, as relative path -> content."""
     assert config.model
     checkpoint = Path(request.inputs[config.model])
     report = None
@@ -140,7 +141,7 @@ def card_files(
         report = EvalReport.model_validate_json((folder / "eval.json").read_text())
         stage = stage_of(folder)
         questions = stage[1]["config"].get("questions", {}).get("path", "") if stage else ""
-        # it may know the model by another name: the last round of a loop
+        # the evaluation may use another name for it: the last round of a loop
         judged = stage[1]["inputs"] if stage else {}
         if name not in judged:
             name = next((other for other, place in judged.items() if Path(place) == checkpoint), name)

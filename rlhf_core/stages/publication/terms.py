@@ -1,5 +1,5 @@
-"""Carries a base model's terms on to what was made of it: where its licence is, and that readers must ask for
-access. Torch-free."""
+"""Passes a base model's terms on to models derived from it: where its licence is, and that readers must ask
+for access. Torch-free."""
 
 from __future__ import annotations
 
@@ -16,12 +16,11 @@ from rlhf_core.stages.publication.licenses import license_of
 from rlhf_core.stages.publication.upload import Gated
 from rlhf_core.stages.publication.upstream_cards import Header, ReadCard, card_of_model
 
-ASKING = "extra_gated_"  # fields of a card that say what those who ask for access read and fill in
+ASKING = "extra_gated_"  # prefix of a card's fields that define what users asking for access read and fill in
 
 
 class Terms(NamedTuple):
-    """Terms of the base model that a published one was trained from. `repo_id`: its Hub repository; None: it
-    is a folder."""
+    """Terms of the base model of a published one. `repo_id`: its Hub repository; None if it is a folder."""
 
     repo_id: str | None = None
     header: Header = {}  # noqa: RUF012
@@ -31,8 +30,8 @@ class Terms(NamedTuple):
         return {name: value for name, value in self.header.items() if name.startswith(ASKING)}
 
     def license_fields(self, license: str) -> dict[str, Any]:
-        """The card's fields for `license`: with the base's link to it, and as `other` where the Hub's list
-        does not have it."""
+        """Returns the card's fields for `license`: if it is the base's, with the base's link to it, and as
+        `other` if it is not on the Hub's list."""
         if license_of(self.header) != license:
             return {"license": license}
         fields: dict[str, Any] = {
@@ -47,7 +46,8 @@ class Terms(NamedTuple):
 
 
 def base_terms(output: Path, base_repo: str | None, read_card: ReadCard | None) -> Terms:
-    """Terms of the base of a model, or of the repository `base_repo` that an adapter's base is in."""
+    """Returns the terms of a model's base, or of the repository `base_repo` that contains an adapter's
+    base."""
     place = base_repo or _base_of(str(output))
     if place is None:
         return Terms()
@@ -56,8 +56,8 @@ def base_terms(output: Path, base_repo: str | None, read_card: ReadCard | None) 
 
 
 def _base_of(place: str) -> str | None:
-    """The folder or Hub id of the model that a chain of stages began with; None where a stage is no longer
-    there."""
+    """Returns the folder or Hub id of the model that a chain of stages began with; None if a stage is
+    gone."""
     while made := stage_of(place):
         folder, record = made
         kind = KINDS.get(record["config"].get("stage", ""))
@@ -71,10 +71,10 @@ def _base_of(place: str) -> str | None:
 def gated_like(
     wanted: Literal["base", "auto", "manual", "no"], terms: Terms, private: bool, api: HfApi | None
 ) -> Gated | None:
-    """How readers of a published model ask for access. `base`: as for its base; where that is not on the Hub:
-    `auto` if its card has fields for them.
+    """Returns how readers of a published model ask for access. `base`: as for its base; if that is not on the
+    Hub, `auto` if its card has fields for them.
 
-    Raises ValueError for a model for everyone whose base this token cannot read.
+    Raises ValueError for a public model whose base this token cannot read.
     """
     if wanted != "base":
         return None if wanted == "no" else wanted

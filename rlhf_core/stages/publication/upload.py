@@ -1,11 +1,11 @@
-"""Uploads a published folder to the Hub: repository, branch, one commit on the head that it read, and last
-the tag.
+"""Uploads a published folder to the Hub: repository, branch, one commit on top of the head that it read, and
+the tag last.
 
-An upload that was interrupted and is run again ends with the same commit and one tag: it uses an existing
-repository, the Hub's client (`create_commit`) sends no file that the Hub has, a commit whose reply was lost
-is recognised because nothing is left to change, and an existing tag is checked and kept. `upload_folder` is
-not used: with xet it splits a folder into several commits, and a reader could then see new weights under an
-old card. `create_commit` streams large files too. A missing branch is created first, at the head of main.
+Repeating an interrupted upload ends with the same commit and one tag: it uses an existing repository, the
+Hub's client (`create_commit`) sends no file that the Hub has, a commit whose reply was lost is recognised
+because nothing is left to change, and an existing tag is checked and kept. `upload_folder` is not used: with
+xet it splits a folder into several commits, and a reader could then see new weights under an old card.
+`create_commit` streams large files too. A missing branch is created first, at the head of main.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ CARD = "README.md"
 REPORT = "eval_results.json"
 RESULTS = ".eval_results/alignflow.yaml"
 RECEIPT = "hub.json"
-Gated = Literal["auto", "manual"]  # who accepts those that ask for access: the Hub, or a person
+Gated = Literal["auto", "manual"]  # who accepts access requests: the Hub, or a person
 
 T = TypeVar("T")
 
@@ -53,8 +53,8 @@ def would_send(
     repo_type: str,
     gated: Gated | None = None,
 ) -> str:
-    """What an upload of a published folder would send and where: every file with its size in bytes, and the
-    card's text."""
+    """Describes what an upload of a published folder would send and where: every file with its size in bytes,
+    and the card's text."""
     files = _files(folder)
     sizes = {path: file.stat().st_size for path, file in files.items()}
     where = (
@@ -94,12 +94,12 @@ def upload(
     """Puts a published folder on the Hub: repository, branch, one commit, tag. Safe to repeat after any
     failure.
 
-    With `gated` a repository that everyone may read is made one whose readers must ask, before any file is
-    sent.
+    With `gated`, a repository that everyone may read is changed to require access requests, before any file
+    is sent.
 
     Raises ValueError when the Hub refuses (token, rights, space, a public repository where a private one is
-    required, a commit by someone else meanwhile, a tag that holds another model), ConnectionError when it
-    stays out of reach.
+    required, a commit by someone else meanwhile, a tag that holds another model), and ConnectionError when
+    the Hub stays unreachable.
     """
     published = read_marker(folder)
     if published is None:
@@ -182,22 +182,22 @@ def _commit(
     message: str,
     repo_type: str,
 ) -> str:
-    """One commit that makes the branch hold the files of `adds`; others of the kind of an earlier publication
-    go.
+    """Makes the branch hold the files of `adds` in one commit, and deletes other files of an earlier
+    publication.
 
-    Called a second time with the same `head`, it finds nothing to change if the first commit went through,
-    else commits on `head`.
+    A second call with the same `head` finds nothing to change if the first commit went through; otherwise it
+    commits on `head`.
     """
     patterns = (*MODEL_FILES, REPORT, RESULTS) if repo_type == "model" else DATA_FILES
     absent = _remote(api, repo_id, branch, repo_type).keys() - {add.path_in_repo for add in adds}
     old = [
         path for path in sorted(absent) if any(Path("/", path).match(f"/{pattern}") for pattern in patterns)
     ]
-    # somebody may have put them there
+    # somebody may have put licence files there
     stale = [path for path in old if not path.startswith(("LICENSE", "NOTICE"))]
     operations: list[CommitOperationAdd | CommitOperationDelete] = [
         *(CommitOperationDelete(path) for path in stale),
-        *map(copy, adds),  # the client writes into them what it found on the Hub
+        *map(copy, adds),  # the client stores in them what it found on the Hub
     ]
     commit = api.create_commit(
         repo_id, operations, commit_message=message, revision=branch, parent_commit=head, repo_type=repo_type
@@ -208,8 +208,8 @@ def _commit(
 def _differences(
     api: HfApi, folder: Path, published: Published, repo_id: str, commit: str, repo_type: str
 ) -> list[str]:
-    """Files of the folder that a commit does not hold exactly: large ones by SHA-256, small ones by their git
-    hash."""
+    """Returns the files of the folder that differ from a commit's: large ones by SHA-256, small ones by their
+    git hash."""
     there = _remote(api, repo_id, commit, repo_type)
     different = []
     for path, file in _files(folder).items():

@@ -1,14 +1,14 @@
-"""Patches private parts of DeepSpeed, for speed and memory alone.
+"""Patches private parts of DeepSpeed, only for speed and memory.
 
 - `patch_library`: no shared-memory CPU collectives, which need a compiler and a minute at start; no profiler
   marks, thousands per pass; the parameters of a module are listed once, not several times per pass. ZeRO-1
-  that adds bf16 gradients in fp32 keeps the optimiser of other settings, which frees them after a step;
-  DeepSpeed would take another, `BF16_Optimizer`, which holds 4 bytes a parameter on every rank for good.
+  with bf16 gradients summed in fp32 keeps the optimiser of other settings, which frees them after a step;
+  DeepSpeed would use `BF16_Optimizer`, which permanently holds 4 bytes per parameter on every rank.
 - `forget_order`: ZeRO-3 records anew which weights to keep after a module.
 - `reduce_beside_host`: at the end of a pass the GPU waits for ZeRO-3's gradients, not the host.
 
-Made for the releases in MADE_FOR. With any other release no patch is applied: results are the same, with less
-speed and more memory.
+Made for the releases in MADE_FOR. With any other release no patch is applied: results are the same, but
+slower and with more memory.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def applies(deepspeed: Any) -> bool:
 
 
 def patch_library(deepspeed: Any) -> None:
-    """Patches what all engines of the process share."""
+    """Patches the parts that all engines of the process share."""
     if applies(deepspeed):
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
         deepspeed.utils.nvtx.enable_nvtx = False
@@ -42,15 +42,15 @@ def patch_library(deepspeed: Any) -> None:
 
 
 def _zero_optimizer(engine: Any, basic_optimizer: Any) -> str:
-    """Returns DeepSpeed's name of the optimiser of all ZeRO stages, which wraps `basic_optimizer`."""
+    """Returns DeepSpeed's name for the optimiser of all ZeRO stages, which wraps `basic_optimizer`."""
     return "zero_optimization"
 
 
 def forget_order(deepspeed: Any, optimizer: Any) -> None:
-    """Clears the trace of the order of weights of a ZeRO-3 optimiser.
+    """Clears a ZeRO-3 optimiser's trace of the order of weights.
 
     DeepSpeed never revises which weights to keep after a module, so after passes without gradient it would
-    keep none for a backward pass. The trace belongs to the object that a copy replaces.
+    keep none for a backward pass. The trace belongs to the `param_coordinator`, which is replaced by a copy.
     """
     if applies(deepspeed):
         offload = optimizer.parameter_offload
@@ -62,7 +62,7 @@ def forget_order(deepspeed: Any, optimizer: Any) -> None:
 
 def reduce_beside_host(deepspeed: Any, optimizer: Any) -> None:
     """Lets the host launch the next pass while a ZeRO-3 optimiser reduces gradients. Not for offloaded
-    optimisers: the host reads these."""
+    optimisers, whose gradients the host reads."""
     if applies(deepspeed):
         optimizer.reduce_and_partition_stream = _GradientStream()
 

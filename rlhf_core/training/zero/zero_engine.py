@@ -1,6 +1,7 @@
 """The DeepSpeed engine: ZeRO stages 1 to 3, on NCCL or gloo. The only file that imports deepspeed.
 
-DeepSpeed's schedulers, data loaders and accumulation counter are not used: the training loops do this.
+DeepSpeed's schedulers, data loaders and accumulation counter are not used, because the training loops replace
+them.
 """
 
 from __future__ import annotations
@@ -42,15 +43,15 @@ def library() -> Any:
 
 
 def join_group() -> None:
-    """Makes this process a rank of its group, for DeepSpeed too. As `join_ranks`."""
+    """Makes this process a rank of its group, like `join_ranks`, and for DeepSpeed too."""
     join_ranks()
-    # under torchrun it joins them
+    # under torchrun this joins the ranks
     library().init_distributed(dist_backend=backend(), timeout=PATIENCE, verbose=False)
 
 
 def unknown(options: Mapping[str, Any]) -> list[str]:
-    """Says which options of a recipe's `deepspeed` the installed DeepSpeed does not know; nothing where it is
-    not installed."""
+    """Returns messages about options of a recipe's `deepspeed` that the installed DeepSpeed does not know;
+    empty if it is not installed."""
     try:
         return unknown_options(library(), options)
     except ImportError:
@@ -58,7 +59,7 @@ def unknown(options: Mapping[str, Any]) -> list[str]:
 
 
 class ZeroEngine:
-    """One rank of a DeepSpeed ZeRO group. RANK, WORLD_SIZE, LOCAL_RANK and the store's address must be
+    """Runs one rank of a DeepSpeed ZeRO group. RANK, WORLD_SIZE, LOCAL_RANK and the store's address must be
     set."""
 
     def __init__(
@@ -111,7 +112,7 @@ class ZeroEngine:
         return self._engine(*inputs)
 
     def _on_every_rank(self, here: bool) -> bool:
-        """Whether `here` is true on all ranks: GPUs may differ, and fetching is a collective."""
+        """Returns whether `here` is true on all ranks: GPUs may differ, and fetching is a collective."""
         return int(self.all_reduce(torch.tensor(float(here), device=rank_device()))) == self.world_size
 
     def backward(self, loss: Tensor, last: bool) -> None:
@@ -125,7 +126,7 @@ class ZeroEngine:
             group["lr"] = learning_rate
         self._engine.step()
         norm = float(self._engine.get_global_grad_norm())
-        if not math.isfinite(norm):  # DeepSpeed has left its step out
+        if not math.isfinite(norm):  # DeepSpeed has skipped the step
             drop_gradients(self._engine.optimizer, self.zero_stage)
         check_finite(norm, "the gradient norm")
         return norm
@@ -149,7 +150,7 @@ class ZeroEngine:
 
     def save_state(self, folder: Path) -> None:
         optimizer = self._engine.optimizer
-        if not optimizer.optimizer.state:  # no step was taken, as of an actor that is frozen yet
+        if not optimizer.optimizer.state:  # no step was taken, for example by an actor that is still frozen
             make_state(optimizer, self.zero_stage, 0.0)
         self._writer.start(
             folder, steps_of(optimizer), zero_parts(optimizer, self.module, self.zero_stage, self.rank)
@@ -170,9 +171,10 @@ class ZeroEngine:
 
 
 def set_leaves(deepspeed: Any, module: nn.Module) -> None:
-    """Marks modules that are fetched as one. Layers: DeepSpeed's Python work per inner module takes longer
-    than the collectives. Blocks with experts as modules, and blocks that compute their tokens in parts: which
-    experts run and how many parts there are differs by rank, and fetching is a collective."""
+    """Marks modules whose weights are fetched together. These are layers, because DeepSpeed's Python work per
+    inner module takes longer than the collectives; and blocks with experts as modules, and blocks that
+    compute their tokens in parts, because the experts that run and the number of parts differ between ranks,
+    and fetching is a collective."""
     whole = {
         type(part) for part in module.modules() if isinstance(getattr(part, "experts", None), nn.ModuleList)
     }
@@ -194,9 +196,9 @@ def rank_device() -> torch.device:
 
 
 def prepared(module: nn.Module, dtype: str, keep: bool) -> dict[str, Any]:
-    """Returns DeepSpeed's settings of fetching (`_fetching`) for a model that may have been cut while it
-    loaded, of which DeepSpeed then does not do this: moves what is whole to the device, its weights in the
-    dtype of the cut ones; products that keep no fetched weight."""
+    """Returns DeepSpeed's settings for fetching (`_fetching`), and does for a model that may have been cut
+    while it loaded the work that DeepSpeed then skips: moves whole tensors to the device, weights in the
+    dtype of the cut ones. Without `keep`, also makes products keep no fetched weights."""
     if not keep:
         library().zero.Init(module=nn.Module(), mem_efficient_linear=True)
     for tensor in [*module.parameters(), *module.buffers()]:
@@ -207,9 +209,9 @@ def prepared(module: nn.Module, dtype: str, keep: bool) -> dict[str, Any]:
 
 
 def require_input_gradients(module: nn.Module) -> None:
-    """Makes the layers' inputs require a gradient, where one is computed at all. DeepSpeed reduces the
-    gradients of a layer that is fetched as one when that of its input is computed, and above frozen
-    embeddings the first layer's input has none."""
+    """Makes the layers' inputs require a gradient, if gradients are enabled. DeepSpeed reduces the gradients
+    of a layer that is fetched as one when its input's gradient is computed, and above frozen embeddings the
+    first layer's input would have none."""
 
     def require(_: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> None:
         hidden = inputs[0] if inputs else named.get("hidden_states")
@@ -227,7 +229,7 @@ def require_input_gradients(module: nn.Module) -> None:
 
 
 def _small(module: nn.Module) -> bool:
-    """Whether all weights take at most `KEPT` of the GPU's memory."""
+    """Returns whether all weights take at most `KEPT` of the GPU's memory."""
     memory = (
         torch.cuda.get_device_properties(rank_device()).total_memory if torch.cuda.is_available() else 2**37
     )
@@ -235,8 +237,8 @@ def _small(module: nn.Module) -> bool:
 
 
 def _fetching(module: nn.Module, keep: bool) -> dict[str, Any]:
-    """Returns DeepSpeed's prefetch settings; with `keep`, fetched weights are kept until they are needed
-    again. Without it DeepSpeed keeps up to 1e9 weights that a rank will soon need again on GPUs, and none on
+    """Returns DeepSpeed's prefetch settings. With `keep`, fetched weights are kept until they are needed
+    again. Without it, DeepSpeed keeps up to 1e9 weights that a rank will soon need again on GPUs, and none on
     CPUs, where ranks share a host's memory."""
     layers = (part for part in module.modules() if isinstance(part, GradientCheckpointingLayer))
     largest = max((sum(elements(weight) for weight in layer.parameters()) for layer in layers), default=0)
@@ -257,8 +259,8 @@ def _fetching(module: nn.Module, keep: bool) -> dict[str, Any]:
 
 
 def _layers(module: nn.Module) -> set[type[nn.Module]]:
-    """Returns the layers' classes; none where layers share weights, whose gradients are complete only after
-    the last layer."""
+    """Returns the layers' classes; none if layers share weights, whose gradients are complete only after the
+    last layer."""
     layers = [
         part
         for _, part in module.named_modules(remove_duplicate=False)
@@ -268,8 +270,8 @@ def _layers(module: nn.Module) -> set[type[nn.Module]]:
 
 
 def split_blocks(module: nn.Module) -> list[nn.Module]:
-    """Returns the blocks that compute their tokens in parts. Raises ValueError where they share weights, as
-    `_layers`."""
+    """Returns the blocks that compute their tokens in parts. Raises ValueError if they share weights, which
+    `_layers` excludes too."""
     blocks = [part for _, part in module.named_modules(remove_duplicate=False) if is_split(part)]
     if _share_weights(blocks):
         raise ValueError(

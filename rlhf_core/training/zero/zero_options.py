@@ -1,5 +1,5 @@
-"""Makes DeepSpeed's configuration for an engine: what alignflow sets, below what the recipe says under
-`deepspeed`."""
+"""Builds DeepSpeed's configuration for an engine from alignflow's settings, which the recipe's `deepspeed`
+overrides."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ class ZeroOptions(NamedTuple):
     """How an engine uses DeepSpeed besides sharding.
 
     `adam_offload`: the optimiser's state is in pinned host memory and its step runs on the CPU (ZeRO-Offload,
-    Ren et al. 2021). `param_offload`: the shards of the weights are in pinned host memory too, until they are
-    fetched (ZeRO-Infinity, Rajbhandari et al. 2021); under ZeRO-3. `hpz_ranks`: so many neighbouring ranks
-    share a second copy of the weights, sharded over them (hpZ of ZeRO++, Wang et al. 2023); 1: there is none.
-    `more`: the recipe's `deepspeed`. `sums_in_fp32`: bf16 gradients of the passes of a step are added in
-    fp32.
+    Ren et al. 2021). `param_offload`: with ZeRO-3, the shards of the weights are also in pinned host memory
+    until they are fetched (ZeRO-Infinity, Rajbhandari et al. 2021). `hpz_ranks`: number of neighbouring ranks
+    that share a second copy of the weights, sharded over them (hpZ of ZeRO++, Wang et al. 2023); 1: there is
+    none. `more`: the recipe's `deepspeed`. `sums_in_fp32`: bf16 gradients of the passes of a step are added
+    in fp32.
     """
 
     adam_offload: bool = False
@@ -56,7 +56,7 @@ def engine_config(
     on_gpu: bool,
     fetching: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """Returns the configuration for `deepspeed.initialize`. `fetching`: of ZeRO-3's prefetches."""
+    """Returns the configuration for `deepspeed.initialize`. `fetching`: settings for ZeRO-3's prefetches."""
     host = {"device": "cpu", "pin_memory": on_gpu}
     zero: dict[str, Any] = {
         "stage": zero_stage,
@@ -71,7 +71,7 @@ def engine_config(
     if options.hpz_ranks > 1 and zero_stage == 3:
         zero["zero_hpz_partition_size"] = options.hpz_ranks
     theirs = options.more.get(ZERO, {})
-    # Several options have two names, with and without stage3_: ours would be taken in place of the recipe's.
+    # Several options have two names, with and without stage3_: ours would override the recipe's.
     ours = {name: value for name, value in zero.items() if name.removeprefix("stage3_") not in theirs}
     sums = {"grad_accum_dtype": "fp32"} if options.sums_in_fp32 and dtype == "bfloat16" else {}
     return {
@@ -89,8 +89,8 @@ def engine_config(
 
 
 def unknown_options(deepspeed: Any, options: Mapping[str, Any]) -> list[str]:
-    """Says which options of `deepspeed` the installed DeepSpeed does not know, or refuses; a sentence
-    each."""
+    """Describes the options of `deepspeed` that the installed DeepSpeed does not know, or refuses, one
+    sentence each."""
     asked = _Asked({"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 1, **options})
     version = deepspeed.__version__
     try:
@@ -113,7 +113,7 @@ def unknown_options(deepspeed: Any, options: Mapping[str, Any]) -> list[str]:
 
 
 def require_known(deepspeed: Any, options: Mapping[str, Any]) -> None:
-    """Raises ValueError with the lines of `unknown_options`."""
+    """Raises ValueError with the messages of `unknown_options`."""
     if options and (told := unknown_options(deepspeed, options)):
         raise ValueError("\n".join(f"deepspeed: {line}" for line in told))
 
@@ -129,8 +129,8 @@ def _fields(deepspeed: Any) -> list[str]:
 
 
 class _Asked(dict[str, Any]):
-    """A configuration that records which keys DeepSpeed looks for, also inside of blocks: it ignores others
-    without a word."""
+    """A configuration that records which keys DeepSpeed looks up, also inside blocks, because it silently
+    ignores others."""
 
     def __init__(self, content: Mapping[str, Any]):
         super().__init__(
@@ -152,14 +152,14 @@ class _Asked(dict[str, Any]):
     def get(self, name: str, default: Any = None) -> Any:
         return self[name] if name in self else default
 
-    def keys(self) -> Any:  # `name in options.keys()` asks for it too
+    def keys(self) -> Any:  # `name in options.keys()` looks up a key too
         return KeysView(self)
 
-    def __iter__(self) -> Iterator[str]:  # else Python passes `**options` on without a look at `keys`
+    def __iter__(self) -> Iterator[str]:  # otherwise Python passes `**options` on without calling `keys`
         return super().__iter__()
 
     def unread(self, path: str = "") -> Iterator[str]:
-        """Yields the keys that nobody looked for."""
+        """Yields the keys that were never looked up."""
         for name, value in super().items():
             if name not in self.asked:
                 yield f"{path}{name}"

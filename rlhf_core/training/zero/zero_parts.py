@@ -1,7 +1,7 @@
-"""Finds what this rank of a DeepSpeed engine holds of each trained weight and of its optimiser's state.
+"""Finds this rank's parts of each trained weight and of its optimiser's state in a DeepSpeed engine.
 
-Reads attributes of DeepSpeed's optimisers that its documentation does not name, as its own universal
-checkpoints do; tests/engines/test_zero_ranks.py says whether an installed release still has them.
+Reads undocumented attributes of DeepSpeed's optimisers, as its own universal checkpoints do;
+tests/engines/test_zero_ranks.py checks whether an installed release still has them.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Fragment(NamedTuple):
 
 
 def zero_parts(optimizer: Any, module: nn.Module, stage: int, rank: int) -> Iterator[Part]:
-    """Yields this rank's parts; their tensors are views. The optimiser has a state."""
+    """Yields this rank's parts; their tensors are views. The optimiser must have a state."""
     state = optimizer.optimizer.state
     for name, start, flat, offset, length in _fragments(optimizer, module, stage, rank):
         sources = {"weight": flat} | {kind: state[flat][kind] for kind in KINDS[1:]}
@@ -37,7 +37,8 @@ def zero_parts(optimizer: Any, module: nn.Module, stage: int, rank: int) -> Iter
 
 
 def make_state(optimizer: Any, stage: int, steps: float) -> None:
-    """Gives the optimiser a state of zeros after `steps` steps, as its first step would make it."""
+    """Gives the optimiser a state of zeros after `steps` steps, in the form that its first step would
+    create."""
     for flat in _flats(optimizer, stage):
         fused = optimizer.optimizer.defaults["fused"]
         step = torch.tensor(steps, dtype=torch.float32, device=flat.device if fused else "cpu")
@@ -52,7 +53,7 @@ def steps_of(optimizer: Any) -> float:
 
 
 def to_weights(optimizer: Any, stage: int) -> None:
-    """Rounds the optimiser's fp32 weights to those of the module; a collective."""
+    """Rounds the optimiser's fp32 weights to the module's weights. Is a collective."""
     if stage < 3:
         optimizer.update_lp_params()
         return
@@ -62,14 +63,14 @@ def to_weights(optimizer: Any, stage: int) -> None:
     ):
         weights.data.copy_(flat.data)
     whole = optimizer.persistent_parameters
-    if whole:  # small ones, which stay whole
+    if whole:  # small weights, which stay whole
         whole[0].partition(whole)
         whole[0].all_gather(whole)
 
 
 def drop_gradients(optimizer: Any, stage: int) -> None:
-    """Drops the gradients of a step that the optimiser refused: with Adam on the host ZeRO-1 and 2 would add
-    those of the next step."""
+    """Drops the gradients of a step that the optimiser refused: with Adam on the host, ZeRO-1 and 2 would add
+    the next step's gradients to them."""
     if stage < 3:
         for group in optimizer.averaged_gradients:
             optimizer.averaged_gradients[group] = None
@@ -88,7 +89,7 @@ def _fragments(optimizer: Any, module: nn.Module, stage: int, rank: int) -> Iter
         for group, flat in zip(optimizer.fp16_groups, flats, strict=True):
             offset = 0
             for weight in group:
-                share = weight.ds_tensor.numel()  # with padding, so equal on all ranks
+                share = weight.ds_tensor.numel()  # includes padding, so it is equal on all ranks
                 yield Fragment(
                     names[id(weight)],
                     rank * share,

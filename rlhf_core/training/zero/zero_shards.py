@@ -1,5 +1,5 @@
 """Cuts a model over the ranks of a ZeRO-3 group while it is loaded (`models/shards.py`), with DeepSpeed's own
-partitions; and runs one that is only read."""
+partitions, and runs a model that is not trained."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from rlhf_core.training.zero.zero_engine import join_group, library, prepared, r
 
 
 class ZeroShards:
-    """The ranks of this process's group. Rank 0 reads each large weight, and every rank keeps its part of
-    that; with `on_host` in (pinned) host memory."""
+    """The ranks of this process's group. Rank 0 reads each large weight, and every rank keeps its part of it;
+    with `on_host` in (pinned) host memory."""
 
     def __init__(self, dtype: str, on_host: bool = False):
         self._zero = library().zero
@@ -27,13 +27,12 @@ class ZeroShards:
 
     def cut(self, weight: nn.Parameter) -> None:
         if weight.is_floating_point():
-            # what DeepSpeed does with weights that come to it whole
+            # as DeepSpeed does with whole weights
             weight.data = weight.data.to(rank_device(), self._dtype).contiguous()
         holder = nn.Module()
-        # without the hooks that see a weight that is registered, one of which calls this
+        # bypasses the hooks for registered weights, one of which calls this method
         holder._parameters["weight"] = weight
-        # Whether products take weights that are fetched again is decided by the engine, once the model's size
-        # is known.
+        # The engine decides, once the model's size is known, whether products fetch weights again.
         self._zero.Init(module=holder, mem_efficient_linear=False, **self._place)
 
     def gathered(
@@ -43,8 +42,8 @@ class ZeroShards:
 
 
 class FrozenZero:
-    """One rank of a model that was loaded with `ZeroShards` and is only read: it fetches a layer's weights
-    while it computes. All ranks run equally many passes, none with a gradient."""
+    """One rank of a model that was loaded with `ZeroShards` and is not trained: it fetches a layer's weights
+    during computation. All ranks must run equally many passes, none with a gradient."""
 
     def __init__(self, module: nn.Module, dtype: str):
         self.module = module.eval().requires_grad_(False)
@@ -62,5 +61,5 @@ class FrozenZero:
         return self._engine(*inputs)
 
     def release(self) -> None:
-        """Gives back weights that were fetched ahead."""
+        """Frees weights that were fetched ahead."""
         self._engine.optimizer.empty_partition_cache()

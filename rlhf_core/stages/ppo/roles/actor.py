@@ -41,7 +41,7 @@ from rlhf_core.training.zero.zero_engine import library
 
 
 def prepare(deepspeed: bool) -> None:
-    """Imports what a role needs that this module, and those below it, do not."""
+    """Imports what a role needs, except what this module and those below it already import."""
     if deepspeed:
         library()
 
@@ -68,8 +68,8 @@ class Actor(Trained):
         self.top = Truncation(config.top_p, config.top_k)
 
     def logprobs(self, documents: Sequence[Document], temperature: float | None = None) -> Scored:
-        """Returns the log-probs of the distribution that answers are sampled from, or of the whole one at
-        another `temperature`."""
+        """Returns the log-probs of the distribution that answers are sampled from, or of the whole
+        distribution at another `temperature`."""
         scale, top = (self.config.temperature, self.top) if temperature is None else (temperature, WHOLE)
         return score_share(
             self.engine,
@@ -79,7 +79,8 @@ class Actor(Trained):
         )
 
     def reference_logprobs(self, documents: Sequence[Document]) -> Scored:
-        """Returns the log-probs of `Reference.logprobs`, of the actor without its adapters."""
+        """Returns the same log-probs as `Reference.logprobs`, computed with the actor without its
+        adapters."""
         with without_adapters(self.module.model):
             return score_share(
                 self.engine,
@@ -96,9 +97,9 @@ class Actor(Trained):
             return plain, self.logprobs(documents, 1.0)
 
     def update(self, items: list[Experience], update: Update, read: list[Read]) -> dict[str, float]:
-        """Takes one step on PPO's clipped surrogate or a relative of it. Without any token to train on, over
-        all ranks, there is no step: Adam's momentum and weight decay would move the weights. Its metrics are
-        then the learning rate alone."""
+        """Takes one step on PPO's clipped surrogate or a variant of it. If no rank has a token to train on,
+        it skips the step, because Adam's momentum and weight decay would move the weights, and returns only
+        the learning rate as a metric."""
         trained = [self.trained_tokens(item) for item in items]
         if not any(mask.any() for mask in trained):
             return {"policy/learning_rate": update.learning_rate}
@@ -134,7 +135,7 @@ class Actor(Trained):
         }
 
     def trained_tokens(self, item: Experience) -> np.ndarray:
-        """Returns which tokens of an answer (T,) the loss is of."""
+        """Returns a mask (T,) of the tokens of an answer that are in the loss."""
         mask = item.document.mask_array
         if self.config.sampler_is != "mask":
             return mask
@@ -142,7 +143,7 @@ class Actor(Trained):
         return kept_tokens(item.old_logprobs, item.sampler_logprobs, mask, self.config)
 
     def ceilings(self) -> Ceilings | None:
-        """Measures the GPU on the first rank; returns None on the others."""
+        """Measures the GPU on the first rank; returns None on the other ranks."""
         return (
             measure_ceilings(self.engine.device, getattr(torch, self.model.dtype))
             if self.engine.rank == 0
@@ -150,14 +151,14 @@ class Actor(Trained):
         )
 
     def open_listener(self, key: bytes) -> str:
-        """Opens a socket for engine processes on this rank's GPU, before they connect; returns its
+        """Opens a socket for engine processes on this rank's GPU, before they connect, and returns its
         address."""
         self._listener = Listener(authkey=key)
         return str(self._listener.address)
 
     def open_channel(self, route: Route, rendezvous: Rendezvous, engines_on_gpu: Sequence[int]) -> None:
-        """Connects to the engines, which must open their side at the same time. `engines_on_gpu`: engine
-        processes on each rank's GPU."""
+        """Connects to the engines, which must open their side at the same time. `engines_on_gpu`: number of
+        engine processes on each rank's GPU."""
         self._channel: Channel | None = None
         if route.kind == "gpus":
             self._channel = SameGpu(
@@ -168,8 +169,8 @@ class Actor(Trained):
             self._channel = Broadcast(route.kind, 0, 1 + route.receivers, rendezvous)
 
     def send_weights(self) -> float | None:
-        """Sends all weights under checkpoint names, or the adapters alone, to the engines; a collective.
-        Ranks that do not send only help to gather. Returns the share of the adapters' update that is in
+        """Sends all weights under checkpoint names, or only the adapters, to the engines. Is a collective:
+        ranks that do not send only help to gather. Returns the share of the adapters' update that survives in
         merged weights."""
         survival = Survival()
         model = self.engine.module.model
@@ -184,8 +185,8 @@ class Actor(Trained):
         return survival.share()
 
     def try_export(self, folder: str) -> None:
-        """Writes and removes what `export` will write, but for the weights, on rank 0. Raises ValueError as
-        the function does."""
+        """Writes and removes everything that `export` will write, except the weights, on rank 0. Raises
+        ValueError like `try_export` in `training/ranks.py`."""
         try_export(self.engine, Path(folder), self.model.path, self.config.lora, self.model.trust_remote_code)
 
     def export(self, folder: str) -> None:

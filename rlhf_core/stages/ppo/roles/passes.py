@@ -1,5 +1,5 @@
-"""Lays out documents in passes of a role's model, and reads what a pass gives for each document. The role's
-ranks divide the passes."""
+"""Lays out documents in passes of a role's model, and reads the results of a pass for each document. The
+role's ranks divide the passes."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ Scored = list[tuple[int, np.ndarray]]  # (index of the document, its values)
 
 
 class Read(NamedTuple):
-    """Holds the values (B, T) of a pass, perhaps on a GPU: for these indices, of these documents in rows;
-    `real` is False on padding."""
+    """Holds the values (B, T) of a pass, perhaps on a GPU, for the indices `part` and their documents in
+    `rows`; `real` is False on padding."""
 
     part: list[int]
     rows: list[list[Document]]
@@ -44,8 +44,8 @@ class ModelHolder(Holder, Protocol):
 
 
 class ModelSpec(NamedTuple):
-    """Says which model a role loads, how many documents or tokens one scoring pass has, and how many ranks
-    compute it together."""
+    """Specifies the model that a role loads, how many documents or tokens one scoring pass has, and how many
+    ranks compute it together."""
 
     path: str
     dtype: str
@@ -75,7 +75,7 @@ def score_share(
 
 
 def arrays_of(read: Sequence[Read]) -> Scored:
-    """Returns the values of all passes by document, zeros where a prompt is shared."""
+    """Returns the values of all passes by document, with zeros for a shared prompt."""
     scored: Scored = []
     for part, rows, real, values in read:
         packed = [document for row in rows for document in row]
@@ -101,8 +101,8 @@ def replays(holder: ModelHolder) -> bool:
 
 
 def parts_of(documents: Sequence[Document], passes: Passes) -> list[list[int]]:
-    """Returns the indices of the documents of each pass: answers to a prompt together where it can be shared,
-    else similar lengths, so that rows have little padding."""
+    """Returns the indices of the documents of each pass. Answers to a prompt stay together if the prompt can
+    be shared; otherwise similar lengths do, to keep padding small."""
 
     def row_tokens(group: list[int]) -> int:
         return sum(
@@ -126,7 +126,8 @@ def token_values(
     batch: Batch, rows: Sequence[Sequence[Document]], arrays: Sequence[np.ndarray | float | None]
 ) -> Tensor | None:
     """Lays out per-token arrays of the batch's documents like its tokens: (B, T), zeros on padding; None
-    where they are None. A number in place of an array is that of all response tokens, the others have 0."""
+    if all arrays are None. A number instead of an array applies to all response tokens, and other tokens
+    get 0."""
     known = [array for array in arrays if array is not None]
     if not known:
         return None
@@ -141,7 +142,7 @@ def token_values(
 
 
 def on_tokens(values: np.ndarray | float, document: Document) -> np.ndarray:
-    """Returns an array as it is, and one number at all response tokens of the document, (T,)."""
+    """Returns an array unchanged, and spreads one number over all response tokens of the document, (T,)."""
     return (
         values
         if isinstance(values, np.ndarray)

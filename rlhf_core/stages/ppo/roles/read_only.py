@@ -1,4 +1,4 @@
-"""Models that are only read: reference and reward models. Each method is called on every rank of the role
+"""Models that are not trained: reference and reward models. Each method is called on every rank of the role
 with the same arguments."""
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ from rlhf_core.training.zero.zero_shards import FrozenZero, ZeroShards
 
 
 class ModelRole:
-    """Holds the model of a role. `release` gives memory that only the allocator holds to other processes."""
+    """Holds the model of a role. `release` frees memory that only the allocator holds, for other
+    processes."""
 
     module: torch.nn.Module
 
@@ -37,8 +38,8 @@ class ModelRole:
         return gpu_uuid()
 
     def memory(self) -> tuple[int, int, int]:
-        """Returns three byte counts: peak allocated and peak reserved since the last call, and reserved
-        now."""
+        """Returns three byte counts: peak allocated and peak reserved since the last call, and currently
+        reserved."""
         if not torch.cuda.is_available():
             return 0, 0, 0
         found = (
@@ -55,7 +56,7 @@ class ModelRole:
 
 class ReadOnlyModel(ModelRole):
     """Scores documents with a model that is not trained. With `offload` its weights are in pinned host memory
-    between two calls; one that was loaded with `shards` stays cut over its ranks."""
+    between calls; a model loaded with `shards` stays cut over its ranks."""
 
     module: Policy | Scorer
 
@@ -81,7 +82,7 @@ class ReadOnlyModel(ModelRole):
         self._offloaded = [(tensor, tensor.data) for tensor in _tensors(module)] if offload else []
 
     def run(self, *inputs: Any) -> Any:
-        """Runs the model; cut over ranks a collective."""
+        """Runs the model. With a model that is cut over ranks this is a collective."""
         return (self.module if self.frozen is None else self.frozen)(*inputs)
 
     def score(self, documents: Sequence[Document], forward: Callable[[Batch], Tensor]) -> Scored:
@@ -100,8 +101,8 @@ class ReadOnlyModel(ModelRole):
 
 
 class Reference(ReadOnlyModel):
-    """Scores with the policy that the KL is measured against: its whole distribution, so that the KL is
-    finite with `top_p` or `top_k`."""
+    """Scores with the policy that the KL is measured against. It uses the whole distribution, so that the KL
+    is finite with `top_p` or `top_k`."""
 
     def __init__(
         self,

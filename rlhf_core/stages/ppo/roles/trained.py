@@ -38,7 +38,7 @@ from rlhf_core.training.train_loop import accumulate
 
 class Update(NamedTuple):
     """Describes one optimiser step: the indices of its experience, its learning rate, the coefficient of a KL
-    in the loss, and how far the critic's values may move in it (None: as far as they like)."""
+    in the loss, and how far the critic's values may move in it (None: without limit)."""
 
     indices: list[int]
     learning_rate: float
@@ -47,15 +47,15 @@ class Update(NamedTuple):
 
 
 class Steps(NamedTuple):
-    """Holds the metrics of each optimiser step, and log-probs of experience that had none, from the first
-    step's passes (this rank's)."""
+    """Holds the metrics of each optimiser step, and this rank's log-probs of experience that had none, from
+    the training passes."""
 
     metrics: list[dict[str, float]]
     logprobs: Scored
 
 
 class Trained(ModelRole):
-    """Trains a model. `name`: that of the role's group; `config`: with its ZeRO stage decided."""
+    """Trains a model. `name`: the name of the role's group. `config` has its ZeRO stage decided."""
 
     def __init__(self, name: str, module: Policy | Scorer, model: ModelSpec, config: PPO):
         self.engine = make_engine(module, config, packed=bool(model.micro_tokens), role=name)
@@ -71,7 +71,7 @@ class Trained(ModelRole):
         places: Sequence[Place] = (),
         *stored: Any,
     ) -> Steps:
-        """Takes one optimiser step per update. `stored`, at `places`: what the experience has by
+        """Takes one optimiser step per update. `stored`, at `places`: the data that the experience holds by
         reference."""
         experience = joined(experience, places, stored) if places else experience
         metrics = []
@@ -84,8 +84,8 @@ class Trained(ModelRole):
         return Steps(metrics, logprobs)
 
     def update(self, items: list[Experience], update: Update, read: list[Read]) -> dict[str, float]:
-        """Takes one optimiser step on `items`; returns its metrics. Adds log-probs of items without any to
-        `read`."""
+        """Takes one optimiser step on `items` and returns its metrics. Adds log-probs of items that have none
+        to `read`."""
         raise NotImplementedError
 
     def release(self) -> None:

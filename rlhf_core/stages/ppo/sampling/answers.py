@@ -2,13 +2,13 @@
 rewards differ.
 
 Prompts form one endless sequence: each episode is a seeded shuffle, cut to whole batches. An iteration takes
-the next batch. With filtering it then takes more prompts, also past the end of an episode: as many as fill
-the batch by the share that was accepted so far. Those after the last group that it needs are the next
-iteration's again, which answers them anew, so that no accepted group is stale.
+the next batch. With filtering it then takes more prompts, even past the end of an episode: as many as should
+fill the batch, given the share accepted so far. Prompts after the last group that it needs go to the next
+iteration, which answers them anew, so that no accepted group is stale.
 
 With `max_staleness: 1` answers are sampled one iteration ahead: the engines generate them while the previous
 iteration trains. The first iteration's answers come from the initial weights. After that, iteration k trains
-on answers of the weights before update k - 1 (Noukhovitch et al. 2024, "Asynchronous RLHF",
+on answers from the weights before update k - 1 (Noukhovitch et al. 2024, "Asynchronous RLHF",
 arXiv:2410.18252). The clip is around the trainer's log-probs at the iteration's start, and the importance
 weights cover the difference to the sampler's (Hilton et al. 2021, arXiv:2110.00641, the decoupled objective).
 A resume state keeps these answers, since a resumed engine has newer weights.
@@ -35,20 +35,20 @@ from rlhf_core.stages.ppo.shaped_rewards import shaped_rewards
 from rlhf_core.training.train_loop import order_of_epoch
 
 MORE = 1.2
-MOST = 4  # prompts of a further round of filtering: times those that should suffice; batches at most
+MOST = 4  # prompts of a further round of filtering: MORE times the expected need, at most MOST batches
 
 
 class PromptOrder(NamedTuple):
-    """Defines the order of the prompts of a run. Position p is in episode p // (prompts in the whole batches
-    of an episode)."""
+    """Defines the order of the prompts of a run. Position p is in episode p // (number of prompts in an
+    episode's whole batches)."""
 
     prompts: Sequence[Prompt]
     batch: int
     seed: int
 
     def take(self, position: int, count: int) -> list[tuple[Prompt, int]]:
-        """Returns `count` prompts from a position on, each with the sampler's seed: a function of run, batch
-        and prompt."""
+        """Returns `count` prompts from a position on, each with the sampler's seed, which depends on run,
+        batch and prompt."""
         whole = len(self.prompts) // self.batch * self.batch
         taken = []
         for place in range(position, position + count):
@@ -64,9 +64,9 @@ class PromptOrder(NamedTuple):
 
 
 class Setup(NamedTuple):
-    """Holds what stays the same over the iterations of a run. `terms`: the sources of rewards; `probe`: the
-    documents that a weight sync is checked with; `allowed_failures`: answers that a reward source may fail on
-    in one iteration."""
+    """Holds values that are fixed for all iterations of a run. `terms`: the sources of rewards; `probe`: the
+    documents that check a weight sync; `allowed_failures`: the number of answers on which a reward source may
+    fail in one iteration."""
 
     config: PPO
     order: PromptOrder
@@ -77,11 +77,11 @@ class Setup(NamedTuple):
 
 
 class Sampled(NamedTuple):
-    """Holds an iteration's rollouts, `n` of each prompt in a row; their rewards where filtering computed
+    """Holds an iteration's rollouts, `n` consecutive ones per prompt; their rewards if filtering computed
     them; the next position; metrics.
 
-    `age`: updates of the actor since the weights that answered. `scores` waits for scores that are under way.
-    `statistics`: the running statistics of rewards with all answers that filtering looked at.
+    `age`: updates of the actor since the weights that sampled the answers. `scores` waits for scores in
+    progress. `statistics`: the running statistics of rewards, including all answers that filtering looked at.
     """
 
     rollouts: list[Rollout]
@@ -94,7 +94,7 @@ class Sampled(NamedTuple):
 
 
 def sample(fleet: Fleet, setup: Setup, position: int, statistics: Mapping[str, Running]) -> Sampled:
-    """Samples answers to a batch of prompts, or as `stream`, or as `sample_filtered`."""
+    """Samples answers to a batch of prompts, with `stream` or `sample_filtered` if the recipe asks for it."""
     if setup.config.stream_batch_size is not None:
         return stream(fleet, setup, position, setup.config.stream_batch_size)
     if setup.config.dynamic_filtering:
@@ -103,12 +103,12 @@ def sample(fleet: Fleet, setup: Setup, position: int, statistics: Mapping[str, R
 
 
 def sample_filtered(fleet: Fleet, setup: Setup, position: int, statistics: Mapping[str, Running]) -> Sampled:
-    """Samples until a batch of prompts has answers whose rewards differ (DAPO, Yu et al. 2025, eq. 11), in
-    `max_filter_rounds` at most.
+    """Samples until a batch of prompts has answers whose rewards differ (DAPO, Yu et al. 2025, eq. 11), in at
+    most `max_filter_rounds` rounds.
 
-    Rewards are compared as they are trained on: standardised, clipped, with penalties. Metrics `reward/*` are
-    of all answers, so that a curve does not depend on which groups were kept. Raises ValueError when no group
-    has a signal.
+    Rewards are compared in the form used for training: standardised, clipped, with penalties. Metrics
+    `reward/*` cover all answers, so that a curve does not depend on which groups were kept. Raises ValueError
+    when no group has a signal.
     """
     config = setup.config
     n = setup.sampling.n
@@ -161,7 +161,7 @@ def sample_filtered(fleet: Fleet, setup: Setup, position: int, statistics: Mappi
 def trained_rewards(
     rollouts: Sequence[Rollout], rewards: Rewards, statistics: Mapping[str, Running], setup: Setup
 ) -> np.ndarray:
-    """Returns the rewards that advantages are of, (N,), nan where an answer has none."""
+    """Returns the rewards from which advantages are computed, (N,), nan for an answer without one."""
     if not np.isfinite(list(rewards.by_source.values())).all(0).any():
         return np.full(len(rollouts), np.nan)
     combined = combine(rewards.by_source, setup.terms, statistics)
@@ -201,10 +201,10 @@ def start_rollouts(
 
 def stream(fleet: Fleet, setup: Setup, position: int, part: int) -> Sampled:
     """Samples answers to a batch of prompts, and starts to score each `part` of them as soon as its last
-    answer is there.
+    answer arrives.
 
-    The parts are cut by the prompts' places, not by what arrives first, so that what is scored together, and
-    with it every bit of the scores, is the same in each run.
+    Parts follow the order of prompts, not of arrival, so that each run scores the same answers together and
+    gets bitwise the same scores.
     """
     taken = setup.order.take(position, setup.order.batch)
     groups: list[list[Rollout]] = [[] for _ in taken]
@@ -227,7 +227,7 @@ def stream(fleet: Fleet, setup: Setup, position: int, part: int) -> Sampled:
 
 def join_scores(parts: Sequence[Scores], allowed_failures: int) -> Scores:
     """Joins the scores of all parts, in order. Raises RewardsFailed when a source left more than
-    `allowed_failures` without a reward."""
+    `allowed_failures` answers without a reward."""
     rewards = join([part.rewards for part in parts])
     rewards.check(allowed_failures)
     logprobs, references, values = (
@@ -242,8 +242,8 @@ def join_scores(parts: Sequence[Scores], allowed_failures: int) -> Scores:
 def with_signal(
     rewards: np.ndarray, n: int, min_spread: float, trainable: np.ndarray | None = None
 ) -> list[int]:
-    """Returns the indices of answers, `n` of each prompt in a row, whose group's rewards (nan: none) differ
-    by more than `min_spread`, and of which one is `trainable` (None: all are)."""
+    """Returns the indices of answers (`n` consecutive ones per prompt) whose group's rewards (nan: none)
+    differ by more than `min_spread`, if at least one answer of the group is `trainable` (None: all are)."""
     chosen: list[int] = []
     for start in range(0, len(rewards), n):
         group = rewards[start : start + n]
@@ -256,8 +256,8 @@ def with_signal(
 
 
 def rollout(prompt: Prompt, answer: Answer) -> Rollout:
-    """Joins a prompt and its answer to one document; the mask marks the answer, its end-of-sequence token
-    included. Log-probs are 0 where none were asked for."""
+    """Joins a prompt and its answer into one document; the mask marks the answer, including its
+    end-of-sequence token. Log-probs are 0 if they were not requested."""
     document = compact(prompt.tokens, answer.tokens, answer.experts)
     logprobs = np.empty(len(document), np.float32)
     logprobs[: len(prompt.tokens)] = 0
@@ -267,7 +267,7 @@ def rollout(prompt: Prompt, answer: Answer) -> Rollout:
 
 
 def of_episode(episode: Episode) -> Rollout:
-    """Makes a rollout of an episode; one whose attempts all failed has no reward."""
+    """Converts an episode to a rollout. If all its attempts failed, its reward is nan."""
     path = episode.trajectory
     rewards = episode.rewards
     own = Own(

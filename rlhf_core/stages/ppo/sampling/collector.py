@@ -1,11 +1,11 @@
-"""Keeps the engines busy while the models train: begins prompts in their order, and collects their answers as
-they are finished.
+"""Keeps the engines busy while the models train: begins prompts in their order, and collects answers as they
+finish.
 
-With `max_staleness` k an iteration trains on answers that were begun at most k iterations before it:
-(iteration + k + 1) batches at most are begun by then (Fu et al. 2025, "AReaL", eq. 3), and an iteration waits
-for answers that would become too old. So a long answer goes on over up to k updates, and each of its tokens
-knows the weights that sampled it. Where engines are fast, fewer batches are begun: answers should not be
-older than is needed to keep the models from waiting.
+With `max_staleness` k an iteration trains on answers begun at most k iterations earlier. At most (iteration +
+k + 1) batches are begun by then (Fu et al. 2025, "AReaL", eq. 3), and an iteration waits for answers that
+would become too old. So a long answer may continue over up to k updates, and each of its tokens knows the
+weights that sampled it. With fast engines, fewer batches are begun: answers should not be older than is
+needed to keep the models from waiting.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ AnswerPrompt = Callable[[Prompt, int], Awaitable[list[Rollout]]]
 
 
 class PromptGroup(NamedTuple):
-    """All answers to the prompt at `place` in the order; `begun`: in which iteration."""
+    """All answers to the prompt at `place` in the order. `begun`: the iteration that began them."""
 
     place: int
     begun: int
@@ -36,8 +36,8 @@ class PromptGroup(NamedTuple):
 
 
 class Collected(NamedTuple):
-    """What a collector has between two iterations: the next place to begin, places that are being answered,
-    and finished groups."""
+    """The state of a collector between two iterations: the next place to begin, places being answered, and
+    finished groups."""
 
     next: int
     open: Sequence[int]
@@ -48,7 +48,8 @@ class Collector:
     """Collects groups for `iterations` iterations from `iteration` on. `answer` answers a prompt with its
     seed.
 
-    `updates`: of the actor so far, the version of the weights; `died`: is set while an engine is dead.
+    `updates`: number of the actor's updates so far, the version of the weights. `died`: set while an engine
+    is dead.
     """
 
     def __init__(
@@ -70,7 +71,7 @@ class Collector:
         self._places = iterations * order.batch
         self._iteration = iteration
         self.updates = updates
-        self._lead = 1  # batches begun beyond that of the iteration
+        self._lead = 1  # batches begun beyond the iteration's own
         self._next = known.next if known else 0
         self._ready = {group.place: group for group in known.ready} if known else {}
         self._begun = {place: group.begun for place, group in self._ready.items()}
@@ -81,7 +82,7 @@ class Collector:
         background.run(self._begin(known.open if known else ()))
 
     async def _begin(self, again: Sequence[int] = ()) -> None:
-        """Begins the prompts at the places `again`, and those that may be begun now."""
+        """Begins the prompts at the places `again`, and all new ones allowed at this point."""
         most = min((self._iteration + self._lead + 1) * self._order.batch, self._places)
         new = range(self._next, max(most, self._next))
         self._next = new.stop
@@ -100,8 +101,9 @@ class Collector:
         self._arrived.set()
 
     def take(self) -> Sampled | None:
-        """Waits for an iteration's groups: the finished ones, in the order of the prompts. Returns None when
-        an engine has died: it may be the only one. Raises RoleFailed when engines fail otherwise."""
+        """Waits for an iteration's groups and returns finished ones, in the order of the prompts. Returns
+        None when an engine has died, since it may be the only one. Raises RoleFailed when engines fail
+        otherwise."""
         return self._background.run(self._take())
 
     async def _take(self) -> Sampled | None:
@@ -133,14 +135,15 @@ class Collector:
         ages = np.concatenate(
             [np.zeros(0), *(found.ages(self.updates) for found in rollouts if found.versions)]
         )
-        # none where all episodes failed at once
+        # empty if all episodes failed at once
         mean, most = (float(ages.mean()), float(ages.max())) if len(ages) else (0.0, 0.0)
         metrics = {"rollout/age": mean, "rollout/age_max": most, "rollout/waiting": waiting}
         return Sampled(rollouts, None, self._next, metrics | {"rollout/lead": float(self._lead)})
 
     def _in_time(self) -> bool:
-        """Returns whether the finished groups suffice for no group to become too old: of those begun up to an
-        iteration, all that the iterations until their last one cannot hold are trained on now."""
+        """Returns whether the finished groups suffice to keep every group from becoming too old. Of the
+        groups begun up to an iteration, those that exceed the capacity of the iterations up to their last one
+        must be trained on now."""
         for begun in set(self._begun.values()):
             old = [place for place, when in self._begun.items() if when <= begun]
             later = (begun + self._staleness - self._iteration) * self._order.batch
@@ -149,12 +152,12 @@ class Collector:
         return True
 
     def next_iteration(self) -> None:
-        """Begins the prompts that may be begun now that an iteration is over."""
+        """Begins the prompts that are allowed after the end of an iteration."""
         self._iteration += 1
         self._background.run(self._begin())
 
     def stop(self) -> None:
-        """Ends all work: engines abort what they answer."""
+        """Ends all work: engines abort their requests."""
 
         async def end() -> None:
             working = list(self._working)
@@ -165,7 +168,7 @@ class Collector:
         self._background.run(end())
 
     def state(self) -> Collected:
-        """Returns what has been collected, for a resume state."""
+        """Returns the collected groups and open places, for a resume state."""
 
         async def now() -> Collected:
             still_open = [place for place in self._begun if place not in self._ready]
@@ -177,7 +180,8 @@ class Collector:
 
 
 def answering(fleet: Fleet, sampling: Sampling) -> AnswerPrompt:
-    """Returns what answers a prompt: the environment's episodes, or the engine with the fewest requests."""
+    """Returns a function that answers a prompt with the environment's episodes, or with the least-loaded
+    engine."""
     episodes = fleet.episodes
     engines = fleet.engines
     assert engines is not None

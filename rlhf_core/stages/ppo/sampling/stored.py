@@ -1,4 +1,4 @@
-"""Writes answers that wait to be trained on into a resume state, and reads them again, bit for bit."""
+"""Writes answers that wait for training into a resume state, and reads them back, bit for bit."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ COLLECTED = "collected.jsonl"
 
 
 def write_ahead(folder: Path, ahead: Sampled) -> None:
-    """Writes the answers of an iteration ahead, their log-probs, their experts and their age."""
+    """Writes an iteration's answers that were sampled ahead, with their log-probs, experts and age."""
     _write(folder / AHEAD, {"age": ahead.age, "position": ahead.position}, ahead.rollouts)
 
 
 def read_ahead(folder: Path, order: PromptOrder, n: int) -> Sampled | None:
-    """Reads what `write_ahead` wrote, `n` answers to each prompt; None when it wrote nothing."""
+    """Reads the data of `write_ahead`, `n` answers per prompt; None if there is none."""
     if not (folder / AHEAD).is_file():
         return None
     head, rows, experts = _read(folder / AHEAD)
@@ -37,7 +37,7 @@ def read_ahead(folder: Path, order: PromptOrder, n: int) -> Sampled | None:
 
 
 def write_collected(folder: Path, collected: Collected) -> None:
-    """Writes what a collector has: finished groups, and the places of prompts that are being answered."""
+    """Writes a collector's state: finished groups, and the places of prompts being answered."""
     groups = [
         {"place": group.place, "begun": group.begun, "answers": len(group.rollouts)}
         for group in collected.ready
@@ -47,7 +47,7 @@ def write_collected(folder: Path, collected: Collected) -> None:
 
 
 def read_collected(folder: Path, order: PromptOrder) -> Collected | None:
-    """Reads what `write_collected` wrote; None when it wrote nothing."""
+    """Reads the data of `write_collected`; None if there is none."""
     if not (folder / COLLECTED).is_file():
         return None
     head, rows, experts = _read(folder / COLLECTED)
@@ -73,7 +73,7 @@ def _write(file: Path, head: Mapping[str, Any], rollouts: Sequence[Rollout]) -> 
 
 
 def _read(file: Path) -> tuple[dict[str, Any], list[dict[str, Any]], list[np.ndarray | None]]:
-    """Returns the head, the rollouts as `stored` and their experts."""
+    """Returns the head, the rollouts in the form of `stored`, and their experts."""
     head, *rows = map(json.loads, file.read_text().splitlines())
     arrays = file.with_suffix(".npz")
     known: Mapping[str, np.ndarray] = np.load(arrays, allow_pickle=False) if arrays.is_file() else {}

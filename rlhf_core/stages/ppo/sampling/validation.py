@@ -1,9 +1,9 @@
-"""Validates the actor while it trains: answers to prompts that are not trained on, their rewards with
+"""Validates the actor during training: answers to prompts that are not trained on, their rewards with
 intervals, and the best iteration.
 
-Each prompt has the same seed at every validation, so that two validations differ by the weights alone. The
-largest of several noisy means is too large, so the best iteration answers once more, with seeds that nothing
-was chosen by.
+Each prompt has the same seed at every validation, so that two validations differ only by the weights. The
+largest of several noisy means is biased upwards, so the best iteration answers again, with seeds that played
+no part in the choice.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ from rlhf_core.system.files import write_text
 
 BEST = f"{STATE}/best"  # folder of the exports of the best iterations, until the stage is done
 REWARD, LOW, HIGH = (f"eval/reward/{name}" for name in ("mean", "ci_low", "ci_high"))
-ROUNDING = 1e-6  # a sum of weighed rewards may be this much below the number that it should be
+ROUNDING = 1e-6  # a sum of weighted rewards may be this much below its exact value
 NORMAL = 1.96  # standard errors on each side of a 95 % interval
 
 
 class Validation(NamedTuple):
-    """Says what is answered and how it is scored. `groups`: indices of the prompts of each data source, where
-    there are several; `allowed_failures`: answers that a reward source may fail on; `fresh_seeds`: those of
-    the best iteration's second answers."""
+    """Specifies the prompts and their scoring. `groups`: indices of the prompts of each data source, if there
+    are several; `allowed_failures`: the number of answers on which a reward source may fail; `fresh_seeds`:
+    seeds for the best iteration's second answers."""
 
     prompts: Sequence[Prompt]
     groups: Mapping[str, Sequence[int]]
@@ -55,9 +55,8 @@ class Validation(NamedTuple):
 
 
 class Best(NamedTuple):
-    """Holds the iteration whose answers had the highest mean reward (0: before training), its metrics, how
-    many validations came after it, and the metrics of its second answers where these could not be had
-    later."""
+    """Holds the iteration whose answers had the highest mean reward (0: before training), its metrics, the
+    number of validations since, and the metrics of its second answers if these cannot be sampled later."""
 
     iteration: int
     metrics: dict[str, float]
@@ -77,8 +76,8 @@ def load_validation(
     stop_token_ids: Sequence[int],
     seed: int,
 ) -> Validation | None:
-    """Loads `eval_prompts` without those that are training prompts, too; None where the recipe has none.
-    Raises ValueError when none is left."""
+    """Loads `eval_prompts` without those that are also training prompts; None if the recipe has none. Raises
+    ValueError when none is left."""
     if config.eval_prompts is None:
         return None
     known = {tuple(prompt.tokens) for prompt in training}
@@ -119,7 +118,7 @@ def load_validation(
 
 
 def sampling_of(config: PPO, n: int, stop_token_ids: Sequence[int]) -> Sampling:
-    """Returns how `eval_prompts` are answered: as in the training, unless the recipe says otherwise."""
+    """Returns the sampling options for `eval_prompts`: as in training, unless the recipe sets others."""
     sampling = Sampling.of(config, n, stop_token_ids, logprobs=False)
     if config.eval_temperature is not None:
         sampling = sampling._replace(temperature=config.eval_temperature)
@@ -129,26 +128,27 @@ def sampling_of(config: PPO, n: int, stop_token_ids: Sequence[int]) -> Sampling:
 
 
 def validate(fleet: Fleet, validation: Validation, run: RunDir, iteration: int) -> dict[str, float]:
-    """Answers the prompts with the weights that the engines have, and scores the answers. Writes them to
+    """Answers the prompts with the engines' current weights and scores the answers. Writes them to
     `validation/iterationN.jsonl`."""
     return _validate(fleet, validation, validation.seeds, run / VALIDATION / f"iteration{iteration}.jsonl")
 
 
 def answer_again(fleet: Fleet, validation: Validation, run: RunDir) -> dict[str, float]:
-    """Does the same with fresh seeds, whose answers nothing was chosen by. Writes them to
+    """Like `validate`, but with fresh seeds, whose answers played no part in the choice. Writes them to
     `validation/checkpoint.jsonl`."""
     return _validate(fleet, validation, validation.fresh_seeds, run / VALIDATION / "checkpoint.jsonl")
 
 
 def answer_as(fleet: Fleet, validation: Validation, run: RunDir, checkpoint: Path) -> dict[str, float]:
-    """Returns `answer_again` of a checkpoint, which engines load in place of the actor's weights."""
+    """Returns the metrics of `answer_again` for a checkpoint, which the engines load instead of the actor's
+    weights."""
     while True:
         revivals = fleet.revivals
         fleet.load_engines(checkpoint)
         metrics = answer_again(fleet, validation, run)
         if fleet.revivals == revivals:
             return metrics
-        # An engine died meanwhile: all of them were sent the actor's weights.
+        # An engine died meanwhile, and its revival sent the actor's weights to all engines.
 
 
 def _validate(fleet: Fleet, validation: Validation, seeds: Sequence[int], file: Path) -> dict[str, float]:
@@ -163,8 +163,8 @@ def _validate(fleet: Fleet, validation: Validation, seeds: Sequence[int], file: 
 
 
 def measured(rewards: Rewards, rollouts: Sequence[Rollout], validation: Validation) -> dict[str, float]:
-    """Metrics of all answers, and of those to each data source's prompts. Answers without a reward do not
-    count."""
+    """Returns metrics of all answers, and of the answers to each data source's prompts. Answers without a
+    reward do not count."""
     n = validation.sampling.n
     table = plain_sum(rewards.by_source, validation.terms).reshape(-1, n)
     if np.isnan(table).all():
@@ -192,7 +192,7 @@ def measured(rewards: Rewards, rollouts: Sequence[Rollout], validation: Validati
 
 
 def _of(name: str, table: np.ndarray, right: float | None) -> dict[str, float]:
-    """Metrics of rewards (prompts, n), nan where there is none. Intervals are over prompts."""
+    """Returns metrics of rewards (prompts, n), nan for missing ones. Intervals are over prompts."""
     given = ~np.isnan(table)
     metrics = _interval(f"{name}/reward", np.nanmean(table[given.any(1)], axis=1))
     if right is None:
@@ -205,20 +205,20 @@ def _of(name: str, table: np.ndarray, right: float | None) -> dict[str, float]:
     ]
     metrics |= _rate(f"{name}/right", np.array([c / n for n, c in counts]))
     for k in pass_sizes(table.shape[1]):
-        chances = [pass_at(n, c, k) for n, c in counts if n >= k]  # fewer answers say nothing about k of them
+        chances = [pass_at(n, c, k) for n, c in counts if n >= k]  # fewer answers cannot estimate pass@k
         metrics |= {f"{name}/pass@{k}": float(np.mean(chances))} if chances else {}
     return metrics
 
 
 def pass_at(n: int, right: int, k: int) -> float:
-    """Estimates without bias how likely one of k answers is right, from `right` of n >= k answers (Chen et
-    al. 2021, arXiv:2107.03374, eq. 1)."""
+    """Returns an unbiased estimate of the probability that at least one of k answers is right, given `right`
+    of n >= k answers (Chen et al. 2021, arXiv:2107.03374, eq. 1)."""
     return 1.0 - comb(n - right, k) / comb(n, k)
 
 
 def _interval(name: str, values: np.ndarray) -> dict[str, float]:
-    """Mean over prompts, and its 95 % interval: of rewards from 0 to 1 as of a rate, of others, where there
-    are two or more, by the normal approximation."""
+    """Returns the mean over prompts and its 95 % interval: like a rate for rewards from 0 to 1, otherwise
+    from the normal approximation, given at least two prompts."""
     if ((values >= 0) & (values <= 1)).all():
         return _rate(name, values)
     mean = float(values.mean())
@@ -229,19 +229,19 @@ def _interval(name: str, values: np.ndarray) -> dict[str, float]:
 
 
 def _rate(name: str, shares: np.ndarray) -> dict[str, float]:
-    """Mean over prompts of shares from 0 to 1, and its 95 % interval."""
+    """Returns the mean over prompts of shares from 0 to 1, and its 95 % interval."""
     low, high = mean_interval(shares, np.ones(len(shares)))
     return {f"{name}/mean": float(shares.mean()), f"{name}/ci_low": low, f"{name}/ci_high": high}
 
 
 def write_rollouts(file: Path, rows: Iterable[dict[str, Any]]) -> None:
-    """Writes what `shown` yields."""
+    """Writes the rows of `shown`."""
     file.parent.mkdir(exist_ok=True)
     write_text(file, "".join(json.dumps(row) + "\n" for row in rows))
 
 
 def keep_best(run: RunDir, iterations: Collection[int]) -> None:
-    """Removes the exports of other iterations."""
+    """Removes the exports of all iterations but these."""
     for folder in (run / BEST).glob("iteration*"):
         if folder.name not in {f"iteration{iteration}" for iteration in iterations}:
             shutil.rmtree(folder)
