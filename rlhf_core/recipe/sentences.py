@@ -171,19 +171,18 @@ def _inputs_alone(name: str, stage: dict[str, Any]) -> tuple[dict[str, Any], set
     and the names of its other fields."""
     kind = KINDS.get(str(stage.get("stage", name)))
     fields = kind.config.model_fields if kind else {}
-    kept = {
-        "stage",
-        "reward",
-        *(key for key, info in fields.items() if info.is_required() or _is_input(info.annotation)),
-    }
-    return {key: value for key, value in stage.items() if key in kept}, {
-        str(key) for key in stage.keys() - kept
-    }
+    inputs = [key for key, info in fields.items() if info.is_required() or _is_input(info.annotation)]
+    kept = {"stage", "reward", *inputs}
+    left_out = {str(key) for key in stage.keys() - kept}
+    return {key: value for key, value in stage.items() if key in kept}, left_out
 
 
 def _is_input(annotation: Any) -> bool:
-    """Returns whether a field's type is a data set or a model's name."""
-    return annotation in (str, str | None) or Data in models_in(annotation)
+    """Returns whether a field's type is a data set, a model's name, or a mapping, whose keys may name
+    models."""
+    if annotation in (str, str | None) or Data in models_in(annotation):
+        return True
+    return dict in (typing.get_origin(part) for part in (annotation, *typing.get_args(annotation)))
 
 
 def _start_field(names: list[int | str], raw: Any) -> str | None:
