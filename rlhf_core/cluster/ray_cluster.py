@@ -180,8 +180,8 @@ def passed_environment() -> dict[str, str]:
 
 
 def reserve(layout: Layout, timeout: float) -> Reservation:
-    """Reserves the bundles of a layout, filling one node after the other. From then on the nodes are watched
-    (`reach`).
+    """Reserves the bundles of a layout, packed onto as few nodes as possible. From then on the nodes of
+    another cluster are watched (`reach`).
 
     Raises ValueError when the cluster can never hold the layout, TimeoutError when its resources are not free
     within `timeout` seconds, and NodeLost when a node does not answer.

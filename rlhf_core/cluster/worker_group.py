@@ -275,8 +275,8 @@ class WorkerGroup:
         return [ref for rank in ranks for ref in self._following.get(rank, ())]
 
     def build_again(self, ranks: Sequence[int]) -> Pending[RankReady]:
-        """Restarts ranks whose process died, and creates their role's object like `build`. Only for ranks
-        that do not communicate with each other."""
+        """Restarts the processes of `ranks` and creates their role's object like `build`. Only for ranks that
+        do not communicate with each other."""
         for rank in ranks:
             for i in range(rank * self._span, (rank + 1) * self._span):
                 ray.kill(self._processes[i])

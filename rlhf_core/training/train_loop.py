@@ -318,8 +318,8 @@ class Saving:
         self._commit: resume_state.Commit | None = None
 
     def begin(self, step: int, loop: dict[str, Any]) -> None:
-        """Returns when every rank has copied its part. Is a collective. Raises the errors of the previous
-        state's write, such as OSError."""
+        """Starts saving a state; a collective. Returns once this rank has copied its part. Raises the error
+        that the previous state failed with, such as OSError."""
         self.finish()
         engine = self._engine
         run = self._run

@@ -166,8 +166,9 @@ class Fleet:
     def start_score(
         self, rollouts: Sequence[Rollout], rewards: Rewards | None, allowed_failures: int
     ) -> Callable[[], Scores]:
-        """Starts all models on the same documents and, without `rewards`, the requests to other sources, then
-        sends the data that training will read. Returns a function that waits for the scores."""
+        """Starts scoring the same documents with actor, reference and critic and, without `rewards`, with all
+        reward sources, then sends the data that training will read. Returns a function that waits for the
+        scores."""
         documents = put_on_nodes([rollout.document for rollout in rollouts])
         scoring = Turns(self.in_turn)
         pending = (
@@ -400,7 +401,7 @@ class Fleet:
 
         Raises WeightsDiffer beyond the bound, or EngineDiffers if both still have the weights that they
         loaded (not `synced`). The bound is `MARGIN` times the change that rounding in the formats of both
-        causes in the trainer's own log-probs (rounding.py).
+        causes in the trainer's own log-probs (rounding.py), and at least `NOISE_FREE`.
 
         Experts are chosen by products that engine and trainer round in bf16 in different orders: a few tokens
         go to another expert, and their log-probs may differ by a nat. So a bf16 model with experts must meet

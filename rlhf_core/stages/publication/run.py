@@ -93,9 +93,9 @@ def run(request: StageRequest, run: RunDir) -> Outcome:
 
 
 def _card(api: HfApi, repo_id: str, repo_type: str) -> str | None:
-    """Returns README.md of a repository, for its licence; None when there is none that this token may read.
-    Raises ConnectionError when the Hub cannot be reached: the card, and with it the commit, must be the same
-    at each attempt."""
+    """Returns the path of a repository's README.md, which names its licence; None when there is none that
+    this token may read. Raises ConnectionError when the Hub is unreachable, because the card, and so the
+    commit, must be the same at each attempt."""
 
     def fetch() -> str | None:
         try:

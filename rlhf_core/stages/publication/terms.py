@@ -71,8 +71,8 @@ def _base_of(place: str) -> str | None:
 def gated_like(
     wanted: Literal["base", "auto", "manual", "no"], terms: Terms, private: bool, api: HfApi | None
 ) -> Gated | None:
-    """Returns how readers of a published model ask for access. `base`: as for its base; if that is not on the
-    Hub, `auto` if its card has fields for them.
+    """Returns how readers of a published model ask for access. `base`: as for its base model or, if that is
+    not gated on the Hub, `auto` if its card has fields for requests.
 
     Raises ValueError for a public model whose base this token cannot read.
     """

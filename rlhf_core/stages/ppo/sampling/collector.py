@@ -45,8 +45,8 @@ class Collected(NamedTuple):
 
 
 class Collector:
-    """Collects groups for `iterations` iterations from `iteration` on. `answer` answers a prompt with its
-    seed.
+    """Collects groups for a run of `iterations` iterations, from `iteration` on. `answer` answers a prompt
+    with its seed.
 
     `updates`: number of the actor's updates so far, the version of the weights. `died`: set while an engine
     is dead.
