@@ -15,6 +15,7 @@ from rlhf_core.config import KINDS
 from rlhf_core.config.metrics import Panel
 
 COLOURS = ("#2563a8", "#d9822b", "#2e8b6f", "#a8437a", "#6f5bb0", "#7a8794", "#b8a11f", "#3aa0b8")
+FLAT = 1e-5  # relative difference of values that are drawn as a flat line
 WIDTH = 340.0
 HEIGHT = 170.0
 LEFT = 46.0
@@ -101,7 +102,7 @@ def draw(panel: Panel, runs: Sequence[Run]) -> Drawn | None:
     )
     y0 = min(values)
     y1 = max(values)
-    if y1 == y0:
+    if math.isclose(y0, y1, rel_tol=FLAT):
         y0 = y0 - (abs(y0) or 1.0) / 2
         y1 = y1 + (abs(y1) or 1.0) / 2
 

@@ -21,6 +21,7 @@ from rlhf_core.config.metrics import Panel
 from rlhf_core.records import WinRate
 
 MAX_POINTS = 300
+FLAT = 1e-5  # relative difference of the ends of an axis whose ticks would have equal labels
 ROW = 2.15  # inches: height of a row of panels
 PHASES = "phase/"
 X_LABEL: dict[str, Any] = {"fontsize": 7.5, "labelpad": 1.5}
@@ -145,7 +146,12 @@ def _draw(ax: Axes, panel: Panel, runs: Sequence[Run], counts: str) -> None:
     ax.set_title(panel.title)
     ax.set_xlabel(counts, **X_LABEL)
     ax.margins(x=0.02)
-    ax.locator_params(nbins=5)
+    ax.locator_params(axis="x", nbins=5, integer=True)
+    ax.locator_params(axis="y", nbins=5)
+    low, high = ax.get_ylim()
+    if math.isclose(low, high, rel_tol=FLAT):
+        middle = (low + high) / 2
+        ax.set_ylim(middle - abs(middle) / 2, middle + abs(middle) / 2)
     # by default, matplotlib puts a common factor above the title
     ax.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
     if labels > 1:

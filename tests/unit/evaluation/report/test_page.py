@@ -374,6 +374,17 @@ def test_the_dag_draws_nodes_apart_and_edges_forward() -> None:
     assert draw({"a": ("elsewhere",)}).edges == ()
 
 
+def test_a_line_that_only_rounding_moves_is_flat_and_steps_are_whole() -> None:
+    curve = [(float(step), 1 + 1e-8 * (-1) ** step) for step in (1, 2, 3)]
+    chart = stage_chart("sft", "sft", [Run("", {"loss": curve})])
+    assert chart is not None
+    numbers = [text for text in re.findall(r">([^<>]+)</text>", chart) if re.fullmatch(r"[\d.]+", text)]
+    steps = numbers[:3]
+    assert steps == ["1", "2", "3"], numbers
+    heights = numbers[3:]
+    assert len(heights) == len(set(heights)) > 2, heights
+
+
 def test_a_chart_without_points_is_none_and_many_points_stay_small() -> None:
     assert stage_chart("sft", "sft", [Run("", {"loss": [(1.0, float("nan"))]})]) is None
     assert stage_chart("publication", "publication", [Run("", {})]) is None
