@@ -148,9 +148,9 @@ def _draw(ax: Axes, panel: Panel, runs: Sequence[Run], counts: str) -> None:
     ax.margins(x=0.02)
     ax.locator_params(axis="x", nbins=5, integer=True)
     ax.locator_params(axis="y", nbins=5)
-    low, high = ax.get_ylim()
-    if math.isclose(low, high, rel_tol=FLAT):
-        middle = (low + high) / 2
+    bottom, top = ax.get_ylim()
+    if math.isclose(bottom, top, rel_tol=FLAT):
+        middle = (bottom + top) / 2
         ax.set_ylim(middle - abs(middle) / 2, middle + abs(middle) / 2)
     # by default, matplotlib puts a common factor above the title
     ax.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
