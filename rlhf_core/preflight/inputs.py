@@ -45,7 +45,7 @@ from rlhf_core.preflight.models import (
     vocabulary_problems,
 )
 from rlhf_core.preflight.questions import question_problems, selecting_questions, shared_questions
-from rlhf_core.preflight.reward_functions import code_problems
+from rlhf_core.preflight.reward_functions import code_problems, trial_problems
 from rlhf_core.preflight.rows.batches import batch_warning, made_rows_warning, prompt_problem, rows_made
 from rlhf_core.preflight.sequences import sequence_problems
 from rlhf_core.preflight.template_length import Measured
@@ -71,8 +71,9 @@ class Needs(NamedTuple):
 
 
 def require_here(plan: Plan, nodes: Sequence[Node]) -> None:
-    """Raises ValueError for problems of recipe or files, else MachineLacks for what this machine lacks."""
-    problems = check_inputs(plan, nodes)
+    """Raises ValueError for problems of recipe, files or reward functions, else MachineLacks for what this
+    machine lacks. Calls the reward functions once, so it is for runs alone."""
+    problems = check_inputs(plan, nodes) or trial_problems(nodes)
     if problems:
         raise ValueError("\n".join(problems))
     problems = check_machine(plan, nodes)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ast
 import importlib.util
+from collections.abc import Sequence
 from pathlib import Path
 
 from rlhf_core.config import PPO, Data, Rewarded
@@ -26,27 +27,35 @@ _known: dict[tuple[FunctionReward, int], str] = {}
 
 
 def code_problems(node: Node) -> list[str]:
-    """Returns the mistakes in the code of a stage's reward functions and environment, each with its place in
-    the recipe."""
+    """Returns what is wrong with the files of a stage's reward functions and environment, each with its place
+    in the recipe. Parses the files and runs nothing."""
     config = node.config
     where = f"stages.{node.name}"
-    functions = (
-        [source for source in config.reward if isinstance(source, FunctionReward)]
-        if isinstance(config, Rewarded)
-        else []
-    )
     problems = [
         _file_problem(f"{where}.reward", "function", source.file, source.function_name)
-        for source in functions
+        for source in _functions(node)
     ]
     if isinstance(config, PPO) and (environment := config.environment) is not None and environment.own:
         problems.append(
             _file_problem(f"{where}.environment", "class", environment.file, environment.class_name)
         )
-    found = [problem for problem in problems if problem]
-    if isinstance(config, Rewarded) and not found:
-        found = [f"{where}.reward: {told}" for told in _trial_problems(config.prompts, functions)]
-    return found
+    return [problem for problem in problems if problem]
+
+
+def trial_problems(nodes: Sequence[Node]) -> list[str]:
+    """Calls the reward functions of the stages that are not done, and returns a sentence for each whose code
+    is wrong for every answer. Only a run does this: `validate` runs nobody's code."""
+    found = []
+    for node in nodes:
+        if not node.done and isinstance(node.config, Rewarded):
+            told = _trial_problems(node.config.prompts, _functions(node))
+            found += [f"stages.{node.name}.reward: {sentence}" for sentence in told]
+    return list(dict.fromkeys(found))
+
+
+def _functions(node: Node) -> list[FunctionReward]:
+    sources = node.config.reward if isinstance(node.config, Rewarded) else ()
+    return [source for source in sources if isinstance(source, FunctionReward)]
 
 
 def _file_problem(where: str, kind: str, file: Path, name: str) -> str:

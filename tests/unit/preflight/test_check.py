@@ -198,21 +198,6 @@ def test_a_sound_recipe_has_no_problems(planned: Planned) -> None:
         ),
         (["ppo.reward=[reward_model, broken.py:f]"], ["broken.py is no Python file"]),
         (
-            ["ppo.reward=[reward_model, wrong.py:misspelt]"],
-            [
-                "stages.ppo.reward: the reward function misspelt: a call with a made-up answer raised"
-                " NameError: name 'respones' is not"
-            ],
-        ),
-        (["ppo.reward=[reward_model, wrong.py:renamed]"], ["stages.ppo.reward: a reward function may name"]),
-        (
-            ["loop.rounds=1", "loop.reward=wrong.py:misspelt", "loop.prompt_max_len=3"],
-            [
-                "stages.loop.round1.preferences.prompt_max_len: a limit of 3 tokens",
-                "NameError: name 'respones' is not defined (/",
-            ],
-        ),
-        (
             ["ppo.eval_prompts={sources: q.jsonl}"],
             ["stages.ppo.eval_prompts: 4 of 4 prompts are questions of evaluation"],
         ),
@@ -239,6 +224,40 @@ def test_a_fault_is_told_once_and_where(planned: Planned, overrides: list[str], 
     assert len(problems) == len(told)
     for problem, expected in zip(problems, told, strict=True):
         assert expected in problem and "\n" not in problem
+
+
+@pytest.mark.parametrize(
+    ("override", "told"),
+    [
+        (
+            "ppo.reward=[reward_model, wrong.py:misspelt]",
+            "stages.ppo.reward: the reward function misspelt: a call with a made-up answer raised NameError: name"
+            " 'respones' is not defined (",
+        ),
+        ("ppo.reward=[reward_model, wrong.py:renamed]", "stages.ppo.reward: a reward function may name"),
+        (
+            "loop.reward=wrong.py:misspelt",
+            "stages.loop.round1.preferences.reward: the reward function misspelt",
+        ),
+    ],
+)
+def test_a_run_calls_reward_functions_once_before_its_first_stage(
+    planned: Planned, override: str, told: str
+) -> None:
+    plan = planned("loop.rounds=1", override)
+    with pytest.raises(ValueError) as refused:
+        require_here(plan, plan.nodes)
+    assert str(refused.value).startswith(told) and "\n" not in str(refused.value)
+
+
+def test_a_validation_runs_no_code_of_a_recipe(planned: Planned, tmp_path: Path) -> None:
+    ran = tmp_path / "ran"
+    code = f"open({str(ran)!r}, 'w').close()\ndef score(responses): return [0.0 for _ in responses]\n"
+    (tmp_path / "called.py").write_text(code)
+    plan = planned("ppo.reward=[reward_model, called.py:score]")
+    assert check_here(plan) == [] and not ran.exists()
+    require_here(plan, plan.nodes)
+    assert ran.exists()
 
 
 def append(file: Path, *rows: object) -> None:
