@@ -1,8 +1,8 @@
-"""Runs a Prefect server in its own process, with this file as the script. The process loads while the
-command does other things, and is told later to begin.
+"""Runs a Prefect server in its own process, with this file as the script. The process imports its
+libraries while the command works, and starts the server when the command asks for it.
 
 Prefect's own class for such a server takes two seconds to import, since it imports the whole server;
-importing this file imports nothing of Prefect. Until the process is told to begin it has changed nothing,
+importing this file imports nothing of Prefect. Before that request the process has changed nothing,
 so it can be killed without harm, and it ends when the command does. It has its own process group, so Ctrl-C
 in a terminal does not reach it: the command ends it after printing its own last messages. The API requires
 an auth string. A request for another host (DNS rebinding) or from another server's page is refused before

@@ -118,9 +118,9 @@ def micro(stages: int) -> tuple[Share, float]:
 
 
 def again(recipe: str, done: Path) -> tuple[float, float, float]:
-    """A run of a recipe, from the working directory, whose stages copy what lies in `done`, the recipe's
-    folder; seconds before the first stage, between the stages, and after the last. A stage lasts from its
-    request to the end of its process."""
+    """Runs a recipe, from the working directory, with stages that copy their results from `done`, the
+    recipe's folder. Returns the seconds before the first stage, between the stages, and after the last. A
+    stage lasts from its request to the end of its process."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         copy = COPY.format(source=str(done.absolute().parent / "stages"))

@@ -1,5 +1,5 @@
-"""`owner/name@REVISION` in a recipe: what it is pinned to, what that decides, and what is told where nobody
-knows it."""
+"""`owner/name@REVISION` in a recipe: the commit that it is pinned to, the effect on digests, and the message for
+an unknown revision."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Checkpoints about to be served: what stands for their weights, their dtype and length; judges that cannot
-work; lm-eval's local tasks."""
+"""Checkpoints before they are served: identity of their weights, dtype and length; judges that cannot work;
+lm-eval's local tasks."""
 
 from __future__ import annotations
 
