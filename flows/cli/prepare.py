@@ -10,11 +10,10 @@ from pathlib import Path
 from typing import Literal
 
 from flows.cli.show import OK, Override, RecipePlace, Whole, console, errors, show_migration, show_pins
-from rlhf_core.preflight.inputs import check_inputs, check_machine, further_problems, input_warnings, needs
+from rlhf_core.preflight.inputs import check_inputs, check_machine, input_warnings, load_here, needs
 from rlhf_core.recipe.idle_fields import idle_fields
 from rlhf_core.recipe.load import load_recipe
 from rlhf_core.recipe.plan import plan
-from rlhf_core.recipe.sentences import WrongRecipe
 from rlhf_core.system.files import write_text
 from rlhf_core.system.processes import ENVIRONMENT, WRONG_INPUT
 
@@ -68,11 +67,7 @@ def validate(recipe: RecipePlace, *overrides: Override, here: bool = False) -> i
         here: also check files, columns, tokenizer, limits and this machine's resources, as run does before
             any work.
     """
-    try:
-        planned = plan(load_recipe(recipe, overrides))
-    except WrongRecipe as error:
-        further = further_problems(error) if here else []
-        raise ValueError("\n".join([str(error), *further])) from None
+    planned = plan(load_here(recipe, overrides) if here else load_recipe(recipe, overrides))
     show_pins(planned)
     for idle in idle_fields(planned.recipe):
         errors.print(f"note: {idle}", markup=False)

@@ -14,7 +14,7 @@ import httpx
 
 from flows.cli.show import OK, TERMINATED, Override, RecipePlace, Whole, console, show_pins, show_plan
 from flows.cli.terminal.live import Say, live_view, working
-from rlhf_core.preflight.inputs import MachineLacks, require_here
+from rlhf_core.preflight.inputs import MachineLacks, load_here, require_here
 from rlhf_core.recipe.dry_run import outlook
 from rlhf_core.recipe.load import load_recipe
 from rlhf_core.recipe.plan import Node, Plan, plan
@@ -48,7 +48,7 @@ def run(
         raise ValueError(f"--jobs {jobs}: give 1 or more stages")
     overrides = overrides if jobs is None else (*overrides, f"side_by_side={jobs}")
     with working("reading the recipe and its inputs", plain):
-        loaded = load_recipe(recipe, overrides)
+        loaded = load_recipe(recipe, overrides) if dry_run else load_here(recipe, overrides)
         if latest and not dry_run:
             from flows.alignment import refresh_hub_revisions
 
@@ -79,7 +79,7 @@ def stage(name: str, recipe: RecipePlace, *overrides: Override, plain: bool = Fa
         plain: print the log, as where the output is no terminal, in place of live lines.
     """
     with working("reading the recipe and its inputs", plain):
-        planned = plan(load_recipe(recipe, overrides))
+        planned = plan(load_here(recipe, overrides))
     nodes = planned.stages_of(name)
 
     def check() -> None:

@@ -27,6 +27,7 @@ from rlhf_core.config import (
     Preferences,
     Publication,
     Ranks,
+    Recipe,
     StageConfig,
 )
 from rlhf_core.config.judging.lm_eval_tasks import is_path, read_task
@@ -50,6 +51,7 @@ from rlhf_core.preflight.rows.batches import batch_warning, made_rows_warning, p
 from rlhf_core.preflight.sequences import sequence_problems
 from rlhf_core.preflight.template_length import Measured
 from rlhf_core.preflight.weights import weight_problem
+from rlhf_core.recipe.load import load_recipe
 from rlhf_core.recipe.plan import Node, Plan
 from rlhf_core.recipe.plan import plan as plan_of
 from rlhf_core.recipe.sentences import ANYTHING, WrongRecipe
@@ -178,6 +180,15 @@ def input_warnings(plan: Plan, nodes: Sequence[Node]) -> list[str]:
             if count and (sentence := made_rows_warning(node.config, count)):
                 warned.append(f"stages.{node.name}.{field}: {sentence}")
     return list(dict.fromkeys(warned))
+
+
+def load_here(place: str, overrides: Sequence[str]) -> Recipe:
+    """Loads a recipe whose inputs are here. Raises ValueError with the faults of a wrong recipe and of the
+    inputs of its sound part, one sentence a line."""
+    try:
+        return load_recipe(place, overrides)
+    except WrongRecipe as error:
+        raise ValueError("\n".join([str(error), *further_problems(error)])) from None
 
 
 def further_problems(error: WrongRecipe) -> list[str]:

@@ -110,6 +110,14 @@ def test_fields_that_contradict_each_other_hide_no_wrong_file_of_their_stage(ref
     assert len(told) == 2, told
 
 
+def test_a_run_tells_all_faults_at_once(base: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    overrides = ("sft.train_batch_size=12", "sft.micro_train_batch_size=8", "sft.data={sources: none.jsonl}")
+    for command in (["run", "recipe.yaml"], ["stage", "sft", "recipe.yaml"]):
+        assert main([*command, *overrides]) == 2
+        told = capsys.readouterr().err.splitlines()
+        assert len(told) == 2 and "must be a multiple" in told[0] and "there is no such file" in told[1], told
+
+
 def test_lengths_beyond_the_positions_of_the_base_model(refused: Refused, base: Path) -> None:
     """Told once for a loop; RoPE scaling counts."""
     configured(base, max_position_embeddings=128)
