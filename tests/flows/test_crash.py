@@ -14,7 +14,7 @@ import pytest
 from tests.crash.points import Chain, Moment, Outcome, files, moments_of, point
 from tests.support import micro
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = pytest.mark.timeout(900)
 STAGES = ("sft", "loop.round1.preferences", "loop.round1.dpo", "evaluation")
 # of the log: its head, and one before each place where a stage may hang
 LINES = {"start": 2, "middle": 3, "end": 4}

@@ -99,7 +99,7 @@ def test_all_deployments_are_created(prefect: str, tmp_path: Path, monkeypatch: 
     assert main(["feedback", "import", "rows.jsonl", "--inbox", "chat.inbox"]) == 0
     started = {"flow_runs": {"deployment_id": {"any_": [own]}}}
     wait_until(
-        lambda: ask(prefect, "/flow_runs/count", started) == 1, "the import to start a run of on-feedback", 90
+        lambda: ask(prefect, "/flow_runs/count", started) == 1, "the import to start a run of on-feedback"
     )
     with SyncPrefectClient(api=prefect) as client:  # other tests use the same server
         client.delete_automation(UUID(automation["id"]))

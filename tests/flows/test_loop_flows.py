@@ -64,7 +64,7 @@ def test_three_concurrent_runs_train_one_round(here: tuple[Path, dict[str, str]]
     # no stage works before the other two have ended, however slowly they begin
     (folder / "slow.json").write_text('{"until": "go"}')
     called = [Called(folder, environment, "loop", recipe="recipe.yaml") for _ in range(3)]
-    micro.wait_until(lambda: sum(one.running() for one in called) == 1, "two of three loops to end", 150)
+    micro.wait_until(lambda: sum(one.running() for one in called) == 1, "two of three loops to end")
     (folder / "go").touch()
     ends = [one.ended() for one in called]
     assert sum("loop of micro: round 1 is done, win rate 0.500" in end for end in ends) == 1

@@ -20,7 +20,7 @@ from tests.crash.points import files
 from tests.support import micro
 from tests.support.micro import Serve, ask, wait_until
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 STAGES = ("sft", "one", "two", "evaluation")
 LIMIT_SECONDS = 40  # until all processes must have ended
 
@@ -79,8 +79,7 @@ def both_hang(folder: Path) -> dict[str, psutil.Process]:
     wait_until(
         lambda: len(hanging()) == 2,
         "both branches to hang",
-        120,
-        lambda: told(folder) if (folder / "out.txt").exists() else "",
+        told=lambda: told(folder) if (folder / "out.txt").exists() else "",
     )
     return {name: psutil.Process(pid) for name, _, pid in micro.attempts(folder) if name in ("one", "two")}
 
@@ -144,14 +143,13 @@ def test_side_by_side_and_one_after_the_other_have_the_same_result(
     """The branches wait for each other, so that only a run of both at once ends."""
     (folder / "slow.json").write_text(json.dumps({"until": "go"}))
     run = start(folder, prefect)
-    wait_until(lambda: micro.begun(folder) == ["sft"], "the first stage", 90, lambda: told(folder))
+    wait_until(lambda: micro.begun(folder) == ["sft"], "the first stage", told=lambda: told(folder))
     (folder / "go").touch()
     (folder / "slow.json").write_text(json.dumps({"until": "both"}))
     wait_until(
         lambda: sorted(micro.begun(folder)) == ["one", "sft", "two"],
         "both branches",
-        60,
-        lambda: told(folder),
+        told=lambda: told(folder),
     )
     (folder / "both").touch()
     assert run.wait(120) == 0, told(folder)
@@ -176,14 +174,14 @@ def test_cancelled_and_killed_under_serve(tmp_path: Path) -> None:
             hang(folder)
             (folder / "attempts.txt").unlink(missing_ok=True)
             run = serve.run(api, "alignment/micro", overrides=[f"seed={seed}"])
-            wait_until(lambda: len(micro.begun(folder)) == 3, "both branches", 120, serve.told)
+            wait_until(lambda: len(micro.begun(folder)) == 3, "both branches", told=serve.told)
             stages = [psutil.Process(pid) for name, _, pid in micro.attempts(folder) if name != "sft"]
             wait_until(lambda: all(stage.children() for stage in stages), "both branches to hang")  # noqa: B023
             processes = [
                 process for stage in stages for process in (stage.parent(), stage, *stage.children())
             ]
             other = serve.run(api, "alignment/micro", overrides=[f"seed={seed + 10}"])
-            wait_until(lambda: serve.state(api, other) == "RUNNING", "another run", 60, serve.told)  # noqa: B023
+            wait_until(lambda: serve.state(api, other) == "RUNNING", "another run", told=serve.told)  # noqa: B023
             assert len(micro.begun(folder)) == 3, "it waits for the slot"
             if how == "cancel":
                 ask(api, f"/flow_runs/{run}/set_state", {"state": {"type": "CANCELLING"}})
@@ -198,11 +196,11 @@ def test_cancelled_and_killed_under_serve(tmp_path: Path) -> None:
                 serve.told,
             )
             ended = {"cancel": "CANCELLED", "kill": "CRASHED"}[how]
-            wait_until(lambda: serve.state(api, run) == ended, ended, 60, serve.told)  # noqa: B023
+            wait_until(lambda: serve.state(api, run) == ended, ended, told=serve.told)  # noqa: B023
             (folder / "slow.json").unlink()
-            wait_until(lambda: serve.state(api, other) == "COMPLETED", "the other run", 150, serve.told)  # noqa: B023
+            wait_until(lambda: serve.state(api, other) == "COMPLETED", "the other run", told=serve.told)  # noqa: B023
             again = serve.run(api, "alignment/micro", overrides=[f"seed={seed}"])
-            wait_until(lambda: serve.state(api, again) == "COMPLETED", "the run again", 150, serve.told)  # noqa: B023
+            wait_until(lambda: serve.state(api, again) == "COMPLETED", "the run again", told=serve.told)  # noqa: B023
             assert Counter(micro.begun(folder)) == {"sft": 2, "one": 3, "two": 3, "evaluation": 2}
         assert "Traceback" not in (folder / "serve.txt").read_text()
     finally:

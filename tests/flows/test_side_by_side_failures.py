@@ -11,6 +11,7 @@ import pytest
 
 import flows.cli
 from flows.alignment import alignment
+from flows.running import Ended, Threads
 from rlhf_core.config import Recipe
 from rlhf_core.recipe.gates import GateFailed
 from rlhf_core.recipe.load import load_recipe
@@ -38,9 +39,17 @@ def branches(recipe: Callable[..., Recipe], monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_a_sibling_of_a_failed_stage_finishes_and_nothing_more_starts(
-    branches: Callable[..., Recipe],
+    branches: Callable[..., Recipe], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    fault(a=["refuses"])
+    fault(a=["refuses"], b=["waits"])
+    ended = Threads.ended
+
+    def then_go(threads: Threads) -> Ended:
+        found = ended(threads)
+        Path("go").touch()  # b ends after the flow knows that a has failed
+        return found
+
+    monkeypatch.setattr(Threads, "ended", then_go)
     with pytest.raises(StageFailed, match="stage a: the data has no rows"):
         alignment(branches())
     assert sorted(attempts())[:2] == ["a", "b"] and "after_a" not in attempts()

@@ -52,7 +52,7 @@ def test_an_earlier_automation_is_updated(prefect: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.long
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(900)
 def test_a_killed_run_is_marked_as_crashed_and_an_active_one_is_not(tmp_path: Path) -> None:
     """Uses shorter times than the automation's nine minutes."""
     folder = tmp_path / "here"
@@ -77,10 +77,10 @@ def test_a_killed_run_is_marked_as_crashed_and_an_active_one_is_not(tmp_path: Pa
             command = [sys.executable, "-m", "flows.cli", "run", "recipe.yaml", f"seed={seed}"]
             with (folder / f"out{seed}.txt").open("wb") as out:
                 runs.append(subprocess.Popen(command, cwd=folder, env=beating, stdout=out, stderr=out))
-        wait_until(lambda: len(micro.begun(folder)) == 2, "both runs to work", 120, serve.told)
+        wait_until(lambda: len(micro.begun(folder)) == 2, "both runs to work", told=serve.told)
         runs[1].kill()
         wait_until(
-            lambda: states().get("2") == "CRASHED", "the killed run to be marked", 200, lambda: str(states())
+            lambda: states().get("2") == "CRASHED", "the killed run to be marked", told=lambda: str(states())
         )
         assert runs[0].wait(300) == 0, (folder / "out1.txt").read_text()[-3000:]
         assert states() == {"1": "COMPLETED", "2": "CRASHED"}

@@ -13,7 +13,7 @@ import pytest
 from tests.support import micro
 from tests.support.screen import Terminal
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 COMMAND = [sys.executable, "-P", "-m", "flows.cli", "run", "recipe.yaml"]
 
 

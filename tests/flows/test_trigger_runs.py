@@ -20,7 +20,7 @@ from rlhf_core.feedback.inbox import Inbox
 from rlhf_core.feedback.parse import feedback_of
 from tests.support.micro import ask
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 
 class Team:

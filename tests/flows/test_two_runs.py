@@ -18,7 +18,7 @@ from rlhf_core.runs.run_records import records
 from tests.support import micro
 from tests.support.micro import wait_until
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 Start = Callable[[str], subprocess.Popen[bytes]]
 
 
@@ -74,7 +74,7 @@ def waits(folder: Path, name: str, holder: subprocess.Popen[bytes], line: str) -
         f"sft is waited for: run first ({run.id}) of micro, process {holder.pid}, on {socket.gethostname()}"
         " since 20"
     )
-    wait_until(lambda: expected in told(folder, name), "the run to wait", 90, lambda: told(folder, name))
+    wait_until(lambda: expected in told(folder, name), "the run to wait", told=lambda: told(folder, name))
     assert f" UTC works on it and says: {line}" in told(folder, name)
 
 
@@ -90,7 +90,7 @@ def test_a_waiting_run_ended_by_a_signal_and_one_that_takes_over(folder: Path, s
     (folder / "slow.json").write_text(json.dumps({"sft": "middle", "once": 250}))
     first = start("first")
     wait_until(
-        lambda: micro.begun(folder) == ["sft"], "the stage to begin", 90, lambda: told(folder, "first")
+        lambda: micro.begun(folder) == ["sft"], "the stage to begin", told=lambda: told(folder, "first")
     )
     (stage,) = (folder / "artifacts" / "stages").glob("sft-*")
     wait_until(lambda: "middle" in (stage / "log.txt").read_text(), "the stage to hang")
@@ -140,7 +140,7 @@ def test_a_stage_that_another_run_made_is_not_made_again(folder: Path, start: St
     (folder / "slow.json").write_text(json.dumps({"until": "go"}))
     first = start("first")
     wait_until(
-        lambda: micro.begun(folder) == ["sft"], "the stage to begin", 90, lambda: told(folder, "first")
+        lambda: micro.begun(folder) == ["sft"], "the stage to begin", told=lambda: told(folder, "first")
     )
     second = start("second")
     waits(folder, "second", first, "--- ")

@@ -160,8 +160,12 @@ def left(folder: Path) -> list[psutil.Process]:
     return found
 
 
+# A wait ends when what it waits for is there. This bound only ends a test that hangs, also on a busy machine.
+WAIT_SECONDS = 300.0
+
+
 def wait_until(
-    true: Callable[[], object], what: str, seconds: float = 60, told: Callable[[], str] = str
+    true: Callable[[], object], what: str, seconds: float = WAIT_SECONDS, told: Callable[[], str] = str
 ) -> None:
     deadline = time.monotonic() + seconds
     while not true():
@@ -237,7 +241,7 @@ class Serve:
             log.read_text()[-3000:] if log.exists() else ""
         )
 
-    def ready(self, seconds: float = 90) -> str:
+    def ready(self, seconds: float = WAIT_SECONDS) -> str:
         """Waits until it is ready. Returns the API's URL."""
 
         def is_ready() -> bool:

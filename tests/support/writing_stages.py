@@ -26,10 +26,10 @@ ORDER = [
     "loop.round2.dpo",
     "evaluation",
 ]
-# Writes the files of a stage of its kind; `faults.json` in the working directory has a fault for each
-# attempt.
+# Writes the files of a stage of its kind; `<stage>.faults.json` in the working directory has a fault
+# for each attempt.
 STAGE = """
-import json, os, signal, sys
+import json, os, signal, sys, time
 from pathlib import Path
 from rlhf_core.runs.run_dir import Outcome, run_stage, write_text
 from rlhf_core.records import EvalReport, WinRate
@@ -40,14 +40,15 @@ def work(request, run):
     print("working on", request.name, flush=True)
     for place in request.inputs.values():
         assert not place.startswith("/") or Path(place).exists(), place
-    faults = json.loads(Path("faults.json").read_text()) if Path("faults.json").exists() else {}
-    fault = faults.get(request.name, [])[:1]
+    file = Path(request.name + ".faults.json")
+    fault, *later = json.loads(file.read_text()) if file.exists() else [None]
     if fault:
-        faults[request.name].pop(0)
-        Path("faults.json").write_text(json.dumps(faults))
-    if fault == ["killed"]:
+        file.write_text(json.dumps(later or [None]))
+    if fault == "killed":
         os.kill(os.getpid(), signal.SIGKILL)
-    if fault == ["refuses"]:
+    while fault == "waits" and not Path("go").exists():
+        time.sleep(0.1)
+    if fault == "refuses":
         print("the data has no rows: give some", file=sys.stderr)
         sys.exit(2)
     kind = request.config.stage
@@ -79,7 +80,8 @@ def statuses() -> dict[str, str]:
 
 
 def fault(**faults: list[str]) -> None:
-    Path("faults.json").write_text(json.dumps(faults))
+    for name, attempts in faults.items():
+        Path(f"{name}.faults.json").write_text(json.dumps(attempts))
 
 
 def artifacts() -> dict[str, Any]:

@@ -20,7 +20,7 @@ from tasks import server_process
 from tests.support import micro
 from tests.support.micro import Serve, ask, wait_until
 
-pytestmark = [pytest.mark.slow, pytest.mark.long, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.slow, pytest.mark.long, pytest.mark.timeout(900)]
 LIMIT_SECONDS = 40  # until all processes must have ended
 
 
@@ -34,7 +34,7 @@ class Working:
         slow(serve.folder, stage)
         self.run = serve.run(api, "alignment/micro", overrides=[f"seed={seed}"])
         before = len(micro.attempts(serve.folder))
-        wait_until(lambda: stage in micro.begun(serve.folder)[before:], f"{stage} to begin", 90, serve.told)
+        wait_until(lambda: stage in micro.begun(serve.folder)[before:], f"{stage} to begin", told=serve.told)
         _, self.digest, pid = micro.attempts(serve.folder)[-1]
         self.stage = psutil.Process(pid)
         wait_until(self.stage.children, "the stage to start its child")
@@ -56,7 +56,7 @@ class Working:
         (folder,) = (self.serve.folder / "artifacts" / "stages").glob(f"*-{self.digest}")
         assert not (folder / "result.json").exists()
 
-    def ends_as(self, *states: str, seconds: float = 60) -> None:
+    def ends_as(self, *states: str, seconds: float = micro.WAIT_SECONDS) -> None:
         def state() -> str:
             return self.serve.state(self.api, self.run)
 
@@ -71,7 +71,7 @@ class Working:
         """Checks that the next run of the same recipe finishes and repeats no finished stage."""
         slow(serve.folder)
         run = serve.run(api, "alignment/micro", overrides=[f"seed={self.seed}"])
-        wait_until(lambda: serve.state(api, run) == "COMPLETED", "the next run", 150, serve.told)
+        wait_until(lambda: serve.state(api, run) == "COMPLETED", "the next run", told=serve.told)
         done = [name for name, digest, _ in micro.attempts(serve.folder) if digest == self.digest]
         assert len(done) == 2, "the stage that was cut off, once more and no more"
 

@@ -31,7 +31,7 @@ from tests.support.micro import AUTH, Serve, ask, wait_until
 from tests.support.sockets import beyond_loopback, listening
 from tests.support.strangers import as_nobody, as_root
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 ATTACK = """<script>
 const post = (route, body) => fetch("API" + route, {method: "POST", headers: {"Content-Type": "TYPE"}, body: JSON.stringify(body)});
@@ -84,8 +84,7 @@ def ended(serve: Serve, api: str, run: str) -> dict[str, Any]:
     wait_until(
         lambda: serve.state(api, run) in ("COMPLETED", "FAILED", "CRASHED", "CANCELLED"),
         "the run to end",
-        120,
-        serve.told,
+        told=serve.told,
     )
     return dict(ask(api, f"/flow_runs/{run}")["state"])
 
@@ -100,7 +99,6 @@ def logged(api: str, run: str) -> list[dict[str, Any]]:
     wait_until(
         lambda: any(line["level"] >= logging.ERROR for line in ask(api, "/logs/filter", wanted)),
         "the run's log",
-        30,
     )
     return list(ask(api, "/logs/filter", wanted))
 
@@ -214,7 +212,7 @@ def test_a_web_page_cannot_start_a_run(api: str, tmp_path: Path, content: str) -
 
 def test_it_listens_on_loopback_alone_also_while_a_run_goes_on(serve: Serve, api: str) -> None:
     run = serve.run(api, "alignment/micro", overrides=["seed=11"])
-    wait_until(lambda: serve.state(api, run) == "RUNNING", "the run to start", 120, serve.told)
+    wait_until(lambda: serve.state(api, run) == "RUNNING", "the run to start", told=serve.told)
     while serve.state(api, run) == "RUNNING":
         assert listening(serve.process.pid) and not beyond_loopback(serve.process.pid)
     assert ended(serve, api, run)["type"] == "COMPLETED"
@@ -234,7 +232,7 @@ def test_the_live_page_needs_its_token(serve: Serve, api: str) -> None:
         except ConnectionRefusedError:
             return 0
 
-    wait_until(lambda: status() == 401, "the live page to start", 60, serve.told)
+    wait_until(lambda: status() == 401, "the live page to start", told=serve.told)
     token = (serve.folder / "home" / "dashboard-token").read_text().strip()
     assert (
         status(Authorization=f"Bearer {token}") == 404 and status(Authorization=f"Bearer {AUTH[api]}") == 401
@@ -339,7 +337,9 @@ def test_a_run_accepts_only_its_deployments_recipe_and_settings(serve: Serve, ap
     console = serve.folder / "serve.txt"
     for _, sentence in wanted:
         wait_until(
-            lambda sentence=sentence: sentence in console.read_text(), "the console to say it", 60, serve.told
+            lambda sentence=sentence: sentence in console.read_text(),
+            "the console to say it",
+            told=serve.told,
         )
     assert console.read_text().count("override loop.reward: ") == 1 and "Traceback" not in console.read_text()
     assert micro.begun(serve.folder) == before
@@ -360,7 +360,7 @@ def patch(api: str, route: str, body: dict[str, Any]) -> None:
         except TimeoutError:
             return False
 
-    wait_until(accepted, "a database that is not busy", 180)
+    wait_until(accepted, "a database that is not busy")
 
 
 @pytest.mark.long

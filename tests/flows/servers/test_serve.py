@@ -12,7 +12,7 @@ from rlhf_core.runs.run_dir import StageRequest
 from tests.support import micro
 from tests.support.micro import Serve, ask, wait_until
 
-pytestmark = [pytest.mark.slow, pytest.mark.long, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.slow, pytest.mark.long, pytest.mark.timeout(900)]
 
 
 def completed(api: str) -> list[dict[str, Any]]:
@@ -35,13 +35,13 @@ def test_scheduled_runs_before_and_after_a_manual_run(tmp_path: Path) -> None:
     serve = Serve(folder, micro.build(folder), "--every", "20")
     try:
         api = serve.ready()
-        wait_until(lambda: completed(api), "the schedule to fire by itself", 120, serve.told)
+        wait_until(lambda: completed(api), "the schedule to fire by itself", told=serve.told)
         asked = serve.run(api, "loop/micro", overrides=["loop.beta=0.3"])
         wait_until(
-            lambda: serve.state(api, asked) == "COMPLETED", "the run that was asked for", 120, serve.told
+            lambda: serve.state(api, asked) == "COMPLETED", "the run that was asked for", told=serve.told
         )
         rounds = len(completed(api))
-        wait_until(lambda: len(completed(api)) > rounds, "the schedule to fire again", 120, serve.told)
+        wait_until(lambda: len(completed(api)) > rounds, "the schedule to fire again", told=serve.told)
         runs = completed(api)
         by_itself = [run for run in runs if run["auto_scheduled"]]
         assert len(by_itself) >= 2 and asked in {run["id"] for run in runs}
@@ -92,7 +92,7 @@ def test_a_manual_run_does_not_wait_for_late_ones(tmp_path: Path) -> None:
             ask(api, f"/deployments/{nightly}/create_flow_run", body)
         asked = serve.run(api, "alignment/micro", overrides=["seed=3"])
         wait_until(
-            lambda: serve.state(api, asked) == "COMPLETED", "the run that was asked for", 120, serve.told
+            lambda: serve.state(api, asked) == "COMPLETED", "the run that was asked for", told=serve.told
         )
         late = ask(
             api, "/flow_runs/filter", {"flow_runs": {"deployment_id": {"any_": [nightly]}}, "limit": 100}

@@ -10,7 +10,7 @@ import pytest
 from tests.support import hostile, micro
 from tests.support.micro import Serve, wait_until
 
-pytestmark = [pytest.mark.slow, pytest.mark.long, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.slow, pytest.mark.long, pytest.mark.timeout(900)]
 
 
 def test_a_manual_run_with_a_safe_path(tmp_path: Path) -> None:
@@ -22,7 +22,7 @@ def test_a_manual_run_with_a_safe_path(tmp_path: Path) -> None:
     try:
         asked = serve.run(api := serve.ready(), "alignment/micro")
         ended = ("COMPLETED", "FAILED", "CRASHED", "CANCELLED")
-        wait_until(lambda: serve.state(api, asked) in ended, "the run that was asked for", 180, serve.told)
+        wait_until(lambda: serve.state(api, asked) in ended, "the run that was asked for", told=serve.told)
         state = serve.state(api, asked)
     finally:
         serve.stop()

@@ -20,7 +20,7 @@ import yaml
 from rlhf_core.cluster.rank_environment import free_port
 from tests.support import micro
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 ROOT = Path(__file__).parents[3]
 
 
@@ -144,7 +144,7 @@ def test_a_server_that_stops_is_reported_in_one_sentence(tmp_path: Path) -> None
             stderr=subprocess.PIPE,
             text=True,
         )
-        micro.wait_until(lambda: micro.begun(here), "the stage to begin", 120)
+        micro.wait_until(lambda: micro.begun(here), "the stage to begin")
         server.kill()
         server.wait()
         (here / "go").touch()

@@ -16,7 +16,7 @@ import pytest
 
 from tests.support.micro import ROOT
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(200)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 SCRIPT = """
 import time, httpx
 from tasks.server_process import ours

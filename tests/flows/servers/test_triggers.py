@@ -19,7 +19,7 @@ from rlhf_core.recipe.loop_record import FILE, Record
 from tests.support import micro
 from tests.support.micro import Serve, ask, wait_until
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 RECIPE = """
 name: micro
 base_model: org/model
@@ -55,7 +55,7 @@ def endpoint(serve: Serve, kind: str, name: str) -> str:
         except OSError:
             return False
 
-    wait_until(answers, f"the endpoint for {kind}", 120, serve.told)
+    wait_until(answers, f"the endpoint for {kind}", told=serve.told)
     return f"{found[1]}/{name}"
 
 
@@ -87,8 +87,7 @@ def kill(serve: Serve) -> None:
     wait_until(
         lambda: not micro.left(serve.folder),
         "all processes to end",
-        90,
-        lambda: str(micro.left(serve.folder)),
+        told=lambda: str(micro.left(serve.folder)),
     )
 
 
@@ -105,7 +104,7 @@ def test_new_feedback_starts_one_round_at_a_time_and_none_is_lost(tmp_path: Path
         token = (folder / "home/feedback-token").read_text().strip()
         assert post(url, token, [row(0), row(1)])[0] == 200
         assert post(url, token, row(2))[0] == 200
-        wait_until(lambda: "sft" in micro.begun(folder), "the third row to start a run", 120, serve.told)
+        wait_until(lambda: "sft" in micro.begun(folder), "the third row to start a run", told=serve.told)
         with ThreadPoolExecutor(8) as pool:  # while the run waits for the file `go`
             codes = list(pool.map(lambda number: post(url, token, row(number))[0], range(3, 1003)))
         assert codes == [200] * 1000
@@ -114,14 +113,12 @@ def test_new_feedback_starts_one_round_at_a_time_and_none_is_lost(tmp_path: Path
         wait_until(
             lambda: len(rounds(folder)) == 2,
             "the rows that came meanwhile to be a second round",
-            120,
-            serve.told,
+            told=serve.told,
         )
         assert rounds(folder) == [3, 1003], "each row in one round"
         wait_until(
             lambda: {run["state_type"] for run in runs(api, "loop/micro-feedback")} == {"COMPLETED"},
             "both runs to end",
-            60,
         )
         assert len(runs(api, "loop/micro-feedback")) == 2
         assert post(url, token, [row(1003), row(1004)])[0] == 200
@@ -135,8 +132,7 @@ def test_new_feedback_starts_one_round_at_a_time_and_none_is_lost(tmp_path: Path
         wait_until(
             lambda: "loop.round3.dpo" in micro.begun(folder),
             "rows from before the start to start a run",
-            120,
-            serve.told,
+            told=serve.told,
         )
     finally:
         kill(serve)
@@ -145,11 +141,10 @@ def test_new_feedback_starts_one_round_at_a_time_and_none_is_lost(tmp_path: Path
     serve = Serve(folder, environment, *options)
     try:
         api = serve.ready()
-        wait_until(lambda: len(rounds(folder)) == 3, "the round that was cut off to go on", 120, serve.told)
+        wait_until(lambda: len(rounds(folder)) == 3, "the round that was cut off to go on", told=serve.told)
         wait_until(
             lambda: all(run["state_type"] in FINAL for run in runs(api, "loop/micro-feedback")),
             "the runs to end",
-            60,
         )
         assert rounds(folder) == [3, 1003, 1006], "it goes up to its first beginning"
         states = [run["state_type"] for run in runs(api, "loop/micro-feedback")]
@@ -186,10 +181,10 @@ def test_requests_start_one_run_and_few_in_an_hour(tmp_path: Path) -> None:
             "overrides": [],
         }
         (folder / "go").touch()
-        wait_until(lambda: serve.state(api, first["run"]) == "COMPLETED", "the run", 150, serve.told)
+        wait_until(lambda: serve.state(api, first["run"]) == "COMPLETED", "the run", told=serve.told)
         code, second = post(url, token)
         assert code == 202 and second["run"] != first["run"]
-        wait_until(lambda: serve.state(api, second["run"]) == "COMPLETED", "the second run", 150, serve.told)
+        wait_until(lambda: serve.state(api, second["run"]) == "COMPLETED", "the second run", told=serve.told)
         assert post(url, token)[0] == 429
     finally:
         assert serve.stop() == 130
