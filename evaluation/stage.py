@@ -50,7 +50,7 @@ from rlhf_core.runs.run_dir import Outcome, RunDir, StageRequest
 from rlhf_core.system.files import digest, write_text
 
 if TYPE_CHECKING:
-    from rlhf_core.rollout.engine import Sampler
+    from rlhf_core.rollout.contract import RolloutEngine
 
 REPORT = "report"
 REMOTE = "remote_answers"
@@ -173,18 +173,18 @@ def answer_all(
     max_len = config.prompt_max_len + config.generate_max_len
     trust = request.trust_remote_code
 
-    def open_sampler(path: str) -> Sampler:
-        print(f"starting vLLM with {path}", flush=True)
-        # imports vLLM, which takes seconds, so only when needed
-        from rlhf_core.rollout.engine import Sampler
+    def open_sampler(path: str) -> RolloutEngine:
+        print(f"starting {config.engine.kind} with {path}", flush=True)
+        # imports the engine's library, which takes seconds, so only when needed
+        from rlhf_core.rollout.kinds import open_engine
 
         dtype = stored_dtype(model_config(path, max_len, trust)) if config.dtype == "auto" else config.dtype
-        return Sampler(
+        return open_engine(
             path,
+            config.engine,
             seed=request.seed,
             max_model_len=max_len,
             dtype=dtype,
-            vllm=config.vllm,
             trust_remote_code=trust,
         )
 

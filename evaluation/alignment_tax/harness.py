@@ -19,7 +19,7 @@ from rlhf_core.config import AlignmentTax
 from rlhf_core.config.judging.lm_eval_tasks import is_path, located, read_task, task_name
 from rlhf_core.data.chat import load_tokenizer
 from rlhf_core.recipe.sentences import unknown
-from rlhf_core.rollout.server import Server
+from rlhf_core.rollout.vllm.server import Server
 
 # tolerance for treating a metric as the mean of its documents' values, which can be compared per document
 SAME_MEAN = 1e-6

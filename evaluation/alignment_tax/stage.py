@@ -88,6 +88,6 @@ def measure_one(
     """Serves one model and runs all tasks on it."""
     trust = request.trust_remote_code
     with served(
-        model, file_name(name), run / LOGS / f"{file_name(name)}.log", config.vllm, request.seed, trust
+        model, file_name(name), run / LOGS / f"{file_name(name)}.log", config.engine, request.seed, trust
     ) as server:
         return measure(name, model, server, tasks, config, request.seed, trust)

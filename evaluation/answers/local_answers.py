@@ -1,4 +1,4 @@
-"""Generates answers of local models with vLLM, and reads and writes them in Arena-Hard's answer format.
+"""Generates answers of local models with an engine, and reads and writes them in Arena-Hard's answer format.
 
 One line: {uid, model, messages, metadata{token_len, header_count, list_count, bold_count}}; the last
 message's content is {"answer": text}, as in published files. `token_len` counts the model's own tokens
@@ -29,7 +29,7 @@ from rlhf_core.models.lora import base_of
 from rlhf_core.system.files import digest, write_text
 
 if TYPE_CHECKING:
-    from rlhf_core.rollout.engine import Sampler
+    from rlhf_core.rollout.contract import RolloutEngine
 
 
 @dataclass(frozen=True)
@@ -50,11 +50,11 @@ class ModelAnswer:
 
 
 def generate(
-    sampler: Sampler, renderer: Renderer, questions: Sequence[Question], config: Evaluation, seed: int
+    sampler: RolloutEngine, renderer: Renderer, questions: Sequence[Question], config: Evaluation, seed: int
 ) -> list[ModelAnswer]:
     """Generates one answer to each question, in order. Each answer's seed is derived from `seed` and the
     question's uid, so the order has no effect."""
-    from rlhf_core.rollout.engine import Sampling
+    from rlhf_core.rollout.contract import Sampling
 
     prompts = [renderer.prompt_within(question.messages, config.prompt_max_len) for question in questions]
     samples = sampler.generate(
@@ -77,18 +77,18 @@ def generate(
 
 
 class Engine:
-    """Keeps one vLLM engine. Loads the weights of checkpoint folders of the same kind into it, and starts a
+    """Keeps one engine. Loads the weights of checkpoint folders of the same kind into it, and starts a
     new engine for other models.
 
     `open_sampler(path)` starts an engine.
     """
 
-    def __init__(self, open_sampler: Callable[[str], Sampler]):
+    def __init__(self, open_sampler: Callable[[str], RolloutEngine]):
         self._open = open_sampler
-        self._sampler: Sampler | None = None
+        self._sampler: RolloutEngine | None = None
         self._kind = ""
 
-    def with_model(self, path: str, kind: str) -> Sampler:
+    def with_model(self, path: str, kind: str) -> RolloutEngine:
         """Returns the engine with the weights of `path` loaded. Checkpoints of the same `kind` (see
         `model_kind`) share an engine."""
         if self._sampler is not None and kind == self._kind and Path(path).is_dir():

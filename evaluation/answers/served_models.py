@@ -10,11 +10,11 @@ from typing import NamedTuple
 
 from transformers import AutoConfig
 
-from rlhf_core.config import AlignmentTax, Vllm, VllmJudge
+from rlhf_core.config import AlignmentTax, EngineConfig, VllmJudge
 from rlhf_core.hub.positions import positions_of
 from rlhf_core.models.lora import base_of
 from rlhf_core.models.precision import stored_dtype
-from rlhf_core.rollout.server import Server, serving
+from rlhf_core.rollout.vllm.server import Server, serving
 from rlhf_core.runs.lineage import stage_of
 from rlhf_core.runs.run_dir import RunDir
 from rlhf_core.system.files import Digests, digest
@@ -58,7 +58,7 @@ def local_model(
 
 @contextmanager
 def served(
-    model: LocalModel, name: str, log: Path, vllm: Vllm, seed: int, trust_remote_code: bool
+    model: LocalModel, name: str, log: Path, engine: EngineConfig, seed: int, trust_remote_code: bool
 ) -> Iterator[Server]:
     """Starts a server of `model` under `name`, and ends it after the block. `log` is its log file."""
     _free_gpu()
@@ -66,7 +66,7 @@ def served(
         model.path,
         name,
         log,
-        vllm,
+        engine,
         seed=seed,
         dtype=model.dtype,
         max_model_len=model.max_model_len,

@@ -89,7 +89,7 @@ def make_judge(
         @functools.cache
         def connect() -> Connection:
             log = run / LOGS / f"{file_name(name)}.log"
-            server = stack.enter_context(served(model, name, log, judge.vllm, request.seed, trust))
+            server = stack.enter_context(served(model, name, log, judge.engine, request.seed, trust))
             return Connection(server.url, server.key, "", server.check, local=True)
 
         model_name = name

@@ -16,7 +16,7 @@ from packaging.requirements import Requirement
 
 from rlhf_core.config import KINDS
 from rlhf_core.config.outside_kinds import UNUSABLE
-from rlhf_core.rollout.patches.table import patches_for, untested
+from rlhf_core.rollout.vllm.patches.table import patches_for, untested
 from rlhf_core.system.machine import num_cpus, num_gpus
 
 STAGES_NEED = (

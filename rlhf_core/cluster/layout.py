@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from rlhf_core.config import Vllm
+from rlhf_core.config import EngineConfig
 from rlhf_core.config.processes import Wanted, check_together, processes
 
 
@@ -73,7 +73,7 @@ def _numbered(slots: Sequence[Slot]) -> Iterator[tuple[Slot, int]]:
 def span_of(wanted: Wanted) -> int:
     """Returns the number of processes that must be on one node: those of an engine or of one pipeline
     stage."""
-    return wanted.tensor_parallel_size if isinstance(wanted, Vllm) else 1
+    return wanted.tensor_parallel_size if isinstance(wanted, EngineConfig) else 1
 
 
 def arrange(groups: Mapping[str, Wanted], together: Sequence[Sequence[str]] = ()) -> Layout:

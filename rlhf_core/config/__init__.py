@@ -18,6 +18,7 @@ from fsspec.registry import known_implementations
 from pydantic import Field, field_validator
 
 from rlhf_core.config.data import Data, Source
+from rlhf_core.config.engines import EngineConfig
 from rlhf_core.config.gates import Gate, Gated
 from rlhf_core.config.judging.calibration import Calibration, FallibleJudge
 from rlhf_core.config.judging.drift import Anchors, Drift
@@ -52,7 +53,6 @@ from rlhf_core.config.loops import (
 )
 from rlhf_core.config.outside_kinds import kinds_of_packages
 from rlhf_core.config.ppo import AGGREGATIONS, GROUP_ESTIMATORS, PPO, AdvantageEstimator, Aggregation
-from rlhf_core.config.processes import Vllm
 from rlhf_core.config.sweep import Select
 from rlhf_core.config.training import (
     DPO,

@@ -8,8 +8,9 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from rlhf_core.config.data import Data, Text
+from rlhf_core.config.engines import EngineConfig, only_in_ppo
 from rlhf_core.config.gates import Gated, Key
-from rlhf_core.config.processes import Groups, Vllm, only_in_ppo
+from rlhf_core.config.processes import Groups
 from rlhf_core.config.rewards import EnvironmentReward, HttpReward, ModelReward, NoReward, RewardSources
 from rlhf_core.config.training import PreferenceLoss, Routed, Trainable, UnpairedLoss
 from rlhf_core.records import Config, NotInDigest, Positive, Rate, Share, check
@@ -36,7 +37,7 @@ class Sampling(Config):
     micro_rollout_batch_size: Annotated[Positive, NotInDigest] = Field(
         8, description="documents of one scoring pass on one rank"
     )
-    vllm: Vllm = Field(Vllm(), description="the engines that answer")
+    engine: EngineConfig = Field(EngineConfig(), description="the engines that answer")
 
 
 class Rewarded(Gated, Sampling):
@@ -77,10 +78,10 @@ class Rewarded(Gated, Sampling):
 
     @check
     def _check_stop(self) -> Iterator[str]:
-        if self.stop and self.vllm.drafts is not None:
+        if self.stop and self.engine.drafts is not None:
             yield (
                 "stop ends an answer at any token, and drafted tokens come several at once: leave out stop,"
-                " or vllm.engine.speculative_config"
+                " or engine.options.speculative_config"
             )
 
     @property
@@ -89,7 +90,7 @@ class Rewarded(Gated, Sampling):
 
     @property
     def turns(self) -> Sequence[Groups]:
-        return [{"sampler": self.vllm}]
+        return [{"sampler": self.engine}]
 
     @property
     def texts(self) -> Sequence[Text]:
@@ -128,7 +129,7 @@ class Rounds(Rewarded):
 
     @check
     def _check_engines(self) -> Iterator[str]:
-        yield from only_in_ppo(self.vllm)
+        yield from only_in_ppo(self.engine)
 
     @check
     def _check_reward(self) -> Iterator[str]:

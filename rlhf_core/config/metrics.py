@@ -94,9 +94,9 @@ def reinforced(config: PPO) -> Iterator[str]:
             f"value/{name}"
             for name in ("loss", "clip_share", "grad_norm", "learning_rate", "explained_variance")
         )
-    if config.lora is not None and config.vllm.adapters == "merged":
+    if config.lora is not None and config.engine.adapters == "merged":
         yield SURVIVES
-    if config.vllm.drafts is not None:
+    if config.engine.drafts is not None:
         yield "rollout/tokens_per_step"
     if config.dynamic_filtering:
         yield from (
@@ -116,7 +116,7 @@ def reinforced(config: PPO) -> Iterator[str]:
         for name in ("gap", "gap_p99", "ratio_gap", "capped", "weight_mean", "weight_max", "ess")
     )
     yield from (BALANCE, *ANSWERS, *DATA)
-    sleep = ("sleep", "wake") if config.vllm.sleep else ()
+    sleep = ("sleep", "wake") if config.engine.sleep else ()
     yield from (f"phase/{name}" for name in ("generate", "score", "credit", "train", "sync", "probe", *sleep))
     yield from ("floor/generate", "floor/score", "floor/train", "work/*", "memory/*")
     yield from (f"wait/{role}" for role in config.placed)

@@ -289,8 +289,8 @@ class PPO(Optimised, Rewarded, Routed):
     routing_replay: bool = Field(
         True,
         description=(
-            "experts on GPUs, without vllm.pipeline_parallel_size: tokens go to those that vLLM chose (R3, Ma"
-            " et al. 2025)"
+            "experts on GPUs, without engine.pipeline_parallel_size: tokens go to those that vLLM chose (R3,"
+            " Ma et al. 2025)"
         ),
     )
 
@@ -312,7 +312,7 @@ class PPO(Optimised, Rewarded, Routed):
     )
     colocate_all: Annotated[bool, NotInDigest] = Field(
         False,
-        description="all models and the engines share the same GPUs, rank by rank; usually with vllm.sleep",
+        description="all models and the engines share the same GPUs, rank by rank; usually with engine.sleep",
     )
     ref_reward_offload: Annotated[bool, NotInDigest] = Field(
         False, description="reference and reward models are in host memory while they do not score"
@@ -371,7 +371,9 @@ class PPO(Optimised, Rewarded, Routed):
     def replays_routing(self) -> bool:
         """Whether vLLM reports which experts it sent tokens to. With pipeline stages, each knows only those
         of its own layers."""
-        return self.routing_replay and self.vllm.pipeline_parallel_size == 1
+        return (
+            self.routing_replay and self.engine.abilities.routing and self.engine.pipeline_parallel_size == 1
+        )
 
     @property
     def continuous(self) -> bool:
@@ -438,7 +440,7 @@ class PPO(Optimised, Rewarded, Routed):
     @property
     def placed(self) -> dict[str, Wanted]:
         """All groups, including the engines as `sampler`."""
-        return {**self.groups, "sampler": self.vllm}
+        return {**self.groups, "sampler": self.engine}
 
     @property
     def turns(self) -> Sequence[Groups]:
@@ -629,10 +631,10 @@ class PPO(Optimised, Rewarded, Routed):
     @check
     def _check_overlap(self) -> Iterator[str]:
         for field, what in (("max_staleness", "trains"), ("stream_batch_size", "scores")):
-            if getattr(self, field) and (self.colocate_all or self.vllm.sleep):
+            if getattr(self, field) and (self.colocate_all or self.engine.sleep):
                 yield (
                     f"{field} {what} while engines generate, so they need GPUs of their own: leave out"
-                    f" colocate_all and vllm.sleep, or {field}"
+                    f" colocate_all and engine.sleep, or {field}"
                 )
             if getattr(self, field) and self.dynamic_filtering:
                 yield (
@@ -684,7 +686,7 @@ class PPO(Optimised, Rewarded, Routed):
 
     @check
     def _check(self) -> Iterator[str]:
-        yield from adapter_mistakes(self.vllm, self.lora, self.dtype)
+        yield from adapter_mistakes(self.engine, self.lora, self.dtype)
         if self.micro_train_tokens is None:
             yield from self.batch_mistakes()
         samples = self.rollout_batch_size * self.n_samples_per_prompt

@@ -10,8 +10,9 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import BeforeValidator, Field
 
 from rlhf_core.config.data import Data, Rows, Text, template_mistakes
+from rlhf_core.config.engines import EngineConfig
 from rlhf_core.config.gates import Gated
-from rlhf_core.config.processes import Groups, Vllm
+from rlhf_core.config.processes import Groups
 from rlhf_core.config.sweep import Value, sweep_mistakes
 from rlhf_core.config.zero_fields import ZeroFields
 from rlhf_core.records import Config, Momentum, NotInDigest, Positive, Ranks, Rate, Share, check
@@ -51,29 +52,29 @@ class Lora(Config):
     )
 
 
-def adapter_mistakes(vllm: Vllm, lora: Lora | None, dtype: str) -> Iterator[str]:
-    """Yields a sentence for each mistake with `vllm.adapters: alone`. On GPUs, vLLM's adapter kernels accept
-    only 16-bit types."""
-    if vllm.adapters == "merged":
+def adapter_mistakes(engine: EngineConfig, lora: Lora | None, dtype: str) -> Iterator[str]:
+    """Yields a sentence for each mistake with `engine.adapters: alone`. On GPUs, vLLM's adapter kernels
+    accept only 16-bit types."""
+    if engine.adapters == "merged":
         return
     if lora is None:
-        yield "vllm.adapters: alone sends adapters, and there are none: set lora, or leave it out"
+        yield "engine.adapters: alone sends adapters, and there are none: set lora, or leave it out"
     elif lora.quantize != "none":
         yield (
-            f"vllm.adapters: alone, and lora.quantize={lora.quantize} rounds weights that engines would not"
+            f"engine.adapters: alone, and lora.quantize={lora.quantize} rounds weights that engines would not"
             " round: leave one of them out"
         )
     elif lora.rank > (most := ADAPTER_RANKS[-1]):
         yield (
-            f"vllm.adapters: alone takes adapters of rank {most} at most, and lora.rank is {lora.rank}: lower"
-            " it, or leave it out"
+            f"engine.adapters: alone takes adapters of rank {most} at most, and lora.rank is {lora.rank}:"
+            " lower it, or leave it out"
         )
-    if vllm.pipeline_parallel_size > 1:
-        yield "vllm.adapters: alone is for engines without pipeline_parallel_size: leave one of them out"
-    if vllm.gpus and dtype != "bfloat16":
+    if engine.pipeline_parallel_size > 1:
+        yield "engine.adapters: alone is for engines without pipeline_parallel_size: leave one of them out"
+    if engine.gpus and dtype != "bfloat16":
         yield (
-            f"vllm.adapters: alone needs dtype bfloat16 on GPUs, and it is {dtype}: set it, or leave"
-            " vllm.adapters out"
+            f"engine.adapters: alone needs dtype bfloat16 on GPUs, and it is {dtype}: set it, or leave"
+            " engine.adapters out"
         )
 
 

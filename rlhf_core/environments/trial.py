@@ -13,8 +13,8 @@ from rlhf_core.data.documents import Prompt
 from rlhf_core.environments.episodes import Episodes
 from rlhf_core.environments.process import Failed
 from rlhf_core.rewards.trial import SECONDS, made_up_answer
+from rlhf_core.rollout.contract import Answer, Sampling, answer_of
 from rlhf_core.rollout.dispatch import Background
-from rlhf_core.rollout.engine import Answer, Sampling, answer_of
 
 
 class MadeUpAnswers:

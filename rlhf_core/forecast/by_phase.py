@@ -55,13 +55,13 @@ class _Host(NamedTuple):
 def by_phase(config: PPO, layout: Layout, sizes: Mapping[str, Size], gpu: Gpu) -> dict[str, Phase]:
     """Returns the peaks of start-up (libraries and CUDA contexts), load, generate, score, train (including
     the optimiser's step), gather, sync, export and save. Phases in which memory is not released (without
-    `vllm.sleep`) keep what an earlier phase took, as in `memory.peak`."""
+    `engine.sleep`) keep what an earlier phase took, as in `memory.peak`."""
     held = roles(config, sizes, gpu.memory)
     on = sharing(layout)
     hosts = _hosts(config, sizes, gpu)
     found = []
     for names in on.values():
-        on_gpu = gpu_phases([held[name] for name in names], config.vllm.sleep, config.colocate_all)
+        on_gpu = gpu_phases([held[name] for name in names], config.engine.sleep, config.colocate_all)
         found.append(_phases(on_gpu, [hosts[name] for name in names]))
     per_node = min(gpu.per_node, len(on))
     phases = {
@@ -140,8 +140,8 @@ def _exported(phases: dict[str, Phase], size: Size) -> dict[str, Phase]:
 
 def _hosts(config: PPO, sizes: Mapping[str, Size], gpu: Gpu) -> dict[str, _Host]:
     # weights of an engine that are never synced again
-    asleep = 2 * sizes["actor"].parameters / config.vllm.processes
-    engine = _Host(PROCESS + (asleep if config.vllm.sleep and config.vllm.adapters == "alone" else 0.0))
+    asleep = 2 * sizes["actor"].parameters / config.engine.processes
+    engine = _Host(PROCESS + (asleep if config.engine.sleep and config.engine.adapters == "alone" else 0.0))
     return {name: _host(config, name, sizes, gpu) for name in config.groups} | {"sampler": engine}
 
 

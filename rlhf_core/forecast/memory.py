@@ -181,7 +181,7 @@ def bytes_of_weights(lora: Lora | None) -> float:
 
 def engine_needs(size: Size, over: int) -> float:
     """Returns the bytes that an engine needs on each of `over` GPUs to start: its weights, and the memory
-    that `rollout/patches/worker.py` sets aside with its largest batch."""
+    that `rollout/vllm/patches/worker.py` sets aside with its largest batch."""
     return 2 * size.parameters / over + 3 * GIB
 
 
@@ -198,10 +198,10 @@ def roles(config: PPO, sizes: Mapping[str, Size], gpu_bytes: float) -> dict[str,
         else:
             over = ranks.world_size if config.ref_reward_shard else 1
             held[name] = read(sizes[name], scoring, head, config.ref_reward_offload, over)
-    awake = config.vllm.gpu_memory_utilization * gpu_bytes
+    awake = config.engine.gpu_memory_utilization * gpu_bytes
     # a larger weight has its own bucket
     bucket = max(BUCKET, 2 * sizes["actor"].vocabulary * sizes["actor"].hidden)
-    engine = Held(1.0 * GIB, generating=awake) if config.vllm.sleep else Held(CONTEXT + awake)
+    engine = Held(1.0 * GIB, generating=awake) if config.engine.sleep else Held(CONTEXT + awake)
     return held | {"sampler": engine._replace(bucket=bucket)}
 
 
@@ -257,7 +257,7 @@ def sharing(layout: Layout) -> dict[str, list[str]]:
 def gpu_peaks(config: PPO, layout: Layout, held: Mapping[str, Held]) -> dict[str, tuple[list[str], float]]:
     """Returns for each kind of GPU, such as `GPU 0`, the groups on it and its peak bytes."""
     return {
-        place: (names, peak([held[name] for name in names], config.vllm.sleep, config.colocate_all))
+        place: (names, peak([held[name] for name in names], config.engine.sleep, config.colocate_all))
         for place, names in sharing(layout).items()
     }
 

@@ -50,9 +50,8 @@ def forecast(
     config = config.model_copy(update={"zero_stage": stage_of_ppo(config, sizes, gpu.memory).stage})
     layout = arrange(config.placed, config.together)
     found = gpu_peaks(config, layout, roles(config, sizes, gpu.memory))
-    lacking = (
-        engine_needs(sizes["actor"], config.vllm.processes) - config.vllm.gpu_memory_utilization * gpu.memory
-    )
+    engine = config.engine
+    lacking = engine_needs(sizes["actor"], engine.processes) - engine.gpu_memory_utilization * gpu.memory
     return Placement(
         name,
         fields,
@@ -111,10 +110,10 @@ def placements(config: PPO, count: int, sizes: Mapping[str, Size], gpu: Gpu) -> 
         tried = []
         for share in shares_of_engine(changed, sizes["actor"], gpu) if changed.colocate_all else [0.9]:
             changed = changed.model_copy(
-                update={"vllm": changed.vllm.model_copy(update={"gpu_memory_utilization": share})}
+                update={"engine": changed.engine.model_copy(update={"gpu_memory_utilization": share})}
             )
             tried += _with_other_passes(
-                name, changed, fields | {"vllm": changed.vllm.model_dump()}, sizes, gpu
+                name, changed, fields | {"engine": changed.engine.model_dump()}, sizes, gpu
             )
         found.append(_best(tried, gpu))
     return found
@@ -188,7 +187,7 @@ def options_on(config: PPO, count: int, size: Size, gpu: Gpu) -> dict[str, dict[
             "gpus": 1.0,
         }
 
-    vllm = config.vllm.model_dump()
+    engine = config.engine.model_dump()
     colocations = ("colocate_all", "colocate_actor_ref", "colocate_critic_reward")
     switches = (
         *colocations,
@@ -210,7 +209,7 @@ def options_on(config: PPO, count: int, size: Size, gpu: Gpu) -> dict[str, dict[
         """Returns as many engines as fit on `gpus`. Each uses the recipe's number of GPUs if it divides
         them, or more GPUs of a node if its weights would take more than `MOST_OF_ENGINE` of each, or beyond
         a node, pipeline stages. Engines are alone on their GPUs, or beside models."""
-        over = config.vllm.tensor_parallel_size if gpus % config.vllm.tensor_parallel_size == 0 else 1
+        over = config.engine.tensor_parallel_size if gpus % config.engine.tensor_parallel_size == 0 else 1
         most = (0.9 if alone else MOST_OF_ENGINE) * gpu.memory
         stages = 1
         while engine_needs(size, over * stages) > most and gpus % (2 * over * stages) == 0:
@@ -220,14 +219,14 @@ def options_on(config: PPO, count: int, size: Size, gpu: Gpu) -> dict[str, dict[
             "tensor_parallel_size": over,
             "pipeline_parallel_size": stages,
         }
-        return vllm | sizes | {"gpus": 1.0, "sleep": not alone}
+        return engine | sizes | {"gpus": 1.0, "sleep": not alone}
 
     roles = [field for field in RANKS if config.has_critic or field != "critic_ranks"]
     together = {
         **apart,
         **dict.fromkeys(roles, ranks(count)),
         "colocate_all": True,
-        "vllm": engines(count, alone=False),
+        "engine": engines(count, alone=False),
     }
     offloaded = ["actor", "critic"] if config.has_critic else ["actor"]
     # 4-bit weights are not sharded
@@ -271,7 +270,7 @@ def options_on(config: PPO, count: int, size: Size, gpu: Gpu) -> dict[str, dict[
             "colocate_actor_ref": True,
             "colocate_critic_reward": config.has_critic and bool(config.reward_models),
             "zero_stage": most if actor > 1 else 0,
-            "vllm": engines(left, alone=True),
+            "engine": engines(left, alone=True),
         }
         others = f"{' and '.join(judges)} on {judging}, " if judges else ""
         options[f"actor and reference on {actor}, {others}vLLM on {left}"] = split

@@ -104,7 +104,7 @@ def phases(
     engine = sizes["actor"]
     gpus = layout.gpus()
     # adapters take no time in comparison
-    sent_whole = 0 if config.vllm.adapters == "alone" else 2 * engine.parameters
+    sent_whole = 0 if config.engine.adapters == "alone" else 2 * engine.parameters
     gathered = (
         gather_seconds(sent_whole, config.actor_ranks.world_size, gpu) if config.zero_stage == 3 else 0.0
     )
@@ -116,8 +116,8 @@ def phases(
     }
     if config.max_staleness:
         found["generate"] = max(0.0, found["generate"] - found["score"] - found["train"])
-    moved = 2 * engine.parameters / config.vllm.processes
-    return found | ({"sleep and wake": 0.05 + moved / SLEEP} if config.vllm.sleep else {})
+    moved = 2 * engine.parameters / config.engine.processes
+    return found | ({"sleep and wake": 0.05 + moved / SLEEP} if config.engine.sleep else {})
 
 
 def forward_operations(size: Size, head: bool, length: int) -> float:
@@ -179,10 +179,10 @@ def sending(config: PPO, role: str, size: Size, gpu: Gpu) -> Sending:
 def shares_of_engine(config: PPO, size: Size, gpu: Gpu) -> list[float]:
     """Returns shares of a GPU for an engine beside models, largest first: for its weights, and the keys and
     values of all its answers, of a half, or of fewer at a time."""
-    over = config.vllm.processes
+    over = config.engine.processes
     answers = min(
         SEQUENCES,
-        math.ceil(config.rollout_batch_size * config.n_samples_per_prompt / config.vllm.num_engines),
+        math.ceil(config.rollout_batch_size * config.n_samples_per_prompt / config.engine.num_engines),
     )
     wanted = [
         engine_needs(size, over) + SPARE + answers / part * config.longest * size.kv / over
@@ -203,18 +203,18 @@ def busiest(work: Mapping[str, float], gpus: Mapping[str, Sequence[str]]) -> flo
 
 def _generate(config: PPO, size: Size, processes: int, gpu: Gpu, rates: Rates) -> float:
     answers = config.rollout_batch_size * config.n_samples_per_prompt
-    over = config.vllm.processes
+    over = config.engine.processes
     prompt = config.prompt_max_len
     said = config.generate_max_len
-    space = over * (config.vllm.gpu_memory_utilization * gpu.memory - engine_needs(size, over))
+    space = over * (config.engine.gpu_memory_utilization * gpu.memory - engine_needs(size, over))
     # answers in an engine at once
     at_once = min(SEQUENCES, max(1.0, space // (size.kv * config.longest))) if space > 0 else SEQUENCES
     steps = said * math.ceil(answers * over / processes / at_once)
     # this many batches are in progress, each of which reads the weights of all stages
-    stages = over // config.vllm.tensor_parallel_size
+    stages = over // config.engine.tensor_parallel_size
     weights = steps * stages * 2 * size.parameters / over
     keys = answers * said * (prompt + said / 2) * size.kv / processes
     prefill = 2 * size.active * answers * prompt / processes / gpu.flops
     decode = max((weights + keys) / gpu.bandwidth, 2 * size.active * answers * said / processes / gpu.flops)
-    talking = 2 * size.layers * ALL_REDUCE if config.vllm.tensor_parallel_size > 1 else 0.0
+    talking = 2 * size.layers * ALL_REDUCE if config.engine.tensor_parallel_size > 1 else 0.0
     return prefill + decode + steps * stages * (rates.decode_step + talking / stages)

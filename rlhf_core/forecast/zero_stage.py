@@ -142,7 +142,7 @@ def starts_of_ppo(config: PPO, sizes: Mapping[str, Size]) -> list[tuple[list[str
         if role not in held
     }
     if "actor" in sizes:
-        held["sampler"] = engine_needs(sizes["actor"], config.vllm.processes)
+        held["sampler"] = engine_needs(sizes["actor"], config.engine.processes)
     found = gpu_peaks(
         config,
         arrange(config.placed, config.together),

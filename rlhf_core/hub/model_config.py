@@ -227,7 +227,7 @@ def keeps_experts(place: str) -> str:
     """Returns the message that vLLM cannot load new weights into the model at `place`."""
     return (
         f"{place}: vLLM takes no new weights for this family's experts, so it cannot sample while they train:"
-        " use SFT, DPO or KTO"
+        " set engine.kind to transformers, or use SFT, DPO or KTO"
     )
 
 

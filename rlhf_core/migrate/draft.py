@@ -68,7 +68,7 @@ class Draft:
             )
 
     def has(self, name: str) -> bool:
-        """Returns whether stages of this kind have a field (`vllm.sleep` is a nested one)."""
+        """Returns whether stages of this kind have a field (`engine.sleep` is a nested one)."""
         return find_field(KINDS[self.kind].config, name) is not None
 
     def default(self, name: str) -> Any:
@@ -149,7 +149,7 @@ def draft_of(launch: Launch, name: str) -> Draft:
 
 
 def find_field(model: type[BaseModel], name: str) -> Any:
-    """Returns the default of a field (`vllm.sleep` is a nested one); `...` when it is required or its
+    """Returns the default of a field (`engine.sleep` is a nested one); `...` when it is required or its
     default is None; None for an unknown field."""
     first, _, rest = name.partition(".")
     info = model.model_fields.get(first)

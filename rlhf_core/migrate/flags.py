@@ -27,7 +27,7 @@ Dialect = Literal["flat", "dotted"]
 
 
 class Field(NamedTuple):
-    """The field for a flag. `name`: in the stage (`vllm.sleep` is nested); `read`: converts words to the
+    """The field for a flag. `name`: in the stage (`engine.sleep` is nested); `read`: converts words to the
     value; `how`: the difference, if approximated."""
 
     name: str
@@ -151,10 +151,10 @@ FIELDS: dict[str, Field] = {
         count,
         "ranks exchange heads in place of blocks of keys: it divides the heads too",
     ),
-    "vllm_num_engines": Field("vllm.num_engines", count),
-    "vllm_tensor_parallel_size": Field("vllm.tensor_parallel_size", count),
-    "vllm_gpu_memory_utilization": Field("vllm.gpu_memory_utilization", fraction),
-    "vllm_enable_sleep": Field("vllm.sleep", true),
+    "vllm_num_engines": Field("engine.num_engines", count),
+    "vllm_tensor_parallel_size": Field("engine.tensor_parallel_size", count),
+    "vllm_gpu_memory_utilization": Field("engine.gpu_memory_utilization", fraction),
+    "vllm_enable_sleep": Field("engine.sleep", true),
 }
 
 PPO_ONLY = {"gamma", "lambd"}  # a dpo stage has fields with these names for SimPO and ORPO

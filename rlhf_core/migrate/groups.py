@@ -61,7 +61,7 @@ def read_async(draft: Draft) -> None:
     if not true(flag.words):
         draft.translate(flag, "max_staleness", 0)
         return
-    conflicts = [name for name in ("colocate_all", "vllm.sleep", "dynamic_filtering") if draft.get(name)]
+    conflicts = [name for name in ("colocate_all", "engine.sleep", "dynamic_filtering") if draft.get(name)]
     if conflicts:
         draft.note("dropped", flag, f"max_staleness does not go with {' and '.join(conflicts)}")
         return
@@ -93,7 +93,7 @@ def _engines(draft: Draft, gpus: int, shared: bool, one_group: bool) -> None:
     """Sets vLLM's number of engines. If they share the models' GPUs, this is one per `tensor_parallel_size`
     GPUs."""
     parallel = max(1, _whole_or(draft.left.get("vllm_tensor_parallel_size"), 1))
-    draft.put("vllm.gpus", 1.0)
+    draft.put("engine.gpus", 1.0)
     wanted = _whole_or(draft.left.get("vllm_num_engines"), 0)
     if wanted and not (shared and wanted * parallel != gpus):
         return
@@ -101,14 +101,14 @@ def _engines(draft: Draft, gpus: int, shared: bool, one_group: bool) -> None:
     shown = flag or "(no --vllm_num_engines)"
     if shared or (one_group and not flag):
         engines = max(1, gpus // parallel)
-        draft.put("vllm.num_engines", engines)
-        text = f"vllm.num_engines: {engines}, as many as fit on the models' GPUs"
+        draft.put("engine.num_engines", engines)
+        text = f"engine.num_engines: {engines}, as many as fit on the models' GPUs"
         draft.note("approximated" if flag else "translated", shown, text)
     else:
         draft.note(
             "approximated",
             shown,
-            "vllm.num_engines: 1, as sampling is always by vLLM; give it as many GPUs as there are",
+            "engine.num_engines: 1, as sampling is always by vLLM; give it as many GPUs as there are",
         )
 
 

@@ -108,8 +108,8 @@ def require_linear(model: PreTrainedModel) -> None:
     others = [name for name, layer in lora_layers(model).items() if not adapts(layer, "weight")]
     if others:
         raise ValueError(
-            "vllm.adapters: alone sends adapters of linear layers, and these are of other weights:"
-            f" {', '.join(others[:3])}: name linear layers in lora.targets, or leave vllm.adapters out"
+            "engine.adapters: alone sends adapters of linear layers, and these are of other weights:"
+            f" {', '.join(others[:3])}: name linear layers in lora.targets, or leave engine.adapters out"
         )
 
 

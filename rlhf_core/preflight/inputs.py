@@ -55,7 +55,7 @@ from rlhf_core.recipe.load import load_recipe
 from rlhf_core.recipe.plan import Node, Plan
 from rlhf_core.recipe.plan import plan as plan_of
 from rlhf_core.recipe.sentences import ANYTHING, WrongRecipe
-from rlhf_core.rollout.patches.table import installed_release, untested
+from rlhf_core.rollout.vllm.patches.table import installed_release, untested
 from rlhf_core.runs.remote.remote_files import StoreFault
 from rlhf_core.runs.remote.store import Store
 from rlhf_core.runs.wandb_mirror import KEY_ENV, MODE_ENV
@@ -243,7 +243,7 @@ def check_machine(plan: Plan, nodes: Sequence[Node]) -> list[str]:
                 problems.append(
                     f"{where}: {key.reader} needs a key in the environment variable {key.variable}; set it"
                 )
-        if getattr(node.config, "vllm", None) is not None:
+        if getattr(node.config, "engine", None) is not None:
             problems += filter(None, [untested(installed_release())])
         if isinstance(node.config, AlignmentTax) and importlib.util.find_spec("lm_eval") is None:
             problems.append(

@@ -170,7 +170,7 @@ def not_writable(place: str) -> str | None:
 def sampling_problems(node: Node, start_of: Callable[[str], str | None]) -> list[str]:
     """Returns why vLLM cannot sample from the model while PPO trains it. `start_of`: as in
     `vocabulary_problems`."""
-    if not isinstance(node.config, PPO):
+    if not isinstance(node.config, PPO) or node.config.engine.kind != "vllm":
         return []
     direct = node.models.get(node.config.actor)
     place = start_of(node.config.actor)

@@ -14,9 +14,9 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from rlhf_core.config import KINDS, AlignmentTax, Recipe, Source, StageConfig, Vllm
+from rlhf_core.config import KINDS, AlignmentTax, EngineConfig, Recipe, Source, StageConfig
+from rlhf_core.config.engines import SPEED_ONLY
 from rlhf_core.config.judging.lm_eval_tasks import is_path, read_task, task_name
-from rlhf_core.config.processes import SPEED_ONLY
 from rlhf_core.config.rewards import Environment, FunctionReward
 from rlhf_core.config.zero_fields import ZeroFields, deciding_options
 from rlhf_core.hub.ids import is_remote
@@ -89,9 +89,9 @@ def deciding(value: Any, digests: Digests) -> Any:
             del content["deepspeed"]
         elif isinstance(value, ZeroFields):
             content["deepspeed"] = deciding_options(value.deepspeed)
-        if isinstance(value, Vllm):
-            content["engine"] = {
-                name: option for name, option in value.engine.items() if name not in SPEED_ONLY
+        if isinstance(value, EngineConfig):
+            content["options"] = {
+                name: option for name, option in value.options.items() if name not in SPEED_ONLY
             }
         if isinstance(value, AlignmentTax):
             content["tasks"] = [

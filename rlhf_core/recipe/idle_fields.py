@@ -16,6 +16,7 @@ from rlhf_core.config import (
     SFT,
     Calibration,
     Data,
+    EngineConfig,
     Evaluation,
     Loop,
     Preferences,
@@ -23,7 +24,6 @@ from rlhf_core.config import (
     Recipe,
     Source,
     StageConfig,
-    Vllm,
 )
 from rlhf_core.config.data import Rows
 from rlhf_core.config.judging.evaluation import ChatJudge, RewardJudge
@@ -133,8 +133,8 @@ RULES = (
     Rule(
         PPO,
         "routing_replay",
-        lambda c: c.vllm.pipeline_parallel_size == 1,
-        "without vllm.pipeline_parallel_size",
+        lambda c: c.engine.pipeline_parallel_size == 1,
+        "without engine.pipeline_parallel_size",
     ),
     Rule(
         Optimised,
@@ -185,8 +185,8 @@ RULES = (
     Rule(ChatJudge, "sequential_questions", lambda c: c.interval_width is not None, "with interval_width"),
     Rule(Publication, "branch private gated dry_run", lambda c: c.repo_id is not None, "with repo_id"),
     Rule(NoReward, "weight", lambda _: False, "on a reward, and this source gives none"),
-    Rule(Vllm, "kv_cache_gib", lambda c: not c.gpus, "where gpus is 0"),
-    Rule(Vllm, "gpu_memory_utilization seed_answers", lambda c: c.gpus > 0, "where gpus is above 0"),
+    Rule(EngineConfig, "kv_cache_gib", lambda c: not c.gpus, "where gpus is 0"),
+    Rule(EngineConfig, "gpu_memory_utilization seed_answers", lambda c: c.gpus > 0, "where gpus is above 0"),
     Rule(Source, "split", lambda c: is_remote(c.path), "on a data set of the Hub"),
     Rule(Recipe, "store_checkpoints", lambda c: c.store is not None, "with store"),
 )
@@ -218,10 +218,10 @@ def _idle_in_stage(where: str, config: StageConfig) -> Iterator[str]:
     for text in config.texts:
         if text.rows is not None and text.rows in COLUMNS:
             yield from _unread_columns(f"{where}.{text.field}", text.data, text.rows)
-    if isinstance(config, PPO) and _set(config.vllm, "start_timeout"):
+    if isinstance(config, PPO) and _set(config.engine, "start_timeout"):
         yield (
-            f"{where}.vllm.start_timeout has no effect: ppo waits for its engines as long as its own timeout"
-            " says"
+            f"{where}.engine.start_timeout has no effect: ppo waits for its engines as long as its own"
+            " timeout says"
         )
 
 

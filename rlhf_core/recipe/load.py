@@ -9,13 +9,16 @@ the start of a path are home folders.
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Collection, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
 
 from rlhf_core.config import Recipe
+from rlhf_core.config.former_names import NOTE, with_new_keys, with_new_names
 from rlhf_core.recipe.consistency import inconsistencies
 from rlhf_core.recipe.expand import expand
 from rlhf_core.recipe.references import beside, relative_paths, with_home
@@ -40,8 +43,16 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
         raise ValueError(
             f"recipe {shown} must be a mapping with name, base_model and stages; it holds {found}"
         )
+    if with_new_names(raw) != raw or any(".vllm" in override.partition("=")[0] for override in overrides):
+        _note(f"note: recipe {shown}: {NOTE}")
     local = str(path).removeprefix("file://")
     return _overridden(raw, overrides, None if "://" in local else Path(local).absolute().parent)
+
+
+@cache
+def _note(text: str) -> None:
+    """Prints a note to standard error, once per process."""
+    print(text, file=sys.stderr, flush=True)
 
 
 def given_recipe(given: object, overrides: object = (), stored: bool = False) -> Recipe:
@@ -74,7 +85,7 @@ def given_overrides(given: object) -> list[str]:
 
 
 def _overridden(given: dict[Any, Any], overrides: Sequence[str], folder: Path | None = None) -> Recipe:
-    raw = dict(given)
+    raw = dict(with_new_names(given))
     wrong = list[str]()
     top, nested = split_overrides(overrides)
     for key, value in top:
@@ -182,6 +193,8 @@ def recipe_of(raw: object, folder: Path | None = None, given: Collection[str] = 
     Raises WrongRecipe with one sentence (a line) for each mistake.
     """
 
+    raw = with_new_names(raw)
+
     def placed(recipe: Recipe) -> Recipe:
         recipe, unknown_homes = with_home(recipe)
         if unknown_homes:
@@ -241,7 +254,7 @@ def split_overrides(overrides: Sequence[str]) -> tuple[list[tuple[str, Any]], li
         if len(keys) == 1:
             top.append((keys[0], value))
         else:
-            nested.append((keys, value))
+            nested.append(with_new_keys(keys, value))
     if wrong:
         raise WrongRecipe(wrong, None)
     return top, nested

@@ -16,7 +16,7 @@ from threading import Thread
 from typing import Any, TypeVar
 
 from rlhf_core.cluster.worker_group import Pending, RankDied, WorkerGroup
-from rlhf_core.rollout.engine import Answer, Request, Sampling
+from rlhf_core.rollout.contract import Answer, Request, Sampling
 from rlhf_core.rollout.sampler_role import SamplerRole
 
 R = TypeVar("R")

@@ -1,4 +1,4 @@
-"""Runs one vLLM engine as the object of a Ray worker: the sampler role."""
+"""Runs one engine as the object of a Ray worker: the sampler role."""
 
 from __future__ import annotations
 
@@ -9,23 +9,24 @@ from typing import Any
 import torch
 
 from rlhf_core.cluster.rank_environment import RANK_VARIABLES
-from rlhf_core.config import Vllm
-from rlhf_core.rollout.engine import Answer, Request, Sampler, Sampling, library
-from rlhf_core.rollout.pipeline import PipelineStage
+from rlhf_core.config.engines import EngineConfig
+from rlhf_core.rollout.contract import Answer, Request, Sampling
+from rlhf_core.rollout.kinds import import_engine, open_engine
+from rlhf_core.rollout.weight_transfer import Rendezvous, Route
 from rlhf_core.system.gc_pause import uncollected
 
 
-def prepare(kv_cache_gib: float) -> None:
+def prepare(config: EngineConfig) -> None:
     """Imports the role's dependencies that this module does not import."""
-    library(kv_cache_gib)
+    import_engine(config)
 
 
-class SamplerRole(Sampler):
-    """Runs one engine of a group. Engine r of R answers prompts r, r + R, ... Each prompt has its own seed,
-    so the split does not change the answers."""
+class SamplerRole:
+    """Runs one engine of a group (`RolloutEngine`). Engine r of R answers prompts r, r + R, ... Each prompt
+    has its own seed, so the split does not change the answers."""
 
-    def __init__(self, model: str, *, vllm: Vllm, stage: tuple[Any, ...] = (), **options: Any):
-        """Starts the engine or one of its stages. `options`: passed to `Sampler`."""
+    def __init__(self, model: str, *, config: EngineConfig, seed: int, **options: Any):
+        """Starts the engine or one of its pipeline stages. `options`: as in `open_engine`."""
         self.rank = int(os.environ["RANK"])
         self.world_size = int(os.environ["WORLD_SIZE"])
         # The engine is alone in this process: the group's torch.distributed variables would make it wait for
@@ -33,11 +34,9 @@ class SamplerRole(Sampler):
         for name in RANK_VARIABLES:
             os.environ.pop(name, None)
         # Requests without a seed draw from the engine's.
-        super().__init__(
-            model, vllm=vllm, stage=PipelineStage(*stage), **options | {"seed": options["seed"] + self.rank}
-        )
-        self.first = self.rank * vllm.processes
-        self._seed_whole = torch.cuda.is_available() and not vllm.seed_answers
+        self._engine = open_engine(model, config, seed=seed + self.rank, **options)
+        self._engine.first = self.rank * config.processes
+        self._seed_whole = torch.cuda.is_available() and not config.seed_answers
 
     def generate_share(
         self, prompts: Sequence[Sequence[int]], seeds: Sequence[int], sampling: Sampling
@@ -46,6 +45,17 @@ class SamplerRole(Sampler):
         with uncollected():
             return list(self.stream_share(prompts, seeds, sampling))
 
+    def stream_share(
+        self, prompts: Sequence[Sequence[int]], seeds: Sequence[int], sampling: Sampling
+    ) -> Iterator[tuple[int, list[Answer]]]:
+        """Like `generate_share`, but yields each prompt as its answers finish."""
+        mine = range(self.rank, len(prompts), self.world_size)
+        own_prompts = [prompts[i] for i in mine]
+        own_seeds = [seeds[i] for i in mine]
+        sampling = sampling._replace(seed_whole=self._seed_whole)
+        for i, group in self._engine.stream(own_prompts, own_seeds, sampling):
+            yield mine[i], group
+
     def advance(
         self, requests: Sequence[Request], seconds: float, gone: Sequence[int] = ()
     ) -> list[tuple[int, Answer]]:
@@ -53,15 +63,31 @@ class SamplerRole(Sampler):
             request._replace(sampling=request.sampling._replace(seed_whole=self._seed_whole))
             for request in requests
         ]
-        return super().advance(own, seconds, gone)
+        return self._engine.advance(own, seconds, gone)
 
-    def stream_share(
-        self, prompts: Sequence[Sequence[int]], seeds: Sequence[int], sampling: Sampling
-    ) -> Iterator[tuple[int, list[Answer]]]:
-        """Like `generate_share`, but yields each prompt as its answers finish."""
-        mine = range(self.rank, len(prompts), self.world_size)
-        sampling = sampling._replace(seed_whole=self._seed_whole)
-        yield from (
-            (mine[i], group)
-            for i, group in self.stream([prompts[i] for i in mine], [seeds[i] for i in mine], sampling)
-        )
+    def prompt_logprobs(self, documents: Sequence[Sequence[int]]) -> list[list[float]]:
+        return self._engine.prompt_logprobs(documents)
+
+    def load(self, model: str) -> None:
+        self._engine.load(model)
+
+    def gpu_uuids(self) -> list[str | None]:
+        return self._engine.gpu_uuids()
+
+    def open_channel(self, route: Route, rendezvous: Rendezvous) -> None:
+        self._engine.open_channel(route, rendezvous)
+
+    def receive_weights(self, version: int = 0) -> None:
+        self._engine.receive_weights(version)
+
+    def sampled(self) -> tuple[int, int]:
+        return self._engine.sampled()
+
+    def sleep(self, keep_weights: bool) -> None:
+        self._engine.sleep(keep_weights)
+
+    def wake(self) -> None:
+        self._engine.wake()
+
+    def stay(self) -> None:
+        self._engine.stay()

@@ -2,8 +2,8 @@
 can act on.
 
 Messages that a library's setting or logger can silence are silenced that way (`ENV_DEFAULTS` in
-rlhf_core/__main__.py, rollout/environment.py). This module handles the rest, and releases and processes that
-the settings do not reach.
+rlhf_core/__main__.py, rollout/vllm/environment.py). This module handles the rest, and releases and
+processes that the settings do not reach.
 """
 
 from __future__ import annotations

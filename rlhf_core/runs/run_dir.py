@@ -21,11 +21,12 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from pydantic import Field, ValidationError
+from pydantic import Field, ValidationError, field_validator
 
 from rlhf_core.config import StageConfig, Wandb
+from rlhf_core.config.former_names import with_new_names
 from rlhf_core.config.gates import Verdict
 from rlhf_core.records import FileInfo, Frozen, StageResult
 from rlhf_core.runs.allotment import check_stop
@@ -74,6 +75,11 @@ class StageRequest(Frozen):
     trust_remote_code: bool = False
     gates: tuple[Verdict, ...] = ()
     wandb: Wandb | None = None
+
+    @field_validator("config", mode="before")
+    @classmethod
+    def _read_former_names(cls, config: Any) -> Any:
+        return with_new_names(config) if isinstance(config, dict) else config
 
 
 class Outcome(NamedTuple):

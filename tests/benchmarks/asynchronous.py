@@ -84,7 +84,7 @@ def stage_config(arguments: argparse.Namespace, staleness: int) -> PPO:
         "micro_train_tokens": arguments.micro_tokens,
         "micro_rollout_tokens": arguments.micro_tokens,
         "actor_ranks": actor,
-        "vllm": engines,
+        "engine": engines,
         "save_steps": 10**6,
     }
     return PPO.model_validate(fields)

@@ -26,7 +26,7 @@ from rlhf_core.data.chat import load_tokenizer
 from rlhf_core.data.documents import Document, Prompt
 from rlhf_core.rewards.clients import Rewards
 from rlhf_core.rewards.combine import Term
-from rlhf_core.rollout.engine import Answer, answer_of
+from rlhf_core.rollout.contract import Answer, answer_of
 from rlhf_core.stages.ppo.credit import credit, divergence
 from rlhf_core.stages.ppo.iteration import Schedule, minibatches
 from rlhf_core.stages.ppo.records import Experience, Part, Scores

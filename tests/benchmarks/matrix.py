@@ -58,10 +58,10 @@ ROWS = {
         "split-2", {"reward": ["rm", "other"], **{role: {"gpus": 0.2} for role in ROLES}}, 2
     ),
     "actor + reference; critic, reward, engine": Row(
-        "split-2", {"colocate_actor_ref": True, "vllm": BESIDE}, 2
+        "split-2", {"colocate_actor_ref": True, "engine": BESIDE}, 2
     ),
     "critic + reward; actor, reference, engine": Row(
-        "split-2", {"colocate_critic_reward": True, "vllm": BESIDE}, 2
+        "split-2", {"colocate_critic_reward": True, "engine": BESIDE}, 2
     ),
     "all on two cards, two engines": Row("all-2", {}, 2, 3),
     "all on two cards, an engine over both (TP 2)": Row("tp-2", {}, 2, 3),

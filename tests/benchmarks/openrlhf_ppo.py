@@ -112,9 +112,9 @@ def flags(arguments: argparse.Namespace, cards: int) -> list[str]:
     given |= {f"{role}.num_nodes": 1 for role in ("actor", "critic", "ref", "reward")}
     given |= {f"{role}.model_name_or_path": model for role in ("actor", "critic", "reward")}
     given |= {
-        "vllm.num_engines": cards,
-        "vllm.tensor_parallel_size": 1,
-        "vllm.gpu_memory_utilization": 0.5,
+        "engine.num_engines": cards,
+        "engine.tensor_parallel_size": 1,
+        "engine.gpu_memory_utilization": 0.5,
         "vllm.sync_backend": "nccl",
         "train.batch_size": min(128, arguments.prompts),
         "train.max_epochs": 1,

@@ -29,6 +29,7 @@ from openrlhf_ppo import run_child
 from record import add_options, figure, save
 
 from rlhf_core.config import PPO
+from rlhf_core.config.former_names import with_new_names
 from rlhf_core.forecast.hardware import GPUS, Gpu
 from rlhf_core.forecast.placements import choose, forecast, placements
 from rlhf_core.hub.model_config import size_of
@@ -50,12 +51,15 @@ def cards(count: int) -> dict[str, Any]:
 # each; `tp-2`: one engine over both cards; `split-2`: the models on a card, the engine on another; `split-3`,
 # `split-4`: pairs of models on cards of their own.
 PLACEMENTS: dict[str, dict[str, Any]] = {
-    "one": {**{role: {"gpus": 0.15} for role in ROLES}, "vllm": {"gpus": 0.3, "gpu_memory_utilization": 0.3}},
+    "one": {
+        **{role: {"gpus": 0.15} for role in ROLES},
+        "engine": {"gpus": 0.3, "gpu_memory_utilization": 0.3},
+    },
     **{
         f"all-{n}": {
             **dict.fromkeys(ROLES, cards(n)),
             "colocate_all": True,
-            "vllm": {"num_engines": n, "gpus": 1, "gpu_memory_utilization": 0.45, "sleep": True},
+            "engine": {"num_engines": n, "gpus": 1, "gpu_memory_utilization": 0.45, "sleep": True},
         }
         for n in (1, 2, 4)
     },
@@ -64,19 +68,19 @@ PLACEMENTS: dict[str, dict[str, Any]] = {
         **dict.fromkeys(ROLES[1:2] + ROLES[3:], cards(1)),
         "colocate_actor_ref": True,
         "colocate_critic_reward": True,
-        "vllm": {"gpus": 1},
+        "engine": {"gpus": 1},
     },
     "split-3": {
         **dict.fromkeys(ROLES, cards(1)),
         "colocate_actor_ref": True,
         "colocate_critic_reward": True,
-        "vllm": {"gpus": 1},
+        "engine": {"gpus": 1},
     },
-    "split-2": {**{role: {"gpus": 0.25} for role in ROLES}, "vllm": {"gpus": 1}},
+    "split-2": {**{role: {"gpus": 0.25} for role in ROLES}, "engine": {"gpus": 1}},
     "tp-2": {
         **dict.fromkeys(ROLES, cards(2)),
         "colocate_all": True,
-        "vllm": {
+        "engine": {
             "num_engines": 1,
             "tensor_parallel_size": 2,
             "gpus": 1,
@@ -104,7 +108,7 @@ def options(description: str | None) -> argparse.ArgumentParser:
     parser.add_argument(
         "--set",
         default="{}",
-        help="JSON of more settings of the stage; 'vllm' is merged, 'reward' names models",
+        help="JSON of more settings of the stage; 'engine' is merged, 'reward' names models",
     )
     parser.add_argument(
         "--no-critic", action="store_true", help="REINFORCE: actor, reference and reward model alone"
@@ -220,7 +224,7 @@ def beside(lines: list[dict[str, float]], arguments: argparse.Namespace) -> None
 def stage_config(arguments: argparse.Namespace) -> PPO:
     """The stage that the options of the command describe."""
     (arguments.out / "letters.py").write_text(LETTERS)
-    settings = json.loads(arguments.set)
+    settings = with_new_names(json.loads(arguments.set))
     placement = PLACEMENTS["one" if arguments.placement == "plan" else arguments.placement]
     return PPO.model_validate(
         {
@@ -245,7 +249,7 @@ def stage_config(arguments: argparse.Namespace) -> PPO:
                 *settings.get("reward", ["rm"]),
                 {"function": f"{arguments.out / 'letters.py'}:letters"},
             ],
-            "vllm": placement["vllm"] | settings.get("vllm", {}),
+            "engine": placement["engine"] | settings.get("engine", {}),
         }
     )
 

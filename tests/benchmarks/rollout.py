@@ -103,7 +103,7 @@ def plain(arguments: argparse.Namespace):  # type: ignore[no-untyped-def]
     import vllm
 
     from rlhf_core.hub.model_config import wraps_text_by_config
-    from rlhf_core.rollout.environment import config_of, delta_rule
+    from rlhf_core.rollout.vllm.environment import config_of, delta_rule
 
     length = arguments.prompt_len + arguments.generate_len
     options = {"dtype": arguments.dtype, "gpu_memory_utilization": arguments.memory}
@@ -125,13 +125,14 @@ def plain(arguments: argparse.Namespace):  # type: ignore[no-untyped-def]
 
 
 def ours(arguments: argparse.Namespace):  # type: ignore[no-untyped-def]
-    from rlhf_core.config import Vllm
-    from rlhf_core.rollout.engine import Sampler, Sampling
+    from rlhf_core.config import EngineConfig
+    from rlhf_core.rollout.contract import Sampling
+    from rlhf_core.rollout.vllm.vllm_engine import VllmEngine
 
     length = arguments.prompt_len + arguments.generate_len
     formats = {"quantization": "fp8", "kv_cache_dtype": "fp8"} if arguments.side == "fp8" else {}
-    vllm = Vllm(gpus=1, gpu_memory_utilization=arguments.memory, engine=formats)
-    sampler = Sampler(arguments.model, seed=0, max_model_len=length, dtype=arguments.dtype, vllm=vllm)
+    vllm = EngineConfig(gpus=1, gpu_memory_utilization=arguments.memory, options=formats)
+    sampler = VllmEngine(arguments.model, seed=0, max_model_len=length, dtype=arguments.dtype, config=vllm)
     rng = random.Random(1)
 
     def generate(batch: list[list[int]]) -> int:

@@ -19,8 +19,9 @@ from typing import Any
 
 from record import add_options, figure, save
 
-from rlhf_core.config import Vllm
-from rlhf_core.rollout.engine import Sampler, Sampling
+from rlhf_core.config import EngineConfig
+from rlhf_core.rollout.contract import Sampling
+from rlhf_core.rollout.vllm.vllm_engine import VllmEngine
 
 PROMPT = 16
 
@@ -35,10 +36,10 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     add_options(parser, "scheduling")
     arguments = parser.parse_args()
-    wanted = Vllm(kv_cache_gib=2, engine={"max_num_seqs": arguments.requests})
+    wanted = EngineConfig(kv_cache_gib=2, options={"max_num_seqs": arguments.requests})
     found: dict[bool, list[float]] = {True: [], False: []}
     with closing(
-        Sampler(str(arguments.model), seed=0, max_model_len=PROMPT + arguments.tokens, vllm=wanted)
+        VllmEngine(str(arguments.model), seed=0, max_model_len=PROMPT + arguments.tokens, config=wanted)
     ) as sampler:
         engine: Any = sampler.llm.llm_engine
         scheduler = engine.engine_core.engine_core.scheduler

@@ -12,13 +12,14 @@ from typing import Any
 import pytest
 import torch
 
-from rlhf_core.config import Lora, Vllm
+from rlhf_core.config import EngineConfig, Lora
 from rlhf_core.data.documents import compact
 from rlhf_core.models.checkpoint.weights import scaled_adapters
 from rlhf_core.models.load import Policy, masked_logprobs, trained_policy
 from rlhf_core.models.lora import lora_layers, without_adapters
 from rlhf_core.objectives.collate import collate
-from rlhf_core.rollout.engine import Answer, Request, Sampler, Sampling
+from rlhf_core.rollout.contract import Answer, Request, Sampling
+from rlhf_core.rollout.vllm.vllm_engine import VllmEngine
 from tests.support.families import make_family
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
@@ -33,11 +34,11 @@ def policy(material: Path, tmp_path: Path) -> Policy:
 
 
 @pytest.fixture
-def sampler(policy: Policy, tmp_path: Path) -> Iterator[Sampler]:
+def sampler(policy: Policy, tmp_path: Path) -> Iterator[VllmEngine]:
     """An engine that holds the model without adapters."""
-    vllm = Vllm(kv_cache_gib=0.25, adapters="alone")
+    vllm = EngineConfig(kv_cache_gib=0.25, adapters="alone")
     with closing(
-        Sampler(str(tmp_path / "base"), seed=0, max_model_len=128, vllm=vllm, adapter_rank=RANK)
+        VllmEngine(str(tmp_path / "base"), seed=0, max_model_len=128, config=vllm, adapter_rank=RANK)
     ) as started:
         yield started
 
@@ -48,7 +49,7 @@ def change(policy: Policy, seed: int) -> None:
         layer.lora_B["default"].weight.data.normal_(std=0.05)
 
 
-def receive(sampler: Sampler, named: dict[str, torch.Tensor], version: int) -> None:
+def receive(sampler: VllmEngine, named: dict[str, torch.Tensor], version: int) -> None:
     """What a sync does, without its channel."""
     engine: Any = sampler.llm.llm_engine
     worker = engine.engine_core.engine_core.model_executor.driver_worker.worker
@@ -56,7 +57,7 @@ def receive(sampler: Sampler, named: dict[str, torch.Tensor], version: int) -> N
     sampler.receive_weights(version)
 
 
-def send(policy: Policy, sampler: Sampler, version: int) -> None:
+def send(policy: Policy, sampler: VllmEngine, version: int) -> None:
     receive(sampler, dict(scaled_adapters(policy.model, lambda _: nullcontext())), version)
 
 
@@ -74,7 +75,7 @@ def gap(found: list[list[float]], expected: list[torch.Tensor]) -> float:
     )
 
 
-def test_log_probs_are_those_of_the_adapters_that_came_last(policy: Policy, sampler: Sampler) -> None:
+def test_log_probs_are_those_of_the_adapters_that_came_last(policy: Policy, sampler: VllmEngine) -> None:
     with without_adapters(policy.model):
         start = trained(policy, PROMPTS)
     assert gap(sampler.prompt_logprobs(PROMPTS), start) < 1e-4
@@ -92,7 +93,7 @@ def test_log_probs_are_those_of_the_adapters_that_came_last(policy: Policy, samp
         )
 
 
-def test_running_answers_go_on_with_the_new_adapters(policy: Policy, sampler: Sampler) -> None:
+def test_running_answers_go_on_with_the_new_adapters(policy: Policy, sampler: VllmEngine) -> None:
     """Each token after the change has the log-prob of an engine whose keys and values are partly of the
     adapters before."""
     change(policy, 1)
@@ -120,7 +121,7 @@ def test_running_answers_go_on_with_the_new_adapters(policy: Policy, sampler: Sa
     assert gaps["new"][turn:].mean() < gaps["old"][turn:].mean()
 
 
-def test_layers_without_adapters_in_vllm_are_named(policy: Policy, sampler: Sampler) -> None:
+def test_layers_without_adapters_in_vllm_are_named(policy: Policy, sampler: VllmEngine) -> None:
     named = {
         f"base_model.model.model.layers.0.mlp.other.lora_{side}.weight": torch.zeros(RANK, RANK)
         for side in "AB"
@@ -132,13 +133,13 @@ def test_layers_without_adapters_in_vllm_are_named(policy: Policy, sampler: Samp
         receive(sampler, named, 1)
 
 
-def started(family: str, material: Path, tmp_path: Path) -> Sampler:
+def started(family: str, material: Path, tmp_path: Path) -> VllmEngine:
     base = make_family(family, material / "base", tmp_path / "base")
-    return Sampler(
+    return VllmEngine(
         str(base),
         seed=0,
         max_model_len=128,
-        vllm=Vllm(kv_cache_gib=0.25, adapters="alone"),
+        config=EngineConfig(kv_cache_gib=0.25, adapters="alone"),
         adapter_rank=RANK,
     )
 
@@ -160,5 +161,5 @@ def test_a_layer_that_vllm_has_as_several_is_named(material: Path, tmp_path: Pat
 
 
 def test_a_model_with_experts_is_refused_before_it_is_loaded(material: Path, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"vllm.adapters: alone is not for models with experts"):
+    with pytest.raises(ValueError, match=r"engine.adapters: alone is not for models with experts"):
         started("mixtral", material, tmp_path)

@@ -10,7 +10,17 @@ from pathlib import Path
 
 import pytest
 
-from rlhf_core.config import PPO, Data, Evaluation, Ranks, RewardJudge, RewardModel, Source, StageConfig, Vllm
+from rlhf_core.config import (
+    PPO,
+    Data,
+    EngineConfig,
+    Evaluation,
+    Ranks,
+    RewardJudge,
+    RewardModel,
+    Source,
+    StageConfig,
+)
 from rlhf_core.records import StageResult
 from rlhf_core.runs.metrics_log import read_metrics
 from rlhf_core.runs.run_dir import RunDir, StageRequest
@@ -65,7 +75,7 @@ def test_500_real_prompts_run_through_ppo_and_evaluation(material: Path, tmp_pat
         critic_ranks=share,
         reference_ranks=share,
         reward_ranks=share,
-        vllm=Vllm(cpus=0.25, kv_cache_gib=0.5),
+        engine=EngineConfig(cpus=0.25, kv_cache_gib=0.5),
         **LIMITS,
     )
     result = finish(tmp_path / "ppo", "rlhf_core", ppo, inputs)
@@ -82,7 +92,7 @@ def test_500_real_prompts_run_through_ppo_and_evaluation(material: Path, tmp_pat
         baseline="base",
         questions=Source(path=str(QUESTIONS)),
         judges=(RewardJudge(),),
-        vllm=Vllm(kv_cache_gib=0.5),
+        engine=EngineConfig(kv_cache_gib=0.5),
         **LIMITS,
     )
     report = finish(

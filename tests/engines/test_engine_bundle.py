@@ -11,7 +11,7 @@ from ray.util import placement_group_table
 from rlhf_core.cluster.layout import arrange
 from rlhf_core.cluster.ray_cluster import connect, leave, reserve
 from rlhf_core.cluster.worker_group import WorkerGroup
-from rlhf_core.config import Ranks, Vllm
+from rlhf_core.config import EngineConfig, Ranks
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
 GPUS = 4
@@ -28,7 +28,7 @@ def test_three_ranks_and_an_engine_of_four_fit_two_nodes_of_four(monkeypatch: py
         layout = arrange(
             {
                 "actor": Ranks(num_ranks_per_node=3, **small),
-                "sampler": Vllm(tensor_parallel_size=GPUS, **small),
+                "sampler": EngineConfig(tensor_parallel_size=GPUS, **small),
             }
         )
         reservation = reserve(layout, 30)
@@ -44,7 +44,7 @@ def test_three_ranks_and_an_engine_of_four_fit_two_nodes_of_four(monkeypatch: py
                 r"lacks a node with 0\.8 CPUs and 8 GPUs \(the largest have 2 CPUs, 4 GPUs\) for sampler 8 x"
             ),
         ):
-            reserve(arrange({"sampler": Vllm(tensor_parallel_size=2 * GPUS, **small)}), 30)
+            reserve(arrange({"sampler": EngineConfig(tensor_parallel_size=2 * GPUS, **small)}), 30)
     finally:
         leave()
         made.shutdown()

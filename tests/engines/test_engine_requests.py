@@ -11,27 +11,31 @@ from typing import Any
 
 import pytest
 
-from rlhf_core.config import Vllm
-from rlhf_core.rollout.engine import Request, Sampler, Sampling
+from rlhf_core.config import EngineConfig
+from rlhf_core.rollout.contract import Request, Sampling
+from rlhf_core.rollout.vllm.vllm_engine import VllmEngine
 
 pytestmark = pytest.mark.slow
 LONGEST = 96
 
 
 @pytest.fixture(scope="module")
-def sampler(material: Path) -> Iterator[Sampler]:
+def sampler(material: Path) -> Iterator[VllmEngine]:
     # 14 blocks of 32 tokens: not all of the 12 answers below fit at once, so some are preempted and computed
     # again.
     engine = {"max_num_seqs": 16, "block_size": 32, "num_gpu_blocks_override": 14}
     with closing(
-        Sampler(
-            str(material / "base"), seed=0, max_model_len=LONGEST, vllm=Vllm(kv_cache_gib=0.5, engine=engine)
+        VllmEngine(
+            str(material / "base"),
+            seed=0,
+            max_model_len=LONGEST,
+            config=EngineConfig(kv_cache_gib=0.5, options=engine),
         )
     ) as made:
         yield made
 
 
-def scheduler(sampler: Sampler) -> Any:
+def scheduler(sampler: VllmEngine) -> Any:
     engine: Any = sampler.llm.llm_engine
     return engine.engine_core.engine_core.scheduler
 
@@ -41,7 +45,7 @@ def prompts(count: int) -> list[list[int]]:
     return [[numbers.randrange(5, 60) for _ in range(numbers.randrange(3, 40))] for _ in range(count)]
 
 
-def test_more_answers_than_the_cache_holds_are_those_of_one_at_a_time(sampler: Sampler) -> None:
+def test_more_answers_than_the_cache_holds_are_those_of_one_at_a_time(sampler: VllmEngine) -> None:
     """Some end at a stop token, some at their limit, some at the model's; some are preempted and computed
     again."""
     how = Sampling(2, 1.0, 60, [7, 11, 20, 21, 22, 23])
@@ -57,12 +61,12 @@ def test_more_answers_than_the_cache_holds_are_those_of_one_at_a_time(sampler: S
             assert list(answer.logprobs) == pytest.approx(list(other.logprobs), abs=1e-4)
 
 
-def test_answers_without_log_probs(sampler: Sampler) -> None:
+def test_answers_without_log_probs(sampler: VllmEngine) -> None:
     groups = sampler.generate(prompts(3), range(3), Sampling(2, 1.0, 20, [], logprobs=False))
     assert all(answer.tokens and not answer.logprobs for group in groups for answer in group)
 
 
-def test_requests_that_come_while_others_run(sampler: Sampler) -> None:
+def test_requests_that_come_while_others_run(sampler: VllmEngine) -> None:
     """In `advance`; each answer is that of `generate`, and knows where new weights began."""
     how = Sampling(1, 1.0, 40, [])
     alone = [sampler.generate([prompt], [number], how)[0][0] for number, prompt in enumerate(prompts(4))]
@@ -74,7 +78,7 @@ def test_requests_that_come_while_others_run(sampler: Sampler) -> None:
     assert [list(found[number].tokens) for number in range(4)] == [list(answer.tokens) for answer in alone]
 
 
-def test_what_nobody_waits_for_is_aborted(sampler: Sampler) -> None:
+def test_what_nobody_waits_for_is_aborted(sampler: VllmEngine) -> None:
     """While it runs, and in the call that brings it; the others are answered as without it, and nothing of it
     is left."""
     how = Sampling(1, 1.0, 40, [])

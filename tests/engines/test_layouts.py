@@ -10,8 +10,8 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
-from rlhf_core.config import Vllm
-from rlhf_core.rollout.engine import Sampler
+from rlhf_core.config import EngineConfig
+from rlhf_core.rollout.vllm.vllm_engine import VllmEngine
 from tests.support.layouts import LAYOUTS, make_layout
 from tests.unit.models.test_lora import DOCUMENTS, config_of, run
 
@@ -49,7 +49,7 @@ def test_sft_dpo_vllm_and_transformers(layout: str, material: Path, tmp_path: Pa
         abs(a - b) for then, now in zip(before, expected, strict=True) for a, b in zip(then, now, strict=True)
     ]
     assert sum(moved) > 0.01 * len(moved), "training changed nothing"
-    sampler = Sampler(str(made), seed=0, max_model_len=96, vllm=Vllm(kv_cache_gib=0.5))
+    sampler = VllmEngine(str(made), seed=0, max_model_len=96, config=EngineConfig(kv_cache_gib=0.5))
     try:
         for theirs, ours in zip(sampler.prompt_logprobs(DOCUMENTS), expected, strict=True):
             assert theirs == pytest.approx(ours, abs=1e-3)

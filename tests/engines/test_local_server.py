@@ -17,7 +17,7 @@ from evaluation.alignment_tax.stage import run as tax
 from evaluation.judges.judge_prompt import judge_prompt
 from evaluation.judges.offline import Match
 from evaluation.stage import run as evaluate
-from rlhf_core.config import AlignmentTax, Evaluation, Gate, RuleJudge, Source, Vllm, VllmJudge
+from rlhf_core.config import AlignmentTax, EngineConfig, Evaluation, Gate, RuleJudge, Source, VllmJudge
 from rlhf_core.config.kinds import has_metric
 from rlhf_core.data.questions import Question
 from rlhf_core.recipe.gates import check
@@ -30,7 +30,7 @@ pytestmark = pytest.mark.slow
 TASKS = Path(__file__).parents[2] / "deployments" / "tasks"
 COUNT = 10  # documents and questions
 ROWS = [json.loads(line) for line in (TASKS / "digits.jsonl").read_text().splitlines()][:COUNT]
-SMALL = Vllm(kv_cache_gib=0.5, start_timeout=180.0)
+SMALL = EngineConfig(kv_cache_gib=0.5, start_timeout=180.0)
 
 
 def chat(tokenizer: Any, messages: Any) -> str:
@@ -80,10 +80,10 @@ def test_a_checkpoint_judges_two_others_over_http_and_nothing_twice(
         max_position_embeddings=2048,
     )
 
-    asked = VllmJudge(model="judge", max_tokens=16, max_model_len=2048, concurrency=8, vllm=SMALL)
+    asked = VllmJudge(model="judge", max_tokens=16, max_model_len=2048, concurrency=8, engine=SMALL)
     config = Evaluation(
         models=("good",), baseline="base", questions=Source(path=str(tmp_path / "questions.jsonl")), judges=(asked, RuleJudge()),
-        prompt_max_len=64, generate_max_len=24, vllm=SMALL, bootstrap_rounds=200,
+        prompt_max_len=64, generate_max_len=24, engine=SMALL, bootstrap_rounds=200,
     )  # fmt: skip
     run = stage(tmp_path / "run", config, {"good": good, "base": unknowing, "judge": judge})
     result = run_stage(run.path, evaluate)
@@ -149,7 +149,7 @@ def test_lm_eval_sees_a_planted_regression_and_the_gate_trips(good: Path, tmp_pa
         Gate(metric="tax_high/digits_choice/same", max=0.0),
     )
     tasks = tuple(str(TASKS / f"{name}.yaml") for name in ("digits_choice", "digits_answer"))
-    limits = {"limit": COUNT, "max_model_len": 128, "bootstrap_rounds": 200, "vllm": SMALL, "gates": gates}
+    limits = {"limit": COUNT, "max_model_len": 128, "bootstrap_rounds": 200, "engine": SMALL, "gates": gates}
     config = AlignmentTax(models=("same", "worse"), baseline="good", tasks=tasks, **limits)
     run = stage(tmp_path / "run", config, {"good": good, "same": same, "worse": worse})
     result = run_stage(run.path, tax)

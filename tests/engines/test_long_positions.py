@@ -11,11 +11,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from rlhf_core.config import Vllm
+from rlhf_core.config import EngineConfig
 from rlhf_core.data.documents import Document
 from rlhf_core.models.load import load_policy
 from rlhf_core.objectives.collate import collate
-from rlhf_core.rollout.engine import Sampler
+from rlhf_core.rollout.vllm.vllm_engine import VllmEngine
 from tests.support.families import make_family
 
 pytestmark = pytest.mark.slow
@@ -77,7 +77,7 @@ def test_positions_are_those_of_training(variant: str, material: Path, tmp_path:
     )
     ours = logprobs(base)
     assert (ours - logprobs(other)).abs().mean() > 0.01, "positions change nothing here"
-    sampler = Sampler(str(base), seed=0, max_model_len=LENGTH, vllm=Vllm(kv_cache_gib=0.5))
+    sampler = VllmEngine(str(base), seed=0, max_model_len=LENGTH, config=EngineConfig(kv_cache_gib=0.5))
     try:
         for theirs, row, document in zip(sampler.prompt_logprobs(DOCUMENTS), ours, DOCUMENTS, strict=True):
             assert row[1 : len(document)].tolist() == pytest.approx(theirs[1:], abs=1e-3)

@@ -16,21 +16,21 @@ from safetensors.torch import load_file, save_file
 from rlhf_core.cluster.ray_cluster import leave
 from rlhf_core.cluster.temporary_group import temporary_group
 from rlhf_core.cluster.worker_group import RankDied, WorkerGroup
-from rlhf_core.config import Vllm
-from rlhf_core.rollout.engine import Answer, Sampling
+from rlhf_core.config import EngineConfig
+from rlhf_core.rollout.contract import Answer, Sampling
 from rlhf_core.rollout.sampler_role import SamplerRole
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 PROMPTS = [[5, 6, 7, 8], [9, 10, 11], [12, 13]]
 SEEDS = [1, 2, 3]
-PREPARE = ("rlhf_core.rollout.sampler_role:prepare", 0.5)
+PREPARE = ("rlhf_core.rollout.sampler_role:prepare", EngineConfig(kv_cache_gib=0.5))
 
 
 @contextmanager
 def engine(material: Path, stages: int) -> Iterator[WorkerGroup]:
-    vllm = Vllm(pipeline_parallel_size=stages, cpus=0.5, kv_cache_gib=0.5)
+    vllm = EngineConfig(pipeline_parallel_size=stages, cpus=0.5, kv_cache_gib=0.5)
     parts = {"span": stages, "pipeline_stages": stages}
-    options = {"model": str(material / "base"), "seed": 0, "max_model_len": 64, "vllm": vllm}
+    options = {"model": str(material / "base"), "seed": 0, "max_model_len": 64, "config": vllm}
     try:
         with temporary_group("sampler", vllm, 200, SamplerRole, PREPARE, **parts, **options) as group:
             yield group

@@ -64,7 +64,7 @@ stages:
     actor_ranks: {cpus: 0.4}
     reference_ranks: {cpus: 0.4}
     reward_ranks: {cpus: 0.2}
-    vllm: {cpus: 0.4, kv_cache_gib: 0.1}
+    engine: {cpus: 0.4, kv_cache_gib: 0.1}
   publication: {model: ppo}
 """
 

@@ -25,7 +25,7 @@ from ray.cluster_utils import Cluster
 from safetensors.torch import load_file
 
 import rlhf_core.stages.reward_model
-from rlhf_core.config import PPO, Data, Ranks, RewardModel, Vllm
+from rlhf_core.config import PPO, Data, EngineConfig, Ranks, RewardModel
 from rlhf_core.runs.metrics_log import read_metrics
 from rlhf_core.runs.run_dir import RunDir, StageRequest
 from tests.support.micro import wait_until
@@ -69,7 +69,7 @@ def common(material: Path) -> dict[str, Any]:
         "export_at": (SAVED, ITERATIONS),
         "timeout": 200,
         "reference_ranks": Ranks(cpus=SHARE),
-        "vllm": Vllm(cpus=SHARE, kv_cache_gib=0.5),
+        "engine": EngineConfig(cpus=SHARE, kv_cache_gib=0.5),
     }
 
 

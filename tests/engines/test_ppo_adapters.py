@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 
 import rlhf_core.stages.ppo.run
 import rlhf_core.stages.reward_model
-from rlhf_core.config import PPO, Data, Lora, Ranks, RewardModel, Vllm
+from rlhf_core.config import PPO, Data, EngineConfig, Lora, Ranks, RewardModel
 from rlhf_core.config.metrics import SURVIVES
 from rlhf_core.models.load import load_policy
 from rlhf_core.runs.metrics_log import read_metrics
@@ -52,7 +52,7 @@ def reward_model(material: Path, tmp_path_factory: pytest.TempPathFactory) -> Pa
             {
                 "lora": Lora(rank=3),
                 "zero_stage": 3,
-                "vllm": Vllm(cpus=0.25, kv_cache_gib=0.5, adapters="alone"),
+                "engine": EngineConfig(cpus=0.25, kv_cache_gib=0.5, adapters="alone"),
             },
         ),
         pytest.param("qwen3-moe", "rloo", {"router_aux_coef": 0.01, "zero_stage": 3}, marks=pytest.mark.long),
@@ -88,7 +88,7 @@ def test_the_sampler_follows_the_actor(
         critic_ranks=share,
         reference_ranks=share,
         reward_ranks=share,
-        **{"vllm": Vllm(cpus=0.25, kv_cache_gib=0.5), **fields},
+        **{"engine": EngineConfig(cpus=0.25, kv_cache_gib=0.5), **fields},
     )
     inputs = {"base": str(base), "reward_model": str(reward_model)}
     (tmp_path / "ppo").mkdir()
@@ -102,13 +102,15 @@ def test_the_sampler_follows_the_actor(
     said = capfd.readouterr().out
     assert ("the reference is the actor without its adapters" in said) is (config.lora is not None)
     assert ("waiting for reference to load" in said) is (config.lora is None)
-    assert f"{'adapters' if config.vllm.adapters == 'alone' else 'weights'} go to 1 engine processes" in said
+    assert (
+        f"{'adapters' if config.engine.adapters == 'alone' else 'weights'} go to 1 engine processes" in said
+    )
     lines = read_metrics(tmp_path / "ppo")
     # the probe after each sync compared vLLM with the actor; rollouts came from the synced weights
     for line in lines:
         assert line["sync/probe_gap"] < 1e-3 and line["sampler/gap"] < 1e-3
         assert line["policy/first_ratio_gap"] < 1e-5
-    merged = config.lora is not None and config.vllm.adapters == "merged"
+    merged = config.lora is not None and config.engine.adapters == "merged"
     assert [line.get(SURVIVES) for line in lines] == [pytest.approx(1.0, abs=1e-3) if merged else None] * len(
         lines
     )

@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 import torch
 
-from rlhf_core.config import PPO, Data, Ranks, Vllm
+from rlhf_core.config import PPO, Data, EngineConfig, Ranks
 from rlhf_core.data.chat import Renderer, load_tokenizer
 from rlhf_core.data.documents import Document
 from rlhf_core.data.sources import prompts
@@ -98,7 +98,10 @@ def prepare(
     }
     # an update changes less than the rewards vary, so that what is learned can be compared
     how |= {"actor_learning_rate": 4e-4}
-    engines = {"vllm": Vllm(cpus=SHARE, kv_cache_gib=0.5, num_engines=2), "actor_ranks": Ranks(cpus=SHARE)}
+    engines = {
+        "engine": EngineConfig(cpus=SHARE, kv_cache_gib=0.5, num_engines=2),
+        "actor_ranks": Ranks(cpus=SHARE),
+    }
     turns = {"environment": {**environment, "max_turns": 2, "answer_max_len": 12}, "max_staleness": staleness}
     config = PPO(**{**common(material), **sizes, **here, **how, **engines, **turns, **fields})
     write_request(folder / name, config, {"base": str(material / "base")})

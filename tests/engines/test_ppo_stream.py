@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from rlhf_core.config import PPO, Ranks, Vllm
+from rlhf_core.config import PPO, EngineConfig, Ranks
 from rlhf_core.runs.metrics_log import read_metrics
 from tests.engines.test_ppo import SHARE, assert_same_end, common, finish, finish_and_keep, write_request
 
@@ -32,7 +32,7 @@ def runs(material: Path, tmp_path_factory: pytest.TempPathFactory) -> Runs:
     root = tmp_path_factory.mktemp("ppo_stream")
     (root / "checks.py").write_text(ODD)
     runs = Runs(root / "streamed", root / "cut_off", root / "at_once")
-    engines = {"vllm": Vllm(cpus=SHARE, kv_cache_gib=0.5, num_engines=2)}
+    engines = {"engine": EngineConfig(cpus=SHARE, kv_cache_gib=0.5, num_engines=2)}
     how: dict[str, Any] = {
         "advantage_estimator": "grpo",
         "reward": f"{root / 'checks.py'}:odd",

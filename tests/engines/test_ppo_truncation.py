@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import AutoModelForSequenceClassification
 
-from rlhf_core.config import PPO, Ranks, Vllm
+from rlhf_core.config import PPO, EngineConfig, Ranks
 from rlhf_core.runs.metrics_log import read_metrics
 from tests.engines.test_ppo import SHARE, common, finish, write_request
 
@@ -53,7 +53,9 @@ def test_cut_answers_get_the_critics_value(material: Path, tmp_path: Path) -> No
         "base": str(material / "base"),
         "critic": str(save_critic(material / "base", tmp_path / "critic")),
     }
-    write_request(tmp_path / "run", PPO(**fields | {"vllm": Vllm(cpus=SHARE, kv_cache_gib=0.5)}), inputs)
+    write_request(
+        tmp_path / "run", PPO(**fields | {"engine": EngineConfig(cpus=SHARE, kv_cache_gib=0.5)}), inputs
+    )
     finish(tmp_path / "run")
     for line in read_metrics(tmp_path / "run"):
         cut = line["response/truncated"]

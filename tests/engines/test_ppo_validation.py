@@ -14,7 +14,7 @@ import pytest
 
 from rlhf_core.config import PPO, Data, Ranks
 from rlhf_core.data.chat import Renderer, load_tokenizer
-from rlhf_core.rollout.engine import Sampler
+from rlhf_core.rollout.vllm.vllm_engine import VllmEngine
 from rlhf_core.runs.metrics_log import read_metrics
 from rlhf_core.runs.run_dir import RunDir
 from rlhf_core.stages.ppo.sampling.validation import load_validation
@@ -83,7 +83,7 @@ def test_the_checkpoint_answers_as_the_best_iteration_did(run: Path) -> None:
     renderer = Renderer(load_tokenizer(str(run / "checkpoint")), "chat")
     asked = load_validation(config, renderer, [], [], renderer.stop_token_ids, seed=7)
     assert asked is not None
-    sampler = Sampler(str(run / "checkpoint"), seed=0, max_model_len=config.longest, vllm=config.vllm)
+    sampler = VllmEngine(str(run / "checkpoint"), seed=0, max_model_len=config.longest, config=config.engine)
     groups = sampler.generate([prompt.tokens for prompt in asked.prompts], asked.seeds, asked.sampling)
     sampler.close()
     said = [
@@ -109,7 +109,7 @@ def test_the_result_is_of_the_best_weights_answers_with_other_seeds(run: Path) -
     renderer = Renderer(load_tokenizer(str(run / "checkpoint")), "chat")
     asked = load_validation(config, renderer, [], [], renderer.stop_token_ids, seed=7)
     assert asked is not None
-    sampler = Sampler(str(run / "checkpoint"), seed=0, max_model_len=config.longest, vllm=config.vllm)
+    sampler = VllmEngine(str(run / "checkpoint"), seed=0, max_model_len=config.longest, config=config.engine)
     groups = sampler.generate([prompt.tokens for prompt in asked.prompts], asked.fresh_seeds, asked.sampling)
     sampler.close()
     said = [

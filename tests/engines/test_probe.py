@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import ray
 
-from rlhf_core.config import PPO, Data, Ranks, Vllm
+from rlhf_core.config import PPO, Data, EngineConfig, Ranks
 from rlhf_core.rollout.sampler_role import SamplerRole
 from rlhf_core.runs.run_dir import RunDir, StageRequest
 from rlhf_core.stages.ppo import run as start
@@ -61,13 +61,13 @@ def cluster() -> Iterator[None]:
             "SamplerRole",
             OtherRotary,
             EngineDiffers,
-            "before any weight sync vLLM's log-probs differ .* no weight sync is at fault",
+            "before any weight sync the engine's log-probs differ .* no weight sync is at fault",
         ),
         (
             "Actor",
             WrongNorm,
             WeightsDiffer,
-            "after a weight sync vLLM's log-probs differ .* does not hold the actor's weights",
+            "after a weight sync the engine's log-probs differ .* does not hold the actor's weights",
         ),
     ],
 )
@@ -101,7 +101,7 @@ def test_the_probe_names_what_is_at_fault(
         timeout=200,
         actor_ranks=share,
         reference_ranks=share,
-        vllm=Vllm(cpus=0.25, kv_cache_gib=0.5),
+        engine=EngineConfig(cpus=0.25, kv_cache_gib=0.5),
     )
     request = StageRequest(
         name="ppo", digest="0", config=config, inputs={"base": str(tmp_path / "base")}, seed=7

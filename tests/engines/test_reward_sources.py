@@ -24,7 +24,7 @@ from safetensors.torch import load_file
 
 import rlhf_core.stages.reward_model
 from flows.cli.artifacts import REWARD_KEY
-from rlhf_core.config import PPO, Data, Ranks, RewardModel, Vllm
+from rlhf_core.config import PPO, Data, EngineConfig, Ranks, RewardModel
 from rlhf_core.data.chat import Renderer, load_tokenizer
 from rlhf_core.models.scoring import RewardScorer
 from rlhf_core.rewards.server import AnswerToScore, document
@@ -127,7 +127,7 @@ def run(material: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
             actor_ranks=share,
             reference_ranks=share,
             reward_ranks=share,
-            vllm=Vllm(cpus=0.25, kv_cache_gib=0.5),
+            engine=EngineConfig(cpus=0.25, kv_cache_gib=0.5),
         )
         actor = make_family("granite-hybrid", material / "base", root / "actor")
         inputs = {"base": str(actor), "reward_model": str(root / "rm" / "checkpoint")}

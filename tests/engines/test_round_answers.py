@@ -12,7 +12,7 @@ import ray
 import torch
 from transformers import AutoModelForSequenceClassification
 
-from rlhf_core.config import Preferences, Vllm
+from rlhf_core.config import EngineConfig, Preferences
 from rlhf_core.data.chat import Renderer, load_tokenizer
 from rlhf_core.data.documents import Document
 from rlhf_core.data.sources import prompts
@@ -37,7 +37,7 @@ def test_a_reward_model_on_two_processes_gives_the_scores_of_one(material: Path,
     texts = [[rng.randrange(5, 200) for _ in range(rng.randrange(3, 40))] for _ in range(75)]
     documents = [Document(text, [False] + [True] * (len(text) - 1)) for text in texts]
     config = Preferences(
-        policy="base", reward="rm", prompts={"sources": "x"}, micro_rollout_batch_size=2, vllm=Vllm(num_engines=2, cpus=0.5)
+        policy="base", reward="rm", prompts={"sources": "x"}, micro_rollout_batch_size=2, engine=EngineConfig(num_engines=2, cpus=0.5)
     )  # fmt: skip
     found = scores_on_ranks(config, str(tmp_path), documents)
     assert (
@@ -56,7 +56,7 @@ def test_two_engines_give_the_answers_of_one_and_stored_answers_are_not_sampled_
     for engines in (1, 2):
         config = Preferences(
             policy="base", reward="rm", prompts={"sources": str(material / "prompts.jsonl"), "max_samples": 5}, n_samples_per_prompt=2,
-            prompt_max_len=64, generate_max_len=12, vllm=Vllm(num_engines=engines, cpus=0.5, kv_cache_gib=0.5),
+            prompt_max_len=64, generate_max_len=12, engine=EngineConfig(num_engines=engines, cpus=0.5, kv_cache_gib=0.5),
         )  # fmt: skip
         asked = [prompt.tokens for prompt in prompts(config.prompts, renderer, 64, 0).items]
         request = StageRequest(name="x", digest="0", config=config, inputs={"base": base}, seed=3)
@@ -75,7 +75,7 @@ def test_two_engines_give_the_answers_of_one_and_stored_answers_are_not_sampled_
     # differs from what an engine would say again
     changed = kept[3].replace("true", "false").replace("[[[", "[[[7, ")
     file.write_text(kept[0] + changed + kept[4][:-9])
-    config = config.model_copy(update={"vllm": Vllm(kv_cache_gib=0.5)})
+    config = config.model_copy(update={"engine": EngineConfig(kv_cache_gib=0.5)})
     again = answers_of_round(config, base, asked, renderer.stop_token_ids, request, RunDir(tmp_path / "1"))
     assert [again[i] for i in (0, 1, 2, 4)] == [found[0][i] for i in (0, 1, 2, 4)]
     assert list(again[3][0].tokens) == [7, *found[0][3][0].tokens] and not again[3][0].finished

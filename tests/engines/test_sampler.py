@@ -1,22 +1,25 @@
-"""The vLLM engine in this process: seeds, limits, log-probs, and weights that really arrive."""
+"""Each kind of engine in this process: seeds, limits, log-probs, and weights that really arrive."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from rlhf_core.config import Vllm
+from rlhf_core.config import EngineConfig
 from rlhf_core.data.chat import Renderer, load_tokenizer
 from rlhf_core.data.documents import Document, compact
 from rlhf_core.models.load import Policy, load_policy, masked_logprobs
 from rlhf_core.models.token_logprobs import WHOLE, Truncation
 from rlhf_core.objectives.collate import collate
-from rlhf_core.rollout.engine import Answer, Sampler, Sampling
-from rlhf_core.rollout.environment import CPU_BATCHED_TOKENS
+from rlhf_core.rollout.contract import Answer, Sampling
+from rlhf_core.rollout.kinds import open_engine
+from rlhf_core.rollout.vllm.environment import CPU_BATCHED_TOKENS
+from rlhf_core.rollout.vllm.vllm_engine import VllmEngine
 from rlhf_core.stages.ppo.fleet import NOISE_FREE, WeightsDiffer, check_gap
 
 pytestmark = pytest.mark.slow
@@ -25,9 +28,10 @@ pytestmark = pytest.mark.slow
 @dataclass(frozen=True)
 class Setting:
     base: str
-    sampler: Sampler
+    sampler: Any
     renderer: Renderer
     prompts: list[list[int]]
+    kind: str
 
     def generate(
         self, prompts: list[list[int]] | None = None, first_seed: int = 0, **changed: object
@@ -44,19 +48,25 @@ class Setting:
         )
 
 
-@pytest.fixture(scope="module")
-def setting(material: Path) -> Iterator[Setting]:
+@pytest.fixture(scope="module", params=["vllm", "transformers"])
+def setting(material: Path, request: pytest.FixtureRequest) -> Iterator[Setting]:
     base = str(material / "base")
     renderer = Renderer(load_tokenizer(base), "chat")
     prompts = [
         renderer.prompt([{"role": "user", "content": f"Copy this number: {n}"}])
         for n in (3, 14, 159, 2653, 58979)
     ]
-    sampler = Sampler(
-        base, seed=0, max_model_len=96, vllm=Vllm(kv_cache_gib=0.5, engine={"max_num_seqs": 48})
-    )
-    yield Setting(base, sampler, renderer, prompts)
+    options = {"max_num_seqs": 48} if request.param == "vllm" else {}
+    config = EngineConfig(kind=request.param, kv_cache_gib=0.5, options=options)
+    sampler = open_engine(base, config, seed=0, max_model_len=96)
+    yield Setting(base, sampler, renderer, prompts, request.param)
     sampler.close()
+
+
+@pytest.fixture
+def of_vllm(setting: Setting) -> None:
+    if setting.kind != "vllm":
+        pytest.skip("only vLLM has this")
 
 
 @pytest.fixture(autouse=True)
@@ -87,10 +97,11 @@ def named(policy: Policy) -> list[tuple[str, torch.Tensor]]:
     return [(name, parameter.detach()) for name, parameter in policy.model.named_parameters()]
 
 
+@pytest.mark.usefixtures("of_vllm")
 def test_options_of_the_recipe_reach_the_engine(setting: Setting) -> None:
     assert setting.sampler.llm.llm_engine.vllm_config.scheduler_config.max_num_seqs == 48
     with pytest.raises(ValueError, match="has no option 'max_num_seq'; did you mean max_num_seqs"):
-        Sampler(setting.base, seed=0, max_model_len=96, vllm=Vllm(engine={"max_num_seq": 7}))
+        VllmEngine(setting.base, seed=0, max_model_len=96, config=EngineConfig(options={"max_num_seq": 7}))
 
 
 def test_a_seed_fixes_the_answer(setting: Setting) -> None:
@@ -116,7 +127,8 @@ def test_a_stream_gives_each_prompts_answers_once_they_are_all_there(setting: Se
         max(len(answer.tokens) for answer in answers)
         for _, answers in setting.sampler.stream(setting.prompts, seeds, Sampling(**often))
     ]
-    assert lengths == sorted(lengths) and lengths[0] < lengths[-1], "what is finished first comes first"
+    if setting.kind == "vllm":
+        assert lengths == sorted(lengths) and lengths[0] < lengths[-1], "what is finished first comes first"
 
 
 def test_answers_keep_the_order_of_prompts_and_their_number(setting: Setting) -> None:
@@ -218,14 +230,13 @@ def test_a_stop_text_ends_an_answer_which_keeps_it(setting: Setting) -> None:
 
 def test_synced_weights_arrive_head_included(setting: Setting) -> None:
     policy = changed_policy(setting)
-    assert setting.sampler.tied, (
-        "the demo's base ties its embeddings: the case in which a head can go missing"
-    )
+    assert policy.model.config.tie_word_embeddings, "the case in which a head can go missing"
     assert largest_gap(setting, policy) > NOISE_FREE["float32"]
     setting.sampler.update(named(policy))
     check_gap(largest_gap(setting, policy), NOISE_FREE["float32"])
 
 
+@pytest.mark.usefixtures("of_vllm")
 @pytest.mark.parametrize("planted", ["one wrong weight", "old head"])
 def test_the_probe_catches_weights_that_differ(
     setting: Setting, planted: str, monkeypatch: pytest.MonkeyPatch
@@ -242,6 +253,7 @@ def test_the_probe_catches_weights_that_differ(
         check_gap(largest_gap(setting, policy), NOISE_FREE["float32"])
 
 
+@pytest.mark.usefixtures("of_vllm")
 def test_a_folder_without_weights_is_refused(setting: Setting, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="holds no safetensors file"):
         setting.sampler.load(str(tmp_path))

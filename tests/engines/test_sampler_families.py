@@ -11,14 +11,14 @@ from typing import NamedTuple
 import pytest
 import torch
 
-from rlhf_core.config import Lora, Vllm
+from rlhf_core.config import EngineConfig, Lora
 from rlhf_core.data.documents import Document
 from rlhf_core.models.checkpoint.save import save_adapter, save_tokenizer
 from rlhf_core.models.checkpoint.weights import checkpoint_weights, trained_weights
 from rlhf_core.models.load import Policy, load_policy, trained_policy
 from rlhf_core.models.lora import lora_layers
 from rlhf_core.objectives.collate import collate
-from rlhf_core.rollout.engine import Sampler
+from rlhf_core.rollout.vllm.vllm_engine import VllmEngine
 from rlhf_core.stages.ppo.fleet import NOISE_FREE, WeightsDiffer, check_gap
 from rlhf_core.training.engine import AdamW, TorchEngine, on_cpu
 from tests.support.families import make_family
@@ -30,7 +30,7 @@ LORA = Lora(rank=4, alpha=8)
 
 class Setting(NamedTuple):
     base: Path
-    sampler: Sampler
+    sampler: VllmEngine
 
     def gap(self, policy: Policy) -> float:
         """Largest difference of log-probs, vLLM's against the policy's."""
@@ -72,7 +72,7 @@ def setting(
     request: pytest.FixtureRequest, material: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Setting]:
     base = make_family(request.param, material / "base", tmp_path_factory.mktemp(request.param))
-    sampler = Sampler(str(base), seed=0, max_model_len=96, vllm=Vllm(kv_cache_gib=0.5))
+    sampler = VllmEngine(str(base), seed=0, max_model_len=96, config=EngineConfig(kv_cache_gib=0.5))
     yield Setting(base, sampler)
     sampler.close()
 
@@ -138,4 +138,4 @@ def test_a_family_that_vllm_cannot_run_is_one_sentence(material: Path, tmp_path:
             r" lacks$"
         ),
     ):
-        Sampler(str(base), seed=0, max_model_len=96, vllm=Vllm(kv_cache_gib=0.5))
+        VllmEngine(str(base), seed=0, max_model_len=96, config=EngineConfig(kv_cache_gib=0.5))

@@ -10,11 +10,12 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from rlhf_core.config import Vllm
+from rlhf_core.config import EngineConfig
 from rlhf_core.data.documents import Document
 from rlhf_core.models.load import load_policy
 from rlhf_core.objectives.collate import collate
-from rlhf_core.rollout.engine import Sampler, Sampling
+from rlhf_core.rollout.contract import Sampling
+from rlhf_core.rollout.vllm.vllm_engine import VllmEngine
 
 pytestmark = pytest.mark.slow
 PADDING = 57
@@ -41,7 +42,7 @@ def test_rows_without_a_token_are_not_sampled_and_log_probs_leave_them_out(
 ) -> None:
     known = len(AutoTokenizer.from_pretrained(padded))
     prompts = [[5, 6, 7, 8 + i] for i in range(8)]
-    sampler = Sampler(str(padded), seed=0, max_model_len=64, vllm=Vllm(kv_cache_gib=0.5))
+    sampler = VllmEngine(str(padded), seed=0, max_model_len=64, config=EngineConfig(kv_cache_gib=0.5))
     try:
         assert (
             f"{PADDING} of {known + PADDING} rows of the vocabulary are no token of its tokenizer"

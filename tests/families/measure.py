@@ -24,12 +24,13 @@ import transformers
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from rlhf_core.config import Lora, Vllm
+from rlhf_core.config import EngineConfig, Lora
 from rlhf_core.data.documents import compact
 from rlhf_core.models.document_leak import detect_document_leak
 from rlhf_core.models.load import Policy, load_policy, masked_logprobs, trained_policy, trained_scorer
 from rlhf_core.objectives.collate import collate
-from rlhf_core.rollout.engine import Sampler, Sampling
+from rlhf_core.rollout.contract import Sampling
+from rlhf_core.rollout.vllm.vllm_engine import VllmEngine
 from tests.families.checks import (
     DEVICE,
     DOCUMENTS,
@@ -49,7 +50,7 @@ ON_GPU = torch.cuda.is_available()
 DTYPE = "bfloat16" if ON_GPU else "float32"
 ENTROPY = 2.0
 STEP = 0.005  # nats a token; relative size of a step, so that a lost sync shows
-BaseManager.register("Sampler", Sampler)
+BaseManager.register("VllmEngine", VllmEngine)
 
 
 @torch.no_grad()
@@ -158,9 +159,9 @@ def measured(family: str, folder: Path, material: Path) -> dict[str, Any]:
 def with_engine(folder: Path, policy: Policy, start: Tensor, found: dict[str, Any]) -> None:
     """Writes what is measured into `found`."""
     with BaseManager(ctx=get_context("spawn")) as engines:
-        vllm = Vllm(kv_cache_gib=0.5, gpu_memory_utilization=0.3, start_timeout=300)
-        sampler = engines.Sampler(
-            str(folder), seed=0, max_model_len=128, dtype=DTYPE, vllm=vllm, routing_replay=True
+        vllm = EngineConfig(kv_cache_gib=0.5, gpu_memory_utilization=0.3, start_timeout=300)
+        sampler = engines.VllmEngine(
+            str(folder), seed=0, max_model_len=128, dtype=DTYPE, config=vllm, routing_replay=True
         )  # type: ignore[attr-defined]
 
         def send() -> None:

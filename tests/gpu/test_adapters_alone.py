@@ -9,12 +9,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from rlhf_core.config import Lora, Vllm
+from rlhf_core.config import EngineConfig, Lora
 from rlhf_core.data.documents import compact
 from rlhf_core.models.load import Policy, masked_logprobs, trained_policy
 from rlhf_core.models.lora import without_adapters
 from rlhf_core.objectives.collate import collate
-from rlhf_core.rollout.engine import Answer, Sampler, Sampling
+from rlhf_core.rollout.contract import Answer, Sampling
+from rlhf_core.rollout.vllm.vllm_engine import VllmEngine
 from tests.engines.test_adapters_alone import RANK, change, send
 from tests.support.sharp_model import save_sharp_model
 
@@ -40,15 +41,15 @@ def gap(policy: Policy, said: list[tuple[list[int], Answer]]) -> float:
 def test_answers_have_the_log_probs_of_the_adapters_that_came_last(sleeps: bool, tmp_path: Path) -> None:
     save_sharp_model(tmp_path)
     policy = trained_policy(str(tmp_path), "bfloat16", False, Lora(rank=RANK), 0).eval().cuda()
-    vllm = Vllm(gpus=1, gpu_memory_utilization=0.3, adapters="alone")
+    vllm = EngineConfig(gpus=1, gpu_memory_utilization=0.3, adapters="alone")
     how = Sampling(4, 1.0, 64, [0], seed_whole=True)
     with closing(
-        Sampler(
+        VllmEngine(
             str(tmp_path),
             seed=0,
             max_model_len=256,
             dtype="bfloat16",
-            vllm=vllm,
+            config=vllm,
             adapter_rank=RANK,
             can_sleep=sleeps,
         )

@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from rlhf_core.config import DPO, PPO, SFT, Data, Lora, Ranks, StageConfig, Vllm
+from rlhf_core.config import DPO, PPO, SFT, Data, EngineConfig, Lora, Ranks, StageConfig
 from rlhf_core.data.documents import Document
 from rlhf_core.models.checkpoint.save import save_model
 from rlhf_core.models.checkpoint.weights import checkpoint_weights
@@ -63,7 +63,7 @@ def ppo(material: Path, **more: object) -> PPO:
         actor_ranks=share,
         reference_ranks=share,
         reward_ranks=share,
-        vllm=Vllm(gpus=0.3, gpu_memory_utilization=0.3),
+        engine=EngineConfig(gpus=0.3, gpu_memory_utilization=0.3),
         **more,
     )
 
@@ -143,9 +143,9 @@ def test_an_engine_that_slept_samples_from_the_actor(
     if memory:
         monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", memory)
     inputs = {"base": str(material / "base"), "reward": str(reward_model(material / "base", tmp_path / "rm"))}
-    awake = Vllm(gpus=0.3, gpu_memory_utilization=0.3)
+    awake = EngineConfig(gpus=0.3, gpu_memory_utilization=0.3)
     curves = [
-        run("ppo", ppo(material).model_copy(update={"vllm": vllm}), inputs, tmp_path / name)
+        run("ppo", ppo(material).model_copy(update={"engine": vllm}), inputs, tmp_path / name)
         for name, vllm in (("awake", awake), ("sleeping", awake.model_copy(update={"sleep": True})))
     ]
     for a, b in zip(*curves, strict=True):

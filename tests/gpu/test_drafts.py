@@ -14,12 +14,13 @@ import numpy as np
 import pytest
 import torch
 
-from rlhf_core.config import Vllm
+from rlhf_core.config import EngineConfig
 from rlhf_core.data.documents import Document, compact
 from rlhf_core.models.load import Policy, load_policy, masked_logprobs
 from rlhf_core.models.token_logprobs import WHOLE, Truncation
 from rlhf_core.objectives.collate import collate
-from rlhf_core.rollout.engine import Answer, Sampler, Sampling
+from rlhf_core.rollout.contract import Answer, Sampling
+from rlhf_core.rollout.vllm.vllm_engine import VllmEngine
 from tests.support.sharp_model import save_sharp_model
 
 pytestmark = [
@@ -88,10 +89,12 @@ def test_drafted_tokens_have_the_distribution_and_the_log_probs_of_the_model(
         "prompt_lookup_max": 3,
         "prompt_lookup_min": 1,
     }
-    vllm = Vllm(gpus=1, gpu_memory_utilization=0.3, engine={"speculative_config": drafts} if method else {})
+    vllm = EngineConfig(
+        gpus=1, gpu_memory_utilization=0.3, options={"speculative_config": drafts} if method else {}
+    )
     policy = load_policy(str(model), "bfloat16").eval().cuda()
     prompts = [[7 + (i * j) % 11 for j in range(40)] for i in range(1, 9)]
-    with closing(Sampler(str(model), seed=0, max_model_len=256, dtype="bfloat16", vllm=vllm)) as sampler:
+    with closing(VllmEngine(str(model), seed=0, max_model_len=256, dtype="bfloat16", config=vllm)) as sampler:
         for temperature, top in [(1.0, WHOLE), (0.7, NUCLEUS)]:
             how = Sampling(64, temperature, 64, [0], seed_whole=True, top_p=top.top_p)
             said = [

@@ -16,12 +16,13 @@ import numpy as np
 import pytest
 import torch
 
-from rlhf_core.config import Vllm
+from rlhf_core.config import EngineConfig
 from rlhf_core.data.documents import Document, compact
 from rlhf_core.models.load import load_policy, masked_logprobs
 from rlhf_core.models.token_logprobs import WHOLE, Truncation
 from rlhf_core.objectives.collate import collate
-from rlhf_core.rollout.engine import Sampler, Sampling
+from rlhf_core.rollout.contract import Sampling
+from rlhf_core.rollout.vllm.vllm_engine import VllmEngine
 from rlhf_core.stages.ppo.fleet import MARGIN
 from rlhf_core.stages.ppo.rounding import noise_of, noisy
 from tests.support.sharp_model import VOCABULARY, save_sharp_model
@@ -40,13 +41,13 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @contextmanager
-def engine(model: Path, **options: Any) -> Iterator[Sampler]:
-    vllm = Vllm(gpus=1, gpu_memory_utilization=0.3, engine=options)
-    with closing(Sampler(str(model), seed=0, max_model_len=256, dtype="bfloat16", vllm=vllm)) as made:
+def engine(model: Path, **options: Any) -> Iterator[VllmEngine]:
+    vllm = EngineConfig(gpus=1, gpu_memory_utilization=0.3, options=options)
+    with closing(VllmEngine(str(model), seed=0, max_model_len=256, dtype="bfloat16", config=vllm)) as made:
         yield made
 
 
-def gaps(sampler: Sampler, model: Path, how: Sampling, temperature: float, top: Truncation) -> np.ndarray:
+def gaps(sampler: VllmEngine, model: Path, how: Sampling, temperature: float, top: Truncation) -> np.ndarray:
     """|Log-probs of vLLM - trainer's| of sampled tokens."""
     policy = load_policy(str(model), "bfloat16").eval().cuda()
     groups = sampler.generate(PROMPTS, range(0, 80, 10), how)

@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen2ForSequenceClassification
 
-from rlhf_core.config import DPO, PPO, SFT, Data, Preferences, Ranks, RewardModel, StageConfig, Vllm
+from rlhf_core.config import DPO, PPO, SFT, Data, EngineConfig, Preferences, Ranks, RewardModel, StageConfig
 from rlhf_core.data.documents import Document
 from rlhf_core.models.precision import dtype_of
 from rlhf_core.runs.metrics_log import read_metrics
@@ -61,7 +61,7 @@ def chain(material: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
             critic_ranks=share,
             reference_ranks=share,
             reward_ranks=share,
-            vllm=Vllm(gpus=0.3, gpu_memory_utilization=0.3),
+            engine=EngineConfig(gpus=0.3, gpu_memory_utilization=0.3),
         ),
         "dpo": DPO(data=data("preferences.jsonl"), learning_rate=1e-5, **TRAIN),
         "preferences": Preferences(
@@ -69,7 +69,7 @@ def chain(material: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
             num_prompts=64,
             prompt_max_len=64,
             generate_max_len=24,
-            vllm=Vllm(gpus=1, gpu_memory_utilization=0.3),
+            engine=EngineConfig(gpus=1, gpu_memory_utilization=0.3),
         ),
     }
     inputs = {"base": str(material / "base"), **{name: str(root / name / "checkpoint") for name in stages}}

@@ -15,13 +15,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from rlhf_core.config import Vllm
+from rlhf_core.config import EngineConfig
 from rlhf_core.data.documents import Document, compact
 from rlhf_core.hub.model_config import num_experts
 from rlhf_core.models.checkpoint.weights import checkpoint_weights
 from rlhf_core.models.load import Policy, load_policy, masked_logprobs
 from rlhf_core.objectives.collate import collate
-from rlhf_core.rollout.engine import Sampler, Sampling
+from rlhf_core.rollout.contract import Sampling
+from rlhf_core.rollout.vllm.vllm_engine import VllmEngine
 from tests.support.families import make_family
 
 pytestmark = [
@@ -36,7 +37,7 @@ DOCUMENTS = [[RNG.randrange(3, 80) for _ in range(24)] for _ in range(8)]
 
 # Of a process of its own, which holds one engine. A class of this file's could not be imported there where
 # another package is called `tests`.
-BaseManager.register("Sampler", Sampler)
+BaseManager.register("VllmEngine", VllmEngine)
 
 
 class Setting(NamedTuple):
@@ -44,7 +45,7 @@ class Setting(NamedTuple):
 
     base: Path
     expected: Tensor
-    sampler: Sampler
+    sampler: VllmEngine
 
     def sampled(self) -> Tensor:
         return torch.tensor(self.sampler.prompt_logprobs(DOCUMENTS))
@@ -81,10 +82,10 @@ def started(base: Path, expected: Tensor) -> Iterator[Setting]:
         options = {
             "max_model_len": 96,
             "dtype": "bfloat16",
-            "vllm": Vllm(kv_cache_gib=0.5, gpu_memory_utilization=0.1),
+            "engine": EngineConfig(kv_cache_gib=0.5, gpu_memory_utilization=0.1),
             "routing_replay": True,
         }
-        yield Setting(base, expected, engines.Sampler(str(base), seed=0, **options))  # type: ignore[attr-defined]
+        yield Setting(base, expected, engines.VllmEngine(str(base), seed=0, **options))  # type: ignore[attr-defined]
 
 
 def test_the_policy_on_the_gpu_is_that_on_the_host(setting: Setting) -> None:

@@ -14,7 +14,18 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from rlhf_core.config import DPO, KTO, PPO, SFT, Data, Preferences, Ranks, RewardModel, StageConfig, Vllm
+from rlhf_core.config import (
+    DPO,
+    KTO,
+    PPO,
+    SFT,
+    Data,
+    EngineConfig,
+    Preferences,
+    Ranks,
+    RewardModel,
+    StageConfig,
+)
 from rlhf_core.runs.metrics_log import read_metrics
 from rlhf_core.runs.run_dir import RunDir, StageRequest
 
@@ -106,7 +117,7 @@ def test_a_round_is_sampled_and_scored_on_all_gpus(gpus: int, material: Path, tm
         prompt_max_len=64,
         generate_max_len=24,
         dtype="bfloat16",
-        vllm=Vllm(num_engines=gpus, gpus=1, gpu_memory_utilization=0.4),
+        engine=EngineConfig(num_engines=gpus, gpus=1, gpu_memory_utilization=0.4),
     )
     (line,) = run(
         "preferences", config, material / "base", tmp_path / "run", rm=str(tmp_path / "rm" / "checkpoint")
@@ -130,9 +141,11 @@ def ppo(material: Path, function: Path, placement: str) -> PPO:
     gpus = 2 if everywhere else 1
     share = {"one": 0.2, "apart": 0.4}.get(placement, 1.0)
     ranks = Ranks(num_ranks_per_node=gpus, gpus=share)
-    engine = Vllm(gpus=1.0) if placement == "apart" else Vllm(gpus=0.4, gpu_memory_utilization=0.4)
+    engine = (
+        EngineConfig(gpus=1.0) if placement == "apart" else EngineConfig(gpus=0.4, gpu_memory_utilization=0.4)
+    )
     if everywhere:
-        engine = Vllm(gpus=1.0, gpu_memory_utilization=0.4, sleep=True, **engines[placement])  # type: ignore[arg-type]
+        engine = EngineConfig(gpus=1.0, gpu_memory_utilization=0.4, sleep=True, **engines[placement])  # type: ignore[arg-type]
     return PPO(
         actor="base",
         prompts=Data(sources=str(material / "prompts.jsonl")),
@@ -152,7 +165,7 @@ def ppo(material: Path, function: Path, placement: str) -> PPO:
         prompt_max_len=64,
         generate_max_len=16,
         actor_learning_rate=1e-3,
-        vllm=engine,
+        engine=engine,
         **dict.fromkeys(ROLES, ranks),
     )
 

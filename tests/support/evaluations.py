@@ -15,11 +15,11 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForSequenceClassification
 
 from evaluation.stage import run
-from rlhf_core.config import Evaluation, Source
+from rlhf_core.config import EngineConfig, Evaluation, Source
 from rlhf_core.config.kinds import has_metric
 from rlhf_core.data.chat import load_tokenizer
 from rlhf_core.records import EvalReport
-from rlhf_core.rollout.engine import Answer, Sampling
+from rlhf_core.rollout.contract import Answer, Sampling
 from rlhf_core.runs.run_dir import RunDir, StageRequest
 
 TEMPLATE = (
@@ -66,12 +66,11 @@ def make_reward_model(setting: Setting, name: str, seed: int) -> Path:
 
 
 class Double:
-    """Stands for `rlhf_core.rollout.engine.Sampler`: knows the answers, gives as many as its folder says, and
-    cuts at the limit."""
+    """Stands for `VllmEngine`: knows the answers, gives as many as its folder says, and cuts at the limit."""
 
     log: ClassVar[list[tuple[str, str]]] = []
 
-    def __init__(self, model: str, **settings: Any):
+    def __init__(self, model: str, config: EngineConfig, **settings: Any):
         assert settings["dtype"] == "float32" and settings["max_model_len"] == 128 + 24
         self.model = model
         self.log.append(("open", Path(model).name))
@@ -109,7 +108,7 @@ class Setting:
 
 
 def make_setting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Setting:
-    monkeypatch.setattr("rlhf_core.rollout.engine.Sampler", Double)
+    monkeypatch.setattr("rlhf_core.rollout.vllm.vllm_engine.VllmEngine", Double)
     Double.log.clear()
     skills = {"sft": 0.5, "dpo": 0.7, "ppo": 0.9}
     inputs = {name: make_model(tmp_path / name, skill) for name, skill in skills.items()}

@@ -9,7 +9,7 @@ import sys
 import time
 from pathlib import Path
 
-from rlhf_core.config import PPO, Data, Ranks, Vllm
+from rlhf_core.config import PPO, Data, EngineConfig, Ranks
 from rlhf_core.runs.metrics_log import read_metrics
 from rlhf_core.runs.run_dir import RunDir, StageRequest
 from tests.support.hosts import Host
@@ -60,7 +60,7 @@ def config_of(
         save_steps=SAVED,
         timeout=timeout,
         actor_ranks=Ranks(num_nodes=2, cpus=cpus),
-        vllm=Vllm(cpus=0.3, kv_cache_gib=0.5, pipeline_parallel_size=stages),
+        engine=EngineConfig(cpus=0.3, kv_cache_gib=0.5, pipeline_parallel_size=stages),
     )
 
 

@@ -50,7 +50,7 @@ def with_bf16_sums(config: PPO) -> PPO:
 
 
 ONE = ppo(
-    **all_roles({"gpus": 0.15}), vllm={"gpus": 0.3, "gpu_memory_utilization": 0.3}, zero_stage=2, rollout_batch_size=128,
+    **all_roles({"gpus": 0.15}), engine={"gpus": 0.3, "gpu_memory_utilization": 0.3}, zero_stage=2, rollout_batch_size=128,
     train_batch_size=128, generate_max_len=512, micro_train_tokens=24576, micro_rollout_tokens=24576, gradient_checkpointing=True,
     micro_train_batch_size=1,
 )  # fmt: skip
@@ -58,7 +58,7 @@ ALL_ONE = ONE.model_copy(
     update={
         **{name: ONE.actor_ranks.model_copy(update={"gpus": 1.0}) for name in all_roles({})}, "colocate_all": True,
         "ref_reward_offload": True, "adam_offload": ("critic",),
-        "vllm": ONE.vllm.model_copy(update={"gpus": 1.0, "gpu_memory_utilization": 0.45, "sleep": True}),
+        "engine": ONE.engine.model_copy(update={"gpus": 1.0, "gpu_memory_utilization": 0.45, "sleep": True}),
     }
 )  # fmt: skip
 ALL_RESIDENT = ALL_ONE.model_copy(update={"ref_reward_offload": False, "adam_offload": ()})
@@ -66,35 +66,35 @@ ADAM_OFFLOADED = ALL_RESIDENT.model_copy(update={"adam_offload": ("actor", "crit
 TWO_APART = ONE.model_copy(
     update={
         **{name: ONE.actor_ranks.model_copy(update={"gpus": 0.25}) for name in all_roles({})},
-        "vllm": ONE.vllm.model_copy(update={"gpus": 1.0, "gpu_memory_utilization": 0.9}),
+        "engine": ONE.engine.model_copy(update={"gpus": 1.0, "gpu_memory_utilization": 0.9}),
     }
 )  # fmt: skip
 ONE_IN_TORCH = ONE.model_copy(update={"zero_stage": 0})
 TWO_REWARDS = ppo(
-    **all_roles({"gpus": 0.2}), reward=["rm", "other"], vllm={"gpus": 1}, zero_stage=0, rollout_batch_size=128, train_batch_size=128,
+    **all_roles({"gpus": 0.2}), reward=["rm", "other"], engine={"gpus": 1}, zero_stage=0, rollout_batch_size=128, train_batch_size=128,
     generate_max_len=512, micro_train_tokens=24576, micro_rollout_tokens=24576, gradient_checkpointing=True, micro_train_batch_size=1,
 )  # fmt: skip
 HALVES = TWO_APART.model_copy(
-    update={"vllm": ONE.vllm.model_copy(update={"gpus": 0.5, "gpu_memory_utilization": 0.35})}
+    update={"engine": ONE.engine.model_copy(update={"gpus": 0.5, "gpu_memory_utilization": 0.35})}
 )
 ACTOR_BESIDE_REFERENCE = HALVES.model_copy(update={"colocate_actor_ref": True})
 CRITIC_BESIDE_REWARD = HALVES.model_copy(update={"colocate_critic_reward": True})
 TWO_TOGETHER = ppo(
     **all_roles(one_card(2)), colocate_all=True, zero_stage=3, rollout_batch_size=128, train_batch_size=128, generate_max_len=512,
-    vllm={"num_engines": 2, "gpus": 1, "gpu_memory_utilization": 0.45, "sleep": True}, micro_train_tokens=24576,
+    engine={"num_engines": 2, "gpus": 1, "gpu_memory_utilization": 0.45, "sleep": True}, micro_train_tokens=24576,
     micro_rollout_tokens=24576, gradient_checkpointing=True, micro_train_batch_size=1,
 )  # fmt: skip
 ONE_ENGINE = TWO_TOGETHER.model_copy(
-    update={"vllm": TWO_TOGETHER.vllm.model_copy(update={"num_engines": 1, "tensor_parallel_size": 2})}
+    update={"engine": TWO_TOGETHER.engine.model_copy(update={"num_engines": 1, "tensor_parallel_size": 2})}
 )  # fmt: skip
 SPLIT = ppo(
     actor_ranks=one_card(2), reference_ranks=one_card(2), critic_ranks=one_card(1), reward_ranks=one_card(1), colocate_actor_ref=True,
-    colocate_critic_reward=True, vllm={"gpus": 1}, adam_offload=["critic"], zero_stage=3, rollout_batch_size=128, train_batch_size=128,
+    colocate_critic_reward=True, engine={"gpus": 1}, adam_offload=["critic"], zero_stage=3, rollout_batch_size=128, train_batch_size=128,
     generate_max_len=1024, micro_train_tokens=8192, micro_rollout_tokens=16384, gradient_checkpointing=0.5, micro_train_batch_size=1,
 )  # fmt: skip
 ALL_FOUR = ppo(
     **all_roles(one_card(4)), colocate_all=True, ref_reward_offload=True, zero_stage=3, rollout_batch_size=512, train_batch_size=128,
-    vllm={"num_engines": 4, "gpus": 1, "gpu_memory_utilization": 0.3, "sleep": True}, generate_max_len=1024, micro_train_tokens=8192,
+    engine={"num_engines": 4, "gpus": 1, "gpu_memory_utilization": 0.3, "sleep": True}, generate_max_len=1024, micro_train_tokens=8192,
     micro_rollout_tokens=16384, gradient_checkpointing=0.5, micro_train_batch_size=1,
 )  # fmt: skip
 IN_TURN = ALL_FOUR.model_copy(update={"gradient_checkpointing": 0.0})
@@ -102,7 +102,7 @@ LONG_PROMPTS = IN_TURN.model_copy(
     update={
         "prompt_max_len": 1024,
         "rollout_batch_size": 1024,
-        "vllm": ALL_FOUR.vllm.model_copy(update={"gpu_memory_utilization": 0.36}),
+        "engine": ALL_FOUR.engine.model_copy(update={"gpu_memory_utilization": 0.36}),
     }
 )
 
@@ -115,13 +115,13 @@ LONG_PASSES = ONE_IN_TORCH.model_copy(update={"gradient_checkpointing": 0.0})
 CHOSEN = ALL_RESIDENT.model_copy(
     update={
         "ref_reward_offload": True, "zero_stage": 0, "gradient_checkpointing": 0.0, "micro_train_tokens": 6144,
-        "vllm": ALL_RESIDENT.vllm.model_copy(update={"gpu_memory_utilization": 0.15}),
+        "engine": ALL_RESIDENT.engine.model_copy(update={"gpu_memory_utilization": 0.15}),
     }
 )  # fmt: skip
 # Half of its answers fit the engine at a time.
 TURNS = CHOSEN.model_copy(
     update={
-        "rollout_batch_size": 384, "generate_max_len": 1536, "vllm": CHOSEN.vllm.model_copy(update={"gpu_memory_utilization": 0.25}),
+        "rollout_batch_size": 384, "generate_max_len": 1536, "engine": CHOSEN.engine.model_copy(update={"gpu_memory_utilization": 0.25}),
     }
 )  # fmt: skip
 BESIDE_IT = CHOSEN.model_copy(
@@ -134,13 +134,13 @@ SHORT_PASSES = ONE_IN_TORCH.model_copy(update={"micro_train_tokens": 2048, "micr
 LONGER_PASSES = CHOSEN.model_copy(
     update={
         "micro_train_tokens": 8192, "micro_rollout_tokens": 2048,
-        "vllm": CHOSEN.vllm.model_copy(update={"gpu_memory_utilization": 0.1}),
+        "engine": CHOSEN.engine.model_copy(update={"gpu_memory_utilization": 0.1}),
     }
 )  # fmt: skip
 NO_CRITIC = PPO.model_validate(
     IN_TURN.model_dump() | all_roles(one_card(2)) | {
         "advantage_estimator": "reinforce_pp", "rollout_batch_size": 256, "micro_train_tokens": 6144,
-        "vllm": IN_TURN.vllm.model_dump() | {"num_engines": 2},
+        "engine": IN_TURN.engine.model_dump() | {"num_engines": 2},
     }
 )  # fmt: skip
 

@@ -67,7 +67,7 @@ class Calibration(Gated):
 
     @property
     def turns(self) -> Sequence[Groups]:
-        return [{"judge": self.judge.vllm} if isinstance(self.judge, VllmJudge) else {}]
+        return [{"judge": self.judge.engine} if isinstance(self.judge, VllmJudge) else {}]
 
     @property
     def needed_keys(self) -> Sequence[Key]:
@@ -97,7 +97,7 @@ def judge_identity(judge: Judge, inputs: Mapping[str, str]) -> str:
             values["reward"] = _place(judge.reward, inputs)
         case VllmJudge():
             values["model"] = _place(judge.model, inputs)
-            values["vllm"] = judge.vllm.engine
+            values["vllm"] = judge.engine.options
     return digest(values)
 
 

@@ -82,7 +82,7 @@ class Drift(Gated):
     @property
     def turns(self) -> Sequence[Groups]:
         return (
-            [{"judge": self.anchors.judge.vllm}]
+            [{"judge": self.anchors.judge.engine}]
             if self.anchors and isinstance(self.anchors.judge, VllmJudge)
             else [{}]
         )

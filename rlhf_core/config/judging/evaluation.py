@@ -11,10 +11,11 @@ from urllib.parse import urlsplit
 from pydantic import Field, field_validator
 
 from rlhf_core.config.data import Data, Source, Text, template_mistakes
+from rlhf_core.config.engines import only_in_ppo, without_pipeline
 from rlhf_core.config.gates import Gated, Key
 from rlhf_core.config.judging.lm_eval_tasks import task_name
 from rlhf_core.config.loops import Sampling
-from rlhf_core.config.processes import Groups, Served, only_in_ppo, without_pipeline
+from rlhf_core.config.processes import Groups, Served
 from rlhf_core.records import RECIPE_ONLY, Config, No, NotInDigest, Positive, Rate, Share, Variable, check
 
 
@@ -222,13 +223,13 @@ class Evaluation(Gated, Sampling):
 
     @check
     def _check_engine(self) -> Iterator[str]:
-        if self.vllm.num_engines > 1 or self.vllm.sleep:
+        if self.engine.num_engines > 1 or self.engine.sleep:
             yield (
-                "an evaluation answers with one engine: leave vllm.num_engines and vllm.sleep out"
+                "an evaluation answers with one engine: leave engine.num_engines and engine.sleep out"
                 " (tensor_parallel_size splits a model)"
             )
-        yield from only_in_ppo(self.vllm)
-        yield from without_pipeline(self.vllm)
+        yield from only_in_ppo(self.engine)
+        yield from without_pipeline(self.engine)
 
     @check
     def _check_endpoints(self) -> Iterator[str]:
@@ -270,8 +271,8 @@ class Evaluation(Gated, Sampling):
     @property
     def turns(self) -> Sequence[Groups]:
         return [
-            {"sampler": self.vllm},
-            *({"judge": judge.vllm} for judge in self.judges if isinstance(judge, VllmJudge)),
+            {"sampler": self.engine},
+            *({"judge": judge.engine} for judge in self.judges if isinstance(judge, VllmJudge)),
         ]
 
     @property
@@ -491,4 +492,4 @@ class AlignmentTax(Gated, Served):
 
     @property
     def turns(self) -> Sequence[Groups]:
-        return [{"sampler": self.vllm}]
+        return [{"sampler": self.engine}]

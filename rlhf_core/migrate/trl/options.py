@@ -51,9 +51,9 @@ OWN: dict[str, dict[str, Field]] = {
         "mask_truncated_completions": Field("mask_truncated", true),
         "importance_sampling_level": Field("ratio", one_of(**{"token": "token", "sequence": "sequence"})),
         "beta": Field("init_kl_coef", number),
-        "vllm_enable_sleep_mode": Field("vllm.sleep", true),
-        "vllm_gpu_memory_utilization": Field("vllm.gpu_memory_utilization", fraction),
-        "vllm_tensor_parallel_size": Field("vllm.tensor_parallel_size", count),
+        "vllm_enable_sleep_mode": Field("engine.sleep", true),
+        "vllm_gpu_memory_utilization": Field("engine.gpu_memory_utilization", fraction),
+        "vllm_tensor_parallel_size": Field("engine.tensor_parallel_size", count),
     },
 }
 DEFAULTS: dict[str, dict[str, Any]] = {

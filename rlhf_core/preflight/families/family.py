@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 
-from rlhf_core.config import KINDS, PPO, Evaluation, Optimised, Preferences, Vllm
+from rlhf_core.config import KINDS, PPO, EngineConfig, Evaluation, Optimised, Preferences
 from rlhf_core.hub.ids import is_remote
 from rlhf_core.hub.model_config import TESTED, text_config
 from rlhf_core.recipe.plan import Node
@@ -58,9 +58,10 @@ def option_problems(nodes: Sequence[Node]) -> list[str]:
         for name, wanted in (
             (name, wanted) for groups in node.config.turns for name, wanted in groups.items()
         ):
-            if isinstance(wanted, Vllm) and wanted.engine:
-                where = f"stages.{node.name}.{'vllm.engine' if name == 'sampler' else f'{name}: vllm.engine'}"
-                asked.setdefault((json.dumps(wanted.engine, sort_keys=True, default=str), OPTIONS), where)
+            if isinstance(wanted, EngineConfig) and wanted.options and wanted.kind == "vllm":
+                owner = "" if name == "sampler" else f"{name}: "
+                options = json.dumps(wanted.options, sort_keys=True, default=str)
+                asked.setdefault((options, OPTIONS), f"stages.{node.name}.{owner}engine.options")
         if isinstance(node.config, Optimised) and node.config.deepspeed:
             asked.setdefault(
                 (json.dumps(node.config.deepspeed, sort_keys=True, default=str), DEEPSPEED),
@@ -95,10 +96,11 @@ def _uses(node: Node) -> Iterator[tuple[str, str, str]]:
     if isinstance(config, PPO):
         if config.critic is not None:
             yield "critic", config.critic, "reward model"
+    if not isinstance(config, PPO | Preferences | Evaluation) or config.engine.kind != "vllm":
+        return
+    if isinstance(config, PPO | Preferences):
         yield start, getattr(config, start), SAMPLING
-    elif isinstance(config, Preferences):
-        yield start, getattr(config, start), SAMPLING
-    elif isinstance(config, Evaluation):
+    else:
         asked = [("baseline", config.baseline), *(("models", model) for model in config.models)]
         yield from ((field, model, SAMPLING) for field, model in asked if model not in config.endpoints)
 
@@ -132,7 +134,7 @@ def _ask(asked: tuple[tuple[str, str, int], ...], trust_remote_code: bool) -> tu
 
 def _problem(place: str, use: str, trust_remote_code: bool) -> str:
     if use == OPTIONS:
-        from rlhf_core.rollout.environment import unknown_option
+        from rlhf_core.rollout.vllm.environment import unknown_option
 
         return unknown_option(json.loads(place))
     if use == DEEPSPEED:
@@ -146,7 +148,7 @@ def _problem(place: str, use: str, trust_remote_code: bool) -> str:
     except Exception as error:  # an unknown family, or values that its class does not accept
         return f"{place}: {' '.join(str(error).split())[:200]}"
     if use == SAMPLING:
-        from rlhf_core.rollout.environment import no_class_for
+        from rlhf_core.rollout.vllm.environment import no_class_for
 
         return f"{place}: {told}" if (told := no_class_for((config.architectures or [""])[0])) else ""
     from rlhf_core.preflight.families.family_trial import try_family

@@ -30,8 +30,8 @@ from rlhf_core.data.documents import Document
 from rlhf_core.environments.episodes import Episodes
 from rlhf_core.rewards.clients import Clients, Rewards, collect
 from rlhf_core.rewards.own_tokens import OwnTokens
+from rlhf_core.rollout.contract import Answer, Sampling
 from rlhf_core.rollout.dispatch import Background, Engines
-from rlhf_core.rollout.engine import Answer, Sampling
 from rlhf_core.rollout.sampler_role import SamplerRole
 from rlhf_core.rollout.weight_transfer import Rendezvous, choose_route
 from rlhf_core.runs.resume_state import rank_file
@@ -539,13 +539,13 @@ def check_gap(gap: float, tolerance: float, most: bool = False, synced: bool = T
     if gap <= tolerance:
         return
     differ = (
-        "vLLM's log-probs differ from the trainer's by up to"
+        "the engine's log-probs differ from the trainer's by up to"
         f" {gap:.3g}{' at nine of ten tokens' if most else ''} (allowed {tolerance:.3g})"
     )
     if synced:
         raise WeightsDiffer(f"after a weight sync {differ}: the engine does not hold the actor's weights")
     raise EngineDiffers(
-        f"before any weight sync {differ}, both on the checkpoint of the actor: this version of vLLM computes"
-        " the model in another way than transformers does, no weight sync is at fault; install a version of"
-        " vLLM that supports the model, or train another one"
+        f"before any weight sync {differ}, both on the checkpoint of the actor: the engine computes the model"
+        " in another way than the trainer does, no weight sync is at fault; install a version of vLLM that"
+        " supports the model, or set engine.kind to transformers"
     )

@@ -48,16 +48,16 @@ def start_processes(config: PPO) -> dict[str, WorkerGroup]:
             name,
             reservation,
             1 if name in alone else 2,
-            config.vllm.processes if name == "sampler" else 1,
+            config.engine.processes if name == "sampler" else 1,
             expandable_segments=name != "sampler",
             together=name in ("actor", "critic"),
-            pipeline_stages=config.vllm.pipeline_parallel_size if name == "sampler" else 1,
+            pipeline_stages=config.engine.pipeline_parallel_size if name == "sampler" else 1,
         )
         for name in config.placed
     }
     for name, group in groups.items():
         if name == "sampler":
-            group.prepare("rlhf_core.rollout.sampler_role:prepare", config.vllm.kv_cache_gib)
+            group.prepare("rlhf_core.rollout.sampler_role:prepare", config.engine)
         else:
             group.prepare(
                 "rlhf_core.stages.ppo.roles.actor:prepare",

@@ -28,8 +28,8 @@ from rlhf_core.objectives.kl_controller import KLController
 from rlhf_core.rewards.combine import Running, term_of
 from rlhf_core.rewards.own_tokens import writers
 from rlhf_core.rewards.trial import try_rewards
+from rlhf_core.rollout.contract import Sampling
 from rlhf_core.rollout.dispatch import Background, Engines
-from rlhf_core.rollout.engine import Sampling
 from rlhf_core.runs import resume_state
 from rlhf_core.runs.metrics_log import Tracker, read_metrics
 from rlhf_core.runs.run_dir import EXPORTS, ROLLOUTS, VALIDATION, Outcome, RunDir, StageRequest
@@ -141,7 +141,7 @@ def train(request: StageRequest, run: RunDir, groups: Mapping[str, WorkerGroup],
             carried = carried._replace(ahead=read_ahead(resume.folder, setup.order, setup.sampling.n))
             best = Best(*resume.loop["best"]) if resume.loop.get("best") else None
             print(f"resumed after iteration {first} of {iterations}", flush=True)
-        elif config.vllm.adapters == "alone":
+        elif config.engine.adapters == "alone":
             fleet.sync_weights()  # all answers come from engines with adapters; no effect yet
         if held_out and not resume:
             shutil.rmtree(run / BEST, ignore_errors=True)  # from an attempt without a resume state

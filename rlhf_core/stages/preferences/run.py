@@ -28,7 +28,7 @@ from rlhf_core.rewards.batch import reward_batch, terms_of
 from rlhf_core.rewards.contract import Sample
 from rlhf_core.rewards.own_tokens import writers
 from rlhf_core.rewards.trial import try_rewards
-from rlhf_core.rollout.engine import Answer
+from rlhf_core.rollout.contract import Answer
 from rlhf_core.runs.run_dir import Outcome, RunDir, StageRequest
 from rlhf_core.stages.preferences.post_process import post_process
 from rlhf_core.stages.preferences.sample_answers import answers_of_round
@@ -91,7 +91,7 @@ def run(request: StageRequest, run: RunDir) -> Outcome:
     limit = config.max_failed_rewards
     trust = request.trust_remote_code
     scores_of = None
-    if config.vllm.num_engines > 1:
+    if config.engine.num_engines > 1:
         from rlhf_core.stages.preferences.score_answers import scores_on_ranks  # Ray's import takes seconds
 
         scores_of = partial(scores_on_ranks, config, trust_remote_code=trust)

@@ -18,7 +18,8 @@ import torch
 
 from rlhf_core.config import Preferences
 from rlhf_core.models.precision import dtype_of
-from rlhf_core.rollout.engine import Answer, Sampler, Sampling, answer_of
+from rlhf_core.rollout.contract import Answer, Sampling, answer_of
+from rlhf_core.rollout.kinds import open_engine
 from rlhf_core.runs.run_dir import STATE, RunDir, StageRequest
 from rlhf_core.system.files import write_text
 
@@ -52,7 +53,6 @@ def answers_of_round(
             "seed": request.seed,
             "max_model_len": config.prompt_max_len + config.generate_max_len,
             "dtype": dtype_of(policy, config.dtype, request.trust_remote_code),
-            "vllm": config.vllm,
             "trust_remote_code": request.trust_remote_code,
         }
         how = Sampling.of(config, n, stop_token_ids, logprobs=False)
@@ -114,13 +114,13 @@ def _sampled(
 ) -> Generator[Answered, None, None]:
     """Yields answers from one engine in this process, or from engines of a temporary Ray group, each on its
     own GPUs."""
-    if config.vllm.num_engines == config.vllm.pipeline_parallel_size == 1:
-        sampler = Sampler(policy, **settings)
+    if config.engine.num_engines == config.engine.pipeline_parallel_size == 1:
+        sampler = open_engine(policy, config.engine, **settings)
         try:
             yield from sampler.stream(
                 prompts,
                 seeds,
-                how._replace(seed_whole=torch.cuda.is_available() and not config.vllm.seed_answers),
+                how._replace(seed_whole=torch.cuda.is_available() and not config.engine.seed_answers),
             )
         finally:
             sampler.close()
@@ -129,11 +129,19 @@ def _sampled(
     from rlhf_core.cluster.worker_group import put_on_nodes
     from rlhf_core.rollout.sampler_role import SamplerRole
 
-    engines = config.vllm
-    prepare = ("rlhf_core.rollout.sampler_role:prepare", engines.kv_cache_gib)
+    engines = config.engine
+    prepare = ("rlhf_core.rollout.sampler_role:prepare", engines)
     parts = {"span": engines.processes, "pipeline_stages": engines.pipeline_parallel_size}
     with temporary_group(
-        "sampler", engines, engines.start_timeout, SamplerRole, prepare, **parts, model=policy, **settings
+        "sampler",
+        engines,
+        engines.start_timeout,
+        SamplerRole,
+        prepare,
+        **parts,
+        model=policy,
+        config=engines,
+        **settings,
     ) as group:
         print(f"{group.world_size} engines are up", flush=True)
         yield from group.stream(

@@ -24,7 +24,7 @@ PASSES = 16  # per process between two looks
 def scores_on_ranks(
     config: Preferences, path: str, documents: Sequence[Document], trust_remote_code: bool = False
 ) -> list[float]:
-    """Returns the score at the last token of each document, in order. Every process of `config.vllm` loads
+    """Returns the score at the last token of each document, in order. Every process of `config.engine` loads
     the whole reward model."""
     model = ModelSpec(
         path=path,
@@ -34,7 +34,7 @@ def scores_on_ranks(
         trust_remote_code=trust_remote_code,
     )
     scores: list[float] = []
-    with temporary_group("scorer", config.vllm, config.vllm.start_timeout, Reward, model=model) as group:
+    with temporary_group("scorer", config.engine, config.engine.start_timeout, Reward, model=model) as group:
         size = PASSES * config.micro_rollout_batch_size * group.world_size
         logged = time.monotonic()
         for start in range(0, len(documents), size):

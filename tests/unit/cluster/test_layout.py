@@ -10,7 +10,7 @@ import pytest
 from pydantic import ValidationError
 
 from rlhf_core.cluster.layout import arrange, by_node, shortage, too_large
-from rlhf_core.config import PPO, Data, Ranks, Vllm
+from rlhf_core.config import PPO, Data, EngineConfig, Ranks
 
 TWO = Ranks(num_ranks_per_node=2, cpus=2, gpus=1)
 
@@ -22,11 +22,11 @@ def ppo(**fields: Any) -> PPO:
 def on_gpus(count: int, **fields: Any) -> PPO:
     ranks = Ranks(num_ranks_per_node=count, gpus=1)
     named = dict.fromkeys(("actor_ranks", "critic_ranks", "reference_ranks", "reward_ranks"), ranks)
-    return ppo(**{**named, "vllm": Vllm(num_engines=count, gpus=1), **fields})
+    return ppo(**{**named, "engine": EngineConfig(num_engines=count, gpus=1), **fields})
 
 
 def test_every_process_and_every_engine_has_a_bundle_of_its_own() -> None:
-    layout = arrange({"actor": TWO, "sampler": Vllm(gpus=1, num_engines=2, tensor_parallel_size=2)})
+    layout = arrange({"actor": TWO, "sampler": EngineConfig(gpus=1, num_engines=2, tensor_parallel_size=2)})
     assert layout.bundles == [{"CPU": 2, "GPU": 1}] * 2 + [{"CPU": 2, "GPU": 2}] * 2
     assert [slot.bundle for slot in layout.slots["sampler"]] == [2, 2, 3, 3] and layout.spans == {
         "actor": 1,
@@ -59,7 +59,7 @@ def test_engines_beside_any_number_of_ranks_are_on_one_node_each(
     layout = arrange(
         {
             "actor": Ranks(num_ranks_per_node=actors, gpus=1),
-            "sampler": Vllm(num_engines=engines, tensor_parallel_size=over, gpus=1),
+            "sampler": EngineConfig(num_engines=engines, tensor_parallel_size=over, gpus=1),
         }
     )
     where = packed(layout.bundles, 8, nodes)
@@ -75,7 +75,7 @@ def test_engines_beside_any_number_of_ranks_are_on_one_node_each(
 
 def test_an_engine_in_stages_has_a_bundle_for_each_and_its_stages_may_be_on_different_nodes() -> None:
     layout = arrange(
-        {"actor": TWO, "sampler": Vllm(gpus=1, tensor_parallel_size=2, pipeline_parallel_size=2)}
+        {"actor": TWO, "sampler": EngineConfig(gpus=1, tensor_parallel_size=2, pipeline_parallel_size=2)}
     )
     assert layout.bundles == [{"CPU": 2, "GPU": 1}] * 2 + [{"CPU": 2, "GPU": 2}] * 2
     assert [slot.bundle for slot in by_node(layout, {0: "a", 1: "a", 2: "a", 3: "b"})["sampler"]] == [
@@ -85,7 +85,7 @@ def test_an_engine_in_stages_has_a_bundle_for_each_and_its_stages_may_be_on_diff
         3,
     ]
     shared = on_gpus(
-        4, colocate_all=True, vllm=Vllm(tensor_parallel_size=2, pipeline_parallel_size=2, gpus=1)
+        4, colocate_all=True, engine=EngineConfig(tensor_parallel_size=2, pipeline_parallel_size=2, gpus=1)
     )
     placed = arrange(shared.placed, shared.together)
     assert len(by_node(placed, {0: "a", 1: "a", 2: "b", 3: "b"})["sampler"]) == 4
@@ -94,14 +94,14 @@ def test_an_engine_in_stages_has_a_bundle_for_each_and_its_stages_may_be_on_diff
 
 
 def test_engines_that_share_gpus_or_have_parts_of_them_have_a_bundle_for_each() -> None:
-    shared = on_gpus(4, colocate_all=True, vllm=Vllm(num_engines=2, tensor_parallel_size=2, gpus=1))
+    shared = on_gpus(4, colocate_all=True, engine=EngineConfig(num_engines=2, tensor_parallel_size=2, gpus=1))
     assert [bundle["GPU"] for bundle in arrange(shared.placed, shared.together).bundles] == [1] * 4
-    parts = arrange({"sampler": Vllm(gpus=0.5, tensor_parallel_size=2)})
+    parts = arrange({"sampler": EngineConfig(gpus=0.5, tensor_parallel_size=2)})
     assert parts.bundles == [{"CPU": 1, "GPU": 0.5}] * 2
 
 
 def test_an_engine_that_no_node_could_hold_is_told_in_numbers() -> None:
-    layout = arrange({"actor": Ranks(gpus=1), "sampler": Vllm(gpus=1, tensor_parallel_size=8)})
+    layout = arrange({"actor": Ranks(gpus=1), "sampler": EngineConfig(gpus=1, tensor_parallel_size=8)})
     four = {"CPU": 64.0, "GPU": 4.0}
     assert too_large(layout, [four] * 4) == "a node with 8 CPUs and 8 GPUs (the largest have 64 CPUs, 4 GPUs)"
     assert too_large(layout, [four, {"CPU": 8.0, "GPU": 8.0}]) == ""
@@ -144,7 +144,7 @@ def test_pairs_share_and_the_others_do_not() -> None:
     ("fields", "message"),
     [
         (
-            {"colocate_all": True, "vllm": Vllm(num_engines=1, gpus=1)},
+            {"colocate_all": True, "engine": EngineConfig(num_engines=1, gpus=1)},
             r"equally many processes, there are: actor 2, .*sampler 1",
         ),
         (
@@ -176,7 +176,7 @@ def test_placements_that_cannot_be_are_one_sentence(fields: dict[str, Any], mess
 
 
 def test_all_colocated_with_tensor_parallel_engines() -> None:
-    config = on_gpus(4, colocate_all=True, vllm=Vllm(num_engines=2, tensor_parallel_size=2, gpus=1))
+    config = on_gpus(4, colocate_all=True, engine=EngineConfig(num_engines=2, tensor_parallel_size=2, gpus=1))
     layout = arrange(config.placed, config.together)
     assert len(layout.bundles) == 4 == len(layout.slots["sampler"])
 
@@ -197,7 +197,7 @@ def test_ranks_are_ordered_by_node() -> None:
 
 def test_an_engine_is_never_on_two_nodes() -> None:
     # which has a bundle for each GPU
-    layout = arrange({"sampler": Vllm(num_engines=2, tensor_parallel_size=2, gpus=0.5)})
+    layout = arrange({"sampler": EngineConfig(num_engines=2, tensor_parallel_size=2, gpus=0.5)})
     assert [slot.bundle for slot in by_node(layout, {0: "a", 1: "b", 2: "a", 3: "b"})["sampler"]] == [
         0,
         2,

@@ -1,4 +1,4 @@
-"""`vllm.adapters: alone`: what cannot be is refused, and what is sent is what the merged weights add."""
+"""`engine.adapters: alone`: what cannot be is refused, and what is sent is what the merged weights add."""
 
 from __future__ import annotations
 
@@ -33,23 +33,23 @@ def ppo(**fields: Any) -> PPO:
 @pytest.mark.parametrize(
     ("fields", "told"),
     [
-        ({}, "vllm.adapters: alone sends adapters, and there are none: set lora, or leave it out"),
+        ({}, "engine.adapters: alone sends adapters, and there are none: set lora, or leave it out"),
         (
             {"lora": {"quantize": "nf4"}},
             "lora.quantize=nf4 rounds weights that engines would not round: leave one of them out",
         ),
         (
-            {"lora": {}, "vllm": {"adapters": "alone", "gpus": 1}},
-            "needs dtype bfloat16 on GPUs, and it is float32: set it, or leave vllm.adap",
+            {"lora": {}, "engine": {"adapters": "alone", "gpus": 1}},
+            "needs dtype bfloat16 on GPUs, and it is float32: set it, or leave engine.a",
         ),
         (
-            {"lora": {}, "vllm": {"adapters": "alone", "pipeline_parallel_size": 2}},
-            "vllm.adapters: alone is for engines without pipeline_parallel_size: leave one of them out",
+            {"lora": {}, "engine": {"adapters": "alone", "pipeline_parallel_size": 2}},
+            "engine.adapters: alone is for engines without pipeline_parallel_size: leave one of them out",
         ),
         (
             {"lora": {"rank": 513}},
             (
-                "vllm.adapters: alone takes adapters of rank 512 at most, and lora.rank is 513: lower it, or"
+                "engine.adapters: alone takes adapters of rank 512 at most, and lora.rank is 513: lower it, or"
                 " leave it out"
             ),
         ),
@@ -57,7 +57,7 @@ def ppo(**fields: Any) -> PPO:
 )
 def test_what_cannot_be_is_refused_in_a_sentence(fields: dict[str, Any], told: str) -> None:
     with pytest.raises(ValidationError, match=told):
-        ppo(**{"vllm": {"adapters": "alone"}, **fields})
+        ppo(**{"engine": {"adapters": "alone"}, **fields})
 
 
 def test_other_stages_have_no_use_for_it() -> None:
@@ -76,9 +76,9 @@ def test_other_stages_have_no_use_for_it() -> None:
         kind.model_validate(fields)
         with pytest.raises(
             ValidationError,
-            match=r"vllm\.adapters is of ppo, which sends weights to its engines: leave it out",
+            match=r"engine\.adapters is of ppo, which sends weights to its engines: leave it out",
         ):
-            kind.model_validate({**fields, "vllm": {"adapters": "alone"}})
+            kind.model_validate({**fields, "engine": {"adapters": "alone"}})
 
 
 def test_what_is_sent_is_what_merged_weights_add(material: Path, tmp_path: Path) -> None:
@@ -130,7 +130,7 @@ def test_the_forecast_sends_less_and_has_the_weights_of_sleeping_engines_on_the_
     for adapters in ("merged", "alone"):
         vllm = {"gpus": 1, "sleep": True, "gpu_memory_utilization": 0.4, "adapters": adapters}
         config = ppo(
-            vllm=vllm, lora={}, dtype="bfloat16", colocate_all=True, zero_stage=0, micro_train_tokens=8192
+            engine=vllm, lora={}, dtype="bfloat16", colocate_all=True, zero_stage=0, micro_train_tokens=8192
         )
         layout = arrange(config.placed, config.together)
         sizes = dict.fromkeys(config.groups, size)

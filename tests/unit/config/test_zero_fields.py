@@ -117,7 +117,8 @@ def test_only_options_that_decide_a_result_are_in_the_digest(tmp_path: Path) -> 
 
 def test_engine_options_that_only_decide_speed_are_in_no_digest(tmp_path: Path) -> None:
     def content(**engine: Any) -> Any:
-        return deciding(ppo(vllm={"gpus": 1, "engine": engine}), Digests(tmp_path))["vllm"]
+        return deciding(ppo(engine={"gpus": 1, "options": engine}), Digests(tmp_path))["engine"]
 
-    assert content(max_num_seqs=64, enforce_eager=True) == content() == {"seed_answers": False, "engine": {}}
-    assert content(max_num_seqs=64, quantization="fp8")["engine"] == {"quantization": "fp8"}
+    assert content(max_num_seqs=64, enforce_eager=True) == content()
+    assert content() == {"kind": "vllm", "seed_answers": False, "options": {}}
+    assert content(max_num_seqs=64, quantization="fp8")["options"] == {"quantization": "fp8"}

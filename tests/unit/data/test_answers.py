@@ -14,13 +14,13 @@ import pytest
 
 import rlhf_core.stages.preferences.run
 import rlhf_core.stages.preferences.sample_answers
-from rlhf_core.config import Data, PostProcessor, Preferences
+from rlhf_core.config import Data, EngineConfig, PostProcessor, Preferences
 from rlhf_core.data.chat import Renderer, load_tokenizer
 from rlhf_core.data.documents import reward_suffix, store_suffix, stored_suffix, with_suffix
 from rlhf_core.data.rows.mixture import check_columns
 from rlhf_core.data.sources import answer_documents, labelled_answers
 from rlhf_core.models.scoring import RewardScorer
-from rlhf_core.rollout.engine import Answer, Sampling
+from rlhf_core.rollout.contract import Answer, Sampling
 from rlhf_core.runs.run_dir import RunDir, StageRequest
 from rlhf_core.stages.preferences.post_process import post_process
 from tests.support.tiny_models import reward_model
@@ -278,7 +278,7 @@ class ScriptedSampler:
 
     prompts: list[list[int]]
 
-    def __init__(self, model: str, **settings: Any):
+    def __init__(self, model: str, config: EngineConfig, **settings: Any):
         self.answers = [
             load_tokenizer(model)(text, add_special_tokens=False).input_ids for text in ("3", "4")
         ]
@@ -317,7 +317,7 @@ def test_the_stage_writes_what_its_post_processor_makes(
         scored.extend(tokenizer.decode(document.tokens) for document in documents)
         return [1.0 if "<|assistant|>4" in text else 0.0 for text in scored]
 
-    monkeypatch.setattr(rlhf_core.stages.preferences.sample_answers, "Sampler", ScriptedSampler)
+    monkeypatch.setattr(rlhf_core.stages.preferences.sample_answers, "open_engine", ScriptedSampler)
     monkeypatch.setattr(RewardScorer, "score", score)
     prompts = write(tmp_path / "prompts.jsonl", [{"prompt": f"{i} plus {i}"} for i in range(3)])
     config = Preferences(

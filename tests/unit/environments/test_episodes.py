@@ -21,8 +21,8 @@ from rlhf_core.data.chat import Renderer, load_tokenizer
 from rlhf_core.data.documents import Prompt
 from rlhf_core.environments.episodes import Asked, Episode, Episodes
 from rlhf_core.environments.trajectory import Limits
+from rlhf_core.rollout.contract import Answer, Sampling
 from rlhf_core.rollout.dispatch import Background
-from rlhf_core.rollout.engine import Answer, Sampling
 from rlhf_core.stages.ppo.sampling.answers import of_episode
 from rlhf_core.system.processes import raised_by_us
 from tests.support.templates import save_tokenizer

@@ -41,7 +41,7 @@ TRAINED: dict[str, Any] = {
 }  # fmt: skip
 ROUNDS: dict[str, Any] = {
     "generate_max_len": 99, "n_samples_per_prompt": 8, "prompt_max_len": 99, "prompts": {"sources": "q.jsonl"}, "prompts_per_round": 9,
-    "reward": "org/s", "stop": ("x",), "temperature": 0.5, "top_k": 5, "top_p": 0.5, "vllm": {"engine": {"max_num_seqs": 3}},
+    "reward": "org/s", "stop": ("x",), "temperature": 0.5, "top_k": 5, "top_p": 0.5, "engine": {"options": {"max_num_seqs": 3}},
 }  # fmt: skip
 
 

@@ -83,7 +83,7 @@ PPO = [
     Change("top_k", 5, updated),
     Change("stop", ("x",), looped),
     Change("reward", {"model": "rm2", "weight": 0.5}, looped),
-    Change("vllm", {"engine": {"max_num_seqs": 3}}, started),
+    Change("engine", {"options": {"max_num_seqs": 3}}, started),
     Change("train_batch_size", 8, looped),
     Change("max_epochs", 2, looped),
     Change("betas", (0.5, 0.5), updated),

@@ -112,7 +112,7 @@ def valued(world: World, fields: Mapping[str, Any]) -> Any:
 def iterated(world: World, fields: Mapping[str, Any]) -> Any:
     """An iteration against a fleet that records its calls."""
     config = ppo(world, fields)
-    fleet = Fleet(lambda prompt, j: float(j * prompt * 0.1 if prompt % 2 else 0), sleeps=config.vllm.sleep)
+    fleet = Fleet(lambda prompt, j: float(j * prompt * 0.1 if prompt % 2 else 0), sleeps=config.engine.sleep)
     setup = train.setup_of(config, PROMPTS, {"reward:reward_model": "rm"}, [0], 0)
     schedule = train.schedule_of(config, 0, 4, 0)
     done = ppo_iteration(fleet, setup, Carried(0, {}), 0.3, schedule)  # type: ignore[arg-type]

@@ -58,11 +58,12 @@ Ranks.num_ranks_per_node rlhf_core/records.py self.num_ranks_per_node
 Ranks.cpus rlhf_core/cluster/layout.py groups[name].cpus
 Ranks.gpus rlhf_core/cluster/layout.py groups[names[0]].gpus
 Data.sources rlhf_core/data/rows/mixture.py data.sources
-Vllm.cpus rlhf_core/cluster/layout.py groups[name].cpus
-Vllm.gpus rlhf_core/cluster/layout.py groups[names[0]].gpus
-Vllm.sleep rlhf_core/stages/ppo/start.py config.vllm.sleep
-Vllm.adapters rlhf_core/stages/ppo/start.py config.vllm.adapters
-Vllm.engine rlhf_core/rollout/engine.py vllm.engine
+EngineConfig.cpus rlhf_core/cluster/layout.py groups[name].cpus
+EngineConfig.gpus rlhf_core/cluster/layout.py groups[names[0]].gpus
+EngineConfig.sleep rlhf_core/stages/ppo/start.py config.engine.sleep
+EngineConfig.adapters rlhf_core/stages/ppo/start.py config.engine.adapters
+EngineConfig.kind rlhf_core/rollout/kinds.py config.kind
+EngineConfig.options rlhf_core/rollout/vllm/vllm_engine.py config.options
 WeighedReward.name rlhf_core/config/rewards.py self.name
 WeighedReward.weight rlhf_core/rewards/combine.py source.weight
 ModelReward.normalize rlhf_core/rewards/combine.py source.normalize

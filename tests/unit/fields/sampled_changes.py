@@ -12,13 +12,13 @@ from typing import Any
 import torch
 
 import evaluation.stage
-import rlhf_core.rollout.engine
+import rlhf_core.rollout.vllm.vllm_engine
 import rlhf_core.stages.preferences.run
 import rlhf_core.stages.preferences.sample_answers
-from rlhf_core.config import KINDS, Data
+from rlhf_core.config import KINDS, Data, EngineConfig
 from rlhf_core.data.chat import Renderer, load_tokenizer
 from rlhf_core.data.sources import answer_documents, labelled_answers, preference_pairs, sft_documents
-from rlhf_core.rollout.engine import Answer, Sampling
+from rlhf_core.rollout.contract import Answer, Sampling
 from rlhf_core.runs.run_dir import RunDir, StageRequest
 from rlhf_core.stages.ppo import train
 from tests.unit.fields.change import Change, World
@@ -32,8 +32,8 @@ class Script:
 
     told: list[Any] = []  # noqa: RUF012 shared by all
 
-    def __init__(self, model: str, **settings: Any):
-        self.told.append((Path(model).name, settings))
+    def __init__(self, model: str, config: EngineConfig, **settings: Any):
+        self.told.append((Path(model).name, settings | {"config": config}))
 
     def load(self, model: str) -> None:
         self.told.append(Path(model).name)
@@ -88,8 +88,8 @@ def answered(kind: str) -> Any:
                 ],
             )
         Script.told.clear()
-        world.patch.setattr(rlhf_core.rollout.engine, "Sampler", Script)
-        world.patch.setattr(rlhf_core.stages.preferences.sample_answers, "Sampler", Script)
+        world.patch.setattr(rlhf_core.rollout.vllm.vllm_engine, "VllmEngine", Script)
+        world.patch.setattr(rlhf_core.stages.preferences.sample_answers, "open_engine", Script)
         config = KINDS[kind].config.model_validate(
             {"prompt_max_len": 40, "generate_max_len": 24, **needed, **fields}
         )
@@ -256,7 +256,7 @@ SAMPLED = {
         Change("temperature", 0.5, SAMPLE),
         Change("top_k", 5, SAMPLE),
         Change("top_p", 0.5, SAMPLE),
-        Change("vllm", {"engine": {"max_num_seqs": 3}}, SAMPLE),
+        Change("engine", {"options": {"max_num_seqs": 3}}, SAMPLE),
     ],
     "evaluation": [
         Change("baseline", "moe", BATTLE),
@@ -273,7 +273,7 @@ SAMPLED = {
         Change("reward_evaluation", HELD_OUT, BATTLE),
         Change("temperature", 0.0, BATTLE),
         Change("template", "Q: {}", BATTLE),
-        Change("vllm", {"engine": {"max_num_seqs": 3}}, BATTLE),
+        Change("engine", {"options": {"max_num_seqs": 3}}, BATTLE),
     ],
     "Data": [
         Change("max_samples", 2, rendered("sft")),

@@ -36,7 +36,7 @@ WITHOUT = {
     # 4 bits need a GPU: tests/unit/models/test_lora.py.
     "Lora": "quantize",
     # Options of the engine itself: tests/unit/rollout/test_engine_options.py; random streams need a GPU.
-    "Vllm": "engine seed_answers",
+    "EngineConfig": "engine seed_answers",
     # Requests: tests/unit/rewards/test_rewards.py.
     "FunctionReward": "batch_size",
     "HttpReward": "batch_size",

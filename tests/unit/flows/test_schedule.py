@@ -53,7 +53,7 @@ def branches(gpus: int) -> dict[str, Any]:
             "models": [name],
             "baseline": "sft",
             "questions": {"path": "q.jsonl"},
-            "vllm": {"gpus": 1},
+            "engine": {"gpus": 1},
         }
     return found
 
@@ -153,12 +153,12 @@ def test_what_a_stage_takes(tmp_path: Path) -> None:
             {
                 "plain": {"stage": "dpo", "policy": "base", "data": PAIRS},
                 "shared": (
-                    ppo | dict.fromkeys(("actor_ranks", "reference_ranks", "reward_ranks", "vllm"), half)
+                    ppo | dict.fromkeys(("actor_ranks", "reference_ranks", "reward_ranks", "engine"), half)
                 ),
                 "colocated": (
                     ppo
                     | {"colocate_all": True}
-                    | dict.fromkeys(("actor_ranks", "reference_ranks", "reward_ranks", "vllm"), half)
+                    | dict.fromkeys(("actor_ranks", "reference_ranks", "reward_ranks", "engine"), half)
                 ),
                 "split": {
                     "stage": "preferences",
@@ -166,7 +166,7 @@ def test_what_a_stage_takes(tmp_path: Path) -> None:
                     "reward": "org/reward",
                     "prompts": {"sources": "p.jsonl"},
                 }
-                | {"vllm": {"gpus": 1, "tensor_parallel_size": 2}},
+                | {"engine": {"gpus": 1, "tensor_parallel_size": 2}},
                 "publication": {"stage": "publication", "model": "plain"},
             },
         )

@@ -94,7 +94,7 @@ def large(**fields: Any) -> PPO:
         "sleep": True,
     }
     return PPO.model_validate(
-        recipe().model_dump() | ranks | {"colocate_all": True, "vllm": engines, "zero_stage": 3} | fields
+        recipe().model_dump() | ranks | {"colocate_all": True, "engine": engines, "zero_stage": 3} | fields
     )
 
 

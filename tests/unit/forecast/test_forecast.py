@@ -279,7 +279,7 @@ def test_answers_that_an_engine_has_no_room_for_come_after_the_others() -> None:
     assert seconds(4 * 1024) > 2.5 * fitting > 2.5 * seconds(512)
     large = ALL_FOUR.model_copy(
         update={
-            "vllm": ALL_FOUR.vllm.model_copy(update={"gpu_memory_utilization": 0.6}),
+            "engine": ALL_FOUR.engine.model_copy(update={"gpu_memory_utilization": 0.6}),
             "rollout_batch_size": 4 * 1024,
         }
     )

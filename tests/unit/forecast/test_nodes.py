@@ -55,7 +55,7 @@ def on(count: int, **fields: Any) -> PPO:
         "sleep": True,
     }
     return PPO.model_validate(
-        recipe().model_dump() | ranks | {"colocate_all": True, "vllm": engines, "zero_stage": 3, **fields}
+        recipe().model_dump() | ranks | {"colocate_all": True, "engine": engines, "zero_stage": 3, **fields}
     )
 
 
@@ -118,14 +118,14 @@ def test_the_range_contains_the_typical_seconds() -> None:
 def test_engines_take_more_gpus_of_a_node_for_a_model_that_is_too_large_for_one() -> None:
     gpu = on_nodes(GPUS["a800"], 32, 4, 100e9)
     over = {
-        name: fields["vllm"]["tensor_parallel_size"]
+        name: fields["engine"]["tensor_parallel_size"]
         for name, fields in options_on(recipe(), 32, BIG, gpu).items()
     }
     assert over["all together"] == 4 and min(over.values()) == 2, (
         "45 % of a GPU beside models, 90 % of its own"
     )
     small = options_on(recipe(), 32, SEVEN, gpu)
-    assert {fields["vllm"]["tensor_parallel_size"] for fields in small.values()} == {1}
+    assert {fields["engine"]["tensor_parallel_size"] for fields in small.values()} == {1}
     assert small["all together"]["actor_ranks"] == {
         "num_nodes": 4,
         "num_ranks_per_node": 8,

@@ -158,7 +158,7 @@ def test_a_model_that_no_gpu_can_load_is_said_with_its_size(
         "ppo": {
             "prompts": {"sources": "c.jsonl"},
             "colocate_all": True,
-            "vllm": {"num_engines": 32, "gpus": 1},
+            "engine": {"num_engines": 32, "gpus": 1},
             **roles_,
             **common,
         },
@@ -262,9 +262,9 @@ def test_an_engine_whose_share_is_too_small_for_its_weights_is_not_chosen() -> N
     assert as_it_is.lacking > 0 and not as_it_is.fits(tight), "24 GiB for 27.6 of weights"
     assert (others := options(ALL_FOUR, 4, larger, tight)) and all(option.lacking <= 0 for option in others)
     over_two = ALL_FOUR.model_copy(
-        update={"vllm": ALL_FOUR.vllm.model_copy(update={"tensor_parallel_size": 2, "num_engines": 2})}
+        update={"engine": ALL_FOUR.engine.model_copy(update={"tensor_parallel_size": 2, "num_engines": 2})}
     )
-    engines = [option.fields["vllm"] for option in options(over_two, 4, LARGE_MODEL, Gpu())]
+    engines = [option.fields["engine"] for option in options(over_two, 4, LARGE_MODEL, Gpu())]
     assert {(engine["num_engines"], engine["tensor_parallel_size"]) for engine in engines} == {(2, 2), (1, 1)}
 
 
@@ -272,7 +272,7 @@ def test_an_engine_that_a_node_cannot_hold_gets_pipeline_stages_on_several() -> 
     found = {}
     for per_node in (8, 2):
         engines = [
-            option.fields["vllm"]
+            option.fields["engine"]
             for option in options(ALL_FOUR, 8, LARGE_MODEL._replace(parameters=70e9), Gpu(per_node=per_node))
         ]
         found[per_node] = {
@@ -416,7 +416,7 @@ def test_engines_take_their_answers_in_turns_where_that_lets_the_models_fit() ->
         for gpu in (H200, H100)
     )
     assert roomy.fits(H200) and tight.fits(H100)
-    all_at_once, in_turns = (option.fields["vllm"]["gpu_memory_utilization"] for option in (roomy, tight))
+    all_at_once, in_turns = (option.fields["engine"]["gpu_memory_utilization"] for option in (roomy, tight))
     assert (
         in_turns * H100.memory < all_at_once * H200.memory
         and tight.seconds["generate"] > 1.2 * roomy.seconds["generate"]

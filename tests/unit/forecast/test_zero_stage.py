@@ -68,7 +68,7 @@ def sft(**fields: Any) -> SFT:
 def ppo(**fields: Any) -> PPO:
     shared = {
         **dict.fromkeys(("actor_ranks", "critic_ranks", "reference_ranks", "reward_ranks"), FOUR),
-        "vllm": {"gpus": 1},
+        "engine": {"gpus": 1},
     }
     tokens = {"micro_train_tokens": 4096, "micro_rollout_tokens": 4096, "gradient_checkpointing": 1}
     return PPO.model_validate(
@@ -150,7 +150,7 @@ def test_models_that_are_only_read_count_whole_beside_the_shares_of_others() -> 
     models = dict.fromkeys(alone.groups, LARGE)
     assert peak_of_ppo(alone, models, 3, 80 * GIB) < 80 * GIB
     engines = {"num_engines": 32, "gpus": 1, "gpu_memory_utilization": 0.3, "sleep": True}
-    together = ppo(**roles, micro_train_batch_size=1, colocate_all=True, vllm=engines)
+    together = ppo(**roles, micro_train_batch_size=1, colocate_all=True, engine=engines)
     whole = sum(2 * (LARGE.parameters - head) / GIB + 0.6 for head in (0, LARGE.head))
     assert 2 * whole > peak_of_ppo(together, models, 3, 80 * GIB) / GIB > whole
 
@@ -214,7 +214,7 @@ def test_a_gpu_that_cannot_load_the_model_is_refused_before_anything_is_loaded(t
 ALL_LOADED = "actor, critic, reference, reward:rm, sampler: "
 TOGETHER: dict[str, Any] = {
     "colocate_all": True,
-    "vllm": {"num_engines": 4, "gpus": 1, "gpu_memory_utilization": 0.3, "sleep": True},
+    "engine": {"num_engines": 4, "gpus": 1, "gpu_memory_utilization": 0.3, "sleep": True},
 }
 
 
@@ -340,7 +340,7 @@ def test_ppo_counts_all_that_shares_the_gpus_of_actor_and_critic() -> None:
     memory = 100 * GIB
     assert stage_of_ppo(ppo(), sizes(ppo()), memory).stage == 1
     beside = ppo(colocate_actor_ref=True, colocate_critic_reward=True)
-    together = ppo(colocate_all=True, vllm={"num_engines": 4, "gpus": 1, "gpu_memory_utilization": 0.3})
+    together = ppo(colocate_all=True, engine={"num_engines": 4, "gpus": 1, "gpu_memory_utilization": 0.3})
     stages = [stage_of_ppo(config, sizes(config), memory).stage for config in (ppo(), beside, together)]
     assert stages == sorted(stages) and stages[0] < stages[-1] == 3
     assert stage_of_ppo(ppo(adam_offload=True), sizes(ppo()), memory).stage == 2
@@ -372,7 +372,7 @@ def test_actor_and_critic_with_a_gpu_each_need_no_deepspeed() -> None:
     assert stage_of_ppo(ppo(**one, adam_offload=True), None, 100 * GIB).stage == 3
     explicit = ppo(**one, zero_stage=0)
     assert stage_of_ppo(explicit, None, 0).stage == 0 and not uses_deepspeed(explicit)
-    assert uses_deepspeed(ppo(**dict.fromkeys(one, Ranks()), vllm={})), "without GPUs"
+    assert uses_deepspeed(ppo(**dict.fromkeys(one, Ranks()), engine={})), "without GPUs"
     with pytest.raises(ValidationError, match="zero_stage=0 trains on one rank, critic_ranks are 4"):
         ppo(**one | {"critic_ranks": FOUR}, zero_stage=0)
     with pytest.raises(
@@ -436,7 +436,8 @@ def test_ppo_reads_its_gpus_and_keeps_the_stage_of_a_resume_state(
         capsys.readouterr().out,
     )
     on_cpu = ppo(
-        **dict.fromkeys(("actor_ranks", "critic_ranks", "reference_ranks", "reward_ranks"), Ranks()), vllm={}
+        **dict.fromkeys(("actor_ranks", "critic_ranks", "reference_ranks", "reward_ranks"), Ranks()),
+        engine={},
     )
     assert zero_stage_of(on_cpu, paths, {}, None).stage == 3
 

@@ -31,7 +31,7 @@ def test_ppo_with_four_groups(tmp_path: Path) -> None:
         "reward:rm-8b": (2, 1, 1),
         "reward:safety-8b": (2, 1, 1),
     }
-    assert (ppo.vllm.num_engines, ppo.vllm.gpus, ppo.vllm.gpu_memory_utilization) == (4, 1, 0.85)
+    assert (ppo.engine.num_engines, ppo.engine.gpus, ppo.engine.gpu_memory_utilization) == (4, 1, 0.85)
     assert (ppo.actor, [source.title for source in ppo.reward], ppo.critic) == (
         "base",
         ["rm-8b", "safety-8b"],
@@ -90,7 +90,7 @@ def test_ppo_with_everything_colocated(tmp_path: Path) -> None:
     ppo = found.recipe.stages["ppo"]
     assert isinstance(ppo, PPO)
     assert {ranks.world_size for ranks in ppo.groups.values()} == {8}
-    assert (ppo.vllm.num_engines, ppo.vllm.sleep, ppo.vllm.gpu_memory_utilization) == (8, True, 0.5)
+    assert (ppo.engine.num_engines, ppo.engine.sleep, ppo.engine.gpu_memory_utilization) == (8, True, 0.5)
     assert (ppo.betas, ppo.max_norm, ppo.lambd, ppo.value_clip, ppo.dtype) == (
         (0.9, 0.98),
         1.0,
@@ -130,7 +130,7 @@ def test_one_group_for_everything(tmp_path: Path) -> None:
     assert isinstance(ppo, PPO)
     assert {(ranks.num_nodes, ranks.num_ranks_per_node) for ranks in ppo.groups.values()} == {
         (2, 4)
-    } and ppo.vllm.num_engines == 8
+    } and ppo.engine.num_engines == 8
     assert (ppo.init_kl_coef, ppo.zero_stage) == (0.02, 2)  # the dialect's defaults
 
 
@@ -159,7 +159,7 @@ def test_models_that_share_cards_get_equal_groups(tmp_path: Path) -> None:
     )
     _, found = migrated(tmp_path, f"python train_ppo_ray.py {flags} {shared}")
     ppo = found.recipe.stages["ppo"]
-    assert isinstance(ppo, PPO) and ppo.vllm.num_engines == 2 and ppo.vllm.gpus == 1
+    assert isinstance(ppo, PPO) and ppo.engine.num_engines == 2 and ppo.engine.gpus == 1
     sizes = {name: ranks.world_size for name, ranks in ppo.groups.items()}
     assert sizes == {"actor": 4, "critic": 2, "reference": 4, "reward:rm": 2}
     assert (
@@ -171,7 +171,7 @@ def test_models_that_share_cards_get_equal_groups(tmp_path: Path) -> None:
     )
     ppo = found.recipe.stages["ppo"]
     assert isinstance(ppo, PPO)
-    assert {ranks.world_size for ranks in ppo.groups.values()} == {4} and ppo.vllm.num_engines == 4
+    assert {ranks.world_size for ranks in ppo.groups.values()} == {4} and ppo.engine.num_engines == 4
 
 
 def test_rollouts_are_whole_optimiser_steps(tmp_path: Path) -> None:
@@ -262,7 +262,7 @@ def test_asynchronous_training(tmp_path: Path) -> None:
     assert ppo.colocate_all and not ppo.max_staleness
     assert (
         told(found, "dropped")["--async_train"]
-        == "max_staleness does not go with colocate_all and vllm.sleep"
+        == "max_staleness does not go with colocate_all and engine.sleep"
     )
     assert not read("--async_train False")[0].max_staleness
 

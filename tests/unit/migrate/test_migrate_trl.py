@@ -156,7 +156,7 @@ def test_grpo(tmp_path: Path) -> None:
         "sequence",
         3.0,
     )
-    assert stage["vllm"]["gpu_memory_utilization"] == 0.3 and stage["vllm"]["num_engines"] == 8
+    assert stage["engine"]["gpu_memory_utilization"] == 0.3 and stage["engine"]["num_engines"] == 8
     assert "write it into rewards.py" in told(found, "approximated")["--reward_funcs accuracy_reward"]
     assert "temperature, top_p and top_k alone" in told(found, "dropped")["--min_p 0.1"]
 

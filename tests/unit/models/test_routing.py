@@ -26,8 +26,9 @@ from rlhf_core.models.experts import REPLAYED, replayed
 from rlhf_core.models.kernels.attention import is_stateful
 from rlhf_core.models.load import Policy, load_policy, masked_logprobs, recompute
 from rlhf_core.objectives.collate import collate
-from rlhf_core.rollout.engine import Answer, _answer
-from rlhf_core.rollout.environment import returns_routing
+from rlhf_core.rollout.contract import Answer
+from rlhf_core.rollout.vllm.environment import returns_routing
+from rlhf_core.rollout.vllm.vllm_engine import _answer
 from rlhf_core.stages.ppo import fleet
 from rlhf_core.stages.ppo.records import Experience
 from rlhf_core.stages.ppo.roles.actor import Actor
@@ -286,7 +287,7 @@ def test_routing_is_requested_from_supported_releases(
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: capability is not None)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
-    monkeypatch.setattr("rlhf_core.rollout.patches.table.installed_release", lambda: version)
+    monkeypatch.setattr("rlhf_core.rollout.vllm.patches.table.installed_release", lambda: version)
     assert (replayed(config) and returns_routing()) is expected
 
 

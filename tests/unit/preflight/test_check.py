@@ -38,7 +38,7 @@ stages:
     critic_ranks: {cpus: 0.4}
     reference_ranks: {cpus: 0.2}
     reward_ranks: {cpus: 0.2}
-    vllm: {cpus: 0.8}
+    engine: {cpus: 0.8}
   loop:
     stage: iterative_dpo
     prompts: {sources: prompts.jsonl}
@@ -170,7 +170,7 @@ def test_a_sound_recipe_has_no_problems(planned: Planned) -> None:
             ],
         ),
         (["ppo.actor_ranks.cpus=2"], ["stages.ppo asks for 3.6 CPUs in all, this machine has 2"]),
-        (["ppo.vllm.gpus=1"], ["stages.ppo asks for 1 GPUs in all, this machine has 0"]),
+        (["ppo.engine.gpus=1"], ["stages.ppo asks for 1 GPUs in all, this machine has 0"]),
         (
             ["sft.lora={quantize: nf4}"],
             ["stages.sft.lora.quantize=nf4 needs an NVIDIA GPU, and this machine has none; set it to none"],
@@ -359,11 +359,11 @@ def test_artifacts_that_cannot_be_written(planned: Planned, tmp_path: Path) -> N
 
 
 def test_the_users_mistakes_come_before_the_machines(planned: Planned) -> None:
-    p = planned("ppo.vllm.gpus=1")
+    p = planned("ppo.engine.gpus=1")
     with pytest.raises(MachineLacks, match="1 GPUs"):
         require_here(p, p.nodes)
     require_here(p, [p["sft"]])
-    p = planned("ppo.vllm.gpus=1", "sft.data={sources: none.jsonl}")
+    p = planned("ppo.engine.gpus=1", "sft.data={sources: none.jsonl}")
     with pytest.raises(ValueError, match=r"none\.jsonl"):
         require_here(p, p.nodes)
 
@@ -379,11 +379,11 @@ def test_a_vllm_that_is_not_tested_is_said_before_a_run(
 
 def test_a_cluster_is_not_this_machine(planned: Planned, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RAY_ADDRESS", "ray://elsewhere:10001")
-    assert check_here(planned("ppo.vllm.gpus=1", "ppo.actor_ranks.cpus=64")) == []
+    assert check_here(planned("ppo.engine.gpus=1", "ppo.actor_ranks.cpus=64")) == []
 
 
 def test_needs_sums_what_runs_at_once(planned: Planned) -> None:
-    p = planned("ppo.vllm.num_engines=3", "ppo.actor_ranks.num_ranks_per_node=2", "ppo.actor_ranks.gpus=1")
+    p = planned("ppo.engine.num_engines=3", "ppo.actor_ranks.num_ranks_per_node=2", "ppo.actor_ranks.gpus=1")
     assert needs(p["ppo"].config) == pytest.approx((2 * 0.4 + 0.4 + 0.2 + 0.2 + 3 * 0.8, 2.0, 1))
     critic_free = planned("ppo.advantage_estimator=rloo", "ppo.n_samples_per_prompt=2")["ppo"].config
     assert needs(critic_free).cpus == pytest.approx(0.4 + 0.2 + 0.2 + 0.8)
@@ -422,3 +422,5 @@ def test_a_family_that_vllm_cannot_sample_from_while_it_trains(planned: Planned,
     file.write_text(json.dumps(json.loads(file.read_text()) | {"model_type": "gpt_oss"}))
     told = [problem for problem in check_here(planned()) if "vLLM takes no new weights" in problem]
     assert len(told) == 1 and told[0].startswith(f"stages.ppo.actor: {tmp_path / 'base'}: ")
+    transformers = check_here(planned("ppo.engine.kind=transformers"))
+    assert not any("vLLM takes no new weights" in problem for problem in transformers)

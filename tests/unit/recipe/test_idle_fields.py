@@ -62,7 +62,7 @@ IDLE: list[tuple[str, dict[str, Any], dict[str, Any], dict[str, Any]]] = [
     ("ppo", PPO | GRPO | {"reward": "http://host/"}, {"reward_ranks": {"cpus": 2}}, {"reward": "org/reward"}),
     ("ppo", ALONE, {"ref_reward_offload": True}, {"init_kl_coef": 0.1, "reference_ranks": ON_GPU}),
     ("ppo", PPO | {"micro_rollout_tokens": 999}, {"micro_rollout_batch_size": 4}, {"micro_rollout_tokens": None}),
-    ("ppo", PPO | {"vllm": {"gpus": 1, "pipeline_parallel_size": 2}}, {"routing_replay": False}, {"vllm": {"gpus": 1}}),
+    ("ppo", PPO | {"engine": {"gpus": 1, "pipeline_parallel_size": 2}}, {"routing_replay": False}, {"engine": {"gpus": 1}}),
     ("sft", SFT | {"micro_train_tokens": 999}, {"micro_train_batch_size": 4}, {"micro_train_tokens": None}),
     ("sft", SFT | {"micro_train_tokens": 999}, {"packing": False}, {"micro_train_tokens": None}),
     ("sft", SFT | {"save_steps": 9}, {"save_minutes": 5.0}, {"save_steps": 0}),
@@ -82,12 +82,12 @@ IDLE: list[tuple[str, dict[str, Any], dict[str, Any], dict[str, Any]]] = [
         ("publication", {"model": "base"}, field, {"repo_id": "org/name"})
         for field in ({"branch": "v2"}, {"private": False}, {"gated": "auto"}, {"dry_run": True})
     ],
-    ("preferences", PREFERENCES | {"vllm": {"gpus": 1}}, {"vllm": {"gpus": 1, "kv_cache_gib": 3}}, {"vllm": {"kv_cache_gib": 3}}),
-    ("preferences", PREFERENCES, {"vllm": {"gpu_memory_utilization": 0.5}}, {"vllm": {"gpu_memory_utilization": 0.5, "gpus": 1}}),
-    ("preferences", PREFERENCES, {"vllm": {"seed_answers": True}}, {"vllm": {"seed_answers": True, "gpus": 1}}),
+    ("preferences", PREFERENCES | {"engine": {"gpus": 1}}, {"engine": {"gpus": 1, "kv_cache_gib": 3}}, {"engine": {"kv_cache_gib": 3}}),
+    ("preferences", PREFERENCES, {"engine": {"gpu_memory_utilization": 0.5}}, {"engine": {"gpu_memory_utilization": 0.5, "gpus": 1}}),
+    ("preferences", PREFERENCES, {"engine": {"seed_answers": True}}, {"engine": {"seed_answers": True, "gpus": 1}}),
     ("sft", SFT, {"data": source(split="test")}, {"data": source(split="test", path="org/rows")}),
     ("sft", SFT, {"data": source(chosen_key="best")}, {"data": source(prompt_key="best")}),
-    ("ppo", PPO, {"vllm": {"start_timeout": 5}}, {"vllm": {}}),
+    ("ppo", PPO, {"engine": {"start_timeout": 5}}, {"engine": {}}),
     (
         "ppo",
         PPO | {"advantage_estimator": "reinforce_pp", "reference": "org/t", "init_kl_coef": 1},

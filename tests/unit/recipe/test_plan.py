@@ -365,7 +365,7 @@ def test_what_decides_speed_and_memory_alone_makes_nothing_anew(planned: Planned
     ):
         assert field in LESS_MEMORY and field in ppo
     cards = [f"ppo.{role}_ranks.gpus=0.2" for role in ("actor", "critic", "reference", "reward")] + [
-        "ppo.vllm.gpus=0.2"
+        "ppo.engine.gpus=0.2"
     ]
     on_gpus = planned(*cards)
     for stage in ("sft", "reward_model", "loop"):
@@ -380,9 +380,9 @@ def test_what_decides_speed_and_memory_alone_makes_nothing_anew(planned: Planned
         "cpus": 0.5,
         "sleep": True,
     }.items():
-        assert changed(on_gpus, planned(*cards, f"ppo.vllm.{field}={value}")) == set(), field
+        assert changed(on_gpus, planned(*cards, f"ppo.engine.{field}={value}")) == set(), field
     for free in (
-        "loop.vllm.num_engines=2",
+        "loop.engine.num_engines=2",
         "loop.micro_rollout_batch_size=1",
         "ppo.stream_batch_size=64",
         "ppo.actor_ranks.cpus=2",
@@ -395,14 +395,14 @@ def test_what_decides_speed_and_memory_alone_makes_nothing_anew(planned: Planned
 
 def test_marked_fields_are_in_no_digest(tmp_path: Path) -> None:
     config = PPO.model_validate(
-        {"prompts": {"sources": "p.jsonl"}, "micro_train_batch_size": 2, "vllm": {"num_engines": 3}}
+        {"prompts": {"sources": "p.jsonl"}, "micro_train_batch_size": 2, "engine": {"num_engines": 3}}
     )
     found = deciding(config, Digests(tmp_path))
     assert (
         not {"micro_train_batch_size", "micro_train_tokens", "actor_ranks", "gates", "timeout", "zero_stage"}
         & found.keys()
     )
-    assert not {"num_engines", "gpu_memory_utilization"} & found["vllm"].keys() and "gamma" in found
+    assert not {"num_engines", "gpu_memory_utilization"} & found["engine"].keys() and "gamma" in found
 
 
 def test_a_digest_covers_the_code_of_a_reward_function(planned: Planned, tmp_path: Path) -> None:
@@ -568,4 +568,4 @@ def test_a_loops_precision_is_that_of_its_sampling(planned: Planned) -> None:
 
 def test_an_evaluation_has_one_engine(planned: Planned) -> None:
     with pytest.raises(ValueError, match="an evaluation answers with one engine: leave"):
-        planned("evaluation.vllm.num_engines=2")
+        planned("evaluation.engine.num_engines=2")

@@ -222,17 +222,17 @@ def test_dump_reads_back(recipe: Write, tmp_path: Path) -> None:
             "stages.evaluation.judges.0.anser_key: unknown key 'anser_key'; did you mean answer",
         ),
         (
-            "ppo.vllm={adapters: alone}",
-            "stages.ppo: vllm.adapters: alone sends adapters, and there are none: set lora, or leave it out",
+            "ppo.engine={adapters: alone}",
+            "stages.ppo: engine.adapters: alone sends adapters, and there are none: set lora, or leave it out",
         ),
         (
-            "ppo.vllm={sleep: true}",
+            "ppo.engine={sleep: true}",
             (
-                "stages.ppo.vllm: vllm.sleep gives a GPU's memory back, and gpus is 0: set gpus, or leave"
+                "stages.ppo.engine: engine.sleep gives a GPU's memory back, and gpus is 0: set gpus, or leave"
                 " sleep out"
             ),
         ),
-        ("ppo.vllm={gpu: 1}", "stages.ppo.vllm.gpu: unknown key 'gpu'; did you mean gpus?"),
+        ("ppo.engine={gpu: 1}", "stages.ppo.engine.gpu: unknown key 'gpu'; did you mean gpus?"),
         ("ppo.reward.0.weigth=1", "unknown key 'weigth'; did you mean weight"),
         (
             "ppo.reward=[{model: reward_model, weigth: 1}]",
@@ -259,12 +259,12 @@ def test_dump_reads_back(recipe: Write, tmp_path: Path) -> None:
             "stages.ppo: adam_offload frees a GPU's memory, and these have none: actor, critic: set gpus",
         ),
         (
-            "ppo.vllm.num_engines=1000000000",
-            "stages.ppo.vllm.num_engines: input should be less than or equal to 10000",
+            "ppo.engine.num_engines=1000000000",
+            "stages.ppo.engine.num_engines: input should be less than or equal to 10000",
         ),
         (
-            "ppo.vllm.tensor_parallel_size=512",
-            "stages.ppo.vllm.tensor_parallel_size: input should be less than or equal to 256",
+            "ppo.engine.tensor_parallel_size=512",
+            "stages.ppo.engine.tensor_parallel_size: input should be less than or equal to 256",
         ),
         (
             "sft.ranks.num_nodes=1024",

@@ -25,7 +25,7 @@ notify: {url_env: HOOK, events: [completed]}
 stages:
   sft: {data: {sources: train.jsonl}, lora: {rank: 4}, gates: [{metric: loss, max: 2}]}
   reward_model: {data: {sources: [{path: a.jsonl, probability: 0.5}, {path: b.csv, probability: 0.5}]}}
-  ppo: {prompts: {sources: prompts.jsonl}, reward: [reward_model, "checks.py:short"], vllm: {cpus: 2}, betas: [0.9, 0.95]}
+  ppo: {prompts: {sources: prompts.jsonl}, reward: [reward_model, "checks.py:short"], engine: {cpus: 2}, betas: [0.9, 0.95]}
   loop: {stage: iterative_dpo, prompts: {sources: prompts.jsonl}, rounds: 2}
   evaluation:
     models: [ppo, loop, remote]

@@ -13,7 +13,7 @@ import pytest
 
 from rlhf_core.data.documents import Document, Prompt, answered, compact
 from rlhf_core.objectives.collate import collate
-from rlhf_core.rollout.engine import answer_of
+from rlhf_core.rollout.contract import answer_of
 from rlhf_core.stages.ppo.sampling.answers import rollout
 
 PROMPT = [7, 8]

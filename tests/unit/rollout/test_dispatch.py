@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from rlhf_core.cluster.worker_group import RankDied, RoleFailed
+from rlhf_core.rollout.contract import Answer, Request, Sampling
 from rlhf_core.rollout.dispatch import Background, Engines
-from rlhf_core.rollout.engine import Answer, Request, Sampling
 
 SAMPLING = Sampling(n=1, temperature=1.0, max_new_tokens=5, stop_token_ids=[])
 
@@ -116,7 +116,7 @@ def test_other_failures_are_told(background: Background) -> None:
 
 
 class Slow(Group):
-    """An engine that answers a request once it is told to, and keeps what it has, as `Sampler.advance`
+    """An engine that answers a request once it is told to, and keeps what it has, as `VllmEngine.advance`
     does."""
 
     def __init__(self) -> None:

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 import torch
 
-from rlhf_core.rollout.engine import Sampler, sampled_logprobs
-from rlhf_core.rollout.patches.packed_experts import forget_packed_experts
-from rlhf_core.rollout.weight_receiver import WeightReceiver
+from rlhf_core.rollout.vllm.patches.packed_experts import forget_packed_experts
+from rlhf_core.rollout.vllm.vllm_engine import VllmEngine, sampled_logprobs
+from rlhf_core.rollout.vllm.weight_receiver import WeightReceiver
 
 
 def flat_logprobs() -> Any:
@@ -63,7 +63,7 @@ def test_drafts_are_counted_by_vllms_metrics() -> None:
 
     counted = {"vllm:generation_tokens": 10, "vllm:spec_decode_num_accepted_tokens": 4}
     running = Gauge(name="vllm:num_requests_running", labels={}, value=0.0)
-    sampler = Sampler.__new__(Sampler)
+    sampler = VllmEngine.__new__(VllmEngine)
     sampler._counted = (0, 0)
     metrics = lambda: [  # noqa: E731
         running,

@@ -10,38 +10,44 @@ import pytest
 from pydantic import ValidationError
 from vllm import EngineArgs
 
-from rlhf_core.config import Evaluation, Vllm
+from rlhf_core.config import EngineConfig, Evaluation
+from rlhf_core.config.engines import SPEED_ONLY
 from rlhf_core.config.judging.evaluation import VllmJudge
-from rlhf_core.config.processes import SPEED_ONLY
-from rlhf_core.rollout.environment import GRAPHS, engine_flags, graphs, require_known_options, unknown_option
+from rlhf_core.rollout.vllm.environment import (
+    GRAPHS,
+    engine_flags,
+    graphs,
+    require_known_options,
+    unknown_option,
+)
 
 
 @pytest.mark.parametrize(
     ("name", "told"),
     [
-        ("dtype", "vllm.engine.dtype: the recipe has a field of this name, so leave it out"),
+        ("dtype", "engine.options.dtype: the recipe has a field of this name, so leave it out"),
         (
             "tensor_parallel_size",
-            "vllm.engine.tensor_parallel_size: vllm has a field of this name, so leave it out",
+            "engine.options.tensor_parallel_size: engine has a field of this name, so leave it out",
         ),
         (
             "pipeline_parallel_size",
-            "vllm.engine.pipeline_parallel_size: vllm has a field of this name, so leave it out",
+            "engine.options.pipeline_parallel_size: engine has a field of this name, so leave it out",
         ),
-        ("nnodes", "vllm.engine.nnodes: alignflow sets it, so leave it out"),
-        ("hf_token", "vllm.engine.hf_token: recipes and cards would show it"),
+        ("nnodes", "engine.options.nnodes: alignflow sets it, so leave it out"),
+        ("hf_token", "engine.options.hf_token: recipes and cards would show it"),
     ],
 )
 def test_what_other_fields_set_is_refused(name: str, told: str) -> None:
     with pytest.raises(ValidationError, match=told):
-        Vllm(engine={name: 1})
+        EngineConfig(options={name: 1})
 
 
 def test_graphs_are_recorded_for_batches_that_can_be_unless_the_recipe_says_which(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     assert graphs({}) == {}, "a CPU has none"
-    monkeypatch.setattr("rlhf_core.rollout.environment.num_gpus", lambda: 1)
+    monkeypatch.setattr("rlhf_core.rollout.vllm.environment.num_gpus", lambda: 1)
     assert graphs({}) == {"cudagraph_capture_sizes": [*GRAPHS]} and GRAPHS[-1] == 512 and len(GRAPHS) < 25
     assert all(b - a <= max(16, a // 4) for a, b in itertools.pairwise((8, *GRAPHS[4:]))), (
         "a batch is padded by a quarter at most"
@@ -67,14 +73,14 @@ def test_pipeline_stages_are_for_engines_that_ray_places_and_draft_nothing() -> 
         kind.model_validate(fields)
         with pytest.raises(
             ValidationError,
-            match=r"vllm\.pipeline_parallel_size is for the engines of ppo and preferences: leave it out",
+            match=r"engine\.pipeline_parallel_size is for the engines of ppo and preferences: leave it out",
         ):
-            kind.model_validate({**fields, "vllm": {"pipeline_parallel_size": 2}})
+            kind.model_validate({**fields, "engine": {"pipeline_parallel_size": 2}})
     with pytest.raises(
         ValidationError,
         match="speculative_config is for engines without pipeline_parallel_size: leave one of them out",
     ):
-        Vllm(gpus=1, pipeline_parallel_size=2, engine={"speculative_config": NGRAM})
+        EngineConfig(gpus=1, pipeline_parallel_size=2, options={"speculative_config": NGRAM})
 
 
 NGRAM = {"method": "ngram", "num_speculative_tokens": 3}
@@ -96,19 +102,19 @@ NGRAM = {"method": "ngram", "num_speculative_tokens": 3}
         (
             {"additional_config": {True: 1}},
             0,
-            "vllm.engine.additional_config: the key True is no text: put it in quotes",
+            "engine.options.additional_config: the key True is no text: put it in quotes",
         ),
-        ({"speculative_config": NGRAM}, 0, "vllm.engine.speculative_config needs a GPU"),
+        ({"speculative_config": NGRAM}, 0, "engine.options.speculative_config needs a GPU"),
         ({"quantization": "awq"}, 1, "new weights could be loaded as fp8 alone: set it to fp8"),
-        ({"quantization": "fp8"}, 0, "vllm.engine.quantization needs a GPU, and gpus is 0"),
+        ({"quantization": "fp8"}, 0, "engine.options.quantization needs a GPU, and gpus is 0"),
     ],
 )
 def test_formats_and_drafts_that_cannot_work_are_refused(
     engine: dict[str, object], gpus: float, told: str
 ) -> None:
     with pytest.raises(ValidationError, match=told):
-        Vllm(engine=engine, gpus=gpus)
-    assert Vllm(engine={"quantization": "fp8", "speculative_config": NGRAM}, gpus=1).drafts == NGRAM
+        EngineConfig(options=engine, gpus=gpus)
+    assert EngineConfig(options={"quantization": "fp8", "speculative_config": NGRAM}, gpus=1).drafts == NGRAM
 
 
 def test_flags_of_a_server() -> None:
@@ -142,9 +148,9 @@ def test_options_that_vllm_does_not_have_are_told() -> None:
     assert unknown_option({"max_num_seq": 4}).endswith(
         "has no option 'max_num_seq'; did you mean max_num_seqs?"
     )
-    with pytest.raises(ValueError, match=r"vllm\.engine: vLLM .* has no option 'xyzzy'"):
+    with pytest.raises(ValueError, match=r"engine\.options: vLLM .* has no option 'xyzzy'"):
         require_known_options({"xyzzy": 1})
 
 
 def test_the_installed_vllm_has_the_options_that_are_in_no_digest() -> None:
-    assert SPEED_ONLY <= EngineArgs.__dataclass_fields__.keys()
+    assert SPEED_ONLY - {"batch_size"} <= EngineArgs.__dataclass_fields__.keys()

@@ -21,10 +21,10 @@ from starlette.responses import PlainTextResponse
 from starlette.routing import Route
 from starlette.testclient import TestClient
 
-from rlhf_core.config import Vllm, VllmJudge
-from rlhf_core.rollout.environment import UNCOMPILED, compilation
-from rlhf_core.rollout.key_guard import KeyGuard
-from rlhf_core.rollout.server import Server, ServerFailed, serving
+from rlhf_core.config import EngineConfig, VllmJudge
+from rlhf_core.rollout.vllm.environment import UNCOMPILED, compilation
+from rlhf_core.rollout.vllm.key_guard import KeyGuard
+from rlhf_core.rollout.vllm.server import Server, ServerFailed, serving
 from rlhf_core.system.reaper import descendants
 
 ROOT = Path(__file__).parents[3]
@@ -66,11 +66,13 @@ server.serve_forever()
 @pytest.fixture
 def stub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., object]:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("rlhf_core.rollout.server.GRACE_SECONDS", 0.5)  # the worker does not listen to TERM
+    monkeypatch.setattr(
+        "rlhf_core.rollout.vllm.server.GRACE_SECONDS", 0.5
+    )  # the worker does not listen to TERM
     (tmp_path / "stub.py").write_text(STUB)
 
     def start(kind: str, **changes: object) -> object:
-        vllm = Vllm.model_validate({"start_timeout": 30.0} | changes)
+        vllm = EngineConfig.model_validate({"start_timeout": 30.0} | changes)
         log = tmp_path / "logs" / "server.log"
         return serving(
             kind, "some-model", log, vllm, seed=3, dtype="float32", max_model_len=64, command=("stub.py",)
@@ -160,7 +162,7 @@ def test_a_server_that_never_gets_ready_is_waited_for_as_long_as_said(stub: Call
     with (
         pytest.raises(
             ServerFailed,
-            match=r"did not answer http://127.0.0.1:\d+/health within 2 s: raise vllm.start_timeout",
+            match=r"did not answer http://127.0.0.1:\d+/health within 2 s: raise engine.start_timeout",
         ) as caught,
         stub("silent", start_timeout=2.0),  # type: ignore[attr-defined]
     ):
@@ -206,8 +208,8 @@ def test_a_killed_owner_leaves_no_server_behind(
     number: int, stub: Callable[..., object], tmp_path: Path
 ) -> None:
     script = (
-        "from pathlib import Path\nimport time\nimport rlhf_core.rollout.server as s\nfrom rlhf_core.config"
-        " import Vllm\ns.GRACE_SECONDS = 0.5\nwith s.serving('good', 'm', Path('log'), Vllm(), seed=0,"
+        "from pathlib import Path\nimport time\nimport rlhf_core.rollout.vllm.server as s\nfrom rlhf_core.config"
+        " import EngineConfig\ns.GRACE_SECONDS = 0.5\nwith s.serving('good', 'm', Path('log'), EngineConfig(), seed=0,"
         " dtype='float32', max_model_len=64, command=('stub.py',)):\n    print('ready', flush=True)\n   "
         " time.sleep(600)\n"
     )
@@ -230,15 +232,15 @@ def test_a_server_is_one_engine_that_stays_awake() -> None:
         ({"gpus": 1, "sleep": True}, "never sleeps"),
     ):
         with pytest.raises(ValueError, match=complaint):
-            VllmJudge(model="sft", vllm=Vllm(**vllm))  # type: ignore[arg-type]
-    assert VllmJudge(model="sft", vllm=Vllm(gpus=0.5)).vllm.gpus == 0.5
+            VllmJudge(model="sft", engine=EngineConfig(**vllm))  # type: ignore[arg-type]
+    assert VllmJudge(model="sft", engine=EngineConfig(gpus=0.5)).engine.gpus == 0.5
 
 
 @pytest.mark.parametrize("split", [1, 4])
 def test_on_a_gpu_host_the_model_is_split_and_takes_its_share(
     split: int, stub: Callable[..., object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("rlhf_core.rollout.server.num_gpus", lambda: 8)
+    monkeypatch.setattr("rlhf_core.rollout.vllm.server.num_gpus", lambda: 8)
     with stub("good", tensor_parallel_size=split, gpu_memory_utilization=0.6) as server:  # type: ignore[attr-defined]
         sent = " ".join(map(str, get(server, "/v1/models", server.key)[1]["arguments"]))  # type: ignore[call-overload]
     assert (
@@ -268,10 +270,10 @@ def test_a_model_with_experts_is_not_compiled_on_a_gpu(
     (tmp_path / "config.json").write_text(json.dumps(config))
     assert compilation(str(tmp_path)) == {}, "the CPU's engine compiles nothing"
     for user in ("server", "environment"):
-        monkeypatch.setattr(f"rlhf_core.rollout.{user}.num_gpus", lambda: 1)
+        monkeypatch.setattr(f"rlhf_core.rollout.vllm.{user}.num_gpus", lambda: 1)
     assert compilation("owner/name") == {}, "the Hub cannot be reached"
     monkeypatch.setattr(
-        "rlhf_core.rollout.environment.hf_hub_download", lambda *_, **__: str(tmp_path / "config.json")
+        "rlhf_core.rollout.vllm.environment.hf_hub_download", lambda *_, **__: str(tmp_path / "config.json")
     )
     assert compilation("owner/name") == (UNCOMPILED if uncompiled else {})
     with stub(str(tmp_path)) as server:  # type: ignore[attr-defined]

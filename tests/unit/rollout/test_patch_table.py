@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 
-from rlhf_core.rollout import patches
-from rlhf_core.rollout.patches import table
-from rlhf_core.rollout.patches.table import (
+from rlhf_core.rollout.vllm import patches
+from rlhf_core.rollout.vllm.patches import table
+from rlhf_core.rollout.vllm.patches.table import (
     PATCHES,
     TESTED,
     apply_patches,
@@ -40,7 +40,7 @@ PRIVATE = {
         "vllm.v1.executor.uniproc_executor:get_distributed_init_method",
     ],
     "gpt_oss_experts": ["vllm.model_executor.models.gpt_oss:GptOssModel._load_weights_other"],
-    "qwen2_runner": ["vllm.config.vllm:DEFAULT_V2_MODEL_RUNNER_ARCHITECTURES"],
+    "qwen2_runner": ["vllm.config.engine:DEFAULT_V2_MODEL_RUNNER_ARCHITECTURES"],
     "packed_experts": [],
     "vocabulary_rows": ["vllm.model_executor.models.qwen2:Qwen2ForCausalLM.compute_logits"],
     "memory_share": ["vllm.v1.worker.gpu_worker:Worker.determine_available_memory"],
@@ -129,7 +129,7 @@ def test_patches_of_a_release_are_applied_once(_afresh: None, monkeypatch: pytes
 
 def test_the_table_is_read_without_heavy_libraries() -> None:
     code = (
-        "import sys, rlhf_core.rollout.patches.table; print([m for m in ('torch', 'vllm') if m in"
+        "import sys, rlhf_core.rollout.vllm.patches.table; print([m for m in ('torch', 'vllm') if m in"
         " sys.modules])"
     )
     done = subprocess.run(
@@ -139,7 +139,7 @@ def test_the_table_is_read_without_heavy_libraries() -> None:
 
 
 def test_the_docs_have_the_table() -> None:
-    page = (Path(patches.__path__[0]).parents[2] / "docs/explanation/private-parts.md").read_text()
+    page = (Path(patches.__path__[0]).parents[3] / "docs/explanation/private-parts.md").read_text()
     for patch in PATCHES:
         releases = ", ".join(release.rstrip(".") for release in patch.releases)
         assert f"| `{patch.module}` | {releases} | {patch.does} | {patch.ends_with} |" in page

@@ -14,8 +14,8 @@ from vllm.config.load import LoadConfig
 from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 from vllm.v1.worker import gpu_worker
 
-from rlhf_core.rollout.patches.gpu_worker import Worker
-from rlhf_core.rollout.patches.memory_share import BESIDES
+from rlhf_core.rollout.vllm.patches.gpu_worker import Worker
+from rlhf_core.rollout.vllm.patches.memory_share import BESIDES
 from rlhf_core.system import progress
 
 GIB = 2**30
@@ -78,7 +78,7 @@ def test_a_share_that_holds_no_cache_is_an_error(monkeypatch: pytest.MonkeyPatch
     with pytest.raises(
         ValueError,
         match=(
-            r"and 2 GiB for CUDA, NCCL and graphs take 7.0 GiB, and vllm.gpu_memory_utilization grants 6.0:"
+            r"and 2 GiB for CUDA, NCCL and graphs take 7.0 GiB, and engine.gpu_memory_utilization grants 6.0:"
             r" raise it"
         ),
     ):

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from rlhf_core.rollout.patches.vocabulary_rows import leave_out_padding
-from rlhf_core.rollout.patches.warm_up import whole_distributions
+from rlhf_core.rollout.vllm.patches.vocabulary_rows import leave_out_padding
+from rlhf_core.rollout.vllm.patches.warm_up import whole_distributions
 
 
 def asked(**changed: Any) -> Any:
@@ -29,7 +29,7 @@ def test_a_workers_process_chooses_the_runner_that_the_scheduler_chose(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """It is spawned with the worker's module alone, which patches before vLLM's worker chooses."""
-    from rlhf_core.rollout.patches import gpu_worker
+    from rlhf_core.rollout.vllm.patches import gpu_worker
 
     said: list[str] = []
     monkeypatch.setattr(gpu_worker, "is_release", lambda release: True)
@@ -43,7 +43,7 @@ def test_a_workers_process_chooses_the_runner_that_the_scheduler_chose(
 def test_the_second_runner_of_one_release_asks_nothing_at_its_start(
     release: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from rlhf_core.rollout.patches import warm_up
+    from rlhf_core.rollout.vllm.patches import warm_up
 
     asked: list[object] = []
     monkeypatch.setattr(warm_up, "is_release", release.startswith)

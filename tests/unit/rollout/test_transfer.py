@@ -17,7 +17,7 @@ from torch import Tensor
 
 from rlhf_core.cluster.rank_environment import store_address
 from rlhf_core.rollout import weight_transfer
-from rlhf_core.rollout.weight_receiver import _with_head
+from rlhf_core.rollout.vllm.weight_receiver import _with_head
 from rlhf_core.rollout.weight_transfer import (
     ALIGNMENT,
     Broadcast,

@@ -19,7 +19,7 @@ from rlhf_core.data.documents import Document
 from rlhf_core.models.scoring import STATISTICS, RewardScorer
 from rlhf_core.rewards.contract import RewardsFailed
 from rlhf_core.rewards.server import application
-from rlhf_core.rollout.engine import Answer, Sampling
+from rlhf_core.rollout.contract import Answer, Sampling
 from rlhf_core.runs.run_dir import Outcome, RunDir, StageRequest
 from tests.support.asgi import served
 from tests.support.tiny_models import reward_model
@@ -36,7 +36,7 @@ def of_the_row(rows, query): return [row["worth"] + ("<|assistant|>6666" in text
 class ScriptedSampler:
     """Answers ANSWERS in turn; each ends by itself."""
 
-    def __init__(self, model: str, **settings: Any):
+    def __init__(self, model: str, config: Any, **settings: Any):
         self.answers = [load_tokenizer(model)(text, add_special_tokens=False).input_ids for text in ANSWERS]
 
     def stream(
@@ -66,7 +66,7 @@ def server() -> Iterator[str]:
 @pytest.fixture
 def run(material: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     """Runs the stage on two prompts, four answers each; gives its outcome and the rows it wrote."""
-    monkeypatch.setattr(rlhf_core.stages.preferences.sample_answers, "Sampler", ScriptedSampler)
+    monkeypatch.setattr(rlhf_core.stages.preferences.sample_answers, "open_engine", ScriptedSampler)
     monkeypatch.setattr(RewardScorer, "score", score)
     (tmp_path / "code.py").write_text(FUNCTIONS)
     (tmp_path / "prompts.jsonl").write_text(

@@ -27,7 +27,7 @@ from rlhf_core.models.checkpoint.weight_files import fill
 from rlhf_core.models.checkpoint.weights import checkpoint_weights
 from rlhf_core.models.load import Policy, Scorer, load_policy, load_scorer
 from rlhf_core.objectives.losses import Loss
-from rlhf_core.rollout.engine import Sampler
+from rlhf_core.rollout.vllm.vllm_engine import VllmEngine
 from rlhf_core.rollout.weight_transfer import Broadcast, Rendezvous
 from rlhf_core.runs.run_dir import RunDir
 from rlhf_core.stages.ppo.roles.actor import Actor
@@ -125,7 +125,7 @@ def test_work_of_child_processes_counts(monkeypatch: pytest.MonkeyPatch) -> None
 def test_steps_of_an_engine_count() -> None:
     """vLLM hands on nothing before an answer is complete."""
     engine = SimpleNamespace(step=list)
-    sampler = Sampler.__new__(Sampler)
+    sampler = VllmEngine.__new__(VllmEngine)
     sampler.llm = SimpleNamespace(llm_engine=engine)
     assert counted(lambda: [sampler._step() for _ in range(3)]) == 3
 

@@ -56,7 +56,7 @@ SETTINGS = [
     ),
     *(
         "ppo.export_at=[10, 20]",
-        "ppo.vllm.seed_answers=true",
+        "ppo.engine.seed_answers=true",
         "evaluation.endpoints.mine.max_attempts=2",
         "evaluation.gates.0.min=0.1",
     ),

@@ -60,7 +60,7 @@ class Actor(Trained):
             shards_of(config, "actor"),
         )
         policy.leave_out_padding(model.path)
-        if config.vllm.adapters == "alone":
+        if config.engine.adapters == "alone":
             require_linear(policy.model)
         if config.replays_routing:
             policy.replay_routing()
@@ -93,7 +93,7 @@ class Actor(Trained):
         """Returns the log-probs of the whole distributions, and the same with noise of the size of rounding
         errors."""
         plain = self.logprobs(documents, 1.0)
-        with noisy(self.module, noise_of(self.config.dtype, self.config.vllm.engine)):
+        with noisy(self.module, noise_of(self.config.dtype, self.config.engine.options)):
             return plain, self.logprobs(documents, 1.0)
 
     def update(self, items: list[Experience], update: Update, read: list[Read]) -> dict[str, float]:
@@ -174,7 +174,7 @@ class Actor(Trained):
         merged weights."""
         survival = Survival()
         model = self.engine.module.model
-        if self.config.vllm.adapters == "alone":
+        if self.config.engine.adapters == "alone":
             weights = scaled_adapters(model, self.engine.gathered)
         else:
             weights = checkpoint_weights(model, self.engine.gathered, survival)

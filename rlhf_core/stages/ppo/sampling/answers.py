@@ -28,7 +28,7 @@ from rlhf_core.data.documents import Document, Prompt, compact
 from rlhf_core.environments.episodes import Asked, Episode
 from rlhf_core.rewards.clients import Rewards, join
 from rlhf_core.rewards.combine import Running, Term, combine, with_answers
-from rlhf_core.rollout.engine import Answer, Sampling
+from rlhf_core.rollout.contract import Answer, Sampling
 from rlhf_core.stages.ppo.fleet import Fleet
 from rlhf_core.stages.ppo.records import Own, Rollout, Scores
 from rlhf_core.stages.ppo.shaped_rewards import shaped_rewards

@@ -18,8 +18,8 @@ import numpy as np
 
 from rlhf_core.data.documents import Prompt
 from rlhf_core.environments.episodes import Asked
+from rlhf_core.rollout.contract import Sampling
 from rlhf_core.rollout.dispatch import Background
-from rlhf_core.rollout.engine import Sampling
 from rlhf_core.stages.ppo.fleet import Fleet
 from rlhf_core.stages.ppo.records import Rollout
 from rlhf_core.stages.ppo.sampling.answers import PromptOrder, Sampled, of_episode, rollout

@@ -26,7 +26,7 @@ from rlhf_core.data.sources import prompts as load_prompts
 from rlhf_core.mean_interval import mean_interval
 from rlhf_core.rewards.clients import Rewards
 from rlhf_core.rewards.combine import Term, plain_sum
-from rlhf_core.rollout.engine import Sampling
+from rlhf_core.rollout.contract import Sampling
 from rlhf_core.runs.run_dir import STATE, VALIDATION, RunDir
 from rlhf_core.stages.ppo.fleet import Fleet
 from rlhf_core.stages.ppo.records import Rollout, shown

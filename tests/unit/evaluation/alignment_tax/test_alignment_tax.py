@@ -267,7 +267,7 @@ def test_models_are_parents_and_the_task_files_content_decides_the_digest(tmp_pa
     assert node.parents == ("dpo", "sft") and KINDS[node.kind].package == "evaluation"
     path = write_task(tmp_path)
     before = planned(tasks=[path])["alignment_tax"].digest
-    assert before == planned(tasks=[path], concurrency=3, vllm={"start_timeout": 7})["alignment_tax"].digest
+    assert before == planned(tasks=[path], concurrency=3, engine={"start_timeout": 7})["alignment_tax"].digest
     (tmp_path / "rows.jsonl").write_text('{"q": 22}\n')
     changed = planned(tasks=[path])["alignment_tax"].digest
     assert len({before, changed, node.digest, planned(limit=5)["alignment_tax"].digest}) == 4

@@ -279,7 +279,7 @@ def test_a_local_judge_is_a_parent_and_its_dependency_decides_the_digest() -> No
         )
     )["evaluation"]
     assert other.models["org/judge"] == "org/judge" and other.digest != node.digest
-    patient = [{"kind": "vllm", "model": "sft", "max_tokens": 64, "vllm": {"start_timeout": 5}}]
+    patient = [{"kind": "vllm", "model": "sft", "max_tokens": 64, "engine": {"start_timeout": 5}}]
     assert planned(recipe(models=["sft"], endpoints={}, judges=patient))["evaluation"].digest == node.digest
 
 
@@ -292,5 +292,5 @@ def test_a_missing_key_and_the_gpus_of_a_judge_are_seen_before_work(monkeypatch:
     assert told == [
         "stages.evaluation: the endpoint gpt needs a key in the environment variable OPENAI_API_KEY; set it"
     ]
-    judge = {"kind": "vllm", "model": "sft", "vllm": {"gpus": 1, "tensor_parallel_size": 2}}
+    judge = {"kind": "vllm", "model": "sft", "engine": {"gpus": 1, "tensor_parallel_size": 2}}
     assert needs(planned(recipe(models=["sft"], endpoints={}, judges=[judge]))["evaluation"].config).gpus == 2

@@ -116,7 +116,7 @@ def test_gpus_that_a_stage_reserves() -> None:
     assert gpus_of(sft.model_dump(mode="json")) == 8
     one = {"gpus": 1.0}
     roles = {f"{role}_ranks": one for role in ("actor", "critic", "reference", "reward")}
-    shared = PPO.model_validate({"prompts": PROMPTS, "colocate_all": True, "vllm": one, **roles})
+    shared = PPO.model_validate({"prompts": PROMPTS, "colocate_all": True, "engine": one, **roles})
     assert gpus_of(shared.model_dump(mode="json")) == 1, "all roles share it"
     assert gpus_of({"stage": "sft", "unheard": 1}) is None and gpus_of({}) is None
 

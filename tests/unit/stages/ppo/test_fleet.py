@@ -195,7 +195,7 @@ def test_a_model_with_experts_may_differ_at_a_tenth_of_the_probed_tokens(
             made.probe([Document([1], [False])])
         with pytest.raises(
             EngineDiffers,
-            match=r"before any weight sync .* computes the model in another way than transformers",
+            match=r"before any weight sync .* computes the model in another way than the trainer",
         ):
             made.probe([Document([1], [False])], synced=False)
     else:

@@ -19,7 +19,7 @@ from rlhf_core.config import PPO, Data
 from rlhf_core.config.kinds import has_metric
 from rlhf_core.data.documents import Document, Prompt
 from rlhf_core.rewards.clients import Rewards
-from rlhf_core.rollout.engine import Answer, Sampling
+from rlhf_core.rollout.contract import Answer, Sampling
 from rlhf_core.runs.metrics_log import read_metrics
 from rlhf_core.runs.run_dir import RunDir, StageRequest, run_stage
 from rlhf_core.stages.ppo import train
@@ -186,12 +186,12 @@ def config(**fields: Any) -> PPO:
             {"colocate_all": True},
             (
                 "trains while engines generate, so they need GPUs of their own: leave out colocate_all and"
-                " vllm.sleep"
+                " engine.sleep"
             ),
         ),
         (
-            {"vllm": {"gpus": 1, "sleep": True}},
-            "they need GPUs of their own: leave out colocate_all and vllm.sleep",
+            {"engine": {"gpus": 1, "sleep": True}},
+            "they need GPUs of their own: leave out colocate_all and engine.sleep",
         ),
         ({"stream_batch_size": 4}, "there is nothing to stream: leave out stream_batch_size"),
         ({"sampler_is": "off"}, "set sampler_is to truncate or clamp"),

@@ -19,7 +19,7 @@ from rlhf_core.objectives.kl_controller import KLController
 from rlhf_core.rewards.clients import Rewards
 from rlhf_core.rewards.combine import Running, Term
 from rlhf_core.rewards.contract import RewardsFailed
-from rlhf_core.rollout.engine import Answer, Sampling
+from rlhf_core.rollout.contract import Answer, Sampling
 from rlhf_core.stages.ppo.fleet import Probe
 from rlhf_core.stages.ppo.iteration import Carried, ppo_iteration
 from rlhf_core.stages.ppo.records import Experience, Rollout, Scores
@@ -291,14 +291,14 @@ def iterate(fleet: Fleet, config: PPO, step: int = 0) -> Any:
 
 def test_an_engine_that_sleeps_does_so_while_the_models_work() -> None:
     fleet = Fleet(lambda prompt, j: float(j), sleeps=True)
-    done = iterate(fleet, config(vllm={"gpus": 1, "sleep": True}))
+    done = iterate(fleet, config(engine={"gpus": 1, "sleep": True}))
     assert fleet.said == ["sample", "sleep", "score", "train", "wake", "publish", "probe"]
     assert {"phase/sleep", "phase/wake"} <= set(done.metrics)
 
 
 def test_an_engine_that_sleeps_keeps_weights_that_nobody_will_send() -> None:
     fleet = Fleet(lambda prompt, j: float(j), sleeps=True)
-    iterate(fleet, config(vllm={"gpus": 1, "sleep": True}, freezing_actor_steps=1))
+    iterate(fleet, config(engine={"gpus": 1, "sleep": True}, freezing_actor_steps=1))
     assert fleet.said == ["sample", "sleep and keep", "score", "train", "wake"]
 
 

@@ -14,7 +14,7 @@ from rlhf_core.config import PPO, Data
 from rlhf_core.data.documents import Prompt
 from rlhf_core.rewards.clients import Rewards
 from rlhf_core.rewards.contract import RewardsFailed
-from rlhf_core.rollout.engine import Answer, Sampling
+from rlhf_core.rollout.contract import Answer, Sampling
 from rlhf_core.stages.ppo.fleet import Probe
 from rlhf_core.stages.ppo.iteration import Carried, ppo_iteration
 from rlhf_core.stages.ppo.records import Part, Rollout, Scores
@@ -179,7 +179,7 @@ def test_an_iteration_waits_for_the_scores_that_are_under_way() -> None:
             "stream_batch_size scores while engines generate, so they need GPUs of their own",
         ),
         (
-            {"vllm": {"gpus": 1, "sleep": True}},
+            {"engine": {"gpus": 1, "sleep": True}},
             "stream_batch_size scores while engines generate, so they need GPUs of their own",
         ),
         (

@@ -19,7 +19,7 @@ from rlhf_core.data.documents import Document, Prompt
 from rlhf_core.data.sources import prompts as load_prompts
 from rlhf_core.rewards.clients import Rewards
 from rlhf_core.rewards.combine import term_of
-from rlhf_core.rollout.engine import Sampling, answer_of
+from rlhf_core.rollout.contract import Sampling, answer_of
 from rlhf_core.runs.run_dir import RunDir
 from rlhf_core.stages.ppo.records import Rollout
 from rlhf_core.stages.ppo.sampling.answers import rollout

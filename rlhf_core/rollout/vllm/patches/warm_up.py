@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor
 from vllm.v1.worker import gpu_worker
 
-from rlhf_core.rollout.patches.table import is_release
+from rlhf_core.rollout.vllm.patches.table import is_release
 
 
 @contextmanager

@@ -22,7 +22,7 @@ from rlhf_core.hub.api import client_options
 from rlhf_core.hub.ids import parted
 from rlhf_core.hub.model_config import experts_of_config, text_config, wraps_text_by_config
 from rlhf_core.hub.model_files import ADAPTER_CONFIG
-from rlhf_core.rollout.patches.table import is_release
+from rlhf_core.rollout.vllm.patches.table import is_release
 from rlhf_core.system import progress
 from rlhf_core.system.machine import num_gpus
 from rlhf_core.system.processes import child_environment
@@ -154,14 +154,14 @@ def no_class_for(architecture: str) -> str | None:
     if not architecture or chooses or architecture in ModelRegistry.get_supported_archs():
         return None
     return (
-        f"vLLM {__version__} has no class for {architecture}, so it cannot answer: train it by SFT, DPO or"
-        " KTO, or take another one"
+        f"vLLM {__version__} has no class for {architecture}, so it cannot answer: set engine.kind to"
+        " transformers, or train it by SFT, DPO or KTO"
     )
 
 
 def unknown_option(options: Mapping[str, object]) -> str:
-    """Returns a message naming an option of `vllm.engine` that the installed vLLM lacks; "" if it has all or
-    is not installed."""
+    """Returns a message naming an option of `engine.options` that the installed vLLM lacks; "" if it has all
+    or is not installed."""
     if not options:
         return ""
     set_vllm_environment(1)
@@ -181,11 +181,11 @@ def require_known_options(options: Mapping[str, object]) -> None:
     """Raises ValueError with the message of `unknown_option`, if any."""
     told = unknown_option(options)
     if told:
-        raise ValueError(f"vllm.engine: {told}")
+        raise ValueError(f"engine.options: {told}")
 
 
 def engine_flags(options: Mapping[str, object]) -> list[str]:
-    """Returns options of `vllm.engine` as flags of `vllm serve`."""
+    """Returns options of `engine.options` as flags of `vllm serve`."""
     flags = []
     for name, value in options.items():
         flag = name.replace("_", "-")

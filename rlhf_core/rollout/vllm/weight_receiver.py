@@ -14,9 +14,9 @@ from vllm.distributed import get_pp_group
 
 from rlhf_core.hub.model_config import FIXED_EXPERTS, keeps_experts
 from rlhf_core.models.wrapper import stored_names, text_names
-from rlhf_core.rollout.patches.packed_experts import forget_packed_experts
-from rlhf_core.rollout.patches.vocabulary_rows import leave_out_padding
-from rlhf_core.rollout.pipeline import join_stages
+from rlhf_core.rollout.vllm.patches.packed_experts import forget_packed_experts
+from rlhf_core.rollout.vllm.patches.vocabulary_rows import leave_out_padding
+from rlhf_core.rollout.vllm.pipeline import join_stages
 from rlhf_core.rollout.weight_transfer import Broadcast, Channel, Rendezvous, Route, SameGpu, gpu_uuid
 
 join_stages()  # vLLM's processes import this module before they connect
@@ -77,7 +77,7 @@ class WeightReceiver:
         config = self.model_runner.model_config
         if config.hf_config is not config.hf_text_config:
             raise ValueError(
-                f"vllm.adapters: alone is for language models, and vLLM runs the whole of {config.model}:"
+                f"engine.adapters: alone is for language models, and vLLM runs the whole of {config.model}:"
                 " leave it out"
             )
         manager = self.model_runner.lora_manager._adapter_manager
@@ -176,7 +176,7 @@ def replace_adapters(model_runner: Any, named: dict[str, Tensor], rank: int) -> 
         lacking = ", ".join(sorted(unknown)[:3])
         raise ValueError(
             f"vLLM has no adapters for {lacking}: name other layers in lora.targets, or leave"
-            " vllm.adapters out"
+            " engine.adapters out"
         )
     manager.activate_adapter(ADAPTER_ID)
 

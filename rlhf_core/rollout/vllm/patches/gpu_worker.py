@@ -6,10 +6,10 @@ from typing import Any
 
 from vllm.v1.worker import gpu_worker
 
-from rlhf_core.rollout.patches import qwen2_runner
-from rlhf_core.rollout.patches.memory_share import memory_for_cache
-from rlhf_core.rollout.patches.table import apply_patches, is_release
-from rlhf_core.rollout.patches.warm_up import whole_distributions, without_requests_of_its_own
+from rlhf_core.rollout.vllm.patches import qwen2_runner
+from rlhf_core.rollout.vllm.patches.memory_share import memory_for_cache
+from rlhf_core.rollout.vllm.patches.table import apply_patches, is_release
+from rlhf_core.rollout.vllm.patches.warm_up import whole_distributions, without_requests_of_its_own
 
 BASE: Any = gpu_worker.Worker
 

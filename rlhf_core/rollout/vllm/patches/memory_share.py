@@ -31,7 +31,7 @@ def memory_for_cache(worker: Any, run_largest_batch: Callable[[], object]) -> in
     if left <= 0:
         raise ValueError(
             f"weights, the largest batch and {BESIDES / 2**30:g} GiB for CUDA, NCCL and graphs take"
-            f" {taken / 2**30:.1f} GiB, and vllm.gpu_memory_utilization grants"
+            f" {taken / 2**30:.1f} GiB, and engine.gpu_memory_utilization grants"
             f" {worker.requested_memory / 2**30:.1f}: raise it"
         )
     worker.cache_config.kv_cache_memory_bytes = left

@@ -1,31 +1,24 @@
-"""Runs one vLLM engine in this process: token ids in, token ids and log-probs out.
-
-Tokens are decoded only to find stop texts. Each answer has its own seed, a function of the run, the step and
-the prompt, so a resumed run samples the same answers as an uninterrupted one. Weights arrive as (name,
-tensor) pairs under checkpoint names.
-"""
+"""Runs one vLLM engine in this process (`RolloutEngine`). Tokens are decoded only to find stop texts; weights
+arrive as (name, tensor) pairs under checkpoint names."""
 
 from __future__ import annotations
 
 import random
 import time
-from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 
-from rlhf_core.config import Vllm
-from rlhf_core.config.loops import Rewarded
-from rlhf_core.data.documents import received, to_send
+from rlhf_core.config.engines import EngineConfig
 from rlhf_core.hub.model_config import experts_of_config, text_config, wraps_text_by_config
 from rlhf_core.hub.vocabulary import known_rows
 from rlhf_core.models.experts import replayed
-from rlhf_core.rollout.environment import (
+from rlhf_core.rollout.contract import Answer, Request, Sampling, answer_of
+from rlhf_core.rollout.vllm.environment import (
     CPU_BATCHED_TOKENS,
     adapter_options,
     compilation,
@@ -37,89 +30,15 @@ from rlhf_core.rollout.environment import (
     set_vllm_environment,
     whole_model,
 )
-from rlhf_core.rollout.patches.table import apply_patches
-from rlhf_core.rollout.pipeline import WHOLE, Followers, PipelineStage
-from rlhf_core.rollout.weight_receiver import adapter_request
+from rlhf_core.rollout.vllm.patches.table import apply_patches
+from rlhf_core.rollout.vllm.pipeline import Followers, PipelineStage
+from rlhf_core.rollout.vllm.weight_receiver import adapter_request
 from rlhf_core.rollout.weight_transfer import Rendezvous, Route
 from rlhf_core.system import progress
 from rlhf_core.system.gc_pause import uncollected
 
 ASKED = "asked-"  # prefix of the ids of `advance`'s requests
 COUNTERS = ("vllm:generation_tokens", "vllm:spec_decode_num_accepted_tokens")  # names of public vLLM metrics
-
-
-@dataclass(frozen=True)
-class Answer:
-    """Holds a sampled answer (`answer_of`). `logprobs[i]` is the sampler's log-prob of `tokens[i]` under the
-    distribution it sampled from. `versions`: for answers to a `Request`, pairs (first token, version of the
-    weights from there on).
-
-    `finished` is False when the length limit cut the answer; else its last token is a stop token or ends a
-    stop text. `experts` (T - 1, layers, k): the experts of the tokens of prompt and answer; the last token
-    was routed to none. Only engines with `routing_replay` return them.
-    """
-
-    tokens: Sequence[int]
-    logprobs: Sequence[float]
-    finished: bool
-    experts: np.ndarray | None = None
-    versions: Sequence[tuple[int, int]] = ()
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _received, (
-            to_send(self.tokens),
-            to_send(self.logprobs),
-            self.finished,
-            self.experts,
-            self.versions,
-        )
-
-
-def _received(tokens: Any, logprobs: Any, *others: Any) -> Answer:
-    return Answer(received(tokens), received(logprobs), *others)
-
-
-def answer_of(
-    tokens: Sequence[int], logprobs: Sequence[float], finished: bool, experts: np.ndarray | None = None
-) -> Answer:
-    """Returns an answer of int32 tokens and fp32 log-probs, which the processes of a node can share without
-    copying."""
-    return Answer(array("i", tokens), array("f", logprobs), finished, experts)
-
-
-class Sampling(NamedTuple):
-    """Describes how answers are sampled: `n` per prompt, with log-probs if `logprobs`. A text in `stop` ends
-    an answer and stays in it.
-
-    With `seed_whole` all answers share one stream of random numbers, seeded from all seeds. vLLM then draws
-    for the whole batch at once instead of per answer, and an answer depends on the rest of its batch.
-    """
-
-    n: int
-    temperature: float
-    max_new_tokens: int
-    stop_token_ids: Sequence[int]
-    seed_whole: bool = False
-    logprobs: bool = True
-    top_p: float = 1.0
-    top_k: int = 0
-    stop: Sequence[str] = ()
-
-    @classmethod
-    def of(cls, config: Rewarded, n: int, stop_token_ids: Sequence[int], logprobs: bool = True) -> Sampling:
-        """Returns a stage's sampling settings."""
-        sizes = (n, config.temperature, config.generate_max_len, list(stop_token_ids))
-        return cls(*sizes, False, logprobs, config.top_p, config.top_k, config.stop)
-
-
-class Request(NamedTuple):
-    """Asks for one answer (`sampling.n` is ignored) alongside others that the engine works on. `key`: a
-    number chosen by the caller."""
-
-    key: int
-    tokens: list[int]
-    seed: int
-    sampling: Sampling
 
 
 class Begun(NamedTuple):
@@ -141,41 +60,41 @@ def library(kv_cache_gib: float) -> Any:
     return vllm
 
 
-class Sampler:
+class VllmEngine:
     """Starts a vLLM engine and loads a model, one per process; `close` ends it. `first`: the number of
     processes of the engines before it. `adapter_rank`: the rank of the adapters; if set, the engine receives
-    only adapters. `stage`: in the process of a pipeline stage after the first, only the engine's worker
-    processes are started, and `stay` waits for their end."""
+    only adapters. `stage`: the values of a `PipelineStage`; in the process of a pipeline stage after the
+    first, only the engine's worker processes are started, and `stay` waits for their end."""
 
     first = 0
 
     def __init__(
         self,
         model: str,
+        config: EngineConfig,
         *,
         seed: int,
         max_model_len: int,
-        vllm: Vllm,
         dtype: str = "float32",
         trust_remote_code: bool = False,
         can_sleep: bool = False,
         routing_replay: bool = False,
         adapter_rank: int = 0,
-        stage: PipelineStage = WHOLE,
+        stage: tuple[Any, ...] = (),
     ):
         on_gpu = torch.cuda.is_available()
         self._dtype = dtype
         self._trust_remote_code = trust_remote_code
-        require_known_options(vllm.engine)
-        self._library = library(vllm.kv_cache_gib)
-        self._drafts = "speculative_config" in vllm.engine
+        require_known_options(config.options)
+        self._library = library(config.kv_cache_gib)
+        self._drafts = "speculative_config" in config.options
         merged = ExitStack()
         source = model
         model = merged.enter_context(whole_model(model, dtype, trust_remote_code))
         known = _known_rows(source, config_of(model))
         if adapter_rank and experts_of_config(text_config(config_of(model))):
             raise ValueError(
-                "vllm.adapters: alone is not for models with experts, whose layers vLLM would change for"
+                "engine.adapters: alone is not for models with experts, whose layers vLLM would change for"
                 " them: leave it out"
             )
         options: dict[str, Any] = dict(
@@ -188,7 +107,7 @@ class Sampler:
             enable_return_routed_experts=routing_replay
             and replayed(text_config(config_of(model)))
             and returns_routing(),
-            gpu_memory_utilization=vllm.gpu_memory_utilization,
+            gpu_memory_utilization=config.gpu_memory_utilization,
             trust_remote_code=trust_remote_code,
             enable_prefix_caching=on_gpu or not self._has_state(model, max_model_len),
             # A prompt prefilled in parts makes vLLM rewind its seeded generator, which CPU generators cannot
@@ -199,20 +118,21 @@ class Sampler:
             logprobs_mode="processed_logprobs",
             language_model_only=wraps_text_by_config(config_of(model)),
             **delta_rule(model),
-            **graphs(vllm.engine),
-            **({"worker_cls": "rlhf_core.rollout.patches.gpu_worker.Worker"} if on_gpu else {}),
-            worker_extension_cls="rlhf_core.rollout.weight_receiver.WeightReceiver",
+            **graphs(config.options),
+            **({"worker_cls": "rlhf_core.rollout.vllm.patches.gpu_worker.Worker"} if on_gpu else {}),
+            worker_extension_cls="rlhf_core.rollout.vllm.weight_receiver.WeightReceiver",
             disable_log_stats=not self._drafts,
             use_tqdm_on_load=False,
             enable_sleep_mode=can_sleep,
-            tensor_parallel_size=vllm.tensor_parallel_size,
+            tensor_parallel_size=config.tensor_parallel_size,
             **adapter_options(adapter_rank),
             # Child processes of this one, which end with it.
-            distributed_executor_backend="mp" if vllm.tensor_parallel_size > 1 else None,
+            distributed_executor_backend="mp" if config.tensor_parallel_size > 1 else None,
         )
-        options |= stage.options() | vllm.engine
-        self._store = stage.open()
-        if stage.number:
+        place = PipelineStage(*stage)
+        options |= place.options() | config.options
+        self._store = place.open()
+        if place.number:
             self._followers = Followers(self._library, options)
             merged.close()
             return

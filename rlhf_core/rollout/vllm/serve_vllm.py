@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import runpy
 
-from rlhf_core.rollout.key_guard import answer_on_given_socket
-from rlhf_core.rollout.patches.table import apply_patches
+from rlhf_core.rollout.vllm.key_guard import answer_on_given_socket
+from rlhf_core.rollout.vllm.patches.table import apply_patches
 
 apply_patches()
 

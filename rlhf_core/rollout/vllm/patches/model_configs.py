@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from typing import Any
 
-from rlhf_core.rollout.patches.table import is_release
+from rlhf_core.rollout.vllm.patches.table import is_release
 
 
 def apply() -> None:

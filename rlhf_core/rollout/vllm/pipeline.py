@@ -56,9 +56,6 @@ class PipelineStage(NamedTuple):
         return None if self.number else serve_store(self.store)
 
 
-WHOLE = PipelineStage()  # an engine with a single stage
-
-
 class Followers:
     """Runs vLLM's worker processes of a pipeline stage after the first. The constructor returns when those of
     all stages have loaded."""

@@ -1,0 +1,293 @@
+"""Runs one engine of transformers in this process (`RolloutEngine`): answers by its `generate`, with the
+model loaded as the trainer loads it. For models that vLLM cannot sample.
+
+Slow and exact: answers to prompts of one length are sampled together, without padding, until the longest one
+ends; then the next ones start.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import groupby
+from multiprocessing.connection import Client
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import GenerationConfig, PreTrainedTokenizerBase
+from transformers.generation import (
+    LogitsProcessor,
+    StoppingCriteria,
+    StoppingCriteriaList,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+
+from rlhf_core.config.engines import EngineConfig
+from rlhf_core.data.chat import load_tokenizer
+from rlhf_core.data.documents import Document
+from rlhf_core.models.kernels.attention import FLASH, PLAIN, VARLEN
+from rlhf_core.models.load import Policy, load_policy
+from rlhf_core.models.wrapper import text_names
+from rlhf_core.objectives.collate import collate
+from rlhf_core.rollout.contract import Answer, Request, Sampling, answer_of
+from rlhf_core.rollout.weight_transfer import Broadcast, Channel, Rendezvous, Route, SameGpu, gpu_uuid
+from rlhf_core.system import progress
+
+BATCH_SIZE = 64  # answers that are sampled at once
+LONGEST_PIECE = 8  # tokens that the text of one token may wait for, such as the bytes of a character
+
+
+class TransformersEngine:
+    """Loads a model as the trainer does, one per process. See `RolloutEngine`."""
+
+    first = 0
+    version = 0
+
+    def __init__(self, model: str, config: EngineConfig, *, dtype: str, trust_remote_code: bool):
+        self._device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        if self._device.type == "cuda":
+            torch.cuda.set_per_process_memory_fraction(config.gpu_memory_utilization)
+        self._batch_size = int(config.options.get("batch_size", BATCH_SIZE))
+        self._dtype = dtype
+        self._trust_remote_code = trust_remote_code
+        self._requests: list[Request] = []
+        self._channel: Channel | None = None
+        self._tokenizer: PreTrainedTokenizerBase | None = None
+        self.load(model)
+        self.version = 0
+
+    def load(self, model: str) -> None:
+        self._path = model
+        policy = load_policy(model, self._dtype, self._trust_remote_code)
+        policy.leave_out_padding(model)
+        self._set(policy)
+        self.version += 1
+
+    def _set(self, policy: Policy) -> None:
+        """Uses a policy. Attention over packed rows has no cache of keys and values, so it is replaced."""
+        model = policy.model
+        if model.config._attn_implementation in (FLASH, VARLEN, PLAIN):
+            model.set_attn_implementation("sdpa")
+        # the checkpoint's own would change the distribution, such as by a repetition penalty
+        model.generation_config = GenerationConfig()
+        self._policy = policy.to(self._device).eval().requires_grad_(False)
+
+    def generate(
+        self, prompts: Sequence[Sequence[int]], seeds: Sequence[int], sampling: Sampling
+    ) -> list[list[Answer]]:
+        answers = dict(self.stream(prompts, seeds, sampling))
+        return [answers[i] for i in range(len(prompts))]
+
+    def stream(
+        self, prompts: Sequence[Sequence[int]], seeds: Sequence[int], sampling: Sampling
+    ) -> Iterator[tuple[int, list[Answer]]]:
+        n = sampling.n
+        requests = [
+            Request(i * n + j, list(prompts[i]), seed + j, sampling)
+            for i, seed in enumerate(seeds)
+            for j in range(n)
+        ]
+        found: dict[int, list[Answer]] = {}
+        for batch in self._batches(requests):
+            # stable: the answers to a prompt come in order
+            for request, answer in zip(batch, self._answers(batch), strict=True):
+                group = found.setdefault(request.key // n, [])
+                group.append(answer)
+                if len(group) == n:
+                    yield request.key // n, found.pop(request.key // n)
+
+    def advance(
+        self, requests: Sequence[Request], seconds: float, gone: Sequence[int] = ()
+    ) -> list[tuple[int, Answer]]:
+        """Samples one batch to its end, however long it takes; the other requests continue in the next
+        call."""
+        self._requests = [request for request in [*self._requests, *requests] if request.key not in gone]
+        if not self._requests:
+            return []
+        batch = self._batches(self._requests)[0]
+        keys = {request.key for request in batch}
+        self._requests = [request for request in self._requests if request.key not in keys]
+        answers = self._answers(batch)
+        return [(request.key, answer) for request, answer in zip(batch, answers, strict=True)]
+
+    def _batches(self, requests: Sequence[Request]) -> list[list[Request]]:
+        """Returns requests that can be sampled together: prompts of one length, with the same settings."""
+
+        def kind(request: Request) -> tuple[int, str]:
+            return len(request.tokens), repr(request.sampling)
+
+        groups = [list(group) for _, group in groupby(sorted(requests, key=kind), kind)]
+        size = self._batch_size
+        return [group[start : start + size] for group in groups for start in range(0, len(group), size)]
+
+    @torch.no_grad()
+    def _answers(self, batch: Sequence[Request]) -> list[Answer]:
+        sampling = batch[0].sampling
+        tokens = torch.tensor([request.tokens for request in batch], device=self._device)
+        draws = SeededDraws([request.seed for request in batch], sampling, self._policy.known)
+        ends = AnswerEnds(draws, sampling, self._decoder() if sampling.stop else None)
+        self._policy.model.generate(
+            tokens,
+            attention_mask=torch.ones_like(tokens),
+            generation_config=GenerationConfig(
+                max_new_tokens=sampling.max_new_tokens, do_sample=False, pad_token_id=0
+            ),
+            logits_processor=[draws],
+            stopping_criteria=StoppingCriteriaList([ends]),
+        )
+        return ends.answers()
+
+    def _decoder(self) -> PreTrainedTokenizerBase:
+        if self._tokenizer is None:
+            self._tokenizer = load_tokenizer(self._path, self._trust_remote_code)
+        return self._tokenizer
+
+    @torch.no_grad()
+    def prompt_logprobs(self, documents: Sequence[Sequence[int]]) -> list[list[float]]:
+        found = []
+        for tokens in documents:
+            batch = collate([[Document(list(tokens), [False] * len(tokens))]], pad_token_id=0)
+            placed = (part.to(self._device) for part in (batch.tokens, batch.positions, batch.documents))
+            logprobs = self._policy(*placed).logprobs[0, : len(tokens)]
+            found.append(logprobs.tolist())
+            progress.made()
+        return found
+
+    def update(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        """Replaces all weights. Raises ValueError if some are missing."""
+        model = self._policy.model
+        state = {
+            own: weight.detach().clone() for name, weight in weights for own in text_names({name}).values()
+        }
+        replaced, told = type(model).from_pretrained(
+            None,
+            config=model.config,
+            state_dict=state,
+            dtype=model.dtype,
+            attn_implementation=model.config._attn_implementation,
+            output_loading_info=True,
+        )
+        if told["missing_keys"] or told["unexpected_keys"]:
+            lacking = ", ".join(sorted({*told["missing_keys"], *told["unexpected_keys"]})[:3])
+            raise ValueError(f"the weights that were sent are not those of {type(model).__name__}: {lacking}")
+        policy = Policy(replaced)
+        policy.known = self._policy.known
+        self._set(policy)
+        self.version += 1
+
+    def gpu_uuids(self) -> list[str | None]:
+        return [gpu_uuid()]
+
+    def open_channel(self, route: Route, rendezvous: Rendezvous) -> None:
+        gpu = gpu_uuid()
+        if route.kind == "gpus":
+            assert gpu is not None
+            self._channel = SameGpu([Client(rendezvous.sockets[gpu], authkey=rendezvous.key)])
+        else:
+            self._channel = Broadcast(route.kind, 1 + self.first, 1 + route.receivers, rendezvous)
+
+    def receive_weights(self, version: int = 0) -> None:
+        assert self._channel is not None, "it was opened"
+        self.update(self._channel.receive())
+        self.version = version
+
+    def sampled(self) -> tuple[int, int]:
+        return 0, 0  # it drafts no tokens
+
+    def sleep(self, keep_weights: bool) -> None:
+        """Moves the weights to host memory."""
+        self._policy.to("cpu")
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def wake(self) -> None:
+        self._policy.to(self._device)
+
+    def stay(self) -> None:
+        """Returns at once: this engine has no other processes."""
+
+    def close(self) -> None:
+        del self._policy
+
+
+class SeededDraws(LogitsProcessor):
+    """Draws each row's next token with the row's own random numbers, and keeps it with its log-prob under the
+    distribution it was drawn from. Returns logits of which only the drawn token's is finite."""
+
+    def __init__(self, seeds: Sequence[int], sampling: Sampling, known: int | None):
+        self.tokens: list[Tensor] = []  # one (rows,) a step
+        self.logprobs: list[Tensor] = []
+        self._generators = [torch.Generator().manual_seed(seed) for seed in seeds]
+        self._greedy = sampling.temperature == 0
+        self._known = known
+        self._warpers: list[Any] = []
+        if sampling.temperature not in (0, 1):
+            self._warpers.append(TemperatureLogitsWarper(float(sampling.temperature)))
+        if sampling.top_k and not self._greedy:
+            self._warpers.append(TopKLogitsWarper(sampling.top_k))
+        if sampling.top_p < 1 and not self._greedy:
+            self._warpers.append(TopPLogitsWarper(sampling.top_p))
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        """`input_ids`: (rows, T). `scores`: (rows, vocabulary), fp32."""
+        if self._known is not None:
+            scores[:, self._known :] = -torch.inf
+        for warper in self._warpers:
+            scores = warper(input_ids, scores)
+        logprobs = scores.log_softmax(-1)
+        tokens = logprobs.argmax(-1) if self._greedy else self._drawn(logprobs)
+        self.tokens.append(tokens.cpu())
+        self.logprobs.append(logprobs.gather(-1, tokens[:, None])[:, 0].cpu())
+        progress.made()
+        return torch.full_like(scores, -torch.inf).scatter(-1, tokens[:, None], 0.0)
+
+    def _drawn(self, logprobs: Tensor) -> Tensor:
+        """Inverts the distribution function at one uniform number a row, in fp64."""
+        cumulative = logprobs.double().exp().cumsum(-1)
+        uniform = torch.cat([torch.rand(1, generator=each, dtype=torch.float64) for each in self._generators])
+        levels = uniform.to(cumulative.device)[:, None] * cumulative[:, -1:]
+        return torch.searchsorted(cumulative, levels, right=True)[:, 0].clamp(max=logprobs.shape[-1] - 1)
+
+
+class AnswerEnds(StoppingCriteria):
+    """Finds where answers end: at a stop token, after a stop text, or at the limit."""
+
+    def __init__(self, draws: SeededDraws, sampling: Sampling, tokenizer: PreTrainedTokenizerBase | None):
+        self._draws = draws
+        self._stop_tokens = torch.tensor(list(sampling.stop_token_ids), dtype=torch.long)
+        self._stop_texts = sampling.stop
+        self._limit = sampling.max_new_tokens
+        self._keeps_logprobs = sampling.logprobs
+        self._tokenizer = tokenizer
+        self._lengths: dict[int, int] = {}  # of the finished answers, by row
+
+    def __call__(self, input_ids: Tensor, scores: Any, **_: Any) -> Tensor:
+        """Returns for each row whether its answer has ended, (rows,)."""
+        drawn = self._draws.tokens
+        ended = torch.isin(drawn[-1], self._stop_tokens).tolist()
+        for row, at_stop_token in enumerate(ended):
+            if row not in self._lengths and (at_stop_token or self._at_stop_text(row)):
+                self._lengths[row] = len(drawn)
+        rows = range(len(ended))
+        over = [row in self._lengths or len(drawn) >= self._limit for row in rows]
+        return torch.tensor(over, device=input_ids.device)
+
+    def _at_stop_text(self, row: int) -> bool:
+        if self._tokenizer is None:
+            return False
+        longest = max(map(len, self._stop_texts))
+        last = [int(tokens[row]) for tokens in self._draws.tokens[-longest - LONGEST_PIECE :]]
+        text = self._tokenizer.decode(last, clean_up_tokenization_spaces=False)
+        return any(stop in text for stop in self._stop_texts)
+
+    def answers(self) -> list[Answer]:
+        tokens = torch.stack(self._draws.tokens, 1).tolist()
+        logprobs = torch.stack(self._draws.logprobs, 1).tolist()
+        found = []
+        for row, of_row in enumerate(tokens):
+            length = self._lengths.get(row, len(of_row))
+            kept = logprobs[row][:length] if self._keeps_logprobs else []
+            found.append(answer_of(of_row[:length], kept, row in self._lengths))
+        return found
