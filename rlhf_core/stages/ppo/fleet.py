@@ -25,7 +25,9 @@ from rlhf_core.cluster.worker_group import (
     put_on_nodes,
     wait_all,
 )
+from rlhf_core.config import PPO
 from rlhf_core.config.metrics import SURVIVES
+from rlhf_core.config.rewards import EnvironmentReward, NoReward
 from rlhf_core.data.documents import Document
 from rlhf_core.environments.episodes import Episodes
 from rlhf_core.rewards.clients import Clients, Rewards, collect
@@ -82,19 +84,15 @@ class Fleet:
 
     `rewards`: the group of each reward model, by title. `own_tokens`: for reward models with another
     tokenizer, the writers of answers for them. `clients`: functions and servers. `episodes`: the
-    environment's episodes. `environment`: the title of the reward source that is the environment, if there is
-    one. `no_reward`: the title of a source without rewards. `engines` accept requests one by one, in the loop
-    of `background`.
+    environment's episodes. `engines` accept requests one by one, in the loop of `background`.
 
-    `adapters_alone`: engines get only adapters. `drafts`: engines draft tokens. `pipeline_stages`: stages per
-    engine. `one_update`: the actor's training pass computes the log-probs that its scoring pass would.
-    `reference_in_actor`: the reference is the actor without its adapters. `scorings`: how often each group
-    scores an iteration's answers. `weighs_sampler`: training reads the sampler's log-probs. `bootstraps`: the
-    critic values the whole text of answers that a limit cut. `in_turn`: all models share their GPUs and work
-    one after the other. Then actor and critic each have the memory for larger training passes, no collective
-    waits on a GPU that computes for another model, and a scoring GPU does not switch between processes.
+    `config`: with the ZeRO stage that was chosen for actor and critic. With `colocate_all` all models share
+    their GPUs and work one after the other. Then actor and critic each have the memory for larger training
+    passes, no collective waits on a GPU that computes for another model, and a scoring GPU does not switch
+    between processes.
     """
 
+    config: PPO
     actor: WorkerGroup
     critic: WorkerGroup | None
     reference: WorkerGroup | None
@@ -102,28 +100,32 @@ class Fleet:
     sampler: WorkerGroup
     clients: Clients
     decode_all: Decode
-    timeout: float
-    dtype: str
-    sleeps: bool = False
-    adapters_alone: bool = False
-    in_turn: bool = False
-    zero_stage: int = 3
-    one_update: bool = False
-    reference_in_actor: bool = False
-    scorings: Mapping[str, int] = field(default_factory=dict)
-    drafts: bool = False
-    pipeline_stages: int = 1
-    weighs_sampler: bool = False
-    bootstraps: bool = False
     lengths: Lengths | None = None
     machine: Machine | None = None  # set by `survey`
     own_tokens: Mapping[str, OwnTokens] = field(default_factory=dict)
     episodes: Episodes | None = None
-    environment: str | None = None
-    no_reward: str | None = None
     background: Background | None = None
     engines: Engines | None = None
     synced: dict[str, float] = field(default_factory=dict)  # metrics of the last sync
+
+    @property
+    def timeout(self) -> float:
+        return self.config.timeout
+
+    @property
+    def zero_stage(self) -> int:
+        """Returns the ZeRO stage that was chosen for actor and critic."""
+        assert self.config.zero_stage != "auto", "it was chosen"
+        return self.config.zero_stage
+
+    @property
+    def sleeps(self) -> bool:
+        return self.config.engine.sleep
+
+    @property
+    def adapters_alone(self) -> bool:
+        """Returns whether engines get only adapters."""
+        return self.config.engine.adapters == "alone"
 
     def decode(self, tokens: Sequence[int], skip: bool) -> str:
         """Returns the text of tokens, without special ones if `skip`."""
@@ -170,19 +172,20 @@ class Fleet:
         reward sources, then sends the data that training will read. Returns a function that waits for the
         scores."""
         documents = put_on_nodes([rollout.document for rollout in rollouts])
-        scoring = Turns(self.in_turn)
+        scoring = Turns(self.config.colocate_all)
         pending = (
             {}
-            if self.one_update
+            if self.config.one_update
             else {"old_logprobs": scoring.start(self.actor, "score", Actor.logprobs, documents)}
         )
         if self.reference is not None:
             pending["ref_logprobs"] = scoring.start(self.reference, "score", Reference.logprobs, documents)
-        if self.reference_in_actor:
+        if self.config.reference_in_actor:
             pending["ref_logprobs"] = scoring.start(self.actor, "score", Actor.reference_logprobs, documents)
         if self.critic is not None:
             pending["values"] = scoring.start(self.critic, "score", Critic.values, documents)
-        cut = [i for i, rollout in enumerate(rollouts) if self.bootstraps and not rollout.finished]
+        bootstraps = self.config.bootstrap_truncated
+        cut = [i for i, rollout in enumerate(rollouts) if bootstraps and not rollout.finished]
         if self.critic is not None and cut:
             ended = put_on_nodes([rollouts[i].document for i in cut])
             pending["end_values"] = scoring.start(self.critic, "score", Critic.end_values, ended)
@@ -192,7 +195,7 @@ class Fleet:
             else self._start_reward(rollouts, documents, allowed_failures, scoring)
         )
         lists = {"document": documents}
-        if self.weighs_sampler:
+        if self.config.sampler_is != "off":
             lists["sampler_logprobs"] = put_on_nodes([rollout.sampler_logprobs for rollout in rollouts])
 
         def wait() -> Scores:
@@ -200,7 +203,7 @@ class Fleet:
             known = wait_rewards()
             of_all = {name: work.refs for name, work in pending.items() if name != "end_values"}
             stored = Part(len(rollouts), lists, of_all)
-            end_values = np.zeros(len(rollouts), np.float32) if self.bootstraps else None
+            end_values = np.zeros(len(rollouts), np.float32) if bootstraps else None
             if end_values is not None and cut:
                 end_values[cut] = np.concatenate(scored["end_values"])
             logprobs, ref_logprobs, values = (
@@ -214,7 +217,7 @@ class Fleet:
         """Returns the rewards of all sources. Raises RewardsFailed when a source leaves more than
         `allowed_failures` answers without a reward."""
         documents = put_on_nodes([rollout.document for rollout in rollouts])
-        return self._start_reward(rollouts, documents, allowed_failures, Turns(self.in_turn))()
+        return self._start_reward(rollouts, documents, allowed_failures, Turns(self.config.colocate_all))()
 
     def _start_reward(
         self, rollouts: Sequence[Rollout], documents: Any, allowed: int, scoring: Turns
@@ -236,12 +239,18 @@ class Fleet:
                 for title, pending in models.items()
             }
             known = [rollout.own for rollout in rollouts if rollout.own is not None]
-            if self.environment is not None:
-                scored[self.environment] = np.array([own.reward for own in known])
-            if self.no_reward is not None:
-                scored[self.no_reward] = np.zeros(len(rollouts))
+            for source in self.config.reward:
+                if isinstance(source, EnvironmentReward):
+                    scored[source.title] = np.array([own.reward for own in known])
+                elif isinstance(source, NoReward):
+                    scored[source.title] = np.zeros(len(rollouts))
             failure = next((own.failure for own in known if own.failure), "")
-            found = collect(scored.items(), pending_rewards, allowed, {self.environment or "": failure})
+            failures = {
+                source.title: failure
+                for source in self.config.reward
+                if isinstance(source, EnvironmentReward)
+            }
+            found = collect(scored.items(), pending_rewards, allowed, failures)
             return without_failed(found, rollouts, failure, allowed) if failure else found
 
         return wait
@@ -261,12 +270,12 @@ class Fleet:
         shared = put_on_nodes(sent.experience)
 
         def start(group: WorkerGroup) -> Pending[Steps]:
-            if self.in_turn:
+            if self.config.colocate_all:
                 self.release_memory()
             places, references = sent.read_by(group.name)
             return group.call("train", Trained.train, shared, list(updates[group.name]), places, *references)
 
-        begun = [start(group) for group in groups[: 1 if self.in_turn else None]]
+        begun = [start(group) for group in groups[: 1 if self.config.colocate_all else None]]
         beside()
         by_role = [work.wait(self.timeout) for work in begun]
         by_role += [start(group).wait(self.timeout) for group in groups[len(begun) :]]
@@ -285,7 +294,7 @@ class Fleet:
     def trained_parameters(self) -> int:
         """Counts the parameters of all groups that have an optimiser."""
         assert self.machine is not None, "it was surveyed"
-        width = 2 if self.dtype == "bfloat16" else 4
+        width = 2 if self.config.dtype == "bfloat16" else 4
         return sum(self.machine.shapes[group.name].weight_bytes // width for group in self.trained)
 
     def sleep(self, keep_weights: bool) -> None:
@@ -416,12 +425,14 @@ class Fleet:
         if not len(gaps):  # prompts of one token have nothing to compare
             return Probe(0.0, 0.0)
         experts = (
-            self.dtype == "bfloat16" and self.machine is not None and self.machine.shapes["actor"].experts
+            self.config.dtype == "bfloat16"
+            and self.machine is not None
+            and self.machine.shapes["actor"].experts
         )
         of_rounding, found = (
             float(np.quantile(each, 0.9) if experts else each.max()) for each in (_gaps(moved, plain), gaps)
         )
-        bound = max(NOISE_FREE[self.dtype], MARGIN * of_rounding)
+        bound = max(NOISE_FREE[self.config.dtype], MARGIN * of_rounding)
         check_gap(found, bound, bool(experts), synced)
         return Probe(found, bound)
 
@@ -449,7 +460,10 @@ class Fleet:
         assert ceilings is not None, "the first rank measures"
         named = {role: [gpu or "host" for gpu in held] for role, held in gpus.items()}
         return Machine(
-            shapes | {"sampler": shapes["actor"]}, named, len(engines[0]) // self.pipeline_stages, ceilings
+            shapes | {"sampler": shapes["actor"]},
+            named,
+            len(engines[0]) // self.config.engine.pipeline_parallel_size,
+            ceilings,
         )
 
     def forget_seconds(self) -> None:
@@ -464,7 +478,9 @@ class Fleet:
         for each model the peak GiB allocated and reserved, and the GiB still reserved; each role's seconds of
         work by phase, and the share of time it waited."""
         metrics = (
-            floors(rollouts, trained, passes, self.machine, self.scorings) if self.machine is not None else {}
+            floors(rollouts, trained, passes, self.machine, self.config.scorings)
+            if self.machine is not None
+            else {}
         )
         metrics |= self.synced
         memory = wait_all([group.call("look", ModelRole.memory) for group in self.models], self.timeout)
@@ -478,7 +494,7 @@ class Fleet:
                 f"work/{group.name}/{phase.replace(' ', '_')}": taken for phase, taken in spent.items()
             }
             metrics[f"wait/{group.name}"] = max(0.0, 1 - sum(spent.values()) / seconds)
-        if self.drafts:
+        if self.config.engine.drafts is not None:
             tokens, steps = np.sum(self.sampler.call("look", SamplerRole.sampled).wait(self.timeout), 0)
             metrics |= {"rollout/tokens_per_step": float(tokens / steps)} if steps else {}
         return metrics

@@ -13,7 +13,7 @@ from rlhf_core.cluster.ray_cluster import other_nodes
 from rlhf_core.cluster.worker import RankReady
 from rlhf_core.cluster.worker_group import Pending, WorkerGroup
 from rlhf_core.config import PPO
-from rlhf_core.config.rewards import EnvironmentReward, FunctionReward, HttpReward, NoReward
+from rlhf_core.config.rewards import FunctionReward, HttpReward
 from rlhf_core.forecast.by_phase import host_doubts
 from rlhf_core.forecast.hardware import Gpu
 from rlhf_core.forecast.zero_stage import (
@@ -120,40 +120,23 @@ def start_fleet(
             f"{pending.role} is up, process {', '.join(str(up.process) for up in ranks)}: {took}", flush=True
         )
     others = other_nodes()
+    clients = [
+        client_of(source, others)
+        for source in config.reward
+        if isinstance(source, FunctionReward | HttpReward)
+    ]
     fleet = Fleet(
+        config=decided,
         actor=groups["actor"],
         critic=groups.get("critic"),
         reference=groups.get("reference"),
         rewards=rewards,
         own_tokens=own_tokens,
         **asking._asdict(),
-        no_reward=next((source.title for source in config.reward if isinstance(source, NoReward)), None),
-        environment=next(
-            (source.title for source in config.reward if isinstance(source, EnvironmentReward)), None
-        ),
         sampler=groups["sampler"],
-        clients=Clients(
-            [
-                client_of(source, others)
-                for source in config.reward
-                if isinstance(source, FunctionReward | HttpReward)
-            ]
-        ),
+        clients=Clients(clients),
         decode_all=decoder(tokenizer),
         lengths=lengths_of(tokenizer),
-        timeout=config.timeout,
-        dtype=config.dtype,
-        sleeps=config.engine.sleep,
-        adapters_alone=config.engine.adapters == "alone",
-        in_turn=config.colocate_all,
-        zero_stage=chosen.stage,
-        one_update=config.one_update,
-        reference_in_actor=config.reference_in_actor,
-        scorings=config.scorings,
-        drafts=config.engine.drafts is not None,
-        pipeline_stages=config.engine.pipeline_parallel_size,
-        weighs_sampler=config.sampler_is != "off",
-        bootstraps=config.bootstrap_truncated,
     )
     fleet.open_channel()
     fleet = replace(fleet, machine=fleet.survey())

@@ -19,6 +19,7 @@ from rlhf_core.stages.ppo.fleet import EngineDiffers, Fleet, WeightsDiffer, with
 from rlhf_core.stages.ppo.records import Experience, Own, Rollout
 from rlhf_core.stages.ppo.roles.trained import Steps, Trained, Update
 from rlhf_core.stages.ppo.roofline import Ceilings, Machine, Shape
+from tests.support.fleet_config import fleet_config
 
 
 class Work:
@@ -58,7 +59,7 @@ def test_actor_and_critic_train_side_by_side_or_in_turn(
     actor, critic, reference, sampler = (
         Role(said, name) for name in ("actor", "critic", "reference", "sampler")
     )
-    made: Any = Fleet(actor, critic, reference, {}, sampler, None, str, 1.0, "float32", in_turn=in_turn)  # type: ignore[arg-type]
+    made: Any = Fleet(fleet_config(colocate_all=in_turn), actor, critic, reference, {}, sampler, None, str)  # type: ignore[arg-type]
     found = made.train([], {"actor": [None], "critic": [None]})
     assert found.metrics == [{"critic/loss": 1.0, "actor/loss": 1.0}] and [
         (i, len(a), a[0]) for i, a in found.logprobs
@@ -97,7 +98,7 @@ def probed(expected: np.ndarray, found: np.ndarray, experts: bool, noise: float 
     actor = Probed([], "actor")
     sampler = Probed([], "sampler")
     machine = Machine({"actor": Shape(1, 1, 1, experts)}, {}, 1, Ceilings(1.0, 1.0))
-    return Fleet(actor, None, actor, {}, sampler, None, str, 1.0, "bfloat16", machine=machine)  # type: ignore[arg-type]
+    return Fleet(fleet_config(dtype="bfloat16"), actor, None, actor, {}, sampler, None, str, machine=machine)  # type: ignore[arg-type]
 
 
 def test_what_the_nodes_have_is_not_sent_again(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -141,7 +142,14 @@ def test_what_the_nodes_have_is_not_sent_again(monkeypatch: pytest.MonkeyPatch) 
 
     def trained(weighs: bool, by_reference: bool) -> dict[str, list[dict[str, Any]]]:
         made: Any = Fleet(
-            actor, critic, reference, {}, None, None, str, 1.0, "float32", weighs_sampler=weighs
+            fleet_config(sampler_is="truncate" if weighs else "off"),
+            actor,
+            critic,
+            reference,
+            {},
+            None,
+            None,
+            str,
         )  # type: ignore[arg-type]
         scores = made.start_score(rollouts, rewards, 0)()
         read = zip(rollouts, scores.logprobs, scores.ref_logprobs, scores.values, strict=True)

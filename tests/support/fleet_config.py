@@ -1,0 +1,24 @@
+"""The part of a PPO config that a fleet reads, each field set alone: a real config would refuse most
+combinations."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+from rlhf_core.config import EngineConfig
+
+
+def fleet_config(**changed: Any) -> Any:
+    fields = {
+        "timeout": 1.0,
+        "dtype": "float32",
+        "colocate_all": False,
+        "one_update": False,
+        "reference_in_actor": False,
+        "bootstrap_truncated": False,
+        "sampler_is": "off",
+        "reward": (),
+        "engine": EngineConfig(),
+    }
+    return SimpleNamespace(**fields | changed)
