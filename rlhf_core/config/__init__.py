@@ -54,18 +54,9 @@ from rlhf_core.config.loops import (
 from rlhf_core.config.outside_kinds import kinds_of_packages
 from rlhf_core.config.ppo import AGGREGATIONS, GROUP_ESTIMATORS, PPO, AdvantageEstimator, Aggregation
 from rlhf_core.config.sweep import Select
-from rlhf_core.config.training import (
-    DPO,
-    KTO,
-    REFERENCE_FREE,
-    SFT,
-    Lora,
-    Optimised,
-    PreferenceLoss,
-    RewardModel,
-    Trainable,
-    UnpairedLoss,
-)
+from rlhf_core.config.training.optimised import Lora, Optimised, Trainable
+from rlhf_core.config.training.preference import DPO, KTO, REFERENCE_FREE, PreferenceLoss, UnpairedLoss
+from rlhf_core.config.training.supervised import SFT, RewardModel
 from rlhf_core.records import RECIPE_ONLY, Config, Frozen, Positive, Ranks, Rate
 
 KINDS.update(kinds_of_packages(KINDS))

@@ -21,7 +21,8 @@ from rlhf_core.config.loops import Iterative, IterativeDPO, IterativeFeedback, P
 from rlhf_core.config.metrics import Panel
 from rlhf_core.config.ppo import PPO
 from rlhf_core.config.sweep import Select
-from rlhf_core.config.training import DPO, KTO, SFT, RewardModel
+from rlhf_core.config.training.preference import DPO, KTO
+from rlhf_core.config.training.supervised import SFT, RewardModel
 
 
 class Kind(NamedTuple):

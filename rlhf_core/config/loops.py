@@ -12,7 +12,8 @@ from rlhf_core.config.engines import EngineConfig, only_in_ppo
 from rlhf_core.config.gates import Gated, Key
 from rlhf_core.config.processes import Groups
 from rlhf_core.config.rewards import EnvironmentReward, HttpReward, ModelReward, NoReward, RewardSources
-from rlhf_core.config.training import PreferenceLoss, Routed, Trainable, UnpairedLoss
+from rlhf_core.config.training.optimised import Routed, Trainable
+from rlhf_core.config.training.preference import PreferenceLoss, UnpairedLoss
 from rlhf_core.records import Config, NotInDigest, Positive, Rate, Share, check
 
 PostProcessor = Literal["dpo", "kto", "conditional_sft", "rejection_sampling"]

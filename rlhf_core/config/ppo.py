@@ -11,7 +11,7 @@ from rlhf_core.config.data import Data, Text
 from rlhf_core.config.loops import Rewarded
 from rlhf_core.config.processes import Groups, Wanted, check_together
 from rlhf_core.config.rewards import EnvironmentReward, NoReward, ShortEnvironment
-from rlhf_core.config.training import Optimised, Routed, adapter_mistakes
+from rlhf_core.config.training.optimised import Optimised, Routed, adapter_mistakes
 from rlhf_core.records import NotInDigest, Off, Positive, Ranks, Rate, Share, check
 
 AdvantageEstimator = Literal["gae", "grpo", "dr_grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline"]

@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from rlhf_core.config.training import PreferenceLoss
+from rlhf_core.config.training.preference import PreferenceLoss
 from rlhf_core.objectives.advantages import KLEstimator, kl_estimate
 from rlhf_core.objectives.masked import document_mean, masked_sum
 

@@ -18,7 +18,7 @@ from rlhf_core.config import KINDS, AlignmentTax, EngineConfig, Recipe, Source, 
 from rlhf_core.config.engines import SPEED_ONLY
 from rlhf_core.config.judging.lm_eval_tasks import is_path, read_task, task_name
 from rlhf_core.config.rewards import Environment, FunctionReward
-from rlhf_core.config.zero_fields import ZeroFields, deciding_options
+from rlhf_core.config.training.zero_fields import ZeroFields, deciding_options
 from rlhf_core.hub.ids import is_remote
 from rlhf_core.recipe.references import renamed
 from rlhf_core.records import NotInDigest

@@ -29,7 +29,8 @@ from rlhf_core.config.data import Rows
 from rlhf_core.config.judging.evaluation import ChatJudge, RewardJudge
 from rlhf_core.config.rewards import NoReward
 from rlhf_core.config.sweep import variants
-from rlhf_core.config.training import Anchored, Optimised, Trainable
+from rlhf_core.config.training.optimised import Optimised, Trainable
+from rlhf_core.config.training.preference import Anchored
 from rlhf_core.hub.ids import is_remote
 
 

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from rlhf_core.config import Trainable
-from rlhf_core.config.training import FEW_STEPS
+from rlhf_core.config.training.optimised import FEW_STEPS
 from rlhf_core.objectives.losses import Loss
 from rlhf_core.runs import resume_state
 from rlhf_core.runs.metrics_log import Tracker

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from rlhf_core.config import PPO, Preferences, Rewarded, StageConfig, Trainable
-from rlhf_core.config.training import FEW_STEPS
+from rlhf_core.config.training.optimised import FEW_STEPS
 from rlhf_core.data.rows.mixture import load_rows
 from rlhf_core.data.survey import LIMITS
 from rlhf_core.hub.ids import is_remote

@@ -10,7 +10,7 @@ import pytest
 from pydantic import ValidationError
 
 from rlhf_core.config import PPO, SFT, Ranks
-from rlhf_core.config.zero_fields import deciding_options
+from rlhf_core.config.training.zero_fields import deciding_options
 from rlhf_core.recipe.digest import deciding
 from rlhf_core.system.files import Digests
 

@@ -1,5 +1,4 @@
-"""SFT, the reward model, DPO and its relatives, KTO, and the fields that they share with each other and with
-PPO."""
+"""The fields that training stages share with each other and with PPO."""
 
 from __future__ import annotations
 
@@ -9,12 +8,12 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field
 
-from rlhf_core.config.data import Data, Rows, Text, template_mistakes
+from rlhf_core.config.data import Rows, Text
 from rlhf_core.config.engines import EngineConfig
 from rlhf_core.config.gates import Gated
 from rlhf_core.config.processes import Groups
 from rlhf_core.config.sweep import Value, sweep_mistakes
-from rlhf_core.config.zero_fields import ZeroFields
+from rlhf_core.config.training.zero_fields import ZeroFields
 from rlhf_core.records import Config, Momentum, NotInDigest, Positive, Ranks, Rate, Share, check
 
 Recomputed = Annotated[
@@ -332,193 +331,3 @@ class Trainable(Optimised):
             for field, data in found.items()
             if data is not None
         ]
-
-
-class SFT(Trainable, Routed):
-    """Supervised fine-tuning: token-mean NLL over assistant tokens."""
-
-    rows = "sft"
-    stage: Literal["sft"] = "sft"
-    model: str = Field("base", description="model to train")
-    data: Data | None = Field(
-        None,
-        description="rows with messages, or prompt and response (condition reward: these); or set answers",
-    )
-    answers: str | None = Field(
-        None,
-        description="a preferences stage whose answers are the data (rejection_sampling, conditional_sft)",
-    )
-    template: str = Field("chat", description="template of those answers: 'chat' or a plain one with one {}")
-    eval_data: Data | None = Field(None, description="held-out rows for the evaluation loss")
-    packing: Annotated[bool, NotInDigest] = Field(
-        True, description="pack documents into rows of max_len (best fit); attention never crosses them"
-    )
-    condition: Literal["none", "reward"] = Field(
-        "none",
-        description=(
-            "reward: conditional SFT, the prompt ends with the standardised reward of its answer (column"
-            " reward_key)"
-        ),
-    )
-    float8: bool = Field(
-        False,
-        description=(
-            "large linear layers multiply in FP8, their weights' gradients in bfloat16: faster on Hopper GPUs"
-            " and newer ones, with rounding errors of 3 to 4 % in each product"
-        ),
-    )
-
-    @check
-    def _check_float8(self) -> Iterator[str]:
-        if self.float8 and self.dtype != "bfloat16":
-            yield (
-                f"float8 is faster than bfloat16 alone, and dtype is {self.dtype}: set dtype to bfloat16, or"
-                " leave float8 out"
-            )
-        if self.float8 and self.lora is not None:
-            yield "float8 trains all weights, lora adapters alone: leave one of them out"
-
-    @check
-    def _check_data(self) -> Iterator[str]:
-        yield from template_mistakes(self.template)
-        if (self.data is None) == (self.answers is None):
-            yield (
-                "an sft stage needs exactly one of data (files) and answers (the name of a preferences stage)"
-            )
-
-    @property
-    def texts(self) -> Sequence[Text]:
-        return [
-            text._replace(rows="scored") if self.condition == "reward" else text for text in super().texts
-        ]
-
-
-class RewardModel(Trainable):
-    """Bradley-Terry reward model (Ouyang et al. 2022, eq. 1) with an optional margin (Llama 2, eq. 2)."""
-
-    rows = "preference"
-    stage: Literal["reward_model"] = "reward_model"
-    model: str = Field(
-        "sft",
-        description=(
-            "model to start from: a language model gets a scalar head of zeros; a reward model keeps its"
-            " trained head, and goes on from its scores"
-        ),
-    )
-    data: Data = Field(description="rows with prompt, chosen and rejected")
-    eval_data: Data | None = Field(
-        None, description="held-out pairs: accuracy, score mean and std are measured on them"
-    )
-    centering: float = Field(
-        0.0, ge=0, description="coefficient of (r_chosen + r_rejected)^2 (Eisenstein et al. 2023)"
-    )
-    learning_rate: Rate = Field(9e-6, description="peak learning rate")
-
-
-class PreferenceLoss(Config):
-    """The loss of a DPO stage (Rafailov et al. 2023, eq. 7) and of its relatives."""
-
-    beta: Rate | None = Field(
-        None, description="strength of the KL anchor; SimPO: scale of the log-probs. Default 0.1, for simpo 2"
-    )
-    loss: Literal["sigmoid", "ipo", "ipo_sum", "simpo", "orpo"] = Field(
-        "sigmoid",
-        description=(
-            "sigmoid: DPO; ipo: Azar et al. 2023, log-probs averaged over tokens; ipo_sum: summed, as the"
-            " paper prints it; without a reference: simpo (Meng et al. 2024), orpo (Hong et al. 2024)"
-        ),
-    )
-    label_smoothing: float = Field(0.0, ge=0, lt=0.5, description="cDPO: probability that a label is flipped")
-    nll_coef: float = Field(0.0, ge=0, description="weight of the token-mean NLL of the chosen response")
-    gamma: float = Field(1.0, ge=0, description="SimPO: margin that chosen must win by")
-    lambd: Rate = Field(0.1, description="ORPO: weight of the odds ratio beside the NLL")
-
-    @check
-    def _check_loss(self) -> Iterator[str]:
-        if self.loss != "sigmoid" and self.label_smoothing:
-            yield f"label_smoothing belongs to loss 'sigmoid' (cDPO): set it to 0 for {self.loss!r}"
-        if self.loss == "orpo" and (self.beta is not None or self.nll_coef):
-            yield (
-                "loss 'orpo' has no beta, and an NLL term of its own: leave beta and nll_coef out and set"
-                " lambd"
-            )
-        if self.loss != "simpo" and self.gamma != 1:
-            yield f"gamma belongs to loss 'simpo': leave it out for {self.loss!r}"
-        if self.loss != "orpo" and self.lambd != 0.1:
-            yield f"lambd belongs to loss 'orpo': leave it out for {self.loss!r}"
-
-
-class UnpairedLoss(Config):
-    """The weights of a KTO stage's loss (Ethayarajh et al. 2024, eq. 8)."""
-
-    w_desirable: float = Field(1.0, ge=0, description="KTO: weight of desirable answers")
-    w_undesirable: float = Field(1.0, ge=0, description="KTO: weight of undesirable answers")
-
-    @check
-    def _check_weights(self) -> Iterator[str]:
-        if self.w_desirable + self.w_undesirable == 0:
-            yield "w_desirable and w_undesirable are both 0, so nothing would be trained: raise one"
-
-
-REFERENCE_FREE = ("simpo", "orpo")
-
-
-class Anchored(Trainable, Routed):
-    """Fields that dpo and kto share."""
-
-    policy: str = Field("sft", description="model to train")
-    reference: str | None = Field(None, description="reference model; default: the policy before training")
-    template: str = Field(
-        "chat", description="template of pairs or answers: 'chat' or a plain one with one {}"
-    )
-    learning_rate: Rate = Field(5e-7, description="peak learning rate")
-
-    @check
-    def _check_template(self) -> Iterator[str]:
-        yield from template_mistakes(self.template)
-
-
-class DPO(Anchored, PreferenceLoss):
-    """Direct preference optimisation against the model it starts from (or `reference`)."""
-
-    rows = "preference"
-    stage: Literal["dpo"] = "dpo"
-    data: Data | None = Field(None, description="preference pairs; or set pairs")
-    pairs: str | None = Field(None, description="a preferences stage whose pairs are the data")
-    eval_data: Data | None = Field(None, description="held-out pairs")
-
-    @check
-    def _check_data(self) -> Iterator[str]:
-        if (self.data is None) == (self.pairs is None):
-            yield "a dpo stage needs exactly one of data (files) and pairs (the name of a preferences stage)"
-        if self.reference is not None and self.loss in REFERENCE_FREE:
-            yield f"loss {self.loss!r} uses no reference: leave reference out"
-
-
-class KTO(Anchored, UnpairedLoss):
-    """Kahneman-Tversky optimisation (Ethayarajh et al. 2024): trains on unpaired answers, each desirable or
-    not."""
-
-    rows = "labelled"
-    stage: Literal["kto"] = "kto"
-    data: Data | None = Field(
-        None,
-        description=(
-            "rows with prompt, response and label; preference pairs count as two answers; or set answers"
-        ),
-    )
-    answers: str | None = Field(
-        None, description="a preferences stage whose labelled answers (or pairs) are the data"
-    )
-    eval_data: Data | None = Field(None, description="held-out answers, or pairs")
-    beta: Rate = Field(0.1, description="strength of the KL anchor")
-    train_batch_size: Annotated[int, Field(ge=2)] = Field(
-        128, description="answers of one optimiser step, all ranks together; the KL is estimated over them"
-    )
-
-    @check
-    def _check_data(self) -> Iterator[str]:
-        if (self.data is None) == (self.answers is None):
-            yield (
-                "a kto stage needs exactly one of data (files) and answers (the name of a preferences stage)"
-            )

@@ -1,0 +1,93 @@
+"""SFT and the reward model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from rlhf_core.config.data import Data, Text, template_mistakes
+from rlhf_core.config.training.optimised import Routed, Trainable
+from rlhf_core.records import NotInDigest, Rate, check
+
+
+class SFT(Trainable, Routed):
+    """Supervised fine-tuning: token-mean NLL over assistant tokens."""
+
+    rows = "sft"
+    stage: Literal["sft"] = "sft"
+    model: str = Field("base", description="model to train")
+    data: Data | None = Field(
+        None,
+        description="rows with messages, or prompt and response (condition reward: these); or set answers",
+    )
+    answers: str | None = Field(
+        None,
+        description="a preferences stage whose answers are the data (rejection_sampling, conditional_sft)",
+    )
+    template: str = Field("chat", description="template of those answers: 'chat' or a plain one with one {}")
+    eval_data: Data | None = Field(None, description="held-out rows for the evaluation loss")
+    packing: Annotated[bool, NotInDigest] = Field(
+        True, description="pack documents into rows of max_len (best fit); attention never crosses them"
+    )
+    condition: Literal["none", "reward"] = Field(
+        "none",
+        description=(
+            "reward: conditional SFT, the prompt ends with the standardised reward of its answer (column"
+            " reward_key)"
+        ),
+    )
+    float8: bool = Field(
+        False,
+        description=(
+            "large linear layers multiply in FP8, their weights' gradients in bfloat16: faster on Hopper GPUs"
+            " and newer ones, with rounding errors of 3 to 4 % in each product"
+        ),
+    )
+
+    @check
+    def _check_float8(self) -> Iterator[str]:
+        if self.float8 and self.dtype != "bfloat16":
+            yield (
+                f"float8 is faster than bfloat16 alone, and dtype is {self.dtype}: set dtype to bfloat16, or"
+                " leave float8 out"
+            )
+        if self.float8 and self.lora is not None:
+            yield "float8 trains all weights, lora adapters alone: leave one of them out"
+
+    @check
+    def _check_data(self) -> Iterator[str]:
+        yield from template_mistakes(self.template)
+        if (self.data is None) == (self.answers is None):
+            yield (
+                "an sft stage needs exactly one of data (files) and answers (the name of a preferences stage)"
+            )
+
+    @property
+    def texts(self) -> Sequence[Text]:
+        return [
+            text._replace(rows="scored") if self.condition == "reward" else text for text in super().texts
+        ]
+
+
+class RewardModel(Trainable):
+    """Bradley-Terry reward model (Ouyang et al. 2022, eq. 1) with an optional margin (Llama 2, eq. 2)."""
+
+    rows = "preference"
+    stage: Literal["reward_model"] = "reward_model"
+    model: str = Field(
+        "sft",
+        description=(
+            "model to start from: a language model gets a scalar head of zeros; a reward model keeps its"
+            " trained head, and goes on from its scores"
+        ),
+    )
+    data: Data = Field(description="rows with prompt, chosen and rejected")
+    eval_data: Data | None = Field(
+        None, description="held-out pairs: accuracy, score mean and std are measured on them"
+    )
+    centering: float = Field(
+        0.0, ge=0, description="coefficient of (r_chosen + r_rejected)^2 (Eisenstein et al. 2023)"
+    )
+    learning_rate: Rate = Field(9e-6, description="peak learning rate")
