@@ -22,21 +22,18 @@ from rlhf_core.config.engines import EngineConfig
 from rlhf_core.config.gates import Gate, Gated
 from rlhf_core.config.judging.calibration import Calibration, FallibleJudge
 from rlhf_core.config.judging.drift import Anchors, Drift
-from rlhf_core.config.judging.evaluation import (
-    AlignmentTax,
+from rlhf_core.config.judging.evaluation import AlignmentTax, Evaluation, Regression, RewardEvaluation
+from rlhf_core.config.judging.judges import (
     ChatJudge,
     Endpoint,
-    Evaluation,
     Judge,
     OpenAIJudge,
-    Publication,
-    Regression,
     Remote,
-    RewardEvaluation,
     RewardJudge,
     RuleJudge,
     VllmJudge,
 )
+from rlhf_core.config.judging.publication import Publication
 from rlhf_core.config.kinds import KINDS
 from rlhf_core.config.loops import (
     POST_PROCESSOR_FIELDS,

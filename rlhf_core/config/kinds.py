@@ -15,8 +15,9 @@ from rlhf_core.config import metrics
 from rlhf_core.config.gates import Gated
 from rlhf_core.config.judging.calibration import Calibration
 from rlhf_core.config.judging.drift import Drift
-from rlhf_core.config.judging.evaluation import AlignmentTax, Evaluation, Publication, Regression
+from rlhf_core.config.judging.evaluation import AlignmentTax, Evaluation, Regression
 from rlhf_core.config.judging.lm_eval_tasks import task_name
+from rlhf_core.config.judging.publication import Publication
 from rlhf_core.config.loops import Iterative, IterativeDPO, IterativeFeedback, PostProcessor, Preferences
 from rlhf_core.config.metrics import Panel
 from rlhf_core.config.ppo import PPO

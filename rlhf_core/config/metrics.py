@@ -12,7 +12,8 @@ from typing import Any, NamedTuple
 
 from rlhf_core.config.judging.calibration import Calibration
 from rlhf_core.config.judging.drift import Drift
-from rlhf_core.config.judging.evaluation import AlignmentTax, ChatJudge, Evaluation, Regression, RuleJudge
+from rlhf_core.config.judging.evaluation import AlignmentTax, Evaluation, Regression
+from rlhf_core.config.judging.judges import ChatJudge, RuleJudge
 from rlhf_core.config.judging.lm_eval_tasks import task_name
 from rlhf_core.config.loops import Preferences
 from rlhf_core.config.ppo import PPO, pass_sizes

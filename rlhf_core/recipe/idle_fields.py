@@ -26,7 +26,7 @@ from rlhf_core.config import (
     StageConfig,
 )
 from rlhf_core.config.data import Rows
-from rlhf_core.config.judging.evaluation import ChatJudge, RewardJudge
+from rlhf_core.config.judging.judges import ChatJudge, RewardJudge
 from rlhf_core.config.rewards import NoReward
 from rlhf_core.config.sweep import variants
 from rlhf_core.config.training.optimised import Optimised, Trainable

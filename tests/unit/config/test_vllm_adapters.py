@@ -12,7 +12,7 @@ from pydantic import ValidationError
 
 from rlhf_core.cluster.layout import arrange
 from rlhf_core.config import PPO, Evaluation, Lora, Preferences
-from rlhf_core.config.judging.evaluation import VllmJudge
+from rlhf_core.config.judging.judges import VllmJudge
 from rlhf_core.forecast.by_phase import by_phase
 from rlhf_core.forecast.hardware import GPUS
 from rlhf_core.forecast.seconds import phases

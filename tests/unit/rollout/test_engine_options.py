@@ -12,7 +12,7 @@ from vllm import EngineArgs
 
 from rlhf_core.config import EngineConfig, Evaluation
 from rlhf_core.config.engines import SPEED_ONLY
-from rlhf_core.config.judging.evaluation import VllmJudge
+from rlhf_core.config.judging.judges import VllmJudge
 from rlhf_core.rollout.vllm.environment import (
     GRAPHS,
     engine_flags,

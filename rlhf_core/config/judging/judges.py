@@ -1,0 +1,143 @@
+"""Judges of answers, and the limits of requests to chat endpoints."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Annotated, Any, Literal
+from urllib.parse import urlsplit
+
+from pydantic import Field, field_validator
+
+from rlhf_core.config.processes import Served
+from rlhf_core.records import Config, NotInDigest, Positive, Rate, Share, Variable
+
+
+class RuleJudge(Config):
+    """A right answer wins against a wrong one. Each question has a known answer."""
+
+    kind: Literal["rule"] = "rule"
+    answer_key: str = Field("answer", description="column of the questions with the known answer")
+
+
+class RewardJudge(Config):
+    """The answer with the higher reward model score wins. A difference below `tie` is a tie."""
+
+    kind: Literal["reward"] = "reward"
+    reward: str = Field("reward_model", description="reward model")
+    tie: float = Field(0.0, ge=0, description="score difference that still counts as a tie")
+
+
+class RequestLimits(Config):
+    """Concurrency, timeout and retries of requests to a chat endpoint."""
+
+    concurrency: Annotated[Positive, NotInDigest] = Field(16, description="requests in flight")
+    timeout: Annotated[Rate, NotInDigest] = Field(300.0, description="seconds one request may take")
+    max_attempts: Annotated[Positive, NotInDigest] = Field(
+        6, description="attempts per request when the endpoint is busy, down or slow"
+    )
+
+
+class Remote(RequestLimits):
+    """A model behind an OpenAI-compatible endpoint."""
+
+    model: str = Field(description="model name at the endpoint")
+    base_url: str = Field("https://api.openai.com/v1", description="endpoint")
+    api_key_env: Annotated[Variable, NotInDigest] = Field(
+        "OPENAI_API_KEY", description="environment variable that holds the key"
+    )
+    requests_per_minute: Annotated[Positive | None, NotInDigest] = Field(
+        None, description="requests are spaced so that no more are sent; default: no limit"
+    )
+    input_price: Annotated[float | None, NotInDigest] = Field(
+        None, ge=0, description="US dollars per million input tokens, for the cost in the report"
+    )
+    output_price: Annotated[float | None, NotInDigest] = Field(
+        None, ge=0, description="US dollars per million output tokens"
+    )
+
+    @field_validator("base_url")
+    @classmethod
+    def _is_an_address_without_secret(cls, value: str) -> str:
+        if "@" in urlsplit(value).netloc or urlsplit(value).query:
+            raise ValueError(
+                "the address holds a password or a query, which would end up in files: put a key into the"
+                " variable api_key_env names"
+            )
+        if not re.match("https?://[^/]", value):
+            raise ValueError(f"{value!r} is no address: begin it with http:// or https://")
+        return value
+
+
+class ChatJudge(RequestLimits):
+    """A chat model as judge, with the prompts of Arena-Hard."""
+
+    max_tokens: Positive = Field(4096, description="longest verdict")
+    max_failed: Annotated[Share, NotInDigest] = Field(
+        0.02, description="share of failed or unparsed games above which the report fails"
+    )
+    interval_width: float | None = Field(
+        None,
+        gt=0,
+        lt=1,
+        description=(
+            "stop judging a model when its 95 % interval is this narrow (0.1: +- 5 points); default: judge"
+            " all questions"
+        ),
+    )
+    sequential_questions: Positive = Field(
+        50, description="questions between two computations of the interval, in random order"
+    )
+    verdict_cache: Annotated[str | None, NotInDigest] = Field(
+        None,
+        description=(
+            "folder of verdicts shared by evaluations, so that no game is judged twice; default: in the run"
+            " directory"
+        ),
+    )
+
+
+class OpenAIJudge(Remote, ChatJudge):
+    """A chat model behind an OpenAI-compatible endpoint as judge, with the prompts of Arena-Hard."""
+
+    kind: Literal["openai"] = "openai"
+
+
+class VllmJudge(ChatJudge, Served):
+    """A chat model as judge, on a vLLM server that this stage starts and stops."""
+
+    kind: Literal["vllm"] = "vllm"
+    model: str = Field(description="the judge")
+
+
+Judge = Annotated[RuleJudge | RewardJudge | OpenAIJudge | VllmJudge, Field(discriminator="kind")]
+
+
+class Endpoint(Remote):
+    """A model that answers questions behind an OpenAI-compatible endpoint."""
+
+    temperature: float | None = Field(
+        None, ge=0, description="sampling temperature; default: the evaluation's"
+    )
+    max_tokens: Positive | None = Field(
+        None, description="longest answer in its own tokens; default: the evaluation's generate_max_len"
+    )
+    system: str | None = Field(None, description="system message before each question that has none")
+    more: dict[str, Any] = Field(
+        {}, description="further fields of each request (top_p, seed, reasoning_effort, ...)"
+    )
+    max_failed: Annotated[Share, NotInDigest] = Field(
+        0.0, description="share of questions that may stay without an answer; these count as empty answers"
+    )
+
+    @field_validator("more")
+    @classmethod
+    def _is_json(cls, value: dict[str, Any]) -> dict[str, Any]:
+        try:
+            json.dumps(value, sort_keys=True, allow_nan=False)
+        except (TypeError, ValueError) as error:
+            raise ValueError(
+                f"cannot be sent as JSON ({error}): write dates in quotes, and leave out what is no text or"
+                " number"
+            ) from None
+        return value
