@@ -169,7 +169,7 @@ def curves(result: StageResult, run_dir: Path) -> str | None:
     """Returns the stage's training curves as a data URL; None if it has none."""
     if KINDS[result.stage].charts is None:
         return None
-    from evaluation.report.drawing.charts import Run, stage_chart  # matplotlib takes a second to import
+    from evaluation.report.drawing.charts import Run, stage_chart
 
     try:
         svg = stage_chart(result.name, result.stage, [Run("", curves_of(run_dir))])

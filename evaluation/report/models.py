@@ -11,8 +11,8 @@ from markupsafe import Markup
 from evaluation.alignment_tax.report import TAX, TaxReport
 from evaluation.drift.records import DRIFT, DriftReport, Earlier
 from evaluation.regression.records import REGRESSION, QuestionResult, RegressionReport
-from evaluation.report.drawing.charts import rounds_chart, tax_chart
 from evaluation.report.drawing.drift_chart import drift_chart
+from evaluation.report.drawing.evaluation_charts import rounds_chart, tax_chart
 from evaluation.report.summary import Evaluated, Evidence
 from rlhf_core.config import KINDS, Evaluation
 

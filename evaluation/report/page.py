@@ -17,8 +17,12 @@ from evaluation.report import models as page_models
 from evaluation.report import stages as page_stages
 from evaluation.report.alarms import alarms
 from evaluation.report.calibrations import calibrations, judge_belief
-from evaluation.report.drawing.charts import calibration_chart, over_optimisation_chart, win_rate_chart
 from evaluation.report.drawing.dag import HEIGHT, WIDTH, draw
+from evaluation.report.drawing.evaluation_charts import (
+    calibration_chart,
+    over_optimisation_chart,
+    win_rate_chart,
+)
 from evaluation.report.example_battles import examples
 from evaluation.report.models import rounds, rounds_svg
 from evaluation.report.summary import Evidence, StageView, as_json, read, read_evaluation, summary_of

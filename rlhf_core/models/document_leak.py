@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from rlhf_core.models.kernels.attention import VARLEN, is_stateful, takes_varlen
-from rlhf_core.models.load import Policy, Scorer
+from rlhf_core.models.policy import Policy, Scorer
 from rlhf_core.models.token_logprobs import backbone_of
 
 BEFORE = 12

@@ -1,11 +1,5 @@
-"""Loads models from a folder or the Hub, wrapped so that a forward pass returns log-probs or scores.
-
-`Policy` returns token log-probs and entropies, `Scorer` one number per position. Both accept packed rows:
-restarting position ids keep attention inside each document and its shared prompt (a block-diagonal mask, or a
-varlen kernel: `attention`). With `sequence`, several ranks compute a pass together
-(`kernels/sequence_ranks.py`), and each gets the whole result. The wrapped transformers model is `.model`;
-checkpoints hold that model, never the wrapper.
-"""
+"""Loads models from a folder or the Hub, wrapped so that a forward pass returns log-probs or scores
+(`policy.py`)."""
 
 from __future__ import annotations
 
@@ -13,11 +7,10 @@ import importlib.util
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar, cast
+from typing import Any, TypeVar
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -28,230 +21,21 @@ from transformers import (
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from rlhf_core.config import Lora
-from rlhf_core.hub.model_config import more_than_text, num_experts
+from rlhf_core.hub.model_config import num_experts
 from rlhf_core.hub.model_files import layout_fault
 from rlhf_core.hub.stored_head import has_trained_head, no_reward_head, several_labels
-from rlhf_core.hub.vocabulary import known_rows
-from rlhf_core.models.experts import Replay, balance_loss, replayed
 from rlhf_core.models.kernels.attention import (
-    PLAIN,
-    VARLEN,
     attention_for,
-    document_bounds,
-    is_stateful,
     set_attention,
-    takes_varlen,
 )
 from rlhf_core.models.kernels.liger import fuse
-from rlhf_core.models.kernels.sequence_ranks import ALONE, SequenceRanks
-from rlhf_core.models.kernels.state_layers import document_numbers
 from rlhf_core.models.lora import add_lora, base_of, merge_adapter, merges_in_parts
+from rlhf_core.models.policy import Policy, Scorer
 from rlhf_core.models.precision import as_if_stored, unquantised
 from rlhf_core.models.score_classes import add_score_class
 from rlhf_core.models.shards import Shards, as_they_come, gathered, require_data
-from rlhf_core.models.token_logprobs import (
-    WHOLE,
-    Entropy,
-    Truncation,
-    backbone_of,
-    logit_cap,
-    logit_scale,
-    replaced_forward,
-    token_logprobs,
-)
 from rlhf_core.models.weight_reader import head_of_its_own
 from rlhf_core.models.wrapper import folder_of, is_wrapper, language_model
-from rlhf_core.objectives.collate import Batch, rounded, sent
-from rlhf_core.objectives.masked import next_token_pairs
-
-
-class TokenLogprobs(NamedTuple):
-    """`logprobs[t] = log pi(tokens[t] | tokens[<t])` and the entropy of that distribution, fp32, (B, T); 0 at
-    t = 0 and off the mask.
-
-    `entropy` is 0 everywhere unless requested. `balance` is the experts' balance loss summed over documents,
-    if `Policy.balanced`.
-    """
-
-    logprobs: Tensor
-    entropy: Tensor
-    balance: Tensor | None = None
-
-
-class Policy(nn.Module):
-    """A causal language model that returns log-probs. In training, logits are kept like other activations,
-    except with checkpointing.
-
-    Raises ValueError for a model whose logits are more than a multiple of its head's outputs, capped or not,
-    or that reads more than text.
-    """
-
-    # whether each document needs its own row (`document_leak`); None: not tested
-    document_leak: bool | None = None
-    sequence: SequenceRanks = ALONE  # the ranks that compute each pass together
-    # distributions are over the first `known` rows of the vocabulary; None: all
-    known: int | None = None
-
-    def __init__(self, model: PreTrainedModel, balanced: bool = False):
-        super().__init__()
-        if model.config.get_text_config() is not model.config:
-            raise ValueError(more_than_text(model.name_or_path, type(model).__name__))
-        self.model = model
-        self.balanced = balanced
-        self.scale = logit_scale(model)
-        self.cap = logit_cap(model)
-        self._replay: Replay | None = None
-
-    def replay_routing(self) -> None:
-        """Makes forward passes route tokens by `experts`, in families whose routing can be replayed."""
-        if replayed(self.model.config.to_dict()):
-            self._replay = Replay(self.model)
-
-    def leave_out_padding(self, path: str) -> None:
-        """Restricts distributions to the tokens of the tokenizer at `path`, as in the engines' sampling: the
-        vocabulary's padding is no token."""
-        self.known = known_rows(path, self.model.config.vocab_size)
-
-    @property
-    def replays(self) -> bool:
-        return self._replay is not None
-
-    def forward(
-        self,
-        tokens: Tensor,
-        positions: Tensor,
-        documents: Tensor,
-        temperature: float = 1.0,
-        entropy: Entropy = "no",
-        mask: Tensor | None = None,
-        experts: Tensor | None = None,
-        top: Truncation = WHOLE,
-    ) -> TokenLogprobs:
-        """Computes log-probs of all tokens, or only of those in `mask` (B, T) and 0 elsewhere, which saves
-        the head's work on prompts.
-
-        `positions` and `mask` may be in host memory (`Batch.host`), so that the host does not wait for the
-        GPU. After `replay_routing`, `experts` (B, T, layers, k) are the experts of each token. `top`
-        truncates the distributions (`token_logprobs`).
-        """
-        ranks = self.sequence
-        # kept until the next pass: layers may be recomputed for the backward pass
-        if self._replay is not None:
-            self._replay.table = None if experts is None else ranks.own(experts.flatten(0, 1))
-        hidden, router_logits = _hidden(self, tokens, positions, self.balanced)
-        wanted = ranks.own_pairs(next_token_pairs(positions, mask), tokens.numel())
-        count = wanted.shape[1]
-        sources, places = sent(F.pad(wanted, (0, rounded(count) - count)), tokens.device)
-        flat = hidden[sources]
-        targets = tokens.flatten()[places]
-        keep = self.training and not self.model.is_gradient_checkpointing
-        head = self.model.get_output_embeddings()
-        values = torch.stack(
-            token_logprobs(
-                head, flat, targets, temperature / self.scale, entropy, keep, self.cap, top, self.known
-            )
-        )
-        values = values.new_zeros(2, tokens.numel()).index_copy(1, places[:count], values[:, :count])
-        logprobs, entropies = ranks.summed(values).view(2, *tokens.shape)
-        router_logits = tuple(ranks.whole(logits, tokens.numel()) for logits in router_logits)
-        balance = (
-            balance_loss(router_logits, documents, self.model.config.num_experts_per_tok)
-            if self.balanced
-            else None
-        )
-        return TokenLogprobs(logprobs, entropies, balance)
-
-
-def masked_logprobs(
-    policy: Callable[..., TokenLogprobs],
-    batch: Batch,
-    temperature: float = 1.0,
-    entropy: Entropy = "no",
-    top: Truncation = WHOLE,
-) -> TokenLogprobs:
-    """Runs `Policy.forward`, or an engine around it, for the tokens of the batch's loss mask. The host does
-    not wait for the GPU."""
-    return policy(
-        batch.tokens,
-        batch.host.positions,
-        batch.documents,
-        temperature,
-        entropy,
-        batch.host.mask,
-        batch.experts,
-        top,
-    )
-
-
-class Scorer(nn.Module):
-    """A sequence-classification model with one label and an output at every position: reward model and
-    critic.
-
-    `forward` returns (B, T) fp32, where position t depends on tokens <= t. The reward of a document is the
-    value at its last token; the critic's `V(tokens[<t])` is `before` of this. The head computes in fp32: in
-    bf16 a score of 8 has steps of 1/32.
-    """
-
-    document_leak: bool | None = None  # see `Policy.document_leak`
-    new_head: bool = False  # the model had none and got one of zeros
-    sequence: SequenceRanks = ALONE  # see `Policy.sequence`
-
-    def __init__(self, model: PreTrainedModel):
-        super().__init__()
-        self.model = model
-
-    def forward(self, tokens: Tensor, positions: Tensor) -> Tensor:
-        hidden, _ = _hidden(self, tokens, positions)
-        # through the module's call, in which ZeRO-3 gathers the head's weights
-        with replaced_forward(self.model.score, partial(_scores, self.model.score)):
-            scores = self.model.score(hidden).squeeze(-1)
-        return self.sequence.whole(scores, tokens.numel()).unflatten(0, tokens.shape)
-
-
-def _scores(head: nn.Module, hidden: Tensor) -> Tensor:
-    weight = cast(Tensor, head.weight)
-    bias = cast(Tensor | None, head.bias)
-    return F.linear(hidden.float(), weight.float(), None if bias is None else bias.float())
-
-
-def _hidden(
-    module: Policy | Scorer, tokens: Tensor, positions: Tensor, routed: bool = False
-) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """Returns the last hidden states (B * T, H) and, if `routed`, the router logits of each layer, (B * T,
-    E), both for this rank's part of the tokens.
-
-    Raises ValueError for packed rows of a model that carries state across their documents' borders.
-    """
-    model = module.model
-    ranks = module.sequence
-    end_to_end = takes_varlen(model) and not module.document_leak
-    if (
-        not end_to_end
-        and is_stateful(model)
-        and bool(((positions[:, 1:-1] == 0) & (positions[:, 2:] == 1)).any())
-    ):
-        raise ValueError(
-            f"{type(model).__name__} has layers that carry state along a row, which holds several documents"
-        )
-    options: dict[str, Any] = {"output_router_logits": True} if routed else {}
-    if end_to_end:
-        tokens = ranks.own(tokens.flatten())[None]
-        positions = ranks.filled(positions.flatten())
-        options |= document_bounds(positions, tokens.device)
-        if is_stateful(model):
-            options["seq_idx"] = sent(document_numbers(positions.cpu()), tokens.device)
-        if "keys" in options and model.config._attn_implementation not in (VARLEN, PLAIN):
-            raise ValueError(
-                f"attention {model.config._attn_implementation} cannot go on from another document's prompt:"
-                " repeat the prompt"
-            )
-        positions = ranks.own(positions)[None]
-        options |= {"sequence": ranks} if ranks.size > 1 else {}
-    assert end_to_end or ranks.size == 1, "made sure when the ranks were joined (models/sequence_split.py)"
-    found = backbone_of(model)(
-        input_ids=tokens, position_ids=sent(positions, tokens.device), use_cache=False, **options
-    )
-    return found.last_hidden_state.flatten(0, 1), found.router_logits if routed else ()
 
 
 def load_policy(

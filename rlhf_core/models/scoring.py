@@ -11,7 +11,8 @@ import torch
 from rlhf_core.data.chat import load_tokenizer
 from rlhf_core.data.documents import Document
 from rlhf_core.models.document_leak import detect_document_leak
-from rlhf_core.models.load import Scorer, load_scorer
+from rlhf_core.models.load import load_scorer
+from rlhf_core.models.policy import Scorer
 from rlhf_core.models.precision import dtype_of
 from rlhf_core.objectives.collate import collate
 from rlhf_core.objectives.masked import gather_last

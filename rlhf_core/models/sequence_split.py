@@ -13,7 +13,7 @@ from torch import Tensor
 
 from rlhf_core.models.document_leak import hidden_states
 from rlhf_core.models.kernels.sequence_ranks import ALONE, SequenceRanks
-from rlhf_core.models.load import Policy, Scorer
+from rlhf_core.models.policy import Policy, Scorer
 
 PART = 16
 # tokens of the last document; most tokens of each part (PART per rank) have other tokens of their document in

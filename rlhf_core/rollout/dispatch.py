@@ -15,7 +15,8 @@ from contextlib import suppress
 from threading import Thread
 from typing import Any, TypeVar
 
-from rlhf_core.cluster.worker_group import Pending, RankDied, WorkerGroup
+from rlhf_core.cluster.pending import Pending, RankDied
+from rlhf_core.cluster.worker_group import WorkerGroup
 from rlhf_core.rollout.contract import Answer, Request, Sampling
 from rlhf_core.rollout.sampler_role import SamplerRole
 

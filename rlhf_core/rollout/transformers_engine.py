@@ -28,7 +28,8 @@ from rlhf_core.config.engines import EngineConfig
 from rlhf_core.data.chat import load_tokenizer
 from rlhf_core.data.documents import Document
 from rlhf_core.models.kernels.attention import FLASH, PLAIN, VARLEN
-from rlhf_core.models.load import Policy, load_policy
+from rlhf_core.models.load import load_policy
+from rlhf_core.models.policy import Policy
 from rlhf_core.models.wrapper import text_names
 from rlhf_core.objectives.collate import collate
 from rlhf_core.rollout.contract import Answer, Request, Sampling, answer_of

@@ -22,7 +22,8 @@ from rlhf_core.data.sources import preference_pairs
 from rlhf_core.data.survey import Loaded
 from rlhf_core.hub.vocabulary import require_same_vocabulary
 from rlhf_core.models.kernels.attention import can_share
-from rlhf_core.models.load import masked_logprobs, trained_policy
+from rlhf_core.models.load import trained_policy
+from rlhf_core.models.policy import masked_logprobs
 from rlhf_core.objectives.collate import collate, sent
 from rlhf_core.objectives.losses import MEAN_LOGPROBS, Loss, preference_loss, sft_loss, with_balance
 from rlhf_core.objectives.masked import document_mean, document_sum

@@ -20,7 +20,7 @@ from rlhf_core.data.documents import Document
 from rlhf_core.data.packing import Passes
 from rlhf_core.models.document_leak import detect_document_leak
 from rlhf_core.models.kernels.attention import can_share, split_attention
-from rlhf_core.models.load import Policy, masked_logprobs
+from rlhf_core.models.policy import Policy, masked_logprobs
 from rlhf_core.models.sequence_split import split_sequences
 from rlhf_core.objectives.collate import collate
 from rlhf_core.objectives.masked import document_mean, document_sum

@@ -20,7 +20,8 @@ from rlhf_core.data.packing import Passes, best_fit
 from rlhf_core.data.report import write_data_report
 from rlhf_core.data.sources import AnswerDocuments, SuffixOf, answer_documents, sft_documents
 from rlhf_core.models.kernels.float8 import use_float8
-from rlhf_core.models.load import masked_logprobs, trained_policy
+from rlhf_core.models.load import trained_policy
+from rlhf_core.models.policy import masked_logprobs
 from rlhf_core.objectives.collate import collate
 from rlhf_core.objectives.losses import Loss, sft_loss, with_balance
 from rlhf_core.runs.run_dir import STATE, Outcome, RunDir, StageRequest

@@ -43,7 +43,8 @@ from rlhf_core.models.document_leak import detect_document_leak
 from rlhf_core.models.kernels.attention import split_attention
 from rlhf_core.models.kernels.feed_forward import split_feed_forward
 from rlhf_core.models.kernels.sequence_ranks import sequence_ranks
-from rlhf_core.models.load import Policy, Scorer, load_policy, recompute
+from rlhf_core.models.load import load_policy, recompute
+from rlhf_core.models.policy import Policy, Scorer
 from rlhf_core.models.sequence_split import split_sequences
 from rlhf_core.models.shards import Shards
 from rlhf_core.models.unbiased_rounding import Survival

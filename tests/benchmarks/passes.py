@@ -30,8 +30,9 @@ from record import add_options, figure, save
 from rlhf_core.config import Lora
 from rlhf_core.data.documents import Document
 from rlhf_core.models.kernels.float8 import pays, use_float8
-from rlhf_core.models.load import masked_logprobs, recompute, trained_policy
+from rlhf_core.models.load import recompute, trained_policy
 from rlhf_core.models.lora import lora_layers
+from rlhf_core.models.policy import masked_logprobs
 from rlhf_core.objectives.collate import collate
 from rlhf_core.training.engine import AdamW, TorchEngine
 from rlhf_core.training.zero.zero_engine import ZeroEngine

@@ -15,10 +15,10 @@ import pytest
 import ray
 from ray.cluster_utils import Cluster
 
-from rlhf_core.cluster import worker_group
 from rlhf_core.cluster.layout import arrange
+from rlhf_core.cluster.pending import RoleFailed, wait_all
 from rlhf_core.cluster.ray_cluster import connect, passed_environment, reserve
-from rlhf_core.cluster.worker_group import RoleFailed, Turns, WorkerGroup, wait_all
+from rlhf_core.cluster.worker_group import Turns, WorkerGroup
 from rlhf_core.config import Ranks
 from tests.support.micro import wait_until
 
@@ -243,7 +243,7 @@ def test_a_rank_that_dies_ends_the_wait_and_is_named(
 ) -> None:
     """Also where another rank has raised an error before, as one that was connected with it does. Last: the
     group is gone afterwards."""
-    monkeypatch.setattr(worker_group, "DEATH_SECONDS", 20.0)
+    monkeypatch.setattr("rlhf_core.cluster.pending.DEATH_SECONDS", 20.0)
     critic, actor = groups
     victim = critic.call("look", Role.pid).wait(30)[1]
     pending = [actor.call("send", Role.raises), critic.call("train", Role.waits, 30)]

@@ -16,10 +16,11 @@ import psutil
 import pytest
 import ray
 
-from rlhf_core.cluster import progress_watch, worker_group
+from rlhf_core.cluster import progress_watch
 from rlhf_core.cluster.layout import arrange
+from rlhf_core.cluster.pending import RoleFailed
 from rlhf_core.cluster.ray_cluster import connect, reserve
-from rlhf_core.cluster.worker_group import RoleFailed, WorkerGroup
+from rlhf_core.cluster.worker_group import WorkerGroup
 from rlhf_core.config import Ranks
 from rlhf_core.system import progress
 from rlhf_core.system.machine import NodeLost
@@ -141,8 +142,8 @@ def test_a_rank_that_is_stopped_is_named_while_the_other_works(
     group: WorkerGroup, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """In the log, then by the error. Last: the stopped rank is killed."""
-    for module in (progress_watch, worker_group):
-        monkeypatch.setattr(module, "NOTICE_SECONDS", 2.0)
+    for module in ("progress_watch", "pending"):
+        monkeypatch.setattr(f"rlhf_core.cluster.{module}.NOTICE_SECONDS", 2.0)
     victim = group.call("look", Role.pid).wait(30)[1]
     start = time.monotonic()
     pending = group.call("generate", Role.works, 20.0)

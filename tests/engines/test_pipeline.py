@@ -13,9 +13,10 @@ import psutil
 import pytest
 from safetensors.torch import load_file, save_file
 
+from rlhf_core.cluster.pending import RankDied
 from rlhf_core.cluster.ray_cluster import leave
 from rlhf_core.cluster.temporary_group import temporary_group
-from rlhf_core.cluster.worker_group import RankDied, WorkerGroup
+from rlhf_core.cluster.worker_group import WorkerGroup
 from rlhf_core.config import EngineConfig
 from rlhf_core.rollout.contract import Answer, Sampling
 from rlhf_core.rollout.sampler_role import SamplerRole

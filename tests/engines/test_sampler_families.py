@@ -15,8 +15,9 @@ from rlhf_core.config import EngineConfig, Lora
 from rlhf_core.data.documents import Document
 from rlhf_core.models.checkpoint.save import save_adapter, save_tokenizer
 from rlhf_core.models.checkpoint.weights import checkpoint_weights, trained_weights
-from rlhf_core.models.load import Policy, load_policy, trained_policy
+from rlhf_core.models.load import load_policy, trained_policy
 from rlhf_core.models.lora import lora_layers
+from rlhf_core.models.policy import Policy
 from rlhf_core.objectives.collate import collate
 from rlhf_core.rollout.vllm.vllm_engine import VllmEngine
 from rlhf_core.stages.ppo.fleet import NOISE_FREE, WeightsDiffer, check_gap

@@ -13,7 +13,8 @@ import torch
 from rlhf_core.config import EngineConfig
 from rlhf_core.data.documents import Document
 from rlhf_core.models.checkpoint.weights import checkpoint_weights
-from rlhf_core.models.load import Policy, load_policy
+from rlhf_core.models.load import load_policy
+from rlhf_core.models.policy import Policy
 from rlhf_core.objectives.collate import collate
 from rlhf_core.rollout.contract import Request, Sampling
 from rlhf_core.rollout.kinds import open_engine

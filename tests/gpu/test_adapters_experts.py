@@ -15,8 +15,9 @@ from rlhf_core.config import DPO, PPO, SFT, Data, EngineConfig, Lora, Ranks, Sta
 from rlhf_core.data.documents import Document
 from rlhf_core.models.checkpoint.save import save_model
 from rlhf_core.models.checkpoint.weights import checkpoint_weights
-from rlhf_core.models.load import Policy, load_policy, trained_policy
+from rlhf_core.models.load import load_policy, trained_policy
 from rlhf_core.models.lora import lora_layers
+from rlhf_core.models.policy import Policy
 from rlhf_core.objectives.collate import collate
 from rlhf_core.runs.metrics_log import read_metrics
 from rlhf_core.runs.run_dir import RunDir, StageRequest

@@ -21,7 +21,7 @@ from rlhf_core.data.packing import Passes
 from rlhf_core.models.kernels import attention, choose
 from rlhf_core.models.kernels.liger import fuse
 from rlhf_core.models.kernels.self_test import CLOSE, NEAR, Heads, Kind, difference
-from rlhf_core.models.load import Policy, Scorer, masked_logprobs
+from rlhf_core.models.policy import Policy, Scorer, masked_logprobs
 from rlhf_core.objectives.collate import collate
 from rlhf_core.objectives.losses import dpo_loss, reward_loss, sft_loss
 from rlhf_core.stages.dpo import pair_logprobs

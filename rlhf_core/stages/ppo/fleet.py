@@ -16,15 +16,8 @@ from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
-from rlhf_core.cluster.worker_group import (
-    Pending,
-    RankDied,
-    Turns,
-    WorkerGroup,
-    in_order,
-    put_on_nodes,
-    wait_all,
-)
+from rlhf_core.cluster.pending import Pending, RankDied, wait_all
+from rlhf_core.cluster.worker_group import Turns, WorkerGroup, in_order, put_on_nodes
 from rlhf_core.config import PPO
 from rlhf_core.config.metrics import SURVIVES
 from rlhf_core.config.rewards import EnvironmentReward, NoReward

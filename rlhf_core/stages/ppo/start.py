@@ -9,9 +9,10 @@ from types import MappingProxyType
 
 from transformers import PreTrainedTokenizerBase
 
+from rlhf_core.cluster.pending import Pending
 from rlhf_core.cluster.ray_cluster import other_nodes
 from rlhf_core.cluster.worker import RankReady
-from rlhf_core.cluster.worker_group import Pending, WorkerGroup
+from rlhf_core.cluster.worker_group import WorkerGroup
 from rlhf_core.config import PPO
 from rlhf_core.config.rewards import FunctionReward, HttpReward
 from rlhf_core.forecast.by_phase import host_doubts

@@ -25,7 +25,7 @@ from transformers import (
 )
 
 from rlhf_core.models.kernels import attention, choose
-from rlhf_core.models.load import Policy
+from rlhf_core.models.policy import Policy
 from rlhf_core.objectives.collate import collate
 from tests.unit.models.test_models import FAMILIES, SHAPE, documents, logprobs_by_document
 

@@ -22,8 +22,9 @@ from evaluation.answers.local_answers import model_config
 from rlhf_core.config import DPO, KTO, PPO, SFT, Data, Lora, RewardModel, StageConfig
 from rlhf_core.data.documents import Document
 from rlhf_core.models.checkpoint.weights import checkpoint_weights
-from rlhf_core.models.load import Policy, load_policy, load_scorer, trained_policy
+from rlhf_core.models.load import load_policy, load_scorer, trained_policy
 from rlhf_core.models.lora import ADAPTER_WEIGHTS, lora_layers, merged_weight
+from rlhf_core.models.policy import Policy
 from rlhf_core.objectives.collate import collate
 from rlhf_core.runs import resume_state
 from rlhf_core.runs.metrics_log import read_metrics

@@ -24,7 +24,8 @@ from rlhf_core.config import PPO, Data
 from rlhf_core.data.documents import Document, Prompt
 from rlhf_core.models.experts import REPLAYED, replayed
 from rlhf_core.models.kernels.attention import is_stateful
-from rlhf_core.models.load import Policy, load_policy, masked_logprobs, recompute
+from rlhf_core.models.load import load_policy, recompute
+from rlhf_core.models.policy import Policy, masked_logprobs
 from rlhf_core.objectives.collate import collate
 from rlhf_core.rollout.contract import Answer
 from rlhf_core.rollout.vllm.environment import returns_routing

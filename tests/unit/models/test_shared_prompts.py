@@ -15,7 +15,7 @@ from transformers import Qwen2Config, Qwen2ForSequenceClassification
 from rlhf_core.data.documents import Document, Pair
 from rlhf_core.data.packing import Passes
 from rlhf_core.models.kernels import attention, choose
-from rlhf_core.models.load import Policy, Scorer
+from rlhf_core.models.policy import Policy, Scorer
 from rlhf_core.objectives.collate import collate
 from rlhf_core.stages.dpo import pair_logprobs
 from rlhf_core.stages.ppo.records import Experience

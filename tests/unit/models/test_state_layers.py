@@ -17,7 +17,7 @@ from rlhf_core.models.document_leak import detect_document_leak
 from rlhf_core.models.kernels import attention, state_layers
 from rlhf_core.models.kernels.state_layers import causal_conv1d, document_numbers
 from rlhf_core.models.kernels.state_test import delta_rule, rejection_reason
-from rlhf_core.models.load import Policy
+from rlhf_core.models.policy import Policy
 from tests.support.families import FAMILIES, SHAPE, config_class, model_class
 from tests.unit.models.test_attention import documents, kernel, logprobs_by_document  # noqa: F401
 

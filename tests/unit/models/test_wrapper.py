@@ -19,7 +19,8 @@ from transformers import (
 )
 
 from rlhf_core.config import Lora
-from rlhf_core.models.load import Policy, load_policy, load_scorer
+from rlhf_core.models.load import load_policy, load_scorer
+from rlhf_core.models.policy import Policy
 from rlhf_core.preflight.inputs import check_inputs
 from tests.support.families import PATCHES, SHAPE, VISION, WRAPPERS, make_family
 from tests.unit.models.test_lora import DOCUMENTS, config_of, logprobs, run, scores

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from rlhf_core.cluster.worker_group import RankDied, RoleFailed
+from rlhf_core.cluster.pending import RankDied, RoleFailed
 from rlhf_core.rollout.contract import Answer, Request, Sampling
 from rlhf_core.rollout.dispatch import Background, Engines
 

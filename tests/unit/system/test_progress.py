@@ -25,7 +25,8 @@ from rlhf_core.data.documents import Document
 from rlhf_core.data.packing import Passes
 from rlhf_core.models.checkpoint.weight_files import fill
 from rlhf_core.models.checkpoint.weights import checkpoint_weights
-from rlhf_core.models.load import Policy, Scorer, load_policy, load_scorer
+from rlhf_core.models.load import load_policy, load_scorer
+from rlhf_core.models.policy import Policy, Scorer
 from rlhf_core.objectives.losses import Loss
 from rlhf_core.rollout.vllm.vllm_engine import VllmEngine
 from rlhf_core.rollout.weight_transfer import Broadcast, Rendezvous

@@ -14,8 +14,9 @@ import torch
 from rlhf_core.config import PPO
 from rlhf_core.data.documents import Document
 from rlhf_core.models.checkpoint.weights import checkpoint_weights, scaled_adapters
-from rlhf_core.models.load import masked_logprobs, trained_policy
+from rlhf_core.models.load import trained_policy
 from rlhf_core.models.lora import require_linear, without_adapters
+from rlhf_core.models.policy import masked_logprobs
 from rlhf_core.models.token_logprobs import WHOLE, Entropy, Truncation
 from rlhf_core.models.unbiased_rounding import Survival
 from rlhf_core.objectives.actor_loss import PerToken, actor_loss, count

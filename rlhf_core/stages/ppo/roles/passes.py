@@ -13,7 +13,7 @@ from torch import Tensor
 from rlhf_core.data.documents import Document
 from rlhf_core.data.packing import Passes
 from rlhf_core.models.kernels.attention import can_share
-from rlhf_core.models.load import Policy
+from rlhf_core.models.policy import Policy
 from rlhf_core.objectives.collate import Batch, collate, sent
 from rlhf_core.stages.ppo.records import Experience
 from rlhf_core.system import progress

@@ -14,7 +14,8 @@ from rlhf_core.data.documents import Document
 from rlhf_core.models.document_leak import detect_document_leak
 from rlhf_core.models.kernels.attention import split_attention
 from rlhf_core.models.kernels.sequence_ranks import ALONE, sequence_ranks
-from rlhf_core.models.load import Policy, Scorer, load_policy, load_scorer, masked_logprobs
+from rlhf_core.models.load import load_policy, load_scorer
+from rlhf_core.models.policy import Policy, Scorer, masked_logprobs
 from rlhf_core.models.sequence_split import split_sequences
 from rlhf_core.objectives.collate import Batch
 from rlhf_core.rollout.weight_transfer import gpu_uuid

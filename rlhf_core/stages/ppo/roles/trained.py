@@ -11,7 +11,8 @@ from torch import Tensor
 
 from rlhf_core.config import PPO
 from rlhf_core.data.documents import Document
-from rlhf_core.models.load import Policy, Scorer, trained_scorer
+from rlhf_core.models.load import trained_scorer
+from rlhf_core.models.policy import Policy, Scorer
 from rlhf_core.objectives.actor_loss import count
 from rlhf_core.objectives.collate import Batch
 from rlhf_core.objectives.losses import Loss, value_loss

@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 
 from evaluation.alignment_tax.report import TAX, TaxReport, TaxRow
-from evaluation.report.drawing.charts import Run, stage_chart, win_rate_chart
+from evaluation.report.drawing.charts import Run, stage_chart
 from evaluation.report.drawing.dag import HEIGHT, WIDTH, draw
+from evaluation.report.drawing.evaluation_charts import win_rate_chart
 from evaluation.report.page import write_report
 from evaluation.report.stages import phases_of
 from evaluation.report.summary import StageView, read, read_evaluation

@@ -13,7 +13,7 @@ import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from evaluation.answers.kl import log_ratios
-from evaluation.report.drawing.charts import over_optimisation_chart
+from evaluation.report.drawing.evaluation_charts import over_optimisation_chart
 from evaluation.scores.over_optimisation import (
     FILE,
     Measured,

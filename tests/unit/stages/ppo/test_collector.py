@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rlhf_core.cluster.worker_group import RoleFailed
+from rlhf_core.cluster.pending import RoleFailed
 from rlhf_core.data.documents import Document, Prompt
 from rlhf_core.rollout.dispatch import Background
 from rlhf_core.stages.ppo.records import Rollout
