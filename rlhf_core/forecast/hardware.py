@@ -8,8 +8,8 @@ from typing import NamedTuple
 
 GIB = 2**30
 # Shares of the published peaks, as measured at the start of runs on H200s and H100s
-# (stages/ppo/roofline.py): a large bf16 matrix product (770 of 989 TFLOP/s) and a large copy (4.3 of 4.8
-# TB/s, 3.0 of 3.35).
+# (stages/ppo/measured/roofline.py): a large bf16 matrix product (770 of 989 TFLOP/s) and a large copy (4.3 of
+# 4.8 TB/s, 3.0 of 3.35).
 MATRIX = 0.778
 COPY = 0.896
 LINK = 0.8  # of NVLink and the network in a large collective: assumed, not measured by any record

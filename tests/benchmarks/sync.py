@@ -27,7 +27,8 @@ from transformers import AutoConfig
 
 from rlhf_core.data.chat import load_tokenizer
 from rlhf_core.data.documents import Document
-from rlhf_core.stages.ppo.fleet import Fleet, WeightsDiffer
+from rlhf_core.stages.ppo.fleet import Fleet
+from rlhf_core.stages.ppo.measured.probe import WeightsDiffer
 from rlhf_core.stages.ppo.records import Experience
 from rlhf_core.stages.ppo.roles.trained import Update
 from rlhf_core.stages.ppo.run import start_processes

@@ -22,7 +22,7 @@ from rlhf_core.data.sources import prompts
 from rlhf_core.models.load import load_policy
 from rlhf_core.objectives.collate import collate
 from rlhf_core.runs.metrics_log import read_metrics
-from rlhf_core.stages.ppo.fleet import NOISE_FREE
+from rlhf_core.stages.ppo.measured.probe import NOISE_FREE
 from rlhf_core.stages.ppo.sampling.answers import PromptOrder, Sampled
 from rlhf_core.stages.ppo.sampling.stored import read_ahead
 from tests.engines.test_ppo import (

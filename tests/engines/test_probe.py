@@ -17,7 +17,7 @@ from rlhf_core.rollout.sampler_role import SamplerRole
 from rlhf_core.runs.run_dir import RunDir, StageRequest
 from rlhf_core.stages.ppo import run as start
 from rlhf_core.stages.ppo import start as roles_start
-from rlhf_core.stages.ppo.fleet import EngineDiffers, WeightsDiffer
+from rlhf_core.stages.ppo.measured.probe import EngineDiffers, WeightsDiffer
 from rlhf_core.stages.ppo.roles.actor import Actor
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]

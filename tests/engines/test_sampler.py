@@ -21,7 +21,7 @@ from rlhf_core.rollout.contract import Answer, Sampling
 from rlhf_core.rollout.kinds import open_engine
 from rlhf_core.rollout.vllm.environment import CPU_BATCHED_TOKENS
 from rlhf_core.rollout.vllm.vllm_engine import VllmEngine
-from rlhf_core.stages.ppo.fleet import NOISE_FREE, WeightsDiffer, check_gap
+from rlhf_core.stages.ppo.measured.probe import NOISE_FREE, WeightsDiffer, check_gap
 
 pytestmark = pytest.mark.slow
 

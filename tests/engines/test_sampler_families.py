@@ -20,7 +20,7 @@ from rlhf_core.models.lora import lora_layers
 from rlhf_core.models.policy import Policy
 from rlhf_core.objectives.collate import collate
 from rlhf_core.rollout.vllm.vllm_engine import VllmEngine
-from rlhf_core.stages.ppo.fleet import NOISE_FREE, WeightsDiffer, check_gap
+from rlhf_core.stages.ppo.measured.probe import NOISE_FREE, WeightsDiffer, check_gap
 from rlhf_core.training.engine import AdamW, TorchEngine, on_cpu
 from tests.support.families import make_family
 

@@ -24,8 +24,8 @@ from rlhf_core.models.token_logprobs import WHOLE, Truncation
 from rlhf_core.objectives.collate import collate
 from rlhf_core.rollout.contract import Sampling
 from rlhf_core.rollout.vllm.vllm_engine import VllmEngine
-from rlhf_core.stages.ppo.fleet import MARGIN
-from rlhf_core.stages.ppo.rounding import noise_of, noisy
+from rlhf_core.stages.ppo.measured.probe import MARGIN
+from rlhf_core.stages.ppo.measured.rounding import noise_of, noisy
 from tests.support.sharp_model import VOCABULARY, save_sharp_model
 
 pytestmark = [

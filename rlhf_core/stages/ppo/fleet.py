@@ -30,36 +30,17 @@ from rlhf_core.rollout.dispatch import Background, Engines
 from rlhf_core.rollout.sampler_role import SamplerRole
 from rlhf_core.rollout.weight_transfer import Rendezvous, choose_route
 from rlhf_core.runs.resume_state import rank_file
+from rlhf_core.stages.ppo.measured.probe import MARGIN, NOISE_FREE, Probe, check_gap, gaps_of
+from rlhf_core.stages.ppo.measured.roofline import Machine, floors
 from rlhf_core.stages.ppo.records import Experience, Part, Rollout, Scores
 from rlhf_core.stages.ppo.references import by_reference
 from rlhf_core.stages.ppo.roles.actor import Actor
 from rlhf_core.stages.ppo.roles.read_only import ModelRole, Reference, Reward
 from rlhf_core.stages.ppo.roles.trained import Critic, Steps, Trained, Update
-from rlhf_core.stages.ppo.roofline import Machine, floors
 from rlhf_core.stages.ppo.texts import Decode, Lengths, samples, with_own_ends
 
 R = TypeVar("R")
 LOOK_SECONDS = 1.0  # between two looks for dead engines
-# |log-prob difference| between vLLM and trainer on the same weights that is always allowed
-NOISE_FREE = {"float32": 1e-3, "bfloat16": 0.02}
-MARGIN = 4.0  # beyond it, a multiple of the change that rounding causes in the log-probs
-
-
-class WeightsDiffer(RuntimeError):
-    """Raised when the sampler's log-probs differ from the trainer's after a weight sync."""
-
-
-class EngineDiffers(RuntimeError):
-    """Raised when the sampler's log-probs differ from the trainer's on the same checkpoint, before any weight
-    sync."""
-
-
-class Probe(NamedTuple):
-    """Holds the largest |difference| of log-probs between engines and trainer, and its bound. For experts in
-    bf16 it covers nine of ten tokens."""
-
-    gap: float
-    bound: float
 
 
 class Asking(NamedTuple):
@@ -403,7 +384,7 @@ class Fleet:
 
         Raises WeightsDiffer beyond the bound, or EngineDiffers if both still have the weights that they
         loaded (not `synced`). The bound is `MARGIN` times the change that rounding in the formats of both
-        causes in the trainer's own log-probs (rounding.py), and at least `NOISE_FREE`.
+        causes in the trainer's own log-probs (`measured/rounding.py`), and at least `NOISE_FREE`.
 
         Experts are chosen by products that engine and trainer round in bf16 in different orders: a few tokens
         go to another expert, and their log-probs may differ by a nat. So a bf16 model with experts must meet
@@ -414,7 +395,7 @@ class Fleet:
             "probe", SamplerRole.prompt_logprobs, [document.tokens for document in documents]
         ).wait(self.timeout)
         plain, moved = (in_order(scored) for scored in zip(*trainer.wait(self.timeout), strict=True))
-        gaps = np.concatenate([_gaps(engine, plain) for engine in engines])
+        gaps = np.concatenate([gaps_of(engine, plain) for engine in engines])
         if not len(gaps):  # prompts of one token have nothing to compare
             return Probe(0.0, 0.0)
         experts = (
@@ -423,7 +404,7 @@ class Fleet:
             and self.machine.shapes["actor"].experts
         )
         of_rounding, found = (
-            float(np.quantile(each, 0.9) if experts else each.max()) for each in (_gaps(moved, plain), gaps)
+            float(np.quantile(each, 0.9) if experts else each.max()) for each in (gaps_of(moved, plain), gaps)
         )
         bound = max(NOISE_FREE[self.config.dtype], MARGIN * of_rounding)
         check_gap(found, bound, bool(experts), synced)
@@ -532,29 +513,3 @@ def without_failed(rewards: Rewards, rollouts: Sequence[Rollout], failure: str, 
     )
     found.check(allowed)
     return found
-
-
-def _gaps(found: Sequence[Any], expected: Sequence[np.ndarray]) -> np.ndarray:
-    """Returns |differences| of log-probs of all documents, without first tokens, which have none."""
-    return np.concatenate(
-        [np.abs(np.asarray(got) - want)[1:] for got, want in zip(found, expected, strict=True)]
-    )
-
-
-def check_gap(gap: float, tolerance: float, most: bool = False, synced: bool = True) -> None:
-    """Raises an error when log-probs of engine and trainer differ by more than `tolerance` or are nan:
-    WeightsDiffer after a weight sync (`synced`), EngineDiffers before any. `most`: the gap covers nine of ten
-    tokens."""
-    if gap <= tolerance:
-        return
-    differ = (
-        "the engine's log-probs differ from the trainer's by up to"
-        f" {gap:.3g}{' at nine of ten tokens' if most else ''} (allowed {tolerance:.3g})"
-    )
-    if synced:
-        raise WeightsDiffer(f"after a weight sync {differ}: the engine does not hold the actor's weights")
-    raise EngineDiffers(
-        f"before any weight sync {differ}, both on the checkpoint of the actor: the engine computes the model"
-        " in another way than the trainer does, no weight sync is at fault; install a version of vLLM that"
-        " supports the model, or set engine.kind to transformers"
-    )

@@ -23,6 +23,8 @@ from rlhf_core.objectives.actor_loss import PerToken, actor_loss, count
 from rlhf_core.objectives.losses import Loss, with_balance
 from rlhf_core.objectives.sampler_weights import kept_tokens, sampler_weights
 from rlhf_core.rollout.weight_transfer import Broadcast, Channel, Rendezvous, Route, SameGpu
+from rlhf_core.stages.ppo.measured.roofline import Ceilings, measure_ceilings
+from rlhf_core.stages.ppo.measured.rounding import noise_of, noisy
 from rlhf_core.stages.ppo.records import Experience
 from rlhf_core.stages.ppo.roles.passes import (
     ModelSpec,
@@ -34,8 +36,6 @@ from rlhf_core.stages.ppo.roles.passes import (
     token_values,
 )
 from rlhf_core.stages.ppo.roles.trained import Trained, Update
-from rlhf_core.stages.ppo.roofline import Ceilings, measure_ceilings
-from rlhf_core.stages.ppo.rounding import noise_of, noisy
 from rlhf_core.training.ranks import export, shards_of, try_export
 from rlhf_core.training.train_loop import accumulate
 from rlhf_core.training.zero.zero_engine import library

@@ -19,8 +19,8 @@ from rlhf_core.models.policy import Policy, Scorer, masked_logprobs
 from rlhf_core.models.sequence_split import split_sequences
 from rlhf_core.objectives.collate import Batch
 from rlhf_core.rollout.weight_transfer import gpu_uuid
+from rlhf_core.stages.ppo.measured.roofline import Shape, shape_of
 from rlhf_core.stages.ppo.roles.passes import ModelSpec, Scored, score_share
-from rlhf_core.stages.ppo.roofline import Shape, shape_of
 from rlhf_core.system.gpu_allocator import move_to_pinned
 from rlhf_core.training.process_group import join_ranks
 from rlhf_core.training.zero.zero_shards import FrozenZero, ZeroShards

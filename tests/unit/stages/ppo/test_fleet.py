@@ -15,10 +15,11 @@ from rlhf_core.data.documents import Document, Prompt
 from rlhf_core.rewards.clients import Rewards
 from rlhf_core.rewards.contract import RewardsFailed
 from rlhf_core.stages.ppo import fleet
-from rlhf_core.stages.ppo.fleet import EngineDiffers, Fleet, WeightsDiffer, without_failed
+from rlhf_core.stages.ppo.fleet import Fleet, without_failed
+from rlhf_core.stages.ppo.measured.probe import EngineDiffers, WeightsDiffer
+from rlhf_core.stages.ppo.measured.roofline import Ceilings, Machine, Shape
 from rlhf_core.stages.ppo.records import Experience, Own, Rollout
 from rlhf_core.stages.ppo.roles.trained import Steps, Trained, Update
-from rlhf_core.stages.ppo.roofline import Ceilings, Machine, Shape
 from tests.support.fleet_config import fleet_config
 
 

@@ -10,8 +10,15 @@ from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen3MoeConfig, Qwen3Moe
 
 from rlhf_core.data.documents import Document, Prompt
 from rlhf_core.models.load import recompute
+from rlhf_core.stages.ppo.measured.roofline import (
+    Ceilings,
+    Machine,
+    Shape,
+    floors,
+    measure_ceilings,
+    shape_of,
+)
 from rlhf_core.stages.ppo.records import Rollout
-from rlhf_core.stages.ppo.roofline import Ceilings, Machine, Shape, floors, measure_ceilings, shape_of
 
 SCORINGS = {"actor": 1, "critic": 1, "reference": 1}
 SHAPE = Shape(parameters=1000, weight_bytes=2000, kv_bytes=10)

@@ -23,7 +23,7 @@ from rlhf_core.rollout.contract import Answer, Sampling
 from rlhf_core.runs.metrics_log import read_metrics
 from rlhf_core.runs.run_dir import RunDir, StageRequest, run_stage
 from rlhf_core.stages.ppo import train
-from rlhf_core.stages.ppo.fleet import Probe
+from rlhf_core.stages.ppo.measured.probe import Probe
 from rlhf_core.stages.ppo.records import Experience, Rollout, Scores
 from rlhf_core.stages.ppo.roles.trained import Steps, Update
 from rlhf_core.stages.ppo.sampling.answers import PromptOrder, Sampled, rollout

@@ -15,7 +15,7 @@ from rlhf_core.config import PPO, Data
 from rlhf_core.rewards.clients import Rewards
 from rlhf_core.runs.run_dir import RunDir, StageRequest, run_stage
 from rlhf_core.stages.ppo import train
-from rlhf_core.stages.ppo.fleet import Probe
+from rlhf_core.stages.ppo.measured.probe import Probe
 from rlhf_core.stages.ppo.sampling import validation
 from rlhf_core.stages.ppo.sampling.validation import HIGH, LOW, REWARD
 from tests.support.states import wait_until_complete

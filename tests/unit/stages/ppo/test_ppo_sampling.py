@@ -20,8 +20,8 @@ from rlhf_core.rewards.clients import Rewards
 from rlhf_core.rewards.combine import Running, Term
 from rlhf_core.rewards.contract import RewardsFailed
 from rlhf_core.rollout.contract import Answer, Sampling
-from rlhf_core.stages.ppo.fleet import Probe
 from rlhf_core.stages.ppo.iteration import Carried, ppo_iteration
+from rlhf_core.stages.ppo.measured.probe import Probe
 from rlhf_core.stages.ppo.records import Experience, Rollout, Scores
 from rlhf_core.stages.ppo.roles.trained import Steps, Update
 from rlhf_core.stages.ppo.sampling.answers import PromptOrder, Sampled, Setup, sample, with_signal

@@ -15,8 +15,8 @@ from rlhf_core.data.documents import Prompt
 from rlhf_core.rewards.clients import Rewards
 from rlhf_core.rewards.contract import RewardsFailed
 from rlhf_core.rollout.contract import Answer, Sampling
-from rlhf_core.stages.ppo.fleet import Probe
 from rlhf_core.stages.ppo.iteration import Carried, ppo_iteration
+from rlhf_core.stages.ppo.measured.probe import Probe
 from rlhf_core.stages.ppo.records import Part, Rollout, Scores
 from rlhf_core.stages.ppo.roles.trained import Steps
 from rlhf_core.stages.ppo.sampling.answers import PromptOrder, Setup, sample

@@ -1,0 +1,55 @@
+"""Compares the log-probs of engines and trainer on the same tokens and weights."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+# |log-prob difference| between vLLM and trainer on the same weights that is always allowed
+NOISE_FREE = {"float32": 1e-3, "bfloat16": 0.02}
+MARGIN = 4.0  # beyond it, a multiple of the change that rounding causes in the log-probs
+
+
+class WeightsDiffer(RuntimeError):
+    """Raised when the sampler's log-probs differ from the trainer's after a weight sync."""
+
+
+class EngineDiffers(RuntimeError):
+    """Raised when the sampler's log-probs differ from the trainer's on the same checkpoint, before any weight
+    sync."""
+
+
+class Probe(NamedTuple):
+    """Holds the largest |difference| of log-probs between engines and trainer, and its bound. For experts in
+    bf16 it covers nine of ten tokens."""
+
+    gap: float
+    bound: float
+
+
+def gaps_of(found: Sequence[Any], expected: Sequence[np.ndarray]) -> np.ndarray:
+    """Returns |differences| of log-probs of all documents, without first tokens, which have none."""
+    return np.concatenate(
+        [np.abs(np.asarray(got) - want)[1:] for got, want in zip(found, expected, strict=True)]
+    )
+
+
+def check_gap(gap: float, tolerance: float, most: bool = False, synced: bool = True) -> None:
+    """Raises an error when log-probs of engine and trainer differ by more than `tolerance` or are nan:
+    WeightsDiffer after a weight sync (`synced`), EngineDiffers before any. `most`: the gap covers nine of ten
+    tokens."""
+    if gap <= tolerance:
+        return
+    differ = (
+        "the engine's log-probs differ from the trainer's by up to"
+        f" {gap:.3g}{' at nine of ten tokens' if most else ''} (allowed {tolerance:.3g})"
+    )
+    if synced:
+        raise WeightsDiffer(f"after a weight sync {differ}: the engine does not hold the actor's weights")
+    raise EngineDiffers(
+        f"before any weight sync {differ}, both on the checkpoint of the actor: the engine computes the model"
+        " in another way than the trainer does, no weight sync is at fault; install a version of vLLM that"
+        " supports the model, or set engine.kind to transformers"
+    )
