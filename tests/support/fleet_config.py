@@ -7,6 +7,13 @@ from types import SimpleNamespace
 from typing import Any
 
 from rlhf_core.config import EngineConfig
+from rlhf_core.rewards.clients import Clients
+from rlhf_core.stages.ppo.reward_sources import RewardSources
+
+
+def no_sources(config: Any) -> RewardSources:
+    """Returns the reward sources of a fleet that has none."""
+    return RewardSources(config, {}, {}, Clients([]), lambda rows, skip: [""] * len(rows))
 
 
 def fleet_config(**changed: Any) -> Any:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 
@@ -20,11 +20,9 @@ from rlhf_core.cluster.pending import Pending, RankDied, wait_all
 from rlhf_core.cluster.worker_group import Turns, WorkerGroup, in_order, put_on_nodes
 from rlhf_core.config import PPO
 from rlhf_core.config.metrics import SURVIVES
-from rlhf_core.config.rewards import EnvironmentReward, NoReward
 from rlhf_core.data.documents import Document
 from rlhf_core.environments.episodes import Episodes
-from rlhf_core.rewards.clients import Clients, Rewards, collect
-from rlhf_core.rewards.own_tokens import OwnTokens
+from rlhf_core.rewards.clients import Rewards
 from rlhf_core.rollout.contract import Answer, Sampling
 from rlhf_core.rollout.dispatch import Background, Engines
 from rlhf_core.rollout.sampler_role import SamplerRole
@@ -34,10 +32,11 @@ from rlhf_core.stages.ppo.measured.probe import MARGIN, NOISE_FREE, Probe, check
 from rlhf_core.stages.ppo.measured.roofline import Machine, floors
 from rlhf_core.stages.ppo.records import Experience, Part, Rollout, Scores
 from rlhf_core.stages.ppo.references import by_reference
+from rlhf_core.stages.ppo.reward_sources import RewardSources
 from rlhf_core.stages.ppo.roles.actor import Actor
-from rlhf_core.stages.ppo.roles.read_only import ModelRole, Reference, Reward
+from rlhf_core.stages.ppo.roles.read_only import ModelRole, Reference
 from rlhf_core.stages.ppo.roles.trained import Critic, Steps, Trained, Update
-from rlhf_core.stages.ppo.texts import Decode, Lengths, samples, with_own_ends
+from rlhf_core.stages.ppo.texts import Lengths
 
 R = TypeVar("R")
 LOOK_SECONDS = 1.0  # between two looks for dead engines
@@ -56,10 +55,7 @@ class Asking(NamedTuple):
 class Fleet:
     """Holds the groups of the running roles.
 
-    `rewards`: the group of each reward model, by title. `own_tokens`: for reward models with another
-    tokenizer, the writers of answers for them. `clients`: functions and servers. `episodes`: the
-    environment's episodes. `engines` accept requests one by one, in the loop of `background`.
-
+    `episodes`: the environment's episodes. `engines` accept requests one by one, in the loop of `background`.
     `config`: with the ZeRO stage that was chosen for actor and critic. With `colocate_all` all models share
     their GPUs and work one after the other. Then actor and critic each have the memory for larger training
     passes, no collective waits on a GPU that computes for another model, and a scoring GPU does not switch
@@ -70,13 +66,10 @@ class Fleet:
     actor: WorkerGroup
     critic: WorkerGroup | None
     reference: WorkerGroup | None
-    rewards: Mapping[str, WorkerGroup]
     sampler: WorkerGroup
-    clients: Clients
-    decode_all: Decode
+    sources: RewardSources
     lengths: Lengths | None = None
     machine: Machine | None = None  # set by `survey`
-    own_tokens: Mapping[str, OwnTokens] = field(default_factory=dict)
     episodes: Episodes | None = None
     background: Background | None = None
     engines: Engines | None = None
@@ -103,12 +96,12 @@ class Fleet:
 
     def decode(self, tokens: Sequence[int], skip: bool) -> str:
         """Returns the text of tokens, without special ones if `skip`."""
-        return self.decode_all([tokens], skip)[0]
+        return self.sources.decode([tokens], skip)[0]
 
     def close(self) -> None:
         """Ends open requests for rewards and the environment's processes, for which this process would
         otherwise wait."""
-        self.clients.close()
+        self.sources.clients.close()
         if self.background is not None:
             self.background.end_work()
             if self.episodes is not None:
@@ -166,7 +159,7 @@ class Fleet:
         wait_rewards = (
             (lambda: rewards)
             if rewards is not None
-            else self._start_reward(rollouts, documents, allowed_failures, scoring)
+            else self.sources.start(rollouts, documents, allowed_failures, scoring)
         )
         lists = {"document": documents}
         if self.config.sampler_is != "off":
@@ -191,43 +184,7 @@ class Fleet:
         """Returns the rewards of all sources. Raises RewardsFailed when a source leaves more than
         `allowed_failures` answers without a reward."""
         documents = put_on_nodes([rollout.document for rollout in rollouts])
-        return self._start_reward(rollouts, documents, allowed_failures, Turns(self.config.colocate_all))()
-
-    def _start_reward(
-        self, rollouts: Sequence[Rollout], documents: Any, allowed: int, scoring: Turns
-    ) -> Callable[[], Rewards]:
-        wanted = self.clients.wanted | ({"responses"} if self.own_tokens else set())
-        texts = samples(rollouts, self.decode_all, wanted) if self.clients or self.own_tokens else []
-        ended = with_own_ends(texts, rollouts) if self.own_tokens else []
-        given = {title: put_on_nodes(writer.documents(ended)) for title, writer in self.own_tokens.items()}
-        # All start, then one wait.
-        models = {
-            title: scoring.start(group, "score", Reward.scores, given.get(title, documents))
-            for title, group in self.rewards.items()
-        }
-        pending_rewards = self.clients.start(texts, allowed) if self.clients else {}
-
-        def wait() -> Rewards:
-            scored = {
-                title: np.concatenate(in_order(pending.wait(self.timeout)))
-                for title, pending in models.items()
-            }
-            known = [rollout.own for rollout in rollouts if rollout.own is not None]
-            for source in self.config.reward:
-                if isinstance(source, EnvironmentReward):
-                    scored[source.title] = np.array([own.reward for own in known])
-                elif isinstance(source, NoReward):
-                    scored[source.title] = np.zeros(len(rollouts))
-            failure = next((own.failure for own in known if own.failure), "")
-            failures = {
-                source.title: failure
-                for source in self.config.reward
-                if isinstance(source, EnvironmentReward)
-            }
-            found = collect(scored.items(), pending_rewards, allowed, failures)
-            return without_failed(found, rollouts, failure, allowed) if failure else found
-
-        return wait
+        return self.sources.start(rollouts, documents, allowed_failures, Turns(self.config.colocate_all))()
 
     def train(
         self,
@@ -415,7 +372,7 @@ class Fleet:
         """Returns the groups of all models, without the sampler's group."""
         return [
             group
-            for group in (self.actor, self.reference, *self.rewards.values(), self.critic)
+            for group in (self.actor, self.reference, *self.sources.models.values(), self.critic)
             if group is not None
         ]
 
@@ -501,15 +458,3 @@ class Fleet:
 
     def export_actor(self, folder: Path) -> None:
         self.actor.call("export", Actor.export, str(folder)).wait(self.timeout)
-
-
-def without_failed(rewards: Rewards, rollouts: Sequence[Rollout], failure: str, allowed: int) -> Rewards:
-    """Returns the rewards without those of failed episodes, even if other sources rated parts of these.
-    Raises RewardsFailed when this leaves more than `allowed` without a reward."""
-    failed = np.array([rollout.own is not None and bool(rollout.own.failure) for rollout in rollouts])
-    kept = {title: np.where(failed, np.nan, values) for title, values in rewards.by_source.items()}
-    found = Rewards(
-        kept, {title: f"an episode failed: {failure}" for title in kept} | rewards.errors, rewards.steps
-    )
-    found.check(allowed)
-    return found

@@ -31,6 +31,7 @@ from rlhf_core.rewards.clients import Clients, client_of
 from rlhf_core.rewards.own_tokens import OwnTokens
 from rlhf_core.rollout.sampler_role import SamplerRole
 from rlhf_core.stages.ppo.fleet import Asking, Fleet
+from rlhf_core.stages.ppo.reward_sources import RewardSources
 from rlhf_core.stages.ppo.roles.actor import Actor
 from rlhf_core.stages.ppo.roles.passes import ModelSpec
 from rlhf_core.stages.ppo.roles.read_only import Reference, Reward
@@ -131,12 +132,9 @@ def start_fleet(
         actor=groups["actor"],
         critic=groups.get("critic"),
         reference=groups.get("reference"),
-        rewards=rewards,
-        own_tokens=own_tokens,
-        **asking._asdict(),
         sampler=groups["sampler"],
-        clients=Clients(clients),
-        decode_all=decoder(tokenizer),
+        sources=RewardSources(decided, rewards, own_tokens, Clients(clients), decoder(tokenizer)),
+        **asking._asdict(),
         lengths=lengths_of(tokenizer),
     )
     fleet.open_channel()

@@ -15,12 +15,13 @@ from rlhf_core.data.documents import Document, Prompt
 from rlhf_core.rewards.clients import Rewards
 from rlhf_core.rewards.contract import RewardsFailed
 from rlhf_core.stages.ppo import fleet
-from rlhf_core.stages.ppo.fleet import Fleet, without_failed
+from rlhf_core.stages.ppo.fleet import Fleet
 from rlhf_core.stages.ppo.measured.probe import EngineDiffers, WeightsDiffer
 from rlhf_core.stages.ppo.measured.roofline import Ceilings, Machine, Shape
 from rlhf_core.stages.ppo.records import Experience, Own, Rollout
+from rlhf_core.stages.ppo.reward_sources import without_failed
 from rlhf_core.stages.ppo.roles.trained import Steps, Trained, Update
-from tests.support.fleet_config import fleet_config
+from tests.support.fleet_config import fleet_config, no_sources
 
 
 class Work:
@@ -60,7 +61,7 @@ def test_actor_and_critic_train_side_by_side_or_in_turn(
     actor, critic, reference, sampler = (
         Role(said, name) for name in ("actor", "critic", "reference", "sampler")
     )
-    made: Any = Fleet(fleet_config(colocate_all=in_turn), actor, critic, reference, {}, sampler, None, str)  # type: ignore[arg-type]
+    made: Any = Fleet(fleet_config(colocate_all=in_turn), actor, critic, reference, sampler, no_sources(None))  # type: ignore[arg-type]
     found = made.train([], {"actor": [None], "critic": [None]})
     assert found.metrics == [{"critic/loss": 1.0, "actor/loss": 1.0}] and [
         (i, len(a), a[0]) for i, a in found.logprobs
@@ -99,7 +100,9 @@ def probed(expected: np.ndarray, found: np.ndarray, experts: bool, noise: float 
     actor = Probed([], "actor")
     sampler = Probed([], "sampler")
     machine = Machine({"actor": Shape(1, 1, 1, experts)}, {}, 1, Ceilings(1.0, 1.0))
-    return Fleet(fleet_config(dtype="bfloat16"), actor, None, actor, {}, sampler, None, str, machine=machine)  # type: ignore[arg-type]
+    return Fleet(
+        fleet_config(dtype="bfloat16"), actor, None, actor, sampler, no_sources(None), machine=machine
+    )  # type: ignore[arg-type]
 
 
 def test_what_the_nodes_have_is_not_sent_again(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,7 +16,7 @@ from rlhf_core.stages.ppo.fleet import Fleet
 from rlhf_core.stages.ppo.roles.read_only import Reference
 from rlhf_core.stages.ppo.roles.trained import Update
 from rlhf_core.stages.ppo.train import model_paths
-from tests.support.fleet_config import fleet_config
+from tests.support.fleet_config import fleet_config, no_sources
 from tests.unit.stages.ppo.test_fleet import Role
 from tests.unit.stages.ppo.test_ppo_tricks import (
     actor,
@@ -98,7 +98,7 @@ def test_the_actor_is_asked_for_what_the_reference_would_say(
     rewards = Rewards({"score": np.zeros(0)}, {})
     reference = None if inside else Role(said, "reference")
     made: Any = Fleet(
-        fleet_config(reference_in_actor=inside), Role(said, "actor"), None, reference, {}, None, None, str
+        fleet_config(reference_in_actor=inside), Role(said, "actor"), None, reference, None, no_sources(None)
     )  # type: ignore[arg-type]
     made.start_score([], rewards, 0)
     second = "actor begins to reference_logprobs" if inside else "reference begins to logprobs"

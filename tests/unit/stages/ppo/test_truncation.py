@@ -24,7 +24,7 @@ from rlhf_core.stages.ppo.records import Own, Rollout, Scores, restored, stored
 from rlhf_core.stages.ppo.roles.trained import Critic
 from rlhf_core.stages.ppo.sampling.answers import join_scores
 from rlhf_core.stages.ppo.texts import samples, with_own_ends
-from tests.support.fleet_config import fleet_config
+from tests.support.fleet_config import fleet_config, no_sources
 from tests.unit.stages.ppo.test_ppo_tricks import critic, models, plain_engine, ppo  # noqa: F401 - fixtures
 
 TERMS = [Term("model", 1.0, "none", None)]
@@ -147,7 +147,7 @@ def test_only_cut_answers_are_valued_again(bootstraps: bool, monkeypatch: pytest
 
     monkeypatch.setattr(fleet, "put_on_nodes", lambda value: value)
     role: Any = Models()
-    made: Any = Fleet(fleet_config(bootstrap_truncated=bootstraps), role, role, None, {}, None, None, str)  # type: ignore[arg-type]
+    made: Any = Fleet(fleet_config(bootstrap_truncated=bootstraps), role, role, None, None, no_sources(None))  # type: ignore[arg-type]
     answers = [answer(2, True), answer(4, False), answer(1, True), answer(3, False)]
     scores = made.start_score(answers, Rewards({"model": np.zeros(4)}, {}), 0)()
     assert asked == [2] * bootstraps and "end_values" not in scores.stored[0].scored
