@@ -49,7 +49,10 @@ def show_forecast(console: Console, planned: Plan, count: int, gpu: Gpu) -> None
     how = "--gpu, or --gpu-memory, --flops, --bandwidth"
     console.print(f"estimates for {gpu} ({how}){on}; bf16, answers of full length", highlight=False)
     for node in planned.nodes:
-        if isinstance(node.config, PPO):
+        if isinstance(node.config, PPO) and node.config.engine.kind != "vllm":
+            told = f"{node.name}: there is a forecast for engines of vLLM alone, and kind is"
+            console.print(f"{told} {node.config.engine.kind}", markup=False, highlight=False)
+        elif isinstance(node.config, PPO):
             sizes = sizes_of(planned, node, node.config)
             fewest, found = on_fewest(node.config, count, sizes, gpu)
             if fewest < count:

@@ -117,6 +117,10 @@ def test_the_command_names_every_stage_and_a_choice(
         "choose all together" in printed
         and "actor and reference on 2, critic and reward on 1, vLLM on 1" in printed
     )
+    assert main(["plan", str(tmp_path / "recipe.yaml"), "ppo.engine.kind=transformers"]) == 0
+    printed = capsys.readouterr().out
+    assert "ppo: there is a forecast for engines of vLLM alone, and kind is transformers" in printed
+    assert "choose" not in printed
     (tmp_path / "base" / "config.json").unlink()
     assert main(["plan", str(tmp_path / "recipe.yaml")]) == 2
     shutil.rmtree(tmp_path / "base")
