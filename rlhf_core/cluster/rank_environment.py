@@ -27,9 +27,10 @@ RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", STORE)
 # Advice when a role's or a stage's GPU runs out of memory.
 LESS_MEMORY = (
     "lower micro_train_tokens or micro_train_batch_size (in PPO also those of rollouts, and"
-    " engine.gpu_memory_utilization), or set gradient_checkpointing, adam_offload or param_offload (in PPO"
-    " also ref_reward_offload), and run again: with another value of any of these the stage goes on from its"
-    " last checkpoint; `alignflow plan` with this GPU's memory says what fits"
+    " engine.gpu_memory_utilization, or engine.options.batch_size of transformers), or set"
+    " gradient_checkpointing, adam_offload or param_offload (in PPO also ref_reward_offload), and run again:"
+    " with another value of any of these the stage goes on from its last checkpoint; `alignflow plan` with"
+    " this GPU's memory says what fits"
 )
 
 

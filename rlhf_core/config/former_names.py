@@ -5,31 +5,60 @@ from __future__ import annotations
 from typing import Any
 
 NOTE = "vllm is called engine now, and vllm.engine is engine.options: rename them"
+# where such a field can be below a stage; * is any entry of a list
+OWNERS = ((), ("judge",), ("judges", "*"), ("anchors", "judge"))
 
 
-def with_new_names(given: Any) -> Any:
-    """Returns parsed YAML or JSON with today's names, at any depth. What has both names is left as it is."""
-    if isinstance(given, list | tuple):
-        return [with_new_names(item) for item in given]
-    if not isinstance(given, dict):
-        return given
-    named = {key: with_new_names(value) for key, value in given.items()}
-    if isinstance(named.get("vllm"), dict) and "engine" not in named:
-        options = named.pop("vllm")
-        if "engine" in options:
-            options["options"] = options.pop("engine")
-        named["engine"] = options
-    return named
+def with_new_names(recipe: Any) -> Any:
+    """Returns a parsed recipe with today's names. What has both names, and what is no recipe, is left as it
+    is."""
+    stages = recipe.get("stages") if isinstance(recipe, dict) else None
+    if not isinstance(stages, dict):
+        return recipe
+    return recipe | {"stages": {name: stage_with_new_names(stage) for name, stage in stages.items()}}
+
+
+def stage_with_new_names(stage: Any) -> Any:
+    """Returns a stage's parsed config with today's names."""
+    for owner in OWNERS:
+        stage = _renamed_at(stage, owner)
+    return stage
+
+
+def _renamed_at(given: Any, path: tuple[str, ...]) -> Any:
+    if not path:
+        return _renamed(given)
+    key, *rest = path
+    if key == "*" and isinstance(given, list | tuple):
+        return [_renamed_at(item, tuple(rest)) for item in given]
+    if isinstance(given, dict) and key in given:
+        return given | {key: _renamed_at(given[key], tuple(rest))}
+    return given
+
+
+def _renamed(owner: Any) -> Any:
+    if not isinstance(owner, dict) or not isinstance(owner.get("vllm"), dict) or "engine" in owner:
+        return owner
+    return {("engine" if key == "vllm" else key): _engine(key, value) for key, value in owner.items()}
+
+
+def _engine(key: str, value: Any) -> Any:
+    if key != "vllm" or "engine" not in value:
+        return value
+    return {("options" if name == "engine" else name): item for name, item in value.items()}
 
 
 def with_new_keys(keys: list[str], value: Any) -> tuple[list[str], Any]:
     """Returns the keys of an override, a stage's name first, and its value with today's names."""
-    if "vllm" not in keys[1:]:
-        return keys, value
-    place = keys.index("vllm", 1)
-    below = keys[place + 1 :]
-    if not below:
-        value = with_new_names({"vllm": value}).get("engine", value)
-    elif below[0] == "engine":
-        below = ["options", *below[1:]]
-    return [*keys[:place], "engine", *below], value
+    for owner in OWNERS:
+        end = 1 + len(owner)
+        here = all(wanted in (key, "*") for key, wanted in zip(keys[1:], owner, strict=False))
+        if not here or keys[end : end + 1] != ["vllm"]:
+            continue
+        below = keys[end + 1 :]
+        if below[:1] == ["engine"]:
+            below = ["options", *below[1:]]
+        if not below and isinstance(value, dict):
+            value = _engine("vllm", value)
+        return [*keys[:end], "engine", *below], value
+    return keys, value

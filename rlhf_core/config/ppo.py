@@ -646,6 +646,11 @@ class PPO(Optimised, Rewarded, Routed):
                 "with max_staleness answers are there before the weights that score them, so there is nothing"
                 " to stream: leave out stream_batch_size"
             )
+        if self.continuous and not self.engine.abilities.interrupts:
+            yield (
+                "max_staleness above 1 changes weights between two tokens of an answer, and engine.kind is"
+                f" {self.engine.kind}, which finishes its answers first: set max_staleness to 1"
+            )
         if self.max_staleness and self.sampler_is == "off":
             yield (
                 "max_staleness trains on answers of older weights, which importance weights correct: set"

@@ -23,6 +23,7 @@ from rlhf_core.config import (
     AlignmentTax,
     Calibration,
     Data,
+    EngineConfig,
     Evaluation,
     Preferences,
     Publication,
@@ -243,13 +244,19 @@ def check_machine(plan: Plan, nodes: Sequence[Node]) -> list[str]:
                 problems.append(
                     f"{where}: {key.reader} needs a key in the environment variable {key.variable}; set it"
                 )
-        if getattr(node.config, "engine", None) is not None:
+        if any(wanted.kind == "vllm" for wanted in engines_of(node.config)):
             problems += filter(None, [untested(installed_release())])
         if isinstance(node.config, AlignmentTax) and importlib.util.find_spec("lm_eval") is None:
             problems.append(
                 f"{where} needs the package lm_eval, which is not installed; install alignflow's extra `tax`"
             )
     return list(dict.fromkeys(problems))
+
+
+def engines_of(config: StageConfig) -> list[EngineConfig]:
+    """Returns the engines and servers of a stage."""
+    wanted = [wanted for groups in config.turns for wanted in groups.values()]
+    return [each for each in wanted if isinstance(each, EngineConfig)]
 
 
 def _store_problem(plan: Plan) -> list[str]:

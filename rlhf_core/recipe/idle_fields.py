@@ -186,8 +186,16 @@ RULES = (
     Rule(ChatJudge, "sequential_questions", lambda c: c.interval_width is not None, "with interval_width"),
     Rule(Publication, "branch private gated dry_run", lambda c: c.repo_id is not None, "with repo_id"),
     Rule(NoReward, "weight", lambda _: False, "on a reward, and this source gives none"),
-    Rule(EngineConfig, "kv_cache_gib", lambda c: not c.gpus, "where gpus is 0"),
-    Rule(EngineConfig, "gpu_memory_utilization seed_answers", lambda c: c.gpus > 0, "where gpus is above 0"),
+    Rule(
+        EngineConfig, "kv_cache_gib", lambda c: not c.gpus and c.kind == "vllm", "with vLLM where gpus is 0"
+    ),
+    Rule(EngineConfig, "gpu_memory_utilization", lambda c: c.gpus > 0, "where gpus is above 0"),
+    Rule(
+        EngineConfig,
+        "seed_answers",
+        lambda c: c.gpus > 0 and c.kind == "vllm",
+        "with vLLM where gpus is above 0",
+    ),
     Rule(Source, "split", lambda c: is_remote(c.path), "on a data set of the Hub"),
     Rule(Recipe, "store_checkpoints", lambda c: c.store is not None, "with store"),
 )

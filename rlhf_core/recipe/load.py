@@ -43,10 +43,15 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
         raise ValueError(
             f"recipe {shown} must be a mapping with name, base_model and stages; it holds {found}"
         )
-    if with_new_names(raw) != raw or any(".vllm" in override.partition("=")[0] for override in overrides):
+    if with_new_names(raw) != raw or any(map(_has_former_name, overrides)):
         _note(f"note: recipe {shown}: {NOTE}")
     local = str(path).removeprefix("file://")
     return _overridden(raw, overrides, None if "://" in local else Path(local).absolute().parent)
+
+
+def _has_former_name(override: str) -> bool:
+    keys = override.partition("=")[0].strip().removeprefix("stages.").split(".")
+    return with_new_keys(keys, None)[0] != keys
 
 
 @cache

@@ -7,7 +7,9 @@ ends; then the next ones start.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from itertools import groupby
 from multiprocessing.connection import Client
 from typing import Any
@@ -27,7 +29,8 @@ from transformers.generation import (
 from rlhf_core.config.engines import EngineConfig
 from rlhf_core.data.chat import load_tokenizer
 from rlhf_core.data.documents import Document
-from rlhf_core.models.kernels.attention import FLASH, PLAIN, VARLEN
+from rlhf_core.models.kernels.attention import PLAIN, VARLEN, set_attention
+from rlhf_core.models.kernels.liger import fuse
 from rlhf_core.models.load import load_policy
 from rlhf_core.models.policy import Policy
 from rlhf_core.models.wrapper import text_names
@@ -56,24 +59,40 @@ class TransformersEngine:
         self._requests: list[Request] = []
         self._channel: Channel | None = None
         self._tokenizer: PreTrainedTokenizerBase | None = None
+        self._policy: Policy | None = None
         self.load(model)
         self.version = 0
 
     def load(self, model: str) -> None:
+        self._free()
         self._path = model
-        policy = load_policy(model, self._dtype, self._trust_remote_code)
+        policy = load_policy(model, self._dtype, self._trust_remote_code, on_host=True)
         policy.leave_out_padding(model)
-        self._set(policy)
+        ends = policy.model.generation_config.eos_token_id
+        # vLLM, too, ends answers at these
+        self._end_tokens = ends if isinstance(ends, list) else [] if ends is None else [ends]
+        self._use(policy)
         self.version += 1
 
-    def _set(self, policy: Policy) -> None:
+    def _use(self, policy: Policy) -> None:
         """Uses a policy. Attention over packed rows has no cache of keys and values, so it is replaced."""
         model = policy.model
-        if model.config._attn_implementation in (FLASH, VARLEN, PLAIN):
+        if model.config._attn_implementation in (VARLEN, PLAIN):
             model.set_attn_implementation("sdpa")
         # the checkpoint's own would change the distribution, such as by a repetition penalty
         model.generation_config = GenerationConfig()
         self._policy = policy.to(self._device).eval().requires_grad_(False)
+
+    @property
+    def _sampled(self) -> Policy:
+        assert self._policy is not None, "it has weights"
+        return self._policy
+
+    def _free(self) -> None:
+        """Drops the weights, before others are loaded, so that the GPU never holds both."""
+        self._policy = None
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()
 
     def generate(
         self, prompts: Sequence[Sequence[int]], seeds: Sequence[int], sampling: Sampling
@@ -107,10 +126,13 @@ class TransformersEngine:
         self._requests = [request for request in [*self._requests, *requests] if request.key not in gone]
         if not self._requests:
             return []
-        batch = self._batches(self._requests)[0]
+        oldest = self._requests[0].key
+        batches = self._batches(self._requests)
+        batch = next(batch for batch in batches if any(request.key == oldest for request in batch))
         keys = {request.key for request in batch}
         self._requests = [request for request in self._requests if request.key not in keys]
-        answers = self._answers(batch)
+        versions = [(0, self.version)]
+        answers = [replace(answer, versions=versions) for answer in self._answers(batch)]
         return [(request.key, answer) for request, answer in zip(batch, answers, strict=True)]
 
     def _batches(self, requests: Sequence[Request]) -> list[list[Request]]:
@@ -127,9 +149,10 @@ class TransformersEngine:
     def _answers(self, batch: Sequence[Request]) -> list[Answer]:
         sampling = batch[0].sampling
         tokens = torch.tensor([request.tokens for request in batch], device=self._device)
-        draws = SeededDraws([request.seed for request in batch], sampling, self._policy.known)
-        ends = AnswerEnds(draws, sampling, self._decoder() if sampling.stop else None)
-        self._policy.model.generate(
+        draws = SeededDraws([request.seed for request in batch], sampling, self._sampled.known)
+        ended_by = [*sampling.stop_token_ids, *self._end_tokens]
+        ends = AnswerEnds(draws, sampling, ended_by, self._decoder() if sampling.stop else None)
+        self._sampled.model.generate(
             tokens,
             attention_mask=torch.ones_like(tokens),
             generation_config=GenerationConfig(
@@ -151,31 +174,35 @@ class TransformersEngine:
         for tokens in documents:
             batch = collate([[Document(list(tokens), [False] * len(tokens))]], pad_token_id=0)
             placed = (part.to(self._device) for part in (batch.tokens, batch.positions, batch.documents))
-            logprobs = self._policy(*placed).logprobs[0, : len(tokens)]
+            logprobs = self._sampled(*placed).logprobs[0, : len(tokens)]
             found.append(logprobs.tolist())
             progress.made()
         return found
 
     def update(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """Replaces all weights. Raises ValueError if some are missing."""
-        model = self._policy.model
-        state = {
-            own: weight.detach().clone() for name, weight in weights for own in text_names({name}).values()
+        """Replaces all weights: collects them in host memory, then builds the model anew. Raises ValueError
+        if some are missing."""
+        before = self._sampled
+        kind = type(before.model)
+        sent = {name: weight.detach().to("cpu", copy=True) for name, weight in weights}
+        names = text_names(set(sent))
+        options = {
+            "config": before.model.config,
+            "state_dict": {names[name]: weight for name, weight in sent.items() if name in names},
+            "dtype": before.model.dtype,
+            "attn_implementation": before.model.config._attn_implementation,
         }
-        replaced, told = type(model).from_pretrained(
-            None,
-            config=model.config,
-            state_dict=state,
-            dtype=model.dtype,
-            attn_implementation=model.config._attn_implementation,
-            output_loading_info=True,
-        )
+        known = before.known
+        del before, sent
+        self._free()
+        model, told = kind.from_pretrained(None, output_loading_info=True, **options)
         if told["missing_keys"] or told["unexpected_keys"]:
             lacking = ", ".join(sorted({*told["missing_keys"], *told["unexpected_keys"]})[:3])
-            raise ValueError(f"the weights that were sent are not those of {type(model).__name__}: {lacking}")
-        policy = Policy(replaced)
-        policy.known = self._policy.known
-        self._set(policy)
+            raise ValueError(f"the weights that were sent are not those of {kind.__name__}: {lacking}")
+        del options
+        policy = Policy(fuse(set_attention(model)))
+        policy.known = known
+        self._use(policy)
         self.version += 1
 
     def gpu_uuids(self) -> list[str | None]:
@@ -198,19 +225,21 @@ class TransformersEngine:
         return 0, 0  # it drafts no tokens
 
     def sleep(self, keep_weights: bool) -> None:
-        """Moves the weights to host memory."""
-        self._policy.to("cpu")
+        """Moves the weights to host memory, also those that will be replaced: they describe the model."""
+        self._sampled.to("cpu")
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
 
     def wake(self) -> None:
-        self._policy.to(self._device)
+        self._sampled.to(self._device)
 
     def stay(self) -> None:
         """Returns at once: this engine has no other processes."""
 
     def close(self) -> None:
-        del self._policy
+        self._free()
+        if self._device.type == "cuda":
+            torch.cuda.set_per_process_memory_fraction(1.0)
 
 
 class SeededDraws(LogitsProcessor):
@@ -255,9 +284,15 @@ class SeededDraws(LogitsProcessor):
 class AnswerEnds(StoppingCriteria):
     """Finds where answers end: at a stop token, after a stop text, or at the limit."""
 
-    def __init__(self, draws: SeededDraws, sampling: Sampling, tokenizer: PreTrainedTokenizerBase | None):
+    def __init__(
+        self,
+        draws: SeededDraws,
+        sampling: Sampling,
+        ended_by: Sequence[int],
+        tokenizer: PreTrainedTokenizerBase | None,
+    ):
         self._draws = draws
-        self._stop_tokens = torch.tensor(list(sampling.stop_token_ids), dtype=torch.long)
+        self._stop_tokens = torch.tensor(list(ended_by), dtype=torch.long)
         self._stop_texts = sampling.stop
         self._limit = sampling.max_new_tokens
         self._keeps_logprobs = sampling.logprobs
@@ -284,11 +319,15 @@ class AnswerEnds(StoppingCriteria):
         return any(stop in text for stop in self._stop_texts)
 
     def answers(self) -> list[Answer]:
+        """Returns the answers. Raises FloatingPointError if a log-prob is not finite."""
         tokens = torch.stack(self._draws.tokens, 1).tolist()
         logprobs = torch.stack(self._draws.logprobs, 1).tolist()
         found = []
         for row, of_row in enumerate(tokens):
             length = self._lengths.get(row, len(of_row))
-            kept = logprobs[row][:length] if self._keeps_logprobs else []
+            kept = logprobs[row][:length]
+            if not all(map(math.isfinite, kept)):
+                raise FloatingPointError("the model's logits are not finite: its weights are broken")
+            kept = kept if self._keeps_logprobs else []
             found.append(answer_of(of_row[:length], kept, row in self._lengths))
         return found

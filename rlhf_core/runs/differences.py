@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from rlhf_core.config.former_names import stage_with_new_names
 from rlhf_core.runs.lineage import stage_of
 from rlhf_core.runs.run_dir import REQUEST, RESULT
 from rlhf_core.system.files import read_json
@@ -37,7 +38,8 @@ def stage_differences(
     results = [read(folder / RESULT) for folder in (before, after)]
     parts = {
         "configuration": [
-            {"seed": request.get("seed"), **request.get("config", {})} for request in (old, new)
+            {"seed": request.get("seed"), **stage_with_new_names(request.get("config", {}))}
+            for request in (old, new)
         ],
         "inputs": [
             {key: _content(place) for key, place in request.get("inputs", {}).items()}

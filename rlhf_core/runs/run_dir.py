@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 from pydantic import Field, ValidationError, field_validator
 
 from rlhf_core.config import StageConfig, Wandb
-from rlhf_core.config.former_names import with_new_names
+from rlhf_core.config.former_names import stage_with_new_names
 from rlhf_core.config.gates import Verdict
 from rlhf_core.records import FileInfo, Frozen, StageResult
 from rlhf_core.runs.allotment import check_stop
@@ -79,7 +79,7 @@ class StageRequest(Frozen):
     @field_validator("config", mode="before")
     @classmethod
     def _read_former_names(cls, config: Any) -> Any:
-        return with_new_names(config) if isinstance(config, dict) else config
+        return stage_with_new_names(config)
 
 
 class Outcome(NamedTuple):

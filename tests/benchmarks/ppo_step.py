@@ -29,7 +29,7 @@ from openrlhf_ppo import run_child
 from record import add_options, figure, save
 
 from rlhf_core.config import PPO
-from rlhf_core.config.former_names import with_new_names
+from rlhf_core.config.former_names import stage_with_new_names
 from rlhf_core.forecast.hardware import GPUS, Gpu
 from rlhf_core.forecast.placements import choose, forecast, placements
 from rlhf_core.hub.model_config import size_of
@@ -224,7 +224,7 @@ def beside(lines: list[dict[str, float]], arguments: argparse.Namespace) -> None
 def stage_config(arguments: argparse.Namespace) -> PPO:
     """The stage that the options of the command describe."""
     (arguments.out / "letters.py").write_text(LETTERS)
-    settings = with_new_names(json.loads(arguments.set))
+    settings = stage_with_new_names(json.loads(arguments.set))
     placement = PLACEMENTS["one" if arguments.placement == "plan" else arguments.placement]
     return PPO.model_validate(
         {

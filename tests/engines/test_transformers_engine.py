@@ -3,6 +3,8 @@ distribution."""
 
 from __future__ import annotations
 
+import json
+import shutil
 from contextlib import closing, nullcontext
 from pathlib import Path
 from typing import Any
@@ -24,7 +26,16 @@ from tests.support.families import make_family
 pytestmark = pytest.mark.slow
 DOCUMENTS = [[5, 9, 20, 33, 40, 51, 7], [8, 8, 9, 10, 77, 81]]
 # gpt-oss: vLLM drops experts that are sent; qwen3_5: it has no class on CPUs; gpt-oss and mixtral fuse experts
-FAMILIES = ["llama", "gpt-oss", "mixtral", "qwen3_5", "granite-hybrid", "gemma2", "gemma4-wrapper"]
+FAMILIES = [
+    "llama",
+    "gpt-oss",
+    "mixtral",
+    "qwen3_5",
+    "granite-hybrid",
+    "nemotron-h",
+    "gemma2",
+    "gemma4-wrapper",
+]
 TRANSFORMERS = EngineConfig(kind="transformers")
 
 
@@ -87,12 +98,38 @@ def test_requests_one_by_one_are_answered_as_together_and_may_be_given_up(materi
     with opened(material / "base") as engine:
         together = engine.generate([request.tokens for request in requests], [0, 10, 20, 30, 40, 50], how)
         found = dict(engine.advance(requests, 0.05, gone=[3]))
-        assert {key % 2 for key in found} == {next(iter(found)) % 2}, "one batch, then the caller is heard"
+        assert {key % 2 for key in found} == {0}, "one batch, that of the oldest, then the caller is heard"
+        assert all(answer.versions == [(0, 0)] for answer in found.values())
         found |= engine.advance([], 0.05, gone=[])
         assert engine.advance([], 0.05) == []
         assert {key: list(answer.tokens) for key, answer in found.items()} == {
             key: list(together[key][0].tokens) for key in (0, 1, 2, 4, 5)
         }
+
+
+def test_the_end_tokens_of_the_checkpoint_end_answers(material: Path, tmp_path: Path) -> None:
+    """As in vLLM, which adds those of generation_config.json."""
+    base = tmp_path / "base"
+    shutil.copytree(material / "base", base)
+    how = Sampling(1, 0.0, 6, [])
+    with opened(base) as engine:
+        third = engine.generate(DOCUMENTS[:1], [0], how)[0][0].tokens[2]
+    (base / "generation_config.json").write_text(json.dumps({"eos_token_id": [1, third]}))
+    with opened(base) as engine:
+        trained = load_policy(str(base))
+        engine.update(checkpoint_weights(trained.model, lambda parameters: nullcontext()))
+        (answer,) = engine.generate(DOCUMENTS[:1], [0], how)[0]
+    assert answer.finished and list(answer.tokens).index(third) == len(answer.tokens) - 1
+
+
+def test_broken_weights_end_sampling(material: Path) -> None:
+    with opened(material / "base") as engine:
+        trained = load_policy(str(material / "base"))
+        sent = dict(checkpoint_weights(trained.model, lambda parameters: nullcontext()))
+        sent["model.norm.weight"] = torch.full_like(sent["model.norm.weight"], torch.nan)
+        engine.update(sent.items())
+        with pytest.raises(FloatingPointError, match="logits are not finite"):
+            engine.generate(DOCUMENTS, [1, 2], Sampling(1, 1.0, 4, [], logprobs=False))
 
 
 def test_draws_follow_the_distribution() -> None:

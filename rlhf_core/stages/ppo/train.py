@@ -130,7 +130,7 @@ def train(request: StageRequest, run: RunDir, groups: Mapping[str, WorkerGroup],
         commit: resume_state.Commit | None = None
         found = fleet.probe(setup.probe, synced=False)  # before the first transfer; raises EngineDiffers
         print(
-            f"log-probs of vLLM and trainer differ by up to {found.gap:.2g}, {found.bound:.2g} are allowed",
+            f"log-probs of engines and trainer differ by up to {found.gap:.2g} of {found.bound:.2g} allowed",
             flush=True,
         )
         if resume:

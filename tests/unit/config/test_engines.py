@@ -9,6 +9,7 @@ import pytest
 import yaml
 
 from rlhf_core.config import EngineConfig, Recipe
+from rlhf_core.config.former_names import with_new_keys, with_new_names
 from rlhf_core.recipe.load import dump_recipe, load_recipe, recipe_of
 from rlhf_core.runs.run_dir import StageRequest
 
@@ -71,6 +72,18 @@ def test_overrides_of_former_names(tmp_path: Path, override: str) -> None:
     assert of_ppo == EngineConfig(num_engines=2, options={"max_num_seqs": 7})
 
 
+def test_names_that_users_chose_are_kept() -> None:
+    """A stage, an endpoint and options of an environment that are called vllm."""
+    mine = {"vllm": {"engine": 1}}
+    ppo = {"environment": {"options": mine}}
+    recipe = {"stages": {"vllm": ppo, "evaluation": {"endpoints": mine, "judges": [{"extra": mine}]}}}
+    assert with_new_names(recipe) == recipe
+    keys = ["evaluation", "endpoints", "vllm", "url"]
+    assert with_new_keys(keys, 1) == (keys, 1)
+    judge = ["evaluation", "judges", "0", "vllm", "engine"]
+    assert with_new_keys(judge, {}) == (["evaluation", "judges", "0", "engine", "options"], {})
+
+
 def test_both_names_at_once_are_a_mistake() -> None:
     both = {"vllm": {"gpus": 1}, "engine": {"gpus": 1}}
     stages = {"ppo": FORMER["stages"]["ppo"] | both}
@@ -111,3 +124,10 @@ def test_a_server_is_of_vllm() -> None:
     stages["evaluation"] = stages["evaluation"] | {"judges": [judge]}
     with pytest.raises(ValueError, match=r"a server is vLLM's, and engine.kind is transformers"):
         recipe_of(recipe)
+
+
+def test_weights_do_not_change_within_answers_of_transformers() -> None:
+    stage = FORMER["stages"]["ppo"] | {"max_staleness": 2, "vllm": {"kind": "transformers"}}
+    with pytest.raises(ValueError, match="finishes its answers first: set max_staleness to 1"):
+        recipe_of(FORMER | {"stages": {"ppo": stage}})
+    assert recipe_of(FORMER | {"stages": {"ppo": stage | {"max_staleness": 1}}})
