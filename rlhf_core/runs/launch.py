@@ -29,8 +29,8 @@ SECRET_NAME = re.compile(r"(TOKEN|APIKEY|(^|_)KEY|SECRET|PASSWORD|AUTH_STRING)(_
 
 
 class StageFailed(RuntimeError):
-    """A stage's process ended without a result. `code`: its exit code, or -n if signal n ended it; `tail`:
-    the log's last lines."""
+    """A stage's process ended without a result. `code`: its exit code, or 128 + n if signal n ended it;
+    `tail`: the log's last lines."""
 
     def __init__(self, name: str, code: int, tail: tuple[str, ...]):
         self.name = name
@@ -41,7 +41,7 @@ class StageFailed(RuntimeError):
     @property
     def can_retry(self) -> bool:
         """Whether a retry can succeed: not after wrong input, missing resources or a stop signal."""
-        return self.code not in (WRONG_INPUT, ENVIRONMENT, -signal.SIGINT, 128 + signal.SIGTERM)
+        return self.code not in (WRONG_INPUT, ENVIRONMENT, 128 + signal.SIGINT, 128 + signal.SIGTERM)
 
     def __str__(self) -> str:
         if self.code in (WRONG_INPUT, ENVIRONMENT):

@@ -22,7 +22,7 @@ REWARD = "def short(responses): return [-float(len(response)) for response in re
 WAYS: dict[str, dict[str, Any]] = {"together": {}, "one by one": {"dynamic_filtering": True}}
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", ["together", pytest.param("one by one", marks=pytest.mark.long)])
 def test_ppo_trains_a_family_that_vllm_does_not_sample(way: str, material: Path, tmp_path: Path) -> None:
     base = make_family("gpt-oss", material / "base", tmp_path / "base")
     (tmp_path / "reward.py").write_text(REWARD)
@@ -47,7 +47,7 @@ def test_ppo_trains_a_family_that_vllm_does_not_sample(way: str, material: Path,
     )
     run = RunDir(tmp_path / "run")
     run.prepare(StageRequest(name="ppo", digest="0", config=config, inputs={"base": str(base)}, seed=7))
-    command = [sys.executable, "-m", "rlhf_core", str(run)]
+    command = [sys.executable, "-m", "rlhf_core", str(run.path)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=600, env=dict(os.environ))
     assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
     lines = [line for line in read_metrics(run) if "sampler/gap" in line]

@@ -142,6 +142,7 @@ def test_answers_keep_the_order_of_prompts_and_their_number(setting: Setting) ->
     assert setting.generate([]) == []
 
 
+@pytest.mark.usefixtures("of_vllm")
 def test_more_prompt_tokens_than_one_engine_step_holds(setting: Setting) -> None:
     long = [prompt + [7 + i % 50] * (80 - len(prompt)) for i, prompt in enumerate(setting.prompts * 24)]
     assert sum(map(len, long)) > 2 * CPU_BATCHED_TOKENS

@@ -1,5 +1,5 @@
-"""Turns scores into experience: sums and shapes rewards, computes advantages and importance weights. Runs on
-the driver, without a model.
+"""Turns scores into experience: sums and shapes rewards, computes advantages. Runs on the driver,
+without a model.
 
 Answers without a reward, and answers without another one to compare with, are masked out here: statistics and
 training do not use them.

@@ -161,6 +161,11 @@ def test_wrong_input_is_one_sentence_and_not_retried(prepare: Prepare) -> None:
     assert not caught.value.can_retry
 
 
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_stage_that_a_stop_signal_ended_is_not_retried(number: int) -> None:
+    assert not StageFailed("s", 128 + number, ()).can_retry, "as the reaper tells it"
+
+
 def test_a_killed_stage_is_told_and_can_be_retried(prepare: Prepare) -> None:
     with pytest.raises(StageFailed) as caught:
         start(prepare("killed"), [])
