@@ -59,7 +59,7 @@ class Given(Undo):
 
 
 class WrongRequest(Exception):
-    """A request that is refused, with an HTTP status and a sentence."""
+    """A refused request, with an HTTP status and an error message."""
 
     def __init__(self, status: int, sentence: str):
         super().__init__(sentence)

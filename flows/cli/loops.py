@@ -196,10 +196,10 @@ def show_auth(console: Console, api: str, auth: str, file: Path) -> None:
 
 @loop_app.command
 def status(recipe: RecipePlace, *overrides: Override, stage: str | None = None) -> int:
-    """Show the rounds of a loop: which are done, when, their win rates, what is next, and why not now.
+    """Show the rounds of a loop: which are done, when, their win rates, the next one and what it waits for.
 
     Args:
-        stage: which loop, where a recipe has several.
+        stage: the loop to show, if the recipe has several.
     """
     loaded = load_recipe(recipe, overrides)
     name = loop_of(loaded, stage)

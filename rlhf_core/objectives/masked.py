@@ -31,8 +31,8 @@ def whiten(x: Tensor, mask: Tensor, eps: float = 1e-8) -> Tensor:
     """Returns `(x - mean) / sqrt(var + eps)` over the tokens under the mask, with population variance; 0
     elsewhere.
 
-    Pass the whole rollout of all ranks: statistics of one rank or one micro-batch differ. Sums are in
-    float64, so that the mean of equal numbers is exact.
+    Pass the whole rollout of all ranks: statistics of one rank or micro-batch would differ from those
+    of the whole. Sums are in float64, so that the mean of equal numbers is exact.
     """
     count = mask.sum().clamp(min=1)
     mean = (torch.where(mask, x, 0).sum(dtype=torch.float64) / count).to(x.dtype)

@@ -78,7 +78,7 @@ def check(
 
 
 def gates_of(node: Node) -> tuple[Verdict, ...]:
-    """Returns the verdicts on a planned stage; empty when it is not done or has no gates."""
+    """Returns the verdicts on a planned stage: an empty tuple when it is not done or has no gates."""
     result = RunDir(node.run_dir).result() if node.config.gates else None
     return check(node.name, node.config, result, Approval.read(node.run_dir / APPROVAL)) if result else ()
 

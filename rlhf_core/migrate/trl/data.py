@@ -82,7 +82,7 @@ def _source(draft: Draft, entry: dict[str, Any]) -> dict[str, Any]:
 
 
 def _read_loss_mask(draft: Draft) -> None:
-    """Notes whether TRL trains on tokens other than the answers'."""
+    """Notes in the draft whether TRL trains on tokens outside the answers."""
     answers = draft.take("assistant_only_loss")
     completion = draft.take("completion_only_loss")
     if answers and true(answers.words):

@@ -97,9 +97,9 @@ def upload(
     With `gated`, a repository that everyone may read is changed to require access requests, before any file
     is sent.
 
-    Raises ValueError when the Hub refuses (token, rights, space, a public repository where a private one is
-    required, a commit by someone else meanwhile, a tag that holds another model), and ConnectionError when
-    the Hub stays unreachable.
+    Raises ValueError when the Hub refuses (bad token, missing permissions, no space, a public repository
+    where a private one is required, someone else's commit in the meantime, a tag that already marks another
+    model), and ConnectionError when the Hub stays unreachable.
     """
     published = read_marker(folder)
     if published is None:
