@@ -12,14 +12,14 @@ WITHOUT = {
     # Runs the evaluation's stage; history and band: tests/unit/evaluation/regression/test_regression.py.
     "regression": (
         "band baseline bootstrap_rounds dtype endpoints generate_max_len history judges max_questions models"
-        " parents prompt_max_len proxy questions reward_evaluation style_tokenizer temperature template vllm"
+        " parents prompt_max_len proxy questions reward_evaluation style_tokenizer temperature template engine"
     ),
     # tests/unit/evaluation/calibration/test_stage.py
     "calibration": "bootstrap_rounds generate_max_len judge labels max_labels prompt_max_len template",
     # Needs lm-eval: tests/unit/evaluation/alignment_tax/test_alignment_tax.py.
     "alignment_tax": (
         "baseline bootstrap_rounds chat_template dtype limit max_gen_toks max_model_len models num_fewshot"
-        " tasks trust_task_code vllm"
+        " tasks trust_task_code engine"
     ),
     # Steps whose loss is not finite: tests/unit/training/test_skipped_steps.py.
     **dict.fromkeys(("sft", "reward_model", "dpo", "kto"), "skip_nonfinite_steps"),
@@ -36,7 +36,7 @@ WITHOUT = {
     # 4 bits need a GPU: tests/unit/models/test_lora.py.
     "Lora": "quantize",
     # Options of the engine itself: tests/unit/rollout/test_engine_options.py; random streams need a GPU.
-    "EngineConfig": "engine seed_answers",
+    "EngineConfig": "options seed_answers",
     # Requests: tests/unit/rewards/test_rewards.py.
     "FunctionReward": "batch_size",
     "HttpReward": "batch_size",
@@ -48,5 +48,5 @@ WITHOUT = {
     # tests/unit/evaluation/answers/test_remote_answers.py.
     "Endpoint": "base_url max_tokens model more system temperature",
     "OpenAIJudge": "base_url interval_width max_tokens model sequential_questions",
-    "VllmJudge": "dtype interval_width max_model_len max_tokens model sequential_questions vllm",
+    "VllmJudge": "dtype interval_width max_model_len max_tokens model sequential_questions engine",
 }
