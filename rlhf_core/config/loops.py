@@ -20,7 +20,7 @@ PostProcessor = Literal["dpo", "kto", "conditional_sft", "rejection_sampling"]
 
 
 class Sampling(Config):
-    """How answers are sampled by vLLM, and how many are scored at once."""
+    """How answers are sampled, and how many are scored at once."""
 
     temperature: float = Field(
         1.0,

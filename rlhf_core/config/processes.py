@@ -1,4 +1,4 @@
-"""Processes of a stage: groups of ranks, vLLM engines and servers, and which of them can share GPUs."""
+"""Processes of a stage: groups of ranks, engines and servers, and which of them can share GPUs."""
 
 from __future__ import annotations
 

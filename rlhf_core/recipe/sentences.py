@@ -7,7 +7,7 @@ import copy
 import difflib
 import re
 import typing
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from pydantic import BaseModel, ValidationError
@@ -104,36 +104,30 @@ def everything_wrong(error: ValidationError, raw: object, check: Callable[[Recip
     told = sentences(error, raw)
     rest, wrong = _without_faults(error, raw)
     valid = None
-    reduced = set[str]()
-    for _ in range(4):
+    reduced: dict[str, int] = {}  # how often, by stage
+    for _ in range(6):
         if not _part(rest, "stages"):
             break
+        failed: dict[str, list[str]] = {}  # sentences by stage
         try:
             further = []
-            failed = set[str]()
             valid = Recipe.model_validate(rest)
             valid = check(valid)
         except ValidationError as later:
             further = sentences(later, rest)
-            failed = {
-                str(place[1])
-                for item in later.errors()
-                if len(place := _place(item["loc"])) > 1 and place[0] == "stages"
-            }
+            failed = _by_stage(later, rest)
         except ValueError as unfit:
             further = str(unfit).splitlines()
             valid = getattr(unfit, "rest", None)
+        # a stage of inputs alone may lack what makes them fit: what its own checks say is a consequence
+        silent = {line for name, lines in failed.items() if reduced.get(name) == 2 for line in lines}
+        further = [line for line in further if line not in silent]
         told += [each for each in WrongRecipe((), None, wrong).further(further) if each not in told]
         if not failed:
             break
-        stages = rest["stages"]
-        reducible = {name for name in failed - reduced if isinstance(_part(stages, name), dict)}
-        wrong |= failed - reducible
-        rest["stages"] = {name: stage for name, stage in stages.items() if name not in failed - reducible}
-        for name in reducible:
-            rest["stages"][name], left_out = _inputs_alone(name, stages[name])
-            wrong |= left_out
-        reduced |= failed
+        for name, lines in failed.items():
+            wrong |= _reduce(rest["stages"], name, lines, reduced.get(name, 0))
+            reduced[name] = reduced.get(name, 0) + 1
     return WrongRecipe(told, valid, wrong)
 
 
@@ -166,15 +160,36 @@ def _without_faults(error: ValidationError, raw: object) -> tuple[Any, set[str]]
     return rest, wrong
 
 
-def _inputs_alone(name: str, stage: dict[str, Any]) -> tuple[dict[str, Any], set[str]]:
-    """Returns a stage, whose fields contradict each other, with only its data, models and required fields,
-    and the names of its other fields."""
+def _by_stage(error: ValidationError, raw: object) -> dict[str, list[str]]:
+    """Returns the sentences of an error by the stage they are about, without those about no stage."""
+    found: dict[str, list[str]] = {}
+    for item in error.errors():
+        place = _place(item["loc"])
+        if len(place) > 1 and place[0] == "stages":
+            found.setdefault(str(place[1]), [])
+    for line in sentences(error, raw):
+        name = line.removeprefix("stages.").partition(":")[0].partition(".")[0]
+        if line.startswith("stages.") and name in found:
+            found[name].append(line)
+    return found
+
+
+def _reduce(stages: dict[str, Any], name: str, told: Sequence[str], times: int) -> set[str]:
+    """Removes fields of a stage that contradict each other: the first time those that the sentences name, the
+    second all but inputs and required fields, then the stage. Returns the names of what it removed."""
+    stage = stages.get(name)
+    if times > 1 or not isinstance(stage, dict):
+        stages.pop(name, None)
+        return {name}
     kind = KINDS.get(str(stage.get("stage", name)))
     fields = kind.config.model_fields if kind else {}
-    inputs = [key for key, info in fields.items() if info.is_required() or _is_input(info.annotation)]
-    kept = {"stage", "reward", *inputs}
-    left_out = {str(key) for key in stage.keys() - kept}
-    return {key: value for key, value in stage.items() if key in kept}, left_out
+    inputs = {key for key, info in fields.items() if info.is_required() or _is_input(info.annotation)}
+    others = {str(key) for key in stage.keys() - inputs - {"stage", "reward"}}
+    if times == 0:
+        words = set(re.findall(r"\w+", " ".join(told)))
+        others &= words
+    stages[name] = {key: value for key, value in stage.items() if key not in others}
+    return others
 
 
 def _is_input(annotation: Any) -> bool:
