@@ -116,8 +116,8 @@ def test_other_failures_are_told(background: Background) -> None:
 
 
 class Slow(Group):
-    """An engine that answers a request once it is told to, and keeps what it has, as `VllmEngine.advance`
-    does."""
+    """Stands for an engine: answers a request when the test allows it, and keeps the others for the next call,
+    as `RolloutEngine.advance` does."""
 
     def __init__(self) -> None:
         super().__init__(1)
