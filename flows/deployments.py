@@ -47,6 +47,9 @@ SCHEDULED = "scheduled"  # names of the queues
 LONGEST = 366 * 86400.0  # seconds between two runs of a schedule
 SILENT_SECONDS = 540  # three heartbeats at Prefect's default of 180 s
 UNFINISHED = [StateType.RUNNING, StateType.PENDING, StateType.CANCELLING]
+# A run that starts again (resumed or retried) has its last process recorded until the worker has started the
+# new one. On a busy machine this takes some seconds.
+PROCESS_SECONDS = 60.0
 
 
 class Served(NamedTuple):
@@ -160,15 +163,15 @@ def sweep(client: SyncPrefectClient, at_start: bool = False) -> int:
     """Marks runs of deployments whose process on this machine is gone as crashed, or as cancelled if they
     were being cancelled.
 
-    `at_start`: also marks runs that never had a process. Returns the number of marked runs.
+    `at_start`: no worker runs yet. Also marks runs that never had a process, and runs that were about to
+    start. Returns the number of marked runs.
     """
     found = client.read_flow_runs(
         flow_run_filter=FlowRunFilter.model_validate({"state": {"type": {"any_": UNFINISHED}}}), limit=200
     )
-    ours = [run for run in found if run.deployment_id and (run.infrastructure_pid or at_start)]
-    gone = [run for run in ours if not (run.infrastructure_pid and _is_alive(run))]
+    gone = [run for run in found if _is_without_process(run, at_start)]
     gone = [client.read_flow_run(run.id) for run in gone]  # it may have ended since the list was read
-    gone = [run for run in gone if run.state_type in UNFINISHED]
+    gone = [run for run in gone if _is_without_process(run, at_start)]
     for run in gone:
         ended = Cancelled if run.state_type == StateType.CANCELLING else Crashed
         client.set_flow_run_state(
@@ -223,6 +226,16 @@ def feedback_name(recipe: str) -> str:
     return f"{recipe}-feedback"
 
 
+def _is_without_process(run: FlowRun, at_start: bool) -> bool:
+    if run.deployment_id is None or run.state is None or run.state.type not in UNFINISHED:
+        return False
+    if at_start:
+        return not (run.infrastructure_pid and _is_alive(run))
+    age = (datetime.now(UTC) - run.state.timestamp).total_seconds()
+    may_start = run.state.type != StateType.CANCELLING and age < PROCESS_SECONDS
+    return bool(run.infrastructure_pid) and not may_start and not _is_alive(run)
+
+
 def _is_alive(run: FlowRun) -> bool:
     """Returns whether a run's process (Prefect: HOST:PID or PID) is alive; True for a process on another
     machine.
@@ -241,7 +254,8 @@ def _is_alive(run: FlowRun) -> bool:
         return False
 
 
-# Marks a run whose heartbeats stop as crashed: its process was killed with -9 and no worker watched it.
+# Marks a run whose heartbeats stop as crashed: its process was killed with -9 and no worker watched it. A
+# suspended run, which waits for a person, has no process and sends none.
 SILENT = AutomationCore(
     name="alignflow: crashed runs",
     description=f"A flow run without a heartbeat for {SILENT_SECONDS} s is marked as crashed.",
@@ -249,7 +263,7 @@ SILENT = AutomationCore(
         after={"prefect.flow-run.heartbeat"},
         expect={
             f"prefect.flow-run.{event}"
-            for event in ("heartbeat", "Completed", "Failed", "Cancelled", "Crashed")
+            for event in ("heartbeat", "Completed", "Failed", "Cancelled", "Crashed", "Suspended")
         },
         match={"prefect.resource.id": "prefect.flow-run.*"},
         for_each={"prefect.resource.id"},

@@ -21,6 +21,7 @@ from prefect.client.schemas.objects import FlowRun
 from prefect.exceptions import ObjectAlreadyExists
 from prefect.workers.process import ProcessWorker
 
+import flows.deployments
 import flows.serve
 from flows.cli.app import main
 from flows.deployments import SILENT, deploy, job_template, prepare, schedule_of, served, sweep
@@ -255,13 +256,13 @@ def test_a_second_serve_says_where_the_first_one_is(tmp_path: Path) -> None:
         ("RUNNING", "COMPLETED", "COMPLETED"),  # it completed after the list was read
     ],
 )
-def test_runs_without_a_process_are_ended(prefect: str, listed: str, now: str, told: str) -> None:
+def test_runs_without_a_process_are_ended(
+    prefect: str, listed: str, now: str, told: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(flows.deployments, "PROCESS_SECONDS", 0.0)
     identity = ask(prefect, "/flows/", {"name": "gone"})["id"]
     deployment = ask(prefect, "/deployments/", {"name": f"{listed}-{now}", "flow_id": identity})["id"]
     run = ask(prefect, f"/deployments/{deployment}/create_flow_run", {"state": {"type": "SCHEDULED"}})["id"]
-    ended = subprocess.run(
-        [sys.executable, "-c", "import os; print(os.getpid())"], capture_output=True, text=True, check=True
-    )
 
     class Client(SyncPrefectClient):
         def read_flow_runs(self, **given: Any) -> list[FlowRun]:
@@ -274,11 +275,32 @@ def test_runs_without_a_process_are_ended(prefect: str, listed: str, now: str, t
 
     with Client(api=prefect) as client:
         say("RUNNING")
-        client.update_flow_run(UUID(run), infrastructure_pid=f"{socket.gethostname()}:{ended.stdout.strip()}")
+        client.update_flow_run(UUID(run), infrastructure_pid=ended_process())
         say(listed)
         assert sweep(client) == (now == listed)
         assert ask(prefect, f"/flow_runs/{run}")["state_type"] == told
         say("COMPLETED")
+
+
+def ended_process() -> str:
+    """Returns a process that has ended, as Prefect records it."""
+    command = [sys.executable, "-c", "import os; print(os.getpid())"]
+    ended = subprocess.run(command, capture_output=True, text=True, check=True)
+    return f"{socket.gethostname()}:{ended.stdout.strip()}"
+
+
+def test_a_run_that_starts_again_is_not_judged_by_its_last_process(prefect: str) -> None:
+    """A worker records a new process only after it has started it."""
+    flow = ask(prefect, "/flows/", {"name": "again"})["id"]
+    deployment = ask(prefect, "/deployments/", {"name": "again", "flow_id": flow})["id"]
+    run = ask(prefect, f"/deployments/{deployment}/create_flow_run", {"state": {"type": "SCHEDULED"}})["id"]
+    with SyncPrefectClient(api=prefect) as client:
+        client.update_flow_run(UUID(run), infrastructure_pid=ended_process())
+        ask(prefect, f"/flow_runs/{run}/set_state", {"state": {"type": "PENDING"}, "force": True})
+        assert sweep(client) == 0
+        assert ask(prefect, f"/flow_runs/{run}")["state_type"] == "PENDING"
+        assert sweep(client, at_start=True) == 1
+        assert ask(prefect, f"/flow_runs/{run}")["state_type"] == "CRASHED"
 
 
 def test_the_log_has_a_maximum_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

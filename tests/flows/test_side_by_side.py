@@ -181,7 +181,7 @@ def test_cancelled_and_killed_under_serve(tmp_path: Path) -> None:
                 process for stage in stages for process in (stage.parent(), stage, *stage.children())
             ]
             other = serve.run(api, "alignment/micro", overrides=[f"seed={seed + 10}"])
-            wait_until(lambda: serve.state(api, other) == "RUNNING", "another run", told=serve.told)  # noqa: B023
+            serve.reaches(api, other, "RUNNING")
             assert len(micro.begun(folder)) == 3, "it waits for the slot"
             if how == "cancel":
                 ask(api, f"/flow_runs/{run}/set_state", {"state": {"type": "CANCELLING"}})
@@ -196,11 +196,11 @@ def test_cancelled_and_killed_under_serve(tmp_path: Path) -> None:
                 serve.told,
             )
             ended = {"cancel": "CANCELLED", "kill": "CRASHED"}[how]
-            wait_until(lambda: serve.state(api, run) == ended, ended, told=serve.told)  # noqa: B023
+            serve.reaches(api, run, ended)
             (folder / "slow.json").unlink()
-            wait_until(lambda: serve.state(api, other) == "COMPLETED", "the other run", told=serve.told)  # noqa: B023
+            serve.reaches(api, other, "COMPLETED")
             again = serve.run(api, "alignment/micro", overrides=[f"seed={seed}"])
-            wait_until(lambda: serve.state(api, again) == "COMPLETED", "the run again", told=serve.told)  # noqa: B023
+            serve.reaches(api, again, "COMPLETED")
             assert Counter(micro.begun(folder)) == {"sft": 2, "one": 3, "two": 3, "evaluation": 2}
         assert "Traceback" not in (folder / "serve.txt").read_text()
     finally:

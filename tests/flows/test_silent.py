@@ -6,11 +6,13 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import time
 from datetime import timedelta
 from pathlib import Path
 
 import pytest
 from prefect.client.orchestration import SyncPrefectClient
+from prefect.events import emit_event
 from prefect.events.schemas.automations import AutomationCore, EventTrigger
 from prefect.settings.models.flows import FlowsSettings
 
@@ -48,6 +50,33 @@ def test_an_earlier_automation_is_updated(prefect: str) -> None:
         (found,) = client.read_automations_by_name(SILENT.name)
         assert window(found) == SILENT_SECONDS
         client.delete_automation(found.id)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_suspended_run_is_not_silent(prefect: str) -> None:
+    """Two runs send a heartbeat and no second one. The suspended one, which waits for a person, stays."""
+    flow = ask(prefect, "/flows/", {"name": "waits"})["id"]
+
+    def run(state: dict[str, str]) -> str:
+        made = str(ask(prefect, "/flow_runs/", {"flow_id": flow, "state": {"type": "RUNNING"}})["id"])
+        beat = {"prefect.resource.id": f"prefect.flow-run.{made}"}
+        emit_event("prefect.flow-run.heartbeat", resource=beat)
+        time.sleep(1)
+        ask(prefect, f"/flow_runs/{made}/set_state", {"state": state, "force": True})
+        return made
+
+    def state(made: str) -> str:
+        return str(ask(prefect, f"/flow_runs/{made}")["state_type"])
+
+    with SyncPrefectClient(api=prefect) as client:
+        made = client.create_automation(within(10))
+        suspended = run({"type": "PAUSED", "name": "Suspended"})
+        silent = run({"type": "RUNNING"})
+        wait_until(lambda: state(silent) == "CRASHED", "the silent run to be marked")
+        time.sleep(5)
+        assert state(suspended) == "PAUSED"
+        client.delete_automation(made)
 
 
 @pytest.mark.slow

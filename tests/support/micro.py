@@ -115,6 +115,7 @@ run_stage(sys.argv[1], work)
 
 
 AUTH: dict[str, str] = {}  # auth strings by API URL
+ENDED = ("COMPLETED", "FAILED", "CRASHED", "CANCELLED")
 
 
 def build(folder: Path, recipe: str = RECIPE) -> dict[str, str]:
@@ -269,6 +270,18 @@ class Serve:
 
     def state(self, api: str, run: str) -> str:
         return str(ask(api, f"/flow_runs/{run}")["state_type"])
+
+    def reaches(self, api: str, run: str, wanted: str) -> None:
+        """Waits until a run has the wanted state. Fails at once when it has ended with another one."""
+
+        def is_there() -> bool:
+            state = ask(api, f"/flow_runs/{run}")["state"]
+            if state["type"] == wanted:
+                return True
+            assert state["type"] not in ENDED, f"{state['name']}: {state['message']}\n{self.told()}"
+            return False
+
+        wait_until(is_there, f"run {run} to be {wanted}", told=self.told)
 
     def stop(self) -> int:
         self.process.terminate()

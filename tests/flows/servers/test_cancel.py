@@ -71,7 +71,7 @@ class Working:
         """Checks that the next run of the same recipe finishes and repeats no finished stage."""
         slow(serve.folder)
         run = serve.run(api, "alignment/micro", overrides=[f"seed={self.seed}"])
-        wait_until(lambda: serve.state(api, run) == "COMPLETED", "the next run", told=serve.told)
+        serve.reaches(api, run, "COMPLETED")
         done = [name for name, digest, _ in micro.attempts(serve.folder) if digest == self.digest]
         assert len(done) == 2, "the stage that was cut off, once more and no more"
 

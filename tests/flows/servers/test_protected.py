@@ -212,7 +212,7 @@ def test_a_web_page_cannot_start_a_run(api: str, tmp_path: Path, content: str) -
 
 def test_it_listens_on_loopback_alone_also_while_a_run_goes_on(serve: Serve, api: str) -> None:
     run = serve.run(api, "alignment/micro", overrides=["seed=11"])
-    wait_until(lambda: serve.state(api, run) == "RUNNING", "the run to start", told=serve.told)
+    serve.reaches(api, run, "RUNNING")
     while serve.state(api, run) == "RUNNING":
         assert listening(serve.process.pid) and not beyond_loopback(serve.process.pid)
     assert ended(serve, api, run)["type"] == "COMPLETED"

@@ -37,9 +37,7 @@ def test_scheduled_runs_before_and_after_a_manual_run(tmp_path: Path) -> None:
         api = serve.ready()
         wait_until(lambda: completed(api), "the schedule to fire by itself", told=serve.told)
         asked = serve.run(api, "loop/micro", overrides=["loop.beta=0.3"])
-        wait_until(
-            lambda: serve.state(api, asked) == "COMPLETED", "the run that was asked for", told=serve.told
-        )
+        serve.reaches(api, asked, "COMPLETED")
         rounds = len(completed(api))
         wait_until(lambda: len(completed(api)) > rounds, "the schedule to fire again", told=serve.told)
         runs = completed(api)
@@ -91,9 +89,7 @@ def test_a_manual_run_does_not_wait_for_late_ones(tmp_path: Path) -> None:
             }
             ask(api, f"/deployments/{nightly}/create_flow_run", body)
         asked = serve.run(api, "alignment/micro", overrides=["seed=3"])
-        wait_until(
-            lambda: serve.state(api, asked) == "COMPLETED", "the run that was asked for", told=serve.told
-        )
+        serve.reaches(api, asked, "COMPLETED")
         late = ask(
             api, "/flow_runs/filter", {"flow_runs": {"deployment_id": {"any_": [nightly]}}, "limit": 100}
         )

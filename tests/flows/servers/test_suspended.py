@@ -43,7 +43,7 @@ def test_a_form_starts_a_suspended_run_again_also_after_a_restart_of_the_server(
     try:
         api = serve.ready()
         run = serve.run(api, "alignment/micro")
-        wait_until(lambda: serve.state(api, run) == "PAUSED", "the run to be suspended", told=serve.told)
+        serve.reaches(api, run, "PAUSED")
         wait_until(lambda: not flows_running(folder), "the process of the suspended run to end")
         assert question(folder).run == run and "publication" not in micro.begun(folder)
     finally:
@@ -54,7 +54,7 @@ def test_a_form_starts_a_suspended_run_again_also_after_a_restart_of_the_server(
         assert serve.state(api, run) == "PAUSED"
         given = {"run_input": {"approve": True, "reason": "better than before", "by": "ann"}}
         assert ask(api, f"/flow_runs/{run}/resume", given)["status"] == "ACCEPT"
-        wait_until(lambda: serve.state(api, run) == "COMPLETED", "the run to go on", told=serve.told)
+        serve.reaches(api, run, "COMPLETED")
         assert question(folder).told() == "approved by ann (better than before)"
         begun = micro.begun(folder)
         assert begun[-1] == "publication" and len(begun) == len(set(begun)), "nothing was run twice"
@@ -71,29 +71,21 @@ def test_a_no_in_the_form_and_a_yes_by_the_command(tmp_path: Path) -> None:
     try:
         api = serve.ready()
         run = serve.run(api, "alignment/micro")
-        wait_until(lambda: serve.state(api, run) == "PAUSED", "the run to be suspended", told=serve.told)
+        serve.reaches(api, run, "PAUSED")
         other = serve.run(api, "alignment/micro")
-        wait_until(
-            lambda: serve.state(api, other) == "FAILED",
-            "another run to end, as this one asks",
-            told=serve.told,
-        )
+        serve.reaches(api, other, "FAILED")
         command = [sys.executable, "-m", "flows.cli", "approve", "artifacts/micro", "--by", "bob"]
         told = subprocess.run(
             command, cwd=folder, env=environment | micro.client(api), capture_output=True, text=True
         )
         assert told.returncode == 0 and "its suspended run goes on" in told.stdout, told
-        wait_until(lambda: serve.state(api, run) == "COMPLETED", "the run to go on", told=serve.told)
+        serve.reaches(api, run, "COMPLETED")
         assert question(folder).told() == "approved by bob"
         changed = serve.run(api, "alignment/micro", overrides=["loop.beta=0.4"])
-        wait_until(
-            lambda: serve.state(api, changed) == "PAUSED",
-            "the other result to be asked about",
-            told=serve.told,
-        )
+        serve.reaches(api, changed, "PAUSED")
         refusal = {"run_input": {"approve": False, "reason": "", "by": "ann"}}
         assert ask(api, f"/flow_runs/{changed}/resume", refusal)["status"] == "ACCEPT"
-        wait_until(lambda: serve.state(api, changed) == "FAILED", "the refused run to end", told=serve.told)
+        serve.reaches(api, changed, "FAILED")
         assert "refused by ann" in ask(api, f"/flow_runs/{changed}")["state"]["message"]
         assert micro.begun(folder).count("publication") == 1
     finally:

@@ -181,10 +181,10 @@ def test_requests_start_one_run_and_few_in_an_hour(tmp_path: Path) -> None:
             "overrides": [],
         }
         (folder / "go").touch()
-        wait_until(lambda: serve.state(api, first["run"]) == "COMPLETED", "the run", told=serve.told)
+        serve.reaches(api, first["run"], "COMPLETED")
         code, second = post(url, token)
         assert code == 202 and second["run"] != first["run"]
-        wait_until(lambda: serve.state(api, second["run"]) == "COMPLETED", "the second run", told=serve.told)
+        serve.reaches(api, second["run"], "COMPLETED")
         assert post(url, token)[0] == 429
     finally:
         assert serve.stop() == 130
