@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from rlhf_core.config import KINDS
-from rlhf_core.config.metrics import Panel
+from rlhf_core.config.metrics.metric import Panel
 
 COLOURS = ("#2563a8", "#d9822b", "#2e8b6f", "#a8437a", "#6f5bb0", "#7a8794", "#b8a11f", "#3aa0b8")
 FLAT = 1e-5  # relative difference of values that are drawn as a flat line

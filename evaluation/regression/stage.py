@@ -27,7 +27,7 @@ from evaluation.stage import REPORT
 from evaluation.stage import run as evaluate
 from rlhf_core import config as configs
 from rlhf_core.config.judging.calibration import judge_identity
-from rlhf_core.config.metrics import RATES
+from rlhf_core.config.metrics.evaluation import RATES
 from rlhf_core.data.questions import Question, load_questions
 from rlhf_core.recipe.gates import check
 from rlhf_core.records import Judgment

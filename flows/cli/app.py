@@ -62,6 +62,7 @@ COMMANDS: dict[str, Callable[..., int]] = {
     "leaderboard": cli_artifacts.leaderboard,
     "label": cli_label.label,
     "config-docs": cli_prepare.config_docs,
+    "metrics-docs": cli_prepare.metrics_docs,
 }
 
 

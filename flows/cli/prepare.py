@@ -1,5 +1,5 @@
-"""Commands that prepare a run: `alignflow migrate`, `config-docs`, `validate`, `plan`, `data` and `doctor`.
-They start nothing."""
+"""Commands that prepare a run: `alignflow migrate`, `config-docs`, `metrics-docs`, `validate`, `plan`,
+`data` and `doctor`. They start nothing."""
 
 from __future__ import annotations
 
@@ -56,6 +56,15 @@ def config_docs() -> int:
     from flows.cli.show import config_docs
 
     print(config_docs())
+    return OK
+
+
+def metrics_docs() -> int:
+    """Print all metrics that gates may name as markdown."""
+    from rlhf_core.config import KINDS
+    from rlhf_core.config.metrics.page import metrics_page
+
+    print(metrics_page({name: kind.metrics for name, kind in KINDS.items()}))
     return OK
 
 

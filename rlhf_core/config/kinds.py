@@ -11,7 +11,6 @@ from fnmatch import fnmatchcase
 from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
 
-from rlhf_core.config import metrics
 from rlhf_core.config.gates import Gated
 from rlhf_core.config.judging.calibration import Calibration
 from rlhf_core.config.judging.drift import Drift
@@ -19,7 +18,8 @@ from rlhf_core.config.judging.evaluation import AlignmentTax, Evaluation, Regres
 from rlhf_core.config.judging.lm_eval_tasks import task_name
 from rlhf_core.config.judging.publication import Publication
 from rlhf_core.config.loops import Iterative, IterativeDPO, IterativeFeedback, PostProcessor, Preferences
-from rlhf_core.config.metrics import Panel
+from rlhf_core.config.metrics import calibration, drift, evaluation, others, ppo, sampling, training
+from rlhf_core.config.metrics.metric import Metric, Panel, names_for
 from rlhf_core.config.ppo import PPO
 from rlhf_core.config.sweep import Select
 from rlhf_core.config.training.preference import DPO, KTO
@@ -46,9 +46,7 @@ class Kind(NamedTuple):
     main: tuple[str, ...] = ()  # for lists of runs: the first of these metrics that the result has
     # replaces `main`; its argument is the configuration as JSON
     main_of: Callable[[Mapping[str, Any]], Iterable[str]] | None = None
-    # the metrics that gates may name for a configuration; default: `main`
-    metrics: Callable[[Any], Iterable[str]] | None = None
-    means: Mapping[str, str] = MappingProxyType({})  # what a failed gate on a metric usually means
+    metrics: tuple[Metric, ...] = ()  # of its result, which gates may name; default: `main`
     charts: tuple[Panel, ...] | None = ()  # curves on the page; (): of `main`; None: none
     counts: str = "step"  # what the x axis of its curves counts
     title: str = ""  # on the page and on model cards; default: the name of its config class
@@ -90,10 +88,9 @@ KINDS = {
         makes="policy",
         names={"model": ("policy",), "answers": ("pairs",)},
         takes=("rejection_sampling", "conditional_sft"),
-        metrics=metrics.trained("loss", held_out=("loss",)),
-        means=metrics.SFT_MEANS,
+        metrics=training.SFT,
         main=("eval/loss", "loss"),
-        charts=metrics.SFT_CHARTS,
+        charts=training.SFT_CHARTS,
     ),
     "reward_model": Kind(
         RewardModel,
@@ -101,12 +98,9 @@ KINDS = {
         makes="reward",
         names={"model": ("policy",)},
         scored="model",
-        metrics=metrics.trained(
-            *metrics.REWARD_LOSS, held_out=metrics.REWARD_HELD_OUT, after=("score/mean", "score/std")
-        ),
-        means=metrics.REWARD_MODEL_MEANS,
+        metrics=training.REWARD_MODEL,
         main=("eval/accuracy", "accuracy"),
-        charts=metrics.REWARD_MODEL_CHARTS,
+        charts=training.REWARD_MODEL_CHARTS,
         title="reward model",
     ),
     "dpo": Kind(
@@ -117,10 +111,9 @@ KINDS = {
         names={"policy": ("policy",), "reference": ("policy",), "pairs": ("pairs",)},
         given_tokens=("reference",),
         takes=("dpo",),
-        metrics=metrics.trained(*metrics.PAIRS),
-        means=metrics.DPO_MEANS,
+        metrics=training.DPO,
         main=("eval/accuracy", "accuracy"),
-        charts=metrics.DPO_CHARTS,
+        charts=training.DPO_CHARTS,
     ),
     "kto": Kind(
         KTO,
@@ -130,10 +123,9 @@ KINDS = {
         names={"policy": ("policy",), "reference": ("policy",), "answers": ("pairs",)},
         given_tokens=("reference",),
         takes=("kto", "dpo"),
-        metrics=metrics.trained(*metrics.LABELLED, after=("data/desirable",)),
-        means=metrics.KTO_MEANS,
+        metrics=training.KTO,
         main=("eval/accuracy", "accuracy"),
-        charts=metrics.KTO_CHARTS,
+        charts=training.KTO_CHARTS,
     ),
     "preferences": Kind(
         Preferences,
@@ -141,8 +133,7 @@ KINDS = {
         makes="pairs",
         start="policy",
         names={"policy": ("policy",), "reward": ("reward",)},
-        metrics=metrics.sampled,
-        means=metrics.PREFERENCES_MEANS,
+        metrics=sampling.PREFERENCES,
         main=("pairs", "answers"),
     ),
     "iterative_dpo": Kind(IterativeDPO),
@@ -161,11 +152,10 @@ KINDS = {
         },
         scored="critic",
         given_tokens=("critic", "reference"),
-        metrics=metrics.reinforced,
-        means=metrics.PPO_MEANS,
+        metrics=ppo.REINFORCED,
         main=("eval/reward/mean", "reward/last_fifth", "reward/mean"),
         counts="iteration",
-        charts=metrics.PPO_CHARTS,
+        charts=ppo.CHARTS,
     ),
     "evaluation": Kind(
         Evaluation,
@@ -178,9 +168,8 @@ KINDS = {
             "proxy": ("reward",),
             "calibration": ("calibration",),
         },
-        metrics=metrics.judged,
+        metrics=evaluation.EVALUATION,
         main_of=lambda config: (f"win_rate/{config['models'][-1]}",),
-        means=metrics.EVALUATION_MEANS,
         charts=None,
     ),
     "regression": Kind(
@@ -194,9 +183,8 @@ KINDS = {
             "proxy": ("reward",),
             "calibration": ("calibration",),
         },
-        metrics=metrics.regressed,
+        metrics=evaluation.REGRESSION,
         main_of=lambda config: (f"passed/{config['models'][-1]}",),
-        means=metrics.REGRESSION_MEANS,
         charts=None,
     ),
     "calibration": Kind(
@@ -205,9 +193,8 @@ KINDS = {
         makes="report",
         start="judge",
         names={"judge": ("reward", "policy")},
-        metrics=metrics.calibrated,
+        metrics=calibration.CALIBRATION,
         main=("kappa", "agreement"),
-        means=metrics.CALIBRATION_MEANS,
         charts=None,
     ),
     "alignment_tax": Kind(
@@ -216,9 +203,8 @@ KINDS = {
         makes="report",
         start="baseline",
         names={"models": ("policy",), "baseline": ("policy",)},
-        metrics=metrics.taxed,
+        metrics=others.ALIGNMENT_TAX,
         main_of=lambda config: (f"tax/{task_name(task)}" for task in config["tasks"]),
-        means=metrics.ALIGNMENT_TAX_MEANS,
         charts=None,
     ),
     "select": Kind(
@@ -227,9 +213,8 @@ KINDS = {
         makes="policy",
         start="simplest",
         names={"of": ("policy",), "by": ("evaluation",), "simplest": ("policy",)},
-        metrics=metrics.selected,
+        metrics=others.SELECT,
         main=("win_rate",),
-        means=metrics.SELECT_MEANS,
         charts=None,
     ),
     "drift": Kind(
@@ -237,8 +222,7 @@ KINDS = {
         "evaluation.drift.stage",
         makes="report",
         names={"model": ("policy",), "reference": ("policy",), "evaluation": ("evaluation",)},
-        metrics=metrics.drifted,
-        means=metrics.DRIFT_MEANS,
+        metrics=drift.DRIFT,
         main=("prompts/divergence",),
         charts=None,
     ),
@@ -251,6 +235,7 @@ KINDS = {
             "evaluation": ("evaluation",),
             "dataset": ("preferences", "evaluation"),
         },
+        metrics=others.PUBLICATION,
         main=("files", "bytes"),
         charts=None,
     ),
@@ -266,7 +251,7 @@ def metrics_of(config: Gated) -> tuple[str, ...]:
     """Returns the names of the metrics that the stage's result can have. `*` matches names known only after
     the run."""
     kind = KINDS[config.stage]
-    return tuple(kind.metrics(config)) if kind.metrics else kind.main
+    return tuple(names_for(kind.metrics, config)) if kind.metrics else kind.main
 
 
 def has_metric(config: Gated, name: str) -> bool:

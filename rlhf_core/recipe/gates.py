@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 from rlhf_core.config import KINDS, Publication, StageConfig
 from rlhf_core.config.gates import Verdict
-from rlhf_core.config.metrics import ANY
+from rlhf_core.config.metrics.metric import meaning_of_failure
 from rlhf_core.recipe.plan import Node, Plan
 from rlhf_core.records import StageResult
 from rlhf_core.runs.approval import FILE as APPROVAL
@@ -111,9 +111,4 @@ def holding(verdicts: Sequence[Verdict]) -> list[Verdict]:
 def meaning_of(kind: str, metric: str) -> str:
     """Returns what a failed gate on this metric usually means, in a sentence or two; '' when no general
     reason is known."""
-    first = metric.partition("/")[0]
-    for name in (metric, first.removesuffix("_vs_parent"), first.partition("_")[0]):
-        for table in (KINDS[kind].means, ANY):
-            if name in table:
-                return table[name]
-    return ""
+    return meaning_of_failure(KINDS[kind].metrics, metric)

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from rlhf_core.cluster.rank_environment import LESS_MEMORY, set_rank_environment, store_address
 from rlhf_core.config import KINDS, Lora, Optimised, Ranks, Trainable
-from rlhf_core.config.metrics import SURVIVES
+from rlhf_core.config.metrics.shared import SURVIVES
 from rlhf_core.config.training.zero_fields import ZERO
 from rlhf_core.data.report import JSON
 from rlhf_core.forecast.by_phase import training_by_phase, training_host_doubt

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 import rlhf_core.stages.ppo.run
 import rlhf_core.stages.reward_model
 from rlhf_core.config import PPO, Data, EngineConfig, Lora, Ranks, RewardModel
-from rlhf_core.config.metrics import SURVIVES
+from rlhf_core.config.metrics.shared import SURVIVES
 from rlhf_core.models.load import load_policy
 from rlhf_core.runs.metrics_log import read_metrics
 from rlhf_core.runs.run_dir import RunDir, StageRequest

@@ -13,7 +13,7 @@ from matplotlib.figure import Figure
 from evaluation.report.drawing.chart_style import COLOURS, DASHED, INK, STYLE, WIDTH, short, svg
 from evaluation.report.summary import Curve
 from rlhf_core.config import KINDS
-from rlhf_core.config.metrics import Panel
+from rlhf_core.config.metrics.metric import Panel
 
 MAX_POINTS = 300
 FLAT = 1e-5  # relative difference of the ends of an axis whose ticks would have equal labels

@@ -19,7 +19,7 @@ import numpy as np
 from rlhf_core.cluster.pending import Pending, RankDied, wait_all
 from rlhf_core.cluster.worker_group import Turns, WorkerGroup, in_order, put_on_nodes
 from rlhf_core.config import PPO
-from rlhf_core.config.metrics import SURVIVES
+from rlhf_core.config.metrics.shared import SURVIVES
 from rlhf_core.data.documents import Document
 from rlhf_core.environments.episodes import Episodes
 from rlhf_core.rewards.clients import Rewards

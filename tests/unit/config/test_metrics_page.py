@@ -1,4 +1,4 @@
-"""docs/reference/metrics.md has every metric that a stage's result can have."""
+"""docs/reference/metrics.md is made from the tables of metrics, which fit kinds, charts and each other."""
 
 from __future__ import annotations
 
@@ -23,14 +23,16 @@ from rlhf_core.config import (
     RewardModel,
 )
 from rlhf_core.config.gates import Gated
-from rlhf_core.config.kinds import metrics_of
+from rlhf_core.config.kinds import KINDS, metrics_of
+from rlhf_core.config.metrics.metric import PLACE, Metric, after_run, meaning_of_failure
+from rlhf_core.config.metrics.page import metrics_page
 
-PAGE = (Path(__file__).parents[3] / "docs" / "reference" / "metrics.md").read_text()
+PAGE = Path(__file__).parents[3] / "docs" / "reference" / "metrics.md"
 ROWS: dict[str, Any] = {"sources": "rows.jsonl"}
-SAMPLED = {"prompts": ROWS, "reward": "SOURCE", "n_samples_per_prompt": 2}
-JUDGED = {"baseline": "MODEL", "questions": {"path": "questions.jsonl"}}
-ENDPOINT = {"model": "x", "base_url": "https://x", "input_price": 1.0, "output_price": 1.0}
-CHAT = [{"kind": "rule"}, {"kind": "openai", "model": "JUDGE"}]
+SAMPLED = {"prompts": ROWS, "reward": "source", "n_samples_per_prompt": 2}
+JUDGED = {"baseline": "model", "questions": {"path": "questions.jsonl"}}
+PRICED = {"model": "x", "base_url": "https://x", "input_price": 1.0, "output_price": 1.0}
+CHAT = [{"kind": "rule"}, {"kind": "openai", "model": "judge"}]
 
 CONFIGS: list[Gated] = [
     SFT.model_validate({"data": ROWS, "eval_data": ROWS}),
@@ -55,58 +57,73 @@ CONFIGS: list[Gated] = [
         SAMPLED
         | {
             "environment": "guess",
-            "reward": {"kind": "environment", "name": "SOURCE"},
+            "reward": {"kind": "environment", "name": "source"},
             "advantage_estimator": "rloo",
         }
     ),
     Evaluation.model_validate(
-        JUDGED | {"models": ["MODEL"], "parents": {"MODEL": "MODEL"}, "proxy": "x", "temperature": 1}
+        JUDGED | {"models": ["model"], "parents": {"model": "model"}, "proxy": "x", "temperature": 1}
     ),
     Evaluation.model_validate(
-        JUDGED | {"models": ["ENDPOINT"], "judges": CHAT, "endpoints": {"ENDPOINT": ENDPOINT}}
+        JUDGED | {"models": ["endpoint"], "judges": CHAT, "endpoints": {"endpoint": PRICED}}
     ),
     Evaluation.model_validate(
-        JUDGED | {"models": ["MODEL"], "reward_evaluation": {"models": ["MODEL"], "data": ROWS}}
+        JUDGED | {"models": ["model"], "reward_evaluation": {"models": ["model"], "data": ROWS}}
     ),
-    Regression.model_validate(JUDGED | {"models": ["MODEL"]}),
+    Regression.model_validate(JUDGED | {"models": ["model"]}),
     Calibration.model_validate({"judge": CHAT[1], "labels": "labels.jsonl"}),
-    AlignmentTax.model_validate({"models": ["MODEL"], "baseline": "BASE", "tasks": ["TASK"]}),
+    AlignmentTax.model_validate({"models": ["model"], "baseline": "base", "tasks": ["task"]}),
     Drift.model_validate(
         {
-            "model": "MODEL",
+            "model": "model",
             "prompts": ROWS,
             "past_prompts": ROWS,
             "kl": True,
             "anchors": {"pairs": JUDGED["questions"], "judge": CHAT[0]},
         }
     ),
-    Publication.model_validate({"model": "MODEL"}),
+    Publication.model_validate({"model": "model"}),
 ]
 
 
-def as_written(name: str) -> str:
-    """Returns the name on the page, with placeholders for names of a recipe or a run."""
-    name = re.sub(r"^(?!answer_)(\w+)/ENDPOINT$", r"\1/MODEL", name).replace("/BASE", "/MODEL")
-    name = re.sub(r"^(\w+)_vs_parent/", r"\1/", name)
-    return re.sub(r"^wait/.+$", "wait/ROLE", name).removesuffix("*")
+def test_the_page_is_current() -> None:
+    page = metrics_page({name: kind.metrics for name, kind in KINDS.items()})
+    assert PAGE.read_text() == page + "\n", "run: alignflow metrics-docs > docs/reference/metrics.md"
 
 
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda config: config.stage)
-def test_the_page_has_every_metric(config: Gated) -> None:
-    names = {as_written(name) for name in metrics_of(config)}
-    assert sorted(name for name in names if f"`{name}" not in PAGE) == []
+def test_a_configuration_has_each_metric_once(config: Gated) -> None:
+    names = metrics_of(config)
+    assert names and len(names) == len(set(names)) and not re.search("[A-Z]", "".join(names))
 
 
-def test_the_page_has_no_metric_that_no_stage_has() -> None:
-    written = set(
-        re.findall(
-            r"`((?:policy|value|kl|sampler|filter|reward|data|response|prompt|floor|phase)/[\w/]+)`", PAGE
-        )
-    )
-    assert len(written) > 40
-    assert (
-        written
-        - {as_written(name) for config in CONFIGS for name in metrics_of(config)}
-        - {"phase/sleep", "phase/wake"}
-        == set()
-    )
+@pytest.mark.parametrize("name", KINDS)
+def test_charts_and_main_metrics_are_metrics_of_the_kind(name: str) -> None:
+    kind = KINDS[name]
+    shown = [metric for panel in kind.charts or () for metric in (*panel.lines, panel.band) if metric]
+    strange = [one for one in (*shown, *kind.main) if not any(metric.has(one) for metric in kind.metrics)]
+    assert strange == []
+
+
+@pytest.mark.parametrize("name", [name for name, kind in KINDS.items() if kind.module])
+def test_names_and_their_places_are_declared_once(name: str) -> None:
+    metrics = KINDS[name].metrics
+    names = [one for metric in metrics for one in metric.names.split()]
+    assert metrics and len(names) == len(set(names))
+    assert [metric.names for metric in metrics if bool(PLACE.search(metric.names)) != bool(metric.of)] == []
+    assert all(metric.meaning for metric in metrics)
+
+
+def test_a_metric_of_two_places_has_a_name_for_each_pair() -> None:
+    agreement = Metric("agreement/A/B more/A/B", "", of=lambda config: [("x", "y"), ("y", "x")])
+    assert agreement.of_config(None) == ["agreement/x/y", "more/x/y", "agreement/y/x", "more/y/x"]
+    assert agreement.has("agreement/x/z") and not agreement.has("agreement/x")
+
+
+def test_the_reason_of_a_failed_gate_is_that_of_the_exact_name_first() -> None:
+    metrics = [Metric("eval/ANY", "", of=after_run, failed="any"), Metric("eval/loss", "", failed="loss")]
+    assert [meaning_of_failure(metrics, name) for name in ("eval/loss", "eval/more", "other")] == [
+        "loss",
+        "any",
+        "",
+    ]

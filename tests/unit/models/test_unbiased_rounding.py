@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 from rlhf_core.config import Lora
-from rlhf_core.config.metrics import SURVIVES
+from rlhf_core.config.metrics.shared import SURVIVES
 from rlhf_core.models.checkpoint.weights import checkpoint_weights
 from rlhf_core.models.load import load_policy, trained_policy
 from rlhf_core.models.lora import ADAPTER_WEIGHTS, lora_layers, merged_weight

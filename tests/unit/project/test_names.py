@@ -29,7 +29,7 @@ ELSEWHERE = {
 }
 IN_EXAMPLES = {"dpo_a", "dpo_b", "micro_batch"}
 # Names of metrics are put together where they are computed.
-COMPOSED = re.compile(r"\w+_(low|high|p|tokens)|reward_\w+")
+COMPOSED = re.compile(r"\w+_(low|high|p|tokens|vs_parent)|reward_\w+")
 
 
 @cache

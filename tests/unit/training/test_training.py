@@ -22,7 +22,7 @@ import rlhf_core.stages.reward_model
 import rlhf_core.stages.sft
 from rlhf_core.config import DPO, KTO, SFT, Data, RewardModel, StageConfig
 from rlhf_core.config.kinds import metrics_of
-from rlhf_core.config.metrics import BALANCE
+from rlhf_core.config.metrics.shared import BALANCE
 from rlhf_core.data.documents import Document
 from rlhf_core.models.checkpoint.weight_files import fill
 from rlhf_core.models.scoring import STATISTICS, RewardScorer, stored_statistics

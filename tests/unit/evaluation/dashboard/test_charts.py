@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from evaluation.dashboard.charts import HEIGHT, WIDTH, Run, draw, main_panels, other_panels, ticks
-from rlhf_core.config.metrics import Panel
+from rlhf_core.config.metrics.metric import Panel
 
 VALUES = st.floats(allow_nan=False, allow_infinity=False)
 PANEL = Panel("Loss", {"loss": "training", "eval/loss": "held out"}, level=0.0, band="std")

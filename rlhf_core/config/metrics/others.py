@@ -1,0 +1,82 @@
+"""Metrics of a selection, of the alignment tax and of a publication."""
+
+from __future__ import annotations
+
+from rlhf_core.config.judging.evaluation import AlignmentTax
+from rlhf_core.config.judging.lm_eval_tasks import task_name
+from rlhf_core.config.metrics.metric import Metric, each
+from rlhf_core.config.sweep import Select
+
+Places = list[tuple[str, ...]]
+
+LOSES = "The chosen model loses to the baseline too often: look at the stages it was trained by."
+TAXED = (
+    "Alignment cost the model what it could do before: look at its KL to the reference, and at the data it"
+    " was trained on."
+)
+SURELY_TAXED = (
+    "It is sure that alignment cost the model what it could do before: look at its KL to the reference first."
+)
+SCORES_OTHERWISE = (
+    "A model scores otherwise than expected on this task: compare it with the baseline's score."
+)
+
+
+def candidates_of(config: Select) -> Places:
+    return each(config.of)
+
+
+def tasks_of(config: AlignmentTax) -> Places:
+    return each(task_name(task) for task in config.tasks)
+
+
+def taxed_of(config: AlignmentTax) -> Places:
+    models = dict.fromkeys(model for model in config.models if model != config.baseline)
+    return [(task, model) for (task,) in tasks_of(config) for model in models]
+
+
+def scored_of(config: AlignmentTax) -> Places:
+    models = dict.fromkeys([config.baseline, *config.models])
+    return [(task, model) for (task,) in tasks_of(config) for model in models]
+
+
+SELECT = (
+    Metric("win_rate", "win rate of the chosen model", "share", failed=LOSES),
+    Metric(
+        "clear",
+        "1 when the best model is better than each other one, else 0",
+        failed="No model is better than all others by this evaluation: more questions narrow the intervals,"
+        " or keep the simplest model.",
+    ),
+    Metric("chosen", "number of the chosen model in the order of `of`, from 1"),
+    Metric("questions", "questions with a verdict on all models", "count"),
+    Metric("win_rate/MODEL", "win rate of a model", "share", of=candidates_of, failed=LOSES),
+    Metric("difference/MODEL", "how far it is behind the best", "share", of=candidates_of),
+    Metric(
+        "difference_low/MODEL difference_high/MODEL", "the 95 % interval of that", "share", of=candidates_of
+    ),
+)
+ALIGNMENT_TAX = (
+    Metric("tax/TASK", "the largest loss of all models", of=tasks_of, failed=TAXED),
+    Metric("tax_low/TASK", "the largest lower bound of all models", of=tasks_of, failed=SURELY_TAXED),
+    Metric(
+        "tax/TASK/MODEL",
+        "loss against the baseline in the task's main metric; negative: a gain",
+        of=taxed_of,
+        failed=TAXED,
+    ),
+    Metric("tax_low/TASK/MODEL", "lower end of its 95 % interval", of=taxed_of, failed=SURELY_TAXED),
+    Metric(
+        "tax_high/TASK/MODEL",
+        "upper end of its 95 % interval",
+        of=taxed_of,
+        failed="It is not sure that the model kept what it could do before: more documents narrow the"
+        " interval.",
+    ),
+    Metric("score/TASK/MODEL", "the task's main metric", of=scored_of, failed=SCORES_OTHERWISE),
+    Metric("documents/TASK", "documents asked", "count", of=tasks_of),
+)
+PUBLICATION = (
+    Metric("files", "files of the publication", "count"),
+    Metric("bytes", "their size", "bytes"),
+)

@@ -1,0 +1,112 @@
+"""Metrics of PPO's validation on `eval_prompts`: of the best iteration, whose checkpoint the result holds."""
+
+from __future__ import annotations
+
+from rlhf_core.config.metrics.metric import Condition, Metric, after_run, each
+from rlhf_core.config.ppo import PPO, pass_sizes
+
+EXPLOITED = (
+    "PPO's reward is outside its bound: a low one means it does not learn (learning rate, or a reward model"
+    " it cannot optimise), a very high one with short or odd answers means it exploits the reward model."
+)
+BY_HEART = (
+    "Answers to prompts that are not trained on are bad, though the training's may be good: PPO exploits its"
+    " reward, or learned its prompts by heart."
+)
+TOO_GOOD = (
+    "The validation that the checkpoint was chosen by is the largest of all, so it is too good: a gate on"
+    " eval/reward is about answers that were not chosen."
+)
+VALIDATED = Condition("with `eval_prompts`", lambda config: config.eval_prompts is not None)
+RIGHT = Condition(
+    "with `eval_right`", lambda config: config.eval_prompts is not None and config.eval_right is not None
+)
+SEVERAL = Condition(
+    "with several data sources",
+    lambda config: config.eval_prompts is not None and len(config.eval_prompts.sources) > 1,
+)
+
+
+def sizes_of(config: PPO) -> list[tuple[str, ...]]:
+    return each(str(size) for size in pass_sizes(config.eval_samples))
+
+
+def sizes_of_parts(config: PPO) -> list[tuple[str, ...]]:
+    """Returns the same for each data source, whose name the run knows."""
+    return [("*", *size) for size in sizes_of(config)]
+
+
+def several_rewards(config: PPO) -> list[tuple[str, ...]]:
+    return each(source.title for source in config.reward) if len(config.reward) > 1 else []
+
+
+VALIDATION = (
+    Metric(
+        "eval/reward/mean eval/reward/ci_low eval/reward/ci_high",
+        "mean reward of the best iteration's answers, with seeds that were not used for the choice, and its"
+        " 95 % interval over prompts",
+        "",
+        VALIDATED,
+        failed=BY_HEART,
+    ),
+    Metric(
+        "selection/reward/mean selection/reward/ci_low selection/reward/ci_high",
+        "the same of the validation that the iteration was chosen by: the maximum of all, so biased upwards",
+        "",
+        VALIDATED,
+        failed=TOO_GOOD,
+    ),
+    Metric(
+        "eval/right/mean eval/right/ci_low eval/right/ci_high",
+        "share of right answers (avg@`eval_samples`), and its 95 % interval over prompts",
+        "share",
+        RIGHT,
+        failed=BY_HEART,
+    ),
+    Metric(
+        "eval/pass@K",
+        "probability that one of K answers is right, for K = 1, 2, 4, ... and `eval_samples`, without bias"
+        " (Chen et al. 2021, eq. 1)",
+        "share",
+        RIGHT,
+        sizes_of,
+        BY_HEART,
+    ),
+    Metric(
+        "eval/DATA/reward/mean eval/DATA/reward/ci_low eval/DATA/reward/ci_high",
+        "the mean reward for the prompts of one data source",
+        "",
+        SEVERAL,
+        after_run,
+        BY_HEART,
+    ),
+    Metric(
+        "eval/DATA/right/mean eval/DATA/right/ci_low eval/DATA/right/ci_high",
+        "the share of right answers for the prompts of one data source",
+        "share",
+        SEVERAL.also(RIGHT),
+        after_run,
+        BY_HEART,
+    ),
+    Metric("eval/DATA/pass@K", "the same of pass@K", "share", SEVERAL.also(RIGHT), sizes_of_parts, BY_HEART),
+    Metric(
+        "eval/reward/SOURCE/mean",
+        "mean of one reward source, if there are several",
+        "",
+        VALIDATED,
+        several_rewards,
+        BY_HEART,
+    ),
+    Metric(
+        "eval/best_iteration",
+        "the iteration of the checkpoint; 0: before training",
+        "count",
+        VALIDATED,
+        failed=BY_HEART,
+    ),
+    Metric("eval/response/length", "mean tokens of its answers", "tokens", VALIDATED, failed=BY_HEART),
+    Metric(
+        "eval/response/truncated", "share of its answers that are cut", "share", VALIDATED, failed=BY_HEART
+    ),
+    Metric("phase/validate", "seconds of a validation", "s", VALIDATED),
+)

@@ -1,0 +1,45 @@
+"""Metrics that stages of several kinds have."""
+
+from __future__ import annotations
+
+from rlhf_core.config.metrics.metric import Metric
+
+BALANCE = "router/balance"  # mixture-of-experts models only
+# for merged adapters: the share of their update that survives the rounding of the weights
+SURVIVES = "lora/survives"
+BAD_DATA = "The data is not what was expected: `alignflow data RECIPE` shows what was dropped or cut and why."
+MERGED_AWAY = (
+    "Merging lost a part of the adapters' update, or the update is too small for it: take the adapter alone"
+    " (lora.export)."
+)
+UNEVEN_EXPERTS = "The experts are not evenly used: raise router_aux_coef."
+
+DATA = (
+    Metric("data/rows", "rows read", "count", failed=BAD_DATA),
+    Metric("data/kept", "documents, pairs or prompts made from them", "count", failed=BAD_DATA),
+    Metric("data/truncated", "how many of these were cut at the length limit", "count", failed=BAD_DATA),
+    Metric("data/dropped", "rows left out, for any reason", "count", failed=BAD_DATA),
+    Metric("data/tokens", "tokens of the kept items", "tokens", failed=BAD_DATA),
+)
+ANSWERS = (
+    Metric(
+        "response/length",
+        "mean tokens of an answer",
+        "tokens",
+        failed="Answers have another length than expected: a reward model that likes long answers is the"
+        " usual cause.",
+    ),
+    Metric(
+        "response/truncated",
+        "share of answers that are cut; an episode is cut if a limit of tokens, turns or time ended it",
+        "share",
+        failed="Answers are cut at generate_max_len, or episodes at max_turns: raise it, or the policy never"
+        " learned to stop (a bad SFT).",
+    ),
+    Metric(
+        "prompt/truncated",
+        "share of prompts that are cut",
+        "share",
+        failed="Prompts are cut at prompt_max_len: raise it.",
+    ),
+)

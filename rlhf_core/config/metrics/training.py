@@ -1,0 +1,224 @@
+"""Metrics and charts of SFT, the reward model, DPO and KTO. Values of steps in a result are means over the
+last tenth of the steps, at least four."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from rlhf_core.config.metrics.metric import Condition, Metric, Panel
+from rlhf_core.config.metrics.shared import BAD_DATA, BALANCE, DATA, MERGED_AWAY, SURVIVES, UNEVEN_EXPERTS
+
+HELD_OUT = Condition("with `eval_data`, of held-out data", lambda config: config.eval_data is not None)
+WITH_NLL = Condition("with `nll_coef`", lambda config: bool(config.nll_coef))
+MERGED = Condition(
+    "with `lora` and `export: merged`",
+    lambda config: config.lora is not None and config.lora.export == "merged",
+)
+UNSTABLE = "Training is unstable: lower the learning rate."
+NOT_TRAINED = "Training did not reach the bound: learning rate, number of steps, or the data."
+
+EXPERTS = Metric(
+    BALANCE,
+    "of mixtures of experts: the balance loss without its coefficient; `num_experts_per_tok` when evenly"
+    " used",
+    failed=UNEVEN_EXPERTS,
+)
+STEPS = (
+    Metric("learning_rate", "learning rate"),
+    Metric("steps", "optimiser steps", "count"),
+    Metric(
+        "skipped_steps",
+        "optimiser steps that `skip_nonfinite_steps` left out, because their loss or gradient norm was not"
+        " finite",
+        "count",
+        failed="Steps had a loss or gradient that is not finite: look at their rows in nonfinite_steps.jsonl"
+        " of the stage.",
+    ),
+    Metric(
+        SURVIVES,
+        "share of the adapters' update that the rounded weights contain; about 1"
+        " ([rounding](../explanation/rounding.md#merged-adapters))",
+        "share",
+        MERGED,
+        failed=MERGED_AWAY,
+    ),
+)
+
+
+def held_out(metrics: Iterable[Metric], failed: str) -> tuple[Metric, ...]:
+    """Returns the same metrics of the held-out data, as `eval/NAME`."""
+    found = []
+    for metric in metrics:
+        names = " ".join(f"eval/{name}" for name in metric.names.split())
+        when = HELD_OUT if metric.when is None else HELD_OUT.also(metric.when)
+        found.append(Metric(names, metric.meaning, metric.unit, when, failed=failed))
+    return tuple(found)
+
+
+def gradient_norm(failed: str = UNSTABLE) -> Metric:
+    return Metric("grad_norm", "gradient norm before the clip", failed=failed)
+
+
+SFT = (
+    Metric(
+        "loss",
+        "mean negative log-likelihood of a token",
+        "nats",
+        failed="The SFT did not fit its data: learning rate, number of steps, or a chat template that does"
+        " not match it.",
+    ),
+    *held_out(
+        [Metric("loss", "the loss", "nats")],
+        "The SFT is bad: everything after it starts from this model. A training loss far below it means"
+        " overfitting, one as high means too little training or a wrong chat template.",
+    ),
+    EXPERTS,
+    gradient_norm("The SFT is unstable: lower its learning rate, or look for odd rows in its data."),
+    *STEPS,
+    *DATA,
+)
+
+REWARD_MODEL = (
+    Metric(
+        "loss",
+        "loss of the pairs (Bradley and Terry 1952)",
+        "nats",
+        failed="The reward model did not fit its pairs: learning rate, number of pairs, or contradicting"
+        " labels.",
+    ),
+    Metric(
+        "accuracy",
+        "share of pairs ranked right",
+        "share",
+        failed="The reward model does not even rank the pairs it was trained on: labels may be swapped or"
+        " random, or it was trained too little.",
+    ),
+    Metric("margin", "mean difference of the scores of chosen and rejected answers"),
+    Metric("scores/chosen scores/rejected", "mean scores"),
+    Metric(
+        "eval/loss",
+        "the loss",
+        "nats",
+        HELD_OUT,
+        failed="The reward model is bad, or overconfident: it does not generalise to unseen pairs.",
+    ),
+    Metric(
+        "eval/accuracy",
+        "share of pairs ranked right",
+        "share",
+        HELD_OUT,
+        failed="The reward model is bad: it ranks unseen pairs little better than a coin (0.5), so PPO and"
+        " every round would optimise a wrong reward. Check the labels of its pairs first.",
+    ),
+    Metric(
+        "eval/confidence",
+        "mean probability that the model gives to its own ranking",
+        "share",
+        HELD_OUT,
+        failed="The reward model's confidence is not its accuracy: it is badly calibrated, often from too"
+        " many epochs.",
+    ),
+    Metric("eval/pairs", "number of pairs", "count", HELD_OUT),
+    Metric(
+        "score/mean score/std",
+        "statistics stored with the checkpoint, for `normalize: stored`",
+        failed="The reward model's scores lie on another scale than expected: normalise them, or set"
+        " centering.",
+    ),
+    gradient_norm(),
+    *STEPS,
+    *DATA,
+)
+
+_PAIRS = (
+    Metric("loss", "the preference loss alone", "nats", failed=NOT_TRAINED),
+    Metric(
+        "accuracy",
+        "share of pairs whose chosen answer has the larger implicit reward",
+        "share",
+        failed="DPO does not separate chosen from rejected answers: learning rate or beta, or pairs without a"
+        " real difference.",
+    ),
+    Metric(
+        "margin",
+        "mean difference of the implicit rewards",
+        failed="DPO separates the pairs by another margin than expected: a huge one means it left its"
+        " reference far behind.",
+    ),
+    Metric(
+        "rewards/chosen",
+        "implicit reward of the chosen answers: beta times the log-ratio to the reference",
+        failed="DPO made the chosen answers less likely too: lower its learning rate, raise beta, or add"
+        " nll_coef.",
+    ),
+    Metric("rewards/rejected", "implicit reward of the rejected answers"),
+    Metric("nll", "mean negative log-likelihood of a chosen answer's token", "nats", WITH_NLL),
+    EXPERTS,
+)
+DPO = (
+    *_PAIRS,
+    *held_out(_PAIRS, "DPO does not generalise to unseen pairs: overfitting, or another kind of pairs."),
+    gradient_norm(),
+    *STEPS,
+    *DATA,
+)
+
+_LABELLED = (
+    Metric("loss", "the loss", failed=NOT_TRAINED),
+    Metric(
+        "accuracy",
+        "share of answers on their label's side of the KL",
+        "share",
+        failed="KTO does not separate desirable from undesirable answers: learning rate or beta, or wrong"
+        " labels.",
+    ),
+    Metric("margin", "mean distance of the implicit rewards to the KL, towards their label's side"),
+    Metric("desirable", "share of desirable answers in the steps", "share"),
+    Metric(
+        "kl",
+        "KL to the reference from mismatched pairs",
+        "nats",
+        failed="KTO left its reference far behind: lower its learning rate or raise beta.",
+    ),
+    Metric("rewards/desirable rewards/undesirable", "implicit rewards"),
+    EXPERTS,
+)
+KTO = (
+    *_LABELLED,
+    *held_out(
+        _LABELLED, "KTO does not generalise to unseen answers: overfitting, or another kind of answers."
+    ),
+    Metric("data/desirable", "how many answers of the data are desirable", "count", failed=BAD_DATA),
+    gradient_norm(),
+    *STEPS,
+    *DATA,
+)
+
+LOSS = Panel("Loss", {"loss": "training", "eval/loss": "held out"})
+ACCURACY = Panel(
+    "Share of pairs ranked right", {"accuracy": "training", "eval/accuracy": "held out"}, level=0.5
+)
+GRADIENT = Panel("Gradient norm", {"grad_norm": ""})
+SFT_CHARTS = (LOSS, Panel("Learning rate", {"learning_rate": ""}), GRADIENT)
+REWARD_MODEL_CHARTS = (LOSS, ACCURACY, GRADIENT)
+DPO_CHARTS = (
+    LOSS,
+    ACCURACY,
+    Panel("Margin of the implicit reward", {"margin": ""}, level=0.0),
+    Panel("Implicit rewards", {"rewards/chosen": "chosen", "rewards/rejected": "rejected"}, level=0.0),
+)
+KTO_CHARTS = (
+    LOSS,
+    Panel(
+        "Share of answers on their label's side of the KL",
+        {"accuracy": "training", "eval/accuracy": "held out"},
+        level=0.5,
+    ),
+    Panel("Margin to the KL", {"margin": ""}, level=0.0),
+    Panel(
+        "Implicit rewards",
+        {"rewards/desirable": "desirable", "rewards/undesirable": "undesirable"},
+        level=0.0,
+    ),
+    Panel("KL to the reference", {"kl": ""}, level=0.0),
+)
