@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from evaluation.answers.local_answers import (
-    Engine,
+    KeptEngine,
     ModelAnswer,
     file_name,
     generate,
@@ -31,7 +31,7 @@ from evaluation.answers.local_answers import (
 )
 from evaluation.answers.remote_answers import answer_remotely, answering_metrics
 from evaluation.judges.factory import judge_names, judging, load_reward_model, make_judge
-from evaluation.judges.offline import RewardJudge, RuleJudge, battles
+from evaluation.judges.offline import KnownAnswerJudge, ScoreJudge, battles
 from evaluation.judges.sequential import battles_in_turns
 from evaluation.scores import over_optimisation, reward_accuracy
 from evaluation.scores.arena_files import judgment_lines, token_counter
@@ -67,7 +67,7 @@ def run(request: StageRequest, run: RunDir) -> Outcome:
     questions = load_questions(config.questions, config.max_questions, request.seed)
     rule = next(
         (
-            RuleJudge("rule", judge.answer_key)
+            KnownAnswerJudge("rule", judge.answer_key)
             for judge in config.judges
             if isinstance(judge, configs.RuleJudge)
         ),
@@ -189,7 +189,7 @@ def answer_all(
         )
 
     count = token_counter(config.style_tokenizer) if config.style_tokenizer else None
-    engine = Engine(open_sampler)
+    engine = KeptEngine(open_sampler)
     answers: dict[str, list[ModelAnswer]] = {}
     answering: dict[str, Answering] = {}
     try:
@@ -242,7 +242,7 @@ def over_optimisation_of(
         request.trust_remote_code,
     )
     scorer, renderer = load_reward_model(config.proxy, request, config, config.template)
-    judge = RewardJudge("proxy", scorer.score, renderer, 0.0, config.prompt_max_len, config.generate_max_len)
+    judge = ScoreJudge("proxy", scorer.score, renderer, 0.0, config.prompt_max_len, config.generate_max_len)
     uids = [question.uid for question in questions]
     measured = {}
     for model in models:
@@ -255,7 +255,7 @@ def over_optimisation_of(
             if model == config.baseline
             else over_optimisation.battle_scores(judged, model, config.baseline, uids)
         )
-        measured[model] = over_optimisation.Measured(ratios[model], scores, battles)
+        measured[model] = over_optimisation.QuestionValues(ratios[model], scores, battles)
     rates = {rate.model: rate for rate in report.win_rates}
     return over_optimisation.curve(
         config.proxy, config.baseline, measured, rates, config.bootstrap_rounds, request.seed
@@ -299,6 +299,6 @@ def evaluate_reward_models(
             tokens = np.array([sum(document.mask) for document in documents]).reshape(-1, 2)
             prompts = [digest(list(pair.prompt)) for _, pair in found]
             subsets = [str(row.get(wanted.subset_key) or "all") for row, _ in found]
-            pairs = reward_accuracy.Pairs(prompts, subsets, tokens[:, 0], tokens[:, 1])
+            pairs = reward_accuracy.HeldOutPairs(prompts, subsets, tokens[:, 0], tokens[:, 1])
     assert pairs is not None
     return reward_accuracy.evaluate(pairs, differences, wanted.bins)

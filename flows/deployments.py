@@ -52,7 +52,7 @@ UNFINISHED = [StateType.RUNNING, StateType.PENDING, StateType.CANCELLING]
 PROCESS_SECONDS = 60.0
 
 
-class Served(NamedTuple):
+class ServedRecipe(NamedTuple):
     """A recipe with deployments: the path or URI that each run reads, the overrides of its deployments, and
     the loaded recipe."""
 
@@ -68,13 +68,13 @@ class Served(NamedTuple):
 
 def served(
     paths: Sequence[str], overrides: Sequence[str], ends: Mapping[str, float] = MappingProxyType({})
-) -> list[Served]:
+) -> list[ServedRecipe]:
     """Reads and plans the recipes. `ends`: `max_rounds` and `min_gain` of their loops.
 
     Raises ValueError for mistakes, for two recipes with the same name, and for `ends` of a recipe without a
     loop.
     """
-    found = [Served(path, tuple(overrides), load_recipe(path, overrides)) for path in paths]
+    found = [ServedRecipe(path, tuple(overrides), load_recipe(path, overrides)) for path in paths]
     if ends.get("max_rounds", 1) < 1:
         raise ValueError(f"--max-rounds {ends['max_rounds']}: give 1 or more")
     for one in found:
@@ -182,7 +182,7 @@ def sweep(client: SyncPrefectClient, at_start: bool = False) -> int:
 
 def deploy(
     api: str,
-    one: Served,
+    one: ServedRecipe,
     schedule: Schedule | None,
     ends: Mapping[str, float] = MappingProxyType({}),
     feedback: bool = False,

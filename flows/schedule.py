@@ -24,7 +24,7 @@ from rlhf_core.runs.allotment import CORES_ENV
 from rlhf_core.system.machine import gpu_names, num_cpus
 
 
-class Machine(NamedTuple):
+class SharedResources(NamedTuple):
     """The resources that stages share. `gpus` by name; `cluster`: stages run on a Ray cluster, one stage at
     a time."""
 
@@ -33,7 +33,7 @@ class Machine(NamedTuple):
     cluster: bool = False
 
 
-class Cost(NamedTuple):
+class StageResources(NamedTuple):
     """The resources that a stage occupies while it runs."""
 
     cpus: float
@@ -56,22 +56,22 @@ class Span(NamedTuple):
     gpus: tuple[str, ...]
 
 
-def machine_here() -> Machine:
+def machine_here() -> SharedResources:
     """Returns what this process may use of this machine, and whether stages run on a cluster."""
-    return Machine(num_cpus(), gpu_names(), bool(os.environ.get("RAY_ADDRESS")))
+    return SharedResources(num_cpus(), gpu_names(), bool(os.environ.get("RAY_ADDRESS")))
 
 
-def cost_of(config: StageConfig, machine: Machine) -> Cost:
+def cost_of(config: StageConfig, machine: SharedResources) -> StageResources:
     """Returns what a stage occupies on a machine; on a cluster, all of it. A stage without model processes
     occupies nothing."""
     need = needs(config)
     if not need.cpus:
-        return Cost(0, 0)
+        return StageResources(0, 0)
     if machine.cluster:
-        return Cost(machine.cpus, len(machine.gpus))
+        return StageResources(machine.cpus, len(machine.gpus))
     # A model process uses a GPU if there is one, even with `gpus: 0`.
     gpus = max([1, *(_whole_gpus(arrange(groups, config.together)) for groups in config.turns)])
-    return Cost(min(need.cpus, machine.cpus), min(gpus, len(machine.gpus)))
+    return StageResources(min(need.cpus, machine.cpus), min(gpus, len(machine.gpus)))
 
 
 def _whole_gpus(layout: Layout) -> int:
@@ -87,9 +87,9 @@ class Schedule:
     """The stages of a run, parents first, with their costs, and how many may run at once. `skipped`: stages
     that are done and occupy nothing."""
 
-    machine: Machine
+    machine: SharedResources
     at_most: int
-    costs: Mapping[str, Cost]
+    costs: Mapping[str, StageResources]
     parents: Mapping[str, tuple[str, ...]]
     skipped: frozenset[str] = frozenset()
 
@@ -124,8 +124,8 @@ class Schedule:
             return None
         return Start(name, tuple(free[: cost.gpus]))
 
-    def _cost(self, name: str) -> Cost:
-        return Cost(0, 0) if name in self.skipped else self.costs[name]
+    def _cost(self, name: str) -> StageResources:
+        return StageResources(0, 0) if name in self.skipped else self.costs[name]
 
     @cached_property
     def _order(self) -> list[str]:
@@ -177,7 +177,7 @@ class Schedule:
         return {CORES_ENV: cores, "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", cores)}
 
 
-def schedule_of(planned: Plan, nodes: Sequence[Node], machine: Machine) -> Schedule:
+def schedule_of(planned: Plan, nodes: Sequence[Node], machine: SharedResources) -> Schedule:
     """Returns the schedule of a plan's stages on a machine. The recipe's `side_by_side` sets how many run
     at once."""
     wanted = planned.recipe.side_by_side

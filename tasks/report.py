@@ -32,7 +32,7 @@ from rlhf_core.recipe.plan import Plan
 from rlhf_core.recipe.references import beside
 from rlhf_core.runs.run_dir import HOLDER_ENV, LOCK, REQUEST, RunDir
 from rlhf_core.runs.run_records import LOCK as RUN_LOCK
-from rlhf_core.runs.run_records import NAME, PAGE, RUN, RUNS, Asked, RunRecord, asked, new_id
+from rlhf_core.runs.run_records import NAME, PAGE, RUN, RUNS, RunRecord, RunRequest, asked, new_id
 from rlhf_core.system.files import is_locked, locked, read_json, write_text
 from rlhf_core.system.machine import disk_problem
 from rlhf_core.system.redaction import without_passwords
@@ -50,7 +50,7 @@ def this_run(recipe: str) -> RunRecord:
     started = time.time()
     parameters = runtime.flow_run.parameters or {}
     source = parameters.get("recipe")
-    given = asked.get() or Asked(
+    given = asked.get() or RunRequest(
         source if isinstance(source, str) else "", tuple(parameters.get("overrides") or ())
     )
     return RunRecord(

@@ -169,10 +169,10 @@ def curves(result: StageResult, run_dir: Path) -> str | None:
     """Returns the stage's training curves as a data URL; None if it has none."""
     if KINDS[result.stage].charts is None:
         return None
-    from evaluation.report.drawing.charts import Run, stage_chart
+    from evaluation.report.drawing.charts import StageCurves, stage_chart
 
     try:
-        svg = stage_chart(result.name, result.stage, [Run("", curves_of(run_dir))])
+        svg = stage_chart(result.name, result.stage, [StageCurves("", curves_of(run_dir))])
     except Exception:  # an error in a chart must not fail the run
         get_run_logger().exception("the curves of %s could not be drawn", result.name)
         return None

@@ -25,7 +25,7 @@ from rlhf_core.rollout.vllm.server import Server
 SAME_MEAN = 1e-6
 
 
-class Measured(NamedTuple):
+class MeasuredModel(NamedTuple):
     """The scores of one model. `rows` lists every document with the model's answer, for people to read."""
 
     scores: ModelScores
@@ -127,7 +127,7 @@ def measure(
     config: AlignmentTax,
     seed: int,
     trust_remote_code: bool,
-) -> Measured:
+) -> MeasuredModel:
     """Runs all tasks on the model that `server` serves.
 
     Raises ValueError when the recipe sets chat_template and the tokenizer has none, and ServerFailed when
@@ -178,7 +178,7 @@ def measure(
         raise
     assert found is not None
     scores = scores_of(found, tasks.leaves)
-    return Measured(
+    return MeasuredModel(
         ModelScores(model=name, identity=served.identity, tasks=scores, lm_eval=lm_eval.__version__),
         rows_of(found["samples"]),
     )

@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import time
 
-from evaluation.alignment_tax.harness import Measured, Tasks, measure
+from evaluation.alignment_tax.harness import MeasuredModel, Tasks, measure
 from evaluation.alignment_tax.records import ModelScores
 from evaluation.alignment_tax.report import TAX, TaxReport, compare, log_lines, tax_metrics
 from evaluation.answers.local_answers import file_name
@@ -84,7 +84,7 @@ def run(request: StageRequest, run: RunDir) -> Outcome:
 
 def measure_one(
     name: str, model: LocalModel, request: StageRequest, config: AlignmentTax, tasks: Tasks, run: RunDir
-) -> Measured:
+) -> MeasuredModel:
     """Serves one model and runs all tasks on it."""
     trust = request.trust_remote_code
     with served(

@@ -67,7 +67,7 @@ class Connection(NamedTuple):
     local: bool = False
 
 
-class Reply(Frozen):
+class ChatReply(Frozen):
     """A reply. Token counts come from the endpoint. `reasoning_tokens`: output tokens that are not in
     `text`; `cut`: a limit ended the reply."""
 
@@ -162,7 +162,7 @@ class ChatClient:
             await asyncio.gather(*tasks, return_exceptions=True)
             await self.api.close()
 
-    async def ask(self, messages: Sequence[Mapping[str, str]]) -> Reply:
+    async def ask(self, messages: Sequence[Mapping[str, str]]) -> ChatReply:
         """Sends messages and returns the reply, with retries. Call it only from inside `each`.
 
         Raises one of NO_REPLY, or ValueError when no attempt can succeed.
@@ -198,7 +198,7 @@ class ChatClient:
         """A phrase naming the proxy used for the endpoint, to end a sentence with."""
         return "" if self.connection.local else proxy_of(self.connection.url)
 
-    async def _once(self, messages: Any) -> Reply:
+    async def _once(self, messages: Any) -> ChatReply:
         await self.pace.turn()
         self.requests += 1
         settings = self.settings
@@ -224,7 +224,7 @@ class ChatClient:
             choice = completion.choices[0]
             usage = completion.usage
             details = usage.completion_tokens_details if usage else None
-            return Reply(
+            return ChatReply(
                 text=choice.message.content or "",
                 input_tokens=usage.prompt_tokens if usage else 0,
                 output_tokens=usage.completion_tokens if usage else 0,

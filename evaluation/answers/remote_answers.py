@@ -9,7 +9,15 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from evaluation.answers.chat_client import NO_REPLY, ChatClient, Reply, appending, cost_of, records_of, remote
+from evaluation.answers.chat_client import (
+    NO_REPLY,
+    ChatClient,
+    ChatReply,
+    appending,
+    cost_of,
+    records_of,
+    remote,
+)
 from evaluation.answers.local_answers import ModelAnswer
 from rlhf_core.config import Evaluation
 from rlhf_core.data.questions import Question
@@ -19,11 +27,11 @@ from rlhf_core.system.files import digest
 Messages = tuple[dict[str, str], ...]
 
 
-class Given(Frozen):
+class StoredReply(Frozen):
     """One line of the file of answers. `key` is a digest of the request."""
 
     key: str
-    reply: Reply
+    reply: ChatReply
 
 
 def answer_remotely(
@@ -50,13 +58,13 @@ def answer_remotely(
     }
     messages = [_messages(question, endpoint.system) for question in questions]
     keys = [digest([list(sent), endpoint.model, endpoint.base_url, settings]) for sent in messages]
-    known = {given.key: given.reply for given in records_of(file, Given)}
+    known = {given.key: given.reply for given in records_of(file, StoredReply)}
     missing = {key: sent for key, sent in zip(keys, messages, strict=True) if key not in known}
     print(f"{name}: {len(questions)} questions, {len(missing)} to ask", flush=True)
     client = ChatClient(name, endpoint.model, lambda: remote(endpoint), settings, endpoint, pause)
     failed = 0
 
-    async def answer(sent: Messages) -> Reply | str:
+    async def answer(sent: Messages) -> ChatReply | str:
         try:
             return await client.ask(sent)
         except NO_REPLY as error:
@@ -64,11 +72,11 @@ def answer_remotely(
 
     with appending(file) as out:
 
-        def done(key: str, found: Reply | str) -> None:
+        def done(key: str, found: ChatReply | str) -> None:
             nonlocal failed
-            if isinstance(found, Reply):
+            if isinstance(found, ChatReply):
                 known[key] = found
-                out.write(Given(key=key, reply=found).model_dump_json() + "\n")
+                out.write(StoredReply(key=key, reply=found).model_dump_json() + "\n")
                 out.flush()
                 return
             failed += keys.count(key)
@@ -93,7 +101,7 @@ def answer_remotely(
         output_tokens=tokens[1],
         cost=cost_of(endpoint, *tokens),
     )
-    empty = Reply(text="", input_tokens=0, output_tokens=0)
+    empty = ChatReply(text="", input_tokens=0, output_tokens=0)
     return [
         _model_answer(q, known.get(key, empty), count) for q, key in zip(questions, keys, strict=True)
     ], answering
@@ -119,6 +127,6 @@ def _messages(question: Question, system: str | None) -> Messages:
     return ({"role": "system", "content": system}, *own) if system and own[0]["role"] != "system" else own
 
 
-def _model_answer(question: Question, reply: Reply, count: Callable[[str], int] | None) -> ModelAnswer:
+def _model_answer(question: Question, reply: ChatReply, count: Callable[[str], int] | None) -> ModelAnswer:
     tokens = count(reply.text) if count else max(0, reply.output_tokens - reply.reasoning_tokens)
     return ModelAnswer(question.uid, reply.text, tokens, False, reply.cut)

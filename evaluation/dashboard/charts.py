@@ -26,7 +26,7 @@ MAX_OTHERS = 60  # panels for metrics that no chart of the kind has
 Points = Sequence[tuple[float, float]]
 
 
-class Line(NamedTuple):
+class CurveLine(NamedTuple):
     """A line of a panel. `path`: SVG path data; `band`: path of the area around it, '' for none; `dots`:
     (x, y) of the points if there are few; `last`: its last value."""
 
@@ -39,26 +39,26 @@ class Line(NamedTuple):
     last: float
 
 
-class Mark(NamedTuple):
+class AxisMark(NamedTuple):
     """A label on an axis at a position in the drawing."""
 
     at: float
     text: str
 
 
-class Drawn(NamedTuple):
+class DrawnPanel(NamedTuple):
     """A panel. `level`: y of the dashed line that means "no difference"; `missing`: number of values that
     are not finite."""
 
     title: str
-    lines: list[Line]
-    marks_x: list[Mark]
-    marks_y: list[Mark]
+    lines: list[CurveLine]
+    marks_x: list[AxisMark]
+    marks_y: list[AxisMark]
     level: float | None
     missing: int
 
 
-class Run(NamedTuple):
+class LabelledCurves(NamedTuple):
     """The curves of one stage. `label`: its label when several are compared; `bad`: number of values that
     are not finite, by metric."""
 
@@ -67,13 +67,13 @@ class Run(NamedTuple):
     bad: Mapping[str, int]
 
 
-def main_panels(kind: str, runs: Sequence[Run]) -> list[Drawn]:
+def main_panels(kind: str, runs: Sequence[LabelledCurves]) -> list[DrawnPanel]:
     """Returns the panels for a kind of stage that have points, as in the report."""
     panels = KINDS[kind].panels if kind in KINDS else ()
     return [drawn for panel in panels if (drawn := draw(panel, runs))]
 
 
-def other_panels(kind: str, runs: Sequence[Run]) -> list[Drawn]:
+def other_panels(kind: str, runs: Sequence[LabelledCurves]) -> list[DrawnPanel]:
     """Returns a panel for each other metric with more than one step, at most MAX_OTHERS."""
     shown = {metric for panel in (KINDS[kind].panels if kind in KINDS else ()) for metric in panel.lines}
     names = dict.fromkeys(
@@ -83,7 +83,7 @@ def other_panels(kind: str, runs: Sequence[Run]) -> list[Drawn]:
     return [panel for panel in drawn if panel]
 
 
-def draw(panel: Panel, runs: Sequence[Run]) -> Drawn | None:
+def draw(panel: Panel, runs: Sequence[LabelledCurves]) -> DrawnPanel | None:
     """Lays out a panel. Returns None when there are neither points nor values that are not finite."""
     found = [
         (run, metric, label) for run in runs for metric, label in panel.lines.items() if metric in run.curves
@@ -91,7 +91,7 @@ def draw(panel: Panel, runs: Sequence[Run]) -> Drawn | None:
     points = [point for run, metric, _ in found for point in run.curves[metric]]
     missing = sum(run.bad.get(metric, 0) for run, metric, _ in found)
     if not points:
-        return Drawn(panel.title, [], [], [], None, missing) if missing else None
+        return DrawnPanel(panel.title, [], [], [], None, missing) if missing else None
     x0 = min(x for x, _ in points)
     x1 = max(x for x, _ in points)
     bands = [_band(panel, run) for run in runs]
@@ -125,7 +125,7 @@ def draw(panel: Panel, runs: Sequence[Run]) -> Drawn | None:
         dashed = len(runs) > 1 and not first
         named = " ".join(part for part in (run.label, label) if part)
         lines.append(
-            Line(
+            CurveLine(
                 named,
                 colour,
                 dashed,
@@ -139,14 +139,16 @@ def draw(panel: Panel, runs: Sequence[Run]) -> Drawn | None:
     digits = (
         math.ceil(math.log10(max(map(abs, at)) / (at[1] - at[0]))) + 1 if len(at) > 1 and at[1] > at[0] else 3
     )
-    marks_y = [Mark(y(value), f"{value:.{min(max(digits, 3), 8)}g}") for value in at]
-    marks_x = [Mark(x(x1), f"{x1:g}")] if x1 == x0 else [Mark(x(x0), f"{x0:g}"), Mark(x(x1), f"{x1:g}")]
-    return Drawn(
+    marks_y = [AxisMark(y(value), f"{value:.{min(max(digits, 3), 8)}g}") for value in at]
+    marks_x = (
+        [AxisMark(x(x1), f"{x1:g}")] if x1 == x0 else [AxisMark(x(x0), f"{x0:g}"), AxisMark(x(x1), f"{x1:g}")]
+    )
+    return DrawnPanel(
         panel.title, lines, marks_x, marks_y, None if panel.level is None else y(panel.level), missing
     )
 
 
-def _band(panel: Panel, run: Run) -> list[tuple[float, float]]:
+def _band(panel: Panel, run: LabelledCurves) -> list[tuple[float, float]]:
     """Returns the outline of the first line plus and minus `panel.band`; [] if it has none."""
     spread = dict(run.curves.get(panel.band or "", ()))
     middle = [(step, value) for step, value in run.curves.get(next(iter(panel.lines)), ()) if step in spread]

@@ -8,7 +8,7 @@ from urllib.parse import quote
 
 from evaluation.dashboard import charts
 from evaluation.dashboard.folder import STAGES, Folder, Missing
-from rlhf_core.runs.differences import Difference, changed, stage_differences
+from rlhf_core.runs.differences import RunDifference, changed, stage_differences
 from rlhf_core.runs.run_records import RunRecord
 
 MAX_DIFFERENCES = 500
@@ -29,7 +29,7 @@ class Overlay(NamedTuple):
     """The curves of a stage that both sides have."""
 
     stage: str
-    panels: list[charts.Drawn]
+    panels: list[charts.DrawnPanel]
 
 
 def side(folder: Folder, given: str) -> Side:
@@ -45,19 +45,19 @@ def side(folder: Folder, given: str) -> Side:
     return Side(f"{run.recipe} {run.label}", f"/run/{quote(recipe)}/{quote(identity)}", stages, run)
 
 
-def differences(folder: Folder, one: Side, other: Side) -> list[Difference]:
+def differences(folder: Folder, one: Side, other: Side) -> list[RunDifference]:
     """Returns at most MAX_DIFFERENCES differences, with values cut to MAX_TEXT characters."""
-    found: list[Difference] = []
+    found: list[RunDifference] = []
     if one.run and other.run:
         tops = [folder.json(run.file).get("config") for run in (one.run, other.run)]
         recipes = [
             {k: v for k, v in top.items() if k != "stages"} if isinstance(top, dict) else {} for top in tops
         ]
-        found += [Difference("", "recipe", *change) for change in changed(*recipes)]
+        found += [RunDifference("", "recipe", *change) for change in changed(*recipes)]
     for name, mine, theirs in _pairs(one, other):
         if not mine or not theirs:
             found.append(
-                Difference(
+                RunDifference(
                     name, "stages", "", *("there" if there else "not there" for there in (mine, theirs))
                 )
             )
@@ -87,10 +87,10 @@ def overlays(folder: Folder, one: Side, other: Side) -> list[Overlay]:
     return found
 
 
-def drawable(folder: Folder, run_dir: str, label: str = "") -> charts.Run:
+def drawable(folder: Folder, run_dir: str, label: str = "") -> charts.LabelledCurves:
     """Returns the curves of a stage in the form that charts.py draws."""
     found = folder.curves(folder.path / STAGES / run_dir)
-    return charts.Run(label, found.points, found.not_finite)
+    return charts.LabelledCurves(label, found.points, found.not_finite)
 
 
 def _short(text: str) -> str:

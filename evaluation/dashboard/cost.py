@@ -28,7 +28,7 @@ CONFIG: TypeAdapter[StageConfig] = TypeAdapter(StageConfig)
 FEES = ("judge_cost", "answer_cost")  # US dollars, in the results of evaluations and calibrations
 
 
-class Line(NamedTuple):
+class UsageLine(NamedTuple):
     """The usage of one stage in a run. `gpus` None: not known; `unended`: attempts without a recorded end,
     which `seconds` leaves out."""
 
@@ -47,7 +47,7 @@ class Line(NamedTuple):
 class Bill(NamedTuple):
     """The total of a run. `price`: of a GPU-hour; None: the recipe gives none."""
 
-    lines: list[Line]
+    lines: list[UsageLine]
     price: Cost | None
 
     @property
@@ -94,7 +94,7 @@ def price_of(folder: Folder, run: RunRecord) -> Cost | None:
         return None
 
 
-def _line(folder: Folder, run: RunRecord, stage: Stage, run_dir: Path) -> Line:
+def _line(folder: Folder, run: RunRecord, stage: Stage, run_dir: Path) -> UsageLine:
     until = run.ended if run.ended is not None else math.inf
     attempts = [one for one in folder.attempts(run_dir).attempts if int(run.started) <= one.started <= until]
     seconds = sum(one.seconds for one in attempts if one.seconds is not None)
@@ -106,7 +106,7 @@ def _line(folder: Folder, run: RunRecord, stage: Stage, run_dir: Path) -> Line:
     fees = sum(
         value for name, value in metrics.items() if name.partition("/")[0] in FEES and math.isfinite(value)
     )
-    return Line(
+    return UsageLine(
         stage.name, len(attempts), unended, seconds, gpus_of(folder.request(run_dir).get("config", {})), fees
     )
 

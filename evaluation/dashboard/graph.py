@@ -17,7 +17,7 @@ from rlhf_core.runs.lineage import Ancestor, sources
 MAX_NODES = 40
 
 
-class Box(NamedTuple):
+class GraphBox(NamedTuple):
     """The content of a box in the graph. `link`: an address, '' for none."""
 
     state: str
@@ -29,10 +29,10 @@ class Graph(NamedTuple):
     """A drawing with its boxes by name."""
 
     drawing: Drawing
-    boxes: dict[str, Box]
+    boxes: dict[str, GraphBox]
 
 
-class Source(NamedTuple):
+class DataSource(NamedTuple):
     """A data set of a stage: the config field that names it, and its path or Hub id."""
 
     field: str
@@ -47,14 +47,16 @@ class Relatives(NamedTuple):
     parents: list[str]
     children: list[str]
     models: list[str]
-    data: list[Source]
+    data: list[DataSource]
 
 
 def of_run(stages: Sequence[Stage]) -> Graph:
     """Returns the graph of a run's stages with their states."""
     drawing = draw(_topological({stage.name: stage.parents for stage in stages[:MAX_NODES]}))
     links = {stage.name: address(stage.folder) if stage.state != "not begun" else "" for stage in stages}
-    return Graph(drawing, {stage.name: Box(stage.state, stage.state, links[stage.name]) for stage in stages})
+    return Graph(
+        drawing, {stage.name: GraphBox(stage.state, stage.state, links[stage.name]) for stage in stages}
+    )
 
 
 def of_stage(folder: Folder, name: str) -> Relatives:
@@ -72,7 +74,7 @@ def of_stage(folder: Folder, name: str) -> Relatives:
     boxes = {}
     for one in ordered:
         stage = stage_of(folder, folder.stage(one))
-        boxes[labels[one]] = Box(
+        boxes[labels[one]] = GraphBox(
             stage.state, "this stage" if one == name else stage.state, "" if one == name else address(one)
         )
     drawing = draw({labels[one]: [labels[parent] for parent in parents] for one, parents in ordered.items()})
@@ -97,9 +99,9 @@ def _label(folder: Folder, name: str) -> str:
     return f"{request['name']} {request['digest'][:8]}" if request else name
 
 
-def _data(stage: Ancestor) -> list[Source]:
+def _data(stage: Ancestor) -> list[DataSource]:
     try:
-        found = [Source(field, shown(str(source["path"]))) for _, field, source in sources(stage)]
+        found = [DataSource(field, shown(str(source["path"]))) for _, field, source in sources(stage)]
     except (LookupError, TypeError):  # a config from another version
         return []
     return list(dict.fromkeys(found))

@@ -15,7 +15,7 @@ from rlhf_core.runs.run_dir import RunDir, StageRequest
 KEPT = 60  # earlier results in a report
 
 
-class Found(NamedTuple):
+class EarlierResult(NamedTuple):
     """A finished earlier result."""
 
     digest: str
@@ -28,7 +28,7 @@ class Found(NamedTuple):
         )
 
 
-def earlier_results(request: StageRequest, config: Drift, run: RunDir) -> list[Found]:
+def earlier_results(request: StageRequest, config: Drift, run: RunDir) -> list[EarlierResult]:
     """Returns the earlier results, oldest first, without damaged or unfinished ones."""
     found = []
     for folder in run.path.parent.glob(f"{request.name}-*"):
@@ -37,11 +37,11 @@ def earlier_results(request: StageRequest, config: Drift, run: RunDir) -> list[F
         if result and result.stage == "drift" and result.name == request.name and "report" in result.outputs:
             report = DriftReport.read(other / result.outputs["report"] / DRIFT)
             if report and report.reference == config.reference:
-                found.append(Found(result.digest, report))
+                found.append(EarlierResult(result.digest, report))
     return sorted(found, key=lambda one: (one.report.at, one.digest))[-KEPT:]
 
 
-def with_changes(signals: list[Signal], earlier: list[Found]) -> list[Signal]:
+def with_changes(signals: list[Signal], earlier: list[EarlierResult]) -> list[Signal]:
     """Returns the signals with each one's change from the newest earlier result that has it."""
     before: dict[str, float] = {}
     for one in earlier:

@@ -12,7 +12,7 @@ from evaluation.drift.records import Signal
 from evaluation.drift.resampling import spearman, spearman_interval
 from evaluation.judges.offline import Judge, battles, score_gap
 from evaluation.scores.scoring import difference_interval
-from rlhf_core.data.anchors import Pairs
+from rlhf_core.data.anchors import AnchorPairs
 from rlhf_core.records import Judgment
 
 FEWEST = 8  # fewest questions for a rank correlation
@@ -40,7 +40,7 @@ def agreement(
     return Signal(name="judge/reward_correlation", value=value, low=low, high=high, count=len(common))
 
 
-def judge_anchors(judge: Judge, anchors: Pairs) -> list[Signal]:
+def judge_anchors(judge: Judge, anchors: AnchorPairs) -> list[Signal]:
     """Returns `anchors/changed`, the share of anchors with a different winner than in the past, and
     `anchors/shift`, the change of answer B's win rate, tested with an exact sign test on the anchors whose
     points rose or fell. Raises ValueError when no game has a verdict."""

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from evaluation.drift.answers import answer_signals
-from evaluation.drift.history import Found, earlier_results, with_changes
+from evaluation.drift.history import EarlierResult, earlier_results, with_changes
 from evaluation.drift.judges import agreement, judge_anchors
 from evaluation.drift.prompts import prompt_signals
 from evaluation.drift.records import DRIFT, DriftReport, Signal, metrics
@@ -34,7 +34,7 @@ from rlhf_core.system.files import digest, write_text
 REPORT = "report"
 
 
-class Anchored(NamedTuple):
+class AnchorSignals(NamedTuple):
     """Signals of the anchors, a key of what was judged and by which judge, and when (UTC)."""
 
     signals: list[Signal]
@@ -138,12 +138,17 @@ def kl(config: Drift, judged: Judged, request: StageRequest) -> Signal:
 
 
 def anchors(
-    config: Drift, judged: Judged, request: StageRequest, run: RunDir, earlier: Sequence[Found], now: datetime
-) -> Anchored:
+    config: Drift,
+    judged: Judged,
+    request: StageRequest,
+    run: RunDir,
+    earlier: Sequence[EarlierResult],
+    now: datetime,
+) -> AnchorSignals:
     """Judges the anchors, or reuses the signals of an earlier result if its verdicts on the same anchors
     are younger than `anchors.days`."""
     if config.anchors is None:
-        return Anchored([], "", None)
+        return AnchorSignals([], "", None)
     pairs = load_anchors(config.anchors.pairs, request.seed)
     asked = [
         [question.prompt, a, b]
@@ -166,10 +171,10 @@ def anchors(
             and now - at < timedelta(days=config.anchors.days)
         ):
             print(f"anchors: the verdicts of {at:%Y-%m-%d %H:%M} UTC are taken over", flush=True)
-            return Anchored(
+            return AnchorSignals(
                 [signal for signal in one.report.signals if signal.name.startswith("anchors/")], key, at
             )
     with ExitStack() as stack:
         name = next(iter(judge_names([judge])))
         made = make_judge(name, judge, request, judged.config, run, stack)
-        return Anchored(judge_anchors(made, pairs), key, now)
+        return AnchorSignals(judge_anchors(made, pairs), key, now)

@@ -12,15 +12,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from evaluation.answers.chat_client import NO_REPLY, ChatClient, Reply, appending, records_of
+from evaluation.answers.chat_client import NO_REPLY, ChatClient, ChatReply, appending, records_of
 from evaluation.judges.judge_prompt import PROMPT_VERSION, judge_prompt, reminder
-from evaluation.judges.judge_reply import Verdict, read_verdict
+from evaluation.judges.judge_reply import JudgeVerdict, read_verdict
 from evaluation.judges.offline import Match
 from rlhf_core.records import Frozen, Game
 from rlhf_core.system.files import digest
 
 
-class Entry(Frozen):
+class CachedVerdict(Frozen):
     """One line of the cache. Token counts come from the endpoint and include the reminder, if there was
     one."""
 
@@ -31,7 +31,7 @@ class Entry(Frozen):
 
 
 @dataclass
-class OpenAIJudge:
+class EndpointJudge:
     """Requests a verdict on each match.
 
     `cache`: file of verdicts; `identity`: identifies the judge in the cache's keys; a remote model's name,
@@ -44,7 +44,7 @@ class OpenAIJudge:
     cache: Path
     identity: str
     max_failed: float
-    used: dict[str, Entry] = field(default_factory=dict)
+    used: dict[str, CachedVerdict] = field(default_factory=dict)
     games: int = 0
     failed: int = 0
 
@@ -62,13 +62,13 @@ class OpenAIJudge:
         without a verdict exceeds `max_failed`.
         """
         keys = [self._key(match) for match in matches]
-        known = {entry.key: entry for entry in records_of(self.cache, Entry)}
+        known = {entry.key: entry for entry in records_of(self.cache, CachedVerdict)}
         missing = {key: match for key, match in zip(keys, matches, strict=True) if key not in known}
         print(f"judge {self.name}: {len(matches)} games, {len(missing)} to ask", flush=True)
         self.games += len(keys)
         with appending(self.cache) as file:
 
-            def done(key: str, entry: Entry) -> None:
+            def done(key: str, entry: CachedVerdict) -> None:
                 known[key] = entry.model_copy(update={"key": key})
                 if entry.game.score is not None:
                     file.write(known[key].model_dump_json() + "\n")
@@ -90,9 +90,9 @@ class OpenAIJudge:
     def _key(self, match: Match) -> str:
         return digest([list(judge_prompt(match)), self.client.asked, self.identity, PROMPT_VERSION])
 
-    async def _game(self, match: Match) -> Entry:
+    async def _game(self, match: Match) -> CachedVerdict:
         prompt = judge_prompt(match)
-        replies: list[Reply] = []
+        replies: list[ChatReply] = []
         try:
             replies.append(await self.client.ask(prompt))
             verdict = _verdict(replies[-1], match)
@@ -108,7 +108,7 @@ class OpenAIJudge:
             score = None
             failure = self.client.reason(error)
         words = "\n".join([*(reply.text for reply in replies), *([failure] if failure else [])])
-        return Entry(
+        return CachedVerdict(
             key="",
             game=Game(score=score, judgment={"answer": words}, prompt=prompt),
             input_tokens=sum(reply.input_tokens for reply in replies),
@@ -116,5 +116,5 @@ class OpenAIJudge:
         )
 
 
-def _verdict(reply: Reply, match: Match) -> Verdict:
+def _verdict(reply: ChatReply, match: Match) -> JudgeVerdict:
     return read_verdict(reply.text, (match.answer_a, match.answer_b), reply.cut)

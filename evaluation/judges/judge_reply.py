@@ -34,7 +34,7 @@ _QUOTED = re.compile(
 )
 
 
-class Verdict(NamedTuple):
+class JudgeVerdict(NamedTuple):
     """The label of a reply; None and the problem if there is no valid one."""
 
     label: Label | None
@@ -50,7 +50,7 @@ class _Found(NamedTuple):
     double: bool
 
 
-def read_verdict(reply: str, answers: Sequence[str], cut: bool = False) -> Verdict:
+def read_verdict(reply: str, answers: Sequence[str], cut: bool = False) -> JudgeVerdict:
     """Returns a judge's verdict on these answers. `cut`: the length limit ended the reply.
 
     A reply contradicts itself when its last label is in single brackets and differs from the last one in
@@ -58,7 +58,7 @@ def read_verdict(reply: str, answers: Sequence[str], cut: bool = False) -> Verdi
     then end with its verdict and contain no different label.
     """
     if cut:
-        return Verdict(None, CUT)
+        return JudgeVerdict(None, CUT)
     quotations = [match.span() for match in _QUOTED.finditer(reply)]
     sources = [_flat(answer) for answer in answers]
     own = [
@@ -68,15 +68,15 @@ def read_verdict(reply: str, answers: Sequence[str], cut: bool = False) -> Verdi
         and not _occurs(reply, found, sources)
     ]
     if not own:
-        return Verdict(None, NO_VERDICT)
+        return JudgeVerdict(None, NO_VERDICT)
     doubles = [found for found in own if found.double]
     label = (doubles or own)[-1].label
     planted = any(True for answer in answers for _ in _labels(answer))
     if own[-1].label != label or (planted and len({found.label for found in own}) > 1):
-        return Verdict(None, CONTRADICTION)
+        return JudgeVerdict(None, CONTRADICTION)
     if planted and len(reply[own[-1].end :].strip()) > CONTEXT:
-        return Verdict(None, NO_VERDICT)
-    return Verdict(label)
+        return JudgeVerdict(None, NO_VERDICT)
+    return JudgeVerdict(label)
 
 
 def _labels(text: str) -> Iterator[_Found]:

@@ -70,7 +70,7 @@ def battles(
 
 
 @dataclass(frozen=True)
-class RuleJudge:
+class KnownAnswerJudge:
     """Lets a right answer beat a wrong one; two right or two wrong answers tie. Right means equal to the
     known answer, up to whitespace."""
 
@@ -102,7 +102,7 @@ class RuleJudge:
 
 
 @dataclass(frozen=True)
-class RewardJudge:
+class ScoreJudge:
     """Lets the answer with the higher reward-model score win; a difference of at most `tie` is a tie.
 
     `score` maps documents to scores. Prompts are cut to `prompt_max_len` tokens, as for the models that

@@ -48,7 +48,7 @@ class Undo(Frozen):
         return whole(value) if isinstance(value, str) else value
 
 
-class Given(Undo):
+class SentVerdict(Undo):
     """A verdict sent by the page. `choice`: 0 (the left answer is much better) to 4 (the right one is);
     None: skipped."""
 
@@ -104,7 +104,7 @@ def application(assignment: Assignment) -> Starlette:
         return JSONResponse(_next(_named(assignment, request.query_params.get("annotator", ""))))
 
     async def label(request: Request) -> Response:
-        given = await _read(request, Given)
+        given = await _read(request, SentVerdict)
         name = _named(assignment, given.annotator)
         try:
             assignment.label(name, given.task, given.choice, min(given.seconds, LONGEST), given.note)

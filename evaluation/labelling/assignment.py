@@ -35,7 +35,7 @@ class Stale(Exception):
     assign."""
 
 
-class Task(NamedTuple):
+class LabelTask(NamedTuple):
     """A pair as one annotator sees it. `id` reveals nothing about the pair, its models or its sides."""
 
     id: str
@@ -116,7 +116,7 @@ class Assignment:
         skipped = sum(label.verdict is None for label in mine.values())
         return Progress(len(mine) - skipped, skipped, len(self._open(annotator)))
 
-    def next(self, annotator: str) -> Task | None:
+    def next(self, annotator: str) -> LabelTask | None:
         """Returns the next task for an annotator and reserves its pair; None if nothing is left. Returns
         the same task when asked again."""
         held = self._holds.get(annotator)
@@ -219,7 +219,7 @@ class Assignment:
         holds = {name: hold for name, hold in self._holds.items() if name != annotator and hold.until > now}
         return Counter(hold.key for name, hold in holds.items() if hold.key not in self._firsts.get(name, {}))
 
-    def _given(self, annotator: str, task: Task) -> Task:
+    def _given(self, annotator: str, task: LabelTask) -> LabelTask:
         self._holds.pop(annotator, None)  # puts the newest last
         self._holds[annotator] = _Hold(task.pair.key, self._clock() + HOLD_SECONDS)
         while len(self._holds) > MOST_HOLDS:
@@ -230,19 +230,19 @@ class Assignment:
         decided = first.verdict is not None and first.key in self.pairs
         return decided and self._drawn("repeat", annotator, first.key) < self.rules.repeat
 
-    def _task(self, annotator: str, key: str) -> Task | None:
+    def _task(self, annotator: str, key: str) -> LabelTask | None:
         """Returns an annotator's task for a pair: the first, or the repeat if the pair comes again; None
         when both are labelled."""
         first = self._firsts.get(annotator, {}).get(key)
         if first is None:
             side: Side = "a" if self._drawn("side", annotator, key) < 0.5 else "b"
-            return Task(self._id(annotator, key, side, ""), self.pairs[key], side, None)
+            return LabelTask(self._id(annotator, key, side, ""), self.pairs[key], side, None)
         if key in self._repeats.get(annotator, {}) or not self._comes_again(annotator, first):
             return None
         other: Side = "b" if first.shown_first == "a" else "a"
-        return Task(self._id(annotator, key, other, first.id), self.pairs[key], other, first.id)
+        return LabelTask(self._id(annotator, key, other, first.id), self.pairs[key], other, first.id)
 
-    def _by_id(self, annotator: str, task_id: str) -> Task | None:
+    def _by_id(self, annotator: str, task_id: str) -> LabelTask | None:
         held = self._holds.get(annotator)
         # try the likely one first
         keys = [held.key, *self.pairs] if held is not None and held.key in self.pairs else list(self.pairs)

@@ -26,7 +26,7 @@ from rlhf_core.system.files import digest, read_json
 HALVES = re.compile("[\ud800-\udfff]")
 
 
-class Drawn(NamedTuple):
+class DrawnPairs(NamedTuple):
     """The pairs to compare, in the order in which they are assigned. `found`: number of pairs in the
     source; `same`: number with equal answers, which are left out."""
 
@@ -35,7 +35,7 @@ class Drawn(NamedTuple):
     same: int
 
 
-def draw(source: str, count: int, seed: int, artifacts: Path, models: Sequence[str] = ()) -> Drawn:
+def draw(source: str, count: int, seed: int, artifacts: Path, models: Sequence[str] = ()) -> DrawnPairs:
     """Draws `count` pairs at random; a larger count draws the same pairs and more. For a file of rows,
     memory is bounded by `count`.
 
@@ -58,7 +58,7 @@ def draw(source: str, count: int, seed: int, artifacts: Path, models: Sequence[s
         raise ValueError(
             f"{source}: has no two different answers to compare ({found} pairs): give another source"
         )
-    return Drawn([pair for _, pair in sorted(kept.items())[:count]], found, same)
+    return DrawnPairs([pair for _, pair in sorted(kept.items())[:count]], found, same)
 
 
 def _pairs(source: str, seed: int, artifacts: Path, models: Sequence[str]) -> Iterator[ComparedPair]:

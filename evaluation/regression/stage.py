@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 
 from evaluation.answers.local_answers import file_name, read_answers
 from evaluation.judges.factory import judge_names
-from evaluation.judges.offline import RuleJudge
+from evaluation.judges.offline import KnownAnswerJudge
 from evaluation.regression.records import (
     REGRESSION,
     QuestionOutcome,
@@ -89,7 +89,7 @@ def outcomes_of(
     """Returns the outcome of each question according to the first judge, by uid."""
     name, first = next(iter(judge_names(config.judges).items()))
     if isinstance(first, configs.RuleJudge):
-        rule = RuleJudge(name, first.answer_key)
+        rule = KnownAnswerJudge(name, first.answer_key)
         answers = read_answers(run / REPORT / "answers" / f"{file_name(model)}.jsonl", questions)
         assert answers is not None, f"the evaluation has written no answers of {model}"
         return {

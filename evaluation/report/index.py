@@ -25,7 +25,7 @@ REPORT = "report.html"
 MAX_RUNS = 200  # in the table of all runs
 
 
-class Line(NamedTuple):
+class RecipeLine(NamedTuple):
     """A recipe's run. `state`: done, failed, stopped at a gate, unfinished or damaged; `gates`: the failed
     gates as text."""
 
@@ -73,7 +73,7 @@ def run_lines(artifacts: Path) -> list[RunLine]:
     return lines
 
 
-def line_of(folder: Path) -> Line:
+def line_of(folder: Path) -> RecipeLine:
     """Returns a folder's row. Accepts any content in the records; unexpected content gives the state
     `damaged`."""
     when = datetime.fromtimestamp((folder / RUN).stat().st_mtime if (folder / RUN).exists() else 0)
@@ -87,10 +87,10 @@ def line_of(folder: Path) -> Line:
         )
         return _line(folder.name, page, when, run, summary)
     except (OSError, ValueError, TypeError, KeyError, AttributeError):
-        return Line(folder.name, page, "damaged", when, "", "", (), (), 0)
+        return RecipeLine(folder.name, page, "damaged", when, "", "", (), (), 0)
 
 
-def _line(name: str, page: str, when: datetime, run: dict[str, Any], summary: dict[str, Any]) -> Line:
+def _line(name: str, page: str, when: datetime, run: dict[str, Any], summary: dict[str, Any]) -> RecipeLine:
     statuses = [stage["status"] for stage in run["stages"]]
     gates = [gate | {"stage": stage["name"]} for stage in summary["stages"] for gate in stage["gates"]]
     failed = [gate for gate in gates if not gate["passed"]]
@@ -102,7 +102,7 @@ def _line(name: str, page: str, when: datetime, run: dict[str, Any], summary: di
     else:
         state = "stopped at a gate" if any(gate["on_fail"] != "warn" for gate in failed) else "unfinished"
     seconds = [float(stage["seconds"]) for stage in summary["stages"] if stage["seconds"] is not None]
-    return Line(
+    return RecipeLine(
         name,
         page,
         state,

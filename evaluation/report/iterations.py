@@ -15,7 +15,7 @@ SHOWN_ROLLOUTS = 4  # per iteration
 MAX_LINE = 4 << 20  # bytes of a rollout to show
 
 
-class Rollout(NamedTuple):
+class ShownRollout(NamedTuple):
     """A sampled answer or episode: its messages as (role, text), its rewards by source (None: failed), and
     why a reward is missing."""
 
@@ -24,7 +24,7 @@ class Rollout(NamedTuple):
     failure: str
 
 
-def rollouts(run_dir: Path) -> list[tuple[int, list[Rollout]]]:
+def rollouts(run_dir: Path) -> list[tuple[int, list[ShownRollout]]]:
     """Returns a few rollouts from PPO's first and last logged iterations; an empty list for other stages.
     Leaves out iterations that cannot be read."""
     named = {
@@ -45,13 +45,13 @@ def rollouts(run_dir: Path) -> list[tuple[int, list[Rollout]]]:
     return found
 
 
-def _rollout(row: dict[str, Any]) -> Rollout:
+def _rollout(row: dict[str, Any]) -> ShownRollout:
     messages = row.get("messages") or [*row["prompt"], {"role": "assistant", "content": row["response"]}]
     texts = [(str(message["role"]), written(message)) for message in messages]
     rewards = {
         str(source): None if reward is None else float(reward) for source, reward in row["rewards"].items()
     }
-    return Rollout(texts, rewards, str(row.get("failure", "")))
+    return ShownRollout(texts, rewards, str(row.get("failure", "")))
 
 
 PHASE = "phase/"
@@ -59,7 +59,7 @@ FLOOR = "floor/"
 WAIT = "wait/"
 
 
-class Phase(NamedTuple):
+class TimedPhase(NamedTuple):
     """Seconds of one phase, and its floor: the time for its operations and bytes at the rates measured on
     the GPU; None if unknown."""
 
@@ -74,9 +74,11 @@ class Phase(NamedTuple):
         return self.seconds / self.floor if self.floor else None
 
 
-def phases_of(metrics: Mapping[str, float]) -> list[Phase]:
+def phases_of(metrics: Mapping[str, float]) -> list[TimedPhase]:
     """Returns the phases of an iteration, longest first."""
     seconds = {name.removeprefix(PHASE): value for name, value in metrics.items() if name.startswith(PHASE)}
     whole = sum(seconds.values()) or 1.0
-    phases = [Phase(name, value, value / whole, metrics.get(FLOOR + name)) for name, value in seconds.items()]
+    phases = [
+        TimedPhase(name, value, value / whole, metrics.get(FLOOR + name)) for name, value in seconds.items()
+    ]
     return sorted(phases, key=lambda phase: -phase.seconds)

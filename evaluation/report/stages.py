@@ -10,9 +10,9 @@ from typing import NamedTuple
 
 from markupsafe import Markup
 
-from evaluation.report.drawing.charts import Run, single_values, stage_chart
+from evaluation.report.drawing.charts import StageCurves, single_values, stage_chart
 from evaluation.report.drawing.dag import family_svg
-from evaluation.report.iterations import WAIT, Phase, Rollout, phases_of, rollouts
+from evaluation.report.iterations import WAIT, ShownRollout, TimedPhase, phases_of, rollouts
 from evaluation.report.summary import Evidence
 from rlhf_core.config import KINDS, Publication
 from rlhf_core.data.report import stored_warnings
@@ -31,9 +31,9 @@ class Chart(NamedTuple):
     values: dict[str, float]
     when: str
     notes: dict[str, float]
-    phases: list[Phase]
+    phases: list[TimedPhase]
     waits: dict[str, float]
-    rollouts: list[tuple[int, list[Rollout]]]
+    rollouts: list[tuple[int, list[ShownRollout]]]
 
 
 def charts(stages: Sequence[Evidence], chains: Sequence[Sequence[Evidence]]) -> list[Chart]:
@@ -46,7 +46,9 @@ def charts(stages: Sequence[Evidence], chains: Sequence[Sequence[Evidence]]) -> 
             continue
         chain = next((chain for chain in chains if chain[0] is stage), [stage])
         loop = len(chain) > 1
-        runs = [Run(f"round {nth}" if loop else "", member.curves) for nth, member in enumerate(chain, 1)]
+        runs = [
+            StageCurves(f"round {nth}" if loop else "", member.curves) for nth, member in enumerate(chain, 1)
+        ]
         title = f"{view.name} … {chain[-1].view.name}" if loop else view.name
         svg = stage_chart(title, view.kind, runs)
         values = single_values(view.kind, runs)

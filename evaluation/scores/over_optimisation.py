@@ -56,7 +56,7 @@ class OverOptimisation(Frozen):
     points: tuple[Point, ...]
 
 
-class Measured(NamedTuple):
+class QuestionValues(NamedTuple):
     """Values of one model by question, (Q,): log-prob ratio of its answer, the proxy's score, and the
     judge's score (nan: no verdict)."""
 
@@ -74,7 +74,7 @@ def battle_scores(judgments: Sequence[Judgment], model: str, baseline: str, uids
 def curve(
     proxy: str,
     baseline: str,
-    measured: Mapping[str, Measured],
+    measured: Mapping[str, QuestionValues],
     rates: Mapping[str, WinRate],
     resamples: int,
     seed: int,
@@ -104,7 +104,7 @@ def curve(
 
 
 def suspicion_of(
-    before: Measured, after: Measured, resamples: int, seed: int, level: float = 0.95
+    before: QuestionValues, after: QuestionValues, resamples: int, seed: int, level: float = 0.95
 ) -> Suspicion:
     """Tests whether the proxy's score rises and the judge's falls from `before` to `after`, on questions
     with a verdict on both. Returns "sure" if the intervals at `level` exclude 0."""
@@ -130,7 +130,7 @@ def metrics(found: OverOptimisation) -> dict[str, float]:
     }
 
 
-def _point(model: str, chain: str, values: Measured, rate: WinRate | None) -> Point:
+def _point(model: str, chain: str, values: QuestionValues, rate: WinRate | None) -> Point:
     share, low, high = (0.5, 0.5, 0.5) if rate is None else (rate.win_rate, rate.ci_low, rate.ci_high)
     errors = [
         float(part.std(ddof=1) / np.sqrt(len(part))) if len(part) > 1 else 0.0

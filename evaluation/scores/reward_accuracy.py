@@ -21,7 +21,7 @@ from rlhf_core.records import Frozen
 REWARD_MODELS = "reward_models.json"
 
 
-class Pairs(NamedTuple):
+class HeldOutPairs(NamedTuple):
     """N held-out pairs. Intervals are over `prompts`; lengths are the answers' tokens."""
 
     prompts: list[str]
@@ -69,7 +69,7 @@ class RewardReport(Frozen):
     length_correlation: float | None
 
 
-class Agreement(Frozen):
+class RewardModelAgreement(Frozen):
     """Two reward models on the same pairs: share with the same preference, and Spearman's correlation of
     their score differences."""
 
@@ -83,15 +83,15 @@ class RewardReports(Frozen):
     """The content of `reward_models.json`."""
 
     models: tuple[RewardReport, ...]
-    agreement: tuple[Agreement, ...]
+    agreement: tuple[RewardModelAgreement, ...]
 
 
-def evaluate(pairs: Pairs, differences: Mapping[str, Floats], bins: int) -> RewardReports:
+def evaluate(pairs: HeldOutPairs, differences: Mapping[str, Floats], bins: int) -> RewardReports:
     """Evaluates all models. `differences[model]` (N,) is the model's score of the chosen answer minus that
     of the rejected one."""
     reports = tuple(_report(model, pairs, difference, bins) for model, difference in differences.items())
     agreements = tuple(
-        Agreement(
+        RewardModelAgreement(
             first=one,
             second=other,
             agreement=float((np.sign(differences[one]) == np.sign(differences[other])).mean()),
@@ -140,7 +140,7 @@ def calibration(differences: Floats, bins: int) -> list[Bin]:
     ]
 
 
-def _report(model: str, pairs: Pairs, differences: Floats, bins: int) -> RewardReport:
+def _report(model: str, pairs: HeldOutPairs, differences: Floats, bins: int) -> RewardReport:
     correct = right(differences)
     curve = calibration(differences, bins)
     longer = np.sign(pairs.chosen_tokens - pairs.rejected_tokens).astype(np.float64)

@@ -17,7 +17,7 @@ from rlhf_core.records import Frozen
 ERROR_RATE = 0.05  # of any of the comparisons with the best model
 
 
-class Difference(Frozen):
+class WinRateDifference(Frozen):
     """The best model's win rate minus that of `model`, with its interval."""
 
     model: str
@@ -37,7 +37,7 @@ class Choice(Frozen):
     clear: bool
     equal: tuple[str, ...]
     questions: int
-    differences: tuple[Difference, ...]
+    differences: tuple[WinRateDifference, ...]
 
     @property
     def sentence(self) -> str:
@@ -55,7 +55,7 @@ class Choice(Frozen):
         )
 
     @property
-    def _open(self) -> list[Difference]:
+    def _open(self) -> list[WinRateDifference]:
         return [one for one in self.differences if one.model in self.equal and one.model != self.best]
 
 
@@ -76,7 +76,9 @@ def choose(scores: Mapping[str, Mapping[str, float]], order: Sequence[str]) -> C
     ends = [(0.0, 0.0) if i == best else difference_interval(leads[:, i], level) for i in range(len(order))]
     means = leads.mean(0)
     differences = tuple(
-        Difference(model=model, win_rate=float(rates[i]), difference=float(means[i]), low=low, high=high)
+        WinRateDifference(
+            model=model, win_rate=float(rates[i]), difference=float(means[i]), low=low, high=high
+        )
         for i, (model, (low, high)) in enumerate(zip(order, ends, strict=True))
     )
     equal = tuple(model for i, model in enumerate(order) if i == best or ends[i][0] <= 0)

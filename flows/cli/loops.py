@@ -96,7 +96,7 @@ def serve(
     from flows.deployments import deploy, feedback_name, prepare, schedule_of, served
     from flows.serve import AUTH, FEEDBACK_TOKEN, TRIGGER_TOKEN, Services, only_one
     from flows.supervise import supervise
-    from flows.triggers.feedback import Watch, takes_feedback
+    from flows.triggers.feedback import InboxWatch, takes_feedback
     from flows.triggers.runs import FeedbackTrigger
 
     ends = {
@@ -109,7 +109,9 @@ def serve(
         raise ValueError("give the recipes to serve: alignflow serve RECIPE...")
     when = schedule_of(every, cron, timezone) if schedule else None
     watches = {
-        one.recipe.name: Watch(one.recipe) for one in recipes if on_feedback and takes_feedback(one.recipe)
+        one.recipe.name: InboxWatch(one.recipe)
+        for one in recipes
+        if on_feedback and takes_feedback(one.recipe)
     }
     if on_feedback and not watches:
         raise ValueError(

@@ -18,7 +18,7 @@ from rlhf_core.preflight.inputs import MachineLacks, load_here, require_here
 from rlhf_core.recipe.dry_run import outlook
 from rlhf_core.recipe.load import load_recipe
 from rlhf_core.recipe.plan import Node, Plan, plan
-from rlhf_core.runs.run_records import Asked, asked, check_name, new_id
+from rlhf_core.runs.run_records import RunRequest, asked, check_name, new_id
 from rlhf_core.system import orphan_watcher
 from rlhf_core.system.proxies import proxy_of
 from tasks.run_log import without_tracebacks
@@ -67,7 +67,7 @@ def run(
 
         alignment(planned.recipe)
 
-    return _run(planned, planned.nodes, Asked(recipe, overrides, name), plain, check, flow)
+    return _run(planned, planned.nodes, RunRequest(recipe, overrides, name), plain, check, flow)
 
 
 def stage(name: str, recipe: RecipePlace, *overrides: Override, plain: bool = False) -> int:
@@ -95,7 +95,7 @@ def stage(name: str, recipe: RecipePlace, *overrides: Override, plain: bool = Fa
 
         stage(planned.recipe, name)
 
-    return _run(planned, nodes, Asked(recipe, overrides), plain, check, flow)
+    return _run(planned, nodes, RunRequest(recipe, overrides), plain, check, flow)
 
 
 @contextmanager
@@ -111,7 +111,7 @@ def _server_loading() -> Iterator[None]:
 def _run(
     planned: Plan,
     nodes: tuple[Node, ...],
-    given: Asked,
+    given: RunRequest,
     plain: bool,
     check: Callable[[], None],
     flow: Callable[[], None],
@@ -138,7 +138,7 @@ def _run(
     return OK
 
 
-def _flow(planned: Plan, given: Asked, flow: Callable[[], None], say: Say) -> None:
+def _flow(planned: Plan, given: RunRequest, flow: Callable[[], None], say: Say) -> None:
     """Runs a flow with its Prefect server. Raises MachineLacks when the server does not answer."""
     from flows.alignment import checked_plan
     from tasks.temporary_server import start_server, without_heartbeats

@@ -18,19 +18,19 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from flows.cli.history import Found, Item
+from flows.cli.history import ListedRun, Removable
 from rlhf_core.config import KINDS, Recipe
 from rlhf_core.hub.revisions import PINS
 from rlhf_core.recipe.dry_run import Outlook
 from rlhf_core.recipe.plan import Plan
 from rlhf_core.recipe.sentences import models_in
-from rlhf_core.runs.differences import Difference
+from rlhf_core.runs.differences import RunDifference
 from rlhf_core.runs.lineage import Ancestor, Dataset, stages, tree
 from rlhf_core.runs.run_records import RunRecord
 from rlhf_core.system.markdown_table import table
 
 if TYPE_CHECKING:  # scipy is imported by these, and most commands do not need it
-    from evaluation.scores.arena_hard import Estimate
+    from evaluation.scores.arena_hard import ArenaEstimate
     from evaluation.scores.leaderboard import Board
     from rlhf_core.migrate.script import Migrated
 
@@ -143,13 +143,15 @@ def show_board(console: Console, board: Board) -> None:
     console.print()
 
 
-def _estimate(estimate: Estimate | None) -> tuple[str, str]:
+def _estimate(estimate: ArenaEstimate | None) -> tuple[str, str]:
     if estimate is None:
         return "", ""
     return f"{100 * estimate.value:.1f}", f"{100 * estimate.low:.1f} - {100 * estimate.high:.1f}"
 
 
-def show_runs(console: Console, runs: Sequence[RunRecord], stages: Sequence[Found], as_json: bool) -> None:
+def show_runs(
+    console: Console, runs: Sequence[RunRecord], stages: Sequence[ListedRun], as_json: bool
+) -> None:
     """Prints the runs of an artifacts folder as a table or JSON. `stages` are the stages in the folder."""
     known = {f"stages/{stage.path.name}": stage for stage in stages}
     lines = []
@@ -192,7 +194,7 @@ def show_runs(console: Console, runs: Sequence[RunRecord], stages: Sequence[Foun
     console.print(f"{len(runs)} runs")
 
 
-def show_stages(console: Console, found: Sequence[Found]) -> None:
+def show_stages(console: Console, found: Sequence[ListedRun]) -> None:
     """Prints the stages of an artifacts folder as a table."""
     if not found:
         console.print(
@@ -223,7 +225,7 @@ def show_stores(console: Console, stores: Sequence[str]) -> None:
         console.print(f"{store}: a store, which was not read", markup=False, highlight=False)
 
 
-def show_differences(console: Console, found: Sequence[Difference]) -> None:
+def show_differences(console: Console, found: Sequence[RunDifference]) -> None:
     """Prints the differences between two runs as a table."""
     if not found:
         console.print("no difference")
@@ -253,7 +255,7 @@ def show_lineage(console: Console, ancestor: Ancestor, data: Sequence[Dataset]) 
 
 
 def show_garbage(
-    console: Console, kept: Sequence[Item], garbage: Sequence[Item], removed: set[Path] | None
+    console: Console, kept: Sequence[Removable], garbage: Sequence[Removable], removed: set[Path] | None
 ) -> None:
     """Prints what is kept and what can be removed, with sizes. `removed`: the removed paths; None without
     --delete."""

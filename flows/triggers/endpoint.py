@@ -23,7 +23,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from flows.triggers.runs import Asked
+from flows.triggers.runs import TriggerOutcome
 from rlhf_core.system.pages.page_server import Protected
 
 MOST_WAITING = 20  # requests for one deployment
@@ -32,7 +32,10 @@ HUB_SECRET = b"x-webhook-secret"
 
 
 def application(
-    ask: Callable[[str], Asked], deployments: Collection[str], token: str, hosts: tuple[str, ...] = ()
+    ask: Callable[[str], TriggerOutcome],
+    deployments: Collection[str],
+    token: str,
+    hosts: tuple[str, ...] = (),
 ) -> ASGIApp:
     """Returns the application. `ask` starts a run of one of the deployments (FLOW/NAME), or finds an
     existing one."""
@@ -73,7 +76,7 @@ def application(
     return HubSecret(Protected(app, token, hosts))
 
 
-def told(asked: Asked) -> dict[str, Any]:
+def told(asked: TriggerOutcome) -> dict[str, Any]:
     """Returns the JSON answer about a run."""
     assert asked.run is not None
     state = asked.run.state.name if asked.run.state else None

@@ -19,7 +19,7 @@ from prefect.client.orchestration import get_client
 from prefect.events.schemas.events import Event, Resource
 from prefect.exceptions import PrefectException
 
-from flows.triggers.feedback import LOOK_SECONDS, Watch
+from flows.triggers.feedback import LOOK_SECONDS, InboxWatch
 from rlhf_core.feedback.inbox import SUFFIX
 from rlhf_core.recipe.inboxes import inboxes_of
 from tasks.served import SERVED_ENV
@@ -59,7 +59,7 @@ def tell(inboxes: Sequence[Path]) -> bool:
 class Teller:
     """Notifies the server when a loop has rows for a round. Sends an event again if it was not accepted."""
 
-    def __init__(self, watches: Sequence[Watch]):
+    def __init__(self, watches: Sequence[InboxWatch]):
         self._watches = watches
         self._warned = set[str]()
 

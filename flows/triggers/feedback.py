@@ -19,7 +19,7 @@ SHORTEST_PAUSE = 60.0
 LONGEST_PAUSE = 3600.0  # seconds between starts that finish no round
 
 
-class Watch:
+class InboxWatch:
     """Watches the inboxes of a recipe's loop. Raises ValueError when the recipe does not have exactly one
     loop, or the loop takes no feedback."""
 

@@ -14,14 +14,14 @@ from prefect.client.schemas.sorting import FlowRunSort
 from prefect.exceptions import ObjectNotFound
 from prefect.states import Scheduled
 
-from flows.triggers.feedback import Watch
+from flows.triggers.feedback import InboxWatch
 
 HERE = ["SCHEDULED", "PENDING", "RUNNING", "CANCELLING", "PAUSED"]
 SOON = timedelta(seconds=60)  # a run that is scheduled for later does not count as existing
 MOST_DEPLOYMENTS = 200
 
 
-class Asked(NamedTuple):
+class TriggerOutcome(NamedTuple):
     """The outcome of a request: the run, and whether the request started it. `run` is None if too many were
     started in the last hour."""
 
@@ -29,7 +29,7 @@ class Asked(NamedTuple):
     new: bool
 
 
-def ask(client: SyncPrefectClient, name: str, tag: str, an_hour: int | None = None) -> Asked:
+def ask(client: SyncPrefectClient, name: str, tag: str, an_hour: int | None = None) -> TriggerOutcome:
     """Starts a run of the deployment FLOW/NAME with the deployment's own parameters, unless it, or another
     deployment of this flow and recipe, has a run that works, waits, or is due.
 
@@ -42,14 +42,14 @@ def ask(client: SyncPrefectClient, name: str, tag: str, an_hour: int | None = No
         client, alike, {"state": {"type": {"any_": HERE}}, "expected_start_time": {"before_": now + SOON}}, 1
     )
     if here:
-        return Asked(here[0], False)
+        return TriggerOutcome(here[0], False)
     if an_hour is not None:
         recent = {"tags": {"all_": [tag]}, "expected_start_time": {"after_": now - timedelta(hours=1)}}
         if len(_runs(client, [own.id], recent, an_hour)) >= an_hour:
-            return Asked(None, False)
+            return TriggerOutcome(None, False)
     once = str(uuid4())  # because the client repeats a request that the server was too busy to answer
     state: State[Any] = Scheduled(scheduled_time=now)
-    return Asked(
+    return TriggerOutcome(
         client.create_flow_run_from_deployment(own.id, state=state, tags=[tag], idempotency_key=once), True
     )
 
@@ -83,14 +83,14 @@ def _runs(
 class FeedbackTrigger:
     """Starts a run of a loop's deployment when its inbox has enough rows for a round."""
 
-    def __init__(self, client: SyncPrefectClient, name: str, watch: Watch):
+    def __init__(self, client: SyncPrefectClient, name: str, watch: InboxWatch):
         self._client = client
         self._name = name
         self._watch = watch
         self._run: UUID | None = None
 
     def look(self) -> FlowRun | None:
-        """Returns the run that it started, if any. Raises ValueError like `Watch.due`, and the errors of
+        """Returns the run that it started, if any. Raises ValueError like `InboxWatch.due`, and the errors of
         Prefect and httpx."""
         if self._run is not None:
             last = self._client.read_flow_run(self._run)

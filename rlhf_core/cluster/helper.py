@@ -11,7 +11,7 @@ from typing import Any
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from rlhf_core.cluster.ray_cluster import Node, passed_environment
+from rlhf_core.cluster.ray_cluster import RayNode, passed_environment
 from rlhf_core.cluster.reach import end_when_alone, fetched, head, own_node
 
 OWN = ("RAY_", "CUDA_", "NVIDIA_", "GLOO_", "VLLM_HOST_IP")  # prefixes of node-specific variables
@@ -22,7 +22,7 @@ class HelperDied(RuntimeError):
     """Raised when a helper's process has ended."""
 
 
-class Held:
+class HeldObject:
     """Holds the object in the process on the other node."""
 
     def make(
@@ -43,10 +43,10 @@ class Helper:
     sent with a call, because Ray logs the ones that are passed to an actor at its start. `threads`: maximum
     number of concurrent calls."""
 
-    def __init__(self, node: Node, threads: int, factory: Callable[..., Any], **options: Any):
+    def __init__(self, node: RayNode, threads: int, factory: Callable[..., Any], **options: Any):
         self.node = node
         where = NodeAffinitySchedulingStrategy(node.identity, soft=False)
-        process = ray.remote(Held).options(
+        process = ray.remote(HeldObject).options(
             num_cpus=0,
             max_concurrency=threads,
             scheduling_strategy=where,

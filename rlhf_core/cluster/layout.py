@@ -16,7 +16,7 @@ from rlhf_core.config import EngineConfig
 from rlhf_core.config.processes import Wanted, check_together, processes
 
 
-class Slot(NamedTuple):
+class BundleSlot(NamedTuple):
     """Places one process: its bundle, and the share of the bundle it takes."""
 
     bundle: int
@@ -30,7 +30,7 @@ class Layout:
     `spans`: how many consecutive slots must be on one node."""
 
     bundles: Sequence[Mapping[str, float]]
-    slots: Mapping[str, Sequence[Slot]]
+    slots: Mapping[str, Sequence[BundleSlot]]
     spans: Mapping[str, int]
 
     def gpus(self) -> dict[str, list[str]]:
@@ -62,7 +62,7 @@ class Layout:
         )
 
 
-def _numbered(slots: Sequence[Slot]) -> Iterator[tuple[Slot, int]]:
+def _numbered(slots: Sequence[BundleSlot]) -> Iterator[tuple[BundleSlot, int]]:
     """Yields the slots of a group, each with the number of earlier slots in the same bundle."""
     before = Counter[int]()
     for slot in slots:
@@ -85,7 +85,7 @@ def arrange(groups: Mapping[str, Wanted], together: Sequence[Sequence[str]] = ()
     when groups that share GPUs differ in their number of processes or only some of them have GPUs.
     """
     bundles: list[dict[str, float]] = []
-    slots: dict[str, list[Slot]] = {}
+    slots: dict[str, list[BundleSlot]] = {}
     shared = {name for names in together for name in names}
     for names in [*together, *([name] for name in groups if name not in shared)]:
         check_together({name: groups[name] for name in names})
@@ -97,7 +97,9 @@ def arrange(groups: Mapping[str, Wanted], together: Sequence[Sequence[str]] = ()
         # processes per bundle
         each = span_of(groups[names[0]]) if len(names) == 1 and gpus == int(gpus) else 1
         for name in names:
-            slots[name] = [Slot(len(bundles) + i // each, groups[name].cpus, gpus) for i in range(count)]
+            slots[name] = [
+                BundleSlot(len(bundles) + i // each, groups[name].cpus, gpus) for i in range(count)
+            ]
         cpus = sum(groups[name].cpus for name in names)
         bundles += [{"CPU": each * cpus} | ({"GPU": each * whole} if gpus else {})] * (count // each)
     return Layout(
@@ -107,7 +109,7 @@ def arrange(groups: Mapping[str, Wanted], together: Sequence[Sequence[str]] = ()
     )
 
 
-def by_node(layout: Layout, node_of: Mapping[int, str]) -> dict[str, list[Slot]]:
+def by_node(layout: Layout, node_of: Mapping[int, str]) -> dict[str, list[BundleSlot]]:
     """Returns the slots of each group, sorted by node, so that neighbouring ranks are on one node.
 
     Raises ValueError when the GPUs of one engine or pipeline stage would be on two nodes.

@@ -16,9 +16,9 @@ import ray
 from ray.util import placement_group_table
 from ray.util.placement_group import PlacementGroup, placement_group
 
-from rlhf_core.cluster.layout import Layout, Slot, by_node, shortage, too_large
+from rlhf_core.cluster.layout import BundleSlot, Layout, by_node, shortage, too_large
 from rlhf_core.cluster.ray_internals import SafePathJob, report_missing
-from rlhf_core.cluster.reach import Place, answering, head, lost, place_of, reach
+from rlhf_core.cluster.reach import ListeningPlace, answering, head, lost, place_of, reach
 from rlhf_core.runs.launch import SECRET_NAME
 from rlhf_core.system.machine import NodeLost, num_gpus
 from rlhf_core.system.pages.secret_file import private_folder
@@ -42,11 +42,11 @@ class Reservation(NamedTuple):
     `nodes`: the node of each bundle."""
 
     group: PlacementGroup
-    slots: Mapping[str, Sequence[Slot]]
+    slots: Mapping[str, Sequence[BundleSlot]]
     nodes: Mapping[int, str]
 
 
-class Node(NamedTuple):
+class RayNode(NamedTuple):
     """Identifies a node of the cluster."""
 
     identity: str
@@ -111,7 +111,7 @@ def leave() -> None:
         reach.watch([])
 
 
-def _nodes(identities: Collection[str] | None = None) -> list[Place]:
+def _nodes(identities: Collection[str] | None = None) -> list[ListeningPlace]:
     """Returns the living nodes of the cluster, or those of them in `identities`."""
     living = [
         node for node in ray.nodes() if node["Alive"] and (identities is None or node["NodeID"] in identities)
@@ -138,7 +138,7 @@ def _wait_for_nodes() -> None:
         time.sleep(2)
 
 
-def other_nodes() -> list[Node]:
+def other_nodes() -> list[RayNode]:
     """Returns the nodes that run processes of the stage, except this process's node; empty without a
     cluster."""
     if not ray.is_initialized():
@@ -148,7 +148,7 @@ def other_nodes() -> list[Node]:
         node for node in ray.nodes() if node["Alive"] and node["NodeID"] in _used and node["NodeID"] != own
     ]
     return sorted(
-        (Node(node["NodeID"], node["NodeManagerAddress"]) for node in there), key=lambda node: node.address
+        (RayNode(node["NodeID"], node["NodeManagerAddress"]) for node in there), key=lambda node: node.address
     )
 
 

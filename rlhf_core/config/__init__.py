@@ -46,7 +46,7 @@ from rlhf_core.config.loops import (
     Rewarded,
     Rounds,
     SampledLoop,
-    Sampling,
+    SamplingFields,
 )
 from rlhf_core.config.outside_kinds import kinds_of_packages
 from rlhf_core.config.ppo import AGGREGATIONS, GROUP_ESTIMATORS, PPO, AdvantageEstimator, Aggregation

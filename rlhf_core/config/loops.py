@@ -19,7 +19,7 @@ from rlhf_core.records import Config, NotInDigest, Positive, Rate, Share, check
 PostProcessor = Literal["dpo", "kto", "conditional_sft", "rejection_sampling"]
 
 
-class Sampling(Config):
+class SamplingFields(Config):
     """How answers are sampled, and how many are scored at once."""
 
     temperature: float = Field(
@@ -41,7 +41,7 @@ class Sampling(Config):
     engine: EngineConfig = Field(EngineConfig(), description="the engines that answer")
 
 
-class Rewarded(Gated, Sampling):
+class Rewarded(Gated, SamplingFields):
     """Fields of stages whose sampled answers get rewards."""
 
     top_p: float = Field(

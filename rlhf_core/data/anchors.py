@@ -15,7 +15,7 @@ from rlhf_core.data.rows.mixture import load_rows
 POINTS = {"A": 0.0, "tie": 0.5, "B": 1.0}  # points of answer B
 
 
-class Pairs(NamedTuple):
+class AnchorPairs(NamedTuple):
     """Holds anchors: N questions, two answers to each, and answer B's points in the past verdicts, (N,)."""
 
     questions: list[Question]
@@ -23,13 +23,13 @@ class Pairs(NamedTuple):
     points: NDArray[np.float64]
 
 
-def load_anchors(source: Source, seed: int) -> Pairs:
+def load_anchors(source: Source, seed: int) -> AnchorPairs:
     """Reads anchors. Raises ValueError, naming the row, if a prompt, answer or verdict is missing."""
     rows = load_rows(Data(sources=(source,)), seed)
     questions = [
         to_question({**row, "uid": f"anchor {number}"}, source, number) for number, row in enumerate(rows, 1)
     ]
-    return Pairs(
+    return AnchorPairs(
         questions,
         {
             side: [

@@ -32,7 +32,7 @@ PROMPTS = "prompts.npy"
 WAIT_SECONDS = 24 * 3600
 
 
-class Shape(NamedTuple):
+class ItemShape(NamedTuple):
     """Describes how an item is stored: `width` documents and one number, from which `restore` builds the
     item."""
 
@@ -72,7 +72,9 @@ class Writer:
         (self._folder / REPORT).write_text(report.survey.model_dump_json())
 
 
-def stored(folder: Path | None, key: str, shape: Shape, build: Callable[[Writer], DataReport]) -> Loaded[Any]:
+def stored(
+    folder: Path | None, key: str, shape: ItemShape, build: Callable[[Writer], DataReport]
+) -> Loaded[Any]:
     """Returns the items stored under `key` in a folder; `build` writes them if they are missing. Without a
     folder, uses a temporary one.
 
@@ -106,7 +108,7 @@ def _built(
     return whole
 
 
-def _opened(folder: Path, shape: Shape) -> Loaded[Any]:
+def _opened(folder: Path, shape: ItemShape) -> Loaded[Any]:
     """Returns the items in a folder. Raises OSError, ValueError or EOFError when a file is missing or
     truncated."""
     tokens, ends, values, order = (

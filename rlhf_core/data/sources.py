@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from rlhf_core.config import Data
-from rlhf_core.data.document_files import Shape, Writer, stored
+from rlhf_core.data.document_files import ItemShape, Writer, stored
 from rlhf_core.data.documents import (
     Document,
     Labelled,
@@ -39,7 +39,7 @@ from rlhf_core.data.rows.columns import (
     tools_of,
 )
 from rlhf_core.data.rows.mixture import mixture_of, names, placed_rows, unusable
-from rlhf_core.data.survey import ANSWER_CUT, DataReport, Loaded, Made, Surveyor
+from rlhf_core.data.survey import ANSWER_CUT, BuiltItems, DataReport, Loaded, Surveyor
 from rlhf_core.system import progress
 from rlhf_core.system.files import digest
 
@@ -47,11 +47,11 @@ if TYPE_CHECKING:  # chat imports transformers, which checking columns does not 
     from rlhf_core.data.chat import Renderer
 
 PROGRESS_SECONDS = 20.0
-DOCUMENTS = Shape(1, lambda documents, _: documents[0])
-PAIRS = Shape(2, lambda documents, margin: Pair(documents[0], documents[1], margin))
-LABELLED = Shape(1, lambda documents, label: Labelled(documents[0], bool(label)))
+DOCUMENTS = ItemShape(1, lambda documents, _: documents[0])
+PAIRS = ItemShape(2, lambda documents, margin: Pair(documents[0], documents[1], margin))
+LABELLED = ItemShape(1, lambda documents, label: Labelled(documents[0], bool(label)))
 SuffixOf = Callable[[float], str]
-Maker = Callable[[Located], Made]
+Maker = Callable[[Located], BuiltItems]
 UNWEIGHTED = "every answer has weight 0"
 SAME = "chosen and rejected are the same"
 SAME_CUT = "chosen and rejected are the same within the token limit"
@@ -106,7 +106,7 @@ def maker_of(kind: Kind, renderer: Renderer, limit: int, suffix_of: SuffixOf | N
     return partial(_answer_within, renderer, limit, suffix_of)
 
 
-def _conversation_within(renderer: Renderer, limit: int, located: Located) -> Made:
+def _conversation_within(renderer: Renderer, limit: int, located: Located) -> BuiltItems:
     messages = conversation_of(located)
     whole = at(located.where, renderer.conversation, messages, tools_of(located))
     document = whole.cut(limit)
@@ -114,29 +114,29 @@ def _conversation_within(renderer: Renderer, limit: int, located: Located) -> Ma
     prompt = whole.mask.index(True) if answer else len(whole)
     if not any(document.mask):
         if answer:
-            return Made((), 0, 1, ANSWER_CUT, prompt, (answer,))
-        return Made(
+            return BuiltItems((), 0, 1, ANSWER_CUT, prompt, (answer,))
+        return BuiltItems(
             (), 0, 1, UNWEIGHTED if any("weight" in message for message in messages) else "no answer", prompt
         )
-    return Made([((document,), 0.0)], len(whole) > limit, 1, "", prompt, (answer,))
+    return BuiltItems([((document,), 0.0)], len(whole) > limit, 1, "", prompt, (answer,))
 
 
-def _pair_within(renderer: Renderer, limit: int, located: Located) -> Made:
+def _pair_within(renderer: Renderer, limit: int, located: Located) -> BuiltItems:
     preference = preference_of(located)
     if preference.chosen == preference.rejected:
-        return Made((), 0, 1, SAME)
+        return BuiltItems((), 0, 1, SAME)
     texts = (preference.chosen, preference.rejected)
     tools = tools_of(located)
     within = answers_within(located.where, renderer, preference.prompt, texts, limit, preference.cut, tools)
     (chosen, rejected), lengths, cut = within
     if not any(chosen.mask) or not any(rejected.mask):
-        return Made((), 0, 1, ANSWER_CUT, *lengths)
+        return BuiltItems((), 0, 1, ANSWER_CUT, *lengths)
     if chosen.tokens == rejected.tokens:
-        return Made((), 0, 1, SAME_CUT, *lengths)
-    return Made([((chosen, rejected), preference.margin)], cut, 1, "", *lengths)
+        return BuiltItems((), 0, 1, SAME_CUT, *lengths)
+    return BuiltItems([((chosen, rejected), preference.margin)], cut, 1, "", *lengths)
 
 
-def _labelled_within(renderer: Renderer, limit: int, located: Located) -> Made:
+def _labelled_within(renderer: Renderer, limit: int, located: Located) -> BuiltItems:
     prompt, answers = labelled_of(located)
     texts = [text for text, _ in answers]
     documents, lengths, cut = answers_within(
@@ -147,26 +147,28 @@ def _labelled_within(renderer: Renderer, limit: int, located: Located) -> Made:
         for document, (_, label) in zip(documents, answers, strict=True)
         if any(document.mask)
     ]
-    return Made(
+    return BuiltItems(
         kept, cut * len(kept), len(answers), "" if len(kept) == len(answers) else ANSWER_CUT, *lengths
     )
 
 
-def _answer_within(renderer: Renderer, limit: int, suffix_of: SuffixOf | None, located: Located) -> Made:
+def _answer_within(
+    renderer: Renderer, limit: int, suffix_of: SuffixOf | None, located: Located
+) -> BuiltItems:
     prompt, text = answer_of(located)
     conditioned = with_suffix(prompt, suffix_of(reward_of(located)) if suffix_of else "")
     (document,), lengths, cut = answers_within(
         located.where, renderer, conditioned, [text], limit, tools=tools_of(located)
     )
     if not any(document.mask):
-        return Made((), 0, 1, ANSWER_CUT, *lengths)
-    return Made([((document,), 0.0)], cut, 1, "", *lengths)
+        return BuiltItems((), 0, 1, ANSWER_CUT, *lengths)
+    return BuiltItems([((document,), 0.0)], cut, 1, "", *lengths)
 
 
-def _prompt_within(renderer: Renderer, limit: int, located: Located) -> Made:
+def _prompt_within(renderer: Renderer, limit: int, located: Located) -> BuiltItems:
     """Returns an item without a document: prompts are kept in memory with their rows."""
     tokens, cut = at(located.where, renderer.prompt_within, prompt_of(located), limit, tools_of(located))
-    return Made([((), 0.0)], cut, 1, "", len(tokens))
+    return BuiltItems([((), 0.0)], cut, 1, "", len(tokens))
 
 
 def prompts(data: Data, renderer: Renderer, prompt_max_len: int, seed: int) -> Loaded[Prompt]:
@@ -186,7 +188,7 @@ def prompts(data: Data, renderer: Renderer, prompt_max_len: int, seed: int) -> L
             located.where, renderer.prompt_within, messages, prompt_max_len, tools_of(located)
         )
         found.append((placed.place, Prompt(tuple(messages), tokens, located.row, truncated)))
-        surveyor.see(placed, Made([((), 0.0)], truncated, 1, "", len(tokens)))
+        surveyor.see(placed, BuiltItems([((), 0.0)], truncated, 1, "", len(tokens)))
     items = [item for _, item in sorted(found, key=lambda pair: pair[0])]
     return Loaded(items, surveyor.finish(mixture, sum(len(item.tokens) for item in items)))
 
@@ -198,7 +200,7 @@ def collect(
     limit: int,
     seed: int,
     make: Maker,
-    shape: Shape,
+    shape: ItemShape,
     why: str,
     folder: Path | None,
 ) -> Loaded[Any]:
@@ -215,7 +217,7 @@ def collect(
         printed = time.monotonic()
         for placed in placed_rows(data, seed, kind, mixture):
             lacks = unusable(placed.located, kind)
-            made = Made((), 0, 1, lacks) if lacks else make(placed.located)
+            made = BuiltItems((), 0, 1, lacks) if lacks else make(placed.located)
             for documents, value in made.items:
                 writer.add(placed.place, documents, value)
             surveyor.see(placed, made)

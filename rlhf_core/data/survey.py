@@ -69,7 +69,7 @@ REPEATS = ("sft", "prompt", "preference")
 ANSWER_CUT = "no answer within the token limit"
 
 
-class Made(NamedTuple):
+class BuiltItems(NamedTuple):
     """Holds the items built from a row, each a tuple of documents and a number.
 
     `cut`: how many were cut. `rows`: how many items the row should give. `dropped`: why there are fewer.
@@ -173,7 +173,7 @@ class Surveyor:
             self._desirable
         ) = 0
 
-    def see(self, placed: Placed, made: Made) -> None:
+    def see(self, placed: Placed, made: BuiltItems) -> None:
         """Counts a row and the items built from it."""
         located = placed.located
         self._items += made.rows

@@ -24,7 +24,7 @@ from rlhf_core.environments.calls import call_format
 from rlhf_core.environments.process import LOOK_SECONDS, Failed, Process
 from rlhf_core.environments.trajectory import Full, Limits, Trajectory
 from rlhf_core.rewards.contract import bounded
-from rlhf_core.rollout.contract import Answer, Sampling
+from rlhf_core.rollout.contract import SampledAnswer, Sampling
 from rlhf_core.rollout.dispatch import Background
 
 R = TypeVar("R")
@@ -47,7 +47,7 @@ class Episode:
     seconds: float
 
 
-class Asked(NamedTuple):
+class EpisodeRequest(NamedTuple):
     """Describes an episode to run: the prompt, the seed of its answers, and the seed shared by all answers to
     this prompt."""
 
@@ -56,14 +56,14 @@ class Asked(NamedTuple):
     shared: int
 
 
-class Answering(Protocol):
+class RequestEngines(Protocol):
     """Defines the interface of engines that answer single requests (`rlhf_core.rollout.dispatch.Engines`)."""
 
     def reserve(self) -> int: ...
 
     def release(self, engine: int) -> None: ...
 
-    async def ask(self, engine: int, tokens: list[int], seed: int, sampling: Sampling) -> Answer: ...
+    async def ask(self, engine: int, tokens: list[int], seed: int, sampling: Sampling) -> SampledAnswer: ...
 
 
 class Episodes:
@@ -79,7 +79,7 @@ class Episodes:
         renderer: Renderer,
         limits: Limits,
         background: Background,
-        engines: Answering,
+        engines: RequestEngines,
     ):
         self._config = config
         self._renderer = renderer
@@ -102,7 +102,7 @@ class Episodes:
             self.close()
             raise
 
-    async def run(self, asked: Sequence[Asked], sampling: Sampling) -> list[Episode]:
+    async def run(self, asked: Sequence[EpisodeRequest], sampling: Sampling) -> list[Episode]:
         """Runs episodes and returns them in the order of `asked`. Raises RoleFailed when an engine fails or
         makes no progress; a dead engine is restarted and asked again. Raises ValueError like `_check`."""
         self._asked += len(asked)
@@ -113,7 +113,7 @@ class Episodes:
             for task in tasks:
                 task.cancel()
 
-    async def _episode(self, asked: Asked, sampling: Sampling) -> Episode:
+    async def _episode(self, asked: EpisodeRequest, sampling: Sampling) -> Episode:
         episode = next(self._started)
         attempt = 0
         deaths = 0
@@ -147,12 +147,20 @@ class Episodes:
         self._calls = self._calls or (call_format(self._renderer) if tools else None)
         return Trajectory(prompt, self._renderer, self._limits, tools, self._calls)
 
-    async def try_once(self, prompt: Prompt, sampling: Sampling, engines: Answering, seconds: float) -> None:
+    async def try_once(
+        self, prompt: Prompt, sampling: Sampling, engines: RequestEngines, seconds: float
+    ) -> None:
         """Runs one episode with the answers of `engines`. Raises Failed when the environment fails,
         TimeoutError after `seconds`."""
         clock = Clock(self._config.timeout)
         attempt = self._attempt(
-            next(self._numbers), Asked(prompt, 0, 0), 0, self._trajectory(prompt), sampling, clock, engines
+            next(self._numbers),
+            EpisodeRequest(prompt, 0, 0),
+            0,
+            self._trajectory(prompt),
+            sampling,
+            clock,
+            engines,
         )
         await asyncio.wait_for(attempt, seconds)
 
@@ -171,12 +179,12 @@ class Episodes:
     async def _attempt(
         self,
         number: int,
-        asked: Asked,
+        asked: EpisodeRequest,
         seed: int,
         trajectory: Trajectory,
         sampling: Sampling,
         clock: Clock,
-        engines: Answering,
+        engines: RequestEngines,
     ) -> list[float]:
         """Runs one attempt and returns the reward of each answer. Raises Failed. The engine stops answering
         if the environment stops waiting for it."""

@@ -13,7 +13,7 @@ from rlhf_core.data.documents import Prompt
 from rlhf_core.environments.episodes import Episodes
 from rlhf_core.environments.process import Failed
 from rlhf_core.rewards.trial import SECONDS, made_up_answer
-from rlhf_core.rollout.contract import Answer, Sampling, answer_of
+from rlhf_core.rollout.contract import SampledAnswer, Sampling, answer_of
 from rlhf_core.rollout.dispatch import Background
 
 
@@ -28,7 +28,7 @@ class MadeUpAnswers:
 
     def release(self, engine: int) -> None: ...
 
-    async def ask(self, engine: int, tokens: list[int], seed: int, sampling: Sampling) -> Answer:
+    async def ask(self, engine: int, tokens: list[int], seed: int, sampling: Sampling) -> SampledAnswer:
         given = self._tokens[: sampling.max_new_tokens]
         return answer_of(given, [0.0] * len(given), len(given) == len(self._tokens))
 

@@ -99,7 +99,7 @@ def load(file: Path, name: str, options: dict[str, Any]) -> Any:
         ) from error
 
 
-class Episodes:
+class EpisodeRunner:
     """Runs the episodes of one process."""
 
     def __init__(self, environment: Any, file: Path, out: Any, page: mmap.mmap):
@@ -200,7 +200,7 @@ async def main(file: str, name: str, options: str, mark: int) -> None:
     await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(lines), sys.stdin.buffer)
     try:
         environment = load(Path(file), name, json.loads(options))
-        episodes = Episodes(environment, Path(file), out, page)
+        episodes = EpisodeRunner(environment, Path(file), out, page)
         episodes.say(ready=True, tools=list(getattr(environment, "tools", [])))
     except ValueError as error:
         print(json.dumps({"error": str(error)}), file=out, flush=True)

@@ -24,7 +24,7 @@ from starlette.types import ASGIApp
 
 from rlhf_core.feedback.inbox import SUFFIX, Inbox
 from rlhf_core.feedback.leaks import Questions
-from rlhf_core.feedback.receive import Given, receive
+from rlhf_core.feedback.receive import ReceivedRow, receive
 from rlhf_core.system.machine import disk_problem
 from rlhf_core.system.pages.page_server import Protected
 
@@ -64,7 +64,7 @@ def application(
                 {"error": f"the request has {len(rows):,} rows: send at most {MOST_ROWS:,} at once"}, 413
             )
         inbox, questions = inboxes[name]
-        given = [Given(f"row {number}", row) for number, row in enumerate(rows, start=1)]
+        given = [ReceivedRow(f"row {number}", row) for number, row in enumerate(rows, start=1)]
         about = {field: request.query_params.get(field) for field in FIELDS}
         try:
             receipt = await run_in_threadpool(

@@ -43,7 +43,7 @@ class Added(NamedTuple):
     duplicate: int
 
 
-class Stored(NamedTuple):
+class NumberedRow(NamedTuple):
     """Holds a row and its number. Numbers only increase."""
 
     seq: int
@@ -105,7 +105,7 @@ class Inbox:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self._file)) from error
         return Added(new, len(rows) - new)
 
-    def rows(self, kinds: Iterable[str], after: int = 0, until: int | None = None) -> Iterator[Stored]:
+    def rows(self, kinds: Iterable[str], after: int = 0, until: int | None = None) -> Iterator[NumberedRow]:
         """Yields the rows of these kinds with numbers above `after` and at most `until`, in order, without
         deleted ones."""
         if not self.exists:
@@ -117,7 +117,7 @@ class Inbox:
             for seq, body in database.execute(
                 query, (after, self.end() if until is None else until, *wanted)
             ):
-                yield Stored(seq, Feedback.model_validate_json(body))
+                yield NumberedRow(seq, Feedback.model_validate_json(body))
 
     def count(self, kinds: Iterable[str], after: int = 0) -> int:
         """Returns how many rows of these kinds have numbers above `after`, without deleted ones."""

@@ -25,7 +25,7 @@ EXAMPLES = 5
 LARGEST_LINE = 16 << 20  # bytes
 
 
-class Given(NamedTuple):
+class ReceivedRow(NamedTuple):
     """Holds a row as received, with its place for messages. `fault`: why it cannot be read, or ''. `size`:
     bytes of its line."""
 
@@ -52,7 +52,7 @@ class Receipt:
 
 def receive(
     inbox: Inbox,
-    given: Iterable[Given],
+    given: Iterable[ReceivedRow],
     questions: Questions,
     source: str = "",
     annotator: str | None = None,
@@ -80,7 +80,7 @@ def receive(
     return receipt
 
 
-def _batch(rows: Iterator[Given]) -> Iterator[Given]:
+def _batch(rows: Iterator[ReceivedRow]) -> Iterator[ReceivedRow]:
     """Yields the next rows, until there are BATCH or their lines have BATCH_BYTES."""
     size = 0
     for item in islice(rows, BATCH):
@@ -91,7 +91,7 @@ def _batch(rows: Iterator[Given]) -> Iterator[Given]:
 
 
 def _read(
-    item: Given, receipt: Receipt, questions: Questions, source: str, annotator: str | None
+    item: ReceivedRow, receipt: Receipt, questions: Questions, source: str, annotator: str | None
 ) -> Feedback | None:
     """Returns the feedback in a row without personal data. If the row has no feedback or matches an
     evaluation question, counts it and returns None."""
@@ -122,7 +122,7 @@ def _read(
     return feedback.model_copy(update={"prompt": tuple(prompt), "answers": tuple(clean.texts[count:])})
 
 
-def rows_of(place: str) -> Iterator[Given]:
+def rows_of(place: str) -> Iterator[ReceivedRow]:
     """Yields the rows of a JSONL file or of a URL that fsspec reads. Files that end with .gz are unpacked.
     Withdrawn labels are left out.
 
@@ -132,7 +132,7 @@ def rows_of(place: str) -> Iterator[Given]:
     for number, line in enumerate(_lines(place), start=1):
         where = f"{public_address(place)}, line {number}"
         if len(line) > LARGEST_LINE:
-            yield Given(where, None, f"the line has more than {LARGEST_LINE >> 20} MiB")
+            yield ReceivedRow(where, None, f"the line has more than {LARGEST_LINE >> 20} MiB")
             continue
         if not line.strip():
             continue
@@ -140,13 +140,13 @@ def rows_of(place: str) -> Iterator[Given]:
             row = json.loads(line)
             json.dumps(row, ensure_ascii=False).encode()  # rejects lone surrogates
         except (ValueError, RecursionError):
-            yield Given(where, None, "is no JSON in UTF-8")
+            yield ReceivedRow(where, None, "is no JSON in UTF-8")
             continue
         if undone is None:
             undone = _undone(place) if isinstance(row, dict) and "verdict" in row else set()
         identity = row.get("id") if isinstance(row, dict) else None
         if not (isinstance(identity, str) and identity in undone):
-            yield Given(where, row, size=len(line))
+            yield ReceivedRow(where, row, size=len(line))
 
 
 def _undone(place: str) -> set[str]:

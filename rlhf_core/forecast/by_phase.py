@@ -32,7 +32,7 @@ SUBGROUP = 1e9  # parameters whose fp32 gradients ZeRO-3 holds in one block of p
 DIRECT = 1 / 3  # of a GPU: smaller models are loaded there without a copy in host memory (models/load.py)
 
 
-class Phase(NamedTuple):
+class PhaseBytes(NamedTuple):
     """Bytes of the fullest GPU, and of the host of a node if all its GPUs need as much host memory as the
     most demanding one."""
 
@@ -52,7 +52,7 @@ class _Host(NamedTuple):
     adam: float = 0.0
 
 
-def by_phase(config: PPO, layout: Layout, sizes: Mapping[str, Size], gpu: Gpu) -> dict[str, Phase]:
+def by_phase(config: PPO, layout: Layout, sizes: Mapping[str, Size], gpu: Gpu) -> dict[str, PhaseBytes]:
     """Returns the peaks of start-up (libraries and CUDA contexts), load, generate, score, train (including
     the optimiser's step), gather, sync, export and save. Phases in which memory is not released (without
     `engine.sleep`) keep what an earlier phase took, as in `memory.peak`."""
@@ -65,7 +65,7 @@ def by_phase(config: PPO, layout: Layout, sizes: Mapping[str, Size], gpu: Gpu) -
         found.append(_phases(on_gpu, [hosts[name] for name in names]))
     per_node = min(gpu.per_node, len(on))
     phases = {
-        phase: Phase(
+        phase: PhaseBytes(
             max(each[phase].gpu for each in found), per_node * max(each[phase].host for each in found)
         )
         for phase in found[0]
@@ -73,7 +73,7 @@ def by_phase(config: PPO, layout: Layout, sizes: Mapping[str, Size], gpu: Gpu) -
     return _exported(phases, sizes["actor"])
 
 
-def training_by_phase(config: Trainable, size: Size, zero_stage: int, gpu: Gpu) -> dict[str, Phase]:
+def training_by_phase(config: Trainable, size: Size, zero_stage: int, gpu: Gpu) -> dict[str, PhaseBytes]:
     """Returns the peaks of a training stage: start-up, load, the reference's scores if there is one, step,
     gather, export and save. The host is that of a node with as many ranks as the recipe sets."""
     how = training_of(config, zero_stage, gpu.memory)
@@ -85,7 +85,7 @@ def training_by_phase(config: Trainable, size: Size, zero_stage: int, gpu: Gpu) 
     return _exported({phase: each._replace(host=ranks * each.host) for phase, each in found.items()}, size)
 
 
-def training_host_doubt(phases: Mapping[str, Phase], free: float) -> str:
+def training_host_doubt(phases: Mapping[str, PhaseBytes], free: float) -> str:
     """Returns a line for the log if a node of a training stage has less free host memory than its estimate,
     not counting its processes, which have already started; otherwise ''. The save of a state is left out:
     if memory is short, it is written without a copy."""
@@ -119,7 +119,7 @@ def _host_doubt(needed: float, free: float) -> str:
     return f"it may run out of host memory: {wanted}; use more nodes, or offload less to the host\n"
 
 
-def _phases(on_gpu: Mapping[str, float], processes: list[_Host]) -> dict[str, Phase]:
+def _phases(on_gpu: Mapping[str, float], processes: list[_Host]) -> dict[str, PhaseBytes]:
     """Returns the phases of a GPU with these processes."""
     count = len(processes)
     still = sum(each.still + each.adam for each in processes)
@@ -128,11 +128,13 @@ def _phases(on_gpu: Mapping[str, float], processes: list[_Host]) -> dict[str, Ph
         "score": sum(each.scoring for each in processes),
         "save": sum(each.saving for each in processes),
     }
-    started = {"start-up": Phase(CONTEXT * count, PROCESS * count)}
-    return started | {phase: Phase(held, still + besides.get(phase, 0.0)) for phase, held in on_gpu.items()}
+    started = {"start-up": PhaseBytes(CONTEXT * count, PROCESS * count)}
+    return started | {
+        phase: PhaseBytes(held, still + besides.get(phase, 0.0)) for phase, held in on_gpu.items()
+    }
 
 
-def _exported(phases: dict[str, Phase], size: Size) -> dict[str, Phase]:
+def _exported(phases: dict[str, PhaseBytes], size: Size) -> dict[str, PhaseBytes]:
     """Returns the phases with the weights that only rank 0 holds in host memory while it writes the model."""
     export = phases["export"]
     return phases | {"export": export._replace(host=export.host + group_bytes(size))}

@@ -30,7 +30,7 @@ BUCKET = GIB / 2
 CHUNK = 2048  # positions whose logits exist at once if logits are not kept (models/token_logprobs.py)
 
 
-class Held(NamedTuple):
+class ProcessBytes(NamedTuple):
     """Bytes of one process: always (`still`); in addition while it scores, while it trains, and for engines
     while they generate. `starting`: in addition while it starts and ZeRO-3 shards weights; `gathering`:
     whole weights on their way to the engines or into a file; `bucket`: weights that a sync sends at once."""
@@ -68,7 +68,7 @@ class Training(NamedTuple):
         return self.zero_stage == 3 and self.copies == 1
 
 
-def trained(size: Size, how: Training, head: bool, scoring_tokens: int) -> Held:
+def trained(size: Size, how: Training, head: bool, scoring_tokens: int) -> ProcessBytes:
     """Returns the bytes of a model with its optimiser. `head`: its output is the vocabulary (a policy), not
     one number (a critic)."""
     count = size.parameters - (0 if head else size.head)
@@ -102,7 +102,7 @@ def trained(size: Size, how: Training, head: bool, scoring_tokens: int) -> Held:
     # Adam's state is created after sharding
     starting = min(FETCHED, whole) if how.cut else max(0.0, whole - weights - state)
     gathering = group_bytes(size) if how.zero_stage == 3 else 0.0
-    return Held(
+    return ProcessBytes(
         CONTEXT + weights + state,
         fetched + scoring,
         fetched + training,
@@ -163,14 +163,14 @@ def group_bytes(size: Size) -> float:
     return min(2 * size.parameters, GROUP + 2 * largest_layer(size))
 
 
-def read(size: Size, tokens: int, head: bool, offload: bool = False, ranks: int = 1) -> Held:
+def read(size: Size, tokens: int, head: bool, offload: bool = False, ranks: int = 1) -> ProcessBytes:
     """Returns the bytes of a model that is only read. With `offload`, its weights are on the GPU only while
     it scores. `ranks`: number of ranks over which it is sharded."""
     whole = 2 * (size.parameters - (0 if head else size.head))
     weights = whole / ranks
     fetched = min(FETCHED, whole) if ranks > 1 else 0.0
     passing = tokens * size.passing + (CHUNK * size.vocabulary * 6 if head else 0) + fetched
-    return Held(CONTEXT + (0 if offload else weights), passing + (weights if offload else 0))
+    return ProcessBytes(CONTEXT + (0 if offload else weights), passing + (weights if offload else 0))
 
 
 def bytes_of_weights(lora: Lora | None) -> float:
@@ -185,10 +185,10 @@ def engine_needs(size: Size, over: int) -> float:
     return 2 * size.parameters / over + 3 * GIB
 
 
-def roles(config: PPO, sizes: Mapping[str, Size], gpu_bytes: float) -> dict[str, Held]:
+def roles(config: PPO, sizes: Mapping[str, Size], gpu_bytes: float) -> dict[str, ProcessBytes]:
     """Returns what each process of each group holds. `sizes` has the model of each group of models."""
     a_pass = config.micro_rollout_tokens or config.micro_rollout_batch_size * config.longest
-    held: dict[str, Held] = {}
+    held: dict[str, ProcessBytes] = {}
     for name, ranks in config.groups.items():
         head = name in ("actor", "reference")
         scoring = on_rank(a_pass, config.sharing_of(name))
@@ -201,7 +201,9 @@ def roles(config: PPO, sizes: Mapping[str, Size], gpu_bytes: float) -> dict[str,
     awake = config.engine.gpu_memory_utilization * gpu_bytes
     # a larger weight has its own bucket
     bucket = max(BUCKET, 2 * sizes["actor"].vocabulary * sizes["actor"].hidden)
-    engine = Held(1.0 * GIB, generating=awake) if config.engine.sleep else Held(CONTEXT + awake)
+    engine = (
+        ProcessBytes(1.0 * GIB, generating=awake) if config.engine.sleep else ProcessBytes(CONTEXT + awake)
+    )
     return held | {"sampler": engine._replace(bucket=bucket)}
 
 
@@ -254,7 +256,9 @@ def sharing(layout: Layout) -> dict[str, list[str]]:
     return dict(sorted(on.items()))
 
 
-def gpu_peaks(config: PPO, layout: Layout, held: Mapping[str, Held]) -> dict[str, tuple[list[str], float]]:
+def gpu_peaks(
+    config: PPO, layout: Layout, held: Mapping[str, ProcessBytes]
+) -> dict[str, tuple[list[str], float]]:
     """Returns for each kind of GPU, such as `GPU 0`, the groups on it and its peak bytes."""
     return {
         place: (names, peak([held[name] for name in names], config.engine.sleep, config.colocate_all))
@@ -262,12 +266,12 @@ def gpu_peaks(config: PPO, layout: Layout, held: Mapping[str, Held]) -> dict[str
     }
 
 
-def peak(processes: list[Held], released: bool, in_turn: bool = False) -> float:
+def peak(processes: list[ProcessBytes], released: bool, in_turn: bool = False) -> float:
     """Returns the bytes of a GPU's fullest phase (`gpu_phases`)."""
     return max(gpu_phases(processes, released, in_turn).values())
 
 
-def gpu_phases(processes: list[Held], released: bool, in_turn: bool = False) -> dict[str, float]:
+def gpu_phases(processes: list[ProcessBytes], released: bool, in_turn: bool = False) -> dict[str, float]:
     """Returns the bytes of a GPU with these processes, by phase. With `released`, memory passes from phase
     to phase, and with `in_turn` from one training process to the next; otherwise each process keeps what
     its largest phase took. All processes start at the same time, with engines awake."""

@@ -11,7 +11,7 @@ from pydantic import ValidationError
 from rlhf_core.cluster.layout import arrange
 from rlhf_core.config import PPO
 from rlhf_core.config.rewards import ModelReward
-from rlhf_core.forecast.by_phase import Phase, by_phase
+from rlhf_core.forecast.by_phase import PhaseBytes, by_phase
 from rlhf_core.forecast.hardware import Gpu, nodes_of
 from rlhf_core.forecast.memory import USABLE, engine_needs, gpu_peaks, roles
 from rlhf_core.forecast.passes import alternatives, fields_of
@@ -66,7 +66,7 @@ class Details(NamedTuple):
     """Details of one placement: seconds by phase as a range, and memory by phase."""
 
     seconds: Range
-    memory: dict[str, Phase]
+    memory: dict[str, PhaseBytes]
 
 
 def with_fields(config: PPO, placement: Placement) -> PPO:

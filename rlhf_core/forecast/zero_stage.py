@@ -17,7 +17,7 @@ from rlhf_core.config import KINDS, PPO, Optimised, Trainable
 from rlhf_core.forecast.hardware import GIB
 from rlhf_core.forecast.memory import (
     USABLE,
-    Held,
+    ProcessBytes,
     bytes_of_weights,
     copies,
     engine_needs,
@@ -146,7 +146,7 @@ def starts_of_ppo(config: PPO, sizes: Mapping[str, Size]) -> list[tuple[list[str
     found = gpu_peaks(
         config,
         arrange(config.placed, config.together),
-        {role: Held(held.get(role, 0.0)) for role in config.placed},
+        {role: ProcessBytes(held.get(role, 0.0)) for role in config.placed},
     )
     return [(names, needed) for names, needed in found.values() if names != ["sampler"]]
 

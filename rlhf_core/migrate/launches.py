@@ -56,14 +56,14 @@ class Launch(NamedTuple):
     tool: Literal["openrlhf", "trl"] = "openrlhf"
 
 
-class Found(NamedTuple):
+class LaunchCommands(NamedTuple):
     """The training commands of a script, and remarks about it."""
 
     launches: list[Launch]
     remarks: list[Remark]
 
 
-def launches_of(text: str, folder: Path = Path()) -> Found:
+def launches_of(text: str, folder: Path = Path()) -> LaunchCommands:
     """Returns the training commands in a file, in order. `folder`: contains the configs that commands name.
 
     Raises ValueError for invalid YAML, an unclosed quote or bracket, or a TRL config that cannot be read.
@@ -71,15 +71,17 @@ def launches_of(text: str, folder: Path = Path()) -> Found:
     variables = Variables()
     scripts = scripts_of(text, variables) if is_manifest(text) else [read_script(text, variables)]
     found = [launches_in(script, variables, folder) for script in scripts]
-    return Found(
+    return LaunchCommands(
         [launch for one in found for launch in one.launches],
         [remark for one in found for remark in one.remarks],
     )
 
 
-def launches_in(script: Script, variables: Variables, folder: Path = Path(), depth: int = 0) -> Found:
+def launches_in(
+    script: Script, variables: Variables, folder: Path = Path(), depth: int = 0
+) -> LaunchCommands:
     """Returns the training commands in a script, in order. `depth`: nesting of scripts inside scripts."""
-    found = Found([], list(script.remarks))
+    found = LaunchCommands([], list(script.remarks))
     for words, line in script.commands:
         inner = _inner_script(words) if depth < MAX_DEPTH else None
         place = _program(words)
@@ -105,7 +107,9 @@ def launches_in(script: Script, variables: Variables, folder: Path = Path(), dep
     return found
 
 
-def _add_trl(found: Found, words: tuple[str, ...], program: TrlProgram, line: int, folder: Path) -> None:
+def _add_trl(
+    found: LaunchCommands, words: tuple[str, ...], program: TrlProgram, line: int, folder: Path
+) -> None:
     """Adds a TRL command to the launches, or a remark that it is left out."""
     if program.name not in TRL_KINDS:
         found.remarks.append(

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from rlhf_core.config import Recipe
 from rlhf_core.migrate.draft import Note
-from rlhf_core.migrate.launches import PROGRAMS, Found, Launch, is_manifest, launches_of
+from rlhf_core.migrate.launches import PROGRAMS, Launch, LaunchCommands, is_manifest, launches_of
 from rlhf_core.migrate.shell import Remark
 from rlhf_core.migrate.stages import stages_of
 from rlhf_core.migrate.trl_commands import KINDS, refuse_python, trl_config
@@ -68,7 +68,7 @@ def migrate(path: Path, gpus: int = 8) -> Migrated:
     return Migrated(recipe, _text(path, raw, notes, found.remarks), tuple(notes), tuple(found.remarks))
 
 
-def _found_in(text: str, path: Path) -> Found:
+def _found_in(text: str, path: Path) -> LaunchCommands:
     """Returns the training commands in a script or a manifest, or the single command of a TRL YAML config."""
     config = (
         trl_config(text, path.stem) if path.suffix in (".yaml", ".yml") and not is_manifest(text) else None
@@ -76,7 +76,7 @@ def _found_in(text: str, path: Path) -> Found:
     if config is None:
         return launches_of(text, path.parent)
     command, options = config
-    return Found([Launch(KINDS[command], options, 1, (None, None), "trl")], [])
+    return LaunchCommands([Launch(KINDS[command], options, 1, (None, None), "trl")], [])
 
 
 def _text(path: Path, raw: dict[str, Any], notes: list[Note], remarks: list[Remark]) -> str:

@@ -15,7 +15,7 @@ from rlhf_core.objectives.losses import Loss, entropy_loss, gspo_logprobs, kl_lo
 from rlhf_core.objectives.masked import document_sum
 
 
-class Counted(NamedTuple):
+class ResponseCounts(NamedTuple):
     """Numbers of response tokens and answers of one optimiser step, over all ranks."""
 
     tokens: float
@@ -36,14 +36,14 @@ class PerToken(NamedTuple):
     documents: Tensor
 
 
-def count(masks: Sequence[np.ndarray]) -> Counted:
+def count(masks: Sequence[np.ndarray]) -> ResponseCounts:
     """Counts the tokens and answers that an optimiser step trains on. `masks`: (T,), one per document. An
     answer without tokens is not counted; an empty step counts as one, so that its loss is 0."""
     lengths = [np.count_nonzero(mask) for mask in masks]
-    return Counted(max(float(sum(lengths)), 1.0), max(float(np.count_nonzero(lengths)), 1.0))
+    return ResponseCounts(max(float(sum(lengths)), 1.0), max(float(np.count_nonzero(lengths)), 1.0))
 
 
-def denominator(aggregation: Aggregation, counted: Counted, constant_length: int) -> float:
+def denominator(aggregation: Aggregation, counted: ResponseCounts, constant_length: int) -> float:
     """Returns the divisor of the sum over an optimiser step: its tokens, its answers, or its answers times a
     constant (Dr. GRPO)."""
     match aggregation:
@@ -55,7 +55,7 @@ def denominator(aggregation: Aggregation, counted: Counted, constant_length: int
             return counted.answers * constant_length
 
 
-def actor_loss(x: PerToken, num_documents: int, counted: Counted, config: PPO, kl_coef: float) -> Loss:
+def actor_loss(x: PerToken, num_documents: int, counted: ResponseCounts, config: PPO, kl_coef: float) -> Loss:
     """Returns `policy_loss + kl_coef * KL - entropy_coef * entropy`, all with the same denominator.
 
     Metrics: shares and ratios are means over tokens, or over answers with aggregation `sequence`. Raises

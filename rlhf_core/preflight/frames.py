@@ -10,10 +10,10 @@ from rlhf_core.config.data import Text
 from rlhf_core.hub.ids import is_remote
 from rlhf_core.hub.vocabulary import tokenizer_place
 from rlhf_core.preflight.rows.template_rows import Rendered
-from rlhf_core.preflight.template_length import Measured, Pair, Rows, measure, measured
+from rlhf_core.preflight.template_length import Pair, RowsToRender, TemplateLength, measure, measured
 from rlhf_core.recipe.plan import Node, Plan
 
-Frames = dict[Pair, Measured | str]  # a string: why the tokenizer or template cannot be used
+Frames = dict[Pair, TemplateLength | str]  # a string: why the tokenizer or template cannot be used
 
 
 def frames_of(
@@ -27,7 +27,7 @@ def frames_of(
     starts = {
         node.name: start for node in nodes if (start := start_of(node)) is not None and start not in broken
     }
-    pairs: dict[Pair, dict[Rows, None]] = {}
+    pairs: dict[Pair, dict[RowsToRender, None]] = {}
     for node in nodes:
         for text in node.config.texts if node.name in starts else ():
             rows = pairs.setdefault((starts[node.name], text.data.template), {})
@@ -41,19 +41,21 @@ def frames_of(
     }
 
 
-def rendered(frame: Measured, text: Text) -> Rendered:
+def rendered(frame: TemplateLength, text: Text) -> Rendered:
     """Returns the results of rendering the rows of a stage's data set with the template of a frame."""
     return frame.rendered[_rows_of(text)] if text.rows else Rendered()
 
 
-def _rows_of(text: Text) -> Rows:
+def _rows_of(text: Text) -> RowsToRender:
     assert text.rows is not None, "the stage checks it"
     # Other limits hold only for a part of the row, such as the prompt of an evaluation's pairs.
     is_whole_row = text.limit_field == "max_len" or text.rows == "prompt"
-    return Rows(text.data.model_dump_json(), text.rows, text.limit_field, text.limit if is_whole_row else 0)
+    return RowsToRender(
+        text.data.model_dump_json(), text.rows, text.limit_field, text.limit if is_whole_row else 0
+    )
 
 
-def _frames_apart(pairs: Mapping[Pair, Iterable[Rows]], trust_remote_code: bool) -> Frames:
+def _frames_apart(pairs: Mapping[Pair, Iterable[RowsToRender]], trust_remote_code: bool) -> Frames:
     """Like `frames_of`, but only for pairs that a process without torch can read. Fetches tokenizers from the
     Hub."""
     found: Frames = {}
@@ -68,7 +70,9 @@ def _frames_apart(pairs: Mapping[Pair, Iterable[Rows]], trust_remote_code: bool)
     return found | {pair: lengths[folder] for pair, folder in folders.items() if folder in lengths}
 
 
-def _frame(place: str, template: str, rows: Sequence[Rows], trust_remote_code: bool) -> Measured | str:
+def _frame(
+    place: str, template: str, rows: Sequence[RowsToRender], trust_remote_code: bool
+) -> TemplateLength | str:
     try:
         return measure(place, template, rows, trust_remote_code)
     except ValueError as error:

@@ -46,7 +46,7 @@ SPOKEN = ({"role": "user", "content": "What is here?"}, {"role": "assistant", "c
 ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error", "TOKENIZERS_PARALLELISM": "false"}
 
 
-class Rows(NamedTuple):
+class RowsToRender(NamedTuple):
     """A data set for a template to render: a `Data` as JSON, its kind, and the field and tokens of its limit
     (0: none)."""
 
@@ -56,17 +56,17 @@ class Rows(NamedTuple):
     limit: int = 0
 
 
-class Measured(NamedTuple):
+class TemplateLength(NamedTuple):
     """`Renderer.frame_len` in tokens, and the findings from the rows of each data set."""
 
     length: int
-    rendered: dict[Rows, Rendered]
+    rendered: dict[RowsToRender, Rendered]
 
 
-Key = tuple[str, str, int, tuple[Rows, ...], tuple[int, ...]]
+Key = tuple[str, str, int, tuple[RowsToRender, ...], tuple[int, ...]]
 # Keyed by folder, template, newest mtime in the folder, data sets and mtimes of their files, because a run
 # checks twice: before its flow and in it.
-_known: dict[Key, Measured] = {}
+_known: dict[Key, TemplateLength] = {}
 
 
 def frame_lengths(pairs: Iterable[Pair], trust_remote_code: bool = False) -> dict[Pair, int | str]:
@@ -78,16 +78,16 @@ def frame_lengths(pairs: Iterable[Pair], trust_remote_code: bool = False) -> dic
 
 
 def measured(
-    pairs: Mapping[Pair, Sequence[Rows]], trust_remote_code: bool = False
-) -> dict[Pair, Measured | str]:
+    pairs: Mapping[Pair, Sequence[RowsToRender]], trust_remote_code: bool = False
+) -> dict[Pair, TemplateLength | str]:
     """Like `frame_lengths`, but with the findings from the rows of each pair's data sets."""
     keys = {pair: _key(pair, tuple(rows)) for pair, rows in pairs.items()}
     left = [pair for pair, key in keys.items() if key not in _known]
-    refused: dict[Pair, Measured | str] = {}
+    refused: dict[Pair, TemplateLength | str] = {}
     while left:
         answers, ended = _ask([(pair, pairs[pair]) for pair in left], trust_remote_code)
         for pair, answer in zip(left, answers, strict=False):
-            if isinstance(answer, Measured):
+            if isinstance(answer, TemplateLength):
                 _known[keys[pair]] = answer
             elif answer is not None:
                 refused[pair] = answer
@@ -97,25 +97,29 @@ def measured(
     return {pair: _known[key] for pair, key in keys.items() if key in _known} | refused
 
 
-def measure(place: str, template: str, rows: Sequence[Rows], trust_remote_code: bool) -> Measured:
+def measure(
+    place: str, template: str, rows: Sequence[RowsToRender], trust_remote_code: bool
+) -> TemplateLength:
     """Like `measured`, but in this process and without time limits. Raises ValueError for a tokenizer or
     template that cannot be used."""
     from rlhf_core.data.chat import Renderer, load_tokenizer
 
     renderer = Renderer(load_tokenizer(place, trust_remote_code), template)
-    return Measured(renderer.frame_len, {each: _render(renderer, each) for each in rows})
+    return TemplateLength(renderer.frame_len, {each: _render(renderer, each) for each in rows})
 
 
 def _render(
-    renderer: Renderer, rows: Rows, limited: Callable[[], AbstractContextManager[object]] = nullcontext
+    renderer: Renderer,
+    rows: RowsToRender,
+    limited: Callable[[], AbstractContextManager[object]] = nullcontext,
 ) -> Rendered:
     data = Data.model_validate_json(rows.data)
     return render_rows(renderer, data, rows.kind, rows.limit_field, rows.limit, limited)
 
 
 def _ask(
-    asked: list[tuple[Pair, Sequence[Rows]]], trust_remote_code: bool
-) -> tuple[list[Measured | str | None], int]:
+    asked: list[tuple[Pair, Sequence[RowsToRender]]], trust_remote_code: bool
+) -> tuple[list[TemplateLength | str | None], int]:
     """Returns the answers of the `main` process for the first pairs, and its exit code."""
     command = [
         sys.executable,
@@ -134,7 +138,7 @@ def _ask(
     return [], 0
 
 
-def _read(line: list[object] | str | None, rows: Sequence[Rows]) -> Measured | str | None:
+def _read(line: list[object] | str | None, rows: Sequence[RowsToRender]) -> TemplateLength | str | None:
     if not isinstance(line, list):
         return line
     length, *rendered = line
@@ -143,10 +147,10 @@ def _read(line: list[object] | str | None, rows: Sequence[Rows]) -> Measured | s
     for each, of_rows in zip(rows, rendered, strict=True):
         refused, warned, items = cast("tuple[str, list[str], int | None]", of_rows)
         found[each] = Rendered(refused, tuple(warned), items)
-    return Measured(length, found)
+    return TemplateLength(length, found)
 
 
-def _key(pair: Pair, rows: tuple[Rows, ...]) -> Key:
+def _key(pair: Pair, rows: tuple[RowsToRender, ...]) -> Key:
     files = [Path(source.path) for each in rows for source in Data.model_validate_json(each.data).sources]
     return (
         *pair,
@@ -184,7 +188,7 @@ def main() -> None:
     for (place, template), rows in json.load(sys.stdin):
         answer: list[object] | str | None = None
         try:
-            answer = _answer(place, template, [Rows(*each) for each in rows], trust)
+            answer = _answer(place, template, [RowsToRender(*each) for each in rows], trust)
         except Exception as error:
             if isinstance(error.__cause__, MemoryError):
                 answer = TOO_LARGE
@@ -192,7 +196,7 @@ def main() -> None:
         print(json.dumps(answer), flush=True)
 
 
-def _answer(place: str, template: str, rows: Sequence[Rows], trust_remote_code: bool) -> list[object]:
+def _answer(place: str, template: str, rows: Sequence[RowsToRender], trust_remote_code: bool) -> list[object]:
     with uncollected():
         from rlhf_core.data.chat import Renderer, load_tokenizer
 

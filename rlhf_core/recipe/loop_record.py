@@ -51,7 +51,7 @@ class Round(Frozen):
     refused: str = ""
 
 
-class Begun(Frozen):
+class RoundBegun(Frozen):
     """The round in progress: the digests of its stages, the start of its last attempt, and the newest row
     that it takes from each inbox."""
 
@@ -65,7 +65,7 @@ class Record(Frozen):
 
     loop: str
     rounds: tuple[Round, ...] = ()
-    begun: Begun | None = None
+    begun: RoundBegun | None = None
 
     @property
     def refused(self) -> frozenset[str]:
@@ -304,11 +304,13 @@ def begin(recipe: Recipe, state: LoopState) -> LoopState:
     if _is_fresh(state.plan, loop, state.number) and (ends := ends_of(recipe.stages[loop])):
         _write(
             state.plan,
-            state.record.model_copy(update={"begun": Begun(stages={}, at=datetime.now(UTC), taken=ends)}),
+            state.record.model_copy(
+                update={"begun": RoundBegun(stages={}, at=datetime.now(UTC), taken=ends)}
+            ),
         )
         state = loop_state(recipe, loop)
     stages = {node.name: node.digest for node in state.plan.stages_of(title)}
-    begun = Begun(stages=stages, at=datetime.now(UTC), taken=dict(state.plan.taken.get(title, {})))
+    begun = RoundBegun(stages=stages, at=datetime.now(UTC), taken=dict(state.plan.taken.get(title, {})))
     _write(state.plan, state.record.model_copy(update={"begun": begun}))
     return state
 

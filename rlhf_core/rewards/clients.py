@@ -24,10 +24,10 @@ from numpy.typing import ArrayLike
 from rlhf_core.config.rewards import FunctionReward, HttpReward, RewardSource
 from rlhf_core.rewards.contract import CodeError, Reply, RewardError, RewardsFailed, Sample, Steps, WrongReply
 from rlhf_core.rewards.function import Function
-from rlhf_core.rewards.remote import Server
+from rlhf_core.rewards.remote import RewardServer
 
 if TYPE_CHECKING:
-    from rlhf_core.cluster.ray_cluster import Node
+    from rlhf_core.cluster.ray_cluster import RayNode
 
 LONGEST_PAUSE = 30.0  # seconds between two requests
 # number of parts a failed request is split into: an answer that hangs costs the larger of max_attempts and
@@ -35,7 +35,7 @@ LONGEST_PAUSE = 30.0  # seconds between two requests
 PARTS = 4
 
 
-class Source(Protocol):
+class RewardAttempt(Protocol):
     """Makes one attempt to get rewards. Raises RewardError if this attempt failed, ValueError if every
     attempt would. `wanted`: the lists of the contract that the source reads."""
 
@@ -89,7 +89,7 @@ def join(parts: Sequence[Rewards]) -> Rewards:
     )
 
 
-class Given(NamedTuple):
+class SourceRewards(NamedTuple):
     """Holds one source's rewards for N answers: (N,), nan for failed ones; the last error; and the steps of
     answers by index."""
 
@@ -100,7 +100,7 @@ class Given(NamedTuple):
 
 def collect(
     scored: Iterable[tuple[str, ArrayLike]],
-    pending: Mapping[str, Future[Given]],
+    pending: Mapping[str, Future[SourceRewards]],
     allowed: int,
     failures: Mapping[str, str] = MappingProxyType({}),
 ) -> Rewards:
@@ -131,7 +131,7 @@ class Client:
     def __init__(
         self,
         title: str,
-        source: Source,
+        source: RewardAttempt,
         batch_size: int,
         concurrency: int,
         max_attempts: int,
@@ -149,7 +149,7 @@ class Client:
         self._raised = set[str]()
         self.wanted = source.wanted
 
-    def score(self, samples: Sequence[Sample], allowed: int) -> Given:
+    def score(self, samples: Sequence[Sample], allowed: int) -> SourceRewards:
         """Returns the rewards of all answers. Raises RewardsFailed when more than `allowed` have none, or
         ValueError if every request so far raised the same error in the user's code."""
         batches = [samples[i : i + self._batch_size] for i in range(0, len(samples), self._batch_size)]
@@ -176,13 +176,13 @@ class Client:
                 self._given_up.set()
                 pool.shutdown(wait=False, cancel_futures=True)
                 raise
-        return Given(np.concatenate(rewards), last_error, steps)
+        return SourceRewards(np.concatenate(rewards), last_error, steps)
 
     @property
     def _always_raises(self) -> bool:
         return not self._rewarded and len(self._raised) == 1 and "" not in self._raised
 
-    def _batch(self, samples: Sequence[Sample]) -> Given:
+    def _batch(self, samples: Sequence[Sample]) -> SourceRewards:
         """Returns the rewards of a batch.
 
         If a whole request fails, each quarter of its answers is requested separately, so that an answer which
@@ -200,7 +200,7 @@ class Client:
         limit = self._max_attempts + len(samples).bit_length()
         while waiting and in_a_row < limit:
             if self._given_up.is_set():
-                return Given(rewards, error or "it gets no more requests", steps)
+                return SourceRewards(rewards, error or "it gets no more requests", steps)
             part = waiting.popleft()
             attempts[part] += 1
             place = ""
@@ -232,7 +232,7 @@ class Client:
                 if waiting and in_a_row < limit and not place:  # waiting does not fix the user's code
                     growing = self._pause * 2 ** min(max(0, in_a_row - 1), 10)
                     self._given_up.wait(random.uniform(0, min(LONGEST_PAUSE, growing)))
-        return Given(rewards, error if np.isnan(rewards).any() else "", steps)
+        return SourceRewards(rewards, error if np.isnan(rewards).any() else "", steps)
 
     def close(self) -> None:
         """Ends all requests, including open ones, whose answers get no reward."""
@@ -240,11 +240,11 @@ class Client:
         self._source.close()
 
 
-def client_of(source: RewardSource, others: Sequence[Node] = ()) -> Client:
+def client_of(source: RewardSource, others: Sequence[RayNode] = ()) -> Client:
     """Returns a client for a function or server of a recipe. `others`: further nodes on which a function
     runs. Raises ValueError when the server's key is not set."""
     assert isinstance(source, FunctionReward | HttpReward), "a reward model is a group of the cluster"
-    ready: Source
+    ready: RewardAttempt
     if isinstance(source, FunctionReward):
         called = source.file, source.function_name, source.timeout, source.concurrency
         if others:
@@ -259,7 +259,7 @@ def client_of(source: RewardSource, others: Sequence[Node] = ()) -> Client:
                 f"the reward {source.title} needs a key in the environment variable {source.api_key_env}:"
                 " set it"
             )
-        ready = Server(source.url, source.timeout, source.api_key_env)
+        ready = RewardServer(source.url, source.timeout, source.api_key_env)
     return Client(source.title, ready, source.batch_size, source.concurrency, source.max_attempts)
 
 
@@ -288,7 +288,7 @@ class Clients:
         """Returns the lists of the contract that any of them reads."""
         return {name for client in self._clients for name in client.wanted}
 
-    def start(self, samples: Sequence[Sample], allowed: int) -> dict[str, Future[Given]]:
+    def start(self, samples: Sequence[Sample], allowed: int) -> dict[str, Future[SourceRewards]]:
         """Starts the requests. Returns the futures of their results by source."""
         return {client.title: self._pool.submit(client.score, samples, allowed) for client in self._clients}
 

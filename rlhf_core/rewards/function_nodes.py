@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from rlhf_core.cluster.helper import Helper, HelperDied
-from rlhf_core.cluster.ray_cluster import Node
+from rlhf_core.cluster.ray_cluster import RayNode
 from rlhf_core.rewards.contract import Reply, RewardError, Sample
 from rlhf_core.rewards.function import Function
 
@@ -17,7 +17,7 @@ class SpreadFunction:
     """Calls a function in up to `processes` processes, distributed over this node and `others` in turn.
     Errors name the node, for example one that lacks the file."""
 
-    def __init__(self, file: Path, name: str, timeout: float, processes: int, others: Sequence[Node]):
+    def __init__(self, file: Path, name: str, timeout: float, processes: int, others: Sequence[RayNode]):
         self._here = Function(file, name, timeout, -(-processes // (1 + len(others))))
         self.wanted = self._here.wanted
         self._helpers: list[Helper] = []

@@ -15,7 +15,7 @@ from rlhf_core.rollout.weight_transfer import Rendezvous, Route
 
 
 @dataclass(frozen=True)
-class Answer:
+class SampledAnswer:
     """Holds a sampled answer (`answer_of`). `logprobs[i]` is the sampler's log-prob of `tokens[i]` under the
     distribution it sampled from. `versions`: for answers to a `Request`, pairs (first token, version of the
     weights from there on).
@@ -41,16 +41,16 @@ class Answer:
         )
 
 
-def _received(tokens: Any, logprobs: Any, *others: Any) -> Answer:
-    return Answer(received(tokens), received(logprobs), *others)
+def _received(tokens: Any, logprobs: Any, *others: Any) -> SampledAnswer:
+    return SampledAnswer(received(tokens), received(logprobs), *others)
 
 
 def answer_of(
     tokens: Sequence[int], logprobs: Sequence[float], finished: bool, experts: np.ndarray | None = None
-) -> Answer:
+) -> SampledAnswer:
     """Returns an answer of int32 tokens and fp32 log-probs, which the processes of a node can share without
     copying."""
-    return Answer(array("i", tokens), array("f", logprobs), finished, experts)
+    return SampledAnswer(array("i", tokens), array("f", logprobs), finished, experts)
 
 
 class Sampling(NamedTuple):
@@ -101,19 +101,19 @@ class RolloutEngine(Protocol):
 
     def generate(
         self, prompts: Sequence[Sequence[int]], seeds: Sequence[int], sampling: Sampling
-    ) -> list[list[Answer]]:
+    ) -> list[list[SampledAnswer]]:
         """Returns `n` answers to each prompt, in the order of the prompts. Answer j of prompt i is sampled
         with seed `seeds[i] + j`."""
 
     def stream(
         self, prompts: Sequence[Sequence[int]], seeds: Sequence[int], sampling: Sampling
-    ) -> Iterator[tuple[int, list[Answer]]]:
+    ) -> Iterator[tuple[int, list[SampledAnswer]]]:
         """Like `generate`, but yields each prompt as its answers finish: the prompt's index and its `n`
         answers."""
 
     def advance(
         self, requests: Sequence[Request], seconds: float, gone: Sequence[int] = ()
-    ) -> list[tuple[int, Answer]]:
+    ) -> list[tuple[int, SampledAnswer]]:
         """Adds requests, aborts those with the keys `gone`, and works on all open requests for about
         `seconds`, or until none is left. Returns the finished answers with the keys of their requests; the
         other requests continue in the next call."""

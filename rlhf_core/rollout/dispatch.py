@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 
 from rlhf_core.cluster.pending import Pending, RankDied
 from rlhf_core.cluster.worker_group import WorkerGroup
-from rlhf_core.rollout.contract import Answer, Request, Sampling
+from rlhf_core.rollout.contract import Request, SampledAnswer, Sampling
 from rlhf_core.rollout.sampler_role import SamplerRole
 
 R = TypeVar("R")
@@ -78,7 +78,7 @@ class Engines:
         self._new: list[list[Request]] = [[] for _ in range(group.world_size)]
         # requests that nobody waits for any more
         self._gone: list[list[int]] = [[] for _ in range(group.world_size)]
-        self._asked: list[dict[int, asyncio.Future[Answer]]] = [{} for _ in range(group.world_size)]
+        self._asked: list[dict[int, asyncio.Future[SampledAnswer]]] = [{} for _ in range(group.world_size)]
         self._serving: list[asyncio.Task[None] | None] = [None] * group.world_size
         self._reserved = [0] * group.world_size
         self.version = 0  # of the engines' weights
@@ -101,7 +101,7 @@ class Engines:
         living = [engine for engine in range(len(self._asked)) if engine not in self.dead]
         return min(living or range(len(self._asked)), key=lambda engine: self._reserved[engine])
 
-    async def ask(self, engine: int, tokens: Sequence[int], seed: int, sampling: Sampling) -> Answer:
+    async def ask(self, engine: int, tokens: Sequence[int], seed: int, sampling: Sampling) -> SampledAnswer:
         """Asks an engine for one answer. If it dies, asks another, or the same one once it is back
         (`revived`). Raises RoleFailed when an engine fails in another way or makes no progress. Cancelling
         this call makes the engine abort the request."""
@@ -113,7 +113,7 @@ class Engines:
                 if engine in self.dead:
                     await self._back.wait()
 
-    async def _ask(self, engine: int, tokens: Sequence[int], seed: int, sampling: Sampling) -> Answer:
+    async def _ask(self, engine: int, tokens: Sequence[int], seed: int, sampling: Sampling) -> SampledAnswer:
         if engine in self.dead:
             raise RankDied(f"engine {engine} is dead")
         key = next(self._keys)
@@ -141,7 +141,7 @@ class Engines:
     async def _serve(self, engine: int) -> None:
         """Calls the engine while it has requests."""
         asked = self._asked[engine]
-        calls = deque[Pending[list[tuple[int, Answer]]]]()
+        calls = deque[Pending[list[tuple[int, SampledAnswer]]]]()
         try:
             while asked or self._gone[engine] or calls:
                 while (asked or self._gone[engine]) and len(calls) < CALLS:
@@ -183,9 +183,11 @@ class Engines:
         self.died.clear()
         self._back.set()
 
-    async def _wait(self, call: Pending[list[tuple[int, Answer]]]) -> list[list[tuple[int, Answer]]]:
+    async def _wait(
+        self, call: Pending[list[tuple[int, SampledAnswer]]]
+    ) -> list[list[tuple[int, SampledAnswer]]]:
         loop = asyncio.get_running_loop()
-        done: asyncio.Future[list[list[tuple[int, Answer]]]] = loop.create_future()
+        done: asyncio.Future[list[list[tuple[int, SampledAnswer]]]] = loop.create_future()
 
         def settle(set_it: Callable[[Any], None], value: Any) -> None:
             if not done.done():

@@ -10,7 +10,7 @@ import torch
 
 from rlhf_core.cluster.rank_environment import RANK_VARIABLES
 from rlhf_core.config.engines import EngineConfig
-from rlhf_core.rollout.contract import Answer, Request, Sampling
+from rlhf_core.rollout.contract import Request, SampledAnswer, Sampling
 from rlhf_core.rollout.kinds import import_engine, open_engine
 from rlhf_core.rollout.weight_transfer import Rendezvous, Route
 from rlhf_core.system.gc_pause import uncollected
@@ -40,14 +40,14 @@ class SamplerRole:
 
     def generate_share(
         self, prompts: Sequence[Sequence[int]], seeds: Sequence[int], sampling: Sampling
-    ) -> list[tuple[int, list[Answer]]]:
+    ) -> list[tuple[int, list[SampledAnswer]]]:
         """Returns the answers to this engine's share of the prompts, with the prompts' indices."""
         with uncollected():
             return list(self.stream_share(prompts, seeds, sampling))
 
     def stream_share(
         self, prompts: Sequence[Sequence[int]], seeds: Sequence[int], sampling: Sampling
-    ) -> Iterator[tuple[int, list[Answer]]]:
+    ) -> Iterator[tuple[int, list[SampledAnswer]]]:
         """Like `generate_share`, but yields each prompt as its answers finish."""
         mine = range(self.rank, len(prompts), self.world_size)
         own_prompts = [prompts[i] for i in mine]
@@ -58,7 +58,7 @@ class SamplerRole:
 
     def advance(
         self, requests: Sequence[Request], seconds: float, gone: Sequence[int] = ()
-    ) -> list[tuple[int, Answer]]:
+    ) -> list[tuple[int, SampledAnswer]]:
         own = [
             request._replace(sampling=request.sampling._replace(seed_whole=self._seed_whole))
             for request in requests

@@ -35,7 +35,7 @@ from rlhf_core.models.load import load_policy
 from rlhf_core.models.policy import Policy
 from rlhf_core.models.wrapper import text_names
 from rlhf_core.objectives.collate import collate
-from rlhf_core.rollout.contract import Answer, Request, Sampling, answer_of
+from rlhf_core.rollout.contract import Request, SampledAnswer, Sampling, answer_of
 from rlhf_core.rollout.weight_transfer import Broadcast, Channel, Rendezvous, Route, SameGpu, gpu_uuid
 from rlhf_core.system import progress
 
@@ -96,20 +96,20 @@ class TransformersEngine:
 
     def generate(
         self, prompts: Sequence[Sequence[int]], seeds: Sequence[int], sampling: Sampling
-    ) -> list[list[Answer]]:
+    ) -> list[list[SampledAnswer]]:
         answers = dict(self.stream(prompts, seeds, sampling))
         return [answers[i] for i in range(len(prompts))]
 
     def stream(
         self, prompts: Sequence[Sequence[int]], seeds: Sequence[int], sampling: Sampling
-    ) -> Iterator[tuple[int, list[Answer]]]:
+    ) -> Iterator[tuple[int, list[SampledAnswer]]]:
         n = sampling.n
         requests = [
             Request(i * n + j, list(prompts[i]), seed + j, sampling)
             for i, seed in enumerate(seeds)
             for j in range(n)
         ]
-        found: dict[int, list[Answer]] = {}
+        found: dict[int, list[SampledAnswer]] = {}
         for batch in self._batches(requests):
             # stable: the answers to a prompt come in order
             for request, answer in zip(batch, self._answers(batch), strict=True):
@@ -120,7 +120,7 @@ class TransformersEngine:
 
     def advance(
         self, requests: Sequence[Request], seconds: float, gone: Sequence[int] = ()
-    ) -> list[tuple[int, Answer]]:
+    ) -> list[tuple[int, SampledAnswer]]:
         """Samples one batch to its end, however long it takes; the other requests continue in the next
         call."""
         self._requests = [request for request in [*self._requests, *requests] if request.key not in gone]
@@ -146,7 +146,7 @@ class TransformersEngine:
         return [group[start : start + size] for group in groups for start in range(0, len(group), size)]
 
     @torch.no_grad()
-    def _answers(self, batch: Sequence[Request]) -> list[Answer]:
+    def _answers(self, batch: Sequence[Request]) -> list[SampledAnswer]:
         sampling = batch[0].sampling
         tokens = torch.tensor([request.tokens for request in batch], device=self._device)
         draws = SeededDraws([request.seed for request in batch], sampling, self._sampled.known)
@@ -318,7 +318,7 @@ class AnswerEnds(StoppingCriteria):
         text = self._tokenizer.decode(last, clean_up_tokenization_spaces=False)
         return any(stop in text for stop in self._stop_texts)
 
-    def answers(self) -> list[Answer]:
+    def answers(self) -> list[SampledAnswer]:
         """Returns the answers. Raises FloatingPointError if a log-prob is not finite."""
         tokens = torch.stack(self._draws.tokens, 1).tolist()
         logprobs = torch.stack(self._draws.logprobs, 1).tolist()

@@ -56,7 +56,7 @@ class Rendezvous(NamedTuple):
     timeout: float
 
 
-class Entry(NamedTuple):
+class BucketEntry(NamedTuple):
     """Describes one weight in a bucket, `start` bytes from its beginning."""
 
     name: str
@@ -133,7 +133,9 @@ class Broadcast:
             self._broadcast(data)
             sums.add(data)
             progress.made()
-            yield from from_bucket([Entry(*entry) for entry in json.loads(bytes(header.tolist()))], data)
+            yield from from_bucket(
+                [BucketEntry(*entry) for entry in json.loads(bytes(header.tolist()))], data
+            )
 
     def _broadcast(self, data: Tensor) -> None:
         self._group.broadcast(data, 0).wait()
@@ -212,18 +214,18 @@ class Sums:
 
 def to_buckets(
     weights: Named, device: torch.device, bucket_bytes: int = BUCKET_BYTES
-) -> Iterator[tuple[list[Entry], Tensor]]:
+) -> Iterator[tuple[list[BucketEntry], Tensor]]:
     """Yields weights in buckets of at most `bucket_bytes` bytes, uint8 on `device`. A larger weight gets a
     bucket of its own.
 
     A bucket is overwritten when the next one is requested.
     """
     buffer: Tensor | None = None
-    entries: list[Entry] = []
+    entries: list[BucketEntry] = []
     used = 0
     for name, weight in weights:
         data = weight.detach().contiguous().reshape(-1).view(torch.uint8)
-        entry = Entry(name, str(weight.dtype).removeprefix("torch."), tuple(weight.shape), used)
+        entry = BucketEntry(name, str(weight.dtype).removeprefix("torch."), tuple(weight.shape), used)
         if used + len(data) > bucket_bytes and entries:
             assert buffer is not None
             yield entries, buffer[:used]
@@ -244,7 +246,7 @@ def to_buckets(
         yield entries, buffer[: min(used, bucket_bytes)]
 
 
-def from_bucket(entries: Sequence[Entry], data: Tensor) -> Named:
+def from_bucket(entries: Sequence[BucketEntry], data: Tensor) -> Named:
     """Yields views of the weights in a bucket."""
     for entry in entries:
         dtype: torch.dtype = getattr(torch, entry.dtype)

@@ -18,7 +18,7 @@ from rlhf_core.system.files import read_json
 from rlhf_core.system.redaction import without_passwords
 
 
-class Difference(NamedTuple):
+class RunDifference(NamedTuple):
     """One difference between two runs. `part`: stages, recipe, configuration, inputs, versions, metrics or
     digest."""
 
@@ -31,7 +31,7 @@ class Difference(NamedTuple):
 
 def stage_differences(
     name: str, before: Path, after: Path, *, read: Callable[[Path], dict[str, Any]] = read_json
-) -> Iterator[Difference]:
+) -> Iterator[RunDifference]:
     """Yields the differences between two run directories. `name`: the stage's name in the result. `read`
     returns the object in a file, or {}."""
     old, new = (read(folder / REQUEST) for folder in (before, after))
@@ -49,7 +49,7 @@ def stage_differences(
         "metrics": [result.get("metrics", {}) for result in results],
     }
     found = [
-        Difference(name, part, *change)
+        RunDifference(name, part, *change)
         for part, (first, second) in parts.items()
         for change in changed(first, second)
     ]
@@ -59,13 +59,13 @@ def stage_differences(
     ]
     if digests[0] != digests[1]:
         explained = any(change.part in ("configuration", "inputs") for change in found)
-        yield Difference(
+        yield RunDifference(
             name, "digest", "" if explained else "its data, its base model or the stage's code", *digests
         )
     yield from found
     for side, result in zip(("before", "after"), results, strict=True):
         if not result:
-            yield Difference(
+            yield RunDifference(
                 name,
                 "metrics",
                 f"no result {side}",

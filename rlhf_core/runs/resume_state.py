@@ -85,7 +85,7 @@ def kept_zero_stage(run: RunDir, layout: Mapping[str, int | str]) -> int | None:
     return int(kept["zero_stage"]) if kept and same else None
 
 
-class Commit:
+class StateCommit:
     """Waits on a thread until other threads and processes have written `files` of an open state, then closes
     it."""
 
@@ -119,11 +119,11 @@ def save(
     loop: Mapping[str, Any],
     write: Callable[[Path], None],
     files: Sequence[str] = (),
-) -> Commit:
+) -> StateCommit:
     """Stores a state: `write(folder)` fills a temporary folder, which is renamed once `files`, which other
     processes or threads write, are there too. The newest `keep` states are kept."""
     write(open_state(run, step, clear=True))
-    return Commit(run, step, keep, loop, files)
+    return StateCommit(run, step, keep, loop, files)
 
 
 def rank_file(rank: int) -> str:

@@ -31,7 +31,7 @@ MAX_LISTED = 5  # runs in a message
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
 
-class Asked(NamedTuple):
+class RunRequest(NamedTuple):
     """The request for a run. `source`: path or URI of the recipe; `name`, `id`: the run's; a run without an
     id gets one."""
 
@@ -47,7 +47,7 @@ def new_id(started: float) -> str:
 
 
 # set by the command line before it calls a flow
-asked: ContextVar[Asked | None] = ContextVar("asked", default=None)
+asked: ContextVar[RunRequest | None] = ContextVar("asked", default=None)
 
 
 class RecordedStage(BaseModel):

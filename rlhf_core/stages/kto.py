@@ -50,7 +50,7 @@ from rlhf_core.training.train_loop import Task, fit, held_out_metrics, items_of_
 Mismatch = tuple[int, int]  # indices of the items that give the prompt and the answer
 
 
-class Item(NamedTuple):
+class KtoAnswer(NamedTuple):
     """An answer, its place in the data (held-out answers follow the training data), and the reference's
     log-prob of it."""
 
@@ -59,7 +59,7 @@ class Item(NamedTuple):
     ref: float
 
 
-def length(item: Item) -> int:
+def length(item: KtoAnswer) -> int:
     """Returns the number of tokens."""
     return len(item.answer.document)
 
@@ -140,10 +140,12 @@ def train(request: StageRequest, run: RunDir) -> Outcome:
         pad,
         mean=False,
     )
-    items = Lazy(count, lambda index: Item(index, everything[index], refs[index]))
-    held_out_items = [Item(index, everything[index], refs[index]) for index in range(count, len(everything))]
+    items = Lazy(count, lambda index: KtoAnswer(index, everything[index], refs[index]))
+    held_out_items = [
+        KtoAnswer(index, everything[index], refs[index]) for index in range(count, len(everything))
+    ]
 
-    def step_of(items: Sequence[Item]) -> Step:
+    def step_of(items: Sequence[KtoAnswer]) -> Step:
         pairs = mismatches_of([item.place for item in items])
         logprobs = dealt_logprobs(
             engine,
@@ -162,7 +164,7 @@ def train(request: StageRequest, run: RunDir) -> Outcome:
             max(0.0, gap / max(1, len(pairs))),
         )
 
-    def loss(engine: Engine, items: list[Item], step: Step) -> Loss:
+    def loss(engine: Engine, items: list[KtoAnswer], step: Step) -> Loss:
         documents = [item.answer.document for item in items]
         logprobs, balance = answer_logprobs_and_balance(engine, documents, pad, False, engine.device, passes)
         ref = sent(torch.tensor([item.ref for item in items]), engine.device)

@@ -40,7 +40,7 @@ from rlhf_core.training.train_loop import Task, fit, held_out_metrics, replicas
 Row = list[Document]
 
 
-class Counted(NamedTuple):
+class LossCounts(NamedTuple):
     """Counts over a whole optimiser step: tokens of the loss, documents."""
 
     tokens: float
@@ -90,7 +90,7 @@ def train(request: StageRequest, run: RunDir) -> Outcome:
         capacity = config.max_len if config.packing and not apart else 0
         return rows_to_micro_batches(documents, capacity, config.micro_train_batch_size)
 
-    def loss(engine: Engine, rows: list[Row], counted: Counted) -> Loss:
+    def loss(engine: Engine, rows: list[Row], counted: LossCounts) -> Loss:
         batch = collate(rows, tokenizer.pad_token_id).to(engine.device)
         out = masked_logprobs(engine, batch)
         return with_balance(
@@ -155,9 +155,9 @@ def rows_to_micro_batches(documents: Sequence[Document], capacity: int, micro: i
     return [rows[i : i + micro] for i in range(0, len(rows), micro)]
 
 
-def count(documents: Sequence[Document]) -> Counted:
+def count(documents: Sequence[Document]) -> LossCounts:
     """Counts tokens of the loss and documents. A document's first token has no log-prob, so it never
     counts."""
-    return Counted(
+    return LossCounts(
         float(max(1, sum(sum(document.mask[1:]) for document in documents))), float(len(documents))
     )

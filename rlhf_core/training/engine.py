@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
-from rlhf_core.training.state_files import KINDS, Part, read_parts, stored_steps
+from rlhf_core.training.state_files import KINDS, WeightPart, read_parts, stored_steps
 from rlhf_core.training.state_writer import StateWriter
 
 
@@ -187,9 +187,9 @@ class TorchEngine:
                     kind: torch.zeros_like(weight) for kind in KINDS[1:]
                 }
 
-    def _parts(self) -> Iterator[Part]:
+    def _parts(self) -> Iterator[WeightPart]:
         for name, weight in self._optimised.items():
-            yield Part(
+            yield WeightPart(
                 name,
                 0,
                 {"weight": weight.detach()}

@@ -28,7 +28,7 @@ KINDS = ("weight", "exp_avg", "exp_avg_sq")
 STEPS = "steps"  # key of the number of optimiser steps, a separate tensor
 
 
-class Part(NamedTuple):
+class WeightPart(NamedTuple):
     """A rank's part of one trained weight: elements from `start` on, of each of KINDS, as views of the
     trained tensors."""
 
@@ -37,7 +37,7 @@ class Part(NamedTuple):
     tensors: Mapping[str, Tensor]
 
 
-class Stored(NamedTuple):
+class StoredElements(NamedTuple):
     """Elements of a weight in a file: the `first`, and the one after the last."""
 
     first: int
@@ -46,7 +46,7 @@ class Stored(NamedTuple):
     key: str
 
 
-def by_key(parts: Iterable[Part]) -> dict[str, Tensor]:
+def by_key(parts: Iterable[WeightPart]) -> dict[str, Tensor]:
     """Returns the flattened tensors of parts, by their names in the file."""
     return {
         f"{kind}/{part.start}/{part.name}": tensor.detach().reshape(-1)
@@ -77,16 +77,16 @@ def stored_steps(folder: Path) -> float:
 
 
 @torch.no_grad()
-def read_parts(folder: Path, parts: Iterable[Part], names: Collection[str]) -> None:
+def read_parts(folder: Path, parts: Iterable[WeightPart], names: Collection[str]) -> None:
     """Reads the ranks' files into `parts`. `names`: the names of all trained weights. Raises ValueError for
     the state of another model."""
-    stored: dict[tuple[str, str], list[Stored]] = {}
+    stored: dict[tuple[str, str], list[StoredElements]] = {}
     for file in _files(folder):
         for key, about in tensors_of(file).items():
             if key != STEPS:
                 kind, start, name = key.split("/", 2)
                 stored.setdefault((kind, name), []).append(
-                    Stored(int(start), int(start) + about["shape"][0], file, key)
+                    StoredElements(int(start), int(start) + about["shape"][0], file, key)
                 )
     unlike = sorted(set(names) ^ {name for _, name in stored})
     if unlike:
@@ -119,7 +119,7 @@ def read_parts(folder: Path, parts: Iterable[Part], names: Collection[str]) -> N
             progress.made()
 
 
-def _within(stored: Sequence[Stored], first: int, end: int) -> list[Stored]:
+def _within(stored: Sequence[StoredElements], first: int, end: int) -> list[StoredElements]:
     """Returns the elements `first` to `end`, by file."""
     found = [part._replace(first=max(part.first, first), end=min(part.end, end)) for part in stored]
     return [part for part in found if part.first < part.end]

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from rlhf_core.system.machine import free_memory, gpu_devices
-from rlhf_core.training.state_files import Part, by_key, write_tensors
+from rlhf_core.training.state_files import WeightPart, by_key, write_tensors
 
 CHUNK = 2**26  # fp32 elements of one piece of host memory: pinned memory is rounded up to a power of two
 SHARE = 0.4  # share of free memory for the copies of all ranks of a node: two models may save at once
@@ -28,7 +28,7 @@ class StateWriter:
         self._chunks: list[Tensor] = []
         self._used = 0
 
-    def start(self, folder: Path, steps: float, parts: Iterable[Part]) -> None:
+    def start(self, folder: Path, steps: float, parts: Iterable[WeightPart]) -> None:
         """Returns once everything is copied and may change; if host memory is short, once it is written.
         Raises like `finish`."""
         self.finish()

@@ -315,7 +315,7 @@ class Saving:
         self._engine = engine
         self._run = run
         self._keep = keep
-        self._commit: resume_state.Commit | None = None
+        self._commit: resume_state.StateCommit | None = None
 
     def begin(self, step: int, loop: dict[str, Any]) -> None:
         """Starts saving a state; a collective. Returns once this rank has copied its part. Raises the error
@@ -329,7 +329,7 @@ class Saving:
         engine.save_state(resume_state.open_state(run, step, clear=False))
         if engine.rank == 0:
             files = [resume_state.rank_file(rank) for rank in range(engine.world_size)]
-            self._commit = resume_state.Commit(run, step, self._keep, loop, files)
+            self._commit = resume_state.StateCommit(run, step, self._keep, loop, files)
 
     def finish(self) -> None:
         """Waits for the last state."""

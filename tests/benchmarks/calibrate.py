@@ -22,7 +22,7 @@ from typing import NamedTuple
 from rlhf_core.cluster.layout import arrange
 from rlhf_core.config import PPO
 from rlhf_core.forecast.hardware import GIB, Gpu
-from rlhf_core.forecast.memory import Held, gpu_peaks, roles
+from rlhf_core.forecast.memory import ProcessBytes, gpu_peaks, roles
 from rlhf_core.forecast.passes import Pass
 from rlhf_core.forecast.rates import Rates
 from rlhf_core.forecast.seconds import phases, seconds_of_pass
@@ -185,7 +185,7 @@ def held_out_memory() -> Iterator[Compared]:
         yield Compared(f"{title(config, size, gpu)} (memory {number})", gib, *[found / GIB] * 3)
 
 
-def _held(config: PPO, size: Size, gpu: Gpu) -> dict[str, Held]:
+def _held(config: PPO, size: Size, gpu: Gpu) -> dict[str, ProcessBytes]:
     return roles(with_bf16_sums(config), dict.fromkeys(config.groups, size), gpu.memory)
 
 

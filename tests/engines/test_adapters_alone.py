@@ -19,7 +19,7 @@ from rlhf_core.models.load import trained_policy
 from rlhf_core.models.lora import lora_layers, without_adapters
 from rlhf_core.models.policy import Policy, masked_logprobs
 from rlhf_core.objectives.collate import collate
-from rlhf_core.rollout.contract import Answer, Request, Sampling
+from rlhf_core.rollout.contract import Request, SampledAnswer, Sampling
 from rlhf_core.rollout.vllm.vllm_engine import VllmEngine
 from tests.support.families import make_family
 
@@ -100,7 +100,7 @@ def test_running_answers_go_on_with_the_new_adapters(policy: Policy, sampler: Vl
     change(policy, 1)
     send(policy, sampler, 1)
     how = Sampling(1, 1.0, 80, [])
-    came: dict[int, Answer] = dict(sampler.advance([Request(0, PROMPTS[0], 7, how)], 0.02))
+    came: dict[int, SampledAnswer] = dict(sampler.advance([Request(0, PROMPTS[0], 7, how)], 0.02))
     assert not came, "it is not finished within 0.02 s"
     before = trained(policy, [PROMPTS[0]])
     change(policy, 2)

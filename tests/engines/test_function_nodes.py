@@ -13,7 +13,7 @@ import pytest
 import ray
 from ray.cluster_utils import Cluster
 
-from rlhf_core.cluster.ray_cluster import Node, connect
+from rlhf_core.cluster.ray_cluster import RayNode, connect
 from rlhf_core.rewards.contract import RewardError, Sample
 from rlhf_core.rewards.function_nodes import SpreadFunction
 from tests.support.micro import wait_until
@@ -32,7 +32,7 @@ SAMPLE = Sample([{"role": "user", "content": "?"}], "yes", {}, True, "? yes")
 
 
 @pytest.fixture(scope="module")
-def other() -> Iterator[Node]:
+def other() -> Iterator[RayNode]:
     """A node besides that of this process."""
     made = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "object_store_memory": 100 << 20})
     made.add_node(num_cpus=1, object_store_memory=100 << 20)
@@ -41,7 +41,7 @@ def other() -> Iterator[Node]:
         connect()
         own = ray.get_runtime_context().get_node_id()
         (node,) = [node for node in ray.nodes() if node["NodeID"] != own]
-        yield Node(node["NodeID"], "10.0.0.2")
+        yield RayNode(node["NodeID"], "10.0.0.2")
         ray.shutdown()
     made.shutdown()
 
@@ -53,7 +53,7 @@ def file(tmp_path: Path) -> Path:
 
 
 def test_calls_go_to_both_nodes_in_turn_and_a_process_that_dies_is_replaced_here(
-    file: Path, other: Node, capsys: pytest.CaptureFixture[str]
+    file: Path, other: RayNode, capsys: pytest.CaptureFixture[str]
 ) -> None:
     function = SpreadFunction(file, "parents", 30, 2, [other])
     try:
@@ -74,7 +74,7 @@ def test_calls_go_to_both_nodes_in_turn_and_a_process_that_dies_is_replaced_here
 
 
 def test_the_function_gets_the_variables_of_the_run(
-    file: Path, other: Node, monkeypatch: pytest.MonkeyPatch
+    file: Path, other: RayNode, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SETTING", "7")
     function = SpreadFunction(file, "settings", 30, 2, [other])
@@ -84,7 +84,7 @@ def test_the_function_gets_the_variables_of_the_run(
         function.close()
 
 
-def test_what_cannot_be_loaded_names_the_node(file: Path, other: Node) -> None:
+def test_what_cannot_be_loaded_names_the_node(file: Path, other: RayNode) -> None:
     function = SpreadFunction(file, "nothing", 30, 2, [other])
     try:
         with pytest.raises(

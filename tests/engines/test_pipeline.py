@@ -18,7 +18,7 @@ from rlhf_core.cluster.ray_cluster import leave
 from rlhf_core.cluster.temporary_group import temporary_group
 from rlhf_core.cluster.worker_group import WorkerGroup
 from rlhf_core.config import EngineConfig
-from rlhf_core.rollout.contract import Answer, Sampling
+from rlhf_core.rollout.contract import SampledAnswer, Sampling
 from rlhf_core.rollout.sampler_role import SamplerRole
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
@@ -48,7 +48,7 @@ def weights(material: Path, tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(folder)
 
 
-def said(group: WorkerGroup, checkpoint: str = "") -> list[tuple[int, list[Answer]]]:
+def said(group: WorkerGroup, checkpoint: str = "") -> list[tuple[int, list[SampledAnswer]]]:
     if checkpoint:
         group.call("load", SamplerRole.load, checkpoint).wait(100)
     return group.call("generate", SamplerRole.generate_share, PROMPTS, SEEDS, Sampling(2, 1.0, 20, [1])).wait(

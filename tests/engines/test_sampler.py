@@ -17,7 +17,7 @@ from rlhf_core.models.load import load_policy
 from rlhf_core.models.policy import Policy, masked_logprobs
 from rlhf_core.models.token_logprobs import WHOLE, Truncation
 from rlhf_core.objectives.collate import collate
-from rlhf_core.rollout.contract import Answer, Sampling
+from rlhf_core.rollout.contract import SampledAnswer, Sampling
 from rlhf_core.rollout.kinds import open_engine
 from rlhf_core.rollout.vllm.environment import CPU_BATCHED_TOKENS
 from rlhf_core.rollout.vllm.vllm_engine import VllmEngine
@@ -36,7 +36,7 @@ class Setting:
 
     def generate(
         self, prompts: list[list[int]] | None = None, first_seed: int = 0, **changed: object
-    ) -> list[list[Answer]]:
+    ) -> list[list[SampledAnswer]]:
         prompts = self.prompts if prompts is None else prompts
         options = {
             "temperature": 1.0,

@@ -10,7 +10,7 @@ import pytest
 
 from rlhf_core.data.documents import Document
 from rlhf_core.stages.ppo.roles.passes import ModelSpec
-from rlhf_core.stages.ppo.roles.read_only import Reference, Reward
+from rlhf_core.stages.ppo.roles.read_only import ReferenceModel, Reward
 from tests.support.families import make_family
 from tests.support.gloo_ranks import on_gloo_ranks
 from tests.support.tiny_models import reward_model
@@ -79,7 +79,7 @@ def test_two_ranks_score_as_one_does(
     monkeypatch.setenv("WORLD_SIZE", "1")
     documents = [Document(tokens, [True] * len(tokens)) for tokens in TOKENS]
     whole = [
-        Reference(ModelSpec(str(policy), "float32", 0, 2, False), 0.7).logprobs(documents),
+        ReferenceModel(ModelSpec(str(policy), "float32", 0, 2, False), 0.7).logprobs(documents),
         Reward(ModelSpec(str(reward), "float32", 0, 2, False)).scores(documents),
     ]
     for role, expected in enumerate(whole):

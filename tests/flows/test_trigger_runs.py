@@ -12,8 +12,8 @@ import pytest
 from prefect.client.orchestration import SyncPrefectClient
 from prefect.exceptions import ObjectNotFound
 
-from flows.triggers.feedback import Watch
-from flows.triggers.runs import Asked, FeedbackTrigger
+from flows.triggers.feedback import InboxWatch
+from flows.triggers.runs import FeedbackTrigger, TriggerOutcome
 from flows.triggers.runs import ask as ask_for_run
 from rlhf_core.config import Recipe
 from rlhf_core.feedback.inbox import Inbox
@@ -39,7 +39,7 @@ class Team:
             for name, recipe in names.items()
         }
 
-    def asked(self, an_hour: int | None = None) -> Asked:
+    def asked(self, an_hour: int | None = None) -> TriggerOutcome:
         return ask_for_run(self.client, f"{self.flow}/own", "webhook", an_hour)
 
     def schedule(self, deployment: str, after: timedelta) -> str:
@@ -100,7 +100,7 @@ def test_only_runs_that_requests_started_count_against_the_hour(team: Team) -> N
         asked = team.asked(an_hour=2)
         assert asked.new and asked.run is not None
         team.say(asked.run.id, "COMPLETED")
-    assert team.asked(an_hour=2) == Asked(None, False)
+    assert team.asked(an_hour=2) == TriggerOutcome(None, False)
     assert team.asked(an_hour=3).new
 
 
@@ -118,7 +118,7 @@ def test_feedback_starts_a_run_and_another_one_after_a_crash(team: Team, tmp_pat
         "rounds": 1,
     }
     now = [0.0]
-    watch = Watch(
+    watch = InboxWatch(
         Recipe(name="n", base_model="org/base", artifacts=str(tmp_path), stages={"loop": loop}),
         lambda: now[0],
     )

@@ -15,7 +15,7 @@ from rlhf_core.models.load import trained_policy
 from rlhf_core.models.lora import without_adapters
 from rlhf_core.models.policy import Policy, masked_logprobs
 from rlhf_core.objectives.collate import collate
-from rlhf_core.rollout.contract import Answer, Sampling
+from rlhf_core.rollout.contract import SampledAnswer, Sampling
 from rlhf_core.rollout.vllm.vllm_engine import VllmEngine
 from tests.engines.test_adapters_alone import RANK, change, send
 from tests.support.sharp_model import save_sharp_model
@@ -28,7 +28,7 @@ pytestmark = [
 PROMPTS = [[7 + (i * j) % 300 for j in range(40)] for i in range(1, 17)]
 
 
-def gap(policy: Policy, said: list[tuple[list[int], Answer]]) -> float:
+def gap(policy: Policy, said: list[tuple[list[int], SampledAnswer]]) -> float:
     """The mean |difference| of the log-probs of answers."""
     batch = collate([[compact(prompt, answer.tokens)] for prompt, answer in said], 0).to("cuda")
     with torch.no_grad():

@@ -20,7 +20,7 @@ from rlhf_core.data.documents import Document
 from rlhf_core.data.packing import Passes
 from rlhf_core.models.kernels import attention, choose
 from rlhf_core.models.kernels.liger import fuse
-from rlhf_core.models.kernels.self_test import CLOSE, NEAR, Heads, Kind, difference
+from rlhf_core.models.kernels.self_test import CLOSE, NEAR, AttentionKind, Heads, difference
 from rlhf_core.models.policy import Policy, Scorer, masked_logprobs
 from rlhf_core.objectives.collate import collate
 from rlhf_core.objectives.losses import dpo_loss, reward_loss, sft_loss
@@ -56,7 +56,7 @@ def test_what_was_found_right_in_short_documents_is_in_long_ones(
 ) -> None:
     documents = ((700, 1500), (1, 2), (129, 1029)) if shared else ((1500, 1500), (1, 1), (1029, 1029))
     device = torch.device("cuda", 0)
-    kernel = choose.kernel_for(Kind(heads, window >= 0, shared), device)
+    kernel = choose.kernel_for(AttentionKind(heads, window >= 0, shared), device)
     mean, largest = difference(kernel, heads, window, documents, device)
     assert mean < CLOSE and largest < NEAR
     if heads.size == 128 and choose._at_least_hopper(device) and choose.flash4_kernel():

@@ -20,7 +20,7 @@ from rlhf_core.models.load import load_policy
 from rlhf_core.models.policy import Policy, masked_logprobs
 from rlhf_core.models.token_logprobs import WHOLE, Truncation
 from rlhf_core.objectives.collate import collate
-from rlhf_core.rollout.contract import Answer, Sampling
+from rlhf_core.rollout.contract import SampledAnswer, Sampling
 from rlhf_core.rollout.vllm.vllm_engine import VllmEngine
 from tests.support.sharp_model import save_sharp_model
 
@@ -49,7 +49,7 @@ def logprobs(
         return masked_logprobs(policy, batch, temperature, top=top).logprobs.cpu(), batch.mask.cpu()
 
 
-def surprise(policy: Policy, answers: list[Answer], temperature: float, top: Truncation) -> float:
+def surprise(policy: Policy, answers: list[SampledAnswer], temperature: float, top: Truncation) -> float:
     """Chi-square of the second tokens after the six most frequent first ones, in standard deviations from its
     mean."""
     firsts = np.bincount([answer.tokens[0] for answer in answers], minlength=VOCABULARY)

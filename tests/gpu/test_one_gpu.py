@@ -17,7 +17,7 @@ from rlhf_core.models.precision import dtype_of
 from rlhf_core.runs.metrics_log import read_metrics
 from rlhf_core.runs.run_dir import RunDir, StageRequest
 from rlhf_core.stages.ppo.roles.passes import ModelSpec
-from rlhf_core.stages.ppo.roles.read_only import ReadOnlyModel, Reference, Reward
+from rlhf_core.stages.ppo.roles.read_only import ReadOnlyModel, ReferenceModel, Reward
 
 pytestmark = [
     pytest.mark.gpu,
@@ -124,11 +124,11 @@ def test_weights_that_wait_in_host_memory_leave_the_gpu(
     model = ModelSpec(str(tmp_path), "bfloat16", 0, 1, False, 512)
     documents = [Document(list(range(1, 300)), [True] * 299)]
     held: ReadOnlyModel = (
-        Reference(model, 1.0, offload=True) if role == "reference" else Reward(model, offload=True)
+        ReferenceModel(model, 1.0, offload=True) if role == "reference" else Reward(model, offload=True)
     )
     weights = sum(tensor.numel() * tensor.element_size() for tensor in held.module.parameters())
     for _ in range(2):
-        scored = held.logprobs(documents) if isinstance(held, Reference) else held.scores(documents)
+        scored = held.logprobs(documents) if isinstance(held, ReferenceModel) else held.scores(documents)
         assert len(scored) == 1
         assert torch.cuda.max_memory_allocated() > weights, "they were never there"
         held.release()

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from rlhf_core.training import state_writer
-from rlhf_core.training.state_files import KINDS, Part, read_parts
+from rlhf_core.training.state_files import KINDS, WeightPart, read_parts
 from rlhf_core.training.state_writer import StateWriter
 
 pytestmark = [
@@ -26,7 +26,7 @@ def test_a_state_is_that_of_the_moment_at_which_it_was_copied(
     monkeypatch.setattr(state_writer, "CHUNK", 2**22)
     torch.manual_seed(0)
     trained = [
-        Part(name, 0, {kind: torch.randn(SIZE, device="cuda") for kind in KINDS}) for name in ("a", "b")
+        WeightPart(name, 0, {kind: torch.randn(SIZE, device="cuda") for kind in KINDS}) for name in ("a", "b")
     ]
     writer = StateWriter(0, 1)
     for step in range(3):  # the second and the third one use the memory of the first
@@ -38,7 +38,8 @@ def test_a_state_is_that_of_the_moment_at_which_it_was_copied(
                 tensor.mul_(1.5).add_(step)
         writer.finish()
         found = [
-            Part(name, 0, {kind: torch.zeros(SIZE, device="cuda") for kind in KINDS}) for name in ("a", "b")
+            WeightPart(name, 0, {kind: torch.zeros(SIZE, device="cuda") for kind in KINDS})
+            for name in ("a", "b")
         ]
         read_parts(tmp_path, found, ["a", "b"])
         for part, wanted in zip(found, expected, strict=True):

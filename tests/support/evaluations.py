@@ -19,7 +19,7 @@ from rlhf_core.config import EngineConfig, Evaluation, Source
 from rlhf_core.config.kinds import has_metric
 from rlhf_core.data.chat import load_tokenizer
 from rlhf_core.records import EvalReport
-from rlhf_core.rollout.contract import Answer, Sampling
+from rlhf_core.rollout.contract import SampledAnswer, Sampling
 from rlhf_core.runs.run_dir import RunDir, StageRequest
 
 TEMPLATE = (
@@ -84,7 +84,7 @@ class Double:
 
     def generate(
         self, prompts: Sequence[Sequence[int]], seeds: Sequence[int], sampling: Sampling
-    ) -> list[list[Answer]]:
+    ) -> list[list[SampledAnswer]]:
         assert not sampling.logprobs and sampling.n == 1 and len(set(seeds)) == len(prompts)
         self.log.append(("generate", Path(self.model).name))
         tokenizer = load_tokenizer(self.model)
@@ -96,7 +96,7 @@ class Double:
             text = word[::-1] if right else "no idea"
             tokens = [*tokenizer.encode(text, add_special_tokens=False), sampling.stop_token_ids[-1]]
             kept = tokens[: sampling.max_new_tokens]
-            answers.append([Answer(kept, [0.0] * len(kept), len(tokens) <= sampling.max_new_tokens)])
+            answers.append([SampledAnswer(kept, [0.0] * len(kept), len(tokens) <= sampling.max_new_tokens)])
         return answers
 
 

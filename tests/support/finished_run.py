@@ -16,8 +16,8 @@ import numpy as np
 
 from evaluation.report.summary import StageView
 from evaluation.scores.over_optimisation import FILE as OVER_OPTIMISATION
-from evaluation.scores.over_optimisation import Measured, OverOptimisation, curve
-from evaluation.scores.reward_accuracy import REWARD_MODELS, Pairs, RewardReports
+from evaluation.scores.over_optimisation import OverOptimisation, QuestionValues, curve
+from evaluation.scores.reward_accuracy import REWARD_MODELS, HeldOutPairs, RewardReports
 from evaluation.scores.reward_accuracy import evaluate as evaluate_rewards
 from evaluation.scores.style import FEATURES
 from rlhf_core.config import (
@@ -259,7 +259,7 @@ def over_optimisation() -> OverOptimisation:
         battles = (
             np.full(QUESTIONS, 0.5) if model == "sft" else (np.arange(QUESTIONS) < won * QUESTIONS) * 1.0
         )
-        measured[model] = Measured(
+        measured[model] = QuestionValues(
             kl + generator.normal(0, kl, QUESTIONS), proxy + generator.normal(0, 0.5, QUESTIONS), battles
         )
     of_report = {rate.model: rate for rate in report("rule", 0.0).win_rates}
@@ -273,7 +273,7 @@ def reward_reports() -> RewardReports:
     generator = np.random.default_rng(0)
     differences = generator.normal(1.0, 1.5, 200)
     lengths = generator.integers(3, 20, (2, 200))
-    pairs = Pairs([f"p{n // 2}" for n in range(200)], ["short", "long"] * 100, lengths[0], lengths[1])
+    pairs = HeldOutPairs([f"p{n // 2}" for n in range(200)], ["short", "long"] * 100, lengths[0], lengths[1])
     return evaluate_rewards(
         pairs, {"reward_model": differences, "second": 3 * differences + generator.normal(0, 1, 200)}, 10
     )

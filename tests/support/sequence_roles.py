@@ -19,7 +19,7 @@ from rlhf_core.data.documents import Document
 from rlhf_core.stages.ppo.records import Experience
 from rlhf_core.stages.ppo.roles.actor import Actor
 from rlhf_core.stages.ppo.roles.passes import ModelSpec, Scored
-from rlhf_core.stages.ppo.roles.read_only import Reference, Reward
+from rlhf_core.stages.ppo.roles.read_only import ReferenceModel, Reward
 from rlhf_core.stages.ppo.roles.trained import Critic, Update
 from tests.unit.stages.ppo.test_ppo_tricks import documents, ppo
 
@@ -42,7 +42,7 @@ def read_and_train(models: Path, sharing: int, micro_tokens: int | None) -> dict
 
     actor = Actor(place("sft"), config, 0)
     critic = Critic(place("rm"), config, 0)
-    reference = Reference(place("other"), 1.0)
+    reference = ReferenceModel(place("other"), 1.0)
     reward = Reward(place("rm"))
     dice = np.random.default_rng(0)
     means = {

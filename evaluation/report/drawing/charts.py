@@ -22,7 +22,7 @@ PHASES = "phase/"
 X_LABEL: dict[str, Any] = {"fontsize": 7.5, "labelpad": 1.5}
 
 
-class Run(NamedTuple):
+class StageCurves(NamedTuple):
     """The curves of one stage, and its label when several (rounds) are drawn together."""
 
     label: str
@@ -30,7 +30,7 @@ class Run(NamedTuple):
 
 
 @matplotlib.rc_context(STYLE)
-def stage_chart(name: str, kind: str, runs: Sequence[Run]) -> str | None:
+def stage_chart(name: str, kind: str, runs: Sequence[StageCurves]) -> str | None:
     """Draws the curves of one stage, or of the rounds of one loop, as small panels. Returns None when there
     is nothing to draw: a line needs two points."""
     panels = [panel for panel in KINDS[kind].panels if _longest(panel, runs) > 1]
@@ -58,7 +58,7 @@ def stage_chart(name: str, kind: str, runs: Sequence[Run]) -> str | None:
     return svg(figure, f"curves of {name}")
 
 
-def single_values(kind: str, runs: Sequence[Run]) -> dict[str, float]:
+def single_values(kind: str, runs: Sequence[StageCurves]) -> dict[str, float]:
     """Returns the values of the panels that `stage_chart` leaves out because no line has two points, keyed
     by panel title and label."""
     values = {}
@@ -73,7 +73,7 @@ def single_values(kind: str, runs: Sequence[Run]) -> dict[str, float]:
     return values
 
 
-def _longest(panel: Panel, runs: Sequence[Run]) -> int:
+def _longest(panel: Panel, runs: Sequence[StageCurves]) -> int:
     """Returns the number of points of a panel's longest line."""
     return max(
         (len(_points(run.curves.get(metric, []))) for run in runs for metric in panel.lines), default=0
@@ -101,7 +101,7 @@ def _margins(columns: int, rows: int) -> dict[str, float]:
     }
 
 
-def _draw(ax: Axes, panel: Panel, runs: Sequence[Run], counts: str) -> None:
+def _draw(ax: Axes, panel: Panel, runs: Sequence[StageCurves], counts: str) -> None:
     colours = iter(COLOURS)
     labels = 0
     if panel.level is not None:

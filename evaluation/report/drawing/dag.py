@@ -33,7 +33,7 @@ COLOURS = {
 }  # in a lineage; stages have another colour
 
 
-class Box(NamedTuple):
+class DagNode(NamedTuple):
     """A node. (x, y) is its upper left corner; `lines` is the name, split into lines."""
 
     name: str
@@ -54,11 +54,11 @@ class Drawing(NamedTuple):
 
     width: float
     height: float
-    boxes: tuple[Box, ...]
+    boxes: tuple[DagNode, ...]
     edges: tuple[Edge, ...]
 
 
-class Slot(NamedTuple):
+class LayerSlot(NamedTuple):
     """A node in its own layer, or its waypoint in a later one."""
 
     node: str
@@ -73,7 +73,7 @@ def draw(parents: Mapping[str, Sequence[str]]) -> Drawing:
         layer[name] = max((layer[parent] + 1 for parent in above if parent in layer), default=0)
     links = _links(parents, layer)
     slots = dict.fromkeys(
-        [Slot(name, at) for name, at in layer.items()] + [slot for link in links for slot in link]
+        [LayerSlot(name, at) for name, at in layer.items()] + [slot for link in links for slot in link]
     )
     columns = [
         [slot for slot in slots if slot.layer == at] for at in range(max(layer.values(), default=-1) + 1)
@@ -84,7 +84,7 @@ def draw(parents: Mapping[str, Sequence[str]]) -> Drawing:
     bottom = max((middle[slot] + heights[slot] / 2 for slot in slots), default=0.0) + 3
     step = WIDTH + GAP_X
     boxes = tuple(
-        Box(name, _wrap(name), 3 + at * step, middle[Slot(name, at)] - HEIGHT / 2 - top)
+        DagNode(name, _wrap(name), 3 + at * step, middle[LayerSlot(name, at)] - HEIGHT / 2 - top)
         for name, at in layer.items()
     )
     edges = []
@@ -102,25 +102,29 @@ def draw(parents: Mapping[str, Sequence[str]]) -> Drawing:
     return Drawing(max(len(columns) * step - GAP_X, 0) + 6, bottom - top, boxes, tuple(edges))
 
 
-def _links(parents: Mapping[str, Sequence[str]], layer: Mapping[str, int]) -> list[tuple[Slot, Slot]]:
+def _links(
+    parents: Mapping[str, Sequence[str]], layer: Mapping[str, int]
+) -> list[tuple[LayerSlot, LayerSlot]]:
     """Returns edges between neighbouring layers: each node's path to its farthest child, and the branches
     from it."""
-    links: dict[tuple[Slot, Slot], None] = {}
+    links: dict[tuple[LayerSlot, LayerSlot], None] = {}
     for child, above in parents.items():
         for parent in above:
             if parent not in layer:
                 continue
-            path = [Slot(parent, at) for at in range(layer[parent], layer[child])]
-            links.update(dict.fromkeys(zip(path, [*path[1:], Slot(child, layer[child])], strict=True)))
+            path = [LayerSlot(parent, at) for at in range(layer[parent], layer[child])]
+            links.update(dict.fromkeys(zip(path, [*path[1:], LayerSlot(child, layer[child])], strict=True)))
     return list(links)
 
 
 def _place(
-    columns: list[list[Slot]], links: Sequence[tuple[Slot, Slot]], heights: Mapping[Slot, float]
-) -> dict[Slot, float]:
+    columns: list[list[LayerSlot]],
+    links: Sequence[tuple[LayerSlot, LayerSlot]],
+    heights: Mapping[LayerSlot, float],
+) -> dict[LayerSlot, float]:
     """Returns the vertical middle of every slot. A sweep moves each slot towards the mean of its
     neighbours, keeping gaps within a column."""
-    near: dict[Slot, list[Slot]] = {slot: [] for column in columns for slot in column}
+    near: dict[LayerSlot, list[LayerSlot]] = {slot: [] for column in columns for slot in column}
     for start, end in links:
         near[start].append(end)
         near[end].append(start)

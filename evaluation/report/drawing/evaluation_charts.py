@@ -17,7 +17,7 @@ from evaluation.scores.reward_accuracy import RewardReports
 from rlhf_core.records import WinRate
 
 
-class Mark(NamedTuple):
+class WinRateMark(NamedTuple):
     """A win rate in the chart. `label`: opponent and kind of rate; `filled`: a raw rate, not
     length-controlled."""
 
@@ -86,15 +86,17 @@ def win_rate_chart(rates: Sequence[WinRate], final: str, parents: Mapping[str, W
     return svg(figure, "win rates")
 
 
-def _marks(rate: WinRate, parent: WinRate | None) -> list[Mark]:
+def _marks(rate: WinRate, parent: WinRate | None) -> list[WinRateMark]:
     marks = []
     for played, colour, name in ((rate, COLOURS[0], rate.baseline), (parent, COLOURS[1], "its parent")):
         if played is None:
             continue
-        marks.append(Mark(f"against {name}", colour, True, played.win_rate, played.ci_low, played.ci_high))
+        marks.append(
+            WinRateMark(f"against {name}", colour, True, played.win_rate, played.ci_low, played.ci_high)
+        )
         if played.length_controlled is not None and played.lc_low is not None and played.lc_high is not None:
             held = played.length_controlled, played.lc_low, played.lc_high
-            marks.append(Mark(f"against {name}, length-controlled", colour, False, *held))
+            marks.append(WinRateMark(f"against {name}, length-controlled", colour, False, *held))
     return marks
 
 

@@ -216,10 +216,10 @@ def serve(
     named = by_name(folders, lambda: questions)
     if os.environ.get("PREFECT_API_URL"):
         from flows.triggers.events import Teller, names_a_server
-        from flows.triggers.feedback import Watch, takes_feedback
+        from flows.triggers.feedback import InboxWatch, takes_feedback
 
         if names_a_server():
-            Teller([Watch(one) for one in loaded if takes_feedback(one)]).start()
+            Teller([InboxWatch(one) for one in loaded if takes_feedback(one)]).start()
     with listen(host, port) as listener:
         address = f"http://{'127.0.0.1' if host == EVERYWHERE else host}:{listener.getsockname()[1]}"
         for name in named:

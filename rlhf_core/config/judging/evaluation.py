@@ -20,7 +20,7 @@ from rlhf_core.config.judging.judges import (
     VllmJudge,
 )
 from rlhf_core.config.judging.lm_eval_tasks import task_name
-from rlhf_core.config.loops import Sampling
+from rlhf_core.config.loops import SamplingFields
 from rlhf_core.config.processes import Groups, Served
 from rlhf_core.records import RECIPE_ONLY, Config, NotInDigest, Positive, Rate, check
 
@@ -35,7 +35,7 @@ class RewardEvaluation(Config):
     bins: Positive = Field(10, description="bins of the calibration curve")
 
 
-class Evaluation(Gated, Sampling):
+class Evaluation(Gated, SamplingFields):
     """Pairwise battles of each model against the baseline: two games per question, with the answers
     swapped."""
 

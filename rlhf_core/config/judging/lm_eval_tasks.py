@@ -28,11 +28,11 @@ class _Function(str):
     """The value of `!function`."""
 
 
-class _Loader(yaml.SafeLoader):
+class _TaskLoader(yaml.SafeLoader):
     pass
 
 
-_Loader.add_constructor("!function", lambda loader, node: _Function(node.value))
+_TaskLoader.add_constructor("!function", lambda loader, node: _Function(node.value))
 
 
 def is_path(task: str) -> bool:
@@ -89,7 +89,7 @@ def _merged(path: Path, seen: tuple[Path, ...]) -> tuple[dict[str, Any], tuple[P
     if path in seen:
         raise ValueError(f"the task file {path} includes itself: remove the include")
     try:
-        content = yaml.load(path.read_text(encoding="utf-8"), Loader=_Loader)  # noqa: S506 - a SafeLoader
+        content = yaml.load(path.read_text(encoding="utf-8"), Loader=_TaskLoader)  # noqa: S506 - a SafeLoader
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(
             f"the task file {path} cannot be read ({getattr(error, 'strerror', None) or error}): correct the"

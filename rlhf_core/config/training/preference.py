@@ -60,7 +60,7 @@ class UnpairedLoss(Config):
 REFERENCE_FREE = ("simpo", "orpo")
 
 
-class Anchored(Trainable, Routed):
+class PreferenceTraining(Trainable, Routed):
     """Fields that dpo and kto share."""
 
     policy: str = Field("sft", description="model to train")
@@ -75,7 +75,7 @@ class Anchored(Trainable, Routed):
         yield from template_mistakes(self.template)
 
 
-class DPO(Anchored, PreferenceLoss):
+class DPO(PreferenceTraining, PreferenceLoss):
     """Direct preference optimisation against the model it starts from (or `reference`)."""
 
     rows = "preference"
@@ -92,7 +92,7 @@ class DPO(Anchored, PreferenceLoss):
             yield f"loss {self.loss!r} uses no reference: leave reference out"
 
 
-class KTO(Anchored, UnpairedLoss):
+class KTO(PreferenceTraining, UnpairedLoss):
     """Kahneman-Tversky optimisation (Ethayarajh et al. 2024): trains on unpaired answers, each desirable or
     not."""
 

@@ -21,7 +21,7 @@ from transformers import MODEL_MAPPING, AttentionInterface, PretrainedConfig, Pr
 from rlhf_core.hub.model_config import STATEFUL_LAYERS
 from rlhf_core.models.kernels import choose, state_layers
 from rlhf_core.models.kernels.choose import attend_each, flash_kernel, kernel_for
-from rlhf_core.models.kernels.self_test import MANY, Heads, Kernel, Kind
+from rlhf_core.models.kernels.self_test import MANY, AttentionKind, Heads, Kernel
 from rlhf_core.models.kernels.sequence_ranks import SequenceRanks
 from rlhf_core.objectives.collate import sent
 
@@ -277,7 +277,7 @@ def varlen_attention(
         v = _Gathered.apply(v, keys)
     heads = Heads(q.shape[1] // k.shape[1], q.shape[-1])
     many = len(cu_seq_lens_q) > MANY + 1
-    kernel = kernel or kernel_for(Kind(heads, window >= 0, keys is not None, many), query.device)
+    kernel = kernel or kernel_for(AttentionKind(heads, window >= 0, keys is not None, many), query.device)
     attended = kernel(
         q, k, v, cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k, scale=scale, window=window
     )

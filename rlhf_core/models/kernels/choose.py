@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.attention import varlen
 
-from rlhf_core.models.kernels.self_test import Heads, Kernel, Kind, rejection_reason
+from rlhf_core.models.kernels.self_test import AttentionKind, Heads, Kernel, rejection_reason
 
 # PyTorch 2.11 groups heads without it
 _HAS_GQA_OPTION = "enable_gqa" in inspect.signature(varlen.varlen_attn).parameters
@@ -107,7 +107,7 @@ def _pytorch(kernel: Kernel, *rows: Any, scale: float, window: int) -> Tensor:
 _CALLS: dict[str, Kernel] = {"flash-attn-4": _flash4, "flash-attn": _flash, "PyTorch": _pytorch}
 
 
-def kernel_for(kind: Kind, device: torch.device) -> Kernel:
+def kernel_for(kind: AttentionKind, device: torch.device) -> Kernel:
     """Returns a kernel of queries, keys, values (T, heads, size), their edges and largest lengths, `scale`,
     and `window`: how many earlier tokens a token attends to (-1: all). Raises RuntimeError if no kernel
     computes this."""
@@ -123,7 +123,7 @@ def kernel_for(kind: Kind, device: torch.device) -> Kernel:
 def can_share(heads: Heads, windows: bool, device: torch.device) -> bool:
     """Returns whether `kernel_for` finds a kernel for shared prompts, both without a window and, if there are
     `windows`, with one."""
-    kinds = [Kind(heads, windowed, shared=True) for windowed in {False, windows}]
+    kinds = [AttentionKind(heads, windowed, shared=True) for windowed in {False, windows}]
     return all(any(_tried(*kernel, kind, device) for kernel in _installed(device)) for kind in kinds)
 
 
@@ -142,7 +142,7 @@ def _at_least_hopper(device: torch.device) -> bool:
 
 
 @cache
-def _tried(name: str, kernel: Kernel, kind: Kind, device: torch.device) -> Kernel | None:
+def _tried(name: str, kernel: Kernel, kind: AttentionKind, device: torch.device) -> Kernel | None:
     """Returns the kernel if its values and gradients match those of plain attention."""
     call = partial(_CALLS[name], kernel)
     try:

@@ -27,7 +27,7 @@ class Heads(NamedTuple):
     size: int
 
 
-class Kind(NamedTuple):
+class AttentionKind(NamedTuple):
     """Describes a kind of attention: with windows, with documents that have more keys than queries (`shared`;
     the queries are the last), with more documents than `MANY`."""
 
@@ -48,7 +48,7 @@ class Kind(NamedTuple):
 
 
 def rejection_reason(
-    kernel: Kernel, kind: Kind, device: torch.device, must_be_deterministic: bool
+    kernel: Kernel, kind: AttentionKind, device: torch.device, must_be_deterministic: bool
 ) -> str | None:
     """Returns why the kernel cannot be used, or None. May run inside a layer that is recomputed in the
     backward pass."""

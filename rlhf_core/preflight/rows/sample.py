@@ -8,7 +8,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 from rlhf_core.data.sources import SAME_CUT
-from rlhf_core.data.survey import ANSWER_CUT, LIMITS, Made
+from rlhf_core.data.survey import ANSWER_CUT, LIMITS, BuiltItems
 
 SAMPLED_ROWS = 200
 SAMPLE_SECONDS = 5.0  # of CPU time, for rows of many tokens
@@ -41,7 +41,7 @@ class RowSample:
         """Whether no more rows should be counted."""
         return self.rows >= SAMPLED_ROWS or time.process_time() - self._begun > SAMPLE_SECONDS
 
-    def see(self, where: str, made: Made) -> None:
+    def see(self, where: str, made: BuiltItems) -> None:
         """Counts the result of the row at `where`."""
         self.rows += 1
         self.items += made.rows

@@ -28,7 +28,7 @@ from rlhf_core.data.rows.columns import (
 from rlhf_core.data.rows.files import is_file
 from rlhf_core.data.rows.mixture import CHECKED_ROWS, checked_rows, names, unusable
 from rlhf_core.data.sources import maker_of
-from rlhf_core.data.survey import Made
+from rlhf_core.data.survey import BuiltItems
 from rlhf_core.preflight.rows.sample import RowSample, noun_of
 
 if TYPE_CHECKING:  # chat imports transformers
@@ -78,7 +78,7 @@ def render_rows(
             lacks = unusable(located, kind)
             if lacks:
                 if not sample.is_full:
-                    sample.see(located.where, Made((), 0, 1, lacks))
+                    sample.see(located.where, BuiltItems((), 0, 1, lacks))
                 continue
             messages, answers = _texts(kind, located)
             control_token = control_token or _control_token(renderer, located.where, messages, answers)

@@ -17,7 +17,7 @@ from rlhf_core.config.engines import EngineConfig
 from rlhf_core.hub.model_config import experts_of_config, text_config, wraps_text_by_config
 from rlhf_core.hub.vocabulary import known_rows
 from rlhf_core.models.experts import replayed
-from rlhf_core.rollout.contract import Answer, Request, Sampling, answer_of
+from rlhf_core.rollout.contract import Request, SampledAnswer, Sampling, answer_of
 from rlhf_core.rollout.vllm.environment import (
     CPU_BATCHED_TOKENS,
     adapter_options,
@@ -41,7 +41,7 @@ ASKED = "asked-"  # prefix of the ids of `advance`'s requests
 COUNTERS = ("vllm:generation_tokens", "vllm:spec_decode_num_accepted_tokens")  # names of public vLLM metrics
 
 
-class Begun(NamedTuple):
+class OpenRequest(NamedTuple):
     """Holds the engine's own name for a request, and the request's pairs (first token, version of the weights
     from there on)."""
 
@@ -119,7 +119,7 @@ class VllmEngine:
             language_model_only=wraps_text_by_config(config_of(model)),
             **delta_rule(model),
             **graphs(config.options),
-            **({"worker_cls": "rlhf_core.rollout.vllm.patches.gpu_worker.Worker"} if on_gpu else {}),
+            **({"worker_cls": "rlhf_core.rollout.vllm.patches.gpu_worker.GpuWorker"} if on_gpu else {}),
             worker_extension_cls="rlhf_core.rollout.vllm.weight_receiver.WeightReceiver",
             disable_log_stats=not self._drafts,
             use_tqdm_on_load=False,
@@ -146,14 +146,14 @@ class VllmEngine:
         self._adapter: Any = None  # named by requests, once adapters are loaded
         self.version = 0
         self._loads = 0  # `version` is the trainer's count, `_loads` how often weights were loaded
-        self._begun = dict[str, Begun]()  # unfinished requests of `advance`
+        self._begun = dict[str, OpenRequest]()  # unfinished requests of `advance`
         # answers to requests of `advance` that finished since it last returned
-        self._finished = list[tuple[int, Answer]]()
+        self._finished = list[tuple[int, SampledAnswer]]()
         merged.close()  # here, since Ray ends its processes without letting them clean up
 
     def generate(
         self, prompts: Sequence[Sequence[int]], seeds: Sequence[int], sampling: Sampling
-    ) -> list[list[Answer]]:
+    ) -> list[list[SampledAnswer]]:
         """Returns `n` answers to each prompt, in the order of the prompts. Answer j of prompt i is sampled
         with seed `seeds[i] + j`."""
         with uncollected():
@@ -162,11 +162,11 @@ class VllmEngine:
 
     def stream(
         self, prompts: Sequence[Sequence[int]], seeds: Sequence[int], sampling: Sampling
-    ) -> Iterator[tuple[int, list[Answer]]]:
+    ) -> Iterator[tuple[int, list[SampledAnswer]]]:
         """Like `generate`, but yields each prompt as its answers finish: the prompt's index and its `n`
         answers."""
         n = sampling.n
-        found = dict[int, dict[int, Answer]]()
+        found = dict[int, dict[int, SampledAnswer]]()
         for i, params in enumerate(self._params(seeds, sampling)):
             self._add(str(i), prompts[i // n], params)
         left = n * len(prompts)
@@ -207,7 +207,7 @@ class VllmEngine:
 
     def advance(
         self, requests: Sequence[Request], seconds: float, gone: Sequence[int] = ()
-    ) -> list[tuple[int, Answer]]:
+    ) -> list[tuple[int, SampledAnswer]]:
         """Adds requests, aborts those with the keys `gone`, and works on all open requests for `seconds`, or
         until none is left. Returns the finished answers with the keys of their requests; the other requests
         continue in the next call."""
@@ -220,7 +220,7 @@ class VllmEngine:
                 request.tokens,
                 self._parameters(request.seed, request.sampling),
             )
-            self._begun[key] = Begun(own, [(0, self.version)])
+            self._begun[key] = OpenRequest(own, [(0, self.version)])
         with uncollected():
             while engine.has_unfinished_requests() and time.monotonic() < until:
                 self._step()
@@ -387,7 +387,7 @@ def _known_rows(source: str, config: dict[str, Any]) -> int | None:
     return known
 
 
-def _answer(request: Any) -> Answer:
+def _answer(request: Any) -> SampledAnswer:
     """Returns the answer in vLLM's output. Raises RuntimeError when its log-probs or experts do not match its
     tokens."""
     output = request.outputs[0]

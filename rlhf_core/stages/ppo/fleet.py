@@ -23,18 +23,18 @@ from rlhf_core.config.metrics.shared import SURVIVES
 from rlhf_core.data.documents import Document
 from rlhf_core.environments.episodes import Episodes
 from rlhf_core.rewards.clients import Rewards
-from rlhf_core.rollout.contract import Answer, Sampling
+from rlhf_core.rollout.contract import SampledAnswer, Sampling
 from rlhf_core.rollout.dispatch import Background, Engines
 from rlhf_core.rollout.sampler_role import SamplerRole
 from rlhf_core.rollout.weight_transfer import Rendezvous, choose_route
 from rlhf_core.runs.resume_state import rank_file
 from rlhf_core.stages.ppo.measured.probe import MARGIN, NOISE_FREE, Probe, check_gap, gaps_of
-from rlhf_core.stages.ppo.measured.roofline import Machine, floors
-from rlhf_core.stages.ppo.records import Experience, Part, Rollout, Scores
+from rlhf_core.stages.ppo.measured.roofline import MeasuredMachine, floors
+from rlhf_core.stages.ppo.records import Experience, Rollout, RolloutPart, Scores
 from rlhf_core.stages.ppo.references import by_reference
 from rlhf_core.stages.ppo.reward_sources import RewardSources
 from rlhf_core.stages.ppo.roles.actor import Actor
-from rlhf_core.stages.ppo.roles.read_only import ModelRole, Reference
+from rlhf_core.stages.ppo.roles.read_only import ModelRole, ReferenceModel
 from rlhf_core.stages.ppo.roles.trained import Critic, Steps, Trained, Update
 from rlhf_core.stages.ppo.texts import Lengths
 
@@ -69,7 +69,7 @@ class Fleet:
     sampler: WorkerGroup
     sources: RewardSources
     lengths: Lengths | None = None
-    machine: Machine | None = None  # set by `survey`
+    machine: MeasuredMachine | None = None  # set by `survey`
     episodes: Episodes | None = None
     background: Background | None = None
     engines: Engines | None = None
@@ -110,7 +110,7 @@ class Fleet:
 
     def start_sample(
         self, prompts: Sequence[Sequence[int]], seeds: Sequence[int], sampling: Sampling
-    ) -> Callable[[], list[list[Answer]]]:
+    ) -> Callable[[], list[list[SampledAnswer]]]:
         """Starts to sample answers to each prompt. Returns a function that waits for them and returns them in
         the order of the prompts."""
         pending = self.sampler.call(
@@ -120,7 +120,7 @@ class Fleet:
 
     def stream(
         self, prompts: Sequence[Sequence[int]], seeds: Sequence[int], sampling: Sampling
-    ) -> Iterator[tuple[int, list[Answer]]]:
+    ) -> Iterator[tuple[int, list[SampledAnswer]]]:
         """Yields the answers of `start_sample`, prompt by prompt in the order of completion, with the
         prompt's index."""
         return self.sampler.stream(
@@ -146,7 +146,9 @@ class Fleet:
             else {"old_logprobs": scoring.start(self.actor, "score", Actor.logprobs, documents)}
         )
         if self.reference is not None:
-            pending["ref_logprobs"] = scoring.start(self.reference, "score", Reference.logprobs, documents)
+            pending["ref_logprobs"] = scoring.start(
+                self.reference, "score", ReferenceModel.logprobs, documents
+            )
         if self.config.reference_in_actor:
             pending["ref_logprobs"] = scoring.start(self.actor, "score", Actor.reference_logprobs, documents)
         if self.critic is not None:
@@ -169,7 +171,7 @@ class Fleet:
             scored = {name: in_order(work.wait(self.timeout)) for name, work in pending.items()}
             known = wait_rewards()
             of_all = {name: work.refs for name, work in pending.items() if name != "end_values"}
-            stored = Part(len(rollouts), lists, of_all)
+            stored = RolloutPart(len(rollouts), lists, of_all)
             end_values = np.zeros(len(rollouts), np.float32) if bootstraps else None
             if end_values is not None and cut:
                 end_values[cut] = np.concatenate(scored["end_values"])
@@ -191,7 +193,7 @@ class Fleet:
         experience: Sequence[Experience],
         updates: Mapping[str, Sequence[Update]],
         beside: Callable[[], None] = lambda: None,
-        stored: Sequence[Part] = (),
+        stored: Sequence[RolloutPart] = (),
     ) -> Steps:
         """Trains the roles named in `updates`, side by side or in turn, and calls `beside` while they work.
         `stored`: as in `Scores`, data that the nodes have and that need not be sent again. Returns the
@@ -376,7 +378,7 @@ class Fleet:
             if group is not None
         ]
 
-    def survey(self) -> Machine:
+    def survey(self) -> MeasuredMachine:
         """Returns sizes and GPUs of all roles, and measures the actor's GPU. Call it when nothing else
         runs."""
         shapes = {
@@ -390,7 +392,7 @@ class Fleet:
         ceilings = self.actor.call("start", Actor.ceilings).wait(self.timeout)[0]
         assert ceilings is not None, "the first rank measures"
         named = {role: [gpu or "host" for gpu in held] for role, held in gpus.items()}
-        return Machine(
+        return MeasuredMachine(
             shapes | {"sampler": shapes["actor"]},
             named,
             len(engines[0]) // self.config.engine.pipeline_parallel_size,

@@ -34,7 +34,7 @@ from rlhf_core.stages.ppo.fleet import Asking, Fleet
 from rlhf_core.stages.ppo.reward_sources import RewardSources
 from rlhf_core.stages.ppo.roles.actor import Actor
 from rlhf_core.stages.ppo.roles.passes import ModelSpec
-from rlhf_core.stages.ppo.roles.read_only import Reference, Reward
+from rlhf_core.stages.ppo.roles.read_only import ReferenceModel, Reward
 from rlhf_core.stages.ppo.roles.trained import Critic
 from rlhf_core.stages.ppo.texts import decoder, lengths_of
 
@@ -98,7 +98,7 @@ def start_fleet(
     if "reference" in groups:
         loading.append(
             groups["reference"].build(
-                Reference,
+                ReferenceModel,
                 model=model("reference"),
                 temperature=config.temperature,
                 routing_replay=as_the_actor,

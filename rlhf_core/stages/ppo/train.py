@@ -34,7 +34,7 @@ from rlhf_core.runs import resume_state
 from rlhf_core.runs.metrics_log import Tracker, read_metrics
 from rlhf_core.runs.run_dir import EXPORTS, ROLLOUTS, VALIDATION, Outcome, RunDir, StageRequest
 from rlhf_core.stages.ppo.fleet import Asking, Fleet
-from rlhf_core.stages.ppo.iteration import Carried, Schedule, ppo_iteration, step_means
+from rlhf_core.stages.ppo.iteration import Carried, StepSchedule, ppo_iteration, step_means
 from rlhf_core.stages.ppo.records import shown
 from rlhf_core.stages.ppo.sampling.answers import PromptOrder, Setup
 from rlhf_core.stages.ppo.sampling.collector import Collector, answering
@@ -127,7 +127,7 @@ def train(request: StageRequest, run: RunDir, groups: Mapping[str, WorkerGroup],
         best = None
         # best iterations of the last two states
         named = (resume.loop["best"][0],) if resume and resume.loop.get("best") else ()
-        commit: resume_state.Commit | None = None
+        commit: resume_state.StateCommit | None = None
         found = fleet.probe(setup.probe, synced=False)  # before the first transfer; raises EngineDiffers
         print(
             f"log-probs of engines and trainer differ by up to {found.gap:.2g} of {found.bound:.2g} allowed",
@@ -268,7 +268,7 @@ def save_state(fleet: Fleet, carried: Carried, collector: Collector | None, fold
         write_ahead(folder, carried.ahead)
 
 
-def finish_saving(fleet: Fleet, commit: resume_state.Commit | None) -> None:
+def finish_saving(fleet: Fleet, commit: resume_state.StateCommit | None) -> None:
     """Waits until the last state is complete. Raises the error if saving failed."""
     if commit:
         fleet.finish_saving()
@@ -372,7 +372,7 @@ def setup_of(
     )
 
 
-def schedule_of(config: PPO, step: int, iterations: int, seed: int) -> Schedule:
+def schedule_of(config: PPO, step: int, iterations: int, seed: int) -> StepSchedule:
     """Returns batches and learning rates of one iteration. The actor does not train in the first
     `freezing_actor_steps` iterations."""
     per_epoch = config.rollout_batch_size * config.n_samples_per_prompt // config.train_batch_size
@@ -389,7 +389,7 @@ def schedule_of(config: PPO, step: int, iterations: int, seed: int) -> Schedule:
 
     by_role = {"critic": rates(config.critic_learning_rate, 0)} if config.has_critic else {}
     by_role |= {"actor": rates(config.actor_learning_rate, frozen)} if step >= frozen else {}
-    return Schedule(per_epoch, config.max_epochs, by_role, f"{seed}-{step}")
+    return StepSchedule(per_epoch, config.max_epochs, by_role, f"{seed}-{step}")
 
 
 def iteration_state(kl: KLController, carried: Carried) -> dict[str, Any]:

@@ -27,14 +27,14 @@ class Scored(NamedTuple):
     finished: bool
 
 
-class PromptGroup(NamedTuple):
+class AnsweredPrompt(NamedTuple):
     """A prompt and its answers."""
 
     prompt: tuple[Message, ...]
     answers: list[Scored]
 
 
-class Made(NamedTuple):
+class TrainingRows(NamedTuple):
     """Rows for training, and the number of prompts that gave none, by reason."""
 
     rows: Sequence[PreferencePair | ScoredAnswer]
@@ -48,7 +48,7 @@ def post_process(
     rewards: Sequence[Sequence[float]],
     finished: Sequence[Sequence[bool]],
     min_reward: float | None,
-) -> Made:
+) -> TrainingRows:
     """Returns the rows of one round. `finished` is False for a cut answer; `min_reward` is rejection
     sampling's threshold.
 
@@ -60,7 +60,7 @@ def post_process(
         for group in zip(texts, rewards, finished, strict=True)
     ]
     scored = [
-        PromptGroup(p, [a for a in group if not math.isnan(a.reward)])
+        AnsweredPrompt(p, [a for a in group if not math.isnan(a.reward)])
         for p, group in zip(prompts, answers, strict=True)
     ]
     needed = 2 if post_processor in ("dpo", "kto") else 1
@@ -70,7 +70,7 @@ def post_process(
         made = best_and_worst(enough)
     else:
         whole = [
-            PromptGroup(group.prompt, [answer for answer in group.answers if answer.finished])
+            AnsweredPrompt(group.prompt, [answer for answer in group.answers if answer.finished])
             for group in enough
         ]
         kept = [group for group in whole if group.answers]
@@ -80,7 +80,7 @@ def post_process(
         elif post_processor == "rejection_sampling":
             made = best(kept, min_reward)
         else:  # conditional SFT writes the reward of every answer into its prompt
-            made = Made(
+            made = TrainingRows(
                 [
                     ScoredAnswer(prompt=group.prompt, response=a.text, reward=a.reward)
                     for group in kept
@@ -88,10 +88,10 @@ def post_process(
                 ],
                 {},
             )
-    return Made(made.rows, made.dropped | dropped)
+    return TrainingRows(made.rows, made.dropped | dropped)
 
 
-def best_and_worst(groups: Sequence[PromptGroup]) -> Made:
+def best_and_worst(groups: Sequence[AnsweredPrompt]) -> TrainingRows:
     """Pairs the best answer of each prompt with its worst. Prompts without a difference in score and text are
     dropped."""
     pairs: list[PreferencePair] = []
@@ -107,10 +107,10 @@ def best_and_worst(groups: Sequence[PromptGroup]) -> Made:
             chosen = {"chosen": top.text, "chosen_score": top.reward, "chosen_cut": not top.finished}
             rejected = {"rejected": low.text, "rejected_score": low.reward, "rejected_cut": not low.finished}
             pairs.append(PreferencePair.model_validate({"prompt": prompt, **chosen, **rejected}))
-    return Made(pairs, dropped)
+    return TrainingRows(pairs, dropped)
 
 
-def labelled(groups: Sequence[PromptGroup]) -> Made:
+def labelled(groups: Sequence[AnsweredPrompt]) -> TrainingRows:
     """Labels every answer: desirable when it scores above the mean of the answers to its prompt, undesirable
     below it.
 
@@ -129,13 +129,13 @@ def labelled(groups: Sequence[PromptGroup]) -> Made:
         rows += [
             LabelledAnswer(prompt=prompt, response=a.text, reward=a.reward, label=label) for a, label in above
         ]
-    return Made(rows, {"equal_score": equal})
+    return TrainingRows(rows, {"equal_score": equal})
 
 
-def best(groups: Sequence[PromptGroup], min_reward: float | None) -> Made:
+def best(groups: Sequence[AnsweredPrompt], min_reward: float | None) -> TrainingRows:
     """Returns the best of n answers (the first of equals). A prompt whose best answer scores below
     `min_reward` is dropped."""
     tops = [(prompt, max(answers, key=REWARD)) for prompt, answers in groups]
     kept = [(prompt, top) for prompt, top in tops if min_reward is None or top.reward >= min_reward]
     rows = [ScoredAnswer(prompt=prompt, response=top.text, reward=top.reward) for prompt, top in kept]
-    return Made(rows, {"min_reward": len(tops) - len(kept)})
+    return TrainingRows(rows, {"min_reward": len(tops) - len(kept)})

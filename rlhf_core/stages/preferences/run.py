@@ -28,7 +28,7 @@ from rlhf_core.rewards.batch import reward_batch, terms_of
 from rlhf_core.rewards.contract import Sample
 from rlhf_core.rewards.own_tokens import writers
 from rlhf_core.rewards.trial import try_rewards
-from rlhf_core.rollout.contract import Answer
+from rlhf_core.rollout.contract import SampledAnswer
 from rlhf_core.runs.run_dir import Outcome, RunDir, StageRequest
 from rlhf_core.stages.preferences.post_process import post_process
 from rlhf_core.stages.preferences.sample_answers import answers_of_round
@@ -160,5 +160,5 @@ def reward_metrics(scores: Sequence[Sequence[float]]) -> dict[str, float]:
     }
 
 
-def _document(prompt: Prompt, answer: Answer) -> Document:
+def _document(prompt: Prompt, answer: SampledAnswer) -> Document:
     return compact(prompt.tokens, answer.tokens)

@@ -18,14 +18,14 @@ import torch
 
 from rlhf_core.config import Preferences
 from rlhf_core.models.precision import dtype_of
-from rlhf_core.rollout.contract import Answer, Sampling, answer_of
+from rlhf_core.rollout.contract import SampledAnswer, Sampling, answer_of
 from rlhf_core.rollout.kinds import open_engine
 from rlhf_core.runs.run_dir import STATE, RunDir, StageRequest
 from rlhf_core.system.files import write_text
 
 PROGRESS_SECONDS = 15.0
 SILENT_SECONDS = 3600.0  # longer than any prompt's answers take
-Answered = tuple[int, list[Answer]]
+Answered = tuple[int, list[SampledAnswer]]
 
 
 def answers_of_round(
@@ -35,7 +35,7 @@ def answers_of_round(
     stop_token_ids: Sequence[int],
     request: StageRequest,
     run: RunDir,
-) -> list[list[Answer]]:
+) -> list[list[SampledAnswer]]:
     """Returns `n_samples_per_prompt` answers to each prompt, without log-probs. Seeds depend only on run,
     round and prompt."""
     file = run / STATE / "answers.jsonl"
@@ -83,10 +83,10 @@ def answers_of_round(
     return [found[i] for i in range(len(prompts))]
 
 
-def _kept(file: Path, n: int) -> dict[int, list[Answer]]:
+def _kept(file: Path, n: int) -> dict[int, list[SampledAnswer]]:
     """Returns the answers in the file, by prompt, and removes incomplete lines from it."""
     file.parent.mkdir(exist_ok=True)
-    found: dict[int, list[Answer]] = {}
+    found: dict[int, list[SampledAnswer]] = {}
     lines = file.read_text().splitlines() if file.is_file() else []
     for line in lines:
         try:

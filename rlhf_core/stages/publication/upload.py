@@ -35,7 +35,7 @@ Gated = Literal["auto", "manual"]  # who accepts access requests: the Hub, or a 
 T = TypeVar("T")
 
 
-class Commit(NamedTuple):
+class HubCommit(NamedTuple):
     """Where a model is on the Hub. `url` shows the tagged files."""
 
     repo_id: str
@@ -90,7 +90,7 @@ def upload(
     repo_type: str = "model",
     branch: str = MAIN,
     gated: Gated | None = None,
-) -> Commit:
+) -> HubCommit:
     """Puts a published folder on the Hub: repository, branch, one commit, tag. Safe to repeat after any
     failure.
 
@@ -165,7 +165,7 @@ def upload(
             "set the tag",
             lambda: api.create_tag(repo_id, tag=tag, revision=commit, exist_ok=True, repo_type=repo_type),
         )
-    return Commit(
+    return HubCommit(
         repo_id,
         commit,
         tag,

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from rlhf_core.training.state_files import KINDS, Part
+from rlhf_core.training.state_files import KINDS, WeightPart
 
 
 class Fragment(NamedTuple):
@@ -26,12 +26,12 @@ class Fragment(NamedTuple):
     length: int
 
 
-def zero_parts(optimizer: Any, module: nn.Module, stage: int, rank: int) -> Iterator[Part]:
+def zero_parts(optimizer: Any, module: nn.Module, stage: int, rank: int) -> Iterator[WeightPart]:
     """Yields this rank's parts; their tensors are views. The optimiser must have a state."""
     state = optimizer.optimizer.state
     for name, start, flat, offset, length in _fragments(optimizer, module, stage, rank):
         sources = {"weight": flat} | {kind: state[flat][kind] for kind in KINDS[1:]}
-        yield Part(
+        yield WeightPart(
             name, start, {kind: source.detach().narrow(0, offset, length) for kind, source in sources.items()}
         )
 

@@ -20,7 +20,7 @@ from rlhf_core.data.documents import reward_suffix, store_suffix, stored_suffix,
 from rlhf_core.data.rows.mixture import check_columns
 from rlhf_core.data.sources import answer_documents, labelled_answers
 from rlhf_core.models.scoring import RewardScorer
-from rlhf_core.rollout.contract import Answer, Sampling
+from rlhf_core.rollout.contract import SampledAnswer, Sampling
 from rlhf_core.runs.run_dir import RunDir, StageRequest
 from rlhf_core.stages.preferences.post_process import post_process
 from tests.support.tiny_models import reward_model
@@ -285,12 +285,15 @@ class ScriptedSampler:
 
     def stream(
         self, prompts: list[list[int]], seeds: list[int], how: Sampling
-    ) -> Iterator[tuple[int, list[Answer]]]:
+    ) -> Iterator[tuple[int, list[SampledAnswer]]]:
         ScriptedSampler.prompts = prompts
         for prompt in range(len(prompts)):
             yield (
                 prompt,
-                [Answer([*self.answers[i % 2], how.stop_token_ids[0]], [], True) for i in range(how.n)],
+                [
+                    SampledAnswer([*self.answers[i % 2], how.stop_token_ids[0]], [], True)
+                    for i in range(how.n)
+                ],
             )
 
     def close(self) -> None:

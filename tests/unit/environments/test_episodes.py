@@ -19,9 +19,9 @@ import pytest
 from rlhf_core.config.rewards import Environment
 from rlhf_core.data.chat import Renderer, load_tokenizer
 from rlhf_core.data.documents import Prompt
-from rlhf_core.environments.episodes import Asked, Episode, Episodes
+from rlhf_core.environments.episodes import Episode, EpisodeRequest, Episodes
 from rlhf_core.environments.trajectory import Limits
-from rlhf_core.rollout.contract import Answer, Sampling
+from rlhf_core.rollout.contract import SampledAnswer, Sampling
 from rlhf_core.rollout.dispatch import Background
 from rlhf_core.stages.ppo.sampling.answers import of_episode
 from rlhf_core.system.processes import raised_by_us
@@ -87,11 +87,11 @@ class AtOnce:
 
     def release(self, engine: int, requests: int = 1) -> None: ...
 
-    async def ask(self, engine: int, tokens: Sequence[int], seed: int, sampling: Sampling) -> Answer:
+    async def ask(self, engine: int, tokens: Sequence[int], seed: int, sampling: Sampling) -> SampledAnswer:
         await asyncio.sleep(0)
         self.asked.append((len(tokens), seed))
         said = self._renderer.tokenizer(f"ok{seed % 1000}", add_special_tokens=False).input_ids
-        return Answer([*said, self._renderer.end_token_id], [-1.0] * (len(said) + 1), True)
+        return SampledAnswer([*said, self._renderer.end_token_id], [-1.0] * (len(said) + 1), True)
 
 
 Make = Callable[..., Episodes]
@@ -122,7 +122,7 @@ def make(renderer: Renderer, tmp_path: Path) -> Iterator[Make]:
 def run(episodes: Episodes, renderer: Renderer, rows: Sequence[dict[str, Any]]) -> list[Episode]:
     messages = ({"role": "user", "content": "Go"},)
     asked = [
-        Asked(Prompt(messages, renderer.prompt(messages), row, False), 100 * i, i)
+        EpisodeRequest(Prompt(messages, renderer.prompt(messages), row, False), 100 * i, i)
         for i, row in enumerate(rows)
     ]
     return episodes._background.start(episodes.run(asked, SAMPLING)).result(timeout=60)
@@ -272,7 +272,7 @@ class Slow(AtOnce):
 
     cancelled = 0
 
-    async def ask(self, engine: int, tokens: Sequence[int], seed: int, sampling: Sampling) -> Answer:
+    async def ask(self, engine: int, tokens: Sequence[int], seed: int, sampling: Sampling) -> SampledAnswer:
         if not self.asked:
             return await super().ask(engine, tokens, seed, sampling)
         try:
@@ -339,7 +339,7 @@ def test_thousands_at_once(make: Make, renderer: Renderer) -> None:
 
 def test_close_leaves_nothing_behind(make: Make, renderer: Renderer) -> None:
     episodes = make(timeout=100.0)
-    asked = Asked(Prompt(({"role": "user", "content": "Go"},), [5], {"fault": "wait"}, False), 0, 0)
+    asked = EpisodeRequest(Prompt(({"role": "user", "content": "Go"},), [5], {"fault": "wait"}, False), 0, 0)
     waiting = episodes._background.start(episodes.run([asked], SAMPLING))
     children = [
         child.pid

@@ -12,7 +12,7 @@ from rlhf_core.data.documents import Prompt
 from rlhf_core.environments.calls import CallFormat, call_format
 from rlhf_core.environments.conversation import Call
 from rlhf_core.environments.trajectory import Full, Limits, Trajectory
-from rlhf_core.rollout.contract import Answer
+from rlhf_core.rollout.contract import SampledAnswer
 from tests.support.templates import TEMPLATES, WITHOUT_TOOLS, save_tokenizer
 
 LIMITS = Limits(turns=4, prompt_tokens=400, tokens=600, answer_tokens=None)
@@ -55,12 +55,12 @@ def begun(renderer: Renderer, tools: bool = False, limits: Limits = LIMITS) -> T
     )
 
 
-def sampled(renderer: Renderer, text: str, finished: bool = True) -> Answer:
+def sampled(renderer: Renderer, text: str, finished: bool = True) -> SampledAnswer:
     tokens = [
         *renderer.tokenizer(text, add_special_tokens=False).input_ids,
         *([renderer.end_token_id] if finished else []),
     ]
-    return Answer(tokens, [-0.5 - i for i in range(len(tokens))], finished)
+    return SampledAnswer(tokens, [-0.5 - i for i in range(len(tokens))], finished)
 
 
 @pytest.mark.parametrize("name", TEMPLATES)

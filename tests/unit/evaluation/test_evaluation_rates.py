@@ -157,7 +157,7 @@ class Scripted:
 def test_a_paid_judge_is_asked_until_the_interval_is_narrow_and_its_cost_is_told(
     setting: Setting, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("evaluation.judges.factory.OpenAIJudge", Scripted)
+    monkeypatch.setattr("evaluation.judges.factory.EndpointJudge", Scripted)
     Scripted.made.clear()
     prices = {
         "input_price": 2.0,

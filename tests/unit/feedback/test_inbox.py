@@ -17,7 +17,7 @@ import pytest
 from rlhf_core.feedback.inbox import FILE, Inbox
 from rlhf_core.feedback.leaks import Questions
 from rlhf_core.feedback.parse import feedback_of
-from rlhf_core.feedback.receive import Given, receive, rows_of
+from rlhf_core.feedback.receive import ReceivedRow, receive, rows_of
 from rlhf_core.feedback.records import Feedback
 from rlhf_core.feedback.take import take
 from rlhf_core.system.processes import module_path
@@ -206,7 +206,7 @@ def test_rows_that_meet_questions_or_judge_nothing_are_counted(inbox: Inbox) -> 
     ]
     done = receive(
         inbox,
-        [Given(f"row {i}", row) for i, row in enumerate(rows)],
+        [ReceivedRow(f"row {i}", row) for i, row in enumerate(rows)],
         Questions(["What is the capital of France?"]),
     )
     assert (done.read, done.new, done.leaked, done.wrong, len(done.unusable)) == (3, 0, 1, 1, 1)
@@ -215,7 +215,9 @@ def test_rows_that_meet_questions_or_judge_nothing_are_counted(inbox: Inbox) -> 
 def test_a_file_of_rows_that_a_full_disk_cuts_off_is_removed(
     inbox: Inbox, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    receive(inbox, [Given("row 1", {"prompt": "hello", "response": "hi", "thumb": "up"})], Questions([]))
+    receive(
+        inbox, [ReceivedRow("row 1", {"prompt": "hello", "response": "hi", "thumb": "up"})], Questions([])
+    )
 
     def full(number: int) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))

@@ -11,7 +11,7 @@ import pytest
 from rlhf_core.feedback import receive as receiving
 from rlhf_core.feedback.inbox import Inbox
 from rlhf_core.feedback.leaks import Questions
-from rlhf_core.feedback.receive import Given, receive, rows_of
+from rlhf_core.feedback.receive import ReceivedRow, receive, rows_of
 
 LABEL = {"prompt": "q", "answer_a": "a", "answer_b": "b", "verdict": "A>B"}
 
@@ -38,7 +38,7 @@ def test_a_batch_ends_after_its_rows_or_its_bytes(tmp_path: Path, monkeypatch: p
     add = inbox.add
     monkeypatch.setattr(inbox, "add", lambda rows: sizes.append(len(rows)) or add(rows))
     row = {"prompt": "q", "response": "a", "thumb": "up"}
-    given = [Given(str(n), row | {"prompt": str(n)}, size=1 if n < 5 else 50) for n in range(9)]
+    given = [ReceivedRow(str(n), row | {"prompt": str(n)}, size=1 if n < 5 else 50) for n in range(9)]
     assert receive(inbox, given, Questions(())).new == 9
     assert sizes == [4, 3, 2]  # four rows; 1 + 50 + 50 bytes; the rest
 

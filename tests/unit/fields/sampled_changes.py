@@ -18,7 +18,7 @@ import rlhf_core.stages.preferences.sample_answers
 from rlhf_core.config import KINDS, Data, EngineConfig
 from rlhf_core.data.chat import Renderer, load_tokenizer
 from rlhf_core.data.sources import answer_documents, labelled_answers, preference_pairs, sft_documents
-from rlhf_core.rollout.contract import Answer, Sampling
+from rlhf_core.rollout.contract import SampledAnswer, Sampling
 from rlhf_core.runs.run_dir import RunDir, StageRequest
 from rlhf_core.stages.ppo import train
 from tests.unit.fields.change import Change, World
@@ -42,12 +42,12 @@ class Script:
 
     def generate(
         self, prompts: Sequence[Sequence[int]], seeds: Sequence[int], how: Sampling
-    ) -> list[list[Answer]]:
+    ) -> list[list[SampledAnswer]]:
         return [answers for _, answers in self.stream(prompts, seeds, how)]
 
     def stream(
         self, prompts: Sequence[Sequence[int]], seeds: Sequence[int], how: Sampling
-    ) -> Iterator[tuple[int, list[Answer]]]:
+    ) -> Iterator[tuple[int, list[SampledAnswer]]]:
         self.told.append((prompts, how))
         for place, prompt in enumerate(prompts):
             tokens = [
@@ -56,7 +56,10 @@ class Script:
             ]
             yield (
                 place,
-                [Answer([*own[: how.max_new_tokens - 1], how.stop_token_ids[0]], [], True) for own in tokens],
+                [
+                    SampledAnswer([*own[: how.max_new_tokens - 1], how.stop_token_ids[0]], [], True)
+                    for own in tokens
+                ],
             )
 
 

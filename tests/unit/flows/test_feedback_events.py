@@ -10,7 +10,7 @@ from prefect.settings import PREFECT_API_URL, temporary_settings
 
 import flows.triggers.events as events
 from flows.cli.app import main
-from flows.triggers.feedback import Watch
+from flows.triggers.feedback import InboxWatch
 from rlhf_core.cluster.rank_environment import free_port
 from rlhf_core.config import Recipe
 from rlhf_core.feedback.inbox import Inbox
@@ -72,7 +72,9 @@ def test_the_endpoint_tells_when_a_round_can_begin_and_repeats_what_was_not_take
         "rounds": 1,
         "min_new_rows": 2,
     }
-    watch = Watch(Recipe(name="n", base_model="org/base", artifacts=str(tmp_path), stages={"loop": loop}))
+    watch = InboxWatch(
+        Recipe(name="n", base_model="org/base", artifacts=str(tmp_path), stages={"loop": loop})
+    )
     monkeypatch.setattr(events, "tell", lambda inboxes: told.append(inboxes) or taken.pop(0))
     teller = events.Teller([watch])
     teller.look()

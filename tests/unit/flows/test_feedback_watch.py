@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
-from flows.triggers.feedback import LONGEST_PAUSE, Watch
+from flows.triggers.feedback import LONGEST_PAUSE, InboxWatch
 from rlhf_core.config import Recipe
 from rlhf_core.feedback.inbox import Inbox
 from rlhf_core.feedback.parse import feedback_of
-from rlhf_core.recipe.loop_record import FILE, LOCK, Begun, Record, Round, folder_of
+from rlhf_core.recipe.loop_record import FILE, LOCK, Record, Round, RoundBegun, folder_of
 from rlhf_core.system.files import locked, write_text
 
 DAY = datetime(2026, 5, 1, tzinfo=UTC)
@@ -36,9 +36,9 @@ class Bench:
         self.watch = self.watching()
         self._said = 0
 
-    def watching(self) -> Watch:
+    def watching(self) -> InboxWatch:
         """As of a new process."""
-        return Watch(self.recipe, lambda: self.now)
+        return InboxWatch(self.recipe, lambda: self.now)
 
     def say(self, count: int) -> None:
         self.inbox.add(
@@ -55,7 +55,7 @@ class Bench:
         rounds = tuple(
             Round(stages={}, begun=DAY, ended=DAY, taken={place: end}, refused=refused) for end in taken
         )
-        now = Begun(stages={}, at=DAY, taken={place: begun}) if begun is not None else None
+        now = RoundBegun(stages={}, at=DAY, taken={place: begun}) if begun is not None else None
         folder_of(self.recipe).mkdir(parents=True, exist_ok=True)
         write_text(
             folder_of(self.recipe) / FILE, Record(loop="loop", rounds=rounds, begun=now).model_dump_json()
@@ -151,4 +151,4 @@ def test_a_record_that_cannot_be_read_is_told(bench: Bench) -> None:
 def test_recipes_without_such_a_loop_are_refused(tmp_path: Path) -> None:
     loop = {"stage": "iterative_dpo", "reward": "org/reward", "prompts": {"sources": "p.jsonl"}, "rounds": 1}
     with pytest.raises(ValueError, match="its loop loop takes no feedback"):
-        Watch(Recipe(name="x", base_model="org/base", stages={"loop": loop}))
+        InboxWatch(Recipe(name="x", base_model="org/base", stages={"loop": loop}))

@@ -14,7 +14,7 @@ from filelock import FileLock
 import flows.cli
 from flows.cli.history import (
     Difference,
-    Item,
+    Removable,
     _win_rates,
     differences,
     lineage_of,
@@ -27,7 +27,7 @@ from rlhf_core.config import DPO, SFT, Recipe
 from rlhf_core.recipe.plan import plan
 from rlhf_core.runs.lineage import data_of
 from rlhf_core.runs.run_dir import LOCK, REQUEST, RESULT, STATE, Outcome, RunDir
-from rlhf_core.runs.run_records import NAME, Asked, asked, kept
+from rlhf_core.runs.run_records import NAME, RunRequest, asked, kept
 from rlhf_core.system.files import is_locked
 from tasks.report import record, this_run, views_of
 from tests.support.chain import BASE, Chain, build
@@ -39,7 +39,7 @@ def chain(tmp_path: Path) -> Chain:
     return build(tmp_path / "artifacts")
 
 
-def garbage(artifacts: Path) -> list[Item]:
+def garbage(artifacts: Path) -> list[Removable]:
     return survey(artifacts)[1]
 
 
@@ -348,7 +348,7 @@ def test_a_run_of_prefect_is_named_after_its_recipe(monkeypatch: pytest.MonkeyPa
     )
     names = {alignment.run_name() for _ in range(3)}
     assert len(names) == 3 and all(name.startswith("tiny-cpu-") and NAME.fullmatch(name) for name in names)
-    token = asked.set(Asked(name="mine"))
+    token = asked.set(RunRequest(name="mine"))
     try:
         assert alignment.run_name() == "mine"
     finally:

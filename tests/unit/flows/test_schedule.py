@@ -8,19 +8,27 @@ from typing import Any
 
 import pytest
 
-from flows.schedule import Cost, Machine, Schedule, Start, cost_of, machine_here, schedule_of
+from flows.schedule import (
+    Schedule,
+    SharedResources,
+    StageResources,
+    Start,
+    cost_of,
+    machine_here,
+    schedule_of,
+)
 from rlhf_core.config import Recipe
 from rlhf_core.recipe.plan import plan
 from rlhf_core.system import machine as system
 
-FOUR = Machine(32, ("0", "1", "2", "3"))
+FOUR = SharedResources(32, ("0", "1", "2", "3"))
 PAIRS = {"sources": "pairs.jsonl"}
 
 
 def schedule(
-    costs: Mapping[str, Cost],
+    costs: Mapping[str, StageResources],
     parents: Mapping[str, tuple[str, ...]],
-    machine: Machine = FOUR,
+    machine: SharedResources = FOUR,
     at_most: int = 9,
 ) -> Schedule:
     return Schedule(machine, at_most, costs, {name: parents.get(name, ()) for name in costs})
@@ -87,9 +95,9 @@ def test_a_recorded_plan_on_four_gpus(tmp_path: Path) -> None:
 @pytest.mark.parametrize("at_most", [2, 3, 9])
 def test_stages_at_once_share_no_gpu_and_keep_within_the_machine(at_most: int) -> None:
     names = [f"s{i}" for i in range(12)]
-    costs = {name: Cost(1 + i % 7, i % 4) for i, name in enumerate(names)}
+    costs = {name: StageResources(1 + i % 7, i % 4) for i, name in enumerate(names)}
     parents = {name: tuple(names[max(0, i - 5) : i : 2][:2]) for i, name in enumerate(names)}
-    planned = schedule(costs, parents, Machine(9, FOUR.gpus), at_most)
+    planned = schedule(costs, parents, SharedResources(9, FOUR.gpus), at_most)
     spans = planned.spans({name: 1.0 + (i * 5) % 3 for i, name in enumerate(names)})
     assert sorted(span.name for span in spans) == sorted(names), "none is left out"
     ends = {span.name: span.end for span in spans}
@@ -104,11 +112,11 @@ def test_stages_at_once_share_no_gpu_and_keep_within_the_machine(at_most: int) -
 
 def test_the_longest_chain_is_first_and_what_fits_passes_what_does_not() -> None:
     costs = {
-        "short": Cost(1, 2),
-        "long": Cost(1, 2),
-        "after": Cost(1, 1),
-        "large": Cost(1, 4),
-        "small": Cost(1, 1),
+        "short": StageResources(1, 2),
+        "long": StageResources(1, 2),
+        "after": StageResources(1, 1),
+        "large": StageResources(1, 4),
+        "small": StageResources(1, 1),
     }
     planned = schedule(costs, {"after": ("long",)})
     assert planned.starts([], {}) == [Start("long", ("0", "1")), Start("short", ("2", "3"))]
@@ -122,7 +130,7 @@ def test_the_longest_chain_is_first_and_what_fits_passes_what_does_not() -> None
 
 
 def test_a_stage_that_is_done_waits_for_no_gpu() -> None:
-    costs = {"long": Cost(1, 1), "done": Cost(1, 4), "after": Cost(1, 3)}
+    costs = {"long": StageResources(1, 1), "done": StageResources(1, 4), "after": StageResources(1, 3)}
     planned = Schedule(
         FOUR, 9, costs, {"long": (), "done": (), "after": ("done",)}, skipped=frozenset({"done"})
     )
@@ -134,7 +142,7 @@ def test_a_stage_that_is_done_waits_for_no_gpu() -> None:
 
 
 def test_one_at_a_time_is_the_recipe_s_order() -> None:
-    costs = dict.fromkeys(("short", "long", "after"), Cost(1, 0))
+    costs = dict.fromkeys(("short", "long", "after"), StageResources(1, 0))
     planned = schedule(costs, {"after": ("long",)}, at_most=1)
     assert [span.name for span in planned.spans(dict.fromkeys(costs, 1.0))] == [
         "short",
@@ -180,27 +188,31 @@ def test_what_a_stage_takes(tmp_path: Path) -> None:
         "publication": 0,
     }
     assert costs["publication"].cpus == 0 and costs["shared"].cpus == 4
-    assert [cost_of(node.config, Machine(2)).gpus for node in nodes] == [0] * 5
-    cluster = {node.name: cost_of(node.config, Machine(8, ("0",), cluster=True)) for node in nodes}
-    assert cluster["plain"] == cluster["shared"] == Cost(8, 1) and cluster["publication"] == Cost(0, 0)
+    assert [cost_of(node.config, SharedResources(2)).gpus for node in nodes] == [0] * 5
+    cluster = {node.name: cost_of(node.config, SharedResources(8, ("0",), cluster=True)) for node in nodes}
+    assert cluster["plain"] == cluster["shared"] == StageResources(8, 1) and cluster[
+        "publication"
+    ] == StageResources(0, 0)
 
 
 @pytest.mark.parametrize(
     ("wanted", "machine", "peak"),
     [
-        (None, Machine(8), 1),
+        (None, SharedResources(8), 1),
         (None, FOUR, 3),
-        (None, Machine(32, ("0",)), 1),
+        (None, SharedResources(32, ("0",)), 1),
         (False, FOUR, 1),
-        (True, Machine(8), 3),
-        (True, Machine(2), 2),
-        (2, Machine(8), 2),
+        (True, SharedResources(8), 3),
+        (True, SharedResources(2), 2),
+        (2, SharedResources(8), 2),
         (2, FOUR, 2),
-        (5, Machine(1), 1),
-        (True, Machine(8, cluster=True), 1),
+        (5, SharedResources(1), 1),
+        (True, SharedResources(8, cluster=True), 1),
     ],
 )
-def test_how_many_run_at_once(tmp_path: Path, wanted: bool | int | None, machine: Machine, peak: int) -> None:
+def test_how_many_run_at_once(
+    tmp_path: Path, wanted: bool | int | None, machine: SharedResources, peak: int
+) -> None:
     planned = plan(recipe(tmp_path, branches(1), side_by_side=wanted))
     assert schedule_of(planned, planned.nodes, machine).peak == peak
 
@@ -210,17 +222,17 @@ def test_the_environment_of_a_stage_beside_others(tmp_path: Path, monkeypatch: p
     planned = plan(recipe(tmp_path, branches(1), side_by_side=True))
     on = {
         machine: schedule_of(planned, planned.nodes, machine)
-        for machine in (FOUR, Machine(7), Machine(8, ("0",), cluster=True))
+        for machine in (FOUR, SharedResources(7), SharedResources(8, ("0",), cluster=True))
     }
     assert on[FOUR].variables(Start("a", ("1", "3"))) == {"CUDA_VISIBLE_DEVICES": "1,3"}
     assert on[FOUR].variables(Start("publication", ())) == {"CUDA_VISIBLE_DEVICES": ""}
-    assert on[Machine(7)].variables(Start("sft", ())) == {
+    assert on[SharedResources(7)].variables(Start("sft", ())) == {
         "ALIGNFLOW_CORES": "2",
         "OMP_NUM_THREADS": "2",
     }, "also of a stage that is alone"
-    assert on[Machine(8, ("0",), cluster=True)].variables(Start("a", ("0",))) == {}
+    assert on[SharedResources(8, ("0",), cluster=True)].variables(Start("a", ("0",))) == {}
     monkeypatch.setenv("OMP_NUM_THREADS", "5")
-    assert on[Machine(7)].variables(Start("a", ()))["OMP_NUM_THREADS"] == "5"
+    assert on[SharedResources(7)].variables(Start("a", ()))["OMP_NUM_THREADS"] == "5"
 
 
 @pytest.mark.parametrize(

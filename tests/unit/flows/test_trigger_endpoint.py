@@ -13,7 +13,7 @@ from prefect.states import Running, Scheduled
 from starlette.testclient import TestClient
 
 from flows.triggers.endpoint import MOST_WAITING, application
-from flows.triggers.runs import Asked
+from flows.triggers.runs import TriggerOutcome
 from tests.support.micro import wait_until
 
 TOKEN = "t" * 32
@@ -34,7 +34,7 @@ class Server:
         self.free = threading.Event()
         self.free.set()
 
-    def ask(self, name: str) -> Asked:
+    def ask(self, name: str) -> TriggerOutcome:
         self.inside += 1
         self.most_inside = max(self.inside, self.most_inside)
         try:
@@ -42,14 +42,14 @@ class Server:
             if self.fault:
                 raise self.fault
             if self.here:
-                return Asked(self.here, False)
+                return TriggerOutcome(self.here, False)
             if len(self.runs) >= self.limit:
-                return Asked(None, False)
+                return TriggerOutcome(None, False)
             self.here = FlowRun(
                 id=uuid4(), flow_id=UUID(int=0), name=f"run {len(self.runs)}", state=Scheduled()
             )
             self.runs.append(self.here)
-            return Asked(self.here, True)
+            return TriggerOutcome(self.here, True)
         finally:
             self.inside -= 1
 

@@ -13,7 +13,7 @@ from rlhf_core.forecast.by_phase import (
     DIRECT,
     PROCESS,
     ROUNDED,
-    Phase,
+    PhaseBytes,
     by_phase,
     host_doubts,
     training_by_phase,
@@ -50,7 +50,7 @@ BIG = size_of_config(LLAMA | SHAPES["70B"])
 NODES = on_nodes(GPUS["h100"], 64, 8, 50e9)
 
 
-def phases_of(config: PPO, size: Any, gpu: Any) -> dict[str, Phase]:
+def phases_of(config: PPO, size: Any, gpu: Any) -> dict[str, PhaseBytes]:
     return by_phase(config, arrange(config.placed, config.together), dict.fromkeys(config.groups, size), gpu)
 
 
@@ -275,7 +275,7 @@ def test_a_training_stage_tells_its_phases() -> None:
     assert max(phase.gpu for phase in found.values()) == pytest.approx(
         peak_of_training(sft(), LARGE_MODEL, 3, H100.memory)
     )
-    assert found["start-up"] == Phase(CONTEXT, 8 * PROCESS)
+    assert found["start-up"] == PhaseBytes(CONTEXT, 8 * PROCESS)
     assert 2 * LARGE_MODEL.parameters < DIRECT * H100.memory and found["load"].host == found["step"].host, (
         "straight onto the GPU"
     )

@@ -20,7 +20,7 @@ from transformers import (
 from rlhf_core.cluster.layout import arrange
 from rlhf_core.config import PPO
 from rlhf_core.forecast.hardware import GIB, Gpu
-from rlhf_core.forecast.memory import Held, Training, gpu_peaks, peak, read, roles, trained
+from rlhf_core.forecast.memory import ProcessBytes, Training, gpu_peaks, peak, read, roles, trained
 from rlhf_core.forecast.passes import Pass
 from rlhf_core.forecast.placements import forecast
 from rlhf_core.forecast.seconds import phases, phases_as_range, seconds_of_pass
@@ -171,9 +171,9 @@ def test_generation_beside_training_costs_what_is_left_of_it() -> None:
 
 
 def test_what_trains_in_turn_does_not_add_up() -> None:
-    one = Held(1.0, scoring=2.0, training=10.0)
-    other = Held(1.0, scoring=3.0, training=7.0)
-    engine = Held(1.0, generating=6.0)
+    one = ProcessBytes(1.0, scoring=2.0, training=10.0)
+    other = ProcessBytes(1.0, scoring=3.0, training=7.0)
+    engine = ProcessBytes(1.0, generating=6.0)
     assert peak([one, other, engine], released=True) == 3 + 17
     assert peak([one, other, engine], released=True, in_turn=True) == 3 + 10
     assert peak([one, other, engine], released=False) == 3 + 10 + 7 + 6

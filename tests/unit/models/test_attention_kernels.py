@@ -11,7 +11,7 @@ import torch
 
 from rlhf_core.models.kernels import attention, choose
 from rlhf_core.models.kernels.choose import can_share, kernel_for
-from rlhf_core.models.kernels.self_test import MANY, Heads, Kind
+from rlhf_core.models.kernels.self_test import MANY, AttentionKind, Heads
 from rlhf_core.models.load import recompute
 from rlhf_core.models.policy import Policy
 from rlhf_core.objectives.collate import collate
@@ -98,7 +98,7 @@ def attended(window: int, shared: bool) -> torch.Tensor:
         torch.tensor(counts, dtype=torch.int32) for counts in ([0, 1, 5] if shared else [0, 4, 9], [0, 4, 9])
     ]
     longest = [int(counts.diff().max()) for counts in edges]
-    found = kernel_for(Kind(HEADS, window >= 0, shared), CPU)(
+    found = kernel_for(AttentionKind(HEADS, window >= 0, shared), CPU)(
         q, k, v, *edges, *longest, scale=0.25, window=window
     )
     expected = plain_varlen(q, k, v, *edges, *longest, scale=0.25, window_size=(window, 0), enable_gqa=True)
@@ -177,10 +177,10 @@ def test_many_documents_have_a_self_test_of_their_own(shared: bool, install: Cal
         )
 
     install(kernel, None)
-    kernel_for(Kind(HEADS, shared=shared), CPU)
+    kernel_for(AttentionKind(HEADS, shared=shared), CPU)
     assert sizes == [2]
     with pytest.raises(RuntimeError, match="of more than 256 documents"):
-        kernel_for(Kind(HEADS, shared=shared, many=True), CPU)
+        kernel_for(AttentionKind(HEADS, shared=shared, many=True), CPU)
     assert sizes == [2, MANY + 1]
 
 
@@ -210,7 +210,7 @@ def test_out_of_memory_does_not_reject_a_kernel(install: Callable[..., None]) ->
 
     install(None, flash4([], full))
     with pytest.raises(torch.OutOfMemoryError):
-        kernel_for(Kind(HEADS), CPU)
+        kernel_for(AttentionKind(HEADS), CPU)
 
 
 def test_without_any_kernel_the_error_names_float32(install: Callable[..., None]) -> None:
@@ -220,4 +220,4 @@ def test_without_any_kernel_the_error_names_float32(install: Callable[..., None]
     with pytest.raises(
         RuntimeError, match=r"no attention kernel here computes heads of 16 in windows .* take dtype float32"
     ):
-        kernel_for(Kind(HEADS, windowed=True), CPU)
+        kernel_for(AttentionKind(HEADS, windowed=True), CPU)

@@ -42,7 +42,7 @@ from rlhf_core.models.load import load_policy
 from rlhf_core.models.policy import Policy, Scorer, masked_logprobs
 from rlhf_core.runs.metrics_log import read_metrics
 from rlhf_core.stages.ppo.roles.passes import ModelSpec, score_share
-from rlhf_core.stages.ppo.roles.read_only import Reference, Reward
+from rlhf_core.stages.ppo.roles.read_only import ReferenceModel, Reward
 from rlhf_core.training.engine import TorchEngine
 from rlhf_core.training.ranks import make_engine
 from tests.support.families import HYBRID
@@ -328,7 +328,7 @@ def test_roles_of_ppo_score_what_would_leak_one_document_a_row(
         found.append(
             [
                 dict(own),
-                dict(Reference(policy, 1.0).logprobs(documents())),
+                dict(ReferenceModel(policy, 1.0).logprobs(documents())),
                 dict(Reward(reward).scores(documents())),
             ]
         )

@@ -27,14 +27,14 @@ from rlhf_core.models.kernels.attention import is_stateful
 from rlhf_core.models.load import load_policy, recompute
 from rlhf_core.models.policy import Policy, masked_logprobs
 from rlhf_core.objectives.collate import collate
-from rlhf_core.rollout.contract import Answer
+from rlhf_core.rollout.contract import SampledAnswer
 from rlhf_core.rollout.vllm.environment import returns_routing
 from rlhf_core.rollout.vllm.vllm_engine import _answer
 from rlhf_core.stages.ppo import fleet
 from rlhf_core.stages.ppo.records import Experience
 from rlhf_core.stages.ppo.roles.actor import Actor
 from rlhf_core.stages.ppo.roles.passes import ModelSpec
-from rlhf_core.stages.ppo.roles.read_only import Reference
+from rlhf_core.stages.ppo.roles.read_only import ReferenceModel
 from rlhf_core.stages.ppo.roles.trained import Update
 from rlhf_core.stages.ppo.sampling.answers import PromptOrder, Sampled, rollout
 from rlhf_core.stages.ppo.sampling.stored import read_ahead, write_ahead
@@ -209,7 +209,7 @@ def test_the_actor_scores_and_trains_with_the_samplers_experts(
     theirs = dict(replaying.logprobs(routed))
     own = dict(plain.logprobs(without_experts))
     begun, other = (
-        dict(Reference(model, 1.0, routing_replay=replay).logprobs(routed)) for replay in (True, False)
+        dict(ReferenceModel(model, 1.0, routing_replay=replay).logprobs(routed)) for replay in (True, False)
     )
     np.testing.assert_allclose(begun[0], theirs[0], atol=1e-5, err_msg="the KL to where the actor began is 0")
     np.testing.assert_allclose(other[0], own[0], atol=1e-5)
@@ -361,7 +361,7 @@ def test_answers_stored_on_disk_keep_their_experts(tmp_path: Path) -> None:
     order = PromptOrder([Prompt((), [i, 7], {}, False) for i in range(4)], 2, seed=3)
     prompts = [prompt for prompt, _ in order.take(0, 2)]
     found = [
-        rollout(p, Answer([5, 6], [-1.0, -2.0], True, routing_of(4, i) if i else None))
+        rollout(p, SampledAnswer([5, 6], [-1.0, -2.0], True, routing_of(4, i) if i else None))
         for i, p in enumerate(prompts)
     ]
     write_ahead(tmp_path, Sampled(found, None, 2, {}, age=1))

@@ -21,7 +21,7 @@ from rlhf_core.stages.dpo import pair_logprobs
 from rlhf_core.stages.ppo.records import Experience
 from rlhf_core.stages.ppo.roles.actor import Actor
 from rlhf_core.stages.ppo.roles.passes import ModelSpec, passes_of
-from rlhf_core.stages.ppo.roles.read_only import Reference, Reward
+from rlhf_core.stages.ppo.roles.read_only import ReferenceModel, Reward
 from rlhf_core.stages.ppo.roles.trained import Critic, Update
 from rlhf_core.stages.reference_logprobs import answer_logprobs_and_balance
 from rlhf_core.stages.reward_model import pair_scores
@@ -260,7 +260,7 @@ def test_roles_say_and_learn_the_same_of_answers(
         place = lambda name: ModelSpec(str(models / name), "float32", 0, 8, False, tokens)  # noqa: E731
         actor = Actor(place("sft"), ppo(entropy_coef=0.01), 0)
         critic = Critic(place("rm"), ppo(), 0)
-        reference = Reference(place("other"), 1.0)
+        reference = ReferenceModel(place("other"), 1.0)
         reward = Reward(place("rm"))
         for role in (actor, critic, reference, reward):
             role.module.model.set_attn_implementation(attention.VARLEN)

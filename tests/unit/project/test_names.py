@@ -104,3 +104,16 @@ def test_a_stale_name_is_found() -> None:
     names = ["attention_of" + "_old", "NoSuch" + "Thing"]  # in two parts: this file is code too
     text = f"see `{names[0]}` and `{names[1]}`, not `write_text`"
     assert list(stale(text)) == [f"`{name}`: {name}" for name in names]
+
+
+def test_a_class_name_has_one_owner() -> None:
+    """One that is searched for is found once."""
+    owners: dict[str, list[str]] = {}
+    for path in tracked():
+        folder, *_ = path.relative_to(ROOT).parts
+        if path.suffix == ".py" and folder in ("flows", "tasks", "evaluation", "rlhf_core"):
+            for node in ast.walk(ast.parse(path.read_text())):
+                if isinstance(node, ast.ClassDef):
+                    owners.setdefault(node.name, []).append(path.relative_to(ROOT).as_posix())
+    assert len(owners) > 300
+    assert {name: places for name, places in owners.items() if len(places) > 1} == {}

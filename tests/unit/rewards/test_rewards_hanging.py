@@ -17,10 +17,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlhf_core.rewards.clients import Client, Source
+from rlhf_core.rewards.clients import Client, RewardAttempt
 from rlhf_core.rewards.contract import LISTS, Reply, RewardError, RewardsFailed, Sample, read_rewards
 from rlhf_core.rewards.function import Function
-from rlhf_core.rewards.remote import Server
+from rlhf_core.rewards.remote import RewardServer
 
 COUNT = 256
 TIMEOUT = 1.0
@@ -63,7 +63,9 @@ def server() -> Iterator[str]:
     serving.server_close()
 
 
-def lost(source: Source, batch_size: int, allowed: int, attempts: int = 6) -> tuple[list[int], str, float]:
+def lost(
+    source: RewardAttempt, batch_size: int, allowed: int, attempts: int = 6
+) -> tuple[list[int], str, float]:
     """Which of the answers have no reward, the last error, and the seconds it took."""
     start = time.monotonic()
     rewards, error, _ = Client("source", source, batch_size, 1, attempts, pause=0).score(SAMPLES, allowed)
@@ -74,7 +76,7 @@ def lost(source: Source, batch_size: int, allowed: int, attempts: int = 6) -> tu
 
 @pytest.mark.parametrize("batch_size", [64, 256])
 def test_an_answer_on_which_a_server_hangs_is_lost_alone(server: str, batch_size: int) -> None:
-    found, error, seconds = lost(Server(server, TIMEOUT, None), batch_size, allowed=1)
+    found, error, seconds = lost(RewardServer(server, TIMEOUT, None), batch_size, allowed=1)
     assert found == [77] and "within 1 s" in error
     assert seconds < 6 * TIMEOUT + 6, "no more time limits than attempts"
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from rlhf_core.cluster.pending import RankDied, RoleFailed
-from rlhf_core.rollout.contract import Answer, Request, Sampling
+from rlhf_core.rollout.contract import Request, SampledAnswer, Sampling
 from rlhf_core.rollout.dispatch import Background, Engines
 
 SAMPLING = Sampling(n=1, temperature=1.0, max_new_tokens=5, stop_token_ids=[])
@@ -40,13 +40,13 @@ class Group:
         group = self
 
         class Work:
-            def wait(self, timeout: float) -> list[list[tuple[int, Answer]]]:
+            def wait(self, timeout: float) -> list[list[tuple[int, SampledAnswer]]]:
                 if rank in group.dead:
                     raise RankDied(f"engine {rank} died")
                 if group.broken:
                     raise RoleFailed("no progress")
                 group.answered[rank] += len(requests)
-                return [[(request.key, Answer([rank], [0.0], True)) for request in requests]]
+                return [[(request.key, SampledAnswer([rank], [0.0], True)) for request in requests]]
 
         return Work()
 
@@ -140,7 +140,7 @@ class Slow(Group):
         group = self
 
         class Work:
-            def wait(self, timeout: float) -> list[list[tuple[int, Answer]]]:
+            def wait(self, timeout: float) -> list[list[tuple[int, SampledAnswer]]]:
                 time.sleep(0.002)
                 group.works.wait(10)
                 group.seen += [request.key for request in requests]
@@ -149,7 +149,7 @@ class Slow(Group):
                 group.running -= set(gone)
                 finished = sorted(group.running) if group.answers else []
                 group.running -= set(finished)
-                return [[(key, Answer([key], [0.0], True)) for key in finished]]
+                return [[(key, SampledAnswer([key], [0.0], True)) for key in finished]]
 
         return Work()
 
@@ -165,7 +165,7 @@ def test_a_request_is_aborted_when_nobody_waits_for_it(background: Background) -
     group = Slow()
     engines = Engines(group, 10.0)  # type: ignore[arg-type]
 
-    async def work() -> Answer:
+    async def work() -> SampledAnswer:
         asking = [asyncio.create_task(engines.ask(0, [1], 0, SAMPLING)) for _ in range(3)]
         await until(lambda: len(group.running) == 3)
         asking[1].cancel()
@@ -209,7 +209,7 @@ def test_an_answer_that_comes_with_the_abort_is_dropped(background: Background) 
     group = Slow()
     engines = Engines(group, 10.0)  # type: ignore[arg-type]
 
-    async def work() -> Answer:
+    async def work() -> SampledAnswer:
         first = asyncio.create_task(engines.ask(0, [1], 0, SAMPLING))
         await until(lambda: group.running == {0})
         group.answers = True

@@ -14,7 +14,7 @@ from vllm.config.load import LoadConfig
 from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 from vllm.v1.worker import gpu_worker
 
-from rlhf_core.rollout.vllm.patches.gpu_worker import Worker
+from rlhf_core.rollout.vllm.patches.gpu_worker import GpuWorker
 from rlhf_core.rollout.vllm.patches.memory_share import BESIDES
 from rlhf_core.system import progress
 
@@ -24,7 +24,7 @@ GIB = 2**30
 def test_each_weight_that_an_engine_reads_at_its_start_is_progress(
     material: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def load(self: Worker, **options: bool) -> None:
+    def load(self: GpuWorker, **options: bool) -> None:
         model: Any = SimpleNamespace(
             model=str(material / "base"), revision=None, hf_config=None, hf_text_config=None
         )
@@ -37,15 +37,15 @@ def test_each_weight_that_an_engine_reads_at_its_start_is_progress(
     # to be as it was at the end
     monkeypatch.setattr(DefaultModelLoader, "get_all_weights", DefaultModelLoader.get_all_weights)
     monkeypatch.setattr(gpu_worker.Worker, "load_model", load)
-    Worker.__new__(Worker).load_model(load_dummy_weights=False)
+    GpuWorker.__new__(GpuWorker).load_model(load_dummy_weights=False)
     assert len(set(looks)) == len(looks) == 1 + len(load_file(material / "base" / "model.safetensors"))
 
 
-def worker(monkeypatch: pytest.MonkeyPatch, before: int, peak: int, granted: int) -> Worker:
+def worker(monkeypatch: pytest.MonkeyPatch, before: int, peak: int, granted: int) -> GpuWorker:
     """One whose model has weights of 3 GiB, in the count of PyTorch's allocator or not."""
     used = {"peak": 0}
 
-    def largest_batch(self: Worker) -> int:
+    def largest_batch(self: GpuWorker) -> int:
         assert self.cache_config.kv_cache_memory_bytes, "vLLM would measure the GPU, others' memory too"
         used["peak"] = peak
         return 1
@@ -54,7 +54,7 @@ def worker(monkeypatch: pytest.MonkeyPatch, before: int, peak: int, granted: int
     monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda: None)
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda: before)
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: used["peak"])
-    made = Worker.__new__(Worker)
+    made = GpuWorker.__new__(GpuWorker)
     made.requested_memory = granted
     made.cache_config = SimpleNamespace(kv_cache_memory_bytes=None)
     model = SimpleNamespace(

@@ -35,7 +35,7 @@ def test_a_workers_process_chooses_the_runner_that_the_scheduler_chose(
     monkeypatch.setattr(gpu_worker, "is_release", lambda release: True)
     monkeypatch.setattr(gpu_worker.qwen2_runner, "apply", lambda: said.append("patched"))
     monkeypatch.setattr(gpu_worker.BASE, "__init__", lambda self, *arguments: said.append("chosen"))
-    gpu_worker.Worker("config")
+    gpu_worker.GpuWorker("config")
     assert said == ["patched", "chosen"]
 
 

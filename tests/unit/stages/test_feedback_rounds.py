@@ -14,14 +14,14 @@ import rlhf_core.stages.kto
 from rlhf_core.config import Recipe
 from rlhf_core.feedback.inbox import Inbox
 from rlhf_core.feedback.leaks import Questions
-from rlhf_core.feedback.receive import Given, receive
+from rlhf_core.feedback.receive import ReceivedRow, receive
 from rlhf_core.recipe.loop_record import begin, finish, loop_state
 from rlhf_core.runs.run_dir import RunDir, run_stage
 
 WORK = {"dpo": rlhf_core.stages.dpo.run, "kto": rlhf_core.stages.kto.run}
 
 
-def feedback(material: Path, method: str, first: int, count: int) -> list[Given]:
+def feedback(material: Path, method: str, first: int, count: int) -> list[ReceivedRow]:
     pairs = [
         json.loads(line)
         for line in (material / "preferences.jsonl").read_text().splitlines()[first : first + count]
@@ -42,7 +42,7 @@ def feedback(material: Path, method: str, first: int, count: int) -> list[Given]
                 if number % 2
                 else {"prompt": prompt, "ranking": [good, bad]}
             )
-    return [Given(f"row {number}", row) for number, row in enumerate(rows)]
+    return [ReceivedRow(f"row {number}", row) for number, row in enumerate(rows)]
 
 
 @pytest.mark.parametrize("method", ["dpo", "kto"])

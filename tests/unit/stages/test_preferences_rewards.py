@@ -19,7 +19,7 @@ from rlhf_core.data.documents import Document
 from rlhf_core.models.scoring import STATISTICS, RewardScorer
 from rlhf_core.rewards.contract import RewardsFailed
 from rlhf_core.rewards.server import application
-from rlhf_core.rollout.contract import Answer, Sampling
+from rlhf_core.rollout.contract import SampledAnswer, Sampling
 from rlhf_core.runs.run_dir import Outcome, RunDir, StageRequest
 from tests.support.asgi import served
 from tests.support.tiny_models import reward_model
@@ -41,9 +41,12 @@ class ScriptedSampler:
 
     def stream(
         self, prompts: list[list[int]], seeds: list[int], how: Sampling
-    ) -> Iterator[tuple[int, list[Answer]]]:
+    ) -> Iterator[tuple[int, list[SampledAnswer]]]:
         for prompt in range(len(prompts)):
-            yield prompt, [Answer([*self.answers[i], how.stop_token_ids[0]], [], True) for i in range(how.n)]
+            yield (
+                prompt,
+                [SampledAnswer([*self.answers[i], how.stop_token_ids[0]], [], True) for i in range(how.n)],
+            )
 
     def close(self) -> None:
         pass

@@ -14,7 +14,7 @@ import httpx
 import pytest
 
 from rlhf_core.rewards.contract import RewardError, Sample
-from rlhf_core.rewards.remote import Server
+from rlhf_core.rewards.remote import RewardServer
 from rlhf_core.system.proxies import bypass_loopback, proxy_of
 from tests.support.chat_endpoint import Reply, completion, serving
 from tests.support.judging import matches, openai_judge
@@ -163,7 +163,7 @@ def test_a_reward_server_and_a_judge_behind_a_dead_proxy_say_so(
     monkeypatch.setenv("HTTP_PROXY", "http://me:secret@127.0.0.1:9")
     monkeypatch.setenv("JUDGE_KEY", "key")
     with pytest.raises(RewardError) as failed:
-        Server("http://rewards.invalid/score", 5.0, None).score([Sample([], "a", {}, True, "a")])
+        RewardServer("http://rewards.invalid/score", 5.0, None).score([Sample([], "a", {}, True, "a")])
     judge = openai_judge("http://judge.invalid/v1", tmp_path, max_failed=1.0, max_attempts=1)
     told = judge.judge(matches(1))[0].judgment["answer"]
     for sentence in (str(failed.value), told):

@@ -13,7 +13,7 @@ import pytest
 import evaluation.report.page
 from rlhf_core.config import Recipe
 from rlhf_core.recipe.plan import Plan, plan
-from rlhf_core.runs.run_records import Asked, asked
+from rlhf_core.runs.run_records import RunRequest, asked
 from tasks import report
 from tasks.report import reported
 
@@ -74,7 +74,7 @@ def test_pages_say_which_run_they_are_of(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr(report, "create_link_artifact", lambda *_, **__: None)
     made = plan(Recipe.model_validate(RECIPE | {"artifacts": str(tmp_path / "made")}))
     for name, overrides in (("first", ()), ("second", ("sft.max_epochs=2", "note=<b>"))):
-        given = asked.set(Asked("recipe.yaml", overrides, name))
+        given = asked.set(RunRequest("recipe.yaml", overrides, name))
         try:
             with reported(made) as statuses:
                 statuses["sft"] = "done"

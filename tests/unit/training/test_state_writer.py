@@ -17,15 +17,15 @@ from rlhf_core.runs import resume_state
 from rlhf_core.runs.resume_state import rank_file
 from rlhf_core.runs.run_dir import STATE, RunDir
 from rlhf_core.training import state_writer
-from rlhf_core.training.state_files import KINDS, Part, read_parts
+from rlhf_core.training.state_files import KINDS, WeightPart, read_parts
 from rlhf_core.training.state_writer import StateWriter
 
 WAIT = 30.0  # seconds, at most
 
 
-def parts(value: float) -> list[Part]:
+def parts(value: float) -> list[WeightPart]:
     return [
-        Part(name, 0, {kind: torch.full(shape, value + i) for i, kind in enumerate(KINDS)})
+        WeightPart(name, 0, {kind: torch.full(shape, value + i) for i, kind in enumerate(KINDS)})
         for name, shape in SHAPES.items()
     ]
 

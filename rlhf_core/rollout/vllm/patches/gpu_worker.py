@@ -14,7 +14,7 @@ from rlhf_core.rollout.vllm.patches.warm_up import whole_distributions, without_
 BASE: Any = gpu_worker.Worker
 
 
-class Worker(BASE):
+class GpuWorker(BASE):
     """Gives the KV cache the part of its share of the GPU that its own process has not used
     (`memory_for_cache`)."""
 

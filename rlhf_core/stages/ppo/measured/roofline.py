@@ -34,7 +34,7 @@ class Ceilings(NamedTuple):
     bandwidth: float
 
 
-class Shape(NamedTuple):
+class ModelShape(NamedTuple):
     """Holds sizes of one model: parameters used per token (for experts only those that the token is sent to),
     bytes of all weights, bytes of keys and values per token, and whether it has experts."""
 
@@ -44,16 +44,16 @@ class Shape(NamedTuple):
     experts: bool = False
 
 
-class Machine(NamedTuple):
+class MeasuredMachine(NamedTuple):
     """Holds each role's model and GPUs, and the ceilings of a GPU."""
 
-    shapes: Mapping[str, Shape]
+    shapes: Mapping[str, ModelShape]
     gpus: Mapping[str, Sequence[str]]
     engine_span: int
     ceilings: Ceilings
 
 
-def shape_of(model: PreTrainedModel) -> Shape:
+def shape_of(model: PreTrainedModel) -> ModelShape:
     config = model.config
     experts = num_experts(config)
     parameters = [
@@ -66,7 +66,7 @@ def shape_of(model: PreTrainedModel) -> Shape:
     size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     count = sum(n for _, n, _ in parameters)
     weight_bytes = sum(n * width for _, n, width in parameters)
-    return Shape(
+    return ModelShape(
         count - int(idle),
         weight_bytes,
         2 * config.num_hidden_layers * heads * size * parameters[0][2],
@@ -101,7 +101,7 @@ def floors(
     rollouts: Sequence[Rollout],
     trained: Sequence[str],
     passes: int,
-    machine: Machine,
+    machine: MeasuredMachine,
     scorings: Mapping[str, int],
 ) -> dict[str, float]:
     """Returns the minimum seconds of each phase, as `floor/<phase>`. `passes`: how often training uses each
@@ -121,7 +121,7 @@ def floors(
     }
 
 
-def _generate(rollouts: Sequence[Rollout], machine: Machine) -> float:
+def _generate(rollouts: Sequence[Rollout], machine: MeasuredMachine) -> float:
     """Returns the minimum seconds of generation: the prompts' products, then decoding, limited by its
     products or by reading all keys and values and, per token of the longest answer, the weights."""
     shape, gpus, (flops, bandwidth) = (

@@ -19,7 +19,7 @@ from rlhf_core.models.policy import Policy, Scorer, masked_logprobs
 from rlhf_core.models.sequence_split import split_sequences
 from rlhf_core.objectives.collate import Batch
 from rlhf_core.rollout.weight_transfer import gpu_uuid
-from rlhf_core.stages.ppo.measured.roofline import Shape, shape_of
+from rlhf_core.stages.ppo.measured.roofline import ModelShape, shape_of
 from rlhf_core.stages.ppo.roles.passes import ModelSpec, Scored, score_share
 from rlhf_core.system.gpu_allocator import move_to_pinned
 from rlhf_core.training.process_group import join_ranks
@@ -51,7 +51,7 @@ class ModelRole:
         torch.cuda.reset_peak_memory_stats()
         return found
 
-    def shape(self) -> Shape:
+    def shape(self) -> ModelShape:
         return shape_of(self.module.model)
 
 
@@ -101,7 +101,7 @@ class ReadOnlyModel(ModelRole):
         return scored
 
 
-class Reference(ReadOnlyModel):
+class ReferenceModel(ReadOnlyModel):
     """Scores with the policy that the KL is measured against. It uses the whole distribution, so that the KL
     is finite with `top_p` or `top_k`."""
 

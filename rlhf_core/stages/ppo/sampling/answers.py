@@ -25,10 +25,10 @@ import numpy as np
 
 from rlhf_core.config import PPO
 from rlhf_core.data.documents import Document, Prompt, compact
-from rlhf_core.environments.episodes import Asked, Episode
+from rlhf_core.environments.episodes import Episode, EpisodeRequest
 from rlhf_core.rewards.clients import Rewards, join
 from rlhf_core.rewards.combine import Running, Term, combine, with_answers
-from rlhf_core.rollout.contract import Answer, Sampling
+from rlhf_core.rollout.contract import SampledAnswer, Sampling
 from rlhf_core.stages.ppo.fleet import Fleet
 from rlhf_core.stages.ppo.records import Own, Rollout, Scores
 from rlhf_core.stages.ppo.shaped_rewards import shaped_rewards
@@ -186,7 +186,7 @@ def start_rollouts(
     that waits for them."""
     if fleet.episodes is not None:
         assert fleet.background is not None
-        asked = [Asked(prompt, seed + j, seed) for prompt, seed in taken for j in range(sampling.n)]
+        asked = [EpisodeRequest(prompt, seed + j, seed) for prompt, seed in taken for j in range(sampling.n)]
         episodes = fleet.background.start(fleet.episodes.run(asked, sampling))
         return lambda: [of_episode(episode) for episode in fleet.waited(episodes)]
     answers = fleet.start_sample(
@@ -255,7 +255,7 @@ def with_signal(
     return chosen
 
 
-def rollout(prompt: Prompt, answer: Answer) -> Rollout:
+def rollout(prompt: Prompt, answer: SampledAnswer) -> Rollout:
     """Joins a prompt and its answer into one document; the mask marks the answer, including its
     end-of-sequence token. Log-probs are 0 if they were not requested."""
     document = compact(prompt.tokens, answer.tokens, answer.experts)

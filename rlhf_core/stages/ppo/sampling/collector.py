@@ -17,7 +17,7 @@ from typing import NamedTuple
 import numpy as np
 
 from rlhf_core.data.documents import Prompt
-from rlhf_core.environments.episodes import Asked
+from rlhf_core.environments.episodes import EpisodeRequest
 from rlhf_core.rollout.contract import Sampling
 from rlhf_core.rollout.dispatch import Background
 from rlhf_core.stages.ppo.fleet import Fleet
@@ -199,7 +199,7 @@ def answering(fleet: Fleet, sampling: Sampling) -> AnswerPrompt:
         return [
             of_episode(found)
             for found in await episodes.run(
-                [Asked(prompt, seed + j, seed) for j in range(sampling.n)], sampling
+                [EpisodeRequest(prompt, seed + j, seed) for j in range(sampling.n)], sampling
             )
         ]
 

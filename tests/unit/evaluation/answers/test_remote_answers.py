@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from evaluation.answers.chat_client import records_of
-from evaluation.answers.remote_answers import Given, answer_remotely, answering_metrics
+from evaluation.answers.remote_answers import StoredReply, answer_remotely, answering_metrics
 from rlhf_core.config import Endpoint, Evaluation, Source
 from rlhf_core.data.questions import Question
 from rlhf_core.recipe.digest import deciding
@@ -107,7 +107,7 @@ def test_what_was_answered_is_not_asked_again_even_after_a_kill(tmp_path: Path) 
         ask(tmp_path, endpoint(server.url), 4)
         written = file.read_bytes()
         file.write_bytes(written[:-9])  # the process died within the last line
-        assert len(list(records_of(file, Given))) == 3
+        assert len(list(records_of(file, StoredReply))) == 3
         answers, use = ask(tmp_path, endpoint(server.url), 4)
         assert use.requests == 1 and use.input_tokens == 40 and len(answers) == 4
         assert ask(tmp_path, endpoint(server.url), 4)[1].requests == 0
@@ -133,7 +133,7 @@ def test_a_busy_endpoint_is_asked_again_and_a_dead_one_keeps_what_came(tmp_path:
         ),
     ):
         ask(tmp_path, endpoint(server.url, concurrency=1), 6)
-    assert len(list(records_of(tmp_path / "answers.jsonl", Given))) == 2 + 5  # another url, other keys
+    assert len(list(records_of(tmp_path / "answers.jsonl", StoredReply))) == 2 + 5  # another url, other keys
 
 
 def test_failures_within_the_allowed_share_are_empty_answers_and_asked_again_next_time(

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from evaluation.dashboard.charts import HEIGHT, WIDTH, Run, draw, main_panels, other_panels, ticks
+from evaluation.dashboard.charts import HEIGHT, WIDTH, LabelledCurves, draw, main_panels, other_panels, ticks
 from rlhf_core.config.metrics.metric import Panel
 
 VALUES = st.floats(allow_nan=False, allow_infinity=False)
@@ -23,7 +23,7 @@ def test_all_coordinates_are_within_the_drawing(first: list[float], second: list
         "eval/loss": [(step, value) for value in second],
         "std": list(enumerate(first)),
     }
-    drawn = draw(PANEL, [Run("", curves, {})])
+    drawn = draw(PANEL, [LabelledCurves("", curves, {})])
     assert drawn is not None
     numbers = [
         float(text) for line in drawn.lines for text in re.findall(r"-?[\d.]+|nan|inf", line.path + line.band)
@@ -56,14 +56,15 @@ def test_ticks_are_round(low: float, high: float, wanted: list[float]) -> None:
 
 def test_values_near_one_have_different_labels() -> None:
     drawn = draw(
-        Panel("Ratio", {"ratio": ""}, level=1.0), [Run("", {"ratio": [(1, 0.9996), (2, 1.0002)]}, {})]
+        Panel("Ratio", {"ratio": ""}, level=1.0),
+        [LabelledCurves("", {"ratio": [(1, 0.9996), (2, 1.0002)]}, {})],
     )
     assert drawn is not None and [mark.text for mark in drawn.marks_y] == ["0.9996", "0.9998", "1", "1.0002"]
 
 
 def test_two_runs_have_their_own_colours_and_labels() -> None:
     runs = [
-        Run(label, {"loss": [(1, 1.0), (2, value)], "eval/loss": [(2, value)]}, {})
+        LabelledCurves(label, {"loss": [(1, 1.0), (2, value)], "eval/loss": [(2, value)]}, {})
         for label, value in (("first", 0.5), ("second", 0.7))
     ]
     (panel,) = main_panels("sft", runs)[:1]
@@ -80,13 +81,14 @@ def test_two_runs_have_their_own_colours_and_labels() -> None:
 
 
 def test_a_metric_that_was_never_finite_is_told() -> None:
-    panels = main_panels("sft", [Run("", {"loss": [], "grad_norm": [(1, 1.0)]}, {"loss": 7})])
+    panels = main_panels("sft", [LabelledCurves("", {"loss": [], "grad_norm": [(1, 1.0)]}, {"loss": 7})])
     assert [(panel.title, panel.missing, len(panel.lines)) for panel in panels] == [
         ("Loss", 7, 0),
         ("Gradient norm", 0, 1),
     ]
     assert main_panels("unheard", []) == [] == other_panels("unheard", [])
     others = other_panels(
-        "sft", [Run("", {"loss": [(1, 1.0)] * 2, "mine": [(1, 1.0), (2, 1.0)], "once": [(1, 1.0)]}, {})]
+        "sft",
+        [LabelledCurves("", {"loss": [(1, 1.0)] * 2, "mine": [(1, 1.0), (2, 1.0)], "once": [(1, 1.0)]}, {})],
     )
     assert [panel.title for panel in others] == ["mine"]

@@ -15,7 +15,7 @@ from evaluation.drift.prompts import divergence, prompt_signals
 from evaluation.drift.records import Signal
 from evaluation.drift.resampling import spearman
 from evaluation.judges.offline import SCORES, Match
-from rlhf_core.data.anchors import Pairs as Anchors
+from rlhf_core.data.anchors import AnchorPairs as Anchors
 from rlhf_core.data.questions import Question
 from rlhf_core.records import Game, Judgment
 

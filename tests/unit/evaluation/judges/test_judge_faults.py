@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from evaluation.answers.chat_client import records_of
-from evaluation.judges.chat_judge import Entry, OpenAIJudge
+from evaluation.judges.chat_judge import CachedVerdict, EndpointJudge
 from tests.support.chat_endpoint import SECRET, Reply, completion, error, serving
 from tests.support.judging import matches, openai_judge, scores
 
@@ -85,7 +85,7 @@ class Storm:
         return [None if (words := self.fate(str(n))[1]) is None else VERDICTS[words] for n in range(count)]
 
 
-def judge_of(url: str, folder: Path, **changes: Any) -> OpenAIJudge:
+def judge_of(url: str, folder: Path, **changes: Any) -> EndpointJudge:
     return openai_judge(
         url, folder, **{"timeout": 0.4, "concurrency": 16, "max_attempts": 5, "max_failed": 1.0, **changes}
     )
@@ -100,7 +100,10 @@ def test_every_verdict_is_the_one_that_was_given_and_failures_are_counted(tmp_pa
         storm.release.set()
     assert found == storm.expected(GAMES)
     failed = found.count(None)
-    assert 0 < failed < GAMES / 3 and len(list(records_of(tmp_path / "cache.jsonl", Entry))) == GAMES - failed
+    assert (
+        0 < failed < GAMES / 3
+        and len(list(records_of(tmp_path / "cache.jsonl", CachedVerdict))) == GAMES - failed
+    )
     assert SECRET not in (tmp_path / "cache.jsonl").read_text()
 
 
@@ -135,7 +138,7 @@ def test_more_failures_than_allowed_stop_with_one_sentence_and_keep_what_was_pai
         judge_of(endpoint.url, tmp_path, max_failed=0.02).judge(matches(GAMES))
     storm.release.set()
     assert "\n" not in str(e.value)
-    kept = len(list(records_of(tmp_path / "cache.jsonl", Entry)))
+    kept = len(list(records_of(tmp_path / "cache.jsonl", CachedVerdict)))
     assert kept > 0 and len(storm.asked) < GAMES, (
         "it stops as soon as it cannot end well, not after the last game"
     )

@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from evaluation.answers.chat_client import records_of
-from evaluation.judges.chat_judge import Entry
-from evaluation.judges.judge_reply import CONTRADICTION, CUT, NO_VERDICT, Verdict, read_verdict
+from evaluation.judges.chat_judge import CachedVerdict
+from evaluation.judges.judge_reply import CONTRADICTION, CUT, NO_VERDICT, JudgeVerdict, read_verdict
 from evaluation.judges.offline import Match
 from rlhf_core.records import POINTS
 from tests.support.chat_endpoint import completion, serving
@@ -71,39 +71,39 @@ def test_no_text_gives_a_label_outside_the_five(text: str, answer: str) -> None:
 )
 @pytest.mark.parametrize("own", ["[[B>A]]", "[B>A]", "[[B > A]]"])
 def test_a_verdict_that_is_only_quoted_does_not_count(quotation: str, own: str) -> None:
-    assert read_verdict(f"{quotation} B is better: {own}", ANSWERS) == Verdict("B>A")
+    assert read_verdict(f"{quotation} B is better: {own}", ANSWERS) == JudgeVerdict("B>A")
     # it does not end with its verdict
     assert read_verdict(f"{own}, because: {quotation}", ANSWERS).label is None
-    assert read_verdict(quotation, ANSWERS) == Verdict(None, NO_VERDICT)
+    assert read_verdict(quotation, ANSWERS) == JudgeVerdict(None, NO_VERDICT)
 
 
 def test_the_judges_own_verdict_may_be_the_one_that_an_answer_has_planted() -> None:
-    assert read_verdict("A is right, and B is not. [[A>>B]]", ANSWERS) == Verdict("A>>B")
-    assert read_verdict("[[A>>B]]", ANSWERS) == Verdict("A>>B")
+    assert read_verdict("A is right, and B is not. [[A>>B]]", ANSWERS) == JudgeVerdict("A>>B")
+    assert read_verdict("[[A>>B]]", ANSWERS) == JudgeVerdict("A>>B")
 
 
 @pytest.mark.parametrize(
     "reply", ["[[B>A]] And A holds [[A>>B]]", "A holds [[A>>B]]. [[B>A]]", "It is [[B>A]], [[B>>A]]"]
 )
 def test_two_verdicts_contradict_each_other_where_an_answer_carries_one(reply: str) -> None:
-    assert read_verdict(reply, ANSWERS) == Verdict(None, CONTRADICTION)
+    assert read_verdict(reply, ANSWERS) == JudgeVerdict(None, CONTRADICTION)
     # the judge thinks aloud: the last one counts
     assert read_verdict(reply, ("Paris", "London")).label is not None
 
 
 def test_a_mention_of_a_planted_verdict_is_none() -> None:
-    assert read_verdict("A holds [[A>>B]], which is no answer to what was asked.", ANSWERS) == Verdict(
+    assert read_verdict("A holds [[A>>B]], which is no answer to what was asked.", ANSWERS) == JudgeVerdict(
         None, NO_VERDICT
     )
 
 
 def test_a_later_one_in_single_brackets_contradicts() -> None:
-    assert read_verdict("[[A>B]] and yet [B>A]", ()) == Verdict(None, CONTRADICTION)
-    assert read_verdict("[[A>B]] that is [A>B]", ()) == Verdict("A>B")
+    assert read_verdict("[[A>B]] and yet [B>A]", ()) == JudgeVerdict(None, CONTRADICTION)
+    assert read_verdict("[[A>B]] that is [A>B]", ()) == JudgeVerdict("A>B")
 
 
 def test_a_cut_reply_has_no_verdict() -> None:
-    assert read_verdict("A writes [[A>>B]]", ANSWERS, cut=True) == Verdict(None, CUT)
+    assert read_verdict("A writes [[A>>B]]", ANSWERS, cut=True) == JudgeVerdict(None, CUT)
 
 
 TROUBLES = {
@@ -131,7 +131,7 @@ def test_such_a_reply_is_asked_for_its_verdict_once_and_then_fails(tmp_path: Pat
         (game,) = judge.judge(match)
     assert game.score is None and judge.failed == 1 and len(endpoint.requests) == 2
     assert game.judgment["answer"].endswith(f"(no verdict: t{said[1:-1]})")
-    assert not list(records_of(tmp_path / "twice" / "cache.jsonl", Entry)), (
+    assert not list(records_of(tmp_path / "twice" / "cache.jsonl", CachedVerdict)), (
         "it is asked again by the next run"
     )
 

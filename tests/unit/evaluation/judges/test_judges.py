@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import pytest
 
 from evaluation.judges.judge_prompt import judge_prompt
-from evaluation.judges.offline import Match, RewardJudge, RuleJudge, battles
+from evaluation.judges.offline import KnownAnswerJudge, Match, ScoreJudge, battles
 from evaluation.scores.scoring import win_rate
 from rlhf_core.data.documents import Document
 from rlhf_core.records import Game
@@ -28,7 +28,7 @@ def test_the_judge_answers_hard_prompts_itself_and_creative_ones_not() -> None:
 
 
 def test_the_rule_prefers_the_known_answer_and_sees_no_whitespace() -> None:
-    judge = RuleJudge("rule", "answer")
+    judge = KnownAnswerJudge("rule", "answer")
     asked = question(answer="a b")
     games = judge.judge(
         [
@@ -41,8 +41,8 @@ def test_the_rule_prefers_the_known_answer_and_sees_no_whitespace() -> None:
 
 def test_the_rule_says_which_question_has_no_known_answer() -> None:
     with pytest.raises(ValueError, match="question q1: there is no column 'solution'"):
-        RuleJudge("rule", "solution").judge([Match(question(answer="4"), "4", "5")])
-    assert RuleJudge("rule", "answer").right(question(answer=4), "4")
+        KnownAnswerJudge("rule", "solution").judge([Match(question(answer="4"), "4", "5")])
+    assert KnownAnswerJudge("rule", "answer").right(question(answer=4), "4")
     for nothing, found in ((None, "null"), ("", "empty"), (" \n", "empty")):
         with pytest.raises(
             ValueError,
@@ -50,7 +50,7 @@ def test_the_rule_says_which_question_has_no_known_answer() -> None:
                 f"question q1: column 'answer' is {found}, and the rule judge compares answers with it: fill"
             ),
         ):
-            RuleJudge("rule", "answer").right(question(answer=nothing), "")
+            KnownAnswerJudge("rule", "answer").right(question(answer=nothing), "")
 
 
 class Characters:
@@ -65,7 +65,7 @@ class Characters:
         return Document(prompt + said, [False] * len(prompt) + [True] * len(said))
 
 
-def reward_judge(tie: float = 0.0, answer_max_len: int = 100) -> tuple[RewardJudge, list[list[Document]]]:
+def reward_judge(tie: float = 0.0, answer_max_len: int = 100) -> tuple[ScoreJudge, list[list[Document]]]:
     """A judge that likes long answers, and the batches it scored."""
     seen: list[list[Document]] = []
 
@@ -73,7 +73,7 @@ def reward_judge(tie: float = 0.0, answer_max_len: int = 100) -> tuple[RewardJud
         seen.append(documents)
         return [float(sum(document.mask)) for document in documents]
 
-    return RewardJudge("reward_model", score, Characters(), tie, 5, answer_max_len), seen  # type: ignore[arg-type]
+    return ScoreJudge("reward_model", score, Characters(), tie, 5, answer_max_len), seen  # type: ignore[arg-type]
 
 
 def test_the_higher_reward_wins_and_a_small_difference_ties() -> None:

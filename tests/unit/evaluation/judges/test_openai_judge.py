@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from evaluation.answers.chat_client import Connection, Pace, records_of
-from evaluation.judges.chat_judge import Entry
+from evaluation.judges.chat_judge import CachedVerdict
 from evaluation.judges.judge_prompt import judge_prompt
 from evaluation.judges.offline import Match
 from rlhf_core.records import POINTS
@@ -69,13 +69,13 @@ def test_nothing_is_asked_twice_even_after_a_kill(tmp_path: Path) -> None:
         written = cache.read_bytes()
         # the process died within a character of the last line
         cache.write_bytes(written[: written.rindex("定".encode()) + 1])
-        assert len(list(records_of(cache, Entry))) == 3
+        assert len(list(records_of(cache, CachedVerdict))) == 3
         assert scores(openai_judge(endpoint.url, tmp_path).judge(matches(4))) == ["A>B"] * 4
         assert len(endpoint.requests) == 5
         again = openai_judge(endpoint.url, tmp_path)
         assert scores(again.judge(matches(4))) == ["A>B"] * 4
         assert len(endpoint.requests) == 5 and again.tokens[0] == 40
-    assert len(list(records_of(cache, Entry))) == 4
+    assert len(list(records_of(cache, CachedVerdict))) == 4
 
 
 def test_the_same_game_of_two_models_is_asked_once_and_swapped_games_twice(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from evaluation.answers.chat_client import Connection, records_of
-from evaluation.judges.chat_judge import Entry
+from evaluation.judges.chat_judge import CachedVerdict
 from rlhf_core.rollout.vllm.server import ServerFailed
 from tests.support.chat_endpoint import SECRET, Reply, completion, error, serving
 from tests.support.judging import matches, openai_judge, scores
@@ -108,7 +108,7 @@ def test_garbage_is_counted_within_what_is_allowed_and_never_cached(
             == [None] + ["A>>B"] * 9
         )
     assert len(endpoint.requests) == 11
-    assert len(list(records_of(tmp_path / "cache.jsonl", Entry))) == 9
+    assert len(list(records_of(tmp_path / "cache.jsonl", CachedVerdict))) == 9
     with serving(lambda *_: completion("[[B>A]]")) as endpoint:  # run again: only the failed game is asked
         assert scores(openai_judge(endpoint.url, tmp_path).judge(matches(10))) == ["B>A"] + ["A>>B"] * 9
     assert len(endpoint.requests) == 1

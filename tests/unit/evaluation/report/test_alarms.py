@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from evaluation.report.alarms import alarms
-from evaluation.report.drawing.charts import Run, single_values, stage_chart
+from evaluation.report.drawing.charts import StageCurves, single_values, stage_chart
 from evaluation.report.page import write_report
 from evaluation.report.summary import Evidence, StageView, read, read_evaluation
 from rlhf_core.records import StageResult
@@ -67,18 +67,18 @@ def test_alarms_are_on_top_of_the_page(tmp_path: Path) -> None:
 
 def test_curves_say_what_their_x_axis_counts() -> None:
     line = [(1.0, 2.0), (2.0, 3.0)]
-    sft = stage_chart("sft", "sft", [Run("", {"loss": line, "grad_norm": line})])
-    ppo = stage_chart("ppo", "ppo", [Run("", {"reward/mean": line, "phase/generate": line})])
+    sft = stage_chart("sft", "sft", [StageCurves("", {"loss": line, "grad_norm": line})])
+    ppo = stage_chart("ppo", "ppo", [StageCurves("", {"reward/mean": line, "phase/generate": line})])
     assert sft is not None and sft.count(">step<") == 2
     assert ppo is not None and ppo.count(">iteration<") == 2, "also where an iteration's time goes"
 
 
 def test_one_point_is_a_number_and_no_chart(tmp_path: Path) -> None:
-    runs = [Run("", {"loss": [(1.0, 0.25)], "grad_norm": [(1.0, 2.0), (2.0, 3.0)]})]
+    runs = [StageCurves("", {"loss": [(1.0, 0.25)], "grad_norm": [(1.0, 2.0), (2.0, 3.0)]})]
     assert single_values("sft", runs) == {"Loss (training)": 0.25}
     drawn = stage_chart("sft", "sft", runs)
     assert drawn is not None and ">Gradient norm<" in drawn and ">Loss<" not in drawn
-    rounds = [Run("round 1", {"loss": [(1.0, 0.5)]}), Run("round 2", {"loss": [(1.0, 0.4)]})]
+    rounds = [StageCurves("round 1", {"loss": [(1.0, 0.5)]}), StageCurves("round 2", {"loss": [(1.0, 0.4)]})]
     assert stage_chart("loop", "dpo", rounds) is None
     assert single_values("dpo", rounds) == {"Loss (round 1 training)": 0.5, "Loss (round 2 training)": 0.4}
     stages = finished(tmp_path / "artifacts")

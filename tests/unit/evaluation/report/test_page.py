@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from evaluation.alignment_tax.report import TAX, TaxReport, TaxRow
-from evaluation.report.drawing.charts import Run, stage_chart
+from evaluation.report.drawing.charts import StageCurves, stage_chart
 from evaluation.report.drawing.dag import HEIGHT, WIDTH, draw
 from evaluation.report.drawing.evaluation_charts import win_rate_chart
 from evaluation.report.page import write_report
@@ -377,7 +377,7 @@ def test_the_dag_draws_nodes_apart_and_edges_forward() -> None:
 
 def test_a_line_that_only_rounding_moves_is_flat_and_steps_are_whole() -> None:
     curve = [(float(step), 1 + 1e-8 * (-1) ** step) for step in (1, 2, 3)]
-    chart = stage_chart("sft", "sft", [Run("", {"loss": curve})])
+    chart = stage_chart("sft", "sft", [StageCurves("", {"loss": curve})])
     assert chart is not None
     numbers = [text for text in re.findall(r">([^<>]+)</text>", chart) if re.fullmatch(r"[\d.]+", text)]
     steps = numbers[:3]
@@ -387,12 +387,12 @@ def test_a_line_that_only_rounding_moves_is_flat_and_steps_are_whole() -> None:
 
 
 def test_a_chart_without_points_is_none_and_many_points_stay_small() -> None:
-    assert stage_chart("sft", "sft", [Run("", {"loss": [(1.0, float("nan"))]})]) is None
-    assert stage_chart("publication", "publication", [Run("", {})]) is None
-    assert stage_chart("sft", "sft", [Run("", {"loss": [(1.0, 2.0), (2.0, 1.0)]})]) is not None
+    assert stage_chart("sft", "sft", [StageCurves("", {"loss": [(1.0, float("nan"))]})]) is None
+    assert stage_chart("publication", "publication", [StageCurves("", {})]) is None
+    assert stage_chart("sft", "sft", [StageCurves("", {"loss": [(1.0, 2.0), (2.0, 1.0)]})]) is not None
     long = [(float(i), float(i % 7)) for i in range(50_000)]
     curves = {"reward/mean": long, "reward/std": long, "phase/generate": long, "phase/score": long}
-    svg = stage_chart("ppo", "ppo", [Run("", curves)])
+    svg = stage_chart("ppo", "ppo", [StageCurves("", curves)])
     assert svg is not None and len(svg) < 150_000
 
 

@@ -16,8 +16,8 @@ from evaluation.answers.kl import log_ratios
 from evaluation.report.drawing.evaluation_charts import over_optimisation_chart
 from evaluation.scores.over_optimisation import (
     FILE,
-    Measured,
     OverOptimisation,
+    QuestionValues,
     battle_scores,
     curve,
     metrics,
@@ -35,19 +35,19 @@ from tests.support.evaluations import Setting, evaluate, make_model, make_reward
 QUESTIONS = 400
 
 
-def measured(kl: float, proxy: float, won: float, noise: float = 0.0, seed: int = 0) -> Measured:
+def measured(kl: float, proxy: float, won: float, noise: float = 0.0, seed: int = 0) -> QuestionValues:
     """Of a model: the means asked for, exactly without noise; `won` of the battles are 1, the others 0."""
     generator = np.random.default_rng(seed)
     battle = np.zeros(QUESTIONS)
     battle[: round(won * QUESTIONS)] = 1.0
-    return Measured(
+    return QuestionValues(
         *(np.full(QUESTIONS, value) + generator.normal(0, noise, QUESTIONS) for value in (kl, proxy)),
         generator.permutation(battle),
     )
 
 
-def baseline() -> Measured:
-    return Measured(np.zeros(QUESTIONS), np.zeros(QUESTIONS), np.full(QUESTIONS, 0.5))
+def baseline() -> QuestionValues:
+    return QuestionValues(np.zeros(QUESTIONS), np.zeros(QUESTIONS), np.full(QUESTIONS, 0.5))
 
 
 def rate(model: str, won: float) -> WinRate:
@@ -116,7 +116,10 @@ def test_only_what_both_intervals_say_is_sure(proxy: float, won: float, noise: f
 
 def test_a_few_questions_are_not_sure() -> None:
     ones = np.ones(3)
-    assert suspicion_of(Measured(ones, ones, ones), Measured(ones, 2 * ones, 0 * ones), 100, 0) == "possible"
+    assert (
+        suspicion_of(QuestionValues(ones, ones, ones), QuestionValues(ones, 2 * ones, 0 * ones), 100, 0)
+        == "possible"
+    )
 
 
 def test_chains_are_told_apart_and_each_begins_at_the_baseline() -> None:
@@ -134,7 +137,7 @@ def test_false_alarms_are_rare() -> None:
     for seed in range(200):
         generator = np.random.default_rng(seed)
         draws = [
-            Measured(
+            QuestionValues(
                 generator.normal(size=100), generator.normal(size=100), generator.integers(0, 2, 100) * 1.0
             )
             for _ in range(2)
@@ -154,8 +157,8 @@ def test_battles_without_a_verdict_are_left_out_of_the_comparison() -> None:
     ]
     scores = battle_scores(judged, "ppo", "sft", ["q0", "q1", "q2", "q3"])
     assert [None if math.isnan(score) else score for score in scores] == [None, 1.0, 1.0, None]
-    nothing = Measured(np.zeros(4), np.zeros(4), np.full(4, np.nan))
-    assert suspicion_of(Measured(np.zeros(4), np.zeros(4), scores), nothing, 10, 0) == "none"
+    nothing = QuestionValues(np.zeros(4), np.zeros(4), np.full(4, np.nan))
+    assert suspicion_of(QuestionValues(np.zeros(4), np.zeros(4), scores), nothing, 10, 0) == "none"
 
 
 def test_the_chart_rings_what_is_suspicious() -> None:

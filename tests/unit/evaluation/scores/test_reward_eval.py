@@ -7,14 +7,21 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from evaluation.scores.reward_accuracy import Pairs, RewardReports, calibration, evaluate, metrics, right
+from evaluation.scores.reward_accuracy import (
+    HeldOutPairs,
+    RewardReports,
+    calibration,
+    evaluate,
+    metrics,
+    right,
+)
 
 
 def pairs(
     chosen: list[int], rejected: list[int], subsets: list[str] | None = None, prompts: list[str] | None = None
-) -> Pairs:
+) -> HeldOutPairs:
     count = len(chosen)
-    return Pairs(
+    return HeldOutPairs(
         prompts or [f"p{n}" for n in range(count)],
         subsets or ["all"] * count,
         np.array(chosen),

@@ -12,7 +12,7 @@ import torch
 
 from rlhf_core.config import PPO, Data
 from rlhf_core.data.documents import Document, Prompt
-from rlhf_core.objectives.actor_loss import Counted, PerToken, actor_loss
+from rlhf_core.objectives.actor_loss import PerToken, ResponseCounts, actor_loss
 from rlhf_core.objectives.losses import value_loss
 from rlhf_core.objectives.sampler_weights import sampler_weights
 from rlhf_core.rewards.clients import Rewards
@@ -183,7 +183,7 @@ def loss_of(kl_coef: float = 0.0, entropy: float = 0.0, **changes: object) -> tu
         mask=MASK,
         documents=DOCUMENTS,
     )
-    loss, metrics = actor_loss(x, 2, Counted(5, 2), ppo(generate_max_len=10, **changes), kl_coef)
+    loss, metrics = actor_loss(x, 2, ResponseCounts(5, 2), ppo(generate_max_len=10, **changes), kl_coef)
     return float(loss), {name: float(value) for name, value in metrics.items()}
 
 

@@ -12,8 +12,8 @@ from rlhf_core.data.documents import Document, Prompt
 from rlhf_core.models.load import recompute
 from rlhf_core.stages.ppo.measured.roofline import (
     Ceilings,
-    Machine,
-    Shape,
+    MeasuredMachine,
+    ModelShape,
     floors,
     measure_ceilings,
     shape_of,
@@ -21,7 +21,7 @@ from rlhf_core.stages.ppo.measured.roofline import (
 from rlhf_core.stages.ppo.records import Rollout
 
 SCORINGS = {"actor": 1, "critic": 1, "reference": 1}
-SHAPE = Shape(parameters=1000, weight_bytes=2000, kv_bytes=10)
+SHAPE = ModelShape(parameters=1000, weight_bytes=2000, kv_bytes=10)
 
 
 def rollout(prompt: int, answer: int) -> Rollout:
@@ -29,8 +29,8 @@ def rollout(prompt: int, answer: int) -> Rollout:
     return Rollout(Prompt([1] * prompt, (), {}, False), document, np.zeros(prompt + answer), True)
 
 
-def machine(gpus: dict[str, list[str]], span: int = 1) -> Machine:
-    return Machine(dict.fromkeys(gpus, SHAPE), gpus, span, Ceilings(flops=1e6, bandwidth=1e5))
+def machine(gpus: dict[str, list[str]], span: int = 1) -> MeasuredMachine:
+    return MeasuredMachine(dict.fromkeys(gpus, SHAPE), gpus, span, Ceilings(flops=1e6, bandwidth=1e5))
 
 
 def test_roles_on_one_gpu_add_up_and_roles_apart_do_not() -> None:
@@ -94,7 +94,7 @@ def tiny() -> Qwen2ForCausalLM:
 def test_shapes_are_read_from_the_model() -> None:
     model = tiny()
     count = sum(parameter.numel() for parameter in model.parameters())
-    assert shape_of(model) == Shape(count, 4 * count, 2 * 4 * 2 * 8 * 4)
+    assert shape_of(model) == ModelShape(count, 4 * count, 2 * 4 * 2 * 8 * 4)
 
 
 def test_of_experts_those_count_that_a_token_is_sent_to() -> None:
@@ -106,7 +106,7 @@ def test_of_experts_those_count_that_a_token_is_sent_to() -> None:
     model = Qwen3MoeForCausalLM(config)
     count = sum(parameter.numel() for parameter in model.parameters())
     experts = 3 * 8 * 3 * 32 * 24
-    assert shape_of(model) == Shape(count - experts * 6 // 8, 4 * count, 2 * 3 * 2 * 8 * 4, experts=True)
+    assert shape_of(model) == ModelShape(count - experts * 6 // 8, 4 * count, 2 * 3 * 2 * 8 * 4, experts=True)
 
 
 def test_ceilings_are_measured() -> None:

@@ -19,7 +19,7 @@ from rlhf_core.config import PPO, Data
 from rlhf_core.config.kinds import has_metric
 from rlhf_core.data.documents import Document, Prompt
 from rlhf_core.rewards.clients import Rewards
-from rlhf_core.rollout.contract import Answer, Sampling
+from rlhf_core.rollout.contract import SampledAnswer, Sampling
 from rlhf_core.runs.metrics_log import read_metrics
 from rlhf_core.runs.run_dir import RunDir, StageRequest, run_stage
 from rlhf_core.stages.ppo import train
@@ -73,17 +73,17 @@ class Fleet:
 
     def start_sample(
         self, prompts: Sequence[Sequence[int]], seeds: Sequence[int], sampling: Sampling
-    ) -> Callable[[], list[list[Answer]]]:
+    ) -> Callable[[], list[list[SampledAnswer]]]:
         weights = self.engine
         logprob = -1 - STEP * self.engine
         self.said.append(f"start {weights}")
 
-        def wait() -> list[list[Answer]]:
+        def wait() -> list[list[SampledAnswer]]:
             self.said.append("answers")
             assert self.engine == weights, "weights may not change while engines answer"
             return [
                 [
-                    Answer([1 + seed % 5, 2 + weights, 1], [logprob] * 3, seed % 3 > 0)
+                    SampledAnswer([1 + seed % 5, 2 + weights, 1], [logprob] * 3, seed % 3 > 0)
                     for _ in range(sampling.n)
                 ]
                 for seed in seeds
@@ -294,7 +294,7 @@ def test_answers_wait_on_disk_bit_for_bit(tmp_path: Path) -> None:
     generator = np.random.default_rng(0)
     prompts = [prompt for prompt, _ in order.take(8, 4) for _ in range(2)]
     found = [
-        rollout(p, Answer([5, 6, i], generator.normal(size=3).tolist(), i % 2 == 0))
+        rollout(p, SampledAnswer([5, 6, i], generator.normal(size=3).tolist(), i % 2 == 0))
         for i, p in enumerate(prompts)
     ]
     assert read_ahead(tmp_path, order, 2) is None

@@ -19,7 +19,7 @@ from rlhf_core.objectives.kl_controller import KLController
 from rlhf_core.rewards.clients import Rewards
 from rlhf_core.rewards.combine import Running, Term
 from rlhf_core.rewards.contract import RewardsFailed
-from rlhf_core.rollout.contract import Answer, Sampling
+from rlhf_core.rollout.contract import SampledAnswer, Sampling
 from rlhf_core.stages.ppo.iteration import Carried, ppo_iteration
 from rlhf_core.stages.ppo.measured.probe import Probe
 from rlhf_core.stages.ppo.records import Experience, Rollout, Scores
@@ -54,12 +54,12 @@ class Fleet:
 
     def start_sample(
         self, prompts: Sequence[Sequence[int]], seeds: Sequence[int], sampling: Sampling
-    ) -> Callable[[], list[list[Answer]]]:
+    ) -> Callable[[], list[list[SampledAnswer]]]:
         self.requested.append([prompt[0] for prompt in prompts])
         self.seeds += seeds
         self.said.append("sample")
         answers = [
-            [Answer([prompt[0], j, 0], [-1.0, -1.0, -1.0], True) for j in range(sampling.n)]
+            [SampledAnswer([prompt[0], j, 0], [-1.0, -1.0, -1.0], True) for j in range(sampling.n)]
             for prompt in prompts
         ]
         return lambda: answers

@@ -14,10 +14,10 @@ from rlhf_core.config import PPO, Data
 from rlhf_core.data.documents import Prompt
 from rlhf_core.rewards.clients import Rewards
 from rlhf_core.rewards.contract import RewardsFailed
-from rlhf_core.rollout.contract import Answer, Sampling
+from rlhf_core.rollout.contract import SampledAnswer, Sampling
 from rlhf_core.stages.ppo.iteration import Carried, ppo_iteration
 from rlhf_core.stages.ppo.measured.probe import Probe
-from rlhf_core.stages.ppo.records import Part, Rollout, Scores
+from rlhf_core.stages.ppo.records import Rollout, RolloutPart, Scores
 from rlhf_core.stages.ppo.roles.trained import Steps
 from rlhf_core.stages.ppo.sampling.answers import PromptOrder, Setup, sample
 from rlhf_core.stages.ppo.train import schedule_of, setup_of
@@ -43,10 +43,13 @@ class Fleet:
 
     def stream(
         self, prompts: Sequence[Sequence[int]], seeds: Sequence[int], sampling: Sampling
-    ) -> Iterator[tuple[int, list[Answer]]]:
+    ) -> Iterator[tuple[int, list[SampledAnswer]]]:
         for place in self.order:
             self.said.append(f"answers {place}")
-            yield place, [Answer([prompts[place][0], j, 0], [-1.0] * 3, True) for j in range(sampling.n)]
+            yield (
+                place,
+                [SampledAnswer([prompts[place][0], j, 0], [-1.0] * 3, True) for j in range(sampling.n)],
+            )
 
     def start_score(
         self, rollouts: Sequence[Rollout], rewards: Rewards | None, allowed: int
@@ -69,13 +72,17 @@ class Fleet:
                 values,
                 values,
                 rewards,
-                [Part(len(rollouts), {"document": [r.document for r in rollouts]}, {})],
+                [RolloutPart(len(rollouts), {"document": [r.document for r in rollouts]}, {})],
             )
 
         return wait
 
     def train(
-        self, experience: Sequence[Any], updates: object, beside: Callable[[], None], stored: Sequence[Part]
+        self,
+        experience: Sequence[Any],
+        updates: object,
+        beside: Callable[[], None],
+        stored: Sequence[RolloutPart],
     ) -> Steps:
         assert [id(document) for part in stored for document in part.lists["document"]] == [
             id(one.document) for one in experience

@@ -28,7 +28,7 @@ from rlhf_core.stages.ppo.iteration import actor_metrics, step_means
 from rlhf_core.stages.ppo.records import Experience, Rollout, Scores
 from rlhf_core.stages.ppo.roles.actor import Actor
 from rlhf_core.stages.ppo.roles.passes import ModelSpec, on_tokens
-from rlhf_core.stages.ppo.roles.read_only import Reference, Reward
+from rlhf_core.stages.ppo.roles.read_only import ReferenceModel, Reward
 from rlhf_core.stages.ppo.roles.trained import Critic, Update
 from rlhf_core.stages.ppo.train import adapted, model_paths, schedule_of, setup_of
 from rlhf_core.training.engine import AdamW, TorchEngine
@@ -134,8 +134,8 @@ def critic(models: Path) -> Critic:
 def experience(models: Path, scale: float = 1.0) -> list[Experience]:
     """On-policy experience of the policy `sft`, with `other` as reference and random advantages."""
     docs = documents(8, seed=3)
-    old = dict(Reference(model(models / "sft"), 1.0).logprobs(docs))
-    reference = dict(Reference(model(models / "other"), 1.0).logprobs(docs))
+    old = dict(ReferenceModel(model(models / "sft"), 1.0).logprobs(docs))
+    reference = dict(ReferenceModel(model(models / "other"), 1.0).logprobs(docs))
     generator = np.random.default_rng(1)
     random = [scale * generator.normal(size=len(d)).astype(np.float32) for d in docs]
     return [

@@ -13,7 +13,7 @@ from rlhf_core.config import Lora
 from rlhf_core.rewards.clients import Rewards
 from rlhf_core.stages.ppo import fleet
 from rlhf_core.stages.ppo.fleet import Fleet
-from rlhf_core.stages.ppo.roles.read_only import Reference
+from rlhf_core.stages.ppo.roles.read_only import ReferenceModel
 from rlhf_core.stages.ppo.roles.trained import Update
 from rlhf_core.stages.ppo.train import model_paths
 from tests.support.fleet_config import fleet_config, no_sources
@@ -37,7 +37,7 @@ def test_without_its_adapters_the_actor_is_the_reference(models: Path, plain_eng
     trained = actor(models, lora=LORA, actor_learning_rate=1e-2)
     docs = documents(8)
     before = flat(trained)
-    expected = dict(Reference(model(models / "sft"), 1.0).logprobs(docs))
+    expected = dict(ReferenceModel(model(models / "sft"), 1.0).logprobs(docs))
     for step in range(3):
         found = dict(trained.reference_logprobs(docs))
         own = dict(trained.logprobs(docs))
