@@ -129,7 +129,8 @@ def rank(arguments: argparse.Namespace) -> None:
     """One rank: writes the peak bytes of each part."""
     from rlhf_core.config import SFT, Data, Ranks
     from rlhf_core.models.load import trained_policy
-    from rlhf_core.training import ranks, zero_engine
+    from rlhf_core.training import ranks
+    from rlhf_core.training.zero import zero_engine
 
     zero_engine.library()
     zero_engine.KEPT = 0.0

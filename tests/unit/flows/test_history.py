@@ -13,8 +13,8 @@ from filelock import FileLock
 
 import flows.cli
 from flows.cli.history import (
-    Difference,
     Removable,
+    RunDifference,
     _win_rates,
     differences,
     lineage_of,
@@ -96,15 +96,15 @@ def test_differences_of_two_runs_of_a_stage(chain: Chain) -> None:
         json.dumps(result | {"environment": result["environment"] | {"torch": "9.9"}})
     )
     found = differences(chain.stages["sft"], other / "checkpoint")
-    assert Difference("sft", "digest", "", f"{0:016x}", "f" * 16) in found
+    assert RunDifference("sft", "digest", "", f"{0:016x}", "f" * 16) in found
     assert [change for change in found if change.part == "configuration"] == [
-        Difference("sft", "configuration", "learning_rate", "1e-05", "2e-05")
+        RunDifference("sft", "configuration", "learning_rate", "1e-05", "2e-05")
     ]
-    assert Difference("sft", "inputs", "base", BASE, f"ppo-{2:016x}") in found
+    assert RunDifference("sft", "inputs", "base", BASE, f"ppo-{2:016x}") in found
     assert [(change.key, change.after) for change in found if change.part == "versions"] == [("torch", "9.9")]
     assert (
-        Difference("sft", "metrics", "loss", "0.123457", "0.5") in found
-        and Difference("sft", "metrics", "steps", "-", "4") in found
+        RunDifference("sft", "metrics", "loss", "0.123457", "0.5") in found
+        and RunDifference("sft", "metrics", "steps", "-", "4") in found
     )
     assert differences(other, other) == []
     missing = chain.root / "nothing"
@@ -135,9 +135,9 @@ def test_differences_of_two_recipes(chain: Chain) -> None:
     before = refer(chain, "one", "sft", "ppo")
     after = refer(chain, "two", "sft", "reward_model")
     found = differences(before, after)
-    assert Difference("", "recipe", "name", "one", "two") in found
-    assert Difference("ppo", "stages", "", "there", "not there") in found
-    assert Difference("reward_model", "stages", "", "not there", "there") in found
+    assert RunDifference("", "recipe", "name", "one", "two") in found
+    assert RunDifference("ppo", "stages", "", "there", "not there") in found
+    assert RunDifference("reward_model", "stages", "", "not there", "there") in found
     assert not [change for change in found if change.stage == "sft"]
 
 
@@ -274,7 +274,7 @@ def test_old_records_are_shown(chain: Chain) -> None:
         record["config"]["a_key_of_old"] = 1
         (chain.stages[name] / REQUEST).write_text(json.dumps(record))
     assert {run.state for run in stages(chain.root)} == {"done"}
-    assert Difference("sft", "configuration", "a_key_of_old", "1", "-") in differences(
+    assert RunDifference("sft", "configuration", "a_key_of_old", "1", "-") in differences(
         chain.stages["sft"], chain.stages["ppo"]
     )
 
