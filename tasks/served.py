@@ -99,9 +99,11 @@ def _is_setting(here: Any, keys: Sequence[str], where: str) -> bool:
     """Returns whether the field that the keys lead to can only hold plain values. The field is the last one
     of a record along the way."""
     setting = False
-    for key in keys:
+    for depth, key in enumerate(keys):
         parts = _parts(here)
         if key not in parts:
+            if depth and isinstance(here, dict):  # a mapping of free keys, such as engine.options
+                return False
             raise ValueError(f"{where}: {unknown(key, parts)}")
         if isinstance(here, BaseModel):
             info = type(here).model_fields[key]

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ from rlhf_core.recipe.expand import expand
 from rlhf_core.recipe.references import beside, relative_paths, with_home
 from rlhf_core.recipe.sentences import WrongRecipe, everything_wrong, field_of_recipe, short, unknown
 from rlhf_core.recipe.yaml_text import dump, parse
+from rlhf_core.records import Config
 from rlhf_core.system.proxies import proxy_of
 
 STAGE_NAME = re.compile(r"^[A-Za-z0-9][A-Za-z0-9_-]*$")
@@ -114,7 +115,7 @@ def _overridden(given: dict[Any, Any], overrides: Sequence[str], folder: Path | 
     words: tuple[str, ...] = ()
     for keys, value in nested:
         try:
-            _set(whole["stages"], keys, value)
+            _set(whole["stages"], keys, value, recipe.stages)
         except ValueError as error:
             more.append(str(error))
     try:
@@ -265,7 +266,9 @@ def split_overrides(overrides: Sequence[str]) -> tuple[list[tuple[str, Any]], li
     return top, nested
 
 
-def _set(stages: Any, keys: list[str], value: Any) -> None:
+def _set(stages: Any, keys: list[str], value: Any, parsed: Any) -> None:
+    """Sets a value in the stages as JSON. `parsed`: the same stages as configurations, whose mappings (such
+    as `engine.options`) accept new keys."""
     here = stages
     for depth, key in enumerate(keys):
         where = ".".join(keys[:depth])
@@ -278,7 +281,7 @@ def _set(stages: Any, keys: list[str], value: Any) -> None:
                 )
             index: Any = int(key)
         elif isinstance(here, dict):
-            if key not in here:
+            if key not in here and not (last and depth and isinstance(parsed, Mapping)):
                 meant = field_of_recipe(key) if depth == 1 and last else None
                 raise ValueError(
                     f"override {'.'.join(keys)}:"
@@ -295,3 +298,15 @@ def _set(stages: Any, keys: list[str], value: Any) -> None:
         elif isinstance(here[index], tuple):
             here[index] = list(here[index])
         here = here[index]
+        parsed = _part(parsed, key)
+
+
+def _part(parsed: Any, key: str) -> Any:
+    """Returns a part of a configuration; None where an override has put something else."""
+    if isinstance(parsed, Config):
+        return getattr(parsed, key, None)
+    if isinstance(parsed, Mapping):
+        return parsed.get(key)
+    if isinstance(parsed, tuple | list) and int(key) < len(parsed):
+        return parsed[int(key)]
+    return None

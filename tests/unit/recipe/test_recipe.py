@@ -140,6 +140,18 @@ def test_overrides(recipe: Write) -> None:
     assert isinstance(evaluation.judges[1], RewardJudge) and evaluation.judges[1].tie == 0.5
 
 
+def test_an_override_adds_a_key_to_a_mapping_of_free_keys(recipe: Write) -> None:
+    loaded = load_recipe(
+        recipe(), ["ppo.engine.options.max_num_seqs=3", "sft.sweep.learning_rate=[1e-5, 2e-5]"]
+    )
+    ppo = loaded.stages["ppo"]
+    sft = loaded.stages["sft"]
+    assert isinstance(ppo, PPO) and isinstance(sft, SFT)
+    assert ppo.engine.options == {"max_num_seqs": 3} and sft.sweep == {"learning_rate": (1e-5, 2e-5)}
+    with pytest.raises(ValueError, match=r"sweep\.learning_rat"):
+        load_recipe(recipe(), ["sft.sweep.learning_rat=[1e-5, 2e-5]"])
+
+
 def test_overrides_are_applied_together_before_the_check(recipe: Write) -> None:
     with pytest.raises(ValueError, match="train_batch_size=12 must be a multiple"):
         load_recipe(recipe(), ["sft.train_batch_size=12"])

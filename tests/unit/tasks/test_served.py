@@ -80,6 +80,7 @@ NO_SETTINGS = [
     ),
     *(
         "ppo.prompts=/etc/x",
+        "ppo.engine.options.trust_remote_code=true",
         "sft.lora={rank: 2}",
         "sft.lora=null",
         "sft.lora.targets=[q]",
