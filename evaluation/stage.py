@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from evaluation.answers.local_answers import (
-    KeptEngine,
+    EngineKeeper,
     ModelAnswer,
     file_name,
     generate,
@@ -31,7 +31,7 @@ from evaluation.answers.local_answers import (
 )
 from evaluation.answers.remote_answers import answer_remotely, answering_metrics
 from evaluation.judges.factory import judge_names, judging, load_reward_model, make_judge
-from evaluation.judges.offline import KnownAnswerJudge, ScoreJudge, battles
+from evaluation.judges.offline import KnownAnswerJudge, RewardModelJudge, battles
 from evaluation.judges.sequential import battles_in_turns
 from evaluation.scores import over_optimisation, reward_accuracy
 from evaluation.scores.arena_files import judgment_lines, token_counter
@@ -189,7 +189,7 @@ def answer_all(
         )
 
     count = token_counter(config.style_tokenizer) if config.style_tokenizer else None
-    engine = KeptEngine(open_sampler)
+    engine = EngineKeeper(open_sampler)
     answers: dict[str, list[ModelAnswer]] = {}
     answering: dict[str, Answering] = {}
     try:
@@ -242,7 +242,9 @@ def over_optimisation_of(
         request.trust_remote_code,
     )
     scorer, renderer = load_reward_model(config.proxy, request, config, config.template)
-    judge = ScoreJudge("proxy", scorer.score, renderer, 0.0, config.prompt_max_len, config.generate_max_len)
+    judge = RewardModelJudge(
+        "proxy", scorer.score, renderer, 0.0, config.prompt_max_len, config.generate_max_len
+    )
     uids = [question.uid for question in questions]
     measured = {}
     for model in models:

@@ -16,7 +16,7 @@ TAX = "tax.json"
 Z95 = 1.959964
 
 
-class TaxLoss(Frozen):
+class ScoreDrop(Frozen):
     """The loss of a model on one metric. `tax`: baseline minus model, or model minus baseline if lower is
     better. `paired`: the 95 % interval is a bootstrap over the documents that both models answered;
     otherwise it combines the two standard errors as independent (None: lm-eval gave none)."""
@@ -27,7 +27,7 @@ class TaxLoss(Frozen):
     paired: bool
 
 
-class TaxRow(TaxLoss):
+class TaxRow(ScoreDrop):
     """One metric of one task for one model and for the baseline. `main`: this is the task's first metric,
     which gates and the chart use."""
 
@@ -85,7 +85,7 @@ def compare(baseline: ModelScores, model: ModelScores, resamples: int, seed: int
     return rows
 
 
-def loss_of(baseline: Score, model: Score, resamples: int, seed: int) -> TaxLoss:
+def loss_of(baseline: Score, model: Score, resamples: int, seed: int) -> ScoreDrop:
     """Returns baseline minus model (model minus baseline if lower is better), with a 95 % interval."""
     sign = 1.0 if model.higher_is_better else -1.0
     lost = sign * (baseline.value - model.value)
@@ -98,11 +98,11 @@ def loss_of(baseline: Score, model: Score, resamples: int, seed: int) -> TaxLoss
             (name, sign * (value - model.documents[name]), 1.0) for name, value in baseline.documents.items()
         ]
         low, high = interval(sums_of(differences), resamples, seed)
-        return TaxLoss(tax=lost, ci_low=low, ci_high=high, paired=True)
+        return ScoreDrop(tax=lost, ci_low=low, ci_high=high, paired=True)
     if baseline.stderr is None or model.stderr is None:
-        return TaxLoss(tax=lost, ci_low=None, ci_high=None, paired=False)
+        return ScoreDrop(tax=lost, ci_low=None, ci_high=None, paired=False)
     half = Z95 * math.hypot(baseline.stderr, model.stderr)
-    return TaxLoss(tax=lost, ci_low=lost - half, ci_high=lost + half, paired=False)
+    return ScoreDrop(tax=lost, ci_low=lost - half, ci_high=lost + half, paired=False)
 
 
 def tax_metrics(report: TaxReport) -> dict[str, float]:

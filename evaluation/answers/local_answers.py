@@ -76,7 +76,7 @@ def generate(
     return answers
 
 
-class KeptEngine:
+class EngineKeeper:
     """Keeps one engine. Loads the weights of checkpoint folders of the same kind into it, and starts a
     new engine for other models.
 

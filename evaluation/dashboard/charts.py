@@ -39,7 +39,7 @@ class CurveLine(NamedTuple):
     last: float
 
 
-class AxisMark(NamedTuple):
+class AxisTick(NamedTuple):
     """A label on an axis at a position in the drawing."""
 
     at: float
@@ -52,8 +52,8 @@ class DrawnPanel(NamedTuple):
 
     title: str
     lines: list[CurveLine]
-    marks_x: list[AxisMark]
-    marks_y: list[AxisMark]
+    marks_x: list[AxisTick]
+    marks_y: list[AxisTick]
     level: float | None
     missing: int
 
@@ -139,9 +139,9 @@ def draw(panel: Panel, runs: Sequence[LabelledCurves]) -> DrawnPanel | None:
     digits = (
         math.ceil(math.log10(max(map(abs, at)) / (at[1] - at[0]))) + 1 if len(at) > 1 and at[1] > at[0] else 3
     )
-    marks_y = [AxisMark(y(value), f"{value:.{min(max(digits, 3), 8)}g}") for value in at]
+    marks_y = [AxisTick(y(value), f"{value:.{min(max(digits, 3), 8)}g}") for value in at]
     marks_x = (
-        [AxisMark(x(x1), f"{x1:g}")] if x1 == x0 else [AxisMark(x(x0), f"{x0:g}"), AxisMark(x(x1), f"{x1:g}")]
+        [AxisTick(x(x1), f"{x1:g}")] if x1 == x0 else [AxisTick(x(x0), f"{x0:g}"), AxisTick(x(x1), f"{x1:g}")]
     )
     return DrawnPanel(
         panel.title, lines, marks_x, marks_y, None if panel.level is None else y(panel.level), missing

@@ -164,7 +164,7 @@ def _waiting(run: RunRecord, stages: list[Stage]) -> list[Stage]:
     return told
 
 
-class OpenApproval(NamedTuple):
+class PendingApproval(NamedTuple):
     """A stage that waits for a person's approval. `recipe`: the recipe's folder in the artifacts, for
     `alignflow approve`."""
 
@@ -173,7 +173,7 @@ class OpenApproval(NamedTuple):
     told: str
 
 
-def questions(folder: Folder) -> list[OpenApproval]:
+def questions(folder: Folder) -> list[PendingApproval]:
     """Returns the stages that somebody may still approve or refuse, oldest question first."""
     read = (
         (file.parent.name, approval_of(folder, file.parent))
@@ -183,7 +183,7 @@ def questions(folder: Folder) -> list[OpenApproval]:
         ((one.asked, name, one) for name, one in read if one and one.state() == "asked"),
         key=lambda found: found[:2],
     )
-    return [OpenApproval(name, Path(one.recipe).name, one.told()) for _, name, one in asked]
+    return [PendingApproval(name, Path(one.recipe).name, one.told()) for _, name, one in asked]
 
 
 def approval_of(folder: Folder, run_dir: Path) -> Approval | None:

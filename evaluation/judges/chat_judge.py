@@ -31,7 +31,7 @@ class CachedVerdict(Frozen):
 
 
 @dataclass
-class EndpointJudge:
+class LlmJudge:
     """Requests a verdict on each match.
 
     `cache`: file of verdicts; `identity`: identifies the judge in the cache's keys; a remote model's name,

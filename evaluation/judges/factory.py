@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 
 from evaluation.answers.chat_client import ChatClient, Connection, cost_of, remote
 from evaluation.answers.local_answers import file_name, model_config
-from evaluation.judges.chat_judge import EndpointJudge
-from evaluation.judges.offline import Judge, KnownAnswerJudge, ScoreJudge
+from evaluation.judges.chat_judge import LlmJudge
+from evaluation.judges.offline import Judge, KnownAnswerJudge, RewardModelJudge
 from rlhf_core import config as configs
 from rlhf_core.data.chat import Renderer, load_tokenizer
 from rlhf_core.hub.ids import shown
@@ -64,7 +64,7 @@ def make_judge(
         return KnownAnswerJudge(name, judge.answer_key)
     if isinstance(judge, configs.RewardJudge):
         scorer, renderer = load_reward_model(judge.reward, request, config, config.template)
-        return ScoreJudge(
+        return RewardModelJudge(
             name, scorer.score, renderer, judge.tie, config.prompt_max_len, config.generate_max_len
         )
     if isinstance(judge, configs.VllmJudge):
@@ -103,7 +103,7 @@ def make_judge(
     client = ChatClient(
         f"judge {name}", model_name, connect, {"max_tokens": judge.max_tokens, "temperature": 0}, judge
     )
-    return EndpointJudge(name, client, cache, identity, judge.max_failed)
+    return LlmJudge(name, client, cache, identity, judge.max_failed)
 
 
 def load_reward_model(
@@ -131,7 +131,7 @@ def judging(judged: Sequence[Judgment], judge: Judge, config: configs.Judge) -> 
         games=sum(game.score is not None for game in games),
         failed=sum(game.score is None for game in games),
     )
-    if not isinstance(judge, EndpointJudge):
+    if not isinstance(judge, LlmJudge):
         return found
     cost = cost_of(config, *judge.tokens) if isinstance(config, configs.Remote) else None
     tokens = dict(zip(("input_tokens", "output_tokens"), judge.tokens, strict=True))

@@ -40,7 +40,7 @@ REMINDER = "Finish now with exactly one of [[A>>B]], [[A>B]], [[A=B]], [[B>A]], 
 
 def reminder(problem: str) -> str:
     """Returns the message that asks for a verdict after a reply without one. `problem` comes from
-    `judge_reply.Verdict`."""
+    `judge_reply.JudgeVerdict`."""
     return f"{problem[0].upper()}{problem[1:]}. {REMINDER}"
 
 

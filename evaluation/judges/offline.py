@@ -102,7 +102,7 @@ class KnownAnswerJudge:
 
 
 @dataclass(frozen=True)
-class ScoreJudge:
+class RewardModelJudge:
     """Lets the answer with the higher reward-model score win; a difference of at most `tie` is a tie.
 
     `score` maps documents to scores. Prompts are cut to `prompt_max_len` tokens, as for the models that

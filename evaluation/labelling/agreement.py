@@ -20,7 +20,7 @@ from typing import Literal, NamedTuple
 import numpy as np
 
 from evaluation.labelling.records import LABELS, HumanLabel, in_force
-from evaluation.scores.arena_hard import ArenaEstimate
+from evaluation.scores.arena_hard import IntervalEstimate
 from evaluation.scores.scoring import CELLS, Floats, QuestionSums, rate_interval, sums_of
 from rlhf_core.data.labels import LabelLine
 
@@ -39,9 +39,9 @@ class TwoAnnotators(NamedTuple):
     one: str
     other: str
     pairs: int
-    same: ArenaEstimate
-    kappa: ArenaEstimate | None
-    weighted_kappa: ArenaEstimate | None
+    same: IntervalEstimate
+    kappa: IntervalEstimate | None
+    weighted_kappa: IntervalEstimate | None
 
 
 class OneAnnotator(NamedTuple):
@@ -53,9 +53,9 @@ class OneAnnotator(NamedTuple):
     labels: int
     skipped: int
     ties: float
-    first_side: ArenaEstimate | None
+    first_side: IntervalEstimate | None
     repeats: int
-    consistent: ArenaEstimate | None
+    consistent: IntervalEstimate | None
     seconds: float | None
 
 
@@ -65,8 +65,8 @@ class Agreement(NamedTuple):
 
     pairs: int
     shared: int
-    alpha: ArenaEstimate | None
-    ordinal_alpha: ArenaEstimate | None
+    alpha: IntervalEstimate | None
+    ordinal_alpha: IntervalEstimate | None
     between: list[TwoAnnotators]
     annotators: list[OneAnnotator]
 
@@ -104,7 +104,7 @@ def agreement(labels: Sequence[Rated], rounds: int = ROUNDS, seed: int = 0) -> A
 
 def cohen(
     ratings: Sequence[tuple[int, int]], count: int, metric: Metric, rounds: int = ROUNDS, seed: int = 0
-) -> ArenaEstimate | None:
+) -> IntervalEstimate | None:
     """Returns Cohen's kappa of two annotators' ratings, 0 to `count` - 1; with `ordinal`, weighted by
     squared distance.
 
@@ -126,7 +126,7 @@ def cohen(
 
 def krippendorff(
     ratings: Sequence[Sequence[int]], count: int, metric: Metric, rounds: int = ROUNDS, seed: int = 0
-) -> ArenaEstimate | None:
+) -> IntervalEstimate | None:
     """Returns Krippendorff's alpha of the ratings of each unit, 0 to `count` - 1, by any number of
     annotators. Units with one rating are left out.
 
@@ -163,7 +163,7 @@ def _ratio(observed: Floats, expected: Floats) -> Floats:
     return np.divide(observed, expected, out=np.full_like(observed, np.nan), where=expected > 1e-12)
 
 
-def _estimate(cells: Floats, statistic: Statistic, rounds: int, seed: int) -> ArenaEstimate | None:
+def _estimate(cells: Floats, statistic: Statistic, rounds: int, seed: int) -> IntervalEstimate | None:
     """Returns the statistic of the sum of `cells` (units, C, C), with its interval over resampled units;
     None when it is undefined."""
     if not len(cells):
@@ -177,7 +177,7 @@ def _estimate(cells: Floats, statistic: Statistic, rounds: int, seed: int) -> Ar
     if not (table - np.diag(np.diag(table))).any():
         low, _ = rate_interval(QuestionSums(np.ones(units), np.ones(units)), LEVEL)
         shares = table.sum(1) / table.sum()
-        return ArenaEstimate(value, float(1 - (1 - low) / (1 - (shares**2).sum())), 1.0)
+        return IntervalEstimate(value, float(1 - (1 - low) / (1 - (shares**2).sum())), 1.0)
     generator = np.random.default_rng(seed)
     found = []
     step = max(1, CELLS // units)
@@ -187,7 +187,7 @@ def _estimate(cells: Floats, statistic: Statistic, rounds: int, seed: int) -> Ar
         found.append(statistic((times @ flat).reshape(-1, *table.shape)))
     values = np.concatenate(found)
     low, high = np.quantile(values[np.isfinite(values)], [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
-    return ArenaEstimate(value, float(low), float(high))
+    return IntervalEstimate(value, float(low), float(high))
 
 
 def _two_annotators(
@@ -226,9 +226,9 @@ def _one_annotator(name: str, rows: Sequence[Rated]) -> OneAnnotator:
     )
 
 
-def _share(rows: Sequence[tuple[str, bool]]) -> ArenaEstimate | None:
+def _share(rows: Sequence[tuple[str, bool]]) -> IntervalEstimate | None:
     """Returns the share of true rows, with its interval over keys of pairs; None if there are no rows."""
     if not rows:
         return None
     sums = sums_of([(key, float(value), 1.0) for key, value in rows])
-    return ArenaEstimate(sums.score, *rate_interval(sums, LEVEL))
+    return IntervalEstimate(sums.score, *rate_interval(sums, LEVEL))

@@ -22,7 +22,7 @@ from rlhf_core.records import Judgment
 Styles = Mapping[tuple[str, str], Style]  # (model, uid) -> style of its answer
 
 
-class ArenaEstimate(NamedTuple):
+class IntervalEstimate(NamedTuple):
     """A value and its interval."""
 
     value: float
@@ -30,7 +30,7 @@ class ArenaEstimate(NamedTuple):
     high: float
 
 
-class ArenaRows(NamedTuple):
+class BattleRows(NamedTuple):
     """N rows: outcomes in [0, 1] for the model and weights, (N,), each row's question and model, and style
     features if known."""
 
@@ -45,11 +45,11 @@ class Controlled(NamedTuple):
     """Style-controlled scores by model, and the effect of each feature: how much the log-odds change for a
     difference of typical size (root mean square)."""
 
-    scores: dict[str, ArenaEstimate]
-    effects: dict[str, ArenaEstimate]
+    scores: dict[str, IntervalEstimate]
+    effects: dict[str, IntervalEstimate]
 
 
-def question_rows(judgments: Sequence[Judgment], styles: Styles | None, arena: bool) -> ArenaRows:
+def question_rows(judgments: Sequence[Judgment], styles: Styles | None, arena: bool) -> BattleRows:
     """Returns one row for each battle with a verdict. With `arena`, each game has weight 1, or 3 if its
     verdict is strong; otherwise the battle has weight 1 and its outcome is the mean of its games, as in
     `scoring.plain_sums`. Raises ValueError when no game has a verdict or an answer's style is missing."""
@@ -65,10 +65,10 @@ def question_rows(judgments: Sequence[Judgment], styles: Styles | None, arena: b
         )
     outcomes = np.array([each.score for each in sums])
     weights = np.array([each.weight[0] for each in sums])
-    return ArenaRows([j.uid for j in found], [j.model for j in found], outcomes, weights, values)
+    return BattleRows([j.uid for j in found], [j.model for j in found], outcomes, weights, values)
 
 
-def controlled(rows: ArenaRows, controls: Sequence[Control], resamples: int, seed: int) -> Controlled:
+def controlled(rows: BattleRows, controls: Sequence[Control], resamples: int, seed: int) -> Controlled:
     """Computes style control: each model's score against the baseline for answers of the same style, with
     95 % intervals.
 
@@ -79,7 +79,7 @@ def controlled(rows: ArenaRows, controls: Sequence[Control], resamples: int, see
     values = scaled(rows.features[:, columns(controls)])
     uids, index = np.unique(rows.uids, return_inverse=True)
     order = np.lexsort((rows.models, rows.uids))  # makes sums independent of the order of the files
-    sorted_rows = ArenaRows(
+    sorted_rows = BattleRows(
         [rows.uids[i] for i in order],
         [rows.models[i] for i in order],
         rows.outcomes[order],
@@ -103,11 +103,11 @@ def controlled(rows: ArenaRows, controls: Sequence[Control], resamples: int, see
     )
 
 
-def _estimate(values: Floats) -> ArenaEstimate:
+def _estimate(values: Floats) -> IntervalEstimate:
     """Returns the first value with the 2.5 % and 97.5 % quantiles of the others, which are its bootstrap
     values."""
     low, high = np.quantile(values[1:], [0.025, 0.975])
-    return ArenaEstimate(float(values[0]), float(low), float(high))
+    return IntervalEstimate(float(values[0]), float(low), float(high))
 
 
 def _style(styles: Styles, model: str, uid: str) -> Style:

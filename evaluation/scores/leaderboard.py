@@ -10,7 +10,7 @@ import json
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from evaluation.scores.arena_hard import ArenaEstimate, Styles, controlled, question_rows
+from evaluation.scores.arena_hard import IntervalEstimate, Styles, controlled, question_rows
 from evaluation.scores.scoring import arena_sums, rate_interval, swap_consistency
 from evaluation.scores.style import Control
 from rlhf_core.records import Judgment
@@ -21,8 +21,8 @@ class Standing(NamedTuple):
     answers."""
 
     model: str
-    score: ArenaEstimate
-    controlled: ArenaEstimate | None
+    score: IntervalEstimate
+    controlled: IntervalEstimate | None
     questions: int
     failed: int
     swap_consistency: float
@@ -37,7 +37,7 @@ class Board(NamedTuple):
     category: str
     baseline: str
     standings: list[Standing]
-    effects: dict[str, ArenaEstimate]
+    effects: dict[str, IntervalEstimate]
 
 
 class How(NamedTuple):
@@ -90,9 +90,9 @@ def _board(judgments: Sequence[Judgment], styles: Styles | None, how: How) -> Bo
     scores = {}
     for model, ours in by_model.items():
         sums = arena_sums(ours)
-        scores[model] = ArenaEstimate(sums.score, *rate_interval(sums))
-    held: dict[str, ArenaEstimate] = {}
-    effects: dict[str, ArenaEstimate] = {}
+        scores[model] = IntervalEstimate(sums.score, *rate_interval(sums))
+    held: dict[str, IntervalEstimate] = {}
+    effects: dict[str, IntervalEstimate] = {}
     if styles is not None and how.controls:
         every = [judgment for ours in by_model.values() for judgment in ours]
         held, effects = controlled(

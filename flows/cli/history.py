@@ -29,7 +29,7 @@ STAGES = "stages"
 RECIPE = "recipe.yaml"
 
 
-class ListedRun(NamedTuple):
+class ListedStage(NamedTuple):
     """A run directory. `metric`: the main one, such as `eval/loss 1.23`; `seconds` None: not done; `when`:
     time of its last record."""
 
@@ -43,9 +43,9 @@ class ListedRun(NamedTuple):
     metric: str
 
 
-class Removable(NamedTuple):
-    """Something that `gc` may remove: a run directory, its resume states, or the page of a run. `size` is
-    in bytes; `why`: who keeps it or stopped keeping it."""
+class SurveyedItem(NamedTuple):
+    """Something that `gc` removes or keeps: a run directory, its resume states, or the page of a run. `size`
+    is in bytes; `why`: who keeps it or stopped keeping it."""
 
     path: Path
     size: int
@@ -55,7 +55,7 @@ class Removable(NamedTuple):
 Keeping = Callable[[Sequence[RunRecord]], set[str]]  # returns the ids of runs that keep their stages
 
 
-def stages(artifacts: Path) -> list[ListedRun]:
+def stages(artifacts: Path) -> list[ListedStage]:
     """Returns the stages in an artifacts folder, oldest first. Raises ValueError when it has no `stages`
     folder."""
     return sorted(
@@ -106,7 +106,7 @@ def lineage_of(place: str) -> Ancestor:
     return ancestor
 
 
-def survey(artifacts: Path, keeping: Keeping = kept) -> tuple[list[Removable], list[Removable]]:
+def survey(artifacts: Path, keeping: Keeping = kept) -> tuple[list[SurveyedItem], list[SurveyedItem]]:
     """Returns what is kept and what can be removed: stages that no kept run refers to, directly or through
     parents, and resume states of finished stages.
 
@@ -124,21 +124,21 @@ def survey(artifacts: Path, keeping: Keeping = kept) -> tuple[list[Removable], l
                 if former[folder]
                 else "no recorded run refers to it"
             )
-            garbage.append(Removable(folder, size, why))
+            garbage.append(SurveyedItem(folder, size, why))
             continue
         if (folder / STATE).is_dir() and not is_locked(folder / LOCK) and RunDir(folder).result() is not None:
             garbage.append(
-                Removable(folder / STATE, size_of(folder / STATE), "resume states of a stage that is done")
+                SurveyedItem(folder / STATE, size_of(folder / STATE), "resume states of a stage that is done")
             )
             size -= garbage[-1].size
-        used.append(Removable(folder, size, _few(keepers[folder])))
+        used.append(SurveyedItem(folder, size, _few(keepers[folder])))
     runs = records(artifacts)
     keep = keeping(runs)
     for run in runs:
         page = run.file.with_suffix(PAGE)
         if run.id not in keep and page.is_file():
             garbage.append(
-                Removable(
+                SurveyedItem(
                     page,
                     page.stat().st_size,
                     f"the page of run {run.label}, which no longer keeps its stages",
@@ -147,7 +147,7 @@ def survey(artifacts: Path, keeping: Keeping = kept) -> tuple[list[Removable], l
     return used, garbage
 
 
-def remove(item: Removable, keeping: Keeping = kept) -> bool:
+def remove(item: SurveyedItem, keeping: Keeping = kept) -> bool:
     """Removes a folder unless a process works there or a run keeps it by now, or the page of a run that is
     not kept. Returns whether it was removed."""
     if item.path.suffix == PAGE:
@@ -195,7 +195,7 @@ def _stages(artifacts: Path) -> Iterator[tuple[Path, dict[str, Any]]]:
             yield stage
 
 
-def _found(folder: Path, record: Mapping[str, Any]) -> ListedRun:
+def _found(folder: Path, record: Mapping[str, Any]) -> ListedStage:
     result = RunDir(folder).result()
     config = record["config"]
     kind = KINDS.get(config["stage"])
@@ -206,7 +206,7 @@ def _found(folder: Path, record: Mapping[str, Any]) -> ListedRun:
     if result:
         state = "done"
     when = datetime.fromtimestamp((folder / (RESULT if result else REQUEST)).stat().st_mtime)
-    return ListedRun(
+    return ListedStage(
         folder,
         record["name"],
         config["stage"],

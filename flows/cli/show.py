@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from flows.cli.history import ListedRun, Removable
+from flows.cli.history import ListedStage, SurveyedItem
 from rlhf_core.config import KINDS, Recipe
 from rlhf_core.hub.revisions import PINS
 from rlhf_core.recipe.dry_run import Outlook
@@ -30,7 +30,7 @@ from rlhf_core.runs.run_records import RunRecord
 from rlhf_core.system.markdown_table import table
 
 if TYPE_CHECKING:  # scipy is imported by these, and most commands do not need it
-    from evaluation.scores.arena_hard import ArenaEstimate
+    from evaluation.scores.arena_hard import IntervalEstimate
     from evaluation.scores.leaderboard import Board
     from rlhf_core.migrate.script import Migrated
 
@@ -143,14 +143,14 @@ def show_board(console: Console, board: Board) -> None:
     console.print()
 
 
-def _estimate(estimate: ArenaEstimate | None) -> tuple[str, str]:
+def _estimate(estimate: IntervalEstimate | None) -> tuple[str, str]:
     if estimate is None:
         return "", ""
     return f"{100 * estimate.value:.1f}", f"{100 * estimate.low:.1f} - {100 * estimate.high:.1f}"
 
 
 def show_runs(
-    console: Console, runs: Sequence[RunRecord], stages: Sequence[ListedRun], as_json: bool
+    console: Console, runs: Sequence[RunRecord], stages: Sequence[ListedStage], as_json: bool
 ) -> None:
     """Prints the runs of an artifacts folder as a table or JSON. `stages` are the stages in the folder."""
     known = {f"stages/{stage.path.name}": stage for stage in stages}
@@ -194,7 +194,7 @@ def show_runs(
     console.print(f"{len(runs)} runs")
 
 
-def show_stages(console: Console, found: Sequence[ListedRun]) -> None:
+def show_stages(console: Console, found: Sequence[ListedStage]) -> None:
     """Prints the stages of an artifacts folder as a table."""
     if not found:
         console.print(
@@ -255,7 +255,7 @@ def show_lineage(console: Console, ancestor: Ancestor, data: Sequence[Dataset]) 
 
 
 def show_garbage(
-    console: Console, kept: Sequence[Removable], garbage: Sequence[Removable], removed: set[Path] | None
+    console: Console, kept: Sequence[SurveyedItem], garbage: Sequence[SurveyedItem], removed: set[Path] | None
 ) -> None:
     """Prints what is kept and what can be removed, with sizes. `removed`: the removed paths; None without
     --delete."""

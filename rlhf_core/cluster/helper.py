@@ -22,7 +22,7 @@ class HelperDied(RuntimeError):
     """Raised when a helper's process has ended."""
 
 
-class HeldObject:
+class ObjectHolder:
     """Holds the object in the process on the other node."""
 
     def make(
@@ -46,7 +46,7 @@ class Helper:
     def __init__(self, node: RayNode, threads: int, factory: Callable[..., Any], **options: Any):
         self.node = node
         where = NodeAffinitySchedulingStrategy(node.identity, soft=False)
-        process = ray.remote(HeldObject).options(
+        process = ray.remote(ObjectHolder).options(
             num_cpus=0,
             max_concurrency=threads,
             scheduling_strategy=where,

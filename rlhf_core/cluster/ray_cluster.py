@@ -18,7 +18,7 @@ from ray.util.placement_group import PlacementGroup, placement_group
 
 from rlhf_core.cluster.layout import BundleSlot, Layout, by_node, shortage, too_large
 from rlhf_core.cluster.ray_internals import SafePathJob, report_missing
-from rlhf_core.cluster.reach import ListeningPlace, answering, head, lost, place_of, reach
+from rlhf_core.cluster.reach import TcpEndpoint, answering, head, lost, place_of, reach
 from rlhf_core.runs.launch import SECRET_NAME
 from rlhf_core.system.machine import NodeLost, num_gpus
 from rlhf_core.system.pages.secret_file import private_folder
@@ -111,7 +111,7 @@ def leave() -> None:
         reach.watch([])
 
 
-def _nodes(identities: Collection[str] | None = None) -> list[ListeningPlace]:
+def _nodes(identities: Collection[str] | None = None) -> list[TcpEndpoint]:
     """Returns the living nodes of the cluster, or those of them in `identities`."""
     living = [
         node for node in ray.nodes() if node["Alive"] and (identities is None or node["NodeID"] in identities)

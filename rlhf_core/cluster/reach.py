@@ -34,7 +34,7 @@ EXIT_SECONDS = 10.0
 ALONE_SECONDS = 45.0
 
 
-class ListeningPlace(NamedTuple):
+class TcpEndpoint(NamedTuple):
     """Names something that answers at a port, for example `the Ray node 10.0.0.2`."""
 
     name: str
@@ -42,23 +42,23 @@ class ListeningPlace(NamedTuple):
     port: int
 
 
-def head() -> ListeningPlace:
+def head() -> TcpEndpoint:
     """Returns the head of the cluster that this process has joined."""
     host, _, port = ray.get_runtime_context().gcs_address.rpartition(":")
-    return ListeningPlace(f"the head of the Ray cluster ({host})", host.strip("[]"), int(port))
+    return TcpEndpoint(f"the head of the Ray cluster ({host})", host.strip("[]"), int(port))
 
 
 class Reach:
     """Watches places of the one cluster that this process uses. `watch` starts the thread."""
 
     def __init__(self) -> None:
-        self._places: Sequence[ListeningPlace] = ()
-        self._since: dict[ListeningPlace, float] = {}  # time of the first check without an answer
-        self._noticed: set[ListeningPlace] = set()
+        self._places: Sequence[TcpEndpoint] = ()
+        self._since: dict[TcpEndpoint, float] = {}  # time of the first check without an answer
+        self._noticed: set[TcpEndpoint] = set()
         self._lost = ""
         self._thread: Thread | None = None
 
-    def watch(self, places: Sequence[ListeningPlace]) -> None:
+    def watch(self, places: Sequence[TcpEndpoint]) -> None:
         """Watches the places that answer, instead of the previous ones."""
         self._places = answering(places)
         self._since = {}
@@ -85,7 +85,7 @@ class Reach:
             places = self._places if ray.is_initialized() else ()
             self.note(places, answering(places), time.monotonic())
 
-    def note(self, places: Sequence[ListeningPlace], answer: Collection[ListeningPlace], now: float) -> None:
+    def note(self, places: Sequence[TcpEndpoint], answer: Collection[TcpEndpoint], now: float) -> None:
         """Records which of the places answer at `now`, a time in seconds. Ends this process when a place has
         not answered for LOST_SECONDS + EXIT_SECONDS."""
         for place in places:
@@ -108,25 +108,25 @@ class Reach:
                 os._exit(1)
 
 
-def own_node() -> ListeningPlace:
+def own_node() -> TcpEndpoint:
     """Returns the Ray process (raylet) of this process's node."""
     own = ray.get_runtime_context().get_node_id()
     (node,) = [node for node in ray.nodes() if node["NodeID"] == own]
     return place_of(node)
 
 
-def place_of(node: Mapping[str, Any]) -> ListeningPlace:
+def place_of(node: Mapping[str, Any]) -> TcpEndpoint:
     """Returns the place at which the Ray process of an entry of `ray.nodes()` answers."""
-    return ListeningPlace(
+    return TcpEndpoint(
         f"the Ray node {node['NodeManagerAddress']}", node["NodeManagerAddress"], node["NodeManagerPort"]
     )
 
 
-def end_when_alone(places: Sequence[ListeningPlace]) -> None:
+def end_when_alone(places: Sequence[TcpEndpoint]) -> None:
     """Starts a thread that ends this process, which works for a stage, once one of the places has not
     answered for ALONE_SECONDS. The places are the head, which would report the stage's end, and the raylet,
     whose death does not always end its processes."""
-    since: dict[ListeningPlace, float] = {}
+    since: dict[TcpEndpoint, float] = {}
 
     def watch() -> None:
         while True:
@@ -165,10 +165,10 @@ def fetched(ref: Any) -> Any:
             reach.require()
 
 
-def answering(places: Sequence[ListeningPlace]) -> list[ListeningPlace]:
+def answering(places: Sequence[TcpEndpoint]) -> list[TcpEndpoint]:
     """Returns the places that accept a connection within ANSWER_SECONDS. All are tried at once."""
     deadline = time.monotonic() + ANSWER_SECONDS
-    found = set[ListeningPlace]()
+    found = set[TcpEndpoint]()
     with ExitStack() as stack, selectors.DefaultSelector() as selector:
         for place in places:
             probe = stack.enter_context(

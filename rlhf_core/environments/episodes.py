@@ -56,7 +56,7 @@ class EpisodeRequest(NamedTuple):
     shared: int
 
 
-class RequestEngines(Protocol):
+class EnginePool(Protocol):
     """Defines the interface of engines that answer single requests (`rlhf_core.rollout.dispatch.Engines`)."""
 
     def reserve(self) -> int: ...
@@ -79,7 +79,7 @@ class Episodes:
         renderer: Renderer,
         limits: Limits,
         background: Background,
-        engines: RequestEngines,
+        engines: EnginePool,
     ):
         self._config = config
         self._renderer = renderer
@@ -147,9 +147,7 @@ class Episodes:
         self._calls = self._calls or (call_format(self._renderer) if tools else None)
         return Trajectory(prompt, self._renderer, self._limits, tools, self._calls)
 
-    async def try_once(
-        self, prompt: Prompt, sampling: Sampling, engines: RequestEngines, seconds: float
-    ) -> None:
+    async def try_once(self, prompt: Prompt, sampling: Sampling, engines: EnginePool, seconds: float) -> None:
         """Runs one episode with the answers of `engines`. Raises Failed when the environment fails,
         TimeoutError after `seconds`."""
         clock = Clock(self._config.timeout)
@@ -184,7 +182,7 @@ class Episodes:
         trajectory: Trajectory,
         sampling: Sampling,
         clock: Clock,
-        engines: RequestEngines,
+        engines: EnginePool,
     ) -> list[float]:
         """Runs one attempt and returns the reward of each answer. Raises Failed. The engine stops answering
         if the environment stops waiting for it."""

@@ -16,7 +16,7 @@ from rlhf_core.data.chat import Renderer
 from rlhf_core.data.documents import Document, Message, Prompt, compact
 from rlhf_core.environments.calls import CallFormat
 from rlhf_core.environments.conversation import Answer, Call
-from rlhf_core.rollout.contract import SampledAnswer as Sampled
+from rlhf_core.rollout.contract import SampledAnswer
 
 
 class Full(Exception):
@@ -97,7 +97,7 @@ class Trajectory:
         left = self._limits.tokens - used
         return left if self._limits.answer_tokens is None else min(left, self._limits.answer_tokens)
 
-    def take(self, answer: Sampled) -> tuple[Answer, Message]:
+    def take(self, answer: SampledAnswer) -> tuple[Answer, Message]:
         """Adds the model's answer. Returns it in the environment's form and as a message."""
         self._versions += [(len(self._tokens) + first, version) for first, version in answer.versions]
         self._tokens += answer.tokens

@@ -15,7 +15,7 @@ COPY = 0.896
 LINK = 0.8  # of NVLink and the network in a large collective: assumed, not measured by any record
 
 
-class DataSheet(NamedTuple):
+class GpuSpecs(NamedTuple):
     """Figures from the maker's data sheet: GiB available to a process, dense bf16 FLOP/s, bytes/s of
     memory, of NVLink (PCIe if there is none) in one direction, and of the link to the host."""
 
@@ -28,11 +28,11 @@ class DataSheet(NamedTuple):
 
 # NVIDIA's data sheets for the SXM modules. A800 and H800 are A100 and H100 with less NVLink.
 PUBLISHED = {
-    "a100": DataSheet(79.2, 312e12, 2.04e12, 300e9, 32e9),
-    "a800": DataSheet(79.2, 312e12, 2.04e12, 200e9, 32e9),
-    "h100": DataSheet(79.2, 989.4e12, 3.35e12, 450e9, 64e9),
-    "h800": DataSheet(79.2, 989.4e12, 3.35e12, 200e9, 64e9),
-    "h200": DataSheet(139.8, 989.4e12, 4.8e12, 450e9, 64e9),
+    "a100": GpuSpecs(79.2, 312e12, 2.04e12, 300e9, 32e9),
+    "a800": GpuSpecs(79.2, 312e12, 2.04e12, 200e9, 32e9),
+    "h100": GpuSpecs(79.2, 989.4e12, 3.35e12, 450e9, 64e9),
+    "h800": GpuSpecs(79.2, 989.4e12, 3.35e12, 200e9, 64e9),
+    "h200": GpuSpecs(139.8, 989.4e12, 4.8e12, 450e9, 64e9),
 }
 
 
@@ -56,7 +56,7 @@ class Gpu(NamedTuple):
         )
 
 
-def _of(sold: DataSheet) -> Gpu:
+def _of(sold: GpuSpecs) -> Gpu:
     flops = MATRIX * sold.flops
     bandwidth = COPY * sold.bandwidth
     return Gpu(

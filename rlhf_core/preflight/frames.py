@@ -10,10 +10,10 @@ from rlhf_core.config.data import Text
 from rlhf_core.hub.ids import is_remote
 from rlhf_core.hub.vocabulary import tokenizer_place
 from rlhf_core.preflight.rows.template_rows import Rendered
-from rlhf_core.preflight.template_length import Pair, RowsToRender, TemplateLength, measure, measured
+from rlhf_core.preflight.template_length import MeasuredTemplate, Pair, RowsToRender, measure, measured
 from rlhf_core.recipe.plan import Node, Plan
 
-Frames = dict[Pair, TemplateLength | str]  # a string: why the tokenizer or template cannot be used
+Frames = dict[Pair, MeasuredTemplate | str]  # a string: why the tokenizer or template cannot be used
 
 
 def frames_of(
@@ -41,7 +41,7 @@ def frames_of(
     }
 
 
-def rendered(frame: TemplateLength, text: Text) -> Rendered:
+def rendered(frame: MeasuredTemplate, text: Text) -> Rendered:
     """Returns the results of rendering the rows of a stage's data set with the template of a frame."""
     return frame.rendered[_rows_of(text)] if text.rows else Rendered()
 
@@ -72,7 +72,7 @@ def _frames_apart(pairs: Mapping[Pair, Iterable[RowsToRender]], trust_remote_cod
 
 def _frame(
     place: str, template: str, rows: Sequence[RowsToRender], trust_remote_code: bool
-) -> TemplateLength | str:
+) -> MeasuredTemplate | str:
     try:
         return measure(place, template, rows, trust_remote_code)
     except ValueError as error:

@@ -50,7 +50,7 @@ from rlhf_core.preflight.questions import question_problems, selecting_questions
 from rlhf_core.preflight.reward_functions import code_problems, trial_problems
 from rlhf_core.preflight.rows.batches import batch_warning, made_rows_warning, prompt_problem, rows_made
 from rlhf_core.preflight.sequences import sequence_problems
-from rlhf_core.preflight.template_length import TemplateLength
+from rlhf_core.preflight.template_length import MeasuredTemplate
 from rlhf_core.preflight.weights import weight_problem
 from rlhf_core.recipe.load import load_recipe
 from rlhf_core.recipe.plan import Node, Plan
@@ -169,7 +169,7 @@ def input_warnings(plan: Plan, nodes: Sequence[Node]) -> list[str]:
     for node in todo:
         for text in node.config.texts:
             frame = frames.get((tokenizer_of(plan, node) or "", text.data.template))
-            if not isinstance(frame, TemplateLength):
+            if not isinstance(frame, MeasuredTemplate):
                 continue
             found = rendered(frame, text)
             told = [*found.warned, batch_warning(node.config, text.field, found.items) if found.items else ""]

@@ -24,7 +24,7 @@ from rlhf_core.hub.model_files import ADAPTER_CONFIG
 from rlhf_core.hub.stored_head import has_several_labels, has_trained_head, no_reward_head, several_labels
 from rlhf_core.hub.vocabulary import compared
 from rlhf_core.recipe.plan import Node
-from rlhf_core.recipe.references import NamedReference, references
+from rlhf_core.recipe.references import ConfigReference, references
 
 REWARD = named("reward")
 UNREADABLE = (OSError, ValueError, LookupError, TypeError, AttributeError)
@@ -96,7 +96,7 @@ def _several_labels(folder: Path) -> bool:
         return False
 
 
-def _loads(config: StageConfig, reference: NamedReference) -> bool:
+def _loads(config: StageConfig, reference: ConfigReference) -> bool:
     """Returns whether the stage loads the model in PyTorch. If not, only vLLM answers with it, or its files
     are published."""
     if reference.kinds == REWARD or isinstance(config, Optimised):

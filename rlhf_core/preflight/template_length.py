@@ -56,7 +56,7 @@ class RowsToRender(NamedTuple):
     limit: int = 0
 
 
-class TemplateLength(NamedTuple):
+class MeasuredTemplate(NamedTuple):
     """`Renderer.frame_len` in tokens, and the findings from the rows of each data set."""
 
     length: int
@@ -66,7 +66,7 @@ class TemplateLength(NamedTuple):
 Key = tuple[str, str, int, tuple[RowsToRender, ...], tuple[int, ...]]
 # Keyed by folder, template, newest mtime in the folder, data sets and mtimes of their files, because a run
 # checks twice: before its flow and in it.
-_known: dict[Key, TemplateLength] = {}
+_known: dict[Key, MeasuredTemplate] = {}
 
 
 def frame_lengths(pairs: Iterable[Pair], trust_remote_code: bool = False) -> dict[Pair, int | str]:
@@ -79,15 +79,15 @@ def frame_lengths(pairs: Iterable[Pair], trust_remote_code: bool = False) -> dic
 
 def measured(
     pairs: Mapping[Pair, Sequence[RowsToRender]], trust_remote_code: bool = False
-) -> dict[Pair, TemplateLength | str]:
+) -> dict[Pair, MeasuredTemplate | str]:
     """Like `frame_lengths`, but with the findings from the rows of each pair's data sets."""
     keys = {pair: _key(pair, tuple(rows)) for pair, rows in pairs.items()}
     left = [pair for pair, key in keys.items() if key not in _known]
-    refused: dict[Pair, TemplateLength | str] = {}
+    refused: dict[Pair, MeasuredTemplate | str] = {}
     while left:
         answers, ended = _ask([(pair, pairs[pair]) for pair in left], trust_remote_code)
         for pair, answer in zip(left, answers, strict=False):
-            if isinstance(answer, TemplateLength):
+            if isinstance(answer, MeasuredTemplate):
                 _known[keys[pair]] = answer
             elif answer is not None:
                 refused[pair] = answer
@@ -99,13 +99,13 @@ def measured(
 
 def measure(
     place: str, template: str, rows: Sequence[RowsToRender], trust_remote_code: bool
-) -> TemplateLength:
+) -> MeasuredTemplate:
     """Like `measured`, but in this process and without time limits. Raises ValueError for a tokenizer or
     template that cannot be used."""
     from rlhf_core.data.chat import Renderer, load_tokenizer
 
     renderer = Renderer(load_tokenizer(place, trust_remote_code), template)
-    return TemplateLength(renderer.frame_len, {each: _render(renderer, each) for each in rows})
+    return MeasuredTemplate(renderer.frame_len, {each: _render(renderer, each) for each in rows})
 
 
 def _render(
@@ -119,7 +119,7 @@ def _render(
 
 def _ask(
     asked: list[tuple[Pair, Sequence[RowsToRender]]], trust_remote_code: bool
-) -> tuple[list[TemplateLength | str | None], int]:
+) -> tuple[list[MeasuredTemplate | str | None], int]:
     """Returns the answers of the `main` process for the first pairs, and its exit code."""
     command = [
         sys.executable,
@@ -138,7 +138,7 @@ def _ask(
     return [], 0
 
 
-def _read(line: list[object] | str | None, rows: Sequence[RowsToRender]) -> TemplateLength | str | None:
+def _read(line: list[object] | str | None, rows: Sequence[RowsToRender]) -> MeasuredTemplate | str | None:
     if not isinstance(line, list):
         return line
     length, *rendered = line
@@ -147,7 +147,7 @@ def _read(line: list[object] | str | None, rows: Sequence[RowsToRender]) -> Temp
     for each, of_rows in zip(rows, rendered, strict=True):
         refused, warned, items = cast("tuple[str, list[str], int | None]", of_rows)
         found[each] = Rendered(refused, tuple(warned), items)
-    return TemplateLength(length, found)
+    return MeasuredTemplate(length, found)
 
 
 def _key(pair: Pair, rows: tuple[RowsToRender, ...]) -> Key:

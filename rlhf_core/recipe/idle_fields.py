@@ -30,7 +30,7 @@ from rlhf_core.config.judging.judges import ChatJudge, RewardJudge
 from rlhf_core.config.rewards import NoReward
 from rlhf_core.config.sweep import variants
 from rlhf_core.config.training.optimised import Optimised, Trainable
-from rlhf_core.config.training.preference import PreferenceTraining
+from rlhf_core.config.training.preference import DirectAlignment
 from rlhf_core.hub.ids import is_remote
 
 
@@ -165,7 +165,7 @@ RULES = (
         "where micro_train_tokens, which always packs, is left out",
     ),
     Rule(
-        PreferenceTraining,
+        DirectAlignment,
         "template",
         lambda c: c.data is None,
         "with pairs or answers (data has a template of its own)",

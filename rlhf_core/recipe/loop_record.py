@@ -51,7 +51,7 @@ class Round(Frozen):
     refused: str = ""
 
 
-class RoundBegun(Frozen):
+class RoundInProgress(Frozen):
     """The round in progress: the digests of its stages, the start of its last attempt, and the newest row
     that it takes from each inbox."""
 
@@ -65,7 +65,7 @@ class Record(Frozen):
 
     loop: str
     rounds: tuple[Round, ...] = ()
-    begun: RoundBegun | None = None
+    begun: RoundInProgress | None = None
 
     @property
     def refused(self) -> frozenset[str]:
@@ -305,12 +305,12 @@ def begin(recipe: Recipe, state: LoopState) -> LoopState:
         _write(
             state.plan,
             state.record.model_copy(
-                update={"begun": RoundBegun(stages={}, at=datetime.now(UTC), taken=ends)}
+                update={"begun": RoundInProgress(stages={}, at=datetime.now(UTC), taken=ends)}
             ),
         )
         state = loop_state(recipe, loop)
     stages = {node.name: node.digest for node in state.plan.stages_of(title)}
-    begun = RoundBegun(stages=stages, at=datetime.now(UTC), taken=dict(state.plan.taken.get(title, {})))
+    begun = RoundInProgress(stages=stages, at=datetime.now(UTC), taken=dict(state.plan.taken.get(title, {})))
     _write(state.plan, state.record.model_copy(update={"begun": begun}))
     return state
 

@@ -41,7 +41,7 @@ PLACES = {  # fields that name a model or a file, in addition to those in KINDS
 }
 
 
-class NamedReference(NamedTuple):
+class ConfigReference(NamedTuple):
     """A name of a model or stage in a config. `place` is its field, for messages; `kinds` are the stage kinds
     it may have."""
 
@@ -55,7 +55,7 @@ class NamedReference(NamedTuple):
         return self.kinds != ("calibration",)
 
 
-def references(config: StageConfig) -> Iterator[NamedReference]:
+def references(config: StageConfig) -> Iterator[ConfigReference]:
     """Yields the names in a config that stand for models or other stages."""
     for field, wanted in KINDS[config.stage].names.items():
         kinds = named(*wanted)
@@ -63,15 +63,15 @@ def references(config: StageConfig) -> Iterator[NamedReference]:
         values = value if isinstance(value, tuple) else (value,)  # None is no name
         for i, item in enumerate(values):
             if isinstance(item, str) and not (isinstance(config, Evaluation) and item in config.endpoints):
-                yield NamedReference(field, item, kinds)
+                yield ConfigReference(field, item, kinds)
             elif isinstance(item, ModelReward):
-                yield NamedReference(field if len(values) == 1 else f"{field}.{i}", item.model, kinds)
+                yield ConfigReference(field if len(values) == 1 else f"{field}.{i}", item.model, kinds)
     if isinstance(config, Evaluation):
         for model, parent in (config.parents or {}).items():
             if parent not in config.endpoints:
-                yield NamedReference(f"parents.{model}", parent, named("policy"))
+                yield ConfigReference(f"parents.{model}", parent, named("policy"))
         for i, name in enumerate(config.reward_evaluation.models if config.reward_evaluation else ()):
-            yield NamedReference(f"reward_evaluation.models.{i}", name, named("reward"))
+            yield ConfigReference(f"reward_evaluation.models.{i}", name, named("reward"))
         for i, judge in enumerate(config.judges):
             yield from _judge_model(f"judges.{i}", judge)
     if isinstance(config, Calibration):
@@ -80,11 +80,11 @@ def references(config: StageConfig) -> Iterator[NamedReference]:
         yield from _judge_model("anchors.judge", config.anchors.judge)
 
 
-def _judge_model(place: str, judge: Judge) -> Iterator[NamedReference]:
+def _judge_model(place: str, judge: Judge) -> Iterator[ConfigReference]:
     if isinstance(judge, RewardJudge):
-        yield NamedReference(f"{place}.reward", judge.reward, named("reward"))
+        yield ConfigReference(f"{place}.reward", judge.reward, named("reward"))
     elif isinstance(judge, VllmJudge):
-        yield NamedReference(f"{place}.model", judge.model, named("policy"))
+        yield ConfigReference(f"{place}.model", judge.model, named("policy"))
 
 
 def beside(

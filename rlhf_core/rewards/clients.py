@@ -24,7 +24,7 @@ from numpy.typing import ArrayLike
 from rlhf_core.config.rewards import FunctionReward, HttpReward, RewardSource
 from rlhf_core.rewards.contract import CodeError, Reply, RewardError, RewardsFailed, Sample, Steps, WrongReply
 from rlhf_core.rewards.function import Function
-from rlhf_core.rewards.remote import RewardServer
+from rlhf_core.rewards.remote import HttpRewardClient
 
 if TYPE_CHECKING:
     from rlhf_core.cluster.ray_cluster import RayNode
@@ -35,7 +35,7 @@ LONGEST_PAUSE = 30.0  # seconds between two requests
 PARTS = 4
 
 
-class RewardAttempt(Protocol):
+class RewardBackend(Protocol):
     """Makes one attempt to get rewards. Raises RewardError if this attempt failed, ValueError if every
     attempt would. `wanted`: the lists of the contract that the source reads."""
 
@@ -131,7 +131,7 @@ class Client:
     def __init__(
         self,
         title: str,
-        source: RewardAttempt,
+        source: RewardBackend,
         batch_size: int,
         concurrency: int,
         max_attempts: int,
@@ -244,7 +244,7 @@ def client_of(source: RewardSource, others: Sequence[RayNode] = ()) -> Client:
     """Returns a client for a function or server of a recipe. `others`: further nodes on which a function
     runs. Raises ValueError when the server's key is not set."""
     assert isinstance(source, FunctionReward | HttpReward), "a reward model is a group of the cluster"
-    ready: RewardAttempt
+    ready: RewardBackend
     if isinstance(source, FunctionReward):
         called = source.file, source.function_name, source.timeout, source.concurrency
         if others:
@@ -259,7 +259,7 @@ def client_of(source: RewardSource, others: Sequence[RayNode] = ()) -> Client:
                 f"the reward {source.title} needs a key in the environment variable {source.api_key_env}:"
                 " set it"
             )
-        ready = RewardServer(source.url, source.timeout, source.api_key_env)
+        ready = HttpRewardClient(source.url, source.timeout, source.api_key_env)
     return Client(source.title, ready, source.batch_size, source.concurrency, source.max_attempts)
 
 

@@ -18,7 +18,7 @@ REFUSED = (401, 403, 404, 405)  # no request can succeed
 LARGEST_REPLY = 64 << 20  # bytes
 
 
-class RewardServer:
+class HttpRewardClient:
     """Sends requests to the server at `url`. `timeout`: seconds for a whole request, so that a server that
     drips bytes does not block the run.
 

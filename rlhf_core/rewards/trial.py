@@ -19,7 +19,7 @@ from rlhf_core.data.documents import Prompt
 from rlhf_core.data.rows.required_columns import USUAL
 from rlhf_core.rewards.contract import CodeError, RewardError, Sample
 from rlhf_core.rewards.function import Function
-from rlhf_core.rewards.remote import RewardServer
+from rlhf_core.rewards.remote import HttpRewardClient
 from rlhf_core.system.proxies import proxy_of
 
 if TYPE_CHECKING:  # chat imports transformers
@@ -93,7 +93,7 @@ def _try_server(source: HttpReward) -> None:
     try:
         httpx.head(source.url, timeout=REACH_SECONDS)
     except httpx.HTTPError as error:
-        shown = RewardServer(source.url, source.timeout, None).shown
+        shown = HttpRewardClient(source.url, source.timeout, None).shown
         told = (
             f"does not answer yet ({type(error).__name__}{proxy_of(source.url)}): start it, or correct its"
             " address"

@@ -43,7 +43,7 @@ from rlhf_core.training.ranks import (
 from rlhf_core.training.train_loop import Task, fit, held_out_metrics, replicas
 
 
-class ScoredPair(NamedTuple):
+class PairWithReference(NamedTuple):
     """A pair with the reference's log-probs of its two responses: sums, or means for IPO; 0 if a loss has no
     reference."""
 
@@ -124,10 +124,10 @@ def train(request: StageRequest, run: RunDir) -> Outcome:
     if config.loss not in REFERENCE_FREE:
         documents = joined(mapped(parts, both), mapped(held_out_parts, both))
         refs = reference_logprobs(engine, run, open_reference, reference, documents, passes, pad, mean)
-    items = anchored(data.items, refs, 0)
-    held_out_items = anchored(held_out_pairs, refs, 2 * len(data.items))
+    items = with_reference(data.items, refs, 0)
+    held_out_items = with_reference(held_out_pairs, refs, 2 * len(data.items))
 
-    def loss(engine: Engine, items: list[ScoredPair], denominator: Denominator) -> Loss:
+    def loss(engine: Engine, items: list[PairWithReference], denominator: Denominator) -> Loss:
         logprobs = pair_logprobs(engine, [item.pair for item in items], pad, mean, passes)
         chosen, rejected = logprobs.responses
         ref_chosen, ref_rejected = sent(torch.tensor([item[1:] for item in items]), engine.device).unbind(1)
@@ -144,7 +144,7 @@ def train(request: StageRequest, run: RunDir) -> Outcome:
             engine, Parts(held_out_items, held_out_parts.starts), lambda items: loss(engine, items, whole)
         )
 
-    def micro_batches(items: Sequence[ScoredPair]) -> list[list[ScoredPair]]:
+    def micro_batches(items: Sequence[PairWithReference]) -> list[list[PairWithReference]]:
         return passes._replace(ranks=replicas(engine)).split(items, lambda item: passes.row_tokens(item.pair))
 
     task = Task(
@@ -160,7 +160,7 @@ def train(request: StageRequest, run: RunDir) -> Outcome:
     return finish_training(engine, request, run, source, config.lora, metrics)
 
 
-def count(items: Sequence[ScoredPair]) -> Denominator:
+def count(items: Sequence[PairWithReference]) -> Denominator:
     return Denominator(
         float(len(items)), float(max(1, sum(sum(item.pair.chosen.mask[1:]) for item in items)))
     )
@@ -184,16 +184,16 @@ def both(pairs: Sequence[Pair]) -> list[Document]:
     return [document for pair in pairs for document in (pair.chosen, pair.rejected)]
 
 
-def anchored(pairs: Sequence[Pair], refs: Sequence[float], start: int) -> Sequence[ScoredPair]:
+def with_reference(pairs: Sequence[Pair], refs: Sequence[float], start: int) -> Sequence[PairWithReference]:
     """Returns pairs with their reference log-probs, which begin at `start`, in the order of `both`; 0 if
     `refs` is empty."""
 
-    def get(index: int) -> ScoredPair:
+    def get(index: int) -> PairWithReference:
         chosen = start + 2 * index
         return (
-            ScoredPair(pairs[index], refs[chosen], refs[chosen + 1])
+            PairWithReference(pairs[index], refs[chosen], refs[chosen + 1])
             if refs
-            else ScoredPair(pairs[index], 0.0, 0.0)
+            else PairWithReference(pairs[index], 0.0, 0.0)
         )
 
     return Lazy(len(pairs), get)

@@ -28,9 +28,9 @@ from rlhf_core.rewards.clients import Rewards
 from rlhf_core.rewards.combine import Term
 from rlhf_core.rollout.contract import SampledAnswer, answer_of
 from rlhf_core.stages.ppo.credit import credit, divergence
-from rlhf_core.stages.ppo.iteration import StepSchedule, minibatches
-from rlhf_core.stages.ppo.records import Experience, RolloutPart, Scores
-from rlhf_core.stages.ppo.references import ReferencePlace, by_reference, joined
+from rlhf_core.stages.ppo.iteration import IterationSchedule, minibatches
+from rlhf_core.stages.ppo.records import Experience, Scores, StoredRollouts
+from rlhf_core.stages.ppo.references import StoredColumn, by_reference, joined
 from rlhf_core.stages.ppo.sampling.answers import rollout
 from rlhf_core.stages.ppo.texts import decoder, samples
 
@@ -65,7 +65,7 @@ def score(documents: Sequence[Document]) -> tuple[list[tuple[int, np.ndarray]], 
     ], 0.0
 
 
-def train(experience: Sequence[Experience], places: Sequence[ReferencePlace], *stored: object) -> int:
+def train(experience: Sequence[Experience], places: Sequence[StoredColumn], *stored: object) -> int:
     return len(joined(experience, places, stored))
 
 
@@ -120,7 +120,7 @@ def main() -> None:
     with timed("sampler's log-probs go to nodes"):
         sampler = put_on_nodes([each.sampler_logprobs for each in rollouts])
     stored = [
-        RolloutPart(
+        StoredRollouts(
             count,
             {"document": documents, "sampler_logprobs": sampler},
             {"old_logprobs": pending[:1], "ref_logprobs": pending[1:]},
@@ -140,7 +140,7 @@ def main() -> None:
             config,
             [Term("score", 1.0, "none", None)],
         )
-    minibatches(found.usable, StepSchedule(4, 1, {}, "0"))
+    minibatches(found.usable, IterationSchedule(4, 1, {}, "0"))
     with timed("experience goes to nodes"):
         sent = by_reference(found.experience, stored, 1)
         shared = put_on_nodes(sent.experience)

@@ -23,7 +23,7 @@ from pathlib import Path
 from record import add_options, figure, save
 
 from evaluation.answers.chat_client import ChatClient, remote
-from evaluation.judges.chat_judge import EndpointJudge
+from evaluation.judges.chat_judge import LlmJudge
 from evaluation.judges.offline import Match
 from rlhf_core import config as configs
 from rlhf_core.data.questions import Question
@@ -103,7 +103,7 @@ def main() -> int:
             client = ChatClient(
                 "judge mock", "mock", lambda: remote(limits), {"max_tokens": 64, "temperature": 0}, limits
             )
-            judge = EndpointJudge("mock", client, Path(folder) / "cache.jsonl", "mock", 0.0)
+            judge = LlmJudge("mock", client, Path(folder) / "cache.jsonl", "mock", 0.0)
             start = time.perf_counter()
             busy = time.process_time()
             games = judge.judge([Match(question, ANSWER, ANSWER + question.uid) for question in questions])

@@ -24,13 +24,13 @@ logging.disable(logging.WARNING)
 from rlhf_core.data.documents import Document
 from rlhf_core.models import shards
 from rlhf_core.stages.ppo.roles.passes import ModelSpec
-from rlhf_core.stages.ppo.roles.read_only import Reference, Reward
+from rlhf_core.stages.ppo.roles.read_only import ReferenceModel, Reward
 
 shards.SMALL = 500
 documents = [Document(tokens, [True] * len(tokens)) for tokens in json.loads(sys.argv[1])]
 found = []
-for role, make, method in ((sys.argv[2], Reference, "logprobs"), (sys.argv[3], Reward, "scores")):
-    options = {"temperature": 0.7} if make is Reference else {}
+for role, make, method in ((sys.argv[2], ReferenceModel, "logprobs"), (sys.argv[3], Reward, "scores")):
+    options = {"temperature": 0.7} if make is ReferenceModel else {}
     scorer = make(ModelSpec(role, "float32", 0, 2, False), shard=True, **options)
     weights = list(scorer.module.parameters())
     held = [sum(w.numel() + w.ds_tensor.numel() for w in weights) / sum(w.ds_numel for w in weights)]
@@ -47,15 +47,15 @@ logging.disable(logging.WARNING)
 from rlhf_core.data.documents import Document
 from rlhf_core.models import shards
 from rlhf_core.stages.ppo.roles.passes import ModelSpec
-from rlhf_core.stages.ppo.roles.read_only import Reference, Reward
+from rlhf_core.stages.ppo.roles.read_only import ReferenceModel, Reward
 from rlhf_core.training.zero import zero_shards
 
 shards.SMALL, prepared = 500, zero_shards.prepared
 zero_shards.prepared = lambda *model, **how: prepared(*model, **how) | {"stage3_param_persistence_threshold": 0}
 count, found = int(os.environ["WORLD_SIZE"]), []
 for micro_tokens in (None, 40):
-    for path, make, method in ((sys.argv[2], Reference, "logprobs"), (sys.argv[3], Reward, "scores")):
-        options = {"temperature": 0.7} if make is Reference else {}
+    for path, make, method in ((sys.argv[2], ReferenceModel, "logprobs"), (sys.argv[3], Reward, "scores")):
+        options = {"temperature": 0.7} if make is ReferenceModel else {}
         scorer = make(ModelSpec(path, "float32", 0, 2, False, micro_tokens, min(2, count)), shard=count > 1, **options)
         assert count == 1 or (scorer._sequence.size == 2 and not any(weight.ds_persist for weight in scorer.module.parameters()))
         for batch in json.loads(sys.argv[1]):

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from evaluation.answers.chat_client import ChatClient, remote
-from evaluation.judges.chat_judge import EndpointJudge
+from evaluation.judges.chat_judge import LlmJudge
 from evaluation.judges.offline import Match
 from rlhf_core import config as configs
 from rlhf_core.data.questions import Question
@@ -18,7 +18,7 @@ def question(uid: str = "q1", prompt: str = "What is 2 + 2?", category: str = "s
     return Question(uid, category, ({"role": "user", "content": prompt},), row)
 
 
-def openai_judge(url: str, folder: Path, **changes: Any) -> EndpointJudge:
+def openai_judge(url: str, folder: Path, **changes: Any) -> LlmJudge:
     settings: dict[str, Any] = {
         "max_tokens": 64,
         "concurrency": 4,
@@ -37,7 +37,7 @@ def openai_judge(url: str, folder: Path, **changes: Any) -> EndpointJudge:
         config,
         pause,
     )
-    return EndpointJudge("judge", client, folder / "cache.jsonl", "judge", config.max_failed)
+    return LlmJudge("judge", client, folder / "cache.jsonl", "judge", config.max_failed)
 
 
 def matches(count: int) -> list[Match]:

@@ -17,7 +17,7 @@ from rlhf_core.system.redaction import plain
 
 if TYPE_CHECKING:  # scipy is imported by these, and most commands do not need it
     from evaluation.labelling.agreement import Agreement
-    from evaluation.scores.arena_hard import ArenaEstimate
+    from evaluation.scores.arena_hard import IntervalEstimate
 
 
 def label(
@@ -162,11 +162,11 @@ def show_agreement(console: Console, found: Agreement) -> None:
     console.print(table)
 
 
-def _share(value: ArenaEstimate | None) -> str:
+def _share(value: IntervalEstimate | None) -> str:
     return (
         "–" if value is None else f"{100 * value.value:.0f} % ({100 * value.low:.0f}–{100 * value.high:.0f})"
     )
 
 
-def _kappa(value: ArenaEstimate | None) -> str:
+def _kappa(value: IntervalEstimate | None) -> str:
     return "–" if value is None else f"{value.value:.2f} ({value.low:.2f} to {value.high:.2f})"

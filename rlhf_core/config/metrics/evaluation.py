@@ -4,9 +4,9 @@ place of loops, and the models' parents are known."""
 from __future__ import annotations
 
 from collections.abc import Callable
-from itertools import permutations
+from itertools import combinations
 
-from rlhf_core.config.judging.evaluation import Evaluation, Regression
+from rlhf_core.config.judging.evaluation import Evaluation
 from rlhf_core.config.judging.judges import ChatJudge, RuleJudge
 from rlhf_core.config.metrics.metric import Condition, Metric, after_run, each
 
@@ -29,11 +29,15 @@ ASK_JUDGE = "The judge gave no verdict on questions of the suite: look at its an
 
 
 def models_of(config: Evaluation) -> Places:
-    return each(config.models)
+    return each(model for model in dict.fromkeys(config.models) if model != config.baseline)
 
 
 def trained_of(config: Evaluation) -> Places:
-    return each(config.parents or ())
+    """Returns the models whose parent is another model than the baseline."""
+    parents = config.parents or {}
+    return [
+        (model,) for (model,) in models_of(config) if parents.get(model) not in (None, model, config.baseline)
+    ]
 
 
 def everyone(config: Evaluation) -> Places:
@@ -45,11 +49,12 @@ def with_proxy(config: Evaluation) -> Places:
 
 
 def reward_models(config: Evaluation) -> Places:
-    return each(config.reward_evaluation.models) if config.reward_evaluation is not None else []
+    named = config.reward_evaluation.models if config.reward_evaluation is not None else ()
+    return each(dict.fromkeys(named))
 
 
 def pairs_of_reward_models(config: Evaluation) -> Places:
-    return list(permutations((model for (model,) in reward_models(config)), 2))
+    return list(combinations((model for (model,) in reward_models(config)), 2))
 
 
 def endpoints_of(config: Evaluation) -> Places:
@@ -63,10 +68,6 @@ def priced_endpoints(config: Evaluation) -> Places:
         if endpoint.input_price is not None and endpoint.output_price is not None
     )
     return each(priced)
-
-
-def compared_of(config: Regression) -> Places:
-    return each(model for model in config.models if model != config.baseline)
 
 
 def rates(suffix: str, of: Callable[[Evaluation], Places], opponent: str) -> tuple[Metric, ...]:
@@ -228,7 +229,7 @@ REGRESSION = (
         "share of the suite's questions that the model does not lose; with the judge `rule`: share of right"
         " answers",
         "share",
-        of=compared_of,
+        of=models_of,
         failed="The model loses questions of the suite: `report/regression.md` of the stage has them with"
         " their reasons.",
     ),
@@ -236,7 +237,7 @@ REGRESSION = (
         "unjudged/MODEL",
         "questions without a verdict, which do not pass",
         "count",
-        of=compared_of,
+        of=models_of,
         failed=ASK_JUDGE,
     ),
     Metric(
@@ -244,11 +245,11 @@ REGRESSION = (
         "questions that the last trusted result's final model passed and this one does not; 0 without such a"
         " result",
         "count",
-        of=compared_of,
+        of=models_of,
         failed="The model loses questions that an earlier one passed: `report/regression.md` has them with"
         " their reasons.",
     ),
-    Metric("recovered/MODEL", "the other way round", "count", of=compared_of),
+    Metric("recovered/MODEL", "the other way round", "count", of=models_of),
     Metric(
         "history",
         "earlier results, whose gates passed, in the band",

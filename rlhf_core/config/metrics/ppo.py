@@ -6,7 +6,7 @@ from __future__ import annotations
 from rlhf_core.config.metrics.metric import Condition, Metric, Panel, after_run, each
 from rlhf_core.config.metrics.ppo_validation import EXPLOITED, VALIDATION
 from rlhf_core.config.metrics.sampling import rewarded
-from rlhf_core.config.metrics.shared import ANSWERS, BALANCE, DATA, MERGED_AWAY, SURVIVES, UNEVEN_EXPERTS
+from rlhf_core.config.metrics.shared import ANSWERS, DATA, EXPERTS, MERGED_AWAY, SURVIVES
 from rlhf_core.config.ppo import PPO
 
 OVERLONG = Condition("with `overlong_buffer`", lambda config: bool(config.overlong_buffer))
@@ -191,7 +191,7 @@ ROLLOUT = (
     Metric("environment/turns", "mean answers of an episode", "count", EPISODES),
     Metric("environment/attempts", "mean attempts of an episode", "count", EPISODES),
     Metric("environment/seconds", "mean seconds of the environment's own in an episode", "s", EPISODES),
-    Metric(BALANCE, "of mixtures of experts: as in SFT", failed=UNEVEN_EXPERTS),
+    EXPERTS,
     *ANSWERS,
     Metric("tokens", "tokens of prompts and answers in an iteration", "tokens"),
     Metric("iterations", "iterations", "count"),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rlhf_core.config.metrics.metric import Metric
+from rlhf_core.config.metrics.metric import Condition, Metric
 
 BALANCE = "router/balance"  # mixture-of-experts models only
 # for merged adapters: the share of their update that survives the rounding of the weights
@@ -12,7 +12,14 @@ MERGED_AWAY = (
     "Merging lost a part of the adapters' update, or the update is too small for it: take the adapter alone"
     " (lora.export)."
 )
-UNEVEN_EXPERTS = "The experts are not evenly used: raise router_aux_coef."
+EXPERTS = Metric(
+    BALANCE,
+    "load-balancing loss of the experts without its coefficient, mean over documents and layers:"
+    " `num_experts_per_tok` when they are evenly used",
+    "",
+    Condition("with `router_aux_coef`", lambda config: config.router_aux_coef > 0),
+    failed="The experts are not evenly used: raise router_aux_coef.",
+)
 
 DATA = (
     Metric("data/rows", "rows read", "count", failed=BAD_DATA),

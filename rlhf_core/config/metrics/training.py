@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from rlhf_core.config.metrics.metric import Condition, Metric, Panel
-from rlhf_core.config.metrics.shared import BAD_DATA, BALANCE, DATA, MERGED_AWAY, SURVIVES, UNEVEN_EXPERTS
+from rlhf_core.config.metrics.shared import BAD_DATA, DATA, EXPERTS, MERGED_AWAY, SURVIVES
 
 HELD_OUT = Condition("with `eval_data`, of held-out data", lambda config: config.eval_data is not None)
 WITH_NLL = Condition("with `nll_coef`", lambda config: bool(config.nll_coef))
@@ -17,12 +17,6 @@ MERGED = Condition(
 UNSTABLE = "Training is unstable: lower the learning rate."
 NOT_TRAINED = "Training did not reach the bound: learning rate, number of steps, or the data."
 
-EXPERTS = Metric(
-    BALANCE,
-    "of mixtures of experts: the balance loss without its coefficient; `num_experts_per_tok` when evenly"
-    " used",
-    failed=UNEVEN_EXPERTS,
-)
 STEPS = (
     Metric("learning_rate", "learning rate"),
     Metric("steps", "optimiser steps", "count"),

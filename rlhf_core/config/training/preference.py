@@ -60,7 +60,7 @@ class UnpairedLoss(Config):
 REFERENCE_FREE = ("simpo", "orpo")
 
 
-class PreferenceTraining(Trainable, Routed):
+class DirectAlignment(Trainable, Routed):
     """Fields that dpo and kto share."""
 
     policy: str = Field("sft", description="model to train")
@@ -75,7 +75,7 @@ class PreferenceTraining(Trainable, Routed):
         yield from template_mistakes(self.template)
 
 
-class DPO(PreferenceTraining, PreferenceLoss):
+class DPO(DirectAlignment, PreferenceLoss):
     """Direct preference optimisation against the model it starts from (or `reference`)."""
 
     rows = "preference"
@@ -92,7 +92,7 @@ class DPO(PreferenceTraining, PreferenceLoss):
             yield f"loss {self.loss!r} uses no reference: leave reference out"
 
 
-class KTO(PreferenceTraining, UnpairedLoss):
+class KTO(DirectAlignment, UnpairedLoss):
     """Kahneman-Tversky optimisation (Ethayarajh et al. 2024): trains on unpaired answers, each desirable or
     not."""
 

@@ -125,7 +125,7 @@ def credit(
         value_clip = value_clip_range(returns, values, mask & usable[:, None], config.value_clip)
     if config.has_critic:
         metrics["value/explained_variance"] = float(
-            explained_variance(values, returns, mask & usable[:, None]).nan_to_num(0.0)
+            explained_variance(values, returns, mask & usable[:, None]).nan_to_num(0.0, neginf=0.0)
         )
     none = (None,) * len(rollouts)  # fields that no loss reads are not sent
     sampler = none if config.sampler_is == "off" else [rollout.sampler_logprobs for rollout in rollouts]

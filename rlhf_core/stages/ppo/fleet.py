@@ -29,8 +29,8 @@ from rlhf_core.rollout.sampler_role import SamplerRole
 from rlhf_core.rollout.weight_transfer import Rendezvous, choose_route
 from rlhf_core.runs.resume_state import rank_file
 from rlhf_core.stages.ppo.measured.probe import MARGIN, NOISE_FREE, Probe, check_gap, gaps_of
-from rlhf_core.stages.ppo.measured.roofline import MeasuredMachine, floors
-from rlhf_core.stages.ppo.records import Experience, Rollout, RolloutPart, Scores
+from rlhf_core.stages.ppo.measured.roofline import RooflineInputs, floors
+from rlhf_core.stages.ppo.records import Experience, Rollout, Scores, StoredRollouts
 from rlhf_core.stages.ppo.references import by_reference
 from rlhf_core.stages.ppo.reward_sources import RewardSources
 from rlhf_core.stages.ppo.roles.actor import Actor
@@ -69,7 +69,7 @@ class Fleet:
     sampler: WorkerGroup
     sources: RewardSources
     lengths: Lengths | None = None
-    machine: MeasuredMachine | None = None  # set by `survey`
+    machine: RooflineInputs | None = None  # set by `survey`
     episodes: Episodes | None = None
     background: Background | None = None
     engines: Engines | None = None
@@ -171,7 +171,7 @@ class Fleet:
             scored = {name: in_order(work.wait(self.timeout)) for name, work in pending.items()}
             known = wait_rewards()
             of_all = {name: work.refs for name, work in pending.items() if name != "end_values"}
-            stored = RolloutPart(len(rollouts), lists, of_all)
+            stored = StoredRollouts(len(rollouts), lists, of_all)
             end_values = np.zeros(len(rollouts), np.float32) if bootstraps else None
             if end_values is not None and cut:
                 end_values[cut] = np.concatenate(scored["end_values"])
@@ -193,7 +193,7 @@ class Fleet:
         experience: Sequence[Experience],
         updates: Mapping[str, Sequence[Update]],
         beside: Callable[[], None] = lambda: None,
-        stored: Sequence[RolloutPart] = (),
+        stored: Sequence[StoredRollouts] = (),
     ) -> Steps:
         """Trains the roles named in `updates`, side by side or in turn, and calls `beside` while they work.
         `stored`: as in `Scores`, data that the nodes have and that need not be sent again. Returns the
@@ -378,7 +378,7 @@ class Fleet:
             if group is not None
         ]
 
-    def survey(self) -> MeasuredMachine:
+    def survey(self) -> RooflineInputs:
         """Returns sizes and GPUs of all roles, and measures the actor's GPU. Call it when nothing else
         runs."""
         shapes = {
@@ -392,7 +392,7 @@ class Fleet:
         ceilings = self.actor.call("start", Actor.ceilings).wait(self.timeout)[0]
         assert ceilings is not None, "the first rank measures"
         named = {role: [gpu or "host" for gpu in held] for role, held in gpus.items()}
-        return MeasuredMachine(
+        return RooflineInputs(
             shapes | {"sampler": shapes["actor"]},
             named,
             len(engines[0]) // self.config.engine.pipeline_parallel_size,

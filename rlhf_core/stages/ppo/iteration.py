@@ -22,7 +22,7 @@ from rlhf_core.stages.ppo.sampling.answers import Sampled, Setup, sample, start_
 from rlhf_core.stages.ppo.sampling.collector import Collector
 
 
-class StepSchedule(NamedTuple):
+class IterationSchedule(NamedTuple):
     """The training schedule of one iteration: number of optimiser steps per pass over the rollout, number of
     passes, and each role's learning rates.
 
@@ -60,7 +60,7 @@ def ppo_iteration(
     setup: Setup,
     carried: Carried,
     kl_coef: float,
-    schedule: StepSchedule,
+    schedule: IterationSchedule,
     last: bool = False,
     collector: Collector | None = None,
 ) -> Iteration:
@@ -179,7 +179,7 @@ def taken(fleet: Fleet, collector: Collector) -> Sampled:
     return sampled
 
 
-def minibatches(usable: Sequence[int], schedule: StepSchedule) -> list[list[int]]:
+def minibatches(usable: Sequence[int], schedule: IterationSchedule) -> list[list[int]]:
     """Shuffles the usable rollouts once per epoch, with a seed, and cuts each order into optimiser steps of
     (nearly) equal size."""
     batches: list[list[int]] = []

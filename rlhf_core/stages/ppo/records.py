@@ -120,7 +120,7 @@ def shown(
         yield row | {"rewards": {title: None if value != value else value for title, value in given.items()}}
 
 
-class RolloutPart(NamedTuple):
+class StoredRollouts(NamedTuple):
     """Holds references to the nodes' data for `size` rollouts, by field of Experience. A reference in `lists`
     is to a list in the rollouts' order, one in `scored` to the result of a rank: pairs (index, array), and
     the seconds of the work."""
@@ -144,7 +144,7 @@ class Scores:
     ref_logprobs: list[np.ndarray] | None
     values: list[np.ndarray] | None
     rewards: Rewards
-    stored: Sequence[RolloutPart] = ()
+    stored: Sequence[StoredRollouts] = ()
     end_values: np.ndarray | None = None
 
 

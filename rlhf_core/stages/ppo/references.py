@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from rlhf_core.data.documents import Document
-from rlhf_core.stages.ppo.records import Experience, RolloutPart
+from rlhf_core.stages.ppo.records import Experience, StoredRollouts
 
 EMPTY = Document([], [])
 READ = {  # fields of Experience, by the role that trains on them
@@ -24,9 +24,9 @@ READ = {  # fields of Experience, by the role that trains on them
 MOST = 20_000  # references in the calls of all ranks; the driver passes about 20,000 per second
 
 
-class ReferencePlace(NamedTuple):
+class StoredColumn(NamedTuple):
     """Describes a reference's contents: a field of the rollouts from index `start` on, in the form of
-    `scored` or `lists` in `RolloutPart`."""
+    `scored` or `lists` in `StoredRollouts`."""
 
     field: str
     start: int
@@ -37,10 +37,10 @@ class Sent(NamedTuple):
     """Holds experience without the data that references hold, and these references with their places."""
 
     experience: list[Experience]
-    places: list[ReferencePlace]
+    places: list[StoredColumn]
     references: list[Any]
 
-    def read_by(self, role: str) -> tuple[list[ReferencePlace], list[Any]]:
+    def read_by(self, role: str) -> tuple[list[StoredColumn], list[Any]]:
         """Returns places and references of the fields that a role trains on."""
         pairs = [
             pair for pair in zip(self.places, self.references, strict=True) if pair[0].field in READ[role]
@@ -48,19 +48,19 @@ class Sent(NamedTuple):
         return [place for place, _ in pairs], [reference for _, reference in pairs]
 
 
-def by_reference(experience: Sequence[Experience], parts: Sequence[RolloutPart], ranks: int) -> Sent:
+def by_reference(experience: Sequence[Experience], parts: Sequence[StoredRollouts], ranks: int) -> Sent:
     """Removes from experience the fields that all `parts` have; the parts are consecutive. Fields that are
     None in the experience get no reference. Removes nothing if too many references would go to the `ranks`,
     as with hundreds of ranks that score many parts."""
     assert not parts or sum(part.size for part in parts) == len(experience), (
         "parts are not those of the experience"
     )
-    held: list[tuple[ReferencePlace, Any]] = []
+    held: list[tuple[StoredColumn, Any]] = []
     start = 0
     for part in parts:
-        held += [(ReferencePlace(field, start, False), reference) for field, reference in part.lists.items()]
+        held += [(StoredColumn(field, start, False), reference) for field, reference in part.lists.items()]
         held += [
-            (ReferencePlace(field, start, True), reference)
+            (StoredColumn(field, start, True), reference)
             for field, results in part.scored.items()
             for reference in results
         ]
@@ -79,7 +79,7 @@ def by_reference(experience: Sequence[Experience], parts: Sequence[RolloutPart],
 
 
 def joined(
-    experience: Sequence[Experience], places: Sequence[ReferencePlace], stored: Sequence[Any]
+    experience: Sequence[Experience], places: Sequence[StoredColumn], stored: Sequence[Any]
 ) -> list[Experience]:
     """Puts the data of the references back into experience. Arrays are not copied and are read-only."""
     columns: dict[str, list[Any]] = {place.field: [None] * len(experience) for place in places}

@@ -34,7 +34,7 @@ from rlhf_core.runs import resume_state
 from rlhf_core.runs.metrics_log import Tracker, read_metrics
 from rlhf_core.runs.run_dir import EXPORTS, ROLLOUTS, VALIDATION, Outcome, RunDir, StageRequest
 from rlhf_core.stages.ppo.fleet import Asking, Fleet
-from rlhf_core.stages.ppo.iteration import Carried, StepSchedule, ppo_iteration, step_means
+from rlhf_core.stages.ppo.iteration import Carried, IterationSchedule, ppo_iteration, step_means
 from rlhf_core.stages.ppo.records import shown
 from rlhf_core.stages.ppo.sampling.answers import PromptOrder, Setup
 from rlhf_core.stages.ppo.sampling.collector import Collector, answering
@@ -372,7 +372,7 @@ def setup_of(
     )
 
 
-def schedule_of(config: PPO, step: int, iterations: int, seed: int) -> StepSchedule:
+def schedule_of(config: PPO, step: int, iterations: int, seed: int) -> IterationSchedule:
     """Returns batches and learning rates of one iteration. The actor does not train in the first
     `freezing_actor_steps` iterations."""
     per_epoch = config.rollout_batch_size * config.n_samples_per_prompt // config.train_batch_size
@@ -389,7 +389,7 @@ def schedule_of(config: PPO, step: int, iterations: int, seed: int) -> StepSched
 
     by_role = {"critic": rates(config.critic_learning_rate, 0)} if config.has_critic else {}
     by_role |= {"actor": rates(config.actor_learning_rate, frozen)} if step >= frozen else {}
-    return StepSchedule(per_epoch, config.max_epochs, by_role, f"{seed}-{step}")
+    return IterationSchedule(per_epoch, config.max_epochs, by_role, f"{seed}-{step}")
 
 
 def iteration_state(kl: KLController, carried: Carried) -> dict[str, Any]:
@@ -411,8 +411,8 @@ def restore(kl: KLController, loop: Mapping[str, Any]) -> tuple[KLController, Ca
 
 
 def final_metrics(lines: Sequence[dict[str, Any]]) -> dict[str, float]:
-    """Computes each metric's mean over those of the last fifth of the iterations that report it, and the
-    reward's means in the first and last fifth with the standard error of the rise."""
+    """Computes each metric's mean over those of the last fifth of the logged iterations that report it, and
+    the reward's means in the first and last fifth with the standard error of the rise."""
     fifth = max(1, len(lines) // 5)
     last = lines[-fifth:]
     start = lines[:fifth]
@@ -422,7 +422,7 @@ def final_metrics(lines: Sequence[dict[str, Any]]) -> dict[str, float]:
     metrics["reward/first_fifth"] = sum(before) / len(before)
     metrics["reward/last_fifth"] = sum(after) / len(after)
     metrics["reward/rise_standard_error"] = (_variance_of_mean(before) + _variance_of_mean(after)) ** 0.5
-    return metrics | {"iterations": float(len(lines))}
+    return metrics | {"iterations": float(lines[-1]["step"])}
 
 
 def _variance_of_mean(values: Sequence[float]) -> float:

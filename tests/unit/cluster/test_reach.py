@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from rlhf_core.cluster.reach import LOST_SECONDS, NOTICE_SECONDS, ListeningPlace, Reach, answering
+from rlhf_core.cluster.reach import LOST_SECONDS, NOTICE_SECONDS, Reach, TcpEndpoint, answering
 from rlhf_core.system.machine import NodeLost
 
 
@@ -17,13 +17,13 @@ def listener() -> Iterator[socket.socket]:
         yield made
 
 
-def place(listener: socket.socket, name: str = "the Ray node 10.0.0.2") -> ListeningPlace:
-    return ListeningPlace(name, *listener.getsockname()[:2])
+def place(listener: socket.socket, name: str = "the Ray node 10.0.0.2") -> TcpEndpoint:
+    return TcpEndpoint(name, *listener.getsockname()[:2])
 
 
 def test_what_listens_answers_even_if_its_process_does_not_accept(listener: socket.socket) -> None:
     there = place(listener)
-    gone = ListeningPlace("gone", "127.0.0.1", 1)
+    gone = TcpEndpoint("gone", "127.0.0.1", 1)
     assert answering([gone, there]) == [there]
     listener.close()
     assert answering([there]) == [] == answering([])
@@ -67,7 +67,7 @@ def test_a_node_that_answers_again_starts_anew(
 
 def test_what_never_answered_is_not_watched(listener: socket.socket) -> None:
     reach = Reach()
-    reach.watch([place(listener), ListeningPlace("behind a proxy", "127.0.0.1", 1)])
+    reach.watch([place(listener), TcpEndpoint("behind a proxy", "127.0.0.1", 1)])
     assert reach.gone() == ""
     listener.close()
     assert reach.gone() == "the Ray node 10.0.0.2"

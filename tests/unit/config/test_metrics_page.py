@@ -30,7 +30,7 @@ from rlhf_core.config.metrics.page import metrics_page
 PAGE = Path(__file__).parents[3] / "docs" / "reference" / "metrics.md"
 ROWS: dict[str, Any] = {"sources": "rows.jsonl"}
 SAMPLED = {"prompts": ROWS, "reward": "source", "n_samples_per_prompt": 2}
-JUDGED = {"baseline": "model", "questions": {"path": "questions.jsonl"}}
+JUDGED = {"baseline": "base", "questions": {"path": "questions.jsonl"}}
 PRICED = {"model": "x", "base_url": "https://x", "input_price": 1.0, "output_price": 1.0}
 CHAT = [{"kind": "rule"}, {"kind": "openai", "model": "judge"}]
 
@@ -127,3 +127,25 @@ def test_the_reason_of_a_failed_gate_is_that_of_the_exact_name_first() -> None:
         "any",
         "",
     ]
+
+
+def test_an_evaluation_has_the_rates_of_the_pairs_that_it_judges() -> None:
+    """Not those of the baseline, nor against a parent that is the baseline."""
+    config = Evaluation.model_validate(
+        JUDGED | {"models": ["base", "dpo", "ppo"], "parents": {"dpo": "base", "ppo": "dpo", "base": "raw"}}
+    )
+    rates = [name for name in metrics_of(config) if name.startswith("win_rate")]
+    assert rates == ["win_rate/dpo", "win_rate/ppo", "win_rate_vs_parent/ppo"]
+
+
+def test_reward_models_agree_in_the_order_of_the_recipe() -> None:
+    compared = {"models": ["a", "b", "c"], "data": ROWS}
+    config = Evaluation.model_validate(JUDGED | {"models": ["dpo"], "reward_evaluation": compared})
+    pairs = [name for name in metrics_of(config) if name.startswith("reward_agreement")]
+    assert pairs == ["reward_agreement/a/b", "reward_agreement/a/c", "reward_agreement/b/c"]
+
+
+@pytest.mark.parametrize("kind", [SFT, DPO, KTO])
+def test_the_balance_of_experts_is_measured_where_it_is_trained(kind: type[Gated]) -> None:
+    assert "router/balance" not in metrics_of(kind.model_validate({"data": ROWS}))
+    assert "router/balance" in metrics_of(kind.model_validate({"data": ROWS, "router_aux_coef": 0.01}))

@@ -131,7 +131,7 @@ def asked(prompt: str) -> list[dict[str, str]]:
 
 
 class Scripted:
-    """Stands for `evaluation.judges.factory.OpenAIJudge`: the longer answer wins; says what it was made with
+    """Stands for `evaluation.judges.factory.LlmJudge`: the longer answer wins; says what it was made with
     and asked."""
 
     made: ClassVar[list[dict[str, Any]]] = []
@@ -157,7 +157,7 @@ class Scripted:
 def test_a_paid_judge_is_asked_until_the_interval_is_narrow_and_its_cost_is_told(
     setting: Setting, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("evaluation.judges.factory.EndpointJudge", Scripted)
+    monkeypatch.setattr("evaluation.judges.factory.LlmJudge", Scripted)
     Scripted.made.clear()
     prices = {
         "input_price": 2.0,

@@ -14,7 +14,7 @@ from flows.triggers.feedback import LONGEST_PAUSE, InboxWatch
 from rlhf_core.config import Recipe
 from rlhf_core.feedback.inbox import Inbox
 from rlhf_core.feedback.parse import feedback_of
-from rlhf_core.recipe.loop_record import FILE, LOCK, Record, Round, RoundBegun, folder_of
+from rlhf_core.recipe.loop_record import FILE, LOCK, Record, Round, RoundInProgress, folder_of
 from rlhf_core.system.files import locked, write_text
 
 DAY = datetime(2026, 5, 1, tzinfo=UTC)
@@ -55,7 +55,7 @@ class Bench:
         rounds = tuple(
             Round(stages={}, begun=DAY, ended=DAY, taken={place: end}, refused=refused) for end in taken
         )
-        now = RoundBegun(stages={}, at=DAY, taken={place: begun}) if begun is not None else None
+        now = RoundInProgress(stages={}, at=DAY, taken={place: begun}) if begun is not None else None
         folder_of(self.recipe).mkdir(parents=True, exist_ok=True)
         write_text(
             folder_of(self.recipe) / FILE, Record(loop="loop", rounds=rounds, begun=now).model_dump_json()

@@ -13,8 +13,8 @@ from filelock import FileLock
 
 import flows.cli
 from flows.cli.history import (
-    Removable,
     RunDifference,
+    SurveyedItem,
     _win_rates,
     differences,
     lineage_of,
@@ -39,7 +39,7 @@ def chain(tmp_path: Path) -> Chain:
     return build(tmp_path / "artifacts")
 
 
-def garbage(artifacts: Path) -> list[Removable]:
+def garbage(artifacts: Path) -> list[SurveyedItem]:
     return survey(artifacts)[1]
 
 

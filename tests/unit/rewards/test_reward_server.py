@@ -20,7 +20,7 @@ from rlhf_core.data.chat import Renderer, load_tokenizer
 from rlhf_core.data.documents import Document
 from rlhf_core.models.scoring import RewardScorer
 from rlhf_core.rewards.contract import Sample
-from rlhf_core.rewards.remote import RewardServer
+from rlhf_core.rewards.remote import HttpRewardClient
 from rlhf_core.rewards.server import application, reward_application
 from rlhf_core.runs.run_dir import RunDir, StageRequest
 from tests.support.asgi import served
@@ -70,7 +70,7 @@ def test_it_speaks_the_contract_and_scores_as_the_model_does(url: str, checkpoin
         for document, sample in zip(whole, samples, strict=True)
     ]
     expected = RewardScorer(str(checkpoint), "float32", 8).score(documents)
-    assert RewardServer(url, 30, None).score(samples).rewards == pytest.approx(
+    assert HttpRewardClient(url, 30, None).score(samples).rewards == pytest.approx(
         np.array(expected), rel=1e-5, abs=1e-6
     )
     assert len({round(score, 4) for score in expected}) == len(samples), "scores that differ"
@@ -122,10 +122,10 @@ def test_each_request_needs_the_key(monkeypatch: pytest.MonkeyPatch) -> None:
             refused = httpx.post(url, json={"prompts": ["1"], "responses": ["1"]}, headers=headers)
             assert refused.status_code == 401 and "api_key_env" in refused.json()["error"] and scored == []
         with pytest.raises(ValueError, match=r"answers 401: check its address$"):
-            RewardServer(url, 30, None).score([Sample(PROMPTS[0], "1", {}, True, "")])
-        assert RewardServer(url, 30, "REWARD_KEY").score([Sample(PROMPTS[0], "1", {}, True, "")]).rewards == [
-            1.0
-        ]
+            HttpRewardClient(url, 30, None).score([Sample(PROMPTS[0], "1", {}, True, "")])
+        assert HttpRewardClient(url, 30, "REWARD_KEY").score(
+            [Sample(PROMPTS[0], "1", {}, True, "")]
+        ).rewards == [1.0]
 
 
 def test_without_a_key_it_listens_to_this_machine_alone(

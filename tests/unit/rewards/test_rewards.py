@@ -29,7 +29,7 @@ from rlhf_core.rewards.contract import (
     read_rewards,
 )
 from rlhf_core.rewards.function import Function, wanted_by
-from rlhf_core.rewards.remote import RewardServer
+from rlhf_core.rewards.remote import HttpRewardClient
 from tests.support.micro import wait_until
 
 SAMPLES = [
@@ -83,7 +83,7 @@ def served() -> Iterator[Served]:
 def score(
     url: str, allowed: int = 6, batch_size: int = 64, timeout: float = 5.0, attempts: int = 3
 ) -> tuple[np.ndarray, str]:
-    return Client("server", RewardServer(url, timeout, None), batch_size, 1, attempts, pause=0.01).score(
+    return Client("server", HttpRewardClient(url, timeout, None), batch_size, 1, attempts, pause=0.01).score(
         SAMPLES, allowed
     )[:2]
 
@@ -443,7 +443,7 @@ def test_close_waits_for_no_open_request(kind: str, code: Path, served: Served) 
         late = (
             Function(code, "good", 10.0, processes=1)
             if kind == "function"
-            else RewardServer(served.url, 10.0, None)
+            else HttpRewardClient(served.url, 10.0, None)
         )
         late.close()
         # a thread that was about to send a request

@@ -17,10 +17,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlhf_core.rewards.clients import Client, RewardAttempt
+from rlhf_core.rewards.clients import Client, RewardBackend
 from rlhf_core.rewards.contract import LISTS, Reply, RewardError, RewardsFailed, Sample, read_rewards
 from rlhf_core.rewards.function import Function
-from rlhf_core.rewards.remote import RewardServer
+from rlhf_core.rewards.remote import HttpRewardClient
 
 COUNT = 256
 TIMEOUT = 1.0
@@ -64,7 +64,7 @@ def server() -> Iterator[str]:
 
 
 def lost(
-    source: RewardAttempt, batch_size: int, allowed: int, attempts: int = 6
+    source: RewardBackend, batch_size: int, allowed: int, attempts: int = 6
 ) -> tuple[list[int], str, float]:
     """Which of the answers have no reward, the last error, and the seconds it took."""
     start = time.monotonic()
@@ -76,7 +76,7 @@ def lost(
 
 @pytest.mark.parametrize("batch_size", [64, 256])
 def test_an_answer_on_which_a_server_hangs_is_lost_alone(server: str, batch_size: int) -> None:
-    found, error, seconds = lost(RewardServer(server, TIMEOUT, None), batch_size, allowed=1)
+    found, error, seconds = lost(HttpRewardClient(server, TIMEOUT, None), batch_size, allowed=1)
     assert found == [77] and "within 1 s" in error
     assert seconds < 6 * TIMEOUT + 6, "no more time limits than attempts"
 

@@ -14,7 +14,7 @@ import httpx
 import pytest
 
 from rlhf_core.rewards.contract import RewardError, Sample
-from rlhf_core.rewards.remote import RewardServer
+from rlhf_core.rewards.remote import HttpRewardClient
 from rlhf_core.system.proxies import bypass_loopback, proxy_of
 from tests.support.chat_endpoint import Reply, completion, serving
 from tests.support.judging import matches, openai_judge
@@ -41,10 +41,10 @@ from pathlib import Path
 from rlhf_core.__main__ import main
 main(["no such run"])
 from rlhf_core.rewards.contract import Sample
-from rlhf_core.rewards.remote import Server
+from rlhf_core.rewards.remote import HttpRewardClient
 from tests.support.judging import matches, openai_judge, scores
 chat, reward, folder = sys.argv[1:]
-print(Server(reward, 5.0, None).score([Sample([], "a", {}, True, "a")])[0].tolist())
+print(HttpRewardClient(reward, 5.0, None).score([Sample([], "a", {}, True, "a")])[0].tolist())
 print(scores(openai_judge(chat, Path(folder)).judge(matches(1))))
 """
 
@@ -163,7 +163,7 @@ def test_a_reward_server_and_a_judge_behind_a_dead_proxy_say_so(
     monkeypatch.setenv("HTTP_PROXY", "http://me:secret@127.0.0.1:9")
     monkeypatch.setenv("JUDGE_KEY", "key")
     with pytest.raises(RewardError) as failed:
-        RewardServer("http://rewards.invalid/score", 5.0, None).score([Sample([], "a", {}, True, "a")])
+        HttpRewardClient("http://rewards.invalid/score", 5.0, None).score([Sample([], "a", {}, True, "a")])
     judge = openai_judge("http://judge.invalid/v1", tmp_path, max_failed=1.0, max_attempts=1)
     told = judge.judge(matches(1))[0].judgment["answer"]
     for sentence in (str(failed.value), told):

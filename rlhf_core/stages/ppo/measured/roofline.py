@@ -44,7 +44,7 @@ class ModelShape(NamedTuple):
     experts: bool = False
 
 
-class MeasuredMachine(NamedTuple):
+class RooflineInputs(NamedTuple):
     """Holds each role's model and GPUs, and the ceilings of a GPU."""
 
     shapes: Mapping[str, ModelShape]
@@ -101,7 +101,7 @@ def floors(
     rollouts: Sequence[Rollout],
     trained: Sequence[str],
     passes: int,
-    machine: MeasuredMachine,
+    machine: RooflineInputs,
     scorings: Mapping[str, int],
 ) -> dict[str, float]:
     """Returns the minimum seconds of each phase, as `floor/<phase>`. `passes`: how often training uses each
@@ -121,7 +121,7 @@ def floors(
     }
 
 
-def _generate(rollouts: Sequence[Rollout], machine: MeasuredMachine) -> float:
+def _generate(rollouts: Sequence[Rollout], machine: RooflineInputs) -> float:
     """Returns the minimum seconds of generation: the prompts' products, then decoding, limited by its
     products or by reading all keys and values and, per token of the longest answer, the weights."""
     shape, gpus, (flops, bandwidth) = (

@@ -80,7 +80,7 @@ class Actor(Trained):
         )
 
     def reference_logprobs(self, documents: Sequence[Document]) -> Scored:
-        """Returns the same log-probs as `Reference.logprobs`, computed with the actor without its
+        """Returns the same log-probs as `ReferenceModel.logprobs`, computed with the actor without its
         adapters."""
         with without_adapters(self.module.model):
             return score_share(

@@ -18,7 +18,7 @@ from rlhf_core.objectives.collate import Batch
 from rlhf_core.objectives.losses import Loss, value_loss
 from rlhf_core.objectives.masked import before
 from rlhf_core.stages.ppo.records import Experience
-from rlhf_core.stages.ppo.references import ReferencePlace, joined
+from rlhf_core.stages.ppo.references import StoredColumn, joined
 from rlhf_core.stages.ppo.roles.passes import (
     ModelSpec,
     Read,
@@ -69,7 +69,7 @@ class Trained(ModelRole):
         self,
         experience: Sequence[Experience],
         updates: Sequence[Update],
-        places: Sequence[ReferencePlace] = (),
+        places: Sequence[StoredColumn] = (),
         *stored: Any,
     ) -> Steps:
         """Takes one optimiser step per update. `stored`, at `places`: the data that the experience holds by

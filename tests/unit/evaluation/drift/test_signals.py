@@ -15,7 +15,7 @@ from evaluation.drift.prompts import divergence, prompt_signals
 from evaluation.drift.records import Signal
 from evaluation.drift.resampling import spearman
 from evaluation.judges.offline import SCORES, Match
-from rlhf_core.data.anchors import AnchorPairs as Anchors
+from rlhf_core.data.anchors import AnchorPairs
 from rlhf_core.data.questions import Question
 from rlhf_core.records import Game, Judgment
 
@@ -211,13 +211,13 @@ class Changed:
         return [Game(score="A>B" if won else "B>A", judgment={}) for won in wins]
 
 
-def anchors(count: int = 60) -> Anchors:
+def anchors(count: int = 60) -> AnchorPairs:
     questions = [Question(f"q{n}", "all", ({"role": "user", "content": "?"},), {}) for n in range(count)]
     texts = {
         side: [f"good {side}" if (n % 2 == 0) == (side == "b") else f"bad {side}" for n in range(count)]
         for side in "ab"
     }
-    return Anchors(questions, texts, np.array([0.0 if n % 2 else 1.0 for n in range(count)]))
+    return AnchorPairs(questions, texts, np.array([0.0 if n % 2 else 1.0 for n in range(count)]))
 
 
 def test_a_judge_that_changed_is_found_by_its_anchors() -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from evaluation.answers.chat_client import records_of
-from evaluation.judges.chat_judge import CachedVerdict, EndpointJudge
+from evaluation.judges.chat_judge import CachedVerdict, LlmJudge
 from tests.support.chat_endpoint import SECRET, Reply, completion, error, serving
 from tests.support.judging import matches, openai_judge, scores
 
@@ -85,7 +85,7 @@ class Storm:
         return [None if (words := self.fate(str(n))[1]) is None else VERDICTS[words] for n in range(count)]
 
 
-def judge_of(url: str, folder: Path, **changes: Any) -> EndpointJudge:
+def judge_of(url: str, folder: Path, **changes: Any) -> LlmJudge:
     return openai_judge(
         url, folder, **{"timeout": 0.4, "concurrency": 16, "max_attempts": 5, "max_failed": 1.0, **changes}
     )

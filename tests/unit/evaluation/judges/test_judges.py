@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import pytest
 
 from evaluation.judges.judge_prompt import judge_prompt
-from evaluation.judges.offline import KnownAnswerJudge, Match, ScoreJudge, battles
+from evaluation.judges.offline import KnownAnswerJudge, Match, RewardModelJudge, battles
 from evaluation.scores.scoring import win_rate
 from rlhf_core.data.documents import Document
 from rlhf_core.records import Game
@@ -65,7 +65,9 @@ class Characters:
         return Document(prompt + said, [False] * len(prompt) + [True] * len(said))
 
 
-def reward_judge(tie: float = 0.0, answer_max_len: int = 100) -> tuple[ScoreJudge, list[list[Document]]]:
+def reward_judge(
+    tie: float = 0.0, answer_max_len: int = 100
+) -> tuple[RewardModelJudge, list[list[Document]]]:
     """A judge that likes long answers, and the batches it scored."""
     seen: list[list[Document]] = []
 
@@ -73,7 +75,7 @@ def reward_judge(tie: float = 0.0, answer_max_len: int = 100) -> tuple[ScoreJudg
         seen.append(documents)
         return [float(sum(document.mask)) for document in documents]
 
-    return ScoreJudge("reward_model", score, Characters(), tie, 5, answer_max_len), seen  # type: ignore[arg-type]
+    return RewardModelJudge("reward_model", score, Characters(), tie, 5, answer_max_len), seen  # type: ignore[arg-type]
 
 
 def test_the_higher_reward_wins_and_a_small_difference_ties() -> None:

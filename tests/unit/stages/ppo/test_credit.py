@@ -125,6 +125,12 @@ def test_metrics_of_the_recorded_rollout() -> None:
     assert {name: found.metrics[name] for name in expected} == close(expected)
 
 
+def test_equal_returns_leave_nothing_to_explain() -> None:
+    found = credited(ppo(lambd=1.0), rewards=[1.0, 1.0], kl_coef=0.0)
+    assert {float(value) for e in found.experience for value in e.returns[1:]} == {1.0}
+    assert found.metrics["value/explained_variance"] == 0.0
+
+
 def test_the_share_of_clipped_rewards() -> None:
     assert credited().metrics["reward/clipped"] == 0  # rewards 2 and -1
     assert credited(ppo(reward_clip=1.5)).metrics["reward/clipped"] == 0.5

@@ -17,7 +17,7 @@ from rlhf_core.rewards.contract import RewardsFailed
 from rlhf_core.stages.ppo import fleet
 from rlhf_core.stages.ppo.fleet import Fleet
 from rlhf_core.stages.ppo.measured.probe import EngineDiffers, WeightsDiffer
-from rlhf_core.stages.ppo.measured.roofline import Ceilings, MeasuredMachine, ModelShape
+from rlhf_core.stages.ppo.measured.roofline import Ceilings, ModelShape, RooflineInputs
 from rlhf_core.stages.ppo.records import Experience, Own, Rollout
 from rlhf_core.stages.ppo.reward_sources import without_failed
 from rlhf_core.stages.ppo.roles.trained import Steps, Trained, Update
@@ -99,7 +99,7 @@ def probed(expected: np.ndarray, found: np.ndarray, experts: bool, noise: float 
 
     actor = Probed([], "actor")
     sampler = Probed([], "sampler")
-    machine = MeasuredMachine({"actor": ModelShape(1, 1, 1, experts)}, {}, 1, Ceilings(1.0, 1.0))
+    machine = RooflineInputs({"actor": ModelShape(1, 1, 1, experts)}, {}, 1, Ceilings(1.0, 1.0))
     return Fleet(
         fleet_config(dtype="bfloat16"), actor, None, actor, sampler, no_sources(None), machine=machine
     )  # type: ignore[arg-type]

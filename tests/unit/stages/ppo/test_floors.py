@@ -12,8 +12,8 @@ from rlhf_core.data.documents import Document, Prompt
 from rlhf_core.models.load import recompute
 from rlhf_core.stages.ppo.measured.roofline import (
     Ceilings,
-    MeasuredMachine,
     ModelShape,
+    RooflineInputs,
     floors,
     measure_ceilings,
     shape_of,
@@ -29,8 +29,8 @@ def rollout(prompt: int, answer: int) -> Rollout:
     return Rollout(Prompt([1] * prompt, (), {}, False), document, np.zeros(prompt + answer), True)
 
 
-def machine(gpus: dict[str, list[str]], span: int = 1) -> MeasuredMachine:
-    return MeasuredMachine(dict.fromkeys(gpus, SHAPE), gpus, span, Ceilings(flops=1e6, bandwidth=1e5))
+def machine(gpus: dict[str, list[str]], span: int = 1) -> RooflineInputs:
+    return RooflineInputs(dict.fromkeys(gpus, SHAPE), gpus, span, Ceilings(flops=1e6, bandwidth=1e5))
 
 
 def test_roles_on_one_gpu_add_up_and_roles_apart_do_not() -> None:

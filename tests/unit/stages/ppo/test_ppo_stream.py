@@ -17,7 +17,7 @@ from rlhf_core.rewards.contract import RewardsFailed
 from rlhf_core.rollout.contract import SampledAnswer, Sampling
 from rlhf_core.stages.ppo.iteration import Carried, ppo_iteration
 from rlhf_core.stages.ppo.measured.probe import Probe
-from rlhf_core.stages.ppo.records import Rollout, RolloutPart, Scores
+from rlhf_core.stages.ppo.records import Rollout, Scores, StoredRollouts
 from rlhf_core.stages.ppo.roles.trained import Steps
 from rlhf_core.stages.ppo.sampling.answers import PromptOrder, Setup, sample
 from rlhf_core.stages.ppo.train import schedule_of, setup_of
@@ -72,7 +72,7 @@ class Fleet:
                 values,
                 values,
                 rewards,
-                [RolloutPart(len(rollouts), {"document": [r.document for r in rollouts]}, {})],
+                [StoredRollouts(len(rollouts), {"document": [r.document for r in rollouts]}, {})],
             )
 
         return wait
@@ -82,7 +82,7 @@ class Fleet:
         experience: Sequence[Any],
         updates: object,
         beside: Callable[[], None],
-        stored: Sequence[RolloutPart],
+        stored: Sequence[StoredRollouts],
     ) -> Steps:
         assert [id(document) for part in stored for document in part.lists["document"]] == [
             id(one.document) for one in experience

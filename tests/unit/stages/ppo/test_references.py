@@ -12,7 +12,7 @@ import pytest
 
 from rlhf_core.data.documents import Document
 from rlhf_core.stages.ppo import references
-from rlhf_core.stages.ppo.records import Experience, RolloutPart
+from rlhf_core.stages.ppo.records import Experience, StoredRollouts
 from rlhf_core.stages.ppo.references import EMPTY, by_reference, joined
 
 LENGTHS = (2, 5, 3, 4)
@@ -23,7 +23,7 @@ WHOLE = [
 ]
 
 
-def part(here: slice, fields: Sequence[str] = ("old_logprobs", "ref_logprobs")) -> RolloutPart:
+def part(here: slice, fields: Sequence[str] = ("old_logprobs", "ref_logprobs")) -> StoredRollouts:
     """Values in place of references. Two ranks have scored; log-probs of the sampler are on the nodes though
     no loss reads them."""
     pairs = list(enumerate(LOGPROBS[here]))
@@ -31,7 +31,9 @@ def part(here: slice, fields: Sequence[str] = ("old_logprobs", "ref_logprobs")) 
         name: [([(i, row + (name == "ref_logprobs")) for i, row in pairs[rank::2]], 1.0) for rank in (1, 0)]
         for name in fields
     }
-    return RolloutPart(len(pairs), {"document": DOCUMENTS[here], "sampler_logprobs": LOGPROBS[here]}, ranks)
+    return StoredRollouts(
+        len(pairs), {"document": DOCUMENTS[here], "sampler_logprobs": LOGPROBS[here]}, ranks
+    )
 
 
 PARTS = [part(slice(3)), part(slice(3, 4))]
