@@ -50,33 +50,44 @@ CALIBRATION = (
         "share of games won by the answer shown first minus that shown second; 0: none",
         "The judge favours a position: each pair is judged in both orders, but such verdicts become ties; try"
         " another judge.",
+        "difference",
     ),
     *estimated(
         "swap_consistency",
-        "share of pairs whose two games name the same winner",
+        "share of pairs whose two games name the same winner, or both a tie",
         "The judge changes its mind with the order of the answers: it is unsure or weak.",
     ),
     *estimated(
-        "length_bias", "how much more often than people the judge prefers the longer answer", LIKES_LENGTH
+        "length_bias",
+        "how much more often than people the judge prefers the longer answer",
+        LIKES_LENGTH,
+        "difference",
     ),
     *estimated(
         "length_error_gap",
-        "share of errors towards the longer answer where people prefer the other, minus the share of errors"
-        " the other way",
+        "share of the pairs where people prefer the shorter answer and the judge the longer, minus the"
+        " reverse; each"
+        " over the pairs with that choice of people",
         LIKES_LENGTH,
+        "difference",
     ),
     *estimated(
         "markdown_bias",
         "how much more often than people the judge prefers the answer with more headers, lists and bold text"
         " for its length",
         LIKES_MARKDOWN,
+        "difference",
     ),
-    *estimated("markdown_error_gap", "of such answers: as `length_error_gap`", LIKES_MARKDOWN),
-    *estimated("human_agreement", "share of two annotators of a pair who name the same winner", UNCLEAR),
+    *estimated("markdown_error_gap", "the same for such answers", LIKES_MARKDOWN, "difference"),
+    *estimated(
+        "human_agreement",
+        "share of two annotators who name the same winner, mean over pairs with several",
+        UNCLEAR,
+    ),
     *estimated("human_kappa", "Fleiss' kappa of pairs with several annotators", UNCLEAR, ""),
     *estimated("human_repeat", "share of repeated labels that name the same winner", UNCLEAR),
     Metric("pairs", "labelled pairs", "count", failed="There are too few labelled pairs: label more."),
-    Metric("uids labels annotators", "their questions; labels that count; people", "count"),
+    Metric("uids labels annotators", "distinct questions; labels, with repeated ones; annotators", "count"),
     Metric(
         "failed_games",
         "games without a verdict",
@@ -92,5 +103,5 @@ CALIBRATION = (
     Metric(
         "judge_input_tokens judge_output_tokens", "tokens that the judge read and wrote", "tokens", BY_CHAT
     ),
-    Metric("judge_cost", "its cost, where its prices are given", "", BY_CHAT),
+    Metric("judge_cost", "its cost, where its prices are given", "US$", BY_CHAT),
 )

@@ -19,6 +19,7 @@ OTHER_REFUSALS = (
     "The model refuses another share of the questions than the reference: look at its refusals, and at the"
     " last rounds' pairs."
 )
+JUDGED_LONG_AGO = "The anchors were not judged again for long: lower anchors.days."
 JUDGE_CHANGED = (
     "The judge gives other verdicts on the same answers than before: its model or prompt has changed, so win"
     " rates of different weeks do not compare. Calibrate it again."
@@ -38,7 +39,13 @@ def signal(
     return (
         Metric(name, meaning, unit, when, failed=failed),
         Metric(f"{name}_low {name}_high", "its 95 % interval", unit, when, failed=failed),
-        Metric(f"{name}/change", "its change from the previous result", unit, when, failed=failed),
+        Metric(
+            f"{name}/change",
+            "its change from the previous result, if there is one",
+            unit,
+            when,
+            failed=failed,
+        ),
         *tested,
     )
 
@@ -53,17 +60,26 @@ DRIFT = (
     ),
     *signal(
         "prompts/length",
-        "mean characters of a prompt, present over past",
+        "mean prompt length in characters, present / past",
         OTHER_PROMPTS,
         "ratio",
         "Kolmogorov-Smirnov test",
     ),
-    *signal("answers/length", "mean characters of an answer, model over reference", OTHER_LENGTH, "ratio"),
+    *signal("answers/length", "mean answer length in characters, model / reference", OTHER_LENGTH, "ratio"),
     *signal(
-        "refusals/model", "share of the model's answers that refuse, by patterns", OTHER_REFUSALS, "share"
+        "refusals/model",
+        "share of the model's answers that begin with an English refusal (patterns)",
+        OTHER_REFUSALS,
+        "share",
     ),
     *signal("refusals/reference", "the same of the reference", OTHER_REFUSALS, "share"),
-    *signal("refusals/rise", "their difference", OTHER_REFUSALS, "share", "McNemar's exact test"),
+    *signal(
+        "refusals/rise",
+        "the model's share minus the reference's",
+        OTHER_REFUSALS,
+        "difference",
+        "McNemar's exact test",
+    ),
     *signal(
         "judge/reward_correlation",
         "with a reward model as second judge: Spearman's correlation, over questions, of the judge's score"
@@ -72,9 +88,9 @@ DRIFT = (
     ),
     *signal(
         "kl",
-        "KL of the model from the reference, of an answer",
+        "estimate of the KL of the model from the reference, may be negative",
         "The model is far from the reference: distrust its reward, and look at its answers.",
-        "nats",
+        "nats/answer",
         when=WITH_KL,
     ),
     *signal(
@@ -88,11 +104,11 @@ DRIFT = (
         "anchors/shift",
         "change of the win rate of their answer B",
         JUDGE_CHANGED,
-        "share",
+        "difference",
         "exact sign test",
         WITH_ANCHORS,
     ),
     Metric(
-        "anchors/age_days", "days since the anchors were judged", "days", WITH_ANCHORS, failed=JUDGE_CHANGED
+        "anchors/age_days", "days since the anchors were judged", "days", WITH_ANCHORS, failed=JUDGED_LONG_AGO
     ),
 )

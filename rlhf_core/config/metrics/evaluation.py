@@ -99,14 +99,14 @@ def rates(suffix: str, of: Callable[[Evaluation], Places], opponent: str) -> tup
         ),
         Metric(
             f"length_controlled{suffix}/MODEL",
-            "win rate at equal length",
+            "predicted win rate of answers as long as the opponent's",
             "share",
             of=of,
             failed="The model wins by longer answers: its reward model probably likes length.",
         ),
         Metric(
             f"swap_consistency{suffix}/MODEL",
-            "share of questions whose two games name the same winner",
+            "share of questions whose two games name the same winner, or both a tie",
             "share",
             of=of,
             failed="The judge changes its mind with the order of the answers: the judge is weak, whatever the"
@@ -145,27 +145,28 @@ ANSWERS = (
 JUDGES = (
     Metric(
         "judge_agreement",
-        "share of battles with the same winner by another judge",
+        "share of battles with the baseline whose winner is the same by the first and by another judge,"
+        " mean over"
+        " the other judges",
         "share",
         SEVERAL_JUDGES,
         failed=DISAGREE,
     ),
-    Metric("judge_agreement/JUDGE", "the same of one judge", "share", SEVERAL_JUDGES, after_run, DISAGREE),
+    Metric("judge_agreement/JUDGE", "the same for one of them", "share", SEVERAL_JUDGES, after_run, DISAGREE),
     Metric(
         "judge_input_tokens/JUDGE judge_output_tokens/JUDGE",
         "tokens that a judge read and wrote",
         "tokens",
         BY_CHAT,
         after_run,
-        DISAGREE,
     ),
     Metric("judge_failed_games/JUDGE", "its games without a verdict", "count", BY_CHAT, after_run, DISAGREE),
-    Metric("judge_cost/JUDGE", "its cost, where its prices are given", "", BY_CHAT, after_run, DISAGREE),
+    Metric("judge_cost/JUDGE", "its cost, where its prices are given", "US$", BY_CHAT, after_run),
 )
 ENDPOINTS = (
     Metric(
         "answer_requests/ENDPOINT answer_failed/ENDPOINT",
-        "requests to an endpoint that answers; those that failed",
+        "requests sent to an endpoint in this attempt, with retries; questions without an answer",
         "count",
         of=endpoints_of,
     ),
@@ -175,15 +176,22 @@ ENDPOINTS = (
         "tokens",
         of=endpoints_of,
     ),
-    Metric("answer_cost/ENDPOINT", "its cost, where its prices are given", of=priced_endpoints),
+    Metric("answer_cost/ENDPOINT", "its cost, where its prices are given", "US$", of=priced_endpoints),
 )
 REWARD_MODELS = (
-    Metric("kl/MODEL", "with `proxy`: KL from the baseline", "nats", of=with_proxy),
+    Metric(
+        "kl/MODEL",
+        "with `proxy`: estimate of the KL from the baseline, may be negative",
+        "nats/answer",
+        of=with_proxy,
+    ),
     Metric("proxy/MODEL", "with `proxy`: mean score by the proxy", of=with_proxy),
     Metric("over_optimised/MODEL", "with `proxy`: 1 when over-optimisation is sure, else 0", of=with_proxy),
     Metric(
         "reward_accuracy/REWARD",
-        "with `reward_evaluation`: held-out pairs that a reward model ranks right",
+        "with `reward_evaluation`: share of held-out pairs that a reward model ranks right; equal scores"
+        " count"
+        " half",
         "share",
         of=reward_models,
         failed="The reward model is bad: it does not rank held-out pairs well enough to train on.",
@@ -198,7 +206,7 @@ REWARD_MODELS = (
     ),
     Metric(
         "reward_longer_preferred/REWARD",
-        "share of pairs in which the model prefers the longer answer",
+        "share of the pairs of different length in which the model prefers the longer answer",
         "share",
         of=reward_models,
         failed="The reward model has a length bias: it prefers the longer answer more often than the labels"
@@ -206,13 +214,13 @@ REWARD_MODELS = (
     ),
     Metric(
         "reward_longer_chosen/REWARD",
-        "share of pairs whose chosen answer is the longer one",
+        "share of the pairs of different length whose chosen answer is the longer one",
         "share",
         of=reward_models,
     ),
     Metric(
         "reward_agreement/REWARD/REWARD",
-        "share of pairs that two reward models rank alike",
+        "share of pairs that two reward models rank alike, in the order of the recipe",
         "share",
         of=pairs_of_reward_models,
     ),
@@ -220,14 +228,14 @@ REWARD_MODELS = (
 WITHOUT_RATES = (*ANSWERS, *JUDGES, *ENDPOINTS, *REWARD_MODELS)
 EVALUATION = (
     *rates("", models_of, "the baseline"),
-    *rates("_vs_parent", trained_of, "the model it was trained from"),
+    *rates("_vs_parent", trained_of, "its parent: the model in `parents`, else the one it was trained from"),
     *WITHOUT_RATES,
 )
 REGRESSION = (
     Metric(
         "passed/MODEL",
-        "share of the suite's questions that the model does not lose; with the judge `rule`: share of right"
-        " answers",
+        "share of the suite's questions that the model does not lose; with `rule` as first judge: share of"
+        " right answers",
         "share",
         of=models_of,
         failed="The model loses questions of the suite: `report/regression.md` of the stage has them with"
@@ -242,14 +250,15 @@ REGRESSION = (
     ),
     Metric(
         "newly_failed/MODEL",
-        "questions that the last trusted result's final model passed and this one does not; 0 without such a"
-        " result",
+        "questions that the final model of the last earlier result whose gates passed (same baseline and"
+        " judge)"
+        " passed, and this one does not; 0 without such a result",
         "count",
         of=models_of,
         failed="The model loses questions that an earlier one passed: `report/regression.md` has them with"
         " their reasons.",
     ),
-    Metric("recovered/MODEL", "the other way round", "count", of=models_of),
+    Metric("recovered/MODEL", "questions that it did not pass and this one does", "count", of=models_of),
     Metric(
         "history",
         "earlier results, whose gates passed, in the band",
@@ -258,7 +267,7 @@ REGRESSION = (
     ),
     Metric(
         "deviation",
-        "distance of the final model's share from their mean, in standard deviations",
+        "the final model's share minus their mean, in standard deviations; 0 without earlier results",
         failed=OUTSIDE_BAND,
     ),
     Metric(

@@ -44,16 +44,24 @@ SELECT = (
     Metric("win_rate", "win rate of the chosen model", "share", failed=LOSES),
     Metric(
         "clear",
-        "1 when the best model is better than each other one, else 0",
+        "1 when the intervals of all other models' `difference` are above 0, else 0",
         failed="No model is better than all others by this evaluation: more questions narrow the intervals,"
         " or keep the simplest model.",
     ),
-    Metric("chosen", "number of the chosen model in the order of `of`, from 1"),
+    Metric("chosen", "position of the chosen model in `of`, from 1"),
     Metric("questions", "questions with a verdict on all models", "count"),
     Metric("win_rate/MODEL", "win rate of a model", "share", of=candidates_of, failed=LOSES),
-    Metric("difference/MODEL", "how far it is behind the best", "share", of=candidates_of),
     Metric(
-        "difference_low/MODEL difference_high/MODEL", "the 95 % interval of that", "share", of=candidates_of
+        "difference/MODEL",
+        "the best model's win rate minus this one's, on the same questions",
+        "difference",
+        of=candidates_of,
+    ),
+    Metric(
+        "difference_low/MODEL difference_high/MODEL",
+        "its interval; all of them together hold with 95 % (Bonferroni)",
+        "difference",
+        of=candidates_of,
     ),
 )
 ALIGNMENT_TAX = (

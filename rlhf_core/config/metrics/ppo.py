@@ -34,7 +34,8 @@ FAR_AWAY = (
 )
 LARGE_STEPS = "PPO's steps are too large: lower actor_learning_rate or max_epochs."
 DISAGREES = (
-    "Sampling and training disagree before the first step: not PPO is bad, but its log-probs; compare dtypes."
+    "The trainer's scoring and training passes disagree before the first step: its log-probs are wrong, not"
+    " PPO; compare dtypes."
 )
 BAD_CRITIC = "PPO's critic does not predict the returns: raise critic_learning_rate or freezing_actor_steps."
 OTHER_POLICY = (
@@ -45,9 +46,10 @@ NOT_WHOLE = (
     "The engine's log-probs are far from the trainer's right after a weight update: weights did not arrive"
     " whole."
 )
+OLD_ANSWERS = "Answers are trained on long after they were sampled: lower max_staleness."
 LOST = (
-    "Many answers could not be learned from: a reward source failed, or a prompt's answers lost their"
-    " rewards."
+    "Many answers could not be learned from: a reward source failed, a prompt's answers lost their"
+    " rewards, or mask_truncated left out cut answers."
 )
 
 
@@ -60,29 +62,51 @@ def phases_of_roles(config: PPO) -> list[tuple[str, ...]]:
 
 
 REWARDS = (
-    *rewarded(EXPLOITED),
+    *rewarded("the weighted sum, before standardisation", EXPLOITED),
     Metric(
         "reward/clipped", "share of answers whose reward is beyond `reward_clip`", "share", failed=EXPLOITED
     ),
     Metric(
-        "reward/first_fifth reward/last_fifth reward/rise_standard_error",
-        "mean reward of the first and of the last fifth of the iterations; standard error of the rise",
+        "reward/first_fifth reward/last_fifth",
+        "mean reward of the first and of the last fifth of the logged iterations",
         failed=EXPLOITED,
     ),
-    Metric("reward/overlong", "mean penalty for long answers", when=OVERLONG, failed=EXPLOITED),
-    Metric("reward/truncated", "mean penalty for cut answers", when=PENALTY, failed=EXPLOITED),
     Metric(
-        "kl/mean", "KL to the reference, the unit of `kl_target`", "nats/token", REFERENCE, failed=FAR_AWAY
+        "reward/rise_standard_error",
+        "standard error of the rise between them; 0 with fewer than 10 logged iterations, where it is"
+        " unknown",
+        failed=EXPLOITED,
+    ),
+    Metric(
+        "reward/overlong",
+        "mean over all answers of what `overlong_buffer` adds to the reward: 0 or negative",
+        when=OVERLONG,
+        failed=EXPLOITED,
+    ),
+    Metric(
+        "reward/truncated",
+        "mean over all answers of what `truncated_penalty` adds to the reward: 0 or negative",
+        when=PENALTY,
+        failed=EXPLOITED,
+    ),
+    Metric(
+        "kl/mean",
+        "mean KL to the reference by `kl_estimator`, what `kl_target` sets",
+        "nats/token",
+        REFERENCE,
+        failed=FAR_AWAY,
     ),
     Metric("kl/per_answer", "KL to the reference, summed over an answer", "nats", REFERENCE, failed=FAR_AWAY),
     Metric("kl/coef", "coefficient of the KL", when=REFERENCE, failed=FAR_AWAY),
-    Metric("return/mean", "mean return"),
+    Metric(
+        "return/mean", "mean over the answers' tokens of the returns; without a critic, of the advantages"
+    ),
 )
 POLICY = (
-    Metric("policy/loss", "loss of the actor"),
+    Metric("policy/loss", "policy-gradient loss, without the KL, entropy and router terms"),
     Metric(
         "policy/clip_share",
-        "share of tokens whose gradient the clip cut",
+        "share of tokens whose ratio the clip changed: they have no gradient, except with cispo",
         "share",
         failed="PPO's steps are too large: many tokens are clipped; lower actor_learning_rate or max_epochs.",
     ),
@@ -94,19 +118,21 @@ POLICY = (
     ),
     Metric(
         "policy/first_ratio policy/first_ratio_gap",
-        "the same at the first optimiser step of an iteration: 1 and 0 when scoring and training agree",
+        "the same at the first optimiser step of an iteration: 1 and 0 when scoring and training agree,"
+        " and with"
+        " one step an iteration, which needs no scoring",
         failed=DISAGREES,
     ),
     Metric(
         "policy/kl_old",
-        "KL from the policy at the iteration's start, k3 estimate",
-        "nats",
+        "KL from the policy at the iteration's start, k3 estimate, mean over the steps",
+        "nats/token",
         failed=LARGE_STEPS,
     ),
     Metric(
         "policy/entropy",
-        "entropy of the actor's distribution",
-        "nats",
+        "mean entropy at the answers' tokens of the distribution that is sampled",
+        "nats/token",
         failed="PPO's policy has collapsed to few answers, or came apart: look at its answers, learning rate"
         " and entropy_coef.",
     ),
@@ -125,7 +151,12 @@ POLICY = (
         failed="Steps had no token whose weight is within sampler_is_clamp: widen it, or look at"
         " sampler/gap.",
     ),
-    Metric("policy/kl_loss", "the KL term", when=KL_LOSS),
+    Metric(
+        "policy/kl_loss",
+        "KL to the reference in the loss, without its coefficient",
+        "nats/token",
+        when=KL_LOSS,
+    ),
     Metric(
         SURVIVES,
         "share of the adapters' update that the weights of the last sync have",
@@ -133,14 +164,26 @@ POLICY = (
         MERGED,
         failed=MERGED_AWAY,
     ),
-    Metric("value/loss", "loss of the critic", when=CRITIC, failed=BAD_CRITIC),
-    Metric("value/clip_share", "share of clipped values", "share", CRITIC, failed=BAD_CRITIC),
+    Metric(
+        "value/loss",
+        "half the squared error of the values, clipped by `value_clip`",
+        when=CRITIC,
+        failed=BAD_CRITIC,
+    ),
+    Metric(
+        "value/clip_share",
+        "share of tokens without a gradient because of `value_clip`",
+        "share",
+        CRITIC,
+        failed=BAD_CRITIC,
+    ),
     Metric("value/grad_norm", "gradient norm of the critic before the clip", when=CRITIC, failed=BAD_CRITIC),
-    Metric("value/learning_rate", "learning rate of the critic", when=CRITIC, failed=BAD_CRITIC),
+    Metric("value/learning_rate", "learning rate of the critic", when=CRITIC),
     Metric(
         "value/explained_variance",
-        "share of the returns' variance that the values explain",
-        "share",
+        "share of the returns' variance that the values explain: 1 is perfect, 0 no better than a constant,"
+        " below 0 worse",
+        "",
         CRITIC,
         failed=BAD_CRITIC,
     ),
@@ -149,32 +192,29 @@ ROLLOUT = (
     Metric("rollout/usable", "share of answers that were trained on", "share", failed=LOST),
     Metric(
         "rollout/tokens_per_step",
-        "tokens that a step of an answer sampled, 1 where no draft was right",
+        "tokens of a decoding step of an answer; 1 where no drafted token was right",
         "tokens",
         DRAFTS,
-        failed=LOST,
     ),
     Metric(
         "rollout/age",
         "updates between sampling and training, mean over tokens",
         "updates",
         STALE,
-        failed=LOST,
+        failed=OLD_ANSWERS,
     ),
-    Metric("rollout/age_max", "the same, largest", "updates", CONTINUOUS, failed=LOST),
+    Metric("rollout/age_max", "the same, largest", "updates", CONTINUOUS, failed=OLD_ANSWERS),
     Metric(
         "rollout/waiting",
         "prompts whose answers are finished and not trained on, when an iteration begins",
         "count",
         CONTINUOUS,
-        failed=LOST,
     ),
     Metric(
         "rollout/lead",
-        "batches of prompts that are begun beyond that of the iteration",
+        "how many batches beyond the iteration's own may be begun: 1 to `max_staleness`",
         "count",
         CONTINUOUS,
-        failed=LOST,
     ),
     Metric(
         "filter/rounds filter/groups",
@@ -190,7 +230,12 @@ ROLLOUT = (
     ),
     Metric("environment/turns", "mean answers of an episode", "count", EPISODES),
     Metric("environment/attempts", "mean attempts of an episode", "count", EPISODES),
-    Metric("environment/seconds", "mean seconds of the environment's own in an episode", "s", EPISODES),
+    Metric(
+        "environment/seconds",
+        "mean seconds that the environment itself took in the last attempt of an episode",
+        "s",
+        EPISODES,
+    ),
     EXPERTS,
     *ANSWERS,
     Metric("tokens", "tokens of prompts and answers in an iteration", "tokens"),
@@ -219,7 +264,7 @@ SAMPLER = (
     ),
     Metric(
         "sampler/weight_mean sampler/weight_max",
-        "mean of these weights; largest before the bounds",
+        "`weight_mean`: mean weight in the loss; `weight_max`: largest weight before the bounds",
         failed=OTHER_POLICY,
     ),
     Metric(
@@ -231,15 +276,16 @@ SAMPLER = (
     ),
     Metric(
         "sync/probe_gap",
-        "largest difference of log-probs of engine and actor on fixed prompts right after a weight sync (of"
-        " nine of ten tokens, for mixtures of experts in bf16)",
+        "largest difference of log-probs of engine and actor on fixed prompts right after a weight sync"
+        " (the 90th"
+        " percentile for mixtures of experts in bf16)",
         "nats",
         failed=NOT_WHOLE,
     ),
     Metric(
         "sync/probe_bound",
         "the largest such difference that rounding explains: 4 times what noise of the size of rounding"
-        " errors does to the actor's log-probs",
+        " errors does to the actor's log-probs, and at least 0.001 in float32 and 0.02 in bfloat16",
         "nats",
         failed=NOT_WHOLE,
     ),
@@ -247,20 +293,26 @@ SAMPLER = (
 TIMES = (
     Metric(
         "phase/generate phase/score phase/credit phase/train phase/sync phase/probe",
-        "seconds of an iteration",
+        "wall-clock time of the phase in an iteration; overlapped work counts only while it is waited for",
         "s",
     ),
-    Metric("phase/sleep phase/wake", "seconds of an iteration", "s", SLEEPS),
+    Metric("phase/sleep phase/wake", "time until the engines sleep and are awake", "s", SLEEPS),
     Metric(
         "floor/generate floor/score floor/train",
-        "minimum times of these phases at the rates measured on the actor's GPU",
+        "lower bound of the phase's time, at the rates measured on the actor's GPU",
         "s",
     ),
-    Metric("work/ROLE/PHASE", "time that a role works in an iteration", "s", of=phases_of_roles),
+    Metric(
+        "work/ROLE/PHASE",
+        "time that the slowest rank of a role works in a phase of an iteration",
+        "s",
+        of=phases_of_roles,
+    ),
     Metric(
         "memory/ROLE",
-        "largest size of a role's tensors; `/held`: held by its allocator; `/kept`: held while engines"
-        " sample",
+        "peak memory of PyTorch's tensors on a GPU in an iteration, of the role's largest rank; `/held`:"
+        " peak that"
+        " its allocator reserved; `/kept`: reserved at the iteration's end",
         "GiB",
         of=after_run,
     ),

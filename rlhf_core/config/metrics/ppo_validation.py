@@ -51,7 +51,8 @@ VALIDATION = (
     ),
     Metric(
         "selection/reward/mean selection/reward/ci_low selection/reward/ci_high",
-        "the same of the validation that the iteration was chosen by: the maximum of all, so biased upwards",
+        "the same from the validation that chose the iteration; as the largest of several it is biased"
+        " upwards",
         "",
         VALIDATED,
         failed=TOO_GOOD,
@@ -88,7 +89,14 @@ VALIDATION = (
         after_run,
         BY_HEART,
     ),
-    Metric("eval/DATA/pass@K", "the same of pass@K", "share", SEVERAL.also(RIGHT), sizes_of_parts, BY_HEART),
+    Metric(
+        "eval/DATA/pass@K",
+        "pass@K on the prompts of one data source",
+        "share",
+        SEVERAL.also(RIGHT),
+        sizes_of_parts,
+        BY_HEART,
+    ),
     Metric(
         "eval/reward/SOURCE/mean",
         "mean of one reward source, if there are several",
@@ -100,13 +108,23 @@ VALIDATION = (
     Metric(
         "eval/best_iteration",
         "the iteration of the checkpoint; 0: before training",
-        "count",
+        "",
         VALIDATED,
         failed=BY_HEART,
     ),
-    Metric("eval/response/length", "mean tokens of its answers", "tokens", VALIDATED, failed=BY_HEART),
     Metric(
-        "eval/response/truncated", "share of its answers that are cut", "share", VALIDATED, failed=BY_HEART
+        "eval/response/length",
+        "mean tokens of the chosen iteration's answers",
+        "tokens",
+        VALIDATED,
+        failed=BY_HEART,
+    ),
+    Metric(
+        "eval/response/truncated",
+        "share of the chosen iteration's answers that are cut",
+        "share",
+        VALIDATED,
+        failed=BY_HEART,
     ),
     Metric("phase/validate", "seconds of a validation", "s", VALIDATED),
 )

@@ -8,7 +8,8 @@ from rlhf_core.config.metrics.metric import Condition, Metric, after_run, each
 from rlhf_core.config.metrics.shared import ANSWERS, DATA
 
 MAKES_PAIRS = Condition("with `post_processor: dpo`", lambda config: config.post_processor == "dpo")
-MAKES_ANSWERS = Condition("with other post-processors", lambda config: config.post_processor != "dpo")
+MAKES_ANSWERS = Condition("unless `post_processor: dpo`", lambda config: config.post_processor != "dpo")
+NO_REWARDS = "A reward source gave no reward to many answers: look at its errors."
 REWARDED_OTHERWISE = (
     "The sampled answers are rewarded otherwise than expected: the policy or the reward model before this"
     " stage is bad."
@@ -19,23 +20,30 @@ def sources_of(config: Any) -> list[tuple[str, ...]]:
     return each(source.title for source in config.reward)
 
 
-def rewarded(failed: str) -> tuple[Metric, ...]:
-    """Returns the metrics of the rewards of a stage's answers."""
+def rewarded(summed: str, failed: str) -> tuple[Metric, ...]:
+    """Returns the metrics of the rewards of a stage's answers. `summed`: how the sources are added."""
     return (
-        Metric("reward/mean reward/std", "of the weighted sum, before any standardisation", failed=failed),
-        Metric("reward/SOURCE/mean reward/SOURCE/std", "of one source", of=sources_of, failed=failed),
+        Metric(
+            "reward/mean reward/std", f"mean and standard deviation over answers of {summed}", failed=failed
+        ),
+        Metric(
+            "reward/SOURCE/mean reward/SOURCE/std",
+            "mean and standard deviation of one source's rewards, before weight and standardisation",
+            of=sources_of,
+            failed=failed,
+        ),
         Metric(
             "reward/SOURCE/failed",
             "answers to which one source gave no reward",
             "count",
             of=sources_of,
-            failed=failed,
+            failed=NO_REWARDS,
         ),
     )
 
 
 PREFERENCES = (
-    Metric("prompts", "prompts that were sampled", "count"),
+    Metric("prompts", "prompts that the policy answered", "count"),
     Metric(
         "pairs",
         "pairs written",
@@ -59,13 +67,16 @@ PREFERENCES = (
         failed="Many prompts gave no training row: raise temperature, n_samples_per_prompt or"
         " generate_max_len.",
     ),
-    *rewarded(REWARDED_OTHERWISE),
+    *rewarded(
+        "the weighted sum, standardised as the recipe says: what answers are compared by",
+        REWARDED_OTHERWISE,
+    ),
     Metric(
         "reward/best reward/worst",
         "mean over prompts of the best and of the worst answer",
         failed=REWARDED_OTHERWISE,
     ),
-    Metric("reward/failed", "answers without a reward", "count", failed=REWARDED_OTHERWISE),
+    Metric("reward/failed", "answers without a reward", "count", failed=NO_REWARDS),
     *ANSWERS,
     *DATA,
 )

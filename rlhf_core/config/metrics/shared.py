@@ -22,16 +22,21 @@ EXPERTS = Metric(
 )
 
 DATA = (
-    Metric("data/rows", "rows read", "count", failed=BAD_DATA),
-    Metric("data/kept", "documents, pairs or prompts made from them", "count", failed=BAD_DATA),
+    Metric(
+        "data/rows",
+        "documents, pairs, answers or prompts that the rows give; a preference row gives KTO two answers",
+        "count",
+        failed=BAD_DATA,
+    ),
+    Metric("data/kept", "how many of them are used", "count", failed=BAD_DATA),
     Metric("data/truncated", "how many of these were cut at the length limit", "count", failed=BAD_DATA),
-    Metric("data/dropped", "rows left out, for any reason", "count", failed=BAD_DATA),
-    Metric("data/tokens", "tokens of the kept items", "tokens", failed=BAD_DATA),
+    Metric("data/dropped", "how many were left out, for any reason", "count", failed=BAD_DATA),
+    Metric("data/tokens", "tokens of the used ones", "tokens", failed=BAD_DATA),
 )
 ANSWERS = (
     Metric(
         "response/length",
-        "mean tokens of an answer",
+        "mean tokens of an answer; of an episode, of all its answers",
         "tokens",
         failed="Answers have another length than expected: a reward model that likes long answers is the"
         " usual cause.",

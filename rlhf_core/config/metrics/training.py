@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from rlhf_core.config.metrics.metric import Condition, Metric, Panel
 from rlhf_core.config.metrics.shared import BAD_DATA, DATA, EXPERTS, MERGED_AWAY, SURVIVES
 
-HELD_OUT = Condition("with `eval_data`, of held-out data", lambda config: config.eval_data is not None)
+HELD_OUT = Condition("with `eval_data`, on held-out data", lambda config: config.eval_data is not None)
 WITH_NLL = Condition("with `nll_coef`", lambda config: bool(config.nll_coef))
 MERGED = Condition(
     "with `lora` and `export: merged`",
@@ -19,7 +19,7 @@ NOT_TRAINED = "Training did not reach the bound: learning rate, number of steps,
 
 STEPS = (
     Metric("learning_rate", "learning rate"),
-    Metric("steps", "optimiser steps", "count"),
+    Metric("steps", "optimiser steps, with skipped ones", "count"),
     Metric(
         "skipped_steps",
         "optimiser steps that `skip_nonfinite_steps` left out, because their loss or gradient norm was not"
@@ -30,7 +30,7 @@ STEPS = (
     ),
     Metric(
         SURVIVES,
-        "share of the adapters' update that the rounded weights contain; about 1"
+        "share of the adapters' update that the rounded weights contain, about 1"
         " ([rounding](../explanation/rounding.md#merged-adapters))",
         "share",
         MERGED,
@@ -75,8 +75,8 @@ SFT = (
 REWARD_MODEL = (
     Metric(
         "loss",
-        "loss of the pairs (Bradley and Terry 1952)",
-        "nats",
+        "Bradley-Terry loss with the pairs' margins, and the centering term",
+        "",
         failed="The reward model did not fit its pairs: learning rate, number of pairs, or contradicting"
         " labels.",
     ),
@@ -91,7 +91,7 @@ REWARD_MODEL = (
     Metric("scores/chosen scores/rejected", "mean scores"),
     Metric(
         "eval/loss",
-        "the loss",
+        "Bradley-Terry loss without margins and centering",
         "nats",
         HELD_OUT,
         failed="The reward model is bad, or overconfident: it does not generalise to unseen pairs.",
@@ -115,7 +115,9 @@ REWARD_MODEL = (
     Metric("eval/pairs", "number of pairs", "count", HELD_OUT),
     Metric(
         "score/mean score/std",
-        "statistics stored with the checkpoint, for `normalize: stored`",
+        "mean and standard deviation of the scores of both answers of the held-out pairs (without"
+        " `eval_data`, of"
+        " the first 512 training pairs), stored with the checkpoint for `normalize: stored`",
         failed="The reward model's scores lie on another scale than expected: normalise them, or set"
         " centering.",
     ),
@@ -125,7 +127,7 @@ REWARD_MODEL = (
 )
 
 _PAIRS = (
-    Metric("loss", "the preference loss alone", "nats", failed=NOT_TRAINED),
+    Metric("loss", "the loss that `loss` names, without the nll_coef and router terms", failed=NOT_TRAINED),
     Metric(
         "accuracy",
         "share of pairs whose chosen answer has the larger implicit reward",
@@ -141,7 +143,8 @@ _PAIRS = (
     ),
     Metric(
         "rewards/chosen",
-        "implicit reward of the chosen answers: beta times the log-ratio to the reference",
+        "implicit reward of the chosen answers: beta times the log-ratio to the reference (ipo: its mean over"
+        " tokens; simpo and orpo: beta and lambd times the mean log-prob)",
         failed="DPO made the chosen answers less likely too: lower its learning rate, raise beta, or add"
         " nll_coef.",
     ),
@@ -158,23 +161,29 @@ DPO = (
 )
 
 _LABELLED = (
-    Metric("loss", "the loss", failed=NOT_TRAINED),
+    Metric("loss", "the KTO loss, with the weights of both labels", failed=NOT_TRAINED),
     Metric(
         "accuracy",
-        "share of answers on their label's side of the KL",
+        "share of answers whose log-ratio to the reference is above `kl` (desirable) or below it"
+        " (undesirable)",
         "share",
         failed="KTO does not separate desirable from undesirable answers: learning rate or beta, or wrong"
         " labels.",
     ),
-    Metric("margin", "mean distance of the implicit rewards to the KL, towards their label's side"),
-    Metric("desirable", "share of desirable answers in the steps", "share"),
+    Metric(
+        "margin",
+        "mean of beta times the distance of the log-ratio from `kl`: positive on the side of the label",
+    ),
+    Metric("desirable", "share of desirable answers", "share"),
     Metric(
         "kl",
-        "KL to the reference from mismatched pairs",
-        "nats",
+        "estimate of the KL to the reference from mismatched prompts and answers, at least 0",
+        "nats/answer",
         failed="KTO left its reference far behind: lower its learning rate or raise beta.",
     ),
-    Metric("rewards/desirable rewards/undesirable", "implicit rewards"),
+    Metric(
+        "rewards/desirable rewards/undesirable", "implicit rewards: beta times the log-ratio to the reference"
+    ),
     EXPERTS,
 )
 KTO = (
