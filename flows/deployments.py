@@ -10,7 +10,7 @@ from __future__ import annotations
 import shlex
 import socket
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from types import MappingProxyType
@@ -50,6 +50,7 @@ UNFINISHED = [StateType.RUNNING, StateType.PENDING, StateType.CANCELLING]
 # A run that starts again (resumed or retried) has its last process recorded until the worker has started the
 # new one. On a busy machine this takes some seconds.
 PROCESS_SECONDS = 60.0
+STUCK_SECONDS = 600.0  # a worker that took a run and failed before its process leaves it pending
 
 
 class ServedRecipe(NamedTuple):
@@ -221,6 +222,18 @@ def deploy(
     return deployed
 
 
+def pause_others(client: SyncPrefectClient, served: Collection[UUID]) -> list[str]:
+    """Pauses the scheduled deployments of our pool that are not among `served`: those of an earlier `serve`,
+    whose runs would start with its overrides. Also deletes their scheduled runs. Returns their names."""
+    paused = []
+    for deployment in client.read_deployments(limit=200):
+        ours = deployment.work_pool_name == POOL and deployment.work_queue_name == SCHEDULED
+        if ours and deployment.id not in served and deployment.schedules and not deployment.paused:
+            client.pause_deployment(deployment.id)
+            paused.append(deployment.name)
+    return paused
+
+
 def feedback_name(recipe: str) -> str:
     """Returns the name of the deployment whose runs are started by new feedback."""
     return f"{recipe}-feedback"
@@ -232,8 +245,10 @@ def _is_without_process(run: FlowRun, at_start: bool) -> bool:
     if at_start:
         return not (run.infrastructure_pid and _is_alive(run))
     age = (datetime.now(UTC) - run.state.timestamp).total_seconds()
+    if not run.infrastructure_pid:
+        return run.state.type == StateType.PENDING and age > STUCK_SECONDS
     may_start = run.state.type != StateType.CANCELLING and age < PROCESS_SECONDS
-    return bool(run.infrastructure_pid) and not may_start and not _is_alive(run)
+    return not may_start and not _is_alive(run)
 
 
 def _is_alive(run: FlowRun) -> bool:

@@ -4,6 +4,7 @@ with enough rows for a round."""
 from __future__ import annotations
 
 import re
+import sqlite3
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -68,7 +69,7 @@ def supervise(
             yield
         except (PrefectException, HTTPError) as error:  # server busy, or a run deleted meanwhile
             console.print(f"{what} ({type(error).__name__}), again soon", markup=False, highlight=False)
-        except ValueError as error:
+        except (ValueError, OSError, sqlite3.Error) as error:  # a recipe, a file or an inbox
             if str(error) not in faults:
                 console.print(f"{what}: {error}", markup=False, highlight=False)
                 faults.add(str(error))
@@ -92,5 +93,6 @@ def supervise(
                 sweep(client)
                 for line in failed.new(client):
                     console.print(line, markup=False, highlight=False)
-            services.bound_log()
+            with told("the log was not bounded"):
+                services.bound_log()
             swept = time.monotonic()

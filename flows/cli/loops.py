@@ -8,6 +8,7 @@ import shlex
 import signal
 from pathlib import Path
 from typing import Annotated
+from uuid import UUID
 
 from cyclopts import App, Parameter
 from rich.console import Console
@@ -93,7 +94,7 @@ def serve(
     from prefect.client.orchestration import get_client
     from prefect.settings import PREFECT_API_AUTH_STRING, PREFECT_API_URL, temporary_settings
 
-    from flows.deployments import deploy, feedback_name, prepare, schedule_of, served
+    from flows.deployments import deploy, feedback_name, pause_others, prepare, schedule_of, served
     from flows.serve import AUTH, FEEDBACK_TOKEN, TRIGGER_TOKEN, Services, only_one
     from flows.supervise import supervise
     from flows.triggers.feedback import InboxWatch, takes_feedback
@@ -138,12 +139,20 @@ def serve(
             with ours, get_client(sync_client=True) as client:
                 prepare(client)
                 triggered = []
+                identities = list[UUID]()
                 for one in recipes:
                     made = deploy(services.api, one, when, ends, one.recipe.name in watches)
                     triggered += [name for name in made if name.endswith(f"/{one.recipe.name}")]
                     services.record({identity: one.parameters for identity in made.values()})
+                    identities += made.values()
                     for name in made:
                         console.print(f"deployment {name}", markup=False, highlight=False)
+                for name in pause_others(client, identities):
+                    console.print(
+                        f"deployment {name} of an earlier serve: its schedule is paused",
+                        markup=False,
+                        highlight=False,
+                    )
                 services.start_worker()
                 inboxes = list(dict.fromkeys(folder for one in recipes for folder in inboxes_of(one.recipe)))
                 if inboxes:

@@ -93,11 +93,11 @@ class FeedbackTrigger:
         """Returns the run that it started, if any. Raises ValueError like `InboxWatch.due`, and the errors of
         Prefect and httpx."""
         if self._run is not None:
-            last = self._client.read_flow_run(self._run)
-            if last.state is not None and not last.state.is_final():
+            last = self._last_run(self._run)
+            if last is not None and last.state is not None and not last.state.is_final():
                 return None
             self._run = None
-            if last.state_type == StateType.CRASHED:
+            if last is None or last.state_type == StateType.CRASHED:
                 self._watch.again()
         if not self._watch.due():
             return None
@@ -107,3 +107,10 @@ class FeedbackTrigger:
         self._watch.started()
         self._run = asked.run.id
         return asked.run
+
+    def _last_run(self, run: UUID) -> FlowRun | None:
+        """Returns the run that was started last; None when somebody has deleted it."""
+        try:
+            return self._client.read_flow_run(run)
+        except ObjectNotFound:
+            return None

@@ -22,6 +22,8 @@ from rlhf_core.recipe.plan import Plan
 from rlhf_core.runs.approval import FILE, Approval, ask, decide, mark_notified
 from tasks.notify import notify_approval
 
+KEY = "approval-"  # before the name of a stage's directory
+
 
 class Decision(RunInput):
     """The form on Prefect's page of a suspended run."""
@@ -75,6 +77,8 @@ def await_approvals(planned: Plan, verdicts: Sequence[Verdict]) -> None:
             for v, (_, question) in zip(verdicts, asked, strict=True)
         ]
         raise ApprovalAwaited(told, str(planned.folder))
+    if any(question.decision is not None for _, question in mine):
+        return  # by `alignflow approve`, since these verdicts
     run_dir, question = mine[0]
     given = _suspended(question, run_dir.name, f"{planned.folder}/report.html")
     made = decide(run_dir, given.approve, given.by or getpass.getuser(), given.reason, late=True)
@@ -84,8 +88,9 @@ def await_approvals(planned: Plan, verdicts: Sequence[Verdict]) -> None:
 def _suspended(question: Approval, key: str, page: str) -> Decision:
     """Suspends this run. In the continued run, returns the person's decision."""
     about = f"Publish what depends on **{question.stage}**? Its report: {page}"
-    form = Decision.with_initial_data(description=about, approve=False)
+    # without a default: a run that starts again without an answer must not read as a refusal
+    form = Decision.with_initial_data(description=about)
     seconds = max(1, int((question.until - datetime.now(UTC)).total_seconds()))
-    given = suspend_flow_run(wait_for_input=form, timeout=seconds, key=f"approval-{key}")
+    given = suspend_flow_run(wait_for_input=form, timeout=seconds, key=f"{KEY}{key}")
     assert isinstance(given, Decision)
     return given

@@ -24,7 +24,7 @@ from prefect.workers.process import ProcessWorker
 import flows.deployments
 import flows.serve
 from flows.cli.app import main
-from flows.deployments import SILENT, deploy, job_template, prepare, schedule_of, served, sweep
+from flows.deployments import SILENT, deploy, job_template, pause_others, prepare, schedule_of, served, sweep
 from flows.serve import LOG, POOL, Services
 from flows.triggers.events import NEW
 from rlhf_core.recipe.load import load_recipe
@@ -140,6 +140,26 @@ def test_serve_passes_end_conditions_to_its_loops(
     }
     with pytest.raises(ValueError, match="--max-rounds 0: give 1 or more"):
         served(["here/recipe.yaml"], [], {"max_rounds": 0})
+
+
+def test_schedules_of_an_earlier_serve_are_paused(
+    prefect: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their runs would start with the overrides of that one."""
+    monkeypatch.chdir(build_in(tmp_path))
+    (one,) = served(["recipe.yaml"], ["name=earlier"], {})
+    every_night = schedule_of(None, "0 2 * * *", "UTC")
+    with SyncPrefectClient(api=prefect) as client:
+        with suppress(ObjectAlreadyExists):
+            client.create_work_pool(WorkPoolCreate(name=POOL, type="process"))
+        scheduled = deploy(prefect, one, every_night)["loop/earlier-scheduled"]
+        mine = {found.id for found in client.read_deployments(limit=200) if found.id != scheduled}
+        assert pause_others(client, [*mine, scheduled]) == []
+        assert pause_others(client, [*mine]) == ["earlier-scheduled"]
+        assert client.read_deployment(scheduled).paused and pause_others(client, [*mine]) == []
+        assert deploy(prefect, one, every_night)["loop/earlier-scheduled"] == scheduled
+        assert not client.read_deployment(scheduled).paused, "served again"
+        client.delete_deployment(scheduled)
 
 
 def test_a_run_on_a_teams_server_has_its_deployments_own_recipe(
@@ -300,6 +320,22 @@ def test_a_run_that_starts_again_is_not_judged_by_its_last_process(prefect: str)
         assert sweep(client) == 0
         assert ask(prefect, f"/flow_runs/{run}")["state_type"] == "PENDING"
         assert sweep(client, at_start=True) == 1
+        assert ask(prefect, f"/flow_runs/{run}")["state_type"] == "CRASHED"
+
+
+def test_a_run_whose_process_was_never_started_is_ended_after_ten_minutes(
+    prefect: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would hold the queue of scheduled runs, which starts one at a time."""
+    flow = ask(prefect, "/flows/", {"name": "stuck"})["id"]
+    deployment = ask(prefect, "/deployments/", {"name": "stuck", "flow_id": flow})["id"]
+    run = ask(prefect, f"/deployments/{deployment}/create_flow_run", {"state": {"type": "SCHEDULED"}})["id"]
+    ask(prefect, f"/flow_runs/{run}/set_state", {"state": {"type": "PENDING"}, "force": True})
+    with SyncPrefectClient(api=prefect) as client:
+        sweep(client)
+        assert ask(prefect, f"/flow_runs/{run}")["state_type"] == "PENDING"
+        monkeypatch.setattr(flows.deployments, "STUCK_SECONDS", 0.0)
+        sweep(client)
         assert ask(prefect, f"/flow_runs/{run}")["state_type"] == "CRASHED"
 
 

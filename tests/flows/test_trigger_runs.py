@@ -132,6 +132,10 @@ def test_feedback_starts_a_run_and_another_one_after_a_crash(team: Team, tmp_pat
     team.say(first.id, "CRASHED")
     second = trigger.look()
     assert second is not None and second.id != first.id
+    team.client.delete_flow_run(second.id)
+    now[0] += 3600
+    second = trigger.look()
+    assert second is not None, "somebody deleted it"
     team.say(second.id, "FAILED")
     now[0] += 3600
     assert trigger.look() is None, "it would fail again"

@@ -48,12 +48,13 @@ def approve(
     for run_dir, _ in chosen:
         made = decide(run_dir, not refuse, by or getpass.getuser(), reason, late)
         console.print(f"{made.stage}: {made.told()}", markup=False, highlight=False)
-        console.print(_going_on(made), markup=False, highlight=False)
+        console.print(_going_on(made, run_dir), markup=False, highlight=False)
     return OK
 
 
-def _going_on(made: Approval) -> str:
-    """Resumes the suspended run if a server knows it. Returns a sentence on what happens next."""
+def _going_on(made: Approval, run_dir: Path) -> str:
+    """Resumes the run that is suspended for this stage if a server knows it. Returns a sentence on what
+    happens next."""
     if made.run is None or "PREFECT_API_URL" not in os.environ:
         return (
             "run the recipe again to go on"
@@ -64,10 +65,14 @@ def _going_on(made: Approval) -> str:
     from prefect.exceptions import PrefectException
     from prefect.flow_runs import resume_flow_run
 
+    from tasks.decisions.approval import KEY
+
     try:
         with get_client(sync_client=True) as client:
             state = client.read_flow_run(made.run).state  # type: ignore[arg-type]
         if state is not None and state.is_paused():
+            if state.state_details.pause_key != f"{KEY}{run_dir.name}":
+                return "its suspended run waits for another stage's approval"
             resume_flow_run(
                 made.run,  # type: ignore[arg-type,unused-ignore]
                 run_input={"approve": made.decision == "approved", "reason": made.reason, "by": made.by},
