@@ -6,6 +6,7 @@ battle is judged in both orders, even by offline judges: no verdict is derived f
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -103,7 +104,8 @@ class KnownAnswerJudge:
 
 @dataclass(frozen=True)
 class RewardModelJudge:
-    """Lets the answer with the higher reward-model score win; a difference of at most `tie` is a tie.
+    """Lets the answer with the higher reward-model score win; a difference of at most `tie` is a tie. A
+    score that is not finite gives no verdict.
 
     `score` maps documents to scores. Prompts are cut to `prompt_max_len` tokens, as for the models that
     answered. Answers keep their first `answer_max_len` tokens, including the end of turn, so an answer cut
@@ -133,6 +135,8 @@ class RewardModelJudge:
 
     def _game(self, a: float, b: float) -> Game:
         words = {"answer": SCORES.format(a, b)}
+        if not (math.isfinite(a) and math.isfinite(b)):
+            return Game(score=None, judgment=words)
         if abs(a - b) <= self.tie:
             return Game(score="A=B", judgment=words)
         return Game(score="A>B" if a > b else "B>A", judgment=words)

@@ -196,9 +196,10 @@ def early_rewards(
 ) -> Tensor | None:
     """Returns the parts of the reward that go to tokens before the last, weighted as in the sum (B, T):
     tokens that end the answers of an episode, or the steps of an answer. Returns None if there are none, or
-    the estimator does not use them. The rewards of a standardised source go to the last token, because its
-    mean is over whole answers."""
-    if config.reward_at == "every_token" or config.advantage_estimator in GROUPED:
+    the estimator compares the rewards of whole answers. The rewards of a standardised source go to the last
+    token, because its mean is over whole answers."""
+    compared = (*GROUPED, "reinforce_pp_baseline")
+    if config.reward_at == "every_token" or config.advantage_estimator in compared:
         return None
     early: dict[int, np.ndarray] = {}
     for source in config.reward:
@@ -211,7 +212,7 @@ def early_rewards(
             if isinstance(source, EnvironmentReward):
                 own = None if rollout.own is None else rollout.own.early
             else:
-                own = _on_steps(rollout, steps.get(i), lengths_of, config.reward_clip)
+                own = _on_steps(rollout, steps.get(i), lengths_of)
             if own is not None:
                 early[i] = early.get(i, 0) + source.weight * own
     if not any(row.any() for row in early.values()):
@@ -221,16 +222,14 @@ def early_rewards(
     )
 
 
-def _on_steps(
-    rollout: Rollout, steps: Steps | None, lengths_of: Lengths | None, clip: float
-) -> np.ndarray | None:
-    """Returns the clipped rewards of an answer's steps at their tokens (T,), 0 at the last token. Returns
-    None for an episode, which has several answers."""
+def _on_steps(rollout: Rollout, steps: Steps | None, lengths_of: Lengths | None) -> np.ndarray | None:
+    """Returns the rewards of an answer's steps at their tokens (T,), 0 at the last token. Returns None for
+    an episode, which has several answers."""
     if steps is None or lengths_of is None or rollout.own is not None:
         return None
     mask = rollout.document.mask_array
     found = np.zeros(len(rollout.document), np.float32)
-    found[mask] = on_tokens(steps, lengths_of(rollout.answer)).clip(-clip, clip)
+    found[mask] = on_tokens(steps, lengths_of(rollout.answer))
     found[-1] = 0
     return found
 

@@ -17,6 +17,7 @@ from rlhf_core.data.documents import Message
 from rlhf_core.records import LabelledAnswer, PreferencePair, ScoredAnswer
 
 REWARD = attrgetter("reward")
+ROUNDING = 1e-6  # of rewards in float32, as a share of the largest
 
 
 class Scored(NamedTuple):
@@ -114,8 +115,8 @@ def labelled(groups: Sequence[AnsweredPrompt]) -> TrainingRows:
     """Labels every answer: desirable when it scores above the mean of the answers to its prompt, undesirable
     below it.
 
-    The mean is per prompt, because some prompts are easier than others. Answers at the mean are left out;
-    prompts whose answers all score the same are dropped.
+    The mean is per prompt, because some prompts are easier than others. Answers at the mean, up to rounding
+    in float32, are left out; prompts whose answers all score the same are dropped.
     """
     rows: list[LabelledAnswer] = []
     equal = 0
@@ -125,7 +126,8 @@ def labelled(groups: Sequence[AnsweredPrompt]) -> TrainingRows:
             equal += 1
             continue
         mean = sum(rewards) / len(rewards)
-        above = [(answer, answer.reward > mean) for answer in answers if answer.reward != mean]
+        rounding = ROUNDING * max(map(abs, rewards))
+        above = [(answer, answer.reward > mean) for answer in answers if abs(answer.reward - mean) > rounding]
         rows += [
             LabelledAnswer(prompt=prompt, response=a.text, reward=a.reward, label=label) for a, label in above
         ]

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import rlhf_core.stages.preferences.run
 import rlhf_core.stages.preferences.sample_answers
@@ -81,6 +82,14 @@ def test_kto_labels_by_the_mean_of_the_prompts_own_answers() -> None:
         ("three", "g", 7.0, True),
     ]
     assert dropped == {"equal_score": 1, "no_reward": 0, "no_whole_answer": 0}
+
+
+@pytest.mark.parametrize("group", [[0.1, 0.2, 0.3], [0.6, 0.7, 0.8], [0.3, 0.8, 0.55]])
+def test_kto_leaves_out_an_answer_at_the_mean_of_rounded_rewards(group: list[float]) -> None:
+    """Rewards are float32, in which the middle one is beside the mean."""
+    rewards = torch.tensor([group] * 3).tolist()
+    rows, _ = made("kto", rewards)
+    assert sorted(row["label"] for row in rows) == [False] * 3 + [True] * 3
 
 
 def test_kto_is_not_misled_by_rounding() -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 
@@ -82,6 +84,12 @@ def test_the_higher_reward_wins_and_a_small_difference_ties() -> None:
     matches = [Match(question(), a, b) for a, b in [("long answer", "short"), ("a", "bb"), ("xx", "yy")]]
     assert [game.score for game in reward_judge()[0].judge(matches)] == ["A>B", "B>A", "A=B"]
     assert [game.score for game in reward_judge(tie=1.0)[0].judge(matches)] == ["A>B", "A=B", "A=B"]
+
+
+@pytest.mark.parametrize("scores", [[math.nan, 1.0], [1.0, math.nan], [math.inf, math.inf], [math.nan] * 2])
+def test_a_score_that_is_not_finite_gives_no_verdict(scores: list[float]) -> None:
+    judge = replace(reward_judge()[0], score=lambda documents: scores)
+    assert [game.score for game in judge.judge([Match(question(), "one", "other")])] == [None]
 
 
 def test_a_reward_judge_scores_each_answer_once_within_the_limits() -> None:

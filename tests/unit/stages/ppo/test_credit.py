@@ -437,6 +437,49 @@ def test_steps_of_an_answer_are_credited_where_they_end() -> None:
     )
 
 
+def paid(
+    steps: list[tuple[int, float]], weight: float = 1.0, estimator: str = "reinforce_pp"
+) -> list[list[float]]:
+    """The advantages of two answers of four tokens, a character each, with the same steps. With gamma 0 they
+    are the rewards of the tokens."""
+    config = ppo(
+        advantage_estimator=estimator,
+        whiten_advantages=False,
+        gamma=1 if estimator == "reinforce_pp_baseline" else 0,
+        init_kl_coef=0.0,
+        reward="checks.py:steps",
+    )
+    (source,) = config.reward
+    config = config.model_copy(update={"reward": (source.model_copy(update={"weight": weight}),)})
+    document = Document([7, 0, 1, 2, 3], [False, *[True] * 4])
+    zeros = np.zeros(5, np.float32)
+    rollouts = [Rollout(Prompt((), [7], {}, False), document, zeros, True)] * 2
+    total = sum(reward for _, reward in steps)
+    rewards = Rewards({"steps": np.array([total, total])}, {}, {"steps": {0: steps, 1: steps}})
+    terms = [Term("steps", weight, "none", None)]
+    scores = Scores([zeros, zeros], None, None, rewards)
+    found = credit(rollouts, scores, 0.0, {}, config, terms, lambda tokens: list(range(1, 1 + len(tokens))))
+    return [on_tokens(e.advantages, e.document)[1:].tolist() for e in found.experience]
+
+
+@pytest.mark.parametrize(
+    ("steps", "weight", "expected"),
+    [
+        ([(1, 30.0), (4, 10.0)], 1.0, [7.5, 0, 0, 2.5]),  # a sum of 40, clipped to 10
+        ([(1, 50.0), (4, 50.0)], 0.1, [5, 0, 0, 5]),  # a weighted sum of 10: nothing to clip
+        ([(1, 20.0), (2, -15.0), (4, 1.0)], 1.0, [20, -15, 0, 1]),  # a sum of 6: nothing to clip
+    ],
+)
+def test_large_steps_keep_their_proportions(
+    steps: list[tuple[int, float]], weight: float, expected: list[float]
+) -> None:
+    assert paid(steps, weight) == [close(expected)] * 2
+
+
+def test_steps_of_equal_answers_teach_a_group_nothing() -> None:
+    assert paid([(2, 0.5), (4, 0.5)], estimator="reinforce_pp_baseline") == [[0.0] * 4] * 2
+
+
 def test_a_teacher_rewards_each_token_by_its_own_log_prob() -> None:
     fields = {
         "advantage_estimator": "reinforce_pp",
