@@ -10,6 +10,7 @@ import fsspec
 import pytest
 
 from flows.cli.app import main
+from flows.cli.operate import feedback
 from rlhf_core.feedback.inbox import Inbox
 from rlhf_core.system.machine import Unreachable
 
@@ -74,6 +75,9 @@ def test_names_are_no_markup(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(
+        feedback.console, "width", 400
+    )  # no cell is folded, however long the folder's path is
     (tmp_path / "r.jsonl").write_text(json.dumps(ROW))
     assert main(["feedback", "import", "r.jsonl", "--inbox", name]) == 0
     assert main(["feedback", "status", name]) == 0
