@@ -4,7 +4,7 @@ of other runs wait for it.
 The slot is a global concurrency limit of the Prefect server, named by ALIGNFLOW_LIMIT; `alignflow serve`
 creates it and sets the variable. Without the variable there is no limit. Stages of one run that work side
 by side share the slot: flows/schedule.py decides what fits on the machine. A slot is freed when the last of
-them ends, or a minute after its run was killed with -9.
+them ends, or five minutes after its run was killed with -9.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from prefect.concurrency.sync import concurrency
 from rlhf_core.runs.allotment import check_stop
 
 LIMIT_ENV = "ALIGNFLOW_LIMIT"
-LEASE_SECONDS = 60.0
+# Renewed at three quarters. A machine or server that stalls for longer than the rest loses the slot.
+LEASE_SECONDS = 300.0
 END_SECONDS = 10.0
 
 

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from evaluation.alignment_tax.records import ModelScores, Score
-from evaluation.scores.scoring import interval, sums_of
+from evaluation.scores.scoring import QuestionSums, difference_interval, interval
 from rlhf_core.records import Frozen
 
 TAX = "tax.json"
@@ -18,7 +18,7 @@ Z95 = 1.959964
 
 class ScoreDrop(Frozen):
     """The loss of a model on one metric. `tax`: baseline minus model, or model minus baseline if lower is
-    better. `paired`: the 95 % interval is a bootstrap over the documents that both models answered;
+    better. `paired`: the 95 % interval is over the documents that both models answered;
     otherwise it combines the two standard errors as independent (None: lm-eval gave none)."""
 
     tax: float
@@ -86,18 +86,21 @@ def compare(baseline: ModelScores, model: ModelScores, resamples: int, seed: int
 
 
 def loss_of(baseline: Score, model: Score, resamples: int, seed: int) -> ScoreDrop:
-    """Returns baseline minus model (model minus baseline if lower is better), with a 95 % interval."""
+    """Returns baseline minus model (model minus baseline if lower is better), with a 95 % interval.
+
+    Over documents with scores from 0 to 1 it is `difference_interval`, over others a bootstrap.
+    """
     sign = 1.0 if model.higher_is_better else -1.0
     lost = sign * (baseline.value - model.value)
-    if (
-        baseline.documents is not None
-        and model.documents is not None
-        and baseline.documents.keys() == model.documents.keys()
-    ):
-        differences = [
-            (name, sign * (value - model.documents[name]), 1.0) for name, value in baseline.documents.items()
-        ]
-        low, high = interval(sums_of(differences), resamples, seed)
+    own = baseline.documents
+    other = model.documents
+    if own is not None and other is not None and own.keys() == other.keys():
+        before, after = (np.array([values[name] for name in sorted(own)]) for values in (own, other))
+        differences = sign * (before - after)
+        if min(before.min(), after.min()) >= 0 and max(before.max(), after.max()) <= 1:
+            low, high = difference_interval(differences)
+        else:
+            low, high = interval(QuestionSums(differences, np.ones(len(differences))), resamples, seed)
         return ScoreDrop(tax=lost, ci_low=low, ci_high=high, paired=True)
     if baseline.stderr is None or model.stderr is None:
         return ScoreDrop(tax=lost, ci_low=None, ci_high=None, paired=False)

@@ -1,9 +1,13 @@
 """Computes style-controlled scores of Arena-Hard's battles. Pure functions of judgments and seeds.
 
 Fits Bradley-Terry with style features like arena-hard-auto (`show_result.py`, 2025-06), with two
-differences. The bootstrap resamples questions (all their games and models together), not rows. Features are
-not centred, so that answers of the same style are compared even with a single model. Functions with style
-control need rows with styles.
+differences. Intervals come from random weights of questions (all their games and models together), not of
+rows. Features are not centred, so that answers of the same style are compared even with a single model.
+Functions with style control need rows with styles.
+
+The weights are those of `rlhf_core.mean_interval`: Dirichlet(1, ..., 1) over the questions and one more
+question, which all models win or all lose, with answers of each model's average style. So a few equal
+verdicts still have an interval.
 """
 
 from __future__ import annotations
@@ -32,13 +36,26 @@ class IntervalEstimate(NamedTuple):
 
 class BattleRows(NamedTuple):
     """N rows: outcomes in [0, 1] for the model and weights, (N,), each row's question and model, and style
-    features if known."""
+    features if known. `heaviest`: the largest weight that a row can have."""
 
     uids: list[str]
     models: list[str]
     outcomes: Floats
     weights: Floats
     features: Floats | None  # (N, 4)
+    heaviest: float = 1.0
+
+    def sorted(self) -> BattleRows:
+        """Returns the rows ordered by question and model."""
+        order = np.lexsort((self.models, self.uids))
+        return BattleRows(
+            [self.uids[i] for i in order],
+            [self.models[i] for i in order],
+            self.outcomes[order],
+            self.weights[order],
+            None if self.features is None else self.features[order],
+            self.heaviest,
+        )
 
 
 class Controlled(NamedTuple):
@@ -65,47 +82,56 @@ def question_rows(judgments: Sequence[Judgment], styles: Styles | None, arena: b
         )
     outcomes = np.array([each.score for each in sums])
     weights = np.array([each.weight[0] for each in sums])
-    return BattleRows([j.uid for j in found], [j.model for j in found], outcomes, weights, values)
+    heaviest = max(each.heaviest for each in sums)
+    return BattleRows([j.uid for j in found], [j.model for j in found], outcomes, weights, values, heaviest)
 
 
 def controlled(rows: BattleRows, controls: Sequence[Control], resamples: int, seed: int) -> Controlled:
     """Computes style control: each model's score against the baseline for answers of the same style, with
     95 % intervals.
 
-    `rows` come from `question_rows`. All models share the effects of style; each of the `resamples` draws
-    questions with all their rows.
+    `rows` come from `question_rows`. All models share the effects of style. `resamples`: how often the
+    questions get random weights, half of them with the added question won and half with it lost.
     """
+    rows = rows.sorted()  # makes sums independent of the order of the files
     assert rows.features is not None, "style control needs the styles of the answers"
     values = scaled(rows.features[:, columns(controls)])
-    uids, index = np.unique(rows.uids, return_inverse=True)
-    order = np.lexsort((rows.models, rows.uids))  # makes sums independent of the order of the files
-    sorted_rows = BattleRows(
-        [rows.uids[i] for i in order],
-        [rows.models[i] for i in order],
-        rows.outcomes[order],
-        rows.weights[order],
-        rows.features[order],
-    )
-    # (R, Q)
-    drawn = np.random.default_rng(seed).multinomial(
-        len(uids), np.full(len(uids), 1 / len(uids)), size=resamples
-    )
-    weights = np.vstack([np.ones((1, len(uids))), drawn])[:, index[order]] * sorted_rows.weights
-    indicators, names = one_hot(sorted_rows.models)
-    ridge = np.repeat((RIDGE, STYLE_RIDGE), [len(names), values.shape[1]])
+    indicators, names = one_hot(rows.models)
+    models = len(names)
+    rows_of_model = indicators * rows.weights[:, None]  # (N, M)
+    average = rows_of_model.T @ values / rows_of_model.sum(0)[:, None]  # (M, F)
+    added = np.hstack([np.eye(models), average])  # the added question, first won by each model, then lost
+    design = np.vstack([np.hstack([indicators, values]), added, added])
+    outcomes = np.append(rows.outcomes, np.repeat((1.0, 0.0), models))
+    ridge = np.repeat((RIDGE, STYLE_RIDGE), [models, values.shape[1]])
     # (1 + R, M + F)
-    coefficients = fit(np.hstack([indicators, values[order]]), sorted_rows.outcomes, weights, ridge)
-    chances = expit(coefficients[:, : len(names)])
-    effects = coefficients[:, len(names) :]
+    coefficients = fit(design, outcomes, _weights(rows, models, resamples, seed), ridge)
+    chances = expit(coefficients[:, :models])
+    effects = coefficients[:, models:]
     return Controlled(
         {name: _estimate(chances[:, i]) for i, name in enumerate(names)},
         {FEATURES[column]: _estimate(effects[:, i]) for i, column in enumerate(columns(controls))},
     )
 
 
+def _weights(rows: BattleRows, models: int, resamples: int, seed: int) -> Floats:
+    """Returns weights of all rows and of the added ones, (1 + R, N + 2 M). The first row is the data itself,
+    without the added question."""
+    uids, index = np.unique(rows.uids, return_inverse=True)
+    draws = (resamples + 1) // 2
+    drawn = np.random.default_rng(seed).standard_exponential((draws, len(uids) + 1))
+    known = drawn[:, index] * rows.weights
+    added = np.repeat(drawn[:, -1:] * rows.heaviest, models, axis=1)
+    nothing = np.zeros_like(added)
+    own = np.append(rows.weights, np.zeros(2 * models))
+    won = np.hstack([known, added, nothing])
+    lost = np.hstack([known, nothing, added])
+    return np.vstack([own, won, lost])
+
+
 def _estimate(values: Floats) -> IntervalEstimate:
-    """Returns the first value with the 2.5 % and 97.5 % quantiles of the others, which are its bootstrap
-    values."""
+    """Returns the first value with the 2.5 % and 97.5 % quantiles of the others, which come from random
+    weights."""
     low, high = np.quantile(values[1:], [0.025, 0.975])
     return IntervalEstimate(float(values[0]), float(low), float(high))
 

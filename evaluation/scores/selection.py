@@ -1,20 +1,21 @@
 """Chooses the best of several models on the questions of one evaluation. Pure functions of scores.
 
 Two models are compared on the same questions. The interval is that of the mean of the questions'
-differences, at a level of 1 - 0.05 / (models - 1), because the best is compared with each other model
-(Bonferroni).
+differences, at a level of 1 - 0.05 / pairs of models (Bonferroni). All pairs count, because the same
+questions choose which model is compared with the others.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from math import comb
 
 import numpy as np
 
 from evaluation.scores.scoring import difference_interval
 from rlhf_core.records import Frozen
 
-ERROR_RATE = 0.05  # of any of the comparisons with the best model
+ERROR_RATE = 0.05  # chance that any of several equal models counts as worse
 
 
 class WinRateDifference(Frozen):
@@ -72,7 +73,7 @@ def choose(scores: Mapping[str, Mapping[str, float]], order: Sequence[str]) -> C
     rates = table.mean(0)
     best = int(rates.argmax())  # the first among equals
     leads = table[:, [best]] - table  # (Q, M)
-    level = 1 - ERROR_RATE / max(1, len(order) - 1)
+    level = 1 - ERROR_RATE / max(1, comb(len(order), 2))
     ends = [(0.0, 0.0) if i == best else difference_interval(leads[:, i], level) for i in range(len(order))]
     means = leads.mean(0)
     differences = tuple(

@@ -227,8 +227,8 @@ def serve_reward(
         )
     import uvicorn
 
-    from flows.page_server import server_config
-    from flows.serve import listen
+    from flows.serving.page_server import server_config
+    from flows.serving.services import listen
     from rlhf_core.rewards.server import reward_application
     from tasks.server_process import own_only
 

@@ -94,9 +94,10 @@ def serve(
     from prefect.client.orchestration import get_client
     from prefect.settings import PREFECT_API_AUTH_STRING, PREFECT_API_URL, temporary_settings
 
-    from flows.deployments import deploy, feedback_name, pause_others, prepare, schedule_of, served
-    from flows.serve import AUTH, FEEDBACK_TOKEN, TRIGGER_TOKEN, Services, only_one
-    from flows.supervise import supervise
+    from flows.serving.deployments import deploy, feedback_name, pause_others, prepare, served
+    from flows.serving.schedules import schedule_of
+    from flows.serving.services import AUTH, FEEDBACK_TOKEN, TRIGGER_TOKEN, Services, only_one
+    from flows.serving.supervise import supervise
     from flows.triggers.feedback import InboxWatch, takes_feedback
     from flows.triggers.runs import FeedbackTrigger
 

@@ -40,9 +40,9 @@ class InboxWatch:
         self._earliest = 0.0
 
     def due(self) -> bool:
-        """Returns whether to start a run: at least `min_new_rows` rows came that no round has and that were
-        not there at the last start; or a round is unfinished and this object has started none. Returns
-        False while a run works on the loop, and during pauses.
+        """Returns whether to start a run: at least `min_new_rows` rows came that no round has; or a round is
+        unfinished and this object has started none. Rows that were there at the last start do not count until
+        a round is finished. Returns False while a run works on the loop, and during pauses.
 
         Raises ValueError when `loop.json` or an inbox cannot be read.
         """
@@ -52,8 +52,9 @@ class InboxWatch:
         record = read(folder, self.loop)
         if self._tried is None and record.begun:
             return True
+        unanswered = len(record.rounds) == self._rounds  # since the last start no round was finished
         parts = [
-            self._tried or {},
+            (self._tried or {}) if unanswered else {},
             *(done.taken for done in record.rounds[-1:]),
             record.begun.taken if record.begun else {},
         ]

@@ -76,8 +76,8 @@ def token_rewards(
     token), (..., T); 0 off the mask.
 
     `kl` and `mask` (..., T), `scores` (...). With `every_token` each response token gets `score / |answer|`
-    instead. A row without a response token gets 0. `early` (..., T): the parts of the score that go to tokens
-    before the last; the last token gets the rest.
+    instead. A row without a response token gets 0. `early` (..., T): the parts of the score whose tokens
+    are known; the last token also gets the rest.
     """
     response_left = mask.flip(-1).cumsum(-1).flip(-1)
     is_last = mask & (response_left == 1)

@@ -32,12 +32,13 @@ def whiten(x: Tensor, mask: Tensor, eps: float = 1e-8) -> Tensor:
     elsewhere.
 
     Pass the whole rollout of all ranks: statistics of one rank or micro-batch would differ from those
-    of the whole. Sums are in float64, so that the mean of equal numbers is exact.
+    of the whole. Sums and squares are in float64, so that the mean of equal numbers is exact and the squares
+    of large or small numbers stay finite.
     """
     count = mask.sum().clamp(min=1)
     mean = (torch.where(mask, x, 0).sum(dtype=torch.float64) / count).to(x.dtype)
     centred = torch.where(mask, x - mean, 0)
-    variance = centred.square().sum(dtype=torch.float64) / count
+    variance = centred.double().square().sum() / count
     return centred * torch.rsqrt(variance + eps).to(x.dtype)
 
 

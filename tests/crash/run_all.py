@@ -30,7 +30,7 @@ from contextlib import closing
 from pathlib import Path
 from threading import Lock
 
-from flows.serve import Services
+from flows.serving.services import Services
 from rlhf_core.cluster.rank_environment import free_port
 from rlhf_core.system.files import write_text
 from tests.crash.points import WHEN, WHO, Chain, Moment, Outcome, files, measure, point

@@ -21,11 +21,14 @@ from prefect.client.schemas.objects import FlowRun
 from prefect.exceptions import ObjectAlreadyExists
 from prefect.workers.process import ProcessWorker
 
-import flows.deployments
-import flows.serve
+import flows.serving.services
+import flows.serving.sweep
 from flows.cli.app import main
-from flows.deployments import SILENT, deploy, job_template, pause_others, prepare, schedule_of, served, sweep
-from flows.serve import LOG, POOL, Services
+from flows.serving.deployments import deploy, job_template, pause_others, prepare, served
+from flows.serving.schedules import schedule_of
+from flows.serving.services import LOG, POOL, Services
+from flows.serving.silent_runs import SILENT
+from flows.serving.sweep import sweep
 from flows.triggers.events import NEW
 from rlhf_core.recipe.load import load_recipe
 from tasks.served import own_recipe
@@ -123,7 +126,7 @@ def test_serve_passes_end_conditions_to_its_loops(
             client.create_work_pool(WorkPoolCreate(name=POOL, type="process"))
         client.update_work_pool(POOL, WorkPoolUpdate(base_job_template=default))
         prepare(client)
-        command = shlex.join([sys.executable, *flows.serve.SAFELY, "prefect.engine"])
+        command = shlex.join([sys.executable, *flows.serving.services.SAFELY, "prefect.engine"])
         fixed = {"stream_output": True, "command": command, "working_dir": str(tmp_path)}
         assert client.read_work_pool(POOL).base_job_template["job_configuration"] == fixed
     ends = {"max_rounds": 4}
@@ -242,7 +245,7 @@ def test_a_second_serve_says_where_the_first_one_is(tmp_path: Path) -> None:
     home = tmp_path / "here" / "home"
     home.mkdir()
     script = (
-        "import sys, time, pathlib\nfrom flows.serve import only_one\nwith"
+        "import sys, time, pathlib\nfrom flows.serving.services import only_one\nwith"
         " only_one(pathlib.Path(sys.argv[1])):\n"
     )
     script += "    print('held', flush=True)\n    time.sleep(120)\n"
@@ -279,7 +282,7 @@ def test_a_second_serve_says_where_the_first_one_is(tmp_path: Path) -> None:
 def test_runs_without_a_process_are_ended(
     prefect: str, listed: str, now: str, told: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(flows.deployments, "PROCESS_SECONDS", 0.0)
+    monkeypatch.setattr(flows.serving.sweep, "PROCESS_SECONDS", 0.0)
     identity = ask(prefect, "/flows/", {"name": "gone"})["id"]
     deployment = ask(prefect, "/deployments/", {"name": f"{listed}-{now}", "flow_id": identity})["id"]
     run = ask(prefect, f"/deployments/{deployment}/create_flow_run", {"state": {"type": "SCHEDULED"}})["id"]
@@ -334,13 +337,35 @@ def test_a_run_whose_process_was_never_started_is_ended_after_ten_minutes(
     with SyncPrefectClient(api=prefect) as client:
         sweep(client)
         assert ask(prefect, f"/flow_runs/{run}")["state_type"] == "PENDING"
-        monkeypatch.setattr(flows.deployments, "STUCK_SECONDS", 0.0)
+        monkeypatch.setattr(flows.serving.sweep, "STUCK_SECONDS", 0.0)
         sweep(client)
         assert ask(prefect, f"/flow_runs/{run}")["state_type"] == "CRASHED"
 
 
+def test_a_process_that_ignores_its_cancellation_is_ended(
+    prefect: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Prefect's runner sends the signal once for each run: a retried run that is cancelled again goes on."""
+    flow = ask(prefect, "/flows/", {"name": "stubborn"})["id"]
+    deployment = ask(prefect, "/deployments/", {"name": "stubborn", "flow_id": flow})["id"]
+    run = ask(prefect, f"/deployments/{deployment}/create_flow_run", {"state": {"type": "SCHEDULED"}})["id"]
+    process = subprocess.Popen(
+        [sys.executable, "-c", "import time; time.sleep(600)"],
+        env=os.environ | {"PREFECT__FLOW_RUN_ID": run},
+    )
+    with SyncPrefectClient(api=prefect) as client:
+        client.update_flow_run(UUID(run), infrastructure_pid=f"{socket.gethostname()}:{process.pid}")
+        ask(prefect, f"/flow_runs/{run}/set_state", {"state": {"type": "CANCELLING"}, "force": True})
+        assert sweep(client) == 0 and process.poll() is None
+        monkeypatch.setattr(flows.serving.sweep, "IGNORED_SECONDS", 0.0)
+        sweep(client)
+        assert process.wait(60) < 0
+        sweep(client)
+        assert ask(prefect, f"/flow_runs/{run}")["state_type"] == "CANCELLED"
+
+
 def test_the_log_has_a_maximum_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(flows.serve, "LOG_BYTES", 1000)
+    monkeypatch.setattr(flows.serving.services, "LOG_BYTES", 1000)
     services = Services(tmp_path, "127.0.0.1", 0)
     log = tmp_path / LOG
     # appends, as server and worker do

@@ -16,7 +16,7 @@ from prefect.events import emit_event
 from prefect.events.schemas.automations import AutomationCore, EventTrigger
 from prefect.settings.models.flows import FlowsSettings
 
-from flows.deployments import SILENT, SILENT_SECONDS, watch_silent_runs
+from flows.serving.silent_runs import SILENT, SILENT_SECONDS, tell_suspended, watch_silent_runs
 from tests.support import micro
 from tests.support.micro import Serve, ask, wait_until
 
@@ -74,6 +74,15 @@ def test_a_suspended_run_is_not_silent(prefect: str) -> None:
         suspended = run({"type": "PAUSED", "name": "Suspended"})
         silent = run({"type": "RUNNING"})
         wait_until(lambda: state(silent) == "CRASHED", "the silent run to be marked")
+        time.sleep(5)
+        assert state(suspended) == "PAUSED"
+        emit_event(
+            "prefect.flow-run.heartbeat", resource={"prefect.resource.id": f"prefect.flow-run.{suspended}"}
+        )
+        time.sleep(2)  # a heartbeat from before the suspension, late
+        assert tell_suspended(client) >= 1
+        silent = run({"type": "RUNNING"})
+        wait_until(lambda: state(silent) == "CRASHED", "a later silent run to be marked")
         time.sleep(5)
         assert state(suspended) == "PAUSED"
         client.delete_automation(made)

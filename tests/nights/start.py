@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-from flows.serve import Services
+from flows.serving.services import Services
 from rlhf_core.cluster.rank_environment import free_port
 from tests.nights import town
 from tests.nights.faults import Faults

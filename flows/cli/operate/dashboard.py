@@ -10,7 +10,7 @@ from rich.console import Console
 
 from flows.cli.artifacts import Artifacts
 from flows.cli.show import OK, Whole
-from flows.page_server import host_names, server_config, token_shown
+from flows.serving.page_server import host_names, server_config, token_shown
 from rlhf_core.system.pages.secret_file import kept_secret
 
 TOKEN = "dashboard-token"  # noqa: S105 (the name of the file in the home folder)
@@ -42,7 +42,7 @@ def dashboard(
     import uvicorn
 
     from evaluation.dashboard.app import dashboard as application
-    from flows.serve import EVERYWHERE, listen
+    from flows.serving.services import EVERYWHERE, listen
     from rlhf_core.system.pages.page_server import LOOPBACK, Protected
 
     file = home.absolute() / TOKEN

@@ -11,7 +11,7 @@ from rich.markup import escape
 from rich.status import Status
 
 from flows.cli.show import FAILED, OK, Whole, table_of
-from flows.page_server import host_names, server_config
+from flows.serving.page_server import host_names, server_config
 from rlhf_core.feedback.inbox import Inbox
 from rlhf_core.feedback.leaks import Questions
 from rlhf_core.feedback.receive import Receipt, receive, rows_of
@@ -194,7 +194,7 @@ def serve(
     """
     import uvicorn
 
-    from flows.serve import EVERYWHERE, FEEDBACK_TOKEN, listen
+    from flows.serving.services import EVERYWHERE, FEEDBACK_TOKEN, listen
     from rlhf_core.feedback.endpoint import application, by_name
     from rlhf_core.feedback.personal_data import masked
     from rlhf_core.system.pages.secret_file import kept_secret

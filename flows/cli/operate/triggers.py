@@ -9,7 +9,7 @@ from pathlib import Path
 from rich.console import Console
 
 from flows.cli.show import OK, Whole
-from flows.page_server import server_config
+from flows.serving.page_server import server_config
 from rlhf_core.system.machine import MachineLacks
 
 STOP_SECONDS = 5  # for requests still being answered
@@ -42,7 +42,7 @@ def serve_triggers(
     from prefect.client.orchestration import get_client
     from prefect.exceptions import PrefectException
 
-    from flows.serve import EVERYWHERE, TRIGGER_TOKEN, listen
+    from flows.serving.services import EVERYWHERE, TRIGGER_TOKEN, listen
     from flows.triggers.endpoint import application
     from flows.triggers.runs import ask
     from rlhf_core.system.pages.secret_file import kept_secret

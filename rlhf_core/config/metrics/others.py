@@ -59,7 +59,7 @@ SELECT = (
     ),
     Metric(
         "difference_low/MODEL difference_high/MODEL",
-        "its interval; all of them together hold with 95 % (Bonferroni)",
+        "its interval, at 95 % for all pairs of models together (Bonferroni)",
         "difference",
         of=candidates_of,
     ),

@@ -194,9 +194,9 @@ class Estimated(NamedTuple):
 def early_rewards(
     rollouts: Sequence[Rollout], rewards: Rewards, config: PPO, lengths_of: Lengths | None
 ) -> Tensor | None:
-    """Returns the parts of the reward that go to tokens before the last, weighted as in the sum (B, T):
-    tokens that end the answers of an episode, or the steps of an answer. Returns None if there are none, or
-    the estimator compares the rewards of whole answers. The rewards of a standardised source go to the last
+    """Returns the parts of the reward whose tokens are known, weighted as in the sum (B, T): those at tokens
+    that end the answers of an episode, and those of an answer's steps. Returns None if there are none, or the
+    estimator compares the rewards of whole answers. The rewards of a standardised source go to the last
     token, because its mean is over whole answers."""
     compared = (*GROUPED, "reinforce_pp_baseline")
     if config.reward_at == "every_token" or config.advantage_estimator in compared:
@@ -223,14 +223,13 @@ def early_rewards(
 
 
 def _on_steps(rollout: Rollout, steps: Steps | None, lengths_of: Lengths | None) -> np.ndarray | None:
-    """Returns the rewards of an answer's steps at their tokens (T,), 0 at the last token. Returns None for
-    an episode, which has several answers."""
+    """Returns the rewards of an answer's steps at their tokens (T,). Returns None for an episode, which has
+    several answers."""
     if steps is None or lengths_of is None or rollout.own is not None:
         return None
     mask = rollout.document.mask_array
     found = np.zeros(len(rollout.document), np.float32)
     found[mask] = on_tokens(steps, lengths_of(rollout.answer))
-    found[-1] = 0
     return found
 
 

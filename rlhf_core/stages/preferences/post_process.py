@@ -112,8 +112,8 @@ def best_and_worst(groups: Sequence[AnsweredPrompt]) -> TrainingRows:
 
 
 def labelled(groups: Sequence[AnsweredPrompt]) -> TrainingRows:
-    """Labels every answer: desirable when it scores above the mean of the answers to its prompt, undesirable
-    below it.
+    """Labels complete answers: desirable above the mean of the complete answers to the same prompt,
+    undesirable below it.
 
     The mean is per prompt, because some prompts are easier than others. Answers at the mean, up to rounding
     in float32, are left out; prompts whose answers all score the same are dropped.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from flows.deployments import schedule_of
+from flows.serving.schedules import schedule_of
 
 
 @pytest.mark.parametrize(

@@ -102,6 +102,17 @@ def test_an_unfinished_round_is_due_once_for_a_new_process_and_again_after_a_cra
     assert bench.watch.due()
 
 
+def test_rows_that_a_continued_round_did_not_have_are_due_after_it(bench: Bench) -> None:
+    bench.say(3)
+    bench.record(begun=3)
+    bench.say(3)
+    assert bench.watch.due(), "a new process continues the round"
+    bench.watch.started()
+    assert not bench.watch.due()
+    bench.record(3)
+    assert bench.watch.due(), "rows 4 to 6 were there at the start, and no round has them"
+
+
 def test_a_refused_round_keeps_its_rows(bench: Bench) -> None:
     bench.say(3)
     bench.record(3, refused="accuracy 0.1 is below 0.5")

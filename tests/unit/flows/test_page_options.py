@@ -19,9 +19,9 @@ from starlette.applications import Starlette
 from starlette.responses import PlainTextResponse
 from starlette.routing import Route
 
-from flows import page_server
 from flows.cli.operate.label import show_addresses
-from flows.serve import LISTENER, Services, listen
+from flows.serving import page_server
+from flows.serving.services import LISTENER, Services, listen
 
 WAIT = 20.0  # seconds for an answer
 

@@ -194,6 +194,15 @@ def test_rewards_are_normalised_with_stored_statistics_then_clipped():
             adv.normalize_rewards(scores, 1.0, std)
 
 
+@pytest.mark.parametrize("scale", [1e-3, 1.0, 1e25])
+def test_whitened_numbers_have_no_scale(scale):
+    """The squares of 1e25 are beyond float32."""
+    x = torch.tensor([1.0, 2.0, 3.0, 4.0]) * scale
+    white = whiten(x, torch.ones(4, dtype=torch.bool))
+    expected = torch.tensor([-1.5, -0.5, 0.5, 1.5]) / 1.25**0.5
+    assert torch.allclose(white, expected, rtol=0.01)
+
+
 def test_whitening_comes_after_returns(rollout):
     _, rewards, values, _, mask = rollout
     credit = adv.gae(rewards, values, mask, 1.0, 0.95)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from flows.serve import only_one
+from flows.serving.services import only_one
 from rlhf_core.system.pages.secret_file import kept_secret, make_private
 from tests.support.strangers import NOBODY, as_root
 

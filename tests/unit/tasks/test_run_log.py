@@ -13,7 +13,7 @@ from uuid import uuid4
 
 import pytest
 
-from flows.supervise import Failures
+from flows.serving.supervise import Failures
 from rlhf_core.runs.launch import StageFailed
 from rlhf_core.system.machine import MachineLacks
 from tasks.run_log import shorten, without_tracebacks

@@ -14,7 +14,7 @@ from uuid import UUID, uuid4
 import pytest
 from pydantic import BaseModel
 
-from flows.serve import AUTH
+from flows.serving.services import AUTH
 from rlhf_core.config import Recipe
 from rlhf_core.recipe.load import load_recipe
 from rlhf_core.recipe.sentences import models_in

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+from scipy.stats import t as student
 
 from rlhf_core.config import PPO
 from rlhf_core.config.ppo import pass_sizes
@@ -36,7 +37,6 @@ from rlhf_core.system.files import write_text
 BEST = f"{STATE}/best"  # folder of the exports of the best iterations, until the stage is done
 REWARD, LOW, HIGH = (f"eval/reward/{name}" for name in ("mean", "ci_low", "ci_high"))
 ROUNDING = 1e-6  # a sum of weighted rewards may be this much below its exact value
-NORMAL = 1.96  # standard errors on each side of a 95 % interval
 
 
 class Validation(NamedTuple):
@@ -217,14 +217,15 @@ def pass_at(n: int, right: int, k: int) -> float:
 
 
 def _interval(name: str, values: np.ndarray) -> dict[str, float]:
-    """Returns the mean over prompts and its 95 % interval: like a rate for rewards from 0 to 1, otherwise
-    from the normal approximation, given at least two prompts."""
+    """Returns the mean over prompts and its 95 % interval: that of a rate for rewards from 0 to 1, otherwise
+    Student's, which needs at least two prompts with different rewards."""
     if ((values >= 0) & (values <= 1)).all():
         return _rate(name, values)
     mean = float(values.mean())
-    if len(values) < 2:
+    if (values == values[0]).all():
         return {f"{name}/mean": mean}
-    half = NORMAL * float(values.std(ddof=1)) / len(values) ** 0.5
+    error = float(values.std(ddof=1)) / len(values) ** 0.5
+    half = float(student.ppf(0.975, len(values) - 1)) * error
     return {f"{name}/mean": mean, f"{name}/ci_low": mean - half, f"{name}/ci_high": mean + half}
 
 

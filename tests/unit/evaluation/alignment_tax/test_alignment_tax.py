@@ -57,9 +57,17 @@ def test_a_loss_is_what_the_baseline_had_more_and_its_interval_is_paired() -> No
 
 def test_the_same_answers_lose_nothing_and_swapped_models_gain_what_was_lost() -> None:
     same = loss_of(score(answers(60)), score(answers(60)), 200, 0)
-    assert (same.tax, same.ci_low, same.ci_high) == (0.0, 0.0, 0.0)
+    assert same.tax == 0 and same.ci_low == pytest.approx(-same.ci_high, abs=1e-9)  # type: ignore[operator]
+    assert 0.02 < (same.ci_high or 0) < 0.04, "100 documents without a loss leave losses below 3 % possible"
     there, back = (loss_of(score(answers(a)), score(answers(b)), 500, 3) for a, b in ((80, 60), (60, 80)))
     assert there.tax == -back.tax and there.ci_low == pytest.approx(-back.ci_high, abs=0.03)  # type: ignore[operator]
+
+
+@pytest.mark.parametrize(("documents", "least"), [(1, -1.0), (3, -0.5), (20, 0.5)])
+def test_a_loss_on_each_of_few_documents_is_not_certain(documents: int, least: float) -> None:
+    loss = loss_of(score(answers(documents, documents)), score(answers(0, documents)), 1000, 0)
+    assert loss.tax == 1 == loss.ci_high and loss.ci_low is not None
+    assert least < loss.ci_low < least + 0.3
 
 
 def test_less_can_be_better() -> None:

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from evaluation.scores.arena_hard import controlled, question_rows
 from evaluation.scores.bradley_terry import RIDGE, fit
+from evaluation.scores.scoring import arena_sums, rate_interval
 from evaluation.scores.style import Style, features
 from rlhf_core.records import Game, Judgment, Label
 
@@ -60,7 +61,8 @@ def test_swapping_the_sides_mirrors_the_controlled_score(labels: list[tuple[Labe
 def test_a_constant_judge_gives_one_half_whatever_the_style(label: Label, extras: list[int]) -> None:
     judged, styles = build([(label, label, extra) for extra in extras])
     found = controlled(question_rows(judged, styles, arena=True), ("length", "markdown"), 20, 0).scores["m"]
-    assert tuple(found) == pytest.approx((0.5, 0.5, 0.5))
+    assert found.value == pytest.approx(0.5)
+    assert found.low < 0.5 < found.high and found.low == pytest.approx(1 - found.high)
 
 
 @given(verdicts, st.randoms(use_true_random=False))
@@ -91,12 +93,12 @@ def test_repeating_every_question_keeps_the_controlled_score(labels: list[tuple[
 
 def test_copies_of_all_questions_keep_the_centre_of_the_controlled_interval() -> None:
     judged, styles = build(
-        [("B>A", "A>B", 9), ("B>A", "B>A", 1), ("A>B", "B>A", 4), ("A=B", "A>B", 7), ("B>A", "A>B", 2)] * 12
+        [("B>A", "A>B", 9), ("B>A", "B>A", 1), ("A>B", "B>A", 4), ("A=B", "A>B", 7), ("B>A", "A>B", 2)] * 60
     )
     copies = [j.model_copy(update={"uid": f"{j.uid}-copy"}) for j in judged]
     both = styles | {(model, f"{uid}-copy"): style for (model, uid), style in styles.items()}
     once, twice = (
-        controlled(question_rows(js, both, arena=True), ("length",), 2000, 0).scores["m"]
+        controlled(question_rows(js, both, arena=False), ("length",), 2000, 0).scores["m"]
         for js in (judged, judged + copies)
     )
     assert (twice.low + twice.high) / 2 == pytest.approx((once.low + once.high) / 2, abs=0.01)
@@ -120,10 +122,18 @@ def test_newton_reaches_the_minimum_that_bfgs_finds() -> None:
         assert found == pytest.approx(minimize(loss, np.zeros(4), method="BFGS", tol=1e-10).x, abs=1e-4)
 
 
-def test_a_model_that_always_wins_has_a_finite_strength() -> None:
-    judged, styles = build([("B>>A", "A>>B", n) for n in range(8)])
-    score = controlled(question_rows(judged, styles, arena=True), ("length", "markdown"), 50, 0).scores["m"]
-    assert 0.98 < score.value < 1 and score.low > 0.95
+@pytest.mark.parametrize("questions", [1, 3, 8, 200])
+def test_a_model_that_always_wins_has_a_finite_strength_and_the_width_of_few_questions(
+    questions: int,
+) -> None:
+    judged, styles = build([("B>>A", "A>>B", n % 8) for n in range(questions)])
+    rows = question_rows(judged, styles, arena=True)
+    score = controlled(rows, ("length", "markdown"), 1000, 0).scores["m"]
+    low, high = rate_interval(arena_sums(judged))
+    assert 0.98 < score.value < 1 and score.high <= high
+    assert score.low <= low + 0.05, "as wide as the interval without control, or wider"
+    assert score.low > 0.5 or questions < 8
+    assert score.low == pytest.approx(low, abs=0.02) or questions < 200
 
 
 def test_equal_styles_are_no_difference_and_empty_answers_no_error() -> None:

@@ -117,6 +117,24 @@ def test_a_cut_answer_gets_the_value_of_its_text_in_place_of_the_reward() -> Non
     assert found.metrics["reward/mean"] == 6.0, "what the sources said"
 
 
+def test_a_cut_answer_keeps_the_rewards_of_its_steps_up_to_the_last_token() -> None:
+    """By hand, gamma 0.5, lambda 1: steps of 2 and 3 at the two tokens, then the critic's 4 and no rest."""
+    config = ppo(
+        **NO_KL, gamma=0.5, lambd=1.0, bootstrap_truncated=True, reward="checks.py:steps", critic="sft"
+    )
+    rollouts = [answer(2, False), answer(2, True)]
+    rows = [np.zeros(len(rollout.document), np.float32) for rollout in rollouts]
+    steps = [(1, 2.0), (2, 3.0)]
+    rewards = Rewards({"steps": np.array([5.0, 6.0])}, {}, {"steps": {0: steps, 1: steps}})
+    scores = Scores(rows, None, rows, rewards, end_values=np.array([4.0, 0.0], np.float32))
+    terms = [Term("steps", 1.0, "none", None)]
+    found = credit(rollouts, scores, 0.0, {}, config, terms, lambda tokens: list(range(1, 1 + len(tokens))))
+    cut, whole = (e.returns for e in found.experience)
+    assert cut is not None and whole is not None
+    assert cut[1:].tolist() == pytest.approx([2 + 0.5 * 5, 3 + 0.5 * 4])
+    assert whole[1:].tolist() == pytest.approx([2 + 0.5 * 4, 3 + 1])
+
+
 def test_the_critic_values_the_whole_text(models: Path, plain_engine: None) -> None:  # noqa: F811
     """As it values the text before one more token."""
     role = critic(models)

@@ -64,7 +64,16 @@ def test_the_interval_is_over_prompts() -> None:
         and found["eval/response/length"] == 2
         and found["eval/response/truncated"] == 0.5
     )
-    assert found["eval/reward/ci_high"] - 3 == pytest.approx(1.96 * 2 / 2) == 3 - found["eval/reward/ci_low"]
+    half = 3.182 * 2 / 2  # Student's quantile of three degrees of freedom, times the standard error
+    assert (
+        found["eval/reward/ci_high"] - 3 == pytest.approx(half, rel=1e-3) == 3 - found["eval/reward/ci_low"]
+    )
+
+
+def test_equal_rewards_of_unknown_scale_have_no_interval() -> None:
+    """Four prompts that all score -1 do not show that every prompt does."""
+    assert "eval/reward/ci_low" not in validation([-1.0] * 4, n=1)
+    assert validation([1.0] * 4, n=1)["eval/reward/ci_low"] < 0.6, "like a rate"
 
 
 def test_answers_without_a_reward_do_not_count() -> None:
@@ -73,11 +82,12 @@ def test_answers_without_a_reward_do_not_count() -> None:
     assert validation([NAN, 4], n=2)["eval/reward/mean"] == 4
 
 
-def test_intervals_cover_the_truth() -> None:
+@pytest.mark.parametrize("prompts", [3, 6, 60])
+def test_intervals_cover_the_truth(prompts: int) -> None:
     rng = np.random.default_rng(0)
     inside = 0
     for _ in range(400):
-        found = validation(list(rng.normal(1.0, 2.0, 60) + rng.normal(0, 1, 60)), n=1)
+        found = validation(list(rng.normal(1.0, 2.0, prompts) + rng.normal(0, 1, prompts)), n=1)
         inside += found["eval/reward/ci_low"] <= 1.0 <= found["eval/reward/ci_high"]
     assert 0.91 < inside / 400 < 0.985
 

@@ -49,6 +49,7 @@ EVERYWHERE = "0.0.0.0"
 PAGE = "live page of"
 # on SQLite, Prefect 3.7 logs a traceback at each poll of a worker: ten megabytes an hour
 LOG_BYTES = 20_000_000
+RETRIES = 8  # of requests to a busy server, 2 to 256 s apart: some eight minutes; Prefect's 5 take one
 
 
 @contextmanager
@@ -239,7 +240,7 @@ class Services:
         """Returns the environment of server, worker and flows."""
         ours = {"PREFECT_HOME": str(self.home), "PREFECT_API_URL": self.api, server_process.AUTH: self.auth}
         ours |= {LIMIT_ENV: LIMIT, SERVED_ENV: str(self.home / SERVED)}
-        theirs = {"PREFECT_WORKER_QUERY_SECONDS": "3"}
+        theirs = {"PREFECT_WORKER_QUERY_SECONDS": "3", "PREFECT_CLIENT_MAX_RETRIES": str(RETRIES)}
         return theirs | dict(os.environ) | ours | module_path()
 
 

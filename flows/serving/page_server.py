@@ -26,7 +26,7 @@ def host_names(host: str, allow_host: str) -> list[str]:
         raise ValueError(
             f"--allow-host {allow_host}: give names or addresses of hosts, without ports, separated by commas"
         )
-    from flows.serve import EVERYWHERE
+    from flows.serving.services import EVERYWHERE
 
     return [
         host,

@@ -19,8 +19,9 @@ from prefect.client.schemas.objects import FlowRun, StateType
 from prefect.exceptions import PrefectException
 from rich.console import Console
 
-from flows.deployments import sweep
-from flows.serve import Services
+from flows.serving.services import Services
+from flows.serving.silent_runs import tell_suspended
+from flows.serving.sweep import sweep
 from flows.triggers.feedback import LOOK_SECONDS
 from flows.triggers.runs import FeedbackTrigger
 
@@ -91,6 +92,7 @@ def supervise(
         if time.monotonic() - swept > SWEEP_SECONDS:
             with told("runs were not checked"):
                 sweep(client)
+                tell_suspended(client)
                 for line in failed.new(client):
                     console.print(line, markup=False, highlight=False)
             with told("the log was not bounded"):

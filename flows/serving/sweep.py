@@ -1,0 +1,112 @@
+"""Ends runs of deployments that Prefect's worker no longer ends: their process is gone, was never started, or
+ignores a cancellation."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+from datetime import UTC, datetime
+
+import psutil
+from prefect.client.orchestration import SyncPrefectClient
+from prefect.client.schemas.filters import FlowRunFilter
+from prefect.client.schemas.objects import FlowRun, StateType
+from prefect.states import Cancelled, Crashed
+
+UNFINISHED = [StateType.RUNNING, StateType.PENDING, StateType.CANCELLING]
+# A run that starts again (resumed or retried) has its last process recorded until the worker has started the
+# new one. On a busy machine this takes some seconds.
+PROCESS_SECONDS = 60.0
+STUCK_SECONDS = 600.0  # a worker that took a run and failed before its process leaves it pending
+IGNORED_SECONDS = 60.0  # Prefect's runner ends a cancelled process within half a minute
+
+
+def sweep(client: SyncPrefectClient, at_start: bool = False) -> int:
+    """Marks runs of deployments whose process on this machine is gone as crashed, or as cancelled if they
+    were being cancelled.
+
+    Ends processes that go on `IGNORED_SECONDS` after a cancellation: the worker's runner sends one signal
+    for each run, and a run that was retried has had it.
+
+    `at_start`: no worker runs yet. Also marks runs that never had a process, and runs that were about to
+    start. Returns the number of marked runs.
+    """
+    found = client.read_flow_runs(
+        flow_run_filter=FlowRunFilter.model_validate({"state": {"type": {"any_": UNFINISHED}}}), limit=200
+    )
+    for run in found:
+        end_ignored(run)
+    gone = [run for run in found if _is_without_process(run, at_start)]
+    gone = [client.read_flow_run(run.id) for run in gone]  # it may have ended since the list was read
+    gone = [run for run in gone if _is_without_process(run, at_start)]
+    for run in gone:
+        ended = Cancelled if run.state_type == StateType.CANCELLING else Crashed
+        client.set_flow_run_state(
+            run.id, ended(message="its process is gone; run it again to go on"), force=True
+        )
+    return len(gone)
+
+
+def end_ignored(run: FlowRun) -> None:
+    """Sends SIGTERM to the process of a run that has been cancelled for `IGNORED_SECONDS`, and SIGKILL after
+    twice that."""
+    process = _process_of(run)
+    if run.state_type != StateType.CANCELLING or process is None:
+        return
+    age = _age(run)
+    with contextlib.suppress(psutil.Error):
+        if age > 2 * IGNORED_SECONDS:
+            process.kill()
+        elif age > IGNORED_SECONDS:
+            process.terminate()
+
+
+def _is_without_process(run: FlowRun, at_start: bool) -> bool:
+    if run.deployment_id is None or run.state is None or run.state.type not in UNFINISHED:
+        return False
+    if at_start:
+        return not (run.infrastructure_pid and _may_live(run))
+    age = _age(run)
+    if not run.infrastructure_pid:
+        return run.state.type == StateType.PENDING and age > STUCK_SECONDS
+    may_start = run.state.type != StateType.CANCELLING and age < PROCESS_SECONDS
+    return not may_start and not _may_live(run)
+
+
+def _age(run: FlowRun) -> float:
+    """Returns the seconds since the run entered its state."""
+    return (datetime.now(UTC) - run.state.timestamp).total_seconds() if run.state else 0.0
+
+
+def _may_live(run: FlowRun) -> bool:
+    """Returns whether a run's process is alive, or is on another machine."""
+    host = _place(run)[0]
+    elsewhere = bool(host) and host != socket.gethostname()
+    return elsewhere or _process_of(run) is not None
+
+
+def _place(run: FlowRun) -> tuple[str, str]:
+    """Returns host and PID of a run's process; Prefect has HOST:PID or PID."""
+    host, _, pid = (run.infrastructure_pid or "").rpartition(":")
+    return host, pid
+
+
+def _process_of(run: FlowRun) -> psutil.Process | None:
+    """Returns a run's process if it is alive on this machine.
+
+    The environment is compared because a zombie has none, and because the PID can belong to a later
+    process.
+    """
+    host, pid = _place(run)
+    if host and host != socket.gethostname():
+        return None
+    try:
+        process = psutil.Process(int(pid))
+    except (psutil.Error, ValueError):
+        return None
+    try:
+        return process if process.environ().get("PREFECT__FLOW_RUN_ID") == str(run.id) else None
+    except psutil.AccessDenied:
+        return process
+    except psutil.Error:
+        return None
